@@ -1,0 +1,98 @@
+"""How many rows and bytes each layer kind keeps. Arithmetic only: no tensor is made here."""
+
+import math
+from dataclasses import dataclass
+
+from dsv4.config import LayerSpec, ModelConfig
+from dsv4.quant.formats import MX_BLOCK, Format, scale_bytes
+
+# Tokens that may lie beyond the committed length (drafts): rings are this much longer than attention needs.
+SPARE = 8
+# A page covers at least this many tokens, and whole blocks of every compression ratio.
+MIN_PAGE_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """Sizes of the cache of one engine. `rope_itemsize` is that of the compute type: 2 makes the 584-byte entry."""
+
+    config: ModelConfig
+    kv_format: Format
+    key_format: Format
+    rope_itemsize: int
+    max_context: int
+    num_slots: int
+    num_mtp_layers: int
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """Trunk layers, then the draft blocks, which are sliding."""
+        return self.config.layers + (LayerSpec("sliding", 0, False),) * self.num_mtp_layers
+
+    @property
+    def ring_rows(self) -> int:
+        return self.config.window + SPARE
+
+    @property
+    def page_tokens(self) -> int:
+        ratios = [layer.ratio for layer in self.layers if layer.ratio]
+        return math.lcm(*ratios, MIN_PAGE_TOKENS)
+
+    @property
+    def pages_per_sequence(self) -> int:
+        return -(-self.max_context // self.page_tokens)
+
+    @property
+    def num_pages(self) -> int:
+        return self.num_slots * self.pages_per_sequence
+
+    def page_entries(self, layer: LayerSpec) -> int:
+        return self.page_tokens // layer.ratio
+
+    @staticmethod
+    def tail_rows(layer: LayerSpec) -> int:
+        """Position-addressed rows of (value, score) that a block can still need, drafts included."""
+        return layer.ratio * (2 if layer.kind == "csa" else 1) + SPARE
+
+    @property
+    def entry_bytes(self) -> int:
+        c = self.config
+        if self.kv_format is Format.KV8:
+            return c.nope_dim + c.rope_dim * self.rope_itemsize + scale_bytes(c.nope_dim)
+        return c.head_dim * (2 if self.kv_format is Format.BF16 else 4)
+
+    @property
+    def key_bytes(self) -> int:
+        d = self.config.index_dim
+        if self.key_format is Format.MXFP4:
+            return d // 2 + -(-d // MX_BLOCK)
+        return d * (2 if self.key_format is Format.BF16 else 4)
+
+    def tail_bytes(self, rows_csa: int = 8, rows_hca: int = 128) -> int:
+        """float32 tails of one sequence; the defaults are the reference's buffers for ratios 4 and 128."""
+        c = self.config
+        csa = sum(layer.kind == "csa" for layer in self.layers)
+        hca = sum(layer.kind == "hca" for layer in self.layers)
+        return 2 * 4 * (csa * rows_csa * 2 * (c.head_dim + c.index_dim) + hca * rows_hca * c.head_dim)
+
+    def sequence_bytes(self, tokens: int) -> int:
+        """What one sequence of that length needs: entries, keys, windows of all layers and reference-sized tails."""
+        total = len(self.layers) * self.config.window * self.entry_bytes + self.tail_bytes()
+        for layer in self.layers:
+            if layer.ratio:
+                per_block = self.entry_bytes + (self.key_bytes if layer.kind == "csa" else 0)
+                total += tokens // layer.ratio * per_block
+        return total
+
+    def store_bytes(self) -> int:
+        """What the engine allocates for all slots and pages."""
+        total = self.num_slots * len(self.layers) * self.ring_rows * self.entry_bytes
+        for layer in self.layers:
+            if not layer.ratio:
+                continue
+            c, csa = self.config, layer.kind == "csa"
+            entries = self.num_pages * self.page_entries(layer)
+            total += entries * (self.entry_bytes + (self.key_bytes if csa else 0))
+            width = 2 * (c.head_dim + c.index_dim) if csa else c.head_dim
+            total += self.num_slots * self.tail_rows(layer) * 2 * 4 * width
+        return total

@@ -1,0 +1,67 @@
+"""The three attention kinds: window only, window + selected entries (CSA), window + all entries (HCA)."""
+
+from torch import Tensor
+
+from dsv4.cache.store import LayerCache
+from dsv4.config import LayerSpec
+from dsv4.model.bundle import Bundle
+from dsv4.model.compressor import Compressor
+from dsv4.model.indexer import Indexer
+from dsv4.model.rope import Rope
+from dsv4.model.step import Step
+
+
+class Attention:
+    def __init__(self, b: Bundle, name: str, spec: LayerSpec, rope: Rope) -> None:
+        self.ops, self.config, self.numerics, self.spec, self.rope = b.ops, b.config, b.numerics, spec, rope
+        self.wq_a, self.wq_b = b.linear(f"{name}.wq_a"), b.linear(f"{name}.wq_b")
+        self.wkv, self.wo_b = b.linear(f"{name}.wkv"), b.linear(f"{name}.wo_b")
+        self.q_norm, self.kv_norm = b.plain(f"{name}.q_norm"), b.plain(f"{name}.kv_norm")
+        self.sinks = b.plain(f"{name}.attn_sink")
+        self.wo_a = b.grouped(f"{name}.wo_a", b.config.o_groups)
+        self.compressor = Compressor(b, f"{name}.compressor", spec) if spec.ratio else None
+        self.indexer = Indexer(b, f"{name}.indexer", spec, rope) if spec.kind == "csa" else None
+
+    def __call__(self, x: Tensor, step: Step, cache: LayerCache, page_table: Tensor) -> Tensor:
+        """x [T, D], normalised -> [T, D]."""
+        c, ops = self.config, self.ops
+        cos, sin = self.rope(step.positions)
+        q_low = ops.norm.rms_norm(self.wq_a(x), self.q_norm, c.norm_eps)
+        q = self.wq_b(q_low).unflatten(1, (c.num_heads, c.head_dim))
+        q = ops.qkv.queries(q, cos, sin, c.norm_eps)
+        kv = ops.qkv.entries(self.wkv(x), self.kv_norm, cos, sin, c.norm_eps, self.numerics.qat)
+        fresh = ops.qkv.store(kv, c.rope_dim, cache.ring.format)
+
+        rows = self._compressed_rows(x, q_low, step, cache, page_table)
+        o = ops.attend.attend(
+            *(q, fresh, cache.ring, step.slots, step.positions, step.first, c.window, cache.ring_rows),
+            *(cache.entries, rows, self.sinks, cos, sin),
+        )
+        # The ring is overwritten only now: queries of a long chunk still read what lay before it.
+        keep = step.survivors(cache.ring_rows)
+        ring_at = step.slots[keep] * cache.ring_rows + step.positions[keep] % cache.ring_rows
+        cache.ring.put(ring_at, fresh.take(keep))
+
+        grouped = o.reshape(o.shape[0], c.o_groups, c.heads_per_group * c.head_dim)
+        return self.wo_b(ops.linear.grouped(grouped, self.wo_a))
+
+    def _compressed_rows(
+        self, x: Tensor, q_low: Tensor, step: Step, cache: LayerCache, page_table: Tensor
+    ) -> Tensor | None:
+        """Close blocks, then list the pool rows each query attends to; entries are written before they are read."""
+        if self.compressor is None:
+            return None
+        assert cache.tail is not None and cache.entries is not None
+        c, ops, ratio = self.config, self.ops, self.spec.ratio
+        closing, pooled = self.compressor(x, step, cache.tail)
+        block_start = step.positions[closing] + 1 - ratio
+        block = block_start // ratio
+        page = page_table[step.slots[closing], block // cache.page_entries].long()
+        rows = page * cache.page_entries + block % cache.page_entries
+        entries = ops.qkv.entries(
+            *(pooled, self.compressor.norm, *self.rope(block_start), c.norm_eps, self.numerics.qat)
+        )
+        cache.entries.put(rows, ops.qkv.store(entries, c.rope_dim, cache.entries.format))
+        if self.indexer is not None:
+            return self.indexer(x, q_low, rows, step, cache, page_table)
+        return ops.index.visible_rows(page_table, step.slots, step.positions, ratio, cache.page_entries)

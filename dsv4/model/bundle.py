@@ -1,0 +1,71 @@
+"""What a layer is built from: its weights by official name, the chosen ops, and the numeric options."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4.config import Activations, ModelConfig
+from dsv4.ops import Ops
+from dsv4.quant.formats import QuantTensor
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """How the model computes. `qat`: apply the rounding points the model was trained with."""
+
+    dtype: torch.dtype
+    activations: Activations
+    qat: bool
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Loaded tensors by official name. `quantised` names the linears that were stored in 8 or 4 bits."""
+
+    tensors: Mapping[str, Tensor | QuantTensor]
+    quantised: frozenset[str]
+    num_mtp_layers: int
+
+
+@dataclass(frozen=True)
+class Bundle:
+    config: ModelConfig
+    weights: Weights
+    ops: Ops
+    numerics: Numerics
+
+    def plain(self, name: str) -> Tensor:
+        tensor = self.weights.tensors[name]
+        assert isinstance(tensor, Tensor)
+        return tensor
+
+    def linear(self, name: str, rounds_input: bool = True) -> "Linear":
+        """`rounds_input`: whether the reference quantises this linear's input when the weight is quantised."""
+        held = self.weights.tensors[name]
+        active = rounds_input and name in self.weights.quantised
+        return Linear(self.ops, held, self.numerics.activations if active else "a16")
+
+    def grouped(self, name: str, groups: int) -> list[Tensor | QuantTensor]:
+        """The weight's rows in equal groups, each a weight of its own."""
+        held = self.weights.tensors[name]
+        if isinstance(held, Tensor):  # [K, G*N]
+            return [part.contiguous() for part in held.chunk(groups, dim=1)]
+        shape = (held.shape[0] // groups, held.shape[1])
+        return [QuantTensor(held.format, part, shape) for part in held.data.chunk(groups)]
+
+    def activations_of(self, name: str) -> Activations:
+        return self.numerics.activations if name in self.weights.quantised else "a16"
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A bias-free linear layer: x [T, K] -> [T, N]."""
+
+    ops: Ops
+    held: Tensor | QuantTensor
+    activations: str
+
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        return self.ops.linear.linear(x, self.held, self.activations, out_dtype)

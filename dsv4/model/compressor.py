@@ -1,0 +1,36 @@
+"""Pools every `ratio` tokens into one row, whatever the chunking; the caller turns the row into an entry or a key."""
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.store import Tail
+from dsv4.config import LayerSpec
+from dsv4.model.bundle import Bundle
+from dsv4.model.step import Step
+
+
+class Compressor:
+    def __init__(self, b: Bundle, name: str, spec: LayerSpec) -> None:
+        self.ops, self.dtype, self.spec = b.ops, b.numerics.dtype, spec
+        # The reference computes compressors in float32 from the unquantised input.
+        self.wkv = b.linear(f"{name}.wkv", rounds_input=False)
+        self.wgate = b.linear(f"{name}.wgate", rounds_input=False)
+        self.ape = b.plain(f"{name}.ape")
+        self.norm = b.plain(f"{name}.norm")
+
+    def __call__(self, x: Tensor, step: Step, tail: Tail) -> tuple[Tensor, Tensor]:
+        """x [T, D] -> closing [C] (tokens that end a block), pooled rows [C, d]; the tail takes this step's rows."""
+        ratio = self.spec.ratio
+        values = self.wkv(x, torch.float32)
+        scores = self.wgate(x, torch.float32) + self.ape[step.positions % ratio]
+        closing = step.closing(ratio)
+        pooled = self.ops.compress.pool(
+            *(values, scores, tail.values, tail.scores),
+            *(closing, step.slots, step.positions, step.first),
+            *(ratio, self.spec.kind == "csa"),
+        )
+        keep = step.survivors(tail.num_rows)
+        at = (step.slots[keep], step.positions[keep] % tail.num_rows)
+        tail.values[at] = values[keep]
+        tail.scores[at] = scores[keep]
+        return closing, pooled.to(self.dtype)

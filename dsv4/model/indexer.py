@@ -1,0 +1,36 @@
+"""Chooses which compressed entries a CSA query attends to. Keeps its own, narrower keys beside the entries."""
+
+from torch import Tensor
+
+from dsv4.cache.store import LayerCache
+from dsv4.config import LayerSpec
+from dsv4.model.bundle import Bundle
+from dsv4.model.compressor import Compressor
+from dsv4.model.rope import Rope
+from dsv4.model.step import Step
+
+
+class Indexer:
+    def __init__(self, b: Bundle, name: str, spec: LayerSpec, rope: Rope) -> None:
+        self.ops, self.config, self.numerics, self.spec, self.rope = b.ops, b.config, b.numerics, spec, rope
+        self.wq_b = b.linear(f"{name}.wq_b")
+        self.weights_proj = b.linear(f"{name}.weights_proj", rounds_input=False)
+        self.compressor = Compressor(b, f"{name}.compressor", spec)
+
+    def __call__(self, x: Tensor, q_low: Tensor, rows: Tensor, step: Step, cache: LayerCache, page_table: Tensor
+                 ) -> Tensor:  # fmt: skip
+        """x [T, D], q_low [T, Rq]; rows [C]: pool rows of the blocks closing now -> chosen pool rows [T, S]."""
+        c, qat, index = self.config, self.numerics.qat, self.ops.index
+        assert cache.keys is not None and cache.key_tail is not None
+        closing, pooled = self.compressor(x, step, cache.key_tail)
+        at_block = self.rope(step.positions[closing] + 1 - self.spec.ratio)
+        keys = index.keys(pooled, self.compressor.norm, *at_block, c.norm_eps, qat)
+        cache.keys.put(rows, index.store(keys, cache.keys.format))
+
+        q = self.wq_b(q_low).unflatten(1, (c.index_heads, c.index_dim))
+        q = index.queries(q, *self.rope(step.positions), qat)
+        weights = self.weights_proj(x).float() * (c.index_dim**-0.5 * c.index_heads**-0.5)
+        return index.select(
+            *(q, weights, cache.keys, page_table, step.slots, step.positions),
+            *(self.spec.ratio, cache.page_entries, c.index_topk),
+        )

@@ -1,0 +1,57 @@
+"""THE SPINE: embed, expand to streams, run the blocks, mix the streams, norm, head. And the draft blocks."""
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.store import Cache
+from dsv4.model.block import Block
+from dsv4.model.bundle import Bundle
+from dsv4.model.mhc import HyperConnection
+from dsv4.model.mtp import Mtp
+from dsv4.model.rope import Rope
+from dsv4.model.step import Step
+from dsv4.quant.formats import QuantTensor
+
+
+class Model:
+    def __init__(self, b: Bundle, max_positions: int, device: str | torch.device) -> None:
+        c = b.config
+        self.ops, self.config, self.numerics = b.ops, c, b.numerics
+        plain = Rope(c.rope_theta, c.rope_dim, None, max_positions, device)
+        compressed = Rope(c.compress_rope_theta, c.rope_dim, c.yarn, max_positions, device)
+        embed = b.weights.tensors["embed"]
+        assert isinstance(embed, QuantTensor)
+        self.embedding = embed
+        self.blocks = [
+            Block(b, f"layers.{index}", spec, compressed if spec.ratio else plain)
+            for index, spec in enumerate(c.layers)
+        ]
+        self.hc_head = HyperConnection(b, "hc_head")
+        self.norm = b.plain("norm")
+        self.head = b.linear("head", rounds_input=False)
+        self.mtp = [Mtp(b, f"mtp.{index}", plain) for index in range(b.weights.num_mtp_layers)]
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[T] -> [T, D]."""
+        return self.ops.linear.embed(ids, self.embedding, self.numerics.dtype)
+
+    def forward(self, step: Step, cache: Cache) -> Tensor:
+        """All tokens of the step -> residual streams [T, N, D] after the last block."""
+        streams = self.embed(step.ids).unsqueeze(1).expand(-1, self.config.num_streams, -1)
+        for block, layer in zip(self.blocks, cache.layers, strict=False):
+            streams = block(streams, step.ids, step, layer, cache.page_table)
+        return streams
+
+    def logits(self, streams: Tensor) -> Tensor:
+        """streams [R, N, D] of the rows that need them -> float32 [R, V]."""
+        hidden = self.ops.norm.rms_norm(self.hc_head.head(streams), self.norm, self.config.norm_eps)
+        return self.head(hidden, torch.float32)
+
+    def draft(self, streams: Tensor, next_ids: Tensor, step: Step, cache: Cache, depth: int = 0
+              ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Draft block `depth`: streams of positions i and tokens i+1 -> its streams, logits [T, V] for i+2."""
+        layer = cache.layers[len(self.blocks) + depth]
+        streams, hidden = self.mtp[depth](
+            streams, self.embed(next_ids), next_ids, step, layer, cache.page_table
+        )
+        return streams, self.head(hidden, torch.float32)

@@ -1,0 +1,39 @@
+"""The device tensors of one forward pass: which tokens, of which sequences, at which positions."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Step:
+    """T tokens of one or more sequences; a sequence's tokens are neighbours, in order of position."""
+
+    ids: Tensor  # [T] token ids
+    positions: Tensor  # [T]
+    slots: Tensor  # [T] the sequence's place in the cache
+    first: Tensor  # [T] position of the sequence's first token in this step
+    last: Tensor  # [T] position of its last token in this step
+
+    @classmethod
+    def build(cls, spans: list[tuple[int, int, list[int]]], device: str | torch.device) -> "Step":
+        """spans: (slot, start position, token ids) per sequence."""
+        ids, positions, slots, first, last = [], [], [], [], []
+        for slot, start, tokens in spans:
+            count = len(tokens)
+            ids += tokens
+            positions += range(start, start + count)
+            slots += [slot] * count
+            first += [start] * count
+            last += [start + count - 1] * count
+        assert len({slot for slot, _, tokens in spans if tokens}) == len([t for _, _, t in spans if t])
+        return cls(*(torch.tensor(v, dtype=torch.long, device=device) for v in (ids, positions, slots, first, last)))
+
+    def closing(self, ratio: int) -> Tensor:
+        """Tokens that complete a block of `ratio`."""
+        return ((self.positions + 1) % ratio == 0).nonzero().squeeze(1)
+
+    def survivors(self, size: int) -> Tensor:
+        """Tokens that remain in a ring of `size` positions after this step (each ring row at most once)."""
+        return (self.positions > self.last - size).nonzero().squeeze(1)

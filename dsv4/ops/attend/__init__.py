@@ -1,0 +1,1 @@
+"""Backends of the op `attend`; `ref.py` is the contract."""

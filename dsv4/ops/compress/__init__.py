@@ -1,0 +1,1 @@
+"""Backends of the op `compress`; `ref.py` is the contract."""

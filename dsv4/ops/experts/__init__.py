@@ -1,0 +1,1 @@
+"""Backends of the op `experts`; `ref.py` is the contract."""

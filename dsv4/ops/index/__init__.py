@@ -1,0 +1,1 @@
+"""Backends of the op `index`; `ref.py` is the contract."""

@@ -1,0 +1,40 @@
+"""y = x Wᵀ for a weight in any format. The contract of every linear backend."""
+
+import torch
+from torch import Tensor
+
+from dsv4.ops._exact import row_product
+from dsv4.quant.codec import decode, fp8_round, nvfp4_round
+from dsv4.quant.formats import FP8_TILE, Format, QuantTensor
+
+# What this backend multiplies with: float32 [K, N] (decoded once), or the stored tensor, decoded at each use.
+Held = Tensor | QuantTensor
+
+
+def dense(weight: Held) -> Tensor:
+    """The float32 matrix [K, N], contiguous: K-major is twice as fast here and fixes the memory layout."""
+    return weight if isinstance(weight, Tensor) else decode(weight).t().contiguous()
+
+
+def round_input(x: Tensor, activations: str) -> Tensor:
+    """What a quantised linear sees of its input: a16 as it is, a8 FP8 in blocks of 128, a4 NVFP4."""
+    if activations == "a8":
+        return fp8_round(x, FP8_TILE)
+    return nvfp4_round(x) if activations == "a4" else x
+
+
+def linear(x: Tensor, weight: Held, activations: str = "a16", out_dtype: torch.dtype | None = None) -> Tensor:
+    """x [T, K] -> [T, N]; float32 accumulation, one rounding to `out_dtype` (default: x's dtype)."""
+    y = row_product(round_input(x, activations).float(), dense(weight))
+    return y.to(out_dtype or x.dtype)
+
+
+def grouped(x: Tensor, weights: list[Held]) -> Tensor:
+    """x [T, G, K] with one weight [N, K] per group -> [T, G*N]; inputs are never quantised."""
+    return torch.cat([linear(x[:, g].contiguous(), weight) for g, weight in enumerate(weights)], dim=1)
+
+
+def embed(ids: Tensor, table: QuantTensor, dtype: torch.dtype) -> Tensor:
+    """Rows of the embedding table, [T] -> [T, D]."""
+    assert table.format in (Format.BF16, Format.F32)
+    return table.data[ids].to(dtype)

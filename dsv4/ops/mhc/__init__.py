@@ -1,0 +1,1 @@
+"""Backends of the op `mhc`; `ref.py` is the contract."""

@@ -1,0 +1,1 @@
+"""Backends of the op `qkv`; `ref.py` is the contract."""

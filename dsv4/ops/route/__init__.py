@@ -1,0 +1,1 @@
+"""Backends of the op `route`; `ref.py` is the contract."""

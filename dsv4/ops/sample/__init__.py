@@ -1,0 +1,1 @@
+"""Backends of the op `sample`; `ref.py` is the contract."""

@@ -1,0 +1,226 @@
+"""Encode and decode every number format in plain torch: what each format means, bit for bit. No speed."""
+
+import torch
+from torch import Tensor
+
+from dsv4.quant.formats import FP8_TILE, KV_BLOCK, MX_BLOCK, NV_BLOCK, Format, QuantTensor, scale_bytes
+
+E4M3_MAX = 448.0
+E2M1_MAX = 6.0
+NV_RANGE = E2M1_MAX * E4M3_MAX
+# Floors of the reference's block maxima: a block of zeros still gets a scale.
+FP8_FLOOR = 1e-4
+FP4_FLOOR = 6.0 * 2.0**-126
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Midpoints between neighbours; a tie goes to the even code, so every second midpoint rounds up.
+_E2M1_UP = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
+
+
+def e2m1_encode(x: Tensor) -> Tensor:
+    """float -> 4-bit codes in uint8; nearest, ties to even, saturating at 6."""
+    magnitude = x.abs()
+    code = torch.zeros_like(x, dtype=torch.uint8)
+    for midpoint, tie_up in _E2M1_UP:
+        code += (magnitude >= midpoint) if tie_up else (magnitude > midpoint)
+    return code | (torch.signbit(x).to(torch.uint8) << 3)
+
+
+def e2m1_decode(code: Tensor) -> Tensor:
+    table = torch.tensor([*_E2M1, *(-v for v in _E2M1)], dtype=torch.float32, device=code.device)
+    return table[code.long()]
+
+
+def pack_nibbles(code: Tensor) -> Tensor:
+    """[..., K] codes -> [..., K/2] bytes: even k in the low nibble."""
+    return code[..., 0::2] | (code[..., 1::2] << 4)
+
+
+def unpack_nibbles(data: Tensor) -> Tensor:
+    return torch.stack((data & 15, data >> 4), dim=-1).flatten(-2)
+
+
+def e4m3_encode(x: Tensor) -> Tensor:
+    """float -> E4M3 bytes; nearest even, clamped to +-448 first because a plain cast may give NaN above it."""
+    return x.float().clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def e4m3_decode(code: Tensor) -> Tensor:
+    return code.view(torch.float8_e4m3fn).float()
+
+
+def e8m0_decode(code: Tensor) -> Tensor:
+    """uint8 -> 2^(code-127); 255 is NaN; 0 is the subnormal 2^-127."""
+    bits = code.to(torch.int32) << 23
+    bits = torch.where(code == 0, 0x00400000, bits)
+    return torch.where(code == 255, 0x7FC00000, bits).view(torch.float32)
+
+
+def p2ceil_code(v: Tensor) -> Tensor:
+    """E8M0 code of the smallest power of two >= v, for float32 v > 0. On bits: log2 can be off by one."""
+    bits = v.float().view(torch.int32)
+    exponent = ((bits >> 23) & 255) + ((bits & 0x7FFFFF) != 0)
+    return exponent.clamp(0, 254).to(torch.uint8)
+
+
+def _blocks(x: Tensor, size: int) -> Tensor:
+    """[..., K] -> [..., ceil(K/size), size], padded with zeros."""
+    pad = -x.shape[-1] % size
+    if pad:
+        x = torch.nn.functional.pad(x, (0, pad))
+    return x.unflatten(-1, (-1, size))
+
+
+def _finite(x: Tensor) -> Tensor:
+    """Infinity becomes the largest float, so that a scale stays a number; NaN stays NaN and is seen."""
+    return x.clamp(torch.finfo(torch.float32).min, torch.finfo(torch.float32).max)
+
+
+def fp8_rows(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """[..., K] -> E4M3 codes [..., K] and E8M0 codes [..., ceil(K/block)], one scale per block of a row."""
+    blocks = _blocks(_finite(x.float()), block)
+    amax = blocks.abs().amax(-1).clamp(min=FP8_FLOOR)
+    scale = p2ceil_code(amax * torch.tensor(1 / E4M3_MAX, dtype=torch.float32, device=x.device))
+    codes = e4m3_encode(blocks / e8m0_decode(scale).unsqueeze(-1))
+    return codes.flatten(-2)[..., : x.shape[-1]], scale
+
+
+def fp8_round(x: Tensor, block: int) -> Tensor:
+    """Quantise and dequantise in blocks along the last dimension; keeps the dtype (FP8 values fit BF16)."""
+    codes, scale = fp8_rows(x, block)
+    values = _blocks(e4m3_decode(codes), block) * e8m0_decode(scale).unsqueeze(-1)
+    return values.flatten(-2)[..., : x.shape[-1]].to(x.dtype)
+
+
+def mxfp4_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., K] -> E2M1 codes [..., K] and E8M0 codes [..., ceil(K/32)] by the reference's ceil rule."""
+    blocks = _blocks(_finite(x.float()), MX_BLOCK)
+    amax = blocks.abs().amax(-1).clamp(min=FP4_FLOOR)
+    scale = p2ceil_code(amax * torch.tensor(1 / E2M1_MAX, dtype=torch.float32, device=x.device))
+    codes = e2m1_encode(blocks / e8m0_decode(scale).unsqueeze(-1))
+    return codes.flatten(-2)[..., : x.shape[-1]], scale
+
+
+def mxfp4_round(x: Tensor) -> Tensor:
+    codes, scale = mxfp4_rows(x)
+    values = _blocks(e2m1_decode(codes), MX_BLOCK) * e8m0_decode(scale).unsqueeze(-1)
+    return values.flatten(-2)[..., : x.shape[-1]].to(x.dtype)
+
+
+def nvfp4_rows(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., K] -> E2M1 codes and E4M3 block-scale codes, given the global scale (a scalar or one per row)."""
+    blocks = _blocks(_finite(x.float()), NV_BLOCK)
+    scale_in = blocks.abs().amax(-1) / (E2M1_MAX * global_scale)
+    scale = e4m3_encode(scale_in.clamp(2.0**-9, E4M3_MAX))
+    step = e4m3_decode(scale) * global_scale
+    codes = e2m1_encode(blocks / step.unsqueeze(-1))
+    return codes.flatten(-2)[..., : x.shape[-1]], scale
+
+
+def nvfp4_round(x: Tensor) -> Tensor:
+    """Run-time NVFP4 of activations: the global scale is each row's own amax / (6*448), 1 for a row of zeros."""
+    amax = _finite(x.float()).abs().amax(-1, keepdim=True)
+    global_scale = torch.where(amax > 0, amax / NV_RANGE, torch.ones_like(amax))
+    codes, scale = nvfp4_rows(x, global_scale)
+    values = _blocks(e2m1_decode(codes), NV_BLOCK) * (e4m3_decode(scale) * global_scale).unsqueeze(-1)
+    return values.flatten(-2)[..., : x.shape[-1]].to(x.dtype)
+
+
+def encode_weight(w: Tensor, format: Format, global_scale: float | None = None) -> QuantTensor:
+    """[N, K] float -> QuantTensor by spec rules. FP8 scales are powers of two."""
+    shape = (w.shape[0], w.shape[1])
+    if format is Format.F32:
+        return QuantTensor(format, w.float(), shape)
+    if format is Format.BF16:
+        return QuantTensor(format, w.to(torch.bfloat16), shape)
+    if format is Format.FP8:
+        tiles = _tiles(w.float())
+        amax = tiles.abs().amax((1, 3)).clamp(min=FP8_FLOOR)
+        scale = p2ceil_code(amax * torch.tensor(1 / E4M3_MAX, dtype=torch.float32))
+        codes = e4m3_encode(tiles / e8m0_decode(scale)[:, None, :, None])
+        return QuantTensor(format, codes.flatten(2).flatten(0, 1)[: shape[0], : shape[1]], shape, scale)
+    if format is Format.MXFP4:
+        codes, scale = mxfp4_rows(w)
+        return QuantTensor(format, pack_nibbles(codes), shape, scale)
+    if format is Format.NVFP4:
+        amax = float(w.float().abs().max())
+        g = torch.tensor(global_scale or (amax / NV_RANGE if amax > 0 else 1.0), dtype=torch.float32)
+        codes, scale = nvfp4_rows(w, g)
+        return QuantTensor(format, pack_nibbles(codes), shape, scale, float(g))
+    raise AssertionError(format)
+
+
+def encode_kv(x: Tensor, rope_dim: int, format: Format) -> QuantTensor:
+    """[T, D] cache rows -> stored rows. KV8 keeps the last `rope_dim` columns in x's own dtype."""
+    shape = (x.shape[0], x.shape[1])
+    if format is Format.KV8:
+        nope = x.shape[1] - rope_dim
+        codes, scale = fp8_rows(x[:, :nope], KV_BLOCK)
+        scale = torch.nn.functional.pad(scale, (0, scale_bytes(nope) - scale.shape[1]))
+        data = torch.cat((codes, x[:, nope:].contiguous().view(torch.uint8)), dim=1)
+        return QuantTensor(format, data, shape, scale, rope_dim=rope_dim)
+    if format is Format.MXFP4:
+        codes, scale = mxfp4_rows(x)
+        return QuantTensor(format, pack_nibbles(codes), shape, scale)
+    return QuantTensor(format, x.to({Format.BF16: torch.bfloat16, Format.F32: torch.float32}[format]), shape)
+
+
+def decode(q: QuantTensor) -> Tensor:
+    """The float32 values of any QuantTensor, [rows, cols]."""
+    rows, cols = q.shape
+    if q.format.is_plain:
+        return q.data.float()
+    assert q.scale is not None
+    if q.format is Format.FP8:
+        scale = e8m0_decode(q.scale) if q.scale.dtype == torch.uint8 else q.scale.float()
+        tiles = _tiles(e4m3_decode(q.data)) * scale[:, None, :, None]
+        return tiles.flatten(2).flatten(0, 1)[:rows, :cols]
+    if q.format is Format.KV8:
+        nope = cols - q.rope_dim
+        values = _blocks(e4m3_decode(q.data[:, :nope].contiguous()), KV_BLOCK)
+        values = values * e8m0_decode(q.scale[:, : values.shape[1]]).unsqueeze(-1)
+        dtype = torch.bfloat16 if q.data.shape[1] - nope == 2 * q.rope_dim else torch.float32
+        rope = q.data[:, nope:].contiguous().view(dtype).float()
+        return torch.cat((values.flatten(-2)[:, :nope], rope), dim=1)
+    codes = unpack_nibbles(q.data)
+    if q.format is Format.MXFP4:
+        values = _blocks(e2m1_decode(codes), MX_BLOCK) * e8m0_decode(q.scale).unsqueeze(-1)
+    else:
+        # Code times block scale is exact in float32, so the global scale brings the only rounding.
+        values = _blocks(e2m1_decode(codes), NV_BLOCK) * e4m3_decode(q.scale).unsqueeze(-1)
+        values = values * torch.tensor(q.global_scale, dtype=torch.float32, device=q.scale.device)
+    return values.flatten(-2)[:, :cols]
+
+
+def _tiles(w: Tensor) -> Tensor:
+    """[N, K] -> [ceil(N/128), 128, ceil(K/128), 128], padded with zeros."""
+    pad_rows, pad_cols = -w.shape[0] % FP8_TILE, -w.shape[1] % FP8_TILE
+    if pad_rows or pad_cols:
+        w = torch.nn.functional.pad(w, (0, pad_cols, 0, pad_rows))
+    return w.unflatten(1, (-1, FP8_TILE)).unflatten(0, (-1, FP8_TILE))
+
+
+def swizzle_32_4_4(scale: Tensor) -> Tensor:
+    """Linear scales [M, Ks] -> the tensor cores' 512-byte tiles of 128 rows x 4 columns, flat, zero-padded."""
+    rows, cols = scale.shape
+    padded = torch.nn.functional.pad(scale, (0, -cols % 4, 0, -rows % 128))
+    # row m = 128*tile + 32*quarter + lane; column k = 4*block + inner
+    tiles = padded.view(-1, 4, 32, padded.shape[1] // 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).contiguous().flatten()
+
+
+def unswizzle_32_4_4(flat: Tensor, rows: int, cols: int) -> Tensor:
+    """The inverse: [M, Ks] linear scales without the padding."""
+    tiles = flat.view(-(-rows // 128), -(-cols // 4), 32, 4, 4)
+    padded = tiles.permute(0, 3, 2, 1, 4).reshape(-(-rows // 128) * 128, -(-cols // 4) * 4)
+    return padded[:rows, :cols].contiguous()
+
+
+def has_nan_scale(q: QuantTensor) -> bool:
+    """Whether any scale of the tensor is NaN or infinite: such a tensor cannot mean anything."""
+    if q.scale is None:
+        return False
+    if q.scale.dtype == torch.uint8:
+        bad = (q.scale & 127) == 127 if q.format is Format.NVFP4 else q.scale == 255
+        return bool(bad.any()) or not bool(torch.isfinite(torch.tensor(q.global_scale)))
+    return not bool(torch.isfinite(q.scale).all())

@@ -1,0 +1,1 @@
+"""Messages to token ids, token ids to text, reasoning and function calls. Knows nothing of tensors."""

@@ -1,0 +1,1 @@
+"""Checkpoint files: read, check, detect formats, load, write. Knows every published layout; knows no request."""

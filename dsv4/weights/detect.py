@@ -1,0 +1,260 @@
+"""Finds how each weight is stored, tensor by tensor, and refuses what does not add up. Reads headers only."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4.config import ModelConfig
+from dsv4.errors import CheckpointError
+from dsv4.model.params import Param, declare
+from dsv4.quant.formats import FP8_TILE, MX_BLOCK, NV_BLOCK, Format, QuantTensor
+from dsv4.weights.names import fused_name, has_weight_suffix, hf_name
+from dsv4.weights.reader import Entry, Reader
+
+# Calibration constants of activations: never part of a weight, known and passed over.
+_CALIBRATION = ("input_scale", "input_global_scale")
+# Copies of the trunk's embedding and head that converted files put beside the draft block.
+_DRAFT_COPIES = re.compile(r"mtp\.\d+\.(embed\..*|emb\..*|head\.weight)")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where and how one parameter is stored. Row offsets are nonzero inside fused expert tensors."""
+
+    param: Param
+    format: Format | None  # None: a plain tensor or table
+    weight: Entry
+    scale: Entry | None = None
+    global_scale: Entry | None = None
+    is_reciprocal: bool = False
+    row: int = 0
+    scale_row: int = 0
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.format is not None and not self.format.is_plain
+
+    @property
+    def num_bytes(self) -> int:
+        """Stored bytes of this parameter alone (its share of a fused tensor)."""
+        share = 1.0
+        if len(self.weight.shape) == 3:
+            share = self.param.shape[0] / (self.weight.shape[0] * self.weight.shape[1])
+        total = round(self.weight.num_bytes * share)
+        total += round(self.scale.num_bytes * share) if self.scale else 0
+        return total + (self.global_scale.num_bytes if self.global_scale else 0)
+
+    def read_rows(self, reader: Reader, start: int, stop: int) -> QuantTensor:
+        """Rows [start, stop) as stored; for FP8, start must lie on a tile."""
+        assert self.format is not None
+        data = reader.read(self.weight.name, self.row + start, self.row + stop)
+        shape = (stop - start, self.param.shape[1])
+        if self.scale is None:
+            return QuantTensor(self.format, data, shape)
+        if self.format is Format.FP8:
+            assert start % FP8_TILE == 0
+            first, last = start // FP8_TILE, -(-stop // FP8_TILE)
+        else:
+            first, last = start, stop
+        scale = reader.read(self.scale.name, self.scale_row + first, self.scale_row + last)
+        if scale.dtype == torch.bfloat16:
+            scale = scale.float()
+        return QuantTensor(self.format, data, shape, scale, self.read_global_scale(reader))
+
+    def read_global_scale(self, reader: Reader) -> float:
+        if self.global_scale is None:
+            return 1.0
+        value = float(reader.read(self.global_scale.name).flatten()[0])
+        return 1.0 / value if self.is_reciprocal and value else value
+
+    def read_plain(self, reader: Reader) -> Tensor:
+        return reader.read(self.weight.name).reshape(self.param.shape)
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """Everything a checkpoint holds for a model: one source per parameter, and what is passed over with a reason."""
+
+    sources: tuple[Source, ...]
+    num_mtp_layers: int
+    notes: tuple[str, ...]
+    family: str
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(source.num_bytes for source in self.sources)
+
+
+def take_inventory(entries: Mapping[str, Entry], config: ModelConfig) -> Inventory:
+    """Match the checkpoint's tensors with the model's parameters; missing, misshapen or left-over ones are errors."""
+    family = "official" if "embed.weight" in entries else "hf" if "model.embed_tokens.weight" in entries else None
+    if family is None:
+        raise CheckpointError(
+            "found neither 'embed.weight' (official names) nor 'model.embed_tokens.weight' (Hugging Face names); "
+            "this is not a DeepSeek-V4 checkpoint"
+        )
+    notes, skip = [], _DRAFT_COPIES
+    num_mtp = 0
+    while f"mtp.{num_mtp}.attn_norm.weight" in entries:
+        num_mtp += 1
+    if config.is_dspark or num_mtp > 2:
+        num_mtp, skip = 0, re.compile(r"mtp\..*")
+        notes.append("the DSpark draft head (mtp.*) is not run; the trunk is complete without it")
+    elif num_mtp == 0 and config.num_mtp_layers:
+        if draft := sorted(n for n in entries if n.startswith("mtp.") and not skip.fullmatch(n)):
+            raise CheckpointError(
+                f"mtp.0.attn_norm.weight is missing, but {draft[0]!r} and {len(draft) - 1} more mtp tensors are there; "
+                "the draft block is incomplete"
+            )
+        notes.append("the checkpoint holds no draft block (mtp.*), although its config announces one")
+
+    used: set[str] = set()
+    finder = _Finder(entries, used)
+    sources, missing = [], []
+    for param in declare(config, num_mtp):
+        source = finder.find(param)
+        if source is None:
+            missing.append(param)
+        else:
+            sources.append(source)
+    if missing:
+        raise CheckpointError(
+            f"{len(missing)} tensors are missing, the first is {_stored_name(missing[0], family)!r} "
+            f"{list(missing[0].shape)}; the checkpoint is incomplete or its config.json is of another model"
+        )
+    left = sorted(name for name in entries.keys() - used if not skip.fullmatch(name))
+    if left:
+        raise CheckpointError(
+            f"{len(left)} tensors belong to no parameter of this model, the first is {left[0]!r} "
+            f"{entries[left[0]].dtype} {list(entries[left[0]].shape)}; config.json and weights do not match"
+        )
+    return Inventory(tuple(sources), num_mtp, tuple(notes), family)
+
+
+def _stored_name(param: Param, family: str) -> str:
+    name = (hf_name(param.name) if family == "hf" else None) or param.name
+    return f"{name}.weight" if has_weight_suffix(param.name) else name
+
+
+class _Finder:
+    def __init__(self, entries: Mapping[str, Entry], used: set[str]) -> None:
+        self.entries, self.used = entries, used
+
+    def take(self, name: str) -> Entry | None:
+        entry = self.entries.get(name)
+        if entry is not None:
+            self.used.add(name)
+        return entry
+
+    def find(self, param: Param) -> Source | None:
+        for name in filter(None, (param.name, hf_name(param.name))):
+            if param.kind in ("linear", "grouped"):
+                source = self.linear(param, name)
+            else:
+                source = self.plain(param, f"{name}.weight" if has_weight_suffix(param.name) else name)
+            if source is not None:
+                return source
+        return self.fused(param)
+
+    def plain(self, param: Param, name: str) -> Source | None:
+        entry = self.take(name)
+        if entry is None:
+            return None
+        wanted = ("I64", "I32") if param.kind == "table" else ("BF16", "F32")
+        if entry.dtype not in wanted:
+            raise _wrong(entry, "dtype", entry.dtype, " or ".join(wanted))
+        if entry.shape != param.shape:
+            raise _wrong(entry, "shape", list(entry.shape), list(param.shape))
+        return Source(param, None, entry)
+
+    def linear(self, param: Param, name: str) -> Source | None:
+        """The table of companions: which tensors lie beside the weight decides the format."""
+        packed = self.take(f"{name}.weight_packed")
+        weight = packed or self.take(f"{name}.weight")
+        if weight is None:
+            return None
+        for suffix in _CALIBRATION:
+            self.take(f"{name}.{suffix}")
+        scales = [e for s in ("scale", "weight_scale", "weight_scale_inv") if (e := self.take(f"{name}.{s}"))]
+        global_scale = self.take(f"{name}.weight_scale_2")
+        reciprocal = self.take(f"{name}.weight_global_scale")
+        if len(scales) > 1 or (global_scale and reciprocal):
+            names = [e.name for e in (*scales, global_scale, reciprocal) if e]
+            raise CheckpointError(f"{weight.name} has competing scales {names}; expected one set")
+        return self.settle(param, weight, scales[0] if scales else None, global_scale or reciprocal,
+                           is_reciprocal=reciprocal is not None)  # fmt: skip
+
+    def fused(self, param: Param) -> Source | None:
+        """HF's [E, rows, K] expert tensors: one parameter is a span of rows of the flattened tensor."""
+        place = fused_name(param.name)
+        if place is None or param.expert is None:
+            return None
+        weight = self.take(place[0])
+        if weight is None:
+            return None
+        scale = self.take(f"{place[0]}_scale_inv")
+        rows = param.shape[0]
+        parts = 2 if place[0].endswith("gate_up_proj") else 1
+        if len(weight.shape) != 3 or weight.shape[1] != parts * rows:
+            raise _wrong(weight, "shape", list(weight.shape), ["experts", parts * rows, param.shape[1]])
+        row = param.expert * parts * rows + place[1] * rows
+        return self.settle(param, weight, scale, None, row=row)
+
+    def settle(self, param: Param, weight: Entry, scale: Entry | None, global_scale: Entry | None,
+               is_reciprocal: bool = False, row: int = 0) -> Source:  # fmt: skip
+        rows, cols = param.shape
+        lead = weight.shape[:-2] if len(weight.shape) == 3 else ()
+        stored_rows = weight.shape[-2] if lead else rows
+        format, tile, scale_types = _format_of(param, weight, scale, global_scale)
+        stored = {Format.MXFP4: cols // 2, Format.NVFP4: cols // 2}.get(format, cols)
+        if weight.shape != (*lead, stored_rows, stored):
+            raise _wrong(weight, "shape", list(weight.shape), [*lead, stored_rows, stored])
+        if param.name == "embed" and not format.is_plain:
+            raise _wrong(weight, "dtype", weight.dtype, "BF16 or F32")
+        if scale is None:
+            return Source(param, format, weight, row=row)
+        tile_rows, tile_cols = tile
+        want = (*lead, -(-stored_rows // tile_rows), -(-cols // tile_cols))
+        if scale.shape != want:
+            raise _wrong(scale, "shape", list(scale.shape), f"{list(want)} for {format} (linear, not swizzled)")
+        if scale.dtype not in scale_types:
+            raise _wrong(scale, "dtype", scale.dtype, " or ".join(scale_types))
+        if global_scale is not None and global_scale.shape not in ((), (1,)):
+            raise _wrong(global_scale, "shape", list(global_scale.shape), "a scalar")
+        if global_scale is not None and global_scale.dtype != "F32":
+            raise _wrong(global_scale, "dtype", global_scale.dtype, "F32")
+        if row % tile_rows:
+            raise _wrong(weight, "rows per expert", stored_rows, f"a multiple of {tile_rows}, the scale's tile")
+        return Source(param, format, weight, scale, global_scale, is_reciprocal, row, row // tile_rows)
+
+
+def _format_of(
+    param: Param, weight: Entry, scale: Entry | None, global_scale: Entry | None
+) -> tuple[Format, tuple[int, int], tuple[str, ...]]:
+    """-> format, rows and columns per scale, allowed dtypes of the scale."""
+    if scale is None:
+        if weight.dtype not in ("BF16", "F32") or global_scale is not None:
+            raise CheckpointError(
+                f"{weight.name} is {weight.dtype} without a block scale; expected BF16 or F32, "
+                "or one of .scale, .weight_scale, .weight_scale_inv beside it"
+            )
+        return (Format.BF16 if weight.dtype == "BF16" else Format.F32), (1, 1), ()
+    if weight.dtype == "F8_E4M3":
+        return Format.FP8, (FP8_TILE, FP8_TILE), ("F8_E8M0", "F32", "BF16")
+    if weight.dtype not in ("U8", "I8"):
+        raise _wrong(weight, "dtype", weight.dtype, "F8_E4M3, U8 or I8 (it has a block scale)")
+    if global_scale is not None:
+        return Format.NVFP4, (1, NV_BLOCK), ("F8_E4M3",)
+    if scale.dtype == "F8_E4M3":
+        raise CheckpointError(
+            f"{weight.name} has E4M3 block scales (NVFP4) but no .weight_scale_2 or .weight_global_scale; "
+            "the weight's magnitude is unknown without it"
+        )
+    return Format.MXFP4, (1, MX_BLOCK), ("F8_E8M0", "U8")
+
+
+def _wrong(entry: Entry, what: str, found: object, expected: object) -> CheckpointError:
+    return CheckpointError(f"{entry.name}: {what} is {found}, expected {expected} (in {entry.file.name})")

@@ -1,0 +1,217 @@
+"""Reads safetensors files that may be damaged or hostile: every length and offset is checked before it is used."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from dsv4.errors import CheckpointError
+
+# safetensors name -> bytes per element, and the torch type it is handed out as. 8-bit codes stay raw bytes.
+DTYPES: dict[str, tuple[int, torch.dtype]] = {
+    "F64": (8, torch.float64),
+    "F32": (4, torch.float32),
+    "F16": (2, torch.float16),
+    "BF16": (2, torch.bfloat16),
+    "I64": (8, torch.int64),
+    "I32": (4, torch.int32),
+    "I16": (2, torch.int16),
+    "I8": (1, torch.uint8),
+    "U8": (1, torch.uint8),
+    "BOOL": (1, torch.uint8),
+    "F8_E4M3": (1, torch.uint8),
+    "F8_E5M2": (1, torch.uint8),
+    "F8_E8M0": (1, torch.uint8),
+}
+MAX_HEADER = 100_000_000
+INDEX = "model.safetensors.index.json"
+AGAIN = "the file is damaged or incomplete: copy or download it again"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One stored tensor: where its bytes lie."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    start: int
+    num_bytes: int
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """All tensors of one file, after checking that they fill it exactly, without overlap or gap."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            length = int.from_bytes(prefix, "little")
+            if len(prefix) < 8 or length > size - 8 or length > MAX_HEADER:
+                raise CheckpointError(
+                    f"{path}: the header claims {length:,} bytes, the file has {size:,}; {AGAIN}"
+                )
+            text = file.read(length)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist; the checkpoint is incomplete") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+    try:
+        header = json.loads(text, object_pairs_hook=lambda pairs: _unique(path, pairs))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: the header is not JSON ({error}); {AGAIN}") from None
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path}: the header is a {type(header).__name__}, expected an object; {AGAIN}")
+    header.pop("__metadata__", None)
+    data_start, data_size = 8 + length, size - 8 - length
+    entries = {name: _entry(path, name, info, data_start, data_size) for name, info in header.items()}
+    _check_cover(path, list(entries.values()), data_start, data_size)
+    return entries
+
+
+def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        twice = sorted({name for name, _ in pairs if [n for n, _ in pairs].count(name) > 1})
+        raise CheckpointError(f"{path}: the header names {twice[0]!r} twice; write the file again")
+    return out
+
+
+def _entry(path: Path, name: str, info: Any, data_start: int, data_size: int) -> Entry:
+    try:
+        dtype, shape, (start, stop) = info["dtype"], info["shape"], info["data_offsets"]
+        numbers = [*shape, start, stop]
+        if not all(type(n) is int and n >= 0 for n in numbers):
+            raise TypeError(f"negative or non-integer sizes {numbers}")
+    except (TypeError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{path}: tensor {name!r} has a malformed header entry ({error}); {AGAIN}") from None
+    if dtype not in DTYPES:
+        raise CheckpointError(f"{path}: tensor {name!r} has dtype {dtype!r}, expected one of {', '.join(DTYPES)}")
+    expected = math.prod(shape) * DTYPES[dtype][0]
+    if stop - start != expected:
+        raise CheckpointError(
+            f"{path}: tensor {name!r} of {dtype} {shape} has {stop - start:,} bytes, expected {expected:,}; {AGAIN}"
+        )
+    if stop > data_size:
+        raise CheckpointError(
+            f"{path}: tensor {name!r} ends at byte {stop:,} of {data_size:,}; the file is truncated: {AGAIN}"
+        )
+    return Entry(name, dtype, tuple(shape), path, data_start + start, expected)
+
+
+def _check_cover(path: Path, entries: list[Entry], data_start: int, data_size: int) -> None:
+    end, previous = data_start, "the header"
+    for entry in sorted(entries, key=lambda e: (e.start, e.num_bytes)):
+        if entry.start != end:
+            what = "overlaps" if entry.start < end else "leaves a gap after"
+            raise CheckpointError(f"{path}: tensor {entry.name!r} {what} {previous!r}; {AGAIN}")
+        end, previous = entry.start + entry.num_bytes, entry.name
+    if end != data_start + data_size:
+        raise CheckpointError(f"{path}: {data_start + data_size - end:,} bytes follow the last tensor; {AGAIN}")
+
+
+class Reader:
+    """The tensors of a model folder (sharded or single-file), or of one .safetensors file."""
+
+    def __init__(self, path: str | Path) -> None:
+        path = Path(path)
+        self.folder = path if path.is_dir() else path.parent
+        self._open: dict[Path, BinaryIO] = {}
+        self.entries: dict[str, Entry] = {}
+        files, index = _files_of(path)
+        for file in files:
+            for name, entry in read_header(file).items():
+                if name in self.entries:
+                    raise CheckpointError(
+                        f"tensor {name!r} is in both {self.entries[name].file.name} and {file.name}; "
+                        "keep the shards of one checkpoint only"
+                    )
+                self.entries[name] = entry
+        if index is not None:
+            self._check_index(index)
+
+    def _check_index(self, index: dict[str, str]) -> None:
+        for name, file in index.items():
+            if name not in self.entries:
+                raise CheckpointError(f"tensor {name!r} is listed in {INDEX} but missing in {file}; {AGAIN}")
+            if self.entries[name].file.name != file:
+                raise CheckpointError(
+                    f"tensor {name!r} is in {self.entries[name].file.name}, but {INDEX} says {file}; "
+                    "index and shards are of different checkpoints"
+                )
+        if extra := sorted(self.entries.keys() - index.keys()):
+            raise CheckpointError(f"{len(extra)} tensors are not in {INDEX}, the first is {extra[0]!r}; {AGAIN}")
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for file in self._open.values():
+            file.close()
+        self._open.clear()
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows [start, stop) of the tensor, leading dimensions flattened: [rows, cols]; scalars and vectors whole.
+
+        Plain file reads, not a memory map: only what is asked for takes memory.
+        """
+        entry = self.entries[name]
+        itemsize, dtype = DTYPES[entry.dtype]
+        if len(entry.shape) < 2:
+            shape, offset = entry.shape, 0
+        else:
+            rows, cols = math.prod(entry.shape[:-1]), entry.shape[-1]
+            stop = rows if stop is None else stop
+            assert 0 <= start <= stop <= rows
+            shape, offset = (stop - start, cols), start * cols * itemsize
+        buffer = torch.empty(math.prod(shape) * itemsize, dtype=torch.uint8)
+        self._fill(entry, entry.start + offset, memoryview(buffer.numpy()))
+        return buffer.view(dtype).reshape(shape)
+
+    def _fill(self, entry: Entry, offset: int, target: memoryview) -> None:
+        if entry.file not in self._open:
+            self._open[entry.file] = entry.file.open("rb", buffering=0)
+        file, done = self._open[entry.file], 0
+        file.seek(offset)
+        while done < len(target):
+            count = file.readinto(target[done:])  # type: ignore[attr-defined]
+            if not count:
+                raise CheckpointError(f"{entry.file} ended while reading {entry.name!r}; the file was cut short")
+            done += count
+
+
+def _files_of(path: Path) -> tuple[list[Path], dict[str, str] | None]:
+    if path.is_file():
+        return [path], None
+    if not path.is_dir():
+        raise CheckpointError(f"{path} does not exist; give a model folder or a .safetensors file")
+    if (path / INDEX).exists():
+        index = _read_index(path / INDEX)
+        return [path / name for name in sorted(set(index.values()))], index
+    if (path / "model.safetensors").exists():
+        return [path / "model.safetensors"], None
+    files = sorted(path.glob("model*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{path} holds no {INDEX} and no model*.safetensors; is this a model folder?")
+    return files, None
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        raw = json.loads(path.read_bytes())
+        index = raw["weight_map"]
+        if not all(isinstance(k, str) and isinstance(v, str) for k, v in index.items()):
+            raise TypeError("names and files must be strings")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is not a safetensors index ({error}); {AGAIN}") from None
+    for file in set(index.values()):
+        if Path(file).name != file or file in ("", ".", ".."):
+            raise CheckpointError(f"{path} points outside its folder: {file!r}; shards must lie beside the index")
+    return index
