@@ -58,10 +58,11 @@ class Attention:
         block = block_start // ratio
         page = page_table[step.slots[closing], block // cache.page_entries].long()
         rows = page * cache.page_entries + block % cache.page_entries
-        entries = ops.qkv.entries(
-            *(pooled, self.compressor.norm, *self.rope(block_start), c.norm_eps, self.numerics.qat)
-        )
-        cache.entries.put(rows, ops.qkv.store(entries, c.rope_dim, cache.entries.format))
+        if rows.numel():
+            entries = ops.qkv.entries(
+                *(pooled, self.compressor.norm, *self.rope(block_start), c.norm_eps, self.numerics.qat)
+            )
+            cache.entries.put(rows, ops.qkv.store(entries, c.rope_dim, cache.entries.format))
         if self.indexer is not None:
             return self.indexer(x, q_low, rows, step, cache, page_table)
         return ops.index.visible_rows(page_table, step.slots, step.positions, ratio, cache.page_entries)

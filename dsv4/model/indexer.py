@@ -23,9 +23,10 @@ class Indexer:
         c, qat, index = self.config, self.numerics.qat, self.ops.index
         assert cache.keys is not None and cache.key_tail is not None
         closing, pooled = self.compressor(x, step, cache.key_tail)
-        at_block = self.rope(step.positions[closing] + 1 - self.spec.ratio)
-        keys = index.keys(pooled, self.compressor.norm, *at_block, c.norm_eps, qat)
-        cache.keys.put(rows, index.store(keys, cache.keys.format))
+        if rows.numel():
+            at_block = self.rope(step.positions[closing] + 1 - self.spec.ratio)
+            keys = index.keys(pooled, self.compressor.norm, *at_block, c.norm_eps, qat)
+            cache.keys.put(rows, index.store(keys, cache.keys.format))
 
         q = self.wq_b(q_low).unflatten(1, (c.index_heads, c.index_dim))
         q = index.queries(q, *self.rope(step.positions), qat)

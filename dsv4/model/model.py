@@ -35,6 +35,7 @@ class Model:
         """[T] -> [T, D]."""
         return self.ops.linear.embed(ids, self.embedding, self.numerics.dtype)
 
+    @torch.inference_mode()
     def forward(self, step: Step, cache: Cache) -> Tensor:
         """All tokens of the step -> residual streams [T, N, D] after the last block."""
         streams = self.embed(step.ids).unsqueeze(1).expand(-1, self.config.num_streams, -1)
@@ -42,11 +43,13 @@ class Model:
             streams = block(streams, step.ids, step, layer, cache.page_table)
         return streams
 
+    @torch.inference_mode()
     def logits(self, streams: Tensor) -> Tensor:
         """streams [R, N, D] of the rows that need them -> float32 [R, V]."""
         hidden = self.ops.norm.rms_norm(self.hc_head.head(streams), self.norm, self.config.norm_eps)
         return self.head(hidden, torch.float32)
 
+    @torch.inference_mode()
     def draft(self, streams: Tensor, next_ids: Tensor, step: Step, cache: Cache, depth: int = 0
               ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Draft block `depth`: streams of positions i and tokens i+1 -> its streams, logits [T, V] for i+2."""

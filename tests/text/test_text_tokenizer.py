@@ -179,7 +179,7 @@ def test_stream_joins_to_decode_and_to_the_library(v4: Tokenizer, library: token
             told += len(piece)
             seen = b"".join(v4.bytes_of(id) for id in ids[: count + 1])
             assert (seen + b"a").decode("utf-8", "replace").startswith(whole[:told])
-            assert seen.decode("utf-8", "ignore") == whole[:told].replace("\ufffd", "")
+            assert seen.decode("utf-8", "ignore").replace("\ufffd", "") == whole[:told].replace("\ufffd", "")
     assert num_broken > 500
 
 
@@ -264,7 +264,7 @@ def test_bad_files_are_one_sentence(tmp_path: Path) -> None:
         (json.dumps(tiny(added_tokens={})), "added_tokens is not a list"),
         (json.dumps(tiny(normalizer={"type": "NFC"})), "normalises text"),
         (json.dumps(tiny(extra=CHAT_TOKENS[:5])), f"has {USER} but not {END_THINK}, {DSML}"),
-        (json.dumps(tiny(extra=("x", "y"))), f"has no token {BOS}"),
+        (json.dumps(tiny(extra=("xx", "yy"))), f"has no token {BOS}"),
         (json.dumps(tiny(pre_tokenizer={"type": "Nonsense"})), "not a usable byte-level BPE"),
     ]
     lossy = tiny()

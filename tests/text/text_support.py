@@ -103,8 +103,11 @@ def some_conversation(rng: random.Random) -> list[dict[str, Any]]:
         if role == "tool":
             message["tool_call_id"] = rng.choice(("c0", "c1", "c2", "other"))
         messages.append(message)
-    if messages and messages[-1].get("task"):
-        del messages[-1]["task"]
+    for message in reversed(messages):
+        # A task on the last user turn would take the place of the primer.
+        if message["role"] not in ("user", "tool"):
+            break
+        message.pop("task", None)
     messages.append({"role": rng.choice(("user", "tool")), "content": some_text(rng)})
     return [*messages, some_assistant(rng)]
 

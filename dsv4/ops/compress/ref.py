@@ -36,6 +36,8 @@ def pool(
     -> [C, d]: a softmax per channel over the block's rows. With overlap (m = 2) the previous block's rows take
     part with their first halves, the current block's with their second halves.
     """
+    if not closing.numel():
+        return values.new_empty(0, values.shape[1] // (2 if overlap else 1))
     span = torch.arange(ratio * (2 if overlap else 1), device=values.device)
     wanted = positions[closing].unsqueeze(1) - span.flip(0)  # [C, R], oldest first
     where = (closing, wanted, slots, positions, first)
@@ -47,4 +49,4 @@ def pool(
         v = torch.cat((v[:, :ratio, :d], v[:, ratio:, d:]), dim=1)
         s = torch.cat((s[:, :ratio, :d], s[:, ratio:, d:]), dim=1)
     weight = torch.exp(s - s.amax(1, keepdim=True))
-    return (weight / weight.sum(1, keepdim=True) * v).sum(1)
+    return (weight * v).sum(1) / weight.sum(1)

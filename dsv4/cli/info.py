@@ -1,0 +1,56 @@
+"""`dsv4 info`: this machine, what would be chosen on it, and why."""
+
+import platform
+from typing import Annotated
+
+import typer
+
+from dsv4 import __version__
+from dsv4.cli.show import out, print_json, size
+
+EPILOG = """
+[bold]Examples[/]
+
+  dsv4 info
+
+  dsv4 info --device cuda --json
+"""
+
+
+def info(
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Show the machine, the versions, and which backend each op gets."""
+    import torch
+
+    from dsv4.device import Device
+    from dsv4.ops import IMPLEMENTATIONS, Ops
+
+    chosen = Device.choose(device)
+    ops = Ops.choose(chosen.kind).names()
+    facts = {
+        "dsv4": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": chosen.torch_name,
+        "device_name": chosen.name,
+        "why": chosen.why,
+        "memory_bytes": chosen.memory_bytes,
+        "threads": torch.get_num_threads(),
+        "ops": ops,
+    }
+    if json:
+        print_json(facts)
+        return
+    out.print(f"dsv4 {__version__}, Python {facts['python']}, torch {facts['torch']}")
+    out.print(f"device   {chosen.torch_name} ({chosen.name}): {chosen.why}")
+    out.print(f"memory   {size(chosen.memory_bytes)} free, {facts['threads']} threads")
+    out.print("ops")
+    for op, backend in ops.items():
+        slow = "  [yellow](slow: no kernel for this GPU yet)[/]" if chosen.kind != "cpu" and backend == "ref" else ""
+        out.print(f"  {op:<9} {backend:<6} of {', '.join(IMPLEMENTATIONS[op])}{slow}")
+
+
+def register(app: typer.Typer) -> None:
+    app.command(epilog=EPILOG)(info)

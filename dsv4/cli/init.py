@@ -1,0 +1,43 @@
+"""`dsv4 init`: a random checkpoint, for tests and benchmarks."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dsv4.cli.show import bytes_bar, out, print_json, size
+
+EPILOG = """
+[bold]Examples[/]
+
+  dsv4 init ./random --preset tiny
+
+  dsv4 init ./random --preset tiny --format modelopt --seed 7
+"""
+
+
+def init(
+    folder: Annotated[Path, typer.Argument(help="new folder")],
+    preset: Annotated[str, typer.Option(help="tiny, flash or pro")] = "tiny",
+    format: Annotated[
+        str, typer.Option(help="bf16, official, modelopt, ct, hfnvfp4, fp8 or hf-bf16")
+    ] = "modelopt",
+    seed: Annotated[int, typer.Option(help="the same seed gives the same files")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Make a checkpoint with random weights and, if the vocabulary allows, a byte-level tokenizer."""
+    from dsv4.config import preset as load_preset
+    from dsv4.lab.init import make
+
+    done = 0
+    with bytes_bar(f"writing {folder.name}") as update:
+        for done, total in make(folder, load_preset(preset), format, seed):  # noqa: B007
+            update(done, total)
+    if json:
+        print_json({"folder": str(folder), "preset": preset, "format": format, "seed": seed, "bytes": done})
+    else:
+        out.print(f"{folder}: {preset}, {format}, seed {seed}, {size(done)}")
+
+
+def register(app: typer.Typer) -> None:
+    app.command(epilog=EPILOG)(init)

@@ -1,0 +1,69 @@
+"""`dsv4 inspect`: what a checkpoint is, from its headers alone."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from dsv4.cli.show import err, out, print_json, size
+from dsv4.config import ModelConfig
+
+EPILOG = """
+[bold]Examples[/]
+
+  dsv4 inspect ./DeepSeek-V4-Flash
+
+  dsv4 inspect ./model --tensors
+
+  dsv4 inspect ./model --json | jq .active_bytes_per_token
+"""
+
+
+def inspect(
+    model: Annotated[Path, typer.Argument(help="model folder")],
+    tensors: Annotated[bool, typer.Option("--tensors", help="list every parameter")] = False,
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Show config, formats, bytes per component and bytes read per token. Reads headers only."""
+    from dsv4.lab.inspect import components, report, storage_name
+    from dsv4.weights.load import Checkpoint
+
+    checkpoint = Checkpoint.open(model)
+    inventory, config = checkpoint.inventory, checkpoint.config
+    if json:
+        print_json(report(inventory, config))
+        return
+    _show_config(config, inventory.family, inventory.num_mtp_layers)
+    table = Table("component", "stored as", "bytes", "read per token", box=None, pad_edge=False)
+    parts = components(inventory, config)
+    for part in parts:
+        formats = ", ".join(f"{count} {name}" for name, count in part.formats.items())
+        table.add_row(part.name, formats, size(part.total_bytes), size(part.active_bytes))
+    total, active = sum(p.total_bytes for p in parts), sum(p.active_bytes for p in parts)
+    table.add_row("[bold]total[/]", "", f"[bold]{size(total)}[/]", f"[bold]{size(active)}[/]")
+    out.print(table)
+    if tensors:
+        listing = Table("parameter", "shape", "stored as", "bytes", box=None, pad_edge=False)
+        for source in inventory.sources:
+            listing.add_row(
+                source.param.name, str(list(source.param.shape)), storage_name(source), f"{source.num_bytes:,}"
+            )
+        out.print(listing)
+    for note in inventory.notes:
+        err.print(f"[yellow]note:[/] {note}")
+
+
+def _show_config(c: ModelConfig, family: str, num_mtp: int) -> None:
+    kinds = {kind: sum(layer.kind == kind for layer in c.layers) for kind in ("sliding", "csa", "hca")}
+    schedule = ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count)
+    out.print(f"layers      {c.num_layers} ({schedule}), {num_mtp} draft block(s), {family} names")
+    out.print(f"width       {c.hidden_size}, {c.num_streams} streams, vocabulary {c.vocab_size}")
+    out.print(f"attention   {c.num_heads} heads of {c.head_dim}, window {c.window}, top-{c.index_topk} entries")
+    out.print(f"experts     {c.experts_per_token} of {c.num_experts}, width {c.expert_width}, 1 shared")
+    out.print(f"positions   {c.max_positions:,}")
+    out.print()
+
+
+def register(app: typer.Typer) -> None:
+    app.command(epilog=EPILOG)(inspect)

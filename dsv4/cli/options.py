@@ -1,0 +1,60 @@
+"""Options shared by commands: every field of EngineConfig becomes a flag; a command receives the finished config."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from functools import wraps
+from typing import Annotated, Any
+
+import typer
+
+from dsv4.config import EngineConfig
+from dsv4.errors import ConfigError
+
+_HELP = {
+    "device": "auto, cpu, cuda or cuda:N",
+    "activations": "inputs of quantised linears: a16 (unrounded), a8 (FP8, as the official code), a4 (NVFP4)",
+    "compute_dtype": "auto, float32 or bfloat16",
+    "qat": "on: the rounding points the model was trained with; off: none of them",
+    "cache": "key/value cache: auto, fp8 (lossless with qat on), bf16 or f32",
+    "weights": "in memory: auto, dense (decoded once) or packed (as stored, slower on a CPU)",
+    "max_context": "tokens one sequence may reach; sizes the cache",
+    "max_batch": "sequences that run at the same time",
+    "chunk": "prompt tokens processed per step",
+}
+_TYPES: dict[str, Any] = {"max_context": int | None, "max_batch": int, "chunk": int}
+
+
+def engine_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command all engine flags; its parameter `config` becomes the EngineConfig made from them."""
+    flags = []
+    for field in fields(EngineConfig):
+        if field.name == "ops":
+            option = typer.Option("--op", metavar="OP=BACKEND", help="use this backend for an op; repeatable")
+            kind, default = Annotated[list[str], option], []
+        else:
+            kind = Annotated[_TYPES.get(field.name, str), typer.Option(help=_HELP[field.name])]
+            default = field.default  # type: ignore[assignment]
+        flags.append(
+            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        )
+    signature = inspect.signature(command, eval_str=True)
+    own = [p for p in signature.parameters.values() if p.name != "config"]
+
+    @wraps(command)
+    def wrapper(**given: Any) -> None:
+        values = {flag.name: given.pop(flag.name) for flag in flags}
+        values["ops"] = tuple(_split(text) for text in values["ops"])
+        command(config=EngineConfig(**values), **given)
+
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + flags
+    wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": None}
+    return wrapper
+
+
+def _split(text: str) -> tuple[str, str]:
+    name, equals, backend = text.partition("=")
+    if not (name and equals and backend):
+        raise ConfigError(f"--op {text!r}: expected OP=BACKEND, for example --op attend=ref")
+    return name, backend

@@ -1,0 +1,94 @@
+"""`dsv4 score`: logits of given ids, or bits per byte of a text."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dsv4.cli.options import engine_options
+from dsv4.cli.show import count_bar, err, load_engine, out, print_json
+from dsv4.config import EngineConfig
+from dsv4.errors import ConfigError, RequestError
+
+EPILOG = """
+[bold]Examples[/]
+
+  dsv4 score ./model --text story.txt
+
+  dsv4 score ./model --ids ids.safetensors --prompt-len 300 --logits out.safetensors --chunk 64 --mtp
+"""
+
+
+@engine_options
+def score(
+    model: Annotated[Path, typer.Argument(help="model folder")],
+    ids: Annotated[Path | None, typer.Option(help="safetensors file with a tensor `ids` [T]")] = None,
+    prompt_len: Annotated[int | None, typer.Option(help="how many ids are the prompt; the rest go one by one")] = None,
+    logits: Annotated[Path | None, typer.Option(help="safetensors file to write the logits to")] = None,
+    mtp: Annotated[bool, typer.Option("--mtp", help="also write the draft block's logits")] = False,
+    text: Annotated[Path | None, typer.Option(help="text file (UTF-8) to measure")] = None,
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    *,
+    config: EngineConfig,
+) -> None:
+    """Run given tokens through the model: write logits (--ids), or measure a text (--text)."""
+    if (ids is None) == (text is None):
+        raise RequestError("give either --ids with --prompt-len and --logits, or --text")
+    if text is not None:
+        if logits is not None or mtp or prompt_len is not None:
+            raise RequestError("--logits, --prompt-len and --mtp go with --ids, not with --text")
+        _score_text(model, text, json, config)
+        return
+    if prompt_len is None or logits is None:
+        raise RequestError("--ids needs --prompt-len N and --logits OUT.safetensors")
+    assert ids is not None
+    if not logits.parent.is_dir():
+        raise ConfigError(f"{logits.parent} is not a folder; --logits must name a file in an existing one")
+    _score_ids(model, ids, prompt_len, logits, mtp, json, config)
+
+
+def _score_ids(
+    model: Path, ids_file: Path, prompt_len: int, logits: Path, mtp: bool, json: bool, config: EngineConfig
+) -> None:
+    from dsv4.lab.score import read_ids, score_ids, write_logits
+
+    ids = read_ids(ids_file)
+    if config.max_context is None:
+        config = replace(config, max_context=max(1, len(ids)))
+    engine = load_engine(model, replace(config, max_batch=1))
+    with count_bar("scoring") as update:
+        result = score_ids(engine, ids, prompt_len, mtp, update)
+    write_logits(logits, result)
+    shapes = {name: list(value.shape) for name, value in result.items()}
+    if json:
+        print_json({"logits": str(logits), "shapes": shapes})
+    else:
+        out.print(f"{logits}: " + ", ".join(f"{name} {shape}" for name, shape in shapes.items()))
+
+
+def _score_text(model: Path, path: Path, json: bool, config: EngineConfig) -> None:
+    from dsv4.lab.score import score_text
+
+    try:
+        content = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path} is not UTF-8 text (byte {error.start}); convert it first") from None
+    engine = load_engine(model, replace(config, max_batch=1))
+    with count_bar("scoring") as update:
+        result = score_text(engine, content, update)
+    if json:
+        print_json(result.as_dict())
+        return
+    out.print(f"tokens          {result.tokens:>12,}")
+    out.print(f"nats per token  {result.nats_per_token:>12.4f}")
+    out.print(f"perplexity      {result.perplexity:>12.4f}")
+    out.print(f"bits per byte   {result.bits_per_byte:>12.4f}")
+    if result.tokens > engine.max_context - 1:
+        err.print(f"[dim]measured in pieces of {engine.max_context - 1} tokens, each from the start token[/]")
+
+
+def register(app: typer.Typer) -> None:
+    app.command(epilog=EPILOG)(score)

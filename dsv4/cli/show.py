@@ -1,0 +1,70 @@
+"""What every command prints with: consoles, progress bars, JSON lines, sizes for people."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import TimeRemainingColumn, TransferSpeedColumn
+
+if TYPE_CHECKING:
+    from dsv4.config import EngineConfig
+    from dsv4.engine.engine import Engine
+
+out = Console(highlight=False, soft_wrap=True, emoji=False)
+err = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
+
+# Escape sequences in a model's text would reach the terminal; there they are shown as symbols instead.
+_CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
+
+
+def text(piece: str, style: str | None = None) -> None:
+    """Write model text as it is: no markup, no wrapping; control characters made visible on a terminal."""
+    out.out(piece.translate(_CONTROLS) if out.is_terminal else piece, end="", style=style, highlight=False)
+
+
+def print_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+    sys.stdout.flush()
+
+
+def size(count: float) -> str:
+    """1234567 -> '1.23 MB'; decimal units, as disks and memory bandwidths are quoted."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"
+
+
+@contextmanager
+def bytes_bar(title: str) -> Iterator[Any]:
+    """A bar with bytes per second; yields update(done, total)."""
+    columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def count_bar(title: str) -> Iterator[Any]:
+    """A bar with counts and the time left; yields update(done, total)."""
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def load_engine(model: Path, config: "EngineConfig") -> "Engine":
+    """Load with a progress bar; what the checkpoint lacks is said on stderr."""
+    from dsv4.engine.engine import Engine
+
+    with bytes_bar(f"loading {model.name}") as update:
+        engine = Engine.load(model, config, update)
+    for note in engine.notes:
+        err.print(f"[yellow]note:[/] {note}")
+    return engine

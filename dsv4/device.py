@@ -1,0 +1,63 @@
+"""What this machine is and what was chosen on it, each choice with its reason. No weights, no model."""
+
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dsv4.errors import DeviceError
+
+
+@dataclass(frozen=True)
+class Device:
+    """`torch_name` is what tensors are placed on; `kind` selects backends in the kernel table."""
+
+    kind: str
+    torch_name: str
+    name: str
+    memory_bytes: int
+    why: str
+
+    @classmethod
+    def choose(cls, wanted: str) -> "Device":
+        if wanted in ("auto", "cpu"):
+            why = "asked for" if wanted == "cpu" else _why_cpu()
+            return cls("cpu", "cpu", _cpu_name(), available_memory(), why)
+        if not (wanted == "cuda" or wanted.startswith("cuda:")):
+            raise DeviceError(f"device {wanted!r} is unknown; use auto, cpu, cuda or cuda:N")
+        if not torch.cuda.is_available():
+            raise DeviceError(f"device {wanted!r}: torch {torch.__version__} sees no CUDA GPU; use --device cpu")
+        index = int(wanted[5:] or 0) if wanted[5:].isdigit() or wanted == "cuda" else -1
+        if not 0 <= index < torch.cuda.device_count():
+            raise DeviceError(f"device {wanted!r}: found {torch.cuda.device_count()} GPUs, numbered from 0")
+        free, _ = torch.cuda.mem_get_info(index)
+        return cls("cuda", f"cuda:{index}", torch.cuda.get_device_name(index), free, "asked for")
+
+
+def _why_cpu() -> str:
+    if torch.cuda.is_available():
+        return "every op has only its reference backend so far; --device cuda runs it there, slowly"
+    return "no CUDA GPU is visible"
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass  # not Linux: the platform module's name is all there is
+    return platform.processor() or platform.machine()
+
+
+def available_memory() -> int:
+    """Bytes of memory that can be taken without swapping."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux: fall through to the total
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,70 @@
+"""What a checkpoint holds, from its headers alone: formats, bytes per component, bytes read per decoded token."""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from dsv4.config import ModelConfig
+from dsv4.weights.detect import Inventory, Source
+
+
+@dataclass(frozen=True)
+class Component:
+    """`active_bytes`: what one decoded token reads of it at batch 1, without drafts."""
+
+    name: str
+    formats: dict[str, int]  # storage -> number of parameters (tensors with their scales)
+    total_bytes: int
+    active_bytes: int
+
+
+def components(inventory: Inventory, config: ModelConfig) -> list[Component]:
+    groups: dict[str, list[Source]] = {}
+    for source in inventory.sources:
+        groups.setdefault(source.param.component, []).append(source)
+    out = []
+    for name, sources in groups.items():
+        total = sum(source.num_bytes for source in sources)
+        share = {
+            # One row of the embedding and of a hash table: negligible, counted as nothing.
+            **{"embedding": 0.0, "hash table": 0.0, "mtp": 0.0},
+            "routed experts": config.experts_per_token / config.num_experts,
+        }.get(name, 1.0)
+        formats = Counter(storage_name(source) for source in sources)
+        out.append(Component(name, dict(formats.most_common()), total, round(total * share)))
+    return sorted(out, key=lambda component: -component.total_bytes)
+
+
+def storage_name(source: Source) -> str:
+    """How the parameter lies on disk, e.g. `nvfp4`, `fp8 (E8M0 scales)`, `BF16`."""
+    if source.format is None or source.format.is_plain:
+        return source.weight.dtype
+    if source.scale is not None and source.format == "fp8":
+        return f"fp8 ({source.scale.dtype.removeprefix('F8_')} scales)"
+    return str(source.format)
+
+
+def report(inventory: Inventory, config: ModelConfig) -> dict[str, Any]:
+    """Everything as plain data, for `--json`."""
+    parts = components(inventory, config)
+    return {
+        "config": config.to_dict(),
+        "names": inventory.family,
+        "num_parameters": len(inventory.sources),
+        "num_mtp_layers": inventory.num_mtp_layers,
+        "notes": list(inventory.notes),
+        "components": [
+            {"name": p.name, "formats": p.formats, "bytes": p.total_bytes, "active_bytes": p.active_bytes}
+            for p in parts
+        ],
+        "bytes": sum(p.total_bytes for p in parts),
+        "active_bytes_per_token": sum(p.active_bytes for p in parts),
+        "tensors": {
+            source.param.name: {
+                "format": storage_name(source),
+                "shape": list(source.param.shape),
+                "bytes": source.num_bytes,
+            }
+            for source in inventory.sources
+        },
+    }
