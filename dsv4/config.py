@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -190,22 +190,21 @@ class EngineConfig:
     max_context: int | None = None
     max_batch: int = 8
     chunk: int = 512
+    threads: int | None = None
     ops: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(allowed)}")
-        for name in ("max_batch", "chunk", "max_context"):
+        for name in ("max_batch", "chunk", "max_context", "threads"):
             value = getattr(self, name)
-            if not (type(value) is int and value >= 1) and not (name == "max_context" and value is None):
+            if value is None and name in ("max_context", "threads"):
+                continue
+            if type(value) is not int or value < 1:
                 raise ConfigError(f"{name} is {value!r}, expected an integer of at least 1")
         if self.qat == "off" and self.cache == "fp8":
             raise ConfigError(
                 "cache fp8 is lossless only for values that were rounded to FP8 (qat on); "
                 "with qat off use cache auto, bf16 or f32"
             )
-
-    @classmethod
-    def names(cls) -> tuple[str, ...]:
-        return tuple(field.name for field in fields(cls))

@@ -332,10 +332,10 @@ class _Parser:
         facts = ("rope_theta", "compress_rope_theta", "share", "yarn")
         out: dict[str, dict[str, Any]] = {fact: {} for fact in facts}
         for name, part in self.rope_parts().items():
-            if not isinstance(part, dict) or part.keys() - _ROPE_KEYS:
-                raise self.fail(
-                    f"{name} is {_show(part)}, expected an object with keys of {sorted(_ROPE_KEYS)}"
-                )
+            if not isinstance(part, dict):
+                raise self.fail(f"{name} is {_show(part)}, expected an object")
+            if unknown := sorted(part.keys() - _ROPE_KEYS):
+                raise self.fail(f"{name} has the unknown keys {_show(unknown)}; known: {sorted(_ROPE_KEYS)}")
             part = {key: value for key, value in part.items() if value is not None}
             for key, want in _ROPE_FIXED.items():
                 found = part.get(key, want)
@@ -419,17 +419,33 @@ class _Parser:
         """Facts that are possible one by one but not together."""
         uses_index = any(layer.kind == "csa" for layer in c.layers)
         rules = (
-            (c.rope_dim % 2 == 0 and c.rope_dim < c.head_dim, f"rope width {c.rope_dim}, head {c.head_dim}"),
-            (not uses_index or c.rope_dim <= c.index_dim, f"rope width {c.rope_dim}, index {c.index_dim}"),
+            (c.rope_dim % 2 == 0, f"qk_rope_head_dim {c.rope_dim}: channels are rotated in pairs"),
+            (
+                0 < c.rope_dim < c.head_dim,
+                f"qk_rope_head_dim {c.rope_dim} must be less than head_dim {c.head_dim}",
+            ),
+            (
+                not uses_index or c.rope_dim <= c.index_dim,
+                f"qk_rope_head_dim {c.rope_dim} must fit index_head_dim {c.index_dim}",
+            ),
             (
                 not uses_index or c.index_dim & (c.index_dim - 1) == 0,
                 f"index_head_dim {c.index_dim}: the Hadamard rotation needs a power of two",
             ),
-            (c.num_heads % c.o_groups == 0, f"{c.num_heads} heads in {c.o_groups} output groups"),
-            (c.experts_per_token <= c.num_experts, f"{c.experts_per_token} experts of {c.num_experts}"),
-            (c.hidden_size % 2 == 0 and c.expert_width % 2 == 0, "odd widths cannot be packed in 4 bits"),
-            (max(c.bos_id, c.eos_id) < c.vocab_size, f"BOS or EOS outside the vocabulary of {c.vocab_size}"),
+            (c.num_heads % c.o_groups == 0, f"{c.num_heads} heads do not split into o_groups={c.o_groups}"),
+            (
+                c.experts_per_token <= c.num_experts,
+                f"num_experts_per_tok {c.experts_per_token} of n_routed_experts {c.num_experts}",
+            ),
+            (
+                c.hidden_size % 2 == 0 and c.expert_width % 2 == 0,
+                f"hidden_size {c.hidden_size} and moe_intermediate_size {c.expert_width} must be even",
+            ),
+            (
+                max(c.bos_id, c.eos_id) < c.vocab_size,
+                f"bos_token_id {c.bos_id} and eos_token_id {c.eos_id} need a vocab_size {c.vocab_size} above",
+            ),
         )
         for holds, text in rules:
             if not holds:
-                raise self.fail(f"impossible sizes: {text}; this is not the config of a DeepSeek-V4 model")
+                raise self.fail(f"impossible sizes: {text}; check that this config belongs to the weights")

@@ -28,7 +28,9 @@ class Device:
         if not (wanted == "cuda" or wanted.startswith("cuda:")):
             raise DeviceError(f"device {wanted!r} is unknown; use auto, cpu, cuda or cuda:N")
         if not torch.cuda.is_available():
-            raise DeviceError(f"device {wanted!r}: torch {torch.__version__} sees no CUDA GPU; use --device cpu")
+            raise DeviceError(
+                f"device {wanted!r}: torch {torch.__version__} sees no CUDA GPU; use --device cpu"
+            )
         index = int(wanted[5:] or 0) if wanted[5:].isdigit() or wanted == "cuda" else -1
         if not 0 <= index < torch.cuda.device_count():
             raise DeviceError(f"device {wanted!r}: found {torch.cuda.device_count()} GPUs, numbered from 0")

@@ -4,7 +4,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,7 +27,9 @@ EPILOG = """
 
   dsv4 chat ./model --no-thinking --temperature 0.6 --system "Answer in one sentence."
 """
-HELP = "/reset forgets the conversation, /think on|off, /system TEXT, /exit (or Ctrl-D); Ctrl-C stops an answer"
+HELP = (
+    "/reset forgets the conversation, /think on|off, /system TEXT, /exit (or Ctrl-D); Ctrl-C stops an answer"
+)
 
 
 @engine_options
@@ -35,7 +37,9 @@ def chat(
     model: Annotated[Path, typer.Argument(help="model folder with a tokenizer.json")],
     system: Annotated[str, typer.Option(help="system message")] = "",
     thinking: Annotated[bool, typer.Option(help="let the model think first")] = True,
-    max_tokens: Annotated[int | None, typer.Option(help="per answer; default: until the context is full")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="per answer; default: until the context is full")
+    ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 1.0,
     top_p: Annotated[float, typer.Option()] = 1.0,
     seed: Annotated[int | None, typer.Option(help="default: a new one each time")] = None,
@@ -123,8 +127,7 @@ class _Conversation:
                     text(call, "cyan")
 
         start, count, stopped = time.perf_counter(), 0, False
-        stream = self.engine.stream(self.engine.request(ids, self.params))
-        with closing(stream), _ctrl_c() as pressed:  # type: ignore[type-var]
+        with self.engine.stream(self.engine.request(ids, self.params)) as stream, _ctrl_c() as pressed:
             for delta in stream:
                 if delta.token is not None:
                     count += 1
@@ -142,7 +145,7 @@ class _Conversation:
 
 @contextmanager
 def _ctrl_c() -> Iterator[list[int]]:
-    """While open, Ctrl-C fills the list instead of raising in the middle of a step; a second one ends the program."""
+    """While open, Ctrl-C fills the list instead of raising inside a step; a second one ends the program."""
     pressed: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:

@@ -32,9 +32,13 @@ EPILOG = """
 def generate(
     model: Annotated[Path, typer.Argument(help="model folder")],
     prompts: Annotated[list[str] | None, typer.Argument(help="one or more prompts, run together")] = None,
-    ids: Annotated[list[str] | None, typer.Option(help="a prompt as token ids, e.g. 0,17,42; repeatable")] = None,
+    ids: Annotated[
+        list[str] | None, typer.Option(help="a prompt as token ids, e.g. 0,17,42; repeatable")
+    ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="send each prompt as a user message")] = False,
-    thinking: Annotated[bool, typer.Option("--thinking", help="with --chat: let the model think first")] = False,
+    thinking: Annotated[
+        bool, typer.Option("--thinking", help="with --chat: let the model think first")
+    ] = False,
     max_tokens: Annotated[int | None, typer.Option(help="default: until the context is full")] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 1.0,
     top_k: Annotated[int, typer.Option(help="0: all")] = 0,
@@ -44,7 +48,9 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="end before this text; repeatable")] = None,
     stop_id: Annotated[list[int] | None, typer.Option(help="end after this token id; repeatable")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos")] = False,
-    logprobs: Annotated[int | None, typer.Option(help="log-probabilities with this many alternatives")] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help="log-probabilities with this many alternatives")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="one JSON object per prompt")] = False,
     *,
     config: EngineConfig,

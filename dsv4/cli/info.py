@@ -48,7 +48,11 @@ def info(
     out.print(f"memory   {size(chosen.memory_bytes)} free, {facts['threads']} threads")
     out.print("ops")
     for op, backend in ops.items():
-        slow = "  [yellow](slow: no kernel for this GPU yet)[/]" if chosen.kind != "cpu" and backend == "ref" else ""
+        slow = (
+            "  [yellow](slow: no kernel for this GPU yet)[/]"
+            if chosen.kind != "cpu" and backend == "ref"
+            else ""
+        )
         out.print(f"  {op:<9} {backend:<6} of {', '.join(IMPLEMENTATIONS[op])}{slow}")
 
 

@@ -31,7 +31,7 @@ def init(
 
     done = 0
     with bytes_bar(f"writing {folder.name}") as update:
-        for done, total in make(folder, load_preset(preset), format, seed):  # noqa: B007
+        for done, total in make(folder, load_preset(preset), format, seed):
             update(done, total)
     if json:
         print_json({"folder": str(folder), "preset": preset, "format": format, "seed": seed, "bytes": done})

@@ -47,7 +47,10 @@ def inspect(
         listing = Table("parameter", "shape", "stored as", "bytes", box=None, pad_edge=False)
         for source in inventory.sources:
             listing.add_row(
-                source.param.name, str(list(source.param.shape)), storage_name(source), f"{source.num_bytes:,}"
+                source.param.name,
+                str(list(source.param.shape)),
+                storage_name(source),
+                f"{source.num_bytes:,}",
             )
         out.print(listing)
     for note in inventory.notes:
@@ -59,7 +62,9 @@ def _show_config(c: ModelConfig, family: str, num_mtp: int) -> None:
     schedule = ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count)
     out.print(f"layers      {c.num_layers} ({schedule}), {num_mtp} draft block(s), {family} names")
     out.print(f"width       {c.hidden_size}, {c.num_streams} streams, vocabulary {c.vocab_size}")
-    out.print(f"attention   {c.num_heads} heads of {c.head_dim}, window {c.window}, top-{c.index_topk} entries")
+    out.print(
+        f"attention   {c.num_heads} heads of {c.head_dim}, window {c.window}, top-{c.index_topk} entries"
+    )
     out.print(f"experts     {c.experts_per_token} of {c.num_experts}, width {c.expert_width}, 1 shared")
     out.print(f"positions   {c.max_positions:,}")
     out.print()

@@ -1,4 +1,4 @@
-"""Options shared by commands: every field of EngineConfig becomes a flag; a command receives the finished config."""
+"""Options shared by commands: every field of EngineConfig becomes a flag; a command gets the config."""
 
 import inspect
 from collections.abc import Callable
@@ -21,8 +21,9 @@ _HELP = {
     "max_context": "tokens one sequence may reach; sizes the cache",
     "max_batch": "sequences that run at the same time",
     "chunk": "prompt tokens processed per step",
+    "threads": "CPU threads",
 }
-_TYPES: dict[str, Any] = {"max_context": int | None, "max_batch": int, "chunk": int}
+_TYPES: dict[str, Any] = {"max_context": int | None, "threads": int | None, "max_batch": int, "chunk": int}
 
 
 def engine_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -31,10 +32,10 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
     for field in fields(EngineConfig):
         if field.name == "ops":
             option = typer.Option("--op", metavar="OP=BACKEND", help="use this backend for an op; repeatable")
-            kind, default = Annotated[list[str], option], []
+            kind, default = Annotated[list[str], option], field.default
         else:
             kind = Annotated[_TYPES.get(field.name, str), typer.Option(help=_HELP[field.name])]
-            default = field.default  # type: ignore[assignment]
+            default = field.default
         flags.append(
             inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
         )

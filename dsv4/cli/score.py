@@ -24,7 +24,9 @@ EPILOG = """
 def score(
     model: Annotated[Path, typer.Argument(help="model folder")],
     ids: Annotated[Path | None, typer.Option(help="safetensors file with a tensor `ids` [T]")] = None,
-    prompt_len: Annotated[int | None, typer.Option(help="how many ids are the prompt; the rest go one by one")] = None,
+    prompt_len: Annotated[
+        int | None, typer.Option(help="how many ids are the prompt; the rest go one by one")
+    ] = None,
     logits: Annotated[Path | None, typer.Option(help="safetensors file to write the logits to")] = None,
     mtp: Annotated[bool, typer.Option("--mtp", help="also write the draft block's logits")] = False,
     text: Annotated[Path | None, typer.Option(help="text file (UTF-8) to measure")] = None,
@@ -86,8 +88,10 @@ def _score_text(model: Path, path: Path, json: bool, config: EngineConfig) -> No
     out.print(f"nats per token  {result.nats_per_token:>12.4f}")
     out.print(f"perplexity      {result.perplexity:>12.4f}")
     out.print(f"bits per byte   {result.bits_per_byte:>12.4f}")
-    if result.tokens > engine.max_context - 1:
-        err.print(f"[dim]measured in pieces of {engine.max_context - 1} tokens, each from the start token[/]")
+    if result.tokens > engine.settings.max_context - 1:
+        err.print(
+            f"[dim]measured in pieces of {engine.settings.max_context - 1} tokens, each from the start token[/]"
+        )
 
 
 def register(app: typer.Typer) -> None:

@@ -1,4 +1,4 @@
-"""What is asked (Request, SamplingParams: frozen) and how far it has come (Sequence: the one mutable record)."""
+"""What is asked (Request, SamplingParams: frozen) and how far it has come (Sequence: mutable)."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -10,7 +10,7 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are chosen and when to end. The defaults are the model's own: temperature 1, nothing filtered."""
+    """How tokens are chosen and when to end. The defaults: temperature 1, nothing filtered."""
 
     max_tokens: int | None = None  # None: until the context is full
     temperature: float = 1.0  # 0: greedy
@@ -57,7 +57,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Delta:
-    """What one step added to one request. `text` is complete characters only and ends before a stop string."""
+    """What one step added to one request. `text`: complete characters only, ends before a stop string."""
 
     request_id: str
     token: Token | None

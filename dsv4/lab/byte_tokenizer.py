@@ -25,12 +25,14 @@ MIN_VOCABULARY = len(SPECIALS) + 256
 
 
 def byte_tokenizer_json(vocab_size: int) -> str:
-    """Ids beyond the bytes are placeholders, as in the published vocabulary: every id a model can emit has a text."""
+    """Ids beyond the bytes are placeholders, as in the published vocabulary: every id has a text."""
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
     holders = tuple(f"<｜place▁holder▁no▁{n}｜>" for n in range(vocab_size - MIN_VOCABULARY))
     vocabulary = {name: id for id, name in enumerate((*SPECIALS, *symbols, *holders))}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore
-    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in (*SPECIALS, *holders)])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(name, special=True, normalized=False) for name in (*SPECIALS, *holders)]
+    )
     return tokenizer.to_str(pretty=True)

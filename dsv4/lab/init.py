@@ -1,8 +1,8 @@
-"""Makes a random checkpoint in any published format, for tests and benchmarks. The same seed gives the same file."""
+"""Makes a random checkpoint in any published format, for tests and benchmarks. Same seed, same files."""
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,46 +29,39 @@ _FP8_CONFIG = {
 
 @dataclass(frozen=True)
 class Style:
-    """One published format: names, and which storage each kind of linear takes."""
+    """One published format: how names look, and which storage each kind of linear takes."""
 
-    title: str
-    is_hf: bool
-    has_mtp: bool
     attention: Format
     shared: Format
     routed: Format
-    mtp: Format | None  # None: as in the trunk, routed experts MXFP4
-    float_scales: bool
-    is_compressed: bool
-    quantization: dict[str, Any]
+    mtp_routed: Format = Format.MXFP4
+    is_hf: bool = False  # Hugging Face names, no draft block
+    is_mtp_plain: bool = False  # the draft block in BF16
+    has_float_scales: bool = False  # FP8 scales in float32, not powers of two
+    is_compressed: bool = False  # compressed-tensors: packed names, reciprocal global scales
+    quantization: dict[str, Any] = field(default_factory=dict)
 
 
+_NVFP4_CONFIG = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
 STYLES = {
-    "bf16": Style("official names, BF16", False, True, *[Format.BF16] * 3, Format.BF16, False, False, {}),
-    "official": Style(
-        "FP8 and MXFP4, as released",
-        *(False, True, Format.FP8, Format.FP8, Format.MXFP4, None, False, False, _FP8_CONFIG),
-    ),
+    "bf16": Style(Format.BF16, Format.BF16, Format.BF16, is_mtp_plain=True),
+    "hf-bf16": Style(Format.BF16, Format.BF16, Format.BF16, is_hf=True),
+    "official": Style(Format.FP8, Format.FP8, Format.MXFP4, quantization=_FP8_CONFIG),
     "modelopt": Style(
-        "NVFP4 experts (NVIDIA ModelOpt)",
-        *(False, True, Format.FP8, Format.FP8, Format.NVFP4, None, False, False),
-        {**_FP8_CONFIG, "quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4", "group_size": 16},
+        *(Format.FP8, Format.FP8, Format.NVFP4),
+        quantization={**_FP8_CONFIG, **_NVFP4_CONFIG, "quant_method": "fp8", "moe_quant_algo": "NVFP4"},
     ),
     "ct": Style(
-        "compressed-tensors NVFP4 and FP8",
-        *(False, True, Format.FP8, Format.NVFP4, Format.NVFP4, Format.BF16, True, True),
-        {"quant_method": "compressed-tensors", "format": "mixed-precision"},
+        *(Format.FP8, Format.NVFP4, Format.NVFP4),
+        is_mtp_plain=True,
+        has_float_scales=True,
+        is_compressed=True,
+        quantization={"quant_method": "compressed-tensors", "format": "mixed-precision"},
     ),
-    "hfnvfp4": Style(
-        "HF names, every large linear NVFP4",
-        *(True, False, Format.NVFP4, Format.NVFP4, Format.NVFP4, None, False, False),
-        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
-    ),
+    "hfnvfp4": Style(Format.NVFP4, Format.NVFP4, Format.NVFP4, is_hf=True, quantization=_NVFP4_CONFIG),
     "fp8": Style(
-        "FP8 only, float scales (Base)",
-        *(False, True, Format.FP8, Format.FP8, Format.FP8, Format.FP8, True, False, _FP8_CONFIG),
+        *(Format.FP8, Format.FP8, Format.FP8, Format.FP8), has_float_scales=True, quantization=_FP8_CONFIG
     ),
-    "hf-bf16": Style("HF names, BF16", True, False, *[Format.BF16] * 3, None, False, False, {}),
 }
 
 
@@ -77,7 +70,7 @@ def make(folder: Path, config: ModelConfig, format: str, seed: int) -> Iterator[
     if format not in STYLES:
         raise ConfigError(f"unknown format {format!r}; use one of {', '.join(STYLES)}")
     style = STYLES[format]
-    num_mtp = config.num_mtp_layers if style.has_mtp else 0
+    num_mtp = config.num_mtp_layers if not style.is_hf else 0
     config = replace(config, num_mtp_layers=num_mtp, quantization=style.quantization)
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty; give a new folder")
@@ -94,22 +87,19 @@ def make(folder: Path, config: ModelConfig, format: str, seed: int) -> Iterator[
 
 
 def _format(param: Param, style: Style) -> Format:
-    if param.name.startswith("mtp."):
-        if style.mtp is Format.BF16:
-            return Format.BF16
-        trunk = {".experts.": style.mtp or Format.MXFP4, ".shared": style.shared}
-        matches = [format for part, format in trunk.items() if part in param.name]
-        if matches:
-            return matches[0]
-        return style.attention if param.name.endswith(("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "_proj")) else Format.BF16
-    if param.component == "indexer" and param.name.endswith("wq_b"):
+    is_mtp = param.component == "mtp"
+    if is_mtp and style.is_mtp_plain:
+        return Format.BF16
+    last = param.name.rsplit(".", 1)[-1]
+    if ".ffn.experts." in param.name:
+        return style.mtp_routed if is_mtp else style.routed
+    if ".shared_experts." in param.name:
+        return style.shared
+    if param.component == "indexer" and last == "wq_b":
         return style.attention if style.attention is Format.FP8 else Format.BF16
-    by_component = {
-        "attention": style.attention,
-        "shared experts": style.shared,
-        "routed experts": style.routed,
-    }
-    return by_component.get(param.component, Format.BF16)
+    if param.component == "attention" or (is_mtp and last != "gate"):
+        return style.attention
+    return Format.BF16
 
 
 def _declared(param: Param, style: Style) -> list[Declared]:
@@ -127,7 +117,7 @@ def _declared(param: Param, style: Style) -> list[Declared]:
     if format is Format.FP8:
         scale = (-(-rows // FP8_TILE), -(-cols // FP8_TILE))
         suffix = "weight_scale_inv" if style.is_compressed or style.is_hf else "scale"
-        kind = "F32" if style.float_scales else "F8_E8M0"
+        kind = "F32" if style.has_float_scales else "F8_E8M0"
         return [Declared(stored, "F8_E4M3", param.shape), Declared(f"{name}.{suffix}", kind, scale)]
     if format is Format.MXFP4:
         return [
@@ -155,9 +145,11 @@ def _values(params: list[Param], style: Style, config: ModelConfig, seed: int) -
         # A generator per tensor: the values do not depend on which other tensors are written.
         generator = torch.Generator().manual_seed((seed << 20) + index)
         if param.kind == "table":
-            yield torch.rand(config.vocab_size, config.num_experts, generator=generator).argsort(1)[
-                :, : config.experts_per_token
-            ].contiguous()
+            yield (
+                torch.rand(config.vocab_size, config.num_experts, generator=generator)
+                .argsort(1)[:, : config.experts_per_token]
+                .contiguous()
+            )
         elif param.kind == "plain":
             value = _plain(param, generator)
             yield value.to(torch.bfloat16) if has_weight_suffix(param.name) else value
@@ -180,7 +172,7 @@ def _plain(param: Param, generator: torch.Generator) -> Tensor:
 def _stored(weight: Tensor, format: Format, style: Style) -> Iterator[Tensor]:
     q = encode_weight(weight, format)
     yield q.data
-    if format is Format.FP8 and style.float_scales:
+    if format is Format.FP8 and style.has_float_scales:
         # Scales that are not powers of two, so that readers which assume they are get caught.
         assert q.scale is not None
         yield torch.exp2(q.scale.float() - 127) * 0.9

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, from its headers alone: formats, bytes per component, bytes read per decoded token."""
+"""What a checkpoint holds, from its headers alone: formats, bytes per component, bytes read per token."""
 
 from collections import Counter
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Teacher-forced runs: logits of given ids, and bits per byte of a text. The engine's own path, without sampling."""
+"""Teacher-forced runs: logits of given ids, bits per byte of a text. The engine's path, without sampling."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -24,7 +24,9 @@ def read_ids(path: Path) -> list[int]:
             raise CheckpointError(f"{path} has no tensor 'ids'; found {sorted(reader.entries)}")
         entry = reader.entries["ids"]
         if len(entry.shape) != 1 or entry.dtype not in ("I64", "I32"):
-            raise CheckpointError(f"{path}: ids is {entry.dtype} {list(entry.shape)}, expected I64 or I32 [T]")
+            raise CheckpointError(
+                f"{path}: ids is {entry.dtype} {list(entry.shape)}, expected I64 or I32 [T]"
+            )
         return reader.read("ids").tolist()
 
 
@@ -45,12 +47,14 @@ def score_ids(
 
     -> prefill_logits [N, V], decode_logits [T-N, V] and, with mtp, mtp_logits [N, V], float32.
     """
-    model, cache, device = engine.runner.model, engine.cache, engine.device.torch_name
+    model, cache, device = engine.runner.model, engine.cache, engine.settings.device.torch_name
     vocab = engine.model_config.vocab_size
     if not 1 <= prompt_len <= len(ids):
         raise RequestError(f"prompt-len is {prompt_len}, expected 1 to {len(ids)}, the number of ids")
-    if len(ids) > engine.max_context:
-        raise RequestError(f"{len(ids)} ids exceed max_context {engine.max_context}; raise it with --max-context")
+    if len(ids) > engine.settings.max_context:
+        raise RequestError(
+            f"{len(ids)} ids exceed max_context {engine.settings.max_context}; raise it with --max-context"
+        )
     if bad := [i for i in ids if not 0 <= i < vocab]:
         raise RequestError(f"id {bad[0]} is outside the vocabulary of {vocab}")
     if mtp and not model.mtp:
@@ -116,14 +120,14 @@ class TextScore:
 
 
 def score_text(engine: Engine, text: str, progress: Progress | None = None) -> TextScore:
-    """Every token of the text predicted from BOS and the tokens before it, in pieces of the context's length."""
+    """Every token of the text, predicted from BOS and those before it, in pieces of the context's length."""
     if engine.tokenizer is None:
         raise RequestError("the model folder has no tokenizer.json; score ids with --ids instead")
     ids = engine.tokenizer.encode_text(text)
     if not ids:
         raise RequestError("the text is empty; there is nothing to score")
-    model, cache, device = engine.runner.model, engine.cache, engine.device.torch_name
-    piece, nats, done = engine.max_context - 1, 0.0, 0
+    model, cache, device = engine.runner.model, engine.cache, engine.settings.device.torch_name
+    piece, nats, done = engine.settings.max_context - 1, 0.0, 0
     for begin in range(0, len(ids), piece):
         targets = ids[begin : begin + piece]
         inputs = [engine.tokenizer.bos_id, *targets[:-1]]

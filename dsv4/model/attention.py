@@ -48,7 +48,7 @@ class Attention:
     def _compressed_rows(
         self, x: Tensor, q_low: Tensor, step: Step, cache: LayerCache, page_table: Tensor
     ) -> Tensor | None:
-        """Close blocks, then list the pool rows each query attends to; entries are written before they are read."""
+        """Close blocks, then list the pool rows each query attends to; entries are written before read."""
         if self.compressor is None:
             return None
         assert cache.tail is not None and cache.entries is not None

@@ -15,12 +15,17 @@ from dsv4.model.step import Step
 class Block:
     def __init__(self, b: Bundle, name: str, spec: LayerSpec, rope: Rope) -> None:
         self.ops, self.eps = b.ops, b.config.norm_eps
-        self.hc_attn, self.hc_ffn = HyperConnection(b, f"{name}.hc_attn"), HyperConnection(b, f"{name}.hc_ffn")
+        self.hc_attn, self.hc_ffn = (
+            HyperConnection(b, f"{name}.hc_attn"),
+            HyperConnection(b, f"{name}.hc_ffn"),
+        )
         self.attn_norm, self.ffn_norm = b.plain(f"{name}.attn_norm"), b.plain(f"{name}.ffn_norm")
         self.attention = Attention(b, f"{name}.attn", spec, rope)
         self.moe = Moe(b, f"{name}.ffn", spec)
 
-    def __call__(self, streams: Tensor, ids: Tensor, step: Step, cache: LayerCache, page_table: Tensor) -> Tensor:
+    def __call__(
+        self, streams: Tensor, ids: Tensor, step: Step, cache: LayerCache, page_table: Tensor
+    ) -> Tensor:
         """streams [T, N, D] -> [T, N, D]; `ids` [T] feed hash routing."""
         x, gate, comb = self.hc_attn.pre(streams)
         y = self.attention(self.ops.norm.rms_norm(x, self.attn_norm, self.eps), step, cache, page_table)

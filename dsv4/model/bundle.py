@@ -42,7 +42,7 @@ class Bundle:
         return tensor
 
     def linear(self, name: str, rounds_input: bool = True) -> "Linear":
-        """`rounds_input`: whether the reference quantises this linear's input when the weight is quantised."""
+        """`rounds_input`: whether the reference rounds this linear's input when the weight is quantised."""
         held = self.weights.tensors[name]
         active = rounds_input and name in self.weights.quantised
         return Linear(self.ops, held, self.numerics.activations if active else "a16")

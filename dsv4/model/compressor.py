@@ -1,4 +1,4 @@
-"""Pools every `ratio` tokens into one row, whatever the chunking; the caller turns the row into an entry or a key."""
+"""Pools every `ratio` tokens into one row, whatever the chunking; the caller makes it an entry or a key."""
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ class Compressor:
         self.norm = b.plain(f"{name}.norm")
 
     def __call__(self, x: Tensor, step: Step, tail: Tail) -> tuple[Tensor, Tensor]:
-        """x [T, D] -> closing [C] (tokens that end a block), pooled rows [C, d]; the tail takes this step's rows."""
+        """x [T, D] -> closing [C] (tokens that end a block), pooled [C, d]; the tail takes the rows."""
         ratio = self.spec.ratio
         values = self.wkv(x, torch.float32)
         scores = self.wgate(x, torch.float32) + self.ape[step.positions % ratio]

@@ -1,4 +1,4 @@
-"""Chooses which compressed entries a CSA query attends to. Keeps its own, narrower keys beside the entries."""
+"""Chooses which compressed entries a CSA query attends to. Keeps narrower keys beside the entries."""
 
 from torch import Tensor
 
@@ -17,9 +17,10 @@ class Indexer:
         self.weights_proj = b.linear(f"{name}.weights_proj", rounds_input=False)
         self.compressor = Compressor(b, f"{name}.compressor", spec)
 
-    def __call__(self, x: Tensor, q_low: Tensor, rows: Tensor, step: Step, cache: LayerCache, page_table: Tensor
-                 ) -> Tensor:  # fmt: skip
-        """x [T, D], q_low [T, Rq]; rows [C]: pool rows of the blocks closing now -> chosen pool rows [T, S]."""
+    def __call__(
+        self, x: Tensor, q_low: Tensor, rows: Tensor, step: Step, cache: LayerCache, page_table: Tensor
+    ) -> Tensor:
+        """x [T, D], q_low [T, Rq]; rows [C]: pool rows of blocks closing now -> chosen pool rows [T, S]."""
         c, qat, index = self.config, self.numerics.qat, self.ops.index
         assert cache.keys is not None and cache.key_tail is not None
         closing, pooled = self.compressor(x, step, cache.key_tail)

@@ -50,9 +50,10 @@ class Model:
         return self.head(hidden, torch.float32)
 
     @torch.inference_mode()
-    def draft(self, streams: Tensor, next_ids: Tensor, step: Step, cache: Cache, depth: int = 0
-              ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Draft block `depth`: streams of positions i and tokens i+1 -> its streams, logits [T, V] for i+2."""
+    def draft(
+        self, streams: Tensor, next_ids: Tensor, step: Step, cache: Cache, depth: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Draft block `depth`: streams of positions i, tokens i+1 -> its streams, logits [T, V] for i+2."""
         layer = cache.layers[len(self.blocks) + depth]
         streams, hidden = self.mtp[depth](
             streams, self.embed(next_ids), next_ids, step, layer, cache.page_table

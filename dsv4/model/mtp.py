@@ -21,7 +21,13 @@ class Mtp:
         self.norm = b.plain(f"{name}.norm")
 
     def __call__(
-        self, streams: Tensor, embedded: Tensor, next_ids: Tensor, step: Step, cache: LayerCache, page_table: Tensor
+        self,
+        streams: Tensor,
+        embedded: Tensor,
+        next_ids: Tensor,
+        step: Step,
+        cache: LayerCache,
+        page_table: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """streams [T, N, D] of positions i, embedded [T, D] of tokens i+1 -> streams for a further draft, and
         the normalised vector [T, D] whose head logits predict token i+2."""

@@ -1,4 +1,4 @@
-"""Rotation tables: plain for sliding layers, YaRN for compressed ones. Angles are float32 products, as trained."""
+"""Rotation tables: plain for sliding layers, YaRN for compressed ones. Angles are float32 products."""
 
 import math
 

@@ -19,7 +19,8 @@ class Step:
     @classmethod
     def build(cls, spans: list[tuple[int, int, list[int]]], device: str | torch.device) -> "Step":
         """spans: (slot, start position, token ids) per sequence."""
-        ids, positions, slots, first, last = [], [], [], [], []
+        ids: list[int] = []
+        positions, slots, first, last = [], [], [], []
         for slot, start, tokens in spans:
             count = len(tokens)
             ids += tokens
@@ -28,7 +29,9 @@ class Step:
             first += [start] * count
             last += [start + count - 1] * count
         assert len({slot for slot, _, tokens in spans if tokens}) == len([t for _, _, t in spans if t])
-        return cls(*(torch.tensor(v, dtype=torch.long, device=device) for v in (ids, positions, slots, first, last)))
+        return cls(
+            *(torch.tensor(v, dtype=torch.long, device=device) for v in (ids, positions, slots, first, last))
+        )
 
     def closing(self, ratio: int) -> Tensor:
         """Tokens that complete a block of `ratio`."""

@@ -2,7 +2,7 @@
 
 A BLAS picks its algorithm from the whole shape, and torch's vectorised loops finish their tails with another
 implementation of exp; either would make a token depend on its batch-mates. Hence one fixed tile shape for
-products, and only functions whose tails were measured equal: exp and log1p (sigmoid, silu and softplus are not).
+products, and only functions whose tails were measured equal: exp and log1p, not sigmoid, silu or softplus.
 """
 
 import torch
@@ -36,7 +36,7 @@ def softplus(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate neighbouring pairs of the last 2*R channels; cos, sin [T, R]; x [T, ..., D]. Inverse: pass -sin."""
+    """Rotate neighbouring pairs of the last 2R channels of x [T, ..., D]; cos, sin [T, R]; -sin inverts."""
     width = 2 * cos.shape[-1]
     while cos.dim() < x.dim():
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)

@@ -193,6 +193,10 @@ def test_wrapped_arguments_are_unwrapped_only_when_the_schema_says_so() -> None:
     assert calls(wrapped("{}"), tools=declared("a")) == [("f", '{"arguments": {}}')]
     assert calls(wrapped("x", ' string="true"'), tools=declared("a")) == [("f", '{"arguments": "x"}')]
     assert calls(wrapped(inner, name="other"), tools=declared("a", "b")) == [("f", f'{{"other": {inner}}}')]
+    second = wrapped(inner).replace(
+        "<parameter", '<parameter name="c" string="false">3</parameter><parameter'
+    )
+    assert calls(second, tools=declared("a", "b", "c")) == [("f", f'{{"c": 3, "arguments": {inner}}}')]
     more = '<parameter name="a" string="false">2</parameter>'
     assert calls(wrapped(inner, more=more), tools=declared("a", "b")) == [
         ("f", f'{{"arguments": {inner}, "a": 2}}')
@@ -248,6 +252,9 @@ def test_other_text_among_the_calls_is_content() -> None:
     message = parse(tag(f"<tool_calls>\nwell:\n{SAY}\n and {SAY}\n</tool_calls>"), thinking=False)
     assert message.content == "well:\nand "
     assert len(message.tool_calls) == 2 and message.finish_reason == "tool_calls"
+    # Inside the block newlines belong to no opener, and only ASCII white space is layout.
+    message = parse(tag(f"<tool_calls>\nwell:\n\n{SAY}\u3000{SAY}\n</tool_calls>"), thinking=False)
+    assert (message.content, len(message.tool_calls)) == ("well:\n\n\u3000", 2)
     inside = SAY.replace("\n</invoke>", "\nwell\n</invoke>")
     message = parse(tag(f"<tool_calls>\n{inside}\n</tool_calls>"), thinking=False)
     assert (message.content, message.tool_calls) == (tag(inside), ())

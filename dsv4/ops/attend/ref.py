@@ -1,4 +1,4 @@
-"""Attention over the raw window and the chosen compressed entries, with a sink, rotated back. One shared KV head."""
+"""Attention over the raw window and the chosen compressed entries, with a sink; one shared KV head."""
 
 import torch
 from torch import Tensor
@@ -25,14 +25,17 @@ def attend(
 ) -> Tensor:
     """q [T, H, D] -> o [T, H, D].
 
-    Raw keys of a query at p: positions max(0, p-window+1) .. p, of which those >= first are rows of `fresh` (this
-    step's tokens) and older ones rows `slot*ring_size + j mod ring_size` of `ring`. Compressed keys: `pool` rows
-    listed in `rows` [T, S], -1 meaning none. Keys are the values too. The sink adds to the denominator only.
+    Raw keys of a query at p: positions max(0, p-window+1) .. p, of which those >= first are rows of `fresh`
+    (this step's tokens) and older ones rows `slot*ring_size + j mod ring_size` of `ring`. Compressed keys:
+    `pool` rows listed in `rows` [T, S], -1 meaning none. Keys are the values too. The sink adds to the
+    denominator only. The output is rotated back by the query's position.
     """
     out = torch.empty_like(q)
     here = decode(fresh)
     scale = q.shape[-1] ** -0.5
-    for t, (slot, p, start) in enumerate(zip(slots.tolist(), positions.tolist(), first.tolist(), strict=True)):
+    for t, (slot, p, start) in enumerate(
+        zip(slots.tolist(), positions.tolist(), first.tolist(), strict=True)
+    ):
         oldest = max(0, p - window + 1)
         keys = [here[t - (p - max(oldest, start)) : t + 1]]
         if oldest < start:

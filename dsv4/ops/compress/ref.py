@@ -1,16 +1,22 @@
-"""Pool a block of tokens into one compressed entry, for any chunking: rows come from this step or from the tail."""
+"""Pool a block of tokens into one entry, for any chunking: rows come from this step or from the tail."""
 
 import torch
 from torch import Tensor
 
 
 def rows_at(
-    fresh: Tensor, tail: Tensor, token: Tensor, wanted: Tensor, slots: Tensor, positions: Tensor, first: Tensor
+    fresh: Tensor,
+    tail: Tensor,
+    token: Tensor,
+    wanted: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    first: Tensor,
 ) -> Tensor:
     """Rows of the sequence of `token` [C] at positions `wanted` [C, R] -> [C, R, ...].
 
-    Position j >= first lies in this step, (positions[token] - j) rows above the token; an older one lies in the
-    ring `tail` [S, L, ...] at j mod L. Negative positions give an arbitrary row: the caller masks them.
+    Position j >= first lies in this step, (positions[token] - j) rows above the token; an older one lies in
+    the ring `tail` [S, L, ...] at j mod L. Negative positions give an arbitrary row: the caller masks them.
     """
     back = positions[token].unsqueeze(1) - wanted
     here = fresh[(token.unsqueeze(1) - back).clamp(min=0)]
@@ -31,10 +37,10 @@ def pool(
     ratio: int,
     overlap: bool,
 ) -> Tensor:
-    """values, scores [T, m*d] float32 (scores carry the position bias); closing [C]: tokens that end a block.
+    """values, scores [T, m*d] float32 (scores carry the position bias); closing [C]: tokens ending a block.
 
-    -> [C, d]: a softmax per channel over the block's rows. With overlap (m = 2) the previous block's rows take
-    part with their first halves, the current block's with their second halves.
+    -> [C, d]: a softmax per channel over the block's rows. With overlap (m = 2) the previous block's rows
+    take part with their first halves, the current block's with their second halves.
     """
     if not closing.numel():
         return values.new_empty(0, values.shape[1] // (2 if overlap else 1))

@@ -1,4 +1,4 @@
-"""Clamped SwiGLU experts: the routed ones, chosen per token, and the shared one. Contract of every backend."""
+"""Clamped SwiGLU experts: the routed ones, chosen per token, and the shared one."""
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ def ffn(x: Tensor, expert: Expert, limit: float, activations: str, weight: Tenso
 def routed(
     x: Tensor, ids: Tensor, weights: Tensor, experts: list[Expert], limit: float, activations: str
 ) -> Tensor:
-    """x [T, D], ids [T, K], weights [T, K] float32 -> float32 [T, D]: the sum over the chosen, by rising expert id."""
+    """x [T, D], ids [T, K], weights [T, K] -> float32 [T, D]: the chosen summed by rising expert id."""
     ids, order = ids.sort(dim=1)
     weights = weights.gather(1, order)
     out = torch.zeros(ids.shape[1], *x.shape, dtype=torch.float32, device=x.device)  # [K, T, D]

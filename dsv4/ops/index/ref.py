@@ -46,7 +46,9 @@ def pool_rows(page_table: Tensor, slot: int, count: int, page_entries: int) -> T
     return page_table[slot, entry // page_entries].long() * page_entries + entry % page_entries
 
 
-def visible_rows(page_table: Tensor, slots: Tensor, positions: Tensor, ratio: int, page_entries: int) -> Tensor:
+def visible_rows(
+    page_table: Tensor, slots: Tensor, positions: Tensor, ratio: int, page_entries: int
+) -> Tensor:
     """[T, S] pool rows of every visible entry (its block is complete at the query), -1 beyond."""
     counts = ((positions + 1) // ratio).tolist()
     rows = torch.full((len(counts), max(counts, default=0)), -1, dtype=torch.long, device=positions.device)

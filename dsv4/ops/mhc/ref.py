@@ -1,4 +1,4 @@
-"""Manifold-constrained hyper-connections: mix the residual streams into one input, and the output back. All float32."""
+"""Manifold-constrained hyper-connections: mix residual streams into one input, and the output back."""
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
 def pre(
     streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, eps: float, iters: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """streams [T, N, D] -> x [T, D], gate [T, N], comb [T, N, N]. fn [N*D, 2N+N*N], base [2N+N*N], scale [3]."""
+    """streams [T, N, D] -> x [T, D], gate [T, N], comb [T, N, N]. fn [N*D, M], base [M], M = 2N+N*N."""
     n = streams.shape[1]
     m = mixes(streams, fn, norm_eps)
     into = sigmoid(m[:, :n] * scale[0] + base[:n]) + eps

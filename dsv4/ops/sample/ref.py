@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def uniform(seed: int, index: int) -> float:
-    """A number in [0, 1) that depends on the request's seed and the token's index alone (splitmix64, 53 bits)."""
+    """A number in [0, 1) that depends on the request's seed and the token's index alone (splitmix64)."""
     mask = (1 << 64) - 1
     z = (seed * 0x9E3779B97F4A7C15 + (index + 1) * 0xD1B54A32D192ED03) & mask
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -22,8 +22,8 @@ def log_probs(logits: Tensor) -> Tensor:
 def sample(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, u: float) -> int:
     """[V] float32 -> a token id. Temperature 0 is greedy; ties go to the lower id. top_k 0 means all.
 
-    Filters apply in this order: temperature, top-k, top-p (the smallest set whose mass reaches top_p), min-p (of
-    the best token's probability). u picks from what remains, most likely token first.
+    Filters apply in this order: temperature, top-k, top-p (the smallest set whose mass reaches top_p), min-p
+    (of the best token's probability). u picks from what remains, most likely token first.
     """
     order = logits.sort(descending=True, stable=True)
     if temperature == 0:

@@ -1,0 +1,95 @@
+"""Settles every `auto` of an EngineConfig once, for this machine and checkpoint, and keeps the reasons."""
+
+from dataclasses import dataclass
+
+import torch
+
+from dsv4.config import EngineConfig, ModelConfig
+from dsv4.device import Device, available_memory
+from dsv4.errors import ConfigError
+from dsv4.ops import Ops
+from dsv4.quant.formats import Format
+from dsv4.weights.load import Checkpoint
+
+DEFAULT_CONTEXT = 32768
+# Below this, one decode step's products are too short to share between threads (measured: docs/log.md).
+SMALL_MODEL_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A setting that was `auto`, what it became and why; shown at start and by `dsv4 info`."""
+
+    name: str
+    value: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Settings:
+    device: Device
+    ops: Ops
+    dtype: torch.dtype
+    kv_format: Format
+    key_format: Format
+    max_context: int
+    threads: int
+    dense: bool
+    choices: tuple[Choice, ...]
+
+
+def settle(config: EngineConfig, checkpoint: Checkpoint) -> Settings:
+    device = Device.choose(config.device)
+    choices: list[Choice] = []
+
+    def chosen(name: str, value: str, why: str) -> str:
+        choices.append(Choice(name, value, why))
+        return value
+
+    dtype = config.compute_dtype
+    if dtype == "auto":
+        on_cpu = device.kind == "cpu"
+        why = "exact, and fastest on a CPU" if on_cpu else "the model's own type"
+        dtype = chosen("compute_dtype", "float32" if on_cpu else "bfloat16", why)
+
+    cache = config.cache
+    if cache == "auto" and config.qat == "on":
+        cache = chosen("cache", "fp8", "lossless after the model's own rounding")
+    elif cache == "auto":
+        cache = chosen("cache", "f32", "qat is off: entries are not rounded")
+
+    need, have = checkpoint.dense_bytes(), available_memory()
+    weights = config.weights
+    if weights == "auto":
+        why = f"decoded weights take {need / 1e9:.1f} GB, {have / 1e9:.1f} GB of memory are free"
+        packed = "" if need <= have // 2 else "; packed weights are decoded at every use, which is slow"
+        weights = chosen("weights", "packed" if packed else "dense", why + packed)
+
+    threads = config.threads or torch.get_num_threads()
+    if config.threads is None and device.kind == "cpu" and need < SMALL_MODEL_BYTES:
+        threads = int(chosen("threads", "1", "small model: waking further threads costs more than it gains"))
+
+    plain = {"bf16": Format.BF16, "f32": Format.F32}
+    return Settings(
+        device=device,
+        ops=Ops.choose(device.kind, **dict(config.ops)),
+        dtype={"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype],
+        kv_format=plain.get(cache, Format.KV8),
+        key_format=plain.get(cache, Format.MXFP4),
+        max_context=_max_context(config, checkpoint.config, choices),
+        threads=threads,
+        dense=weights == "dense",
+        choices=tuple(choices),
+    )
+
+
+def _max_context(config: EngineConfig, model: ModelConfig, choices: list[Choice]) -> int:
+    if config.max_context is None:
+        value = min(model.max_positions, DEFAULT_CONTEXT)
+        choices.append(Choice("max_context", str(value), f"the model allows {model.max_positions}"))
+        return value
+    if config.max_context > model.max_positions:
+        raise ConfigError(
+            f"max_context {config.max_context} exceeds the model's {model.max_positions} positions; lower it"
+        )
+    return config.max_context
