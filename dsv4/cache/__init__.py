@@ -1,1 +1,1 @@
-"""Per-sequence state: window rings, compressor tails, pages of compressed entries. Knows nothing of weights."""
+"""Per-sequence state: window rings, compressor tails, pages of entries. Knows nothing of weights."""

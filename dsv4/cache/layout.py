@@ -14,7 +14,7 @@ MIN_PAGE_TOKENS = 256
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """Sizes of the cache of one engine. `rope_itemsize` is that of the compute type: 2 makes the 584-byte entry."""
+    """Sizes of an engine's cache. `rope_itemsize` is that of the compute type: 2 makes the 584-byte entry."""
 
     config: ModelConfig
     kv_format: Format
@@ -68,15 +68,21 @@ class CacheLayout:
             return d // 2 + -(-d // MX_BLOCK)
         return d * (2 if self.key_format is Format.BF16 else 4)
 
-    def tail_bytes(self, rows_csa: int = 8, rows_hca: int = 128) -> int:
-        """float32 tails of one sequence; the defaults are the reference's buffers for ratios 4 and 128."""
+    def tail_width(self, layer: LayerSpec) -> int:
+        """Columns of all tails of a layer: with overlap both halves, and the indexer's beside the entry's."""
         c = self.config
-        csa = sum(layer.kind == "csa" for layer in self.layers)
-        hca = sum(layer.kind == "hca" for layer in self.layers)
-        return 2 * 4 * (csa * rows_csa * 2 * (c.head_dim + c.index_dim) + hca * rows_hca * c.head_dim)
+        return 2 * (c.head_dim + c.index_dim) if layer.kind == "csa" else c.head_dim
+
+    def tail_bytes(self) -> int:
+        """float32 tails (values and scores) of one sequence, as long as the reference's: without drafts."""
+        return sum(
+            2 * 4 * (self.tail_rows(layer) - SPARE) * self.tail_width(layer)
+            for layer in self.layers
+            if layer.ratio
+        )
 
     def sequence_bytes(self, tokens: int) -> int:
-        """What one sequence of that length needs: entries, keys, windows of all layers and reference-sized tails."""
+        """What one sequence of that length needs: entries, keys, windows and tails of all layers."""
         total = len(self.layers) * self.config.window * self.entry_bytes + self.tail_bytes()
         for layer in self.layers:
             if layer.ratio:
@@ -85,14 +91,13 @@ class CacheLayout:
         return total
 
     def store_bytes(self) -> int:
-        """What the engine allocates for all slots and pages."""
+        """What the engine allocates for all slots and pages, the page table included."""
         total = self.num_slots * len(self.layers) * self.ring_rows * self.entry_bytes
+        total += self.num_slots * self.pages_per_sequence * 4
         for layer in self.layers:
             if not layer.ratio:
                 continue
-            c, csa = self.config, layer.kind == "csa"
             entries = self.num_pages * self.page_entries(layer)
-            total += entries * (self.entry_bytes + (self.key_bytes if csa else 0))
-            width = 2 * (c.head_dim + c.index_dim) if csa else c.head_dim
-            total += self.num_slots * self.tail_rows(layer) * 2 * 4 * width
+            total += entries * (self.entry_bytes + (self.key_bytes if layer.kind == "csa" else 0))
+            total += self.num_slots * self.tail_rows(layer) * 2 * 4 * self.tail_width(layer)
         return total

@@ -4,7 +4,7 @@ from dsv4.errors import RequestError
 
 
 class PagePool:
-    """Hands out page numbers 0 .. num_pages-1. A page may be held by several sequences and is free at zero."""
+    """Hands out page numbers 0 .. num_pages-1. Several sequences may hold a page; it is free at none."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -16,8 +16,11 @@ class PagePool:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
+        assert count >= 0
         if count > len(self._free):
-            raise RequestError(f"{count} cache pages are needed and {len(self._free)} of {self.num_pages} are free")
+            raise RequestError(
+                f"{count} cache pages are needed and {len(self._free)} of {self.num_pages} are free"
+            )
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self._holders[page] = 1

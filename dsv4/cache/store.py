@@ -1,4 +1,4 @@
-"""The tensors of the cache, and the only code that moves rows between sequences: claim, fork, snapshot, restore."""
+"""The cache's tensors, and all code that moves rows between sequences: claim, fork, snapshot, restore."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from dsv4.quant.formats import QuantTensor, empty_rows
 
 @dataclass(frozen=True)
 class Tail:
-    """Rows of a compressor that a later block can still need: [slots, rows, width] float32, at position mod rows."""
+    """Compressor rows that a later block may need: [slots, rows, width] float32, at position mod rows."""
 
     values: Tensor
     scores: Tensor
@@ -57,9 +57,10 @@ class Snapshot:
 
 
 class Cache:
-    """All state of all running sequences. A sequence is a slot: rows in every ring and tail, and a list of pages."""
+    """All state of all running sequences. A sequence is a slot: rows in every ring and tail, and pages."""
 
     def __init__(self, layout: CacheLayout, device: str | torch.device, dtype: torch.dtype) -> None:
+        assert dtype.itemsize == layout.rope_itemsize, (dtype, layout.rope_itemsize)
         self.layout = layout
         self.pool = PagePool(layout.num_pages)
         self.page_table = torch.zeros(
@@ -82,9 +83,7 @@ class Cache:
         rows = lay.num_pages * lay.page_entries(spec)
         entries = empty_rows(lay.kv_format, rows, c.head_dim, c.rope_dim, dtype, device)
         if spec.kind == "hca":
-            return LayerCache(
-                spec, ring, lay.ring_rows, lay.page_entries(spec), entries, tail(c.head_dim)
-            )
+            return LayerCache(spec, ring, lay.ring_rows, lay.page_entries(spec), entries, tail(c.head_dim))
         keys = empty_rows(lay.key_format, rows, c.index_dim, 0, dtype, device)
         return LayerCache(
             *(spec, ring, lay.ring_rows, lay.page_entries(spec), entries),
@@ -100,14 +99,20 @@ class Cache:
 
     def claim(self, tokens: int) -> int | None:
         """A slot with pages for that many tokens, or None while the cache is full."""
+        self._check_fits(tokens)
         need = self.pages_for(tokens)
-        if need > self.layout.pages_per_sequence:
-            raise RequestError(f"{tokens} tokens do not fit a cache made for {self.layout.max_context} per sequence")
         if None not in self._pages or need > self.pool.num_free:
             return None
         slot = self._pages.index(None)
         self._set_pages(slot, self.pool.take(need))
         return slot
+
+    def _check_fits(self, tokens: int) -> None:
+        if self.pages_for(tokens) > self.layout.pages_per_sequence:
+            raise RequestError(
+                f"{tokens} tokens do not fit a cache made for {self.layout.max_context} per sequence; "
+                "shorten the request or raise max_context"
+            )
 
     def _set_pages(self, slot: int, pages: list[int]) -> None:
         self._pages[slot] = pages
@@ -120,12 +125,15 @@ class Cache:
         self.pool.release(pages)
 
     def fork(self, source: int, position: int, tokens: int) -> int | None:
-        """A new slot that shares the entries of `source` before `position`: whole pages by reference, the last copied.
+        """A new slot that shares the entries of `source` before `position`, or None while the cache is full.
 
-        Rings and tails are not copied: restore a snapshot taken at `position` into the new slot.
+        Whole pages are shared by reference, a started one is copied. Rings and tails are not copied:
+        restore a snapshot taken at `position` into the new slot.
         """
+        self._check_fits(tokens)
         donor = self._pages[source]
-        assert donor is not None
+        assert donor is not None, f"slot {source} is not in use"
+        assert position <= tokens and self.pages_for(position) <= len(donor), (position, tokens, len(donor))
         whole, rest = divmod(position, self.layout.page_tokens)
         own = self.pages_for(tokens) - whole
         if None not in self._pages or own > self.pool.num_free:
@@ -142,13 +150,15 @@ class Cache:
             for store in (layer.entries, layer.keys):
                 if store is not None:
                     rows = torch.arange(layer.page_entries, device=store.data.device)
-                    store.put(target * layer.page_entries + rows, store.take(source * layer.page_entries + rows))
+                    store.put(
+                        target * layer.page_entries + rows, store.take(source * layer.page_entries + rows)
+                    )
 
     def _span(self, start: int, stop: int) -> Tensor:
         return torch.arange(max(0, start), stop, device=self.page_table.device)
 
     def snapshot(self, slot: int, position: int) -> Snapshot:
-        """What `slot` needs besides its entries to resume at `position`, the number of tokens it has processed."""
+        """What `slot` needs besides its entries to go on after `position` processed tokens."""
         windows, tails = [], []
         for layer in self.layers:
             span = self._span(position - self.layout.config.window + 1, position)
@@ -187,7 +197,7 @@ class Cache:
 
     @staticmethod
     def check_rollback(length: int, new_length: int) -> None:
-        """Going back is free while it is short: every row is found by position, and entries turn invisible."""
+        """Going back is free while short: every row is found by position, and entries turn invisible."""
         if not length - SPARE <= new_length <= length:
             raise RequestError(
                 f"rollback from {length} to {new_length} tokens; at most {SPARE} can be taken back, "

@@ -31,5 +31,5 @@ class Block:
         y = self.attention(self.ops.norm.rms_norm(x, self.attn_norm, self.eps), step, cache, page_table)
         streams = self.hc_attn.post(y, streams, gate, comb)
         x, gate, comb = self.hc_ffn.pre(streams)
-        y = self.moe(self.ops.norm.rms_norm(x, self.ffn_norm, self.eps), ids, step)
+        y = self.moe(self.ops.norm.rms_norm(x, self.ffn_norm, self.eps), ids)
         return self.hc_ffn.post(y, streams, gate, comb)

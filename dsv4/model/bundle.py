@@ -52,8 +52,8 @@ class Bundle:
         held = self.weights.tensors[name]
         if isinstance(held, Tensor):  # [K, G*N]
             return [part.contiguous() for part in held.chunk(groups, dim=1)]
-        shape = (held.shape[0] // groups, held.shape[1])
-        return [QuantTensor(held.format, part, shape) for part in held.data.chunk(groups)]
+        rows = torch.arange(held.shape[0], device=held.data.device)
+        return [held.take(part) for part in rows.chunk(groups)]
 
     def activations_of(self, name: str) -> Activations:
         return self.numerics.activations if name in self.weights.quantised else "a16"

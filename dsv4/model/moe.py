@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from dsv4.config import LayerSpec
+from dsv4.config import Activations, LayerSpec
+from dsv4.errors import CheckpointError
 from dsv4.model.bundle import Bundle
-from dsv4.model.step import Step
 
 
 class Moe:
@@ -17,10 +17,10 @@ class Moe:
         names = [f"{name}.experts.{expert}" for expert in range(b.config.num_experts)]
         self.experts = [tuple(tensors[f"{n}.{w}"] for w in ("w1", "w3", "w2")) for n in names]
         self.shared = tuple(tensors[f"{name}.shared_experts.{w}"] for w in ("w1", "w3", "w2"))
-        self.activations = b.activations_of(f"{names[0]}.w1")
-        self.shared_activations = b.activations_of(f"{name}.shared_experts.w1")
+        self.activations = _common(b, names)
+        self.shared_activations = _common(b, [f"{name}.shared_experts"])
 
-    def __call__(self, x: Tensor, ids: Tensor, step: Step) -> Tensor:
+    def __call__(self, x: Tensor, ids: Tensor) -> Tensor:
         """x [T, D] normalised, ids [T] -> [T, D]."""
         c, ops = self.config, self.ops
         if self.table is not None:
@@ -30,3 +30,14 @@ class Moe:
         routed = ops.experts.routed(x, chosen, weights, self.experts, c.swiglu_limit, self.activations)
         shared = ops.experts.ffn(x, self.shared, c.swiglu_limit, self.shared_activations)
         return (routed + shared.float()).to(x.dtype)
+
+
+def _common(b: Bundle, names: list[str]) -> Activations:
+    """How the inputs of these experts are rounded; they must be stored alike for that to have one answer."""
+    found = {b.activations_of(f"{name}.{w}") for name in names for w in ("w1", "w3", "w2")}
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{names[0]} and its neighbours mix quantised and plain weights; "
+            f"activations {b.numerics.activations} are undefined for them: use a16"
+        )
+    return found.pop()

@@ -5,7 +5,8 @@ from typing import Literal
 
 from dsv4.config import LayerSpec, ModelConfig
 
-# linear: may be quantised. grouped: likewise, but used as BF16 values, one product per output group.
+# linear: may be quantised. grouped: likewise, one product per output group, never with a rounded input; the
+# reference turns it to BF16 when it is stored in FP8.
 # plain: BF16 or F32 on disk, used as float32. table: integers.
 Kind = Literal["linear", "grouped", "plain", "table"]
 

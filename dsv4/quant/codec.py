@@ -41,7 +41,7 @@ def unpack_nibbles(data: Tensor) -> Tensor:
 
 
 def e4m3_encode(x: Tensor) -> Tensor:
-    """float -> E4M3 bytes; nearest even, clamped to +-448 first because a plain cast may give NaN above it."""
+    """float -> E4M3 bytes; nearest even, clamped to +-448 first: a plain cast may give NaN above it."""
     return x.float().clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
@@ -57,10 +57,13 @@ def e8m0_decode(code: Tensor) -> Tensor:
 
 
 def p2ceil_code(v: Tensor) -> Tensor:
-    """E8M0 code of the smallest power of two >= v, for float32 v > 0. On bits: log2 can be off by one."""
+    """E8M0 code of the smallest power of two >= v, for normal float32 v > 0; NaN gives NaN's code, 255.
+
+    On bits, because a floating-point log2 can be off by one at the powers of two.
+    """
     bits = v.float().view(torch.int32)
     exponent = ((bits >> 23) & 255) + ((bits & 0x7FFFFF) != 0)
-    return exponent.clamp(0, 254).to(torch.uint8)
+    return torch.where(torch.isnan(v), 255, exponent.clamp(max=254)).to(torch.uint8)
 
 
 def _blocks(x: Tensor, size: int) -> Tensor:
@@ -72,7 +75,7 @@ def _blocks(x: Tensor, size: int) -> Tensor:
 
 
 def _finite(x: Tensor) -> Tensor:
-    """Infinity becomes the largest float, so that a scale stays a number; NaN stays NaN and is seen."""
+    """Infinity becomes the largest float, so that a scale stays a number; NaN stays, and its block is NaN."""
     return x.clamp(torch.finfo(torch.float32).min, torch.finfo(torch.float32).max)
 
 
@@ -118,7 +121,7 @@ def nvfp4_rows(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def nvfp4_round(x: Tensor) -> Tensor:
-    """Run-time NVFP4 of activations: the global scale is each row's own amax / (6*448), 1 for a row of zeros."""
+    """Run-time NVFP4 of activations: the global scale is each row's amax / (6*448), 1 for a row of zeros."""
     amax = _finite(x.float()).abs().amax(-1, keepdim=True)
     global_scale = torch.where(amax > 0, amax / NV_RANGE, torch.ones_like(amax))
     codes, scale = nvfp4_rows(x, global_scale)
@@ -134,17 +137,19 @@ def encode_weight(w: Tensor, format: Format, global_scale: float | None = None) 
     if format is Format.BF16:
         return QuantTensor(format, w.to(torch.bfloat16), shape)
     if format is Format.FP8:
-        tiles = _tiles(w.float())
+        tiles = _tiles(_finite(w.float()))
         amax = tiles.abs().amax((1, 3)).clamp(min=FP8_FLOOR)
-        scale = p2ceil_code(amax * torch.tensor(1 / E4M3_MAX, dtype=torch.float32))
+        scale = p2ceil_code(amax * torch.tensor(1 / E4M3_MAX, dtype=torch.float32, device=w.device))
         codes = e4m3_encode(tiles / e8m0_decode(scale)[:, None, :, None])
         return QuantTensor(format, codes.flatten(2).flatten(0, 1)[: shape[0], : shape[1]], shape, scale)
     if format is Format.MXFP4:
         codes, scale = mxfp4_rows(w)
         return QuantTensor(format, pack_nibbles(codes), shape, scale)
     if format is Format.NVFP4:
-        amax = float(w.float().abs().max())
-        g = torch.tensor(global_scale or (amax / NV_RANGE if amax > 0 else 1.0), dtype=torch.float32)
+        if global_scale is None:
+            largest = float(_finite(w.float()).abs().max())
+            global_scale = largest / NV_RANGE if largest > 0 else 1.0
+        g = torch.tensor(global_scale, dtype=torch.float32, device=w.device)
         codes, scale = nvfp4_rows(w, g)
         return QuantTensor(format, pack_nibbles(codes), shape, scale, float(g))
     raise AssertionError(format)
@@ -201,17 +206,17 @@ def _tiles(w: Tensor) -> Tensor:
 
 
 def swizzle_32_4_4(scale: Tensor) -> Tensor:
-    """Linear scales [M, Ks] -> the tensor cores' 512-byte tiles of 128 rows x 4 columns, flat, zero-padded."""
+    """Linear scales [M, Ks] -> the tensor cores' 512-byte tiles of 128 rows x 4 columns, flat, 0-padded."""
     rows, cols = scale.shape
     padded = torch.nn.functional.pad(scale, (0, -cols % 4, 0, -rows % 128))
     # row m = 128*tile + 32*quarter + lane; column k = 4*block + inner
-    tiles = padded.view(-1, 4, 32, padded.shape[1] // 4, 4)
+    tiles = padded.reshape(-1, 4, 32, padded.shape[1] // 4, 4)
     return tiles.permute(0, 3, 2, 1, 4).contiguous().flatten()
 
 
 def unswizzle_32_4_4(flat: Tensor, rows: int, cols: int) -> Tensor:
     """The inverse: [M, Ks] linear scales without the padding."""
-    tiles = flat.view(-(-rows // 128), -(-cols // 4), 32, 4, 4)
+    tiles = flat.reshape(-(-rows // 128), -(-cols // 4), 32, 4, 4)
     padded = tiles.permute(0, 3, 2, 1, 4).reshape(-(-rows // 128) * 128, -(-cols // 4) * 4)
     return padded[:rows, :cols].contiguous()
 

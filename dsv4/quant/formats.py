@@ -65,8 +65,14 @@ def scale_bytes(nope_dim: int) -> int:
     return -(-blocks // 8) * 8
 
 
-def empty_rows(format: Format, num_rows: int, cols: int, rope_dim: int = 0, dtype: torch.dtype = torch.bfloat16,
-               device: str | torch.device = "cpu") -> QuantTensor:  # fmt: skip
+def empty_rows(
+    format: Format,
+    num_rows: int,
+    cols: int,
+    rope_dim: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str | torch.device = "cpu",
+) -> QuantTensor:
     """A zeroed store of `num_rows` cache rows. KV8 keeps its rotary columns in `dtype`."""
     if format is Format.KV8:
         nope = cols - rope_dim

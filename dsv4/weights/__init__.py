@@ -1,1 +1,1 @@
-"""Checkpoint files: read, check, detect formats, load, write. Knows every published layout; knows no request."""
+"""Checkpoint files: read, check, detect formats, load, write. Knows every layout; knows no request."""

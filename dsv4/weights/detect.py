@@ -1,8 +1,9 @@
 """Finds how each weight is stored, tensor by tensor, and refuses what does not add up. Reads headers only."""
 
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from dsv4.config import ModelConfig
 from dsv4.errors import CheckpointError
 from dsv4.model.params import Param, declare
 from dsv4.quant.formats import FP8_TILE, MX_BLOCK, NV_BLOCK, Format, QuantTensor
-from dsv4.weights.names import fused_name, has_weight_suffix, hf_name
+from dsv4.weights.names import fused_name, has_weight_suffix, hf_name, resaved_name
 from dsv4.weights.reader import Entry, Reader
 
 # Calibration constants of activations: never part of a weight, known and passed over.
@@ -40,11 +41,9 @@ class Source:
     @property
     def num_bytes(self) -> int:
         """Stored bytes of this parameter alone (its share of a fused tensor)."""
-        share = 1.0
-        if len(self.weight.shape) == 3:
-            share = self.param.shape[0] / (self.weight.shape[0] * self.weight.shape[1])
-        total = round(self.weight.num_bytes * share)
-        total += round(self.scale.num_bytes * share) if self.scale else 0
+        stored_rows = math.prod(self.weight.shape[:-1])
+        share = self.param.shape[0] if len(self.weight.shape) == 3 else stored_rows
+        total = sum(e.num_bytes * share // stored_rows for e in (self.weight, self.scale) if e)
         return total + (self.global_scale.num_bytes if self.global_scale else 0)
 
     def read_rows(self, reader: Reader, start: int, stop: int) -> QuantTensor:
@@ -68,7 +67,9 @@ class Source:
         if self.global_scale is None:
             return 1.0
         value = float(reader.read(self.global_scale.name).flatten()[0])
-        return 1.0 / value if self.is_reciprocal and value else value
+        if self.is_reciprocal:
+            return 1.0 / value if value else math.inf  # refused as a scale that is no number
+        return value
 
     def read_plain(self, reader: Reader) -> Tensor:
         return reader.read(self.weight.name).reshape(self.param.shape)
@@ -76,7 +77,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Inventory:
-    """Everything a checkpoint holds for a model: one source per parameter, and what is passed over with a reason."""
+    """What a checkpoint holds for a model: one source per parameter, and notes on what is passed over."""
 
     sources: tuple[Source, ...]
     num_mtp_layers: int
@@ -89,12 +90,14 @@ class Inventory:
 
 
 def take_inventory(entries: Mapping[str, Entry], config: ModelConfig) -> Inventory:
-    """Match the checkpoint's tensors with the model's parameters; missing, misshapen or left-over ones are errors."""
-    family = "official" if "embed.weight" in entries else "hf" if "model.embed_tokens.weight" in entries else None
+    """Match stored tensors with the model's parameters; a missing, misshapen or left-over one is an error."""
+    family = (
+        "official" if "embed.weight" in entries else "hf" if "model.embed_tokens.weight" in entries else None
+    )
     if family is None:
         raise CheckpointError(
-            "found neither 'embed.weight' (official names) nor 'model.embed_tokens.weight' (Hugging Face names); "
-            "this is not a DeepSeek-V4 checkpoint"
+            "found neither 'embed.weight' (official names) nor 'model.embed_tokens.weight' (Hugging Face "
+            "names); give the folder of a DeepSeek-V4 checkpoint"
         )
     notes, skip = [], _DRAFT_COPIES
     num_mtp = 0
@@ -106,13 +109,15 @@ def take_inventory(entries: Mapping[str, Entry], config: ModelConfig) -> Invento
     elif num_mtp == 0 and config.num_mtp_layers:
         if draft := sorted(n for n in entries if n.startswith("mtp.") and not skip.fullmatch(n)):
             raise CheckpointError(
-                f"mtp.0.attn_norm.weight is missing, but {draft[0]!r} and {len(draft) - 1} more mtp tensors are there; "
-                "the draft block is incomplete"
+                f"mtp.0.attn_norm.weight is missing, but {draft[0]!r} and {len(draft) - 1} more mtp tensors "
+                "are there; the draft block is incomplete: download the checkpoint again"
             )
         notes.append("the checkpoint holds no draft block (mtp.*), although its config announces one")
+    elif num_mtp != config.num_mtp_layers:
+        notes.append(f"draft blocks: {num_mtp} in the weights, {config.num_mtp_layers} in config.json")
 
     used: set[str] = set()
-    finder = _Finder(entries, used)
+    finder = _Finder(entries, used, config.num_experts)
     sources, missing = [], []
     for param in declare(config, num_mtp):
         source = finder.find(param)
@@ -123,13 +128,15 @@ def take_inventory(entries: Mapping[str, Entry], config: ModelConfig) -> Invento
     if missing:
         raise CheckpointError(
             f"{len(missing)} tensors are missing, the first is {_stored_name(missing[0], family)!r} "
-            f"{list(missing[0].shape)}; the checkpoint is incomplete or its config.json is of another model"
+            f"{list(missing[0].shape)}; the checkpoint is incomplete (download it again) or its config.json "
+            "is of another model"
         )
     left = sorted(name for name in entries.keys() - used if not skip.fullmatch(name))
     if left:
         raise CheckpointError(
             f"{len(left)} tensors belong to no parameter of this model, the first is {left[0]!r} "
-            f"{entries[left[0]].dtype} {list(entries[left[0]].shape)}; config.json and weights do not match"
+            f"{entries[left[0]].dtype} {list(entries[left[0]].shape)} in {entries[left[0]].file.name}; "
+            "config.json is of another model, or the tensor must be removed"
         )
     return Inventory(tuple(sources), num_mtp, tuple(notes), family)
 
@@ -140,8 +147,8 @@ def _stored_name(param: Param, family: str) -> str:
 
 
 class _Finder:
-    def __init__(self, entries: Mapping[str, Entry], used: set[str]) -> None:
-        self.entries, self.used = entries, used
+    def __init__(self, entries: Mapping[str, Entry], used: set[str], num_experts: int) -> None:
+        self.entries, self.used, self.num_experts = entries, used, num_experts
 
     def take(self, name: str) -> Entry | None:
         entry = self.entries.get(name)
@@ -150,7 +157,7 @@ class _Finder:
         return entry
 
     def find(self, param: Param) -> Source | None:
-        for name in filter(None, (param.name, hf_name(param.name))):
+        for name in filter(None, (param.name, hf_name(param.name), resaved_name(param.name))):
             if param.kind in ("linear", "grouped"):
                 source = self.linear(param, name)
             else:
@@ -183,9 +190,12 @@ class _Finder:
         reciprocal = self.take(f"{name}.weight_global_scale")
         if len(scales) > 1 or (global_scale and reciprocal):
             names = [e.name for e in (*scales, global_scale, reciprocal) if e]
-            raise CheckpointError(f"{weight.name} has competing scales {names}; expected one set")
-        return self.settle(param, weight, scales[0] if scales else None, global_scale or reciprocal,
-                           is_reciprocal=reciprocal is not None)  # fmt: skip
+            raise CheckpointError(
+                f"{weight.name} has competing scales {names}; expected one set: convert the checkpoint again"
+            )
+        scale = scales[0] if scales else None
+        found = self.settle(param, param.shape, weight, scale, global_scale or reciprocal)
+        return replace(found, is_reciprocal=reciprocal is not None)
 
     def fused(self, param: Param) -> Source | None:
         """HF's [E, rows, K] expert tensors: one parameter is a span of rows of the flattened tensor."""
@@ -198,51 +208,66 @@ class _Finder:
         scale = self.take(f"{place[0]}_scale_inv")
         rows = param.shape[0]
         parts = 2 if place[0].endswith("gate_up_proj") else 1
-        if len(weight.shape) != 3 or weight.shape[1] != parts * rows:
-            raise _wrong(weight, "shape", list(weight.shape), ["experts", parts * rows, param.shape[1]])
-        row = param.expert * parts * rows + place[1] * rows
-        return self.settle(param, weight, scale, None, row=row)
+        shape = (self.num_experts, parts * rows, param.shape[1])
+        found = self.settle(param, shape, weight, scale, None)
+        row = (param.expert * parts + place[1]) * rows
+        tile_rows = FP8_TILE if found.format is Format.FP8 else 1
+        if rows % tile_rows:
+            raise _wrong(weight, "rows per expert", rows, f"a multiple of {tile_rows}, the scale's tile")
+        return replace(found, row=row, scale_row=row // tile_rows)
 
-    def settle(self, param: Param, weight: Entry, scale: Entry | None, global_scale: Entry | None,
-               is_reciprocal: bool = False, row: int = 0) -> Source:  # fmt: skip
-        rows, cols = param.shape
-        lead = weight.shape[:-2] if len(weight.shape) == 3 else ()
-        stored_rows = weight.shape[-2] if lead else rows
-        format, tile, scale_types = _format_of(param, weight, scale, global_scale)
-        stored = {Format.MXFP4: cols // 2, Format.NVFP4: cols // 2}.get(format, cols)
-        if weight.shape != (*lead, stored_rows, stored):
-            raise _wrong(weight, "shape", list(weight.shape), [*lead, stored_rows, stored])
+    def settle(
+        self,
+        param: Param,
+        shape: tuple[int, ...],
+        weight: Entry,
+        scale: Entry | None,
+        global_scale: Entry | None,
+    ) -> Source:
+        """Check a stored linear of that logical shape (3 dimensions if experts are fused) and its scales."""
+        *lead, rows, cols = shape
+        format, tile, scale_types = _format_of(weight, scale, global_scale)
+        stored = cols // 2 if format in (Format.MXFP4, Format.NVFP4) else cols
+        if weight.shape != (*lead, rows, stored):
+            raise _wrong(weight, "shape", list(weight.shape), [*lead, rows, stored])
+        if stored != cols and cols % 2:
+            raise _wrong(weight, "number of columns", cols, "an even number, as 4-bit codes come in pairs")
         if param.name == "embed" and not format.is_plain:
             raise _wrong(weight, "dtype", weight.dtype, "BF16 or F32")
         if scale is None:
-            return Source(param, format, weight, row=row)
+            return Source(param, format, weight)
         tile_rows, tile_cols = tile
-        want = (*lead, -(-stored_rows // tile_rows), -(-cols // tile_cols))
+        want = (*lead, -(-rows // tile_rows), -(-cols // tile_cols))
         if scale.shape != want:
-            raise _wrong(scale, "shape", list(scale.shape), f"{list(want)} for {format} (linear, not swizzled)")
+            raise _wrong(
+                scale, "shape", list(scale.shape), f"{list(want)} for {format} (linear, not swizzled)"
+            )
         if scale.dtype not in scale_types:
             raise _wrong(scale, "dtype", scale.dtype, " or ".join(scale_types))
         if global_scale is not None and global_scale.shape not in ((), (1,)):
             raise _wrong(global_scale, "shape", list(global_scale.shape), "a scalar")
         if global_scale is not None and global_scale.dtype != "F32":
             raise _wrong(global_scale, "dtype", global_scale.dtype, "F32")
-        if row % tile_rows:
-            raise _wrong(weight, "rows per expert", stored_rows, f"a multiple of {tile_rows}, the scale's tile")
-        return Source(param, format, weight, scale, global_scale, is_reciprocal, row, row // tile_rows)
+        return Source(param, format, weight, scale, global_scale)
 
 
 def _format_of(
-    param: Param, weight: Entry, scale: Entry | None, global_scale: Entry | None
+    weight: Entry, scale: Entry | None, global_scale: Entry | None
 ) -> tuple[Format, tuple[int, int], tuple[str, ...]]:
     """-> format, rows and columns per scale, allowed dtypes of the scale."""
     if scale is None:
         if weight.dtype not in ("BF16", "F32") or global_scale is not None:
             raise CheckpointError(
-                f"{weight.name} is {weight.dtype} without a block scale; expected BF16 or F32, "
-                "or one of .scale, .weight_scale, .weight_scale_inv beside it"
+                f"{weight.name} is {weight.dtype} without a block scale; expected BF16 or F32, or one of "
+                ".scale, .weight_scale, .weight_scale_inv beside it: the checkpoint is incomplete"
             )
         return (Format.BF16 if weight.dtype == "BF16" else Format.F32), (1, 1), ()
     if weight.dtype == "F8_E4M3":
+        if global_scale is not None:
+            raise CheckpointError(
+                f"{weight.name} is F8_E4M3 with {scale.name} and {global_scale.name}; expected one scale for "
+                "8-bit weights: convert the checkpoint again"
+            )
         return Format.FP8, (FP8_TILE, FP8_TILE), ("F8_E8M0", "F32", "BF16")
     if weight.dtype not in ("U8", "I8"):
         raise _wrong(weight, "dtype", weight.dtype, "F8_E4M3, U8 or I8 (it has a block scale)")
@@ -251,10 +276,13 @@ def _format_of(
     if scale.dtype == "F8_E4M3":
         raise CheckpointError(
             f"{weight.name} has E4M3 block scales (NVFP4) but no .weight_scale_2 or .weight_global_scale; "
-            "the weight's magnitude is unknown without it"
+            "its magnitude is unknown without it: the checkpoint is incomplete"
         )
     return Format.MXFP4, (1, MX_BLOCK), ("F8_E8M0", "U8")
 
 
 def _wrong(entry: Entry, what: str, found: object, expected: object) -> CheckpointError:
-    return CheckpointError(f"{entry.name}: {what} is {found}, expected {expected} (in {entry.file.name})")
+    return CheckpointError(
+        f"{entry.name}: {what} is {found}, expected {expected} (in {entry.file.name}); "
+        "check that config.json belongs to these weights, or convert them again"
+    )

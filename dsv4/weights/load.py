@@ -1,5 +1,6 @@
-"""Streams a checkpoint into memory, a few tensor rows at a time. Missing or left over is an error before that."""
+"""Streams a checkpoint into memory, a few rows at a time. What is missing or left over is refused before."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,21 +32,23 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | Path) -> "Checkpoint":
-        config = ModelConfig.load(path)
+        path = Path(path)
+        config = ModelConfig.load(path.parent if path.is_file() else path)
         reader = Reader(path)
         return cls(config, reader, take_inventory(reader.entries, config))
 
     def dense_bytes(self) -> int:
-        """Memory of the model with every linear decoded to float32."""
+        """Memory of the model with every linear decoded to float32; the embedding stays as stored."""
         total = 0
         for source in self.inventory.sources:
-            count = 1
-            for size in source.param.shape:
-                count *= size
-            total += count * (2 if source.param.name == "embed" else 8 if source.param.kind == "table" else 4)
+            size = {"table": 8}.get(source.param.kind, 4)
+            is_embedding = source.param.name == "embed"
+            total += source.num_bytes if is_embedding else size * math.prod(source.param.shape)
         return total
 
-    def load(self, dense: bool, device: str | torch.device = "cpu", progress: Progress | None = None) -> Weights:
+    def load(
+        self, dense: bool, device: str | torch.device = "cpu", progress: Progress | None = None
+    ) -> Weights:
         """dense: decode linears to float32 [K, N] now; else keep them as stored."""
         tensors: dict[str, Tensor | QuantTensor] = {}
         total, done = self.inventory.num_bytes, 0
@@ -68,27 +71,32 @@ def _load_one(
         if table.numel() and (int(table.min()) < 0 or int(table.max()) >= config.num_experts):
             raise CheckpointError(
                 f"{source.weight.name} names experts {int(table.min())} to {int(table.max())}, "
-                f"expected 0 to {config.num_experts - 1}"
+                f"expected 0 to {config.num_experts - 1}; config.json or the table is of another model"
             )
         return table.to(device)
     if kind == "plain":
         plain = source.read_plain(reader).float()
         _check_finite(plain, source)
         return plain.to(device)
-    if name == "embed" or not (dense or kind == "grouped"):
-        return _move(_checked(source.read_rows(reader, 0, source.param.shape[0]), source), device)
+    to_bf16 = kind == "grouped" and source.format is Format.FP8
+    if name == "embed" or not (dense or to_bf16):
+        held = _checked(source.read_rows(reader, 0, source.param.shape[0]), source)
+        _check_codes(held, source)
+        return _move(held, device)
     return _decoded(reader, source, dense, device)
 
 
 def _decoded(reader: Reader, source: Source, dense: bool, device: str | torch.device) -> Tensor | QuantTensor:
-    """Row blocks, decoded: float32 [K, N] when dense, else BF16 [N, K]. A grouped weight takes BF16 values."""
+    """Row blocks, decoded: float32 [K, N] when dense, else BF16 [N, K]. Grouped FP8 takes BF16 values."""
     rows, cols = source.param.shape
     block = max(FP8_TILE, BLOCK_BYTES // (4 * cols) // FP8_TILE * FP8_TILE)
-    out = torch.empty((cols, rows) if dense else (rows, cols), dtype=torch.float32 if dense else torch.bfloat16)
+    out = torch.empty(
+        (cols, rows) if dense else (rows, cols), dtype=torch.float32 if dense else torch.bfloat16
+    )
     for start in range(0, rows, block):
         stop = min(rows, start + block)
         values = decode(_checked(source.read_rows(reader, start, stop), source))
-        _check_finite(values, source)
+        _check_finite(values, source, start)
         if source.param.kind == "grouped" and source.format is Format.FP8:
             values = values.to(torch.bfloat16)
         if dense:
@@ -101,16 +109,35 @@ def _decoded(reader: Reader, source: Source, dense: bool, device: str | torch.de
 
 def _checked(q: QuantTensor, source: Source) -> QuantTensor:
     if has_nan_scale(q):
-        name = (source.scale or source.weight).name
-        raise CheckpointError(f"{name} holds NaN or infinite scales; the checkpoint is damaged: convert it again")
+        is_global = not bool(torch.isfinite(torch.tensor(q.global_scale)))
+        entry = (source.global_scale if is_global else source.scale) or source.weight
+        raise CheckpointError(
+            f"{entry.name} in {entry.file.name} holds a scale that is no finite number; "
+            "the checkpoint is damaged: download or convert it again"
+        )
     return q
 
 
-def _check_finite(values: Tensor, source: Source) -> None:
-    if not bool(torch.isfinite(values).all()):
-        where = (~torch.isfinite(values)).nonzero()[0].tolist()
+def _check_finite(values: Tensor, source: Source, first_row: int = 0) -> None:
+    _refuse(~torch.isfinite(values), source, first_row)
+
+
+def _check_codes(q: QuantTensor, source: Source) -> None:
+    """What decoding would show: NaN codes of FP8, NaN or infinity of plain values. 4-bit codes have none."""
+    if q.format is not Format.FP8 and not q.format.is_plain:
+        return
+    step = max(1, BLOCK_BYTES // (4 * q.shape[1]))
+    for start in range(0, q.shape[0], step):
+        part = q.data[start : start + step]
+        _refuse((part & 127) == 127 if q.format is Format.FP8 else ~torch.isfinite(part), source, start)
+
+
+def _refuse(bad: Tensor, source: Source, first_row: int) -> None:
+    if bool(bad.any()):
+        row, *rest = bad.nonzero()[0].tolist()
         raise CheckpointError(
-            f"{source.weight.name} holds NaN or infinity, first at {where}; the checkpoint is damaged"
+            f"{source.weight.name} in {source.weight.file.name} holds NaN or infinity, first at "
+            f"{[first_row + row, *rest]}; the checkpoint is damaged: download or convert it again"
         )
 
 

@@ -47,7 +47,7 @@ _EXPERT_NAME = re.compile(r"ffn\.(shared_experts|experts\.\d+)\.(w[123])")
 
 
 def hf_name(name: str) -> str | None:
-    """The Hugging Face name of an official one (both without `.weight`); None for draft blocks, which HF drops."""
+    """The Hugging Face name of an official one, both without `.weight`; None for draft blocks."""
     if name in _TOP:
         return _TOP[name]
     kind, index, suffix = name.split(".", 2)
@@ -58,8 +58,15 @@ def hf_name(name: str) -> str | None:
     return f"model.layers.{index}.{_BLOCK[suffix]}"
 
 
+def resaved_name(name: str) -> str | None:
+    """What `save_pretrained` of Transformers 5 writes: half official, half its own, the kv norm renamed."""
+    if not name.startswith("layers."):
+        return None
+    return "model." + (name.replace(".attn.kv_norm", ".attn.norm"))
+
+
 def has_weight_suffix(name: str) -> bool:
-    """Whether the stored tensor is called `<name>.weight`: linears, embeddings and norms, not raw parameters."""
+    """Whether the stored tensor is called `<name>.weight`: linears, embeddings, norms; not raw parameters."""
     last = name.rsplit(".", 1)[-1]
     return not (last.startswith("hc_") or last in ("attn_sink", "ape", "bias", "tid2eid"))
 
@@ -70,6 +77,8 @@ def fused_name(name: str) -> tuple[str, int] | None:
     if not match:
         return None
     prefix = f"model.layers.{match[1]}.mlp.experts."
-    return {"w1": (prefix + "gate_up_proj", 0), "w3": (prefix + "gate_up_proj", 1), "w2": (prefix + "down_proj", 0)}[
-        match[2]
-    ]
+    return {
+        "w1": (prefix + "gate_up_proj", 0),
+        "w3": (prefix + "gate_up_proj", 1),
+        "w2": (prefix + "down_proj", 0),
+    }[match[2]]

@@ -1,4 +1,4 @@
-"""Reads safetensors files that may be damaged or hostile: every length and offset is checked before it is used."""
+"""Reads safetensors files that may be damaged or hostile: lengths and offsets are checked before use."""
 
 import json
 import math
@@ -29,6 +29,7 @@ DTYPES: dict[str, tuple[int, torch.dtype]] = {
     "F8_E8M0": (1, torch.uint8),
 }
 MAX_HEADER = 100_000_000
+MAX_RANK = 8
 INDEX = "model.safetensors.index.json"
 AGAIN = "the file is damaged or incomplete: copy or download it again"
 
@@ -61,9 +62,12 @@ def read_header(path: Path) -> dict[str, Entry]:
         raise CheckpointError(f"{path} does not exist; the checkpoint is incomplete") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{str(path)!r} is no file name ({error}); {AGAIN}") from None
     try:
         header = json.loads(text, object_pairs_hook=lambda pairs: _unique(path, pairs))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    # ValueError: not UTF-8, not JSON, or an integer of thousands of digits.
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: the header is not JSON ({error}); {AGAIN}") from None
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: the header is a {type(header).__name__}, expected an object; {AGAIN}")
@@ -75,27 +79,34 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 
 def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) < len(pairs):
-        twice = sorted({name for name, _ in pairs if [n for n, _ in pairs].count(name) > 1})
-        raise CheckpointError(f"{path}: the header names {twice[0]!r} twice; write the file again")
+    out: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in out:
+            raise CheckpointError(f"{path} names {name!r} twice; one of them would be lost: convert it again")
+        out[name] = value
     return out
 
 
 def _entry(path: Path, name: str, info: Any, data_start: int, data_size: int) -> Entry:
     try:
         dtype, shape, (start, stop) = info["dtype"], info["shape"], info["data_offsets"]
-        numbers = [*shape, start, stop]
-        if not all(type(n) is int and n >= 0 for n in numbers):
-            raise TypeError(f"negative or non-integer sizes {numbers}")
+        if not isinstance(dtype, str) or not isinstance(shape, list) or len(shape) > MAX_RANK:
+            raise TypeError(f"dtype and shape must be a string and a list of at most {MAX_RANK} sizes")
+        if not all(type(n) is int and 0 <= n < 2**63 for n in (*shape, start, stop)):
+            raise TypeError("sizes and offsets must be integers from 0")
     except (TypeError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{path}: tensor {name!r} has a malformed header entry ({error}); {AGAIN}") from None
+        raise CheckpointError(
+            f"{path}: tensor {name!r} has a malformed header entry ({error}); {AGAIN}"
+        ) from None
     if dtype not in DTYPES:
-        raise CheckpointError(f"{path}: tensor {name!r} has dtype {dtype!r}, expected one of {', '.join(DTYPES)}")
+        raise CheckpointError(
+            f"{path}: tensor {name!r} has dtype {dtype!r}, expected one of {', '.join(DTYPES)}"
+        )
     expected = math.prod(shape) * DTYPES[dtype][0]
     if stop - start != expected:
         raise CheckpointError(
-            f"{path}: tensor {name!r} of {dtype} {shape} has {stop - start:,} bytes, expected {expected:,}; {AGAIN}"
+            f"{path}: tensor {name!r} of {dtype} {shape} has {stop - start:,} bytes, "
+            f"expected {expected:,}; {AGAIN}"
         )
     if stop > data_size:
         raise CheckpointError(
@@ -112,7 +123,9 @@ def _check_cover(path: Path, entries: list[Entry], data_start: int, data_size: i
             raise CheckpointError(f"{path}: tensor {entry.name!r} {what} {previous!r}; {AGAIN}")
         end, previous = entry.start + entry.num_bytes, entry.name
     if end != data_start + data_size:
-        raise CheckpointError(f"{path}: {data_start + data_size - end:,} bytes follow the last tensor; {AGAIN}")
+        raise CheckpointError(
+            f"{path}: {data_start + data_size - end:,} bytes follow the last tensor; {AGAIN}"
+        )
 
 
 class Reader:
@@ -145,7 +158,9 @@ class Reader:
                     "index and shards are of different checkpoints"
                 )
         if extra := sorted(self.entries.keys() - index.keys()):
-            raise CheckpointError(f"{len(extra)} tensors are not in {INDEX}, the first is {extra[0]!r}; {AGAIN}")
+            raise CheckpointError(
+                f"{len(extra)} tensors are not in {INDEX}, the first is {extra[0]!r}; {AGAIN}"
+            )
 
     def __enter__(self) -> "Reader":
         return self
@@ -158,7 +173,7 @@ class Reader:
         self._open.clear()
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows [start, stop) of the tensor, leading dimensions flattened: [rows, cols]; scalars and vectors whole.
+        """Rows [start, stop) of the tensor, leading dimensions flattened; scalars and vectors whole.
 
         Plain file reads, not a memory map: only what is asked for takes memory.
         """
@@ -172,19 +187,24 @@ class Reader:
             assert 0 <= start <= stop <= rows
             shape, offset = (stop - start, cols), start * cols * itemsize
         buffer = torch.empty(math.prod(shape) * itemsize, dtype=torch.uint8)
-        self._fill(entry, entry.start + offset, memoryview(buffer.numpy()))
+        self._fill(entry, entry.start + offset, buffer.numpy().data)
         return buffer.view(dtype).reshape(shape)
 
     def _fill(self, entry: Entry, offset: int, target: memoryview) -> None:
-        if entry.file not in self._open:
-            self._open[entry.file] = entry.file.open("rb", buffering=0)
-        file, done = self._open[entry.file], 0
-        file.seek(offset)
-        while done < len(target):
-            count = file.readinto(target[done:])  # type: ignore[attr-defined]
-            if not count:
-                raise CheckpointError(f"{entry.file} ended while reading {entry.name!r}; the file was cut short")
-            done += count
+        try:
+            if entry.file not in self._open:
+                self._open[entry.file] = entry.file.open("rb", buffering=0)
+            file, done = self._open[entry.file], 0
+            file.seek(offset)
+            while done < len(target):
+                count = file.readinto(target[done:])  # type: ignore[attr-defined]
+                if not count:
+                    raise CheckpointError(f"{entry.file} ended while reading {entry.name!r}; {AGAIN}")
+                done += count
+        except OSError as error:
+            raise CheckpointError(
+                f"{entry.file} cannot be read at {entry.name!r}: {error.strerror or error}"
+            ) from None
 
 
 def _files_of(path: Path) -> tuple[list[Path], dict[str, str] | None]:
@@ -194,7 +214,13 @@ def _files_of(path: Path) -> tuple[list[Path], dict[str, str] | None]:
         raise CheckpointError(f"{path} does not exist; give a model folder or a .safetensors file")
     if (path / INDEX).exists():
         index = _read_index(path / INDEX)
-        return [path / name for name in sorted(set(index.values()))], index
+        names = sorted(set(index.values()))
+        if (path / "model.safetensors").exists() and "model.safetensors" not in names:
+            raise CheckpointError(
+                f"{path} holds both model.safetensors and {INDEX} with other shards; "
+                "move one of the two checkpoints elsewhere"
+            )
+        return [path / name for name in names], index
     if (path / "model.safetensors").exists():
         return [path / "model.safetensors"], None
     files = sorted(path.glob("model*.safetensors"))
@@ -205,13 +231,15 @@ def _files_of(path: Path) -> tuple[list[Path], dict[str, str] | None]:
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        raw = json.loads(path.read_bytes())
+        raw = json.loads(path.read_bytes(), object_pairs_hook=lambda pairs: _unique(path, pairs))
         index = raw["weight_map"]
         if not all(isinstance(k, str) and isinstance(v, str) for k, v in index.items()):
             raise TypeError("names and files must be strings")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a safetensors index ({error}); {AGAIN}") from None
     for file in set(index.values()):
         if Path(file).name != file or file in ("", ".", ".."):
-            raise CheckpointError(f"{path} points outside its folder: {file!r}; shards must lie beside the index")
+            raise CheckpointError(
+                f"{path} points outside its folder: {file!r}; shards must lie beside the index"
+            )
     return index

@@ -1,4 +1,4 @@
-"""Writes safetensors checkpoints tensor by tensor: sizes are declared first, so that nothing is held in memory."""
+"""Writes safetensors checkpoints tensor by tensor: sizes are declared first, so nothing is held in memory."""
 
 import json
 import math
@@ -45,7 +45,7 @@ def shards(tensors: list[Declared], limit: int = SHARD_BYTES) -> list[list[Decla
 def write_checkpoint(
     folder: Path, tensors: list[Declared], data: Iterable[Tensor], limit: int = SHARD_BYTES
 ) -> Iterator[int]:
-    """Write all shards and the index; yields the bytes written after each tensor. `data` follows `tensors`' order.
+    """Write all shards and the index; yields each tensor's bytes. `data` follows the order of `tensors`.
 
     Files appear under their final names only when complete.
     """
@@ -80,22 +80,25 @@ def _write_file(path: Path, group: list[Declared], values: Iterator[Tensor]) -> 
             file.write(len(text).to_bytes(8, "little") + text)
             for tensor in group:
                 value = next(values)
-                assert value.dtype == DTYPES[tensor.dtype][1] and tuple(value.shape) == tensor.shape, tensor.name
-                file.write(memoryview(value.contiguous().flatten().view(torch.uint8).numpy()))
+                expected = (DTYPES[tensor.dtype][1], tensor.shape)
+                assert (value.dtype, tuple(value.shape)) == expected, tensor.name
+                file.write(value.contiguous().flatten().view(torch.uint8).numpy().data)
                 yield tensor.num_bytes
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from None
+    finally:
+        # Also when the caller stops half-way: nothing incomplete is left behind.
+        part.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
     """A small file, complete or not at all."""
     part = path.with_name(path.name + ".part")
     try:
-        part.write_text(text)
+        part.write_text(text, encoding="utf-8")
         part.replace(path)
     except OSError as error:
         part.unlink(missing_ok=True)

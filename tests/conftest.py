@@ -1,0 +1,50 @@
+"""Shared by all tests: one thread per process, and tiny checkpoints made once per run."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsv4 import Engine, EngineConfig
+from dsv4.config import ModelConfig, preset
+from dsv4.lab.init import make
+
+torch.set_num_threads(1)
+
+
+def small_config() -> ModelConfig:
+    """Every layer kind and routing, sizes that are not powers of two where the model allows it."""
+    return replace(
+        preset("tiny"),
+        **{"hidden_size": 96, "vocab_size": 300, "num_heads": 6, "head_dim": 80, "rope_dim": 16, "q_rank": 48},
+        **{"o_groups": 3, "o_rank": 32, "window": 40, "index_heads": 16, "index_dim": 32, "index_topk": 12},
+        **{"num_experts": 7, "experts_per_token": 3, "expert_width": 64, "max_positions": 4096},
+    )
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """checkpoint(format) -> folder of a random model of the small config."""
+    made: dict[str, Path] = {}
+
+    def get(format: str = "modelopt") -> Path:
+        if format not in made:
+            made[format] = tmp_path_factory.mktemp(format) / "model"
+            for _ in make(made[format], small_config(), format, seed=3):
+                pass
+        return made[format]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def engine_for(checkpoint: Callable[..., Path]) -> Callable[..., Engine]:
+    """engine_for(format, **engine options) -> a new engine on that random model."""
+
+    def get(format: str = "modelopt", **options: object) -> Engine:
+        options.setdefault("max_context", 512)
+        return Engine.load(checkpoint(format), EngineConfig(**options))  # type: ignore[arg-type]
+
+    return get

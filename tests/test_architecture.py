@@ -1,0 +1,104 @@
+"""The rules of docs/architecture.md, checked on the syntax trees: imports go down only, files stay small."""
+
+import ast
+import inspect
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from dsv4.ops import IMPLEMENTATIONS, PREFERENCE, Ops
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "dsv4"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# Lower layers first; a package may import packages of lower layers, and itself, nothing else.
+LAYERS: list[set[str]] = [
+    {"errors", "env"},
+    {"config", "config_json", "device"},
+    {"quant", "text"},
+    {"ops", "cache"},
+    {"model"},
+    {"weights"},
+    {"engine"},
+    {"lab"},
+    {"cli"},
+]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+# One package of a layer may not import another of the same layer, except these two halves of one module.
+SAME_LAYER = {("config", "config_json"), ("config_json", "config")}
+# package (or file stem) -> third-party and standard modules it may not import
+FORBIDDEN = {"text": {"torch", "numpy"}, "config": {"torch"}, "errors": {"torch"}, "env": {"torch"}}
+
+
+def unit(path: Path) -> str:
+    """`dsv4/ops/norm/ref.py` -> `ops`; `dsv4/config.py` -> `config`."""
+    parts = path.relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else path.stem
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.add(node.module or "")
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_file(path: Path) -> None:
+    text = path.read_text()
+    assert text.startswith('"""'), "the first line says what the file is for"
+    assert len(text.splitlines()) <= 500, "split by responsibility"
+    here = unit(path)
+    for name in imports(path):
+        top = name.split(".")[0]
+        assert top not in FORBIDDEN.get(here, set()), f"{here} may not import {top}"
+        if top == "triton":
+            assert here == "ops" and path.name != "ref.py", "triton lives in ops, never in a reference"
+        if name.startswith("torch.distributed"):
+            assert here == "parallel", "only dsv4.parallel talks to other ranks"
+        if top == "os" and here not in ("env", "device"):
+            assert "environ" not in text and "getenv" not in text, "only env.py reads the environment"
+        if top != "dsv4" or here in ("__init__", "__main__") or name == "dsv4":
+            continue
+        there = name.split(".")[1]
+        lower = LEVEL[there] < LEVEL[here]
+        assert there == here or lower or (here, there) in SAME_LAYER, f"{here} imports {there}: imports go down only"
+
+
+def test_kernel_table_matches_the_disk() -> None:
+    allowed = {"ref", "gpu", "sm90", "sm100", "sm120"}
+    for folder in sorted(p for p in (PACKAGE / "ops").iterdir() if p.is_dir() and p.name != "__pycache__"):
+        stems = {p.stem for p in folder.glob("*.py")} - {"__init__"}
+        assert stems <= allowed, f"{folder}: backends are named for machines"
+        assert stems == set(IMPLEMENTATIONS[folder.name]), folder
+    folders = {p.name for p in (PACKAGE / "ops").iterdir() if p.is_dir() and p.name != "__pycache__"}
+    assert folders == set(IMPLEMENTATIONS) == set(Ops.__dataclass_fields__)
+    assert all(set(order) <= allowed for order in PREFERENCE.values())
+
+
+@pytest.mark.parametrize("op", IMPLEMENTATIONS)
+def test_backends_have_the_signatures_of_the_reference(op: str) -> None:
+    def functions(backend: str) -> dict[str, inspect.Signature]:
+        module = import_module(f"dsv4.ops.{op}.{backend}")
+        return {
+            name: inspect.signature(value)
+            for name, value in vars(module).items()
+            if inspect.isfunction(value) and not name.startswith("_")
+        }
+
+    reference = {n: s for n, s in functions("ref").items()}
+    for backend in IMPLEMENTATIONS[op]:
+        for name, signature in functions(backend).items():
+            if name in reference:
+                assert signature == reference[name], f"{op}.{backend}.{name}"
+
+
+def test_spine_stays_small() -> None:
+    assert len((PACKAGE / "model" / "model.py").read_text().splitlines()) <= 200
+    assert len((PACKAGE / "engine" / "engine.py").read_text().splitlines()) <= 300
