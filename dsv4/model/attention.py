@@ -29,8 +29,8 @@ class Attention:
         q_low = ops.norm.rms_norm(self.wq_a(x), self.q_norm, c.norm_eps)
         q = self.wq_b(q_low).unflatten(1, (c.num_heads, c.head_dim))
         q = ops.qkv.queries(q, cos, sin, c.norm_eps)
-        kv = ops.qkv.entries(self.wkv(x), self.kv_norm, cos, sin, c.norm_eps, self.numerics.qat)
-        fresh = ops.qkv.store(kv, c.rope_dim, cache.ring.format)
+        kv = ops.qkv.entries(self.wkv(x), self.kv_norm, cos, sin, c.norm_eps)
+        fresh = ops.qkv.store(kv, c.rope_dim, cache.ring.format, self.numerics.qat)
 
         rows = self._compressed_rows(x, q_low, step, cache, page_table)
         o = ops.attend.attend(
@@ -59,10 +59,8 @@ class Attention:
         page = page_table[step.slots[closing], block // cache.page_entries].long()
         rows = page * cache.page_entries + block % cache.page_entries
         if rows.numel():
-            entries = ops.qkv.entries(
-                *(pooled, self.compressor.norm, *self.rope(block_start), c.norm_eps, self.numerics.qat)
-            )
-            cache.entries.put(rows, ops.qkv.store(entries, c.rope_dim, cache.entries.format))
+            kv = ops.qkv.entries(pooled, self.compressor.norm, *self.rope(block_start), c.norm_eps)
+            cache.entries.put(rows, ops.qkv.store(kv, c.rope_dim, cache.entries.format, self.numerics.qat))
         if self.indexer is not None:
             return self.indexer(x, q_low, rows, step, cache, page_table)
         return ops.index.visible_rows(page_table, step.slots, step.positions, ratio, cache.page_entries)

@@ -26,8 +26,8 @@ class Indexer:
         closing, pooled = self.compressor(x, step, cache.key_tail)
         if rows.numel():
             at_block = self.rope(step.positions[closing] + 1 - self.spec.ratio)
-            keys = index.keys(pooled, self.compressor.norm, *at_block, c.norm_eps, qat)
-            cache.keys.put(rows, index.store(keys, cache.keys.format))
+            norm, format = self.compressor.norm, cache.keys.format
+            cache.keys.put(rows, index.keys(pooled, norm, *at_block, c.norm_eps, qat, format))
 
         q = self.wq_b(q_low).unflatten(1, (c.index_heads, c.index_dim))
         q = index.queries(q, *self.rope(step.positions), qat)

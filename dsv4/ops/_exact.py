@@ -17,10 +17,9 @@ def row_product(x: Tensor, w: Tensor) -> Tensor:
     pad = -rows % TILE
     if pad:
         x = torch.cat((x, x.new_zeros(pad, x.shape[1])))
-    out = x.new_empty(x.shape[0], w.shape[1])
-    for start in range(0, x.shape[0], TILE):
-        torch.mm(x[start : start + TILE], w, out=out[start : start + TILE])
-    return out[:rows]
+    if rows <= TILE:
+        return torch.mm(x, w)[:rows] if rows else x.new_empty(0, w.shape[1])
+    return torch.cat([torch.mm(tile, w) for tile in x.split(TILE)])[:rows]
 
 
 def sigmoid(x: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """Encode and decode every number format in plain torch: what each format means, bit for bit. No speed."""
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -27,8 +29,12 @@ def e2m1_encode(x: Tensor) -> Tensor:
 
 
 def e2m1_decode(code: Tensor) -> Tensor:
-    table = torch.tensor([*_E2M1, *(-v for v in _E2M1)], dtype=torch.float32, device=code.device)
-    return table[code.long()]
+    return _e2m1_table(code.device)[code.int()]
+
+
+@cache
+def _e2m1_table(device: torch.device) -> Tensor:
+    return torch.tensor([*_E2M1, *(-v for v in _E2M1)], dtype=torch.float32, device=device)
 
 
 def pack_nibbles(code: Tensor) -> Tensor:
@@ -51,9 +57,7 @@ def e4m3_decode(code: Tensor) -> Tensor:
 
 def e8m0_decode(code: Tensor) -> Tensor:
     """uint8 -> 2^(code-127); 255 is NaN; 0 is the subnormal 2^-127."""
-    bits = code.to(torch.int32) << 23
-    bits = torch.where(code == 0, 0x00400000, bits)
-    return torch.where(code == 255, 0x7FC00000, bits).view(torch.float32)
+    return code.view(torch.float8_e8m0fnu).float()
 
 
 def p2ceil_code(v: Tensor) -> Tensor:
@@ -83,7 +87,7 @@ def fp8_rows(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """[..., K] -> E4M3 codes [..., K] and E8M0 codes [..., ceil(K/block)], one scale per block of a row."""
     blocks = _blocks(_finite(x.float()), block)
     amax = blocks.abs().amax(-1).clamp(min=FP8_FLOOR)
-    scale = p2ceil_code(amax * torch.tensor(1 / E4M3_MAX, dtype=torch.float32, device=x.device))
+    scale = p2ceil_code(amax * (1 / E4M3_MAX))
     codes = e4m3_encode(blocks / e8m0_decode(scale).unsqueeze(-1))
     return codes.flatten(-2)[..., : x.shape[-1]], scale
 
@@ -99,7 +103,7 @@ def mxfp4_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """[..., K] -> E2M1 codes [..., K] and E8M0 codes [..., ceil(K/32)] by the reference's ceil rule."""
     blocks = _blocks(_finite(x.float()), MX_BLOCK)
     amax = blocks.abs().amax(-1).clamp(min=FP4_FLOOR)
-    scale = p2ceil_code(amax * torch.tensor(1 / E2M1_MAX, dtype=torch.float32, device=x.device))
+    scale = p2ceil_code(amax * (1 / E2M1_MAX))
     codes = e2m1_encode(blocks / e8m0_decode(scale).unsqueeze(-1))
     return codes.flatten(-2)[..., : x.shape[-1]], scale
 

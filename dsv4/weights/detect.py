@@ -33,6 +33,7 @@ class Source:
     is_reciprocal: bool = False
     row: int = 0
     scale_row: int = 0
+    calibration_bytes: int = 0  # stored beside the weight, never read
 
     @property
     def is_quantised(self) -> bool:
@@ -40,11 +41,12 @@ class Source:
 
     @property
     def num_bytes(self) -> int:
-        """Stored bytes of this parameter alone (its share of a fused tensor)."""
+        """Stored bytes of this parameter with its companions (its share of a fused tensor)."""
         stored_rows = math.prod(self.weight.shape[:-1])
         share = self.param.shape[0] if len(self.weight.shape) == 3 else stored_rows
         total = sum(e.num_bytes * share // stored_rows for e in (self.weight, self.scale) if e)
-        return total + (self.global_scale.num_bytes if self.global_scale else 0)
+        total += self.global_scale.num_bytes if self.global_scale else 0
+        return total + self.calibration_bytes
 
     def read_rows(self, reader: Reader, start: int, stop: int) -> QuantTensor:
         """Rows [start, stop) as stored; for FP8, start must lie on a tile."""
@@ -183,8 +185,7 @@ class _Finder:
         weight = packed or self.take(f"{name}.weight")
         if weight is None:
             return None
-        for suffix in _CALIBRATION:
-            self.take(f"{name}.{suffix}")
+        calibration = [entry for s in _CALIBRATION if (entry := self.take(f"{name}.{s}"))]
         scales = [e for s in ("scale", "weight_scale", "weight_scale_inv") if (e := self.take(f"{name}.{s}"))]
         global_scale = self.take(f"{name}.weight_scale_2")
         reciprocal = self.take(f"{name}.weight_global_scale")
@@ -195,7 +196,8 @@ class _Finder:
             )
         scale = scales[0] if scales else None
         found = self.settle(param, param.shape, weight, scale, global_scale or reciprocal)
-        return replace(found, is_reciprocal=reciprocal is not None)
+        calibration_bytes = sum(entry.num_bytes for entry in calibration)
+        return replace(found, is_reciprocal=reciprocal is not None, calibration_bytes=calibration_bytes)
 
     def fused(self, param: Param) -> Source | None:
         """HF's [E, rows, K] expert tensors: one parameter is a span of rows of the flattened tensor."""

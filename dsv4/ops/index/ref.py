@@ -29,14 +29,18 @@ def queries(q: Tensor, cos: Tensor, sin: Tensor, qat: bool) -> Tensor:
     return mxfp4_round(hadamard(q)) if qat else q
 
 
-def keys(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, qat: bool) -> Tensor:
-    """x [C, d] pooled rows -> index keys: norm, rotation, and with qat Hadamard and FP4 rounding."""
+def keys(
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, qat: bool, format: Format
+) -> QuantTensor:
+    """x [C, d] pooled rows -> index keys as the cache keeps them: norm, rotation, with qat Hadamard and FP4.
+
+    The MXFP4 format is that FP4 rounding.
+    """
     k = rotate(rms_norm(x, weight, eps), cos, sin)
-    return mxfp4_round(hadamard(k)) if qat else k
-
-
-def store(k: Tensor, format: Format) -> QuantTensor:
-    """The keys as the cache keeps them."""
+    if qat:
+        k = hadamard(k)
+    if qat and format is not Format.MXFP4:
+        k = mxfp4_round(k)
     return encode_kv(k, 0, format)
 
 

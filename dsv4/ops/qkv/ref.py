@@ -1,5 +1,6 @@
 """Queries and raw keys made ready: norm, rotation, and the rounding the model was trained with."""
 
+import torch
 from torch import Tensor
 
 from dsv4.ops._exact import rotate
@@ -13,15 +14,17 @@ def queries(q: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     return rotate(rms_norm(q, None, eps), cos, sin)
 
 
-def entries(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, qat: bool) -> Tensor:
-    """x [T, D] -> key/value vectors: norm, rotation, FP8 rounding of the unrotated channels (qat)."""
-    kv = rotate(rms_norm(x, weight, eps), cos, sin)
-    if qat:
-        nope = kv.shape[1] - 2 * cos.shape[-1]
-        kv[:, :nope] = fp8_round(kv[:, :nope], KV_BLOCK)
-    return kv
+def entries(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+    """x [T, D] -> key/value vectors: norm and rotation."""
+    return rotate(rms_norm(x, weight, eps), cos, sin)
 
 
-def store(kv: Tensor, rope_dim: int, format: Format) -> QuantTensor:
-    """The rows as the cache keeps them: attention reads these, also for tokens of the same step."""
+def store(kv: Tensor, rope_dim: int, format: Format, qat: bool) -> QuantTensor:
+    """The rows as the cache keeps them; attention reads these, also for tokens of the same step.
+
+    qat rounds the unrotated channels to FP8 in blocks of 64. The KV8 format is that rounding.
+    """
+    if qat and format is not Format.KV8:
+        nope = kv.shape[1] - rope_dim
+        kv = torch.cat((fp8_round(kv[:, :nope], KV_BLOCK), kv[:, nope:]), dim=1)
     return encode_kv(kv, rope_dim, format)

@@ -1,0 +1,153 @@
+"""What a checkpoint holds: the published totals from headers alone, draft blocks, copies that are skipped."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from checkpoints import SMALL
+
+from dsv4.config import ModelConfig, preset
+from dsv4.errors import CheckpointError
+from dsv4.lab.init import STYLES, _declared
+from dsv4.model.params import declare
+from dsv4.quant.formats import Format
+from dsv4.weights.detect import Inventory, take_inventory
+from dsv4.weights.reader import Entry
+from dsv4.weights.writer import Declared
+
+
+def entries_of(tensors: Iterable[Declared]) -> dict[str, Entry]:
+    file = Path("model.safetensors")
+    return {t.name: Entry(t.name, t.dtype, t.shape, file, 0, t.num_bytes) for t in tensors}
+
+
+def headers(config: ModelConfig, style: str, num_mtp: int = 1) -> dict[str, Entry]:
+    return entries_of(t for p in declare(config, num_mtp) for t in _declared(p, STYLES[style]))
+
+
+TOTALS = [
+    ("flash", "official", 159_609_485_896, 69_187),
+    ("flash", "modelopt", 168_266_793_544, 135_235),
+    ("pro", "official", 864_704_792_696, 145_116),
+    ("pro", "modelopt", 913_061_485_688, 285_660),
+]
+# Component bytes of the trunk; routed experts for official and for modelopt.
+PARTS = {
+    "flash": {
+        **{"attention": 4_599_335_040, "shared experts": 1_082_196_480, "compressor": 525_722_624},
+        **{"indexer": 275_353_344, "mhc": 135_537_756, "gate": 90_218_496, "hash table": 18_616_320},
+        **{"embedding": 1_059_061_760, "head": 1_059_061_760, "norm": 855_808, "mtp": 3_593_787_756},
+    },
+    "pro": {
+        **{"attention": 18_294_573_440, "shared experts": 4_029_923_520, "compressor": 1_344_566_272},
+        **{"indexer": 625_367_040, "mhc": 336_278_412, "gate": 335_895_552, "hash table": 18_616_320},
+        **{"embedding": 1_853_358_080, "head": 1_853_358_080, "norm": 2_044_416, "mtp": 13_956_587_692},
+    },
+}
+ROUTED = {
+    ("flash", "official"): 147_169_738_752,
+    ("flash", "modelopt"): 155_827_046_400,
+    ("pro", "official"): 822_054_223_872,
+    ("pro", "modelopt"): 870_410_916_864,
+}
+
+
+@pytest.mark.parametrize(("name", "style", "total", "count"), TOTALS)
+def test_published_totals(name: str, style: str, total: int, count: int) -> None:
+    config = preset(name)
+    entries = headers(config, style)
+    inventory = take_inventory(entries, config)
+    assert len(entries) == count
+    assert sum(entry.num_bytes for entry in entries.values()) == total
+    assert inventory.num_bytes == total
+    parts: Counter[str] = Counter()
+    for source in inventory.sources:
+        parts[source.param.component] += source.num_bytes
+    assert parts == PARTS[name] | {"routed experts": ROUTED[name, style]}
+    assert (inventory.num_mtp_layers, inventory.notes, inventory.family) == (1, (), "official")
+    mtp = [entry for entry in entries if entry.startswith("mtp.")]
+    assert len(mtp) == {"flash": 1575, "pro": 2343}[name]
+    # The trap of the NVFP4 release: its draft experts stay MXFP4, so the format is decided per tensor.
+    formats = {
+        (source.param.name.startswith("mtp."), source.format)
+        for source in inventory.sources
+        if ".experts." in source.param.name
+    }
+    trunk = Format.NVFP4 if style == "modelopt" else Format.MXFP4
+    assert formats == {(True, Format.MXFP4), (False, trunk)}
+
+
+def without(entries: dict[str, Entry], *names: str) -> dict[str, Entry]:
+    return {name: entry for name, entry in entries.items() if name not in names}
+
+
+def summary(inventory: Inventory) -> tuple[int, int, tuple[str, ...]]:
+    return len(inventory.sources), inventory.num_mtp_layers, inventory.notes
+
+
+@pytest.mark.parametrize(
+    "copies",
+    [
+        ["mtp.0.embed.weight", "mtp.0.head.weight"],
+        ["mtp.0.emb.tok_emb.weight", "mtp.0.head.weight"],
+    ],
+)
+def test_copies_beside_the_draft_block_are_skipped(copies: list[str]) -> None:
+    entries = headers(SMALL, "official")
+    plain = take_inventory(entries, SMALL)
+    shape = (SMALL.vocab_size, SMALL.hidden_size)
+    extra = entries_of(Declared(name, "BF16", shape) for name in copies)
+    assert take_inventory(entries | extra, SMALL) == plain
+
+
+@pytest.mark.parametrize("name", ["mtp.0.head.bias", "mtp.0.embedding.weight", "layers.0.head.weight"])
+def test_other_tensors_beside_the_draft_block_are_left_over(name: str) -> None:
+    entries = headers(SMALL, "official") | entries_of([Declared(name, "BF16", (4,))])
+    with pytest.raises(CheckpointError, match=f"belong to no parameter of this model, the first is '{name}'"):
+        take_inventory(entries, SMALL)
+
+
+def test_dspark_head_is_passed_over_with_a_note() -> None:
+    trunk = headers(SMALL, "official", num_mtp=0)
+    drafts = headers(SMALL, "official", num_mtp=3)
+    odd = entries_of([Declared("mtp.2.markov.weight", "BF16", (4, 4))])
+    want = (
+        len(declare(SMALL, 0)),
+        0,
+        ("the DSpark draft head (mtp.*) is not run; the trunk is complete without it",),
+    )
+    assert summary(take_inventory(drafts | odd, SMALL)) == want
+    assert summary(take_inventory(trunk | odd, replace(SMALL, is_dspark=True))) == want
+
+
+def test_number_of_draft_blocks_comes_from_the_weights() -> None:
+    none, one, two = (headers(SMALL, "official", num_mtp=n) for n in range(3))
+    silent = replace(SMALL, num_mtp_layers=0)
+    assert summary(take_inventory(none, silent)) == (len(declare(SMALL, 0)), 0, ())
+    count, num_mtp, notes = summary(take_inventory(none, SMALL))
+    assert (count, num_mtp) == (len(declare(SMALL, 0)), 0) and "holds no draft block" in notes[0]
+    count, num_mtp, notes = summary(take_inventory(one, silent))
+    assert (count, num_mtp) == (len(declare(SMALL, 1)), 1) and "1 in the weights, 0 in config" in notes[0]
+    count, num_mtp, notes = summary(take_inventory(two, SMALL))
+    assert (count, num_mtp) == (len(declare(SMALL, 2)), 2) and "2 in the weights, 1 in config" in notes[0]
+
+
+def test_incomplete_draft_block_is_refused() -> None:
+    entries = headers(SMALL, "official")
+    with pytest.raises(CheckpointError, match=r"mtp\.0\.attn_norm\.weight is missing") as caught:
+        take_inventory(without(entries, "mtp.0.attn_norm.weight"), SMALL)
+    assert "download" in str(caught.value)
+    with pytest.raises(CheckpointError, match=r"the first is 'mtp\.0\.e_proj\.weight'"):
+        take_inventory(without(entries, "mtp.0.e_proj.weight", "mtp.0.e_proj.scale"), SMALL)
+
+
+def test_mixed_names_are_accepted() -> None:
+    """Some converters write official expert names beside Hugging Face ones."""
+    ours, theirs = headers(SMALL, "bf16", 0), headers(SMALL, "hf-bf16", 0)
+    mixed = {name: e for name, e in theirs.items() if ".mlp.experts." not in name}
+    mixed |= {name: e for name, e in ours.items() if ".ffn.experts." in name}
+    inventory = take_inventory(mixed, replace(SMALL, num_mtp_layers=0))
+    assert [s.param for s in inventory.sources] == declare(SMALL, 0)
+    assert inventory.family == "hf"
