@@ -12,8 +12,8 @@ JOBS ?= 2
 demo: .venv/ready
 	@test -f $(DEMO)/config.json || $(BIN)/dsv4 init $(DEMO) --preset tiny --format modelopt --seed 0
 	$(BIN)/dsv4 inspect $(DEMO)
-	$(BIN)/dsv4 generate $(DEMO) "Once upon a time" --max-tokens 12 --temperature 0
-	$(BIN)/dsv4 score $(DEMO) --text README.md
+	$(BIN)/dsv4 generate $(DEMO) --ids 0,17,42 --max-tokens 12 --temperature 0 --seed 0 --json
+	$(BIN)/dsv4 score $(DEMO) --text tests/data/story.txt
 
 test: lint
 	$(BIN)/python -m pytest -n $(JOBS)

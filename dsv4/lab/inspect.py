@@ -36,11 +36,11 @@ def components(inventory: Inventory, config: ModelConfig) -> list[Component]:
 
 
 def storage_name(source: Source) -> str:
-    """How the parameter lies on disk, e.g. `nvfp4`, `fp8 (E8M0 scales)`, `BF16`."""
+    """How the parameter lies on disk, e.g. `nvfp4`, `fp8`, `bf16`; FP8 scales that are not E8M0 are named."""
     if source.format is None or source.format.is_plain:
-        return source.weight.dtype
-    if source.scale is not None and source.format == "fp8":
-        return f"fp8 ({source.scale.dtype.removeprefix('F8_')} scales)"
+        return source.weight.dtype.lower()
+    if source.scale is not None and source.format == "fp8" and source.scale.dtype != "F8_E8M0":
+        return f"fp8 ({source.scale.dtype.lower()} scales)"
     return str(source.format)
 
 
