@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from dsv4.cli.show import err, out, print_json, size
+from dsv4.cli.show import out, print_json, say, size
 from dsv4.config import ModelConfig
 
 EPILOG = """
@@ -54,7 +54,7 @@ def inspect(
             )
         out.print(listing)
     for note in inventory.notes:
-        err.print(f"[yellow]note:[/] {note}")
+        say("note", "yellow", note)
 
 
 def _show_config(c: ModelConfig, family: str, num_mtp: int) -> None:

@@ -45,8 +45,8 @@ def score(
     if prompt_len is None or logits is None:
         raise RequestError("--ids needs --prompt-len N and --logits OUT.safetensors")
     assert ids is not None
-    if not logits.parent.is_dir():
-        raise ConfigError(f"{logits.parent} is not a folder; --logits must name a file in an existing one")
+    if not logits.parent.is_dir() or logits.is_dir():
+        raise ConfigError(f"--logits {logits}: expected the name of a file in an existing folder")
     _score_ids(model, ids, prompt_len, logits, mtp, json, config)
 
 
@@ -73,7 +73,8 @@ def _score_text(model: Path, path: Path, json: bool, config: EngineConfig) -> No
     from dsv4.lab.score import score_text
 
     try:
-        content = path.read_text(encoding="utf-8")
+        # Not read_text: it would turn CRLF into LF and measure another text.
+        content = path.read_bytes().decode()
     except OSError as error:
         raise RequestError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -88,9 +89,9 @@ def _score_text(model: Path, path: Path, json: bool, config: EngineConfig) -> No
     out.print(f"nats per token  {result.nats_per_token:>12.4f}")
     out.print(f"perplexity      {result.perplexity:>12.4f}")
     out.print(f"bits per byte   {result.bits_per_byte:>12.4f}")
-    if result.tokens > engine.settings.max_context - 1:
+    if result.tokens > engine.settings.max_context:
         err.print(
-            f"[dim]measured in pieces of {engine.settings.max_context - 1} tokens, each from the start token[/]"
+            f"[dim]measured in pieces of {engine.settings.max_context} tokens, each from the start token[/]"
         )
 
 

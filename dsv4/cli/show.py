@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -17,6 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.segment import Segment, Segments
 
 if TYPE_CHECKING:
     from dsv4.config import EngineConfig
@@ -27,15 +29,25 @@ err = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 
 # Escape sequences in a model's text would reach the terminal; there they are shown as symbols instead.
 _CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
+_CONTROLS |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
 def text(piece: str, style: str | None = None) -> None:
     """Write model text as it is: no markup, no wrapping; control characters made visible on a terminal."""
-    out.out(piece.translate(_CONTROLS) if out.is_terminal else piece, end="", style=style, highlight=False)
+    # As a segment: anything rich takes for text loses its carriage returns and has its tabs expanded.
+    shown = piece.translate(_CONTROLS) if out.is_terminal else piece
+    out.print(Segments([Segment(shown, out.get_style(style) if style else None)]))
+
+
+def say(label: str, style: str, message: str) -> None:
+    """One line on stderr, e.g. `error: ...`; the message may quote anything a file or a user wrote."""
+    line = message.replace("\n", " ").translate(_CONTROLS)
+    err.print(f"[{style}]{label}:[/] {escape(line)}")
 
 
 def print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+    """One object per line. ASCII: valid wherever it goes, and no control character reaches a terminal."""
+    sys.stdout.write(json.dumps(value) + "\n")
     sys.stdout.flush()
 
 
@@ -73,5 +85,5 @@ def load_engine(model: Path, config: "EngineConfig") -> "Engine":
     with bytes_bar(f"loading {model.name}") as update:
         engine = Engine.load(model, config, update)
     for note in engine.notes:
-        err.print(f"[yellow]note:[/] {note}")
+        say("note", "yellow", note)
     return engine

@@ -1,6 +1,7 @@
 """The loop: submit, step, stream, cancel. Built from a checkpoint and an EngineConfig."""
 
 import itertools
+import math
 import secrets
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +16,7 @@ from dsv4.engine.output import Output
 from dsv4.engine.request import Completion, Delta, FinishReason, Request, SamplingParams, Sequence, Token
 from dsv4.engine.runner import Runner
 from dsv4.engine.scheduler import Scheduler
-from dsv4.engine.settings import settle
+from dsv4.engine.settings import check_memory, settle
 from dsv4.errors import ConfigError, RequestError
 from dsv4.model.bundle import Bundle, Numerics
 from dsv4.model.model import Model
@@ -42,15 +43,18 @@ class Engine:
         self.config, self.model_config, self.tokenizer = config, model_config, tokenizer
         self.notes = checkpoint.inventory.notes
         self.settings = s = settle(config, checkpoint)
-        torch.set_num_threads(s.threads)
+        layout = CacheLayout(
+            *(model_config, s.kv_format, s.key_format, s.dtype.itemsize),
+            *(s.max_context, config.max_batch, checkpoint.inventory.num_mtp_layers),
+        )
+        check_memory(s, checkpoint, layout)
+        # Decoding small blocks of rows is done before a second thread has woken up (measured: docs/log.md).
+        torch.set_num_threads(1)
         weights = checkpoint.load(s.dense, s.device.torch_name, progress)
+        torch.set_num_threads(s.threads)
         numerics = Numerics(s.dtype, config.activations, config.qat == "on")
         bundle = Bundle(model_config, weights, s.ops, numerics)
         model = Model(bundle, s.max_context, s.device.torch_name)
-        layout = CacheLayout(
-            *(model_config, s.kv_format, s.key_format, s.dtype.itemsize),
-            *(s.max_context, config.max_batch, weights.num_mtp_layers),
-        )
         self.cache = Cache(layout, s.device.torch_name, s.dtype)
         self.runner = Runner(model, self.cache, s.device.torch_name)
         self.scheduler = Scheduler(self.cache, config.chunk)
@@ -84,15 +88,15 @@ class Engine:
         params, vocab = request.params, self.model_config.vocab_size
         if not request.ids:
             raise RequestError("the prompt is empty; give at least one token")
-        if bad := [i for i in request.ids if not 0 <= i < vocab]:
-            raise RequestError(f"prompt id {bad[0]} is outside the vocabulary of {vocab}")
-        room = self.settings.max_context - len(request.ids)
-        max_tokens = params.max_tokens or room
-        if max_tokens > room or room < 1:
+        for what, ids in (("prompt id", request.ids), ("stop id", params.stop_ids)):
+            if bad := [i for i in ids if not isinstance(i, int) or not 0 <= i < vocab]:
+                raise RequestError(f"{what} {bad[0]!r} is outside the vocabulary of {vocab}")
+        length, max_context = len(request.ids), self.settings.max_context
+        max_tokens = params.max_tokens or max(1, max_context - length)
+        if length + max_tokens > max_context:
             raise RequestError(
-                f"prompt of {len(request.ids)} tokens + max_tokens {max_tokens} = "
-                f"{len(request.ids) + max_tokens} exceeds max_context {self.settings.max_context}; "
-                "shorten one of them or raise max_context"
+                f"prompt of {length} tokens + max_tokens {max_tokens} = {length + max_tokens} exceeds "
+                f"max_context {max_context}; shorten one of them or raise max_context"
             )
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer.json in the model folder; use stop_ids")
@@ -122,6 +126,11 @@ class Engine:
 
     def _advance(self, output: Output, logits: Tensor) -> Delta:
         sequence = output.sequence
+        # NaN anywhere, +inf, or -inf everywhere: no distribution to choose from, so no token.
+        if not math.isfinite(float(logits.max())):
+            position = sequence.num_prompt + len(sequence.tokens)
+            why = f"the logits for position {position} hold NaN or infinity; the weights are damaged or overflow"
+            return self._end(output, "error", f"request {sequence.request.id!r}: {why}")
         token = self._sample(sequence, logits)
         sequence.tokens.append(token)
         reason: FinishReason | None = None
@@ -135,6 +144,14 @@ class Engine:
                 text, reason = text + output.finish(), "length"
         sequence.finish_reason = reason
         delta = Delta(sequence.request.id, token, text, reason)
+        output.deltas.append(delta)
+        return delta
+
+    @staticmethod
+    def _end(output: Output, reason: FinishReason, error: str = "") -> Delta:
+        """The last delta of a request that ends without a further token."""
+        output.sequence.finish_reason = reason
+        delta = Delta(output.sequence.request.id, None, output.finish(), reason, error)
         output.deltas.append(delta)
         return delta
 
@@ -156,7 +173,7 @@ class Engine:
         output = self._outputs.pop(request_id, None)
         if output is None:
             raise RequestError(f"request {request_id!r} is not running")
-        output.sequence.finish_reason = "cancelled"
+        self._end(output, "cancelled")
         self.scheduler.finish(output.sequence)
 
     @property
@@ -172,6 +189,8 @@ class Engine:
         self, prompts: list[Request] | list[str] | list[list[int]], params: SamplingParams | None = None
     ) -> list[Completion]:
         """Run all prompts together; completions in the order of the prompts."""
+        if isinstance(prompts, str) or any(isinstance(prompt, int) for prompt in prompts):
+            raise RequestError("generate takes a list of prompts; put a single prompt in a list")
         requests = [p if isinstance(p, Request) else self.request(p, params) for p in prompts]
         with ExitStack() as stack:
             streams = [stack.enter_context(self.stream(request)) for request in requests]
@@ -179,7 +198,10 @@ class Engine:
 
 
 class Stream:
-    """The deltas of one request. Asking for the next one runs the engine; closing early cancels the request."""
+    """The deltas of one request. Asking for the next one runs the engine; closing early cancels the request.
+
+    A request that was cancelled ends with a delta without a token; one that failed raises its error.
+    """
 
     def __init__(self, engine: Engine, output: Output) -> None:
         self.engine, self.output = engine, output
@@ -189,10 +211,18 @@ class Stream:
 
     def __next__(self) -> Delta:
         while not self.output.deltas:
-            if self.output.sequence.finish_reason:
+            if self.is_done:
                 raise StopIteration
             self.engine.step()
-        return self.output.deltas.popleft()
+        delta = self.output.deltas.popleft()
+        if delta.finish_reason == "error":
+            raise RequestError(delta.error)
+        return delta
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all deltas were taken and no more will come."""
+        return not self.output.deltas and self.output.sequence.finish_reason is not None
 
     def close(self) -> None:
         if not self.output.sequence.finish_reason:

@@ -3,6 +3,7 @@
 from collections import deque
 
 from dsv4.engine.request import Delta, Sequence
+from dsv4.errors import TextError
 from dsv4.text.stream import StopStrings
 from dsv4.text.tokenizer import TextStream, Tokenizer
 
@@ -14,17 +15,18 @@ class Output:
         self.sequence = sequence
         self.deltas: deque[Delta] = deque()  # not yet taken by a Stream
         self._text = TextStream(tokenizer) if tokenizer else None
-        self._vocab_size = tokenizer.vocab_size if tokenizer else 0
         self._stops = StopStrings(sequence.request.params.stop)
 
     def push(self, token_id: int) -> tuple[str, bool]:
         """-> text released by this token, and whether it completed a stop string."""
         if self._text is None:
             return "", False
-        if token_id < self._vocab_size:
-            return self._stops.push(self._text.push(token_id))
-        # A padded output row has no entry in the tokenizer, but can be sampled: it has no text of its own.
-        return self._stops.push(self._text.finish() + "\ufffd")
+        try:
+            piece = self._text.push(token_id)
+        except TextError:
+            # A padded output row has no entry in the tokenizer, but can be sampled: it has no text of its own.
+            piece = self._text.finish() + "\ufffd"
+        return self._stops.push(piece)
 
     def finish(self) -> str:
         """What was held back, at the end of the sequence."""

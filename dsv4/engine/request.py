@@ -1,11 +1,12 @@
 """What is asked (Request, SamplingParams: frozen) and how far it has come (Sequence: mutable)."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from dsv4.errors import RequestError
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 @dataclass(frozen=True)
@@ -25,18 +26,31 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         rules = [
-            (self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1"),
-            (0 <= self.temperature < float("inf"), "temperature", "a number >= 0"),
-            (self.top_k >= 0, "top_k", "0 (all) or more"),
-            (0 < self.top_p <= 1, "top_p", "more than 0 and at most 1"),
-            (0 <= self.min_p <= 1, "min_p", "between 0 and 1"),
-            (self.seed is None or 0 <= self.seed < 1 << 64, "seed", "an integer of 64 bits"),
-            (self.logprobs is None or self.logprobs >= 0, "logprobs", "0 or more alternatives"),
-            (not isinstance(self.stop, str) and all(self.stop), "stop", "non-empty strings"),
+            (self.max_tokens is None or _integer(self.max_tokens, 1), "max_tokens", "an integer of at least 1"),
+            (_number(self.temperature) and 0 <= self.temperature < math.inf, "temperature", "a number >= 0"),
+            (_integer(self.top_k, 0), "top_k", "0 (all) or a larger integer"),
+            (_number(self.top_p) and 0 < self.top_p <= 1, "top_p", "a number above 0 and at most 1"),
+            (_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", "a number from 0 to 1"),
+            (self.seed is None or _integer(self.seed, 0, 1 << 64), "seed", "an integer from 0 to 2**64 - 1"),
+            (self.logprobs is None or _integer(self.logprobs, 0), "logprobs", "0 or more alternatives"),
+            (_all(self.stop_ids, int) and all(i >= 0 for i in self.stop_ids), "stop_ids", "a tuple of ids"),
+            (_all(self.stop, str) and all(self.stop), "stop", "a tuple of non-empty strings"),
         ]
         for holds, name, expected in rules:
             if not holds:
                 raise RequestError(f"{name} is {getattr(self, name)!r}, expected {expected}")
+
+
+def _integer(value: object, low: int, end: float = math.inf) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value < end
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _all(values: object, kind: type) -> bool:
+    return isinstance(values, tuple | list) and all(isinstance(value, kind) for value in values)
 
 
 @dataclass(frozen=True)
@@ -57,12 +71,16 @@ class Token:
 
 @dataclass(frozen=True)
 class Delta:
-    """What one step added to one request. `text`: complete characters only, ends before a stop string."""
+    """What one step added to one request. `text`: complete characters only, ends before a stop string.
+
+    `token` is None when the request was cancelled or failed; `error` says why it failed.
+    """
 
     request_id: str
     token: Token | None
     text: str
     finish_reason: FinishReason | None = None
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -91,10 +109,6 @@ class Sequence:
     num_processed: int = 0
     tokens: list[Token] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-
-    @property
-    def ids(self) -> tuple[int, ...]:
-        return self.request.ids + tuple(token.id for token in self.tokens)
 
     @property
     def num_prompt(self) -> int:

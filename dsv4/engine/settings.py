@@ -4,16 +4,18 @@ from dataclasses import dataclass
 
 import torch
 
+from dsv4.cache.layout import CacheLayout
 from dsv4.config import EngineConfig, ModelConfig
-from dsv4.device import Device, available_memory
+from dsv4.device import Device
 from dsv4.errors import ConfigError
-from dsv4.ops import Ops
+from dsv4.ops import IMPLEMENTATIONS, Ops
 from dsv4.quant.formats import Format
 from dsv4.weights.load import Checkpoint
 
 DEFAULT_CONTEXT = 32768
 # Below this, one decode step's products are too short to share between threads (measured: docs/log.md).
 SMALL_MODEL_BYTES = 1 << 30
+MAX_THREADS = 1024
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def settle(config: EngineConfig, checkpoint: Checkpoint) -> Settings:
     elif cache == "auto":
         cache = chosen("cache", "f32", "qat is off: entries are not rounded")
 
-    need, have = checkpoint.dense_bytes(), available_memory()
+    need, have = checkpoint.dense_bytes(), device.memory_bytes
     weights = config.weights
     if weights == "auto":
         why = f"decoded weights take {need / 1e9:.1f} GB, {have / 1e9:.1f} GB of memory are free"
@@ -66,13 +68,15 @@ def settle(config: EngineConfig, checkpoint: Checkpoint) -> Settings:
         weights = chosen("weights", "packed" if packed else "dense", why + packed)
 
     threads = config.threads or torch.get_num_threads()
+    if threads > MAX_THREADS:
+        raise ConfigError(f"threads is {threads}, expected at most {MAX_THREADS}")
     if config.threads is None and device.kind == "cpu" and need < SMALL_MODEL_BYTES:
         threads = int(chosen("threads", "1", "small model: waking further threads costs more than it gains"))
 
     plain = {"bf16": Format.BF16, "f32": Format.F32}
     return Settings(
         device=device,
-        ops=Ops.choose(device.kind, **dict(config.ops)),
+        ops=_choose_ops(device, config),
         dtype={"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype],
         kv_format=plain.get(cache, Format.KV8),
         key_format=plain.get(cache, Format.MXFP4),
@@ -81,6 +85,26 @@ def settle(config: EngineConfig, checkpoint: Checkpoint) -> Settings:
         dense=weights == "dense",
         choices=tuple(choices),
     )
+
+
+def check_memory(settings: Settings, checkpoint: Checkpoint, layout: CacheLayout) -> None:
+    """Refuse before anything is read: an allocation that fails later, or swaps, would be a worse answer."""
+    weights = checkpoint.dense_bytes() if settings.dense else checkpoint.inventory.num_bytes
+    cache, free = layout.store_bytes(), settings.device.memory_bytes
+    if weights + cache > free:
+        raise ConfigError(
+            f"the weights take {weights / 1e9:.1f} GB and the cache of {layout.num_slots} sequences of "
+            f"{layout.max_context} tokens {cache / 1e9:.1f} GB, but {free / 1e9:.1f} GB of memory are free; "
+            "lower max_batch or max_context" + (", or use weights packed" if settings.dense else "")
+        )
+
+
+def _choose_ops(device: Device, config: EngineConfig) -> Ops:
+    if unknown := sorted({op for op, _ in config.ops} - IMPLEMENTATIONS.keys()):
+        raise ConfigError(f"unknown ops {unknown}; the ops are {', '.join(IMPLEMENTATIONS)}")
+    if len(dict(config.ops)) < len(config.ops):
+        raise ConfigError(f"ops names an op twice: {', '.join(f'{o}={b}' for o, b in config.ops)}; keep one")
+    return Ops.choose(device.kind, **dict(config.ops))
 
 
 def _max_context(config: EngineConfig, model: ModelConfig, choices: list[Choice]) -> int:

@@ -1,6 +1,7 @@
 """Makes a random checkpoint in any published format, for tests and benchmarks. Same seed, same files."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -69,21 +70,34 @@ def make(folder: Path, config: ModelConfig, format: str, seed: int) -> Iterator[
     """Write config.json and the weights; yields (bytes done, bytes in all)."""
     if format not in STYLES:
         raise ConfigError(f"unknown format {format!r}; use one of {', '.join(STYLES)}")
+    if not 0 <= seed < 1 << 43:
+        raise ConfigError(f"seed is {seed}, expected 0 to 2**43 - 1")
     style = STYLES[format]
     num_mtp = config.num_mtp_layers if not style.is_hf else 0
     config = replace(config, num_mtp_layers=num_mtp, quantization=style.quantization)
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} is not empty; give a new folder")
-    folder.mkdir(parents=True, exist_ok=True)
     params = declare(config, num_mtp)
     tensors = [tensor for param in params for tensor in _declared(param, style)]
     total, done = sum(tensor.num_bytes for tensor in tensors), 0
+    _claim(folder, total)
     for count in write_checkpoint(folder, tensors, _values(params, style, config, seed)):
         done += count
         yield done, total
     if config.vocab_size >= MIN_VOCABULARY:
         write_text(folder / "tokenizer.json", byte_tokenizer_json(config.vocab_size))
     write_text(folder / "config.json", json.dumps(config.to_dict(), indent=1) + "\n")
+
+
+def _claim(folder: Path, total: int) -> None:
+    """Make the folder, or refuse: it must be new or empty, and its disk must hold what will be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise ConfigError(f"{folder} is not empty; give a new folder")
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made: {error.strerror or error}; give a new folder") from None
+    if total > free:
+        raise ConfigError(f"{folder} needs {total / 1e9:.1f} GB, but {free / 1e9:.1f} GB of disk are free")
 
 
 def _format(param: Param, style: Style) -> Format:

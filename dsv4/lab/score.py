@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -27,17 +28,22 @@ def read_ids(path: Path) -> list[int]:
             raise CheckpointError(
                 f"{path}: ids is {entry.dtype} {list(entry.shape)}, expected I64 or I32 [T]"
             )
+        if not entry.shape[0]:
+            raise CheckpointError(f"{path}: ids is empty; there is nothing to score")
         return reader.read("ids").tolist()
 
 
 def write_logits(path: Path, logits: dict[str, Tensor]) -> None:
+    """The file appears under its name only when complete."""
     part = path.with_name(path.name + ".part")
     try:
         save_file({name: value.cpu().contiguous() for name, value in logits.items()}, part)
         part.replace(path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
+    except (OSError, SafetensorError) as error:
         raise ConfigError(f"{path} cannot be written: {error}") from None
+    finally:
+        # Also after Ctrl-C: nothing incomplete is left behind.
+        part.unlink(missing_ok=True)
 
 
 def score_ids(
@@ -127,7 +133,7 @@ def score_text(engine: Engine, text: str, progress: Progress | None = None) -> T
     if not ids:
         raise RequestError("the text is empty; there is nothing to score")
     model, cache, device = engine.runner.model, engine.cache, engine.settings.device.torch_name
-    piece, nats, done = engine.settings.max_context - 1, 0.0, 0
+    piece, nats, done = engine.settings.max_context, 0.0, 0
     for begin in range(0, len(ids), piece):
         targets = ids[begin : begin + piece]
         inputs = [engine.tokenizer.bos_id, *targets[:-1]]
@@ -145,4 +151,6 @@ def score_text(engine: Engine, text: str, progress: Progress | None = None) -> T
                     progress(done, len(ids))
         finally:
             cache.release(slot)
+    if not math.isfinite(nats):
+        raise RequestError(f"the text's log-likelihood is {-nats}; the weights are damaged or overflow")
     return TextScore(len(ids), len(text.encode()), nats)

@@ -191,14 +191,23 @@ def decode(q: QuantTensor) -> Tensor:
         dtype = torch.bfloat16 if q.data.shape[1] - nope == 2 * q.rope_dim else torch.float32
         rope = q.data[:, nope:].contiguous().view(dtype).float()
         return torch.cat((values.flatten(-2)[:, :nope], rope), dim=1)
-    codes = unpack_nibbles(q.data)
-    if q.format is Format.MXFP4:
-        values = _blocks(e2m1_decode(codes), MX_BLOCK) * e8m0_decode(q.scale).unsqueeze(-1)
-    else:
-        # Code times block scale is exact in float32, so the global scale brings the only rounding.
-        values = _blocks(e2m1_decode(codes), NV_BLOCK) * e4m3_decode(q.scale).unsqueeze(-1)
-        values = values * torch.tensor(q.global_scale, dtype=torch.float32, device=q.scale.device)
+    # Code times block scale is exact in float32, so NVFP4's global scale brings the only rounding.
+    mx = q.format is Format.MXFP4
+    scale = e8m0_decode(q.scale) if mx else e4m3_decode(q.scale)
+    values = _blocks(_nibble_values(q.data), MX_BLOCK if mx else NV_BLOCK).mul_(scale.unsqueeze(-1))
+    if not mx:
+        values.mul_(q.global_scale)
     return values.flatten(-2)[:, :cols]
+
+
+def _nibble_values(data: Tensor) -> Tensor:
+    """[..., K/2] packed bytes -> [..., K] float32; one look-up per byte instead of one per code."""
+    return torch.nn.functional.embedding(data.int(), _byte_table(data.device)).flatten(-2)
+
+
+@cache
+def _byte_table(device: torch.device) -> Tensor:
+    return e2m1_decode(unpack_nibbles(torch.arange(256, dtype=torch.uint8, device=device).unsqueeze(1)))
 
 
 def _tiles(w: Tensor) -> Tensor:

@@ -269,7 +269,7 @@ def test_nan_is_seen_and_stays_in_its_block() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("width", "rope"), [(512, 64), (128, 64), (200, 6)])
+@pytest.mark.parametrize(("width", "rope"), [(512, 64), (128, 64), (200, 6), (580, 64)])
 def test_kv8_is_lossless_after_rounding(dtype: torch.dtype, width: int, rope: int) -> None:
     """The cache stores what attention would have seen without it, bit for bit."""
     x = spread((40, width), width)

@@ -20,23 +20,24 @@ def log_probs(logits: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, u: float) -> int:
-    """[V] float32 -> a token id. Temperature 0 is greedy; ties go to the lower id. top_k 0 means all.
+    """[V] float32, the largest finite -> a token id. Temperature 0 is greedy; ties go to the lower id.
 
-    Filters apply in this order: temperature, top-k, top-p (the smallest set whose mass reaches top_p), min-p
-    (of the best token's probability). u picks from what remains, most likely token first.
+    Filters apply in this order: temperature, top-k (0: all), top-p (the smallest set whose mass reaches
+    top_p), min-p (of the best token's probability). u picks from what remains, most likely token first.
     """
     order = logits.sort(descending=True, stable=True)
     if temperature == 0:
         return int(order.indices[0])
-    scaled = order.values.double() / temperature
-    probs = torch.exp(scaled - scaled[0])
+    # The difference first: no temperature, however small, can then overflow.
+    values = order.values.double()
+    probs = torch.exp((values - values[0]) / temperature)
     if top_k:
         probs = probs[:top_k]
     probs = probs / probs.sum()
-    mass_before = probs.cumsum(0) - probs
-    keep = (mass_before < top_p) & (probs >= min_p * probs[0])
-    keep[0] = True
-    probs = probs[keep]
-    edges = probs.cumsum(0)
-    pick = int(torch.searchsorted(edges, u * float(edges[-1]), right=True))
-    return int(order.indices[: keep.shape[0]][keep][min(pick, probs.shape[0] - 1)])
+    keep = probs >= min_p * probs[0]
+    if top_p < 1:
+        # Only here: summing up to 1 is inexact, and must not cut off the least likely tokens unasked.
+        keep[1:] &= probs.cumsum(0)[:-1] < top_p
+    edges = (probs * keep).cumsum(0)
+    # u < 1, so the edge above it exists and belongs to a token of positive probability.
+    return int(order.indices[torch.searchsorted(edges, u * float(edges[-1]), right=True)])
