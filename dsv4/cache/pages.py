@@ -19,7 +19,8 @@ class PagePool:
         assert count >= 0
         if count > len(self._free):
             raise RequestError(
-                f"{count} cache pages are needed and {len(self._free)} of {self.num_pages} are free; wait for a sequence to end"
+                f"{count} cache pages are needed and {len(self._free)} of {self.num_pages} are free; "
+                "wait for a sequence to end"
             )
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:

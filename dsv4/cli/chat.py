@@ -4,7 +4,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dsv4.cli.options import engine_options
-from dsv4.cli.show import err, load_engine, out, text
+from dsv4.cli.show import err, load_engine, out, say, text
 from dsv4.config import EngineConfig
 from dsv4.errors import RequestError, TextError
 
@@ -63,6 +63,8 @@ class _Conversation:
 
     def loop(self) -> None:
         if sys.stdin.isatty():
+            with suppress(ImportError):  # it has no Windows version, where input() edits lines by itself
+                import readline  # noqa: F401
             err.print(f"[dim]{HELP}[/]")
         while (line := _read_line()) is not None:
             if line.startswith("/"):
@@ -73,17 +75,18 @@ class _Conversation:
 
     def command(self, line: str) -> bool:
         """Handle a slash command; False ends the program."""
-        name, _, rest = line.partition(" ")
-        if name in ("/exit", "/quit"):
+        name, _, rest = line.strip().partition(" ")
+        rest = rest.strip()
+        if name in ("/exit", "/quit") and not rest:
             return False
-        if name == "/reset":
-            self.turns = []
+        answer = HELP
+        if name == "/reset" and not rest:
+            self.turns, answer = [], "a new conversation"
         elif name == "/think" and rest in ("on", "off"):
-            self.thinking = rest == "on"
+            self.thinking, answer = rest == "on", f"thinking is {rest}"
         elif name == "/system":
-            self.system = rest
-        else:
-            err.print(f"[dim]{HELP}[/]")
+            self.system, answer = rest, f"the system message is {rest!r}" if rest else "no system message"
+        err.print(answer, style="dim", markup=False)
         return True
 
     def messages(self) -> list[dict[str, Any]]:
@@ -101,7 +104,7 @@ class _Conversation:
             reply = self.stream(ids)
         except (RequestError, TextError) as error:
             self.turns.pop()
-            err.print(f"[bold red]error:[/] {error}")
+            say("error", "bold red", f"{error} (/reset forgets the conversation)")
             return
         self.turns.append({"role": "assistant", **reply})
 
@@ -110,7 +113,9 @@ class _Conversation:
         from dsv4.text.deltas import Content, Reasoning
         from dsv4.text.stream import OutputParser
 
-        parser = OutputParser(thinking=self.thinking, tokenizer=self.engine.tokenizer)
+        tokenizer = self.engine.tokenizer
+        assert tokenizer is not None
+        parser = OutputParser(thinking=self.thinking, tokenizer=tokenizer)
         parts: dict[str, list[str]] = {"reasoning_content": [], "content": []}
 
         def show(deltas: list[Any]) -> None:
@@ -126,20 +131,22 @@ class _Conversation:
                 elif call := getattr(delta, "name", getattr(delta, "text", "")):
                     text(call, "cyan")
 
-        start, count, stopped = time.perf_counter(), 0, False
+        start, count, end = time.perf_counter(), 0, "stopped"
         with self.engine.stream(self.engine.request(ids, self.params)) as stream, _ctrl_c() as pressed:
-            for delta in stream:
-                if delta.token is not None:
+            # Step by step, not delta by delta: a long prompt can be stopped too.
+            while not (pressed or stream.is_done):
+                for delta in stream.advance():
+                    end = delta.finish_reason or end
+                    if delta.token is None:
+                        continue
                     count += 1
-                    show(parser.push_id(delta.token.id))
-                if pressed:
-                    stopped = True
-                    break
-        show(parser.finish("stop")[0])
+                    known = delta.token.id < tokenizer.vocab_size
+                    show(parser.push_id(delta.token.id) if known else parser.push_text("\ufffd"))
+        show(parser.finish("stop" if end == "stop" else "length")[0])
         out.print()
         seconds = time.perf_counter() - start
-        end = "stopped; " if stopped else ""
-        err.print(f"[dim]{end}{count} tokens, {count / max(seconds, 1e-9):.1f}/s[/]")
+        notes = {"stop": "", "length": "; cut by the token limit", "stopped": "; stopped"}
+        err.print(f"[dim]{count} tokens, {count / max(seconds, 1e-9):.1f}/s{notes[end]}[/]")
         return {name: "".join(texts) for name, texts in parts.items()}
 
 

@@ -55,26 +55,32 @@ def generate(
     *,
     config: EngineConfig,
 ) -> None:
-    """Continue one or more prompts. A single prompt is streamed."""
+    """Continue one or more prompts. A single prompt is streamed, unless log-probabilities are asked for."""
     from dsv4.engine.request import SamplingParams
 
     params = SamplingParams(
         *(max_tokens, temperature, top_k, top_p, min_p, seed, tuple(stop_id or ()), tuple(stop or ())),
         *(ignore_eos, logprobs),
     )
+    if thinking and not chat:
+        raise RequestError("--thinking goes with --chat; a plain prompt is continued as it is")
     if not prompts and not ids:
         raise RequestError('no prompt given; pass one in quotes, or token ids with --ids "0,17,42"')
     engine = load_engine(model, config)
     requests = [_text_request(engine, prompt, params, chat, thinking) for prompt in prompts or []]
     requests += [engine.request(_parse_ids(given), params) for given in ids or []]
-    if len(requests) == 1 and not json:
+    if len(requests) == 1 and not json and logprobs is None:
         _stream(engine, requests[0])
         return
     for request, done in zip(requests, engine.generate(requests), strict=True):
         if json:
             print_json(_as_dict(request, done))
-        else:
-            text(_shown(engine, done) + "\n\n")
+            continue
+        text(_shown(engine, done) + "\n")
+        for token in done.tokens if logprobs is not None else ():
+            others = "".join(f"  {id}:{logprob:.4f}" for id, logprob in token.top)
+            text(f"{token.id:>7} {token.logprob:9.4f} {others}\n")
+        text("\n")
 
 
 def _parse_ids(text: str) -> list[int]:

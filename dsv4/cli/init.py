@@ -36,7 +36,7 @@ def init(
     if json:
         print_json({"folder": str(folder), "preset": preset, "format": format, "seed": seed, "bytes": done})
     else:
-        out.print(f"{folder}: {preset}, {format}, seed {seed}, {size(done)}")
+        out.print(f"{folder}: {preset}, {format}, seed {seed}, {size(done)}", markup=False)
 
 
 def register(app: typer.Typer) -> None:

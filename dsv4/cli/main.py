@@ -1,17 +1,19 @@
 """`dsv4`: the program. Errors a user can cause end in one sentence and exit code 2."""
 
+import io
 import sys
 
 import typer
 
 from dsv4.cli import chat, generate, info, init, inspect, score
-from dsv4.cli.show import err
+from dsv4.cli.show import say
 from dsv4.env import wants_traceback
 from dsv4.errors import Dsv4Error
 
+# typer carries its own copy of click since 0.24; this name is of whichever it uses.
+UsageError: type = typer.BadParameter.__bases__[0]
+
 app = typer.Typer(
-    help="A small, fast, exact inference engine for DeepSeek-V4.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -20,13 +22,28 @@ for command in (generate, chat, score, inspect, info, init):
     command.register(app)
 
 
+@app.callback(invoke_without_command=True)
+def _help(context: typer.Context) -> None:
+    """A small, fast, exact inference engine for DeepSeek-V4."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
 def main() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        # A model's text may hold what the terminal's encoding lacks; that is no reason to end.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
-        app()
+        sys.exit(app(prog_name="dsv4", standalone_mode=False))
+    except UsageError as error:
+        command = error.ctx.command_path if error.ctx else "dsv4"
+        say("error", "bold red", f"{error.format_message().rstrip('.')}; see {command} --help")
+        sys.exit(2)
     except Dsv4Error as error:
         if wants_traceback():
             raise
-        err.print(f"[bold red]error:[/] {error}", markup=True)
+        say("error", "bold red", str(error))
         sys.exit(2)
     except BrokenPipeError:
         # The reader of our output went away (`| head`): nothing is wrong.

@@ -21,7 +21,7 @@ _HELP = {
     "max_context": "tokens one sequence may reach; sizes the cache",
     "max_batch": "sequences that run at the same time",
     "chunk": "prompt tokens processed per step",
-    "threads": "CPU threads",
+    "threads": "CPU threads; default: what suits the model's size",
 }
 _TYPES: dict[str, Any] = {"max_context": int | None, "threads": int | None, "max_batch": int, "chunk": int}
 

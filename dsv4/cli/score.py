@@ -66,7 +66,8 @@ def _score_ids(
     if json:
         print_json({"logits": str(logits), "shapes": shapes})
     else:
-        out.print(f"{logits}: " + ", ".join(f"{name} {shape}" for name, shape in shapes.items()))
+        listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        out.print(f"{logits}: {listed}", markup=False)
 
 
 def _score_text(model: Path, path: Path, json: bool, config: EngineConfig) -> None:

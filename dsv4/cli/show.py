@@ -60,10 +60,15 @@ def size(count: float) -> str:
     return f"{count:.2f} TB"
 
 
+def _title() -> TextColumn:
+    """Not TextColumn(title): a folder's name may hold braces and brackets."""
+    return TextColumn("{task.description}", markup=False)
+
+
 @contextmanager
 def bytes_bar(title: str) -> Iterator[Any]:
     """A bar with bytes per second; yields update(done, total)."""
-    columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (_title(), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
@@ -72,7 +77,7 @@ def bytes_bar(title: str) -> Iterator[Any]:
 @contextmanager
 def count_bar(title: str) -> Iterator[Any]:
     """A bar with counts and the time left; yields update(done, total)."""
-    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (_title(), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

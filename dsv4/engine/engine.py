@@ -113,6 +113,11 @@ class Engine:
     def step(self) -> list[Delta]:
         """One pass of every running sequence; what came out."""
         plan = self.scheduler.plan()
+        if not plan.groups and self.scheduler.waiting:
+            raise RequestError(
+                f"{len(self.scheduler.waiting)} requests wait for cache space that no running request will free; "
+                "release the slots claimed outside the engine"
+            )
         deltas = []
         for span, logits in self.runner.run(plan):
             deltas.append(self._advance(self._outputs[span.sequence.request.id], logits))
@@ -210,10 +215,19 @@ class Stream:
         return self
 
     def __next__(self) -> Delta:
-        while not self.output.deltas:
-            if self.is_done:
-                raise StopIteration
+        while not self.is_done:
+            if self.output.deltas:
+                return self._take()
             self.engine.step()
+        raise StopIteration
+
+    def advance(self) -> list[Delta]:
+        """What there is, after one step of the engine if that was nothing: empty inside a prompt."""
+        if not self.output.deltas and not self.is_done:
+            self.engine.step()
+        return [self._take() for _ in range(len(self.output.deltas))]
+
+    def _take(self) -> Delta:
         delta = self.output.deltas.popleft()
         if delta.finish_reason == "error":
             raise RequestError(delta.error)

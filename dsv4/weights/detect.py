@@ -159,7 +159,10 @@ class _Finder:
         return entry
 
     def find(self, param: Param) -> Source | None:
-        for name in filter(None, (param.name, hf_name(param.name), resaved_name(param.name))):
+        for rename in (str, hf_name, resaved_name):
+            name = rename(param.name)
+            if name is None:
+                continue
             if param.kind in ("linear", "grouped"):
                 source = self.linear(param, name)
             else:

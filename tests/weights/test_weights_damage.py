@@ -21,7 +21,7 @@ def test_originals_load(originals: dict[str, Path]) -> None:
 # Bytes: anything may be missing, added or wrong.
 
 PROPERTY = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 
@@ -55,7 +55,7 @@ def test_wrong_header_length(length: int, originals: dict[str, Path], place: Cal
         refused(folder, "model.safetensors", "copy or download it again")
 
 
-@settings(PROPERTY, max_examples=150)
+@settings(PROPERTY, max_examples=80)
 @given(data=st.data(), style=st.sampled_from(["official", "modelopt", "hf-bf16"]))
 def test_random_bytes_in_the_header(
     data: st.DataObject, style: str, originals: dict[str, Path], place: Callable
@@ -84,7 +84,7 @@ JSON = st.recursive(
 )
 
 
-@settings(PROPERTY, max_examples=150)
+@settings(PROPERTY, max_examples=80)
 @given(data=st.data())
 def test_arbitrary_json_in_a_header_entry(
     data: st.DataObject, originals: dict[str, Path], place: Callable
@@ -112,7 +112,7 @@ def test_arbitrary_json_in_a_header_entry(
         assert name in str(error) or "model.safetensors" in str(error)
 
 
-@settings(PROPERTY, max_examples=60)
+@settings(PROPERTY, max_examples=40)
 @given(data=st.data(), style=st.sampled_from(sorted(STYLES)))
 def test_random_bytes_in_the_data(
     data: st.DataObject, style: str, originals: dict[str, Path], place: Callable
