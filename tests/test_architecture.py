@@ -68,7 +68,9 @@ def test_file(path: Path) -> None:
             continue
         there = name.split(".")[1]
         lower = LEVEL[there] < LEVEL[here]
-        assert there == here or lower or (here, there) in SAME_LAYER, f"{here} imports {there}: imports go down only"
+        assert there == here or lower or (here, there) in SAME_LAYER, (
+            f"{here} imports {there}: imports go down only"
+        )
 
 
 def test_kernel_table_matches_the_disk() -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from dsv4.cli.show import out, print_json, say, size
+from dsv4.cli.show import out, print_json, say, size, text
 from dsv4.config import ModelConfig
 
 EPILOG = """
@@ -44,15 +44,10 @@ def inspect(
     table.add_row("[bold]total[/]", "", f"[bold]{size(total)}[/]", f"[bold]{size(active)}[/]")
     out.print(table)
     if tensors:
-        listing = Table("parameter", "shape", "stored as", "bytes", box=None, pad_edge=False)
+        # Plain lines, not a table: a table would cut names to fit the width it thinks it has.
         for source in inventory.sources:
-            listing.add_row(
-                source.param.name,
-                str(list(source.param.shape)),
-                storage_name(source),
-                f"{source.num_bytes:,}",
-            )
-        out.print(listing)
+            name, shape = source.param.name, str(list(source.param.shape))
+            text(f"{name:<44} {shape:<16} {storage_name(source):<20} {source.num_bytes:>15,}\n")
     for note in inventory.notes:
         say("note", "yellow", note)
 

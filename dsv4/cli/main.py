@@ -10,8 +10,8 @@ from dsv4.cli.show import say
 from dsv4.env import wants_traceback
 from dsv4.errors import Dsv4Error
 
-# typer carries its own copy of click since 0.24; this name is of whichever it uses.
-UsageError: type = typer.BadParameter.__bases__[0]
+# Some versions of typer carry their own copy of click; this is the class of whichever it uses.
+UsageError: type[typer.BadParameter] = typer.BadParameter.__bases__[0]
 
 app = typer.Typer(
     add_completion=False,

@@ -1,6 +1,7 @@
 """What every command prints with: consoles, progress bars, JSON lines, sizes for people."""
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,8 +47,10 @@ def say(label: str, style: str, message: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """One object per line. ASCII: valid wherever it goes, and no control character reaches a terminal."""
-    sys.stdout.write(json.dumps(value) + "\n")
+    """One object per line, valid in any encoding and without a raw control character."""
+    is_utf = (sys.stdout.encoding or "").lower().startswith("utf")
+    line = json.dumps(value, ensure_ascii=not is_utf)
+    sys.stdout.write(re.sub("[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", line) + "\n")
     sys.stdout.flush()
 
 

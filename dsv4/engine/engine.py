@@ -115,7 +115,7 @@ class Engine:
         plan = self.scheduler.plan()
         if not plan.groups and self.scheduler.waiting:
             raise RequestError(
-                f"{len(self.scheduler.waiting)} requests wait for cache space that no running request will free; "
+                f"{len(self.scheduler.waiting)} requests wait for cache space that no running one will free; "
                 "release the slots claimed outside the engine"
             )
         deltas = []
@@ -134,8 +134,8 @@ class Engine:
         # NaN anywhere, +inf, or -inf everywhere: no distribution to choose from, so no token.
         if not math.isfinite(float(logits.max())):
             position = sequence.num_prompt + len(sequence.tokens)
-            why = f"the logits for position {position} hold NaN or infinity; the weights are damaged or overflow"
-            return self._end(output, "error", f"request {sequence.request.id!r}: {why}")
+            why = f"request {sequence.request.id!r}: the logits for position {position} hold NaN or infinity"
+            return self._end(output, "error", f"{why}; the weights are damaged or their products overflow")
         token = self._sample(sequence, logits)
         sequence.tokens.append(token)
         reason: FinishReason | None = None

@@ -24,7 +24,7 @@ class Output:
         try:
             piece = self._text.push(token_id)
         except TextError:
-            # A padded output row has no entry in the tokenizer, but can be sampled: it has no text of its own.
+            # A padded output row can be sampled, but has no entry in the tokenizer and no text of its own.
             piece = self._text.finish() + "\ufffd"
         return self._stops.push(piece)
 

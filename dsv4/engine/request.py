@@ -26,7 +26,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         rules = [
-            (self.max_tokens is None or _integer(self.max_tokens, 1), "max_tokens", "an integer of at least 1"),
+            (self.max_tokens is None or _integer(self.max_tokens, 1), "max_tokens", "a positive integer"),
             (_number(self.temperature) and 0 <= self.temperature < math.inf, "temperature", "a number >= 0"),
             (_integer(self.top_k, 0), "top_k", "0 (all) or a larger integer"),
             (_number(self.top_p) and 0 < self.top_p <= 1, "top_p", "a number above 0 and at most 1"),

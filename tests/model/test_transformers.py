@@ -49,7 +49,8 @@ CASES = {
 
 def random_model(settings: dict[str, Any], seed: int) -> Any:
     torch.manual_seed(seed)
-    config = transformers.DeepseekV4Config(num_hidden_layers=len(settings["layer_types"]), **{**BASE, **settings})
+    layers = len(settings["layer_types"])
+    config = transformers.DeepseekV4Config(num_hidden_layers=layers, **{**BASE, **settings})
     model = transformers.DeepseekV4ForCausalLM(config).float().eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
