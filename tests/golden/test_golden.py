@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dsv4 import Engine, EngineConfig
 from dsv4.lab.score import score_ids
+from dsv4.model.step import Step
 
 HERE = Path(__file__).parents[1] / "data" / "golden"
 SHARED = Path(__file__).parents[3] / "shared" / "golden"
@@ -57,7 +58,7 @@ def test_marks(format: str, mode: str) -> None:
         if mode == "noqat":
             assert r.max() <= 1e-4, what
         elif name == "mtp_logits":
-            # One value rounded the other way in the trunk moves the draft block's whole window: see docs/log.md.
+            # One value rounded the other way in the trunk moves the draft block's whole window (docs/log.md).
             # The block is held to the sharp mark without rounding (noqat), and to the same choices here.
             assert p90 <= 1e-1 and top1 >= 0.94, what
         elif mode == "a16":
@@ -66,15 +67,43 @@ def test_marks(format: str, mode: str) -> None:
             assert median <= 2e-2 and top1 >= 0.96, what
 
 
-@pytest.mark.parametrize(
-    ("format", "mode"), [("official", "a16"), ("official", "a8"), ("ct", "a16"), ("bf16", "noqat")]
-)
-def test_chunks_change_nothing(format: str, mode: str) -> None:
+CHUNKED = [(f, "a16", (3, 64)) for f in FORMATS] + [("official", "a8", (1, 3)), ("bf16", "noqat", (1, 64))]
+
+
+@pytest.mark.parametrize(("format", "mode", "chunks"), CHUNKED)
+def test_chunks_change_nothing(format: str, mode: str, chunks: tuple[int, ...]) -> None:
     whole, _ = run(format, mode, chunk=300)
-    for chunk in (1, 3, 64):
+    for chunk in chunks:
         part, _ = run(format, mode, chunk)
         for name in whole:
             assert torch.equal(part[name], whole[name]), f"{name} with chunks of {chunk}"
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_among_other_sequences_nothing_changes(format: str) -> None:
+    """The golden prompt in pieces, each piece in one step with pieces of three other sequences."""
+    whole, expected = run(format, "a16", chunk=300, mtp=False)
+    engine = Engine.load(folder(format), EngineConfig(max_batch=4, max_context=340))
+    model, cache = engine.runner.model, engine.cache
+    texts = [
+        torch.randint(0, 160, (300,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(3)
+    ]
+    texts.insert(1, expected["ids"].tolist()[:300])
+    slots = [cache.claim(340) for _ in texts]
+    for start in range(0, 300, 50):
+        shifts = (
+            0,
+            0,
+            min(start, 7),
+            min(start, 20),
+        )  # the others stand elsewhere, or process another number
+        spans = [
+            (slot, max(0, start - shift), ids[max(0, start - shift) : start + 50 - shift])
+            for slot, ids, shift in zip(slots, texts, shifts, strict=True)
+        ]
+        logits = model.logits(model.forward(Step.build(spans, "cpu"), cache))
+        row = len(spans[0][2])
+        assert torch.equal(logits[row : row + 50], whole["prefill_logits"][start : start + 50]), start
 
 
 @pytest.mark.parametrize("format", FORMATS)

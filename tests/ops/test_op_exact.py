@@ -1,0 +1,133 @@
+"""dsv4.ops._exact: results that do not depend on a row's neighbours or place, and how accurate they are."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from ops_support import FUNCTION, ROUND, TINY, check_close, product_bound, rand
+from torch import Tensor
+
+from dsv4.ops._exact import TILE, rotate, row_product, sigmoid, silu, softplus
+
+INF, NAN = math.inf, math.nan
+SIZES = (1, 2, 3, 5, 7, 8, 16, 17, 31, 33, 48, 64, 96, 100, 127, 128, 129, 255, 256, 480, 513, 1024, 2048)
+COLUMNS = (*range(1, 18), 24, 31, 32, 33, 48, 64, 96, 100, 128, 300)
+
+
+@pytest.mark.parametrize("k", SIZES)
+def test_a_row_gives_the_same_bits_wherever_it_lies(k: int) -> None:
+    for n in COLUMNS:
+        w, row = rand(k, n, seed=n), rand(1, k, seed=k)
+        alone = row_product(row, w)
+        everywhere = row_product(row.expand(5 * TILE, k).clone(), w)
+        assert torch.equal(everywhere, alone.expand(5 * TILE, n)), f"[{k}, {n}]"
+
+
+@pytest.mark.parametrize(("k", "n"), [(1, 1), (3, 7), (33, 2), (96, 5), (100, 300), (257, 24), (1024, 3)])
+def test_row_counts_change_no_bit(k: int, n: int) -> None:
+    """0 to 40 rows, and each row alone: the neighbours of a row must not be seen in its result."""
+    x, w = rand(40, k, seed=1), rand(k, n, seed=2)
+    alone = torch.cat([row_product(row.unsqueeze(0), w) for row in x])
+    for count in range(41):
+        assert torch.equal(row_product(x[:count], w), alone[:count]), count
+        assert torch.equal(row_product(x[40 - count :], w), alone[40 - count :]), count
+    check_close(alone, x.double() @ w.double(), product_bound(x, w), f"product [{k}, {n}]")
+
+
+def test_infinite_and_nan_rows_stay_in_their_row() -> None:
+    x, w = rand(19, 37), rand(37, 11, seed=1)
+    clean = row_product(x, w)
+    for row, value in ((3, INF), (7, NAN), (8, -INF), (18, NAN)):
+        x[row, row] = value
+    got = row_product(x, w)
+    good = [row for row in range(19) if row not in (3, 7, 8, 18)]
+    assert torch.equal(got[good], clean[good])
+    assert torch.isnan(got[7]).all() and torch.isinf(got[3]).all() and torch.equal(got[8], got[8].sign() * INF)
+
+
+def test_row_product_reads_strided_views() -> None:
+    x, w = rand(37, 20), rand(37, 9, seed=1)
+    assert torch.equal(row_product(x.t(), w), row_product(x.t().contiguous(), w))
+    wide = rand(20, 74, seed=2)
+    assert torch.equal(row_product(wide[:, ::2], w), row_product(wide[:, ::2].contiguous(), w))
+
+
+def exact_softplus(x: float) -> float:
+    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
+
+
+def exact_sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
+
+
+FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[float], float], float]] = {
+    # exp, the sum and the quotient
+    "sigmoid": (sigmoid, exact_sigmoid, FUNCTION + 2 * ROUND),
+    "silu": (silu, lambda x: x * exact_sigmoid(x), FUNCTION + 2 * ROUND),
+    # exp, log1p and the sum
+    "softplus": (softplus, exact_softplus, 2 * FUNCTION + ROUND),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_accuracy(name: str) -> None:
+    function, exact, relative = FUNCTIONS[name]
+    x = torch.cat((torch.linspace(-110, 110, 4001), rand(2000) * 3, torch.tensor([0.0, -0.0, 1e-30, -1e-30])))
+    want = torch.tensor([exact(v) for v in x.tolist()], dtype=torch.float64)
+    # Below exp(-88) the quotient underflows to zero.
+    check_close(function(x), want, relative * want.abs() + TINY * (1 + x.abs()), name)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_value_gives_the_same_bits_wherever_it_lies(name: str) -> None:
+    """Vector loops finish with a tail; the tail must not be another implementation."""
+    function = FUNCTIONS[name][0]
+    x = rand(200) * 20
+    x[::17] = torch.tensor([INF, -INF, NAN, 0.0, -0.0, 1e-42, -1e-42, 88.8, -88.8, 104.0, -104.0, 1e38]).float()
+    whole = function(x)
+    for length in range(1, 70):
+        for start in (0, 1, 3, 50):
+            part = function(x[start : start + length])
+            assert torch.equal(part.nan_to_num(7), whole[start : start + length].nan_to_num(7)), (start, length)
+    for view in (x.view(40, 5)[:, 1:4], x.view(40, 5).t(), x[::3]):
+        assert torch.equal(function(view).nan_to_num(7), function(view.contiguous()).nan_to_num(7))
+
+
+def test_limits() -> None:
+    x = torch.tensor([-INF, -3e38, 3e38, INF, NAN])
+    assert sigmoid(x).nan_to_num(7).tolist() == [0, 0, 1, 1, 7]
+    assert softplus(x).nan_to_num(7, INF).tolist() == [0, 0, float(x[2]), INF, 7]
+    # silu(-inf) is -inf / inf: a gate that is infinite is broken and must not become a quiet zero.
+    assert silu(x).nan_to_num(7, INF).tolist() == [7, 0, float(x[2]), INF, 7]
+
+
+def naive_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    out = x.double().clone()
+    start = x.shape[-1] - 2 * cos.shape[-1]
+    for t in range(x.shape[0]):
+        for head in range(x.shape[1]):
+            for i in range(cos.shape[-1]):
+                a, b = float(x[t, head, start + 2 * i]), float(x[t, head, start + 2 * i + 1])
+                c, s = float(cos[t, i]), float(sin[t, i])
+                out[t, head, start + 2 * i] = a * c - b * s
+                out[t, head, start + 2 * i + 1] = a * s + b * c
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "heads", "width", "pairs"), [(0, 2, 6, 3), (1, 1, 2, 1), (3, 5, 11, 4)])
+def test_rotate_turns_neighbours_of_the_last_channels(
+    tokens: int, heads: int, width: int, pairs: int, dtype: torch.dtype
+) -> None:
+    x, angle = rand(tokens, heads, width).to(dtype), 3 * rand(tokens, pairs, seed=1)
+    cos, sin = angle.cos(), angle.sin()
+    got, want = rotate(x, cos, sin), naive_rotate(x, cos, sin)
+    assert got.dtype == dtype
+    size = x.double().abs().amax(-1, keepdim=True) if width else 0.0
+    check_close(got, want, 2 * size * torch.finfo(dtype).eps + 4 * ROUND * size, "rotate")
+    keep = width - 2 * pairs
+    assert torch.equal(got[..., :keep], x[..., :keep]), "unrotated channels are not touched"
+    if dtype == torch.float32:
+        check_close(rotate(got, cos, -sin), x, 8 * ROUND * size, "-sin turns back")
+    assert torch.equal(rotate(x[:, 0], cos, sin), got[:, 0]), "without a head dimension"
