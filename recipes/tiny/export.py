@@ -1,0 +1,107 @@
+"""Writes a twin's weights as a dsv4 checkpoint, in any of the engine's number formats."""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.model.params import Param, declare
+from dsv4.quant.codec import encode_weight
+from dsv4.quant.formats import NV_BLOCK, Format, QuantTensor
+from dsv4.text.tokenizer import Tokenizer
+from dsv4.weights.names import has_weight_suffix
+from dsv4.weights.writer import SHARD_BYTES, Declared, write_checkpoint, write_text
+from recipes.tiny.train import model_config
+from recipes.tiny.twin import Twin, official
+
+# Linears that are small or whose rounding flips choices stay as they are, as in the published checkpoints.
+KEPT = ("embed", "head", "gate", "weights_proj", "compressor.wkv", "compressor.wgate")
+
+
+def is_large(param: Param) -> bool:
+    return param.kind in ("linear", "grouped") and not param.name.endswith(KEPT)
+
+
+def export(
+    twin: Twin,
+    folder: Path,
+    large: Format,
+    small: Format,
+    quantization: dict[str, Any],
+    shard_bytes: int = SHARD_BYTES,
+) -> int:
+    """`large`: format of the big linears; `small`: of embedding, head, router, compressors. -> bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    params = declare(twin.config, twin.config.num_mtp_layers)
+    plan = [(param, *_layout(param, large, small)) for param in params]
+    tensors = [tensor for _, declared, _ in plan for tensor in declared]
+
+    def values() -> Iterator[Tensor]:
+        for param, _, make in plan:
+            yield from make(official(twin, param).detach().cpu())
+
+    total = sum(write_checkpoint(folder, tensors, values(), shard_bytes))
+    config = replace(twin.config, quantization=quantization)
+    write_text(folder / "config.json", json.dumps(config.to_dict(), indent=1) + "\n")
+    return total
+
+
+Make = Callable[[Tensor], list[Tensor]]
+
+
+def _layout(param: Param, large: Format, small: Format) -> tuple[list[Declared], Make]:
+    name, shape = param.name, param.shape
+    stored = f"{name}.weight" if has_weight_suffix(name) else name
+    if param.kind == "table":
+        return [Declared(stored, "I64", shape)], lambda w: [w]
+    if param.kind == "plain":
+        if has_weight_suffix(name) and small is Format.BF16:
+            return [Declared(stored, "BF16", shape)], lambda w: [w.to(torch.bfloat16)]
+        return [Declared(stored, "F32", shape)], lambda w: [w.float()]
+    format = large if is_large(param) else small
+    if format is Format.BF16:
+        return [Declared(stored, "BF16", shape)], lambda w: [w.to(torch.bfloat16)]
+    if format is Format.F32:
+        return [Declared(stored, "F32", shape)], lambda w: [w.float()]
+    assert format is Format.NVFP4, format
+    declared = [
+        Declared(stored, "U8", (shape[0], shape[1] // 2)),
+        Declared(f"{name}.weight_scale", "F8_E4M3", (shape[0], shape[1] // NV_BLOCK)),
+        Declared(f"{name}.weight_scale_2", "F32", ()),
+    ]
+
+    def make(w: Tensor) -> list[Tensor]:
+        q: QuantTensor = encode_weight(w.float(), Format.NVFP4)
+        assert q.scale is not None
+        return [q.data, q.scale, torch.tensor(q.global_scale)]
+
+    return declared, make
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run", type=Path, required=True, help="folder of the training run, with last.pt")
+    parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument(
+        "--large", choices=("nvfp4", "bf16"), default="nvfp4", help="format of the large linears"
+    )
+    parser.add_argument("--shard-bytes", type=int, default=SHARD_BYTES)
+    args = parser.parse_args()
+    twin = Twin(model_config(Tokenizer.load(args.tokenizer).vocab_size), 4096)
+    twin.load_state_dict(torch.load(args.run / "last.pt", map_location="cpu", weights_only=True)["twin"])
+    quantization = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
+    large = Format(args.large)
+    export(
+        twin, args.out, large, Format.BF16, quantization if large is Format.NVFP4 else {}, args.shard_bytes
+    )
+    (args.out / "tokenizer.json").write_bytes(args.tokenizer.read_bytes())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""One training record: a conversation or a plain text, and its ids with the tokens to learn marked.
+
+Conversations go through the engine's own chat encoder, so the model learns exactly what it will be shown.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dsv4.text import chat
+from dsv4.text.tokenizer import ASSISTANT, BOS, EOS, Segment, Special, Tokenizer
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What the user says, what the model thinks and answers.
+
+    `items` are the made-up parts, for hold-out tests. `unthought` is the answer given without thinking, where
+    that has to be a longer one.
+    """
+
+    user: str
+    thought: str
+    answer: str
+    items: tuple[str, ...] = ()
+    unthought: str = ""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What a generator makes: a conversation before it is decided whether the model thinks."""
+
+    exchanges: tuple[Exchange, ...]
+    system: str = ""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A conversation of one or more exchanges, or a plain text; of a text that goes on, `ends` is False."""
+
+    kind: str
+    exchanges: tuple[Exchange, ...] = ()
+    system: str = ""
+    thinking: bool = False
+    text: str = ""
+    ends: bool = True
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """In OpenAI form; every answer carries its thought, the encoder keeps only the last one's."""
+        found: list[dict[str, Any]] = [{"role": "system", "content": self.system}] if self.system else []
+        for number, exchange in enumerate(self.exchanges, 1):
+            thinks = self.thinking and number == len(self.exchanges)
+            answer = exchange.answer if thinks else exchange.unthought or exchange.answer
+            found.append({"role": "user", "content": exchange.user})
+            found.append({"role": "assistant", "content": answer, "reasoning_content": exchange.thought})
+        return found
+
+    @property
+    def segments(self) -> list[Segment]:
+        """The whole record as text and special tokens."""
+        if self.exchanges:
+            return chat.encode(self.messages, thinking=self.thinking)
+        return [Special(BOS), self.text, *([Special(EOS)] if self.ends else [])]
+
+
+def encode(record: Record, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """-> ids uint16 [T], is_target bool [T]: the tokens the model has to produce.
+
+    In a conversation these are each answer and its end mark, with the thought and `</think>` where there is
+    one; the mode mark after `<｜Assistant｜>` is given by the engine. In plain text, all after BOS.
+    """
+    ids: list[int] = []
+    is_target: list[bool] = []
+    # What the next token is: "given", "mode" (the mark that opens an answer) or "learned".
+    state = "given" if record.exchanges else "learned"
+    for segment in record.segments:
+        if isinstance(segment, str):
+            piece = tokenizer.encode_text(segment)
+            ids += piece
+            is_target += [state == "learned"] * len(piece)
+            continue
+        ids.append(tokenizer.special_ids[segment.text])
+        is_target.append(state == "learned" and segment.text != BOS)
+        if segment.text == ASSISTANT:
+            state = "mode"
+        elif state == "mode":
+            state = "learned"
+        elif segment.text == EOS:
+            state = "given"
+    return np.array(ids, dtype=np.uint16), np.array(is_target, dtype=bool)

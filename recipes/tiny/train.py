@@ -1,0 +1,256 @@
+"""Trains the embedded model on one GPU: schedule, data feed, loop. Resumes from its last checkpoint."""
+
+import argparse
+import json
+import queue
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor
+
+from dsv4.config import LayerSpec, ModelConfig, Yarn, preset
+from dsv4.text.tokenizer import Tokenizer
+from recipes.tiny.optim import Optimiser
+from recipes.tiny.twin import Twin
+
+INDEX_WEIGHT, DRAFT_WEIGHT = 1.0, 0.3
+BALANCE_RATE = 0.002
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of training: its part of the time, what the data is, what is already rounded."""
+
+    name: str
+    share: float
+    rows: int
+    length: int
+    rounds_cache: bool
+    rounds_weights: bool
+
+
+def model_config(vocab_size: int) -> ModelConfig:
+    """All three attention kinds in eight layers, about 14 M parameters."""
+    kinds = [
+        ("sliding", 0),
+        ("csa", 4),
+        ("hca", 128),
+        ("csa", 4),
+        ("hca", 128),
+        ("csa", 4),
+        ("hca", 128),
+        ("csa", 4),
+    ]
+    layers = tuple(LayerSpec(kind, ratio, index < 1) for index, (kind, ratio) in enumerate(kinds))  # type: ignore[arg-type]
+    return replace(
+        preset("tiny"),
+        **{"hidden_size": 256, "vocab_size": vocab_size, "layers": layers, "num_heads": 8, "head_dim": 128},
+        **{"rope_dim": 64, "q_rank": 128, "o_groups": 2, "o_rank": 128, "window": 128, "index_heads": 8},
+        **{"index_dim": 64, "index_topk": 64, "num_experts": 16, "experts_per_token": 4, "expert_width": 64},
+        **{"max_positions": 16384, "yarn": Yarn(4.0, 4096, 32.0, 1.0)},
+    )
+
+
+def initialise(twin: Twin, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    c, n = twin.config, twin.config.num_streams
+    with torch.no_grad():
+        for name, p in twin.p.items():
+            noise = torch.randn(p.shape, generator=generator)
+            if name.endswith("tid2eid"):
+                value = torch.rand(c.vocab_size, c.num_experts, generator=generator).argsort(1)
+                value = value[:, : c.experts_per_token]
+            elif "hc_" in name and name.endswith("_fn"):
+                value = noise * 0.02
+            elif "hc_" in name and name.endswith("_scale"):
+                value = torch.full(p.shape, 0.5)
+            elif "hc_head" in name and name.endswith("_base"):
+                value = torch.zeros(p.shape)
+            elif "hc_" in name and name.endswith("_base"):
+                # Start as a plain residual network: read all streams, write to all, keep each.
+                value = torch.cat((torch.zeros(2 * n), (4 * torch.eye(n)).flatten()))
+            elif p.dim() == 1:
+                value = torch.ones(p.shape) if name.endswith("norm") else torch.zeros(p.shape)
+            elif name.endswith("ape"):
+                value = torch.zeros(p.shape)
+            else:
+                value = noise * (0.02 if name in ("embed", "head") else p.shape[-1] ** -0.5)
+                if name.endswith(("wo_b", "w2")):
+                    value = value * 0.3
+            p.copy_(value)
+
+
+def feed(
+    corpus: Path, tokenizer: Path, seed: int, jobs: "mp.Queue[Phase | None]", out: "mp.Queue[object]"
+) -> None:
+    """One data process: packs rows of the current phase until told to stop."""
+    from recipes.tiny.mix import Mix
+
+    torch.set_num_threads(1)
+    mix = Mix(corpus, Tokenizer.load(tokenizer), seed=seed, split="train")
+    phase = jobs.get()
+    while phase is not None:
+        ids, mask, _ = mix.next_batch(8, phase.length, phase.name)
+        while True:
+            try:
+                out.put((phase.name, ids.astype(np.uint16), mask), timeout=0.5)
+                break
+            except queue.Full:
+                pass
+            if not jobs.empty():
+                break
+        if not jobs.empty():
+            phase = jobs.get()
+
+
+class Feeder:
+    """Rows from several data processes; rows of an earlier phase are thrown away."""
+
+    def __init__(self, corpus: Path, tokenizer: Path, seed: int, workers: int) -> None:
+        context = mp.get_context("spawn")
+        self.out = context.Queue(maxsize=256)
+        self.jobs = [context.Queue() for _ in range(workers)]
+        self.processes = [
+            context.Process(
+                target=feed, args=(corpus, tokenizer, seed * 1000 + i, jobs, self.out), daemon=True
+            )
+            for i, jobs in enumerate(self.jobs)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def batches(self, phase: Phase, device: str) -> Iterator[tuple[Tensor, Tensor]]:
+        for jobs in self.jobs:
+            jobs.put(phase)
+        while True:
+            ids, masks = [], []
+            while len(ids) * 8 < phase.rows:
+                name, rows, mask = self.out.get(timeout=120)
+                if name == phase.name:
+                    ids.append(torch.from_numpy(rows.astype(np.int64)))
+                    masks.append(torch.from_numpy(mask))
+            stacked = torch.cat(ids)[: phase.rows].pin_memory(), torch.cat(masks)[: phase.rows].pin_memory()
+            yield stacked[0].to(device, non_blocking=True), stacked[1].to(device, non_blocking=True)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.terminate()
+
+
+def losses(twin: Twin, ids: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """ids [B, L], mask [B, L] (tokens to be predicted) -> the loss to descend, and its parts."""
+    twin.index_losses = []
+    streams = twin.streams(ids[:, :-2], torch.bfloat16)
+
+    def cross_entropy(logits: Tensor, targets: Tensor, wanted: Tensor) -> Tensor:
+        nats = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
+        return (nats * wanted.flatten()).sum() / wanted.sum().clamp(min=1)
+
+    main = cross_entropy(twin.logits(streams), ids[:, 1:-1], mask[:, 1:-1])
+    draft = cross_entropy(twin.draft(streams, ids[:, 1:-1]), ids[:, 2:], mask[:, 2:])
+    index = torch.stack(twin.index_losses).mean()
+    return main + DRAFT_WEIGHT * draft + INDEX_WEIGHT * index, {"main": main, "draft": draft, "index": index}
+
+
+def balance(twin: Twin) -> None:
+    """Nudge each router's bias towards experts that were chosen too seldom."""
+    target = twin.config.experts_per_token / twin.config.num_experts
+    names = [f"layers.{i}" for i in range(twin.config.num_layers)] + ["mtp.0"]
+    with torch.no_grad():
+        for index, name in enumerate(names):
+            if f"{name}.ffn.gate.bias".replace(".", "/") in twin.p:
+                twin[f"{name}.ffn.gate.bias"].add_(torch.sign(target - twin.load[index]), alpha=BALANCE_RATE)
+
+
+def rate(done: float) -> float:
+    """Warm up over 1 %, hold, fall to zero over the last 40 %."""
+    return min(1.0, done / 0.01, max(0.0, (1 - done) / 0.4))
+
+
+def train(twin: Twin, feeder: Feeder, phases: list[Phase], out: Path, device: str, seconds: float) -> None:
+    """The schedule follows the clock, from the end of the first step on: that one compiles."""
+    optimiser = Optimiser(twin)
+    before, step, tokens, edge = 0.0, 0, 0, 0.0
+    if (out / "last.pt").exists():
+        saved = torch.load(out / "last.pt", map_location=device, weights_only=True)
+        twin.load_state_dict(saved["twin"])
+        optimiser.load_state_dict(saved["optimiser"])
+        before, step, tokens = saved["seconds"], saved["step"], saved["tokens"]
+    start: float | None = None
+    elapsed = before
+    with (out / "log.jsonl").open("a") as log:
+        for phase in phases:
+            edge += phase.share * seconds
+            twin.rounding.cache, twin.rounding.weights = phase.rounds_cache, phase.rounds_weights
+            batches = feeder.batches(phase, device)
+            while elapsed < edge:
+                ids, mask = next(batches)
+                loss, parts = losses(twin, ids, mask)
+                loss.backward()
+                optimiser.step(rate(elapsed / seconds))
+                balance(twin)
+                step, tokens = step + 1, tokens + ids.numel()
+                if start is None:
+                    torch.cuda.synchronize()
+                    start = time.perf_counter()
+                elapsed = before + time.perf_counter() - start
+                if step % 20 == 0:
+                    row = {"step": step, "phase": phase.name, "seconds": round(elapsed, 1), "tokens": tokens}
+                    row |= {name: round(float(value.detach()), 4) for name, value in parts.items()}
+                    row |= {"max_load": round(float(twin.load.max()), 3)}
+                    log.write(json.dumps(row) + "\n")
+                    log.flush()
+                if step % 500 == 0:
+                    _save(twin, optimiser, out, step, tokens, elapsed)
+    _save(twin, optimiser, out, step, tokens, elapsed)
+
+
+def _save(twin: Twin, optimiser: Optimiser, out: Path, step: int, tokens: int, seconds: float) -> None:
+    state = {"twin": twin.state_dict(), "optimiser": optimiser.state_dict()}
+    torch.save(state | {"step": step, "tokens": tokens, "seconds": seconds}, out / "last.tmp")
+    (out / "last.tmp").replace(out / "last.pt")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--corpus", type=Path, required=True)
+    parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=1100, help="training time after the first step")
+    parser.add_argument("--rows", default="64,16,64", help="rows per step of each phase")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=14)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--no-compile", action="store_true")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    rows = [int(n) for n in args.rows.split(",")]
+    phases = [
+        Phase("main", 0.62, rows[0], 1024, False, False),
+        Phase("long", 0.25, rows[1], 4096, True, False),
+        Phase("final", 0.13, rows[2], 1024, True, True),
+    ]
+    feeder = Feeder(args.corpus, args.tokenizer, args.seed, args.workers)
+    torch.manual_seed(args.seed)
+    torch.set_float32_matmul_precision("high")
+    config = model_config(Tokenizer.load(args.tokenizer).vocab_size)
+    twin = Twin(config, 4096, args.device)
+    initialise(twin, args.seed)
+    twin.train()
+    twin.wants_index_loss = True
+    if not args.no_compile:
+        twin.compile()
+    try:
+        train(twin, feeder, phases, args.out, args.device, args.seconds)
+    finally:
+        feeder.close()
+
+
+if __name__ == "__main__":
+    main()
