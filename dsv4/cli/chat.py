@@ -113,9 +113,7 @@ class _Conversation:
         from dsv4.text.deltas import Content, Reasoning
         from dsv4.text.stream import OutputParser
 
-        tokenizer = self.engine.tokenizer
-        assert tokenizer is not None
-        parser = OutputParser(thinking=self.thinking, tokenizer=tokenizer)
+        parser = OutputParser(thinking=self.thinking, tokenizer=self.engine.tokenizer)
         parts: dict[str, list[str]] = {"reasoning_content": [], "content": []}
 
         def show(deltas: list[Any]) -> None:
@@ -140,8 +138,10 @@ class _Conversation:
                     if delta.token is None:
                         continue
                     count += 1
-                    known = delta.token.id < tokenizer.vocab_size
-                    show(parser.push_id(delta.token.id) if known else parser.push_text("\ufffd"))
+                    try:
+                        show(parser.push_id(delta.token.id))
+                    except TextError:  # an output row without an entry in the tokenizer
+                        show(parser.push_text("\ufffd"))
         show(parser.finish("stop" if end == "stop" else "length")[0])
         out.print()
         seconds = time.perf_counter() - start

@@ -30,7 +30,7 @@ def init(
     from dsv4.lab.init import make
 
     done = 0
-    with bytes_bar(f"writing {folder.name}") as update:
+    with bytes_bar(f"writing {folder.resolve().name}") as update:
         for done, total in make(folder, load_preset(preset), format, seed):
             update(done, total)
     if json:

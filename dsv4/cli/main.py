@@ -30,8 +30,8 @@ def _help(context: typer.Context) -> None:
 
 
 def main() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        # A model's text may hold what the terminal's encoding lacks; that is no reason to end.
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        # What is typed or generated may not fit the terminal's encoding; that is no reason to end.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:

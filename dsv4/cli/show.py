@@ -90,7 +90,7 @@ def load_engine(model: Path, config: "EngineConfig") -> "Engine":
     """Load with a progress bar; what the checkpoint lacks is said on stderr."""
     from dsv4.engine.engine import Engine
 
-    with bytes_bar(f"loading {model.name}") as update:
+    with bytes_bar(f"loading {model.resolve().name}") as update:
         engine = Engine.load(model, config, update)
     for note in engine.notes:
         say("note", "yellow", note)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import operator
 import secrets
 from contextlib import ExitStack
 from pathlib import Path
@@ -79,7 +80,11 @@ class Engine:
             if self.tokenizer is None:
                 raise RequestError("the model folder has no tokenizer.json; give token ids instead of text")
             prompt = [self.tokenizer.bos_id, *self.tokenizer.encode_text(prompt)]
-        return Request(f"r{next(self._ids)}", tuple(prompt), params or SamplingParams())
+        try:
+            ids = tuple(operator.index(id) for id in prompt)  # also NumPy's and torch's integers
+        except TypeError as error:
+            raise RequestError(f"a prompt is a text or a list of token ids ({error})") from None
+        return Request(f"r{next(self._ids)}", ids, params or SamplingParams())
 
     def submit(self, request: Request) -> None:
         """Queue a request, or refuse it with the numbers if it can never be served."""
@@ -167,11 +172,10 @@ class Engine:
         if params.logprobs is None:
             return Token(chosen)
         logprobs = sample.log_probs(logits)
-        order = logprobs.sort(descending=True, stable=True)
-        top = zip(
-            order.indices[: params.logprobs].tolist(), order.values[: params.logprobs].tolist(), strict=True
-        )
-        return Token(chosen, float(logprobs[chosen]), tuple(top))
+        # By logits: two that differ can round to one logprob, and the first must be the greedy choice.
+        top = logits.sort(descending=True, stable=True).indices[: params.logprobs]
+        pairs = zip(top.tolist(), logprobs[top].tolist(), strict=True)
+        return Token(chosen, float(logprobs[chosen]), tuple(pairs))
 
     def cancel(self, request_id: str) -> None:
         """End a request now; its slot and pages are free at once. Unknown or finished ids are an error."""

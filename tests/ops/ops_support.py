@@ -37,5 +37,5 @@ def product_bound(x: Tensor, w: Tensor) -> Tensor:
 
 
 def one_more_rounding(want: Tensor, dtype: torch.dtype) -> Tensor:
-    """Half a unit in the last place of `dtype`, doubled: the float32 value may lie on the other side of a tie."""
+    """A unit in the last place of `dtype`, not half: the float32 value may lie beyond a tie."""
     return want.double().abs() * torch.finfo(dtype).eps + TINY

@@ -35,6 +35,15 @@ def test_row_counts_change_no_bit(k: int, n: int) -> None:
     check_close(alone, x.double() @ w.double(), product_bound(x, w), f"product [{k}, {n}]")
 
 
+@pytest.mark.parametrize(("k", "n"), [(96, 1), (1000, 300), (2048, 300)])
+def test_hundreds_of_rows_change_no_bit(k: int, n: int) -> None:
+    """Shapes for which one large product was seen to differ from the product of a few rows."""
+    x, w = rand(200, k, seed=1), rand(k, n, seed=2)
+    whole = row_product(x, w)
+    for count in (1, 9, 16, 199):
+        assert torch.equal(row_product(x[:count], w), whole[:count]), count
+
+
 def test_infinite_and_nan_rows_stay_in_their_row() -> None:
     x, w = rand(19, 37), rand(37, 11, seed=1)
     clean = row_product(x, w)
@@ -43,7 +52,9 @@ def test_infinite_and_nan_rows_stay_in_their_row() -> None:
     got = row_product(x, w)
     good = [row for row in range(19) if row not in (3, 7, 8, 18)]
     assert torch.equal(got[good], clean[good])
-    assert torch.isnan(got[7]).all() and torch.isinf(got[3]).all() and torch.equal(got[8], got[8].sign() * INF)
+    assert (
+        torch.isnan(got[7]).all() and torch.isinf(got[3]).all() and torch.equal(got[8], got[8].sign() * INF)
+    )
 
 
 def test_row_product_reads_strided_views() -> None:
@@ -84,12 +95,17 @@ def test_a_value_gives_the_same_bits_wherever_it_lies(name: str) -> None:
     """Vector loops finish with a tail; the tail must not be another implementation."""
     function = FUNCTIONS[name][0]
     x = rand(200) * 20
-    x[::17] = torch.tensor([INF, -INF, NAN, 0.0, -0.0, 1e-42, -1e-42, 88.8, -88.8, 104.0, -104.0, 1e38]).float()
+    x[::17] = torch.tensor(
+        [INF, -INF, NAN, 0.0, -0.0, 1e-42, -1e-42, 88.8, -88.8, 104.0, -104.0, 1e38]
+    ).float()
     whole = function(x)
     for length in range(1, 70):
         for start in (0, 1, 3, 50):
             part = function(x[start : start + length])
-            assert torch.equal(part.nan_to_num(7), whole[start : start + length].nan_to_num(7)), (start, length)
+            assert torch.equal(part.nan_to_num(7), whole[start : start + length].nan_to_num(7)), (
+                start,
+                length,
+            )
     for view in (x.view(40, 5)[:, 1:4], x.view(40, 5).t(), x[::3]):
         assert torch.equal(function(view).nan_to_num(7), function(view.contiguous()).nan_to_num(7))
 

@@ -1,0 +1,212 @@
+"""What a user can get wrong ends in one sentence and exit code 2, and leaves nothing half-written behind."""
+
+import json
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from checkpoints import read_file, write_file
+from cli_support import ROOT, dsv4, process, refused
+from safetensors.torch import save_file
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint("modelopt")
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory, model: Path, checkpoint: Callable[..., Path]) -> Path:
+    """A folder full of mistakes."""
+    desk = tmp_path_factory.mktemp("desk")
+    save_file({"ids": torch.tensor([5, 6, 7, 8])}, desk / "ids")
+    save_file({"ids": torch.tensor([5, 300])}, desk / "foreign")
+    save_file({"ids": torch.tensor([], dtype=torch.long)}, desk / "none")
+    save_file({"ids": torch.tensor([0.5])}, desk / "floats")
+    save_file({"ids": torch.zeros(2, 2, dtype=torch.long)}, desk / "square")
+    save_file({"other": torch.tensor([1])}, desk / "other")
+    (desk / "noise").write_bytes(b"\xff\xfe\x00 not text, not safetensors")
+    (desk / "empty").touch()
+    (desk / "story").write_text("a story")
+    (desk / "folder").mkdir()
+    (desk / "nothing").mkdir()
+    for name, config in (("bad json", "{"), ("bad config", '{"hidden_size": 1}')):
+        (desk / name).mkdir()
+        (desk / name / "config.json").write_text(config)
+    for name in ("bare", "truncated", "nan", "lacking"):
+        (desk / name).mkdir()
+        shutil.copy(model / "config.json", desk / name)
+    (desk / "bare" / "model.safetensors").symlink_to(model / "model.safetensors")
+    (desk / "truncated" / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:-5])
+    tensors = read_file(model / "model.safetensors")
+    tensors["norm.weight"].data[:2] = b"\xc0\x7f"
+    write_file(desk / "nan" / "model.safetensors", tensors)
+    del tensors["norm.weight"]
+    write_file(desk / "lacking" / "model.safetensors", tensors)
+    (desk / "hf").symlink_to(checkpoint("hf-bf16"))
+    (desk / "model").symlink_to(model)
+    return desk
+
+
+SCORE = "score {model} --logits {desk}/out --ids"
+# command (split at spaces, after which {} are filled in) -> part of the sentence
+REFUSED = {
+    "--nope": "No such option: --nope",
+    "nope": "No such command 'nope'; see dsv4 --help",
+    "generate": "Missing argument 'model'; see dsv4 generate --help",
+    "generate {model} hi --top-k many": "'--top-k'",
+    "generate {model} hi --max-tokens": "--max-tokens",
+    "generate {model}": "no prompt given",
+    "generate {desk}/missing hi": "/missing does not exist; give a model folder",
+    "generate {desk}/nothing hi": "/nothing/config.json does not exist; give a model folder",
+    "generate {desk}/story hi": "config.json does not exist",
+    "generate {desk}/[bold]x[/] hi": "/[bold]x[/] does not exist",
+    "generate {model} hi --max-tokens 0": "max_tokens is 0, expected a positive integer",
+    "generate {model} hi --temperature -1": "temperature is -1.0",
+    "generate {model} hi --top-p 0": "top_p is 0.0",
+    "generate {model} hi --min-p 2": "min_p is 2.0",
+    "generate {model} hi --seed -1": "seed is -1",
+    "generate {model} hi --logprobs 400": "logprobs asks for 400 alternatives of a vocabulary of 300",
+    "generate {model} hi --stop-id 300": "stop id 300 is outside the vocabulary of 300",
+    "generate {model} hi --max-tokens 5000": "exceeds max_context 4096",
+    "generate {model} hi --thinking": "--thinking goes with --chat",
+    "generate {model} --ids 1,x": "--ids '1,x': expected numbers separated by commas",
+    "generate {model} --ids 300": "prompt id 300 is outside the vocabulary of 300",
+    "generate {model} --ids ,": "the prompt is empty",
+    "generate {model} hi --activations a5": "activations is 'a5', expected one of a16, a8, a4",
+    "generate {model} hi --max-context 9999": "max_context 9999 exceeds the model's 4096 positions",
+    "generate {model} hi --device tpu": "device 'tpu' is unknown; use auto, cpu, cuda or cuda:N",
+    "generate {model} hi --op attend": "--op 'attend': expected OP=BACKEND",
+    "generate {model} hi --op machine=x": "unknown ops ['machine']",
+    "generate {model} hi --op attend=ref --op attend=ref": "names an op twice",
+    "generate {model} hi --threads 99999999999": "threads is 99999999999",
+    "generate {model} hi --max-batch 9999999": "lower max_batch or max_context",
+    "generate {desk}/bare hi": "no tokenizer.json; give token ids instead of text",
+    "generate {desk}/bare hi --chat": "no tokenizer.json; --chat needs one",
+    "generate {desk}/bare --ids 5 --stop x": "stop strings need a tokenizer.json",
+    "chat {desk}/bare": "no tokenizer.json; chat needs one",
+    "chat {desk}/missing": "does not exist",
+    "generate {desk}/truncated hi": "model.safetensors",
+    "generate {desk}/nan hi": "norm.weight in model.safetensors holds NaN or infinity",
+    "generate {desk}/lacking hi": "norm",
+    "inspect {desk}/truncated": "model.safetensors",
+    "inspect {desk}/lacking": "norm",
+    "inspect {desk}/missing": "does not exist",
+    "inspect {desk}/bad?json": "bad json/config.json is not JSON",
+    "inspect {desk}/bad?config": "bad config/config.json",
+    "info --device cuda:x": "device 'cuda:x'",
+    "info extra": "extra",
+    "init {desk}/new --preset huge": "unknown preset 'huge'; use one of flash, pro, tiny",
+    "init {desk}/new --format gguf": "unknown format 'gguf'; use one of bf16",
+    "init {desk}/new --seed -1": "seed is -1, expected 0 to",
+    "init {desk}/new --seed 99999999999999999999": "seed is 99999999999999999999",
+    "init {desk}": "is not empty; give a new folder",
+    "init {desk}/story": "/story cannot be made: File exists",
+    "init {desk}/story/below": "/story/below cannot be made: Not a directory",
+    "score {model}": "give either --ids with --prompt-len and --logits, or --text",
+    "score {model} --text {desk}/story --ids {desk}/ids": "give either --ids",
+    "score {model} --text {desk}/story --mtp": "go with --ids, not with --text",
+    "score {model} --text {desk}/missing": "/missing cannot be read: No such file",
+    "score {model} --text {desk}/folder": "/folder cannot be read: Is a directory",
+    "score {model} --text {desk}/noise": "/noise is not UTF-8 text (byte 0)",
+    "score {model} --text {desk}/empty": "the text is empty",
+    "score {desk}/bare --text {desk}/story": "no tokenizer.json",
+    "score {model} --ids {desk}/ids": "--ids needs --prompt-len N and --logits",
+    f"{SCORE} {{desk}}/missing --prompt-len 2": "/missing does not exist",
+    f"{SCORE} {{desk}}/noise --prompt-len 2": "/noise",
+    f"{SCORE} {{desk}}/other --prompt-len 2": "has no tensor 'ids'; found ['other']",
+    f"{SCORE} {{desk}}/floats --prompt-len 2": "ids is F32 [1], expected I64 or I32 [T]",
+    f"{SCORE} {{desk}}/square --prompt-len 2": "ids is I64 [2, 2], expected",
+    f"{SCORE} {{desk}}/none --prompt-len 1": "ids is empty",
+    f"{SCORE} {{desk}}/foreign --prompt-len 1": "id 300 is outside the vocabulary",
+    f"{SCORE} {{desk}}/ids --prompt-len 5": "prompt-len is 5, expected 1 to 4",
+    f"{SCORE} {{desk}}/ids --prompt-len 0": "prompt-len is 0, expected 1 to 4",
+    f"{SCORE} {{desk}}/ids --prompt-len 4 --mtp": "MTP logits of 4 prompt positions need 5",
+    "score {desk}/hf --ids {desk}/ids --prompt-len 2 --logits {desk}/out --mtp": "no draft block (mtp.*)",
+    f"{SCORE} {{desk}}/ids --prompt-len 2 --max-context 3": "4 ids exceed max_context 3",
+    "score {model} --ids {desk}/ids --prompt-len 2 --logits {desk}/missing/out": "/missing/out: expected the",
+    "score {model} --ids {desk}/ids --prompt-len 2 --logits {desk}/folder": "/folder: expected the name of a",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_one_sentence_and_exit_code_2(command: str, model: Path, desk: Path) -> None:
+    before = sorted(desk.iterdir())
+    arguments = [part.format(model=model, desk=desk).replace("?", " ") for part in command.split()]
+    message = refused(dsv4(*arguments))
+    assert REFUSED[command] in message
+    after = sorted(path for path in desk.iterdir() if path != desk / "new")
+    assert after == before, "nothing is left, under the final name or another"
+    if (desk / "new").exists():
+        (desk / "new").rmdir()  # only ever an empty folder
+
+
+def test_init_asks_for_no_more_than_the_disk_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**9))
+    message = refused(dsv4("init", tmp_path / "new", "--preset", "flash", "--format", "official"))
+    assert re.search(r"needs 1\d\d\.\d GB, but 1\.0 GB of disk are free", message)
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def limit_file_size() -> None:
+    """From here on, a file that grows over 16 kB is an I/O error, as on a full disk."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16384, 16384))
+
+
+def test_a_full_disk(model: Path, desk: Path, tmp_path: Path) -> None:
+    save_file({"ids": torch.arange(60)}, tmp_path / "ids")
+    out = tmp_path / "out.safetensors"
+    done = process(
+        ["score", model, "--ids", tmp_path / "ids", "--prompt-len", 50, "--logits", out], limit_file_size
+    )
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"error: {out} cannot be written: ")
+    assert [p.name for p in tmp_path.iterdir()] == ["ids"]
+    done = process(["init", tmp_path / "model"], limit_file_size)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: ") and "cannot be written: File too large" in done.stderr
+    assert list((tmp_path / "model").iterdir()) == []
+
+
+def test_an_old_result_survives_a_failed_run(model: Path, desk: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("old")
+    refused(dsv4("score", model, "--ids", desk / "foreign", "--prompt-len", 1, "--logits", tmp_path / "out"))
+    assert (tmp_path / "out").read_text() == "old" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_reader_that_goes_away_is_no_error(model: Path) -> None:
+    shell = f'"{sys.executable}" -m dsv4 inspect "{model}" --tensors | head -n 1'
+    done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("layers") and done.stderr == ""
+
+
+def test_traceback_on_demand(desk: Path) -> None:
+    done = process(["inspect", desk / "missing"], DSV4_TRACEBACK="1")
+    assert done.returncode == 1 and "Traceback" in done.stderr and "ConfigError" in done.stderr
+
+
+def test_control_characters_of_a_file_name_stay_out_of_the_terminal(desk: Path) -> None:
+    message = refused(dsv4("inspect", f"{desk}/\x1b[31mred\x9b"))
+    assert "\x1b" not in message and "\x9b" not in message and "␛[31mred" in message
+
+
+def test_damage_that_only_shows_while_computing(model: Path, tmp_path: Path) -> None:
+    """Finite weights whose product overflows: an error, not a token and not a nan in a table."""
+    for file in ("config.json", "tokenizer.json"):
+        (tmp_path / file).symlink_to(model / file)
+    tensors = read_file(model / "model.safetensors")
+    tensors["norm.weight"].data[:] = b"\x7f\x7f" * (len(tensors["norm.weight"].data) // 2)  # 3.4e38
+    write_file(tmp_path / "model.safetensors", tensors)
+    (tmp_path / "story").write_text("a story")
+    assert "hold NaN or infinity" in refused(dsv4("generate", tmp_path, "hi", "--json", "--max-tokens", 3))
+    assert "the text's log-likelihood is" in refused(dsv4("score", tmp_path, "--text", tmp_path / "story"))
+    assert json.loads(dsv4("inspect", tmp_path, "--json").out)["bytes"] > 0

@@ -1,0 +1,133 @@
+"""Experts: the clamp with values beyond it, the routing weight's place, and sums that ignore the batch."""
+
+import math
+
+import pytest
+import torch
+from ops_support import ROUND, check_close, rand
+from torch import Tensor
+
+from dsv4.ops.experts import ref
+from dsv4.ops.linear.ref import dense, round_input
+from dsv4.quant.codec import decode, encode_weight
+from dsv4.quant.formats import Format, QuantTensor
+
+
+def naive_ffn(x: Tensor, expert: tuple[Tensor, Tensor, Tensor], limit: float, weight: float = 1.0) -> Tensor:
+    """One token x [D]; w1, w3 [I, D], w2 [D, I] as stored; float64 throughout."""
+    w1, w3, w2 = (w.double() for w in expert)
+    hidden = []
+    for i in range(w1.shape[0]):
+        gate = min(sum(a * b for a, b in zip(x.tolist(), w1[i].tolist(), strict=True)), limit)
+        up = sum(a * b for a, b in zip(x.tolist(), w3[i].tolist(), strict=True))
+        up = max(-limit, min(limit, up))
+        hidden.append(weight * gate / (1 + math.exp(-gate)) * up)
+    rows = w2.tolist()
+    return torch.tensor(
+        [sum(h * v for h, v in zip(hidden, row, strict=True)) for row in rows], dtype=torch.float64
+    )
+
+
+def make_expert(width: int, inner: int, seed: int, format: Format = Format.F32) -> tuple[QuantTensor, ...]:
+    shapes = ((inner, width), (inner, width), (width, inner))
+    return tuple(encode_weight(rand(*shape, seed=seed + i), format) for i, shape in enumerate(shapes))
+
+
+def values(expert: tuple[QuantTensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    w1, w3, w2 = expert
+    return decode(w1), decode(w3), decode(w2)
+
+
+def bound(x: Tensor, expert: tuple[Tensor, Tensor, Tensor], limit: float) -> float:
+    """Sums of D and of I terms whose factors are at most limit**2, with slopes of about 1."""
+    w1, w3, w2 = expert
+    size = float(x.abs().sum() * max(w1.abs().max(), w3.abs().max()))
+    inner = min(size, limit) ** 2 + 1
+    return (w1.shape[0] + w1.shape[1] + 10) * ROUND * float(w2.abs().sum(1).max()) * inner * (1 + size)
+
+
+@pytest.mark.parametrize("format", [Format.F32, Format.NVFP4, Format.MXFP4, Format.FP8])
+@pytest.mark.parametrize(("tokens", "width", "inner"), [(0, 4, 2), (1, 2, 2), (5, 34, 18), (9, 16, 64)])
+def test_ffn_against_loops(tokens: int, width: int, inner: int, format: Format) -> None:
+    x, expert = rand(tokens, width), make_expert(width, inner, 1, format)
+    routing = rand(tokens, seed=9).abs()
+    plain, weighted = ref.ffn(x, expert, 10.0, "a16"), ref.ffn(x, expert, 10.0, "a16", routing)
+    held = tuple(dense(w) for w in expert)
+    assert torch.equal(ref.ffn(x, held, 10.0, "a16"), plain), "decoded once or at each use: the same bits"
+    for t in range(tokens):
+        near = bound(x[t], values(expert), 10.0)
+        check_close(plain[t], naive_ffn(x[t], values(expert), 10.0), near, f"token {t}")
+        want = naive_ffn(x[t], values(expert), 10.0, float(routing[t]))
+        check_close(weighted[t], want, near * (1 + float(routing[t])), f"weighted token {t}")
+
+
+@pytest.mark.parametrize(
+    ("gate", "up", "want_gate", "want_up"),
+    [
+        (25.0, 1.0, 10.0, 1.0),  # the gate is clamped from above
+        (-25.0, 1.0, -25.0, 1.0),  # and only from above
+        (2.0, 25.0, 2.0, 10.0),  # up on both sides
+        (2.0, -25.0, 2.0, -10.0),
+        (10.0, -10.0, 10.0, -10.0),
+        (1e30, -1e30, 10.0, -10.0),
+        (-1e30, 1e30, -math.inf, 10.0),  # silu of far below is zero
+    ],
+)
+def test_clamp(gate: float, up: float, want_gate: float, want_up: float) -> None:
+    one = torch.ones(1, 1)
+    got = ref.ffn(one, (gate * one, up * one, one), 10.0, "a16")
+    silu = 0.0 if want_gate == -math.inf else want_gate / (1 + math.exp(-want_gate))
+    check_close(
+        got, torch.tensor([[silu * want_up]], dtype=torch.float64), 4e-7 * abs(silu * want_up), "clamp"
+    )
+
+
+def test_the_routing_weight_enters_before_the_down_projection() -> None:
+    """With FP8 inputs it matters: w2 sees the rounding of weight * hidden, not of hidden."""
+    x, expert = rand(3, 32), make_expert(32, 48, 1)
+    weight = torch.tensor([0.3, 0.77, 1.9])
+    got = ref.ffn(x, expert, 10.0, "a8", weight)
+    inputs = round_input(x, "a8")
+    w1, w3, w2 = values(expert)
+    gate, up = (inputs @ w1.t()).clamp(max=10), (inputs @ w3.t()).clamp(-10, 10)
+    hidden = torch.nn.functional.silu(gate) * up
+    before = round_input(weight.unsqueeze(1) * hidden, "a8") @ w2.t()
+    after = weight.unsqueeze(1) * (round_input(hidden, "a8") @ w2.t())
+    size = float(before.abs().max())
+    # A value at a rounding edge may fall to either side; nearly all must agree, and not with `after`.
+    assert float((got - before).abs().median()) < 1e-5 * size
+    assert float((got - after).abs().median()) > 1e-3 * size
+
+
+def test_hidden_is_rounded_to_the_compute_type() -> None:
+    x, expert = rand(2, 16).bfloat16(), make_expert(16, 8, 1)
+    w1, w3, w2 = (w.float() for w in values(expert))
+    gate, up = (x.float() @ w1.t()).bfloat16().float(), (x.float() @ w3.t()).bfloat16().float()
+    hidden = (torch.nn.functional.silu(gate.clamp(max=10)) * up.clamp(-10, 10)).bfloat16().float()
+    want = hidden @ w2.t()
+    got = ref.ffn(x, expert, 10.0, "a16")
+    assert got.dtype == torch.bfloat16
+    check_close(got, want, 2.0**-8 * want.abs() + 2.0**-7 * float(hidden.abs().max()) * 2**-8, "bfloat16")
+
+
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(0, 3, 2), (1, 5, 5), (11, 7, 3)])
+def test_routed_sums_the_chosen(tokens: int, experts: int, k: int) -> None:
+    x = rand(tokens, 12)
+    all_experts = [make_expert(12, 10, 10 * e) for e in range(experts)]
+    ids = rand(tokens, experts, seed=3).argsort(1)[:, :k]
+    weights = rand(tokens, k, seed=4).abs()
+    got = ref.routed(x, ids, weights, all_experts, 10.0, "a16")
+    assert got.dtype == torch.float32 and got.shape == x.shape
+    for t in range(tokens):
+        want = torch.zeros(12, dtype=torch.float64)
+        near = 0.0
+        for e, w in zip(ids[t].tolist(), weights[t].tolist(), strict=True):
+            want += naive_ffn(x[t], values(all_experts[e]), 10.0, w)
+            near += bound(x[t], values(all_experts[e]), 10.0) * (1 + w)
+        check_close(got[t], want, near, f"token {t}")
+    shuffled = torch.arange(k - 1, -1, -1)
+    again = ref.routed(x, ids[:, shuffled], weights[:, shuffled], all_experts, 10.0, "a16")
+    assert torch.equal(again, got), "summed by expert id: the order of choice changes no bit"
+    for t in range(tokens):
+        alone = ref.routed(x[t : t + 1], ids[t : t + 1], weights[t : t + 1], all_experts, 10.0, "a16")
+        assert torch.equal(alone[0], got[t]), "batch-mates at the same expert change no bit"
