@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import termios
@@ -91,8 +92,9 @@ class Terminal:
         self.master, slave = pty.openpty()
 
         def own_the_terminal() -> None:
-            # Only the controlling terminal turns a typed \x03 into SIGINT.
+            # Only the controlling terminal turns a typed \x03 into SIGINT, which background jobs ignore.
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
         self.process = subprocess.Popen(
             [sys.executable, "-m", "dsv4", *map(str, arguments)],

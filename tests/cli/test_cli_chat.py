@@ -55,6 +55,7 @@ def test_a_conversation(endless: Path) -> None:
         assert second != first, "the second answer sees the first one"
         assert after_reset == first, "/reset forgets"
         assert "\x1b[2m" in first and "\x1b[2m" not in without_thinking, "reasoning is dimmed"
+        assert re.sub(r"\x1b\[\dm", "", first) != without_thinking, "/think off changes the prompt too"
         terminal.type("\x04")
         assert terminal.wait() == 0
 

@@ -17,6 +17,9 @@ from checkpoints import read_file, write_file
 from cli_support import ROOT, dsv4, process, refused
 from safetensors.torch import save_file
 
+from dsv4.errors import ConfigError
+from dsv4.lab.score import write_logits
+
 
 @pytest.fixture(scope="module")
 def model(checkpoint: Callable[..., Path]) -> Path:
@@ -175,6 +178,13 @@ def test_a_full_disk(model: Path, desk: Path, tmp_path: Path) -> None:
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: ") and "cannot be written: File too large" in done.stderr
     assert list((tmp_path / "model").iterdir()) == []
+
+
+def test_a_result_that_cannot_take_its_name_leaves_no_part_of_itself(tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(ConfigError, match=r"taken cannot be written: .*Is a directory"):
+        write_logits(tmp_path / "taken", {"prefill_logits": torch.zeros(2, 3)})
+    assert [p.name for p in tmp_path.iterdir()] == ["taken"]
 
 
 def test_an_old_result_survives_a_failed_run(model: Path, desk: Path, tmp_path: Path) -> None:

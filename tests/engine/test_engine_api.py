@@ -16,6 +16,7 @@ from dsv4 import Engine, EngineConfig, SamplingParams
 from dsv4.errors import ConfigError, DeviceError, RequestError
 from dsv4.lab.byte_tokenizer import byte_tokenizer_json
 from dsv4.lab.score import score_ids
+from dsv4.ops.sample.ref import sample, uniform
 
 VOCAB = 300
 STOPS = {0, 1, 3, 4}  # the end of a turn, and what can only begin the next one
@@ -177,6 +178,15 @@ def test_seeds(engine: Engine) -> None:
         repeated = engine.generate(["s"], sampled(done.seed, 10))[0]
         assert repeated.ids == done.ids, "the reported seed repeats it"
     assert engine.generate(["s"], sampled(2**64 - 1, 1))[0].seed == 2**64 - 1
+
+
+def test_each_token_is_drawn_with_its_own_number(engine: Engine) -> None:
+    """A sampled token follows from the logits, the filters, the seed and its index, and nothing else."""
+    filters = {"temperature": 1.3, "top_k": 200, "top_p": 0.95, "min_p": 0.01}
+    prompt, done = [3, 1, 4], engine.generate([[3, 1, 4]], sampled(9, 10, **filters))[0]
+    ids = prompt + done.ids
+    logits = score_ids(engine, ids, len(ids))["prefill_logits"][2:-1]
+    assert done.ids == [sample(row, 1.3, 200, 0.95, 0.01, uniform(9, i)) for i, row in enumerate(logits)]
 
 
 def test_logprobs_are_of_the_models_own_distribution(engine: Engine) -> None:

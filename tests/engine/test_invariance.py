@@ -33,20 +33,20 @@ def feed(engine: Engine, slot: int, start: int, ids: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("block", range(10))
 def test_every_prompt_length(engine: Engine, one_shot: Tensor, block: int) -> None:
-    """A prompt of every length, then three generated tokens; 3 mod 4 is where others are known to fail."""
+    """A prompt of every length, then a generated token; 3 mod 4 is where others are known to fail."""
     for length in range(block * 30 + 1, block * 30 + 31):
         slot = engine.cache.claim(300)
         assert slot is not None
         try:
             assert torch.equal(feed(engine, slot, 0, TEXT[:length]), one_shot[:length]), length
-            for position in range(length, min(300, length + 3)):
+            for position in range(length, min(300, length + 1)):
                 got = feed(engine, slot, position, TEXT[position : position + 1])
                 assert torch.equal(got[0], one_shot[position]), (length, position)
         finally:
             engine.cache.release(slot)
 
 
-@pytest.mark.parametrize("prompt", [1, 2, 3, 4, 5, 7, 8, 39, 41, 64, 127, 128, 129, 131, 255, 256, 257, 299])
+@pytest.mark.parametrize("prompt", [1, 3, 4, 7, 41, 127, 128, 131, 255, 256, 299])
 def test_every_split_into_prompt_and_generated(engine: Engine, one_shot: Tensor, prompt: int) -> None:
     parts = score_ids(engine, TEXT, prompt)
     assert torch.equal(parts["prefill_logits"], one_shot[:prompt])
