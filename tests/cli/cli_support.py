@@ -30,9 +30,9 @@ class Done:
     err: str
 
 
-def dsv4(*arguments: object, stdin: str | bytes = "") -> Done:
+def dsv4(*arguments: object, stdin: str | bytes = "", encoding: str = "utf-8") -> Done:
     """The program in this process: everything but the process itself is real."""
-    streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8", newline="") for _ in range(2)]
+    streams = [io.TextIOWrapper(io.BytesIO(), encoding=encoding, newline="") for _ in range(2)]
     typed = io.TextIOWrapper(
         io.BytesIO(stdin if isinstance(stdin, bytes) else stdin.encode()), encoding="utf-8"
     )
@@ -54,9 +54,9 @@ def dsv4(*arguments: object, stdin: str | bytes = "") -> Done:
     return Done(code or 0, *texts)
 
 
-def ok(*arguments: object, stdin: str = "") -> str:
+def ok(*arguments: object, encoding: str = "utf-8") -> str:
     """What a run that must succeed printed."""
-    done = dsv4(*arguments, stdin=stdin)
+    done = dsv4(*arguments, encoding=encoding)
     assert done.code == 0, done
     return done.out
 
@@ -71,13 +71,12 @@ def refused(done: Done) -> str:
 
 
 def process(
-    arguments: Iterable[object], prepare: Callable[[], None] | None = None, **environment: str
+    arguments: Iterable[object], prepare: Callable[[], None] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """The program in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "dsv4", *map(str, arguments)],
         cwd=ROOT,
-        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         timeout=120,
