@@ -38,7 +38,7 @@ class Ops:
     sample: ModuleType
 
     @classmethod
-    def choose(cls, machine: str, **override: str) -> "Ops":
+    def choose(cls, machine: str, /, **override: str) -> "Ops":
         """The best backend of every op for `machine`, except where `override` names another."""
         if unknown := sorted(override.keys() - IMPLEMENTATIONS.keys()):
             raise ConfigError(f"unknown ops {unknown}; the ops are {', '.join(IMPLEMENTATIONS)}")
