@@ -1,0 +1,121 @@
+"""Every engine option has an effect or is refused."""
+
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4 import Engine, EngineConfig
+from dsv4.errors import ConfigError, DeviceError
+from dsv4.lab.score import score_ids
+
+VOCAB = 300
+IDS = [random.Random(8).randrange(VOCAB) for _ in range(140)]
+
+
+@pytest.fixture(scope="module")
+def logits_of(engine_for: Callable[..., Engine]) -> Callable[..., Tensor]:
+    made: dict[str, Tensor] = {}
+
+    def get(format: str, **options: Any) -> Tensor:
+        key = f"{format} {options}"
+        if key not in made:
+            made[key] = score_ids(engine_for(format, max_batch=1, **options), IDS, 130)["prefill_logits"]
+        return made[key]
+
+    return get
+
+
+def likeness(a: Tensor, b: Tensor) -> float:
+    """Cosine of the median row: in some rows a near-tie of experts or entries falls the other way."""
+    return float(torch.nn.functional.cosine_similarity(a, b, dim=1).median())
+
+
+@pytest.mark.parametrize("activations", ["a8", "a4"])
+def test_activations_round_inputs_of_quantised_linears(
+    logits_of: Callable[..., Tensor], activations: str
+) -> None:
+    assert not torch.equal(logits_of("modelopt", activations=activations), logits_of("modelopt"))
+    assert torch.equal(logits_of("bf16", activations=activations), logits_of("bf16"))
+
+
+def test_qat_off_leaves_the_rounding_out(logits_of: Callable[..., Tensor]) -> None:
+    for format in ("modelopt", "bf16"):
+        assert not torch.equal(logits_of(format, qat="off"), logits_of(format))
+
+
+def test_cache_formats(logits_of: Callable[..., Tensor]) -> None:
+    """fp8 is lossless after the model's rounding; bf16 rounds the rotated channels, by 2^-9 and no more."""
+    want = logits_of("modelopt")
+    assert torch.equal(logits_of("modelopt", cache="fp8"), want)
+    assert torch.equal(logits_of("modelopt", cache="f32"), want)
+    rounded = logits_of("modelopt", cache="bf16")
+    assert not torch.equal(rounded, want)
+    assert likeness(rounded, want) > 1 - 1e-5
+    assert torch.equal(logits_of("modelopt", compute_dtype="bfloat16", cache="bf16"),
+                       logits_of("modelopt", compute_dtype="bfloat16", cache="fp8"))  # fmt: skip
+
+
+def test_weights_packed_or_dense(logits_of: Callable[..., Tensor]) -> None:
+    for format in ("modelopt", "official"):
+        assert torch.equal(logits_of(format, weights="packed"), logits_of(format, weights="dense"))
+
+
+@pytest.mark.parametrize("format", ["bf16", "modelopt"])
+def test_bfloat16_runs_every_layer_kind(logits_of: Callable[..., Tensor], format: str) -> None:
+    half, full = logits_of(format, compute_dtype="bfloat16"), logits_of(format)
+    assert half.dtype == torch.float32 and torch.isfinite(half).all() and not torch.equal(half, full)
+    # About 40 roundings of 2^-9 in a row: sqrt(40) * 2^-9 relative error, squared and halved, is 1e-4.
+    assert likeness(half, full) > 1 - 1e-3
+
+
+def test_threads_batch_and_context_are_used(engine_for: Callable[..., Engine]) -> None:
+    engine = engine_for("modelopt", threads=2, max_batch=3, max_context=300, chunk=7)
+    try:
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+    assert engine.cache.num_free_slots == 3 and engine.scheduler.chunk == 7
+    assert engine.settings.max_context == 300
+    settled = {choice.name: choice.why for choice in engine.settings.choices}
+    assert settled.keys() == {"compute_dtype", "cache", "weights"} and all(settled.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"activations": "a6"}, "activations is 'a6', expected one of a16, a8, a4"),
+        ({"compute_dtype": "float16"}, "expected one of auto, float32, bfloat16"),
+        ({"qat": True}, "qat is True, expected one of on, off"),
+        ({"cache": "int8"}, "expected one of auto, fp8, bf16, f32"),
+        ({"weights": "mmap"}, "expected one of auto, dense, packed"),
+        ({"max_batch": 0}, "max_batch is 0"),
+        ({"chunk": 0}, "chunk is 0"),
+        ({"chunk": 1.5}, "chunk is 1.5"),
+        ({"max_context": 0}, "max_context is 0"),
+        ({"threads": -1}, "threads is -1"),
+        ({"threads": 10**10}, "threads is 10000000000, expected at most 1024"),
+        ({"qat": "off", "cache": "fp8"}, "with qat off use cache auto, bf16 or f32"),
+        ({"max_context": 4097}, "max_context 4097 exceeds the model's 4096 positions"),
+        ({"max_batch": 10**7}, "lower max_batch or max_context"),
+        ({"ops": (("attention", "ref"),)}, "unknown ops ['attention']; the ops are linear, experts"),
+        ({"ops": (("machine", "ref"),)}, "unknown ops ['machine']"),
+        ({"ops": (("attend", "sm12"),)}, "op attend has no backend 'sm12'; it has ref"),
+        ({"ops": (("attend", "ref"), ("attend", "gpu"))}, "names an op twice: attend=ref, attend=gpu"),
+    ],
+    ids=str,
+)
+def test_bad_engine_options(checkpoint: Callable[..., Path], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        Engine.load(checkpoint("modelopt"), EngineConfig(**options))
+
+
+def test_unknown_devices(checkpoint: Callable[..., Path]) -> None:
+    for device in ("tpu", "cuda:x", *([] if torch.cuda.is_available() else ["cuda", "cuda:0"])):
+        with pytest.raises(DeviceError, match=re.escape(repr(device))):
+            Engine.load(checkpoint("modelopt"), EngineConfig(device=device))
