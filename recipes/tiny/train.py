@@ -1,6 +1,7 @@
 """Trains the embedded model on one GPU: schedule, data feed, loop. Resumes from its last checkpoint."""
 
 import argparse
+import importlib
 import json
 import queue
 import time
@@ -16,7 +17,9 @@ from torch import Tensor
 
 from dsv4.config import LayerSpec, ModelConfig, Yarn, preset
 from dsv4.text.tokenizer import Tokenizer
+from recipes.tiny import plain
 from recipes.tiny.optim import Optimiser
+from recipes.tiny.plain import Documents
 from recipes.tiny.twin import Twin
 
 INDEX_WEIGHT, DRAFT_WEIGHT = 1.0, 0.3
@@ -96,10 +99,10 @@ def feed(
     mix = Mix(corpus, Tokenizer.load(tokenizer), seed=seed, split="train")
     phase = jobs.get()
     while phase is not None:
-        ids, mask, _ = mix.next_batch(8, phase.length, phase.name)
+        ids, mask, segments = mix.next_batch(8, phase.length, phase.name)
         while True:
             try:
-                out.put((phase.name, ids.astype(np.uint16), mask), timeout=0.5)
+                out.put((phase.name, ids.astype(np.uint16), mask, segments), timeout=0.5)
                 break
             except queue.Full:
                 pass
@@ -125,35 +128,42 @@ class Feeder:
         for process in self.processes:
             process.start()
 
-    def batches(self, phase: Phase, device: str) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self, phase: Phase, device: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """ids, is_target, document of each token; all [rows, length]."""
         for jobs in self.jobs:
             jobs.put(phase)
         while True:
-            ids, masks = [], []
-            while len(ids) * 8 < phase.rows:
-                name, rows, mask = self.out.get(timeout=120)
+            parts: list[tuple[np.ndarray, ...]] = []
+            while len(parts) * 8 < phase.rows:
+                name, *rows = self.out.get(timeout=120)
                 if name == phase.name:
-                    ids.append(torch.from_numpy(rows.astype(np.int64)))
-                    masks.append(torch.from_numpy(mask))
-            stacked = torch.cat(ids)[: phase.rows].pin_memory(), torch.cat(masks)[: phase.rows].pin_memory()
-            yield stacked[0].to(device, non_blocking=True), stacked[1].to(device, non_blocking=True)
+                    parts.append(tuple(rows))
+            ids, mask, segments = (
+                np.concatenate(column)[: phase.rows] for column in zip(*parts, strict=True)
+            )
+            columns = (ids.astype(np.int64), mask, segments.astype(np.int32))
+            a, b, c = (torch.from_numpy(t).pin_memory().to(device, non_blocking=True) for t in columns)
+            yield a, b, c
 
     def close(self) -> None:
         for process in self.processes:
             process.terminate()
 
 
-def losses(twin: Twin, ids: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """ids [B, L], mask [B, L] (tokens to be predicted) -> the loss to descend, and its parts."""
+def losses(twin: Twin, ids: Tensor, mask: Tensor, of: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """ids, mask (tokens to be predicted), of (their documents) [B, L] -> the loss to descend, and its parts."""
     twin.index_losses = []
-    streams = twin.streams(ids[:, :-2], torch.bfloat16)
+    documents = Documents(of)
+    streams = twin.streams(ids, torch.bfloat16, documents)
 
-    def cross_entropy(logits: Tensor, targets: Tensor, wanted: Tensor) -> Tensor:
-        nats = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
-        return (nats * wanted.flatten()).sum() / wanted.sum().clamp(min=1)
+    def mean(logits: Tensor, ahead: int) -> Tensor:
+        """Of the tokens that many places on, within the document."""
+        targets = F.pad(ids[:, ahead:], (0, ahead))
+        wanted = F.pad(mask[:, ahead:] & (of[:, ahead:] == of[:, :-ahead]), (0, ahead))
+        return (twin.parts.nats(logits, targets) * wanted).sum() / wanted.sum().clamp(min=1)
 
-    main = cross_entropy(twin.logits(streams), ids[:, 1:-1], mask[:, 1:-1])
-    draft = cross_entropy(twin.draft(streams, ids[:, 1:-1]), ids[:, 2:], mask[:, 2:])
+    main = mean(twin.logits(streams), 1)
+    draft = mean(twin.draft(streams, F.pad(ids[:, 1:], (0, 1)), documents), 2)
     index = torch.stack(twin.index_losses).mean()
     return main + DRAFT_WEIGHT * draft + INDEX_WEIGHT * index, {"main": main, "draft": draft, "index": index}
 
@@ -174,7 +184,7 @@ def rate(done: float) -> float:
 
 
 def train(twin: Twin, feeder: Feeder, phases: list[Phase], out: Path, device: str, seconds: float) -> None:
-    """The schedule follows the clock, from the end of the first step on: that one compiles."""
+    """The schedule follows the clock, from the end of the first step on: that one waits for kernels and data."""
     optimiser = Optimiser(twin)
     before, step, tokens, edge = 0.0, 0, 0, 0.0
     if (out / "last.pt").exists():
@@ -190,8 +200,8 @@ def train(twin: Twin, feeder: Feeder, phases: list[Phase], out: Path, device: st
             twin.rounding.cache, twin.rounding.weights = phase.rounds_cache, phase.rounds_weights
             batches = feeder.batches(phase, device)
             while elapsed < edge:
-                ids, mask = next(batches)
-                loss, parts = losses(twin, ids, mask)
+                ids, mask, of = next(batches)
+                loss, parts = losses(twin, ids, mask, of)
                 loss.backward()
                 optimiser.step(rate(elapsed / seconds))
                 balance(twin)
@@ -227,7 +237,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--no-compile", action="store_true")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     rows = [int(n) for n in args.rows.split(",")]
@@ -240,12 +249,11 @@ def main() -> None:
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
     config = model_config(Tokenizer.load(args.tokenizer).vocab_size)
-    twin = Twin(config, 4096, args.device)
+    parts = importlib.import_module("recipes.tiny.fused") if args.device.startswith("cuda") else plain
+    twin = Twin(config, 4096, args.device, parts)
     initialise(twin, args.seed)
     twin.train()
     twin.wants_index_loss = True
-    if not args.no_compile:
-        twin.compile()
     try:
         train(twin, feeder, phases, args.out, args.device, args.seconds)
     finally:

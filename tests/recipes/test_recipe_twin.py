@@ -11,6 +11,7 @@ from dsv4.config import ModelConfig, preset
 from dsv4.lab.score import score_ids
 from dsv4.quant.formats import Format
 from recipes.tiny.export import export
+from recipes.tiny.plain import Documents
 from recipes.tiny.twin import Twin
 
 
@@ -43,13 +44,13 @@ def random_twin(seed: int) -> Twin:
 def test_twin_equals_engine(qat: str, tmp_path: Path) -> None:
     twin = random_twin(0)
     twin.rounding.cache = qat == "on"
-    ids = torch.randint(0, 96, (1, 300))
+    ids = torch.randint(0, 96, (1, 289))
     with torch.no_grad():
-        streams = twin.streams(ids[:, :299], torch.float32)
+        streams = twin.streams(ids[:, :288], torch.float32)
         want, want_draft = twin.logits(streams)[0], twin.draft(streams, ids[:, 1:])[0]
     export(twin, tmp_path, Format.F32, Format.F32, {})
-    engine = Engine.load(tmp_path, EngineConfig(qat=qat, max_batch=1, max_context=300))
-    got = score_ids(engine, ids[0].tolist(), 299, mtp=True)
+    engine = Engine.load(tmp_path, EngineConfig(qat=qat, max_batch=1, max_context=289))
+    got = score_ids(engine, ids[0].tolist(), 288, mtp=True)
     for name, expected in (("prefill_logits", want), ("mtp_logits", want_draft)):
         r = (got[name] - expected).norm(dim=1) / expected.norm(dim=1)
         # With rounding, float noise crosses a boundary now and then; without, nothing may part.
@@ -74,7 +75,7 @@ def test_rounded_weights_are_what_is_stored(tmp_path: Path) -> None:
 def test_every_parameter_gets_a_gradient() -> None:
     twin = random_twin(2).train()
     twin.wants_index_loss = True
-    ids = torch.randint(0, 96, (2, 160))
+    ids = torch.randint(0, 96, (2, 170))
     streams = twin.streams(ids[:, :-2], torch.float32)
     loss = (
         twin.logits(streams).float().square().mean()
@@ -84,3 +85,20 @@ def test_every_parameter_gets_a_gradient() -> None:
     without = [n for n, p in twin.p.items() if p.requires_grad and (p.grad is None or not p.grad.any())]
     # The router's bias is balanced by counting, not by gradients.
     assert all(name.endswith("gate/bias") for name in without), without
+
+
+def test_documents_of_a_row_do_not_see_each_other() -> None:
+    """A document behind another gives what it gives alone, at an offset that keeps its blocks whole."""
+    twin = random_twin(3)
+    ids = torch.randint(0, 96, (1, 264))
+    of = torch.zeros_like(ids, dtype=torch.int32)
+    of[:, 128:] = 1
+    with torch.no_grad():
+        streams = twin.streams(ids, torch.float32, Documents(of))
+        row = twin.logits(streams), twin.draft(streams[:, :240], ids[:, 1:241], Documents(of[:, :240]))
+        alone = torch.cat((ids[:, 128:], ids[:, :8]), 1)
+        streams = twin.streams(alone, torch.float32)
+        want = twin.logits(streams), twin.draft(streams[:, :120], alone[:, 1:121])
+    torch.testing.assert_close(row[0][:, 128:], want[0][:, :136], atol=2e-4, rtol=1e-3)
+    # The draft block's own window begins at the document too.
+    torch.testing.assert_close(row[1][:, 128:239], want[1][:, :111], atol=2e-4, rtol=1e-3)
