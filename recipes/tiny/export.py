@@ -60,7 +60,7 @@ def _layout(param: Param, large: Format, small: Format) -> tuple[list[Declared],
     if param.kind == "table":
         return [Declared(stored, "I64", shape)], lambda w: [w]
     if param.kind == "plain":
-        if has_weight_suffix(name) and small is Format.BF16:
+        if small is Format.BF16 and (has_weight_suffix(name) or name.endswith("_fn")):
             return [Declared(stored, "BF16", shape)], lambda w: [w.to(torch.bfloat16)]
         return [Declared(stored, "F32", shape)], lambda w: [w.float()]
     format = large if is_large(param) else small

@@ -96,7 +96,7 @@ KINDS = (
     Kind("problem", 4, word_problem, grows=True),
     Kind("school", 1, school_problem, lambda w: len(w.problems) // 3),
     Kind("number", 1, numbers),
-    Kind("recall", 10, recall, grows=True),
+    Kind("recall", 15, recall, grows=True),
     Kind("copy", 1.5, copying, grows=True),
     Kind("sort", 1.5, sorting, grows=True),
     Kind("spell", 1.5, spelling, grows=True),

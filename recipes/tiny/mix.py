@@ -22,9 +22,9 @@ from recipes.tiny.records import encode
 from recipes.tiny.words import SPLITS, Split
 from recipes.tiny.world import World
 
-# A run of 20 minutes on one GPU; how often the collection may repeat is judged against it.
-TOTAL_TOKENS = 500_000_000
-MAX_PASSES = 10.0
+# A run of ten minutes on one GPU; how often the collection may repeat is judged against it.
+TOTAL_TOKENS = 360_000_000
+MAX_PASSES = 14.0
 POOL_SIZE = 32
 # phase, row length, part of the tokens. Half of the main phase on short rows: more records with fewer tokens.
 STAGES = (("main", 512, 0.35), ("main", 1024, 0.35), ("long", 4096, 0.20), ("final", 4096, 0.10))
@@ -104,7 +104,7 @@ class Mix:
     def _make(self, kind: str, rng: Random, length: int) -> Record:
         if kind == "plain":
             return plain_text(self.world, rng, length)
-        return make_record(_KIND[kind], self.world, rng, length)
+        return make_record(KIND[kind], self.world, rng, length)
 
     def _plan(self, phase: str, length: int) -> "_Plan":
         """Chances of each kind, from its share and the mean size of its records, measured on a sample."""
@@ -113,7 +113,7 @@ class Mix:
         if (phase, length) not in self._plans:
             rng = Random(f"sizes {length}")
             sizes: dict[str, float] = {}
-            for name in (*_KIND, "plain"):
+            for name in (*KIND, "plain"):
                 made = [encode(self._make(name, rng, length), self._tokenizer)[0] for _ in range(40)]
                 sizes[name] = sum(min(len(ids), length) for ids in made) / len(made)
             parts = shares(phase, sizes, self.world, self._total_tokens, self._max_passes)
@@ -131,7 +131,7 @@ class _Plan:
     sizes: dict[str, float]
 
 
-_KIND = {kind.name: kind for kind in KINDS}
+KIND = {kind.name: kind for kind in KINDS}
 
 
 def build_world(folder: Path, tokenizer: Tokenizer, split: Split) -> World:

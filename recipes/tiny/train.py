@@ -20,8 +20,11 @@ from dsv4.text.tokenizer import Tokenizer
 from recipes.tiny import plain
 from recipes.tiny.optim import Optimiser
 from recipes.tiny.plain import Documents
+from recipes.tiny.probe import recall_rate
 from recipes.tiny.twin import Twin
 
+MAX_LENGTH = 4096
+PROBE_ROWS = 48
 INDEX_WEIGHT, DRAFT_WEIGHT = 1.0, 0.3
 BALANCE_RATE = 0.002
 
@@ -112,6 +115,13 @@ def feed(
             phase = jobs.get()
 
 
+def probe_rows(corpus: Path, tokenizer: Path, out: "mp.Queue[object]") -> None:
+    from recipes.tiny.probe import recall_rows
+
+    torch.set_num_threads(1)
+    out.put(recall_rows(corpus, Tokenizer.load(tokenizer), PROBE_ROWS, MAX_LENGTH))
+
+
 class Feeder:
     """Rows from several data processes; rows of an earlier phase are thrown away."""
 
@@ -125,6 +135,10 @@ class Feeder:
             )
             for i, jobs in enumerate(self.jobs)
         ]
+        self.probe = context.Queue()
+        self.processes.append(
+            context.Process(target=probe_rows, args=(corpus, tokenizer, self.probe), daemon=True)
+        )
         for process in self.processes:
             process.start()
 
@@ -193,7 +207,7 @@ def train(twin: Twin, feeder: Feeder, phases: list[Phase], out: Path, device: st
         optimiser.load_state_dict(saved["optimiser"])
         before, step, tokens = saved["seconds"], saved["step"], saved["tokens"]
     start: float | None = None
-    elapsed = before
+    elapsed, probe = before, []
     with (out / "log.jsonl").open("a") as log:
         for phase in phases:
             edge += phase.share * seconds
@@ -217,6 +231,9 @@ def train(twin: Twin, feeder: Feeder, phases: list[Phase], out: Path, device: st
                     log.write(json.dumps(row) + "\n")
                     log.flush()
                 if step % 500 == 0:
+                    probe = probe or [torch.from_numpy(t).to(device) for t in feeder.probe.get(timeout=300)]
+                    row = {"step": step, "recall": round(recall_rate(twin, *probe), 3)}
+                    log.write(json.dumps(row) + "\n")
                     _save(twin, optimiser, out, step, tokens, elapsed)
     _save(twin, optimiser, out, step, tokens, elapsed)
 
@@ -232,25 +249,25 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=1100, help="training time after the first step")
-    parser.add_argument("--rows", default="64,16,64", help="rows per step of each phase")
+    parser.add_argument("--seconds", type=float, default=600, help="training time after the first step")
+    parser.add_argument("--rows", default="96,24,24", help="rows per step of each phase")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=14)
+    parser.add_argument("--workers", type=int, default=13)
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     rows = [int(n) for n in args.rows.split(",")]
     phases = [
-        Phase("main", 0.62, rows[0], 1024, False, False),
-        Phase("long", 0.25, rows[1], 4096, True, False),
-        Phase("final", 0.13, rows[2], 1024, True, True),
+        Phase("main", 0.55, rows[0], 1024, False, False),
+        Phase("long", 0.33, rows[1], MAX_LENGTH, True, False),
+        Phase("final", 0.12, rows[2], MAX_LENGTH, True, True),
     ]
     feeder = Feeder(args.corpus, args.tokenizer, args.seed, args.workers)
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
     config = model_config(Tokenizer.load(args.tokenizer).vocab_size)
     parts = importlib.import_module("recipes.tiny.fused") if args.device.startswith("cuda") else plain
-    twin = Twin(config, 4096, args.device, parts)
+    twin = Twin(config, MAX_LENGTH, args.device, parts)
     initialise(twin, args.seed)
     twin.train()
     twin.wants_index_loss = True
