@@ -24,7 +24,11 @@ INTROS = (
 
 @dataclass(frozen=True)
 class Fact:
-    """A line of the context and what it answers; `key` is what to look for, `value` what must be said."""
+    """A line of the context and what it answers; `key` is what to look for, `value` what must be said.
+
+    In every line the value stands behind the key: a causal model of few layers finds what follows, and hardly
+    what came before. `quote` is what the thought says of the line, from the key on.
+    """
 
     line: str
     key: str
@@ -33,19 +37,17 @@ class Fact:
     answer: str
     items: tuple[str, ...]
     before: "Fact | None" = None  # of a two-step question, the line that leads to this one
+    quote: str = ""
 
     @property
     def thought(self) -> str:
-        own = f'I look for {self.key}. "{self.line}"'
+        own = f'I look for {self.key}. "{self.quote or self.line}"'
         return f"{self.before.thought} {own}" if self.before else own
 
 
 def _code(who: str, words: Words, rng: Random) -> Fact:
     code = str(words.code(rng))
     line = f"The code of {who} is {code}."
-    if rng.random() < 0.2:
-        asked = (f"Whose code is {code}?", f"Who has the code {code}?")
-        return Fact(line, code, who, asked, f"{code} is the code of {who}.", (who, code))
     asked = (f"What is the code of {who}?", f"Tell me the code of {who}.", f"Which code does {who} have?")
     return Fact(line, who, code, asked, line, (who, code))
 
@@ -96,31 +98,26 @@ ABOUT_PEOPLE: tuple[Callable[[str, Words, Random], Fact], ...] = (
 
 
 def _thing(words: Words, rng: Random, taken: set[str]) -> str:
-    """`red kite`, `kite`: with a look where the bare word is taken."""
+    """`kite`, `red ball`, `old ball`, `bakor`: words nobody knows must be read.
+
+    A noun comes once alone or only with looks, so that no thing is another one's name cut short.
+    """
     while True:
-        thing = rng.choice(words.objects)
-        if thing in taken or rng.random() < 0.5:
-            thing = f"{rng.choice(COLORS if rng.random() < 0.6 else LOOKS)} {thing}"
-        if thing not in taken:
-            taken.add(thing)
+        noun = rng.choice(words.objects) if rng.random() < 0.6 else words.made_up_name(rng).lower()
+        thing = noun
+        if f"... {noun}" in taken or rng.random() < 0.5:
+            thing = f"{rng.choice(COLORS if rng.random() < 0.6 else LOOKS)} {noun}"
+        if noun not in taken and thing not in taken:
+            taken |= {thing, f"... {noun}"} if thing != noun else {thing}
             return thing
 
 
 def _put(who: str, thing: str, rng: Random) -> Fact:
     place = rng.choice(PLACES)
     line = f"{who} put the {thing} in the {place}."
-    items = (who, thing)
-    if rng.random() < 0.3:
-        return Fact(
-            line,
-            f"the {thing}",
-            who,
-            (f"Who put the {thing} away?", f"Who put the {thing} in the {place}?"),
-            line,
-            items,
-        )
     asked = (f"Where is the {thing}?", f"Where did {who} put the {thing}?", f"In which place is the {thing}?")
-    return Fact(line, f"the {thing}", place, asked, f"The {thing} is in the {place}.", items)
+    answer, quote = f"The {thing} is in the {place}.", f"... the {thing} in the {place}."
+    return Fact(line, f"the {thing}", place, asked, answer, (who, thing), quote=quote)
 
 
 def _number_of_thing(thing: str, words: Words, rng: Random) -> Fact:
@@ -131,9 +128,10 @@ def _number_of_thing(thing: str, words: Words, rng: Random) -> Fact:
 
 
 def _two_steps(who: str, thing: str, rng: Random, words: Words) -> tuple[Fact, Fact]:
-    """`Tom has the kite.` and `Tom is in the shed.`: where is the one who has the kite?"""
-    has = f"{who} has the {thing}."
-    first = Fact(has, f"the {thing}", who, (f"Who has the {thing}?",), has, (who, thing))
+    """`The kite belongs to Tom.` and `Tom is in the shed.`: where is the one who has the kite?"""
+    has = f"The {thing} belongs to {who}."
+    asked = (f"Who has the {thing}?", f"Who does the {thing} belong to?", f"Whose is the {thing}?")
+    first = Fact(has, f"the {thing}", who, asked, has, (who, thing))
     if rng.random() < 0.6:
         place = rng.choice(PLACES)
         line = f"{who} is in the {place}."

@@ -189,8 +189,11 @@ def thought_of(wishes: dict[str, str], story: Story) -> str:
     if story.hero and story.hero not in wishes.get("about", ""):
         notes.append(f"The hero is {story.hero}.")
     start, middle, end = story.outline
-    notes += [f"Start: {start}", *([f"Middle: {middle}"] if middle else []), f"End: {end}"]
-    return " ".join(notes)
+    # Where words are asked for, the outline says how each will come in: what is foretold is kept.
+    words = wishes["words"].replace(" and ", ", ").split(", ") if "words" in wishes else []
+    uses = [f"{word}: {use}" for word in words if (use := story.use_of(word))]
+    between = uses or ([f"Middle: {middle}"] if middle else [])
+    return " ".join([*notes, f"Start: {start}", *between, f"End: {end}"])
 
 
 def _with_first_sentence(story: Story, rng: Random) -> Exchange:

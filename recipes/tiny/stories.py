@@ -159,6 +159,17 @@ class Story:
         pattern = re.compile(rf"\b{re.escape(word)}\b", re.IGNORECASE)
         return next((s for s in self.sentences if pattern.search(s)), None)
 
+    def use_of(self, word: str) -> str:
+        """The ten words around its first use, or nothing where it is only part of other words."""
+        for sentence in self.sentences:
+            words = sentence.split()
+            for at, found in enumerate(words):
+                if _WORD.findall(found.lower()) == [word]:
+                    first = max(0, min(at - 6, len(words) - 10))
+                    part = " ".join(words[first : first + 10])
+                    return f"{'... ' * (first > 0)}{part}{' ...' * (first + 10 < len(words))}"
+        return ""
+
     def has_thing(self, noun: str) -> bool:
         """Whether the word is used as a thing: `the old watch`, not `to watch`."""
         return bool(re.search(rf"\b(?:a|an|the|his|her) (?:[a-z]+ )?{noun}\b", self.text))
