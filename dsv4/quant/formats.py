@@ -46,17 +46,19 @@ class QuantTensor:
     def take(self, rows: Tensor) -> "QuantTensor":
         """The given rows, in order. Not for FP8, whose scales are shared by 128 rows."""
         assert self.format is not Format.FP8
-        scale = None if self.scale is None else self.scale[rows]
-        shape = (rows.numel(), self.shape[1])
-        return QuantTensor(self.format, self.data[rows], shape, scale, self.global_scale, self.rope_dim)
+        # index_select and index_copy_ move whole rows; indexing by a tensor moves one byte at a time.
+        data = self.data.index_select(0, rows)
+        scale = None if self.scale is None else self.scale.index_select(0, rows)
+        shape = (rows.shape[0], self.shape[1])
+        return QuantTensor(self.format, data, shape, scale, self.global_scale, self.rope_dim)
 
     def put(self, rows: Tensor, values: "QuantTensor") -> None:
         """Overwrite the given rows in place."""
         assert self.format is values.format and self.format is not Format.FP8
-        self.data[rows] = values.data
+        self.data.index_copy_(0, rows, values.data)
         if self.scale is not None:
             assert values.scale is not None
-            self.scale[rows] = values.scale
+            self.scale.index_copy_(0, rows, values.scale)
 
 
 def scale_bytes(nope_dim: int) -> int:
