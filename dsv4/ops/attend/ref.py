@@ -67,7 +67,7 @@ def attend(
 
 
 def _of_ring(ring: QuantTensor, base: int, oldest: int, stop: int, size: int) -> list[QuantTensor]:
-    """Rows of positions oldest .. stop-1 in the ring that begins at row `base`: one piece, or two at its end."""
+    """Positions oldest .. stop-1 of the ring that begins at row `base`: one piece, or two around its end."""
     low, high = base + oldest % size, base + stop % size
     if oldest == stop or low < high:
         return [ring.span(low, high)] if oldest < stop else []
