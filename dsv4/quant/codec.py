@@ -10,6 +10,7 @@ from dsv4.quant.formats import FP8_TILE, KV_BLOCK, MX_BLOCK, NV_BLOCK, Format, Q
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
 NV_RANGE = E2M1_MAX * E4M3_MAX
+F32_MAX = torch.finfo(torch.float32).max
 # Floors of the reference's block maxima: a block of zeros still gets a scale.
 FP8_FLOOR = 1e-4
 FP4_FLOOR = 6.0 * 2.0**-126
@@ -74,7 +75,8 @@ def p2ceil_code(v: Tensor) -> Tensor:
     On bits, because a floating-point log2 can be off by one at the powers of two.
     """
     bits = v.float().clamp(max=2.0**127).view(torch.int32)
-    return (((bits - 1) >> 23) + 1).clamp(max=255).to(torch.uint8)
+    # A shift rounds down, so the shift of the negative rounds the exponent up unless the mantissa is 0.
+    return (-(-bits >> 23)).clamp(max=255).to(torch.uint8)
 
 
 def _blocks(x: Tensor, size: int) -> Tensor:
@@ -87,7 +89,7 @@ def _blocks(x: Tensor, size: int) -> Tensor:
 
 def _finite(x: Tensor) -> Tensor:
     """Infinity becomes the largest float, so that a scale stays a number; NaN stays, and its block is NaN."""
-    return x.clamp(torch.finfo(torch.float32).min, torch.finfo(torch.float32).max)
+    return x.clamp(-F32_MAX, F32_MAX)
 
 
 def fp8_rows(x: Tensor, block: int) -> tuple[Tensor, Tensor]:

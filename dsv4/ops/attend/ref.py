@@ -46,7 +46,7 @@ def attend(
         keys = _of_ring(ring, slot * ring_size, oldest, max(oldest, start), ring_size)
         keys.append(fresh.span(end - (highest - max(oldest, start)), end + 1))
         counts = [0] * len(run)
-        if pool is not None and rows is not None:
+        if pool is not None and rows is not None and rows.shape[1]:
             listed = rows[begin : end + 1]
             is_listed = listed >= 0
             counts = is_listed.sum(1).tolist()

@@ -22,17 +22,18 @@ def routed(
     """x [T, D], ids [T, K], weights [T, K] -> float32 [T, D]: the chosen summed by rising expert id."""
     if not ids.numel():
         return torch.zeros_like(x, dtype=torch.float32)
-    chosen = ids.flatten().tolist()
-    # Rows token*K + choice of all tokens, expert by expert.
-    rows = torch.tensor(sorted(range(len(chosen)), key=chosen.__getitem__), device=x.device)
-    token = rows // ids.shape[1]
+    chosen, k = ids.flatten().tolist(), ids.shape[1]
+    # Choices token*K + k of all tokens, expert by expert; and where those of a token went, by rising expert.
+    choices = sorted(range(len(chosen)), key=chosen.__getitem__)
+    tokens = [choice // k for choice in choices]
+    back = sorted(range(len(chosen)), key=tokens.__getitem__)
+    choice, token, place = torch.tensor((choices, tokens, back), device=x.device)
     counts = sorted(Counter(chosen).items())
     y = _ffn(
-        *(x[token], [experts[expert] for expert, _ in counts], [count for _, count in counts]),
-        *(limit, activations, weights.flatten()[rows]),
+        *(x.index_select(0, token), [experts[expert] for expert, _ in counts], [n for _, n in counts]),
+        *(limit, activations, weights.flatten().index_select(0, choice)),
     )
-    by_token = token.argsort(stable=True)
-    return y[by_token].float().unflatten(0, (x.shape[0], -1)).sum(1)
+    return y.index_select(0, place).float().view(-1, k, x.shape[1]).sum(1)
 
 
 def _ffn(

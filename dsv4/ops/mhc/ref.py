@@ -18,10 +18,9 @@ def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
     floor = number(eps, logits.device)
     comb = shifted / shifted.sum(-1, keepdim=True) + floor
     # Sum + eps in one call, and no new tensors: on a CPU this loop is a fifth of a small model's step.
-    floor = floor.view(1, 1, 1)
-    column = torch.ones_like(comb[..., :1])
-    row, of_rows = column.mT, torch.empty_like(column)
-    of_columns = of_rows.mT
+    floor, column = floor.view(1, 1, 1), comb.new_ones(*comb.shape[:2], 1)
+    of_rows = torch.empty_like(column)
+    row, of_columns = column.mT, of_rows.mT
     comb.div_(torch.baddbmm(floor, row, comb, out=of_columns))
     for _ in range(iters - 1):
         comb.div_(torch.baddbmm(floor, comb, column, out=of_rows))
