@@ -25,7 +25,7 @@ class Attention:
     def __call__(self, x: Tensor, step: Step, cache: LayerCache, page_table: Tensor) -> Tensor:
         """x [T, D], normalised -> [T, D]."""
         c, ops = self.config, self.ops
-        cos, sin = self.rope(step.positions)
+        cos, sin = step.once(self.rope, step.positions)
         q_low = ops.norm.rms_norm(self.wq_a(x), self.q_norm, c.norm_eps)
         q = self.wq_b(q_low).unflatten(1, (c.num_heads, c.head_dim))
         q = ops.qkv.queries(q, cos, sin, c.norm_eps)
@@ -38,9 +38,8 @@ class Attention:
             *(cache.entries, rows, self.sinks, cos, sin),
         )
         # The ring is overwritten only now: queries of a long chunk still read what lay before it.
-        keep = step.survivors(cache.ring_rows)
-        ring_at = step.slots[keep] * cache.ring_rows + step.positions[keep] % cache.ring_rows
-        cache.ring.put(ring_at, fresh.take(keep))
+        tokens, ring_at = step.remaining(cache.ring_rows)
+        cache.ring.put(ring_at, fresh if tokens is None else fresh.take(tokens))
 
         grouped = o.reshape(o.shape[0], c.o_groups, c.heads_per_group * c.head_dim)
         return self.wo_b(ops.linear.grouped(grouped, self.wo_a))
@@ -54,13 +53,22 @@ class Attention:
         assert cache.tail is not None and cache.entries is not None
         c, ops, ratio = self.config, self.ops, self.spec.ratio
         closing, pooled = self.compressor(x, step, cache.tail)
-        block_start = step.positions[closing] + 1 - ratio
-        block = block_start // ratio
-        page = page_table[step.slots[closing], block // cache.page_entries].long()
-        rows = page * cache.page_entries + block % cache.page_entries
-        if rows.numel():
-            kv = ops.qkv.entries(pooled, self.compressor.norm, *self.rope(block_start), c.norm_eps)
+        starts = step.block_starts(ratio)
+        rows = step.once(_entry_rows, page_table, step.slots, closing, starts, ratio, cache.page_entries)
+        if len(rows):
+            at_block = step.once(self.rope, starts)
+            kv = ops.qkv.entries(pooled, self.compressor.norm, *at_block, c.norm_eps)
             cache.entries.put(rows, ops.qkv.store(kv, c.rope_dim, cache.entries.format, self.numerics.qat))
         if self.indexer is not None:
             return self.indexer(x, q_low, rows, step, cache, page_table)
-        return ops.index.visible_rows(page_table, step.slots, step.positions, ratio, cache.page_entries)
+        where = (page_table, step.slots, step.positions, ratio, cache.page_entries)
+        return step.once(ops.index.visible_rows, *where)
+
+
+def _entry_rows(
+    page_table: Tensor, slots: Tensor, closing: Tensor, starts: Tensor, ratio: int, page_entries: int
+) -> Tensor:
+    """Pool rows of the entries made of blocks that start at `starts` [C] and end with tokens `closing`."""
+    block = starts // ratio
+    page = page_table[slots[closing], block // page_entries].long()
+    return page * page_entries + block % page_entries

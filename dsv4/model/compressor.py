@@ -1,5 +1,7 @@
 """Pools every `ratio` tokens into one row, whatever the chunking; the caller makes it an entry or a key."""
 
+import operator
+
 import torch
 from torch import Tensor
 
@@ -22,15 +24,13 @@ class Compressor:
         """x [T, D] -> closing [C] (tokens that end a block), pooled [C, d]; the tail takes the rows."""
         ratio = self.spec.ratio
         values = self.wkv(x, torch.float32)
-        scores = self.wgate(x, torch.float32) + self.ape[step.positions % ratio]
+        phase = step.once(operator.mod, step.positions, ratio)
+        scores = self.wgate(x, torch.float32) + self.ape.index_select(0, phase)
         closing = step.closing(ratio)
         pooled = self.ops.compress.pool(
             *(values, scores, tail.values, tail.scores),
             *(closing, step.slots, step.positions, step.first),
             *(ratio, self.spec.kind == "csa"),
         )
-        keep = step.survivors(tail.num_rows)
-        at = (step.slots[keep], step.positions[keep] % tail.num_rows)
-        tail.values[at] = values[keep]
-        tail.scores[at] = scores[keep]
+        tail.put(*step.remaining(tail.num_rows), values, scores)
         return closing, pooled.to(self.dtype)

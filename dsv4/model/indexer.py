@@ -21,18 +21,21 @@ class Indexer:
         self, x: Tensor, q_low: Tensor, rows: Tensor, step: Step, cache: LayerCache, page_table: Tensor
     ) -> Tensor:
         """x [T, D], q_low [T, Rq]; rows [C]: pool rows of blocks closing now -> chosen pool rows [T, S]."""
-        c, qat, index = self.config, self.numerics.qat, self.ops.index
+        c, qat, index, ratio = self.config, self.numerics.qat, self.ops.index, self.spec.ratio
         assert cache.keys is not None and cache.key_tail is not None
-        closing, pooled = self.compressor(x, step, cache.key_tail)
-        if rows.numel():
-            at_block = self.rope(step.positions[closing] + 1 - self.spec.ratio)
+        _, pooled = self.compressor(x, step, cache.key_tail)
+        if len(rows):
+            at_block = step.once(self.rope, step.block_starts(ratio))
             norm, format = self.compressor.norm, cache.keys.format
             cache.keys.put(rows, index.keys(pooled, norm, *at_block, c.norm_eps, qat, format))
 
+        if step.longest // ratio <= c.index_topk:  # every visible entry is taken, whatever its score
+            where = (page_table, step.slots, step.positions, ratio, cache.page_entries)
+            return step.once(index.visible_rows, *where)
         q = self.wq_b(q_low).unflatten(1, (c.index_heads, c.index_dim))
-        q = index.queries(q, *self.rope(step.positions), qat)
+        q = index.queries(q, *step.once(self.rope, step.positions), qat)
         weights = self.weights_proj(x).float() * (c.index_dim**-0.5 * c.index_heads**-0.5)
         return index.select(
             *(q, weights, cache.keys, page_table, step.slots, step.positions),
-            *(self.spec.ratio, cache.page_entries, c.index_topk),
+            *(ratio, cache.page_entries, c.index_topk),
         )

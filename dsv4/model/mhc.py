@@ -1,5 +1,6 @@
 """One hyper-connection site: streams in, one vector out, and back."""
 
+import torch
 from torch import Tensor
 
 from dsv4.model.bundle import Bundle
@@ -9,7 +10,11 @@ class HyperConnection:
     def __init__(self, b: Bundle, name: str) -> None:
         self.ops, self.config = b.ops, b.config
         self.fn = b.plain(f"{name}_fn").t().contiguous()  # [N*D, mixes]
-        self.base, self.scale = b.plain(f"{name}_base"), b.plain(f"{name}_scale")
+        self.base = b.plain(f"{name}_base")
+        scale, n = b.plain(f"{name}_scale"), b.config.num_streams
+        # Stored once for each kind of mix: x, gate, comb; a head has the first only.
+        counts = torch.tensor((n, n, n * n)[: len(scale)], device=scale.device)
+        self.scale = scale.repeat_interleave(counts)
 
     def pre(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """streams [T, N, D] -> x [T, D], gate [T, N], comb [T, N, N]."""

@@ -5,6 +5,7 @@ from torch import Tensor
 from dsv4.config import Activations, LayerSpec
 from dsv4.errors import CheckpointError
 from dsv4.model.bundle import Bundle
+from dsv4.ops._exact import cast
 
 
 class Moe:
@@ -29,7 +30,7 @@ class Moe:
             chosen, weights = ops.route.by_score(x, self.gate, self.bias, c.experts_per_token, c.route_scale)
         routed = ops.experts.routed(x, chosen, weights, self.experts, c.swiglu_limit, self.activations)
         shared = ops.experts.ffn(x, self.shared, c.swiglu_limit, self.shared_activations)
-        return (routed + shared.float()).to(x.dtype)
+        return cast(routed + shared.float(), x.dtype)
 
 
 def _common(b: Bundle, names: list[str]) -> Activations:

@@ -10,31 +10,35 @@ from dsv4.quant.formats import FP8_TILE, KV_BLOCK, MX_BLOCK, NV_BLOCK, Format, Q
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
 NV_RANGE = E2M1_MAX * E4M3_MAX
+F32_MAX = torch.finfo(torch.float32).max
 # Floors of the reference's block maxima: a block of zeros still gets a scale.
 FP8_FLOOR = 1e-4
 FP4_FLOOR = 6.0 * 2.0**-126
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# Midpoints between neighbours; a tie goes to the even code, so every second midpoint rounds up.
-_E2M1_UP = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
+# The largest float32 that rounds down to each code: the midpoint above it, or, where the tie goes up to an
+# even code, the float32 before that midpoint.
+_E2M1_LAST = (0.25, 0.75 - 2**-24, 1.25, 1.75 - 2**-23, 2.5, 3.5 - 2**-22, 5.0)
 
 
 def e2m1_encode(x: Tensor) -> Tensor:
     """float -> 4-bit codes in uint8; nearest, ties to even, saturating at 6."""
-    magnitude = x.abs()
-    code = torch.zeros_like(x, dtype=torch.uint8)
-    for midpoint, tie_up in _E2M1_UP:
-        code += (magnitude >= midpoint) if tie_up else (magnitude > midpoint)
+    code = torch.bucketize(x.abs(), _table(_E2M1_LAST, x.device)).to(torch.uint8)
     return code | (torch.signbit(x).to(torch.uint8) << 3)
 
 
 def e2m1_decode(code: Tensor) -> Tensor:
-    return _e2m1_table(code.device)[code.int()]
+    return _look_up(_table((*_E2M1, *(-v for v in _E2M1)), code.device), code)
 
 
 @cache
-def _e2m1_table(device: torch.device) -> Tensor:
-    return torch.tensor([*_E2M1, *(-v for v in _E2M1)], dtype=torch.float32, device=device)
+def _table(values: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+def _look_up(table: Tensor, code: Tensor) -> Tensor:
+    """table[code] for a table of one dimension; index_select is the fastest of torch's ways to say it."""
+    return table.index_select(0, code.flatten().int()).view(code.shape)
 
 
 def pack_nibbles(code: Tensor) -> Tensor:
@@ -52,7 +56,12 @@ def e4m3_encode(x: Tensor) -> Tensor:
 
 
 def e4m3_decode(code: Tensor) -> Tensor:
-    return code.view(torch.float8_e4m3fn).float()
+    return _look_up(_e4m3_table(code.device), code)
+
+
+@cache
+def _e4m3_table(device: torch.device) -> Tensor:
+    return torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).float()
 
 
 def e8m0_decode(code: Tensor) -> Tensor:
@@ -65,9 +74,9 @@ def p2ceil_code(v: Tensor) -> Tensor:
 
     On bits, because a floating-point log2 can be off by one at the powers of two.
     """
-    bits = v.float().view(torch.int32)
-    exponent = ((bits >> 23) & 255) + ((bits & 0x7FFFFF) != 0)
-    return torch.where(torch.isnan(v), 255, exponent.clamp(max=254)).to(torch.uint8)
+    bits = v.float().clamp(max=2.0**127).view(torch.int32)
+    # A shift rounds down, so the shift of the negative rounds the exponent up unless the mantissa is 0.
+    return (-(-bits >> 23)).clamp(max=255).to(torch.uint8)
 
 
 def _blocks(x: Tensor, size: int) -> Tensor:
@@ -80,7 +89,7 @@ def _blocks(x: Tensor, size: int) -> Tensor:
 
 def _finite(x: Tensor) -> Tensor:
     """Infinity becomes the largest float, so that a scale stays a number; NaN stays, and its block is NaN."""
-    return x.clamp(torch.finfo(torch.float32).min, torch.finfo(torch.float32).max)
+    return x.clamp(-F32_MAX, F32_MAX)
 
 
 def fp8_rows(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
@@ -186,7 +195,7 @@ def decode(q: QuantTensor) -> Tensor:
         return tiles.flatten(2).flatten(0, 1)[:rows, :cols]
     if q.format is Format.KV8:
         nope = cols - q.rope_dim
-        values = _blocks(e4m3_decode(q.data[:, :nope].contiguous()), KV_BLOCK)
+        values = _blocks(e4m3_decode(q.data[:, :nope]), KV_BLOCK)
         values = values * e8m0_decode(q.scale[:, : values.shape[1]]).unsqueeze(-1)
         dtype = torch.bfloat16 if q.data.shape[1] - nope == 2 * q.rope_dim else torch.float32
         rope = q.data[:, nope:].contiguous().view(dtype).float()
@@ -202,12 +211,14 @@ def decode(q: QuantTensor) -> Tensor:
 
 def _nibble_values(data: Tensor) -> Tensor:
     """[..., K/2] packed bytes -> [..., K] float32; one look-up per byte instead of one per code."""
-    return torch.nn.functional.embedding(data.int(), _byte_table(data.device)).flatten(-2)
+    return _look_up(_pair_table(data.device), data).view(torch.float32)
 
 
 @cache
-def _byte_table(device: torch.device) -> Tensor:
-    return e2m1_decode(unpack_nibbles(torch.arange(256, dtype=torch.uint8, device=device).unsqueeze(1)))
+def _pair_table(device: torch.device) -> Tensor:
+    """Both values of a byte, as one 64-bit number: twice as fast to look up as a row of two."""
+    codes = unpack_nibbles(torch.arange(256, dtype=torch.uint8, device=device).unsqueeze(1))
+    return e2m1_decode(codes).view(torch.int64).squeeze(1)
 
 
 def _tiles(w: Tensor) -> Tensor:

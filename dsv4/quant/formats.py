@@ -46,17 +46,34 @@ class QuantTensor:
     def take(self, rows: Tensor) -> "QuantTensor":
         """The given rows, in order. Not for FP8, whose scales are shared by 128 rows."""
         assert self.format is not Format.FP8
-        scale = None if self.scale is None else self.scale[rows]
-        shape = (rows.numel(), self.shape[1])
-        return QuantTensor(self.format, self.data[rows], shape, scale, self.global_scale, self.rope_dim)
+        # index_select and index_copy_ move whole rows; indexing by a tensor moves one byte at a time.
+        data = self.data.index_select(0, rows)
+        scale = None if self.scale is None else self.scale.index_select(0, rows)
+        shape = (rows.shape[0], self.shape[1])
+        return QuantTensor(self.format, data, shape, scale, self.global_scale, self.rope_dim)
+
+    def span(self, start: int, stop: int) -> "QuantTensor":
+        """Rows start .. stop-1, not copied. Not for FP8, as above."""
+        assert self.format is not Format.FP8
+        scale = None if self.scale is None else self.scale[start:stop]
+        shape = (stop - start, self.shape[1])
+        return QuantTensor(self.format, self.data[start:stop], shape, scale, self.global_scale, self.rope_dim)
 
     def put(self, rows: Tensor, values: "QuantTensor") -> None:
         """Overwrite the given rows in place."""
         assert self.format is values.format and self.format is not Format.FP8
-        self.data[rows] = values.data
+        self.data.index_copy_(0, rows, values.data)
         if self.scale is not None:
             assert values.scale is not None
-            self.scale[rows] = values.scale
+            self.scale.index_copy_(0, rows, values.scale)
+
+
+def join(parts: list[QuantTensor]) -> QuantTensor:
+    """The rows of all parts, which are stored alike, one after the other."""
+    one = parts[0]
+    data = torch.cat([part.data for part in parts])
+    scale = None if one.scale is None else torch.cat([part.scale for part in parts if part.scale is not None])
+    return QuantTensor(one.format, data, (data.shape[0], one.shape[1]), scale, one.global_scale, one.rope_dim)
 
 
 def scale_bytes(nope_dim: int) -> int:

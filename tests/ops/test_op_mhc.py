@@ -11,7 +11,7 @@ from dsv4.ops.mhc import ref
 
 MIXES = [0.3, -0.2, 0.1, 0, 0.5, -0.5, 0.25, 0, 1, 0.2, -0.3, 0.4, 0, 0.9, 0.1, -0.6,
          -0.2, 0.3, 0.8, 0.1, 0.5, -0.1, 0.2, 0.7]  # fmt: skip
-SCALE = torch.tensor([0.5, 1.0, 2.0])
+SCALE = torch.tensor([0.5] * 4 + [1.0] * 4 + [2.0] * 16)
 BASE = torch.tensor([0.1] * 4 + [-0.1] * 4 + [0.0] * 16)
 PRE = torch.tensor([0.562178, 0.500001, 0.537431, 0.524980])
 POST = torch.tensor([1.197375, 0.708687, 1.074860, 0.950042])
@@ -84,18 +84,18 @@ def naive_sinkhorn(logits: list[list[float]], iters: int, eps: float) -> list[li
 def test_pre_post_head_against_loops(tokens: int, n: int, width: int, iters: int, dtype: torch.dtype) -> None:
     streams = rand(tokens, n, width).to(dtype)
     m = 2 * n + n * n
-    fn, base, scale = rand(n * width, m, seed=1) * width**-0.5, rand(m, seed=2), rand(3, seed=3)
+    fn, base, scale = rand(n * width, m, seed=1) * width**-0.5, rand(m, seed=2), rand(m, seed=3)
     y = rand(tokens, width, seed=4).to(dtype)
     x, gate, comb = ref.pre(streams, fn, base, scale, 1e-6, 1e-5, iters)
     new = ref.post(y, streams, gate, comb)
-    top = ref.head(streams, fn[:, :n].contiguous(), base[:n], scale[:1], 1e-6, 1e-5)
+    top = ref.head(streams, fn[:, :n].contiguous(), base[:n], scale[:n], 1e-6, 1e-5)
     assert x.dtype == new.dtype == top.dtype == dtype and gate.dtype == comb.dtype == torch.float32
     # Products of n*width terms, then functions with slopes below 1; 20 steps of 2 roundings in the mixing.
     near = 4 * (n * width + 4 * iters + 10) * ROUND
     for t in range(tokens):
         mix = naive_mixes(streams[t], fn, 1e-6)
         spread = (1 + float(scale.abs().max())) * (1 + max(map(abs, mix)))
-        pre = [exact_sigmoid(mix[j] * float(scale[0]) + float(base[j])) + 1e-5 for j in range(n)]
+        pre = [exact_sigmoid(mix[j] * float(scale[j]) + float(base[j])) + 1e-5 for j in range(n)]
         want = torch.tensor(
             [[pre[j] * float(streams[t, j, d]) for d in range(width)] for j in range(n)]
         ).double()
@@ -106,12 +106,10 @@ def test_pre_post_head_against_loops(tokens: int, n: int, width: int, iters: int
         check_close(
             top[t], want.sum(0), near * spread * size + one_more_rounding(size, dtype), f"head of token {t}"
         )
-        post = [2 * exact_sigmoid(mix[n + j] * float(scale[1]) + float(base[n + j])) for j in range(n)]
+        post = [2 * exact_sigmoid(mix[n + j] * float(scale[n + j]) + float(base[n + j])) for j in range(n)]
         check_close(gate[t], torch.tensor(post), near * spread, f"gate of token {t}")
-        logits = [
-            [mix[2 * n + n * j + k] * float(scale[2]) + float(base[2 * n + n * j + k]) for k in range(n)]
-            for j in range(n)
-        ]
+        moved = [a * float(s) + float(b) for a, s, b in zip(mix, scale, base, strict=True)]
+        logits = [moved[2 * n + n * j : 3 * n + n * j] for j in range(n)]
         mixing = naive_sinkhorn(logits, iters, 1e-5)
         check_close(comb[t], torch.tensor(mixing), near * spread, f"comb of token {t}")
         out = [
@@ -145,7 +143,7 @@ def test_post_sums_over_the_first_index() -> None:
 def test_rows_are_independent_and_none_is_fine() -> None:
     n, width = 4, 33
     streams, fn = rand(21, n, width), rand(n * width, 24, seed=1)
-    base, scale = rand(24, seed=2), rand(3, seed=3)
+    base, scale = rand(24, seed=2), rand(24, seed=3)
     whole = ref.pre(streams, fn, base, scale, 1e-6, 1e-6, 20)
     posted = ref.post(whole[0], streams, whole[1], whole[2])
     for count in (0, 1, 2, 7, 8, 9):
@@ -167,7 +165,7 @@ def test_rows_are_independent_and_none_is_fine() -> None:
 
 def test_extreme_mixes_stay_finite() -> None:
     """Zero streams (the norm's eps carries them), huge ones, and logits far apart."""
-    fn, base, scale = rand(4 * 8, 24), torch.zeros(24), torch.tensor([50.0, 50.0, 50.0])
+    fn, base, scale = rand(4 * 8, 24), torch.zeros(24), torch.full((24,), 50.0)
     for streams in (torch.zeros(2, 4, 8), 1e15 * rand(2, 4, 8), 1e-30 * rand(2, 4, 8)):
         x, gate, comb = ref.pre(streams, fn, base, scale, 1e-6, 1e-6, 20)
         assert all(torch.isfinite(v).all() for v in (x, gate, comb))

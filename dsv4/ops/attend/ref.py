@@ -1,11 +1,16 @@
 """Attention over the raw window and the chosen compressed entries, with a sink; one shared KV head."""
 
+from itertools import groupby
+
 import torch
 from torch import Tensor
 
-from dsv4.ops._exact import rotate
+from dsv4.ops._exact import cast, number, rotate
 from dsv4.quant.codec import decode
-from dsv4.quant.formats import QuantTensor
+from dsv4.quant.formats import QuantTensor, join
+
+# Queries whose keys are decoded together: bounds the memory of a long prompt's chosen entries.
+RUN = 32
 
 
 def attend(
@@ -31,23 +36,39 @@ def attend(
     denominator only. The output is rotated back by the query's position.
     """
     out = torch.empty_like(q)
-    here = decode(fresh)
-    scale = q.shape[-1] ** -0.5
-    for t, (slot, p, start) in enumerate(
-        zip(slots.tolist(), positions.tolist(), first.tolist(), strict=True)
-    ):
-        oldest = max(0, p - window + 1)
-        keys = [here[t - (p - max(oldest, start)) : t + 1]]
-        if oldest < start:
-            older = torch.arange(oldest, start, device=q.device)
-            keys.insert(0, decode(ring.take(slot * ring_size + older % ring_size)))
-        if pool is not None and rows is not None:
-            keys.append(decode(pool.take(rows[t][rows[t] >= 0])))
-        key = torch.cat(keys)  # [S, D]
-        score = torch.mm(q[t].float().clone(), key.t()) * scale  # [H, S]
-        peak = score.amax(1, keepdim=True)
-        weight = torch.exp(score - peak)
-        total = weight.sum(1, keepdim=True) + torch.exp(sinks.unsqueeze(1) - peak)
-        # The value product sees the weights in the compute type; the denominator does not.
-        out[t] = (torch.mm(weight.to(q.dtype).float(), key) / total).to(q.dtype)
+    scale, sinks = number(q.shape[-1] ** -0.5, q.device), sinks.unsqueeze(1)
+    where = zip(slots.tolist(), positions.tolist(), first.tolist(), strict=True)
+    for (slot, start, _), group in groupby(enumerate(where), key=lambda at: (*at[1][::2], at[0] // RUN)):
+        run = [(t, p) for t, (_, p, _) in group]
+        (begin, lowest), (end, highest) = run[0], run[-1]
+        # All keys of the run: raw ones from position `oldest` on, then the entries of each query.
+        oldest = max(0, lowest - window + 1)
+        keys = _of_ring(ring, slot * ring_size, oldest, max(oldest, start), ring_size)
+        keys.append(fresh.span(end - (highest - max(oldest, start)), end + 1))
+        counts = [0] * len(run)
+        if pool is not None and rows is not None and rows.shape[1]:
+            listed = rows[begin : end + 1]
+            is_listed = listed >= 0
+            counts = is_listed.sum(1).tolist()
+            keys.append(pool.take(listed.masked_select(is_listed)))
+        decoded = decode(join(keys))
+        entry = highest + 1 - oldest
+        for (t, p), count in zip(run, counts, strict=True):
+            raw = decoded[max(0, p - window + 1) - oldest : p + 1 - oldest]
+            key = torch.cat((raw, decoded[entry : entry + count]))  # [S, D]
+            entry += count
+            score = torch.mm(q[t].float().clone(), key.t()) * scale  # [H, S]
+            peak = score.amax(1, keepdim=True)
+            weight = torch.exp(score - peak)
+            total = weight.sum(1, keepdim=True) + torch.exp(sinks - peak)
+            # The value product sees the weights in the compute type; the denominator does not.
+            out[t] = torch.mm(cast(weight, q.dtype).float(), key) / total
     return rotate(out, cos, -sin)
+
+
+def _of_ring(ring: QuantTensor, base: int, oldest: int, stop: int, size: int) -> list[QuantTensor]:
+    """Positions oldest .. stop-1 of the ring that begins at row `base`: one piece, or two around its end."""
+    low, high = base + oldest % size, base + stop % size
+    if oldest == stop or low < high:
+        return [ring.span(low, high)] if oldest < stop else []
+    return [ring.span(low, base + size), ring.span(base, high)]

@@ -1,9 +1,12 @@
 """Which compressed entries a query attends to: score index keys and select, or take all that are visible."""
 
+from itertools import groupby
+from operator import itemgetter
+
 import torch
 from torch import Tensor
 
-from dsv4.ops._exact import rotate
+from dsv4.ops._exact import cast, number, rotate
 from dsv4.ops.norm.ref import rms_norm
 from dsv4.ops.route.ref import top_indices
 from dsv4.quant.codec import decode, encode_kv, mxfp4_round
@@ -12,15 +15,12 @@ from dsv4.quant.formats import Format, QuantTensor
 
 def hadamard(x: Tensor) -> Tensor:
     """Sylvester-ordered Walsh-Hadamard transform of the last dimension (a power of two), times size^-0.5."""
-    size = x.shape[-1]
-    out = x.float().flatten(0, -2)
-    step = 1
-    while step < size:
-        pairs = out.unflatten(1, (-1, 2, step))
-        a, b = pairs[:, :, 0], pairs[:, :, 1]
-        out = torch.stack((a + b, a - b), dim=2).flatten(1)
-        step *= 2
-    return (out * size**-0.5).view(x.shape).to(x.dtype)
+    out, size = x.float(), x.shape[-1]
+    # Each step transforms the lowest bit of the channel's number and moves it to the top.
+    for _ in range(size.bit_length() - 1):
+        a, b = out[..., 0::2], out[..., 1::2]
+        out = torch.cat((a + b, a - b), dim=-1)
+    return cast(out * number(size**-0.5, x.device), x.dtype)
 
 
 def queries(q: Tensor, cos: Tensor, sin: Tensor, qat: bool) -> Tensor:
@@ -54,11 +54,19 @@ def visible_rows(
     page_table: Tensor, slots: Tensor, positions: Tensor, ratio: int, page_entries: int
 ) -> Tensor:
     """[T, S] pool rows of every visible entry (its block is complete at the query), -1 beyond."""
-    counts = ((positions + 1) // ratio).tolist()
-    rows = torch.full((len(counts), max(counts, default=0)), -1, dtype=torch.long, device=positions.device)
-    for token, (slot, count) in enumerate(zip(slots.tolist(), counts, strict=True)):
-        rows[token, :count] = pool_rows(page_table, slot, count, page_entries)
-    return rows
+    rows: list[Tensor] = []
+    for slot, group in groupby(zip(slots.tolist(), positions.tolist(), strict=True), key=itemgetter(0)):
+        counts = [(position + 1) // ratio for _, position in group]
+        of_slot = pool_rows(page_table, slot, max(counts), page_entries)
+        rows += [of_slot[:count] for count in counts]
+    return _padded(rows, positions.device)
+
+
+def _padded(rows: list[Tensor], device: torch.device) -> Tensor:
+    """Lists of row numbers as one matrix [T, S], -1 beyond the end of a list."""
+    if not rows:
+        return torch.empty(0, 0, dtype=torch.long, device=device)
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
 
 
 def select(
@@ -76,22 +84,17 @@ def select(
 
     score = sum over heads of relu(q . key) * weight. Only visible entries compete; a score may be negative.
     """
-    counts = ((positions + 1) // ratio).tolist()
-    chosen = [min(topk, count) for count in counts]
-    rows = torch.full((len(counts), max(chosen, default=0)), -1, dtype=torch.long, device=q.device)
-    tokens_of: dict[int, list[int]] = {}
-    for token, slot in enumerate(slots.tolist()):
-        tokens_of.setdefault(slot, []).append(token)
-    for slot, tokens in tokens_of.items():
-        where = pool_rows(page_table, slot, max(counts[t] for t in tokens), page_entries)
-        needs_scores = any(counts[t] > topk for t in tokens)
-        table = decode(pool.take(where)) if needs_scores else None
-        for t in tokens:
-            if counts[t] <= topk:
-                rows[t, : counts[t]] = where[: counts[t]]
+    rows: list[Tensor] = []
+    for slot, group in groupby(zip(slots.tolist(), positions.tolist(), strict=True), key=itemgetter(0)):
+        counts = [(position + 1) // ratio for _, position in group]
+        of_slot = pool_rows(page_table, slot, max(counts), page_entries)
+        table = decode(pool.take(of_slot)) if max(counts) > topk else None
+        for count in counts:
+            if table is None or count <= topk:
+                rows.append(of_slot[:count])
                 continue
-            assert table is not None
-            scores = torch.mm(q[t].float().clone(), table[: counts[t]].t()).clamp(min=0)  # [H, count]
+            t = len(rows)
+            scores = torch.mm(q[t].float().clone(), table[:count].t()).relu()  # [H, count]
             scores = (scores * weights[t].unsqueeze(1)).sum(0)
-            rows[t, :topk] = where[top_indices(scores, topk).sort().values]
-    return rows
+            rows.append(of_slot[top_indices(scores, topk).sort().values])
+    return _padded(rows, q.device)

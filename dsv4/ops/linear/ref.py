@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dsv4.ops._exact import row_product
+from dsv4.ops._exact import cast, row_product
 from dsv4.quant.codec import decode, fp8_round, nvfp4_round
 from dsv4.quant.formats import FP8_TILE, Format, QuantTensor
 
@@ -26,7 +26,7 @@ def round_input(x: Tensor, activations: str) -> Tensor:
 def linear(x: Tensor, weight: Held, activations: str = "a16", out_dtype: torch.dtype | None = None) -> Tensor:
     """x [T, K] -> [T, N]; float32 accumulation, one rounding to `out_dtype` (default: x's dtype)."""
     y = row_product(round_input(x, activations).float(), dense(weight))
-    return y.to(out_dtype or x.dtype)
+    return cast(y, out_dtype or x.dtype)
 
 
 def grouped(x: Tensor, weights: list[Held]) -> Tensor:

@@ -2,9 +2,11 @@
 
 from torch import Tensor
 
+from dsv4.ops._exact import cast, mean_square
+
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x [..., D] -> same shape and dtype; `weight` [D] float32, or None for a plain normalisation."""
     wide = x.float()
-    normed = wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt()
-    return (normed if weight is None else weight * normed).to(x.dtype)
+    normed = wide / mean_square(wide, eps).sqrt()
+    return cast(normed if weight is None else weight * normed, x.dtype)

@@ -25,9 +25,9 @@ def sample(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: 
     Filters apply in this order: temperature, top-k (0: all), top-p (the smallest set whose mass reaches
     top_p), min-p (of the best token's probability). u picks from what remains, most likely token first.
     """
-    order = logits.sort(descending=True, stable=True)
     if temperature == 0:
-        return int(order.indices[0])
+        return int(logits.argmax())
+    order = logits.sort(descending=True, stable=True)
     # The difference first: no temperature, however small, can then overflow.
     values = order.values.double()
     probs = torch.exp((values - values[0]) / temperature)
