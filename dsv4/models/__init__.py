@@ -9,10 +9,19 @@ EMBEDDED = Path(__file__).parent / "tiny"
 
 def embedded() -> Path:
     """The folder of the embedded model, or one sentence if the installation lacks it."""
-    files = ("config.json", "model.safetensors", "tokenizer.json")
+    _check("the embedded model", ("config.json", "model.safetensors", "tokenizer.json"), "a model folder")
+    return EMBEDDED
+
+
+def evaluation_set() -> Path:
+    """The prompts that the embedded model is measured with."""
+    _check("the evaluation set", ("evalset.jsonl",), "one with --set")
+    return EMBEDDED / "evalset.jsonl"
+
+
+def _check(what: str, files: tuple[str, ...], instead: str) -> None:
     if missing := [name for name in files if not (EMBEDDED / name).is_file()]:
         raise CheckpointError(
-            f"the embedded model is missing from this installation ({EMBEDDED} lacks {', '.join(missing)}); "
-            "install dsv4 again, or name a model folder"
+            f"{what} is missing from this installation ({EMBEDDED} lacks {', '.join(missing)}); "
+            f"install dsv4 again, or name {instead}"
         )
-    return EMBEDDED
