@@ -44,9 +44,9 @@ class Stopwatch:
         return self._line(f"{self.first - self.begun:.2f} s")
 
     def since_start(self) -> str:
-        """Also from the program's start, loading included, to the first token."""
-        after = f"{self.first - self.begun:.2f} s after the prompt"
-        return self._line(f"{self.first_since_start:.2f} s ({after}, the rest is loading)")
+        """With the time from the program's start, loading included, to the first token."""
+        since_start = f"{self.first_since_start:.2f} s after the program's start"
+        return self._line(f"{self.first - self.begun:.2f} s, {since_start}")
 
     def _line(self, to_first: str) -> str:
         if not self.tokens:
