@@ -1,19 +1,16 @@
-# make demo: the engine at work on a random tiny model.  make test: everything CI runs.
+# make demo: the engine at work on the embedded model.  make test: everything CI runs.
 # Both make their own environment in .venv with pinned versions; nothing else is needed.
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
-DEMO := build/demo
 JOBS ?= 2
 
 .PHONY: demo test lint clean
 
 demo: .venv/ready
-	@test -f $(DEMO)/config.json || $(BIN)/dsv4 init $(DEMO) --preset tiny --format modelopt --seed 0
-	$(BIN)/dsv4 inspect $(DEMO)
-	$(BIN)/dsv4 generate $(DEMO) --ids 0,17,42 --max-tokens 12 --temperature 0 --seed 0 --json
-	$(BIN)/dsv4 score $(DEMO) --text tests/data/story.txt
+	$(BIN)/dsv4 generate --chat --thinking --temperature 0 --stats "Write a short story with the words boat, blue and jump."
+	$(BIN)/dsv4 generate --chat --thinking --temperature 0 --stats "What is 27 + 58?"
 
 test: lint
 	$(BIN)/python -m pytest -n $(JOBS)

@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Lower layers first; a package may import packages of lower layers, and itself, nothing else.
 LAYERS: list[set[str]] = [
     {"errors", "env"},
-    {"config", "config_json", "device"},
+    {"config", "config_json", "device", "models"},
     {"quant", "text"},
     {"ops", "cache"},
     {"model"},

@@ -1,4 +1,4 @@
-"""Runs what README.md shows: its console block must print what it says, its Python block must run."""
+"""Runs what README.md shows: console blocks must print what they say, the Python block must run."""
 
 import re
 import shlex
@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from dsv4.models import EMBEDDED
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -37,11 +39,16 @@ def run(arguments: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def test_console_block_prints_what_it_says(folder: Path) -> None:
-    (block,) = blocks("console")
+def commands(block: str) -> list[tuple[str, str]]:
+    """The dsv4 commands of a console block, each with what is printed below it."""
     parts = re.split(r"^\$ dsv4 (.*)\n", block, flags=re.MULTILINE)[1:]
-    assert len(parts) == 8
-    for command, shown in zip(parts[::2], parts[1::2], strict=True):
+    return list(zip(parts[::2], parts[1::2], strict=True))
+
+
+@pytest.mark.parametrize("block", blocks("console"), ids=lambda block: block.split("\n")[0])
+def test_console_block_prints_what_it_says(block: str, folder: Path) -> None:
+    assert commands(block)
+    for command, shown in commands(block):
         printed = run(["-m", "dsv4", *shlex.split(command)], folder)
         got = [line.rstrip() for line in printed.splitlines()]
         assert got == shown.rstrip("\n").split("\n"), command
@@ -56,24 +63,39 @@ def test_python_block_runs(folder: Path) -> None:
 
 def test_commands_for_real_checkpoints_parse(folder: Path) -> None:
     """They need a download to run; their options must exist all the same."""
-    for line in "".join(blocks("sh")).splitlines():
+    lines = [line for line in "".join(blocks("sh")).splitlines() if "./DeepSeek-V4-Flash" in line]
+    assert len(lines) == 3
+    for line in lines:
         command = shlex.split(line, comments=True)
-        if command[:1] == ["dsv4"]:
-            refused = subprocess.run(
-                [sys.executable, "-m", "dsv4", *command[1:]],
-                cwd=ROOT,
-                capture_output=True,
-                text=True,
-                timeout=60,
-            )
-            assert refused.returncode == 2 and "DeepSeek-V4-Flash does not exist" in refused.stderr
+        assert command[0] == "dsv4"
+        refused = subprocess.run(
+            [sys.executable, "-m", "dsv4", *command[1:]],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert refused.returncode == 2 and "DeepSeek-V4-Flash does not exist" in refused.stderr
 
 
 def test_make_demo_runs_the_same_commands() -> None:
-    makefile = (ROOT / "Makefile").read_text().replace("$(BIN)/", "").replace("$(DEMO)", "build/demo")
-    (block,) = blocks("console")
-    for command in re.findall(r"^\$ (.*)$", block, flags=re.MULTILINE):
-        assert command in makefile, command
+    """README's first block of dsv4 commands is what `make demo` runs, with or without the outputs."""
+    recipe = (ROOT / "Makefile").read_text().split("\ndemo:")[1].split("\n\n")[0]
+    demo = re.findall(r"^\t\$\(BIN\)/(dsv4 .*)$", recipe, flags=re.MULTILINE)
+    assert demo and len(demo) == len(recipe.splitlines()) - 1
+    all_blocks = re.findall(r"```(?:sh|console)\n(.*?)```", README, flags=re.DOTALL)
+    first = next(block for block in all_blocks if "dsv4 " in block)
+    assert re.findall(r"^(?:\$ )?(dsv4 .*)$", first, flags=re.MULTILINE) == demo
+
+
+def test_make_demo_answers(folder: Path) -> None:
+    """A thought, a line of its own for the answer, and the speed on stderr."""
+    if not (EMBEDDED / "model.safetensors").exists():
+        pytest.skip("the embedded model is not in this tree yet (dsv4/models/tiny/model.safetensors)")
+    recipe = (ROOT / "Makefile").read_text().split("\ndemo:")[1].split("\n\n")[0]
+    sum_command = re.findall(r"^\t\$\(BIN\)/dsv4 (.*)$", recipe, flags=re.MULTILINE)[-1]
+    thought, answer = run(["-m", "dsv4", *shlex.split(sum_command)], folder).splitlines()
+    assert thought and "85" in answer
 
 
 def test_line_counts_in_reading_order_are_true() -> None:

@@ -1,18 +1,15 @@
 """`dsv4 chat`: talk to the model. Reasoning is dimmed; Ctrl-C stops the answer, not the program."""
 
-import signal
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dsv4.cli.clock import Stopwatch
 from dsv4.cli.options import engine_options
-from dsv4.cli.show import err, load_engine, out, say, text
+from dsv4.cli.show import ctrl_c, err, load_engine, out, say
 from dsv4.config import EngineConfig
 from dsv4.errors import RequestError, TextError
 
@@ -23,7 +20,7 @@ if TYPE_CHECKING:
 EPILOG = """
 [bold]Examples[/]
 
-  dsv4 chat ./model
+  dsv4 chat
 
   dsv4 chat ./model --no-thinking --temperature 0.6 --system "Answer in one sentence."
 """
@@ -34,7 +31,9 @@ HELP = (
 
 @engine_options
 def chat(
-    model: Annotated[Path, typer.Argument(help="model folder with a tokenizer.json")],
+    model: Annotated[
+        Path | None, typer.Argument(help="model folder with a tokenizer.json; default: the embedded model")
+    ] = None,
     system: Annotated[str, typer.Option(help="system message")] = "",
     thinking: Annotated[bool, typer.Option(help="let the model think first")] = True,
     max_tokens: Annotated[
@@ -43,6 +42,7 @@ def chat(
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 1.0,
     top_p: Annotated[float, typer.Option()] = 1.0,
     seed: Annotated[int | None, typer.Option(help="default: a new one each time")] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="show timing after each answer")] = False,
     *,
     config: EngineConfig,
 ) -> None:
@@ -53,12 +53,15 @@ def chat(
     engine = load_engine(model, config)
     if engine.tokenizer is None:
         raise RequestError(f"{model} has no tokenizer.json; chat needs one")
-    _Conversation(engine, params, system, thinking).loop()
+    _Conversation(engine, params, system, thinking, stats).loop()
 
 
 class _Conversation:
-    def __init__(self, engine: "Engine", params: "SamplingParams", system: str, thinking: bool) -> None:
-        self.engine, self.params, self.system, self.thinking = engine, params, system, thinking
+    def __init__(
+        self, engine: "Engine", params: "SamplingParams", system: str, thinking: bool, stats: bool
+    ) -> None:
+        self.engine, self.params, self.stats = engine, params, stats
+        self.system, self.thinking = system, thinking
         self.turns: list[dict[str, Any]] = []
 
     def loop(self) -> None:
@@ -110,61 +113,22 @@ class _Conversation:
 
     def stream(self, ids: list[int]) -> dict[str, str]:
         """Print the answer as it comes; -> the assistant message, as far as it got."""
-        from dsv4.text.deltas import Content, Reasoning
-        from dsv4.text.stream import OutputParser
+        from dsv4.cli.answer import Answer
 
-        parser = OutputParser(thinking=self.thinking, tokenizer=self.engine.tokenizer)
-        parts: dict[str, list[str]] = {"reasoning_content": [], "content": []}
-
-        def show(deltas: list[Any]) -> None:
-            for delta in deltas:
-                if isinstance(delta, Reasoning):
-                    parts["reasoning_content"].append(delta.text)
-                    text(delta.text, "dim")
-                elif isinstance(delta, Content):
-                    if not parts["content"] and parts["reasoning_content"]:
-                        out.print()
-                    parts["content"].append(delta.text)
-                    text(delta.text)
-                elif call := getattr(delta, "name", getattr(delta, "text", "")):
-                    text(call, "cyan")
-
-        start, count, end = time.perf_counter(), 0, "stopped"
-        with self.engine.stream(self.engine.request(ids, self.params)) as stream, _ctrl_c() as pressed:
+        assert self.engine.tokenizer is not None
+        answer, watch, end = Answer(self.engine.tokenizer, self.thinking), Stopwatch(len(ids)), "stopped"
+        with self.engine.stream(self.engine.request(ids, self.params)) as stream, ctrl_c() as pressed:
             # Step by step, not delta by delta: a long prompt can be stopped too.
             while not (pressed or stream.is_done):
                 for delta in stream.advance():
                     end = delta.finish_reason or end
-                    if delta.token is None:
-                        continue
-                    count += 1
-                    try:
-                        show(parser.push_id(delta.token.id))
-                    except TextError:  # an output row without an entry in the tokenizer
-                        show(parser.push_text("\ufffd"))
-        show(parser.finish("stop" if end == "stop" else "length")[0])
-        out.print()
-        seconds = time.perf_counter() - start
+                    if delta.token is not None:
+                        watch.count()
+                        answer.push(delta.token.id)
+        answer.finish(end == "stop")
         notes = {"stop": "", "length": "; cut by the token limit", "stopped": "; stopped"}
-        err.print(f"[dim]{count} tokens, {count / max(seconds, 1e-9):.1f}/s{notes[end]}[/]")
-        return {name: "".join(texts) for name, texts in parts.items()}
-
-
-@contextmanager
-def _ctrl_c() -> Iterator[list[int]]:
-    """While open, Ctrl-C fills the list instead of raising inside a step; a second one ends the program."""
-    pressed: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if pressed:
-            raise KeyboardInterrupt
-        pressed.append(number)
-
-    previous = signal.signal(signal.SIGINT, note)
-    try:
-        yield pressed
-    finally:
-        signal.signal(signal.SIGINT, previous)
+        err.print(f"[dim]{watch.since_start() if self.stats else watch.overall()}{notes[end]}[/]")
+        return {"reasoning_content": answer.reasoning, "content": answer.content}
 
 
 def _read_line() -> str | None:

@@ -1,11 +1,13 @@
 """`dsv4 generate`: prompts in, continuations out."""
 
-import time
+import os.path
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dsv4.cli.clock import Stopwatch
 from dsv4.cli.options import engine_options
 from dsv4.cli.show import err, load_engine, out, print_json, text
 from dsv4.config import EngineConfig
@@ -13,25 +15,27 @@ from dsv4.errors import RequestError
 
 if TYPE_CHECKING:
     from dsv4.engine.engine import Engine
-    from dsv4.engine.request import Completion, Request, SamplingParams
+    from dsv4.engine.request import Completion, FinishReason, Request, SamplingParams
 
 EPILOG = """
 [bold]Examples[/]
 
-  dsv4 generate ./model "Once upon a time" --max-tokens 64 --temperature 0
+  dsv4 generate "Once upon a time" --max-tokens 64 --temperature 0
 
-  dsv4 generate ./model --chat "What is 2 + 2?" --thinking
+  dsv4 generate --chat "What is 27 + 58?" --thinking --stats
 
-  dsv4 generate ./model "first prompt" "second prompt" --json
+  dsv4 generate "first prompt" "second prompt" --model ./model --json
 
-  dsv4 generate ./model --ids 0,17,42 --temperature 0 --logprobs 3 --json
+  dsv4 generate --ids 0,17,42 --model ./model --temperature 0 --logprobs 3 --json
 """
 
 
 @engine_options
 def generate(
-    model: Annotated[Path, typer.Argument(help="model folder")],
     prompts: Annotated[list[str] | None, typer.Argument(help="one or more prompts, run together")] = None,
+    model: Annotated[
+        Path | None, typer.Option("--model", "-m", help="model folder; default: the embedded model")
+    ] = None,
     ids: Annotated[
         list[str] | None, typer.Option(help="a prompt as token ids, e.g. 0,17,42; repeatable")
     ] = None,
@@ -52,6 +56,9 @@ def generate(
         int | None, typer.Option(help="log-probabilities with this many alternatives")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="one JSON object per prompt")] = False,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="show the time from the program's start to the first token")
+    ] = False,
     *,
     config: EngineConfig,
 ) -> None:
@@ -66,13 +73,19 @@ def generate(
         raise RequestError("--thinking goes with --chat; a plain prompt is continued as it is")
     if not prompts and not ids:
         raise RequestError('no prompt given; pass one in quotes, or token ids with --ids "0,17,42"')
+    for prompt in prompts or () if model is None else ():
+        if os.path.isfile(os.path.join(prompt, "config.json")):
+            raise RequestError(f"the prompt {prompt!r} is a model folder; name the model with --model")
     engine = load_engine(model, config)
     requests = [_text_request(engine, prompt, params, chat, thinking) for prompt in prompts or []]
     requests += [engine.request(_parse_ids(given), params) for given in ids or []]
+    watch = Stopwatch(sum(len(request.ids) for request in requests))
     if len(requests) == 1 and not json and logprobs is None:
-        _stream(engine, requests[0])
+        reason = _stream(engine, requests[0], watch, (thinking if chat and not stop else None))
+        err.print(f"[dim]{watch.since_start() if stats else watch.since_prompt()}; ended by {reason}[/]")
         return
-    for request, done in zip(requests, engine.generate(requests), strict=True):
+    completions = _complete(engine, requests, watch)
+    for request, done in zip(requests, completions, strict=True):
         if json:
             print_json(_as_dict(request, done))
             continue
@@ -81,6 +94,8 @@ def generate(
             others = "".join(f"  {id}:{logprob:.4f}" for id, logprob in token.top)
             text(f"{token.id:>7} {token.logprob:9.4f} {others}\n")
         text("\n")
+    if stats:
+        err.print(f"[dim]{watch.since_start()}[/]")
 
 
 def _parse_ids(text: str) -> list[int]:
@@ -103,20 +118,34 @@ def _text_request(
     return engine.request(engine.tokenizer.encode_prompt(segments), params)
 
 
-def _stream(engine: "Engine", request: "Request") -> None:
-    start, first, count, reason = time.perf_counter(), 0.0, 0, None
+def _stream(
+    engine: "Engine", request: "Request", watch: Stopwatch, thinking: bool | None
+) -> "FinishReason | None":
+    """Show the tokens as they come; `thinking` is None where the text is shown as it is, without markup."""
+    from dsv4.cli.answer import Answer
+
+    answer = Answer(engine.tokenizer, thinking) if engine.tokenizer and thinking is not None else None
+    reason: FinishReason | None = None
     for delta in engine.stream(request):
-        first = first or time.perf_counter() - start
-        count += 1
         reason = delta.finish_reason
-        shown = delta.text if engine.tokenizer else f"{delta.token.id} " if delta.token else ""
-        text(shown)
-    out.print()
-    rate = (count - 1) / max(1e-9, time.perf_counter() - start - first)
-    err.print(
-        f"[dim]{len(request.ids)} prompt tokens, first token after {first:.2f} s; "
-        f"{count} tokens at {rate:.1f}/s; ended by {reason}[/]"
-    )
+        watch.count()
+        if answer and delta.token:
+            answer.push(delta.token.id)
+        else:
+            text(delta.text if engine.tokenizer else f"{delta.token.id} " if delta.token else "")
+    if answer:
+        answer.finish(reason == "stop")
+    else:
+        out.print()
+    return reason
+
+
+def _complete(engine: "Engine", requests: "list[Request]", watch: Stopwatch) -> "list[Completion]":
+    with ExitStack() as stack:
+        streams = [stack.enter_context(engine.stream(request)) for request in requests]
+        while engine.num_unfinished:
+            watch.count(len(engine.step()))
+        return [stream.completion() for stream in streams]
 
 
 def _shown(engine: "Engine", done: "Completion") -> str:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from dsv4.cli.show import out, print_json, say, size, text
+from dsv4.cli.show import model_folder, out, print_json, say, size, text
 from dsv4.config import ModelConfig
 
 EPILOG = """
@@ -21,7 +21,7 @@ EPILOG = """
 
 
 def inspect(
-    model: Annotated[Path, typer.Argument(help="model folder")],
+    model: Annotated[Path | None, typer.Argument(help="model folder; default: the embedded model")] = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="list every parameter")] = False,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
@@ -29,7 +29,7 @@ def inspect(
     from dsv4.lab.inspect import components, report, storage_name
     from dsv4.weights.load import Checkpoint
 
-    checkpoint = Checkpoint.open(model)
+    checkpoint = Checkpoint.open(model_folder(model))
     inventory, config = checkpoint.inventory, checkpoint.config
     if json:
         print_json(report(inventory, config))

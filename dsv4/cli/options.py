@@ -31,7 +31,11 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
     flags = []
     for field in fields(EngineConfig):
         if field.name == "ops":
-            option = typer.Option("--op", metavar="OP=BACKEND", help="use this backend for an op; repeatable")
+            option = typer.Option(
+                "--op",
+                metavar="OP=BACKEND",
+                help="backend of an op, or a module with its functions; repeatable",
+            )
             kind, default = Annotated[list[str], option], field.default
         else:
             kind = Annotated[_TYPES.get(field.name, str), typer.Option(help=_HELP[field.name])]

@@ -14,7 +14,9 @@ from dsv4.errors import ConfigError, RequestError
 EPILOG = """
 [bold]Examples[/]
 
-  dsv4 score ./model --text story.txt
+  dsv4 score --text story.txt
+
+  dsv4 score ./model --text story.txt --activations a8 --json
 
   dsv4 score ./model --ids ids.safetensors --prompt-len 300 --logits out.safetensors --chunk 64 --mtp
 """
@@ -22,7 +24,7 @@ EPILOG = """
 
 @engine_options
 def score(
-    model: Annotated[Path, typer.Argument(help="model folder")],
+    model: Annotated[Path | None, typer.Argument(help="model folder; default: the embedded model")] = None,
     ids: Annotated[Path | None, typer.Option(help="safetensors file with a tensor `ids` [T]")] = None,
     prompt_len: Annotated[
         int | None, typer.Option(help="how many ids are the prompt; the rest go one by one")
@@ -51,7 +53,13 @@ def score(
 
 
 def _score_ids(
-    model: Path, ids_file: Path, prompt_len: int, logits: Path, mtp: bool, json: bool, config: EngineConfig
+    model: Path | None,
+    ids_file: Path,
+    prompt_len: int,
+    logits: Path,
+    mtp: bool,
+    json: bool,
+    config: EngineConfig,
 ) -> None:
     from dsv4.lab.score import read_ids, score_ids, write_logits
 
@@ -70,7 +78,7 @@ def _score_ids(
         out.print(f"{logits}: {listed}", markup=False)
 
 
-def _score_text(model: Path, path: Path, json: bool, config: EngineConfig) -> None:
+def _score_text(model: Path | None, path: Path, json: bool, config: EngineConfig) -> None:
     from dsv4.lab.score import score_text
 
     try:

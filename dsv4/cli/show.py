@@ -2,10 +2,12 @@
 
 import json
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -20,6 +22,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.segment import Segment, Segments
+
+from dsv4.models import embedded
 
 if TYPE_CHECKING:
     from dsv4.config import EngineConfig
@@ -86,10 +90,36 @@ def count_bar(title: str) -> Iterator[Any]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def load_engine(model: Path, config: "EngineConfig") -> "Engine":
+@contextmanager
+def ctrl_c() -> Iterator[list[int]]:
+    """While open, Ctrl-C fills the list instead of raising inside a step; a second one ends the program."""
+    pressed: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(number)
+
+    previous = signal.signal(signal.SIGINT, note)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def model_folder(model: Path | None) -> Path:
+    """The model that was named, else the embedded one, which is said on stderr."""
+    if model is None:
+        model = embedded()
+        err.print("[dim]no model named: using the embedded one[/]")
+    return model
+
+
+def load_engine(model: Path | None, config: "EngineConfig") -> "Engine":
     """Load with a progress bar; what the checkpoint lacks is said on stderr."""
     from dsv4.engine.engine import Engine
 
+    model = model_folder(model)
     with bytes_bar(f"loading {model.resolve().name}") as update:
         engine = Engine.load(model, config, update)
     for note in engine.notes:

@@ -21,6 +21,7 @@ from dsv4.engine.settings import check_memory, settle
 from dsv4.errors import ConfigError, RequestError
 from dsv4.model.bundle import Bundle, Numerics
 from dsv4.model.model import Model
+from dsv4.models import embedded
 from dsv4.text.tokenizer import Tokenizer
 from dsv4.weights.load import Checkpoint, Progress
 
@@ -64,11 +65,15 @@ class Engine:
 
     @classmethod
     def load(
-        cls, path: str | Path, config: EngineConfig | None = None, progress: Progress | None = None
+        cls,
+        path: str | Path | None = None,
+        config: EngineConfig | None = None,
+        progress: Progress | None = None,
     ) -> "Engine":
-        """An engine for a model folder; its tokenizer.json, if there is one, gives text in and out."""
+        """An engine for a model folder, else the embedded model; tokenizer.json, if there, gives it text."""
+        path = embedded() if path is None else Path(path)
         checkpoint = Checkpoint.open(path)
-        folder = Path(path) if Path(path).is_dir() else Path(path).parent
+        folder = path if path.is_dir() else path.parent
         tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").exists() else None
         return cls(checkpoint, config or EngineConfig(), tokenizer, progress)
 
@@ -203,7 +208,7 @@ class Engine:
         requests = [p if isinstance(p, Request) else self.request(p, params) for p in prompts]
         with ExitStack() as stack:
             streams = [stack.enter_context(self.stream(request)) for request in requests]
-            return [_completion(stream.output.sequence, list(stream)) for stream in streams]
+            return [stream.completion() for stream in streams]
 
 
 class Stream:
@@ -237,6 +242,15 @@ class Stream:
             raise RequestError(delta.error)
         return delta
 
+    def completion(self) -> Completion:
+        """Run to the end; -> every token, and the text that was not taken yet."""
+        text, sequence = "".join(delta.text for delta in self), self.output.sequence
+        assert sequence.finish_reason is not None
+        return Completion(
+            *(sequence.request.id, tuple(sequence.tokens), text, sequence.finish_reason),
+            *(sequence.num_prompt, sequence.seed),
+        )
+
     @property
     def is_done(self) -> bool:
         """Whether all deltas were taken and no more will come."""
@@ -251,12 +265,3 @@ class Stream:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def _completion(sequence: Sequence, deltas: list[Delta]) -> Completion:
-    assert sequence.finish_reason is not None
-    text = "".join(delta.text for delta in deltas)
-    return Completion(
-        *(sequence.request.id, tuple(sequence.tokens), text, sequence.finish_reason),
-        *(sequence.num_prompt, sequence.seed),
-    )

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields
 from importlib import import_module
+from inspect import isfunction
 from types import ModuleType
 
 from dsv4.errors import ConfigError
@@ -39,17 +40,45 @@ class Ops:
 
     @classmethod
     def choose(cls, machine: str, /, **override: str) -> "Ops":
-        """The best backend of every op for `machine`, except where `override` names another."""
+        """The best backend of every op for `machine`, except where `override` names another.
+
+        A name with a dot is a module from elsewhere, such as an experiment, with the functions of `ref`.
+        """
         if unknown := sorted(override.keys() - IMPLEMENTATIONS.keys()):
             raise ConfigError(f"unknown ops {unknown}; the ops are {', '.join(IMPLEMENTATIONS)}")
         chosen = {}
         for op, backends in IMPLEMENTATIONS.items():
             name = override.get(op) or next(b for b in PREFERENCE[machine] if b in backends)
-            if name not in backends:
+            if "." in name:
+                chosen[op] = _foreign(op, name)
+            elif name in backends:
+                chosen[op] = import_module(f"dsv4.ops.{op}.{name}")
+            else:
                 raise ConfigError(f"op {op} has no backend {name!r}; it has {', '.join(backends)}")
-            chosen[op] = import_module(f"dsv4.ops.{op}.{name}")
         return cls(**chosen)
 
     def names(self) -> dict[str, str]:
         """op -> backend, as shown by `dsv4 info`."""
-        return {field.name: getattr(self, field.name).__name__.rsplit(".", 1)[1] for field in fields(self)}
+        modules = {field.name: getattr(self, field.name).__name__ for field in fields(self)}
+        return {op: name.removeprefix(f"dsv4.ops.{op}.") for op, name in modules.items()}
+
+
+def _foreign(op: str, name: str) -> ModuleType:
+    """The module of that dotted name, if it has every public function of the op's reference."""
+    try:
+        module = import_module(name)
+    # TypeError, ValueError: a name such as `.x` or `a..b`, which is no module's.
+    except (ImportError, TypeError, ValueError) as error:
+        raise ConfigError(f"op {op}: the module {name!r} cannot be imported ({error})") from None
+    reference = import_module(f"dsv4.ops.{op}.ref")
+    needed = [
+        key
+        for key, value in vars(reference).items()
+        if isfunction(value) and value.__module__ == reference.__name__
+    ]
+    if lacking := [key for key in needed if not key.startswith("_") and not hasattr(module, key)]:
+        raise ConfigError(
+            f"op {op}: the module {name!r} lacks {', '.join(lacking)}; "
+            f"it needs the functions of dsv4/ops/{op}/ref.py"
+        )
+    return module

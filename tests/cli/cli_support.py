@@ -71,11 +71,11 @@ def refused(done: Done) -> str:
 
 
 def process(
-    arguments: Iterable[object], prepare: Callable[[], None] | None = None
+    arguments: Iterable[object], prepare: Callable[[], None] | None = None, module: str | None = "dsv4"
 ) -> subprocess.CompletedProcess[str]:
-    """The program in a process of its own."""
+    """The program (or Python with other arguments) in a process of its own."""
     return subprocess.run(
-        [sys.executable, "-m", "dsv4", *map(str, arguments)],
+        [sys.executable, *(["-m", module] if module else []), *map(str, arguments)],
         cwd=ROOT,
         capture_output=True,
         text=True,

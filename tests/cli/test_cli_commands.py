@@ -19,7 +19,7 @@ from dsv4.lab.init import STYLES
 from dsv4.lab.score import score_ids, score_text
 from dsv4.ops import IMPLEMENTATIONS
 
-COMMANDS = ("generate", "chat", "score", "inspect", "info", "init")
+COMMANDS = ("generate", "chat", "score", "eval", "inspect", "info", "init")
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ PARAMS: dict[str, Any] = {"max_tokens": 8, "seed": 5, "temperature": 0.8, "ignor
 
 def test_generate_streams_one_prompt(model: Path, engine: Engine) -> None:
     want = engine.generate(["Once"], SamplingParams(**PARAMS))[0]
-    done = dsv4("generate", model, "Once", *GENERATE)
+    done = dsv4("generate", "--model", model, "Once", *GENERATE)
     assert done.code == 0 and done.out == want.text + "\n"
     assert re.fullmatch(
         r"5 prompt tokens, first token after [\d.]+ s; 8 tokens at [\d.]+/s; ended by length\n", done.err
@@ -142,8 +142,10 @@ def test_generate_streams_one_prompt(model: Path, engine: Engine) -> None:
 
 def test_generate_several_prompts_in_order(model: Path, engine: Engine) -> None:
     want = engine.generate(["a", "bc", "d"], SamplingParams(**PARAMS))
-    assert ok("generate", model, "a", "bc", "d", *GENERATE) == "".join(w.text + "\n\n" for w in want)
-    lines = ok("generate", model, "a", "bc", "d", *GENERATE, "--json").splitlines()
+    assert ok("generate", "--model", model, "a", "bc", "d", *GENERATE) == "".join(
+        w.text + "\n\n" for w in want
+    )
+    lines = ok("generate", "--model", model, "a", "bc", "d", *GENERATE, "--json").splitlines()
     for line, done in zip(lines, want, strict=True):
         assert json.loads(line) == {
             "prompt_tokens": done.prompt_tokens,
@@ -157,13 +159,15 @@ def test_generate_several_prompts_in_order(model: Path, engine: Engine) -> None:
 
 def test_generate_from_ids(model: Path, engine: Engine) -> None:
     want = engine.generate([[0, 17, 42], [9]], SamplingParams(**PARAMS))
-    lines = ok("generate", model, "--ids", "0,17, 42", "--ids", "9", *GENERATE, "--json").splitlines()
+    lines = ok(
+        "generate", "--model", model, "--ids", "0,17, 42", "--ids", "9", *GENERATE, "--json"
+    ).splitlines()
     assert [json.loads(line)["ids"] for line in lines] == [done.ids for done in want]
 
 
 def test_generate_logprobs(model: Path, engine: Engine) -> None:
     want = engine.generate([[0, 17]], SamplingParams(**PARAMS, logprobs=2))[0]
-    given = ("generate", model, "--ids", "0,17", *GENERATE, "--logprobs", 2)
+    given = ("generate", "--model", model, "--ids", "0,17", *GENERATE, "--logprobs", 2)
     found = json.loads(ok(*given, "--json"))["logprobs"]
     for token, entry in zip(want.tokens, found, strict=True):
         assert entry["id"] == token.id and entry["logprob"] == token.logprob
@@ -179,14 +183,16 @@ def test_generate_logprobs(model: Path, engine: Engine) -> None:
 def test_generate_stops(model: Path, engine: Engine) -> None:
     whole = engine.generate(["Once"], SamplingParams(**PARAMS))[0]
     stop = whole.text[2:5]
-    text = ok("generate", model, "Once", *GENERATE, "--stop", "never", "--stop", stop)
+    text = ok("generate", "--model", model, "Once", *GENERATE, "--stop", "never", "--stop", stop)
     assert text == whole.text[: whole.text.index(stop)] + "\n"
-    done = json.loads(ok("generate", model, "Once", *GENERATE, "--stop-id", whole.ids[3], "--json"))
+    done = json.loads(
+        ok("generate", "--model", model, "Once", *GENERATE, "--stop-id", whole.ids[3], "--json")
+    )
     assert done["ids"] == whole.ids[: whole.ids.index(whole.ids[3]) + 1] and done["finish_reason"] == "stop"
 
 
 def test_generate_chat_and_thinking_change_the_prompt(model: Path) -> None:
-    given = ("generate", model, "Hi", *GENERATE, "--json")
+    given = ("generate", "--model", model, "Hi", *GENERATE, "--json")
     runs = [json.loads(ok(*given, *extra)) for extra in ((), ("--chat",), ("--chat", "--thinking"))]
     assert [run["prompt_tokens"] for run in runs] == [3, 6, 6], (
         "with the marks of user, assistant and thinking"
@@ -195,7 +201,7 @@ def test_generate_chat_and_thinking_change_the_prompt(model: Path) -> None:
 
 
 def test_generate_reports_a_seed_that_repeats_it(model: Path) -> None:
-    given = ("generate", model, "Hi", "--max-tokens", 8, "--json")
+    given = ("generate", "--model", model, "Hi", "--max-tokens", 8, "--json")
     first = json.loads(ok(*given))
     assert json.loads(ok(*given, "--seed", first["seed"])) == first
     assert json.loads(ok(*given))["seed"] != first["seed"]
@@ -205,16 +211,16 @@ def test_generate_without_a_tokenizer_prints_ids(model: Path, engine: Engine, tm
     for file in ("config.json", "model.safetensors"):
         (tmp_path / file).symlink_to(model / file)
     want = engine.generate([[5, 6]], SamplingParams(**PARAMS))[0].ids
-    assert ok("generate", tmp_path, "--ids", "5,6", *GENERATE).split() == [str(id) for id in want]
-    both = ok("generate", tmp_path, "--ids", "5,6", "--ids", "5,6", *GENERATE).split()
+    assert ok("generate", "--model", tmp_path, "--ids", "5,6", *GENERATE).split() == [str(id) for id in want]
+    both = ok("generate", "--model", tmp_path, "--ids", "5,6", "--ids", "5,6", *GENERATE).split()
     assert both == 2 * [str(id) for id in want]
 
 
 def test_generate_survives_a_terminal_without_unicode(model: Path, engine: Engine) -> None:
     want = engine.generate(["hi"], SamplingParams(**PARAMS))[0].text
-    shown = ok("generate", model, "hi", *GENERATE, encoding="ascii")
+    shown = ok("generate", "--model", model, "hi", *GENERATE, encoding="ascii")
     assert not want.isascii() and shown == want.encode("ascii", "backslashreplace").decode() + "\n"
-    line = ok("generate", model, "hi", *GENERATE, "--json", encoding="ascii")
+    line = ok("generate", "--model", model, "hi", *GENERATE, "--json", encoding="ascii")
     assert json.loads(line)["text"] == want
 
 

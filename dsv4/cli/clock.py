@@ -1,0 +1,56 @@
+"""How fast answers come: seconds to the first token, tokens per second, seconds since the program's start."""
+
+import os
+import time
+from pathlib import Path
+
+_IMPORTED = time.perf_counter()
+
+
+def seconds_since_start() -> float:
+    """Since this process was started; where the system does not tell (no /proc), since this import."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return time.perf_counter() - _IMPORTED
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+
+
+class Stopwatch:
+    """Times one answer, or several that run together; starts when it is made."""
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self.prompt_tokens, self.tokens = prompt_tokens, 0
+        self.begun = self.first = self.last = time.perf_counter()
+        self.first_since_start = 0.0
+        self._at_first = 0
+
+    def count(self, tokens: int = 1) -> None:
+        """So many tokens came just now."""
+        if not tokens:
+            return
+        self.last = time.perf_counter()
+        if not self.tokens:
+            self.first, self.first_since_start, self._at_first = self.last, seconds_since_start(), tokens
+        self.tokens += tokens
+
+    def overall(self) -> str:
+        """Tokens per second of the whole, prompt included."""
+        rate = self.tokens / max(1e-9, time.perf_counter() - self.begun)
+        return f"{self.tokens} tokens, {rate:.1f}/s"
+
+    def since_prompt(self) -> str:
+        return self._line(f"{self.first - self.begun:.2f} s")
+
+    def since_start(self) -> str:
+        """With the time from the program's start, loading included, to the first token."""
+        since_start = f"{self.first_since_start:.2f} s after the program's start"
+        return self._line(f"{self.first - self.begun:.2f} s, {since_start}")
+
+    def _line(self, to_first: str) -> str:
+        if not self.tokens:
+            return f"{self.prompt_tokens} prompt tokens, no answer"
+        rate = (self.tokens - self._at_first) / max(1e-9, self.last - self.first)
+        first = f"{self.prompt_tokens} prompt tokens, first token after {to_first}"
+        return f"{first}; {self.tokens} tokens at {rate:.1f}/s"

@@ -1,0 +1,291 @@
+"""Runs an evaluation set through the engine and counts: answers, endings, bits per byte, accepted drafts."""
+
+import json
+import platform
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsv4.engine.engine import Engine
+from dsv4.engine.request import SamplingParams
+from dsv4.errors import ConfigError, RequestError, TextError
+from dsv4.lab.evalset import TEXT, Item
+from dsv4.lab.judge import Rate, as_number, last_number, says, uses
+from dsv4.lab.score import Progress, TextScore, score_text
+from dsv4.model.step import Step
+from dsv4.text.chat import encode
+from dsv4.text.deltas import Message, collect
+from dsv4.text.stream import OutputParser
+from dsv4.text.tokenizer import Tokenizer
+
+SMALLEST_BIN = 128
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model made of one prompt, chosen greedily."""
+
+    item: Item
+    prompt_ids: tuple[int, ...]
+    ids: tuple[int, ...]
+    message: Message
+    is_ended: bool  # by the model itself
+
+    @property
+    def words_used(self) -> list[bool]:
+        """Of each requested word of a story, whether it is there."""
+        return [uses(self.message.content, word) for word in self.item.expected]
+
+    @property
+    def is_right(self) -> bool | None:
+        """None where nothing is expected but that the answer ends."""
+        expected, content = self.item.expected, self.message.content
+        if expected is None:
+            return None
+        if self.item.suite == "stories":
+            return all(self.words_used)
+        if self.item.suite == "sums":
+            return last_number(content) == as_number(expected)
+        return says(content, expected)
+
+    def as_dict(self) -> dict[str, Any]:
+        item = self.item
+        return {
+            **{"suite": item.suite, "kind": item.kind, "thinking": item.thinking},
+            "prompt": item.messages[-1]["content"],
+            **{"distance_tokens": item.distance_tokens, "context_tokens": item.context_tokens},
+            **{"expected": item.expected, "right": self.is_right, "ended": self.is_ended},
+            **{"reasoning": self.message.reasoning, "content": self.message.content},
+        }
+
+
+@dataclass
+class Outcome:
+    """All that was measured. `notes` say what is not there, and why."""
+
+    answers: list[Answer] = field(default_factory=list)
+    texts: list[tuple[Item, TextScore]] = field(default_factory=list)
+    drafts: Rate | None = None
+    notes: list[str] = field(default_factory=list)
+    is_complete: bool = True
+
+
+def evaluate(
+    engine: Engine,
+    items: list[Item],
+    max_tokens: int,
+    progress: Progress | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Outcome:
+    """Greedy answers of at most `max_tokens` to every prompt, run together; texts and drafts after that.
+
+    `stopped` is asked between steps; what is finished by then is in the outcome.
+    """
+    tokenizer = engine.tokenizer
+    if tokenizer is None:
+        raise RequestError("the model folder has no tokenizer.json; an evaluation set is text and needs one")
+    if not items:
+        raise RequestError("the evaluation set holds nothing of this suite; choose another suite or set")
+    outcome = Outcome()
+    prompts = [item for item in items if item.suite != TEXT]
+    texts = [item for item in items if item.suite == TEXT]
+    num_stories = sum(item.suite == "stories" for item in prompts)
+    total = len(items) + (num_stories if engine.runner.model.mtp else 0)
+
+    def report(done: int) -> None:
+        if progress:
+            progress(done, total)
+
+    outcome.answers = _answer_all(engine, tokenizer, prompts, max_tokens, outcome.notes, report, stopped)
+    done = len(prompts)
+    for item in texts:
+        if stopped():
+            break
+        outcome.texts.append((item, score_text(engine, item.text)))
+        done += 1
+        report(done)
+    if num_stories and not engine.runner.model.mtp:
+        outcome.notes.append("the checkpoint has no draft block (mtp.*), so there is no MTP acceptance")
+    elif num_stories:
+        outcome.drafts = _drafts(engine, outcome.answers, lambda count: report(done + count), stopped)
+    if stopped():
+        outcome.is_complete = False
+        finished = len(outcome.answers) + len(outcome.texts)
+        outcome.notes.append(f"stopped after {finished} of {len(items)} prompts and texts")
+    return outcome
+
+
+def _answer_all(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    items: list[Item],
+    max_tokens: int,
+    notes: list[str],
+    report: Callable[[int], None],
+    stopped: Callable[[], bool],
+) -> list[Answer]:
+    max_context, requests, left_out = engine.settings.max_context, [], 0
+    for item in items:
+        ids = tokenizer.encode_prompt(encode(item.messages, thinking=item.thinking))
+        if (room := max_context - len(ids)) < 1:
+            left_out += 1
+            continue
+        params = SamplingParams(max_tokens=min(room, max_tokens), temperature=0)
+        requests.append((item, engine.request(ids, params)))
+    if left_out:
+        notes.append(f"{left_out} prompts were left out: they do not fit max_context {max_context}")
+    answers = []
+    with ExitStack() as stack:
+        streams = [stack.enter_context(engine.stream(request)) for _, request in requests]
+        while engine.num_unfinished and not stopped():
+            engine.step()
+            report(len(items) - engine.num_unfinished)
+        for (item, request), stream in zip(requests, streams, strict=True):
+            stream.close()
+            done = stream.completion()
+            if done.finish_reason == "cancelled":
+                continue
+            message = _message(tokenizer, done.ids, item.thinking, done.finish_reason)
+            is_ended = done.finish_reason == "stop"
+            answers.append(Answer(item, request.ids, tuple(done.ids), message, is_ended))
+    return answers
+
+
+def _message(tokenizer: Tokenizer, ids: Iterable[int], thinking: bool, reason: str) -> Message:
+    parser, deltas = OutputParser(thinking=thinking, tokenizer=tokenizer), []
+    for id in ids:
+        try:
+            deltas += parser.push_id(id)
+        except TextError:  # an output row without an entry in the tokenizer
+            deltas += parser.push_text("\ufffd")
+    last, reason = parser.finish(reason)
+    return collect([*deltas, *last], reason, parser.problems, parser.dropped)
+
+
+def _drafts(
+    engine: Engine, answers: list[Answer], report: Callable[[int], None], stopped: Callable[[], bool]
+) -> Rate | None:
+    """How often the draft block's first token is the one the trunk then chose, in the stories' answers."""
+    hits = total = 0
+    for count, answer in enumerate((a for a in answers if a.item.suite == "stories"), 1):
+        if stopped():
+            break
+        accepted = draft_hits(engine, answer.prompt_ids, answer.ids)
+        hits, total = hits + sum(accepted), total + len(accepted)
+        report(count)
+    return Rate(hits, total) if total else None
+
+
+def draft_hits(engine: Engine, prompt: tuple[int, ...], answer: tuple[int, ...]) -> list[bool]:
+    """For each token of a greedy answer but the first: whether the draft block foretold it.
+
+    The block sees the trunk's streams up to two tokens before, and the token before.
+    """
+    ids, model, cache = [*prompt, *answer], engine.runner.model, engine.cache
+    device, end = engine.settings.device.torch_name, len(ids) - 2
+    slot = cache.claim(len(ids))
+    if slot is None:
+        raise RequestError("the cache is full; evaluate on an idle engine")
+    drafted: list[int] = []
+    try:
+        for start in range(0, end, engine.config.chunk):
+            stop = min(end, start + engine.config.chunk)
+            step = Step.build([(slot, start, ids[start:stop])], device)
+            streams = model.forward(step, cache)
+            next_ids = torch.tensor(ids[start + 1 : stop + 1], device=device)
+            logits = model.draft(streams, next_ids, step, cache)[1]
+            drafted += logits.sort(descending=True, stable=True).indices[:, 0].tolist()
+    finally:
+        cache.release(slot)
+    first = len(prompt) + 1
+    return [drafted[at - 2] == ids[at] for at in range(first, len(ids))]
+
+
+def figures(outcome: Outcome) -> dict[str, Any]:
+    """Every figure as plain data; a suite that was not asked for has none."""
+    out: dict[str, Any] = {}
+    of: dict[str, list[Answer]] = {}
+    for answer in outcome.answers:
+        of.setdefault(answer.item.suite, []).append(answer)
+    if outcome.texts:
+        sources = dict.fromkeys(item.kind for item, _ in outcome.texts)
+        out["text"] = _bits([score for _, score in outcome.texts])
+        out["text"]["by_kind"] = {
+            kind: _bits([score for item, score in outcome.texts if item.kind == kind]) for kind in sources
+        }
+    if stories := of.get("stories"):
+        words = [used for answer in stories for used in answer.words_used]
+        out["stories"] = {"words_used": Rate.of(words).as_dict(), "all_words": _rate(stories)}
+    if sums := of.get("sums"):
+        out["sums"] = {"exact": _rate(sums), "by_kind": _by_kind(sums)}
+    if recall := of.get("recall"):
+        out["recall"] = {
+            "found": _rate(recall),
+            "by_distance": _bins(recall, lambda item: item.distance_tokens),
+            "by_context": _bins(recall, lambda item: item.context_tokens),
+            "by_kind": _by_kind(recall),
+        }
+    if chat := [answer for answer in of.get("chat", []) if answer.is_right is not None]:
+        out["chat"] = {"matches": _rate(chat), "by_kind": _by_kind(chat)}
+    if outcome.answers:
+        ended = {suite: Rate.of([a.is_ended for a in answers]).as_dict() for suite, answers in of.items()}
+        out["ended"] = Rate.of([a.is_ended for a in outcome.answers]).as_dict() | {"by_suite": ended}
+    if outcome.drafts:
+        out["mtp_acceptance"] = outcome.drafts.as_dict()
+    return out
+
+
+def write_answers(path: Path, answers: list[Answer]) -> None:
+    """One JSON object a line, in the order of the set."""
+    lines = [json.dumps(answer.as_dict(), ensure_ascii=False) + "\n" for answer in answers]
+    try:
+        path.write_text("".join(lines), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+def settings(engine: Engine) -> dict[str, Any]:
+    """What the figures were made with, every `auto` settled."""
+    s, c = engine.settings, engine.config
+    return {
+        **{"device": s.device.torch_name, "device_name": s.device.name, "threads": s.threads},
+        **{"activations": c.activations, "qat": c.qat, "compute_dtype": str(s.dtype).removeprefix("torch.")},
+        **{"cache": str(s.kv_format), "index_keys": str(s.key_format)},
+        **{"weights": "dense" if s.dense else "packed", "max_context": s.max_context},
+        **{"max_batch": c.max_batch, "chunk": c.chunk, "ops": s.ops.names()},
+        **{"torch": torch.__version__, "python": platform.python_version()},
+    }
+
+
+def _rate(answers: list[Answer]) -> dict[str, Any]:
+    return Rate.of([bool(answer.is_right) for answer in answers]).as_dict()
+
+
+def _by_kind(answers: list[Answer]) -> dict[str, Any]:
+    kinds = sorted({answer.item.kind for answer in answers})
+    return {kind: _rate([answer for answer in answers if answer.item.kind == kind]) for kind in kinds}
+
+
+def _bits(scores: list[TextScore]) -> dict[str, Any]:
+    whole = TextScore(*(sum(getattr(s, name) for s in scores) for name in ("tokens", "bytes", "nats")))
+    return {"bits_per_byte": whole.bits_per_byte, "tokens": whole.tokens, "bytes": whole.bytes}
+
+
+def _bins(answers: list[Answer], tokens: Callable[[Item], int]) -> list[dict[str, Any]]:
+    """By numbers of tokens up to 128, 256, 512, ...; a bin without an answer is left out."""
+    groups: dict[int, list[Answer]] = {}
+    for answer in answers:
+        end = SMALLEST_BIN
+        while end < tokens(answer.item):
+            end *= 2
+        groups.setdefault(end, []).append(answer)
+    out = []
+    for end, group in sorted(groups.items()):
+        mean = sum(tokens(answer.item) for answer in group) / len(group)
+        first = 1 if end == SMALLEST_BIN else end // 2 + 1
+        out.append({"from": first, "to": end, "mean": mean, **_rate(group)})
+    return out
