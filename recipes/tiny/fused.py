@@ -58,8 +58,8 @@ def _norm_fwd(x_ptr, w_ptr, cos_ptr, sin_ptr, y_ptr, count, heads, length, eps, 
 
 @triton.jit
 def _norm_bwd(x_ptr, w_ptr, cos_ptr, sin_ptr, g_ptr, dx_ptr, dw_ptr, count, heads, length, eps,
-              SIGN: tl.constexpr,               NORM: tl.constexpr, WEIGHT: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr,
-              D: tl.constexpr):  # fmt: skip
+              SIGN: tl.constexpr, NORM: tl.constexpr, WEIGHT: tl.constexpr, HALF: tl.constexpr,
+              R: tl.constexpr, D: tl.constexpr):  # fmt: skip
     rows = tl.program_id(0) * R + tl.arange(0, R)
     at = rows[:, None] * D + tl.arange(0, D)[None, :]
     inside = (rows < count)[:, None]
@@ -79,8 +79,8 @@ def _norm_bwd(x_ptr, w_ptr, cos_ptr, sin_ptr, g_ptr, dx_ptr, dw_ptr, count, head
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, cos: Tensor | None, sin: Tensor | None, eps: float,
-                is_normed: bool, sign: float) -> Tensor:  # fmt: skip
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, cos: Tensor | None, sin: Tensor | None,
+                eps: float, is_normed: bool, sign: float) -> Tensor:  # fmt: skip
         x = x.contiguous()
         d = x.shape[-1]
         count = x.numel() // d
@@ -127,8 +127,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @triton.jit
-def _mix_in_fwd(h_ptr, raw_ptr, scale_ptr, base_ptr, x_ptr, gate_ptr, logits_ptr, inv_ptr, count, norm_eps, hc_eps,
-                R: tl.constexpr, N: tl.constexpr, D: tl.constexpr):  # fmt: skip
+def _mix_in_fwd(h_ptr, raw_ptr, scale_ptr, base_ptr, x_ptr, gate_ptr, logits_ptr, inv_ptr, count,
+                norm_eps, hc_eps, R: tl.constexpr, N: tl.constexpr, D: tl.constexpr):  # fmt: skip
     rows = tl.program_id(0) * R + tl.arange(0, R)
     n, n2 = tl.arange(0, N), tl.arange(0, N * N)
     inside = (rows < count)[:, None]
@@ -150,8 +150,9 @@ def _mix_in_fwd(h_ptr, raw_ptr, scale_ptr, base_ptr, x_ptr, gate_ptr, logits_ptr
 
 
 @triton.jit
-def _mix_in_bwd(h_ptr, raw_ptr, scale_ptr, base_ptr, inv_ptr, dx_ptr, dgate_ptr, dlogits_ptr, dh_ptr, draw_ptr, dparam_ptr,
-                count, hc_eps, R: tl.constexpr, N: tl.constexpr, D: tl.constexpr):  # fmt: skip
+def _mix_in_bwd(h_ptr, raw_ptr, scale_ptr, base_ptr, inv_ptr, dx_ptr, dgate_ptr, dlogits_ptr, dh_ptr,
+                draw_ptr, dparam_ptr, count, hc_eps,
+                R: tl.constexpr, N: tl.constexpr, D: tl.constexpr):  # fmt: skip
     program = tl.program_id(0)
     rows = program * R + tl.arange(0, R)
     n, n2 = tl.arange(0, N), tl.arange(0, N * N)
@@ -379,11 +380,11 @@ def mix_out(y: Tensor, h: Tensor, gate: Tensor, comb: Tensor) -> Tensor:
 
 @triton.jit
 def _swiglu_fwd(
-    gate_ptr, up_ptr, w_ptr, out_ptr, count, limit, R: tl.constexpr, E: tl.constexpr, I: tl.constexpr
+    gate_ptr, up_ptr, w_ptr, out_ptr, count, limit, R: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr
 ):
     rows = tl.program_id(0) * R + tl.arange(0, R)
     e = tl.arange(0, E)
-    at = rows[:, None, None] * (E * I) + e[None, :, None] * I + tl.arange(0, I)[None, None, :]
+    at = rows[:, None, None] * (E * WIDTH) + e[None, :, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
     inside = (rows < count)[:, None, None]
     gate = tl.minimum(tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32), limit)
     up = tl.load(up_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -394,10 +395,10 @@ def _swiglu_fwd(
 
 @triton.jit
 def _swiglu_bwd(gate_ptr, up_ptr, w_ptr, g_ptr, dgate_ptr, dup_ptr, dw_ptr, count, limit,
-                R: tl.constexpr, E: tl.constexpr, I: tl.constexpr):  # fmt: skip
+                R: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
     rows = tl.program_id(0) * R + tl.arange(0, R)
     e = tl.arange(0, E)
-    at = rows[:, None, None] * (E * I) + e[None, :, None] * I + tl.arange(0, I)[None, None, :]
+    at = rows[:, None, None] * (E * WIDTH) + e[None, :, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
     inside = (rows < count)[:, None, None]
     raw_gate = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
     raw_up = tl.load(up_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -421,7 +422,7 @@ class _SwiGLU(torch.autograd.Function):
         gate, up, weights = gate.contiguous(), up.contiguous(), weights.contiguous()
         e, i = gate.shape[-2:]
         ctx.sizes = (weights.numel() // e, limit)
-        ctx.setting = {"R": max(1, 4096 // (e * i)), "E": e, "I": i}
+        ctx.setting = {"R": max(1, 4096 // (e * i)), "E": e, "WIDTH": i}
         out = torch.empty_like(gate)
         _swiglu_fwd[_grid(ctx.sizes[0], ctx.setting["R"])](gate, up, weights, out, *ctx.sizes, **ctx.setting)
         ctx.save_for_backward(gate, up, weights)

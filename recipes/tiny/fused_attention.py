@@ -1,4 +1,4 @@
-"""Softmax over window, compressed entries and sink, and the indexer's scores, as Triton kernels with gradients.
+"""Softmax over window, compressed entries and sink, and the indexer's scores, as Triton kernels.
 
 One program per token with all its heads. Which keys a token may see is worked out from indices, not read.
 """
@@ -32,9 +32,9 @@ def _far_seen(of_ptr, blocks_ptr, batch, row, at, count, RATIO: tl.constexpr, C:
 
 
 @triton.jit
-def _attend_fwd(near_ptr, far_ptr, chosen_ptr, of_ptr, blocks_ptr, sink_ptr, near_out, far_out, sink_out, mass_out,
-                length, count, scale, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, RATIO: tl.constexpr,
-                FAR: tl.constexpr, CHOSEN: tl.constexpr, MASS: tl.constexpr):  # fmt: skip
+def _attend_fwd(near_ptr, far_ptr, chosen_ptr, of_ptr, blocks_ptr, sink_ptr, near_out, far_out, sink_out,
+                mass_out, length, count, scale, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
+                RATIO: tl.constexpr, FAR: tl.constexpr, CHOSEN: tl.constexpr, MASS: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     batch, at = row // length, row % length
     h, w, c = tl.arange(0, H), tl.arange(0, 2 * W), tl.arange(0, C)
@@ -71,7 +71,7 @@ def _attend_fwd(near_ptr, far_ptr, chosen_ptr, of_ptr, blocks_ptr, sink_ptr, nea
 @triton.jit
 def _attend_bwd(near_ptr, far_ptr, near_g, far_g, near_out, far_out, sink_ptr, sink_out, count, scale,
                 H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, FAR: tl.constexpr):  # fmt: skip
-    """From the weights p and their gradients g: scale * p * (g - sum(g * p)); the sink's gradient is -p_sink * sum."""
+    """From the weights p and their gradients g: scale * p * (g - sum(g * p)); of the sink -p * sum(g p)."""
     row = tl.program_id(0).to(tl.int64)
     h, w, c = tl.arange(0, H), tl.arange(0, 2 * W), tl.arange(0, C)
     near_at = (row * H + h)[:, None] * (2 * W) + w[None, :]
@@ -93,21 +93,22 @@ def _far_size(far: Tensor | None) -> int:
     return 16 if far is None else max(16, triton.next_power_of_2(far.shape[-1]))
 
 
-def _launch(near: Tensor, far: Tensor | None, chosen: Tensor | None, of: Tensor, blocks: Tensor, sinks: Tensor,
-            near_out: Tensor, far_out: Tensor, sink_out: Tensor, mass_out: Tensor, ratio: int, scale: float, mass: bool) -> None:  # fmt: skip
+def _launch(near: Tensor, far: Tensor | None, chosen: Tensor | None, of: Tensor, blocks: Tensor,
+            sinks: Tensor, near_out: Tensor, far_out: Tensor, sink_out: Tensor, mass_out: Tensor,
+            ratio: int, scale: float, mass: bool) -> None:  # fmt: skip
     b, n, w, heads, _ = near.shape
     setting = {"H": heads, "W": w, "C": _far_size(far), "RATIO": max(ratio, 1), "FAR": far is not None}
     setting |= {"CHOSEN": chosen is not None, "MASS": mass, "num_warps": 8 if setting["C"] > 512 else 4}
     _attend_fwd[(b * n * w,)](
-        near, near if far is None else far, of if chosen is None else chosen, of, blocks, sinks, near_out, far_out, sink_out,
-        mass_out, n * w, 0 if far is None else far.shape[-1], scale, **setting,
+        near, near if far is None else far, of if chosen is None else chosen, of, blocks, sinks,
+        near_out, far_out, sink_out, mass_out, n * w, 0 if far is None else far.shape[-1], scale, **setting,
     )  # fmt: skip
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, near: Tensor, far: Tensor | None, chosen: Tensor | None, of: Tensor, blocks: Tensor, sinks: Tensor,
-                ratio: int, scale: float) -> Any:  # fmt: skip
+    def forward(ctx: Any, near: Tensor, far: Tensor | None, chosen: Tensor | None, of: Tensor,
+                blocks: Tensor, sinks: Tensor, ratio: int, scale: float) -> Any:  # fmt: skip
         near = near.contiguous()
         far = None if far is None else far.contiguous()
         near_p = torch.empty_like(near)

@@ -1,4 +1,4 @@
-"""The twin's element-wise parts in plain torch: their meaning. `fused.py` has the same functions as GPU kernels."""
+"""The twin's element-wise parts in plain torch; `fused.py` has the same functions as GPU kernels."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""How well the twin recalls, looked at while it trains: held-out contexts, right answers given, every token right."""
+"""How well the twin recalls while it trains: held-out contexts, the share of answers right in every token."""
 
 from pathlib import Path
 from random import Random

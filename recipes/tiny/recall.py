@@ -236,7 +236,7 @@ def recall(world: World, rng: Random, max_tokens: int) -> Draft:
     """A context of up to that many tokens and one to twelve questions, their lines spread evenly over it."""
     num_questions = rng.choice((1, 2, 3, 4)) if max_tokens < 1024 else rng.choice((1, 3, 4, 6, 8, 12))
     room = max_tokens - 60 - 35 * num_questions
-    # Evenly on a log scale: short ones teach the act, long ones the reach; where there is room, more of those.
+    # Evenly on a log scale: short ones teach the act, long ones the reach; more of those where there is room.
     part = max(rng.uniform(0.15, 1.0) for _ in range(1 if max_tokens < 2048 else 2))
     num_tokens = int(80 * (max(room, 100) / 80) ** part)
     context = make_context(world, rng, num_tokens)

@@ -165,7 +165,7 @@ class Feeder:
 
 
 def losses(twin: Twin, ids: Tensor, mask: Tensor, of: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """ids, mask (tokens to be predicted), of (their documents) [B, L] -> the loss to descend, and its parts."""
+    """ids, mask (tokens to be predicted), of (their documents) [B, L] -> the loss, and its parts."""
     twin.index_losses = []
     documents = Documents(of)
     streams = twin.streams(ids, torch.bfloat16, documents)
@@ -198,7 +198,7 @@ def rate(done: float) -> float:
 
 
 def train(twin: Twin, feeder: Feeder, phases: list[Phase], out: Path, device: str, seconds: float) -> None:
-    """The schedule follows the clock, from the end of the first step on: that one waits for kernels and data."""
+    """The schedule follows the clock, from the end of the first step on: that one waits for data."""
     optimiser = Optimiser(twin)
     before, step, tokens, edge = 0.0, 0, 0, 0.0
     if (out / "last.pt").exists():

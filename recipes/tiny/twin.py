@@ -1,7 +1,7 @@
 """A trainable twin of the model: the same function, batched and differentiable; tested equal to the engine.
 
-Rows of several documents that do not see each other, masks instead of a cache, all experts computed and weighted
-by zero where not chosen. Parameters carry dsv4's official names, so that export is a copy.
+Rows of several documents that do not see each other, masks instead of a cache, all experts computed and
+weighted by zero where not chosen. Parameters carry dsv4's official names, so that export is a copy.
 """
 
 from dataclasses import dataclass
@@ -148,7 +148,7 @@ class Twin(nn.Module):
         return x, gate, self.parts.sinkhorn(logits, c.hc_eps, c.sinkhorn_iters)
 
     def attention(self, x: Tensor, documents: Documents, name: str, spec: LayerSpec) -> Tensor:
-        """Scores of the window in blocks of W queries (own and previous block), of all entries in one product."""
+        """Scores of the window in blocks of W queries (own and previous block), of entries in one product."""
         c, parts, ratio = self.config, self.parts, spec.ratio
         b, length = x.shape[:2]
         w, scale = c.window, c.head_dim**-0.5
