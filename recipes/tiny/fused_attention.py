@@ -33,8 +33,9 @@ def _far_seen(of_ptr, blocks_ptr, batch, row, at, count, RATIO: tl.constexpr, C:
 
 @triton.jit
 def _attend_fwd(near_ptr, far_ptr, chosen_ptr, of_ptr, blocks_ptr, sink_ptr, near_out, far_out, sink_out,
-                mass_out, length, count, scale, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
-                RATIO: tl.constexpr, FAR: tl.constexpr, CHOSEN: tl.constexpr, MASS: tl.constexpr):  # fmt: skip
+                mass_out, length, count, scale, H: tl.constexpr, W: tl.constexpr,
+                C: tl.constexpr, RATIO: tl.constexpr, FAR: tl.constexpr, CHOSEN: tl.constexpr,
+                MASS: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     batch, at = row // length, row % length
     h, w, c = tl.arange(0, H), tl.arange(0, 2 * W), tl.arange(0, C)
