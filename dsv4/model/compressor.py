@@ -11,7 +11,7 @@ from dsv4.model.step import Step
 
 class Compressor:
     def __init__(self, b: Bundle, name: str, spec: LayerSpec) -> None:
-        self.ops, self.dtype, self.spec = b.ops, b.numerics.dtype, spec
+        self.ops, self.dtype, self.spec, self.name = b.ops, b.numerics.dtype, spec, name
         # The reference computes compressors in float32 from the unquantised input.
         self.wkv = b.linear(f"{name}.wkv", rounds_input=False)
         self.wgate = b.linear(f"{name}.wgate", rounds_input=False)
@@ -29,6 +29,7 @@ class Compressor:
             *(closing, step.slots, step.positions, step.first),
             *(ratio, self.spec.kind == "csa"),
         )
+        step.see(self.name, "pooled", pooled)
         keep = step.survivors(tail.num_rows)
         at = (step.slots[keep], step.positions[keep] % tail.num_rows)
         tail.values[at] = values[keep]
