@@ -1,6 +1,8 @@
 """`dsv4 doctor`: is this machine, this build and this checkpoint right?"""
 
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,11 +39,10 @@ def doctor(
 
     start = time.monotonic()
     findings = []
-    with count_bar("examining") as update:
-        for finding in examine(model, full, update):
-            findings.append(finding)
-            if not json:
-                _show(finding)
+    for finding in examine(model, full, _WeightsBar().update):
+        findings.append(finding)
+        if not json:
+            _show(finding)
     is_right = passed(findings)
     if json:
         print_json({"pass": is_right, "findings": [finding.as_dict() for finding in findings]})
@@ -49,6 +50,21 @@ def doctor(
         _conclude(findings, time.monotonic() - start)
     if not is_right:
         raise typer.Exit(1)
+
+
+class _WeightsBar:
+    """A bar while weights are read, and only then: findings are printed as they are made."""
+
+    def __init__(self) -> None:
+        self.stack = ExitStack()
+        self.bar: Callable[[int, int], None] | None = None
+
+    def update(self, done: int, total: int) -> None:
+        if self.bar is None:
+            self.bar = self.stack.enter_context(count_bar("reading weights"))
+        self.bar(done, total)
+        if done == total:
+            self.stack.close()
 
 
 def _show(finding: "Finding") -> None:

@@ -314,6 +314,15 @@ def test_a_reference_that_computes_otherwise_is_found(monkeypatch: pytest.Monkey
     assert finding.level == "fail" and "median relative error" in finding.text
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_gpu_is_examined_too() -> None:
+    found = examine_ops()
+    assert [f for f in found if f.level == "fail"] == []
+    assert any("on cuda" in f.name for f in found)
+    assert examine_engine("cuda").level == "ok"
+
+
 def test_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {f.name: f for f in examine_machine(tmp_path)}
     assert {"python", "torch", "gpu", "triton", "compiler", "memory", "disk", "model disk"} <= found.keys()

@@ -166,6 +166,22 @@ def test_an_engine_takes_what_was_planned(
     assert abs(predicted - taken) <= 0.001 * taken, f"planned {predicted:,}, taken {taken:,}"
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_an_engine_on_a_gpu_takes_what_was_planned(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", "modelopt", preset("tiny"))
+    before = torch.cuda.memory_allocated()
+    options = {"device": "cuda", "weights": "packed", "max_context": 8192, "max_batch": 4}
+    engine = Engine.load(tmp_path / "model", EngineConfig(**options))  # type: ignore[arg-type]
+    taken = torch.cuda.memory_allocated() - before
+    checkpoint = Checkpoint.open(tmp_path / "model")
+    needed = Demand.of(checkpoint.config, checkpoint.inventory)
+    made = Plan.make(needed, known("H200", 1), Wanted(8192, 4, weights="packed"))
+    # The allocator gives out multiples of 512 bytes, which small tensors feel.
+    assert held_by(engine) == made.total_bytes - made.workspace_bytes
+    assert abs(taken - held_by(engine)) <= 0.03 * taken
+
+
 class Peak(TorchDispatchMode):
     """The most memory that results of operations took at any one time."""
 
