@@ -47,7 +47,6 @@ class _Seen:
 
     tensors: int = 0
     values: int = 0
-    formats: set[str] = field(default_factory=set)
     damaged: list[str] = field(default_factory=list)  # NaN, infinity, a negative scale
     gains: dict[str, tuple[float, float]] = field(default_factory=dict)  # component -> smallest, largest
     implausible: list[str] = field(default_factory=list)
@@ -103,7 +102,6 @@ def _sample(checkpoint: Checkpoint, sources: list[Source]) -> list[Source]:
 def _look(seen: _Seen, source: Source, q: QuantTensor) -> None:
     name, is_4_bit = source.param.name, source.format in (Format.NVFP4, Format.MXFP4)
     seen.tensors, seen.values = seen.tensors + 1, seen.values + math.prod(q.shape)
-    seen.formats.add(str(source.format))
     if has_nan_scale(q):
         seen.damaged.append(f"{name} has a scale that is no finite number")
         return
