@@ -90,14 +90,35 @@ class CacheLayout:
                 total += tokens // layer.ratio * per_block
         return total
 
-    def store_bytes(self) -> int:
-        """What the engine allocates for all slots and pages, the page table included."""
-        total = self.num_slots * len(self.layers) * self.ring_rows * self.entry_bytes
-        total += self.num_slots * self.pages_per_sequence * 4
-        for layer in self.layers:
-            if not layer.ratio:
-                continue
-            entries = self.num_pages * self.page_entries(layer)
-            total += entries * (self.entry_bytes + (self.key_bytes if layer.kind == "csa" else 0))
-            total += self.num_slots * self.tail_rows(layer) * 2 * 4 * self.tail_width(layer)
+    def read_bytes(self, tokens: int) -> int:
+        """What one decoded token reads with that many before it: windows, chosen or all entries, all keys."""
+        total = self.config.num_layers * self.config.window * self.entry_bytes
+        for layer in self.config.layers:
+            if layer.kind == "csa":
+                visible = tokens // layer.ratio
+                total += min(self.config.index_topk, visible) * self.entry_bytes + visible * self.key_bytes
+            elif layer.ratio:
+                total += tokens // layer.ratio * self.entry_bytes
         return total
+
+    def pool_bytes(self) -> int:
+        """Entries and index keys of all pages: the part that grows with the context."""
+        return sum(
+            self.num_pages
+            * self.page_entries(layer)
+            * (self.entry_bytes + (self.key_bytes if layer.kind == "csa" else 0))
+            for layer in self.layers
+            if layer.ratio
+        )
+
+    def state_bytes(self) -> int:
+        """Rings, tails and the page table of all slots: hardly grows with the context."""
+        total = len(self.layers) * self.ring_rows * self.entry_bytes + self.pages_per_sequence * 4
+        for layer in self.layers:
+            if layer.ratio:
+                total += self.tail_rows(layer) * 2 * 4 * self.tail_width(layer)
+        return self.num_slots * total
+
+    def store_bytes(self) -> int:
+        """What the engine allocates for all slots and pages."""
+        return self.pool_bytes() + self.state_bytes()

@@ -60,11 +60,11 @@ def settle(config: EngineConfig, checkpoint: Checkpoint) -> Settings:
     elif cache == "auto":
         cache = chosen("cache", "f32", "qat is off: entries are not rounded")
 
-    need, have = checkpoint.dense_bytes(), device.memory_bytes
+    need, have = checkpoint.held_bytes(dense=True), device.memory_bytes
     weights = config.weights
     if weights == "auto":
         why = f"decoded weights take {need / 1e9:.1f} GB, {have / 1e9:.1f} GB of memory are free"
-        packed = "" if need <= have // 2 else "; packed weights are decoded at every use, which is slow"
+        packed = "" if fits_dense(need, have) else "; packed weights are decoded at every use, which is slow"
         weights = chosen("weights", "packed" if packed else "dense", why + packed)
 
     threads = config.threads or torch.get_num_threads()
@@ -87,9 +87,14 @@ def settle(config: EngineConfig, checkpoint: Checkpoint) -> Settings:
     )
 
 
+def fits_dense(need: int, have: int) -> bool:
+    """Whether `weights auto` decodes the weights at load: half the memory stays free for all else."""
+    return need <= have // 2
+
+
 def check_memory(settings: Settings, checkpoint: Checkpoint, layout: CacheLayout) -> None:
     """Refuse before anything is read: an allocation that fails later, or swaps, would be a worse answer."""
-    weights = checkpoint.dense_bytes() if settings.dense else checkpoint.inventory.num_bytes
+    weights = checkpoint.held_bytes(settings.dense)
     cache, free = layout.store_bytes(), settings.device.memory_bytes
     if weights + cache > free:
         raise ConfigError(

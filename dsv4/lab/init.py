@@ -68,15 +68,10 @@ STYLES = {
 
 def make(folder: Path, config: ModelConfig, format: str, seed: int) -> Iterator[tuple[int, int]]:
     """Write config.json and the weights; yields (bytes done, bytes in all)."""
-    if format not in STYLES:
-        raise ConfigError(f"unknown format {format!r}; use one of {', '.join(STYLES)}")
     if not 0 <= seed < 1 << 43:
         raise ConfigError(f"seed is {seed}, expected 0 to 2**43 - 1")
+    config, params, tensors = contents(config, format)
     style = STYLES[format]
-    num_mtp = config.num_mtp_layers if not style.is_hf else 0
-    config = replace(config, num_mtp_layers=num_mtp, quantization=style.quantization)
-    params = declare(config, num_mtp)
-    tensors = [tensor for param in params for tensor in _declared(param, style)]
     total, done = sum(tensor.num_bytes for tensor in tensors), 0
     _claim(folder, total)
     for count in write_checkpoint(folder, tensors, _values(params, style, config, seed)):
@@ -85,6 +80,17 @@ def make(folder: Path, config: ModelConfig, format: str, seed: int) -> Iterator[
     if config.vocab_size >= MIN_VOCABULARY:
         write_text(folder / "tokenizer.json", byte_tokenizer_json(config.vocab_size))
     write_text(folder / "config.json", json.dumps(config.to_dict(), indent=1) + "\n")
+
+
+def contents(config: ModelConfig, format: str) -> tuple[ModelConfig, list[Param], list[Declared]]:
+    """What a checkpoint in that format holds: its config, its parameters, and its tensors in their order."""
+    if format not in STYLES:
+        raise ConfigError(f"unknown format {format!r}; use one of {', '.join(STYLES)}")
+    style = STYLES[format]
+    num_mtp = config.num_mtp_layers if not style.is_hf else 0
+    config = replace(config, num_mtp_layers=num_mtp, quantization=style.quantization)
+    params = declare(config, num_mtp)
+    return config, params, [tensor for param in params for tensor in _declared(param, style)]
 
 
 def _claim(folder: Path, total: int) -> None:

@@ -25,14 +25,18 @@ def components(inventory: Inventory, config: ModelConfig) -> list[Component]:
     out = []
     for name, sources in groups.items():
         total = sum(source.num_bytes for source in sources)
-        share = {
-            # One row of the embedding and of a hash table: negligible, counted as nothing.
-            **{"embedding": 0.0, "hash table": 0.0, "mtp": 0.0},
-            "routed experts": config.experts_per_token / config.num_experts,
-        }.get(name, 1.0)
         formats = Counter(storage_name(source) for source in sources)
-        out.append(Component(name, dict(formats.most_common()), total, round(total * share)))
+        active = round(total * active_share(name, config))
+        out.append(Component(name, dict(formats.most_common()), total, active))
     return sorted(out, key=lambda component: -component.total_bytes)
+
+
+def active_share(component: str, config: ModelConfig) -> float:
+    """Which part of a component's bytes one decoded token reads."""
+    if component == "routed experts":
+        return config.experts_per_token / config.num_experts
+    # One row of the embedding and of a hash table: negligible, counted as nothing.
+    return 0.0 if component in ("embedding", "hash table", "mtp") else 1.0
 
 
 def storage_name(source: Source) -> str:

@@ -14,6 +14,7 @@ from dsv4.model.step import Step
 class Attention:
     def __init__(self, b: Bundle, name: str, spec: LayerSpec, rope: Rope) -> None:
         self.ops, self.config, self.numerics, self.spec, self.rope = b.ops, b.config, b.numerics, spec, rope
+        self.name = name
         self.wq_a, self.wq_b = b.linear(f"{name}.wq_a"), b.linear(f"{name}.wq_b")
         self.wkv, self.wo_b = b.linear(f"{name}.wkv"), b.linear(f"{name}.wo_b")
         self.q_norm, self.kv_norm = b.plain(f"{name}.q_norm"), b.plain(f"{name}.kv_norm")
@@ -30,6 +31,8 @@ class Attention:
         q = self.wq_b(q_low).unflatten(1, (c.num_heads, c.head_dim))
         q = ops.qkv.queries(q, cos, sin, c.norm_eps)
         kv = ops.qkv.entries(self.wkv(x), self.kv_norm, cos, sin, c.norm_eps)
+        step.see(self.name, "q", q)
+        step.see(self.name, "kv", kv)
         fresh = ops.qkv.store(kv, c.rope_dim, cache.ring.format, self.numerics.qat)
 
         rows = self._compressed_rows(x, q_low, step, cache, page_table)
@@ -37,12 +40,15 @@ class Attention:
             *(q, fresh, cache.ring, step.slots, step.positions, step.first, c.window, cache.ring_rows),
             *(cache.entries, rows, self.sinks, cos, sin),
         )
+        step.see(self.name, "o", o)
         # The ring is overwritten only now: queries of a long chunk still read what lay before it.
         tokens, ring_at = step.remaining(cache.ring_rows)
         cache.ring.put(ring_at, fresh if tokens is None else fresh.take(tokens))
 
         grouped = o.reshape(o.shape[0], c.o_groups, c.heads_per_group * c.head_dim)
-        return self.wo_b(ops.linear.grouped(grouped, self.wo_a))
+        y = self.wo_b(ops.linear.grouped(grouped, self.wo_a))
+        step.see(self.name, "out", y)
+        return y
 
     def _compressed_rows(
         self, x: Tensor, q_low: Tensor, step: Step, cache: LayerCache, page_table: Tensor

@@ -27,9 +27,9 @@ class Block:
         self, streams: Tensor, ids: Tensor, step: Step, cache: LayerCache, page_table: Tensor
     ) -> Tensor:
         """streams [T, N, D] -> [T, N, D]; `ids` [T] feed hash routing."""
-        x, gate, comb = self.hc_attn.pre(streams)
+        x, gate, comb = self.hc_attn.pre(streams, step)
         y = self.attention(self.ops.norm.rms_norm(x, self.attn_norm, self.eps), step, cache, page_table)
-        streams = self.hc_attn.post(y, streams, gate, comb)
-        x, gate, comb = self.hc_ffn.pre(streams)
-        y = self.moe(self.ops.norm.rms_norm(x, self.ffn_norm, self.eps), ids)
-        return self.hc_ffn.post(y, streams, gate, comb)
+        streams = self.hc_attn.post(y, streams, gate, comb, step)
+        x, gate, comb = self.hc_ffn.pre(streams, step)
+        y = self.moe(self.ops.norm.rms_norm(x, self.ffn_norm, self.eps), ids, step)
+        return self.hc_ffn.post(y, streams, gate, comb, step)

@@ -13,7 +13,7 @@ from dsv4.model.step import Step
 
 class Compressor:
     def __init__(self, b: Bundle, name: str, spec: LayerSpec) -> None:
-        self.ops, self.dtype, self.spec = b.ops, b.numerics.dtype, spec
+        self.ops, self.dtype, self.spec, self.name = b.ops, b.numerics.dtype, spec, name
         # The reference computes compressors in float32 from the unquantised input.
         self.wkv = b.linear(f"{name}.wkv", rounds_input=False)
         self.wgate = b.linear(f"{name}.wgate", rounds_input=False)
@@ -32,5 +32,6 @@ class Compressor:
             *(closing, step.slots, step.positions, step.first),
             *(ratio, self.spec.kind == "csa"),
         )
+        step.see(self.name, "pooled", pooled)
         tail.put(*step.remaining(tail.num_rows), values, scores)
         return closing, pooled.to(self.dtype)

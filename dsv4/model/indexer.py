@@ -13,6 +13,7 @@ from dsv4.model.step import Step
 class Indexer:
     def __init__(self, b: Bundle, name: str, spec: LayerSpec, rope: Rope) -> None:
         self.ops, self.config, self.numerics, self.spec, self.rope = b.ops, b.config, b.numerics, spec, rope
+        self.name = name
         self.wq_b = b.linear(f"{name}.wq_b")
         self.weights_proj = b.linear(f"{name}.weights_proj", rounds_input=False)
         self.compressor = Compressor(b, f"{name}.compressor", spec)
@@ -35,7 +36,9 @@ class Indexer:
         q = self.wq_b(q_low).unflatten(1, (c.index_heads, c.index_dim))
         q = index.queries(q, *step.once(self.rope, step.positions), qat)
         weights = self.weights_proj(x).float() * (c.index_dim**-0.5 * c.index_heads**-0.5)
-        return index.select(
+        selected = index.select(
             *(q, weights, cache.keys, page_table, step.slots, step.positions),
             *(ratio, cache.page_entries, c.index_topk),
         )
+        step.see(self.name, "selected", selected)
+        return selected

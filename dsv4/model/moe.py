@@ -5,12 +5,13 @@ from torch import Tensor
 from dsv4.config import Activations, LayerSpec
 from dsv4.errors import CheckpointError
 from dsv4.model.bundle import Bundle
+from dsv4.model.step import Step
 from dsv4.ops._exact import cast
 
 
 class Moe:
     def __init__(self, b: Bundle, name: str, spec: LayerSpec) -> None:
-        self.ops, self.config = b.ops, b.config
+        self.ops, self.config, self.name = b.ops, b.config, name
         tensors = b.weights.tensors
         self.gate = tensors[f"{name}.gate"]
         self.table = b.plain(f"{name}.gate.tid2eid") if spec.hash_routed else None
@@ -21,16 +22,22 @@ class Moe:
         self.activations = _common(b, names)
         self.shared_activations = _common(b, [f"{name}.shared_experts"])
 
-    def __call__(self, x: Tensor, ids: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, ids: Tensor, step: Step) -> Tensor:
         """x [T, D] normalised, ids [T] -> [T, D]."""
         c, ops = self.config, self.ops
         if self.table is not None:
             chosen, weights = ops.route.by_hash(x, self.gate, self.table[ids], c.route_scale)
         else:
             chosen, weights = ops.route.by_score(x, self.gate, self.bias, c.experts_per_token, c.route_scale)
+        step.see(self.name, "chosen", chosen)
+        step.see(self.name, "weights", weights)
         routed = ops.experts.routed(x, chosen, weights, self.experts, c.swiglu_limit, self.activations)
         shared = ops.experts.ffn(x, self.shared, c.swiglu_limit, self.shared_activations)
-        return cast(routed + shared.float(), x.dtype)
+        step.see(self.name, "routed", routed)
+        step.see(self.name, "shared", shared)
+        y = cast(routed + shared.float(), x.dtype)
+        step.see(self.name, "out", y)
+        return y
 
 
 def _common(b: Bundle, names: list[str]) -> Activations:

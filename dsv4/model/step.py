@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 R = TypeVar("R")
+# Looks at intermediate results: whose (`layers.3.attn`), which (`q`), and the tensor, not to be changed.
+Tap = Callable[[str, str, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -20,10 +22,13 @@ class Step:
     first: Tensor  # [T] position of the sequence's first token in this step
     last: Tensor  # [T] position of its last token in this step
     longest: int  # tokens of the longest sequence, those of this step included
+    tap: Tap | None = None
     results: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def build(cls, spans: list[tuple[int, int, list[int]]], device: str | torch.device) -> "Step":
+    def build(
+        cls, spans: list[tuple[int, int, list[int]]], device: str | torch.device, tap: Tap | None = None
+    ) -> "Step":
         """spans: (slot, start position, token ids) per sequence."""
         rows: list[tuple[int, int, int, int, int]] = []
         for slot, start, tokens in spans:
@@ -33,7 +38,12 @@ class Step:
         columns = torch.tensor(rows, dtype=torch.long, device=device).reshape(-1, 5).t().contiguous()
         ids, positions, slots, first, last = columns
         longest = max((start + len(tokens) for _, start, tokens in spans), default=0)
-        return cls(ids, positions, slots, first, last, longest)
+        return cls(ids, positions, slots, first, last, longest, tap)
+
+    def see(self, name: str, part: str, value: Tensor) -> None:
+        """Show an intermediate result to whoever looks; almost always nobody does."""
+        if self.tap is not None:
+            self.tap(name, part, value)
 
     def once(self, function: Callable[..., R], *arguments: Any) -> R:
         """function(*arguments), computed by the first layer that asks: layers of one kind ask for the same.

@@ -12,7 +12,7 @@ from dsv4.config import ModelConfig
 from dsv4.errors import CheckpointError
 from dsv4.model.bundle import Weights
 from dsv4.quant.codec import decode, has_nan_scale
-from dsv4.quant.formats import FP8_TILE, Format, QuantTensor
+from dsv4.quant.formats import FP8_TILE, MX_BLOCK, NV_BLOCK, Format, QuantTensor
 from dsv4.weights.detect import Inventory, Source, take_inventory
 from dsv4.weights.reader import Reader
 
@@ -37,14 +37,9 @@ class Checkpoint:
         reader = Reader(path)
         return cls(config, reader, take_inventory(reader.entries, config))
 
-    def dense_bytes(self) -> int:
-        """Memory of the model with every linear decoded to float32; the embedding stays as stored."""
-        total = 0
-        for source in self.inventory.sources:
-            size = {"table": 8}.get(source.param.kind, 4)
-            is_embedding = source.param.name == "embed"
-            total += source.num_bytes if is_embedding else size * math.prod(source.param.shape)
-        return total
+    def held_bytes(self, dense: bool) -> int:
+        """Memory that `load` takes, to the byte."""
+        return sum(held_bytes(source, dense) for source in self.inventory.sources)
 
     def load(
         self, dense: bool, device: str | torch.device = "cpu", progress: Progress | None = None
@@ -60,6 +55,27 @@ class Checkpoint:
                     progress(done, total)
         quantised = frozenset(s.param.name for s in self.inventory.sources if s.is_quantised)
         return Weights(tensors, quantised, self.inventory.num_mtp_layers)
+
+
+def held_bytes(source: Source, dense: bool) -> int:
+    """Memory of one parameter as `load` holds it: decoded to float32, or as stored with its block scales."""
+    kind, count = source.param.kind, math.prod(source.param.shape)
+    if kind == "table":
+        return 8 * count
+    if kind == "plain" or (dense and source.param.name != "embed"):
+        return 4 * count
+    if kind == "grouped" and source.format is Format.FP8:
+        return 2 * count
+    rows, cols = source.param.shape
+    if source.format is Format.FP8:
+        assert source.scale is not None
+        tiles = -(-rows // FP8_TILE) * -(-cols // FP8_TILE)
+        return count + tiles * (1 if source.scale.dtype == "F8_E8M0" else 4)
+    if source.format is Format.MXFP4:
+        return count // 2 + rows * -(-cols // MX_BLOCK)
+    if source.format is Format.NVFP4:
+        return count // 2 + rows * -(-cols // NV_BLOCK)
+    return count * (2 if source.format is Format.BF16 else 4)
 
 
 def _load_one(

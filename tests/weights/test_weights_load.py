@@ -330,13 +330,15 @@ def test_progress_reaches_the_total(originals: dict[str, Path]) -> None:
     assert total == sum(len(stored.data) for stored in tensors.values())
 
 
+@pytest.mark.parametrize("dense", [True, False])
 @pytest.mark.parametrize("style", STYLES)
-def test_dense_bytes_are_what_dense_loading_takes(style: str, originals: dict[str, Path]) -> None:
+def test_held_bytes_are_what_loading_takes(style: str, dense: bool, originals: dict[str, Path]) -> None:
     checkpoint = Checkpoint.open(originals[style])
     total = 0
-    for held in checkpoint.load(dense=True).tensors.values():
-        total += held.num_bytes if isinstance(held, QuantTensor) else held.numel() * held.element_size()
-    assert checkpoint.dense_bytes() == total
+    for held in checkpoint.load(dense).tensors.values():
+        parts = (held.data, held.scale) if isinstance(held, QuantTensor) else (held,)
+        total += sum(part.untyped_storage().nbytes() for part in parts if part is not None)
+    assert checkpoint.held_bytes(dense) == total
 
 
 MEASURE = """

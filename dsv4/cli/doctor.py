@@ -1,0 +1,88 @@
+"""`dsv4 doctor`: is this machine, this build and this checkpoint right?"""
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+
+from dsv4.cli.show import count_bar, out, print_json
+
+if TYPE_CHECKING:
+    from dsv4.lab.doctor.findings import Finding
+
+EPILOG = """
+[bold]Examples[/]
+
+  dsv4 doctor
+
+  dsv4 doctor ./DeepSeek-V4-Flash
+
+  dsv4 doctor ./model --full --json
+"""
+_STYLES = {"ok": "green", "note": "yellow", "fail": "bold red"}
+
+
+def doctor(
+    model: Annotated[Path | None, typer.Argument(help="model folder; default: the machine only")] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="read every weight and run the model, however large")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Check the machine, every op, the engine and a checkpoint. Ends with PASS (exit code 0) or FAIL (1)."""
+    from dsv4.lab.doctor.examine import examine
+    from dsv4.lab.doctor.findings import passed
+
+    start = time.monotonic()
+    findings = []
+    for finding in examine(model, full, _WeightsBar().update):
+        findings.append(finding)
+        if not json:
+            _show(finding)
+    is_right = passed(findings)
+    if json:
+        print_json({"pass": is_right, "findings": [finding.as_dict() for finding in findings]})
+    else:
+        _conclude(findings, time.monotonic() - start)
+    if not is_right:
+        raise typer.Exit(1)
+
+
+class _WeightsBar:
+    """A bar while weights are read, and only then: findings are printed as they are made."""
+
+    def __init__(self) -> None:
+        self.stack = ExitStack()
+        self.bar: Callable[[int, int], None] | None = None
+
+    def update(self, done: int, total: int) -> None:
+        if self.bar is None:
+            self.bar = self.stack.enter_context(count_bar("reading weights"))
+        self.bar(done, total)
+        if done == total:
+            self.stack.close()
+
+
+def _show(finding: "Finding") -> None:
+    level = f"[{_STYLES[finding.level]}]{finding.level:<4}[/]"
+    out.print(f"{level}  {finding.area:<10} {escape(f'{finding.name}: {finding.text}')}")
+
+
+def _conclude(findings: "list[Finding]", seconds: float) -> None:
+    failed = [finding for finding in findings if finding.level == "fail"]
+    notes = sum(finding.level == "note" for finding in findings)
+    out.print()
+    if not failed:
+        out.print(f"[bold green]PASS[/]  {len(findings)} checks, {notes} notes, {seconds:.0f} s")
+        return
+    out.print(f"[bold red]FAIL[/]  {len(failed)} of {len(findings)} checks. What to do:")
+    for number, finding in enumerate(failed, 1):
+        out.print(f"  {number}. {escape(f'{finding.area}, {finding.name}: {finding.remedy}')}")
+
+
+def register(app: typer.Typer) -> None:
+    app.command(epilog=EPILOG)(doctor)

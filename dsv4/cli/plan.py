@@ -1,0 +1,126 @@
+"""`dsv4 plan`: does a model fit on a machine, and how fast could it be there."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from dsv4.cli.show import err, out, print_json, say, size
+
+if TYPE_CHECKING:
+    from dsv4.lab.plan import Plan
+    from dsv4.lab.records import Record
+
+EPILOG = """
+[bold]Examples[/]
+
+  dsv4 plan flash --gpus 2xH200 --context 131072 --batch 8
+
+  dsv4 plan pro --format official --gpus 8xB200 --tp 8 --ep 8
+
+  dsv4 plan ./DeepSeek-V4-Flash --json | jq .per_gpu
+"""
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="model folder, or flash, pro, tiny (./flash: a folder)")],
+    gpus: Annotated[str | None, typer.Option(help="2xH200, RTX5090, ...; default: this machine")] = None,
+    context: Annotated[int | None, typer.Option(help="tokens per sequence; default: as the engine's")] = None,
+    batch: Annotated[int, typer.Option(help="sequences at the same time")] = 8,
+    tp: Annotated[int | None, typer.Option(help="GPUs that share each layer's linears and the head")] = None,
+    ep: Annotated[int | None, typer.Option(help="GPUs that share the routed experts")] = None,
+    format: Annotated[
+        str | None, typer.Option(help="of flash, pro, tiny: modelopt (default), official, bf16, ...")
+    ] = None,
+    weights: Annotated[str, typer.Option(help="in memory: auto, dense or packed")] = "auto",
+    cache: Annotated[str, typer.Option(help="key/value cache: fp8, bf16 or f32")] = "fp8",
+    chunk: Annotated[int, typer.Option(help="prompt tokens processed per step")] = 512,
+    records: Annotated[Path, typer.Option(help="folder of recorded benchmark lines")] = Path("bench/results"),
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Show what a model needs per GPU, whether it fits, what else would, and the speed of light."""
+    from dsv4.lab.gpus import parse, this_machine
+    from dsv4.lab.plan import Demand, Plan, Wanted, default_context, describe
+    from dsv4.lab.records import best
+
+    machine = parse(gpus) if gpus is not None else None
+    with err.status("reading headers"):
+        title, config, inventory = describe(model, format)
+        demand = Demand.of(config, inventory)
+        asked = context if context is not None else default_context(config)
+        wanted = Wanted(asked, batch, tp, ep, weights, cache, chunk)
+        made = Plan.make(demand, machine or this_machine(), wanted)
+        record = best(records, made.machine.name)
+        report = made.report()
+    report = {"model": title, **report, "recorded": vars(record) if record else None}
+    if json:
+        print_json(report)
+        return
+    _show(title, made, report, record)
+    if made.machine.count > 1:
+        say(
+            "note", "yellow", "this engine runs on one device so far; the division over several is arithmetic"
+        )
+
+
+def _show(title: str, made: "Plan", report: dict[str, Any], record: "Record | None") -> None:
+    machine, w, per_gpu = made.machine, made.wanted, report["per_gpu"]
+    split = f", tp {made.tp}, ep {made.ep}" if machine.count > 1 else ""
+    speed = f"{size(machine.bandwidth)}/s {'each, ' if machine.count > 1 else ''}{machine.source}"
+    out.print(f"model    {title}: {size(report['stored_bytes'])} stored", markup=False)
+    out.print(f"machine  {machine.label} ({speed}){split}\n", markup=False)
+    free = machine.memory_bytes - made.total_bytes
+    verdict = (
+        f"fits, {size(free)} free" if made.fits else f"[bold red]does not fit[/], {size(-free)} too much"
+    )
+    slots = f"{made.slots} sequence{'s' if made.slots > 1 else ''}"
+    kind = "memory" if machine.is_cpu else "per GPU"
+    table = Table(kind, "bytes", "", box=None, pad_edge=False)
+    for name, what in (
+        ("weights", report["weights"]),
+        ("cache", f"{slots} of {w.context:,} tokens, {w.cache}"),
+        ("state", "windows and open blocks"),
+        ("tables", "rotations"),
+        ("workspace", f"estimate, {w.chunk} tokens per step"),
+    ):
+        table.add_row(name, size(per_gpu[name]), what)
+    table.add_row(
+        "[bold]total[/]", f"[bold]{size(made.total_bytes)}[/]", f"of {size(machine.memory_bytes)}: {verdict}"
+    )
+    out.print(table)
+    if not made.fits:
+        _show_instead(report["instead"], w.context, w.batch)
+    growth = report["cache_bytes_per_token"]
+    out.print(f"\none sequence  {size(report['sequence_bytes'])} of cache, {growth:,.0f} B per further token")
+    for count in sorted({1, w.batch}):
+        rate = made.tokens_per_second(count)
+        each = f", {_rate(rate / count)} each" if count > 1 else ""
+        read = f"reads {size(made.read_bytes(count))} per step"
+        out.print(f"{f'batch {count}':<12}  {read}: at most {_rate(rate)} tokens/s{each}")
+    if record:
+        rate = record.share * made.tokens_per_second(1)
+        out.print(
+            f"measured      {record.share:.0%} of that ({record.where}): {_rate(rate)} tokens/s", markup=False
+        )
+    else:
+        out.print(f"measured      no run on {machine.name} is recorded", markup=False)
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def _show_instead(instead: dict[str, Any], context: int, batch: int) -> None:
+    if instead["context"]:
+        out.print(f"would fit     a context of {instead['context']:,} with batch {batch}")
+    if instead["batch"]:
+        out.print(f"would fit     a batch of {instead['batch']:,} with context {context:,}")
+    if not instead["context"] and not instead["batch"]:
+        out.print("would fit     nothing here: weights and workspace alone are too large")
+    sets = ", ".join(f"{each['count']} x {each['name']}" for each in instead["gpus"])
+    out.print(f"would do      {sets or 'no set of known GPUs'}")
+
+
+def register(app: typer.Typer) -> None:
+    app.command(epilog=EPILOG)(plan)

@@ -1,0 +1,1 @@
+"""Is this machine, this build and this checkpoint right? Each module examines one of them."""

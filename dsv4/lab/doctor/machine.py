@@ -1,0 +1,127 @@
+"""The machine: Python, libraries, driver, GPU, compiler, memory, disk."""
+
+import platform
+import shutil
+import sys
+import tempfile
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from dsv4.device import available_memory
+from dsv4.lab.doctor.findings import Finding
+
+PYTHONS = ((3, 11), (3, 12))
+# As in pyproject.toml: first version that is known to work, first that is not.
+LIBRARIES = {
+    "torch": ("2.11", "2.14"),
+    "safetensors": ("0.7", None),
+    "tokenizers": ("0.22", None),
+    "numpy": ("2.0", None),
+    "typer": ("0.16", None),
+    "rich": ("14", None),
+}
+LITTLE_MEMORY = 2_000_000_000
+LITTLE_DISK = 1_000_000_000
+# The self-test writes a checkpoint of 7 MB into the folder for temporary files.
+NEEDED_DISK = 50_000_000
+
+
+def examine_machine(folder: Path | None) -> list[Finding]:
+    """`folder`: where a model lies, so that its disk is looked at too."""
+    out = [_python(), *(_library(name, *bounds) for name, bounds in LIBRARIES.items())]
+    out += [_gpu(), _triton(), _compiler(), _memory()]
+    places = {"disk": Path(tempfile.gettempdir())} | ({"model disk": folder} if folder else {})
+    return out + [_disk(name, place) for name, place in places.items()]
+
+
+def _finding(name: str, level: str, text: str, remedy: str = "") -> Finding:
+    return Finding("machine", name, level, text, remedy)  # type: ignore[arg-type]
+
+
+def _python() -> Finding:
+    known = ", ".join(f"{major}.{minor}" for major, minor in PYTHONS)
+    if sys.version_info[:2] in PYTHONS:
+        return _finding("python", "ok", platform.python_version())
+    text = f"{platform.python_version()}, expected one of {known}"
+    return _finding("python", "fail", text, f"run dsv4 with Python {known}")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """`2.13.0+cpu` -> (2, 13, 0)."""
+    parts = text.split("+")[0].split(".")
+    return tuple(int(part) for part in parts if part.isdigit())
+
+
+def _library(name: str, least: str, below: str | None) -> Finding:
+    wanted = f"{name}>={least}" + (f",<{below}" if below else "")
+    try:
+        found = version(name)
+    except PackageNotFoundError:
+        return _finding(name, "fail", f"not installed, expected {wanted}", f"pip install '{wanted}'")
+    if _numbers(found) < _numbers(least) or (below and _numbers(found) >= _numbers(below)):
+        return _finding(name, "fail", f"{found}, expected {wanted}", f"pip install '{wanted}'")
+    return _finding(name, "ok", found)
+
+
+def _driver() -> str:
+    try:
+        first = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+    except (OSError, IndexError):
+        return "driver unknown"
+    return next((f"driver {word}" for word in first.split() if _is_version(word)), "driver unknown")
+
+
+def _is_version(word: str) -> bool:
+    return word.count(".") >= 1 and word.replace(".", "").isdigit()
+
+
+def _gpu() -> Finding:
+    if torch.cuda.is_available():
+        index = torch.cuda.current_device()
+        major, minor = torch.cuda.get_device_capability(index)
+        free, total = torch.cuda.mem_get_info(index)
+        count = torch.cuda.device_count()
+        name = f"{count} x {torch.cuda.get_device_name(index)}, compute capability {major}.{minor}"
+        memory = f"{free / 1e9:.1f} of {total / 1e9:.1f} GB free"
+        return _finding("gpu", "ok", f"{name}, {memory}, {_driver()}, CUDA {torch.version.cuda}")
+    if shutil.which("nvidia-smi") or Path("/dev/nvidia0").exists():
+        text = f"there is an NVIDIA GPU ({_driver()}), but torch {torch.__version__} sees none"
+        remedy = "install a torch built for CUDA, and a driver at least as new as that CUDA"
+        return _finding("gpu", "fail", text, remedy)
+    return _finding("gpu", "note", "none is visible: everything runs on the CPU, with the reference")
+
+
+def _triton() -> Finding:
+    try:
+        return _finding("triton", "ok", version("triton"))
+    except PackageNotFoundError:
+        if torch.cuda.is_available():
+            remedy = "pip install the triton that belongs to your torch"
+            return _finding("triton", "fail", "not installed, but there is a GPU", remedy)
+        return _finding("triton", "note", "not installed; only GPUs need it")
+
+
+def _compiler() -> Finding:
+    if nvcc := shutil.which("nvcc"):
+        return _finding("compiler", "ok", nvcc)
+    what = "GPU kernels in CUDA C++ cannot be built" if torch.cuda.is_available() else "only GPUs need it"
+    return _finding("compiler", "note", f"no nvcc on the PATH; {what}")
+
+
+def _memory() -> Finding:
+    free = available_memory()
+    level = "note" if free < LITTLE_MEMORY else "ok"
+    return _finding("memory", level, f"{free / 1e9:.1f} GB free")
+
+
+def _disk(name: str, place: Path) -> Finding:
+    try:
+        free = shutil.disk_usage(place).free
+    except OSError as error:
+        return _finding(name, "fail", f"{place}: {error.strerror}", "make the folder readable")
+    text = f"{free / 1e9:.1f} GB free at {place}"
+    if name == "disk" and free < NEEDED_DISK:
+        return _finding(name, "fail", text, f"free {NEEDED_DISK / 1e6:.0f} MB, or set TMPDIR")
+    return _finding(name, "note" if free < LITTLE_DISK else "ok", text)

@@ -1,0 +1,318 @@
+"""What a model needs on a machine: memory and bytes per token, from headers alone. No weight is read."""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dsv4.cache.layout import CacheLayout
+from dsv4.config import ModelConfig, preset
+from dsv4.engine.settings import DEFAULT_CONTEXT, fits_dense
+from dsv4.errors import ConfigError
+from dsv4.lab.gpus import MAX_GPUS, NAMES, Machine, known
+from dsv4.lab.init import contents
+from dsv4.lab.inspect import Component, active_share, components
+from dsv4.model.params import Param
+from dsv4.quant.formats import Format
+from dsv4.weights.detect import Inventory, take_inventory
+from dsv4.weights.load import Checkpoint, held_bytes
+from dsv4.weights.reader import Entry
+
+PRESETS = ("flash", "pro", "tiny")
+MAX_BATCH = 1 << 20
+# Each output group of heads is a weight of its own, so these split over tensor-parallel GPUs; so do the rows
+# of the shared expert and of the vocabulary. One key/value head, compressors and routers are on every GPU.
+_SPLIT = (".wq_b", ".wo_a", ".wo_b", ".attn_sink")
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Bytes by who holds them: one expert's GPU, all tensor-parallel GPUs in parts, or every GPU in full."""
+
+    experts: int = 0
+    split: int = 0
+    copied: int = 0
+
+    def per_gpu(self, expert_share: float, tp: int) -> int:
+        return math.ceil(self.experts * expert_share) + -(-self.split // tp) + self.copied
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Everything about a model that a plan needs, summed up once."""
+
+    config: ModelConfig
+    num_mtp_layers: int
+    components: tuple[Component, ...]
+    dense: Shares
+    packed: Shares
+    read_stored: Shares  # of these, what decoding touches; of the experts all, whichever are chosen
+    read_dense: Shares
+    largest_linear: int
+
+    @classmethod
+    def of(cls, config: ModelConfig, inventory: Inventory) -> "Demand":
+        sums = {name: Counter[str]() for name in ("dense", "packed", "read_stored", "read_dense")}
+        largest = 0
+        for source in inventory.sources:
+            param, where = source.param, _holder(source.param)
+            dense = held_bytes(source, dense=True)
+            sums["dense"][where] += dense
+            sums["packed"][where] += held_bytes(source, dense=False)
+            if active_share(param.component, config):
+                sums["read_stored"][where] += source.num_bytes
+                sums["read_dense"][where] += dense
+            if param.kind in ("linear", "grouped") and param.name != "embed":
+                largest = max(largest, math.prod(param.shape))
+        shares = {name: Shares(**counts) for name, counts in sums.items()}
+        parts = tuple(components(inventory, config))
+        return cls(config, inventory.num_mtp_layers, parts, **shares, largest_linear=largest)
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(part.total_bytes for part in self.components)
+
+
+def _holder(param: Param) -> str:
+    """The field of `Shares` that the parameter counts to."""
+    if param.expert is not None:
+        return "experts"
+    is_split = param.name in ("embed", "head") or ".shared_experts." in param.name
+    is_split = is_split or (param.name.endswith(_SPLIT) and ".indexer." not in param.name)
+    return "split" if is_split else "copied"
+
+
+def describe(model: str, format: str | None) -> tuple[str, ModelConfig, Inventory]:
+    """A title, the config and the inventory of a model folder, or of a published model that is not here."""
+    if model not in PRESETS:
+        if format is not None:
+            raise ConfigError(
+                f"--format goes with {', '.join(PRESETS)}; the tensors of {model} say how they are stored"
+            )
+        checkpoint = Checkpoint.open(model)
+        return Path(model).resolve().name, checkpoint.config, checkpoint.inventory
+    format = format or "modelopt"
+    config, _, tensors = contents(preset(model), format)
+    file = Path("model.safetensors")
+    entries = {t.name: Entry(t.name, t.dtype, t.shape, file, 0, t.num_bytes) for t in tensors}
+    return f"{model}, {format}", config, take_inventory(entries, config)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked for. `tp`, `ep`: GPUs that share a layer's linears, and its experts; None: the usual."""
+
+    context: int
+    batch: int
+    tp: int | None = None
+    ep: int | None = None
+    weights: str = "auto"
+    cache: str = "fp8"
+    chunk: int = 512
+
+    def __post_init__(self) -> None:
+        for name in ("context", "batch", "tp", "ep", "chunk"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}, expected at least 1")
+        for name, allowed in (("weights", ("auto", "dense", "packed")), ("cache", ("fp8", "bf16", "f32"))):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(allowed)}")
+        if self.batch > MAX_BATCH:
+            raise ConfigError(f"batch is {self.batch}, expected at most {MAX_BATCH}")
+
+
+def default_context(config: ModelConfig) -> int:
+    return min(config.max_positions, DEFAULT_CONTEXT)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model on a machine. All bytes are those of one GPU, the fullest."""
+
+    demand: Demand
+    machine: Machine
+    wanted: Wanted
+    tp: int
+    ep: int
+
+    @classmethod
+    def make(cls, demand: Demand, machine: Machine, wanted: Wanted) -> "Plan":
+        c, count = demand.config, machine.count
+        if wanted.context > c.max_positions:
+            raise ConfigError(f"context {wanted.context} exceeds the model's {c.max_positions} positions")
+        tp = math.gcd(count, c.o_groups) if wanted.tp is None else wanted.tp
+        ep = count if wanted.ep is None else wanted.ep
+        for name, value in (("tp", tp), ("ep", ep)):
+            if count % value:
+                raise ConfigError(
+                    f"{name} {value} does not divide the {count} GPUs; use a divisor of {count}"
+                )
+        if c.o_groups % tp:
+            raise ConfigError(f"{c.o_groups} groups of heads do not split over tp {tp}; use a divisor")
+        return cls(demand, machine, wanted, tp, min(ep, c.num_experts))
+
+    @property
+    def replicas(self) -> int:
+        """Groups of GPUs that each run their own sequences."""
+        return self.machine.count // self.tp
+
+    @property
+    def slots(self) -> int:
+        return -(-self.wanted.batch // self.replicas)
+
+    @property
+    def expert_share(self) -> float:
+        experts = self.demand.config.num_experts
+        return -(-experts // self.ep) / experts
+
+    @property
+    def is_dense(self) -> bool:
+        if self.wanted.weights != "auto":
+            return self.wanted.weights == "dense"
+        need = self.demand.dense.per_gpu(self.expert_share, self.tp)
+        return fits_dense(need, self.machine.memory_bytes)
+
+    @property
+    def itemsize(self) -> int:
+        """Of the compute type the engine chooses: float32 on a CPU, bfloat16 on a GPU."""
+        return 4 if self.machine.is_cpu else 2
+
+    @property
+    def layout(self) -> CacheLayout:
+        plain = {"bf16": Format.BF16, "f32": Format.F32}
+        kv, key = plain.get(self.wanted.cache, Format.KV8), plain.get(self.wanted.cache, Format.MXFP4)
+        return CacheLayout(
+            *(self.demand.config, kv, key, self.itemsize, self.wanted.context),
+            *(self.slots, self.demand.num_mtp_layers),
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        held = self.demand.dense if self.is_dense else self.demand.packed
+        return held.per_gpu(self.expert_share, self.tp)
+
+    @property
+    def table_bytes(self) -> int:
+        """Two tables of float32 cosines and sines, for sliding and for compressed layers."""
+        return 2 * self.wanted.context * self.demand.config.rope_dim * 4
+
+    @property
+    def workspace_bytes(self) -> int:
+        """An estimate of what one step takes and gives back, with the reference's intermediate results."""
+        c, size = self.demand.config, self.itemsize
+        streams, heads = c.num_streams * c.hidden_size, c.num_heads * c.head_dim // self.tp
+        mixing = 4 * c.num_streams * streams + (4 + 2 * size) * streams + 8 * c.hidden_size
+        attention = (10 + size) * heads + size * (streams + 4 * c.hidden_size)
+        attention += 12 * c.index_heads * c.index_dim
+        pooling = 112 * c.head_dim + 2 * size * streams
+        tokens = max(self.wanted.chunk, self.slots)
+        csa = [layer.ratio for layer in c.layers if layer.kind == "csa"]
+        keys = self.wanted.context // min(csa) if csa else 0
+        index = keys * max(7 * c.index_dim, 4 * c.index_dim + 12 * c.index_heads)
+        last_block = 16 * c.head_dim * max(layer.ratio for layer in c.layers)
+        logits = 8 * self.slots * c.vocab_size // self.tp
+        decoded = 0 if self.is_dense else 10 * self.demand.largest_linear // self.tp
+        return tokens * max(mixing, attention, pooling) + max(index, last_block, logits, decoded)
+
+    @property
+    def total_bytes(self) -> int:
+        cache = self.layout.store_bytes()
+        return self.weight_bytes + cache + self.table_bytes + self.workspace_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.total_bytes <= self.machine.memory_bytes
+
+    def read_bytes(self, batch: int) -> int:
+        """What one GPU reads to decode one token of each of `batch` sequences, all at full context."""
+        c = self.demand.config
+        read = self.demand.read_dense if self.is_dense else self.demand.read_stored
+        # Experts that at least one of the tokens chooses, as if each chose its own at random.
+        tokens = batch * self.ep / self.machine.count
+        chosen = 1 - (1 - c.experts_per_token / c.num_experts) ** max(1.0, tokens)
+        sequences = -(-batch // self.replicas)
+        cache = sequences * self.layout.read_bytes(self.wanted.context)
+        return read.per_gpu(chosen / self.ep, self.tp) + cache
+
+    def tokens_per_second(self, batch: int) -> float:
+        """The speed of light: memory at full speed, arithmetic and communication for nothing."""
+        return batch * self.machine.bandwidth / self.read_bytes(batch)
+
+    def largest_context(self) -> int:
+        """The most tokens per sequence that fit with this batch; 0 if not even one does."""
+        return _largest(self.demand.config.max_positions, lambda n: self._wanting(n, self.wanted.batch).fits)
+
+    def largest_batch(self) -> int:
+        return _largest(MAX_BATCH, lambda n: self._wanting(self.wanted.context, n).fits)
+
+    def _wanting(self, context: int, batch: int) -> "Plan":
+        return replace(self, wanted=replace(self.wanted, context=context, batch=batch))
+
+    def smallest_sets(self) -> list[Machine]:
+        """Of every known GPU the fewest that hold what is wanted, fewest and smallest first."""
+        out = []
+        weights = "packed" if self.wanted.weights == "auto" else self.wanted.weights
+        free = replace(self.wanted, tp=None, ep=None, weights=weights)
+        for name in NAMES:
+            for count in range(1, MAX_GPUS + 1):
+                machine = known(name, count)
+                if Plan.make(self.demand, machine, free).fits:
+                    out.append(machine)
+                    break
+        return sorted(out, key=lambda machine: (machine.count, machine.memory_bytes))
+
+    def report(self) -> dict[str, Any]:
+        """Everything as plain data, for `--json`."""
+        layout, w = self.layout, self.wanted
+        one = replace(layout, num_slots=1)
+        out: dict[str, Any] = {
+            "machine": {
+                **{"name": self.machine.name, "count": self.machine.count},
+                **{"memory_bytes": self.machine.memory_bytes, "bandwidth": self.machine.bandwidth},
+                "bandwidth_source": self.machine.source,
+            },
+            **{"context": w.context, "batch": w.batch, "tp": self.tp, "ep": self.ep},
+            **{"weights": "dense" if self.is_dense else "packed", "cache": w.cache, "chunk": w.chunk},
+            "stored_bytes": self.demand.stored_bytes,
+            "components": {part.name: part.total_bytes for part in self.demand.components},
+            "active_bytes_per_token": sum(part.active_bytes for part in self.demand.components),
+            "per_gpu": {
+                **{"weights": self.weight_bytes, "cache": layout.pool_bytes()},
+                **{"state": layout.state_bytes(), "tables": self.table_bytes},
+                **{"workspace": self.workspace_bytes, "total": self.total_bytes},
+            },
+            "fits": self.fits,
+            "sequence_bytes": one.sequence_bytes(w.context),
+            "cache_bytes_per_token": cache_growth(one),
+            "read_bytes": {"one": self.read_bytes(1), "batch": self.read_bytes(w.batch)},
+            "tokens_per_second": {
+                "one": self.tokens_per_second(1),
+                "batch": self.tokens_per_second(w.batch),
+            },
+        }
+        if not self.fits:
+            sets = [{"name": m.name, "count": m.count} for m in self.smallest_sets()]
+            out["instead"] = {
+                "context": self.largest_context(),
+                "batch": self.largest_batch(),
+                "gpus": sets,
+            }
+        return out
+
+
+def cache_growth(layout: CacheLayout) -> float:
+    """Bytes that one more token of one sequence adds, on average over whole blocks."""
+    span = layout.page_tokens
+    return (layout.sequence_bytes(2 * span) - layout.sequence_bytes(span)) / span
+
+
+def _largest(limit: int, fits: Callable[[int], bool]) -> int:
+    """The largest n up to `limit` that fits, 0 if 1 does not; what fits, fits with less."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low

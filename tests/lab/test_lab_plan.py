@@ -1,0 +1,378 @@
+"""Plans: the published totals to the byte, and the memory an engine really takes."""
+
+import gc
+import json
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import SMALL, write_model
+from cli_support import dsv4, ok, refused
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dsv4 import Engine, EngineConfig
+from dsv4.config import ModelConfig, preset
+from dsv4.errors import ConfigError
+from dsv4.lab.gpus import NAMES, Machine, known, measure_bandwidth, parse, this_machine
+from dsv4.lab.plan import Demand, Plan, Wanted, describe
+from dsv4.lab.records import best
+from dsv4.model.step import Step
+from dsv4.weights.load import Checkpoint
+
+ROOMY = Machine("a CPU", 1, 1 << 40, 1e10, "made up", is_cpu=True)
+
+
+@cache
+def demand(model: str, format: str) -> Demand:
+    # Hundreds of thousands of objects that all stay: looking for garbage among them doubles the time.
+    gc.disable()
+    try:
+        return Demand.of(*describe(model, format)[1:])
+    finally:
+        gc.enable()
+
+
+def plan(model: str, format: str, gpus: str, context: int, batch: int, **options: Any) -> Plan:
+    return Plan.make(demand(model, format), parse(gpus), Wanted(context, batch, **options))
+
+
+# Bytes stored, and bytes of weights read per decoded token.
+TOTALS = [
+    ("flash", "official", 159_609_485_896, 11_217_572_060),
+    ("flash", "modelopt", 168_266_793_544, 11_420_477_708),
+    ("pro", "official", 864_704_792_696, 39_666_603_980),
+    ("pro", "modelopt", 913_061_485_688, 40_422_177_308),
+]
+PARTS = {
+    "flash": {
+        **{"attention": 4_599_335_040, "shared experts": 1_082_196_480, "compressor": 525_722_624},
+        **{"indexer": 275_353_344, "mhc": 135_537_756, "gate": 90_218_496, "hash table": 18_616_320},
+        **{"embedding": 1_059_061_760, "head": 1_059_061_760, "norm": 855_808, "mtp": 3_593_787_756},
+    },
+    "pro": {
+        **{"attention": 18_294_573_440, "shared experts": 4_029_923_520, "compressor": 1_344_566_272},
+        **{"indexer": 625_367_040, "mhc": 336_278_412, "gate": 335_895_552, "hash table": 18_616_320},
+        **{"embedding": 1_853_358_080, "head": 1_853_358_080, "norm": 2_044_416, "mtp": 13_956_587_692},
+    },
+}
+ROUTED = {
+    ("flash", "official"): 147_169_738_752,
+    ("flash", "modelopt"): 155_827_046_400,
+    ("pro", "official"): 822_054_223_872,
+    ("pro", "modelopt"): 870_410_916_864,
+}
+# One sequence with FP8 entries and FP4 keys, and with BF16.
+SEQUENCES = {
+    ("flash", 8192): (44_283_904, 74_334_208),
+    ("flash", 131_072): (476_114_944, 919_748_608),
+    ("flash", 1_048_576): (3_700_453_376, 7_232_176_128),
+    ("pro", 8192): (64_562_688, 107_511_808),
+    ("pro", 131_072): (682_825_728, 1_317_634_048),
+    ("pro", 1_048_576): (5_299_189_760, 10_353_213_440),
+}
+# Cache bytes read per decoded token, FP8 and FP4, in megabytes as published.
+CACHE_READ = {("flash", 8192): 13.2, ("flash", 131_072): 68.2, ("flash", 1_048_576): 479.5}
+CACHE_READ |= {("pro", 8192): 27.8, ("pro", 131_072): 107.9, ("pro", 1_048_576): 705.6}
+
+
+@pytest.mark.parametrize(("model", "format", "stored", "active"), TOTALS)
+def test_published_totals_to_the_byte(model: str, format: str, stored: int, active: int) -> None:
+    report = plan(model, format, "8xB300", 8192, 1).report()
+    assert report["stored_bytes"] == stored
+    assert report["components"] == PARTS[model] | {"routed experts": ROUTED[model, format]}
+    assert report["active_bytes_per_token"] == active
+    one = plan(model, format, "B300", 8192, 1, weights="packed")
+    assert one.read_bytes(1) == active + one.layout.read_bytes(8192)
+
+
+@pytest.mark.parametrize(("model", "context"), SEQUENCES)
+def test_published_cache_sizes(model: str, context: int) -> None:
+    # The cache depends on the config alone, so no list of a million tensors is needed.
+    needed = replace(demand("tiny", "official"), config=preset(model))
+    for cache_format, want in zip(("fp8", "bf16"), SEQUENCES[model, context], strict=True):
+        made = Plan.make(needed, parse("8xB300"), Wanted(context, 1, cache=cache_format))
+        assert made.report()["sequence_bytes"] == want
+    made = Plan.make(needed, parse("8xB300"), Wanted(context, 1))
+    assert round(made.layout.read_bytes(context) / 1e6, 1) == CACHE_READ[model, context]
+    assert int(made.report()["cache_bytes_per_token"]) == {"flash": 3514, "pro": 5031}[model]
+
+
+def test_speed_of_light_of_one_h200() -> None:
+    """The ceiling that was computed by hand from 11.42 GB and 4.63 TB/s."""
+    made = plan("flash", "modelopt", "H200", 1, 1)
+    assert 404 < made.tokens_per_second(1) < 406
+
+
+def storages(value: object, seen: set[int] | None = None) -> Iterator[torch.UntypedStorage]:
+    """Every tensor memory that can be reached from an object of ours."""
+    seen = set() if seen is None else seen
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield value.untyped_storage()
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from storages(item, seen)
+    elif type(value).__module__.startswith("dsv4."):
+        for item in vars(value).values():
+            yield from storages(item, seen)
+
+
+def held_by(engine: Engine) -> int:
+    found = {s.data_ptr(): s.nbytes() for s in storages([engine.runner.model, engine.cache]) if s.nbytes()}
+    return sum(found.values())
+
+
+def odd() -> ModelConfig:
+    """Widths that no tile or block divides."""
+    return replace(
+        SMALL, hidden_size=160, expert_width=96, head_dim=112, rope_dim=32, vocab_size=301, num_mtp_layers=1
+    )
+
+
+SHAPES = {"small": SMALL, "odd": odd(), "tiny": preset("tiny")}
+TAKEN = [
+    ("small", "modelopt", "dense", 256, 1, "fp8"),
+    ("small", "modelopt", "packed", 700, 3, "fp8"),
+    ("small", "official", "packed", 256, 2, "bf16"),
+    ("odd", "ct", "packed", 300, 2, "fp8"),
+    ("odd", "fp8", "packed", 300, 2, "f32"),
+    ("odd", "bf16", "dense", 4096, 1, "fp8"),
+    ("tiny", "hfnvfp4", "packed", 1000, 2, "fp8"),
+    ("tiny", "modelopt", "dense", 20000, 4, "fp8"),
+]
+
+
+@pytest.mark.parametrize(("shape", "format", "weights", "context", "batch", "cache"), TAKEN)
+def test_an_engine_takes_what_was_planned(
+    shape: str, format: str, weights: str, context: int, batch: int, cache: str, tmp_path: Path
+) -> None:
+    write_model(tmp_path / "model", format, SHAPES[shape])
+    options = {"weights": weights, "cache": cache, "max_context": context, "max_batch": batch}
+    engine = Engine.load(tmp_path / "model", EngineConfig(**options))  # type: ignore[arg-type]
+    checkpoint = Checkpoint.open(tmp_path / "model")
+    needed = Demand.of(checkpoint.config, checkpoint.inventory)
+    made = Plan.make(needed, ROOMY, Wanted(context, batch, weights=weights, cache=cache))
+    predicted = made.total_bytes - made.workspace_bytes
+    taken = held_by(engine)
+    assert abs(predicted - taken) <= 0.001 * taken, f"planned {predicted:,}, taken {taken:,}"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_an_engine_on_a_gpu_takes_what_was_planned(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", "modelopt", preset("tiny"))
+    before = torch.cuda.memory_allocated()
+    options = {"device": "cuda", "weights": "packed", "max_context": 8192, "max_batch": 4}
+    engine = Engine.load(tmp_path / "model", EngineConfig(**options))  # type: ignore[arg-type]
+    taken = torch.cuda.memory_allocated() - before
+    checkpoint = Checkpoint.open(tmp_path / "model")
+    needed = Demand.of(checkpoint.config, checkpoint.inventory)
+    made = Plan.make(needed, known("H200", 1), Wanted(8192, 4, weights="packed"))
+    # The allocator gives out multiples of 512 bytes, which small tensors feel.
+    assert held_by(engine) == made.total_bytes - made.workspace_bytes
+    assert abs(taken - held_by(engine)) <= 0.03 * taken
+
+
+class Peak(TorchDispatchMode):
+    """The most memory that results of operations took at any one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.now = self.peak = 0
+
+    def drop(self, address: int) -> None:
+        self.now -= self.sizes.pop(address)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in tree_leaves(result):
+            memory = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
+            if memory is None or memory.data_ptr() in given or memory.data_ptr() in self.sizes:
+                continue
+            self.sizes[memory.data_ptr()] = memory.nbytes()
+            weakref.finalize(memory, self.drop, memory.data_ptr())
+            self.now += memory.nbytes()
+            self.peak = max(self.peak, self.now)
+        return result
+
+
+WORKSPACES = {
+    "streams": (4, 2, 64, 512, "dense"),
+    "queries": (2, 24, 64, 512, "dense"),
+    "pooling": (2, 2, 64, 512, "packed"),
+    "index keys": (2, 2, 1, 16384, "dense"),
+    "a decoded weight": (2, 2, 1, 512, "packed"),
+}
+
+
+@pytest.mark.parametrize("leading", WORKSPACES)
+def test_the_workspace_is_estimated_well(leading: str, tmp_path: Path) -> None:
+    """One case for each of the things that can take most."""
+    streams, heads, chunk, context, weights = WORKSPACES[leading]
+    shape = replace(SMALL, num_streams=streams, num_heads=heads, index_topk=16)
+    write_model(tmp_path / "model", "modelopt", shape)
+    options = {"weights": weights, "max_context": context, "max_batch": 1, "chunk": chunk}
+    engine = Engine.load(tmp_path / "model", EngineConfig(**options))  # type: ignore[arg-type]
+    slot = engine.cache.claim(context)
+    assert slot is not None
+    model = engine.runner.model
+    with Peak() as step:
+        streams = model.forward(Step.build([(slot, context - chunk, [7] * chunk)], "cpu"), engine.cache)
+        model.logits(streams[-1:])
+    checkpoint = Checkpoint.open(tmp_path / "model")
+    needed = Demand.of(checkpoint.config, checkpoint.inventory)
+    made = Plan.make(needed, ROOMY, Wanted(context, 1, weights=weights, chunk=chunk))
+    ratio = made.workspace_bytes / step.peak
+    assert 0.9 < ratio < 2, f"planned {made.workspace_bytes:,}, measured {step.peak:,}"
+
+
+def test_what_would_fit_is_the_largest_that_fits() -> None:
+    long, many = 1_048_576, 64
+    made = plan("flash", "modelopt", "2xH200", long, many)
+    instead = made.report()["instead"]
+    context, batch = instead["context"], instead["batch"]
+    assert not made.fits and 0 < context < long and 0 < batch < many
+    assert plan("flash", "modelopt", "2xH200", context, many).fits
+    assert not plan("flash", "modelopt", "2xH200", context + 1, many).fits
+    assert plan("flash", "modelopt", "2xH200", long, batch).fits
+    assert not plan("flash", "modelopt", "2xH200", long, batch + 1).fits
+
+
+def test_nothing_fits_where_the_weights_do_not() -> None:
+    made = plan("flash", "modelopt", "H200", 8192, 1)
+    instead = made.report()["instead"]
+    assert (instead["context"], instead["batch"]) == (0, 0)
+    assert {"name": "H200", "count": 2} in instead["gpus"]
+
+
+def test_the_smallest_set_is_the_first_that_fits() -> None:
+    made = plan("flash", "modelopt", "RTX5090", 32768, 8)
+    sets = made.smallest_sets()
+    assert sorted(machine.name for machine in sets) == sorted(NAMES)
+    wanted = Wanted(32768, 8, weights="packed")
+    for machine in sets:
+        assert Plan.make(made.demand, machine, wanted).fits
+        if machine.count > 1:
+            fewer = known(machine.name, machine.count - 1)
+            assert not Plan.make(made.demand, fewer, wanted).fits
+
+
+def test_how_gpus_share_the_weights() -> None:
+    """Experts by number, heads and vocabulary in parts, everything else on each GPU; the cache with it."""
+    one = plan("flash", "modelopt", "B300", 8192, 8, weights="packed")
+    both = plan("flash", "modelopt", "2xB300", 8192, 8, weights="packed")
+    held = one.demand.packed
+    assert both.weight_bytes == held.experts // 2 + held.split // 2 + held.copied
+    assert both.layout.store_bytes() == one.layout.store_bytes()
+    experts_only = plan("flash", "modelopt", "2xB300", 8192, 8, weights="packed", tp=1, ep=2)
+    assert experts_only.weight_bytes == held.experts // 2 + held.split + held.copied
+    assert experts_only.layout.num_slots == 4
+    heads_only = plan("flash", "modelopt", "2xB300", 8192, 8, weights="packed", tp=2, ep=1)
+    assert heads_only.weight_bytes == held.experts + held.split // 2 + held.copied
+    # 256 experts over three GPUs: one of them holds 86.
+    three = plan("flash", "modelopt", "3xB300", 8192, 8, weights="packed")
+    assert three.tp == 1 and three.weight_bytes == held.experts * 86 // 256 + held.split + held.copied
+
+
+def test_more_sequences_share_what_is_read() -> None:
+    made = plan("flash", "modelopt", "2xB300", 4096, 64)
+    rates = [made.tokens_per_second(batch) for batch in (1, 2, 8, 64)]
+    each = [rate / batch for rate, batch in zip(rates, (1, 2, 8, 64), strict=True)]
+    assert rates == sorted(rates) and each == sorted(each, reverse=True)
+    everything = made.demand.read_stored
+    limit = everything.per_gpu(0.5, 2) + 4096 * made.layout.read_bytes(4096)
+    assert 0.99 < made.read_bytes(4096) / limit <= 1
+
+
+def test_a_batch_larger_than_the_chunk_needs_workspace_too() -> None:
+    few, many = (
+        plan("flash", "modelopt", "8xB300", 256, batch, chunk=4, weights="dense") for batch in (8, 512)
+    )
+    assert many.workspace_bytes > 10 * few.workspace_bytes
+
+
+def test_names_of_gpus() -> None:
+    assert parse("2xH200") == parse(" 2 x h200 ") == parse("2×H200") == known("H200", 2)
+    assert parse("RTX-5090") == parse("1xrtx 5090") == known("RTX 5090", 1)
+    assert parse("4xrtx_pro_6000").name == "RTX PRO 6000"
+    for bad in ("", "x", "2x", "2xH900", "0xH200", "-1xH200", "5000xH200", "H200,H100", "2.5xH200"):
+        with pytest.raises(ConfigError, match=r"^gpus "):
+            parse(bad)
+
+
+def test_this_machine_is_measured() -> None:
+    machine = this_machine()
+    assert machine.count >= 1 and machine.memory_bytes > 1 << 20 and machine.source == "measured"
+    assert 1e8 < measure_bandwidth("cpu", 1 << 26, rounds=2) < 1e13
+
+
+def test_recorded_shares(tmp_path: Path) -> None:
+    assert best(tmp_path / "missing", "H200") is None
+    lines = [
+        {"device_name": "NVIDIA H200", "share": 0.41},
+        {"device_name": "NVIDIA H200", "share": 0.38},
+        {"device_name": "NVIDIA GeForce RTX 5090", "share": 0.9},
+        {"what": "another benchmark"},
+    ]
+    (tmp_path / "runs.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    found = best(tmp_path, "H200")
+    assert found and found.share == 0.41 and found.where.endswith("runs.jsonl:1")
+    assert best(tmp_path, "H100") is None and best(tmp_path, "RTX 5090").share == 0.9  # type: ignore[union-attr]
+    shown = ok("plan", "tiny", "--gpus", "H200", "--records", tmp_path)
+    assert "41% of that" in shown
+    for bad in ('{"device_name": "NVIDIA H200", "share": 41}', '{"device_name": 1, "share": 0.4}', "{"):
+        (tmp_path / "runs.jsonl").write_text(bad)
+        assert "runs.jsonl:1" in refused(dsv4("plan", "tiny", "--gpus", "H200", "--records", tmp_path))
+
+
+def test_the_command(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "official")
+    shown = ok("plan", folder, "--gpus", "H200", "--context", 512, "--batch", 2)
+    assert "fits, " in shown and "2 sequences of 512 tokens, fp8" in shown
+    report = json.loads(ok("plan", folder, "--gpus", "H200", "--context", 512, "--batch", 2, "--json"))
+    assert report["fits"] and report["model"] == "model" and "instead" not in report
+    parts = report["per_gpu"]
+    assert parts["total"] == sum(value for name, value in parts.items() if name != "total")
+    assert report["stored_bytes"] == Checkpoint.open(folder).inventory.num_bytes
+    here = json.loads(ok("plan", folder, "--json"))
+    assert here["context"] == 32768 and here["machine"]["bandwidth_source"] == "measured"
+    too_much = dsv4("plan", "tiny", "--gpus", "2xRTX5090", "--context", 65536, "--batch", 65536)
+    assert too_much.code == 0 and "does not fit" in too_much.out and "would do" in too_much.out
+    assert "one device so far" in too_much.err
+
+
+REFUSED = {
+    "": "Missing argument 'model'",
+    "{folder}/missing": "/missing does not exist",
+    "{folder}": "config.json does not exist",
+    "huge": "huge does not exist",
+    "tiny --gpus 2xH900": "gpus '2xH900': expected a number and a known GPU",
+    "tiny --gpus 2xH200 --tp 3": "tp 3 does not divide the 2 GPUs",
+    "tiny --gpus 4xH200 --tp 4": "2 groups of heads do not split over tp 4",
+    "tiny --gpus 4xH200 --ep 3": "ep 3 does not divide the 4 GPUs",
+    "tiny --gpus H200 --ep 0": "ep is 0, expected at least 1",
+    "tiny --gpus H200 --context 0": "context is 0, expected at least 1",
+    "tiny --gpus H200 --context 9999999": "context 9999999 exceeds the model's 65536 positions",
+    "tiny --gpus H200 --batch 99999999": "batch is 99999999, expected at most",
+    "tiny --gpus H200 --format gguf": "unknown format 'gguf'",
+    "tiny --gpus H200 --weights none": "weights is 'none'",
+    "tiny --gpus H200 --cache fp4": "cache is 'fp4'",
+    "{folder}/missing --format bf16": "--format goes with flash, pro, tiny",
+}
+
+
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_one_sentence_and_exit_code_2(arguments: str, tmp_path: Path) -> None:
+    done = dsv4("plan", *(part.format(folder=tmp_path) for part in arguments.split()))
+    assert REFUSED[arguments] in refused(done)
