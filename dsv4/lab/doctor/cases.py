@@ -119,7 +119,8 @@ def _norm(r: _Random, dtype: torch.dtype) -> list[Case]:
 
 def _mhc(r: _Random, dtype: torch.dtype) -> list[Case]:
     streams = (r(5, 4, 64) * 3).to(dtype)
-    mixing = (r(256, 24) * 0.2, r(24), r(3) + 1, 1e-6, 1e-6, 20)
+    sizes = torch.tensor((4, 4, 16))
+    mixing = (r(256, 24) * 0.2, r(24), (r(3) + 1).repeat_interleave(sizes), 1e-6, 1e-6, 20)
     head = (r(256, 4) * 0.2, r(4), r(1) + 1, 1e-6, 1e-6)
     comb = r(5, 4, 4).abs()
     return [
