@@ -38,7 +38,7 @@ def values(kind: str, rows: int, cols: int) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["plain", "wide", "holes", "ties", "huge", "small", "zero"])
-@pytest.mark.parametrize("shape", [(128, 2048), (70, 336), (1, 48), (128, 130)])
+@pytest.mark.parametrize("shape", [(128, 256), (70, 336), (1, 48)])
 def test_bits_of_the_codec(kind: str, shape: tuple[int, int]) -> None:
     x = torch.zeros(shape) if kind == "zero" else values(kind, *shape)
     rows, cols = shape

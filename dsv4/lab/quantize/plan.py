@@ -187,8 +187,13 @@ def target_format(source: Source, options: Options) -> Format | None:
         is_again = options.recipe == "requant" and source.is_quantised
         return None if options.target is source.format and not is_again else options.target
     if options.rest == "official" and (source.is_quantised or official is not Format.BF16):
-        return None if official is source.format else official
+        return None if official is source.format and not _has_float_scales(source) else official
     return None
+
+
+def _has_float_scales(source: Source) -> bool:
+    """FP8 with scales that the official release does not use; vLLM would read them as E8M0."""
+    return source.format is Format.FP8 and source.scale is not None and source.scale.dtype != "F8_E8M0"
 
 
 def make_plan(checkpoint: Checkpoint, options: Options) -> Plan:
@@ -208,6 +213,12 @@ def make_plan(checkpoint: Checkpoint, options: Options) -> Plan:
     extras = _extras(checkpoint)
     units += [Unit((item,), "keep") for item in extras]
     notes = [note for note in checkpoint.inventory.notes if not (extras and "DSpark" in note)]
+    kept = [unit.items[0].source for unit in units if unit.how == "keep"]
+    if options.format in ("nvfp4", "mxfp4") and any(source and _has_float_scales(source) for source in kept):
+        notes.append(
+            "FP8 linears keep their float scales, which engines made for the official layout misread; "
+            "--rest official rounds them to powers of two"
+        )
     if extras:
         notes.append(f"{len(extras)} tensors that are no part of the model (mtp.*) are copied as they are")
         if options.mtp and not checkpoint.inventory.num_mtp_layers:
@@ -219,8 +230,8 @@ def make_plan(checkpoint: Checkpoint, options: Options) -> Plan:
 
 def _are_fused(first: Item, second: Item) -> bool:
     """w1 and w3 of one expert, which are declared one after the other."""
-    base, w1 = first.name.rsplit(".", 1)
-    return w1 == "w1" and second.name == f"{base}.w3" and first.format is second.format
+    is_pair = first.name.endswith(".w1") and second.name == first.name.removesuffix("w1") + "w3"
+    return is_pair and first.format is second.format
 
 
 def _unit(items: tuple[Item, ...], options: Options) -> Unit:
@@ -271,7 +282,7 @@ def _kept(source: Source, entries: Mapping[str, Entry]) -> Item:
         assert source.format is not None and source.scale is not None
         rows, cols = param.shape
         weight, scale, *rest = declare_linear(name, (rows, cols), source.format)
-        if source.format is Format.FP8 and source.scale.dtype != "F8_E8M0":
+        if _has_float_scales(source):
             scale = Declared(scale.name, source.scale.dtype, scale.shape)
         outputs = [
             Output(weight, _span(source.weight, source.row, weight)),
