@@ -4,9 +4,12 @@ from typing import Any
 
 import numpy as np
 
-# Powers of two that E4M3 can hold: 2^-9 to 2^8.
-LOWEST, HIGHEST = -9, 8
-SPAN = HIGHEST - LOWEST
+# E4M3 holds the powers of two from 2^-9 to 2^8; the largest block of a tensor gets 2^8.
+HIGHEST = 8
+SPAN = 17
+# Powers below 2^-6 are subnormal (steps below the highest: code); above them a step is one exponent, 8 codes.
+_SUBNORMAL = {15: 4, 16: 2, 17: 1}
+_NORMAL_STEPS = 14
 
 
 def global_scale(top: int) -> float:
@@ -14,24 +17,19 @@ def global_scale(top: int) -> float:
     return 2.0 ** (top - 127 - HIGHEST)
 
 
-def e4m3_of_power(power: int) -> int:
-    """The E4M3 code of 2^power, clamped to what it can hold."""
-    power = min(max(power, LOWEST), HIGHEST)
-    return (power + 7) << 3 if power >= -6 else 1 << (power + 9)
+def cast_scales(codes: Any, top: int, num_blocks: int) -> Any:
+    """E8M0 codes [N, ceil(K/32)] -> E4M3 codes [N, num_blocks] of blocks of 16, given the largest E8M0 code.
 
-
-def scale_table(top: int) -> Any:
-    """E8M0 code -> the E4M3 codes of its two blocks of 16 (uint16), given the largest E8M0 code in use.
-
-    A block more than 2^17 below `top` gets the lowest scale: right only if its values are zeros.
+    A block more than 2^17 below `top`, or above it, gets the nearest scale: right only if it is all zero.
     """
-    pairs = [e4m3_of_power(code - top + HIGHEST) * 0x0101 for code in range(256)]
-    return np.array(pairs, dtype=np.uint16)
-
-
-def cast_scales(table: Any, codes: Any, num_blocks: int) -> Any:
-    """E8M0 codes [N, ceil(K/32)] -> E4M3 codes [N, num_blocks] of blocks of 16."""
-    return np.ascontiguousarray(np.take(table, codes).view(np.uint8)[:, :num_blocks])
+    steps = top - np.clip(codes, max(0, top - SPAN), top).astype(np.uint8)
+    out = (15 - steps) << 3
+    if steps.max(initial=0) > _NORMAL_STEPS:
+        for step, code in _SUBNORMAL.items():
+            out[steps == step] = code
+    # Both halves of a block of 32 have its scale.
+    pairs = out.astype(np.uint16) * np.uint16(0x0101)
+    return np.ascontiguousarray(pairs.view(np.uint8)[:, :num_blocks])
 
 
 def zero_blocks(data: Any) -> Any:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,14 +15,18 @@ from checkpoints import SMALL, Stored, Tensors, read_file, write_file, write_mod
 from safetensors.torch import load_file
 
 from dsv4 import Engine, EngineConfig
+from dsv4.config import preset
 from dsv4.errors import CheckpointError, ConfigError
-from dsv4.lab.init import STYLES
-from dsv4.lab.quantize.plan import Options
+from dsv4.lab.init import STYLES, _declared
+from dsv4.lab.quantize.plan import Options, make_plan
 from dsv4.lab.quantize.run import Quantizer
 from dsv4.lab.score import score_ids
+from dsv4.model.params import declare
 from dsv4.quant.codec import decode, encode_weight
 from dsv4.quant.formats import Format
+from dsv4.weights.detect import take_inventory
 from dsv4.weights.load import Checkpoint
+from dsv4.weights.reader import Entry
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "official"
 
@@ -342,6 +347,27 @@ def test_damaged_weights_are_refused(
         quantize(folder, tmp_path / "new", format, scope="all")
     assert words in str(caught.value) and name in str(caught.value)
     assert not (tmp_path / "new").exists()
+
+
+EXPERT_BYTES = {  # spec 02 §8
+    "flash": {"mxfp4": 13_369_344, "nvfp4": 14_155_800, "fp8": 25_165_824 + 6_144 // 4},
+    "pro": {"mxfp4": 35_094_528, "nvfp4": 37_158_936, "fp8": 66_060_288 + 16_128 // 4},
+}
+
+
+@pytest.mark.parametrize("model", EXPERT_BYTES)
+def test_bytes_of_published_experts(model: str) -> None:
+    """From headers alone; FP8 with one byte per scale, where the published base has four."""
+    config = replace(preset(model), num_experts=6, num_mtp_layers=0, layers=SMALL.layers)
+    tensors = [t for p in declare(config, 0) for t in _declared(p, STYLES["official"])]
+    entries = {t.name: Entry(t.name, t.dtype, t.shape, Path("x"), 0, t.num_bytes) for t in tensors}
+    reader = SimpleNamespace(entries=entries)
+    checkpoint = Checkpoint(config, reader, take_inventory(entries, config))  # type: ignore[arg-type]
+    before = sum(t.num_bytes for t in tensors)
+    assert make_plan(checkpoint, Options("mxfp4")).num_bytes == before
+    for format, size in EXPERT_BYTES[model].items():
+        after = make_plan(checkpoint, Options(format)).num_bytes
+        assert after == before + 3 * 6 * (size - EXPERT_BYTES[model]["mxfp4"]), format
 
 
 def test_threads_change_nothing(made: Callable[[str], Path], tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from dsv4.quant.bulk import (
     nvfp4_global_scale,
     tally,
 )
-from dsv4.quant.cast import SPAN, cast_scales, global_scale, scale_table, zero_blocks
+from dsv4.quant.cast import SPAN, cast_scales, global_scale, zero_blocks
 from dsv4.quant.formats import FP8_TILE, MX_BLOCK, NV_BLOCK, Format, QuantTensor
 from dsv4.weights.detect import Source
 from dsv4.weights.load import check_finite, check_scales
@@ -89,7 +89,7 @@ class Converter:
             scale = nvfp4_global_scale(max(scanned))
         for index, item in enumerate(unit.items):
             places = [offsets[output.declared.name] for output in item.outputs]
-            settled = (scale_table(cast.top), cast.codes[index]) if cast else None
+            settled = (cast.codes[index], cast.top) if cast else None
             is_rounded = unit.how == "round" or bool(cast and not cast.is_exact)
             if is_rounded:
                 rows = _source(item).param.shape[0]
@@ -131,20 +131,22 @@ class Converter:
         return amax
 
     def _scan_cast(self, unit: Unit) -> Cast:
-        codes, counts = [], np.zeros(256, dtype=np.int64)
-        for item in unit.items:
-            codes.append(self._e8m0(_source(item)))
-            counts += np.bincount(codes[-1].ravel(), minlength=256)
-        if _spread(counts) > SPAN:
+        codes = tuple(self._e8m0(_source(item)) for item in unit.items)
+        low, top = min(int(c.min()) for c in codes), max(int(c.max()) for c in codes)
+        if top - low > SPAN:
             # The scale of a block of zeros does not matter.
-            counts[:] = 0
-            for item, scales in zip(unit.items, codes, strict=True):
-                source = _source(item)
-                for start, stop in row_chunks(source.param.shape[0]):
-                    data = self.reader.read(source.weight.name, source.row + start, source.row + stop)
-                    counts += np.bincount(scales[start:stop][~zero_blocks(data.numpy())], minlength=256)
-        used = np.flatnonzero(counts)
-        return Cast(tuple(codes), int(used[-1]) if len(used) else 127, _spread(counts) <= SPAN)
+            used = [self._used_scales(_source(item), c) for item, c in zip(unit.items, codes, strict=True)]
+            everything = np.concatenate(used)
+            low, top = (int(everything.min()), int(everything.max())) if len(everything) else (127, 127)
+        return Cast(codes, top, top - low <= SPAN)
+
+    def _used_scales(self, source: Source, codes: Any) -> Any:
+        """Those of blocks that hold a value, in any order."""
+        out = [np.empty(0, np.uint8)]
+        for start, stop in row_chunks(source.param.shape[0]):
+            data = self.reader.read(source.weight.name, source.row + start, source.row + stop)
+            out.append(codes[start:stop][~zero_blocks(data.numpy())])
+        return np.concatenate(out)
 
     def _e8m0(self, source: Source) -> Any:
         rows, cols = source.param.shape
@@ -153,7 +155,7 @@ class Converter:
         check_scales(QuantTensor(Format.MXFP4, scale, (rows, cols), scale), source)
         return scale.numpy()
 
-    def _write_cast(self, item: Item, settled: tuple[Any, Any], place: int, write: Write) -> Tally:
+    def _write_cast(self, item: Item, settled: tuple[Any, int], place: int, write: Write) -> Tally:
         rows, cols = _source(item).param.shape
         scales = cast_scales(*settled, -(-cols // NV_BLOCK))
         write(place, scales)
@@ -187,7 +189,7 @@ class Converter:
         self,
         item: Item,
         scale: float,
-        settled: tuple[Any, Any] | None,
+        settled: tuple[Any, int] | None,
         places: list[int],
         write: Write,
         start: int,
@@ -203,7 +205,8 @@ class Converter:
             scales = _rows_of(item.outputs[1], 1 if format is Format.FP8 else stop - start)
         fixed = None
         if settled:
-            fixed = cast_scales(settled[0], settled[1][start:stop], -(-source.param.shape[1] // NV_BLOCK))
+            codes, top = settled
+            fixed = cast_scales(codes[start:stop], top, -(-source.param.shape[1] // NV_BLOCK))
         total = Tally()
         for first, last in _column_slices(source):
             x = decode_slice(rows, first, last, buffers)
@@ -265,11 +268,10 @@ def _padded(scales: Any, first: int, last: int, width: int) -> Tensor:
     return out.view(-1)
 
 
-def _spread(counts: Any) -> int:
-    used = np.flatnonzero(counts)
-    return int(used[-1] - used[0]) if len(used) else 0
-
-
 def _exponents(scales: Any) -> list[int]:
-    """How many blocks have a scale with each of E4M3's 16 exponents."""
-    return np.bincount((np.asarray(scales) >> 3).ravel() & 15, minlength=16).tolist()
+    """How many blocks have a scale of each of E4M3's 16 exponents. Few occur: a pass for each is fast."""
+    exponents = np.asarray(scales) >> 3
+    out = [0] * 16
+    for exponent in range(int(exponents.min(initial=15)), int(exponents.max(initial=0)) + 1):
+        out[exponent] = int(np.count_nonzero(exponents == exponent))
+    return out
