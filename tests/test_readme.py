@@ -64,7 +64,7 @@ def test_python_block_runs(folder: Path) -> None:
 def test_commands_for_real_checkpoints_parse(folder: Path) -> None:
     """They need a download to run; their options must exist all the same."""
     lines = [line for line in "".join(blocks("sh")).splitlines() if "./DeepSeek-V4-Flash" in line]
-    assert len(lines) == 6
+    assert len(lines) == 7
     for line in lines:
         command = shlex.split(line, comments=True)
         assert command[0] == "dsv4"

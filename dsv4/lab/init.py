@@ -15,9 +15,9 @@ from dsv4.errors import ConfigError
 from dsv4.lab.byte_tokenizer import MIN_VOCABULARY, byte_tokenizer_json
 from dsv4.model.params import Param, declare
 from dsv4.quant.codec import encode_weight
-from dsv4.quant.formats import FP8_TILE, MX_BLOCK, NV_BLOCK, Format
+from dsv4.quant.formats import Format
 from dsv4.weights.names import has_weight_suffix, hf_name
-from dsv4.weights.writer import Declared, write_checkpoint, write_text
+from dsv4.weights.writer import Declared, declare_linear, write_checkpoint, write_text
 
 _FP8_CONFIG = {
     "activation_scheme": "dynamic",
@@ -132,32 +132,19 @@ def _declared(param: Param, style: Style) -> list[Declared]:
         return [Declared(stored, "BF16" if is_norm else "F32", param.shape)]
     rows, cols = param.shape
     format = _format(param, style)
-    if format is Format.BF16:
-        return [Declared(stored, "BF16", param.shape)]
+    declared = declare_linear(name, (rows, cols), format)
     if format is Format.FP8:
-        scale = (-(-rows // FP8_TILE), -(-cols // FP8_TILE))
         suffix = "weight_scale_inv" if style.is_compressed or style.is_hf else "scale"
         kind = "F32" if style.has_float_scales else "F8_E8M0"
-        return [Declared(stored, "F8_E4M3", param.shape), Declared(f"{name}.{suffix}", kind, scale)]
-    if format is Format.MXFP4:
+        return [declared[0], Declared(f"{name}.{suffix}", kind, declared[1].shape)]
+    if format is Format.NVFP4 and style.is_compressed:
         return [
-            Declared(stored, "I8", (rows, cols // 2)),
-            Declared(f"{name}.scale", "F8_E8M0", (rows, -(-cols // MX_BLOCK))),
-        ]
-    block = Declared(f"{name}.weight_scale", "F8_E4M3", (rows, -(-cols // NV_BLOCK)))
-    if style.is_compressed:
-        return [
-            Declared(f"{name}.weight_packed", "U8", (rows, cols // 2)),
-            block,
+            replace(declared[0], name=f"{name}.weight_packed"),
+            declared[1],
             Declared(f"{name}.weight_global_scale", "F32", (1,)),
             Declared(f"{name}.input_global_scale", "F32", (1,)),
         ]
-    return [
-        Declared(stored, "U8", (rows, cols // 2)),
-        block,
-        Declared(f"{name}.weight_scale_2", "F32", ()),
-        Declared(f"{name}.input_scale", "F32", ()),
-    ]
+    return declared
 
 
 def _values(params: list[Param], style: Style, config: ModelConfig, seed: int) -> Iterator[Tensor]:

@@ -92,11 +92,11 @@ def _load_one(
         return table.to(device)
     if kind == "plain":
         plain = source.read_plain(reader).float()
-        _check_finite(plain, source)
+        check_finite(plain, source)
         return plain.to(device)
     to_bf16 = kind == "grouped" and source.format is Format.FP8
     if name == "embed" or not (dense or to_bf16):
-        held = _checked(source.read_rows(reader, 0, source.param.shape[0]), source)
+        held = check_scales(source.read_rows(reader, 0, source.param.shape[0]), source)
         _check_codes(held, source)
         return _move(held, device)
     return _decoded(reader, source, dense, device)
@@ -111,8 +111,8 @@ def _decoded(reader: Reader, source: Source, dense: bool, device: str | torch.de
     )
     for start in range(0, rows, block):
         stop = min(rows, start + block)
-        values = decode(_checked(source.read_rows(reader, start, stop), source))
-        _check_finite(values, source, start)
+        values = decode(check_scales(source.read_rows(reader, start, stop), source))
+        check_finite(values, source, start)
         if source.param.kind == "grouped" and source.format is Format.FP8:
             values = values.to(torch.bfloat16)
         if dense:
@@ -123,7 +123,8 @@ def _decoded(reader: Reader, source: Source, dense: bool, device: str | torch.de
     return out if dense else QuantTensor(Format.BF16, out, (rows, cols))
 
 
-def _checked(q: QuantTensor, source: Source) -> QuantTensor:
+def check_scales(q: QuantTensor, source: Source) -> QuantTensor:
+    """The rows as they are, or an error that names the scale that is no number."""
     if has_nan_scale(q):
         is_global = not bool(torch.isfinite(torch.tensor(q.global_scale)))
         entry = (source.global_scale if is_global else source.scale) or source.weight
@@ -134,10 +135,10 @@ def _checked(q: QuantTensor, source: Source) -> QuantTensor:
     return q
 
 
-def _check_finite(values: Tensor, source: Source, first_row: int = 0) -> None:
+def check_finite(values: Tensor, source: Source, first_row: int = 0, first_col: int = 0) -> None:
     # NaN and infinity show in the extremes, which are found five times as fast as a mask of every value.
     if values.numel() and not bool(torch.isfinite(torch.stack(torch.aminmax(values))).all()):
-        _refuse(~torch.isfinite(values), source, first_row)
+        _refuse(~torch.isfinite(values), source, first_row, first_col)
 
 
 def _check_codes(q: QuantTensor, source: Source) -> None:
@@ -150,12 +151,13 @@ def _check_codes(q: QuantTensor, source: Source) -> None:
         _refuse((part & 127) == 127 if q.format is Format.FP8 else ~torch.isfinite(part), source, start)
 
 
-def _refuse(bad: Tensor, source: Source, first_row: int) -> None:
+def _refuse(bad: Tensor, source: Source, first_row: int, first_col: int = 0) -> None:
     if bool(bad.any()):
-        row, *rest = bad.nonzero()[0].tolist()
+        row, *col = bad.nonzero()[0].tolist()
+        place = [first_row + row, *(first_col + c for c in col)]
         raise CheckpointError(
-            f"{source.weight.name} in {source.weight.file.name} holds NaN or infinity, first at "
-            f"{[first_row + row, *rest]}; the checkpoint is damaged: download or convert it again"
+            f"{source.weight.name} in {source.weight.file.name} holds NaN or infinity, first at {place}; "
+            "the checkpoint is damaged: download or convert it again"
         )
 
 

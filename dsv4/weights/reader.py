@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -135,6 +137,7 @@ class Reader:
         path = Path(path)
         self.folder = path if path.is_dir() else path.parent
         self._open: dict[Path, BinaryIO] = {}
+        self._lock = threading.Lock()
         self.entries: dict[str, Entry] = {}
         files, index = _files_of(path)
         for file in files:
@@ -175,7 +178,7 @@ class Reader:
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows [start, stop) of the tensor, leading dimensions flattened; scalars and vectors whole.
 
-        Plain file reads, not a memory map: only what is asked for takes memory.
+        Plain file reads, not a memory map: only what is asked for takes memory. Threads may read at once.
         """
         entry = self.entries[name]
         itemsize, dtype = DTYPES[entry.dtype]
@@ -187,17 +190,18 @@ class Reader:
             assert 0 <= start <= stop <= rows
             shape, offset = (stop - start, cols), start * cols * itemsize
         buffer = torch.empty(math.prod(shape) * itemsize, dtype=torch.uint8)
-        self._fill(entry, entry.start + offset, buffer.numpy().data)
+        self.fill(entry, entry.start + offset, buffer.numpy().data)
         return buffer.view(dtype).reshape(shape)
 
-    def _fill(self, entry: Entry, offset: int, target: memoryview) -> None:
+    def fill(self, entry: Entry, offset: int, target: memoryview) -> None:
+        """Bytes of the entry's file from `offset` on, exactly as many as the target holds."""
         try:
-            if entry.file not in self._open:
-                self._open[entry.file] = entry.file.open("rb", buffering=0)
-            file, done = self._open[entry.file], 0
-            file.seek(offset)
+            with self._lock:
+                if entry.file not in self._open:
+                    self._open[entry.file] = entry.file.open("rb", buffering=0)
+                file, done = self._open[entry.file].fileno(), 0
             while done < len(target):
-                count = file.readinto(target[done:])  # type: ignore[attr-defined]
+                count = os.preadv(file, [target[done:]], offset + done)
                 if not count:
                     raise CheckpointError(f"{entry.file} ended while reading {entry.name!r}; {AGAIN}")
                 done += count
