@@ -1,5 +1,6 @@
 """What every command prints with: consoles, progress bars, JSON lines, sizes for people."""
 
+import gc
 import json
 import re
 import sys
@@ -86,12 +87,24 @@ def count_bar(title: str) -> Iterator[Any]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+@contextmanager
+def nothing_is_garbage() -> Iterator[None]:
+    """What is made while open stays to the end: do not search it for garbage, neither now nor later."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def load_engine(model: Path, config: "EngineConfig") -> "Engine":
     """Load with a progress bar; what the checkpoint lacks is said on stderr."""
-    from dsv4.engine.engine import Engine
+    with nothing_is_garbage():
+        from dsv4.engine.engine import Engine
 
-    with bytes_bar(f"loading {model.resolve().name}") as update:
-        engine = Engine.load(model, config, update)
+        with bytes_bar(f"loading {model.resolve().name}") as update:
+            engine = Engine.load(model, config, update)
     for note in engine.notes:
         say("note", "yellow", note)
     return engine
