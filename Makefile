@@ -9,7 +9,7 @@ JOBS ?= 2
 .PHONY: demo test lint clean
 
 demo: .venv/ready
-	$(BIN)/dsv4 generate --chat --thinking --temperature 0 --stats "Write a short story with the words boat, blue and jump."
+	$(BIN)/dsv4 generate --chat --thinking --temperature 0 --stats "Tell me a short story about a rabbit."
 	$(BIN)/dsv4 generate --chat --thinking --temperature 0 --stats "What is 27 + 58?"
 
 test: lint

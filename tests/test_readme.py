@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from dsv4.models import EMBEDDED
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -90,8 +89,6 @@ def test_make_demo_runs_the_same_commands() -> None:
 
 def test_make_demo_answers(folder: Path) -> None:
     """A thought, a line of its own for the answer, and the speed on stderr."""
-    if not (EMBEDDED / "model.safetensors").exists():
-        pytest.skip("the embedded model is not in this tree yet (dsv4/models/tiny/model.safetensors)")
     recipe = (ROOT / "Makefile").read_text().split("\ndemo:")[1].split("\n\n")[0]
     sum_command = re.findall(r"^\t\$\(BIN\)/dsv4 (.*)$", recipe, flags=re.MULTILINE)[-1]
     thought, answer = run(["-m", "dsv4", *shlex.split(sum_command)], folder).splitlines()

@@ -1,5 +1,6 @@
 """What every command prints with: consoles, progress bars, JSON lines, sizes for people."""
 
+import gc
 import json
 import re
 import signal
@@ -107,6 +108,17 @@ def ctrl_c() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, previous)
 
 
+@contextmanager
+def nothing_is_garbage() -> Iterator[None]:
+    """What is made while open stays to the end: do not search it for garbage, neither now nor later."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def model_folder(model: Path | None) -> Path:
     """The model that was named, else the embedded one, which is said on stderr."""
     if model is None:
@@ -117,11 +129,12 @@ def model_folder(model: Path | None) -> Path:
 
 def load_engine(model: Path | None, config: "EngineConfig") -> "Engine":
     """Load with a progress bar; what the checkpoint lacks is said on stderr."""
-    from dsv4.engine.engine import Engine
+    with nothing_is_garbage():
+        from dsv4.engine.engine import Engine
 
-    model = model_folder(model)
-    with bytes_bar(f"loading {model.resolve().name}") as update:
-        engine = Engine.load(model, config, update)
+        model = model_folder(model)
+        with bytes_bar(f"loading {model.resolve().name}") as update:
+            engine = Engine.load(model, config, update)
     for note in engine.notes:
         say("note", "yellow", note)
     return engine

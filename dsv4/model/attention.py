@@ -26,7 +26,7 @@ class Attention:
     def __call__(self, x: Tensor, step: Step, cache: LayerCache, page_table: Tensor) -> Tensor:
         """x [T, D], normalised -> [T, D]."""
         c, ops = self.config, self.ops
-        cos, sin = step.once(self.rope, step.positions)
+        cos, sin = step.rotation(self.rope)
         q_low = ops.norm.rms_norm(self.wq_a(x), self.q_norm, c.norm_eps)
         q = self.wq_b(q_low).unflatten(1, (c.num_heads, c.head_dim))
         q = ops.qkv.queries(q, cos, sin, c.norm_eps)
@@ -58,23 +58,12 @@ class Attention:
             return None
         assert cache.tail is not None and cache.entries is not None
         c, ops, ratio = self.config, self.ops, self.spec.ratio
-        closing, pooled = self.compressor(x, step, cache.tail)
-        starts = step.block_starts(ratio)
-        rows = step.once(_entry_rows, page_table, step.slots, closing, starts, ratio, cache.page_entries)
-        if len(rows):
-            at_block = step.once(self.rope, starts)
+        _, pooled = self.compressor(x, step, cache.tail)
+        rows = step.entry_rows(ratio, cache.page_entries, page_table)
+        if rows.shape[0]:
+            at_block = step.block_rotation(self.rope, ratio)
             kv = ops.qkv.entries(pooled, self.compressor.norm, *at_block, c.norm_eps)
             cache.entries.put(rows, ops.qkv.store(kv, c.rope_dim, cache.entries.format, self.numerics.qat))
         if self.indexer is not None:
             return self.indexer(x, q_low, rows, step, cache, page_table)
-        where = (page_table, step.slots, step.positions, ratio, cache.page_entries)
-        return step.once(ops.index.visible_rows, *where)
-
-
-def _entry_rows(
-    page_table: Tensor, slots: Tensor, closing: Tensor, starts: Tensor, ratio: int, page_entries: int
-) -> Tensor:
-    """Pool rows of the entries made of blocks that start at `starts` [C] and end with tokens `closing`."""
-    block = starts // ratio
-    page = page_table[slots[closing], block // page_entries].long()
-    return page * page_entries + block % page_entries
+        return step.visible_rows(ops.index, ratio, cache.page_entries, page_table)

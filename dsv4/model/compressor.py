@@ -1,7 +1,5 @@
 """Pools every `ratio` tokens into one row, whatever the chunking; the caller makes it an entry or a key."""
 
-import operator
-
 import torch
 from torch import Tensor
 
@@ -24,8 +22,7 @@ class Compressor:
         """x [T, D] -> closing [C] (tokens that end a block), pooled [C, d]; the tail takes the rows."""
         ratio = self.spec.ratio
         values = self.wkv(x, torch.float32)
-        phase = step.once(operator.mod, step.positions, ratio)
-        scores = self.wgate(x, torch.float32) + self.ape.index_select(0, phase)
+        scores = self.wgate(x, torch.float32) + self.ape.index_select(0, step.phase(ratio))
         closing = step.closing(ratio)
         pooled = self.ops.compress.pool(
             *(values, scores, tail.values, tail.scores),

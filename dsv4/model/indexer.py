@@ -25,16 +25,15 @@ class Indexer:
         c, qat, index, ratio = self.config, self.numerics.qat, self.ops.index, self.spec.ratio
         assert cache.keys is not None and cache.key_tail is not None
         _, pooled = self.compressor(x, step, cache.key_tail)
-        if len(rows):
-            at_block = step.once(self.rope, step.block_starts(ratio))
+        if rows.shape[0]:
+            at_block = step.block_rotation(self.rope, ratio)
             norm, format = self.compressor.norm, cache.keys.format
             cache.keys.put(rows, index.keys(pooled, norm, *at_block, c.norm_eps, qat, format))
 
         if step.longest // ratio <= c.index_topk:  # every visible entry is taken, whatever its score
-            where = (page_table, step.slots, step.positions, ratio, cache.page_entries)
-            return step.once(index.visible_rows, *where)
+            return step.visible_rows(index, ratio, cache.page_entries, page_table)
         q = self.wq_b(q_low).unflatten(1, (c.index_heads, c.index_dim))
-        q = index.queries(q, *step.once(self.rope, step.positions), qat)
+        q = index.queries(q, *step.rotation(self.rope), qat)
         weights = self.weights_proj(x).float() * (c.index_dim**-0.5 * c.index_heads**-0.5)
         selected = index.select(
             *(q, weights, cache.keys, page_table, step.slots, step.positions),

@@ -1,15 +1,32 @@
-"""The device tensors of one forward pass: which tokens, of which sequences, at which positions."""
+"""One forward pass: which tokens, of which sequences, at which positions, and which cache rows they meet."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import wraps
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-R = TypeVar("R")
+from dsv4.model.rope import Rope
+
 # Looks at intermediate results: whose (`layers.3.attn`), which (`q`), and the tensor, not to be changed.
 Tap = Callable[[str, str, Tensor], None]
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def once(method: Method) -> Method:
+    """Compute the result when a layer first asks for it: layers of one kind ask for the same."""
+
+    @wraps(method)
+    def ask(step: "Step", *arguments: Any) -> Any:
+        key = (method, *arguments)
+        if key not in step.known:
+            step.known[key] = method(step, *arguments)
+        return step.known[key]
+
+    return ask  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -23,7 +40,7 @@ class Step:
     last: Tensor  # [T] position of its last token in this step
     longest: int  # tokens of the longest sequence, those of this step included
     tap: Tap | None = None
-    results: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
+    known: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def build(
@@ -45,41 +62,45 @@ class Step:
         if self.tap is not None:
             self.tap(name, part, value)
 
-    def once(self, function: Callable[..., R], *arguments: Any) -> R:
-        """function(*arguments), computed by the first layer that asks: layers of one kind ask for the same.
+    @once
+    def rotation(self, rope: Rope) -> tuple[Tensor, Tensor]:
+        """cos and sin at the tokens' positions."""
+        return rope(self.positions)
 
-        Tensors among the arguments are told apart by identity, so they must be those of the step or cache.
-        """
-        key = (function, *arguments)
-        if key not in self.results:
-            self.results[key] = function(*arguments)
-        return self.results[key]
+    @once
+    def phase(self, ratio: int) -> Tensor:
+        """[T] each token's place in its block of `ratio`."""
+        return self.positions % ratio
 
+    @once
     def closing(self, ratio: int) -> Tensor:
-        """Tokens that complete a block of `ratio`."""
-        return self.once(_closing, self.positions, ratio)
+        """[C] tokens that complete a block of `ratio`."""
+        return ((self.positions + 1) % ratio == 0).nonzero().squeeze(1)
 
-    def block_starts(self, ratio: int) -> Tensor:
-        """Positions of the first tokens of the blocks that `closing` tokens complete."""
-        return self.once(_block_starts, self.positions, self.closing(ratio), ratio)
+    @once
+    def block_rotation(self, rope: Rope, ratio: int) -> tuple[Tensor, Tensor]:
+        """cos and sin at the first positions of the blocks that end now."""
+        return rope(self.positions[self.closing(ratio)] + 1 - ratio)
 
+    @once
+    def entry_rows(self, ratio: int, page_entries: int, page_table: Tensor) -> Tensor:
+        """[C] pool rows of the entries made of the blocks that end now; page_table [S, P]."""
+        closing = self.closing(ratio)
+        block = self.positions[closing] // ratio
+        page = page_table[self.slots[closing], block // page_entries].long()
+        return page * page_entries + block % page_entries
+
+    @once
+    def visible_rows(self, index: ModuleType, ratio: int, page_entries: int, page_table: Tensor) -> Tensor:
+        """[T, S] pool rows of every entry a token may attend to, -1 beyond; `index` is the op."""
+        return index.visible_rows(page_table, self.slots, self.positions, ratio, page_entries)
+
+    @once
     def remaining(self, size: int) -> tuple[Tensor | None, Tensor]:
         """Tokens that remain in rings of `size` rows after this step (None: all), and their rows.
 
         A ring holds one row per slot and position mod size, so each row is named at most once.
         """
-        return self.once(_remaining, self.slots, self.positions, self.last, size)
-
-
-def _closing(positions: Tensor, ratio: int) -> Tensor:
-    return ((positions + 1) % ratio == 0).nonzero().squeeze(1)
-
-
-def _block_starts(positions: Tensor, closing: Tensor, ratio: int) -> Tensor:
-    return positions[closing] + 1 - ratio
-
-
-def _remaining(slots: Tensor, positions: Tensor, last: Tensor, size: int) -> tuple[Tensor | None, Tensor]:
-    rows = slots * size + positions % size
-    tokens = (positions > last - size).nonzero().squeeze(1)
-    return (None, rows) if len(tokens) == len(rows) else (tokens, rows[tokens])
+        rows = self.slots * size + self.positions % size
+        tokens = (self.positions > self.last - size).nonzero().squeeze(1)
+        return (None, rows) if len(tokens) == len(rows) else (tokens, rows[tokens])

@@ -26,13 +26,17 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def row_product(x: Tensor, w: Tensor) -> Tensor:
     """x [T, K] float32 times w [K, N] float32 -> [T, N], always as products of shape [8, K] x [K, N]."""
-    rows = x.shape[0]
-    if rows == 1:  # a tile of copies is made faster than one padded with zeros, and gives the same row
-        return torch.mm(x.expand(TILE, -1), w)[:1]
-    x = torch.nn.functional.pad(x, (0, 0, 0, -rows % TILE))
+    rows, width = x.shape
+    if rows % TILE:
+        x = torch.cat((x, _zero_rows(-rows % TILE, width, x.device)))
     if rows <= TILE:
         return torch.mm(x, w)[:rows] if rows else x.new_empty(0, w.shape[1])
     return torch.cat([torch.mm(tile, w) for tile in x.split(TILE)])[:rows]
+
+
+@cache
+def _zero_rows(count: int, width: int, device: torch.device) -> Tensor:
+    return torch.zeros(count, width, device=device)
 
 
 def mean_square(x: Tensor, eps: float) -> Tensor:

@@ -251,5 +251,5 @@ def has_nan_scale(q: QuantTensor) -> bool:
         return False
     if q.scale.dtype == torch.uint8:
         bad = (q.scale & 127) == 127 if q.format is Format.NVFP4 else q.scale == 255
-        return bool(bad.any()) or not bool(torch.isfinite(torch.tensor(q.global_scale)))
+        return bool(bad.any()) or not abs(q.global_scale) <= F32_MAX
     return not bool(torch.isfinite(q.scale).all())

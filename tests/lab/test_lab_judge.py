@@ -181,6 +181,4 @@ def test_choice_of_suites_and_a_limit() -> None:
 
 
 def test_the_shipped_set_is_read() -> None:
-    if not (EMBEDDED / "evalset.jsonl").exists():
-        pytest.skip("the embedded model is not in this tree yet (dsv4/models/tiny/evalset.jsonl)")
     assert {item.suite for item in read_set(EMBEDDED / "evalset.jsonl")} == {*SUITES, "text"}

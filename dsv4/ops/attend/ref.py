@@ -37,23 +37,25 @@ def attend(
     """
     out = torch.empty_like(q)
     scale, sinks = number(q.shape[-1] ** -0.5, q.device), sinks.unsqueeze(1)
-    where = zip(slots.tolist(), positions.tolist(), first.tolist(), strict=True)
-    for (slot, start, _), group in groupby(enumerate(where), key=lambda at: (*at[1][::2], at[0] // RUN)):
-        run = [(t, p) for t, (_, p, _) in group]
-        (begin, lowest), (end, highest) = run[0], run[-1]
+    where = [*zip(slots.tolist(), first.tolist(), positions.tolist(), strict=True)]
+    for (slot, start, _), group in groupby(range(len(where)), key=lambda t: (*where[t][:2], t // RUN)):
+        run = [*group]
+        lowest, highest = where[run[0]][2], where[run[-1]][2]
         # All keys of the run: raw ones from position `oldest` on, then the entries of each query.
         oldest = max(0, lowest - window + 1)
-        keys = _of_ring(ring, slot * ring_size, oldest, max(oldest, start), ring_size)
-        keys.append(fresh.span(end - (highest - max(oldest, start)), end + 1))
+        newer = max(oldest, start)
+        keys = _of_ring(ring, slot * ring_size, oldest, newer, ring_size)
+        keys.append(fresh.span(run[-1] - (highest - newer), run[-1] + 1))
         counts = [0] * len(run)
         if pool is not None and rows is not None and rows.shape[1]:
-            listed = rows[begin : end + 1]
+            listed = rows[run[0] : run[-1] + 1]
             is_listed = listed >= 0
             counts = is_listed.sum(1).tolist()
             keys.append(pool.take(listed.masked_select(is_listed)))
         decoded = decode(join(keys))
         entry = highest + 1 - oldest
-        for (t, p), count in zip(run, counts, strict=True):
+        for t, count in zip(run, counts, strict=True):
+            p = where[t][2]
             raw = decoded[max(0, p - window + 1) - oldest : p + 1 - oldest]
             key = torch.cat((raw, decoded[entry : entry + count]))  # [S, D]
             entry += count

@@ -14,17 +14,21 @@ def mixes(streams: Tensor, fn: Tensor, norm_eps: float) -> Tensor:
 
 def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
     """logits [T, N, N] -> nearly doubly stochastic matrices; the last step normalises columns."""
+    tokens, n, _ = logits.shape
+    # A row and a column of eps around the matrix: the sum of N + 1 values is that of N plus eps, in one call
+    # and without a new tensor. On a CPU this loop is a good part of a small model's step.
+    framed = logits.new_full((tokens, n + 1, n + 1), eps)
+    comb, rows, columns = framed[:, :n, :n], framed[:, :n], framed[:, :, :n]
+    row_sums, column_sums = logits.new_empty(tokens, n, 1), logits.new_empty(tokens, 1, n)
+    ones = logits.new_ones(tokens, n + 1, 1)
+    turned = ones.mT
+
     shifted = torch.exp(logits - logits.amax(-1, keepdim=True))
-    floor = number(eps, logits.device)
-    comb = shifted / shifted.sum(-1, keepdim=True) + floor
-    # Sum + eps in one call, and no new tensors: on a CPU this loop is a fifth of a small model's step.
-    floor, column = floor.view(1, 1, 1), comb.new_ones(*comb.shape[:2], 1)
-    of_rows = torch.empty_like(column)
-    row, of_columns = column.mT, of_rows.mT
-    comb.div_(torch.baddbmm(floor, row, comb, out=of_columns))
+    torch.add(shifted / shifted.sum(-1, keepdim=True), number(eps, logits.device), out=comb)
+    comb.div_(torch.bmm(turned, columns, out=column_sums))
     for _ in range(iters - 1):
-        comb.div_(torch.baddbmm(floor, comb, column, out=of_rows))
-        comb.div_(torch.baddbmm(floor, row, comb, out=of_columns))
+        comb.div_(torch.bmm(rows, ones, out=row_sums))
+        comb.div_(torch.bmm(turned, columns, out=column_sums))
     return comb
 
 
