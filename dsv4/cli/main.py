@@ -5,7 +5,7 @@ import sys
 
 import typer
 
-from dsv4.cli import chat, eval, generate, info, init, inspect, score
+from dsv4.cli import chat, eval, generate, info, init, inspect, score, serve
 from dsv4.cli.show import say
 from dsv4.env import wants_traceback
 from dsv4.errors import Dsv4Error
@@ -18,7 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (generate, chat, score, eval, inspect, info, init):
+for command in (generate, chat, serve, score, eval, inspect, info, init):
     command.register(app)
 
 

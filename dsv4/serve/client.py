@@ -1,4 +1,4 @@
-"""The HTTP process's side of the engine: starts its process, restarts it, and hands out deltas. Knows no HTTP.
+"""The HTTP process's side of the engine: starts its process, restarts it, hands out deltas. Knows no HTTP.
 
 A Ticket is the sequences of one caller (n answers of one prompt), with one bounded buffer. Nothing here waits
 for a caller: one that does not take its deltas loses its ticket, the others do not notice.
@@ -191,7 +191,7 @@ class EngineProcess:
         limit = self.max_queue + self._life.ready.max_batch
         if self.num_open + count > limit or self._unsent() > MAX_UNSENT_BYTES:
             raise Busy(
-                f"{self.num_open} sequences run or wait and {count} more were asked for, at most {limit} may; "
+                f"{self.num_open} sequences run or wait, {count} more were asked for, at most {limit} may; "
                 "try again later"
             )
         return self._life.ready
@@ -225,7 +225,9 @@ class EngineProcess:
             self._fail_all(self._life, Unavailable(why))
             self._life.writer.close()
         if self._keeper is not None:
-            await self._keeper
+            # Not `await self._keeper`: who is cancelled here must not cancel the keeper too.
+            await asyncio.wait([self._keeper])
+            self._keeper.result()
 
     def _unsent(self) -> int:
         return self._life.writer.transport.get_write_buffer_size() if self._life else 0
@@ -315,7 +317,8 @@ async def _launch() -> _Life:
     ours, theirs = socket.socketpair()
     with theirs:
         # The same import path as ours, and not the working directory, which `-m` would put in front of it.
-        code = f"import sys; sys.path[:] = {sys.path!r}; from dsv4.serve.worker import main; main({theirs.fileno()})"
+        path = f"import sys; sys.path[:] = {sys.path!r}"
+        code = f"{path}; from dsv4.serve.worker import main; main({theirs.fileno()})"
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-c", code, pass_fds=(theirs.fileno(),), stdin=asyncio.subprocess.DEVNULL
         )

@@ -102,7 +102,7 @@ def frame(message: Message) -> bytes:
     return HEADER.pack(_checked(len(body))) + body
 
 
-def body_size(header: bytes) -> int:
+def body_size(header: bytes | bytearray) -> int:
     """How many bytes follow this header."""
     return _checked(HEADER.unpack(header)[0])
 
@@ -136,6 +136,7 @@ class Frames:
 def _checked(num_bytes: int) -> int:
     if num_bytes > MAX_FRAME_BYTES:
         raise WireError(
-            f"a message between the server's processes has {num_bytes} bytes, at most {MAX_FRAME_BYTES} are expected"
+            f"a message between the server's processes has {num_bytes} bytes, "
+            f"expected at most {MAX_FRAME_BYTES}"
         )
     return num_bytes

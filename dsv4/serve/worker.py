@@ -1,7 +1,7 @@
 """The engine's process: reads messages between steps, runs the engine, writes what came out. Knows no HTTP.
 
-It lives as long as its socket: when the HTTP process closes it or dies, this one ends. Signals of the terminal
-or the service manager are for the HTTP process, which drains first; they are ignored here.
+It lives as long as its socket: when the HTTP process closes it or dies, this one ends. Signals of the
+terminal or the service manager are for the HTTP process, which drains first; they are ignored here.
 """
 
 import select
@@ -47,7 +47,7 @@ class Link:
         self._socket.sendall(frame(message))
 
     def receive(self, wait: bool) -> list[ToEngine] | None:
-        """The messages that are there, or with `wait` at least some bytes' worth; None: the other end is gone."""
+        """The messages that are there, after a `wait` for bytes; None: the other end is gone."""
         bodies: list[bytes] = []
         while wait or select.select([self._socket], [], [], 0)[0]:
             data = self._socket.recv(_READ_BYTES)
@@ -98,7 +98,7 @@ class Worker:
 
 
 def load(link: Link) -> Engine | None:
-    """The engine that the first message asks for; None when that failed, which was said, or nobody is there."""
+    """The engine that the first message asks for; None when that failed (which was said)."""
     messages: list[ToEngine] | None = []
     while messages == []:
         messages = link.receive(wait=True)
