@@ -2,7 +2,10 @@
 
 import asyncio
 import random
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -183,3 +186,8 @@ def test_caller_whose_time_is_over_frees_its_sequences() -> None:
         assert engine.forgotten == ["s1"]
 
     asyncio.run(run())
+
+
+def test_http_process_does_without_torch() -> None:
+    code = "import sys, dsv4.cli.serve, dsv4.serve.server; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
