@@ -23,13 +23,17 @@ LAYERS: list[set[str]] = [
     {"weights"},
     {"engine"},
     {"lab"},
+    {"serve"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # One package of a layer may not import another of the same layer, except these two halves of one module.
 SAME_LAYER = {("config", "config_json"), ("config_json", "config")}
 # package (or file stem) -> third-party and standard modules it may not import
-FORBIDDEN = {"text": {"torch", "numpy"}, "config": {"torch"}, "errors": {"torch"}, "env": {"torch"}}
+FORBIDDEN = {
+    **{"text": {"torch", "numpy"}, "serve": {"torch", "numpy", "pickle"}},
+    **{"config": {"torch"}, "errors": {"torch"}, "env": {"torch"}},
+}
 
 
 def unit(path: Path) -> str:

@@ -11,6 +11,7 @@ from dsv4.text.tokenizer import DSML, END_THINK, STOP_TOKENS, THINK
 DSML_CODE, THINK_CODE, END_THINK_CODE = "\ud800", "\ud801", "\ud802"
 CODES = {DSML: DSML_CODE, THINK: THINK_CODE, END_THINK: END_THINK_CODE}
 _TEXTS = {ord(code): text for text, code in CODES.items()}
+_NO_TEXTS = dict.fromkeys(_TEXTS, None)
 MARKS = re.compile("(" + "|".join(map(re.escape, (*STOP_TOKENS, *CODES))) + ")")
 
 # What ends a run of text, and the ends of a text that may be the beginning of that.
@@ -58,6 +59,11 @@ def tag_at(text: str, at: int) -> Tag | None:
 def shown(coded: str) -> str:
     """The text with its marks spelled out."""
     return coded.translate(_TEXTS)
+
+
+def unmarked(coded: str) -> str:
+    """The text without its marks."""
+    return coded.translate(_NO_TEXTS)
 
 
 def overlap(text: str, patterns: tuple[str, ...]) -> int:

@@ -44,6 +44,7 @@ from dsv4.text.dsml import (
     read_json,
     shown,
     tag_at,
+    unmarked,
 )
 from dsv4.text.messages import read_tools
 from dsv4.text.tokenizer import DSML, EOS, STOP_TOKENS, TextStream, Tokenizer
@@ -87,7 +88,8 @@ class _Call:
 class OutputParser:
     """Reads one assistant turn, from after the primer. Each push returns the deltas that became certain.
 
-    With `tools`, a lone parameter `arguments` or `input` that wraps the declared ones is unwrapped.
+    With `tools`, a lone parameter `arguments` or `input` that wraps the declared ones is unwrapped. Without
+    `keeps_markup`, what would be given out as content from inside a call block is dropped, stray marks too.
     """
 
     def __init__(
@@ -97,8 +99,10 @@ class OutputParser:
         tokenizer: Tokenizer | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         id_prefix: str = "call_",
+        keeps_markup: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
+        self._keeps_markup = keeps_markup
         self._utf8 = TextStream(tokenizer) if tokenizer else None
         self._properties = {name: keys for name, keys in map(_declared, read_tools(tools, "tools")) if keys}
         self._id_prefix = id_prefix
@@ -125,6 +129,11 @@ class OutputParser:
     def dropped(self) -> str:
         """Text after the call block, or after the end of the turn."""
         return "".join(self._dropped)
+
+    @property
+    def section(self) -> str:
+        """What is being read: "reasoning", "content" or "calls"."""
+        return "calls" if self._in_call_block else "reasoning" if self._is_reasoning else "content"
 
     @property
     def ended(self) -> bool:
@@ -189,6 +198,10 @@ class OutputParser:
         return taken
 
     def _say(self, coded: str) -> None:
+        if not self._keeps_markup:
+            if self._in_call_block:
+                return self._drop(coded)
+            coded = unmarked(coded)
         if coded:
             self._out.append((Reasoning if self._is_reasoning else Content)(shown(coded)))
 

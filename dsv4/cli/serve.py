@@ -1,0 +1,81 @@
+"""`dsv4 serve`: the OpenAI-compatible server."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from dsv4.cli.options import engine_options
+from dsv4.cli.show import bytes_bar, err, model_folder, say
+from dsv4.config import EngineConfig
+from dsv4.errors import ConfigError
+
+EPILOG = """
+[bold]Examples[/]
+
+  dsv4 serve
+
+  dsv4 serve ./model --port 9000 --max-batch 16 --max-context 16384
+
+  dsv4 serve ./model --host 0.0.0.0 --api-key-file keys.txt
+
+[bold]Then[/]
+
+  curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json" -d
+  '{"messages": \\[{"role": "user", "content": "What is 27 + 58?"}]}'
+"""
+
+
+@engine_options
+def serve(
+    model: Annotated[Path | None, typer.Argument(help="model folder; default: the embedded model")] = None,
+    host: Annotated[
+        str, typer.Option(help="address to listen on; the default is this machine only")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: any free one")] = 8000,
+    name: Annotated[str, typer.Option(help="the model's name for clients; default: its folder's")] = "",
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="keys, one per line; needed on every route but /health")
+    ] = None,
+    max_queue: Annotated[
+        int, typer.Option(help="sequences that may wait; more are answered with status 429")
+    ] = 64,
+    request_seconds: Annotated[float, typer.Option(help="time for one answer, waiting included")] = 600.0,
+    drain_seconds: Annotated[
+        float, typer.Option(help="on SIGTERM: time for running answers to finish")
+    ] = 30.0,
+    thinking: Annotated[bool, typer.Option(help="think first, where a request does not say")] = True,
+    *,
+    config: EngineConfig,
+) -> None:
+    """Serve a model to OpenAI's clients: /v1/chat/completions, /v1/completions, /v1/models.
+
+    One line per request goes to stderr, without its text. Ctrl-C or SIGTERM drains; a second one ends.
+    """
+    try:
+        from dsv4.serve.server import ServerConfig, serve
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{error.name} is not installed; the server needs it: pip install 'dsv4[serve]'"
+        ) from None
+
+    server_config = ServerConfig(
+        *(host, port, name, api_key_file, max_queue, request_seconds, drain_seconds, thinking)
+    )
+    folder = model_folder(model)
+    if api_key_file is None and host not in ("127.0.0.1", "::1", "localhost"):
+        say("note", "yellow", f"whoever reaches {host} can use the model; ask for keys with --api-key-file")
+    with ExitStack() as stack:
+        update = stack.enter_context(bytes_bar(f"loading {folder.resolve().name}"))
+
+        def log(line: str) -> None:
+            stack.close()  # the bar: the first line comes when the model is loaded, or says why it is not
+            err.print(escape(line), style="dim")
+
+        serve(folder, config, server_config, log, update)
+
+
+def register(app: typer.Typer) -> None:
+    app.command(epilog=EPILOG)(serve)

@@ -1,0 +1,159 @@
+"""Tokens of one answer to the pieces that clients get: text, reasoning, calls, logprobs. Knows no HTTP."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dsv4.engine.request import Delta, Token
+from dsv4.errors import RequestError, TextError
+from dsv4.text.deltas import CallArguments, CallEnd, CallStart, Content, Reasoning
+from dsv4.text.deltas import Delta as Parsed
+from dsv4.text.stream import OutputParser, StopStrings
+from dsv4.text.tokenizer import Tokenizer
+
+# JSON has no infinity; this is what OpenAI gives for a token that is all but impossible.
+LOWEST_LOGPROB = -9999.0
+
+
+@dataclass
+class Piece:
+    """What one token added. `calls` are whole: a call that breaks halfway must not have been announced."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    tokens: list[Token] = field(default_factory=list)  # with log-probabilities, for plain completions
+    finish_reason: str | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not (
+            self.content or self.reasoning or self.calls or self.logprobs or self.tokens or self.finish_reason
+        )
+
+
+class PlainAnswer:
+    """A continuation as it is; the engine has cut it at a stop string."""
+
+    def __init__(self) -> None:
+        self.num_tokens = self.num_reasoning = 0
+        self.finish_reason: str | None = None
+
+    def push(self, delta: Delta) -> Piece:
+        _check(delta)
+        piece = Piece(content=delta.text, finish_reason=delta.finish_reason)
+        self.finish_reason = delta.finish_reason
+        if delta.token is not None:
+            self.num_tokens += 1
+            piece.tokens = [delta.token] if delta.token.logprob is not None else []
+        return piece
+
+
+class ChatAnswer:
+    """An assistant's turn: the parser tells reasoning, content and calls apart; no mark reaches content."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        thinking: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        stops: tuple[str, ...],
+        id_prefix: str,
+    ) -> None:
+        self.num_tokens = self.num_reasoning = 0
+        self.finish_reason: str | None = None
+        self._tokenizer = tokenizer
+        self._parser = OutputParser(
+            thinking=thinking, tokenizer=tokenizer, tools=tools, id_prefix=id_prefix, keeps_markup=False
+        )
+        self._has_tools = bool(tools)
+        self._stops = StopStrings(stops)
+        self._names: dict[int, CallStart] = {}
+        self._arguments: dict[int, list[str]] = {}
+        self._num_calls = 0
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        return self._parser.problems
+
+    def push(self, delta: Delta) -> Piece:
+        _check(delta)
+        assert self.finish_reason is None, "the answer has ended"
+        piece, token = Piece(), delta.token
+        if token is not None:
+            self.num_tokens += 1
+            section = self._parser.section
+            self.num_reasoning += section == "reasoning"
+            self._add(piece, self._parsed(token.id))
+            is_text = token.id not in self._tokenizer.special_texts
+            if token.logprob is not None and is_text and section != "calls":
+                name = "reasoning_content" if section == "reasoning" else "content"
+                piece.logprobs = {name: [chat_logprob(self._tokenizer, token)]}
+        if delta.finish_reason and self.finish_reason is None:
+            last, reason = self._parser.finish(delta.finish_reason)
+            self._add(piece, last)
+            if self.finish_reason is None:
+                piece.content += self._stops.finish()
+                self.finish_reason = "stop" if reason == "tool_calls" and not self._num_calls else reason
+        piece.finish_reason = self.finish_reason
+        return piece
+
+    def _parsed(self, id: int) -> list[Parsed]:
+        try:
+            return self._parser.push_id(id)
+        except TextError:  # an output row without an entry in the tokenizer
+            return self._parser.push_text("\ufffd")
+
+    def _add(self, piece: Piece, deltas: list[Parsed]) -> None:
+        for delta in deltas:
+            if isinstance(delta, Reasoning):
+                piece.reasoning += delta.text
+            elif isinstance(delta, Content):
+                text, stopped = self._stops.push(delta.text)
+                piece.content += text
+                if stopped:
+                    self.finish_reason = "stop"
+                    return
+            elif isinstance(delta, CallStart):
+                self._names[delta.index], self._arguments[delta.index] = delta, []
+            elif isinstance(delta, CallArguments):
+                self._arguments[delta.index].append(delta.text)
+            elif isinstance(delta, CallEnd) and self._has_tools:
+                self._add_call(piece, delta.index)
+
+    def _add_call(self, piece: Piece, index: int) -> None:
+        start, arguments = self._names.pop(index), "".join(self._arguments.pop(index))
+        function = {"name": start.name, "arguments": arguments}
+        piece.calls.append(
+            {"index": self._num_calls, "id": start.id, "type": "function", "function": function}
+        )
+        self._num_calls += 1
+
+
+def token_text(tokenizer: Tokenizer, id: int) -> tuple[str, list[int]]:
+    """A token as text, with U+FFFD for a part of a character, and its bytes."""
+    try:
+        data = tokenizer.bytes_of(id)
+    except TextError:
+        data = b""
+    return data.decode(errors="replace"), list(data)
+
+
+def chat_logprob(tokenizer: Tokenizer, token: Token) -> dict[str, Any]:
+    assert token.logprob is not None
+    return {
+        **_logprob(tokenizer, token.id, token.logprob),
+        "top_logprobs": [_logprob(tokenizer, id, logprob) for id, logprob in token.top],
+    }
+
+
+def _logprob(tokenizer: Tokenizer, id: int, logprob: float) -> dict[str, Any]:
+    text, data = token_text(tokenizer, id)
+    return {"token": text, "logprob": max(logprob, LOWEST_LOGPROB), "bytes": data}
+
+
+def _check(delta: Delta) -> None:
+    if delta.finish_reason == "error":
+        raise RequestError(delta.error)

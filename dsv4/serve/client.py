@@ -1,0 +1,341 @@
+"""The HTTP process's side of the engine: starts its process, restarts it, hands out deltas. Knows no HTTP.
+
+A Ticket is the sequences of one caller (n answers of one prompt), with one bounded buffer. Nothing here waits
+for a caller: one that does not take its deltas loses its ticket, the others do not notice.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from dsv4.config import EngineConfig
+from dsv4.engine.request import Delta, Request, SamplingParams
+from dsv4.errors import ConfigError, Dsv4Error, RequestError
+from dsv4.serve.wire import (
+    HEADER,
+    Accepted,
+    Cancel,
+    Failed,
+    FromEngine,
+    Loading,
+    Message,
+    Ready,
+    Refused,
+    Start,
+    Status,
+    Stepped,
+    Submit,
+    WireError,
+    body_size,
+    frame,
+    from_engine,
+    read,
+)
+
+MAX_BUFFERED_DELTAS = 8192
+MAX_UNSENT_BYTES = 64 << 20
+# After a process that died before it was ready: wait, longer each time.
+MAX_RESTART_SECONDS = 30.0
+STOP_SECONDS = 10.0
+
+
+class Busy(Dsv4Error):
+    """As many requests wait as may; come back later."""
+
+
+class Unavailable(Dsv4Error):
+    """The engine is loading, has died, or the server shuts down."""
+
+
+class TooSlow(Dsv4Error):
+    """The caller did not take its tokens, or its time is over."""
+
+
+class Ticket:
+    """The deltas of one caller's sequences, in the order they came: (index of the sequence, delta)."""
+
+    def __init__(self, engine: "EngineProcess", ids: list[str], deadline: float) -> None:
+        self._engine, self._ids, self._deadline = engine, ids, deadline
+        self._open = set(ids)
+        self._unanswered = set(ids)
+        self._deltas: deque[tuple[int, Delta]] = deque()
+        self._error: Dsv4Error | None = None
+        self._changed = asyncio.Event()
+
+    async def accepted(self) -> None:
+        """Until the engine has taken all sequences into its queue; raises why it has not."""
+        while self._unanswered and self._error is None:
+            await self._wait()
+        if self._error is not None:
+            raise self._error
+
+    async def next(self) -> tuple[int, Delta] | None:
+        """The next delta; None when all sequences have ended."""
+        while True:
+            if self._deltas:
+                return self._deltas.popleft()
+            if self._error is not None:
+                raise self._error
+            if not self._open:
+                return None
+            await self._wait()
+
+    async def _wait(self) -> None:
+        self._changed.clear()
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                await self._changed.wait()
+        except TimeoutError:
+            self.fail(TooSlow(f"the answer took longer than the {self._engine.request_seconds:g} s allowed"))
+
+    def cancel(self, index: int) -> None:
+        """End one sequence; its pages are free within one step."""
+        self._drop(self._ids[index])
+
+    def close(self) -> None:
+        """End what has not ended."""
+        for id in list(self._open):
+            self._drop(id)
+
+    def _drop(self, id: str) -> None:
+        if id in self._open:
+            self._open.discard(id)
+            self._engine.forget(id)
+        self._changed.set()
+
+    # What the engine's reader calls.
+
+    def fail(self, error: Dsv4Error) -> None:
+        self._error = self._error or error
+        self.close()
+
+    def take_answer(self, id: str) -> None:
+        self._unanswered.discard(id)
+        self._changed.set()
+
+    def take(self, delta: Delta) -> None:
+        if len(self._deltas) >= MAX_BUFFERED_DELTAS:
+            return self.fail(TooSlow(f"{MAX_BUFFERED_DELTAS} tokens were not read in time; read faster"))
+        self._deltas.append((self._ids.index(delta.request_id), delta))
+        if delta.finish_reason:
+            self._open.discard(delta.request_id)
+        self._changed.set()
+
+
+@dataclass
+class _Life:
+    """One run of the engine's process."""
+
+    process: asyncio.subprocess.Process
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    ready: Ready | None = None
+    tickets: dict[str, Ticket] = field(default_factory=dict)
+
+
+class EngineProcess:
+    """The engine in its own process, kept alive. `log` gets one line per start and death."""
+
+    def __init__(
+        self,
+        model: str,
+        config: EngineConfig,
+        *,
+        max_queue: int,
+        request_seconds: float,
+        log: Callable[[str], None],
+        progress: Callable[[int, int], None],
+    ) -> None:
+        self.model, self.config = model, config
+        self.max_queue, self.request_seconds = max_queue, request_seconds
+        self.status = Status()
+        self.num_restarts = 0
+        self._log, self._progress = log, progress
+        self._life: _Life | None = None
+        self._first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._stop_reason: str | None = None
+        self._stopping = asyncio.Event()
+        self._counter = itertools.count()
+        self._keeper: asyncio.Task[None] | None = None
+
+    async def start(self) -> Ready:
+        """Until the model is loaded for the first time; what keeps it from loading is raised."""
+        self._keeper = asyncio.create_task(self._keep())
+        return await self._first_ready
+
+    @property
+    def ready(self) -> Ready | None:
+        """What is loaded, or None while nothing is."""
+        return self._life.ready if self._life else None
+
+    @property
+    def num_open(self) -> int:
+        return len(self._life.tickets) if self._life else 0
+
+    @property
+    def pid(self) -> int | None:
+        return self._life.process.pid if self._life else None
+
+    def check_available(self, count: int) -> Ready:
+        """What is loaded, if it has room for so many more sequences; else raises Busy or Unavailable."""
+        if self._stop_reason is not None:
+            raise Unavailable(self._stop_reason)
+        if self._life is None or self._life.ready is None:
+            raise Unavailable("the engine is loading; try again in a few seconds")
+        limit = self.max_queue + self._life.ready.max_batch
+        if self.num_open + count > limit or self._unsent() > MAX_UNSENT_BYTES:
+            raise Busy(
+                f"{self.num_open} sequences run or wait, {count} more were asked for, at most {limit} may; "
+                "try again later"
+            )
+        return self._life.ready
+
+    def submit(self, ids: tuple[int, ...], params: list[SamplingParams]) -> Ticket:
+        """One sequence per entry of `params`, all from the same prompt."""
+        self.check_available(len(params))
+        assert self._life is not None
+        names = [f"s{next(self._counter)}" for _ in params]
+        deadline = asyncio.get_running_loop().time() + self.request_seconds
+        ticket = Ticket(self, names, deadline)
+        for name, wanted in zip(names, params, strict=True):
+            self._life.tickets[name] = ticket
+            self._send(Submit(Request(name, ids, wanted)))
+        return ticket
+
+    def forget(self, id: str) -> None:
+        """Nobody waits for this sequence any more."""
+        if self._life and self._life.tickets.pop(id, None):
+            self._send(Cancel(id))
+
+    def refuse_new(self, why: str) -> None:
+        """From now on there are no new tickets; open ones go on."""
+        self._stop_reason = why
+
+    async def stop(self, why: str) -> None:
+        """End the engine's process; open tickets fail with `why`."""
+        self.refuse_new(why)
+        self._stopping.set()
+        if self._life is not None:
+            self._fail_all(self._life, Unavailable(why))
+            self._life.writer.close()
+        if self._keeper is not None:
+            # Not `await self._keeper`: who is cancelled here must not cancel the keeper too.
+            await asyncio.wait([self._keeper])
+            self._keeper.result()
+
+    def _unsent(self) -> int:
+        return self._life.writer.transport.get_write_buffer_size() if self._life else 0
+
+    def _send(self, message: Message) -> None:
+        assert self._life is not None
+        if not self._life.writer.is_closing():
+            self._life.writer.write(frame(message))
+
+    async def _keep(self) -> None:
+        """Start the process, serve until it dies, start it again."""
+        delay = 0.0
+        while not self._stopping.is_set():
+            began = time.monotonic()
+            self._life = life = await _launch()
+            try:
+                self._send(Start(self.model, self.config))
+                await self._read(life)
+            except (asyncio.IncompleteReadError, OSError):
+                pass  # the process has ended, or is about to
+            except (WireError, ConfigError) as error:
+                if self._first_ready.done():
+                    self._log(f"engine: {error}")
+                self._give_up(error)
+            finally:
+                self._life = None
+                code = await _ended(life)
+            died = f"the engine's process has died ({_how(code)})"
+            self._give_up(Unavailable(f"{died} while loading"))
+            if self._stopping.is_set():
+                return
+            self._fail_all(life, Unavailable(f"{died}; it is being restarted, send the request again"))
+            self.num_restarts += 1
+            self.status = Status()
+            delay = 0.0 if life.ready else min(MAX_RESTART_SECONDS, max(1.0, 2 * delay))
+            self._log(
+                f"engine: {died} after {time.monotonic() - began:.1f} s, restarting"
+                + (f" in {delay:g} s" if delay else "")
+            )
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay)
+
+    def _give_up(self, error: Dsv4Error) -> None:
+        """What goes wrong before the first model is loaded goes to `start`, and there is no second try."""
+        if not self._first_ready.done():
+            self._first_ready.set_exception(error)
+            self._stopping.set()
+
+    async def _read(self, life: _Life) -> None:
+        while True:
+            header = await life.reader.readexactly(HEADER.size)
+            message = read(from_engine, await life.reader.readexactly(body_size(header)))
+            self._take(life, message)
+
+    def _take(self, life: _Life, message: FromEngine) -> None:
+        if isinstance(message, Stepped):
+            self.status = message.status
+            for delta in message.deltas:
+                ended = delta.finish_reason is not None
+                tickets = life.tickets
+                ticket = tickets.pop(delta.request_id, None) if ended else tickets.get(delta.request_id)
+                if ticket is not None:
+                    ticket.take(delta)
+        elif isinstance(message, Accepted):
+            if ticket := life.tickets.get(message.request_id):
+                ticket.take_answer(message.request_id)
+        elif isinstance(message, Refused):
+            if ticket := life.tickets.pop(message.request_id, None):
+                ticket.fail(RequestError(message.error))
+        elif isinstance(message, Loading):
+            self._progress(message.done_bytes, message.total_bytes)
+        elif isinstance(message, Ready):
+            life.ready, self.status = message, message.status
+            if not self._first_ready.done():
+                self._first_ready.set_result(message)
+        elif isinstance(message, Failed):
+            raise ConfigError(message.error)
+
+    @staticmethod
+    def _fail_all(life: _Life, error: Dsv4Error) -> None:
+        for ticket in set(life.tickets.values()):
+            ticket.fail(error)
+        life.tickets.clear()
+
+
+async def _launch() -> _Life:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        # The same import path as ours, and not the working directory, which `-m` would put in front of it.
+        path = f"import sys; sys.path[:] = {sys.path!r}"
+        code = f"{path}; from dsv4.serve.worker import main; main({theirs.fileno()})"
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-c", code, pass_fds=(theirs.fileno(),), stdin=asyncio.subprocess.DEVNULL
+        )
+    reader, writer = await asyncio.open_connection(sock=ours)
+    return _Life(process, reader, writer)
+
+
+async def _ended(life: _Life) -> int:
+    """Close the link and wait for the process, which ends with it; kill it if it does not."""
+    life.writer.close()
+    try:
+        async with asyncio.timeout(STOP_SECONDS):
+            return await life.process.wait()
+    except TimeoutError:
+        life.process.kill()
+        return await life.process.wait()
+
+
+def _how(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"

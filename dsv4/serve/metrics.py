@@ -1,0 +1,33 @@
+"""Counters and times of the server, in a registry of its own. Knows no text and no ids."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from dsv4.serve.client import EngineProcess
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+
+class Metrics:
+    def __init__(self, engine: EngineProcess) -> None:
+        self._registry = registry = CollectorRegistry()
+        self.requests = Counter("dsv4_requests", "answered", ["route", "status"], registry=registry)
+        self.prompt_tokens = Counter("dsv4_prompt_tokens", "in prompts", registry=registry)
+        self.completion_tokens = Counter("dsv4_completion_tokens", "generated", registry=registry)
+        self.first_token = Histogram(
+            "dsv4_time_to_first_token_seconds", "from the request", buckets=_SECONDS, registry=registry
+        )
+        self.per_token = Histogram(
+            "dsv4_time_per_token_seconds", "after the first", buckets=_SECONDS, registry=registry
+        )
+        for name, help, value in (
+            ("dsv4_sequences_running", "that hold pages", lambda: engine.status.running),
+            ("dsv4_sequences_waiting", "in the engine's queue", lambda: engine.status.waiting),
+            ("dsv4_cache_pages_free", "of the cache", lambda: engine.status.free_pages),
+            ("dsv4_cache_pages", "in all", lambda: engine.status.num_pages),
+            ("dsv4_engine_restarts", "since the start", lambda: engine.num_restarts),
+            ("dsv4_engine_ready", "1 when a model is loaded", lambda: int(engine.ready is not None)),
+        ):
+            Gauge(name, help, registry=registry).set_function(value)
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)

@@ -1,0 +1,139 @@
+"""OpenAI's shapes: answers whole and in chunks, usage, errors. Values in, dictionaries out."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from dsv4.engine.request import Token
+from dsv4.errors import Dsv4Error, RequestError, TextError
+from dsv4.serve.answer import LOWEST_LOGPROB, ChatAnswer, Piece, PlainAnswer, token_text
+from dsv4.serve.client import Busy, TooSlow, Unavailable
+from dsv4.serve.schema import BadField
+from dsv4.text.tokenizer import Tokenizer
+
+
+class HttpError(Dsv4Error):
+    """An error with a status of its own."""
+
+    def __init__(self, status: int, message: str, code: str | None = None, kind: str = "") -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+        self.kind = kind or "invalid_request_error"
+
+
+def error_body(error: Dsv4Error) -> tuple[int, dict[str, Any]]:
+    """-> status and OpenAI's error object."""
+    status, kind, code, param = 500, "server_error", None, None
+    if isinstance(error, HttpError):
+        status, kind, code = error.status, error.kind, error.code
+    elif isinstance(error, BadField):
+        status, kind, code, param = 400, "invalid_request_error", error.code, error.param
+    elif isinstance(error, RequestError | TextError):
+        status, kind = 400, "invalid_request_error"
+    elif isinstance(error, Busy):
+        status, kind, code = 429, "rate_limit_error", "queue_full"
+    elif isinstance(error, Unavailable):
+        status, code = 503, "engine_unavailable"
+    elif isinstance(error, TooSlow):
+        status, code = 504, "timeout"
+    return status, {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
+
+
+def usage(num_prompt: int, answers: Sequence[ChatAnswer | PlainAnswer]) -> dict[str, Any]:
+    completion = sum(answer.num_tokens for answer in answers)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": completion,
+        "total_tokens": num_prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": sum(answer.num_reasoning for answer in answers)},
+    }
+
+
+class ChatShape:
+    """Pieces of a chat answer; `head` is what every object of one answer carries."""
+
+    name, chunk_name = "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, head: dict[str, Any]) -> None:
+        self.head = head
+
+    def opening(self, index: int) -> dict[str, Any]:
+        return self._chunk(index, {"role": "assistant", "content": ""}, None, None)
+
+    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+        delta: dict[str, Any] = {}
+        if piece.reasoning:
+            delta["reasoning_content"] = piece.reasoning
+        if piece.content:
+            delta["content"] = piece.content
+        if piece.calls:
+            delta["tool_calls"] = piece.calls
+        return self._chunk(index, delta, piece.logprobs or None, piece.finish_reason)
+
+    def _chunk(
+        self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, reason: str | None
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return {**self.head, "object": self.chunk_name, "choices": [choice]}
+
+    def whole(self, index: int, pieces: list[Piece], with_logprobs: bool) -> dict[str, Any]:
+        content = "".join(piece.content for piece in pieces)
+        calls = [
+            {key: value for key, value in call.items() if key != "index"}
+            for piece in pieces
+            for call in piece.calls
+        ]
+        message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
+        if reasoning := "".join(piece.reasoning for piece in pieces):
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        logprobs = None
+        if with_logprobs:
+            logprobs = {
+                name: [entry for piece in pieces for entry in piece.logprobs.get(name, ())]
+                for name in ("content", "reasoning_content")
+            }
+        reason = pieces[-1].finish_reason
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+
+class PlainShape:
+    """Pieces of a plain continuation."""
+
+    name = chunk_name = "text_completion"
+
+    def __init__(self, head: dict[str, Any], tokenizer: Tokenizer) -> None:
+        self.head, self._tokenizer = head, tokenizer
+        self._offsets: dict[int, int] = {}
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        return None
+
+    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+        choice = self.whole(index, [piece], bool(piece.tokens))
+        return {**self.head, "object": self.chunk_name, "choices": [choice]}
+
+    def whole(self, index: int, pieces: list[Piece], with_logprobs: bool) -> dict[str, Any]:
+        text = "".join(piece.content for piece in pieces)
+        tokens = [token for piece in pieces for token in piece.tokens]
+        logprobs = self._logprobs(index, tokens) if with_logprobs else None
+        reason = pieces[-1].finish_reason
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def _logprobs(self, index: int, tokens: list[Token]) -> dict[str, Any]:
+        texts = [token_text(self._tokenizer, token.id)[0] for token in tokens]
+        offsets, at = [], self._offsets.get(index, 0)
+        for text in texts:
+            offsets.append(at)
+            at += len(text)
+        self._offsets[index] = at
+        return {
+            "tokens": texts,
+            "token_logprobs": [max(token.logprob or 0.0, LOWEST_LOGPROB) for token in tokens],
+            "top_logprobs": [
+                {token_text(self._tokenizer, id)[0]: max(value, LOWEST_LOGPROB) for id, value in token.top}
+                for token in tokens
+            ],
+            "text_offset": offsets,
+        }

@@ -1,0 +1,160 @@
+"""The server's life: bind, load, serve, drain on a signal, end. Knows no routes."""
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+
+from dsv4.config import EngineConfig, ModelConfig
+from dsv4.errors import ConfigError
+from dsv4.serve.app import Service, key_hash, make_app
+from dsv4.serve.client import EngineProcess
+from dsv4.serve.metrics import Metrics
+from dsv4.text.tokenizer import Tokenizer
+
+# Time for the last answers, or the error that ends them, to reach the clients.
+LAST_WORDS_SECONDS = 2.0
+MIN_KEY_CHARACTERS = 16
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Everything about the server but the engine."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    name: str = ""  # empty: the folder's name
+    api_key_file: Path | None = None
+    max_queue: int = 64
+    request_seconds: float = 600.0
+    drain_seconds: float = 30.0
+    thinking: bool = True
+
+    def __post_init__(self) -> None:
+        for name, holds, expected in (
+            ("port", 0 <= self.port < 65536, "a number from 0 (any free one) to 65535"),
+            ("max_queue", 0 <= self.max_queue <= 100_000, "a number from 0 to 100000"),
+            ("request_seconds", 0 < self.request_seconds <= 86400, "a number above 0, at most 86400"),
+            ("drain_seconds", 0 <= self.drain_seconds <= 86400, "a number from 0 to 86400"),
+        ):
+            if not holds:
+                raise ConfigError(f"{name} is {getattr(self, name)}, expected {expected}")
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are ours: a drained server ends with exit code 0."""
+        yield
+
+
+def read_keys(path: Path | None) -> tuple[bytes, ...]:
+    """The hashes of the keys in a file, one key per line."""
+    if path is None:
+        return ()
+    try:
+        keys = [line.strip() for line in path.read_bytes().splitlines() if line.strip()]
+    except OSError as error:
+        raise ConfigError(f"--api-key-file {path} cannot be read: {error.strerror or error}") from None
+    if not keys:
+        raise ConfigError(f"--api-key-file {path} is empty; expected one key per line")
+    if any(len(key) < MIN_KEY_CHARACTERS for key in keys):
+        raise ConfigError(f"--api-key-file {path} has a key of less than {MIN_KEY_CHARACTERS} characters")
+    return tuple(map(key_hash, keys))
+
+
+def bind(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {error.strerror or error}; see --host and --port"
+        ) from None
+
+
+def serve(
+    folder: Path,
+    engine_config: EngineConfig,
+    config: ServerConfig,
+    log: Callable[[str], None],
+    progress: Callable[[int, int], None],
+) -> None:
+    """Serve the model in `folder` until a signal."""
+    ModelConfig.load(folder)
+    keys, tokenizer = read_keys(config.api_key_file), Tokenizer.load(folder)
+    with bind(config.host, config.port) as listener:
+        asyncio.run(_serve(folder, engine_config, config, keys, tokenizer, listener, log, progress))
+
+
+async def _serve(
+    folder: Path,
+    engine_config: EngineConfig,
+    config: ServerConfig,
+    keys: tuple[bytes, ...],
+    tokenizer: Tokenizer,
+    listener: socket.socket,
+    log: Callable[[str], None],
+    progress: Callable[[int, int], None],
+) -> None:
+    engine = EngineProcess(
+        str(folder.resolve()),
+        engine_config,
+        max_queue=config.max_queue,
+        request_seconds=config.request_seconds,
+        log=log,
+        progress=progress,
+    )
+    name = config.name or folder.resolve().name
+    service = Service(name, engine, tokenizer, Metrics(engine), log, keys, config.thinking)
+    uvicorn_config = uvicorn.Config(
+        make_app(service),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        timeout_graceful_shutdown=int(config.drain_seconds + LAST_WORDS_SECONDS) + 1,
+    )
+    server = _Uvicorn(uvicorn_config)
+    loop = asyncio.get_running_loop()
+    closing: list[asyncio.Task[None]] = []
+
+    async def cut() -> None:
+        await asyncio.sleep(config.drain_seconds)
+        await engine.stop(
+            f"the server shuts down and the answer took longer than {config.drain_seconds:g} s more"
+        )
+
+    def drain() -> None:
+        if closing:
+            server.force_exit = True
+            return
+        log(f"server: draining, {engine.num_open} sequences are open, {config.drain_seconds:g} s at most")
+        engine.refuse_new("the server shuts down")
+        closing.append(asyncio.create_task(cut()))
+        server.should_exit = True
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, drain)
+    http = asyncio.create_task(server.serve([listener]))
+    load = asyncio.create_task(engine.start())
+    try:
+        await asyncio.wait((http, load), return_when=asyncio.FIRST_COMPLETED)
+        if load.done() and not closing:
+            for note in load.result().notes:
+                log(f"engine: {note}")
+            address = listener.getsockname()
+            log(f"server: {name} is ready at http://{address[0]}:{address[1]}/v1")
+        await http
+    finally:
+        server.should_exit = True
+        for task in (*closing, load):
+            task.cancel()
+        await asyncio.gather(*closing, load, http, return_exceptions=True)
+        await engine.stop("the server shuts down")
+    log("server: ended")

@@ -1,0 +1,140 @@
+"""The engine's process: reads messages between steps, runs the engine, writes what came out. Knows no HTTP.
+
+It lives as long as its socket: when the HTTP process closes it or dies, this one ends. Signals of the
+terminal or the service manager are for the HTTP process, which drains first; they are ignored here.
+"""
+
+import select
+import signal
+import socket
+import time
+
+from dsv4.engine.engine import Engine
+from dsv4.engine.request import Request
+from dsv4.errors import Dsv4Error, RequestError
+from dsv4.serve.wire import (
+    Accepted,
+    Cancel,
+    Failed,
+    Frames,
+    Loading,
+    Message,
+    Ready,
+    Refused,
+    Start,
+    Status,
+    Stepped,
+    Submit,
+    ToEngine,
+    WireError,
+    frame,
+    read,
+    to_engine,
+)
+
+_PROGRESS_SECONDS = 0.1
+_READ_BYTES = 1 << 20
+
+
+class Link:
+    """The socket to the HTTP process: whole messages in and out."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._frames = Frames()
+
+    def send(self, message: Message) -> None:
+        self._socket.sendall(frame(message))
+
+    def receive(self, wait: bool) -> list[ToEngine] | None:
+        """The messages that are there, after a `wait` for bytes; None: the other end is gone."""
+        bodies: list[bytes] = []
+        while wait or select.select([self._socket], [], [], 0)[0]:
+            data = self._socket.recv(_READ_BYTES)
+            if not data:
+                return None
+            bodies += self._frames.push(data)
+            wait = False
+        return [read(to_engine, body) for body in bodies]
+
+
+class Worker:
+    def __init__(self, link: Link, engine: Engine) -> None:
+        self.link, self.engine = link, engine
+        self._running: set[str] = set()
+
+    def status(self) -> Status:
+        scheduler, pages = self.engine.scheduler, self.engine.cache.pool
+        return Status(len(scheduler.running), len(scheduler.waiting), pages.num_free, pages.num_pages)
+
+    def run(self) -> None:
+        """Until the other end closes the link."""
+        while (messages := self.link.receive(wait=not self._running)) is not None:
+            for message in messages:
+                self._handle(message)
+            deltas = self.engine.step() if self._running else []
+            self._running -= {delta.request_id for delta in deltas if delta.finish_reason}
+            if deltas or messages:
+                self.link.send(Stepped(deltas, self.status()))
+
+    def _handle(self, message: ToEngine) -> None:
+        if isinstance(message, Submit):
+            self._submit(message.request)
+        elif isinstance(message, Cancel):
+            if message.request_id in self._running:
+                self._running.remove(message.request_id)
+                self.engine.cancel(message.request_id)
+        else:
+            raise WireError("the engine is loaded already; expected a request or its end")
+
+    def _submit(self, request: Request) -> None:
+        try:
+            self.engine.submit(request)
+        except RequestError as error:
+            self.link.send(Refused(request.id, str(error)))
+        else:
+            self._running.add(request.id)
+            self.link.send(Accepted(request.id))
+
+
+def load(link: Link) -> Engine | None:
+    """The engine that the first message asks for; None when that failed (which was said)."""
+    messages: list[ToEngine] | None = []
+    while messages == []:
+        messages = link.receive(wait=True)
+    if messages is None:
+        return None
+    start = messages[0]
+    if not isinstance(start, Start) or len(messages) > 1:
+        raise WireError("expected the model's name as the first message, and no more until it is loaded")
+    last = 0.0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > _PROGRESS_SECONDS:
+            last = time.monotonic()
+            link.send(Loading(done, total))
+
+    try:
+        return Engine.load(start.model, start.config, progress)
+    except Dsv4Error as error:
+        link.send(Failed(str(error)))
+        return None
+
+
+def main(descriptor: int) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    link = Link(socket.socket(fileno=descriptor))
+    try:
+        engine = load(link)
+        if engine is None:
+            return
+        worker, settings = Worker(link, engine), engine.settings
+        config, vocab_size = engine.config, engine.model_config.vocab_size
+        link.send(
+            Ready(settings.max_context, config.max_batch, vocab_size, list(engine.notes), worker.status())
+        )
+        worker.run()
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # the HTTP process is gone, and nobody is left to answer

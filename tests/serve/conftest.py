@@ -1,0 +1,17 @@
+"""One server process for the tests of a module, and the support module on the path."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parent)]
+
+from serve_support import Server  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with Server(tmp_path_factory.mktemp("serve"), "--max-batch", 3, "--max-queue", 3) as running:
+        yield running

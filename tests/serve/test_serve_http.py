@@ -1,0 +1,225 @@
+"""The server as its clients see it: OpenAI's own client, and raw requests where that one is too polite."""
+
+import math
+import socket
+import struct
+import threading
+from typing import Any
+
+import openai
+import pytest
+from serve_support import KEY, QUESTION, SHORT, STORY, Server, wait
+
+from dsv4.serve.schema import MAX_BODY_BYTES
+
+
+def joined(chunks: list[Any]) -> dict[int, dict[str, Any]]:
+    """What the chunks of a stream add up to, per choice."""
+    out: dict[int, dict[str, Any]] = {}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            into = out.setdefault(
+                choice.index, {"content": "", "reasoning": "", "finish": None, "logprobs": []}
+            )
+            assert into["finish"] is None, "nothing follows the finish reason"
+            into["content"] += choice.delta.content or ""
+            into["reasoning"] += getattr(choice.delta, "reasoning_content", None) or ""
+            into["finish"] = choice.finish_reason
+            if choice.logprobs is not None:
+                into["logprobs"] += [entry.token for entry in choice.logprobs.content or ()]
+    return out
+
+
+def test_chat_thinks_and_answers(server: Server) -> None:
+    done = server.chat()
+    choice = done.choices[0]
+    assert choice.message.content == "27 + 58 = 85." and choice.finish_reason == "stop"
+    assert "15" in choice.message.reasoning_content
+    assert done.usage.total_tokens == done.usage.prompt_tokens + done.usage.completion_tokens
+    assert 0 < done.usage.completion_tokens_details.reasoning_tokens < done.usage.completion_tokens
+    assert done.model == "tiny" and done.id.startswith("chatcmpl-")
+
+
+@pytest.mark.parametrize(
+    "extra", [{"reasoning_effort": "none"}, {"extra_body": {"thinking": {"type": "disabled"}}}]
+)
+def test_thinking_off(server: Server, extra: dict[str, Any]) -> None:
+    done = server.chat(max_tokens=8, **extra)
+    assert done.usage.completion_tokens_details.reasoning_tokens == 0
+    assert getattr(done.choices[0].message, "reasoning_content", None) is None
+    assert done.choices[0].message.content
+
+
+def test_stream_and_whole_are_the_same(server: Server) -> None:
+    options: dict[str, Any] = {"n": 2, "temperature": 0.9, "seed": 11, "logprobs": True, "max_tokens": 32}
+    whole = server.chat(SHORT, **options)
+    chunks = list(server.chat(SHORT, **options, stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
+    parts = joined(chunks)
+    assert sorted(parts) == [0, 1]
+    for choice in whole.choices:
+        part = parts[choice.index]
+        assert part["content"] == choice.message.content
+        assert part["reasoning"] == getattr(choice.message, "reasoning_content", "")
+        assert part["finish"] == choice.finish_reason
+        assert part["logprobs"] == [entry.token for entry in choice.logprobs.content]
+
+
+def test_logprobs_are_of_the_tokens_shown(server: Server) -> None:
+    choice = server.chat(SHORT, logprobs=True, top_logprobs=3).choices[0]
+    entries = choice.logprobs.content
+    assert "".join(entry.token for entry in entries) == choice.message.content
+    for entry in entries:
+        assert len(entry.top_logprobs) == 3 and entry.top_logprobs[0].token == entry.token
+        assert entry.logprob == entry.top_logprobs[0].logprob <= 0
+        assert bytes(entry.bytes).decode() == entry.token
+        assert sum(math.exp(other.logprob) for other in entry.top_logprobs) <= 1 + 1e-5
+
+
+def test_stop_ends_the_content_and_not_the_reasoning(server: Server) -> None:
+    choice = server.chat(SHORT, stop=["3 =", "nowhere"]).choices[0]
+    assert choice.message.content == "2 + " and choice.finish_reason == "stop"
+    part = joined(list(server.chat(SHORT, stop="3", stream=True)))[0]
+    assert part["content"] == "2 + " and "3" in part["reasoning"]
+    wait(server.is_idle, 5)
+
+
+def test_plain_completions(server: Server) -> None:
+    options: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 6, "logprobs": 2}
+    done = server.client.completions.create(prompt="Once upon", **options)
+    choice = done.choices[0]
+    assert choice.text.startswith(" a time") and choice.finish_reason == "length"
+    assert "".join(choice.logprobs.tokens) == choice.text
+    assert choice.logprobs.text_offset == [
+        len("".join(choice.logprobs.tokens[:i])) for i in range(len(choice.logprobs.tokens))
+    ]
+    assert all(len(top) == 2 for top in choice.logprobs.top_logprobs)
+    ids = server.post("/tokenize", {"prompt": "Once upon"})[1]["tokens"]
+    assert server.post("/detokenize", {"tokens": ids})[1] == {"prompt": "Once upon"}
+    chunks = list(server.client.completions.create(prompt=[0, *ids], stream=True, **options))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
+    offsets = [at for chunk in chunks for at in (chunk.choices[0].logprobs or choice.logprobs).text_offset]
+    assert offsets == choice.logprobs.text_offset
+    two = server.client.completions.create(
+        model="tiny", prompt="The", n=2, seed=5, temperature=2, max_tokens=8
+    )
+    assert two.choices[0].text != two.choices[1].text, "each answer has a seed of its own"
+
+
+def test_conversation_with_what_the_server_answered(server: Server) -> None:
+    first = server.chat(SHORT).choices[0].message
+    messages = [*SHORT, first, *SHORT]
+    assert server.chat(messages, max_tokens=1).usage.prompt_tokens > 20
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    counts = [
+        server.chat(tools=[tool], tool_choice=choice, max_tokens=1).usage.prompt_tokens
+        for choice in ("auto", "none")
+    ]
+    assert counts[0] > counts[1] == len(server.post("/tokenize", {"messages": QUESTION})[1]["tokens"])
+
+
+def test_key_is_needed_but_for_health(server: Server) -> None:
+    assert server.raw("GET", "/health", key=None)[0] == 200
+    for path in ("/v1/models", "/ready", "/metrics", "/nowhere"):
+        for key in (None, "", "wrong", KEY[:-1], KEY + "x"):
+            status, body, _ = server.raw("GET", path, key=key)
+            assert status == 401 and body["error"]["code"] == "invalid_api_key", (path, key)
+    assert server.client.models.list().data[0].id == "tiny"
+    with pytest.raises(openai.AuthenticationError):
+        server.client.with_options(api_key="wrong").models.list()
+
+
+CHAT = {"messages": QUESTION, "max_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        ({**CHAT, "frobnicate": 1}, 400, "Unrecognized request argument supplied: frobnicate"),
+        ({"max_tokens": 4}, 400, "'messages'"),
+        ({**CHAT, "messages": []}, 400, "messages"),
+        ({**CHAT, "messages": [{"role": "king", "content": "x"}]}, 400, "role is 'king'"),
+        ({**CHAT, "messages": [{"role": "user", "content": 5}]}, 400, "expected a string"),
+        ({**CHAT, "messages": [{"role": "user"}] * 5000}, 400, "5000"),
+        ({**CHAT, "model": "gpt-4"}, 404, "'gpt-4' does not exist"),
+        ({**CHAT, "n": 17}, 400, "17"),
+        ({**CHAT, "n": 0}, 400, "n is"),
+        ({**CHAT, "temperature": 2.5}, 400, "2.5"),
+        ({**CHAT, "temperature": "hot"}, 400, "temperature"),
+        ({**CHAT, "top_p": 0}, 400, "top_p"),
+        ({**CHAT, "max_tokens": 0}, 400, "max_tokens"),
+        ({**CHAT, "max_tokens": 5000}, 400, "maximum context length is 1024"),
+        ({**CHAT, "stop": [""]}, 400, "stop"),
+        ({**CHAT, "stop": ["x"] * 17}, 400, "17"),
+        ({**CHAT, "stop": "x" * 300}, 400, "300"),
+        ({**CHAT, "top_logprobs": 3}, 400, "logprobs: true"),
+        ({**CHAT, "logprobs": True, "top_logprobs": 21}, 400, "21"),
+        ({**CHAT, "seed": 1 << 70}, 400, "seed"),
+        ({**CHAT, "tool_choice": "required"}, 400, "tool_choice"),
+        ({**CHAT, "response_format": {"type": "json_object"}}, 400, "response_format"),
+        ({**CHAT, "presence_penalty": 0.5}, 400, "presence_penalty"),
+        ({**CHAT, "thinking": {"type": "enabled"}, "reasoning_effort": "none"}, 400, "give one"),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400, "JSON"),
+        (b'{"messages": [{"role": ' + b"[" * 100_000, 400, "JSON"),
+        (b"\xff\xfe", 400, "JSON"),
+        (b"", 400, "JSON"),
+        (b" " * (MAX_BODY_BYTES + 1), 413, str(MAX_BODY_BYTES)),
+    ],
+    ids=lambda value: str(value)[-60:] if isinstance(value, dict) else None,
+)
+def test_errors_have_openais_shape(server: Server, body: Any, status: int, says: str) -> None:
+    found, answer, headers = server.post("/v1/chat/completions", body)
+    assert (found, set(answer["error"])) == (status, {"message", "type", "param", "code"}), answer
+    assert says in answer["error"]["message"], answer
+    assert headers["x-request-id"].startswith("req_")
+
+
+def test_other_refusals(server: Server) -> None:
+    assert server.raw("POST", "/v1/chat/completions", CHAT, media="text/plain")[0] == 415
+    assert server.raw("GET", "/v1/chat/completions")[0] == 405
+    assert server.raw("GET", "/nowhere")[1]["error"]["code"] == "unknown_url"
+    for bad in ([4096], [-1], [], [1 << 40]):
+        assert server.post("/v1/completions", {"prompt": bad, "max_tokens": 1})[0] == 400, bad
+    assert server.post("/detokenize", {"tokens": [99999]})[0] == 400
+    with pytest.raises(openai.BadRequestError) as refused:
+        server.chat([{"role": "user", "content": "word " * 3000}], stream=True)
+    assert refused.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_client_that_leaves_frees_its_pages(server: Server, stream: bool) -> None:
+    connection = server.connection()
+    body = f'{{"messages": {str(STORY).replace(chr(39), chr(34))}, "n": 2, "stream": {str(stream).lower()}}}'
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+    connection.request("POST", "/v1/chat/completions", body, headers)
+    wait(lambda: server.gauge("dsv4_sequences_running") == 2, 10)
+    assert not server.is_idle()
+    # A reset, as from a client that was killed.
+    connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.sock.close()
+    wait(server.is_idle, 3)
+    assert "gone=yes" in server.log
+
+
+def test_full_queue_is_429_and_running_requests_do_not_notice(server: Server) -> None:
+    alone = server.chat(STORY, max_tokens=12)
+    answers: list[Any] = []
+    thread = threading.Thread(target=lambda: answers.append(server.chat(STORY, max_tokens=12, n=6)))
+    thread.start()
+    wait(lambda: server.gauge("dsv4_sequences_running") == 3, 10)
+    status, body, headers = server.post("/v1/chat/completions", {**CHAT, "n": 2})
+    assert status == 429 and body["error"]["code"] == "queue_full" and int(headers["retry-after"]) > 0
+    with pytest.raises(openai.RateLimitError):
+        server.chat()
+    thread.join()
+    assert [choice.message for choice in answers[0].choices] == [alone.choices[0].message] * 6
+    wait(server.is_idle, 3)
+
+
+def test_log_has_a_line_per_request_and_no_text(server: Server) -> None:
+    secret = [{"role": "user", "content": "the zebra's password"}]
+    done = server.chat(secret, max_tokens=3)
+    wait(lambda: done.id.removeprefix("chatcmpl-") in server.log, 3)
+    (line,) = [line for line in server.log.splitlines() if done.id.removeprefix("chatcmpl-") in line]
+    assert "route=/v1/chat/completions status=200" in line and "completion=3 finish=length" in line
+    assert "zebra" not in server.log

@@ -1,0 +1,88 @@
+"""What happens to the processes: the engine's is killed, the server is told to end, or cannot start."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from serve_support import ROOT, SHORT, STORY, Server, wait, worker_pid
+
+from dsv4.config import EngineConfig
+from dsv4.errors import ConfigError
+from dsv4.models import EMBEDDED
+from dsv4.serve.server import ServerConfig, serve
+
+
+def test_killed_engine_comes_back_and_sigterm_drains(tmp_path: Path) -> None:
+    with Server(tmp_path, "--drain-seconds", 20) as server:
+        errors: list[Exception] = []
+
+        def ask(stream: bool) -> None:
+            try:
+                list(server.chat(STORY, max_tokens=400, stream=stream))
+            except openai.APIError as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=ask, args=(stream,)) for stream in (True, False)]
+        for thread in threads:
+            thread.start()
+        wait(lambda: server.gauge("dsv4_sequences_running") == 2, 10)
+        first = worker_pid(server)
+        os.kill(first, signal.SIGKILL)
+        for thread in threads:
+            thread.join(5)
+        assert len(errors) == 2 and all("died (signal 9)" in str(error) for error in errors)
+        assert server.raw("GET", "/health")[0] == 200
+        status, body, headers = server.raw("GET", "/ready")
+        assert status == 503 and body["error"]["code"] == "engine_unavailable" and headers["retry-after"]
+        wait(lambda: server.raw("GET", "/ready")[0] == 200, 60)
+        assert worker_pid(server) != first and not Path(f"/proc/{first}").exists()
+        assert server.chat(SHORT).choices[0].message.content == "2 + 3 = 5."
+        assert server.gauge("dsv4_engine_restarts") == 1 and server.is_idle()
+
+        done: list[Any] = []
+        thread = threading.Thread(target=lambda: done.append(server.chat(SHORT)))
+        thread.start()
+        wait(lambda: server.gauge("dsv4_sequences_running") == 1, 10)
+        engine = worker_pid(server)
+        # As a service manager does it: to every process of the group.
+        os.kill(engine, signal.SIGTERM)
+        server.process.send_signal(signal.SIGTERM)
+        thread.join(20)
+        assert done[0].choices[0].message.content == "2 + 3 = 5."
+        assert server.process.wait(10) == 0
+        assert not Path(f"/proc/{engine}").exists()
+        with pytest.raises(ConnectionRefusedError):
+            server.raw("GET", "/health")
+
+
+def test_model_that_cannot_be_loaded_ends_the_server() -> None:
+    command = [sys.executable, "-m", "dsv4", "serve", "--max-context", "99999999", "--port", "0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "max_context 99999999" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+    assert sum(line.startswith("error:") for line in done.stderr.splitlines()) == 1
+
+
+def start(folder: Path = EMBEDDED, **options: Any) -> None:
+    serve(folder, EngineConfig(), ServerConfig(**options), lambda line: None, lambda done, total: None)
+
+
+def test_cannot_start(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("short\n")
+    for options, says in (
+        ({"folder": Path("/nowhere/model")}, "does not exist"),
+        ({"port": 70000}, "port is 70000"),
+        ({"host": "203.0.113.7"}, "cannot listen on 203.0.113.7"),
+        ({"api_key_file": Path("/nowhere/keys")}, "cannot be read"),
+        ({"api_key_file": keys}, "less than 16"),
+        ({"request_seconds": float("nan")}, "request_seconds is nan"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            start(**options)

@@ -1,0 +1,193 @@
+"""The server's parts without a server: frames cut anywhere, answers without markup, slow callers."""
+
+import asyncio
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsv4.engine.request import Delta, Request, SamplingParams, Token
+from dsv4.errors import RequestError
+from dsv4.models import EMBEDDED
+from dsv4.serve.answer import ChatAnswer, Piece
+from dsv4.serve.client import MAX_BUFFERED_DELTAS, Ticket, TooSlow
+from dsv4.serve.wire import (
+    MAX_FRAME_BYTES,
+    Cancel,
+    Frames,
+    Status,
+    Stepped,
+    Submit,
+    WireError,
+    frame,
+    from_engine,
+    read,
+    to_engine,
+)
+from dsv4.text.dsml import MARKS
+from dsv4.text.tokenizer import Special, Tokenizer
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALL = (
+    '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="add">\n<｜DSML｜parameter name="a" string="true">x'
+    "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(EMBEDDED)
+
+
+def test_frames_cut_anywhere_give_the_same_messages() -> None:
+    params = SamplingParams(seed=(1 << 64) - 1, stop=("\n",), stop_ids=(3,), logprobs=2)
+    messages = [Submit(Request("s1", tuple(range(300)), params)), Cancel("s1"), Cancel("é" * 100)]
+    data, chance = b"".join(map(frame, messages)), random.Random(0)
+    for _ in range(50):
+        frames, at, got = Frames(), 0, []
+        while at < len(data):
+            size = chance.choice((1, 2, 3, 5, 100, 1000))
+            got += [read(to_engine, body) for body in frames.push(data[at : at + size])]
+            at += size
+        assert got == messages
+    token = Token(7, float("-inf"), ((7, -0.5), (8, float("-inf"))))
+    step = Stepped(
+        [Delta("s1", token, "\n", "stop"), Delta("s2", None, "", "error", "why")], Status(1, 2, 3, 4)
+    )
+    assert read(from_engine, frame(step)[4:]) == step
+
+
+def test_damaged_frames_are_refused() -> None:
+    with pytest.raises(WireError, match=f"{MAX_FRAME_BYTES + 1} bytes"):
+        Frames().push((MAX_FRAME_BYTES + 1).to_bytes(4, "big"))
+    body = frame(Cancel("s1"))[4:]
+    for damaged in (b"", body[:-1], body.replace(b"Cancel", b"Evil!!"), frame(Stepped([], Status()))[4:]):
+        with pytest.raises(WireError):
+            read(to_engine, damaged)
+
+
+def ids_of(tokenizer: Tokenizer, output: str) -> list[int]:
+    parts = MARKS.split(output)
+    return tokenizer.encode_prompt(Special(p) if i % 2 else p for i, p in enumerate(parts))
+
+
+def answer(
+    tokenizer: Tokenizer, ids: Sequence[int], reason: str = "stop", **options: Any
+) -> tuple[list[Piece], str, str]:
+    """-> the pieces, the content and the reasoning they add up to."""
+    options = {"thinking": True, "tools": [TOOL], "stops": (), "id_prefix": "call_", **options}
+    made, pieces = ChatAnswer(tokenizer, **options), []
+    for position, id in enumerate(ids):
+        is_last = position == len(ids) - 1
+        pieces.append(made.push(Delta("s", Token(id, -1.0), "", reason if is_last else None)))  # type: ignore[arg-type]
+        if made.finish_reason:
+            break
+    return pieces, "".join(p.content for p in pieces), "".join(p.reasoning for p in pieces)
+
+
+def test_call_is_given_out_whole(tokenizer: Tokenizer) -> None:
+    pieces, content, reasoning = answer(tokenizer, ids_of(tokenizer, f"hm</think>I add.\n\n{CALL}"))
+    assert (content, reasoning) == ("I add.", "hm")
+    (call,) = [call for piece in pieces for call in piece.calls]
+    assert call["function"] == {"name": "add", "arguments": '{"a": "x"}'} and call["index"] == 0
+    assert pieces[-1].finish_reason == "tool_calls"
+
+
+def test_without_tools_there_are_no_calls(tokenizer: Tokenizer) -> None:
+    pieces, content, _ = answer(tokenizer, ids_of(tokenizer, f"</think>I add.\n\n{CALL}"), tools=None)
+    assert content == "I add." and not any(piece.calls for piece in pieces)
+    assert pieces[-1].finish_reason == "stop"
+
+
+def test_cut_or_damaged_anywhere_no_mark_reaches_the_content(tokenizer: Tokenizer) -> None:
+    """Every prefix, and outputs with tokens taken out, doubled or swapped."""
+    ids, chance = ids_of(tokenizer, f"hm</think>I add.\n\n{CALL}"), random.Random(1)
+    cases = [(ids[:end], "length") for end in range(1, len(ids))]
+    for _ in range(300):
+        damaged = list(ids)
+        for _ in range(chance.randint(1, 3)):
+            at, other = chance.randrange(len(damaged)), chance.randrange(len(damaged))
+            change = chance.randrange(3)
+            if change == 0 and len(damaged) > 1:
+                del damaged[at]
+            elif change == 1:
+                damaged.insert(at, damaged[other % len(damaged)])
+            else:
+                damaged[at] = damaged[other % len(damaged)]
+        cases.append((damaged, chance.choice(("stop", "length"))))
+    for case, reason in cases:
+        pieces, content, reasoning = answer(tokenizer, case, reason)
+        shown = content + reasoning
+        assert not MARKS.search(shown) and "｜" not in shown, tokenizer.decode(case)
+        assert pieces[-1].finish_reason in ("stop", "length", "tool_calls")
+        has_calls = any(piece.calls for piece in pieces)
+        assert (pieces[-1].finish_reason == "tool_calls") <= has_calls
+
+
+def test_lookalikes_of_ordinary_tokens_are_text(tokenizer: Tokenizer) -> None:
+    quoted = "the tag <think> and <｜DSML｜tool_calls>"
+    _, content, _ = answer(tokenizer, tokenizer.encode_text(quoted), thinking=False)
+    assert content == quoted
+
+
+def test_stop_string_across_tokens(tokenizer: Tokenizer) -> None:
+    ids = ids_of(tokenizer, "END</think>one two END three")
+    for stop, want in (("END", "one two "), ("o E", "one tw"), ("nowhere", "one two END three"), ("o", "")):
+        pieces, content, reasoning = answer(tokenizer, ids, "length", stops=(stop,))
+        assert (content, reasoning) == (want, "END")
+        assert pieces[-1].finish_reason == ("length" if stop == "nowhere" else "stop")
+
+
+def test_failed_sequence_is_an_error(tokenizer: Tokenizer) -> None:
+    made = ChatAnswer(tokenizer, thinking=False, tools=None, stops=(), id_prefix="")
+    with pytest.raises(RequestError, match="NaN"):
+        made.push(Delta("s", None, "", "error", "the logits hold NaN"))
+
+
+class Engine:
+    """Only what a Ticket asks of it."""
+
+    request_seconds = 0.05
+
+    def __init__(self) -> None:
+        self.forgotten: list[str] = []
+
+    def forget(self, id: str) -> None:
+        self.forgotten.append(id)
+
+
+def test_caller_that_does_not_read_loses_its_ticket() -> None:
+    async def run() -> None:
+        engine = Engine()
+        ticket = Ticket(engine, ["s1", "s2"], asyncio.get_running_loop().time() + 60)  # type: ignore[arg-type]
+        for number in range(MAX_BUFFERED_DELTAS):
+            ticket.take(Delta("s1", Token(number), ""))
+        assert not engine.forgotten
+        ticket.take(Delta("s1", Token(0), ""))
+        assert sorted(engine.forgotten) == ["s1", "s2"]
+        for number in range(MAX_BUFFERED_DELTAS):
+            assert await ticket.next() == (0, Delta("s1", Token(number), ""))
+        with pytest.raises(TooSlow, match="not read in time"):
+            await ticket.next()
+
+    asyncio.run(run())
+
+
+def test_caller_whose_time_is_over_frees_its_sequences() -> None:
+    async def run() -> None:
+        engine = Engine()
+        ticket = Ticket(engine, ["s1"], asyncio.get_running_loop().time() + 0.05)  # type: ignore[arg-type]
+        with pytest.raises(TooSlow, match="longer than"):
+            await ticket.accepted()
+        assert engine.forgotten == ["s1"]
+
+    asyncio.run(run())
+
+
+def test_http_process_does_without_torch() -> None:
+    code = "import sys, dsv4.cli.serve, dsv4.serve.server; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
