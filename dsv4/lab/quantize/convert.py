@@ -98,7 +98,8 @@ class Converter:
                     share = item.source_bytes * stop // rows - item.source_bytes * start // rows
                     yield Task(item, share, partial(rounding, start, stop))
             elif settled:
-                yield Task(item, 0, partial(self._write_cast, item, settled, places[1], write))
+                rest = item.source_bytes - item.outputs[0].declared.num_bytes
+                yield Task(item, rest, partial(self._write_cast, item, settled, places[1], write))
             small = []
             if item.format is Format.NVFP4:
                 small.append((places[2], struct.pack("<f", scale)))

@@ -144,8 +144,7 @@ class Job:
         """Write everything but the shards, config.json last, and clear away the working folder."""
         for name, content in small.items():
             self.put(name, content)
-        text = json.dumps({"fingerprint": self.fingerprint, **record}, indent=1, ensure_ascii=False)
-        self.put(RECORD, text.encode())
+        self.put(RECORD, json.dumps({"fingerprint": self.fingerprint, **record}).encode())
         self.put("config.json", config)
         sync_folder(self.folder)
         self.clear()

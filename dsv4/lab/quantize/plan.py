@@ -213,11 +213,10 @@ def make_plan(checkpoint: Checkpoint, options: Options) -> Plan:
     extras = _extras(checkpoint)
     units += [Unit((item,), "keep") for item in extras]
     notes = [note for note in checkpoint.inventory.notes if not (extras and "DSpark" in note)]
-    kept = [unit.items[0].source for unit in units if unit.how == "keep"]
-    if options.format in ("nvfp4", "mxfp4") and any(source and _has_float_scales(source) for source in kept):
+    if options.rest == "keep" and options.format in ("nvfp4", "mxfp4") and any(map(_is_unusual, units)):
         notes.append(
-            "FP8 linears keep their float scales, which engines made for the official layout misread; "
-            "--rest official rounds them to powers of two"
+            "some linears stay as they are where published checkpoints have FP8 with power-of-two scales or "
+            "MXFP4 (draft experts), which other engines may rely on; --rest official converts them"
         )
     if extras:
         notes.append(f"{len(extras)} tensors that are no part of the model (mtp.*) are copied as they are")
@@ -226,6 +225,15 @@ def make_plan(checkpoint: Checkpoint, options: Options) -> Plan:
                 "the draft head of this checkpoint (DSpark) can only be copied as it is; leave --mtp out"
             )
     return Plan(options, tuple(_shards(units, options.shard_bytes)), tuple(notes))
+
+
+def _is_unusual(unit: Unit) -> bool:
+    """Kept in another way than the official release stores it."""
+    source = unit.items[0].source
+    if unit.how != "keep" or source is None or source.format in (None, Format.NVFP4):
+        return False
+    official = official_format(source.param)
+    return official is not Format.BF16 and (source.format is not official or _has_float_scales(source))
 
 
 def _are_fused(first: Item, second: Item) -> bool:
