@@ -83,8 +83,8 @@ def loaded(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def logits(folder: Path, ids: list[int]) -> dict[str, torch.Tensor]:
-    engine = Engine.load(folder, EngineConfig(activations="a16", max_batch=1, max_context=340))
-    return score_ids(engine, ids, 300, mtp=True)
+    engine = Engine.load(folder, EngineConfig(activations="a16", max_batch=1, max_context=160))
+    return score_ids(engine, ids[:160], 150, mtp=True)
 
 
 def test_official_to_nvfp4_loses_nothing(tmp_path: Path) -> None:
@@ -264,6 +264,21 @@ def test_fused_experts(made: Callable[[str], Path], tmp_path: Path) -> None:
             assert tensors_of(tmp_path / f"{style}-{format}-fused") == tensors_of(
                 tmp_path / f"{style}-{format}"
             )
+
+
+@pytest.mark.parametrize("style", ["ct", "hfnvfp4"])
+def test_unequal_global_scales_are_pointed_out(
+    style: str, made: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Kept as they are, with a note; --recipe requant gives w1 and w3 one scale."""
+    kept = quantize(made(style), tmp_path / "kept", "nvfp4", scope="linears")
+    assert any(re.match(r"12 experts keep different global scales for w1 and w3", n) for n in kept["notes"])
+    again = quantize(made(style), tmp_path / "again", "nvfp4", recipe="requant", scope="linears")
+    assert not any("different global scales" in note for note in again["notes"])
+    after = tensors_of(tmp_path / "again")
+    for expert in ("experts.0", "experts.2", "shared_experts"):
+        w1, w3 = (after[f"layers.1.ffn.{expert}.w{w}.weight_scale_2"].data for w in (1, 3))
+        assert w1 == w3
 
 
 def test_draft_block_only_when_asked(made: Callable[[str], Path], tmp_path: Path) -> None:

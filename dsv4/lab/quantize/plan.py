@@ -218,6 +218,11 @@ def make_plan(checkpoint: Checkpoint, options: Options) -> Plan:
             "some linears stay as they are where published checkpoints have FP8 with power-of-two scales or "
             "MXFP4 (draft experts), which other engines may rely on; --rest official converts them"
         )
+    if unequal := _unequal_pairs(checkpoint, units):
+        notes.append(
+            f"{unequal} experts keep different global scales for w1 and w3, which engines that fuse the two "
+            "misread; --recipe requant rounds them again with one"
+        )
     if extras:
         notes.append(f"{len(extras)} tensors that are no part of the model (mtp.*) are copied as they are")
         if options.mtp and not checkpoint.inventory.num_mtp_layers:
@@ -240,6 +245,22 @@ def _are_fused(first: Item, second: Item) -> bool:
     """w1 and w3 of one expert, which are declared one after the other."""
     is_pair = first.name.endswith(".w1") and second.name == first.name.removesuffix("w1") + "w3"
     return is_pair and first.format is second.format
+
+
+def _unequal_pairs(checkpoint: Checkpoint, units: list[Unit]) -> int:
+    """Among NVFP4 experts that are kept: how many do not have one global scale for w1 and w3."""
+    kept = {
+        unit.items[0].name: unit.items[0].source
+        for unit in units
+        if unit.how == "keep" and unit.items[0].stored == str(Format.NVFP4)
+    }
+    count = 0
+    for name, w1 in kept.items():
+        w3 = kept.get(name.removesuffix("w1") + "w3") if name.endswith(".w1") else None
+        if w1 and w3:
+            scales = [source.read_global_scale(checkpoint.reader) for source in (w1, w3)]
+            count += scales[0] != scales[1]
+    return count
 
 
 def _unit(items: tuple[Item, ...], options: Options) -> Unit:

@@ -174,12 +174,13 @@ class Quantizer:
             return path.stat().st_size == self._shard_size(shard) and file.read(len(header)) == header
 
     def _complete(self, job: Job, report: dict[str, Any]) -> None:
-        small = {}
         for name, path in self.copies.items():
             try:
-                small[name] = path.read_bytes()
+                content = path.read_bytes()
             except OSError as error:
                 raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+            job.put(name, content)
+        small = {}
         if len(self.plan.shards) > 1:
             index = {tensor.name: shard.name for shard in self.plan.shards for tensor in shard.tensors}
             small[INDEX] = index_text(index, self.plan.num_bytes).encode()
