@@ -78,6 +78,7 @@ main()
 @dataclass(frozen=True)
 class Run:
     seconds: float
+    cpu_seconds: float  # of all threads: on a busy machine the better measure
     components: list[dict[str, Any]]
     peak_gib: float
 
@@ -103,12 +104,13 @@ def copy(source: Path, target: Path) -> float:
 def quantize(source: Path, target: Path, *options: str) -> Run:
     forget(source / "model.safetensors")
     command = [sys.executable, "-c", RUN, "quantize", str(source), str(target), *options, "--json"]
-    start = time.perf_counter()
+    start, before = time.perf_counter(), os.times()
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    seconds = time.perf_counter() - start
+    seconds, after = time.perf_counter() - start, os.times()
     shutil.rmtree(target)
-    report = json.loads(done.stdout)
-    return Run(seconds, report["components"], int(done.stderr.split("VmHWM:")[1].split()[0]) / 2**20)
+    cpu = sum(getattr(after, name) - getattr(before, name) for name in ("children_user", "children_system"))
+    peak = int(done.stderr.split("VmHWM:")[1].split()[0]) / 2**20
+    return Run(seconds, cpu, json.loads(done.stdout)["components"], peak)
 
 
 def main() -> None:
@@ -142,7 +144,8 @@ def main() -> None:
             ratios.append(copied / cast)
             print(
                 f"copy {copied:6.1f} s, {size / copied / 1e6:4.0f} MB/s   "
-                f"exact cast {cast:6.1f} s, {size / cast / 1e6:4.0f} MB/s   ratio {ratios[-1]:.2f}"
+                f"exact cast {cast:6.1f} s, {size / cast / 1e6:4.0f} MB/s "
+                f"({runs[-1].cpu_seconds:.1f} s of CPU)   ratio {ratios[-1]:.2f}"
             )
         shutil.rmtree(work / "official")
         few = replace(small, num_experts=max(8, round(given.gigabytes * 2)))
@@ -153,7 +156,10 @@ def main() -> None:
             runs.append(quantize(work / "bf16", work / "new", *all_linears))
             speeds.append(size / runs[-1].seconds / 1e6)
             what = " ".join(("rounding", *options))
-            print(f"{what}: {size / 1e9:.2f} GB of BF16 in {runs[-1].seconds:.1f} s, {speeds[-1]:.0f} MB/s")
+            print(
+                f"{what}: {size / 1e9:.2f} GB of BF16 in {runs[-1].seconds:.1f} s "
+                f"({runs[-1].cpu_seconds:.1f} s of CPU), {speeds[-1]:.0f} MB/s of input"
+            )
         peak = max(run.peak_gib for run in runs)
         result = {
             **{"cast_over_copy": ratios, "rounding_mb_per_s": speeds[0]},

@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from typing import Any
 
 import pytest
 from checkpoints import read_file
-from cli_support import ROOT, Terminal, dsv4, ok, process, refused
+from cli_support import ROOT, Terminal, dsv4, ok, refused
 
 from dsv4.errors import CheckpointError, ConfigError
 from dsv4.lab.quantize.job import RECORD, WORK, Job
@@ -129,6 +130,9 @@ def test_finished_shards_are_not_written_again(
     # A third run finds nothing to do and says the same.
     again, is_new = run(made("bf16"), tmp_path / "new")
     assert again == report and not is_new
+    (tmp_path / "new" / shards[0]).unlink()
+    with pytest.raises(ConfigError, match=rf"{shards[0]} is missing or of another size"):
+        run(made("bf16"), tmp_path / "new")
 
 
 def test_a_shard_that_is_not_what_it_should_be_is_made_again(
@@ -219,7 +223,7 @@ REFUSED = {
     "quantize {model} {new} --format nvfp4 --recipe cast --least-squares": "leave it out",
     "quantize {model} {new} --format nvfp4 --shard-gb 0": "shard-gb is 0.0, expected more than 0",
     "quantize {model} {new} --format nvfp4 --shard-gb nan": "shard-gb is nan",
-    "quantize {model} {new} --format nvfp4 --threads 0": "threads is 0, expected 1 to 1024",
+    "quantize {model} {new} --format nvfp4 --threads 0": "threads is 0, expected 1 to 32",
     "quantize {model} {new} --format nvfp4 --report {desk}/none/x.html": "expected the name of a file in an",
     "quantize {desk}/missing {new} --format nvfp4": "/missing does not exist; give a model folder",
     "quantize {desk}/full {new} --format nvfp4": "config.json does not exist",
@@ -261,23 +265,30 @@ def test_free_disk_is_checked_first(
     assert not (tmp_path / "a").exists()
 
 
-def limit_file_size() -> None:
-    """From here on, a file that grows over 40 kB is an I/O error, as on a full disk."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+@contextmanager
+def limited_files(size: int) -> Iterator[None]:
+    """Inside, a file that grows further is an I/O error, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_a_disk_that_fills_up(made: Callable[[str], Path], tmp_path: Path) -> None:
     """In the first shard nothing is left; later, finished shards stay, and the run can go on."""
     arguments = ["quantize", made("official"), tmp_path / "new", "--format", "nvfp4", "--threads", 2]
-    done = process(arguments, limit_file_size)
-    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
-    assert re.match(r"error: \S+/new/model.safetensors cannot be written: File too large\n", done.stderr)
+    with limited_files(40_000):
+        message = refused(dsv4(*arguments))
+    assert re.match(r"error: \S+/new/model.safetensors cannot be written: File too large\n", message)
     assert not (tmp_path / "new").exists()
     arguments += ["--shard-gb", 0.00002]
-    done = process(arguments, limit_file_size)
-    assert done.returncode == 2 and done.stdout == ""
-    assert re.search(r"shard\(s\) are finished: make room and run the same command again", done.stderr)
+    with limited_files(40_000):
+        message = refused(dsv4(*arguments))
+    assert re.search(r"shard\(s\) are finished: make room and run the same command again", message)
     left = {p.name for p in (tmp_path / "new").iterdir()}
     assert left - {WORK} and all(name == WORK or name.endswith(".safetensors") for name in left)
     assert not list((tmp_path / "new" / WORK).glob("*.part"))

@@ -1,6 +1,7 @@
 """What `dsv4 quantize` writes, read back by a reader of its own (numpy, from the formats' definitions)."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -82,8 +83,8 @@ def loaded(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def logits(folder: Path, ids: list[int]) -> dict[str, torch.Tensor]:
-    engine = Engine.load(folder, EngineConfig(activations="a16", max_batch=1, max_context=340))
-    return score_ids(engine, ids, 300, mtp=True)
+    engine = Engine.load(folder, EngineConfig(activations="a16", max_batch=1, max_context=160))
+    return score_ids(engine, ids[:160], 150, mtp=True)
 
 
 def test_official_to_nvfp4_loses_nothing(tmp_path: Path) -> None:
@@ -230,6 +231,54 @@ def test_there_and_back(tmp_path: Path) -> None:
     assert "quantization_config" not in config and "expert_dtype" not in config
     config = json.loads((tmp_path / "fp8" / "config.json").read_text())
     assert config["expert_dtype"] == "fp8" and "moe_quant_algo" not in config["quantization_config"]
+
+
+def test_fused_experts(made: Callable[[str], Path], tmp_path: Path) -> None:
+    """Hugging Face's fused expert tensors give what the experts one by one give, cast and rounded."""
+    for style in ("official", "bf16"):
+        tensors = read_file(made(style) / "model.safetensors")
+        fused = {name: t for name, t in tensors.items() if not re.match(r"layers\.\d\.ffn\.experts", name)}
+        for layer, kind in ((layer, kind) for layer in range(3) for kind in ("gate_up_proj", "down_proj")):
+            for suffix, end in (("weight", ""), ("scale", "_scale_inv")):
+                parts = [
+                    tensors[f"layers.{layer}.ffn.experts.{expert}.{w}.{suffix}"]
+                    for expert in range(3)
+                    for w in (("w1", "w3") if kind == "gate_up_proj" else ("w2",))
+                    if f"layers.0.ffn.experts.0.w1.{suffix}" in tensors
+                ]
+                if parts:
+                    rows, cols = parts[0].shape
+                    shape = [3, rows * len(parts) // 3, cols]
+                    data = bytearray(b"".join(part.data for part in parts))
+                    fused[f"model.layers.{layer}.mlp.experts.{kind}{end}"] = Stored(
+                        parts[0].dtype, shape, data
+                    )
+        folder = tmp_path / style
+        folder.mkdir()
+        (folder / "config.json").write_bytes((made(style) / "config.json").read_bytes())
+        write_file(folder / "model.safetensors", fused)
+        for format in ("nvfp4", "fp8", "mxfp4"):
+            one = quantize(made(style), tmp_path / f"{style}-{format}", format)
+            two = quantize(folder, tmp_path / f"{style}-{format}-fused", format)
+            assert two["tensors"] == one["tensors"]
+            assert tensors_of(tmp_path / f"{style}-{format}-fused") == tensors_of(
+                tmp_path / f"{style}-{format}"
+            )
+
+
+@pytest.mark.parametrize("style", ["ct", "hfnvfp4"])
+def test_unequal_global_scales_are_pointed_out(
+    style: str, made: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Kept as they are, with a note; --recipe requant gives w1 and w3 one scale."""
+    kept = quantize(made(style), tmp_path / "kept", "nvfp4", scope="linears")
+    assert any(re.match(r"12 experts keep different global scales for w1 and w3", n) for n in kept["notes"])
+    again = quantize(made(style), tmp_path / "again", "nvfp4", recipe="requant", scope="linears")
+    assert not any("different global scales" in note for note in again["notes"])
+    after = tensors_of(tmp_path / "again")
+    for expert in ("experts.0", "experts.2", "shared_experts"):
+        w1, w3 = (after[f"layers.1.ffn.{expert}.w{w}.weight_scale_2"].data for w in (1, 3))
+        assert w1 == w3
 
 
 def test_draft_block_only_when_asked(made: Callable[[str], Path], tmp_path: Path) -> None:

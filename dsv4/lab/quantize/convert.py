@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dsv4.errors import CheckpointError
+from dsv4.lab.quantize.job import WRITE_BYTES
 from dsv4.lab.quantize.plan import Inverse, Item, Output, Span, Unit, row_chunks
 from dsv4.quant.bulk import (
     SLICE_COLS,
@@ -33,7 +34,6 @@ from dsv4.weights.detect import Source
 from dsv4.weights.load import check_finite, check_scales
 from dsv4.weights.reader import DTYPES, Entry, Reader
 
-COPY_BYTES = 4 << 20
 TASK_BYTES = 32 << 20
 
 Write = Callable[[int, Any], None]  # offset in the file, bytes
@@ -98,7 +98,8 @@ class Converter:
                     share = item.source_bytes * stop // rows - item.source_bytes * start // rows
                     yield Task(item, share, partial(rounding, start, stop))
             elif settled:
-                yield Task(item, 0, partial(self._write_cast, item, settled, places[1], write))
+                rest = item.source_bytes - item.outputs[0].declared.num_bytes
+                yield Task(item, rest, partial(self._write_cast, item, settled, places[1], write))
             small = []
             if item.format is Format.NVFP4:
                 small.append((places[2], struct.pack("<f", scale)))
@@ -178,9 +179,9 @@ class Converter:
             )
 
     def _copy(self, entry: Entry, start: int, count: int, place: int, write: Write) -> Tally:
-        buffer = self._buffers().get("copy", (COPY_BYTES,), torch.uint8).numpy().data
-        for done in range(0, count, COPY_BYTES):
-            piece = buffer[: min(COPY_BYTES, count - done)]
+        buffer = self._buffers().get("copy", (WRITE_BYTES,), torch.uint8).numpy().data
+        for done in range(0, count, WRITE_BYTES):
+            piece = buffer[: min(WRITE_BYTES, count - done)]
             self.reader.fill(entry, start + done, piece)
             write(place + done, piece)
         return Tally()

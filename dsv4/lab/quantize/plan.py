@@ -213,11 +213,15 @@ def make_plan(checkpoint: Checkpoint, options: Options) -> Plan:
     extras = _extras(checkpoint)
     units += [Unit((item,), "keep") for item in extras]
     notes = [note for note in checkpoint.inventory.notes if not (extras and "DSpark" in note)]
-    kept = [unit.items[0].source for unit in units if unit.how == "keep"]
-    if options.format in ("nvfp4", "mxfp4") and any(source and _has_float_scales(source) for source in kept):
+    if options.rest == "keep" and options.format in ("nvfp4", "mxfp4") and any(map(_is_unusual, units)):
         notes.append(
-            "FP8 linears keep their float scales, which engines made for the official layout misread; "
-            "--rest official rounds them to powers of two"
+            "some linears stay as they are where published checkpoints have FP8 with power-of-two scales or "
+            "MXFP4 (draft experts), which other engines may rely on; --rest official converts them"
+        )
+    if unequal := _unequal_pairs(checkpoint, units):
+        notes.append(
+            f"{unequal} experts keep different global scales for w1 and w3, which engines that fuse the two "
+            "misread; --recipe requant rounds them again with one"
         )
     if extras:
         notes.append(f"{len(extras)} tensors that are no part of the model (mtp.*) are copied as they are")
@@ -228,10 +232,35 @@ def make_plan(checkpoint: Checkpoint, options: Options) -> Plan:
     return Plan(options, tuple(_shards(units, options.shard_bytes)), tuple(notes))
 
 
+def _is_unusual(unit: Unit) -> bool:
+    """Kept in another way than the official release stores it."""
+    source = unit.items[0].source
+    if unit.how != "keep" or source is None or source.format in (None, Format.NVFP4):
+        return False
+    official = official_format(source.param)
+    return official is not Format.BF16 and (source.format is not official or _has_float_scales(source))
+
+
 def _are_fused(first: Item, second: Item) -> bool:
     """w1 and w3 of one expert, which are declared one after the other."""
     is_pair = first.name.endswith(".w1") and second.name == first.name.removesuffix("w1") + "w3"
     return is_pair and first.format is second.format
+
+
+def _unequal_pairs(checkpoint: Checkpoint, units: list[Unit]) -> int:
+    """Among NVFP4 experts that are kept: how many do not have one global scale for w1 and w3."""
+    kept = {
+        unit.items[0].name: unit.items[0].source
+        for unit in units
+        if unit.how == "keep" and unit.items[0].stored == str(Format.NVFP4)
+    }
+    count = 0
+    for name, w1 in kept.items():
+        w3 = kept.get(name.removesuffix("w1") + "w3") if name.endswith(".w1") else None
+        if w1 and w3:
+            scales = [source.read_global_scale(checkpoint.reader) for source in (w1, w3)]
+            count += scales[0] != scales[1]
+    return count
 
 
 def _unit(items: tuple[Item, ...], options: Options) -> Unit:

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -58,8 +58,10 @@ class Quantizer:
         """Open and plan; refuses what the arguments and the source's headers rule out."""
         source, folder = Path(source), Path(folder)
         cores = len(os.sched_getaffinity(0))
-        if threads is not None and not 1 <= threads <= 1024:
-            raise ConfigError(f"threads is {threads}, expected 1 to 1024")
+        if threads is not None and not 1 <= threads <= MAX_THREADS:
+            raise ConfigError(
+                f"threads is {threads}, expected 1 to {MAX_THREADS}; more would wait for the disk"
+            )
         home = source.parent if source.is_file() else source
         if home.exists():
             here, there = home.resolve(), folder.resolve()
@@ -74,7 +76,7 @@ class Quantizer:
             note = f"not copied, as they are no small files: {', '.join(left_out)}"
             plan = replace(plan, notes=(*plan.notes, note))
         fingerprint = _fingerprint(checkpoint, options)
-        return cls(checkpoint, plan, folder, copies, fingerprint, min(threads or cores, MAX_THREADS))
+        return cls(checkpoint, plan, folder, copies, fingerprint, threads or min(cores, MAX_THREADS))
 
     def check(self, progress: Progress | None = None) -> None:
         """Refuse what the target folder, its disk or an inexact cast rule out. Writes nothing."""
@@ -89,13 +91,24 @@ class Quantizer:
     def write(self, progress: Progress | None = None) -> tuple[dict[str, Any], bool]:
         """Write the target, or what is left of it. -> the report, and whether there was anything to do."""
         if examine(self.folder, self.fingerprint) == "done":
-            shutil.rmtree(self.folder / WORK, ignore_errors=True)
-            return json.loads((self.folder / RECORD).read_bytes())["report"], False
+            return self._old_report(), False
         with self._tools() as (converter, pool), Job(self.folder, self.fingerprint) as job:
             records = self._write_shards(job, converter, pool, progress)
             report = make_report(self.plan, records, self.checkpoint.reader.folder.resolve().name)
             self._complete(job, report)
         return report, True
+
+    def _old_report(self) -> dict[str, Any]:
+        """Of a finished run, after a look at whether its files are still there."""
+        for shard in self.plan.shards:
+            path = self.folder / shard.name
+            if not path.is_file() or path.stat().st_size != self._shard_size(shard):
+                raise ConfigError(
+                    f"{path} is missing or of another size than when it was finished; "
+                    "remove the folder and run the command again"
+                )
+        shutil.rmtree(self.folder / WORK, ignore_errors=True)
+        return json.loads((self.folder / RECORD).read_bytes())["report"]
 
     @contextmanager
     def _tools(self) -> Iterator[tuple[Converter, "_Pool"]]:
@@ -148,6 +161,7 @@ class Quantizer:
                 ]
                 part.finish(outcome)
             finally:
+                pool.drain()
                 part.close()
             records += outcome
         return records
@@ -160,12 +174,13 @@ class Quantizer:
             return path.stat().st_size == self._shard_size(shard) and file.read(len(header)) == header
 
     def _complete(self, job: Job, report: dict[str, Any]) -> None:
-        small = {}
         for name, path in self.copies.items():
             try:
-                small[name] = path.read_bytes()
+                content = path.read_bytes()
             except OSError as error:
                 raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+            job.put(name, content)
+        small = {}
         if len(self.plan.shards) > 1:
             index = {tensor.name: shard.name for shard in self.plan.shards for tensor in shard.tensors}
             small[INDEX] = index_text(index, self.plan.num_bytes).encode()
@@ -177,19 +192,28 @@ class Quantizer:
 
 
 class _Pool:
-    """Threads that run many small tasks; results come in order. An error drops what has not begun."""
+    """Threads that run many small tasks, one list after the other; results come in order."""
 
     def __init__(self, threads: int) -> None:
         self._executor = ThreadPoolExecutor(threads)
+        self._futures: list[Future[Any]] = []
 
     def __enter__(self) -> "_Pool":
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._executor.shutdown(cancel_futures=True)
+        self.drain()
+        self._executor.shutdown()
 
     def run(self, calls: list[Callable[[], Any]]) -> Iterator[Any]:
-        return self._executor.map(lambda call: call(), calls)
+        self._futures = [self._executor.submit(call) for call in calls]
+        return (future.result() for future in self._futures)
+
+    def drain(self) -> None:
+        """Drop what has not begun and wait for the rest: after an error, nobody may still be writing."""
+        for future in self._futures:
+            future.cancel()
+        wait(self._futures)
 
 
 def _scanned(
