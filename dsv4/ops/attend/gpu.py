@@ -172,7 +172,7 @@ def attend(
 
 
 def decoded(stores: list[QuantTensor], dtype: torch.dtype) -> QuantTensor:
-    """Rows of stores kept alike, one after the other; KV8 becomes the compute type, which holds its values."""
+    """Rows of stores kept alike, one after the other; KV8 becomes the compute type, which holds them."""
     if stores[0].format is not Format.KV8:
         return join(stores) if len(stores) > 1 else stores[0]
     total, width = sum(store.shape[0] for store in stores), stores[0].shape[1]
