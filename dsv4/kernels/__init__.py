@@ -1,1 +1,1 @@
-"""Triton and CUDA kernels with thin launchers, below the ops. Tensors and numbers in; no state."""
+"""CUDA C++ and Triton kernels with thin launchers: pointers and sizes, no model, no cache, no policy."""

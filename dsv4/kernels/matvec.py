@@ -1,0 +1,186 @@
+"""Launches matvec.cu: several weights in one grid, each with its input and output; and unpacks tiles."""
+
+import ctypes
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dsv4.kernels.build import call, pointer
+from dsv4.kernels.tiles import CODE, ROWS, SLICE, Tiled
+
+WARPS, MAX_SEGMENTS, COLUMNS, FLOAT_COLUMNS = 8, 16, 8, 2
+
+
+class _Segment(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("data", "scale", "factor", "x", "y")),
+        *((name, ctypes.c_int) for name in ("format", "halves", "units", "slices", "first_slice", "warps")),
+        *((name, ctypes.c_int) for name in ("n", "k", "x_stride", "y_stride", "epilogue", "routed")),
+    )
+
+
+class _Params(ctypes.Structure):
+    _fields_ = (
+        ("segments", _Segment * MAX_SEGMENTS),
+        *((name, ctypes.c_void_p) for name in ("work", "task_expert", "task_pairs", "weights")),
+        ("choices", ctypes.c_int),
+        ("rows", ctypes.c_int),
+        ("limit", ctypes.c_float),
+    )
+
+
+# rows: x and y are rows of the batch. up: a bank's experts, x by token, y by pair (token, choice).
+# down: x by pair, y by token and choice, with one place more per token (the shared expert's).
+Who = Literal["rows", "up", "down"]
+
+
+@dataclass(frozen=True)
+class Product:
+    """y = x Wt. y float32 keeps the sums; more than 8 slices of K give y [splits, ...], summed by its reader."""
+
+    weight: Tiled
+    x: Tensor
+    y: Tensor
+    who: Who = "rows"
+    x_stride: int = 0  # values from row to row; 0: the columns of the weight
+    y_stride: int = 0
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """Which expert meets which pairs: written by the router, at most one task per pair."""
+
+    expert: Tensor  # int32 [pairs]
+    pairs: Tensor  # int32 [pairs, 8]
+    weights: Tensor  # float32 [pairs]
+    choices: int
+
+    @classmethod
+    def empty(cls, rows: int, choices: int, device: str | torch.device) -> "Tasks":
+        pairs = rows * choices
+        integers = {"dtype": torch.int32, "device": device}
+        return cls(
+            torch.full((pairs,), -1, **integers),  # type: ignore[call-overload]
+            torch.full((pairs, COLUMNS), -1, **integers),  # type: ignore[call-overload]
+            torch.zeros(pairs, device=device),
+            choices,
+        )
+
+
+def splits(k: int) -> int:
+    """Into how many separately stored sums a product over K columns is cut."""
+    return -(--(-k // SLICE) // WARPS)
+
+
+class MatVec:
+    """One launch, planned once: `rows` of the batch, products that may run together, their share of the GPU."""
+
+    def __init__(
+        self,
+        products: list[Product],
+        rows: int,
+        tasks: Tasks | None = None,
+        limit: float = 0.0,
+        blocks: int | None = None,
+    ) -> None:
+        device = products[0].x.device
+        self.device, self.is_float = device, products[0].x.dtype == torch.float32
+        self.keep = (products, tasks)  # the launch holds raw pointers into these
+        params = _Params(rows=rows, limit=limit, choices=tasks.choices if tasks else 1)
+        if tasks:
+            params.task_expert, params.task_pairs = tasks.expert.data_ptr(), tasks.pairs.data_ptr()
+            params.weights = tasks.weights.data_ptr()
+        segments: list[tuple[_Segment, Product]] = []
+        for product in products:
+            segments += [(segment, product) for segment in _segments(product)]
+        assert len(segments) <= MAX_SEGMENTS, len(segments)
+        for i, (segment, _) in enumerate(segments):
+            params.segments[i] = segment
+        columns = FLOAT_COLUMNS if self.is_float else COLUMNS
+        if blocks is None:
+            blocks = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+        work = _share([s for s, _ in segments], rows, columns, tasks, blocks)
+        self.work = torch.tensor(work, dtype=torch.int32, device=device)
+        params.work = self.work.data_ptr()
+        self.params, self.blocks = params, len(work)
+
+    def launch(self, overlap: bool = False) -> None:
+        call(
+            "matvec",
+            "matvec",
+            self.device,
+            ctypes.byref(self.params),
+            self.blocks,
+            int(self.is_float),
+            int(overlap),
+        )
+
+
+def _segment(weight: Tiled) -> _Segment:
+    n, k = weight.shape
+    return _Segment(
+        *(weight.data.data_ptr(), weight.scale.data_ptr(), weight.factor.data_ptr(), None, None),
+        *(CODE[weight.format], weight.halves, weight.units, weight.slices, 0, 0, n, k, 0, 0, 0, 0),
+    )
+
+
+def _segments(product: Product) -> list[_Segment]:
+    """One per separately stored sum over K."""
+    weight, count = product.weight, splits(product.weight.shape[1])
+    out, per = [], -(-weight.slices // count)
+    is_float = product.y.dtype == torch.float32
+    assert count == 1 or (is_float and product.y.shape[0] == count and weight.halves == 1)
+    assert product.x.data_ptr() % 16 == 0 and (product.x_stride or weight.shape[1]) % 4 == 0
+    for split in range(count):
+        segment = _segment(weight)
+        segment.first_slice = split * per
+        segment.warps = min(per, weight.slices - split * per)
+        segment.x, segment.y = product.x.data_ptr(), product.y.data_ptr()
+        if count > 1:
+            segment.y = product.y[split].data_ptr()
+        segment.x_stride = product.x_stride or weight.shape[1]
+        segment.y_stride = product.y_stride or weight.shape[0]
+        segment.epilogue = int(is_float)
+        segment.routed = {"rows": 0, "up": 1, "down": 2}[product.who]
+        out.append(segment)
+    return out
+
+
+def _share(
+    segments: list[_Segment], rows: int, columns: int, tasks: Tasks | None, blocks: int
+) -> list[tuple[int, int, int, int]]:
+    """Cut the units of all segments into runs of about equal bytes, one per block: (segment, first, units, task).
+
+    With several tasks (a batch) there are more runs than blocks at once; the hardware queues them.
+    """
+    per_load = {0: 9, 1: 8.5, 2: 16, 3: 32}  # bytes of a brick over 512, with its scales
+    cost = [s.units * s.halves * s.warps * per_load[s.format] for s in segments]
+    repeats = [len(tasks.expert) if s.routed and tasks else -(-rows // columns) for s in segments]
+    # At batch 1 every run is resident at once; a routed product repeats by as many tasks as there are choices.
+    total = sum(c * r for c, r in zip(cost, repeats, strict=True))
+    out = []
+    for index, s in enumerate(segments):
+        groups = WARPS // s.warps
+        share = cost[index] / total * blocks if rows == 1 else 16.0
+        runs = max(1, min(round(share), -(-s.units // groups)))
+        steps = -(-s.units // groups)  # of `groups` units each
+        cuts = [steps * i // runs * groups for i in range(runs)] + [s.units]
+        for task in range(repeats[index]):
+            out += [
+                (index, a, b - a, task) for a, b in zip(cuts[:-1], cuts[1:], strict=True) if b > a
+            ]
+    return out
+
+
+def unpack(weight: Tiled, out: Tensor) -> None:
+    """The values without their factor, row-major: out [count * halves * N, K] BF16 or float32, w1 before w3."""
+    assert out.is_contiguous() and out.numel() == weight.count * weight.halves * weight.shape[0] * weight.shape[1]
+    assert weight.data.is_contiguous() and weight.scale.is_contiguous()
+    segment = _segment(weight)
+    is_float = int(out.dtype == torch.float32)
+    call("matvec", "unpack", out.device, ctypes.byref(segment), weight.count, pointer(out), is_float)
+
+
+__all__ = ["ROWS", "MatVec", "Product", "Tasks", "splits", "unpack"]
