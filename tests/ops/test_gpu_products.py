@@ -2,14 +2,13 @@
 
 import math
 
-import gpu_support
 import pytest
 import torch
-from gpu_support import DEVICE, DTYPES, IS_GPU, MARKS, near, tiled, tiled_bank, to, weight
+from gpu_support import DEVICE, DTYPES, IS_GPU, MARKS, near, tiled, tiled_bank, to, use_stand_ins, weight
 from ops_support import rand
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from dsv4.kernels import dense, tiles
+from dsv4.kernels import dense
 from dsv4.ops.experts import gpu as experts_gpu
 from dsv4.ops.experts import ref as experts_ref
 from dsv4.ops.linear import gpu as linear_gpu
@@ -23,7 +22,7 @@ KINDS = ["nvfp4", "mxfp4", "fp8", "fp8f", "bf16", "f32"]
 
 @pytest.fixture(autouse=True)
 def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "unpack", gpu_support.unpack)
+    use_stand_ins(monkeypatch)
 
 
 def check_linear(rows: int, cols: int, depth: int, kind: str, dtype: torch.dtype) -> None:
@@ -31,10 +30,10 @@ def check_linear(rows: int, cols: int, depth: int, kind: str, dtype: torch.dtype
     held = tiled(q)
     for out_dtype in (None, torch.float32):
         want = linear_ref.linear(x, q, out_dtype=out_dtype)
-        got = linear_gpu.linear(*to(x), held, out_dtype=out_dtype)  # type: ignore[arg-type]
+        got = linear_gpu.linear(*to(x), held, out_dtype=out_dtype)
         near(got, want, dtype if out_dtype is None else torch.float32, f"{kind} {rows}x{cols}x{depth}")
     for row in {0, rows // 2, rows - 1} if rows else ():
-        alone = linear_gpu.linear(*to(x[row : row + 1]), held, out_dtype=torch.float32)  # type: ignore[arg-type]
+        alone = linear_gpu.linear(*to(x[row : row + 1]), held, out_dtype=torch.float32)
         assert torch.equal(alone[0], got[row]), f"row {row} depends on its company"
 
 
@@ -60,16 +59,16 @@ def test_plain_weights_need_no_tiles(dtype: torch.dtype) -> None:
 
 def test_a_large_weight_goes_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     x, q = rand(3, 32).bfloat16(), weight(rand(600, 32, seed=1), "nvfp4")
-    whole = linear_gpu.linear(*to(x), tiled(q))  # type: ignore[arg-type]
+    whole = linear_gpu.linear(*to(x), tiled(q))
     monkeypatch.setattr(dense, "SCRATCH_BYTES", 1)
-    assert torch.equal(linear_gpu.linear(*to(x), tiled(q)), whole)  # type: ignore[arg-type]
+    assert torch.equal(linear_gpu.linear(*to(x), tiled(q)), whole)
     near(whole, linear_ref.linear(x, q), torch.bfloat16, "in slices")
 
 
 @pytest.mark.parametrize("activations", ["a8", "a4"])
 def test_rounded_inputs(activations: str) -> None:
     x, q = rand(7, 160).bfloat16(), weight(rand(24, 160, seed=1), "nvfp4")
-    got = linear_gpu.linear(*to(x), tiled(q), activations)  # type: ignore[arg-type]
+    got = linear_gpu.linear(*to(x), tiled(q), activations)
     near(got, linear_ref.linear(x, q, activations), torch.bfloat16, activations)
 
 
@@ -78,11 +77,11 @@ def test_grouped(dtype: torch.dtype) -> None:
     """One weight per group, or all groups in one weight: the same bits."""
     x, w = rand(9, 3, 64).to(dtype), rand(3 * 20, 64, seed=1)
     parts = [weight(part, "bf16") for part in w.split(20)]
-    want = linear_ref.grouped(x, parts)  # type: ignore[arg-type]
-    got = linear_gpu.grouped(*to(x), [tiled(part) for part in parts])  # type: ignore[misc]
+    want = linear_ref.grouped(x, parts)
+    got = linear_gpu.grouped(*to(x), [tiled(part) for part in parts])
     near(got, want, dtype, "grouped")
-    assert torch.equal(linear_gpu.grouped(*to(x), tiled(weight(w, "bf16"))), got)  # type: ignore[arg-type]
-    assert torch.equal(linear_gpu.grouped(*to(x[4:5]), tiled(weight(w, "bf16")))[0], got[4])  # type: ignore[arg-type]
+    assert torch.equal(linear_gpu.grouped(*to(x), tiled(weight(w, "bf16"))), got)
+    assert torch.equal(linear_gpu.grouped(*to(x[4:5]), tiled(weight(w, "bf16")))[0], got[4])
 
 
 class Experts:
@@ -107,14 +106,16 @@ def test_routed(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) 
     e = Experts(kind, width=48)
     tokens, k = 45, 3
     x = (2 * rand(tokens, 96)).to(dtype)
-    ids = torch.stack([torch.randperm(6, generator=torch.Generator().manual_seed(t))[:k] for t in range(tokens)])
+    ids = torch.stack(
+        [torch.randperm(6, generator=torch.Generator().manual_seed(t))[:k] for t in range(tokens)]
+    )
     ids[ids == 2] = 6
     ids[0] = torch.tensor([4, 1, 4])
     weights = rand(tokens, k, seed=9).abs()
     want = experts_ref.routed(x, ids, weights, e.stored, 1.5, "a16")
     got = experts_gpu.routed(*to(x, ids, weights), e.bank, 1.5, "a16")
     near(got, want, dtype, f"routed {kind}", ulps=4)
-    assert torch.equal(experts_gpu.routed(*to(x, ids, weights), e.tuples, 1.5, "a16"), got)  # type: ignore[arg-type]
+    assert torch.equal(experts_gpu.routed(*to(x, ids, weights), e.tuples, 1.5, "a16"), got)
     for t in (0, 7, 44):
         alone = experts_gpu.routed(*to(x[t : t + 1], ids[t : t + 1], weights[t : t + 1]), e.bank, 1.5, "a16")
         assert torch.equal(alone[0], got[t]), f"token {t} depends on its company"
@@ -128,7 +129,7 @@ def test_shared_expert(activations: str, dtype: torch.dtype) -> None:
     for weights in (None, w):
         want = experts_ref.ffn(x, e.stored[0], 1.5, activations, weights)
         moved = None if weights is None else weights.to(DEVICE)
-        got = experts_gpu.ffn(*to(x), e.tuples[0], 1.5, activations, moved)  # type: ignore[arg-type]
+        got = experts_gpu.ffn(*to(x), e.tuples[0], 1.5, activations, moved)
         if activations == "a16":
             near(got, want, dtype, "shared", ulps=4)
         else:  # a hidden value on the edge of an FP8 step may fall to its other side
@@ -151,15 +152,15 @@ def test_route(count: int, dtype: torch.dtype) -> None:
     x, gate, bias = rand(33, 64).to(dtype), weight(rand(count, 64, seed=1), "f32"), 0.1 * rand(count, seed=2)
     held = tiled(gate)
     ids, w = route_ref.by_score(x, gate, bias, 6, 1.5)
-    got_ids, got_w = route_gpu.by_score(*to(x), held, *to(bias), 6, 1.5)  # type: ignore[arg-type]
+    got_ids, got_w = route_gpu.by_score(*to(x), held, *to(bias), 6, 1.5)
     assert torch.equal(got_ids.cpu(), ids)
     near(got_w, w, torch.float32, "weights")
     for t in (0, 32):
-        alone = route_gpu.by_score(*to(x[t : t + 1]), held, *to(bias), 6, 1.5)  # type: ignore[arg-type]
+        alone = route_gpu.by_score(*to(x[t : t + 1]), held, *to(bias), 6, 1.5)
         assert torch.equal(alone[0][0], got_ids[t]) and torch.equal(alone[1][0], got_w[t])
     chosen = torch.randint(0, count, (33, 3))
     want = route_ref.by_hash(x, gate, chosen, 1.5)[1]
-    near(route_gpu.by_hash(*to(x), held, *to(chosen), 1.5)[1], want, torch.float32, "hash")  # type: ignore[arg-type]
+    near(route_gpu.by_hash(*to(x), held, *to(chosen), 1.5)[1], want, torch.float32, "hash")
 
 
 def test_ties_go_to_the_lower_expert() -> None:

@@ -98,7 +98,7 @@ def _tiles(counts: list[int], height: int, device: torch.device) -> tuple[Tensor
 
 
 def _width(experts: Any) -> int:
-    return experts.w13.shape[0] // 2 if hasattr(experts, "w13") else experts[0][0].shape[0]
+    return experts.w13.shape[0] if hasattr(experts, "w13") else experts[0][0].shape[0]
 
 
 def _up_weights(experts: Any, dtype: torch.dtype, low: int, high: int) -> tuple[Tensor, Tensor]:
