@@ -107,14 +107,15 @@ def weight(values: Tensor, kind: str) -> QuantTensor:
     return QuantTensor(q.format, q.data, q.shape, scale)
 
 
-def near(got: Tensor, want: Tensor, dtype: torch.dtype, what: str, ulps: float = 2.0) -> None:
-    """Within 1e-5 of the largest value in float32; in BF16 also a few units of each value's last place."""
+def near(
+    got: Tensor, want: Tensor, dtype: torch.dtype, what: str, ulps: float = 2.0, share: float = 2.0**-12
+) -> None:
+    """Within 1e-5 of the largest value; in BF16 within `share` of it and some units of each value's place."""
     assert got.dtype == want.dtype, (what, got.dtype, want.dtype)
     finite = want.float()[torch.isfinite(want.float())]
     largest = float(finite.abs().max()) if finite.numel() else 0.0
     bound = want.double().abs().nan_to_num() * (0.0 if dtype == torch.float32 else ulps * 2.0**-8)
-    small = 1e-5 if dtype == torch.float32 else 2.0**-12
-    check_close(got.cpu(), want, bound + small * largest, what)
+    check_close(got.cpu(), want, bound + (1e-5 if dtype == torch.float32 else share) * largest, what)
 
 
 def to(*tensors: Tensor) -> list[Tensor]:
