@@ -56,7 +56,7 @@ def _meet(q, key, is_key, scale, peak, total, out):  # type: ignore[no-untyped-d
 
 @triton.jit
 def _attend_kernel(q, raw, raw_rest, raw_scales, pool, pool_rest, pool_scales, rows, ends,  # type: ignore[no-untyped-def]
-                   slots, positions, first, sinks, cos, sin, out, heads, width, nope, rope, window, ring_size,
+                   slots, positions, first, sinks, out, heads, width, nope, window, ring_size,
                    ring_rows, list_width, raw_row, raw_scale_row, pool_row, pool_scale_row, item, scale,
                    HAS_POOL: tl.constexpr, RAW_KV8: tl.constexpr, POOL_KV8: tl.constexpr,
                    H: tl.constexpr, B: tl.constexpr, W: tl.constexpr):  # fmt: skip
@@ -94,10 +94,21 @@ def _attend_kernel(q, raw, raw_rest, raw_scales, pool, pool_rest, pool_scales, r
             key = _decoded(pool, pool_rest, pool_scales, row, is_key, width, nope, pool_row, pool_scale_row,
                            item, act, POOL_KV8, B, W)  # fmt: skip
             peak, total, result = _meet(query, key, is_key, scale, peak, total, result)
-    result = tl.div_rn(result, tl.broadcast_to(total[:, None], (H, W))).to(act).to(tl.float32)
-    at = tl.zeros((H,), tl.int64) + token
-    result = turn(result, cos, sin, at, width - rope, width, head < heads, H, W)
+    result = tl.div_rn(result, tl.broadcast_to(total[:, None], (H, W)))
     tl.store(out + q_at, result.to(act), mask=here)
+
+
+@triton.jit
+def _turn_kernel(x, cos, sin, count, width, heads, rope, R: tl.constexpr, W: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rotate the last `rope` channels of x [T, H, D] in place. On its own: beside the sums of a whole row of
+    heads it would take registers that are not there."""
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    col = tl.arange(0, W)
+    at = x + row[:, None] * width + width - rope + col[None, :]
+    inside = (row < count)[:, None] & (col < rope)[None, :]
+    value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    value = turn(value, cos, sin, row // heads, 0, rope, row < count, R, W)
+    tl.store(at, value.to(x.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -157,7 +168,7 @@ def attend(
     block_heads = max(16, min(most, triton.next_power_of_2(heads)))
     _attend_kernel[(tokens, triton.cdiv(heads, block_heads))](
         *(q, *_pointers(raw, dtype), *_pointers(entries, dtype), listed, ends, slots, positions, first),
-        *(sinks, cos.contiguous(), -sin, out, heads, width, width - fresh.rope_dim, 2 * cos.shape[1]),
+        *(sinks, out, heads, width, width - fresh.rope_dim),
         *(window, ring_size, ring.shape[0], listed.shape[1] if has_pool else 0),
         *(*_row_sizes(raw, dtype), *_row_sizes(entries, dtype), q.element_size(), width**-0.5),
         **{
@@ -167,6 +178,11 @@ def attend(
         },
         **{"H": block_heads, "B": keys, "W": max(64, triton.next_power_of_2(width))},
         **{"num_warps": warps, "num_stages": stages},
+    )
+    rope, count = 2 * cos.shape[1], tokens * heads
+    _turn_kernel[(triton.cdiv(count, 32),)](
+        *(out, cos.contiguous(), -sin, count, width, heads, rope),
+        **{"R": 32, "W": triton.next_power_of_2(rope), "num_warps": 4},
     )
     return out
 

@@ -145,6 +145,31 @@ def visible_rows(
     return out
 
 
+def _scores(
+    q: Tensor,
+    weights: Tensor,
+    pool: QuantTensor,
+    page_table: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    out: Tensor,
+    ratio: int,
+    page_entries: int,
+) -> None:
+    """out [T, cap]: the score of every entry that a token sees; nothing is written beyond."""
+    tokens, heads, width = q.shape
+    cap = out.shape[1]
+    num_queries, num_keys, warps, stages = BLOCK[q.dtype]
+    _scores_kernel[(triton.cdiv(tokens, num_queries), triton.cdiv(cap, num_keys))](
+        *(q, weights, pool.data, pool.data if pool.scale is None else pool.scale),
+        *(page_table, slots, positions, out, tokens, heads, width, cap),
+        *(page_table.shape[1], page_entries, ratio),
+        **{"IS_MXFP4": pool.format is Format.MXFP4, "Q": num_queries, "B": num_keys},
+        **{"H": max(16, triton.next_power_of_2(heads)), "W": max(32, triton.next_power_of_2(width))},
+        **{"num_warps": warps, "num_stages": stages},
+    )
+
+
 def select(
     q: Tensor,
     weights: Tensor,
@@ -160,26 +185,20 @@ def select(
     cap = _capacity(positions, ratio)
     if cap <= topk:
         return visible_rows(page_table, slots, positions, ratio, page_entries)
-    tokens, heads, width = q.shape
+    tokens = q.shape[0]
     q, weights = q.contiguous(), weights.contiguous()
     assert pool.format in (Format.MXFP4, Format.BF16, Format.F32) and page_table.is_contiguous()
     out = torch.empty(tokens, topk, dtype=torch.int32, device=q.device)
     chosen = torch.empty_like(out)
     counts = ((positions + 1) // ratio).int()
-    num_queries, num_keys, warps, stages = BLOCK[q.dtype]
+    num_queries = BLOCK[q.dtype][0]
     step = max(num_queries, SCORE_BYTES // (4 * cap) // num_queries * num_queries)
     scores = torch.empty(min(step, tokens), cap, device=q.device)
     for start in range(0, tokens, step):
         part = slice(start, min(start + step, tokens))
         count = part.stop - start
-        _scores_kernel[(triton.cdiv(count, num_queries), triton.cdiv(cap, num_keys))](
-            *(q[part], weights[part], pool.data, pool.data if pool.scale is None else pool.scale),
-            *(page_table, slots[part], positions[part], scores, count, heads, width, cap),
-            *(page_table.shape[1], page_entries, ratio),
-            **{"IS_MXFP4": pool.format is Format.MXFP4, "Q": num_queries, "B": num_keys},
-            **{"H": max(16, triton.next_power_of_2(heads)), "W": max(32, triton.next_power_of_2(width))},
-            **{"num_warps": warps, "num_stages": stages},
-        )
+        of_part = (q[part], weights[part], pool, page_table, slots[part], positions[part], scores[:count])
+        _scores(*of_part, ratio, page_entries)
         choose(scores[:count], counts[part], chosen[part])
     _to_rows(chosen, page_table, slots, positions, out, ratio, page_entries)
     return out
