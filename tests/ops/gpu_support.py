@@ -24,6 +24,14 @@ MARKS = [
     ),
     *([] if IS_INTERPRETED else [pytest.mark.gpu]),
 ]
+SMALL = {
+    "dsv4.kernels.gemm.TILE": (16, 32, 32, 4, 1),
+    "dsv4.kernels.experts.UP_TILE": (16, 32, 32, 4, 1),
+    "dsv4.kernels.experts.DOWN_TILE": (16, 64, 32, 4, 1),
+    "dsv4.ops.attend.gpu.BLOCK": (16, 32, 4, 1),
+    "dsv4.ops.index.gpu.BLOCK": (32, 64, 4, 1),
+    "dsv4.ops.mhc.gpu.TILE": (32, 64, 4, 1),
+}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 
 
@@ -67,10 +75,13 @@ def _select(scores: Tensor, counts: Tensor, out: Tensor) -> None:
 
 
 def use_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What CUDA C++ does, where there is no GPU."""
-    if not IS_GPU:
-        monkeypatch.setattr("dsv4.kernels.matvec.unpack", _unpack)
-        monkeypatch.setattr("dsv4.ops.index.gpu.choose", _select)
+    """What CUDA C++ does, where there is no GPU; and small tiles, which are interpreted faster."""
+    if IS_GPU:
+        return
+    monkeypatch.setattr("dsv4.kernels.matvec.unpack", _unpack)
+    monkeypatch.setattr("dsv4.ops.index.gpu.choose", _select)
+    for name, tile in SMALL.items():
+        monkeypatch.setattr(name, dict.fromkeys((torch.float32, torch.bfloat16), tile))
 
 
 def _bank(groups: list[list[QuantTensor]]) -> Any:

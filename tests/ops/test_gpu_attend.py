@@ -95,7 +95,7 @@ def run(arguments: list) -> Tensor:
     return attend_gpu.attend(*there)
 
 
-SPANS = [(2, 0, 9), (0, 60, 5), (1, 39, 3), (3, 200, 1)]
+SPANS = [(2, 0, 6), (0, 60, 4), (1, 39, 3), (3, 200, 1)]
 
 
 @DTYPES
@@ -111,11 +111,11 @@ def test_attend(
     want = attend_ref.attend(*case.arguments(has_pool))
     got = run(case.arguments(has_pool))
     near(got, want, dtype, "attend", share=ROUNDED)
-    for t in (0, 3, 11, 17):
+    for t in (3, 11):
         assert torch.equal(run(case.arguments(has_pool, only=t))[0], got[t]), f"token {t}"
     wider = case.arguments(has_pool)
     if has_pool:
-        wider[9] = torch.cat((wider[9], torch.full((18, 70), -1)), dim=1).int()
+        wider[9] = torch.cat((wider[9], torch.full((14, 70), -1)), dim=1).int()
         assert torch.equal(run(wider), got), "padding changes no bit"
 
 
@@ -176,9 +176,9 @@ def test_select(format: Format, dtype: torch.dtype) -> None:
         format = Format.F32
     pages = Pages([70, 9, 40], 64, format, dtype)
     at = (
-        [(0, p) for p in range(250, 280)]
+        [(0, p) for p in range(264, 280)]
         + [(1, p) for p in (0, 2, 3, 35)]
-        + [(2, p) for p in range(150, 160)]
+        + [(2, p) for p in range(156, 160)]
     )
     slots, positions = (torch.tensor(v) for v in zip(*at, strict=True))
     # FP4 values and few bits of weight: all sums are exact, so that the order of a sum decides nothing.
@@ -192,7 +192,7 @@ def test_select(format: Format, dtype: torch.dtype) -> None:
             assert torch.equal(got.cpu().long(), want), topk
         else:  # products of plain keys are rounded: near ties may fall either way
             assert float((got.cpu().long() != want).float().mean()) < 0.05
-        for t in (0, 33, 40):
+        for t in (0, 21) if topk == 12 else ():
             one = [v[t : t + 1] for v in (q, weights, slots, positions)]
             alone = index_gpu.select(
                 *to(*one[:2]), move(pages.pool), *to(pages.table, *one[2:]), RATIO, PAGE, topk
