@@ -30,7 +30,7 @@ SMALL = {
     "dsv4.kernels.experts.DOWN_TILE": (16, 64, 32, 4, 1),
     "dsv4.ops.attend.gpu.BLOCK": (16, 32, 4, 1),
     "dsv4.ops.index.gpu.BLOCK": (32, 64, 4, 1),
-    "dsv4.ops.mhc.gpu.TILE": (32, 64, 4, 1),
+    "dsv4.ops.mhc.gpu.TILE": (16, 64, 4, 1),
 }
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 

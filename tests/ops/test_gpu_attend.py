@@ -95,7 +95,7 @@ def run(arguments: list) -> Tensor:
     return attend_gpu.attend(*there)
 
 
-SPANS = [(2, 0, 6), (0, 60, 4), (1, 39, 3), (3, 200, 1)]
+SPANS = [(2, 0, 3), (0, 60, 3), (1, 39, 2), (3, 200, 1)]
 
 
 @DTYPES
@@ -111,11 +111,11 @@ def test_attend(
     want = attend_ref.attend(*case.arguments(has_pool))
     got = run(case.arguments(has_pool))
     near(got, want, dtype, "attend", share=ROUNDED)
-    for t in (3, 11):
+    for t in (4, 7):
         assert torch.equal(run(case.arguments(has_pool, only=t))[0], got[t]), f"token {t}"
     wider = case.arguments(has_pool)
     if has_pool:
-        wider[9] = torch.cat((wider[9], torch.full((14, 70), -1)), dim=1).int()
+        wider[9] = torch.cat((wider[9], torch.full((9, 70), -1)), dim=1).int()
         assert torch.equal(run(wider), got), "padding changes no bit"
 
 

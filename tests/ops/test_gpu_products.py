@@ -147,7 +147,7 @@ def test_no_rows() -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("count", [7, 32])
+@pytest.mark.parametrize("count", [7])
 def test_route(count: int, dtype: torch.dtype) -> None:
     x, gate, bias = rand(12, 64).to(dtype), weight(rand(count, 64, seed=1), "f32"), 0.1 * rand(count, seed=2)
     held = tiled(gate)
