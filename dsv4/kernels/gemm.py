@@ -1,4 +1,8 @@
-"""y = x Wᵀ in tiles of one fixed shape: an output row is the same bits in whatever company it is computed."""
+"""y = x Wᵀ in tiles of one fixed shape: an output row is the same bits in whatever company it is computed.
+
+Hence also, here and in the other kernels of prompts: a number that follows the batch is not specialised on.
+One and the same machine code then serves every batch.
+"""
 
 import torch
 import triton
@@ -11,7 +15,7 @@ TILE = {torch.bfloat16: (128, 256, 64, 8, 3), torch.float32: (64, 64, 32, 4, 2)}
 GROUP_M = 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "tiles_m"])
 def _gemm_kernel(x, w, y, factor, rows, cols, depth, tiles_m, tiles_n,  # type: ignore[no-untyped-def]
                  x_row, x_group, w_part, w_group, y_row, y_group,
                  PARTS: tl.constexpr, HAS_FACTOR: tl.constexpr, IS_EVEN: tl.constexpr, BM: tl.constexpr,

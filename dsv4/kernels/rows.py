@@ -89,7 +89,7 @@ def turn(x, cos, sin, at, start, stop, rows_ok, R: tl.constexpr, W: tl.constexpr
     return tl.reshape(tl.join(first, second), (R, W))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _rows_kernel(x, weight, cos, sin, y, codes, scales, count, width, heads, rope, eps, share,  # type: ignore[no-untyped-def]
                  x_row, NORM: tl.constexpr, WEIGHT: tl.constexpr, ROTATE: tl.constexpr,
                  HADAMARD: tl.constexpr, FP4: tl.constexpr, PACK: tl.constexpr, root,

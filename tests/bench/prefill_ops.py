@@ -3,7 +3,7 @@
     PYTHONPATH=. python tests/bench/prefill_ops.py [tokens, 8192] [experts, 192]
 
 One row per op and use: milliseconds (median), uses in a forward pass of 43 layers, TFLOP/s of the products
-and GB/s of what must be read and written at least. Rows of no use compare settings. The last line adds up a pass.
+and GB/s of what must be read and written at least. Rows of no use compare settings. The last line adds up.
 """
 
 import sys

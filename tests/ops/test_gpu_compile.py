@@ -50,13 +50,14 @@ def compiled(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     signature, constants, attributes = {}, {}, {}
     for index, p in enumerate(function.params):
         value = given[p.name]
-        if p.is_constexpr or (isinstance(value, int) and value == 1):
+        is_general = p.do_not_specialize
+        if p.is_constexpr or (isinstance(value, int) and value == 1 and not is_general):
             signature[p.name], constants[(index,)] = "constexpr", value
         elif isinstance(value, Tensor):
             signature[p.name] = triton.runtime.jit.mangle_type(value)
         else:
             signature[p.name] = "fp32" if isinstance(value, float) else "i32"
-        if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
+        if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0 and not is_general):
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = triton.compiler.ASTSource(function, signature, constants, attributes)
     return triton.compile(source, target=triton.backends.compiler.GPUTarget("cuda", 90, 32), options=options)

@@ -54,7 +54,7 @@ def _meet(q, key, is_key, scale, peak, total, out):  # type: ignore[no-untyped-d
     return higher, total, out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["list_width", "ring_rows"])
 def _attend_kernel(q, raw, raw_rest, raw_scales, pool, pool_rest, pool_scales, rows, ends,  # type: ignore[no-untyped-def]
                    slots, positions, first, sinks, out, heads, width, nope, window, ring_size,
                    ring_rows, list_width, raw_row, raw_scale_row, pool_row, pool_scale_row, item, scale,
@@ -98,7 +98,7 @@ def _attend_kernel(q, raw, raw_rest, raw_scales, pool, pool_rest, pool_scales, r
     tl.store(out + q_at, result.to(act), mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _turn_kernel(x, cos, sin, count, width, heads, rope, R: tl.constexpr, W: tl.constexpr):  # type: ignore[no-untyped-def]
     """Rotate the last `rope` channels of x [T, H, D] in place. On its own: beside the sums of a whole row of
     heads it would take registers that are not there."""
@@ -111,7 +111,7 @@ def _turn_kernel(x, cos, sin, count, width, heads, rope, R: tl.constexpr, W: tl.
     tl.store(at, value.to(x.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def _ends_kernel(rows, ends, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """ends[t]: the place after the last row listed for token t."""
     token = tl.program_id(0).to(tl.int64)
@@ -123,7 +123,7 @@ def _ends_kernel(rows, ends, width, BLOCK: tl.constexpr):  # type: ignore[no-unt
     tl.store(ends + token, tl.max(end, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _decode_kernel(data, rest, scales, out, width, nope, rest_row, scale_row, item, count,  # type: ignore[no-untyped-def]
                    B: tl.constexpr, W: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)

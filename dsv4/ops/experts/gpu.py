@@ -43,7 +43,9 @@ def routed(
     rank = (before | ((ids.unsqueeze(1) == ids.unsqueeze(2)) & earlier)).sum(2)
     places = (torch.arange(tokens, device=ids.device).unsqueeze(1) * k + rank).flatten()[order]
     count = experts.w13.count if hasattr(experts, "w13") else len(experts)
-    counts = torch.bincount(chosen, minlength=count).tolist()
+    # Not bincount, which waits for the GPU once more.
+    zeros = torch.zeros(count, dtype=torch.long, device=ids.device)
+    counts = zeros.scatter_add_(0, chosen, torch.ones_like(chosen)).tolist()
     y = x.new_empty(tokens * k, x.shape[1])
     _run(
         *(x, y, experts, counts, (order // k).int(), places.int(), weights.flatten()[order]),

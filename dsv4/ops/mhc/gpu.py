@@ -16,7 +16,7 @@ _TOKENS = 64  # of a program that finishes mixes
 _CHANNELS = 1024  # of a program that adds streams up
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _mixes_kernel(streams, fn, partial, squares, count, depth, mixes, row, stream,  # type: ignore[no-untyped-def]
                   N: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, M: tl.constexpr):  # fmt: skip
     """partial[t, n] = streams[t, n] times its rows of fn [N*D, M]; squares[t, n]: its sum of squares."""
@@ -64,7 +64,7 @@ def _sigmoid(x):  # type: ignore[no-untyped-def]
     return tl.div_rn(tl.zeros_like(x) + 1.0, 1.0 + tl.exp(-x))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _finish_kernel(partial, squares, scale, base, into, gate, comb, count, mixes, share, norm_eps, eps,  # type: ignore[no-untyped-def]
                    iters, IS_HEAD: tl.constexpr, R: tl.constexpr, N: tl.constexpr):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
