@@ -117,7 +117,7 @@ def test_routed(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) 
     near(got, want, dtype, f"routed {kind}", ulps=4)
     if kind == "nvfp4":
         assert torch.equal(experts_gpu.routed(*to(x, ids, weights), e.tuples, 1.5, "a16"), got)
-    for t in (0, 17):
+    for t in (0, 17) if IS_GPU else (0,):
         alone = experts_gpu.routed(*to(x[t : t + 1], ids[t : t + 1], weights[t : t + 1]), e.bank, 1.5, "a16")
         assert torch.equal(alone[0], got[t]), f"token {t} depends on its company"
 

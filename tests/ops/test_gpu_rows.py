@@ -72,7 +72,7 @@ def hostile(count: int, width: int) -> Tensor:
 
 
 @DTYPES
-@pytest.mark.parametrize(("width", "rope"), [(128, 64), (80, 16), (96, 64), (512, 64)])
+@pytest.mark.parametrize(("width", "rope"), [(80, 16), (96, 64), (512, 64)])
 def test_stored_rows_are_the_codecs_bits(width: int, rope: int, dtype: torch.dtype) -> None:
     x = hostile(24, width).to(dtype)
     want, got = encode_kv(x, rope, Format.KV8), qkv_gpu.store(*to(x), rope, Format.KV8, True)
