@@ -2,6 +2,7 @@
 
 import ctypes
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from dsv4.kernels.build import call, pointer
 from dsv4.kernels.tiles import CODE, ROWS, SLICE, Tiled
 
-WARPS, MAX_SEGMENTS, COLUMNS, FLOAT_COLUMNS = 8, 16, 8, 2
+WARPS, MAX_SLICES, MAX_SEGMENTS, COLUMNS, FLOAT_COLUMNS = 16, 8, 16, 8, 2
 
 
 class _Segment(ctypes.Structure):
@@ -71,7 +72,7 @@ class Tasks:
 
 def splits(k: int) -> int:
     """Into how many separately stored sums a product over K columns is cut."""
-    return -(--(-k // SLICE) // WARPS)
+    return -(--(-k // SLICE) // MAX_SLICES)
 
 
 class MatVec:
@@ -100,7 +101,7 @@ class MatVec:
             params.segments[i] = segment
         columns = FLOAT_COLUMNS if self.is_float else COLUMNS
         if blocks is None:
-            blocks = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+            blocks = torch.cuda.get_device_properties(device).multi_processor_count
         work = _share([s for s, _ in segments], rows, columns, tasks, blocks)
         self.work = torch.tensor(work, dtype=torch.int32, device=device)
         params.work = self.work.data_ptr()
@@ -168,15 +169,16 @@ def _share(
         steps = -(-s.units // groups)  # of `groups` units each
         cuts = [steps * i // runs * groups for i in range(runs)] + [s.units]
         for task in range(repeats[index]):
-            out += [
-                (index, a, b - a, task) for a, b in zip(cuts[:-1], cuts[1:], strict=True) if b > a
-            ]
+            out += [(index, a, b - a, task) for a, b in pairwise(cuts) if b > a]
     return out
 
 
 def unpack(weight: Tiled, out: Tensor) -> None:
-    """The values without their factor, row-major: out [count * halves * N, K] BF16 or float32, w1 before w3."""
-    assert out.is_contiguous() and out.numel() == weight.count * weight.halves * weight.shape[0] * weight.shape[1]
+    """The values without factor, row-major: out [count * halves * N, K] BF16 or float32, w1 before w3."""
+    assert (
+        out.is_contiguous()
+        and out.numel() == weight.count * weight.halves * weight.shape[0] * weight.shape[1]
+    )
     assert weight.data.is_contiguous() and weight.scale.is_contiguous()
     segment = _segment(weight)
     is_float = int(out.dtype == torch.float32)

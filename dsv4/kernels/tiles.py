@@ -65,6 +65,14 @@ class Tiled:
         )
 
 
+@dataclass(frozen=True)
+class Bank:
+    """All experts of a layer (or the shared one alone): gate and up in pairs, and down."""
+
+    w13: Tiled
+    w2: Tiled
+
+
 def empty(
     format: Format, shape: tuple[int, int], count: int, halves: int, device: str | torch.device
 ) -> Tiled:
@@ -152,3 +160,4 @@ def _scales(weight: QuantTensor, units: int, slices: int) -> tuple[Tensor, bool]
     # unit, half, g, slice, t (the lane that keeps it), which of its two loads, block of that load
     parts = codes.view(units, 2, 8, slices, 4, 2, 64 // block)
     return parts.permute(0, 3, 2, 4, 5, 1, 6).contiguous().view(units, slices, -1), True
+
