@@ -25,7 +25,7 @@ from dsv4.kernels.numbers import (
 )
 from dsv4.quant.formats import Format, QuantTensor
 
-BLOCK = 8  # older rows of a block that are pooled at a time
+MAX_BLOCK = 16  # older rows of a block that are pooled at a time: 8 KB of values and of scores each
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,10 @@ def _pool(values_ptr, scores_ptr, values_step, scores_step, ape_ptr, tail_values
     values, scores = values_ptr + row * values_step, scores_ptr + row * scores_step
     if OVERLAP:
         # The first half: what the row means to the next block.
-        v = tl.load(values + c, mask=inside, other=0.0)
-        s = tl.load(scores + c, mask=inside, other=0.0) + tl.load(bias + c, mask=inside, other=0.0)
-        tl.store(tail_values_ptr + at + c, v, mask=inside)
-        tl.store(tail_scores_ptr + at + c, s, mask=inside)
+        value = tl.load(values + c, mask=inside, other=0.0)
+        score = tl.load(scores + c, mask=inside, other=0.0) + tl.load(bias + c, mask=inside, other=0.0)
+        tl.store(tail_values_ptr + at + c, value, mask=inside)
+        tl.store(tail_scores_ptr + at + c, score, mask=inside)
     own = c + D * OVERLAP
     total = tl.load(values + own, mask=inside, other=0.0)
     top = tl.load(scores + own, mask=inside, other=0.0) + tl.load(bias + own, mask=inside, other=0.0)
@@ -99,6 +99,34 @@ def _entry_row(page_table_ptr, slot, pos, pages, RATIO: tl.constexpr, PAGE: tl.c
 
 
 @triton.jit
+def _low(x_ptr, weight_ptr, out_ptr, eps, D: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    act: tl.constexpr = out_ptr.dtype.element_ty
+    c = tl.arange(0, SIZE)
+    x = rounded(tl.load(x_ptr + c, mask=c < D, other=0.0).to(tl.float32), act)
+    tl.store(out_ptr + c, norm(x, weight_ptr, eps, D, SIZE, act).to(act), mask=c < D)
+
+
+@triton.jit
+def _entry(x, weight_ptr, data_ptr, rope_ptr, scale_ptr, row, cos_ptr, sin_ptr, pos, eps, D: tl.constexpr,
+           SIZE: tl.constexpr, ROPE: tl.constexpr, ROW: tl.constexpr, ROPE_ROW: tl.constexpr,
+           SCALES: tl.constexpr, ACT: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    """x [SIZE] -> a KV8 row: qkv.entries, then qkv.store."""
+    x = norm(rounded(x, ACT), weight_ptr, eps, D, SIZE, ACT)
+    x = rotate(x, cos_ptr, sin_ptr, pos, 1.0, D - ROPE, ROPE // 2, SIZE, ACT)
+    put_kv8(x, data_ptr, rope_ptr, scale_ptr, row, D - ROPE, ROPE, ROW, ROPE_ROW, SCALES, SIZE, ACT)
+
+
+@triton.jit
+def _raw(x_ptr, weight_ptr, data_ptr, rope_ptr, scale_ptr, row, cos_ptr, sin_ptr, pos, eps, D: tl.constexpr,
+         SIZE: tl.constexpr, ROPE: tl.constexpr, ROW: tl.constexpr, ROPE_ROW: tl.constexpr,
+         SCALES: tl.constexpr, ACT: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    c = tl.arange(0, SIZE)
+    x = tl.load(x_ptr + c, mask=c < D, other=0.0).to(tl.float32)
+    _entry(x, weight_ptr, data_ptr, rope_ptr, scale_ptr, row, cos_ptr, sin_ptr, pos, eps,
+           D, SIZE, ROPE, ROW, ROPE_ROW, SCALES, ACT)  # fmt: skip
+
+
+@triton.jit
 def _prepare_kernel(
         q_ptr, q_step, q_norm_ptr, q_out_ptr, kv_ptr, kv_step, kv_norm_ptr, ring_ptr, ring_rope_ptr,
         ring_scale_ptr, cos_ptr, sin_ptr, slots_ptr, positions_ptr, eps, page_table_ptr, pages,
@@ -114,41 +142,31 @@ def _prepare_kernel(
     act: tl.constexpr = q_out_ptr.dtype.element_ty
     role = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    pos, slot = tl.load(positions_ptr + row), tl.load(slots_ptr + row)
+    pos, slot = tl.load(positions_ptr + row).to(tl.int32), tl.load(slots_ptr + row)
     if role == 0:
-        c = tl.arange(0, RQ_SIZE)
-        x = tl.load(q_ptr + row * q_step + c, mask=c < RQ, other=0.0).to(tl.float32)
-        x = norm(rounded(x, act), q_norm_ptr, eps, RQ, RQ_SIZE, act)
-        tl.store(q_out_ptr + row * RQ + c, x.to(act), mask=c < RQ)
+        _low(q_ptr + row * q_step, q_norm_ptr, q_out_ptr + row * RQ, eps, RQ, RQ_SIZE)
     elif pos >= 0:
-        nope: tl.constexpr = D - ROPE
         if role == 1:
-            c = tl.arange(0, SIZE)
-            x = tl.load(kv_ptr + row * kv_step + c, mask=c < D, other=0.0).to(tl.float32)
-            x = norm(rounded(x, act), kv_norm_ptr, eps, D, SIZE, act)
-            x = rotate(x, cos_ptr, sin_ptr, pos, 1.0, nope, ROPE // 2, SIZE, act)
-            put_kv8(x, ring_ptr, ring_rope_ptr, ring_scale_ptr, slot * RING + pos % RING,
-                    nope, ROPE, ROW, ROPE_ROW, SCALES, SIZE, act)  # fmt: skip
+            _raw(kv_ptr + row * kv_step, kv_norm_ptr, ring_ptr, ring_rope_ptr, ring_scale_ptr,
+                 slot * RING + pos % RING, cos_ptr, sin_ptr, pos, eps, D, SIZE, ROPE, ROW, ROPE_ROW, SCALES,
+                 act)  # fmt: skip
         elif role == 2:
             if RATIO > 0:
                 x = _pool(values_ptr, scores_ptr, values_step, scores_step, ape_ptr, tail_values_ptr,
                           tail_scores_ptr, row, slot, pos, RATIO, OVERLAP, TAIL, D, SIZE, BLOCK)  # fmt: skip
                 if (pos + 1) % RATIO == 0:
-                    x = norm(rounded(x, act), norm_ptr, eps, D, SIZE, act)
-                    x = rotate(x, cos_ptr, sin_ptr, pos + 1 - RATIO, 1.0, nope, ROPE // 2, SIZE, act)
                     entry = _entry_row(page_table_ptr, slot, pos, pages, RATIO, PAGE)
-                    put_kv8(x, out_ptr, out_rope_ptr, out_scale_ptr, entry,
-                            nope, ROPE, ROW, ROPE_ROW, SCALES, SIZE, act)  # fmt: skip
-        else:  # noqa: PLR5501
-            if DI > 0:
-                x = _pool(ivalues_ptr, iscores_ptr, ivalues_step, iscores_step, iape_ptr, itail_values_ptr,
-                          itail_scores_ptr, row, slot, pos, RATIO, OVERLAP, ITAIL, DI, DI, BLOCK)  # fmt: skip
-                if (pos + 1) % RATIO == 0:
-                    x = norm(rounded(x, act), inorm_ptr, eps, DI, DI, act)
-                    x = rotate(x, cos_ptr, sin_ptr, pos + 1 - RATIO, 1.0, DI - ROPE, ROPE // 2, DI, act)
-                    x = hadamard(x, DI, STEPS, act)
-                    entry = _entry_row(page_table_ptr, slot, pos, pages, RATIO, PAGE)
-                    put_mxfp4(x, iout_ptr, iout_scale_ptr, entry, DI)
+                    _entry(x, norm_ptr, out_ptr, out_rope_ptr, out_scale_ptr, entry, cos_ptr, sin_ptr,
+                           pos + 1 - RATIO, eps, D, SIZE, ROPE, ROW, ROPE_ROW, SCALES, act)  # fmt: skip
+        elif DI > 0:
+            y = _pool(ivalues_ptr, iscores_ptr, ivalues_step, iscores_step, iape_ptr, itail_values_ptr,
+                      itail_scores_ptr, row, slot, pos, RATIO, OVERLAP, ITAIL, DI, DI, BLOCK)  # fmt: skip
+            if (pos + 1) % RATIO == 0:
+                y = norm(rounded(y, act), inorm_ptr, eps, DI, DI, act)
+                y = rotate(y, cos_ptr, sin_ptr, pos + 1 - RATIO, 1.0, DI - ROPE, ROPE // 2, DI, act)
+                y = hadamard(y, DI, STEPS, act)
+                place = _entry_row(page_table_ptr, slot, pos, pages, RATIO, PAGE)
+                put_mxfp4(y, iout_ptr, iout_scale_ptr, place, DI)
 
 
 def rope_part(rows: QuantTensor, act: torch.dtype) -> Tensor:
@@ -199,6 +217,7 @@ def prepare(
     assert q_low.stride(1) == kv.stride(1) == 1 and q_low_out.is_contiguous(), "rows must be contiguous"
     assert (ratio > 0) == (entries is not None) and (entries is not None or keys is None)
     assert ring.scale is not None and cos.shape[1] * 2 == rope, (cos.shape, rope)
+    m = 1 if entries is None else entries.values.shape[1] // d
     di = 0 if keys is None else keys.norm.shape[0]
     assert di == 0 or (di >= max(32, rope) and di & (di - 1) == 0), f"index keys of {di} channels"
     if rows:
@@ -212,10 +231,11 @@ def prepare(
             **{"D": d, "SIZE": max(64, triton.next_power_of_2(d)), "ROPE": rope},
             **{"ROW": ring.data.shape[1], "ROPE_ROW": ring.data.shape[1] // act.itemsize},
             **{"SCALES": ring.scale.shape[1], "RING": ring_rows, "RATIO": ratio},
-            **{"OVERLAP": int(entries is not None and entries.values.shape[1] == 2 * d)},
+            **{"OVERLAP": m - 1},
             **{"PAGE": page_entries, "TAIL": 0 if entries is None else entries.tail_values.shape[1]},
             **{"DI": di, "STEPS": max(di.bit_length() - 1, 0)},
-            **{"ITAIL": 0 if keys is None else keys.tail_values.shape[1], "BLOCK": BLOCK},
+            **{"ITAIL": 0 if keys is None else keys.tail_values.shape[1]},
+            **{"BLOCK": min(MAX_BLOCK, triton.next_power_of_2(max(1, ratio * m - 1)))},
             num_warps=8,
         )
 
@@ -235,13 +255,12 @@ def _queries_kernel(q_ptr, iq_ptr, cos_ptr, sin_ptr, positions_ptr, eps, H: tl.c
         x = norm(x, None, eps, D, SIZE, act)
         x = rotate(x, cos_ptr, sin_ptr, pos, 1.0, D - 2 * HALF, HALF, SIZE, act)
         tl.store(q, x.to(act), mask=c < D)
-    else:  # noqa: PLR5501
-        if HI > 0:
-            q = iq_ptr + (row * HI + head - H) * DI + tl.arange(0, DI)
-            x = rotate(tl.load(q).to(tl.float32), cos_ptr, sin_ptr, pos, 1.0, DI - 2 * HALF, HALF, DI, act)
-            codes, scale = mxfp4_blocks(hadamard(x, DI, STEPS, act), DI)
-            x = tl.reshape(e2m1_decode(codes) * power(scale)[:, None], (DI,))
-            tl.store(q, to_act(x, act))
+    elif HI > 0:
+        iq = iq_ptr + (row * HI + head - H) * DI + tl.arange(0, DI)
+        y = rotate(tl.load(iq).to(tl.float32), cos_ptr, sin_ptr, pos, 1.0, DI - 2 * HALF, HALF, DI, act)
+        codes, scale = mxfp4_blocks(hadamard(y, DI, STEPS, act), DI)
+        y = tl.reshape(e2m1_decode(codes) * power(scale)[:, None], (DI,))
+        tl.store(iq, to_act(y, act))
 
 
 def queries(q: Tensor, iq: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor, eps: float) -> None:

@@ -1,11 +1,15 @@
 """What the tests of the decode step's kernels share: where they run, inputs, and how close is close."""
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+
+from dsv4.quant.codec import decode
+from dsv4.quant.formats import QuantTensor
 
 # Triton decides at import whether its functions are interpreted, so that happens in a process of its own,
 # started by test_step_interpreted. The same tests run on a GPU where there is one.
@@ -64,3 +68,33 @@ def _let_loops_run_to_tensors() -> None:
 
 if IS_INTERPRETED:
     _let_loops_run_to_tensors()
+
+
+def moved(q: QuantTensor) -> QuantTensor:
+    """A copy of a store where the kernels run."""
+    assert q.scale is not None
+    return replace(q, data=there(q.data), scale=there(q.scale))
+
+
+def check_rows(got: QuantTensor, want: QuantTensor, touched: list[int], what: str) -> None:
+    """Stored rows: all but the touched ones bit for bit; of those few values may lie one code further.
+
+    A value that lay at a tie can round the other way, after sums in another order.
+    """
+    data, scale = got.data.cpu(), got.scale.cpu()  # type: ignore[union-attr]
+    assert want.scale is not None
+    rest = torch.ones(len(data), dtype=torch.bool)
+    rest[touched] = False
+    assert torch.equal(data[rest], want.data[rest]), f"{what}: a row that is not this step's was written"
+    assert torch.equal(scale, want.scale), f"{what}: other scales"
+    a, b = decode(replace(got, data=data, scale=scale))[touched], decode(want)[touched]
+    # One step of E2M1 is at most half of its value (2 to 3), or half the block's scale below 1.
+    assert not a.numel() or bool(((a - b).abs() <= 0.51 * b.abs() + 0.1 * b.abs().max()).all()), what
+    nope = want.shape[1] - want.rope_dim
+    if a.numel():
+        assert float((a != b)[:, :nope].float().mean()) <= 0.02, f"{what}: too many values differ"
+    if want.rope_dim:
+        itemsize = (data.shape[1] - nope) // want.rope_dim
+        ulp = 2.0**-7 if itemsize == 2 else 2.0**-20
+        # Of the row's largest: a rotation can cancel.
+        assert bool(((a - b).abs() <= ulp * b.abs().amax(1, keepdim=True))[:, nope:].all()), what
