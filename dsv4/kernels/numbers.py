@@ -46,11 +46,11 @@ def norm(x, weight_ptr, eps, D: tl.constexpr, SIZE: tl.constexpr, ACT: tl.conste
 
 
 @triton.jit
-def rotate(x, cos_ptr, sin_ptr, position, sign,
-           START: tl.constexpr, HALF: tl.constexpr, SIZE: tl.constexpr, ACT: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
-    """ops._exact.rotate of x [SIZE], act values: pairs from channel START on; tables [positions, HALF]."""
+def rotate(x, cos_ptr, sin_ptr, position, sign, start, HALF: tl.constexpr, SIZE: tl.constexpr,
+           ACT: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    """ops._exact.rotate of x [SIZE], act values: HALF pairs from channel `start` on, which may lie outside."""
     a, b = tl.split(tl.reshape(x, (SIZE // 2, 2)))
-    pair = tl.arange(0, SIZE // 2) - START // 2
+    pair = tl.arange(0, SIZE // 2) - start // 2
     turns = (pair >= 0) & (pair < HALF)
     at = position.to(tl.int64) * HALF + pair
     cos = tl.load(cos_ptr + at, mask=turns, other=1.0)
