@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from step_support import DTYPES, blank, check, on_gpu, rand, runs, there
+from step_support import DTYPES, IS_GPU, blank, check, on_gpu, rand, runs, there
 from torch import Tensor
 
 from dsv4.ops.linear import ref as linear
@@ -13,9 +13,10 @@ from dsv4.quant.formats import Format, QuantTensor
 mhc = pytest.importorskip("dsv4.kernels.mhc", reason="Triton is not installed")
 pytestmark = runs
 N, M = 4, 24
-EPS, HC_EPS, ITERS = 1e-6, 1e-6, 20
+EPS, HC_EPS = 1e-6, 1e-6
+ITERS = 20 if IS_GPU else 3  # the interpreter takes a while for each
 # Rows, channels, parts of the output: odd sizes, more rows than programs along T, and V4-Flash.
-SIZES = [(1, 96, 1), (3, 40, 2), (11, 33, 3), pytest.param(5, 4096, 4, marks=on_gpu)]
+SIZES = [(1, 96, 1), (3, 40, 2), (9, 33, 3), pytest.param(5, 4096, 4, marks=on_gpu)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -43,7 +44,8 @@ def test_site(rows: int, d: int, parts: int, dtype: torch.dtype) -> None:
     fn, base, scale = site(d, M)
     new = ref.post(y.sum(1).to(dtype), streams, gate, comb)
 
-    for given, want_streams in ((y, new), (None, streams), (y.to(dtype), None)):
+    cases = [(y, new), (None, streams), (y.to(dtype), None)]
+    for given, want_streams in cases[: None if rows < 9 else 1]:
         held, partial = there(streams), blank(rows, mhc.num_chunks(d), mhc.WIDTH)
         g, c = there(gate), there(comb)
         mhc.mix_open(None if given is None else there(given), g, c, held, there(fn), partial)
@@ -85,7 +87,7 @@ def test_extreme_logits() -> None:
     held, partial = there(streams), blank(2, mhc.num_chunks(64), mhc.WIDTH)
     x, g, c = blank(2, 64), blank(2, N), blank(2, N, N)
     mhc.mix_open(None, None, None, held, there(fn), partial)
-    mhc.mix_close(*(partial, there(base), there(scale), held, there(weight), x, g, c, EPS, HC_EPS, ITERS))
-    want = ref.pre(streams, fn.t().contiguous(), base, scale, EPS, HC_EPS, ITERS)
+    mhc.mix_close(*(partial, there(base), there(scale), held, there(weight), x, g, c, EPS, HC_EPS, 20))
+    want = ref.pre(streams, fn.t().contiguous(), base, scale, EPS, HC_EPS, 20)
     check(g, want[1], "gate", ulps=64, share=1e-5)
     check(c, want[2], "comb", ulps=64, share=2e-5)
