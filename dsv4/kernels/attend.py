@@ -30,9 +30,9 @@ def num_chunks(act: torch.dtype, window: int, max_entries: int) -> int:
 
 
 @triton.jit
-def _decode(data_ptr, rope_ptr, scale_ptr, row, seen, NOPE: tl.constexpr, SIZE: tl.constexpr,
+def _decode(data_ptr, rope_ptr, scale_ptr, row, seen, NOPE: tl.constexpr, SIZE: tl.constexpr,  # type: ignore[no-untyped-def]
             ROPE: tl.constexpr, ROPE_SIZE: tl.constexpr, ROW: tl.constexpr, ROPE_ROW: tl.constexpr,
-            SCALES: tl.constexpr, KEYS: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+            SCALES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
     """KV8 rows [KEYS] -> [KEYS, SIZE] and rotary [KEYS, ROPE_SIZE] in the compute type, zero where unseen."""
     act: tl.constexpr = rope_ptr.dtype.element_ty
     block = tl.arange(0, SIZE // 64)
@@ -50,13 +50,13 @@ def _decode(data_ptr, rope_ptr, scale_ptr, row, seen, NOPE: tl.constexpr, SIZE: 
 
 
 @triton.jit
-def _attend_kernel(
+def _attend_kernel(  # type: ignore[no-untyped-def]
         q_ptr, ring_ptr, ring_rope_ptr, ring_scale_ptr, entries_ptr, entries_rope_ptr, entries_scale_ptr,
         rows_ptr, num_rows, page_table_ptr, pages, slots_ptr, positions_ptr, part_o_ptr, part_ml_ptr, factor,
         H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr,
         ROPE_SIZE: tl.constexpr, ROW: tl.constexpr, ROPE_ROW: tl.constexpr, SCALES: tl.constexpr,
         RING: tl.constexpr, WINDOW: tl.constexpr, RATIO: tl.constexpr, PAGE: tl.constexpr,
-        KEYS: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+        KEYS: tl.constexpr):  # fmt: skip
     act: tl.constexpr = q_ptr.dtype.element_ty
     near: tl.constexpr = (WINDOW + KEYS - 1) // KEYS
     nope: tl.constexpr = D - ROPE
@@ -159,9 +159,9 @@ def attend(
 
 
 @triton.jit
-def _combine_kernel(part_o_ptr, part_ml_ptr, sinks_ptr, cos_ptr, sin_ptr, positions_ptr, out_ptr, chunks,
+def _combine_kernel(part_o_ptr, part_ml_ptr, sinks_ptr, cos_ptr, sin_ptr, positions_ptr, out_ptr, chunks,  # type: ignore[no-untyped-def]
                     H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, CP: tl.constexpr,
-                    BLOCK: tl.constexpr, MERGED: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+                    BLOCK: tl.constexpr, MERGED: tl.constexpr):  # fmt: skip
     act: tl.constexpr = out_ptr.dtype.element_ty
     first, head = tl.program_id(0) * BLOCK, tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)

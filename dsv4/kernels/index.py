@@ -44,10 +44,10 @@ def _half(bits, SHIFT: tl.constexpr, unit, BLOCK: tl.constexpr, DI: tl.constexpr
 
 
 @triton.jit
-def _scores_kernel(iq_ptr, weights_ptr, data_ptr, scale_ptr, page_table_ptr, slots_ptr, positions_ptr, out_ptr,
-                   pages, cap, factor, RATIO: tl.constexpr, PAGE: tl.constexpr, HI: tl.constexpr,
+def _scores_kernel(iq_ptr, weights_ptr, data_ptr, scale_ptr, page_table_ptr, slots_ptr, positions_ptr,  # type: ignore[no-untyped-def]
+                   out_ptr, pages, cap, factor, RATIO: tl.constexpr, PAGE: tl.constexpr, HI: tl.constexpr,
                    HEADS: tl.constexpr, DI: tl.constexpr, BLOCK: tl.constexpr,
-                   LIFT: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+                   LIFT: tl.constexpr):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     count = (tl.load(positions_ptr + row).to(tl.int32) + 1) // RATIO
     block, step = tl.program_id(0), tl.num_programs(0)

@@ -21,8 +21,8 @@ def num_chunks(hidden_size: int) -> int:
 
 
 @triton.jit
-def _embed_kernel(ids_ptr, table_ptr, out_ptr, D: tl.constexpr, N: tl.constexpr,
-                  BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _embed_kernel(ids_ptr, table_ptr, out_ptr, D: tl.constexpr, N: tl.constexpr,  # type: ignore[no-untyped-def]
+                  BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(table_ptr + tl.load(ids_ptr + row) * D + c, mask=c < D, other=0.0).to(tl.float32)
@@ -39,10 +39,11 @@ def embed(ids: Tensor, table: Tensor, streams: Tensor) -> None:
         _embed_kernel[(triton.cdiv(d, 1024), rows)](ids, table, streams, D=d, N=n, BLOCK=1024)
 
 
-@triton.jit
-def _open_kernel(y_ptr, gate_ptr, comb_ptr, streams_ptr, fn_ptr, partial_ptr, rows, D: tl.constexpr,
+# One kernel for every T: a row's result must not depend on it.
+@triton.jit(do_not_specialize=["rows"])
+def _open_kernel(y_ptr, gate_ptr, comb_ptr, streams_ptr, fn_ptr, partial_ptr, rows, D: tl.constexpr,  # type: ignore[no-untyped-def]
                  N: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
-                 CHUNK: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+                 CHUNK: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
     act: tl.constexpr = streams_ptr.dtype.element_ty
     chunk = tl.program_id(0)
     c = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -90,7 +91,8 @@ def mix_open(
     mixes = fn.shape[0]
     assert n == STREAMS and mixes < WIDTH and fn.shape[1] == n * d, (streams.shape, fn.shape)
     assert partial.shape == (rows, num_chunks(d), WIDTH), partial.shape
-    assert y is None or (gate is not None and comb is not None and y.shape[::2] == (rows, d))
+    assert y is None or (gate is not None and comb is not None and y.shape[::2] == (rows, d)), y.shape
+    assert streams.is_contiguous() and fn.is_contiguous() and (y is None or y.is_contiguous())
     if rows:
         _open_kernel[(num_chunks(d), min(rows, MAX_ROWS))](
             *(y, gate, comb, streams, fn, partial, rows),
@@ -164,10 +166,10 @@ def _sinkhorn(logits, out_ptr, eps, ITERS: tl.constexpr, WIDTH: tl.constexpr):  
 
 
 @triton.jit
-def _close_kernel(partial_ptr, base_ptr, scale_ptr, streams_ptr, weight_ptr, x_ptr, gate_ptr, comb_ptr,
+def _close_kernel(partial_ptr, base_ptr, scale_ptr, streams_ptr, weight_ptr, x_ptr, gate_ptr, comb_ptr,  # type: ignore[no-untyped-def]
                   norm_eps, hc_eps, D: tl.constexpr, N: tl.constexpr, M: tl.constexpr, C: tl.constexpr,
                   CP: tl.constexpr, SIZE: tl.constexpr, ITERS: tl.constexpr,
-                  WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+                  WIDTH: tl.constexpr):  # fmt: skip
     act: tl.constexpr = x_ptr.dtype.element_ty
     row = tl.program_id(1).to(tl.int64)
     k, chunk = tl.arange(0, WIDTH), tl.arange(0, CP)

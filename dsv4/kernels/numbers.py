@@ -14,7 +14,7 @@ F32_MAX: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 @triton.jit
 def to_act(x, ACT: tl.constexpr):  # type: ignore[no-untyped-def]
     """float32 -> the compute type, nearest even."""
-    if INTERPRETED and ACT == tl.bfloat16:
+    if INTERPRETED and tl.bfloat16 == ACT:
         bits = x.to(tl.uint32, bitcast=True)
         bits = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16
         x = bits.to(tl.float32, bitcast=True)
@@ -46,9 +46,9 @@ def norm(x, weight_ptr, eps, D: tl.constexpr, SIZE: tl.constexpr, ACT: tl.conste
 
 
 @triton.jit
-def rotate(x, cos_ptr, sin_ptr, position, sign, start, HALF: tl.constexpr, SIZE: tl.constexpr,
-           ACT: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
-    """ops._exact.rotate of x [SIZE], act values: HALF pairs from channel `start` on, which may lie outside."""
+def rotate(x, cos_ptr, sin_ptr, position, sign, start, HALF: tl.constexpr, SIZE: tl.constexpr,  # type: ignore[no-untyped-def]
+           ACT: tl.constexpr):  # fmt: skip
+    """ops._exact.rotate of x [SIZE], act values: HALF pairs from channel `start`, which may lie outside."""
     a, b = tl.split(tl.reshape(x, (SIZE // 2, 2)))
     pair = tl.arange(0, SIZE // 2) - start // 2
     turns = (pair >= 0) & (pair < HALF)
@@ -130,10 +130,10 @@ def mxfp4_blocks(x, D: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def put_kv8(x, data_ptr, rope_ptr, scale_ptr, row, NOPE: tl.constexpr, ROPE: tl.constexpr,
+def put_kv8(x, data_ptr, rope_ptr, scale_ptr, row, NOPE: tl.constexpr, ROPE: tl.constexpr,  # type: ignore[no-untyped-def]
             ROW: tl.constexpr, ROPE_ROW: tl.constexpr, SCALES: tl.constexpr, SIZE: tl.constexpr,
-            ACT: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
-    """codec.encode_kv of x [SIZE], act values, into one row of a KV8 store; ROW counts bytes, ROPE_ROW acts."""
+            ACT: tl.constexpr):  # fmt: skip
+    """codec.encode_kv of x [SIZE], act values, into a row of a KV8 store; ROW counts bytes, ROPE_ROW acts."""
     c = tl.arange(0, SIZE)
     blocks = tl.reshape(tl.where(c < NOPE, finite(x), 0.0), (SIZE // 64, 64))
     top = tl.maximum(tl.max(tl.abs(blocks), 1), 1e-4)

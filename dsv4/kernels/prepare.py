@@ -46,9 +46,9 @@ class Pooling:
 
 
 @triton.jit
-def _pool(values_ptr, scores_ptr, values_step, scores_step, ape_ptr, tail_values_ptr, tail_scores_ptr, row,
+def _pool(values_ptr, scores_ptr, values_step, scores_step, ape_ptr, tail_values_ptr, tail_scores_ptr, row,  # type: ignore[no-untyped-def]
           slot, pos, RATIO: tl.constexpr, OVERLAP: tl.constexpr, TAIL: tl.constexpr, D: tl.constexpr,
-          SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+          SIZE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Keep the token's row in the tail; where it ends a block, -> pooled [SIZE], else anything.
 
     A running softmax from the token back to the oldest row, BLOCK rows at a time.
@@ -107,9 +107,9 @@ def _low(x_ptr, weight_ptr, out_ptr, eps, D: tl.constexpr, SIZE: tl.constexpr): 
 
 
 @triton.jit
-def _entry(x, weight_ptr, data_ptr, rope_ptr, scale_ptr, row, cos_ptr, sin_ptr, pos, eps, D: tl.constexpr,
+def _entry(x, weight_ptr, data_ptr, rope_ptr, scale_ptr, row, cos_ptr, sin_ptr, pos, eps, D: tl.constexpr,  # type: ignore[no-untyped-def]
            SIZE: tl.constexpr, ROPE: tl.constexpr, ROW: tl.constexpr, ROPE_ROW: tl.constexpr,
-           SCALES: tl.constexpr, ACT: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+           SCALES: tl.constexpr, ACT: tl.constexpr):  # fmt: skip
     """x [SIZE] -> a KV8 row: qkv.entries, then qkv.store."""
     x = norm(rounded(x, ACT), weight_ptr, eps, D, SIZE, ACT)
     x = rotate(x, cos_ptr, sin_ptr, pos, 1.0, D - ROPE, ROPE // 2, SIZE, ACT)
@@ -117,9 +117,9 @@ def _entry(x, weight_ptr, data_ptr, rope_ptr, scale_ptr, row, cos_ptr, sin_ptr, 
 
 
 @triton.jit
-def _raw(x_ptr, weight_ptr, data_ptr, rope_ptr, scale_ptr, row, cos_ptr, sin_ptr, pos, eps, D: tl.constexpr,
+def _raw(x_ptr, weight_ptr, data_ptr, rope_ptr, scale_ptr, row, cos_ptr, sin_ptr, pos, eps, D: tl.constexpr,  # type: ignore[no-untyped-def]
          SIZE: tl.constexpr, ROPE: tl.constexpr, ROW: tl.constexpr, ROPE_ROW: tl.constexpr,
-         SCALES: tl.constexpr, ACT: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+         SCALES: tl.constexpr, ACT: tl.constexpr):  # fmt: skip
     c = tl.arange(0, SIZE)
     x = tl.load(x_ptr + c, mask=c < D, other=0.0).to(tl.float32)
     _entry(x, weight_ptr, data_ptr, rope_ptr, scale_ptr, row, cos_ptr, sin_ptr, pos, eps,
@@ -127,7 +127,7 @@ def _raw(x_ptr, weight_ptr, data_ptr, rope_ptr, scale_ptr, row, cos_ptr, sin_ptr
 
 
 @triton.jit
-def _prepare_kernel(
+def _prepare_kernel(  # type: ignore[no-untyped-def]
         q_ptr, q_step, q_norm_ptr, q_out_ptr, kv_ptr, kv_step, kv_norm_ptr, ring_ptr, ring_rope_ptr,
         ring_scale_ptr, cos_ptr, sin_ptr, slots_ptr, positions_ptr, eps, page_table_ptr, pages,
         values_ptr, values_step, scores_ptr, scores_step, ape_ptr, tail_values_ptr, tail_scores_ptr,
@@ -138,7 +138,7 @@ def _prepare_kernel(
         ROW: tl.constexpr, ROPE_ROW: tl.constexpr, SCALES: tl.constexpr, RING: tl.constexpr,
         RATIO: tl.constexpr, OVERLAP: tl.constexpr, PAGE: tl.constexpr, TAIL: tl.constexpr,
         DI: tl.constexpr, STEPS: tl.constexpr, ITAIL: tl.constexpr,
-        BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+        BLOCK: tl.constexpr):  # fmt: skip
     act: tl.constexpr = q_out_ptr.dtype.element_ty
     role = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -241,9 +241,9 @@ def prepare(
 
 
 @triton.jit
-def _queries_kernel(q_ptr, iq_ptr, cos_ptr, sin_ptr, positions_ptr, eps, H: tl.constexpr, D: tl.constexpr,
+def _queries_kernel(q_ptr, iq_ptr, cos_ptr, sin_ptr, positions_ptr, eps, H: tl.constexpr, D: tl.constexpr,  # type: ignore[no-untyped-def]
                     SIZE: tl.constexpr, HI: tl.constexpr, DI: tl.constexpr, STEPS: tl.constexpr,
-                    HALF: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+                    HALF: tl.constexpr):  # fmt: skip
     act: tl.constexpr = q_ptr.dtype.element_ty
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Every kernel of the decode step compiles for sm_90 without a GPU: bfloat16 at Flash's sizes, float32 small."""
+"""Every kernel of the step compiles for sm_90 without a GPU: bfloat16 at Flash's sizes, float32 tiny."""
 
 from collections.abc import Callable
 from typing import Any

@@ -12,7 +12,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is the interpreted process")
 def test_all() -> None:
-    files = sorted(str(path) for path in Path(__file__).parent.glob("test_step_*.py") if path != Path(__file__))
+    files = sorted(
+        str(path) for path in Path(__file__).parent.glob("test_step_*.py") if path != Path(__file__)
+    )
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *files]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

@@ -43,9 +43,13 @@ def _hadamard_kernel(x_ptr, out_ptr, D: tl.constexpr, STEPS: tl.constexpr):
 
 def test_codes() -> None:
     """All midpoints between E4M3 and E2M1 values, the floats beside them, and random values of any size."""
-    table = torch.cat((codec.e4m3_decode(torch.arange(127, dtype=torch.uint8)), torch.tensor([5.0, 6.0, 7.0])))
+    table = torch.cat(
+        (codec.e4m3_decode(torch.arange(127, dtype=torch.uint8)), torch.tensor([5.0, 6.0, 7.0]))
+    )
     marks = table.sort().values
-    marks = torch.cat((marks, (marks[1:] + marks[:-1]) / 2, torch.tensor(codec._E2M1_LAST), 2.0 ** torch.arange(-20, 20)))
+    marks = torch.cat(
+        (marks, (marks[1:] + marks[:-1]) / 2, torch.tensor(codec._E2M1_LAST), 2.0 ** torch.arange(-20, 20))
+    )
     bits = marks.view(torch.int32)
     marks = torch.cat((marks, (bits + 1).view(torch.float32), (bits - 1).clamp(min=0).view(torch.float32)))
     rest = rand(SIZE - 2 * len(marks)) * 10.0 ** torch.linspace(-6, 6, SIZE - 2 * len(marks))

@@ -34,7 +34,10 @@ def noise(store: QuantTensor, seed: int) -> QuantTensor:
 
 
 def pooling(rows: int, d: int, ratio: int, m: int, out: QuantTensor, seed: int) -> kernels.Pooling:
-    wide, tail = rand(rows, 2 * m * d + 3, seed=seed) * 3, rand(SLOTS, ratio * m + SPARE, m * d, seed=seed + 1)
+    wide, tail = (
+        rand(rows, 2 * m * d + 3, seed=seed) * 3,
+        rand(SLOTS, ratio * m + SPARE, m * d, seed=seed + 1),
+    )
     return kernels.Pooling(
         *(wide[:, 1 : 1 + m * d], wide[:, 2 + m * d : 2 + 2 * m * d], rand(ratio, m * d, seed=seed + 2)),
         *(tail, tail.flip(0) * 3, rand(d, seed=seed + 3), out),
@@ -80,8 +83,8 @@ def test_prepare(
     rank: int, d: int, rope: int, di: int, ratio: int, overlap: bool, dtype: torch.dtype
 ) -> None:
     # The first block, block ends, inside a block, far on; and a row of padding in the middle.
-    every = max(ratio, 5)
-    positions = torch.tensor([0, every - 1, -1, 4 * every - 1, 3 * every, 2 * every - 1])
+    every = ratio or 5
+    positions = torch.tensor([0, every - 1, -1, 6 * every - 1, 3 * every, 2 * every - 1])
     slots = torch.tensor([3, 0, 0, 1, 4, 2])
     page_table = torch.randperm(PAGES).int()[:10].view(SLOTS, 2)
     rows, m, ring_rows = len(positions), 1 + overlap, 48
@@ -136,7 +139,12 @@ def test_prepare(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("heads", "d", "rope", "index_heads", "di"),
-    [(3, 80, 16, 2, 32), (2, 96, 64, 3, 64), (2, 40, 8, 0, 0), pytest.param(64, 512, 64, 64, 128, marks=on_gpu)],
+    [
+        (3, 80, 16, 2, 32),
+        (2, 96, 64, 3, 64),
+        (2, 40, 8, 0, 0),
+        pytest.param(64, 512, 64, 64, 128, marks=on_gpu),
+    ],
 )
 def test_queries(heads: int, d: int, rope: int, index_heads: int, di: int, dtype: torch.dtype) -> None:
     positions = torch.tensor([0, -1, 7, 900])
