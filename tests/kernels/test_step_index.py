@@ -16,7 +16,7 @@ pytestmark = runs
 @pytest.mark.parametrize(
     ("heads", "di", "ratio", "page", "pages", "programs"),
     [
-        (3, 32, 4, 6, 60, 2),
+        (3, 32, 4, 6, 60, 1),
         (8, 64, 2, 64, 6, 264),
         pytest.param(64, 128, 4, 64, 1200, 264, marks=on_gpu),
     ],
