@@ -63,7 +63,14 @@ def _select(
     pages = 1 if page_table is None else page_table.shape[1]
     call(
         *("choose", "select", scores.device),
-        *(pointer(scores), ctypes.c_int64(scores.stride(0)), scores.shape[1], pointer(counts), pointer(positions), ratio),
+        *(
+            pointer(scores),
+            ctypes.c_int64(scores.stride(0)),
+            scores.shape[1],
+            pointer(counts),
+            pointer(positions),
+            ratio,
+        ),
         *(pointer(page_table), pointer(slots), pages, page_entries, out.shape[0], out.shape[1]),
         *(pointer(out), int(overlap)),
     )

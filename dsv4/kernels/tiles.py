@@ -160,4 +160,3 @@ def _scales(weight: QuantTensor, units: int, slices: int) -> tuple[Tensor, bool]
     # unit, half, g, slice, t (the lane that keeps it), which of its two loads, block of that load
     parts = codes.view(units, 2, 8, slices, 4, 2, 64 // block)
     return parts.permute(0, 3, 2, 4, 5, 1, 6).contiguous().view(units, slices, -1), True
-

@@ -149,7 +149,9 @@ class Decoder:
         ]
         entry_pool = key_pool = None
         if layer.entries is not None and layer.tail is not None:
-            entry_pool = self._pooling(f"{name}.compressor", layer.tail, f.values, f.scores, layer.entries, products)
+            entry_pool = self._pooling(
+                f"{name}.compressor", layer.tail, f.values, f.scores, layer.entries, products
+            )
         if layer.keys is not None and layer.key_tail is not None:
             key_pool = self._pooling(
                 f"{name}.indexer.compressor", layer.key_tail, f.key_values, f.key_scores, layer.keys, products

@@ -33,7 +33,10 @@ def load_tiled(
             if kind in ("plain", "table") or name == "embed":
                 tensors[name] = load_one(reader, source, False, device, checkpoint.config)
             else:
-                held = move(_stored(check_scales(source.read_rows(reader, 0, source.param.shape[0]), source), source), device)
+                held = move(
+                    _stored(check_scales(source.read_rows(reader, 0, source.param.shape[0]), source), source),
+                    device,
+                )
                 if match := _EXPERT.fullmatch(name):
                     _put_expert(tensors, match, held, source, checkpoint.config)
                 else:
@@ -61,7 +64,9 @@ def tiled_bytes(checkpoint: Checkpoint) -> int:
 def _format(source: Source) -> Format:
     """F32 linears are refused where their values do not fit BF16, so they are held in that."""
     assert source.format is not None
-    if source.format is Format.F32 or (source.param.kind == "grouped" and not _is_power_of_two_scaled(source)):
+    if source.format is Format.F32 or (
+        source.param.kind == "grouped" and not _is_power_of_two_scaled(source)
+    ):
         return Format.BF16
     return source.format
 
