@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.kernels.numbers import e4m3_decode, power, product, rotate, rounded, to_act
+from dsv4.kernels.numbers import OVERLAPPED, begin, e4m3_decode, power, product, rotate, rounded, to_act
 from dsv4.kernels.prepare import rope_part
 from dsv4.quant.formats import QuantTensor
 
@@ -60,6 +60,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     act: tl.constexpr = q_ptr.dtype.element_ty
     near: tl.constexpr = (WINDOW + KEYS - 1) // KEYS
     nope: tl.constexpr = D - ROPE
+    begin()
     chunk, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     pos, slot = tl.load(positions_ptr + row).to(tl.int32), tl.load(slots_ptr + row)
     place = chunk * KEYS + tl.arange(0, KEYS)
@@ -155,6 +156,7 @@ def attend(
             **{"ROPE_ROW": ring.data.shape[1] // q.dtype.itemsize, "SCALES": ring.scale.shape[1]},
             **{"RING": ring_rows, "WINDOW": window, "RATIO": ratio, "PAGE": page_entries, "KEYS": keys},
             num_warps=8,
+            **OVERLAPPED,
         )
 
 
@@ -163,6 +165,7 @@ def _combine_kernel(part_o_ptr, part_ml_ptr, sinks_ptr, cos_ptr, sin_ptr, positi
                     H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, CP: tl.constexpr,
                     BLOCK: tl.constexpr, MERGED: tl.constexpr):  # fmt: skip
     act: tl.constexpr = out_ptr.dtype.element_ty
+    begin()
     first, head = tl.program_id(0) * BLOCK, tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     ml, o = part_ml_ptr + (row * chunks * H + head) * 2, part_o_ptr + (row * chunks * H + head) * D
@@ -201,4 +204,5 @@ def combine(
             **{"H": h, "D": d, "HALF": cos.shape[1], "CP": triton.next_power_of_2(chunks)},
             **{"BLOCK": block, "MERGED": MERGED},
             num_warps=2,
+            **OVERLAPPED,
         )

@@ -1,61 +1,67 @@
 // Choices of a step, one block per decision: experts of the rows, entries to attend to, the next token.
 #include <stdint.h>
 
-constexpr int MAX_PAIRS = 1024, MAX_EXPERTS = 512, PAIRS_PER_TASK = 8;
+constexpr int MAX_PAIRS = 1024, PAIRS_PER_TASK = 8;
 
-// The largest of the warp's values, the lower index on a tie; every lane learns it.
-__device__ __forceinline__ void best_of_warp(float& value, int& index) {
-    for (int i = 16; i; i >>= 1) {
-        const float v = __shfl_xor_sync(~0u, value, i);
-        const int at = __shfl_xor_sync(~0u, index, i);
-        if (v > value || (v == value && at < index)) { value = v; index = at; }
-    }
+// Larger floats have larger keys; both zeros have one.
+__device__ __forceinline__ uint32_t order(float v) {
+    const uint32_t bits = __float_as_uint(v == 0.f ? 0.f : v);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+// The index of the warp's largest key, the lower one on a tie; every lane learns it.
+__device__ __forceinline__ int best_of_warp(uint32_t key, int index) {
+    const uint32_t best = __reduce_max_sync(~0u, key);
+    return (int)__reduce_min_sync(~0u, key == best ? (uint32_t)index : 0xFFFFFFFFu);
+}
+
+__device__ __forceinline__ void begin() {   // let the next kernel start, then wait for what earlier ones write
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 // Routing: sqrt(softplus(logit)) weights the experts; the largest with bias, or a table by token id, names them.
 // Then tasks: an expert with up to `per_task` of the pairs (row * choices + place) that go to it, by rising expert.
-__global__ void __launch_bounds__(512) route_kernel(const float* logits, const float* bias, const int64_t* table, const int64_t* ids,
-                             int rows, int experts, int choices, float route_scale, int per_task,
-                             int* chosen, float* weights, int* task_expert, int* task_pairs) {
+// A warp takes a row, MANY experts a lane.
+template <int MANY>
+__global__ void __launch_bounds__(512) route_kernel(
+    const float* logits, const float* bias, const int64_t* table, const int64_t* ids, int rows, int experts, int choices,
+    float route_scale, int per_task, int* chosen, float* weights, int* task_expert, int* task_pairs) {
     __shared__ int pair_expert[MAX_PAIRS];
     __shared__ int warp_total[32];
-    asm volatile("griddepcontrol.launch_dependents;");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
-    constexpr int MANY = MAX_EXPERTS / 32;
+    float with[MANY];
+#pragma unroll
+    for (int i = 0; i < MANY; ++i) with[i] = bias && lane + 32 * i < experts ? __ldg(bias + lane + 32 * i) : 0.f;
+    begin();
     for (int row = warp; row < rows; row += warps) {
-        const float* z = logits + (size_t)row * experts;
-        float score[MANY], key[MANY];
+        float score[MANY];
+        uint32_t key[MANY];   // 0 is below every number's: taken, or no expert
+#pragma unroll
+        for (int i = 0; i < MANY; ++i) score[i] = lane + 32 * i < experts ? __ldcg(logits + (size_t)row * experts + lane + 32 * i) : 0.f;
+        const int listed = table && lane < choices ? (int)table[ids[row] * choices + lane] : 0;
 #pragma unroll
         for (int i = 0; i < MANY; ++i) {
-            const int e = lane + 32 * i;
-            if (i * 32 >= experts) break;
-            const float v = e < experts ? z[e] : 0.f;
-            score[i] = sqrtf(fmaxf(v, 0.f) + log1pf(expf(-fabsf(v))));
-            key[i] = e < experts ? (bias ? score[i] + bias[e] : 0.f) : -INFINITY;
+            score[i] = sqrtf(fmaxf(score[i], 0.f) + log1pf(expf(-fabsf(score[i]))));
+            key[i] = lane + 32 * i < experts ? order(score[i] + with[i]) : 0;
         }
         int mine = 0x7FFFFFFF;      // the expert this lane holds, for lanes below `choices`
         float mine_score = 0.f, total = 0.f;
         for (int c = 0; c < choices; ++c) {
-            int index = 0x7FFFFFFF;
-            float value = -INFINITY;
-            if (table) {
-                index = (int)table[ids[row] * choices + c];
-            } else {
+            int index;
+            if (table) index = __shfl_sync(~0u, listed, c);
+            else {
+                uint32_t best = key[0];
+                int at = lane;
 #pragma unroll
-                for (int i = 0; i < MANY; ++i) {
-                    if (i * 32 >= experts) break;
-                    if (key[i] > value) { value = key[i]; index = lane + 32 * i; }
-                }
-                best_of_warp(value, index);
-                if (index == 0x7FFFFFFF) index = c;   // all NaN: any choice, the logits will tell
+                for (int i = 1; i < MANY; ++i)
+                    if (key[i] > best) { best = key[i]; at = lane + 32 * i; }
+                index = best_of_warp(best, at);
             }
             float s = 0.f;
 #pragma unroll
-            for (int i = 0; i < MANY; ++i) {
-                if (i * 32 >= experts) break;
-                if (lane + 32 * i == index) { s = score[i]; key[i] = -INFINITY; }
-            }
+            for (int i = 0; i < MANY; ++i)
+                if (lane + 32 * i == index) { s = score[i]; key[i] = 0; }
             s = __shfl_sync(~0u, s, index & 31);
             total += s;
             if (lane == c) { mine = index; mine_score = s; }
@@ -117,16 +123,9 @@ __global__ void __launch_bounds__(512) route_kernel(const float* logits, const f
     for (int task = running + threadIdx.x; task < pairs; task += blockDim.x) task_expert[task] = -1;
 }
 
-// Larger floats have larger keys; both zeros have one.
-__device__ __forceinline__ uint32_t order(float v) {
-    const uint32_t bits = __float_as_uint(v == 0.f ? 0.f : v);
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
 // The `topk` largest of a row's first `count` scores, the lower index on a tie, in rising order; -1 beyond. With a
 // page table, places in the pool instead of entry numbers. The key of the last one taken is found two bits at a time
 // by counting; a row is shared by a cluster of blocks, each with its part of the keys in shared memory.
-constexpr int SELECT_THREADS = 1024;
 
 __device__ __forceinline__ uint32_t in_block(const void* p, int block) {   // the same place in another block's shared memory
     uint32_t address;
@@ -146,14 +145,13 @@ template <int BLOCKS> __device__ __forceinline__ void all_sync() {
     else asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-template <int BLOCKS>
-__global__ void __launch_bounds__(SELECT_THREADS) select_kernel(
+template <int BLOCKS, int THREADS>
+__global__ void __launch_bounds__(THREADS) select_kernel(
     const float* scores, int64_t stride, const int* counts, const int64_t* positions, int ratio,
     const int* page_table, const int64_t* slots, int pages, int page_entries, int topk, int* out) {
     extern __shared__ uint32_t keys[];
     __shared__ uint32_t tallies[16][3], parts[BLOCKS][2], warp_sum[32];
-    asm volatile("griddepcontrol.launch_dependents;");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    begin();
     const int row = blockIdx.x / BLOCKS, block = blockIdx.x % BLOCKS, tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
     const float* s = scores + row * stride;
     int* to = out + (size_t)row * topk;
@@ -161,17 +159,17 @@ __global__ void __launch_bounds__(SELECT_THREADS) select_kernel(
     const int* pages_of = page_table ? page_table + slots[row] * pages : nullptr;
     const auto place = [&](int entry) { return pages_of ? pages_of[entry / page_entries] * page_entries + entry % page_entries : entry; };
     if (count <= topk) {   // the same for all blocks of the row
-        for (int i = block * SELECT_THREADS + tid; i < topk; i += SELECT_THREADS * BLOCKS) to[i] = i < count ? place(i) : -1;
+        for (int i = block * THREADS + tid; i < topk; i += THREADS * BLOCKS) to[i] = i < count ? place(i) : -1;
         return;
     }
     const int each = (count + BLOCKS - 1) / BLOCKS, start = min(block * each, count), mine = min(each, count - start);
-    for (int first = tid; first < mine; first += SELECT_THREADS * 8) {
+    for (int first = tid; first < mine; first += THREADS * 8) {
         float v[8];   // eight loads at once: one at a time would wait for each
 #pragma unroll
-        for (int i = 0; i < 8; ++i) v[i] = first + i * SELECT_THREADS < mine ? __ldcg(s + start + first + i * SELECT_THREADS) : 0.f;
+        for (int i = 0; i < 8; ++i) v[i] = first + i * THREADS < mine ? __ldcg(s + start + first + i * THREADS) : 0.f;
 #pragma unroll
         for (int i = 0; i < 8; ++i)
-            if (first + i * SELECT_THREADS < mine) keys[first + i * SELECT_THREADS] = order(v[i]);
+            if (first + i * THREADS < mine) keys[first + i * THREADS] = order(v[i]);
     }
     if (tid < 48) tallies[tid / 3][tid % 3] = 0;
     all_sync<BLOCKS>();
@@ -180,7 +178,7 @@ __global__ void __launch_bounds__(SELECT_THREADS) select_kernel(
         const int shift = 30 - 2 * digit;
         const uint32_t one = prefix | 1u << shift, two = prefix | 2u << shift, three = prefix | 3u << shift;
         uint32_t n1 = 0, n2 = 0, n3 = 0;
-        for (int i = tid; i < mine; i += SELECT_THREADS) {
+        for (int i = tid; i < mine; i += THREADS) {
             const uint32_t key = keys[i];
             n1 += key >= one; n2 += key >= two; n3 += key >= three;
         }
@@ -192,13 +190,17 @@ __global__ void __launch_bounds__(SELECT_THREADS) select_kernel(
         }
         all_sync<BLOCKS>();
         const volatile uint32_t* tally = tallies[digit];
-        if (tally[2] >= topk) prefix = three;
-        else if (tally[1] >= topk) prefix = two;
-        else if (tally[0] >= topk) prefix = one;
+        const uint32_t t3 = tally[2], t2 = tally[1], t1 = tally[0];
+        const uint32_t reached = t3 >= topk ? t3 : t2 >= topk ? t2 : t1;
+        if (t3 >= topk) prefix = three;
+        else if (t2 >= topk) prefix = two;
+        else if (t1 >= topk) prefix = one;
+        else continue;
+        if (reached == topk) { --prefix; break; }   // exactly the wanted ones are larger than prefix - 1
     }
     // prefix is now the key of the last one taken. First how many larger and equal ones each block has.
     uint32_t larger = 0, equal = 0;
-    for (int i = tid; i < mine; i += SELECT_THREADS) { larger += keys[i] > prefix; equal += keys[i] == prefix; }
+    for (int i = tid; i < mine; i += THREADS) { larger += keys[i] > prefix; equal += keys[i] == prefix; }
     larger = __reduce_add_sync(~0u, larger); equal = __reduce_add_sync(~0u, equal);
     if (tid < 2 * BLOCKS) parts[tid >> 1][tid & 1] = 0;
     all_sync<BLOCKS>();
@@ -214,7 +216,7 @@ __global__ void __launch_bounds__(SELECT_THREADS) select_kernel(
         if (b < block) { larger += parts[b][0]; equal += parts[b][1]; }
     }
     const uint32_t need = topk - total;   // of those equal to it, the first so many
-    for (int first = 0; first < mine; first += SELECT_THREADS) {
+    for (int first = 0; first < mine; first += THREADS) {
         const int at = first + tid;
         const uint32_t key = at < mine ? keys[at] : 0;
         const uint32_t is = at >= mine ? 0 : key > prefix ? 1u : key == prefix ? 0x10000u : 0u;
@@ -225,7 +227,7 @@ __global__ void __launch_bounds__(SELECT_THREADS) select_kernel(
         }
         if (lane == 31) warp_sum[warp] = upto;
         __syncthreads();
-        uint32_t all = warp_sum[lane], before = lane < warp ? all : 0;
+        uint32_t all = lane < THREADS / 32 ? warp_sum[lane] : 0, before = lane < warp ? all : 0;
         all = __reduce_add_sync(~0u, all); before = __reduce_add_sync(~0u, before) + upto - is;
         const uint32_t rank = larger + (before & 0xFFFF), same = equal + (before >> 16);
         if (is == 1u) to[rank + min(same, need)] = place(start + at);
@@ -239,10 +241,9 @@ __global__ void __launch_bounds__(SELECT_THREADS) select_kernel(
 // The best token of each row, ties to the lower id, into `next`; rows in use move on by one position. A row without
 // a finite best logit gives -1.
 __global__ void __launch_bounds__(1024) greedy_kernel(const float* logits, int vocab, int64_t* next, int64_t* positions) {
-    __shared__ float values[32];
+    __shared__ uint32_t keys[32];
     __shared__ int indices[32];
-    asm volatile("griddepcontrol.launch_dependents;");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    begin();
     const int row = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const float* z = logits + (size_t)row * vocab;
     float value = -INFINITY;
@@ -258,25 +259,22 @@ __global__ void __launch_bounds__(1024) greedy_kernel(const float* logits, int v
             if (v[i] > value) { value = v[i]; index = first + i * 1024; }
         }
     }
-    best_of_warp(value, index);
-    if (lane == 0) { values[warp] = value; indices[warp] = index; }
+    uint32_t key = order(value);
+    index = best_of_warp(key, index);
+    if (lane == 0) indices[warp] = index;
+    keys[warp] = __reduce_max_sync(~0u, key);
     broken = __syncthreads_or(broken);
     if (warp == 0) {
-        value = values[lane];
-        index = indices[lane];
-        best_of_warp(value, index);
-        if (lane == 0) {
-            const int64_t position = positions[row];
-            if (position >= 0) {
-                next[row] = broken || !isfinite(value) ? -1 : index;
-                positions[row] = position + 1;
-            }
+        index = best_of_warp(keys[lane], indices[lane]);
+        if (lane == 0 && positions[row] >= 0) {
+            next[row] = broken || !isfinite(z[min(index, vocab - 1)]) ? -1 : index;
+            ++positions[row];
         }
     }
 }
 
 template <typename... Parameters, typename... Arguments>
-static int launch(void (*kernel)(Parameters...), int blocks, int threads, int bytes, int cluster, bool overlap, cudaStream_t stream, Arguments... arguments) {
+static int launch(void (*kernel)(Parameters...), int blocks, int threads, int bytes, int cluster, cudaStream_t stream, Arguments... arguments) {
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(blocks);
     config.blockDim = dim3(threads);
@@ -293,31 +291,31 @@ static int launch(void (*kernel)(Parameters...), int blocks, int threads, int by
         attributes[config.numAttrs].val.clusterDim = {(unsigned)cluster, 1, 1};
         ++config.numAttrs;
     }
-    if (overlap) {
-        attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        attributes[config.numAttrs].val.programmaticStreamSerializationAllowed = 1;
-        ++config.numAttrs;
-    }
+    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[config.numAttrs].val.programmaticStreamSerializationAllowed = 1;
+    ++config.numAttrs;
     return (int)cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
 extern "C" int dsv4_route(const float* logits, const float* bias, const int64_t* table, const int64_t* ids, int rows,
                           int experts, int choices, float route_scale, int per_task, int* chosen, float* weights,
-                          int* task_expert, int* task_pairs, int overlap, cudaStream_t stream) {
-    return launch(route_kernel, 1, rows > 1 ? 512 : 32, 0, 1, overlap, stream, logits, bias, table, ids, rows, experts, choices,
-                  route_scale, per_task, chosen, weights, task_expert, task_pairs);
+                          int* task_expert, int* task_pairs, cudaStream_t stream) {
+    return launch(experts <= 256 ? route_kernel<8> : route_kernel<16>, 1, rows > 1 ? 512 : 32, 0, 1, stream, logits, bias, table,
+                  ids, rows, experts, choices, route_scale, per_task, chosen, weights, task_expert, task_pairs);
 }
 extern "C" int dsv4_select(const float* scores, int64_t stride, int capacity, const int* counts, const int64_t* positions, int ratio,
                            const int* page_table, const int64_t* slots, int pages, int page_entries, int rows, int topk,
-                           int* out, int overlap, cudaStream_t stream) {
-    constexpr int ALONE = 8192, CLUSTER = 8;   // keys that one block takes; blocks that share a longer row
-    if (capacity <= ALONE)
-        return launch(select_kernel<1>, rows, SELECT_THREADS, capacity * 4, 1, overlap, stream, scores, stride, counts, positions,
-                      ratio, page_table, slots, pages, page_entries, topk, out);
-    return launch(select_kernel<CLUSTER>, rows * CLUSTER, SELECT_THREADS, (capacity + CLUSTER - 1) / CLUSTER * 4, CLUSTER, overlap,
-                  stream, scores, stride, counts, positions, ratio, page_table, slots, pages, page_entries, topk, out);
+                           int* out, cudaStream_t stream) {
+    constexpr int CLUSTER = 8;   // blocks that share a long row
+    const auto go = [&](auto kernel, int blocks, int threads) {
+        return launch(kernel, rows * blocks, threads, (capacity + blocks - 1) / blocks * 4, blocks, stream, scores, stride, counts,
+                      positions, ratio, page_table, slots, pages, page_entries, topk, out);
+    };
+    if (capacity <= 2048) return go(select_kernel<1, 256>, 1, 256);
+    if (capacity <= 8192) return go(select_kernel<1, 1024>, 1, 1024);
+    return go(select_kernel<CLUSTER, 1024>, CLUSTER, 1024);
 }
-extern "C" int dsv4_greedy(const float* logits, int rows, int vocab, int64_t* next, int64_t* positions, int overlap, cudaStream_t stream) {
-    return launch(greedy_kernel, rows, 1024, 0, 1, overlap, stream, logits, vocab, next, positions);
+extern "C" int dsv4_greedy(const float* logits, int rows, int vocab, int64_t* next, int64_t* positions, cudaStream_t stream) {
+    return launch(greedy_kernel, rows, 1024, 0, 1, stream, logits, vocab, next, positions);
 }
 extern "C" const char* dsv4_error(int code) { return cudaGetErrorString((cudaError_t)code); }

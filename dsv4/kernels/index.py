@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.kernels.numbers import power, product
+from dsv4.kernels.numbers import OVERLAPPED, begin, power, product
 from dsv4.quant.formats import Format, QuantTensor
 
 KEYS = 128  # keys a program scores at a time
@@ -48,6 +48,7 @@ def _scores_kernel(iq_ptr, weights_ptr, data_ptr, scale_ptr, page_table_ptr, slo
                    out_ptr, pages, cap, factor, RATIO: tl.constexpr, PAGE: tl.constexpr, HI: tl.constexpr,
                    HEADS: tl.constexpr, DI: tl.constexpr, BLOCK: tl.constexpr,
                    LIFT: tl.constexpr):  # fmt: skip
+    begin()
     row = tl.program_id(1).to(tl.int64)
     count = (tl.load(positions_ptr + row).to(tl.int32) + 1) // RATIO
     block, step = tl.program_id(0), tl.num_programs(0)
@@ -101,4 +102,5 @@ def scores(
             **{"RATIO": ratio, "PAGE": page_entries, "HI": heads},
             **{"HEADS": max(16, triton.next_power_of_2(heads)), "DI": di, "BLOCK": KEYS, "LIFT": LIFT},
             num_warps=4,
+            **OVERLAPPED,
         )

@@ -271,18 +271,22 @@ template <bool IS_F32> __device__ __forceinline__ void put_act(void* y, size_t a
 template <int F, bool IS_F32>
 __device__ __forceinline__ void run(const Params& p, const Segment& s, const int4 work, char* shared) {
     constexpr int LOADS = Brick<F>::LOADS, SCALE = Brick<F>::SCALE, CHUNKS = LOADS / CHUNK_LOADS;
+    constexpr int PER_GROUP = IS_F32 ? COLUMNS / PARTS : COLUMNS;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const int groups = WARPS / s.warps, group = warp / s.warps, slice = s.first_slice + warp % s.warps;
     const int halves = s.halves, end = work.y + work.z;
     const bool idle = group >= groups;
     int unit = work.y + group;
 
-    int expert = 0;
+    // A task: its expert, and in lane i the row of y that column i belongs to, -1 beyond the last.
+    int expert = 0, place = -1;
     if (s.routed) {
         wait_for_earlier();
         expert = __ldcg(p.task_expert + work.w);
+        if (lane < COLUMNS) place = __ldcg(p.task_pairs + work.w * COLUMNS + lane);
         if (expert < 0) return;
-    }
+    } else if (lane < PER_GROUP && work.w * PER_GROUP + lane < p.rows) place = work.w * PER_GROUP + lane;
+    const int count = __popc(__ballot_sync(~0u, place >= 0));
     // The bricks this warp reads: both halves of a unit lie together, the next unit `jump` bricks on.
     const size_t first = (((size_t)expert * s.units + unit) * s.slices + slice) * halves;
     const size_t jump = (size_t)groups * s.slices * halves - (halves - 1);
@@ -319,18 +323,12 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     if (!s.routed) wait_for_earlier();   // weights were asked for before the input is there
 
     // The rows of x that this task multiplies, of the batch or of the pairs it lists. Groups share them.
-    constexpr int PER_GROUP = IS_F32 ? COLUMNS / PARTS : COLUMNS;
     const int stride = !IS_F32 && p.rows == 1 ? 0 : COLUMN_STRIDE, slice_stride = stride ? COLUMNS * COLUMN_STRIDE : COLUMN_STRIDE;
     uint2* x_table = reinterpret_cast<uint2*>(shared + X_AT);
     float* undo_table = reinterpret_cast<float*>(x_table + s.warps * slice_stride);   // [slice][column]
-    int count = 0;
-    for (int c = 0; c < PER_GROUP; ++c, ++count) {
-        int row = work.w * PER_GROUP + c;
-        if (s.routed) {
-            row = __ldcg(p.task_pairs + work.w * COLUMNS + c);
-            if (row >= 0 && s.routed == 1) row /= p.choices;
-        } else if (row >= p.rows) row = -1;
-        if (row < 0) break;
+    for (int c = 0; c < count; ++c) {
+        int row = __shfl_sync(~0u, place, c);
+        if (s.routed == 1) row /= p.choices;
         const void* x = static_cast<const char*>(s.x) + (size_t)row * s.x_stride * (IS_F32 ? 4 : 2);
         for (int i = warp - c * s.warps % WARPS; i < s.warps; i += WARPS) {
             if (i < 0) continue;
@@ -345,8 +343,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     const float undo1 = idle ? 1.f : undo_table[(slice - s.first_slice) * COLUMNS + (2 * t + 1) / SHARE];
     if (idle) return;
 
-    // What the sums of a turn need: lane i knows column i's place in y and routing weight; half a warp its factor.
-    const int place = s.routed ? __ldcg(p.task_pairs + work.w * COLUMNS + lane % COLUMNS) : work.w * PER_GROUP + lane % COLUMNS;
+    // What the sums of a turn need: column i's routing weight in lane i, half a warp's factor.
     const float routing = s.routed == 1 && place >= 0 ? __ldcg(p.weights + place) : 1.f;
     const float factor = __ldg(s.factor + expert * halves + (halves == 2 ? lane >> 4 : 0)) * (F <= MXFP4 ? 16384.f : 1.f);
     uint32_t taken = 0;
@@ -512,10 +509,10 @@ static int launch(void (*kernel)(Parameters...), int blocks, int threads, int by
     return (int)cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
-extern "C" int dsv4_matvec(const Params* p, int blocks, int is_f32, int overlap, cudaStream_t stream) {
+extern "C" int dsv4_matvec(const Params* p, int blocks, int is_f32, cudaStream_t stream) {
     const int columns = is_f32 || p->rows > 1 ? COLUMNS : 1;
     const int bytes = X_AT + MAX_SLICES * (columns * COLUMN_STRIDE * 8 + COLUMNS * 4);
-    return launch(is_f32 ? matvec_kernel<true> : matvec_kernel<false>, blocks, WARPS * 32, bytes, overlap, stream, *p);
+    return launch(is_f32 ? matvec_kernel<true> : matvec_kernel<false>, blocks, WARPS * 32, bytes, true, stream, *p);
 }
 
 // `s` describes the bank from its first wanted matrix on.

@@ -107,16 +107,9 @@ class MatVec:
         params.work = self.work.data_ptr()
         self.params, self.blocks = params, len(work)
 
-    def launch(self, overlap: bool = False) -> None:
-        call(
-            "matvec",
-            "matvec",
-            self.device,
-            ctypes.byref(self.params),
-            self.blocks,
-            int(self.is_float),
-            int(overlap),
-        )
+    def launch(self) -> None:
+        arguments = (ctypes.byref(self.params), self.blocks, int(self.is_float))
+        call("matvec", "matvec", self.device, *arguments)
 
 
 def _segment(weight: Tiled) -> _Segment:
@@ -152,22 +145,29 @@ def _segments(product: Product) -> list[_Segment]:
 def _share(
     segments: list[_Segment], rows: int, columns: int, tasks: Tasks | None, blocks: int
 ) -> list[tuple[int, int, int, int]]:
-    """Cut the units of all segments into runs of about equal bytes, one per block: (segment, first, units, task).
+    """Cut all units into runs, one per block: (segment, first unit, units, task or group of rows).
 
-    With several tasks (a batch) there are more runs than blocks at once; the hardware queues them.
+    At batch 1 the runs have about equal bytes and all are resident at once. Otherwise there are more runs than
+    blocks, and the hardware queues them.
     """
-    per_load = {0: 9, 1: 8.5, 2: 16, 3: 32}  # bytes of a brick over 512, with its scales
-    cost = [s.units * s.halves * s.warps * per_load[s.format] for s in segments]
+    per_load = (9, 8.5, 16, 32)  # bytes of a brick over 512, with its scales
     repeats = [len(tasks.expert) if s.routed and tasks else -(-rows // columns) for s in segments]
-    # At batch 1 every run is resident at once; a routed product repeats by as many tasks as there are choices.
-    total = sum(c * r for c, r in zip(cost, repeats, strict=True))
+    if rows > 1:
+        runs = [min(16, s.units) for s in segments]
+    else:
+        cost = [s.units * s.halves * s.warps * per_load[s.format] for s in segments]
+        # Each repeat of a segment gets a block; the rest go where a run is longest.
+        runs = [1] * len(segments)
+        while True:
+            left = blocks - sum(n * r for n, r in zip(runs, repeats, strict=True))
+            fits = [i for i, r in enumerate(repeats) if r <= left and runs[i] < segments[i].units]
+            if not fits:
+                break
+            longest = max(fits, key=lambda i: cost[i] / runs[i])
+            runs[longest] += 1
     out = []
-    for index, s in enumerate(segments):
-        groups = WARPS // s.warps
-        share = cost[index] / total * blocks if rows == 1 else 16.0
-        runs = max(1, min(round(share), -(-s.units // groups)))
-        steps = -(-s.units // groups)  # of `groups` units each
-        cuts = [steps * i // runs * groups for i in range(runs)] + [s.units]
+    for index, (s, n) in enumerate(zip(segments, runs, strict=True)):
+        cuts = [s.units * i // n for i in range(n + 1)]
         for task in range(repeats[index]):
             out += [(index, a, b - a, task) for a, b in pairwise(cuts) if b > a]
     return out

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.kernels.numbers import norm, rounded, to_act
+from dsv4.kernels.numbers import OVERLAPPED, begin, norm, rounded, to_act
 
 STREAMS = 4
 CHUNK = 32  # channels of each stream per program of mix_open
@@ -23,6 +23,7 @@ def num_chunks(hidden_size: int) -> int:
 @triton.jit
 def _embed_kernel(ids_ptr, table_ptr, out_ptr, D: tl.constexpr, N: tl.constexpr,  # type: ignore[no-untyped-def]
                   BLOCK: tl.constexpr):  # fmt: skip
+    begin()
     row = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(table_ptr + tl.load(ids_ptr + row) * D + c, mask=c < D, other=0.0).to(tl.float32)
@@ -36,7 +37,7 @@ def embed(ids: Tensor, table: Tensor, streams: Tensor) -> None:
     rows, n, d = streams.shape
     assert table.shape[1] == d and ids.shape == (rows,), (table.shape, ids.shape, streams.shape)
     if rows:
-        _embed_kernel[(triton.cdiv(d, 1024), rows)](ids, table, streams, D=d, N=n, BLOCK=1024)
+        _embed_kernel[(triton.cdiv(d, 1024), rows)](ids, table, streams, D=d, N=n, BLOCK=1024, **OVERLAPPED)
 
 
 # One kernel for every T: a row's result must not depend on it.
@@ -53,6 +54,7 @@ def _open_kernel(y_ptr, gate_ptr, comb_ptr, streams_ptr, fn_ptr, partial_ptr, ro
     # fn does not depend on the step, so its loads go first; nothing below waits for them until the product.
     mask = (m < M)[:, None, None] & inside[None, None, :]
     fn = tl.load(fn_ptr + m[:, None, None] * (N * D) + at[None, :, :], mask=mask, other=0.0)
+    begin()
     first, step = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     for i in range(tl.cdiv(rows - first, step)):
         row = first + i * step
@@ -99,6 +101,7 @@ def mix_open(
             **{"D": d, "N": n, "M": mixes, "MP": triton.next_power_of_2(mixes)},
             **{"P": 0 if y is None else y.shape[1], "C": num_chunks(d), "CHUNK": CHUNK, "WIDTH": WIDTH},
             num_warps=4,
+            **OVERLAPPED,
         )
 
 
@@ -171,6 +174,7 @@ def _close_kernel(partial_ptr, base_ptr, scale_ptr, streams_ptr, weight_ptr, x_p
                   CP: tl.constexpr, SIZE: tl.constexpr, ITERS: tl.constexpr,
                   WIDTH: tl.constexpr):  # fmt: skip
     act: tl.constexpr = x_ptr.dtype.element_ty
+    begin()
     row = tl.program_id(1).to(tl.int64)
     k, chunk = tl.arange(0, WIDTH), tl.arange(0, CP)
     part = partial_ptr + (row * C + chunk)[:, None] * WIDTH + k[None, :]
@@ -236,4 +240,5 @@ def mix_close(
             **{"D": d, "N": n, "M": mixes, "C": num_chunks(d), "CP": triton.next_power_of_2(num_chunks(d))},
             **{"SIZE": size, "ITERS": iters, "WIDTH": WIDTH},
             num_warps=8 if size <= 4096 else 16,
+            **OVERLAPPED,
         )

@@ -3,12 +3,26 @@
 Everything is float32 inside; "act values" are float32 numbers that the compute type can hold.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Triton's interpreter truncates casts to bfloat16 and multiplies the bits of bfloat16 operands.
 INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 F32_MAX: tl.constexpr = tl.constexpr(3.4028234663852886e38)
+
+# A kernel of a step is launched while the one before it still runs; each begins with `begin`.
+OVERLAPPED: dict[str, Any] = {} if triton.knobs.runtime.interpret else {"launch_pdl": True}
+
+
+@triton.jit
+def begin():  # type: ignore[no-untyped-def]
+    """Let the next kernel start, then wait for what earlier ones write. Only weights may be read before."""
+    if not INTERPRETED:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit

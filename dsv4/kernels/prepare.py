@@ -12,6 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4.kernels.numbers import (
+    OVERLAPPED,
+    begin,
     e2m1_decode,
     hadamard,
     mxfp4_blocks,
@@ -140,6 +142,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
         DI: tl.constexpr, STEPS: tl.constexpr, ITAIL: tl.constexpr,
         BLOCK: tl.constexpr):  # fmt: skip
     act: tl.constexpr = q_out_ptr.dtype.element_ty
+    begin()
     role = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     pos, slot = tl.load(positions_ptr + row).to(tl.int32), tl.load(slots_ptr + row)
@@ -237,6 +240,7 @@ def prepare(
             **{"ITAIL": 0 if keys is None else keys.tail_values.shape[1]},
             **{"BLOCK": min(MAX_BLOCK, triton.next_power_of_2(max(1, ratio * m - 1)))},
             num_warps=8,
+            **OVERLAPPED,
         )
 
 
@@ -245,6 +249,7 @@ def _queries_kernel(q_ptr, iq_ptr, cos_ptr, sin_ptr, positions_ptr, eps, H: tl.c
                     SIZE: tl.constexpr, HI: tl.constexpr, DI: tl.constexpr, STEPS: tl.constexpr,
                     HALF: tl.constexpr):  # fmt: skip
     act: tl.constexpr = q_ptr.dtype.element_ty
+    begin()
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     pos = tl.maximum(tl.load(positions_ptr + row), 0)
@@ -275,4 +280,5 @@ def queries(q: Tensor, iq: Tensor | None, cos: Tensor, sin: Tensor, positions: T
             **{"H": h, "D": d, "SIZE": triton.next_power_of_2(d), "HI": hi, "DI": di},
             **{"STEPS": max(di.bit_length() - 1, 0), "HALF": cos.shape[1]},
             num_warps=1,
+            **OVERLAPPED,
         )
