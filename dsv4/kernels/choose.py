@@ -70,7 +70,7 @@ def _select(
             ratio,
         ),
         *(pointer(page_table), pointer(slots), pages, page_entries, out.shape[0], out.shape[1]),
-        *(pointer(out)),
+        pointer(out),
     )
 
 
