@@ -3,8 +3,8 @@
 // A weight is cut in tiles of 16 rows and slices of 512 columns; one warp takes one slice of a tile, and eight
 // columns of x (the rows of a batch) ride along in the tensor core's n. What a tile holds lies in the order in
 // which the lanes of mma.m16n8k16 want it (tiles.py packs it), 16 bytes per lane and load. The sum over K has one
-// order whatever the batch: 16 or more columns inside the tensor core, scaled sums of blocks along the slice, then
-// the slices one after the other. A column of the tensor core never sees its neighbours, so a row's result does not
+// order whatever the batch: blocks of columns inside the tensor core along the slice, then the slices one after the
+// other. A column of the tensor core never sees its neighbours, so a row's result does not
 // depend on them.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -12,15 +12,16 @@
 
 enum { NVFP4 = 0, MXFP4 = 1, FP8 = 2, BF16 = 3 };
 enum { AS_ACT = 0, AS_F32 = 1 };   // what y holds; pairs always give SwiGLU in the activations' type
-constexpr int SLICE = 512, WARPS = 8, MAX_SEGMENTS = 16, AHEAD = 8;
+constexpr int SLICE = 512, WARPS = 16, MAX_SLICES = 8, MAX_SEGMENTS = 16;
+// A warp's weights come through shared memory, CHUNK bytes (8 loads) at a time, STAGES chunks ahead.
+constexpr int CHUNK = 4096, CHUNK_LOADS = CHUNK / 512, STAGES = 2;
 // Parts of a float32 input: FP16 carries 11 bits, BF16 8.
 constexpr int COLUMNS = 8, PARTS = 4;
 // Items of four columns of x in a slice; a column's stride in shared memory keeps the lanes' banks apart.
 constexpr int ITEMS = SLICE / 4, COLUMN_STRIDE = ITEMS + 4;
-#ifndef BLOCKS_PER_SM
-#define BLOCKS_PER_SM 2
-#endif
-constexpr int TABLE_BYTES = 2 * WARPS * 2 * 128 * 4;
+// Shared memory: stages, sums of this turn and the last [warp][half][column][row], barriers, then x.
+constexpr int TABLE = WARPS * 2 * 128;
+constexpr int TABLE_AT = WARPS * STAGES * CHUNK, BARRIERS_AT = TABLE_AT + 2 * TABLE * 4, X_AT = BARRIERS_AT + WARPS * STAGES * 8;
 
 struct Segment {            // one weight, or a bank of experts, and what it is multiplied with
     const uint4* data;      // [count][units][slices][halves][brick]
@@ -56,21 +57,31 @@ __device__ __forceinline__ uint4 stream(const uint4* p) {
     return v;
 }
 
-// volatile: read where it is used, instead of 64 registers kept for the whole slice.
-__device__ __forceinline__ uint2 from_shared(uint32_t address) {
-    uint2 v;
-    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
-    return v;
+__device__ __forceinline__ uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+// Copy one chunk to shared memory without a register or a thread; `barrier` turns when all of it is there.
+__device__ __forceinline__ void fetch(uint32_t to, const void* from, uint32_t barrier) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(CHUNK) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(to), "l"(from), "r"(CHUNK), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void await(uint32_t barrier, uint32_t parity) {
+    asm volatile("{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra again;\n}"
+                 ::"r"(barrier), "r"(parity) : "memory");
+}
+// Waits for the warps of one group only.
+__device__ __forceinline__ void group_barrier(int group, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(group), "r"(threads) : "memory");
 }
 
 __device__ __forceinline__ void mma_f16(float (&d)[4], const uint32_t (&a)[4], const uint2 b) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
 }
 
 __device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint2 b) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
 }
@@ -117,28 +128,31 @@ template <int F> struct Scales {
     }
 };
 
-// One load of a tile: 64, 32 or 16 columns. `sum` collects scaled blocks, `block` the open FP8 block.
-// `x` is this lane's place in the slice of x that its warp keeps in shared memory.
+__device__ __forceinline__ uint32_t times(uint32_t a, __half2 b) {
+    const __half2 v = __hmul2(*reinterpret_cast<__half2*>(&a), b);
+    return *reinterpret_cast<const uint32_t*>(&v);
+}
+
+// One load of a tile: 64, 32 or 16 columns. Four sums, so that the tensor core need not wait for itself; `block`
+// collects the open FP8 block. `x` is this lane's place in its slice of x.
+// NVFP4: code (as value * 2^-14) times E4M3 scale is exact in FP16, so the scale goes into the weight.
 template <int F>
-__device__ __forceinline__ void multiply(const uint4& w, int load, uint32_t x,
-                                         const Scales<F>& s, int lane, float (&sum)[4], float (&block)[4]) {
+__device__ __forceinline__ void multiply(const uint4& w, int load, const uint2* x,
+                                         const Scales<F>& s, int lane, float (&sums)[4][4], float (&block)[4]) {
     const uint32_t words[4] = {w.x, w.y, w.z, w.w};
     uint32_t a[4];
+    float (&sum)[4] = sums[0];
     if constexpr (F == NVFP4) {
         const int from = (lane & ~3) | (load >> 1), at = (load & 1) * 2;
         const uint32_t low = __shfl_sync(~0u, s.word[at], from), high = __shfl_sync(~0u, s.word[at + 1], from);
 #pragma unroll
-        for (int j = 0; j < 4; j += 2) {
-            const float2 sl = e4m3_pair(low, j >> 1), sh = e4m3_pair(high, j >> 1);
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                float d[4] = {0.f, 0.f, 0.f, 0.f};
-                e2m1(words[j + i], a);
-                mma_f16(d, a, from_shared(x + (load * 4 + j + i) * 32));
-                const float l = i ? sl.y : sl.x, h = i ? sh.y : sh.x;
-                sum[0] = fmaf(l, d[0], sum[0]); sum[1] = fmaf(l, d[1], sum[1]);
-                sum[2] = fmaf(h, d[2], sum[2]); sum[3] = fmaf(h, d[3], sum[3]);
-            }
+        for (int j = 0; j < 4; ++j) {
+            uint32_t l = e4m3x2((uint16_t)(j < 2 ? low & 0xFFFF : low >> 16)), h = e4m3x2((uint16_t)(j < 2 ? high & 0xFFFF : high >> 16));
+            const __half2 lows = *reinterpret_cast<__half2*>(&l), highs = *reinterpret_cast<__half2*>(&h);
+            const __half2 sl = j & 1 ? __high2half2(lows) : __low2half2(lows), sh = j & 1 ? __high2half2(highs) : __low2half2(highs);
+            e2m1(words[j], a);
+            a[0] = times(a[0], sl); a[1] = times(a[1], sh); a[2] = times(a[2], sl); a[3] = times(a[3], sh);
+            mma_f16(sums[j], a, x[(load * 4 + j) * 4]);
         }
     } else if constexpr (F == MXFP4) {
         const uint32_t scales = __shfl_sync(~0u, s.word[load & 1], (lane & ~3) | (load >> 1));
@@ -146,9 +160,9 @@ __device__ __forceinline__ void multiply(const uint4& w, int load, uint32_t x,
         for (int j = 0; j < 4; j += 2) {
             float d[4] = {0.f, 0.f, 0.f, 0.f};
             e2m1(words[j], a);
-            mma_f16(d, a, from_shared(x + (load * 4 + j) * 32));
+            mma_f16(d, a, x[(load * 4 + j) * 4]);
             e2m1(words[j + 1], a);
-            mma_f16(d, a, from_shared(x + (load * 4 + j + 1) * 32));
+            mma_f16(d, a, x[(load * 4 + j + 1) * 4]);
             const float l = e8m0((scales >> (j * 4)) & 255), h = e8m0((scales >> (16 + j * 4)) & 255);
             sum[0] = fmaf(l, d[0], sum[0]); sum[1] = fmaf(l, d[1], sum[1]);
             sum[2] = fmaf(h, d[2], sum[2]); sum[3] = fmaf(h, d[3], sum[3]);
@@ -159,7 +173,7 @@ __device__ __forceinline__ void multiply(const uint4& w, int load, uint32_t x,
             const uint32_t p = words[2 * m], q = words[2 * m + 1];
             a[0] = e4m3x2(p & 0xFFFF); a[1] = e4m3x2(p >> 16);
             a[2] = e4m3x2(q & 0xFFFF); a[3] = e4m3x2(q >> 16);
-            mma_f16(block, a, from_shared(x + (load * 2 + m) * 32));
+            mma_f16(block, a, x[(load * 2 + m) * 4]);
         }
         if ((load & 3) == 3) {
             const float scale = __uint_as_float(s.word[load >> 2]);
@@ -168,7 +182,7 @@ __device__ __forceinline__ void multiply(const uint4& w, int load, uint32_t x,
         }
     } else {
         a[0] = words[0]; a[1] = words[1]; a[2] = words[2]; a[3] = words[3];
-        mma_bf16(sum, a, from_shared(x + load * 32));
+        mma_bf16(sums[load & 3], a, x[load * 4]);
     }
 }
 
@@ -255,121 +269,148 @@ template <bool IS_F32> __device__ __forceinline__ void put_act(void* y, size_t a
 }
 
 template <int F, bool IS_F32>
-__device__ __forceinline__ void run(const Params& p, const Segment& s, const int4 work, float* shared) {
-    constexpr int LOADS = Brick<F>::LOADS, SCALE = Brick<F>::SCALE;
+__device__ __forceinline__ void run(const Params& p, const Segment& s, const int4 work, char* shared) {
+    constexpr int LOADS = Brick<F>::LOADS, SCALE = Brick<F>::SCALE, CHUNKS = LOADS / CHUNK_LOADS;
+    constexpr int PER_GROUP = IS_F32 ? COLUMNS / PARTS : COLUMNS;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const int groups = WARPS / s.warps, group = warp / s.warps, slice = s.first_slice + warp % s.warps;
     const int halves = s.halves, end = work.y + work.z;
     const bool idle = group >= groups;
     int unit = work.y + group;
 
-    int expert = 0;
+    // A task: its expert, and in lane i the row of y that column i belongs to, -1 beyond the last.
+    int expert = 0, place = -1;
     if (s.routed) {
         wait_for_earlier();
         expert = __ldcg(p.task_expert + work.w);
+        if (lane < COLUMNS) place = __ldcg(p.task_pairs + work.w * COLUMNS + lane);
         if (expert < 0) return;
-    }
+    } else if (lane < PER_GROUP && work.w * PER_GROUP + lane < p.rows) place = work.w * PER_GROUP + lane;
+    const int count = __popc(__ballot_sync(~0u, place >= 0));
     // The bricks this warp reads: both halves of a unit lie together, the next unit `jump` bricks on.
     const size_t first = (((size_t)expert * s.units + unit) * s.slices + slice) * halves;
     const size_t jump = (size_t)groups * s.slices * halves - (halves - 1);
-    const uint4* data = s.data + first * (LOADS * 32) + lane;
     const uint8_t* scale = s.scale + first * SCALE;
-    uint4 a[AHEAD];
-    Scales<F> now;
-    if (!idle && unit < end) {
-#pragma unroll
-        for (int i = 0; i < AHEAD; ++i) a[i] = stream(data + i * 32);
-        now.load(scale, lane);
-    }
-    if (!s.routed) wait_for_earlier();   // weights were asked for before the input is there
-
-    // The rows of x that this task multiplies, of the batch or of the pairs it lists, into the warp's shared memory.
-    constexpr int PER_GROUP = IS_F32 ? COLUMNS / PARTS : COLUMNS;
-    const int stride = !IS_F32 && p.rows == 1 ? 0 : COLUMN_STRIDE;
-    uint2* slice_of_x = reinterpret_cast<uint2*>(shared + 2 * WARPS * 2 * 128) + (size_t)warp * max(stride * COLUMNS, COLUMN_STRIDE);
-    float undo0 = 1.f, undo1 = 1.f;
-    int count = 0;
-    for (int c = 0; c < PER_GROUP; ++c) {
-        int row = work.w * PER_GROUP + c;
-        if (s.routed) {
-            row = __ldcg(p.task_pairs + work.w * COLUMNS + c);
-            if (row >= 0 && s.routed == 1) row /= p.choices;
-        } else if (row >= p.rows) row = -1;
-        if (row < 0) break;
-        ++count;
-        if (idle) continue;
-        const void* x = static_cast<const char*>(s.x) + (size_t)row * s.x_stride * (IS_F32 ? 4 : 2);
-        const float undo = load_x<F != BF16, IS_F32>(x, slice * SLICE, s.k, lane, slice_of_x + c * (IS_F32 ? PARTS : 1) * stride);
-        if ((2 * t) / (IS_F32 ? PARTS : 1) == c) undo0 = undo;
-        if ((2 * t + 1) / (IS_F32 ? PARTS : 1) == c) undo1 = undo;
+    const char* source = reinterpret_cast<const char*>(s.data) + first * (LOADS * 512);
+    const uint32_t stage = shared_address(shared) + warp * STAGES * CHUNK;
+    const uint32_t barrier = shared_address(shared) + BARRIERS_AT + warp * STAGES * 8;
+    // Where the next chunk to fetch lies: its brick's chunks and halves left, and the warp's units left.
+    int chunks_left = CHUNKS, halves_left = halves, units_left = idle || unit >= end ? 0 : (end - unit + groups - 1) / groups;
+    uint32_t fetched = 0;
+    const auto fetch_next = [&] {
+        if (units_left == 0) return;
+        if (lane == 0) fetch(stage + fetched % STAGES * CHUNK, source, barrier + fetched % STAGES * 8);
+        ++fetched;
+        source += CHUNK;
+        if (--chunks_left == 0) {
+            chunks_left = CHUNKS;
+            if (--halves_left == 0) {
+                halves_left = halves;
+                --units_left;
+                source += (jump - 1) * (LOADS * 512);
+            }
+        }
+    };
+    if (lane == 0) {
+        for (int i = 0; i < STAGES; ++i)
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier + i * 8) : "memory");
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncwarp();
-    const uint32_t my_x = (uint32_t)__cvta_generic_to_shared(slice_of_x + g * stride + t);
+    for (int i = 0; i < STAGES; ++i) fetch_next();
+    Scales<F> now;
+    if (!idle && unit < end) now.load(scale, lane);
+    if (!s.routed) wait_for_earlier();   // weights were asked for before the input is there
 
-    const int turns = (work.z + groups - 1) / groups;
-    for (int turn = 0; turn < turns; ++turn, unit += groups) {
-        float* table = shared + (turn & 1) * WARPS * 2 * 128;
-        for (int half = 0; half < halves && !idle && unit < end; ++half) {
-            const bool last = half == halves - 1, more = !last || unit + groups < end;
-            const size_t ahead = last ? jump : 1;
-            const uint4* after = data + ahead * (LOADS * 32);
-            scale += ahead * SCALE;
-            float sum[4] = {0.f, 0.f, 0.f, 0.f}, block[4] = {0.f, 0.f, 0.f, 0.f};
+    // The rows of x that this task multiplies, of the batch or of the pairs it lists. Groups share them.
+    const int stride = !IS_F32 && p.rows == 1 ? 0 : COLUMN_STRIDE, slice_stride = stride ? COLUMNS * COLUMN_STRIDE : COLUMN_STRIDE;
+    uint2* x_table = reinterpret_cast<uint2*>(shared + X_AT);
+    float* undo_table = reinterpret_cast<float*>(x_table + s.warps * slice_stride);   // [slice][column]
+    for (int c = 0; c < count; ++c) {
+        int row = __shfl_sync(~0u, place, c);
+        if (s.routed == 1) row /= p.choices;
+        const void* x = static_cast<const char*>(s.x) + (size_t)row * s.x_stride * (IS_F32 ? 4 : 2);
+        for (int i = warp - c * s.warps % WARPS; i < s.warps; i += WARPS) {
+            if (i < 0) continue;
+            const float undo = load_x<F != BF16, IS_F32>(x, (s.first_slice + i) * SLICE, s.k, lane, x_table + i * slice_stride + c * (IS_F32 ? PARTS : 1) * stride);
+            if (lane == 0) undo_table[i * COLUMNS + c] = undo;
+        }
+    }
+    __syncthreads();
+    const uint2* my_x = x_table + (slice - s.first_slice) * slice_stride + g * stride + t;
+    constexpr int SHARE = IS_F32 ? PARTS : 1;
+    const float undo0 = idle ? 1.f : undo_table[(slice - s.first_slice) * COLUMNS + 2 * t / SHARE];
+    const float undo1 = idle ? 1.f : undo_table[(slice - s.first_slice) * COLUMNS + (2 * t + 1) / SHARE];
+    if (idle) return;
+
+    // What the sums of a turn need: column i's routing weight in lane i, half a warp's factor.
+    const float routing = s.routed == 1 && place >= 0 ? __ldcg(p.weights + place) : 1.f;
+    const float factor = __ldg(s.factor + expert * halves + (halves == 2 ? lane >> 4 : 0)) * (F <= MXFP4 ? 16384.f : 1.f);
+    uint32_t taken = 0;
+    for (int turn = 0; unit < end; unit += groups, ++turn) {
+        float* table = reinterpret_cast<float*>(shared + TABLE_AT) + (turn & 1) * TABLE;
+        for (int half = 0; half < halves; ++half) {
+            const bool last = half == halves - 1;
+            scale += (last ? jump : 1) * SCALE;
+            float sums[4][4] = {}, block[4] = {0.f, 0.f, 0.f, 0.f};
             Scales<F> next = now;
-            if (more) next.load(scale, lane);
+            if (!last || unit + groups < end) next.load(scale, lane);
 #pragma unroll
-            for (int i = 0; i < LOADS; ++i) {
-                const uint4 w = a[i % AHEAD];
-                if (i + AHEAD < LOADS) a[i % AHEAD] = stream(data + (i + AHEAD) * 32);
-                else if (more) a[i % AHEAD] = stream(after + (i + AHEAD - LOADS) * 32);
-                multiply<F>(w, i, my_x, now, lane, sum, block);
+            for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+                const int at = taken % STAGES;
+                await(barrier + at * 8, taken / STAGES & 1);
+                const uint4* w = reinterpret_cast<const uint4*>(shared + (warp * STAGES + at) * CHUNK) + lane;
+#pragma unroll
+                for (int i = 0; i < CHUNK_LOADS; ++i) multiply<F>(w[i * 32], chunk * CHUNK_LOADS + i, my_x, now, lane, sums, block);
+                ++taken;
+                __syncwarp();
+                fetch_next();
             }
             now = next;
-            data = after;
+            float sum[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sum[i] = (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]);
             float* out = table + (warp * 2 + half) * 128 + g;   // [column][row]
             out[(2 * t) * 16] = sum[0] * undo0; out[(2 * t + 1) * 16] = sum[1] * undo1;
             out[(2 * t) * 16 + 8] = sum[2] * undo0; out[(2 * t + 1) * 16 + 8] = sum[3] * undo1;
         }
-        __syncthreads();
-        if (!idle && unit < end) {
-            const float base_factor = F <= MXFP4 ? 16384.f : 1.f;
-            for (int o = threadIdx.x - group * s.warps * 32; o < count * 16; o += s.warps * 32) {
-                const int c = o >> 4, r = o & 15, n = unit * 16 + r;
-                const int at = s.routed ? __ldcg(p.task_pairs + work.w * COLUMNS + c) : work.w * PER_GROUP + c;
-                if (n >= s.n) continue;
-                float v[2];
+        group_barrier(group, s.warps * 32);
+        // One warp per column, another one each turn; the others go on. Lanes are 16 rows of one half or of both.
+        const int r = lane & 15, h = lane >> 4, n = unit * 16 + r;
+        for (int c = (warp + turn) % s.warps; c < count; c += s.warps) {
+            float total = 0.f;
+            const float* in = table + (group * s.warps * 2 + (halves == 2 ? h : 0)) * 128 + r;
 #pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    if (h >= halves) break;
-                    float total = 0.f;
-                    for (int w = 0; w < s.warps; ++w) {
-                        const float* in = table + ((group * s.warps + w) * 2 + h) * 128 + r;
-                        if constexpr (IS_F32) {
-                            float whole = 0.f;
-                            for (int q = (F == BF16 ? 2 : 1); q >= 0; --q) whole += in[(c * PARTS + q) * 16];
-                            total += whole;
-                        } else total += in[c * 16];
-                    }
-                    v[h] = total * (base_factor * __ldg(s.factor + expert * halves + h));
+            for (int w = 0; w < MAX_SLICES; ++w)
+                if (w < s.warps) {
+                    float whole = 0.f;
+                    if constexpr (IS_F32)
+                        for (int q = (F == BF16 ? 2 : 1); q >= 0; --q) whole += in[w * 256 + (c * PARTS + q) * 16];
+                    else whole = in[w * 256 + c * 16];
+                    total += whole;
                 }
-                size_t to = (size_t)at * s.y_stride + n;
-                if (s.routed == 2) to = ((size_t)(at / p.choices) * (p.choices + 1) + at % p.choices) * s.y_stride + n;
-                if (halves == 2) {
-                    const float gate = fminf(as_act<IS_F32>(v[0]), p.limit);
-                    const float up = fmaxf(fminf(as_act<IS_F32>(v[1]), p.limit), -p.limit);
-                    float hidden = gate / (1.f + expf(-gate)) * up;
-                    if (s.routed) hidden *= __ldcg(p.weights + at);
-                    put_act<IS_F32>(s.y, to, hidden);
-                } else if (s.epilogue == AS_F32) static_cast<float*>(s.y)[to] = v[0];
-                else put_act<IS_F32>(s.y, to, v[0]);
+            const float v = total * factor;
+            const int at = __shfl_sync(~0u, place, c);
+            size_t to = (size_t)at * s.y_stride + n;
+            if (s.routed == 2) to = ((size_t)(at / p.choices) * (p.choices + 1) + at % p.choices) * s.y_stride + n;
+            if (halves == 2) {
+                const float weight = __shfl_sync(~0u, routing, c);
+                const float gate = fminf(as_act<IS_F32>(v), p.limit);
+                const float up = fmaxf(fminf(as_act<IS_F32>(__shfl_down_sync(~0u, v, 16)), p.limit), -p.limit);
+                float hidden = gate / (1.f + expf(-gate)) * up;
+                if (s.routed) hidden *= weight;
+                if (h == 0 && n < s.n) put_act<IS_F32>(s.y, to, hidden);
+            } else if (h == 0 && n < s.n) {
+                if (s.epilogue == AS_F32) static_cast<float*>(s.y)[to] = v;
+                else put_act<IS_F32>(s.y, to, v);
             }
         }
     }
 }
 
 template <bool IS_F32>
-__global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM) matvec_kernel(const __grid_constant__ Params p) {
-    extern __shared__ __align__(16) float shared[];   // sums of two turns, then x
+__global__ void __launch_bounds__(WARPS * 32, 1) matvec_kernel(const __grid_constant__ Params p) {
+    extern __shared__ __align__(128) char shared[];
     const int4 work = __ldg(p.work + blockIdx.x);
     const Segment& s = p.segments[work.x];
     asm volatile("griddepcontrol.launch_dependents;");
@@ -468,10 +509,10 @@ static int launch(void (*kernel)(Parameters...), int blocks, int threads, int by
     return (int)cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
-extern "C" int dsv4_matvec(const Params* p, int blocks, int is_f32, int overlap, cudaStream_t stream) {
+extern "C" int dsv4_matvec(const Params* p, int blocks, int is_f32, cudaStream_t stream) {
     const int columns = is_f32 || p->rows > 1 ? COLUMNS : 1;
-    const int bytes = TABLE_BYTES + WARPS * columns * COLUMN_STRIDE * 8;
-    return launch(is_f32 ? matvec_kernel<true> : matvec_kernel<false>, blocks, WARPS * 32, bytes, overlap, stream, *p);
+    const int bytes = X_AT + MAX_SLICES * (columns * COLUMN_STRIDE * 8 + COLUMNS * 4);
+    return launch(is_f32 ? matvec_kernel<true> : matvec_kernel<false>, blocks, WARPS * 32, bytes, true, stream, *p);
 }
 
 // `s` describes the bank from its first wanted matrix on.

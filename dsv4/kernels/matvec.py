@@ -2,6 +2,7 @@
 
 import ctypes
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from dsv4.kernels.build import call, pointer
 from dsv4.kernels.tiles import CODE, ROWS, SLICE, Tiled
 
-WARPS, MAX_SEGMENTS, COLUMNS, FLOAT_COLUMNS = 8, 16, 8, 2
+WARPS, MAX_SLICES, MAX_SEGMENTS, COLUMNS, FLOAT_COLUMNS = 16, 8, 16, 8, 2
 
 
 class _Segment(ctypes.Structure):
@@ -71,7 +72,7 @@ class Tasks:
 
 def splits(k: int) -> int:
     """Into how many separately stored sums a product over K columns is cut."""
-    return -(--(-k // SLICE) // WARPS)
+    return -(--(-k // SLICE) // MAX_SLICES)
 
 
 class MatVec:
@@ -100,22 +101,15 @@ class MatVec:
             params.segments[i] = segment
         columns = FLOAT_COLUMNS if self.is_float else COLUMNS
         if blocks is None:
-            blocks = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+            blocks = torch.cuda.get_device_properties(device).multi_processor_count
         work = _share([s for s, _ in segments], rows, columns, tasks, blocks)
         self.work = torch.tensor(work, dtype=torch.int32, device=device)
         params.work = self.work.data_ptr()
         self.params, self.blocks = params, len(work)
 
-    def launch(self, overlap: bool = False) -> None:
-        call(
-            "matvec",
-            "matvec",
-            self.device,
-            ctypes.byref(self.params),
-            self.blocks,
-            int(self.is_float),
-            int(overlap),
-        )
+    def launch(self) -> None:
+        arguments = (ctypes.byref(self.params), self.blocks, int(self.is_float))
+        call("matvec", "matvec", self.device, *arguments)
 
 
 def _segment(weight: Tiled) -> _Segment:
@@ -151,32 +145,40 @@ def _segments(product: Product) -> list[_Segment]:
 def _share(
     segments: list[_Segment], rows: int, columns: int, tasks: Tasks | None, blocks: int
 ) -> list[tuple[int, int, int, int]]:
-    """Cut the units of all segments into runs of about equal bytes, one per block: (segment, first, units, task).
+    """Cut all units into runs, one per block: (segment, first unit, units, task or group of rows).
 
-    With several tasks (a batch) there are more runs than blocks at once; the hardware queues them.
+    At batch 1 the runs have about equal bytes and all are resident at once. Otherwise there are more runs than
+    blocks, and the hardware queues them.
     """
-    per_load = {0: 9, 1: 8.5, 2: 16, 3: 32}  # bytes of a brick over 512, with its scales
-    cost = [s.units * s.halves * s.warps * per_load[s.format] for s in segments]
+    per_load = (9, 8.5, 16, 32)  # bytes of a brick over 512, with its scales
     repeats = [len(tasks.expert) if s.routed and tasks else -(-rows // columns) for s in segments]
-    # At batch 1 every run is resident at once; a routed product repeats by as many tasks as there are choices.
-    total = sum(c * r for c, r in zip(cost, repeats, strict=True))
+    if rows > 1:
+        runs = [min(16, s.units) for s in segments]
+    else:
+        cost = [s.units * s.halves * s.warps * per_load[s.format] for s in segments]
+        # Each repeat of a segment gets a block; the rest go where a run is longest.
+        runs = [1] * len(segments)
+        while True:
+            left = blocks - sum(n * r for n, r in zip(runs, repeats, strict=True))
+            fits = [i for i, r in enumerate(repeats) if r <= left and runs[i] < segments[i].units]
+            if not fits:
+                break
+            longest = max(fits, key=lambda i: cost[i] / runs[i])
+            runs[longest] += 1
     out = []
-    for index, s in enumerate(segments):
-        groups = WARPS // s.warps
-        share = cost[index] / total * blocks if rows == 1 else 16.0
-        runs = max(1, min(round(share), -(-s.units // groups)))
-        steps = -(-s.units // groups)  # of `groups` units each
-        cuts = [steps * i // runs * groups for i in range(runs)] + [s.units]
+    for index, (s, n) in enumerate(zip(segments, runs, strict=True)):
+        cuts = [s.units * i // n for i in range(n + 1)]
         for task in range(repeats[index]):
-            out += [
-                (index, a, b - a, task) for a, b in zip(cuts[:-1], cuts[1:], strict=True) if b > a
-            ]
+            out += [(index, a, b - a, task) for a, b in pairwise(cuts) if b > a]
     return out
 
 
 def unpack(weight: Tiled, out: Tensor) -> None:
-    """The values without their factor, row-major: out [count * halves * N, K] BF16 or float32, w1 before w3."""
-    assert out.is_contiguous() and out.numel() == weight.count * weight.halves * weight.shape[0] * weight.shape[1]
+    """The values without factor, row-major: out [count * halves * N, K] BF16 or float32, w1 before w3."""
+    assert (
+        out.is_contiguous()
+        and out.numel() == weight.count * weight.halves * weight.shape[0] * weight.shape[1]
+    )
     assert weight.data.is_contiguous() and weight.scale.is_contiguous()
     segment = _segment(weight)
     is_float = int(out.dtype == torch.float32)

@@ -65,6 +65,14 @@ class Tiled:
         )
 
 
+@dataclass(frozen=True)
+class Bank:
+    """All experts of a layer (or the shared one alone): gate and up in pairs, and down."""
+
+    w13: Tiled
+    w2: Tiled
+
+
 def empty(
     format: Format, shape: tuple[int, int], count: int, halves: int, device: str | torch.device
 ) -> Tiled:
