@@ -191,6 +191,7 @@ class EngineConfig:
     max_batch: int = 8
     chunk: int = 512
     threads: int | None = None
+    no_graph: bool = False
     ops: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:

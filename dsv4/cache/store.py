@@ -99,6 +99,10 @@ class Cache:
     def num_free_slots(self) -> int:
         return sum(pages is None for pages in self._pages)
 
+    def capacity(self, slot: int) -> int:
+        """Tokens that the slot's pages can hold."""
+        return len(self._pages[slot] or ()) * self.layout.page_tokens
+
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.layout.page_tokens)
 

@@ -22,8 +22,10 @@ _HELP = {
     "max_batch": "sequences that run at the same time",
     "chunk": "prompt tokens processed per step",
     "threads": "CPU threads; default: what suits the model's size",
+    "no_graph": "on a GPU, launch a step's kernels one by one: the same tokens, slower, for debugging",
 }
 _TYPES: dict[str, Any] = {"max_context": int | None, "threads": int | None, "max_batch": int, "chunk": int}
+_TYPES["no_graph"] = bool
 
 
 def engine_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -38,7 +40,8 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
             )
             kind, default = Annotated[list[str], option], field.default
         else:
-            kind = Annotated[_TYPES.get(field.name, str), typer.Option(help=_HELP[field.name])]
+            names = ("--no-graph",) if field.name == "no_graph" else ()
+            kind = Annotated[_TYPES.get(field.name, str), typer.Option(*names, help=_HELP[field.name])]
             default = field.default
         flags.append(
             inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)

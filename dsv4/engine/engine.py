@@ -24,6 +24,7 @@ from dsv4.model.model import Model
 from dsv4.models import embedded
 from dsv4.text.tokenizer import Tokenizer
 from dsv4.weights.load import Checkpoint, Progress
+from dsv4.weights.tiled import load_tiled
 
 
 class Engine:
@@ -52,13 +53,21 @@ class Engine:
         check_memory(s, checkpoint, layout)
         # Decoding small blocks of rows is done before a second thread has woken up (measured: docs/log.md).
         torch.set_num_threads(1)
-        weights = checkpoint.load(s.dense, s.device.torch_name, progress)
+        if s.tiled:
+            weights = load_tiled(checkpoint, s.device.torch_name, progress)
+        else:
+            weights = checkpoint.load(s.dense, s.device.torch_name, progress)
         torch.set_num_threads(s.threads)
         numerics = Numerics(s.dtype, config.activations, config.qat == "on")
         bundle = Bundle(model_config, weights, s.ops, numerics)
         model = Model(bundle, s.max_context, s.device.torch_name)
         self.cache = Cache(layout, s.device.torch_name, s.dtype)
-        self.runner = Runner(model, self.cache, s.device.torch_name)
+        decode = None
+        if s.tiled:
+            from dsv4.engine.graphs import Graphs  # imports Triton, which a machine without a GPU may lack
+
+            decode = Graphs(bundle, model, self.cache, config.max_batch, not config.no_graph)
+        self.runner = Runner(model, self.cache, s.device.torch_name, decode)
         self.scheduler = Scheduler(self.cache, config.chunk)
         self._outputs: dict[str, Output] = {}
         self._ids = itertools.count()

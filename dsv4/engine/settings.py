@@ -11,6 +11,7 @@ from dsv4.errors import ConfigError
 from dsv4.ops import IMPLEMENTATIONS, Ops
 from dsv4.quant.formats import Format
 from dsv4.weights.load import Checkpoint
+from dsv4.weights.tiled import tiled_bytes
 
 DEFAULT_CONTEXT = 32768
 # Below this, one decode step's products are too short to share between threads (measured: docs/log.md).
@@ -37,6 +38,7 @@ class Settings:
     max_context: int
     threads: int
     dense: bool
+    tiled: bool  # weights in the GPU kernels' own form; generated tokens run as graphs
     choices: tuple[Choice, ...]
 
 
@@ -60,9 +62,18 @@ def settle(config: EngineConfig, checkpoint: Checkpoint) -> Settings:
     elif cache == "auto":
         cache = chosen("cache", "f32", "qat is off: entries are not rounded")
 
+    slow = _why_reference(config, cache) if device.kind == "cuda" else None
+    if slow:
+        chosen("ops", "ref", f"{slow} has no GPU kernels; the reference runs on the GPU, slowly")
+    tiled = device.kind == "cuda" and slow is None
+    if tiled and config.weights != "auto":
+        raise ConfigError(f"weights {config.weights} is for a CPU; on a GPU use weights auto")
+
     need, have = checkpoint.held_bytes(dense=True), device.memory_bytes
     weights = config.weights
-    if weights == "auto":
+    if weights == "auto" and tiled:
+        weights = chosen("weights", "tiled", "as stored, in the order the GPU kernels read them")
+    elif weights == "auto":
         why = f"decoded weights take {need / 1e9:.1f} GB, {have / 1e9:.1f} GB of memory are free"
         packed = "" if fits_dense(need, have) else "; packed weights are decoded at every use, which is slow"
         weights = chosen("weights", "packed" if packed else "dense", why + packed)
@@ -76,13 +87,14 @@ def settle(config: EngineConfig, checkpoint: Checkpoint) -> Settings:
     plain = {"bf16": Format.BF16, "f32": Format.F32}
     return Settings(
         device=device,
-        ops=_choose_ops(device, config),
+        ops=_choose_ops(device, config, slow is not None),
         dtype={"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype],
         kv_format=plain.get(cache, Format.KV8),
         key_format=plain.get(cache, Format.MXFP4),
         max_context=_max_context(config, checkpoint.config, choices),
         threads=threads,
         dense=weights == "dense",
+        tiled=tiled,
         choices=tuple(choices),
     )
 
@@ -94,7 +106,7 @@ def fits_dense(need: int, have: int) -> bool:
 
 def check_memory(settings: Settings, checkpoint: Checkpoint, layout: CacheLayout) -> None:
     """Refuse before anything is read: an allocation that fails later, or swaps, would be a worse answer."""
-    weights = checkpoint.held_bytes(settings.dense)
+    weights = tiled_bytes(checkpoint) if settings.tiled else checkpoint.held_bytes(settings.dense)
     cache, free = layout.store_bytes(), settings.device.memory_bytes
     if weights + cache > free:
         raise ConfigError(
@@ -104,12 +116,24 @@ def check_memory(settings: Settings, checkpoint: Checkpoint, layout: CacheLayout
         )
 
 
-def _choose_ops(device: Device, config: EngineConfig) -> Ops:
+def _why_reference(config: EngineConfig, cache: str) -> str | None:
+    """What the GPU kernels do not serve, if anything."""
+    if config.ops:
+        return "a choice of ops"
+    if config.activations != "a16":
+        return f"activations {config.activations}"
+    if config.qat == "off":
+        return "qat off"
+    return f"cache {cache}" if cache != "fp8" else None
+
+
+def _choose_ops(device: Device, config: EngineConfig, reference: bool) -> Ops:
     if unknown := sorted({op for op, _ in config.ops} - IMPLEMENTATIONS.keys()):
         raise ConfigError(f"unknown ops {unknown}; the ops are {', '.join(IMPLEMENTATIONS)}")
     if len(dict(config.ops)) < len(config.ops):
         raise ConfigError(f"ops names an op twice: {', '.join(f'{o}={b}' for o, b in config.ops)}; keep one")
-    return Ops.choose(device.kind, **dict(config.ops))
+    default = dict.fromkeys(IMPLEMENTATIONS, "ref") if reference else {}
+    return Ops.choose(device.kind, **default | dict(config.ops))
 
 
 def _max_context(config: EngineConfig, model: ModelConfig, choices: list[Choice]) -> int:

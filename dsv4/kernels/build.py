@@ -15,7 +15,7 @@ from dsv4.env import cache_folder
 from dsv4.errors import DeviceError
 
 HERE = Path(__file__).parent
-SOURCES = ("matvec", "choose")
+SOURCES = ("matvec", "unpack", "choose", "mhc")
 FLAGS = ("-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC", "--diag-suppress=128")
 
 
@@ -38,7 +38,8 @@ def architecture(device: torch.device) -> str:
 def compile_source(name: str, arch: str) -> Path:
     """The shared library of `name`.cu for that architecture, from the cache where it is there already."""
     source = HERE / f"{name}.cu"
-    key = hashlib.sha256("\n".join((source.read_text(), arch, *FLAGS)).encode()).hexdigest()[:16]
+    texts = [path.read_text() for path in (source, *sorted(HERE.glob("*.cuh")))]
+    key = hashlib.sha256("\n".join((*texts, arch, *FLAGS)).encode()).hexdigest()[:16]
     folder = cache_folder() / "kernels"
     target = folder / f"{name}-sm_{arch}-{key}.so"
     if target.exists():

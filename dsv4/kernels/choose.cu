@@ -1,6 +1,8 @@
 // Choices of a step, one block per decision: experts of the rows, entries to attend to, the next token.
 #include <stdint.h>
 
+#include "launch.cuh"
+
 constexpr int MAX_PAIRS = 1024, PAIRS_PER_TASK = 8;
 
 // Larger floats have larger keys; both zeros have one.
@@ -16,8 +18,8 @@ __device__ __forceinline__ int best_of_warp(uint32_t key, int index) {
 }
 
 __device__ __forceinline__ void begin() {   // let the next kernel start, then wait for what earlier ones write
-    asm volatile("griddepcontrol.launch_dependents;");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    let_next_start();
+    wait_for_earlier();
 }
 
 // Routing: sqrt(softplus(logit)) weights the experts; the largest with bias, or a table by token id, names them.
@@ -273,30 +275,6 @@ __global__ void __launch_bounds__(1024) greedy_kernel(const float* logits, int v
     }
 }
 
-template <typename... Parameters, typename... Arguments>
-static int launch(void (*kernel)(Parameters...), int blocks, int threads, int bytes, int cluster, cudaStream_t stream, Arguments... arguments) {
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(blocks);
-    config.blockDim = dim3(threads);
-    config.stream = stream;
-    config.dynamicSmemBytes = bytes;
-    if (bytes > 48 * 1024) {
-        const cudaError_t error = cudaFuncSetAttribute((const void*)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-        if (error != cudaSuccess) return (int)error;
-    }
-    cudaLaunchAttribute attributes[2];
-    config.attrs = attributes;
-    if (cluster > 1) {
-        attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
-        attributes[config.numAttrs].val.clusterDim = {(unsigned)cluster, 1, 1};
-        ++config.numAttrs;
-    }
-    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[config.numAttrs].val.programmaticStreamSerializationAllowed = 1;
-    ++config.numAttrs;
-    return (int)cudaLaunchKernelEx(&config, kernel, arguments...);
-}
-
 extern "C" int dsv4_route(const float* logits, const float* bias, const int64_t* table, const int64_t* ids, int rows,
                           int experts, int choices, float route_scale, int per_task, int* chosen, float* weights,
                           int* task_expert, int* task_pairs, cudaStream_t stream) {
@@ -318,4 +296,3 @@ extern "C" int dsv4_select(const float* scores, int64_t stride, int capacity, co
 extern "C" int dsv4_greedy(const float* logits, int rows, int vocab, int64_t* next, int64_t* positions, cudaStream_t stream) {
     return launch(greedy_kernel, rows, 1024, 0, 1, stream, logits, vocab, next, positions);
 }
-extern "C" const char* dsv4_error(int code) { return cudaGetErrorString((cudaError_t)code); }

@@ -6,13 +6,10 @@
 // order whatever the batch: blocks of columns inside the tensor core along the slice, then the slices one after the
 // other. A column of the tensor core never sees its neighbours, so a row's result does not
 // depend on them.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <stdint.h>
+#include "tiles.cuh"
 
-enum { NVFP4 = 0, MXFP4 = 1, FP8 = 2, BF16 = 3 };
 enum { AS_ACT = 0, AS_F32 = 1 };   // what y holds; pairs always give SwiGLU in the activations' type
-constexpr int SLICE = 512, WARPS = 16, MAX_SLICES = 8, MAX_SEGMENTS = 16;
+constexpr int WARPS = 16, MAX_SLICES = 8, MAX_SEGMENTS = 16;
 // A warp's weights come through shared memory, CHUNK bytes (8 loads) at a time, STAGES chunks ahead.
 constexpr int CHUNK = 4096, CHUNK_LOADS = CHUNK / 512, STAGES = 2;
 // Parts of a float32 input: FP16 carries 11 bits, BF16 8.
@@ -23,19 +20,6 @@ constexpr int ITEMS = SLICE / 4, COLUMN_STRIDE = ITEMS + 4;
 constexpr int TABLE = WARPS * 2 * 128;
 constexpr int TABLE_AT = WARPS * STAGES * CHUNK, BARRIERS_AT = TABLE_AT + 2 * TABLE * 4, X_AT = BARRIERS_AT + WARPS * STAGES * 8;
 
-struct Segment {            // one weight, or a bank of experts, and what it is multiplied with
-    const uint4* data;      // [count][units][slices][halves][brick]
-    const uint8_t* scale;   // beside it
-    const float* factor;    // [count][halves]
-    const void* x;          // rows of x_stride values
-    void* y;                // rows of y_stride values
-    int format, halves, units, slices, first_slice, warps;
-    int n, k;               // true sizes; the tiles are padded with zeros
-    int x_stride, y_stride;
-    int epilogue;
-    int routed;             // 0: rows are the batch. 1: x by token, y by pair. 2: x by pair, y by token and choice
-};
-
 struct Params {
     Segment segments[MAX_SEGMENTS];
     const int4* work;         // segment, first unit, units, task (routed) or group of eight rows
@@ -45,17 +29,9 @@ struct Params {
     int choices;              // experts per token
     int rows;                 // of the batch
     float limit;              // of the clamped SwiGLU
+    const char* ahead[2];     // weights that a later kernel will read, to be brought to L2 meanwhile
+    int64_t ahead_bytes[2];
 };
-
-// A kernel may start while the one before it still runs; what that one writes is there after this.
-__device__ __forceinline__ void wait_for_earlier() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-__device__ __forceinline__ uint4 stream(const uint4* p) {
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-    return v;
-}
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
@@ -85,48 +61,6 @@ __device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], 
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
 }
-
-// Eight E2M1 codes of a word, spread so that FP16 numbers fall out by shift and mask; each is value * 2^-14.
-__device__ __forceinline__ void e2m1(uint32_t w, uint32_t (&a)[4]) {
-    a[0] = w & 0x8E008E00u;
-    a[1] = (w << 3) & 0x8E008E00u;
-    a[2] = ((w << 6) & 0x0E000E00u) | ((w << 1) & 0x80008000u);
-    a[3] = ((w << 9) & 0x0E000E00u) | ((w << 2) & 0x80008000u);
-}
-
-__device__ __forceinline__ uint32_t e4m3x2(uint16_t codes) {
-    uint32_t halves;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
-    return halves;
-}
-
-__device__ __forceinline__ float2 e4m3_pair(uint32_t word, int high) {
-    uint32_t h = e4m3x2((uint16_t)(high ? word >> 16 : word & 0xFFFF));
-    return __half22float2(*reinterpret_cast<__half2*>(&h));
-}
-
-__device__ __forceinline__ float e8m0(uint32_t code) { return __uint_as_float(code ? code << 23 : 0x00400000u); }
-
-template <int F> struct Brick {   // bytes of one slice of one tile, in loads of 512
-    static constexpr int LOADS = F <= MXFP4 ? 8 : F == FP8 ? 16 : 32;
-    static constexpr int SCALE = F == NVFP4 ? 512 : F == MXFP4 ? 256 : F == FP8 ? 16 : 0;
-};
-
-template <int F> struct Scales {
-    uint32_t word[4];
-    __device__ __forceinline__ void load(const uint8_t* p, int lane) {
-        if constexpr (F == NVFP4) {
-            uint4 v = stream(reinterpret_cast<const uint4*>(p) + lane);
-            word[0] = v.x; word[1] = v.y; word[2] = v.z; word[3] = v.w;
-        } else if constexpr (F == MXFP4) {
-            uint2 v = __ldg(reinterpret_cast<const uint2*>(p) + lane);
-            word[0] = v.x; word[1] = v.y;
-        } else if constexpr (F == FP8) {
-            uint4 v = __ldg(reinterpret_cast<const uint4*>(p));
-            word[0] = v.x; word[1] = v.y; word[2] = v.z; word[3] = v.w;
-        }
-    }
-};
 
 __device__ __forceinline__ uint32_t times(uint32_t a, __half2 b) {
     const __half2 v = __hmul2(*reinterpret_cast<__half2*>(&a), b);
@@ -194,10 +128,6 @@ __device__ __forceinline__ uint32_t pack_bf16(float a, float b) {
     __nv_bfloat162 h = __floats2bfloat162_rn(a, b);
     return *reinterpret_cast<uint32_t*>(&h);
 }
-__device__ __forceinline__ float2 open_bf16(uint32_t v) {
-    return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xFFFF0000u));
-}
-
 // The power of two that brings `peak` to [2^14, 2^15), FP16's upper end, as the exponent of its inverse.
 __device__ __forceinline__ int exponent(float peak) {
     const int e = (__float_as_uint(peak) >> 23) & 255;
@@ -346,15 +276,17 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     // What the sums of a turn need: column i's routing weight in lane i, half a warp's factor.
     const float routing = s.routed == 1 && place >= 0 ? __ldcg(p.weights + place) : 1.f;
     const float factor = __ldg(s.factor + expert * halves + (halves == 2 ? lane >> 4 : 0)) * (F <= MXFP4 ? 16384.f : 1.f);
+    // A turn is two bricks: both halves of a unit, or two units.
+    const bool paired = halves == 2;
     uint32_t taken = 0;
-    for (int turn = 0; unit < end; unit += groups, ++turn) {
+    for (int turn = 0; unit < end; unit += paired ? groups : 2 * groups, ++turn) {
         float* table = reinterpret_cast<float*>(shared + TABLE_AT) + (turn & 1) * TABLE;
-        for (int half = 0; half < halves; ++half) {
-            const bool last = half == halves - 1;
-            scale += (last ? jump : 1) * SCALE;
+        for (int sub = 0; sub < 2 && (paired || unit + sub * groups < end); ++sub) {
+            scale += (paired && sub == 0 ? 1 : jump) * SCALE;
+            const bool more = paired ? sub == 0 || unit + groups < end : unit + (sub + 1) * groups < end;
             float sums[4][4] = {}, block[4] = {0.f, 0.f, 0.f, 0.f};
             Scales<F> next = now;
-            if (!last || unit + groups < end) next.load(scale, lane);
+            if (more) next.load(scale, lane);
 #pragma unroll
             for (int chunk = 0; chunk < CHUNKS; ++chunk) {
                 const int at = taken % STAGES;
@@ -370,16 +302,17 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
             float sum[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) sum[i] = (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]);
-            float* out = table + (warp * 2 + half) * 128 + g;   // [column][row]
+            float* out = table + (warp * 2 + sub) * 128 + g;   // [column][row]
             out[(2 * t) * 16] = sum[0] * undo0; out[(2 * t + 1) * 16] = sum[1] * undo1;
             out[(2 * t) * 16 + 8] = sum[2] * undo0; out[(2 * t + 1) * 16 + 8] = sum[3] * undo1;
         }
         group_barrier(group, s.warps * 32);
-        // One warp per column, another one each turn; the others go on. Lanes are 16 rows of one half or of both.
-        const int r = lane & 15, h = lane >> 4, n = unit * 16 + r;
+        // One warp per column, another one each turn; the others go on. Lanes are the rows of both bricks.
+        const int r = lane & 15, h = lane >> 4, tile = paired ? unit : unit + h * groups, n = tile * 16 + r;
+        const bool inside = tile < end && n < s.n;
         for (int c = (warp + turn) % s.warps; c < count; c += s.warps) {
             float total = 0.f;
-            const float* in = table + (group * s.warps * 2 + (halves == 2 ? h : 0)) * 128 + r;
+            const float* in = table + (group * s.warps * 2 + h) * 128 + r;
 #pragma unroll
             for (int w = 0; w < MAX_SLICES; ++w)
                 if (w < s.warps) {
@@ -393,14 +326,14 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
             const int at = __shfl_sync(~0u, place, c);
             size_t to = (size_t)at * s.y_stride + n;
             if (s.routed == 2) to = ((size_t)(at / p.choices) * (p.choices + 1) + at % p.choices) * s.y_stride + n;
-            if (halves == 2) {
+            if (paired) {
                 const float weight = __shfl_sync(~0u, routing, c);
                 const float gate = fminf(as_act<IS_F32>(v), p.limit);
                 const float up = fmaxf(fminf(as_act<IS_F32>(__shfl_down_sync(~0u, v, 16)), p.limit), -p.limit);
                 float hidden = gate / (1.f + expf(-gate)) * up;
                 if (s.routed) hidden *= weight;
-                if (h == 0 && n < s.n) put_act<IS_F32>(s.y, to, hidden);
-            } else if (h == 0 && n < s.n) {
+                if (h == 0 && inside) put_act<IS_F32>(s.y, to, hidden);
+            } else if (inside) {
                 if (s.epilogue == AS_F32) static_cast<float*>(s.y)[to] = v;
                 else put_act<IS_F32>(s.y, to, v);
             }
@@ -413,113 +346,22 @@ __global__ void __launch_bounds__(WARPS * 32, 1) matvec_kernel(const __grid_cons
     extern __shared__ __align__(128) char shared[];
     const int4 work = __ldg(p.work + blockIdx.x);
     const Segment& s = p.segments[work.x];
-    asm volatile("griddepcontrol.launch_dependents;");
+    let_next_start();
     switch (s.format) {
         case NVFP4: run<NVFP4, IS_F32>(p, s, work, shared); break;
         case MXFP4: run<MXFP4, IS_F32>(p, s, work, shared); break;
         case FP8: run<FP8, IS_F32>(p, s, work, shared); break;
         case BF16: run<BF16, IS_F32>(p, s, work, shared); break;
     }
-}
-
-// A bank's matrices first .. first+count-1 as rows of BF16 or float32, without the factor; of pairs, w1's rows come first.
-template <int F, typename Out>
-__device__ __forceinline__ void unpack_brick(const Segment& s, int64_t brick, Out* y, int lane) {
-    const int h = brick % s.halves, slice = brick / s.halves % s.slices;
-    const int64_t unit = brick / s.halves / s.slices, matrix = unit / s.units;
-    const int tile = unit % s.units, g = lane >> 2, t = lane & 3;
-    Scales<F> scales;
-    scales.load(s.scale + brick * Brick<F>::SCALE, lane);
-    const uint4* data = s.data + brick * (Brick<F>::LOADS * 32) + lane;
-    Out* out = y + matrix * s.n * s.halves * s.k;
-#pragma unroll
-    for (int load = 0; load < Brick<F>::LOADS; ++load) {
-        const uint4 w = stream(data + load * 32);
-        const uint32_t words[4] = {w.x, w.y, w.z, w.w};
-        constexpr int STEPS = F <= MXFP4 ? 4 : F == FP8 ? 2 : 1;
-#pragma unroll
-        for (int j = 0; j < STEPS; ++j) {
-            uint32_t a[4];
-            float low = 1.f, high = 1.f;
-            if constexpr (F == NVFP4) {
-                const int from = (lane & ~3) | (load >> 1), at = (load & 1) * 2;
-                const float2 l = e4m3_pair(__shfl_sync(~0u, scales.word[at], from), j >> 1);
-                const float2 u = e4m3_pair(__shfl_sync(~0u, scales.word[at + 1], from), j >> 1);
-                low = 16384.f * (j & 1 ? l.y : l.x); high = 16384.f * (j & 1 ? u.y : u.x);
-                e2m1(words[j], a);
-            } else if constexpr (F == MXFP4) {
-                const uint32_t v = __shfl_sync(~0u, scales.word[load & 1], (lane & ~3) | (load >> 1));
-                low = 16384.f * e8m0((v >> (j / 2 * 8)) & 255); high = 16384.f * e8m0((v >> (16 + j / 2 * 8)) & 255);
-                e2m1(words[j], a);
-            } else if constexpr (F == FP8) {
-                low = high = __uint_as_float(scales.word[load >> 2]);
-                a[0] = e4m3x2(words[2 * j] & 0xFFFF); a[1] = e4m3x2(words[2 * j] >> 16);
-                a[2] = e4m3x2(words[2 * j + 1] & 0xFFFF); a[3] = e4m3x2(words[2 * j + 1] >> 16);
-            } else {
-                a[0] = words[0]; a[1] = words[1]; a[2] = words[2]; a[3] = words[3];
-            }
-            const int k = slice * SLICE + (load * STEPS + j) * 16 + 4 * t;
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const int n = tile * 16 + g + 8 * r;
-                if (n >= s.n || k >= s.k) continue;
-                Out* to = out + ((int64_t)h * s.n + n) * s.k + k;
-                const float scale = r ? high : low;
-#pragma unroll
-                for (int q = 0; q < 2; ++q) {
-                    float2 v;
-                    if constexpr (F == BF16) v = open_bf16(a[2 * q + r]);
-                    else v = __half22float2(*reinterpret_cast<__half2*>(&a[2 * q + r]));
-                    to[2 * q] = (Out)(v.x * scale); to[2 * q + 1] = (Out)(v.y * scale);
-                }
-            }
-        }
-    }
-}
-
-template <typename Out>
-__global__ void unpack_kernel(const __grid_constant__ Segment s, Out* y, int64_t bricks) {
-    const int64_t brick = (int64_t)blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
-    if (brick >= bricks) return;
-    const int lane = threadIdx.x & 31;
-    switch (s.format) {
-        case NVFP4: unpack_brick<NVFP4>(s, brick, y, lane); break;
-        case MXFP4: unpack_brick<MXFP4>(s, brick, y, lane); break;
-        case FP8: unpack_brick<FP8>(s, brick, y, lane); break;
-        case BF16: unpack_brick<BF16>(s, brick, y, lane); break;
-    }
-}
-
-template <typename... Parameters, typename... Arguments>
-static int launch(void (*kernel)(Parameters...), int blocks, int threads, int bytes, bool overlap, cudaStream_t stream, Arguments... arguments) {
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(blocks);
-    config.blockDim = dim3(threads);
-    config.stream = stream;
-    config.dynamicSmemBytes = bytes;
-    if (bytes > 48 * 1024) {
-        const cudaError_t error = cudaFuncSetAttribute((const void*)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-        if (error != cudaSuccess) return (int)error;
-    }
-    cudaLaunchAttribute attribute;
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    config.attrs = &attribute;
-    config.numAttrs = overlap ? 1 : 0;
-    return (int)cudaLaunchKernelEx(&config, kernel, arguments...);
+    // Each block asks for its share, a thread for a piece at a time; nobody waits for it.
+    for (int i = 0; i < 2; ++i)
+        for (int64_t at = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * CHUNK; at < p.ahead_bytes[i]; at += (int64_t)gridDim.x * blockDim.x * CHUNK)
+            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p.ahead[i] + at), "r"((int)min((int64_t)CHUNK, p.ahead_bytes[i] - at)));
 }
 
 extern "C" int dsv4_matvec(const Params* p, int blocks, int is_f32, cudaStream_t stream) {
     const int columns = is_f32 || p->rows > 1 ? COLUMNS : 1;
     const int bytes = X_AT + MAX_SLICES * (columns * COLUMN_STRIDE * 8 + COLUMNS * 4);
-    return launch(is_f32 ? matvec_kernel<true> : matvec_kernel<false>, blocks, WARPS * 32, bytes, true, stream, *p);
+    return launch(is_f32 ? matvec_kernel<true> : matvec_kernel<false>, blocks, WARPS * 32, bytes, 1, stream, *p);
 }
 
-// `s` describes the bank from its first wanted matrix on.
-extern "C" int dsv4_unpack(const Segment* s, int matrices, void* y, int is_f32, cudaStream_t stream) {
-    const int64_t bricks = (int64_t)matrices * s->units * s->slices * s->halves;
-    const int blocks = (int)((bricks + 3) / 4);
-    if (is_f32) return launch(unpack_kernel<float>, blocks, 128, 0, false, stream, *s, (float*)y, bricks);
-    return launch(unpack_kernel<__nv_bfloat16>, blocks, 128, 0, false, stream, *s, (__nv_bfloat16*)y, bricks);
-}
-extern "C" const char* dsv4_error(int code) { return cudaGetErrorString((cudaError_t)code); }

@@ -29,6 +29,8 @@ class _Params(ctypes.Structure):
         ("choices", ctypes.c_int),
         ("rows", ctypes.c_int),
         ("limit", ctypes.c_float),
+        ("ahead", ctypes.c_void_p * 2),
+        ("ahead_bytes", ctypes.c_int64 * 2),
     )
 
 
@@ -85,14 +87,18 @@ class MatVec:
         tasks: Tasks | None = None,
         limit: float = 0.0,
         blocks: int | None = None,
+        ahead: tuple[Tensor, ...] = (),
     ) -> None:
+        """`ahead`: up to two tensors that a later kernel reads, brought to the L2 cache meanwhile."""
         device = products[0].x.device
         self.device, self.is_float = device, products[0].x.dtype == torch.float32
-        self.keep = (products, tasks)  # the launch holds raw pointers into these
+        self.keep = (products, tasks, ahead)  # the launch holds raw pointers into these
         params = _Params(rows=rows, limit=limit, choices=tasks.choices if tasks else 1)
         if tasks:
             params.task_expert, params.task_pairs = tasks.expert.data_ptr(), tasks.pairs.data_ptr()
             params.weights = tasks.weights.data_ptr()
+        for i, tensor in enumerate(ahead):
+            params.ahead[i], params.ahead_bytes[i] = tensor.data_ptr(), tensor.nbytes // 16 * 16
         segments: list[tuple[_Segment, Product]] = []
         for product in products:
             segments += [(segment, product) for segment in _segments(product)]
@@ -182,7 +188,7 @@ def unpack(weight: Tiled, out: Tensor) -> None:
     assert weight.data.is_contiguous() and weight.scale.is_contiguous()
     segment = _segment(weight)
     is_float = int(out.dtype == torch.float32)
-    call("matvec", "unpack", out.device, ctypes.byref(segment), weight.count, pointer(out), is_float)
+    call("unpack", "unpack", out.device, ctypes.byref(segment), weight.count, pointer(out), is_float)
 
 
 __all__ = ["ROWS", "MatVec", "Product", "Tasks", "splits", "unpack"]

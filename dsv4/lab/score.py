@@ -86,8 +86,7 @@ def score_ids(
             if progress:
                 progress(stop, len(ids))
         for position in range(prompt_len, len(ids)):
-            step = Step.build([(slot, position, [ids[position]])], device)
-            decode.append(model.logits(model.forward(step, cache)))
+            decode.append(engine.runner.token(slot, position, ids[position]))
             if progress:
                 progress(position + 1, len(ids))
     finally:

@@ -10,7 +10,6 @@ from torch import Tensor
 from dsv4.config import Activations, ModelConfig
 from dsv4.kernels.tiles import Bank, Tiled
 from dsv4.ops import Ops
-from dsv4.quant.formats import QuantTensor
 
 
 @dataclass(frozen=True)

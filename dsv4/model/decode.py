@@ -6,7 +6,6 @@ unused row. Buffers are made once for a number of rows.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,30 +15,14 @@ from dsv4.config import LayerSpec, ModelConfig
 from dsv4.kernels import attend, choose, index, mhc
 from dsv4.kernels.matvec import MatVec, Product, Tasks, splits
 from dsv4.kernels.prepare import Pooling, prepare, queries
+from dsv4.kernels.site import Site
+from dsv4.kernels.tiles import Tiled
 from dsv4.model.bundle import Bundle
 from dsv4.model.model import Model
 from dsv4.model.rope import Rope
 
 Launch = Callable[[], None]
 ROWS = (1, 2, 4, 8, 16, 32)
-
-
-@dataclass(frozen=True)
-class Site:
-    """One hyper-connection: its weights as the checkpoint has them."""
-
-    fn: Tensor
-    base: Tensor
-    scale: Tensor
-    norm: Tensor
-
-    @classmethod
-    def of(cls, b: Bundle, name: str, norm: str) -> "Site":
-        scale, n = b.plain(f"{name}_scale"), b.config.num_streams
-        counts = torch.tensor((n, n, n * n)[: len(scale)], device=scale.device)
-        return cls(
-            b.plain(f"{name}_fn"), b.plain(f"{name}_base"), scale.repeat_interleave(counts), b.plain(norm)
-        )
 
 
 class Buffers:
@@ -57,11 +40,10 @@ class Buffers:
 
         d, n, h = c.hidden_size, c.num_streams, c.num_heads
         self.rows = rows
-        self.ids = torch.zeros(rows, dtype=torch.long, device=device)
-        self.positions = torch.full((rows,), -1, dtype=torch.long, device=device)
-        self.slots = torch.zeros(rows, dtype=torch.long, device=device)
+        self.inputs = torch.zeros(3, rows, dtype=torch.long, device=device)
+        self.ids, self.positions, self.slots = self.inputs
+        self.positions.fill_(-1)
         self.streams, self.x = act(rows, n, d), act(rows, d)
-        self.partial = wide(rows, mhc.num_chunks(d), mhc.WIDTH)
         self.gate, self.comb = wide(rows, n), wide(rows, n, n)
         self.q_raw, self.q_low, self.kv = act(rows, c.q_rank), act(rows, c.q_rank), act(rows, c.head_dim)
         self.values, self.scores = wide(rows, 2 * c.head_dim), wide(rows, 2 * c.head_dim)
@@ -105,6 +87,8 @@ class Decoder:
         self.buffers = f = Buffers(c, rows, cache, self.dtype)
         self.launches: list[tuple[str, Launch]] = []
         self.graph: torch.cuda.CUDAGraph | None = None
+        self._staging = torch.empty(3, rows, dtype=torch.long).pin_memory()
+        self._loaded = torch.cuda.Event()
         self._add("embed", lambda: mhc.embed(f.ids, model.embedding.data, f.streams))
         mixed: Tensor | None = None
         for number, (spec, layer) in enumerate(zip(c.layers, cache.layers, strict=False)):
@@ -112,7 +96,9 @@ class Decoder:
             self._site(f"{name}.hc_attn", f"{name}.attn_norm", mixed)
             self._attention(f"{name}.attn", spec, layer, rope)
             self._site(f"{name}.hc_ffn", f"{name}.ffn_norm", f.y)
-            self._moe(f"{name}.ffn", spec)
+            after = f"layers.{number + 1}.attn"
+            ahead = [f"{after}.wq_a", f"{after}.compressor.wkv"]
+            self._moe(f"{name}.ffn", spec, tuple(b.tiled(w) for w in ahead if w in b.weights.tensors))
             mixed = f.moe
         self._site("hc_head", "norm", mixed)
         self._product("head", [Product(b.tiled("head"), f.x, f.logits)])
@@ -121,24 +107,24 @@ class Decoder:
     def _add(self, name: str, launch: Launch) -> None:
         self.launches.append((name, launch))
 
-    def _product(self, name: str, products: list[Product], tasks: Tasks | None = None) -> None:
-        planned = MatVec(products, self.buffers.rows, tasks, self.config.swiglu_limit)
+    def _product(
+        self, name: str, products: list[Product], tasks: Tasks | None = None, ahead: tuple[Tiled, ...] = ()
+    ) -> None:
+        """`ahead`: weights whose turn comes after kernels that leave the memory idle."""
+        parts = tuple(weight.data for weight in ahead)
+        planned = MatVec(products, self.buffers.rows, tasks, self.config.swiglu_limit, ahead=parts)
         self._add(name, planned.launch)
 
     def _site(self, name: str, norm: str, y: Tensor | None) -> None:
         """The last site's output goes into the streams; they give the next input, normalised."""
-        f, c, site = self.buffers, self.config, Site.of(self.b, name, norm)
-        is_head = site.fn.shape[0] == c.num_streams
-        gate, comb = (None, None) if is_head else (f.gate, f.comb)
-
-        self._add("mhc open", lambda: mhc.mix_open(y, f.gate, f.comb, f.streams, site.fn, f.partial))
-        self._add(
-            "mhc close",
-            lambda: mhc.mix_close(
-                *(f.partial, site.base, site.scale, f.streams, site.norm, f.x, gate, comb),
-                *(c.norm_eps, c.hc_eps, c.sinkhorn_iters),
-            ),
+        b, f, c = self.b, self.buffers, self.config
+        scale, n = b.plain(f"{name}_scale"), c.num_streams
+        counts = torch.tensor((n, n, n * n)[: len(scale)], device=scale.device)
+        site = Site(
+            *(y, f.gate, f.comb, f.streams, b.plain(f"{name}_fn"), b.plain(f"{name}_base")),
+            *(scale.repeat_interleave(counts), b.plain(norm), f.x, c.norm_eps, c.hc_eps, c.sinkhorn_iters),
         )
+        self._add("mhc", site.launch)
 
     def _attention(self, name: str, spec: LayerSpec, layer: LayerCache, rope: Rope) -> None:
         b, f, c, cache = self.b, self.buffers, self.config, self.cache
@@ -159,7 +145,7 @@ class Decoder:
         selects = spec.kind == "csa" and f.selects
         if selects:
             products.append(Product(b.tiled(f"{name}.indexer.weights_proj"), x, f.index_weights))
-        self._product("projections", products)
+        self._product("projections", products, ahead=(b.tiled(f"{name}.wq_b"),))
         q_norm, kv_norm = b.plain(f"{name}.q_norm"), b.plain(f"{name}.kv_norm")
         self._add(
             "prepare",
@@ -172,14 +158,14 @@ class Decoder:
         products = [Product(b.tiled(f"{name}.wq_b"), f.q_low, f.q)]
         if selects:
             products.append(Product(b.tiled(f"{name}.indexer.wq_b"), f.q_low, f.iq))
-        self._product("queries up", products)
+        wo_a, wo_b = b.tiled(f"{name}.wo_a"), b.tiled(f"{name}.wo_b")
+        self._product("queries up", products, ahead=(wo_a, wo_b))
         iq = f.iq if selects else None
         self._add("queries", lambda: queries(f.q, iq, rope.cos, rope.sin, f.positions, c.norm_eps))
         if selects:
             self._select(spec, layer)
         self._attend(name, spec, layer, rope, selects)
         group, rank = c.heads_per_group * c.head_dim, c.o_rank
-        wo_a = b.tiled(f"{name}.wo_a")
         self._product(
             "output a",
             [
@@ -192,8 +178,10 @@ class Decoder:
             ],
         )
         y, parts = f.y.transpose(0, 1), f.y.shape[1]
-        out = Product(b.tiled(f"{name}.wo_b"), f.u, y if parts > 1 else y[0], y_stride=parts * c.hidden_size)
-        self._product("output b", [out])
+        out = Product(wo_b, f.u, y if parts > 1 else y[0], y_stride=parts * c.hidden_size)
+        shared = b.bank(name.replace(".attn", ".ffn.shared_experts"))
+        assert shared is not None
+        self._product("output b", [out], ahead=(shared.w13,))
 
     def _pooling(
         self, name: str, tail: Tail, values: Tensor, scores: Tensor, out: object, products: list[Product]
@@ -244,7 +232,7 @@ class Decoder:
             lambda: attend.combine(part_o, part_ml, sinks, rope.cos, rope.sin, f.positions, f.o),
         )
 
-    def _moe(self, name: str, spec: LayerSpec) -> None:
+    def _moe(self, name: str, spec: LayerSpec, ahead: tuple[Tiled, ...]) -> None:
         b, f, c = self.b, self.buffers, self.config
         bank, shared = b.bank(f"{name}.experts"), b.bank(f"{name}.shared_experts")
         assert bank is not None and shared is not None
@@ -273,29 +261,38 @@ class Decoder:
                 Product(shared.w2, f.shared_hidden, last, y_stride=f.moe.stride(0)),
             ],
             f.tasks,
+            ahead,
         )
+
+    def load(self, tokens: list[tuple[int, int, int]]) -> None:
+        """(slot, position, id) of each row in use; the others are padding."""
+        unused = [(0, -1, 0)] * (self.buffers.rows - len(tokens))
+        slots, positions, ids = zip(*tokens, *unused, strict=True)
+        self._loaded.synchronize()  # the last copy must have left the staging memory
+        self._staging.copy_(torch.tensor((ids, positions, slots)))
+        self.buffers.inputs.copy_(self._staging, non_blocking=True)
+        self._loaded.record()
 
     def run(self) -> None:
         """The launches, one by one."""
         for _, launch in self.launches:
             launch()
 
+    def warm_up(self) -> None:
+        """Compile every kernel, on padding alone: the cache stays as it is."""
+        self.load([])
+        self.run()
+        torch.cuda.synchronize(self.buffers.ids.device)
+
     def capture(self) -> None:
-        """Record the launches as a graph. Run once before, so that everything is compiled; touches no cache."""
-        f = self.buffers
-        f.positions.fill_(-1)
-        side = torch.cuda.Stream(f.ids.device)
-        side.wait_stream(torch.cuda.current_stream(f.ids.device))
-        with torch.cuda.stream(side):
-            self.run()
-        torch.cuda.current_stream(f.ids.device).wait_stream(side)
+        """Record the launches as a graph, after `warm_up`."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(self.buffers.ids.device)):
             self.run()
         self.graph = graph
 
     def step(self) -> None:
-        """One token of every row in use: its logits, the greedy choice as the next input, positions moved on."""
+        """One token of every row in use: logits, the best token as the next input, positions moved on."""
         if self.graph is None:
             self.run()
         else:

@@ -20,7 +20,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "sample": ("ref", "gpu"),
 }
 # Best first, by the machine's kind as device.py names it.
-PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("ref",), "cuda": ("ref",)}
+PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("ref",), "cuda": ("gpu", "ref")}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,80 @@
+// Weights in tiles as rows of BF16 or float32 again: prompts multiply many rows with each weight.
+#include "tiles.cuh"
+
+// A bank's matrices first .. first+count-1 as rows of BF16 or float32, without the factor; of pairs, w1's rows come first.
+template <int F, typename Out>
+__device__ __forceinline__ void unpack_brick(const Segment& s, int64_t brick, Out* y, int lane) {
+    const int h = brick % s.halves, slice = brick / s.halves % s.slices;
+    const int64_t unit = brick / s.halves / s.slices, matrix = unit / s.units;
+    const int tile = unit % s.units, g = lane >> 2, t = lane & 3;
+    Scales<F> scales;
+    scales.load(s.scale + brick * Brick<F>::SCALE, lane);
+    const uint4* data = s.data + brick * (Brick<F>::LOADS * 32) + lane;
+    Out* out = y + matrix * s.n * s.halves * s.k;
+#pragma unroll
+    for (int load = 0; load < Brick<F>::LOADS; ++load) {
+        const uint4 w = stream(data + load * 32);
+        const uint32_t words[4] = {w.x, w.y, w.z, w.w};
+        constexpr int STEPS = F <= MXFP4 ? 4 : F == FP8 ? 2 : 1;
+#pragma unroll
+        for (int j = 0; j < STEPS; ++j) {
+            uint32_t a[4];
+            float low = 1.f, high = 1.f;
+            if constexpr (F == NVFP4) {
+                const int from = (lane & ~3) | (load >> 1), at = (load & 1) * 2;
+                const float2 l = e4m3_pair(__shfl_sync(~0u, scales.word[at], from), j >> 1);
+                const float2 u = e4m3_pair(__shfl_sync(~0u, scales.word[at + 1], from), j >> 1);
+                low = 16384.f * (j & 1 ? l.y : l.x); high = 16384.f * (j & 1 ? u.y : u.x);
+                e2m1(words[j], a);
+            } else if constexpr (F == MXFP4) {
+                const uint32_t v = __shfl_sync(~0u, scales.word[load & 1], (lane & ~3) | (load >> 1));
+                low = 16384.f * e8m0((v >> (j / 2 * 8)) & 255); high = 16384.f * e8m0((v >> (16 + j / 2 * 8)) & 255);
+                e2m1(words[j], a);
+            } else if constexpr (F == FP8) {
+                low = high = __uint_as_float(scales.word[load >> 2]);
+                a[0] = e4m3x2(words[2 * j] & 0xFFFF); a[1] = e4m3x2(words[2 * j] >> 16);
+                a[2] = e4m3x2(words[2 * j + 1] & 0xFFFF); a[3] = e4m3x2(words[2 * j + 1] >> 16);
+            } else {
+                a[0] = words[0]; a[1] = words[1]; a[2] = words[2]; a[3] = words[3];
+            }
+            const int k = slice * SLICE + (load * STEPS + j) * 16 + 4 * t;
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const int n = tile * 16 + g + 8 * r;
+                if (n >= s.n || k >= s.k) continue;
+                Out* to = out + ((int64_t)h * s.n + n) * s.k + k;
+                const float scale = r ? high : low;
+#pragma unroll
+                for (int q = 0; q < 2; ++q) {
+                    float2 v;
+                    if constexpr (F == BF16) v = open_bf16(a[2 * q + r]);
+                    else v = __half22float2(*reinterpret_cast<__half2*>(&a[2 * q + r]));
+                    to[2 * q] = (Out)(v.x * scale); to[2 * q + 1] = (Out)(v.y * scale);
+                }
+            }
+        }
+    }
+}
+
+template <typename Out>
+__global__ void unpack_kernel(const __grid_constant__ Segment s, Out* y, int64_t bricks) {
+    let_next_start();
+    wait_for_earlier();
+    const int64_t brick = (int64_t)blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
+    if (brick >= bricks) return;
+    const int lane = threadIdx.x & 31;
+    switch (s.format) {
+        case NVFP4: unpack_brick<NVFP4>(s, brick, y, lane); break;
+        case MXFP4: unpack_brick<MXFP4>(s, brick, y, lane); break;
+        case FP8: unpack_brick<FP8>(s, brick, y, lane); break;
+        case BF16: unpack_brick<BF16>(s, brick, y, lane); break;
+    }
+}
+
+// `s` describes the bank from its first wanted matrix on.
+extern "C" int dsv4_unpack(const Segment* s, int matrices, void* y, int is_f32, cudaStream_t stream) {
+    const int64_t bricks = (int64_t)matrices * s->units * s->slices * s->halves;
+    const int blocks = (int)((bricks + 3) / 4);
+    if (is_f32) return launch(unpack_kernel<float>, blocks, 128, 0, 1, stream, *s, (float*)y, bricks);
+    return launch(unpack_kernel<__nv_bfloat16>, blocks, 128, 0, 1, stream, *s, (__nv_bfloat16*)y, bricks);
+}
