@@ -9,7 +9,10 @@
 #include "tiles.cuh"
 
 enum { AS_ACT = 0, AS_F32 = 1 };   // what y holds; pairs always give SwiGLU in the activations' type
-constexpr int WARPS = 16, MAX_SLICES = 8, MAX_SEGMENTS = 16;
+#ifndef BLOCK_WARPS
+#define BLOCK_WARPS 16
+#endif
+constexpr int WARPS = BLOCK_WARPS, MAX_SLICES = 8, MAX_SEGMENTS = 16;
 // A warp's weights come through shared memory, CHUNK bytes (8 loads) at a time, STAGES chunks ahead.
 constexpr int CHUNK = 4096, CHUNK_LOADS = CHUNK / 512, STAGES = 2;
 // Parts of a float32 input: FP16 carries 11 bits, BF16 8.
@@ -29,8 +32,6 @@ struct Params {
     int choices;              // experts per token
     int rows;                 // of the batch
     float limit;              // of the clamped SwiGLU
-    const char* ahead[2];     // weights that a later kernel will read, to be brought to L2 meanwhile
-    int64_t ahead_bytes[2];
 };
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
@@ -85,6 +86,14 @@ __device__ __forceinline__ void multiply(const uint4& w, int load, const uint2* 
             const __half2 lows = *reinterpret_cast<__half2*>(&l), highs = *reinterpret_cast<__half2*>(&h);
             const __half2 sl = j & 1 ? __high2half2(lows) : __low2half2(lows), sh = j & 1 ? __high2half2(highs) : __low2half2(highs);
             e2m1(words[j], a);
+#ifdef NV_FFMA
+            const float fl = __low2float(sl), fh = __low2float(sh);
+            float d[4] = {0.f, 0.f, 0.f, 0.f};
+            mma_f16(d, a, x[(load * 4 + j) * 4]);
+            sums[j][0] = fmaf(fl, d[0], sums[j][0]); sums[j][1] = fmaf(fl, d[1], sums[j][1]);
+            sums[j][2] = fmaf(fh, d[2], sums[j][2]); sums[j][3] = fmaf(fh, d[3], sums[j][3]);
+            continue;
+#endif
             a[0] = times(a[0], sl); a[1] = times(a[1], sh); a[2] = times(a[2], sl); a[3] = times(a[3], sh);
             mma_f16(sums[j], a, x[(load * 4 + j) * 4]);
         }
@@ -342,7 +351,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
 }
 
 template <bool IS_F32>
-__global__ void __launch_bounds__(WARPS * 32, 1) matvec_kernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(WARPS * 32, 16 / WARPS) matvec_kernel(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) char shared[];
     const int4 work = __ldg(p.work + blockIdx.x);
     const Segment& s = p.segments[work.x];
@@ -353,10 +362,6 @@ __global__ void __launch_bounds__(WARPS * 32, 1) matvec_kernel(const __grid_cons
         case FP8: run<FP8, IS_F32>(p, s, work, shared); break;
         case BF16: run<BF16, IS_F32>(p, s, work, shared); break;
     }
-    // Each block asks for its share, a thread for a piece at a time; nobody waits for it.
-    for (int i = 0; i < 2; ++i)
-        for (int64_t at = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * CHUNK; at < p.ahead_bytes[i]; at += (int64_t)gridDim.x * blockDim.x * CHUNK)
-            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p.ahead[i] + at), "r"((int)min((int64_t)CHUNK, p.ahead_bytes[i] - at)));
 }
 
 extern "C" int dsv4_matvec(const Params* p, int blocks, int is_f32, cudaStream_t stream) {

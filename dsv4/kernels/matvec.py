@@ -13,6 +13,8 @@ from dsv4.kernels.tiles import CODE, ROWS, SLICE, Tiled
 
 WARPS, MAX_SLICES, MAX_SEGMENTS, COLUMNS, FLOAT_COLUMNS = 16, 8, 16, 8, 2
 
+BLOCKS_PER_SM = 1
+
 
 class _Segment(ctypes.Structure):
     _fields_ = (
@@ -29,8 +31,6 @@ class _Params(ctypes.Structure):
         ("choices", ctypes.c_int),
         ("rows", ctypes.c_int),
         ("limit", ctypes.c_float),
-        ("ahead", ctypes.c_void_p * 2),
-        ("ahead_bytes", ctypes.c_int64 * 2),
     )
 
 
@@ -87,18 +87,14 @@ class MatVec:
         tasks: Tasks | None = None,
         limit: float = 0.0,
         blocks: int | None = None,
-        ahead: tuple[Tensor, ...] = (),
     ) -> None:
-        """`ahead`: up to two tensors that a later kernel reads, brought to the L2 cache meanwhile."""
         device = products[0].x.device
         self.device, self.is_float = device, products[0].x.dtype == torch.float32
-        self.keep = (products, tasks, ahead)  # the launch holds raw pointers into these
+        self.keep = (products, tasks)  # the launch holds raw pointers into these
         params = _Params(rows=rows, limit=limit, choices=tasks.choices if tasks else 1)
         if tasks:
             params.task_expert, params.task_pairs = tasks.expert.data_ptr(), tasks.pairs.data_ptr()
             params.weights = tasks.weights.data_ptr()
-        for i, tensor in enumerate(ahead):
-            params.ahead[i], params.ahead_bytes[i] = tensor.data_ptr(), tensor.nbytes // 16 * 16
         segments: list[tuple[_Segment, Product]] = []
         for product in products:
             segments += [(segment, product) for segment in _segments(product)]
@@ -107,7 +103,7 @@ class MatVec:
             params.segments[i] = segment
         columns = FLOAT_COLUMNS if self.is_float else COLUMNS
         if blocks is None:
-            blocks = torch.cuda.get_device_properties(device).multi_processor_count
+            blocks = BLOCKS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
         work = _share([s for s, _ in segments], rows, columns, tasks, blocks)
         self.work = torch.tensor(work, dtype=torch.int32, device=device)
         params.work = self.work.data_ptr()

@@ -16,7 +16,6 @@ from dsv4.kernels import attend, choose, index, mhc
 from dsv4.kernels.matvec import MatVec, Product, Tasks, splits
 from dsv4.kernels.prepare import Pooling, prepare, queries
 from dsv4.kernels.site import Site
-from dsv4.kernels.tiles import Tiled
 from dsv4.model.bundle import Bundle
 from dsv4.model.model import Model
 from dsv4.model.rope import Rope
@@ -96,9 +95,7 @@ class Decoder:
             self._site(f"{name}.hc_attn", f"{name}.attn_norm", mixed)
             self._attention(f"{name}.attn", spec, layer, rope)
             self._site(f"{name}.hc_ffn", f"{name}.ffn_norm", f.y)
-            after = f"layers.{number + 1}.attn"
-            ahead = [f"{after}.wq_a", f"{after}.compressor.wkv"]
-            self._moe(f"{name}.ffn", spec, tuple(b.tiled(w) for w in ahead if w in b.weights.tensors))
+            self._moe(f"{name}.ffn", spec)
             mixed = f.moe
         self._site("hc_head", "norm", mixed)
         self._product("head", [Product(b.tiled("head"), f.x, f.logits)])
@@ -107,12 +104,8 @@ class Decoder:
     def _add(self, name: str, launch: Launch) -> None:
         self.launches.append((name, launch))
 
-    def _product(
-        self, name: str, products: list[Product], tasks: Tasks | None = None, ahead: tuple[Tiled, ...] = ()
-    ) -> None:
-        """`ahead`: weights whose turn comes after kernels that leave the memory idle."""
-        parts = tuple(weight.data for weight in ahead)
-        planned = MatVec(products, self.buffers.rows, tasks, self.config.swiglu_limit, ahead=parts)
+    def _product(self, name: str, products: list[Product], tasks: Tasks | None = None) -> None:
+        planned = MatVec(products, self.buffers.rows, tasks, self.config.swiglu_limit)
         self._add(name, planned.launch)
 
     def _site(self, name: str, norm: str, y: Tensor | None) -> None:
@@ -145,7 +138,7 @@ class Decoder:
         selects = spec.kind == "csa" and f.selects
         if selects:
             products.append(Product(b.tiled(f"{name}.indexer.weights_proj"), x, f.index_weights))
-        self._product("projections", products, ahead=(b.tiled(f"{name}.wq_b"),))
+        self._product("projections", products)
         q_norm, kv_norm = b.plain(f"{name}.q_norm"), b.plain(f"{name}.kv_norm")
         self._add(
             "prepare",
@@ -159,7 +152,7 @@ class Decoder:
         if selects:
             products.append(Product(b.tiled(f"{name}.indexer.wq_b"), f.q_low, f.iq))
         wo_a, wo_b = b.tiled(f"{name}.wo_a"), b.tiled(f"{name}.wo_b")
-        self._product("queries up", products, ahead=(wo_a, wo_b))
+        self._product("queries up", products)
         iq = f.iq if selects else None
         self._add("queries", lambda: queries(f.q, iq, rope.cos, rope.sin, f.positions, c.norm_eps))
         if selects:
@@ -179,9 +172,7 @@ class Decoder:
         )
         y, parts = f.y.transpose(0, 1), f.y.shape[1]
         out = Product(wo_b, f.u, y if parts > 1 else y[0], y_stride=parts * c.hidden_size)
-        shared = b.bank(name.replace(".attn", ".ffn.shared_experts"))
-        assert shared is not None
-        self._product("output b", [out], ahead=(shared.w13,))
+        self._product("output b", [out])
 
     def _pooling(
         self, name: str, tail: Tail, values: Tensor, scores: Tensor, out: object, products: list[Product]
@@ -232,7 +223,7 @@ class Decoder:
             lambda: attend.combine(part_o, part_ml, sinks, rope.cos, rope.sin, f.positions, f.o),
         )
 
-    def _moe(self, name: str, spec: LayerSpec, ahead: tuple[Tiled, ...]) -> None:
+    def _moe(self, name: str, spec: LayerSpec) -> None:
         b, f, c = self.b, self.buffers, self.config
         bank, shared = b.bank(f"{name}.experts"), b.bank(f"{name}.shared_experts")
         assert bank is not None and shared is not None
@@ -261,7 +252,6 @@ class Decoder:
                 Product(shared.w2, f.shared_hidden, last, y_stride=f.moe.stride(0)),
             ],
             f.tasks,
-            ahead,
         )
 
     def load(self, tokens: list[tuple[int, int, int]]) -> None:
