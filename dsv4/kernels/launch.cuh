@@ -12,8 +12,6 @@ static int launch(void (*kernel)(Parameters...), int blocks, int threads, int sh
     cudaError_t error = cudaSuccess;
     if (shared_bytes > 48 * 1024)
         error = cudaFuncSetAttribute((const void*)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-    if (cluster > 8 && error == cudaSuccess)
-        error = cudaFuncSetAttribute((const void*)kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     if (error != cudaSuccess) return (int)error;
     cudaLaunchAttribute attributes[2];
     attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;

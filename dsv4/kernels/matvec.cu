@@ -9,19 +9,23 @@
 #include "tiles.cuh"
 
 enum { AS_ACT = 0, AS_F32 = 1 };   // what y holds; pairs always give SwiGLU in the activations' type
-#ifndef BLOCK_WARPS
-#define BLOCK_WARPS 16
-#endif
-constexpr int WARPS = BLOCK_WARPS, MAX_SLICES = 8, MAX_SEGMENTS = 16;
+constexpr int MAX_SLICES = 8, MAX_SEGMENTS = 16;
 // A warp's weights come through shared memory, CHUNK bytes (8 loads) at a time, STAGES chunks ahead.
 constexpr int CHUNK = 4096, CHUNK_LOADS = CHUNK / 512, STAGES = 2;
 // Parts of a float32 input: FP16 carries 11 bits, BF16 8.
 constexpr int COLUMNS = 8, PARTS = 4;
-// Items of four columns of x in a slice; a column's stride in shared memory keeps the lanes' banks apart.
-constexpr int ITEMS = SLICE / 4, COLUMN_STRIDE = ITEMS + 4;
-// Shared memory: stages, sums of this turn and the last [warp][half][column][row], barriers, then x.
-constexpr int TABLE = WARPS * 2 * 128;
-constexpr int TABLE_AT = WARPS * STAGES * CHUNK, BARRIERS_AT = TABLE_AT + 2 * TABLE * 4, X_AT = BARRIERS_AT + WARPS * STAGES * 8;
+// Items of four columns of x in a slice; a column's stride in shared memory keeps the lanes' banks apart, for reads of
+// one item or of two.
+constexpr int ITEMS = SLICE / 4, MAX_STRIDE = ITEMS + 4;
+template <int F> constexpr int STRIDE = F == NVFP4 ? ITEMS + 2 : MAX_STRIDE;
+
+// Shared memory of a block of WARPS: stages, sums of this turn and the last [warp][half][column][row], barriers, then x.
+template <int WARPS> struct Layout {
+    static constexpr int TABLE = WARPS * 2 * 128;
+    static constexpr int TABLE_AT = WARPS * STAGES * CHUNK, BARRIERS_AT = TABLE_AT + 2 * TABLE * 4;
+    static constexpr int X_AT = BARRIERS_AT + WARPS * STAGES * 8;
+    static constexpr int bytes(int columns) { return X_AT + MAX_SLICES * (columns * MAX_STRIDE * 8 + COLUMNS * 4); }
+};
 
 struct Params {
     Segment segments[MAX_SEGMENTS];
@@ -78,24 +82,17 @@ __device__ __forceinline__ void multiply(const uint4& w, int load, const uint2* 
     uint32_t a[4];
     float (&sum)[4] = sums[0];
     if constexpr (F == NVFP4) {
-        const int from = (lane & ~3) | (load >> 1), at = (load & 1) * 2;
-        const uint32_t low = __shfl_sync(~0u, s.word[at], from), high = __shfl_sync(~0u, s.word[at + 1], from);
+        // A lane has one block of 16 columns of rows g and g+8, so two scales; four columns of it at a time.
+        const uint32_t pair = e4m3x2((uint16_t)(s.word[load >> 1] >> (load & 1) * 16));
+        const __half2 scales = *reinterpret_cast<const __half2*>(&pair);
+        const __half2 low = __low2half2(scales), high = __high2half2(scales);
+        const uint4* items = reinterpret_cast<const uint4*>(x + load * 16);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            uint32_t l = e4m3x2((uint16_t)(j < 2 ? low & 0xFFFF : low >> 16)), h = e4m3x2((uint16_t)(j < 2 ? high & 0xFFFF : high >> 16));
-            const __half2 lows = *reinterpret_cast<__half2*>(&l), highs = *reinterpret_cast<__half2*>(&h);
-            const __half2 sl = j & 1 ? __high2half2(lows) : __low2half2(lows), sh = j & 1 ? __high2half2(highs) : __low2half2(highs);
+            const uint4 two = items[j >> 1];
             e2m1(words[j], a);
-#ifdef NV_FFMA
-            const float fl = __low2float(sl), fh = __low2float(sh);
-            float d[4] = {0.f, 0.f, 0.f, 0.f};
-            mma_f16(d, a, x[(load * 4 + j) * 4]);
-            sums[j][0] = fmaf(fl, d[0], sums[j][0]); sums[j][1] = fmaf(fl, d[1], sums[j][1]);
-            sums[j][2] = fmaf(fh, d[2], sums[j][2]); sums[j][3] = fmaf(fh, d[3], sums[j][3]);
-            continue;
-#endif
-            a[0] = times(a[0], sl); a[1] = times(a[1], sh); a[2] = times(a[2], sl); a[3] = times(a[3], sh);
-            mma_f16(sums[j], a, x[(load * 4 + j) * 4]);
+            a[0] = times(a[0], low); a[1] = times(a[1], high); a[2] = times(a[2], low); a[3] = times(a[3], high);
+            mma_f16(sums[j], a, j & 1 ? make_uint2(two.z, two.w) : make_uint2(two.x, two.y));
         }
     } else if constexpr (F == MXFP4) {
         const uint32_t scales = __shfl_sync(~0u, s.word[load & 1], (lane & ~3) | (load >> 1));
@@ -189,7 +186,7 @@ __device__ __forceinline__ float load_x(const void* row, int k0, int k, int lane
             for (int part = 0; part < (IS_F16 ? 2 : 3); ++part) {
                 const uint2 took = IS_F16 ? make_uint2(pack_f16(rest.x, rest.y), pack_f16(rest.z, rest.w))
                                           : make_uint2(pack_bf16(rest.x, rest.y), pack_bf16(rest.z, rest.w));
-                to[part * COLUMN_STRIDE + lane + 32 * i] = took;
+                to[part * MAX_STRIDE + lane + 32 * i] = took;
                 const float2 l = IS_F16 ? __half22float2(*reinterpret_cast<const __half2*>(&took.x)) : open_bf16(took.x);
                 const float2 h = IS_F16 ? __half22float2(*reinterpret_cast<const __half2*>(&took.y)) : open_bf16(took.y);
                 rest = make_float4(rest.x - l.x, rest.y - l.y, rest.z - h.x, rest.w - h.y);
@@ -207,7 +204,7 @@ template <bool IS_F32> __device__ __forceinline__ void put_act(void* y, size_t a
     else static_cast<__nv_bfloat16*>(y)[at] = __float2bfloat16_rn(v);
 }
 
-template <int F, bool IS_F32>
+template <int F, int WARPS, bool IS_F32>
 __device__ __forceinline__ void run(const Params& p, const Segment& s, const int4 work, char* shared) {
     constexpr int LOADS = Brick<F>::LOADS, SCALE = Brick<F>::SCALE, CHUNKS = LOADS / CHUNK_LOADS;
     constexpr int PER_GROUP = IS_F32 ? COLUMNS / PARTS : COLUMNS;
@@ -232,7 +229,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     const uint8_t* scale = s.scale + first * SCALE;
     const char* source = reinterpret_cast<const char*>(s.data) + first * (LOADS * 512);
     const uint32_t stage = shared_address(shared) + warp * STAGES * CHUNK;
-    const uint32_t barrier = shared_address(shared) + BARRIERS_AT + warp * STAGES * 8;
+    const uint32_t barrier = shared_address(shared) + Layout<WARPS>::BARRIERS_AT + warp * STAGES * 8;
     // Where the next chunk to fetch lies: its brick's chunks and halves left, and the warp's units left.
     int chunks_left = CHUNKS, halves_left = halves, units_left = idle || unit >= end ? 0 : (end - unit + groups - 1) / groups;
     uint32_t fetched = 0;
@@ -262,8 +259,10 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     if (!s.routed) wait_for_earlier();   // weights were asked for before the input is there
 
     // The rows of x that this task multiplies, of the batch or of the pairs it lists. Groups share them.
-    const int stride = !IS_F32 && p.rows == 1 ? 0 : COLUMN_STRIDE, slice_stride = stride ? COLUMNS * COLUMN_STRIDE : COLUMN_STRIDE;
-    uint2* x_table = reinterpret_cast<uint2*>(shared + X_AT);
+    using At = Layout<WARPS>;
+    constexpr int X_STRIDE = IS_F32 ? MAX_STRIDE : STRIDE<F>;
+    const int stride = !IS_F32 && p.rows == 1 ? 0 : X_STRIDE, slice_stride = stride ? COLUMNS * MAX_STRIDE : MAX_STRIDE;
+    uint2* x_table = reinterpret_cast<uint2*>(shared + At::X_AT);
     float* undo_table = reinterpret_cast<float*>(x_table + s.warps * slice_stride);   // [slice][column]
     for (int c = 0; c < count; ++c) {
         int row = __shfl_sync(~0u, place, c);
@@ -276,7 +275,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
         }
     }
     __syncthreads();
-    const uint2* my_x = x_table + (slice - s.first_slice) * slice_stride + g * stride + t;
+    const uint2* my_x = x_table + (slice - s.first_slice) * slice_stride + g * stride + (F == NVFP4 ? 4 * t : t);
     constexpr int SHARE = IS_F32 ? PARTS : 1;
     const float undo0 = idle ? 1.f : undo_table[(slice - s.first_slice) * COLUMNS + 2 * t / SHARE];
     const float undo1 = idle ? 1.f : undo_table[(slice - s.first_slice) * COLUMNS + (2 * t + 1) / SHARE];
@@ -289,7 +288,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     const bool paired = halves == 2;
     uint32_t taken = 0;
     for (int turn = 0; unit < end; unit += paired ? groups : 2 * groups, ++turn) {
-        float* table = reinterpret_cast<float*>(shared + TABLE_AT) + (turn & 1) * TABLE;
+        float* table = reinterpret_cast<float*>(shared + At::TABLE_AT) + (turn & 1) * At::TABLE;
         for (int sub = 0; sub < 2 && (paired || unit + sub * groups < end); ++sub) {
             scale += (paired && sub == 0 ? 1 : jump) * SCALE;
             const bool more = paired ? sub == 0 || unit + groups < end : unit + (sub + 1) * groups < end;
@@ -350,23 +349,23 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     }
 }
 
-template <bool IS_F32>
+template <int WARPS, bool IS_F32>
 __global__ void __launch_bounds__(WARPS * 32, 16 / WARPS) matvec_kernel(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) char shared[];
     const int4 work = __ldg(p.work + blockIdx.x);
     const Segment& s = p.segments[work.x];
     let_next_start();
     switch (s.format) {
-        case NVFP4: run<NVFP4, IS_F32>(p, s, work, shared); break;
-        case MXFP4: run<MXFP4, IS_F32>(p, s, work, shared); break;
-        case FP8: run<FP8, IS_F32>(p, s, work, shared); break;
-        case BF16: run<BF16, IS_F32>(p, s, work, shared); break;
+        case NVFP4: run<NVFP4, WARPS, IS_F32>(p, s, work, shared); break;
+        case MXFP4: run<MXFP4, WARPS, IS_F32>(p, s, work, shared); break;
+        case FP8: run<FP8, WARPS, IS_F32>(p, s, work, shared); break;
+        case BF16: run<BF16, WARPS, IS_F32>(p, s, work, shared); break;
     }
 }
 
+// A single row leaves room for two blocks on a multiprocessor: one computes while the other begins or ends.
 extern "C" int dsv4_matvec(const Params* p, int blocks, int is_f32, cudaStream_t stream) {
-    const int columns = is_f32 || p->rows > 1 ? COLUMNS : 1;
-    const int bytes = X_AT + MAX_SLICES * (columns * COLUMN_STRIDE * 8 + COLUMNS * 4);
-    return launch(is_f32 ? matvec_kernel<true> : matvec_kernel<false>, blocks, WARPS * 32, bytes, 1, stream, *p);
+    if (is_f32) return launch(matvec_kernel<16, true>, blocks, 512, Layout<16>::bytes(COLUMNS), 1, stream, *p);
+    if (p->rows > 1) return launch(matvec_kernel<16, false>, blocks, 512, Layout<16>::bytes(COLUMNS), 1, stream, *p);
+    return launch(matvec_kernel<8, false>, blocks, 256, Layout<8>::bytes(1), 1, stream, *p);
 }
-

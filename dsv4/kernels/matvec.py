@@ -11,9 +11,7 @@ from torch import Tensor
 from dsv4.kernels.build import call, pointer
 from dsv4.kernels.tiles import CODE, ROWS, SLICE, Tiled
 
-WARPS, MAX_SLICES, MAX_SEGMENTS, COLUMNS, FLOAT_COLUMNS = 16, 8, 16, 8, 2
-
-BLOCKS_PER_SM = 1
+MAX_SLICES, MAX_SEGMENTS, COLUMNS, FLOAT_COLUMNS = 8, 16, 8, 2
 
 
 class _Segment(ctypes.Structure):
@@ -103,7 +101,8 @@ class MatVec:
             params.segments[i] = segment
         columns = FLOAT_COLUMNS if self.is_float else COLUMNS
         if blocks is None:
-            blocks = BLOCKS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+            per = 2 if rows == 1 and not self.is_float else 1  # as matvec.cu launches them
+            blocks = per * torch.cuda.get_device_properties(device).multi_processor_count
         work = _share([s for s, _ in segments], rows, columns, tasks, blocks)
         self.work = torch.tensor(work, dtype=torch.int32, device=device)
         params.work = self.work.data_ptr()

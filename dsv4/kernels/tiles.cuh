@@ -33,8 +33,9 @@ __device__ __forceinline__ uint4 stream(const uint4* p) {
 __device__ __forceinline__ void e2m1(uint32_t w, uint32_t (&a)[4]) {
     a[0] = w & 0x8E008E00u;
     a[1] = (w << 3) & 0x8E008E00u;
-    a[2] = ((w << 6) & 0x0E000E00u) | ((w << 1) & 0x80008000u);
-    a[3] = ((w << 9) & 0x0E000E00u) | ((w << 2) & 0x80008000u);
+    // One product shifts magnitude and sign by different amounts; what else it makes falls to the mask.
+    a[2] = (w & 0x40384038u) * (64 + 2) & 0x8E008E00u;
+    a[3] = (w & 0x20072007u) * (512 + 4) & 0x8E008E00u;
 }
 
 __device__ __forceinline__ uint32_t e4m3x2(uint16_t codes) {

@@ -130,8 +130,10 @@ def _data(weight: QuantTensor, units: int, slices: int) -> Tensor:
         parts = codes.view(units, 2, 8, slices, 16, 2, 4, 2, 2)
         return parts.permute(0, 3, 4, 2, 6, 5, 7, 1, 8).contiguous().view(units, slices, -1)
     packed = _padded(weight.data, units * ROWS, slices * SLICE // 2)
-    # unit, half, g, slice, sixty-four, sixteen, t, pair of columns (one byte)
-    parts = packed.view(units, 2, 8, slices, 8, 4, 4, 2).permute(0, 3, 4, 2, 6, 5, 7, 1)
+    # unit, half, g, slice, sixty-four, sixteen, four, pair of columns (one byte). A lane has four columns of
+    # each sixteen, or with NVFP4 one sixteen, which has one scale.
+    lanes = (5, 6) if weight.format is Format.NVFP4 else (6, 5)
+    parts = packed.view(units, 2, 8, slices, 8, 4, 4, 2).permute(0, 3, 4, 2, *lanes, 7, 1)
     words = torch.zeros(parts.shape[:-2], dtype=torch.int32, device=packed.device)
     for pair in range(2):
         for half in range(2):
@@ -157,6 +159,8 @@ def _scales(weight: QuantTensor, units: int, slices: int) -> tuple[Tensor, bool]
         return wide[rows].contiguous().view(torch.uint8).view(units, slices, 16), fits
     block = NV_BLOCK if weight.format is Format.NVFP4 else MX_BLOCK
     codes = _padded(weight.scale.view(torch.uint8), units * ROWS, slices * SLICE // block)
-    # unit, half, g, slice, t (the lane that keeps it), which of its two loads, block of that load
-    parts = codes.view(units, 2, 8, slices, 4, 2, 64 // block)
-    return parts.permute(0, 3, 2, 4, 5, 1, 6).contiguous().view(units, slices, -1), True
+    if weight.format is Format.NVFP4:  # unit, half, g, slice, load, t: a lane's own block of every load
+        parts = codes.view(units, 2, 8, slices, 8, 4).permute(0, 3, 2, 5, 4, 1)
+    else:  # unit, half, g, slice, t (the lane that keeps it), which of its two loads, block of that load
+        parts = codes.view(units, 2, 8, slices, 4, 2, 2).permute(0, 3, 2, 4, 5, 1, 6)
+    return parts.contiguous().view(units, slices, -1), True

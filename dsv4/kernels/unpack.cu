@@ -21,10 +21,8 @@ __device__ __forceinline__ void unpack_brick(const Segment& s, int64_t brick, Ou
             uint32_t a[4];
             float low = 1.f, high = 1.f;
             if constexpr (F == NVFP4) {
-                const int from = (lane & ~3) | (load >> 1), at = (load & 1) * 2;
-                const float2 l = e4m3_pair(__shfl_sync(~0u, scales.word[at], from), j >> 1);
-                const float2 u = e4m3_pair(__shfl_sync(~0u, scales.word[at + 1], from), j >> 1);
-                low = 16384.f * (j & 1 ? l.y : l.x); high = 16384.f * (j & 1 ? u.y : u.x);
+                const float2 pair = e4m3_pair(scales.word[load >> 1], load & 1);
+                low = 16384.f * pair.x; high = 16384.f * pair.y;
                 e2m1(words[j], a);
             } else if constexpr (F == MXFP4) {
                 const uint32_t v = __shfl_sync(~0u, scales.word[load & 1], (lane & ~3) | (load >> 1));
@@ -37,7 +35,7 @@ __device__ __forceinline__ void unpack_brick(const Segment& s, int64_t brick, Ou
             } else {
                 a[0] = words[0]; a[1] = words[1]; a[2] = words[2]; a[3] = words[3];
             }
-            const int k = slice * SLICE + (load * STEPS + j) * 16 + 4 * t;
+            const int k = slice * SLICE + (F == NVFP4 ? load * 64 + 16 * t + 4 * j : (load * STEPS + j) * 16 + 4 * t);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const int n = tile * 16 + g + 8 * r;

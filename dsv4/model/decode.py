@@ -15,7 +15,6 @@ from dsv4.config import LayerSpec, ModelConfig
 from dsv4.kernels import attend, choose, index, mhc
 from dsv4.kernels.matvec import MatVec, Product, Tasks, splits
 from dsv4.kernels.prepare import Pooling, prepare, queries
-from dsv4.kernels.site import Site
 from dsv4.model.bundle import Bundle
 from dsv4.model.model import Model
 from dsv4.model.rope import Rope
@@ -43,6 +42,7 @@ class Buffers:
         self.ids, self.positions, self.slots = self.inputs
         self.positions.fill_(-1)
         self.streams, self.x = act(rows, n, d), act(rows, d)
+        self.partial = wide(rows, mhc.num_chunks(d), mhc.WIDTH)
         self.gate, self.comb = wide(rows, n), wide(rows, n, n)
         self.q_raw, self.q_low, self.kv = act(rows, c.q_rank), act(rows, c.q_rank), act(rows, c.head_dim)
         self.values, self.scores = wide(rows, 2 * c.head_dim), wide(rows, 2 * c.head_dim)
@@ -113,11 +113,17 @@ class Decoder:
         b, f, c = self.b, self.buffers, self.config
         scale, n = b.plain(f"{name}_scale"), c.num_streams
         counts = torch.tensor((n, n, n * n)[: len(scale)], device=scale.device)
-        site = Site(
-            *(y, f.gate, f.comb, f.streams, b.plain(f"{name}_fn"), b.plain(f"{name}_base")),
-            *(scale.repeat_interleave(counts), b.plain(norm), f.x, c.norm_eps, c.hc_eps, c.sinkhorn_iters),
+        fn, base, weight = b.plain(f"{name}_fn"), b.plain(f"{name}_base"), b.plain(norm)
+        wide = scale.repeat_interleave(counts)
+        gate, comb = (None, None) if fn.shape[0] == n else (f.gate, f.comb)
+        self._add("mhc open", lambda: mhc.mix_open(y, f.gate, f.comb, f.streams, fn, f.partial))
+        self._add(
+            "mhc close",
+            lambda: mhc.mix_close(
+                *(f.partial, base, wide, f.streams, weight, f.x, gate, comb),
+                *(c.norm_eps, c.hc_eps, c.sinkhorn_iters),
+            ),
         )
-        self._add("mhc", site.launch)
 
     def _attention(self, name: str, spec: LayerSpec, layer: LayerCache, rope: Rope) -> None:
         b, f, c, cache = self.b, self.buffers, self.config, self.cache
