@@ -5,14 +5,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
-from dsv4.cli.show import bytes_bar, err, model_folder, out, print_json, say, size
+from dsv4.cli.show import bytes_bar, count_bar, err, model_folder, out, print_json, say, size
 
 if TYPE_CHECKING:
     import torch
 
     from dsv4.lab.bench.decode import Wanted
+    from dsv4.lab.bench.ops import Result
     from dsv4.lab.bench.profile import Profile
     from dsv4.lab.bench.subject import Subject
     from dsv4.model.bundle import Bundle
@@ -25,6 +27,21 @@ DECODE_EPILOG = """
   dsv4 bench decode --synthetic flash --batch 8 --profile --save bench/results/h200.jsonl
 
   dsv4 bench decode ./DeepSeek-V4-Flash --plot speed.png
+"""
+
+PREFILL_EPILOG = """
+[bold]Examples[/]
+
+  dsv4 bench prefill --synthetic flash --tokens 8192
+
+  dsv4 bench prefill ./DeepSeek-V4-Flash --tokens 32768 --chunk 8192
+"""
+OPS_EPILOG = """
+[bold]Examples[/]
+
+  dsv4 bench ops
+
+  dsv4 bench ops --preset flash --op attend --op decode --tokens 8192
 """
 
 Model = Annotated[Path | None, typer.Argument(help="model folder; default: the embedded model")]
@@ -64,26 +81,46 @@ def decode(
         Path | None, typer.Option(help="draw speed over context (4k to 1M) and over batch (1 to 32)")
     ] = None,
     beside_transformers: Annotated[
-        bool, typer.Option("--beside-transformers", help="also Hugging Face's, random, same sizes, 4 layers")
+        bool, typer.Option("--beside-transformers", help="also Hugging Face's: random, same sizes, 4 layers")
     ] = False,
     save: Save = None,
 ) -> None:
     """Time decode steps, each one graph replay. The last line is one JSON object."""
+    from dsv4.config import preset
+    from dsv4.errors import ConfigError
+    from dsv4.lab import plot as plots
+    from dsv4.lab.bench import beside
     from dsv4.lab.bench.decode import Wanted
     from dsv4.lab.bench.record import check_target
-    from dsv4.lab.bench.subject import choose
 
     wanted = Wanted(context, batch, steps, max_context)
-    folder = model_folder(model) if synthetic is None else model
-    subject = choose(folder, synthetic, experts, layers, layout)
+    if beside_transformers:
+        if synthetic is None:
+            raise ConfigError("--beside-transformers compares random models; add --synthetic flash")
+        layers = beside.LAYERS if layers is None else layers
+        experts = min(beside.EXPERTS, preset(synthetic).num_experts) if experts is None else experts
+        beside.check(context)
+    subject = _subject(model, synthetic, experts, layers, layout)
     wanted.layout(subject.config)  # refuses what the model's positions do not allow
     if save is not None:
         check_target(save, subject.is_whole)
-    line = _decode(subject, wanted, profile)
+    if plot is not None:
+        plots.check(plot)
+    line = _decode(subject, wanted, profile, plot)
+    if beside_transformers:
+        line |= _beside(subject, wanted, line)
     _finish(line, save)
 
 
-def _decode(subject: "Subject", wanted: "Wanted", profiled: bool) -> dict[str, Any]:
+def _subject(
+    model: Path | None, name: str | None, experts: int | None, layers: int | None, layout: str | None
+) -> "Subject":
+    from dsv4.lab.bench.subject import choose
+
+    return choose(model_folder(model) if name is None else model, name, experts, layers, layout)
+
+
+def _decode(subject: "Subject", wanted: "Wanted", profiled: bool, plot: Path | None) -> dict[str, Any]:
     import torch
 
     from dsv4.lab.bench.ceiling import gpu, measure_read
@@ -110,7 +147,179 @@ def _decode(subject: "Subject", wanted: "Wanted", profiled: bool) -> dict[str, A
             found = profile(session)
             _show_profile(found)
             line["profile"] = found.as_dict()
-    return {**line, **_machine(device)}
+        line |= _machine(device)
+        del session
+        if plot is not None:
+            line |= _sweep(bundle, wanted, ceiling, device, plot, line)
+    return line
+
+
+def _sweep(
+    bundle: "Bundle",
+    wanted: "Wanted",
+    ceiling: float,
+    device: "torch.device",
+    plot: Path,
+    line: dict[str, Any],
+) -> dict[str, Any]:
+    from dsv4.lab.bench.plot import draw_speed
+    from dsv4.lab.bench.sweep import points, series, sweep
+
+    lines: list[dict[str, Any]] = []
+    total = len(points(wanted, bundle.config.max_positions))
+    with count_bar("decoding") as update:
+        for one in sweep(bundle, wanted, ceiling, device):
+            lines.append(one)
+            update(len(lines), total)
+    out.print("\nover context and batch", style="bold")
+    table = Table("context", "batch", "tokens/s", "ms per token", "share", box=None, pad_edge=False)
+    for one in lines:
+        if "left_out" in one:
+            table.add_row(f"{one['context']:,}", str(one["batch"]), f"[yellow]left out: {one['left_out']}[/]")
+        else:
+            cells = (f"{one['tokens_per_second']:,.1f}", f"{one['ms_per_token']:.3f}", f"{one['share']:.1%}")
+            table.add_row(f"{one['context']:,}", str(one["batch"]), *cells)
+    out.print(table)
+    found = series(lines, wanted)
+    when = f"{line['device_name']}, {line['date'][:10]}; written above: share of the read ceiling"
+    titles = (f"Decoding {_title(line)}", when)
+    draw_speed(plot, found["over_context"], found["over_batch"], *titles)
+    return found
+
+
+def _beside(subject: "Subject", wanted: "Wanted", line: dict[str, Any]) -> dict[str, Any]:
+    """Theirs after ours, with nothing of ours left in the GPU's memory."""
+    import gc
+
+    import torch
+
+    from dsv4.lab.bench import beside
+    from dsv4.lab.bench.ceiling import gpu
+
+    gc.collect()
+    torch.cuda.empty_cache()
+    device = gpu()
+    beside.check_fits(subject.config, torch.cuda.mem_get_info(device)[0])
+    with err.status("decoding with Transformers"):
+        theirs = beside.measure(subject.config, wanted.context, wanted.batch, device)
+    times = theirs["ms_per_token"] / line["ms_per_token"]
+    _table(
+        f"\nbeside Transformers {theirs['version']}: {line['layers']} layers, {line['experts']} experts",
+        [
+            ("theirs", f"{theirs['ms_per_token']:.3f} ms", "per token, bfloat16, eager"),
+            (
+                "ours",
+                f"{line['ms_per_token']:.3f} ms",
+                f"per token, {line['layout']}: {times:.1f} times as fast",
+            ),
+        ],
+    )
+    return {"transformers": theirs, "times_as_fast": round(times, 2)}
+
+
+def prefill(
+    model: Model = None,
+    synthetic: Synthetic = None,
+    experts: Experts = None,
+    layers: Layers = None,
+    layout: Layout = None,
+    tokens: Annotated[int, typer.Option(help="length of the prompt")] = 8192,
+    chunk: Annotated[int, typer.Option(help="prompt tokens processed per step")] = 8192,
+    context: Annotated[int, typer.Option(help="tokens before the prompt, filled synthetically")] = 0,
+    rounds: Annotated[int, typer.Option(help="how often the prompt is timed")] = 3,
+    save: Save = None,
+) -> None:
+    """Time a prompt through the ops' GPU backends. The last line is one JSON object."""
+    import torch
+
+    from dsv4.lab.bench.ceiling import gpu, measure_matmul
+    from dsv4.lab.bench.prefill import Wanted, figures, measure
+    from dsv4.lab.bench.record import check_target
+    from dsv4.lab.bench.subject import check_fits
+
+    wanted = Wanted(tokens, chunk, context, rounds)
+    subject = _subject(model, synthetic, experts, layers, layout)
+    others = wanted.other_bytes(subject.config)
+    if save is not None:
+        check_target(save, subject.is_whole)
+    device = gpu()
+    check_fits(subject, others, torch.cuda.mem_get_info(device)[0])
+    with torch.inference_mode():
+        with err.status("measuring a matrix product"):
+            matmul = measure_matmul(device)
+        bundle = _load(subject, device)
+        with err.status("reading the prompt"):
+            times = measure(bundle, wanted, device)
+    line = {"bench": "prefill", **subject.facts(), **figures(times, wanted, subject.config, matmul)}
+    _table(
+        f"prefill: {_title(line)}, {tokens:,} tokens after {context:,}, chunks of {chunk:,}",
+        [
+            ("prompt", f"{line['ms']:,.1f} ms", f"median of {rounds}, slowest {line['ms_slowest']:,.1f} ms"),
+            ("speed", f"{line['tokens_per_second']:,.0f} tokens/s", ""),
+            ("arithmetic", f"{line['tflops']:,.1f} TFLOP/s", "of the products the prompt needs"),
+            (
+                *("share", f"{line['matmul_share']:.1%}"),
+                f"of {line['matmul_tflops']:,.0f} TFLOP/s: a BF16 product of 8192 x 8192 x 8192, just now",
+            ),
+        ],
+    )
+    _finish({**line, **_machine(device)}, save)
+
+
+def ops(
+    preset: Annotated[
+        list[str] | None, typer.Option(help="sizes of flash or pro; repeatable; default: both")
+    ] = None,
+    op: Annotated[
+        list[str] | None, typer.Option(help="only this op, or decode (a step's launches); repeatable")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="rows of each call")] = 512,
+    experts: Annotated[int, typer.Option(help="experts of a layer that are made")] = 16,
+    context: Annotated[int, typer.Option(help="tokens that queries look back on")] = 8192,
+    layout: Annotated[str, typer.Option(help="modelopt or nvfp4")] = "modelopt",
+    save: Save = None,
+) -> None:
+    """Time every op's backends that agree with the reference on a few rows; exit code 1 if one does not."""
+    import torch
+
+    from dsv4.lab.bench.ceiling import gpu, measure_matmul, measure_read
+    from dsv4.lab.bench.ops import PRESETS, Wished, check_memory, measure
+    from dsv4.lab.bench.record import check_target
+
+    wished = Wished(tuple(preset or PRESETS), tuple(op or ()), tokens, experts, context, layout)
+    if save is not None:
+        check_target(save, is_whole=True)
+    device = gpu()
+    check_memory(wished, torch.cuda.mem_get_info(device)[0])
+    results = []
+    with torch.inference_mode():
+        with err.status("measuring the ceilings"):
+            read, matmul = measure_read(device), measure_matmul(device)
+        out.print(f"ops: {tokens} rows, context {context:,}, {experts} experts, {layout}", style="bold")
+        out.print(f"{'model':6} {'op':24} {'backend':8} {'case':42} {'µs':>12} {'floor µs':>9} {'share':>6}")
+        for result in measure(wished, read, matmul, device):
+            results.append(result)
+            _show_result(result)
+    line = {
+        **{"bench": "ops", "models": list(wished.presets), "tokens": tokens, "experts": experts},
+        **{"context": context, "layout": layout, "ceiling_gb_per_second": round(read / 1e9, 1)},
+        "matmul_tflops": round(matmul / 1e12, 1),
+        "refused": sum(bool(result.refused) for result in results),
+        "results": [result.as_dict() for result in results],
+    }
+    _finish({**line, **_machine(device)}, save)
+    if line["refused"]:
+        raise typer.Exit(1)
+
+
+def _show_result(result: "Result") -> None:
+    what = f"{result.model:6} {result.op:24} {result.backend:8} {result.name:42}"
+    if result.refused or result.us is None:
+        out.print(f"{what} [bold red]not timed[/]: {escape(result.refused)}")
+        return
+    floor = result.floor_us
+    share = f"{floor:9.1f} {floor / result.us:6.1%} of {result.bound}" if floor else f"{'':16} {result.bound}"
+    out.print(f"{what} {result.us:12,.1f} {share}", markup=False)
 
 
 def _load(subject: "Subject", device: "torch.device") -> "Bundle":
@@ -189,11 +398,11 @@ def _show_profile(found: "Profile") -> None:
         column.justify = "right"
     ordered = sorted(found.by_both.items(), key=lambda item: -item[1].busy_us - item[1].gap_us)
     rows = [(name, kind, share) for (name, kind), share in ordered]
-    rows += [("[bold]all of a kind[/]", kind, share) for kind, share in found.kinds.items()]
+    rows += [("all of a kind", kind, share) for kind, share in found.kinds.items()]
     for name, kind, share in rows:
         both = share.busy_us + share.gap_us
         table.add_row(
-            *(name, kind, f"{share.count:g} x", f"{share.busy_us / share.count:.2f}"),
+            *(escape(name), kind, f"{share.count:g} x", f"{share.busy_us / share.count:.2f}"),
             *(f"{share.gap_us / share.count:.2f}", f"{both / 1e3:.3f}", f"{both / total:.1%}"),
         )
     out.print(table)
@@ -208,5 +417,6 @@ def _help(context: typer.Context) -> None:
 def register(app: typer.Typer) -> None:
     group = typer.Typer(rich_markup_mode="rich")
     group.callback(invoke_without_command=True)(_help)
-    group.command(epilog=DECODE_EPILOG)(decode)
+    for command, epilog in ((decode, DECODE_EPILOG), (prefill, PREFILL_EPILOG), (ops, OPS_EPILOG)):
+        group.command(epilog=epilog)(command)
     app.add_typer(group, name="bench")

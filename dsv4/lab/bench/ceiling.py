@@ -46,7 +46,7 @@ def timed(work: Callable[[], None], rounds: int, warm: int = 3) -> list[float]:
 def measure_read(device: torch.device) -> float:
     """Bytes per second of the fastest of several passes over 8 GiB, or over half of what is free if less."""
     rate = _read_rate(device)
-    torch.cuda.empty_cache()
+    _forget(device)
     return rate
 
 
@@ -67,10 +67,16 @@ def _read_rate(device: torch.device) -> float:
     return num_bytes / best * 1e3
 
 
+def _forget(device: torch.device) -> None:
+    """What was measured with is not what the model takes."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+
+
 def measure_matmul(device: torch.device) -> float:
     """Operations per second of the median BF16 product of two random matrices of 8192 x 8192."""
     rate = _matmul_rate(device)
-    torch.cuda.empty_cache()
+    _forget(device)
     return rate
 
 

@@ -77,7 +77,7 @@ def fill(cache: Cache, seed: int = 0) -> None:
     for layer in cache.layers:
         for store in (layer.ring, layer.entries, layer.keys):
             if store is not None:
-                _fill_rows(store, generator)
+                fill_rows(store, generator)
         for tail in layer.tails:
             tail.values.normal_(generator=generator)
             tail.scores.normal_(generator=generator)
@@ -85,7 +85,8 @@ def fill(cache: Cache, seed: int = 0) -> None:
     cache.page_table.copy_(pages.view(cache.page_table.shape))
 
 
-def _fill_rows(store: QuantTensor, generator: torch.Generator) -> None:
+def fill_rows(store: QuantTensor, generator: torch.Generator) -> None:
+    """Random rows: entries below 2 times 1, index keys of a few units."""
     assert store.scale is not None
     store.data.random_(0, 256, generator=generator)
     if store.format is Format.KV8:
