@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
+from dsv4.cache.layout import CacheLayout
 from dsv4.config import preset
 from dsv4.errors import ConfigError
 from dsv4.kernels.matvec import MatVec
 from dsv4.lab.bench.cases import Case, Made, Maker
 from dsv4.lab.bench.ceiling import timed
 from dsv4.lab.bench.decode import Session, Wanted
-from dsv4.lab.bench.profile import ENDS, kinds_of
+from dsv4.lab.bench.profile import ENDS, SITE, kinds_of
 from dsv4.lab.bench.subject import DTYPE, Subject, check_fits, needed_bytes, other_bytes, synthetic
 from dsv4.lab.doctor.cases import ROUNDINGS, SUMS
 from dsv4.lab.doctor.ops import difference, outputs, relative
@@ -168,13 +169,14 @@ def launches(wished: Wished, name: str, read: float, device: torch.device) -> It
                 call()
         decoder.buffers.positions.fill_(wanted.start(subject.config))  # sampling moves it on
         times = sorted(timed(graph.replay, 20))
-        needed = sum(map(_weight_bytes, calls)) / len(calls)
+        needed = sum(map(weight_bytes, calls)) / len(calls)
+        needed += state_bytes(which, kind, wanted.layout(subject.config), wanted.start(subject.config))
         us, least = 1e3 * times[len(times) // 2] / len(run), needed / read * 1e6 if needed else None
-        what = (name, f"decode {which}", "gpu", f"{kind}, {len(calls)} launches")
+        what = (name, f"decode {which}", "gpu", f"{kind}, {len(calls)} per step")
         yield Result(*what, us, least, "memory" if least else "latency")
 
 
-def _weight_bytes(launch: Any) -> float:
+def weight_bytes(launch: Any) -> float:
     """Of a planned product: its weights, of a bank those of the experts that the step chose."""
     planned = getattr(launch, "__self__", None)
     if not isinstance(planned, MatVec):
@@ -186,6 +188,22 @@ def _weight_bytes(launch: Any) -> float:
         chosen = int((tasks.expert.unique() >= 0).sum()) if tasks and product.who != "rows" else 1
         total += of_one * chosen
     return total
+
+
+def state_bytes(launch: str, kind: str, layout: CacheLayout, position: int) -> int:
+    """What a launch of one row reads beside tiled weights, if that is much: cache rows, a mixing matrix."""
+    c = layout.config
+    if launch == SITE:
+        mixes = c.num_streams * (1 if kind == ENDS else c.num_streams + 2)
+        return 4 * mixes * c.num_streams * c.hidden_size
+    ratio = next((layer.ratio for layer in c.layers if layer.kind == kind), 0)
+    visible = position // ratio if ratio else 0
+    if launch == "index scores":
+        return visible * layout.key_bytes
+    if launch == f"attend {kind}":
+        listed = min(visible, c.index_topk) if kind == "csa" else visible
+        return (c.window + listed) * layout.entry_bytes
+    return 0
 
 
 def check_step(wished: Wished, name: str, device: torch.device) -> str:
