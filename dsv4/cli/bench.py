@@ -44,6 +44,12 @@ OPS_EPILOG = """
   dsv4 bench ops --preset flash --op attend --op decode --tokens 8192
 """
 
+PLOT_EPILOG = """
+[bold]Example[/]
+
+  dsv4 bench plot out.jsonl speed.png
+"""
+
 Model = Annotated[Path | None, typer.Argument(help="model folder; default: the embedded model")]
 Synthetic = Annotated[
     str | None, typer.Option(metavar="NAME", help="random weights of flash, pro or tiny instead of a folder")
@@ -80,6 +86,9 @@ def decode(
     plot: Annotated[
         Path | None, typer.Option(help="draw speed over context (4k to 1M) and over batch (1 to 32)")
     ] = None,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="measure what --plot draws; dsv4 bench plot draws it elsewhere")
+    ] = False,
     beside_transformers: Annotated[
         bool, typer.Option("--beside-transformers", help="also Hugging Face's: random, same sizes, 4 layers")
     ] = False,
@@ -106,7 +115,9 @@ def decode(
         check_target(save, subject.is_whole)
     if plot is not None:
         plots.check(plot)
-    line = _decode(subject, wanted, profile, plot)
+    line = _decode(subject, wanted, profile, sweep or plot is not None)
+    if plot is not None:
+        _draw(line, plot)
     if beside_transformers:
         line |= _beside(subject, wanted, line)
     _finish(line, save)
@@ -120,7 +131,7 @@ def _subject(
     return choose(model_folder(model) if name is None else model, name, experts, layers, layout)
 
 
-def _decode(subject: "Subject", wanted: "Wanted", profiled: bool, plot: Path | None) -> dict[str, Any]:
+def _decode(subject: "Subject", wanted: "Wanted", profiled: bool, swept: bool) -> dict[str, Any]:
     import torch
 
     from dsv4.lab.bench.ceiling import gpu, measure_read
@@ -149,20 +160,12 @@ def _decode(subject: "Subject", wanted: "Wanted", profiled: bool, plot: Path | N
             line["profile"] = found.as_dict()
         line |= _machine(device)
         del session
-        if plot is not None:
-            line |= _sweep(bundle, wanted, ceiling, device, plot, line)
+        if swept:
+            line |= _sweep(bundle, wanted, ceiling, device)
     return line
 
 
-def _sweep(
-    bundle: "Bundle",
-    wanted: "Wanted",
-    ceiling: float,
-    device: "torch.device",
-    plot: Path,
-    line: dict[str, Any],
-) -> dict[str, Any]:
-    from dsv4.lab.bench.plot import draw_speed
+def _sweep(bundle: "Bundle", wanted: "Wanted", ceiling: float, device: "torch.device") -> dict[str, Any]:
     from dsv4.lab.bench.sweep import points, series, sweep
 
     lines: list[dict[str, Any]] = []
@@ -180,11 +183,24 @@ def _sweep(
             cells = (f"{one['tokens_per_second']:,.1f}", f"{one['ms_per_token']:.3f}", f"{one['share']:.1%}")
             table.add_row(f"{one['context']:,}", str(one["batch"]), *cells)
     out.print(table)
-    found = series(lines, wanted)
+    return series(lines, wanted)
+
+
+def _draw(line: dict[str, Any], path: Path) -> None:
+    from dsv4.lab.bench.plot import draw_speed
+
     when = f"{line['device_name']}, {line['date'][:10]}; written above: share of the read ceiling"
-    titles = (f"Decoding {_title(line)}", when)
-    draw_speed(plot, found["over_context"], found["over_batch"], *titles)
-    return found
+    draw_speed(path, line["over_context"], line["over_batch"], f"Decoding {_title(line)}", when)
+
+
+def plot(
+    line: Annotated[Path, typer.Argument(help="file whose last line dsv4 bench decode --sweep printed")],
+    picture: Annotated[Path, typer.Argument(help="what to draw: .png, .svg or .pdf")],
+) -> None:
+    """Draw speed over context and over batch from a run on another machine."""
+    from dsv4.lab.bench.record import read_sweep
+
+    _draw(read_sweep(line), picture)
 
 
 def _beside(subject: "Subject", wanted: "Wanted", line: dict[str, Any]) -> dict[str, Any]:
@@ -417,6 +433,8 @@ def _help(context: typer.Context) -> None:
 def register(app: typer.Typer) -> None:
     group = typer.Typer(rich_markup_mode="rich")
     group.callback(invoke_without_command=True)(_help)
-    for command, epilog in ((decode, DECODE_EPILOG), (prefill, PREFILL_EPILOG), (ops, OPS_EPILOG)):
-        group.command(epilog=epilog)(command)
+    group.command(epilog=DECODE_EPILOG)(decode)
+    group.command(epilog=PREFILL_EPILOG)(prefill)
+    group.command(epilog=OPS_EPILOG)(ops)
+    group.command(epilog=PLOT_EPILOG)(plot)
     app.add_typer(group, name="bench")

@@ -1,5 +1,6 @@
 """`dsv4 bench` without a GPU: what it refuses, what it counts, what it writes."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -353,6 +354,14 @@ def test_picture_from_given_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for suffix, start in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
         draw_speed(tmp_path / f"speed{suffix}", contexts, batches, "Decoding flash", "NVIDIA H200")
         assert (tmp_path / f"speed{suffix}").read_bytes().startswith(start)
+    swept = {"over_context": contexts, "over_batch": batches, "date": "2026-11-15T09:00:00", "model": "flash"}
+    swept |= {"layout": "nvfp4", "is_synthetic": True, "layers": 43, "experts": 192, "device_name": "a GPU"}
+    (tmp_path / "out").write_text(f"a table\n{json.dumps(swept)}\n")
+    ok("bench", "plot", tmp_path / "out", tmp_path / "elsewhere.png")
+    assert (tmp_path / "elsewhere.png").stat().st_size > 10_000
+    for text, why in (("{}", "holds no sweep"), ("a table", "is no record"), ("", "is no record")):
+        (tmp_path / "out").write_text(text)
+        assert why in refused(dsv4("bench", "plot", tmp_path / "out", tmp_path / "x.png"))
     draw_speed(tmp_path / "empty.png", [], [], "nothing fitted", "")
     with pytest.raises(ConfigError, match="cannot be written"):
         draw_speed(tmp_path / "no" / "x.png", contexts, batches, "", "")

@@ -93,3 +93,19 @@ def append(path: Path, line: dict[str, Any]) -> None:
             file.write(json.dumps(line).encode() + b"\n")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+DRAWN = {"over_context", "over_batch", "device_name", "date", "model", "layout", "is_synthetic"}
+
+
+def read_sweep(path: Path) -> dict[str, Any]:
+    """The last line of a file, of a run that measured over contexts and batches."""
+    try:
+        line = json.loads(path.read_text(encoding="utf-8").strip().splitlines()[-1])
+    except (OSError, ValueError, IndexError) as error:
+        raise ConfigError(
+            f"{path}: its last line is no record ({error}); give a benchmark's output"
+        ) from None
+    if not isinstance(line, dict) or not line.keys() >= DRAWN:
+        raise ConfigError(f"{path}: its last line holds no sweep; run dsv4 bench decode --sweep")
+    return line
