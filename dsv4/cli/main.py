@@ -5,7 +5,21 @@ import sys
 
 import typer
 
-from dsv4.cli import chat, compare, doctor, eval, generate, info, init, inspect, plan, quantize, score, serve
+from dsv4.cli import (
+    bench,
+    chat,
+    compare,
+    doctor,
+    eval,
+    generate,
+    info,
+    init,
+    inspect,
+    plan,
+    quantize,
+    score,
+    serve,
+)
 from dsv4.cli.show import say
 from dsv4.env import wants_traceback
 from dsv4.errors import Dsv4Error
@@ -18,7 +32,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (generate, chat, serve, score, eval, inspect, quantize, plan, doctor, compare, info, init):
+for command in (
+    generate,
+    chat,
+    serve,
+    score,
+    eval,
+    inspect,
+    quantize,
+    plan,
+    doctor,
+    compare,
+    bench,
+    info,
+    init,
+):
     command.register(app)
 
 

@@ -65,7 +65,7 @@ def _library(name: str, least: str, below: str | None) -> Finding:
     return _finding(name, "ok", found)
 
 
-def _driver() -> str:
+def driver() -> str:
     try:
         first = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
     except (OSError, IndexError):
@@ -85,9 +85,9 @@ def _gpu() -> Finding:
         count = torch.cuda.device_count()
         name = f"{count} x {torch.cuda.get_device_name(index)}, compute capability {major}.{minor}"
         memory = f"{free / 1e9:.1f} of {total / 1e9:.1f} GB free"
-        return _finding("gpu", "ok", f"{name}, {memory}, {_driver()}, CUDA {torch.version.cuda}")
+        return _finding("gpu", "ok", f"{name}, {memory}, {driver()}, CUDA {torch.version.cuda}")
     if shutil.which("nvidia-smi") or Path("/dev/nvidia0").exists():
-        text = f"there is an NVIDIA GPU ({_driver()}), but torch {torch.__version__} sees none"
+        text = f"there is an NVIDIA GPU ({driver()}), but torch {torch.__version__} sees none"
         remedy = "install a torch built for CUDA, and a driver at least as new as that CUDA"
         return _finding("gpu", "fail", text, remedy)
     return _finding("gpu", "note", "none is visible: everything runs on the CPU, with the reference")

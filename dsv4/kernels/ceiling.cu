@@ -1,0 +1,38 @@
+// Reads memory and does nothing else: the speed that every other kernel is held against.
+#include <stdint.h>
+
+__device__ __forceinline__ uint4 stream(const uint4* p) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+
+__device__ __forceinline__ uint32_t words(const uint4& v) { return v.x + v.y + v.z + v.w; }
+
+// Adds all 32-bit words into `sum`, FLIGHT loads of 16 bytes per thread under way at a time. The sum is the same in
+// any order, so it can be checked, and no load can be left out.
+template <int FLIGHT>
+__global__ void __launch_bounds__(512) read_kernel(const uint4* data, int64_t count, uint32_t* sum) {
+    const int64_t stride = (int64_t)gridDim.x * blockDim.x;
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    uint32_t total = 0;
+    for (; i + (FLIGHT - 1) * stride < count; i += FLIGHT * stride) {
+        uint4 v[FLIGHT];
+#pragma unroll
+        for (int j = 0; j < FLIGHT; ++j) v[j] = stream(data + i + j * stride);
+#pragma unroll
+        for (int j = 0; j < FLIGHT; ++j) total += words(v[j]);
+    }
+    for (; i < count; i += stride) total += words(stream(data + i));
+    for (int step = 16; step; step >>= 1) total += __shfl_xor_sync(~0u, total, step);
+    if ((threadIdx.x & 31) == 0) atomicAdd(sum, total);
+}
+
+// `count` loads of 16 bytes; `flight` is 4 or 8.
+extern "C" int dsv4_read(const void* data, int64_t count, int flight, int blocks, void* sum, cudaStream_t stream) {
+    const auto kernel = flight == 8 ? read_kernel<8> : read_kernel<4>;
+    kernel<<<blocks, 512, 0, stream>>>((const uint4*)data, count, (uint32_t*)sum);
+    return (int)cudaGetLastError();
+}
+extern "C" const char* dsv4_error(int code) { return cudaGetErrorString((cudaError_t)code); }

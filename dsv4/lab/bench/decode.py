@@ -1,0 +1,198 @@
+"""Decoding timed step by step: one graph replay per token, on a cache filled with plausible values."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dsv4.cache.layout import CacheLayout
+from dsv4.cache.store import Cache
+from dsv4.config import ModelConfig
+from dsv4.errors import ConfigError, DeviceError
+from dsv4.lab.bench.subject import DTYPE, Reads, cache_layout
+from dsv4.model.bundle import Bundle
+from dsv4.model.decode import ROWS, Decoder
+from dsv4.model.model import Model
+from dsv4.quant.formats import Format, QuantTensor
+
+WARM, COUNTED, PROFILED = 8, 8, 5
+ROUTE = "route"  # the launch that writes which experts were chosen
+_PAGE = 256  # tokens; a cache is made for a multiple, as an engine's is
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """`steps` timed tokens of `batch` sequences, each with `context` tokens before. `max_context`: tokens the
+    cache is made for, which sizes some grids; None: as many as are needed."""
+
+    context: int = 4096
+    batch: int = 1
+    steps: int = 128
+    max_context: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("context", "steps"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}, expected at least 1")
+        if not 1 <= self.batch <= ROWS[-1]:
+            raise ConfigError(f"batch is {self.batch}, expected 1 to {ROWS[-1]}")
+
+    @property
+    def rows(self) -> int:
+        """Of the graph: the batch padded to a size that graphs are made for."""
+        return next(rows for rows in ROWS if rows >= self.batch)
+
+    @property
+    def span(self) -> int:
+        """Tokens decoded in all: timed, before and after."""
+        return WARM + self.steps + COUNTED + PROFILED
+
+    def start(self, config: ModelConfig) -> int:
+        """The first token's position: `context`, or less if the last token's would be beyond the model's."""
+        if self.context > config.max_positions:
+            raise ConfigError(f"context {self.context} exceeds the model's {config.max_positions} positions")
+        start = min(self.context, config.max_positions - self.span)
+        if start < 0:
+            raise ConfigError(
+                f"{self.steps} steps need {self.span} positions and the model has {config.max_positions}"
+            )
+        return start
+
+    def layout(self, config: ModelConfig) -> CacheLayout:
+        need = self.start(config) + self.span
+        capacity = min(config.max_positions, -(-need // _PAGE) * _PAGE)
+        if self.max_context is not None:
+            if not need <= self.max_context <= config.max_positions:
+                raise ConfigError(
+                    f"max_context is {self.max_context}, expected {need} (context and steps) to "
+                    f"{config.max_positions} (positions of the model)"
+                )
+            capacity = self.max_context
+        return cache_layout(config, capacity, self.batch)
+
+
+def fill(cache: Cache, seed: int = 0) -> None:
+    """Random entries of ordinary size in every row, and pages in no order, as after hours of serving."""
+    generator = torch.Generator(cache.page_table.device).manual_seed(seed)
+    for layer in cache.layers:
+        for store in (layer.ring, layer.entries, layer.keys):
+            if store is not None:
+                fill_rows(store, generator)
+        for tail in layer.tails:
+            tail.values.normal_(generator=generator)
+            tail.scores.normal_(generator=generator)
+    pages = torch.randperm(cache.layout.num_pages, generator=generator, device=cache.page_table.device)
+    cache.page_table.copy_(pages.view(cache.page_table.shape))
+
+
+def fill_rows(store: QuantTensor, generator: torch.Generator) -> None:
+    """Random rows: entries below 2 times 1, index keys of a few units."""
+    assert store.scale is not None
+    store.data.random_(0, 256, generator=generator)
+    if store.format is Format.KV8:
+        nope = store.shape[1] - store.rope_dim
+        store.data[:, :nope].bitwise_and_(0b10111111)  # E4M3 below 2, so never NaN
+        store.data[:, nope:].view(DTYPE).normal_(generator=generator)
+        store.scale.fill_(127)
+    else:
+        store.scale.random_(124, 128, generator=generator)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of each timed step; distinct experts per layer and the mean position they were read at."""
+
+    milliseconds: tuple[float, ...]
+    distinct: tuple[float, ...]
+    position: int
+    kernels: int
+
+    @property
+    def median(self) -> float:
+        return sorted(self.milliseconds)[len(self.milliseconds) // 2]
+
+    @property
+    def p99(self) -> float:
+        return sorted(self.milliseconds)[-(-99 * len(self.milliseconds) // 100) - 1]
+
+
+class Session:
+    """A decoder with a filled cache, ready to be timed. Everything is compiled and recorded here."""
+
+    def __init__(self, bundle: Bundle, wanted: Wanted, device: torch.device) -> None:
+        self.wanted, self.config = wanted, bundle.config
+        layout = wanted.layout(bundle.config)
+        self.cache = Cache(layout, device, DTYPE)
+        fill(self.cache)
+        self.model = Model(bundle, layout.max_context, device)
+        self.decoder = Decoder(bundle, self.model, self.cache, wanted.rows)
+        self.decoder.run()  # all rows unused: compiles, touches nothing
+        torch.cuda.synchronize()
+        self.decoder.capture()
+        self._place()
+
+    def _place(self) -> None:
+        """Every sequence in its slot, at the same position, with some token."""
+        f, batch = self.decoder.buffers, self.wanted.batch
+        generator = torch.Generator().manual_seed(1)
+        f.ids.copy_(torch.randint(0, self.config.vocab_size, f.ids.shape, generator=generator))
+        f.positions.fill_(-1)
+        f.positions[:batch] = self.wanted.start(self.config)
+        f.slots.zero_()
+        f.slots[:batch] = torch.arange(batch, device=f.slots.device)
+
+    def time(self) -> Timing:
+        """Warm up, time, then look at what the following steps choose."""
+        steps = self.wanted.steps
+        for _ in range(WARM):
+            self.decoder.step()
+        torch.cuda.synchronize()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+        events[0].record()
+        for event in events[1:]:
+            self.decoder.step()
+            event.record()
+        torch.cuda.synchronize()
+        times = tuple(events[i].elapsed_time(events[i + 1]) for i in range(steps))
+        distinct = self._distinct()
+        if not bool(torch.isfinite(self.decoder.buffers.logits[: self.wanted.batch]).all()):
+            raise DeviceError(
+                "the logits hold NaN or infinity, so the step is wrong and its time means nothing"
+            )
+        position = self.wanted.start(self.config) + WARM + steps // 2
+        return Timing(times, distinct, position, len(self.decoder.launches))
+
+    def _distinct(self) -> tuple[float, ...]:
+        """Distinct experts per layer, the mean over some steps, which run launch by launch."""
+        f, batch = self.decoder.buffers, self.wanted.batch
+        counts = []
+        for _ in range(COUNTED):
+            of_step = []
+            for name, launch in self.decoder.launches:
+                launch()
+                if name == ROUTE:
+                    of_step.append(f.chosen[:batch].unique().numel())
+            assert len(of_step) == self.config.num_layers, f"{len(of_step)} launches named {ROUTE}"
+            counts.append(of_step)
+        return tuple(sum(layer) / COUNTED for layer in zip(*counts, strict=True))
+
+
+def figures(
+    timing: Timing, wanted: Wanted, layout: CacheLayout, reads: Reads, ceiling: float
+) -> dict[str, Any]:
+    """Everything that follows from the times: speed, bytes that had to be read, share of the ceiling."""
+    weights = reads.step(list(timing.distinct))
+    cache = wanted.batch * layout.read_bytes(timing.position)
+    rate = (weights + cache) / timing.median * 1e3
+    return {
+        **{"context": wanted.context, "batch": wanted.batch, "steps": wanted.steps},
+        **{"max_context": layout.max_context, "first_position": timing.position - WARM - wanted.steps // 2},
+        **{"ms_per_token": round(timing.median, 4), "ms_per_token_p99": round(timing.p99, 4)},
+        "tokens_per_second": round(wanted.batch * 1e3 / timing.median, 2),
+        **{"read_bytes": round(weights + cache), "weight_bytes": round(weights), "cache_bytes": cache},
+        "distinct_experts": round(sum(timing.distinct) / len(timing.distinct), 2),
+        "gb_per_second": round(rate / 1e9, 1),
+        "ceiling_gb_per_second": round(ceiling / 1e9, 1),
+        "share": round(rate / ceiling, 4),
+        "kernels_per_step": timing.kernels,
+    }

@@ -1,0 +1,192 @@
+"""What is measured: a model folder, or a model of random weights; and whether it fits before it is made."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.layout import CacheLayout
+from dsv4.cache.store import Cache
+from dsv4.config import ModelConfig, preset
+from dsv4.errors import ConfigError
+from dsv4.kernels.tiles import ROWS, SLICE, Bank, Tiled, tile_bytes
+from dsv4.lab.synthetic import LAYOUTS, format_of, make_weights, with_experts
+from dsv4.model.bundle import Bundle, Numerics, Weights
+from dsv4.model.decode import Buffers
+from dsv4.model.params import Param, declare
+from dsv4.ops import IMPLEMENTATIONS, Ops
+from dsv4.quant.formats import Format
+from dsv4.weights.load import Checkpoint, Progress
+from dsv4.weights.tiled import load_tiled, tiled_bytes
+
+DTYPE = torch.bfloat16
+RESIDENT = 192  # experts of a synthetic model that are made by default, if it has as many
+# For the driver, torch's context, compiled kernels and graphs.
+RESERVED = 2 << 30
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model whose weights are made or read only by `load`."""
+
+    title: str
+    config: ModelConfig
+    layout: str
+    weight_bytes: int
+    whole_layers: int  # of the model as published
+    checkpoint: Checkpoint | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all its layers are there: a record of fewer says nothing about the model."""
+        return self.config.num_layers == self.whole_layers
+
+    def load(self, device: torch.device, progress: Progress | None = None) -> Weights:
+        if self.checkpoint is not None:
+            return load_tiled(self.checkpoint, device, progress)
+        return make_weights(self.config, self.layout, str(device))
+
+    def bundle(self, device: torch.device, progress: Progress | None = None) -> Bundle:
+        """The weights with the GPU backend of every op."""
+        ops = Ops.choose("cuda", **dict.fromkeys(IMPLEMENTATIONS, "gpu"))
+        return Bundle(self.config, self.load(device, progress), ops, Numerics(DTYPE, "a16", True))
+
+    def facts(self) -> dict[str, Any]:
+        c = self.config
+        return {
+            **{"model": self.title, "is_synthetic": self.checkpoint is None, "layout": self.layout},
+            **{"layers": c.num_layers, "experts": c.num_experts},
+        }
+
+
+def synthetic(name: str, experts: int | None, layers: int | None, layout: str) -> Subject:
+    """A published model's sizes with that many experts and layers; None: as many as usual, and all."""
+    whole = preset(name)
+    if layout not in LAYOUTS:
+        raise ConfigError(f"unknown layout {layout!r}; use one of {', '.join(LAYOUTS)}")
+    experts = min(RESIDENT, whole.num_experts) if experts is None else experts
+    if not whole.experts_per_token <= experts <= whole.num_experts:
+        raise ConfigError(
+            f"experts is {experts}, expected {whole.experts_per_token} (chosen per token) to "
+            f"{whole.num_experts} (all of {name})"
+        )
+    if layers is not None and not 1 <= layers <= whole.num_layers:
+        raise ConfigError(f"layers is {layers}, expected 1 to {whole.num_layers} (all of {name})")
+    config = replace(with_experts(whole, experts), layers=whole.layers[:layers])
+    return Subject(name, config, layout, synthetic_bytes(config, layout), whole.num_layers)
+
+
+def of_folder(folder: Path) -> Subject:
+    checkpoint = Checkpoint.open(folder)
+    c = checkpoint.config
+    return Subject(folder.resolve().name, c, "as stored", tiled_bytes(checkpoint), c.num_layers, checkpoint)
+
+
+def choose(
+    model: Path | None, name: str | None, experts: int | None, layers: int | None, layout: str | None
+) -> Subject:
+    """The model folder, or the synthetic model of that name: one of them, and options that go with it."""
+    if name is not None:
+        if model is not None:
+            raise ConfigError(f"both {model} and --synthetic {name} are given; measure one of them")
+        return synthetic(name, experts, layers, layout or "modelopt")
+    assert model is not None
+    for option, value in (("experts", experts), ("layers", layers), ("layout", layout)):
+        if value is not None:
+            raise ConfigError(f"--{option} goes with --synthetic; {model} is measured as it is")
+    return of_folder(model)
+
+
+def synthetic_bytes(config: ModelConfig, layout: str) -> int:
+    """What `make_weights` allocates, to the byte."""
+    return sum(_held(param, layout) for param in declare(config, 0))
+
+
+def _held(param: Param, layout: str) -> int:
+    if param.kind in ("table", "plain"):
+        return math.prod(param.shape) * (8 if param.kind == "table" else 4)
+    if param.name == "embed":
+        return 2 * math.prod(param.shape)
+    return tile_bytes(format_of(param, layout), (param.shape[0], param.shape[1]))
+
+
+def cache_layout(config: ModelConfig, capacity: int, slots: int) -> CacheLayout:
+    return CacheLayout(config, Format.KV8, Format.MXFP4, DTYPE.itemsize, capacity, slots, 0)
+
+
+def other_bytes(config: ModelConfig, layout: CacheLayout, rows: int) -> int:
+    """Beside the weights: cache, rotations, a step's buffers (0 rows: none) and what the model copies."""
+    tables = 2 * layout.max_context * config.rope_dim * 4
+    copies = sum(
+        4 * math.prod(p.shape) for p in declare(replace(config, num_experts=1), 0) if p.name.endswith("_fn")
+    )
+    buffers = 0
+    if rows:
+        held = vars(Buffers(config, rows, Cache(layout, "meta", DTYPE), DTYPE)).values()
+        tensors = [value for value in held if isinstance(value, Tensor)]
+        buffers = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return layout.store_bytes() + tables + copies + buffers
+
+
+def check_fits(subject: Subject, others: int, free: int) -> None:
+    """Refuse before anything is allocated; for a synthetic model, say how many experts would fit."""
+    need = subject.weight_bytes + others + RESERVED
+    if need <= free:
+        return
+    c = subject.config
+    found = (
+        f"{subject.title} with {c.num_experts} experts takes {subject.weight_bytes / 1e9:.1f} GB of weights "
+        f"and {(others + RESERVED) / 1e9:.1f} GB beside them, but {free / 1e9:.1f} GB of GPU memory are free"
+    )
+    if subject.checkpoint is not None:
+        raise ConfigError(f"{found}; lower --context or --batch, or use a smaller model")
+    low, high = c.experts_per_token - 1, c.num_experts
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = synthetic_bytes(with_experts(c, middle), subject.layout) + others + RESERVED <= free
+        low, high = (middle, high) if fits else (low, middle - 1)
+    if low < c.experts_per_token:
+        raise ConfigError(
+            f"{found}; not even {c.experts_per_token} fit: lower --context, --batch or --layers"
+        )
+    raise ConfigError(f"{found}; at most {low} fit: --experts {low}")
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Bytes of weights that a decode step needs: always, and of each chosen expert of each layer."""
+
+    always: int
+    per_expert: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Any], num_layers: int) -> "Reads":
+        """As lab/plan.py: rows of the embedding and of hash tables are nothing; draft blocks do not run."""
+        always, per_expert = 0, [0] * num_layers
+        for name, held in tensors.items():
+            if name == "embed" or name.startswith("mtp.") or name.endswith("tid2eid"):
+                continue
+            if isinstance(held, Bank) and held.w13.count > 1:
+                both = needed_bytes(held.w13) + needed_bytes(held.w2)
+                per_expert[int(name.split(".")[1])] = both // held.w13.count
+            elif isinstance(held, Bank):
+                always += needed_bytes(held.w13) + needed_bytes(held.w2)
+            elif isinstance(held, Tiled):
+                always += needed_bytes(held)
+            else:
+                always += held.numel() * held.element_size()
+        return cls(always, tuple(per_expert))
+
+    def step(self, distinct: list[float]) -> float:
+        """With that many distinct experts chosen in each layer."""
+        return self.always + sum(n * each for n, each in zip(distinct, self.per_expert, strict=True))
+
+
+def needed_bytes(weight: Tiled) -> int:
+    """Of a tiled weight, without what pads its last tiles."""
+    n, k = weight.shape
+    return weight.num_bytes * n * k // (weight.units * ROWS * weight.slices * SLICE)
