@@ -21,7 +21,7 @@ TEXT = [random.Random(5).randrange(300) for _ in range(300)]
 # One layer of each kind and few heads: 300 prompts of up to 300 tokens are half a minute even so.
 NARROW = replace(
     preset("tiny"),
-    **{"hidden_size": 64, "vocab_size": 300, "num_heads": 2, "head_dim": 48, "rope_dim": 16, "q_rank": 48},
+    **{"hidden_size": 96, "vocab_size": 300, "num_heads": 2, "head_dim": 80, "rope_dim": 16, "q_rank": 48},
     **{"o_groups": 2, "o_rank": 32, "window": 40, "index_heads": 2, "index_dim": 32, "index_topk": 12},
     **{"num_experts": 3, "expert_width": 64, "num_streams": 2, "num_mtp_layers": 0, "max_positions": 4096},
     layers=(LayerSpec("sliding", 0, True), LayerSpec("csa", 4, False), LayerSpec("hca", 128, False)),

@@ -22,9 +22,7 @@ def some_options(rng: random.Random) -> dict[str, Any]:
     }
 
 
-def answer_of(
-    whole: list[Segment], messages: list[dict[str, Any]], options: dict[str, Any]
-) -> list[Segment]:
+def answer_of(whole: list[Segment], messages: list[dict[str, Any]], options: dict[str, Any]) -> list[Segment]:
     """What the model would have to write after the prompt, which must be a prefix of the whole."""
     prompt = encode(messages[:-1], **options)
     assert whole[: len(prompt)] == prompt
