@@ -182,6 +182,33 @@ def test_a_full_disk(model: Path, desk: Path, tmp_path: Path) -> None:
     assert list((tmp_path / "model").iterdir()) == []
 
 
+TOO_LONG = "x" * 300
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "inspect {long}", "generate --model {long} hi", "plan {long}", "plan flash --gpus H200 --records {long}",
+        "doctor {long}", "compare {long}", "compare {model} --plot {long}.png", "compare {model} --ids {long}",
+        "quantize {long} {new} --format bf16", "quantize {model} {long} --format bf16",
+        "quantize {model} {new} --format bf16 --report {long}",
+    ],
+)  # fmt: skip
+def test_a_name_that_no_disk_takes(line: str, model: Path, tmp_path: Path) -> None:
+    places = {"long": tmp_path / TOO_LONG, "new": tmp_path / "new", "model": model}
+    message = refused(dsv4(*(word.format(**places) for word in line.split())))
+    assert "File name too long" in message and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs the device that is always full")
+@pytest.mark.parametrize("more", ["", "--json"])
+def test_a_full_disk_behind_the_output(more: str) -> None:
+    shell = f'"{sys.executable}" -m dsv4 plan tiny --gpus H200 {more} > /dev/full'
+    done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == "error: input or output cannot be used: No space left on device\n"
+
+
 def test_a_result_that_cannot_take_its_name_leaves_no_part_of_itself(tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     with pytest.raises(ConfigError, match=r"taken cannot be written: .*Is a directory"):
