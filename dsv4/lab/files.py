@@ -1,4 +1,4 @@
-"""Results under names a user gave: refused before the work that leads to them, complete or not there at all."""
+"""Results under names a user gave: refused before the work for them is done; complete, or not there."""
 
 import os
 from collections.abc import Callable

@@ -188,8 +188,9 @@ TOO_LONG = "x" * 300
 @pytest.mark.parametrize(
     "line",
     [
-        "inspect {long}", "generate --model {long} hi", "plan {long}", "plan flash --gpus H200 --records {long}",
-        "doctor {long}", "compare {long}", "compare {model} --plot {long}.png", "compare {model} --ids {long}",
+        "inspect {long}", "generate --model {long} hi", "doctor {long}",
+        "plan {long}", "plan tiny --gpus H200 --records {long}",
+        "compare {long}", "compare {model} --plot {long}.png", "compare {model} --ids {long}",
         "quantize {long} {new} --format bf16", "quantize {model} {long} --format bf16",
         "quantize {model} {new} --format bf16 --report {long}",
     ],
