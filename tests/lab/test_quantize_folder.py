@@ -22,7 +22,8 @@ from checkpoints import read_file
 from cli_support import ROOT, Terminal, dsv4, ok, refused
 
 from dsv4.errors import CheckpointError, ConfigError
-from dsv4.lab.quantize.job import RECORD, WORK, Job
+from dsv4.lab.quantize import run as running
+from dsv4.lab.quantize.job import RECORD, WORK, Job, examine
 from dsv4.lab.quantize.plan import Options
 from dsv4.lab.quantize.run import Quantizer
 from dsv4.weights.load import Checkpoint
@@ -187,6 +188,35 @@ def test_only_one_run_at_a_time(made: Callable[[str], Path], tmp_path: Path) -> 
         pytest.raises(ConfigError, match="another run is writing"),
     ):
         quantizer.write()
+
+
+def test_a_run_that_another_one_finished_meanwhile(
+    made: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looked before the other was done and got the lock after: nothing is written twice."""
+    report, _ = run(made("official"), tmp_path / "new")
+    before = {path: path.stat() for path in (tmp_path / "new").iterdir()}
+    looks = iter(["resumed"])
+    monkeypatch.setattr(running, "examine", lambda *place: next(looks, None) or examine(*place))
+    quantizer = Quantizer.prepare(made("official"), tmp_path / "new", Options("nvfp4", shard_bytes=SHARD), 2)
+    assert quantizer.write() == (report, False)
+    assert {path: path.stat().st_ino for path in (tmp_path / "new").iterdir()} == {
+        path: status.st_ino for path, status in before.items()
+    }
+
+
+def test_a_disk_that_takes_no_more_changes(
+    made: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error that ended the run is told, not that clearing up failed too."""
+
+    def fixed(*arguments: Any, **options: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", fixed)
+    with limited_files(40_000):
+        message = refused(dsv4("quantize", made("official"), tmp_path / "new", "--format", "nvfp4"))
+    assert "new/model.safetensors cannot be written: File too large" in message
 
 
 def test_other_options_do_not_continue_a_run(made: Callable[[str], Path], tmp_path: Path) -> None:

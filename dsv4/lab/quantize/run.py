@@ -93,6 +93,9 @@ class Quantizer:
         if examine(self.folder, self.fingerprint) == "done":
             return self._old_report(), False
         with self._tools() as (converter, pool), Job(self.folder, self.fingerprint) as job:
+            if examine(self.folder, self.fingerprint) == "done":
+                # Another run finished it between our look and our lock.
+                return self._old_report(), False
             records = self._write_shards(job, converter, pool, progress)
             report = make_report(self.plan, records, self.checkpoint.reader.folder.resolve().name)
             self._complete(job, report)
