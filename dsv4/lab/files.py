@@ -1,4 +1,4 @@
-"""Results under names a user gave: refused before the work for them is done; complete, or not there."""
+"""Sizes for people; results under names a user gave: refused before the work, complete or not there."""
 
 import os
 from collections.abc import Callable
@@ -6,6 +6,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from dsv4.errors import ConfigError
+
+
+def size(count: float) -> str:
+    """1234567 -> '1.23 MB'; decimal units, as disks and memory bandwidths are quoted."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"
 
 
 def check_writable(path: Path, option: str) -> None:

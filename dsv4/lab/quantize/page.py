@@ -5,8 +5,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from dsv4.lab.files import put
-from dsv4.lab.quantize.plots import Point, byte_bars, depth_lines, histogram, size
+from dsv4.lab.files import put, size
+from dsv4.lab.quantize.plots import Point, byte_bars, depth_lines, histogram
 
 WORST = 20
 _BINS = 40
