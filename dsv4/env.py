@@ -1,8 +1,15 @@
-"""The only reader of environment variables. Diagnostics only: nothing here changes what is computed."""
+"""The only reader of environment variables. Nothing here changes what is computed."""
 
 import os
+from pathlib import Path
 
 
 def wants_traceback() -> bool:
     """DSV4_TRACEBACK=1: show where an error was raised instead of one sentence."""
     return os.environ.get("DSV4_TRACEBACK", "") not in ("", "0")
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: XDG_CACHE_HOME/dsv4, else ~/.cache/dsv4."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "dsv4"

@@ -14,6 +14,14 @@ from dsv4.lab.init import make
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
 def small_config() -> ModelConfig:
     """Every layer kind and routing, sizes that are not powers of two where the model allows it."""
     return replace(

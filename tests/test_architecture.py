@@ -18,6 +18,7 @@ LAYERS: list[set[str]] = [
     {"errors", "env"},
     {"config", "config_json", "device", "models"},
     {"quant", "text"},
+    {"kernels"},
     {"ops", "cache"},
     {"model"},
     {"weights"},
@@ -63,7 +64,8 @@ def test_file(path: Path) -> None:
         top = name.split(".")[0]
         assert top not in FORBIDDEN.get(here, set()), f"{here} may not import {top}"
         if top == "triton":
-            assert here == "ops" and path.name != "ref.py", "triton lives in ops, never in a reference"
+            is_kernel = here == "kernels" or (here == "ops" and path.name != "ref.py")
+            assert is_kernel, "triton lives in kernels and ops, never in a reference"
         if name.startswith("torch.distributed"):
             assert here == "parallel", "only dsv4.parallel talks to other ranks"
         if top == "os" and here not in ("env", "device"):

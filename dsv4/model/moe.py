@@ -17,8 +17,11 @@ class Moe:
         self.table = b.plain(f"{name}.gate.tid2eid") if spec.hash_routed else None
         self.bias = None if spec.hash_routed else b.plain(f"{name}.gate.bias")
         names = [f"{name}.experts.{expert}" for expert in range(b.config.num_experts)]
-        self.experts = [tuple(tensors[f"{n}.{w}"] for w in ("w1", "w3", "w2")) for n in names]
-        self.shared = tuple(tensors[f"{name}.shared_experts.{w}"] for w in ("w1", "w3", "w2"))
+        parts = ("w1", "w3", "w2")
+        self.experts = b.bank(f"{name}.experts") or [tuple(tensors[f"{n}.{w}"] for w in parts) for n in names]
+        self.shared = b.bank(f"{name}.shared_experts") or tuple(
+            tensors[f"{name}.shared_experts.{w}"] for w in parts
+        )
         self.activations = _common(b, names)
         self.shared_activations = _common(b, [f"{name}.shared_experts"])
 

@@ -8,16 +8,16 @@ from types import ModuleType
 from dsv4.errors import ConfigError
 
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
-    "linear": ("ref",),
-    "experts": ("ref",),
-    "route": ("ref",),
-    "norm": ("ref",),
-    "mhc": ("ref",),
-    "qkv": ("ref",),
-    "compress": ("ref",),
-    "index": ("ref",),
-    "attend": ("ref",),
-    "sample": ("ref",),
+    "linear": ("ref", "gpu"),
+    "experts": ("ref", "gpu"),
+    "route": ("ref", "gpu"),
+    "norm": ("ref", "gpu"),
+    "mhc": ("ref", "gpu"),
+    "qkv": ("ref", "gpu"),
+    "compress": ("ref", "gpu"),
+    "index": ("ref", "gpu"),
+    "attend": ("ref", "gpu"),
+    "sample": ("ref", "gpu"),
 }
 # Best first, by the machine's kind as device.py names it.
 PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("ref",), "cuda": ("ref",)}

@@ -41,6 +41,11 @@ class Checkpoint:
         """Memory that `load` takes, to the byte."""
         return sum(held_bytes(source, dense) for source in self.inventory.sources)
 
+    @staticmethod
+    def held_bytes_of(source: Source) -> int:
+        """Memory of one parameter that is kept as stored."""
+        return held_bytes(source, False)
+
     def load(
         self, dense: bool, device: str | torch.device = "cpu", progress: Progress | None = None
     ) -> Weights:
@@ -49,7 +54,7 @@ class Checkpoint:
         total, done = self.inventory.num_bytes, 0
         with self.reader as reader:
             for source in self.inventory.sources:
-                tensors[source.param.name] = _load_one(reader, source, dense, device, self.config)
+                tensors[source.param.name] = load_one(reader, source, dense, device, self.config)
                 done += source.num_bytes
                 if progress:
                     progress(done, total)
@@ -78,7 +83,7 @@ def held_bytes(source: Source, dense: bool) -> int:
     return count * (2 if source.format is Format.BF16 else 4)
 
 
-def _load_one(
+def load_one(
     reader: Reader, source: Source, dense: bool, device: str | torch.device, config: ModelConfig
 ) -> Tensor | QuantTensor:
     kind, name = source.param.kind, source.param.name
@@ -98,7 +103,7 @@ def _load_one(
     if name == "embed" or not (dense or to_bf16):
         held = check_scales(source.read_rows(reader, 0, source.param.shape[0]), source)
         _check_codes(held, source)
-        return _move(held, device)
+        return move(held, device)
     return _decoded(reader, source, dense, device)
 
 
@@ -161,6 +166,6 @@ def _refuse(bad: Tensor, source: Source, first_row: int, first_col: int = 0) -> 
         )
 
 
-def _move(q: QuantTensor, device: str | torch.device) -> QuantTensor:
+def move(q: QuantTensor, device: str | torch.device) -> QuantTensor:
     scale = None if q.scale is None else q.scale.to(device)
     return QuantTensor(q.format, q.data.to(device), q.shape, scale, q.global_scale, q.rope_dim)

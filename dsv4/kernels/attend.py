@@ -1,0 +1,208 @@
+"""Attention of a decode step, split over keys: parts, then their sum. Replaces ops.attend.ref.attend.
+
+Chunks are cut by key number: first the window's places, oldest first, then, in a new chunk, the compressed
+entries. A program takes one chunk for a few heads of one row. Where the reference rounds weights relative to
+the largest score of all keys, this rounds them relative to the chunk's.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4.kernels.numbers import OVERLAPPED, begin, e4m3_decode, power, product, rotate, rounded, to_act
+from dsv4.kernels.prepare import rope_part
+from dsv4.quant.formats import QuantTensor
+
+HEADS = 16  # of one program: the smallest product of the tensor cores
+CHANNELS = 128  # of one program of combine
+MERGED = 8  # chunks that combine reads at a time
+
+
+def chunk_keys(act: torch.dtype) -> int:
+    """Keys of a chunk: float32 has twice the bytes and no tensor cores, and serves tests alone."""
+    return 64 if act is torch.bfloat16 else 16
+
+
+def num_chunks(act: torch.dtype, window: int, max_entries: int) -> int:
+    """Chunks of a row that may see `max_entries` compressed entries (0: none)."""
+    return triton.cdiv(window, chunk_keys(act)) + triton.cdiv(max_entries, chunk_keys(act))
+
+
+@triton.jit
+def _decode(data_ptr, rope_ptr, scale_ptr, row, seen, NOPE: tl.constexpr, SIZE: tl.constexpr,  # type: ignore[no-untyped-def]
+            ROPE: tl.constexpr, ROPE_SIZE: tl.constexpr, ROW: tl.constexpr, ROPE_ROW: tl.constexpr,
+            SCALES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
+    """KV8 rows [KEYS] -> [KEYS, SIZE] and rotary [KEYS, ROPE_SIZE] in the compute type, zero where unseen."""
+    act: tl.constexpr = rope_ptr.dtype.element_ty
+    block = tl.arange(0, SIZE // 64)
+    c = block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    at = row[:, None, None] * ROW + c[None, :, :]
+    code = tl.load(data_ptr + at, mask=seen[:, None, None] & (c < NOPE)[None, :, :], other=0)
+    started = seen[:, None] & (block * 64 < NOPE)[None, :]
+    scale = tl.load(scale_ptr + row[:, None] * SCALES + block[None, :], mask=started, other=0)
+    r = tl.arange(0, ROPE_SIZE)
+    inside = seen[:, None] & (r < ROPE)[None, :]
+    turned = tl.load(rope_ptr + row[:, None] * ROPE_ROW + r[None, :], mask=inside, other=0.0)
+    # A code times its scale is exact in the compute type.
+    key = (e4m3_decode(code) * power(scale.to(tl.int32))[:, :, None]).to(act)
+    return tl.reshape(key, (KEYS, SIZE)), turned
+
+
+@triton.jit
+def _attend_kernel(  # type: ignore[no-untyped-def]
+        q_ptr, ring_ptr, ring_rope_ptr, ring_scale_ptr, entries_ptr, entries_rope_ptr, entries_scale_ptr,
+        rows_ptr, num_rows, page_table_ptr, pages, slots_ptr, positions_ptr, part_o_ptr, part_ml_ptr, factor,
+        H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr,
+        ROPE_SIZE: tl.constexpr, ROW: tl.constexpr, ROPE_ROW: tl.constexpr, SCALES: tl.constexpr,
+        RING: tl.constexpr, WINDOW: tl.constexpr, RATIO: tl.constexpr, PAGE: tl.constexpr,
+        KEYS: tl.constexpr):  # fmt: skip
+    act: tl.constexpr = q_ptr.dtype.element_ty
+    near: tl.constexpr = (WINDOW + KEYS - 1) // KEYS
+    nope: tl.constexpr = D - ROPE
+    begin()
+    chunk, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    pos, slot = tl.load(positions_ptr + row).to(tl.int32), tl.load(slots_ptr + row)
+    place = chunk * KEYS + tl.arange(0, KEYS)
+    if chunk < near:
+        j = pos - (WINDOW - 1) + place
+        seen = (place < WINDOW) & (j >= 0)
+        key_row = slot * RING + tl.maximum(j, 0) % RING
+    else:
+        entry = place - near * KEYS
+        if entries_ptr is None:
+            seen = entry < 0
+            key_row = entry.to(tl.int64)
+        elif rows_ptr is not None:
+            key_row = tl.load(rows_ptr + row * num_rows + entry, mask=entry < num_rows, other=-1).to(tl.int64)
+            seen = (key_row >= 0) & (pos >= 0)
+        else:
+            seen = entry < (pos + 1) // RATIO
+            page = tl.load(page_table_ptr + slot * pages + entry // PAGE, mask=seen, other=0).to(tl.int64)
+            key_row = page * PAGE + entry % PAGE
+
+    h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    head = (row * tl.num_programs(0) + chunk) * H + h
+    if tl.max(seen.to(tl.int32), 0) > 0:
+        c, r = tl.arange(0, SIZE), tl.arange(0, ROPE_SIZE)
+        q = q_ptr + (row * H + h)[:, None] * D
+        q_key = tl.load(q + c[None, :], mask=(h < H)[:, None] & (c < nope)[None, :], other=0.0)
+        q_turned = tl.load(q + nope + r[None, :], mask=(h < H)[:, None] & (r < ROPE)[None, :], other=0.0)
+        if chunk < near:
+            key, turned = _decode(ring_ptr, ring_rope_ptr, ring_scale_ptr, key_row, seen, nope, SIZE, ROPE,
+                                  ROPE_SIZE, ROW, ROPE_ROW, SCALES, KEYS)  # fmt: skip
+        elif entries_ptr is not None:
+            key, turned = _decode(entries_ptr, entries_rope_ptr, entries_scale_ptr, key_row, seen, nope, SIZE,
+                                  ROPE, ROPE_SIZE, ROW, ROPE_ROW, SCALES, KEYS)  # fmt: skip
+        else:
+            key, turned = tl.zeros([KEYS, SIZE], act), tl.zeros([KEYS, ROPE_SIZE], act)
+        score = (product(q_key, tl.trans(key)) + product(q_turned, tl.trans(turned))) * factor
+        score = tl.where(seen[None, :], score, -float("inf"))
+        peak = tl.max(score, 1)
+        weight = tl.exp(score - peak[:, None])
+        tl.store(part_ml_ptr + head * 2, peak, mask=h < H)
+        tl.store(part_ml_ptr + head * 2 + 1, tl.sum(weight, 1), mask=h < H)
+        weight = to_act(weight, act)
+        o = part_o_ptr + head[:, None] * D
+        tl.store(o + c[None, :], product(weight, key), mask=(h < H)[:, None] & (c < nope)[None, :])
+        o += nope
+        tl.store(o + r[None, :], product(weight, turned), mask=(h < H)[:, None] & (r < ROPE)[None, :])
+    else:
+        tl.store(part_ml_ptr + head * 2, tl.full([HEADS], -float("inf"), tl.float32), mask=h < H)
+        tl.store(part_ml_ptr + head * 2 + 1, tl.zeros([HEADS], tl.float32), mask=h < H)
+
+
+def attend(
+    q: Tensor,
+    ring: QuantTensor,
+    ring_rows: int,
+    window: int,
+    entries: QuantTensor | None,
+    rows: Tensor | None,
+    page_table: Tensor | None,
+    page_entries: int,
+    ratio: int,
+    slots: Tensor,
+    positions: Tensor,
+    part_o: Tensor,
+    part_ml: Tensor,
+) -> None:
+    """q [T, H, d] -> part_o [T, C, H, d], part_ml [T, C, H, 2] (largest score, sum), float32; C: num_chunks.
+
+    Keys of a row: the ring's positions max(0, pos-window+1) .. pos, the token's own included; then, of
+    `entries`, the pool rows `rows` [T, S] int32 (-1: none), or, with rows None, all that are visible.
+    A chunk without keys leaves -inf and 0 in part_ml and part_o as it was.
+    """
+    tokens, h, d = q.shape
+    chunks, keys, rope = part_o.shape[1], chunk_keys(q.dtype), ring.rope_dim
+    assert part_o.shape == (tokens, chunks, h, d) and part_ml.shape == (tokens, chunks, h, 2), part_o.shape
+    assert chunks >= num_chunks(q.dtype, window, 0 if rows is None else rows.shape[1]), part_o.shape
+    assert q.is_contiguous() and part_o.is_contiguous() and part_ml.is_contiguous()
+    assert ring.scale is not None and ring_rows >= window
+    assert entries is None or rows is not None or (page_table is not None and ratio and page_entries)
+    assert entries is None or entries.data.shape[1] == ring.data.shape[1]
+    assert rows is None or rows.is_contiguous()
+    of_entries: list[Tensor | None] = [None] * 3
+    if entries is not None:
+        of_entries = [entries.data, rope_part(entries, q.dtype), entries.scale]
+    if tokens:
+        _attend_kernel[(chunks, triton.cdiv(h, HEADS), tokens)](
+            *(q, ring.data, rope_part(ring, q.dtype), ring.scale, *of_entries),
+            *(rows, None if rows is None else rows.shape[1]),
+            *(page_table, None if page_table is None else page_table.stride(0)),
+            *(slots, positions, part_o, part_ml, d**-0.5),
+            **{"H": h, "HEADS": HEADS, "D": d, "SIZE": max(64, triton.next_power_of_2(d - rope))},
+            **{"ROPE": rope, "ROPE_SIZE": max(16, triton.next_power_of_2(rope)), "ROW": ring.data.shape[1]},
+            **{"ROPE_ROW": ring.data.shape[1] // q.dtype.itemsize, "SCALES": ring.scale.shape[1]},
+            **{"RING": ring_rows, "WINDOW": window, "RATIO": ratio, "PAGE": page_entries, "KEYS": keys},
+            num_warps=8,
+            **OVERLAPPED,
+        )
+
+
+@triton.jit
+def _combine_kernel(part_o_ptr, part_ml_ptr, sinks_ptr, cos_ptr, sin_ptr, positions_ptr, out_ptr, chunks,  # type: ignore[no-untyped-def]
+                    H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, CP: tl.constexpr,
+                    BLOCK: tl.constexpr, MERGED: tl.constexpr):  # fmt: skip
+    act: tl.constexpr = out_ptr.dtype.element_ty
+    begin()
+    first, head = tl.program_id(0) * BLOCK, tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    ml, o = part_ml_ptr + (row * chunks * H + head) * 2, part_o_ptr + (row * chunks * H + head) * D
+    i, c = tl.arange(0, CP), first + tl.arange(0, BLOCK)
+    peaks = tl.load(ml + i * (2 * H), mask=i < chunks, other=-float("inf"))
+    sums = tl.load(ml + i * (2 * H) + 1, mask=i < chunks, other=0.0)
+    used = tl.max(tl.where(sums > 0, i + 1, 0), 0)
+    peak = tl.max(peaks, 0)
+    # A row of padding has no keys at all.
+    peak = tl.where(used > 0, peak, 0.0)
+    total = tl.sum(tl.exp(peaks - peak) * sums, 0) + tl.exp(tl.load(sinks_ptr + head) - peak)
+    x = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, used, MERGED):
+        j = start + tl.arange(0, MERGED)
+        weight = tl.exp(tl.load(ml + j * (2 * H), mask=j < used, other=-float("inf")) - peak)
+        # Parts without keys were not written.
+        mask = (weight > 0)[:, None] & (c < D)[None, :]
+        part = tl.load(o + j[:, None].to(tl.int64) * (H * D) + c[None, :], mask=mask, other=0.0)
+        x += tl.sum(weight[:, None] * part, 0)
+    x = rounded(tl.div_rn(x, total), act)
+    pos = tl.maximum(tl.load(positions_ptr + row), 0)
+    x = rotate(x, cos_ptr, sin_ptr, pos, -1.0, D - 2 * HALF - first, HALF, BLOCK, act)
+    tl.store(out_ptr + (row * H + head) * D + c, x.to(act), mask=c < D)
+
+
+def combine(
+    part_o: Tensor, part_ml: Tensor, sinks: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, out: Tensor
+) -> None:
+    """The parts of `attend`, a sink per head [H] -> out [T, H*d], rotated back by the row's position."""
+    tokens, chunks, h, d = part_o.shape
+    assert out.numel() == tokens * h * d and out.is_contiguous(), out.shape
+    block = min(CHANNELS, triton.next_power_of_2(d))
+    if tokens:
+        _combine_kernel[(triton.cdiv(d, block), h, tokens)](
+            *(part_o, part_ml, sinks, cos, sin, positions, out, chunks),
+            **{"H": h, "D": d, "HALF": cos.shape[1], "CP": triton.next_power_of_2(chunks)},
+            **{"BLOCK": block, "MERGED": MERGED},
+            num_warps=2,
+            **OVERLAPPED,
+        )

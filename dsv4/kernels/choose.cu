@@ -1,0 +1,321 @@
+// Choices of a step, one block per decision: experts of the rows, entries to attend to, the next token.
+#include <stdint.h>
+
+constexpr int MAX_PAIRS = 1024, PAIRS_PER_TASK = 8;
+
+// Larger floats have larger keys; both zeros have one.
+__device__ __forceinline__ uint32_t order(float v) {
+    const uint32_t bits = __float_as_uint(v == 0.f ? 0.f : v);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+// The index of the warp's largest key, the lower one on a tie; every lane learns it.
+__device__ __forceinline__ int best_of_warp(uint32_t key, int index) {
+    const uint32_t best = __reduce_max_sync(~0u, key);
+    return (int)__reduce_min_sync(~0u, key == best ? (uint32_t)index : 0xFFFFFFFFu);
+}
+
+__device__ __forceinline__ void begin() {   // let the next kernel start, then wait for what earlier ones write
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// Routing: sqrt(softplus(logit)) weights the experts; the largest with bias, or a table by token id, names them.
+// Then tasks: an expert with up to `per_task` of the pairs (row * choices + place) that go to it, by rising expert.
+// A warp takes a row, MANY experts a lane.
+template <int MANY>
+__global__ void __launch_bounds__(512) route_kernel(
+    const float* logits, const float* bias, const int64_t* table, const int64_t* ids, int rows, int experts, int choices,
+    float route_scale, int per_task, int* chosen, float* weights, int* task_expert, int* task_pairs) {
+    __shared__ int pair_expert[MAX_PAIRS];
+    __shared__ int warp_total[32];
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
+    float with[MANY];
+#pragma unroll
+    for (int i = 0; i < MANY; ++i) with[i] = bias && lane + 32 * i < experts ? __ldg(bias + lane + 32 * i) : 0.f;
+    begin();
+    for (int row = warp; row < rows; row += warps) {
+        float score[MANY];
+        uint32_t key[MANY];   // 0 is below every number's: taken, or no expert
+#pragma unroll
+        for (int i = 0; i < MANY; ++i) score[i] = lane + 32 * i < experts ? __ldcg(logits + (size_t)row * experts + lane + 32 * i) : 0.f;
+        const int listed = table && lane < choices ? (int)table[ids[row] * choices + lane] : 0;
+#pragma unroll
+        for (int i = 0; i < MANY; ++i) {
+            score[i] = sqrtf(fmaxf(score[i], 0.f) + log1pf(expf(-fabsf(score[i]))));
+            key[i] = lane + 32 * i < experts ? order(score[i] + with[i]) : 0;
+        }
+        int mine = 0x7FFFFFFF;      // the expert this lane holds, for lanes below `choices`
+        float mine_score = 0.f, total = 0.f;
+        for (int c = 0; c < choices; ++c) {
+            int index;
+            if (table) index = __shfl_sync(~0u, listed, c);
+            else {
+                uint32_t best = key[0];
+                int at = lane;
+#pragma unroll
+                for (int i = 1; i < MANY; ++i)
+                    if (key[i] > best) { best = key[i]; at = lane + 32 * i; }
+                index = best_of_warp(best, at);
+            }
+            float s = 0.f;
+#pragma unroll
+            for (int i = 0; i < MANY; ++i)
+                if (lane + 32 * i == index) { s = score[i]; key[i] = 0; }
+            s = __shfl_sync(~0u, s, index & 31);
+            total += s;
+            if (lane == c) { mine = index; mine_score = s; }
+        }
+        int place = 0;               // by rising expert; equal ones keep their order
+        for (int c = 0; c < choices; ++c) {
+            const int other = __shfl_sync(~0u, mine, c);
+            place += other < mine || (other == mine && c < lane);
+        }
+        if (lane < choices) {
+            const int pair = row * choices + place;
+            pair_expert[pair] = mine;
+            chosen[pair] = mine;
+            weights[pair] = mine_score / total * route_scale;
+        }
+    }
+    const int pairs = rows * choices;
+    if (rows == 1) {   // every choice is a task
+        __syncwarp();
+        if (warp) return;
+        for (int i = lane; i < pairs * PAIRS_PER_TASK; i += 32)
+            task_pairs[i] = i % PAIRS_PER_TASK ? -1 : i / PAIRS_PER_TASK;
+        if (lane < pairs) task_expert[lane] = pair_expert[lane];
+        return;
+    }
+    __syncthreads();
+    int running = 0;
+    for (int first = 0; first < experts; first += blockDim.x) {
+        const int e = first + threadIdx.x;
+        int count = 0;
+        if (e < experts)
+            for (int i = 0; i < pairs; ++i) count += pair_expert[i] == e;
+        const int tasks = (count + per_task - 1) / per_task;
+        int before = tasks;
+        for (int i = 1; i < 32; i <<= 1) {
+            const int v = __shfl_up_sync(~0u, before, i);
+            if (lane >= i) before += v;
+        }
+        if (lane == 31) warp_total[warp] = before;
+        __syncthreads();
+        int offset = running, whole = running;
+        for (int w = 0; w < warps; ++w) {
+            if (w < warp) offset += warp_total[w];
+            whole += warp_total[w];
+        }
+        int task = offset + before - tasks, filled = 0;
+        if (count)
+            for (int i = 0; i < pairs; ++i)
+                if (pair_expert[i] == e) {
+                    if (filled == 0) task_expert[task] = e;
+                    task_pairs[task * PAIRS_PER_TASK + filled++] = i;
+                    if (filled == per_task) { ++task; filled = 0; }
+                }
+        if (filled)
+            for (; filled < PAIRS_PER_TASK; ++filled) task_pairs[task * PAIRS_PER_TASK + filled] = -1;
+        running = whole;
+        __syncthreads();
+    }
+    for (int task = running + threadIdx.x; task < pairs; task += blockDim.x) task_expert[task] = -1;
+}
+
+// The `topk` largest of a row's first `count` scores, the lower index on a tie, in rising order; -1 beyond. With a
+// page table, places in the pool instead of entry numbers. The key of the last one taken is found two bits at a time
+// by counting; a row is shared by a cluster of blocks, each with its part of the keys in shared memory.
+
+__device__ __forceinline__ uint32_t in_block(const void* p, int block) {   // the same place in another block's shared memory
+    uint32_t address;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"((uint32_t)__cvta_generic_to_shared(p)), "r"(block));
+    return address;
+}
+__device__ __forceinline__ void add_in(uint32_t address, uint32_t v) {
+    asm volatile("red.relaxed.cluster.shared::cluster.add.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+__device__ __forceinline__ uint32_t read_in(uint32_t address) {
+    uint32_t v;
+    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+    return v;
+}
+template <int BLOCKS> __device__ __forceinline__ void all_sync() {
+    if constexpr (BLOCKS == 1) __syncthreads();
+    else asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+template <int BLOCKS, int THREADS>
+__global__ void __launch_bounds__(THREADS) select_kernel(
+    const float* scores, int64_t stride, const int* counts, const int64_t* positions, int ratio,
+    const int* page_table, const int64_t* slots, int pages, int page_entries, int topk, int* out) {
+    extern __shared__ uint32_t keys[];
+    __shared__ uint32_t tallies[16][3], parts[BLOCKS][2], warp_sum[32];
+    begin();
+    const int row = blockIdx.x / BLOCKS, block = blockIdx.x % BLOCKS, tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
+    const float* s = scores + row * stride;
+    int* to = out + (size_t)row * topk;
+    const int count = counts ? counts[row] : (int)((positions[row] + 1) / ratio);
+    const int* pages_of = page_table ? page_table + slots[row] * pages : nullptr;
+    const auto place = [&](int entry) { return pages_of ? pages_of[entry / page_entries] * page_entries + entry % page_entries : entry; };
+    if (count <= topk) {   // the same for all blocks of the row
+        for (int i = block * THREADS + tid; i < topk; i += THREADS * BLOCKS) to[i] = i < count ? place(i) : -1;
+        return;
+    }
+    const int each = (count + BLOCKS - 1) / BLOCKS, start = min(block * each, count), mine = min(each, count - start);
+    for (int first = tid; first < mine; first += THREADS * 8) {
+        float v[8];   // eight loads at once: one at a time would wait for each
+#pragma unroll
+        for (int i = 0; i < 8; ++i) v[i] = first + i * THREADS < mine ? __ldcg(s + start + first + i * THREADS) : 0.f;
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            if (first + i * THREADS < mine) keys[first + i * THREADS] = order(v[i]);
+    }
+    if (tid < 48) tallies[tid / 3][tid % 3] = 0;
+    all_sync<BLOCKS>();
+    uint32_t prefix = 0;
+    for (int digit = 0; digit < 16; ++digit) {
+        const int shift = 30 - 2 * digit;
+        const uint32_t one = prefix | 1u << shift, two = prefix | 2u << shift, three = prefix | 3u << shift;
+        uint32_t n1 = 0, n2 = 0, n3 = 0;
+        for (int i = tid; i < mine; i += THREADS) {
+            const uint32_t key = keys[i];
+            n1 += key >= one; n2 += key >= two; n3 += key >= three;
+        }
+        n1 = __reduce_add_sync(~0u, n1); n2 = __reduce_add_sync(~0u, n2); n3 = __reduce_add_sync(~0u, n3);
+        if (lane < 3) {
+            const uint32_t n = lane == 0 ? n1 : lane == 1 ? n2 : n3;
+            if constexpr (BLOCKS == 1) atomicAdd(&tallies[digit][lane], n);
+            else for (int b = 0; b < BLOCKS; ++b) add_in(in_block(&tallies[digit][lane], b), n);
+        }
+        all_sync<BLOCKS>();
+        const volatile uint32_t* tally = tallies[digit];
+        const uint32_t t3 = tally[2], t2 = tally[1], t1 = tally[0];
+        const uint32_t reached = t3 >= topk ? t3 : t2 >= topk ? t2 : t1;
+        if (t3 >= topk) prefix = three;
+        else if (t2 >= topk) prefix = two;
+        else if (t1 >= topk) prefix = one;
+        else continue;
+        if (reached == topk) { --prefix; break; }   // exactly the wanted ones are larger than prefix - 1
+    }
+    // prefix is now the key of the last one taken. First how many larger and equal ones each block has.
+    uint32_t larger = 0, equal = 0;
+    for (int i = tid; i < mine; i += THREADS) { larger += keys[i] > prefix; equal += keys[i] == prefix; }
+    larger = __reduce_add_sync(~0u, larger); equal = __reduce_add_sync(~0u, equal);
+    if (tid < 2 * BLOCKS) parts[tid >> 1][tid & 1] = 0;
+    all_sync<BLOCKS>();
+    if (lane < 2) {
+        if constexpr (BLOCKS == 1) atomicAdd(&parts[0][lane], lane ? equal : larger);
+        else for (int b = 0; b < BLOCKS; ++b) add_in(in_block(&parts[block][lane], b), lane ? equal : larger);
+    }
+    all_sync<BLOCKS>();
+    uint32_t total = 0;
+    larger = equal = 0;
+    for (int b = 0; b < BLOCKS; ++b) {
+        total += parts[b][0];
+        if (b < block) { larger += parts[b][0]; equal += parts[b][1]; }
+    }
+    const uint32_t need = topk - total;   // of those equal to it, the first so many
+    for (int first = 0; first < mine; first += THREADS) {
+        const int at = first + tid;
+        const uint32_t key = at < mine ? keys[at] : 0;
+        const uint32_t is = at >= mine ? 0 : key > prefix ? 1u : key == prefix ? 0x10000u : 0u;
+        uint32_t upto = is;
+        for (int i = 1; i < 32; i <<= 1) {
+            const uint32_t v = __shfl_up_sync(~0u, upto, i);
+            if (lane >= i) upto += v;
+        }
+        if (lane == 31) warp_sum[warp] = upto;
+        __syncthreads();
+        uint32_t all = lane < THREADS / 32 ? warp_sum[lane] : 0, before = lane < warp ? all : 0;
+        all = __reduce_add_sync(~0u, all); before = __reduce_add_sync(~0u, before) + upto - is;
+        const uint32_t rank = larger + (before & 0xFFFF), same = equal + (before >> 16);
+        if (is == 1u) to[rank + min(same, need)] = place(start + at);
+        else if (is && same < need) to[rank + same] = place(start + at);
+        larger += all & 0xFFFF;
+        equal += all >> 16;
+        __syncthreads();
+    }
+}
+
+// The best token of each row, ties to the lower id, into `next`; rows in use move on by one position. A row without
+// a finite best logit gives -1.
+__global__ void __launch_bounds__(1024) greedy_kernel(const float* logits, int vocab, int64_t* next, int64_t* positions) {
+    __shared__ uint32_t keys[32];
+    __shared__ int indices[32];
+    begin();
+    const int row = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    const float* z = logits + (size_t)row * vocab;
+    float value = -INFINITY;
+    int index = 0x7FFFFFFF;
+    bool broken = false;
+    for (int first = threadIdx.x; first < vocab; first += 1024 * 16) {
+        float v[16];
+#pragma unroll
+        for (int i = 0; i < 16; ++i) v[i] = first + i * 1024 < vocab ? __ldcg(z + first + i * 1024) : -INFINITY;
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            broken |= isnan(v[i]);
+            if (v[i] > value) { value = v[i]; index = first + i * 1024; }
+        }
+    }
+    uint32_t key = order(value);
+    index = best_of_warp(key, index);
+    if (lane == 0) indices[warp] = index;
+    keys[warp] = __reduce_max_sync(~0u, key);
+    broken = __syncthreads_or(broken);
+    if (warp == 0) {
+        index = best_of_warp(keys[lane], indices[lane]);
+        if (lane == 0 && positions[row] >= 0) {
+            next[row] = broken || !isfinite(z[min(index, vocab - 1)]) ? -1 : index;
+            ++positions[row];
+        }
+    }
+}
+
+template <typename... Parameters, typename... Arguments>
+static int launch(void (*kernel)(Parameters...), int blocks, int threads, int bytes, int cluster, cudaStream_t stream, Arguments... arguments) {
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(blocks);
+    config.blockDim = dim3(threads);
+    config.stream = stream;
+    config.dynamicSmemBytes = bytes;
+    if (bytes > 48 * 1024) {
+        const cudaError_t error = cudaFuncSetAttribute((const void*)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+        if (error != cudaSuccess) return (int)error;
+    }
+    cudaLaunchAttribute attributes[2];
+    config.attrs = attributes;
+    if (cluster > 1) {
+        attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+        attributes[config.numAttrs].val.clusterDim = {(unsigned)cluster, 1, 1};
+        ++config.numAttrs;
+    }
+    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[config.numAttrs].val.programmaticStreamSerializationAllowed = 1;
+    ++config.numAttrs;
+    return (int)cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+extern "C" int dsv4_route(const float* logits, const float* bias, const int64_t* table, const int64_t* ids, int rows,
+                          int experts, int choices, float route_scale, int per_task, int* chosen, float* weights,
+                          int* task_expert, int* task_pairs, cudaStream_t stream) {
+    return launch(experts <= 256 ? route_kernel<8> : route_kernel<16>, 1, rows > 1 ? 512 : 32, 0, 1, stream, logits, bias, table,
+                  ids, rows, experts, choices, route_scale, per_task, chosen, weights, task_expert, task_pairs);
+}
+extern "C" int dsv4_select(const float* scores, int64_t stride, int capacity, const int* counts, const int64_t* positions, int ratio,
+                           const int* page_table, const int64_t* slots, int pages, int page_entries, int rows, int topk,
+                           int* out, cudaStream_t stream) {
+    constexpr int CLUSTER = 8;   // blocks that share a long row
+    const auto go = [&](auto kernel, int blocks, int threads) {
+        return launch(kernel, rows * blocks, threads, (capacity + blocks - 1) / blocks * 4, blocks, stream, scores, stride, counts,
+                      positions, ratio, page_table, slots, pages, page_entries, topk, out);
+    };
+    if (capacity <= 2048) return go(select_kernel<1, 256>, 1, 256);
+    if (capacity <= 8192) return go(select_kernel<1, 1024>, 1, 1024);
+    return go(select_kernel<CLUSTER, 1024>, CLUSTER, 1024);
+}
+extern "C" int dsv4_greedy(const float* logits, int rows, int vocab, int64_t* next, int64_t* positions, cudaStream_t stream) {
+    return launch(greedy_kernel, rows, 1024, 0, 1, stream, logits, vocab, next, positions);
+}
+extern "C" const char* dsv4_error(int code) { return cudaGetErrorString((cudaError_t)code); }

@@ -1,0 +1,83 @@
+"""Launches choose.cu: which experts, which entries, which token."""
+
+import ctypes
+
+from torch import Tensor
+
+from dsv4.kernels.build import call, pointer
+from dsv4.kernels.matvec import COLUMNS, FLOAT_COLUMNS, Tasks
+
+
+def route(
+    logits: Tensor,
+    bias: Tensor | None,
+    table: Tensor | None,
+    ids: Tensor,
+    scale: float,
+    is_float: bool,
+    chosen: Tensor,
+    tasks: Tasks,
+) -> None:
+    """logits [T, E] float32; bias [E], or a table [V, K] by token id. -> chosen int32 [T, K] by rising expert,
+    and tasks with the weights. `is_float` says how many pairs a task may hold."""
+    rows, experts = logits.shape
+    assert experts <= 512 and rows * tasks.choices <= 1024, (rows, experts)
+    call(
+        *("choose", "route", logits.device),
+        *(pointer(logits), pointer(bias), pointer(table), pointer(ids), rows, experts, tasks.choices),
+        *(ctypes.c_float(scale), FLOAT_COLUMNS if is_float else COLUMNS),
+        *(pointer(chosen), pointer(tasks.weights), pointer(tasks.expert), pointer(tasks.pairs)),
+    )
+
+
+def select(scores: Tensor, counts: Tensor, out: Tensor) -> None:
+    """scores [T, cap] float32, counts [T] int32 -> out [T, topk] int32: the best entries, rising, -1 beyond."""
+    _select(scores, counts, None, 1, None, None, 1, out)
+
+
+def select_rows(
+    scores: Tensor,
+    positions: Tensor,
+    ratio: int,
+    page_table: Tensor,
+    slots: Tensor,
+    page_entries: int,
+    out: Tensor,
+) -> None:
+    """The same for the entries visible at each row's position, as places in the pool."""
+    _select(scores, None, positions, ratio, page_table, slots, page_entries, out)
+
+
+def _select(
+    scores: Tensor,
+    counts: Tensor | None,
+    positions: Tensor | None,
+    ratio: int,
+    page_table: Tensor | None,
+    slots: Tensor | None,
+    page_entries: int,
+    out: Tensor,
+) -> None:
+    pages = 1 if page_table is None else page_table.shape[1]
+    call(
+        *("choose", "select", scores.device),
+        *(
+            pointer(scores),
+            ctypes.c_int64(scores.stride(0)),
+            scores.shape[1],
+            pointer(counts),
+            pointer(positions),
+            ratio,
+        ),
+        *(pointer(page_table), pointer(slots), pages, page_entries, out.shape[0], out.shape[1]),
+        pointer(out),
+    )
+
+
+def greedy(logits: Tensor, next_ids: Tensor, positions: Tensor) -> None:
+    """The best token of each row into next_ids (-1: no finite best); rows in use move on by one position."""
+    rows, vocab = logits.shape
+    call(
+        *("choose", "greedy", logits.device),
+        *(pointer(logits), rows, vocab, pointer(next_ids), pointer(positions)),
+    )

@@ -1,0 +1,525 @@
+// y = x Wt for one to eight rows of x at a time, W in 4, 8 or 16 bits: reads each weight once, at memory speed.
+//
+// A weight is cut in tiles of 16 rows and slices of 512 columns; one warp takes one slice of a tile, and eight
+// columns of x (the rows of a batch) ride along in the tensor core's n. What a tile holds lies in the order in
+// which the lanes of mma.m16n8k16 want it (tiles.py packs it), 16 bytes per lane and load. The sum over K has one
+// order whatever the batch: blocks of columns inside the tensor core along the slice, then the slices one after the
+// other. A column of the tensor core never sees its neighbours, so a row's result does not
+// depend on them.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+enum { NVFP4 = 0, MXFP4 = 1, FP8 = 2, BF16 = 3 };
+enum { AS_ACT = 0, AS_F32 = 1 };   // what y holds; pairs always give SwiGLU in the activations' type
+constexpr int SLICE = 512, WARPS = 16, MAX_SLICES = 8, MAX_SEGMENTS = 16;
+// A warp's weights come through shared memory, CHUNK bytes (8 loads) at a time, STAGES chunks ahead.
+constexpr int CHUNK = 4096, CHUNK_LOADS = CHUNK / 512, STAGES = 2;
+// Parts of a float32 input: FP16 carries 11 bits, BF16 8.
+constexpr int COLUMNS = 8, PARTS = 4;
+// Items of four columns of x in a slice; a column's stride in shared memory keeps the lanes' banks apart.
+constexpr int ITEMS = SLICE / 4, COLUMN_STRIDE = ITEMS + 4;
+// Shared memory: stages, sums of this turn and the last [warp][half][column][row], barriers, then x.
+constexpr int TABLE = WARPS * 2 * 128;
+constexpr int TABLE_AT = WARPS * STAGES * CHUNK, BARRIERS_AT = TABLE_AT + 2 * TABLE * 4, X_AT = BARRIERS_AT + WARPS * STAGES * 8;
+
+struct Segment {            // one weight, or a bank of experts, and what it is multiplied with
+    const uint4* data;      // [count][units][slices][halves][brick]
+    const uint8_t* scale;   // beside it
+    const float* factor;    // [count][halves]
+    const void* x;          // rows of x_stride values
+    void* y;                // rows of y_stride values
+    int format, halves, units, slices, first_slice, warps;
+    int n, k;               // true sizes; the tiles are padded with zeros
+    int x_stride, y_stride;
+    int epilogue;
+    int routed;             // 0: rows are the batch. 1: x by token, y by pair. 2: x by pair, y by token and choice
+};
+
+struct Params {
+    Segment segments[MAX_SEGMENTS];
+    const int4* work;         // segment, first unit, units, task (routed) or group of eight rows
+    const int* task_expert;   // [tasks], -1 beyond the last
+    const int* task_pairs;    // [tasks][8], -1 beyond the last
+    const float* weights;     // [pairs] routing weights
+    int choices;              // experts per token
+    int rows;                 // of the batch
+    float limit;              // of the clamped SwiGLU
+};
+
+// A kernel may start while the one before it still runs; what that one writes is there after this.
+__device__ __forceinline__ void wait_for_earlier() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+__device__ __forceinline__ uint4 stream(const uint4* p) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+// Copy one chunk to shared memory without a register or a thread; `barrier` turns when all of it is there.
+__device__ __forceinline__ void fetch(uint32_t to, const void* from, uint32_t barrier) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(CHUNK) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(to), "l"(from), "r"(CHUNK), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void await(uint32_t barrier, uint32_t parity) {
+    asm volatile("{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra again;\n}"
+                 ::"r"(barrier), "r"(parity) : "memory");
+}
+// Waits for the warps of one group only.
+__device__ __forceinline__ void group_barrier(int group, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(group), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void mma_f16(float (&d)[4], const uint32_t (&a)[4], const uint2 b) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
+}
+
+__device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint2 b) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
+}
+
+// Eight E2M1 codes of a word, spread so that FP16 numbers fall out by shift and mask; each is value * 2^-14.
+__device__ __forceinline__ void e2m1(uint32_t w, uint32_t (&a)[4]) {
+    a[0] = w & 0x8E008E00u;
+    a[1] = (w << 3) & 0x8E008E00u;
+    a[2] = ((w << 6) & 0x0E000E00u) | ((w << 1) & 0x80008000u);
+    a[3] = ((w << 9) & 0x0E000E00u) | ((w << 2) & 0x80008000u);
+}
+
+__device__ __forceinline__ uint32_t e4m3x2(uint16_t codes) {
+    uint32_t halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
+    return halves;
+}
+
+__device__ __forceinline__ float2 e4m3_pair(uint32_t word, int high) {
+    uint32_t h = e4m3x2((uint16_t)(high ? word >> 16 : word & 0xFFFF));
+    return __half22float2(*reinterpret_cast<__half2*>(&h));
+}
+
+__device__ __forceinline__ float e8m0(uint32_t code) { return __uint_as_float(code ? code << 23 : 0x00400000u); }
+
+template <int F> struct Brick {   // bytes of one slice of one tile, in loads of 512
+    static constexpr int LOADS = F <= MXFP4 ? 8 : F == FP8 ? 16 : 32;
+    static constexpr int SCALE = F == NVFP4 ? 512 : F == MXFP4 ? 256 : F == FP8 ? 16 : 0;
+};
+
+template <int F> struct Scales {
+    uint32_t word[4];
+    __device__ __forceinline__ void load(const uint8_t* p, int lane) {
+        if constexpr (F == NVFP4) {
+            uint4 v = stream(reinterpret_cast<const uint4*>(p) + lane);
+            word[0] = v.x; word[1] = v.y; word[2] = v.z; word[3] = v.w;
+        } else if constexpr (F == MXFP4) {
+            uint2 v = __ldg(reinterpret_cast<const uint2*>(p) + lane);
+            word[0] = v.x; word[1] = v.y;
+        } else if constexpr (F == FP8) {
+            uint4 v = __ldg(reinterpret_cast<const uint4*>(p));
+            word[0] = v.x; word[1] = v.y; word[2] = v.z; word[3] = v.w;
+        }
+    }
+};
+
+__device__ __forceinline__ uint32_t times(uint32_t a, __half2 b) {
+    const __half2 v = __hmul2(*reinterpret_cast<__half2*>(&a), b);
+    return *reinterpret_cast<const uint32_t*>(&v);
+}
+
+// One load of a tile: 64, 32 or 16 columns. Four sums, so that the tensor core need not wait for itself; `block`
+// collects the open FP8 block. `x` is this lane's place in its slice of x.
+// NVFP4: code (as value * 2^-14) times E4M3 scale is exact in FP16, so the scale goes into the weight.
+template <int F>
+__device__ __forceinline__ void multiply(const uint4& w, int load, const uint2* x,
+                                         const Scales<F>& s, int lane, float (&sums)[4][4], float (&block)[4]) {
+    const uint32_t words[4] = {w.x, w.y, w.z, w.w};
+    uint32_t a[4];
+    float (&sum)[4] = sums[0];
+    if constexpr (F == NVFP4) {
+        const int from = (lane & ~3) | (load >> 1), at = (load & 1) * 2;
+        const uint32_t low = __shfl_sync(~0u, s.word[at], from), high = __shfl_sync(~0u, s.word[at + 1], from);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            uint32_t l = e4m3x2((uint16_t)(j < 2 ? low & 0xFFFF : low >> 16)), h = e4m3x2((uint16_t)(j < 2 ? high & 0xFFFF : high >> 16));
+            const __half2 lows = *reinterpret_cast<__half2*>(&l), highs = *reinterpret_cast<__half2*>(&h);
+            const __half2 sl = j & 1 ? __high2half2(lows) : __low2half2(lows), sh = j & 1 ? __high2half2(highs) : __low2half2(highs);
+            e2m1(words[j], a);
+            a[0] = times(a[0], sl); a[1] = times(a[1], sh); a[2] = times(a[2], sl); a[3] = times(a[3], sh);
+            mma_f16(sums[j], a, x[(load * 4 + j) * 4]);
+        }
+    } else if constexpr (F == MXFP4) {
+        const uint32_t scales = __shfl_sync(~0u, s.word[load & 1], (lane & ~3) | (load >> 1));
+#pragma unroll
+        for (int j = 0; j < 4; j += 2) {
+            float d[4] = {0.f, 0.f, 0.f, 0.f};
+            e2m1(words[j], a);
+            mma_f16(d, a, x[(load * 4 + j) * 4]);
+            e2m1(words[j + 1], a);
+            mma_f16(d, a, x[(load * 4 + j + 1) * 4]);
+            const float l = e8m0((scales >> (j * 4)) & 255), h = e8m0((scales >> (16 + j * 4)) & 255);
+            sum[0] = fmaf(l, d[0], sum[0]); sum[1] = fmaf(l, d[1], sum[1]);
+            sum[2] = fmaf(h, d[2], sum[2]); sum[3] = fmaf(h, d[3], sum[3]);
+        }
+    } else if constexpr (F == FP8) {
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+            const uint32_t p = words[2 * m], q = words[2 * m + 1];
+            a[0] = e4m3x2(p & 0xFFFF); a[1] = e4m3x2(p >> 16);
+            a[2] = e4m3x2(q & 0xFFFF); a[3] = e4m3x2(q >> 16);
+            mma_f16(block, a, x[(load * 2 + m) * 4]);
+        }
+        if ((load & 3) == 3) {
+            const float scale = __uint_as_float(s.word[load >> 2]);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) { sum[i] = fmaf(scale, block[i], sum[i]); block[i] = 0.f; }
+        }
+    } else {
+        a[0] = words[0]; a[1] = words[1]; a[2] = words[2]; a[3] = words[3];
+        mma_bf16(sums[load & 3], a, x[load * 4]);
+    }
+}
+
+__device__ __forceinline__ uint32_t pack_f16(float a, float b) {
+    __half2 h = __floats2half2_rn(a, b);
+    return *reinterpret_cast<uint32_t*>(&h);
+}
+__device__ __forceinline__ uint32_t pack_bf16(float a, float b) {
+    __nv_bfloat162 h = __floats2bfloat162_rn(a, b);
+    return *reinterpret_cast<uint32_t*>(&h);
+}
+__device__ __forceinline__ float2 open_bf16(uint32_t v) {
+    return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xFFFF0000u));
+}
+
+// The power of two that brings `peak` to [2^14, 2^15), FP16's upper end, as the exponent of its inverse.
+__device__ __forceinline__ int exponent(float peak) {
+    const int e = (__float_as_uint(peak) >> 23) & 255;
+    return e == 0 ? 127 : max(e, 15);
+}
+
+// Row `row` of x over the slice from column k0 on, into `to` as the tensor core takes it: item i holds columns
+// 4i..4i+3. float32 goes to PARTS columns, highest bits first. Returns what undoes the scaling.
+template <bool IS_F16, bool IS_F32>
+__device__ __forceinline__ float load_x(const void* row, int k0, int k, int lane, uint2* to) {
+    float peak = 0.f;
+    if constexpr (!IS_F32) {
+        const uint2* p = reinterpret_cast<const uint2*>(static_cast<const __nv_bfloat16*>(row) + k0);
+        uint2 v[ITEMS / 32];
+#pragma unroll
+        for (int i = 0; i < ITEMS / 32; ++i)
+            v[i] = k0 + 4 * (lane + 32 * i) < k ? __ldcg(p + lane + 32 * i) : make_uint2(0, 0);
+        if constexpr (!IS_F16) {
+#pragma unroll
+            for (int i = 0; i < ITEMS / 32; ++i) to[lane + 32 * i] = v[i];
+            return 1.f;
+        }
+#pragma unroll
+        for (int i = 0; i < ITEMS / 32; ++i) {
+            const float2 l = open_bf16(v[i].x), h = open_bf16(v[i].y);
+            peak = fmaxf(fmaxf(peak, fmaxf(fabsf(l.x), fabsf(l.y))), fmaxf(fabsf(h.x), fabsf(h.y)));
+        }
+        for (int i = 16; i; i >>= 1) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, i));
+        const int e = exponent(peak);
+        const float up = __uint_as_float((uint32_t)(268 - e) << 23);
+#pragma unroll
+        for (int i = 0; i < ITEMS / 32; ++i) {
+            const float2 l = open_bf16(v[i].x), h = open_bf16(v[i].y);
+            to[lane + 32 * i] = make_uint2(pack_f16(l.x * up, l.y * up), pack_f16(h.x * up, h.y * up));
+        }
+        return __uint_as_float((uint32_t)(e - 14) << 23);
+    } else {
+        const float4* p = reinterpret_cast<const float4*>(static_cast<const float*>(row) + k0);
+        float4 v[ITEMS / 32];
+#pragma unroll
+        for (int i = 0; i < ITEMS / 32; ++i) {
+            v[i] = k0 + 4 * (lane + 32 * i) < k ? __ldcg(p + lane + 32 * i) : make_float4(0.f, 0.f, 0.f, 0.f);
+            peak = fmaxf(fmaxf(peak, fmaxf(fabsf(v[i].x), fabsf(v[i].y))), fmaxf(fabsf(v[i].z), fabsf(v[i].w)));
+        }
+        for (int i = 16; i; i >>= 1) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, i));
+        const int e = IS_F16 ? exponent(peak) : 127 + 14;
+        const float up = __uint_as_float((uint32_t)(268 - e) << 23);
+        for (int i = 0; i < ITEMS / 32; ++i) {
+            float4 rest = make_float4(v[i].x * up, v[i].y * up, v[i].z * up, v[i].w * up);
+            for (int part = 0; part < (IS_F16 ? 2 : 3); ++part) {
+                const uint2 took = IS_F16 ? make_uint2(pack_f16(rest.x, rest.y), pack_f16(rest.z, rest.w))
+                                          : make_uint2(pack_bf16(rest.x, rest.y), pack_bf16(rest.z, rest.w));
+                to[part * COLUMN_STRIDE + lane + 32 * i] = took;
+                const float2 l = IS_F16 ? __half22float2(*reinterpret_cast<const __half2*>(&took.x)) : open_bf16(took.x);
+                const float2 h = IS_F16 ? __half22float2(*reinterpret_cast<const __half2*>(&took.y)) : open_bf16(took.y);
+                rest = make_float4(rest.x - l.x, rest.y - l.y, rest.z - h.x, rest.w - h.y);
+            }
+        }
+        return __uint_as_float((uint32_t)(e - 14) << 23);
+    }
+}
+
+template <bool IS_F32> __device__ __forceinline__ float as_act(float v) {
+    return IS_F32 ? v : __bfloat162float(__float2bfloat16_rn(v));
+}
+template <bool IS_F32> __device__ __forceinline__ void put_act(void* y, size_t at, float v) {
+    if constexpr (IS_F32) static_cast<float*>(y)[at] = v;
+    else static_cast<__nv_bfloat16*>(y)[at] = __float2bfloat16_rn(v);
+}
+
+template <int F, bool IS_F32>
+__device__ __forceinline__ void run(const Params& p, const Segment& s, const int4 work, char* shared) {
+    constexpr int LOADS = Brick<F>::LOADS, SCALE = Brick<F>::SCALE, CHUNKS = LOADS / CHUNK_LOADS;
+    constexpr int PER_GROUP = IS_F32 ? COLUMNS / PARTS : COLUMNS;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    const int groups = WARPS / s.warps, group = warp / s.warps, slice = s.first_slice + warp % s.warps;
+    const int halves = s.halves, end = work.y + work.z;
+    const bool idle = group >= groups;
+    int unit = work.y + group;
+
+    // A task: its expert, and in lane i the row of y that column i belongs to, -1 beyond the last.
+    int expert = 0, place = -1;
+    if (s.routed) {
+        wait_for_earlier();
+        expert = __ldcg(p.task_expert + work.w);
+        if (lane < COLUMNS) place = __ldcg(p.task_pairs + work.w * COLUMNS + lane);
+        if (expert < 0) return;
+    } else if (lane < PER_GROUP && work.w * PER_GROUP + lane < p.rows) place = work.w * PER_GROUP + lane;
+    const int count = __popc(__ballot_sync(~0u, place >= 0));
+    // The bricks this warp reads: both halves of a unit lie together, the next unit `jump` bricks on.
+    const size_t first = (((size_t)expert * s.units + unit) * s.slices + slice) * halves;
+    const size_t jump = (size_t)groups * s.slices * halves - (halves - 1);
+    const uint8_t* scale = s.scale + first * SCALE;
+    const char* source = reinterpret_cast<const char*>(s.data) + first * (LOADS * 512);
+    const uint32_t stage = shared_address(shared) + warp * STAGES * CHUNK;
+    const uint32_t barrier = shared_address(shared) + BARRIERS_AT + warp * STAGES * 8;
+    // Where the next chunk to fetch lies: its brick's chunks and halves left, and the warp's units left.
+    int chunks_left = CHUNKS, halves_left = halves, units_left = idle || unit >= end ? 0 : (end - unit + groups - 1) / groups;
+    uint32_t fetched = 0;
+    const auto fetch_next = [&] {
+        if (units_left == 0) return;
+        if (lane == 0) fetch(stage + fetched % STAGES * CHUNK, source, barrier + fetched % STAGES * 8);
+        ++fetched;
+        source += CHUNK;
+        if (--chunks_left == 0) {
+            chunks_left = CHUNKS;
+            if (--halves_left == 0) {
+                halves_left = halves;
+                --units_left;
+                source += (jump - 1) * (LOADS * 512);
+            }
+        }
+    };
+    if (lane == 0) {
+        for (int i = 0; i < STAGES; ++i)
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier + i * 8) : "memory");
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncwarp();
+    for (int i = 0; i < STAGES; ++i) fetch_next();
+    Scales<F> now;
+    if (!idle && unit < end) now.load(scale, lane);
+    if (!s.routed) wait_for_earlier();   // weights were asked for before the input is there
+
+    // The rows of x that this task multiplies, of the batch or of the pairs it lists. Groups share them.
+    const int stride = !IS_F32 && p.rows == 1 ? 0 : COLUMN_STRIDE, slice_stride = stride ? COLUMNS * COLUMN_STRIDE : COLUMN_STRIDE;
+    uint2* x_table = reinterpret_cast<uint2*>(shared + X_AT);
+    float* undo_table = reinterpret_cast<float*>(x_table + s.warps * slice_stride);   // [slice][column]
+    for (int c = 0; c < count; ++c) {
+        int row = __shfl_sync(~0u, place, c);
+        if (s.routed == 1) row /= p.choices;
+        const void* x = static_cast<const char*>(s.x) + (size_t)row * s.x_stride * (IS_F32 ? 4 : 2);
+        for (int i = warp - c * s.warps % WARPS; i < s.warps; i += WARPS) {
+            if (i < 0) continue;
+            const float undo = load_x<F != BF16, IS_F32>(x, (s.first_slice + i) * SLICE, s.k, lane, x_table + i * slice_stride + c * (IS_F32 ? PARTS : 1) * stride);
+            if (lane == 0) undo_table[i * COLUMNS + c] = undo;
+        }
+    }
+    __syncthreads();
+    const uint2* my_x = x_table + (slice - s.first_slice) * slice_stride + g * stride + t;
+    constexpr int SHARE = IS_F32 ? PARTS : 1;
+    const float undo0 = idle ? 1.f : undo_table[(slice - s.first_slice) * COLUMNS + 2 * t / SHARE];
+    const float undo1 = idle ? 1.f : undo_table[(slice - s.first_slice) * COLUMNS + (2 * t + 1) / SHARE];
+    if (idle) return;
+
+    // What the sums of a turn need: column i's routing weight in lane i, half a warp's factor.
+    const float routing = s.routed == 1 && place >= 0 ? __ldcg(p.weights + place) : 1.f;
+    const float factor = __ldg(s.factor + expert * halves + (halves == 2 ? lane >> 4 : 0)) * (F <= MXFP4 ? 16384.f : 1.f);
+    uint32_t taken = 0;
+    for (int turn = 0; unit < end; unit += groups, ++turn) {
+        float* table = reinterpret_cast<float*>(shared + TABLE_AT) + (turn & 1) * TABLE;
+        for (int half = 0; half < halves; ++half) {
+            const bool last = half == halves - 1;
+            scale += (last ? jump : 1) * SCALE;
+            float sums[4][4] = {}, block[4] = {0.f, 0.f, 0.f, 0.f};
+            Scales<F> next = now;
+            if (!last || unit + groups < end) next.load(scale, lane);
+#pragma unroll
+            for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+                const int at = taken % STAGES;
+                await(barrier + at * 8, taken / STAGES & 1);
+                const uint4* w = reinterpret_cast<const uint4*>(shared + (warp * STAGES + at) * CHUNK) + lane;
+#pragma unroll
+                for (int i = 0; i < CHUNK_LOADS; ++i) multiply<F>(w[i * 32], chunk * CHUNK_LOADS + i, my_x, now, lane, sums, block);
+                ++taken;
+                __syncwarp();
+                fetch_next();
+            }
+            now = next;
+            float sum[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sum[i] = (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]);
+            float* out = table + (warp * 2 + half) * 128 + g;   // [column][row]
+            out[(2 * t) * 16] = sum[0] * undo0; out[(2 * t + 1) * 16] = sum[1] * undo1;
+            out[(2 * t) * 16 + 8] = sum[2] * undo0; out[(2 * t + 1) * 16 + 8] = sum[3] * undo1;
+        }
+        group_barrier(group, s.warps * 32);
+        // One warp per column, another one each turn; the others go on. Lanes are 16 rows of one half or of both.
+        const int r = lane & 15, h = lane >> 4, n = unit * 16 + r;
+        for (int c = (warp + turn) % s.warps; c < count; c += s.warps) {
+            float total = 0.f;
+            const float* in = table + (group * s.warps * 2 + (halves == 2 ? h : 0)) * 128 + r;
+#pragma unroll
+            for (int w = 0; w < MAX_SLICES; ++w)
+                if (w < s.warps) {
+                    float whole = 0.f;
+                    if constexpr (IS_F32)
+                        for (int q = (F == BF16 ? 2 : 1); q >= 0; --q) whole += in[w * 256 + (c * PARTS + q) * 16];
+                    else whole = in[w * 256 + c * 16];
+                    total += whole;
+                }
+            const float v = total * factor;
+            const int at = __shfl_sync(~0u, place, c);
+            size_t to = (size_t)at * s.y_stride + n;
+            if (s.routed == 2) to = ((size_t)(at / p.choices) * (p.choices + 1) + at % p.choices) * s.y_stride + n;
+            if (halves == 2) {
+                const float weight = __shfl_sync(~0u, routing, c);
+                const float gate = fminf(as_act<IS_F32>(v), p.limit);
+                const float up = fmaxf(fminf(as_act<IS_F32>(__shfl_down_sync(~0u, v, 16)), p.limit), -p.limit);
+                float hidden = gate / (1.f + expf(-gate)) * up;
+                if (s.routed) hidden *= weight;
+                if (h == 0 && n < s.n) put_act<IS_F32>(s.y, to, hidden);
+            } else if (h == 0 && n < s.n) {
+                if (s.epilogue == AS_F32) static_cast<float*>(s.y)[to] = v;
+                else put_act<IS_F32>(s.y, to, v);
+            }
+        }
+    }
+}
+
+template <bool IS_F32>
+__global__ void __launch_bounds__(WARPS * 32, 1) matvec_kernel(const __grid_constant__ Params p) {
+    extern __shared__ __align__(128) char shared[];
+    const int4 work = __ldg(p.work + blockIdx.x);
+    const Segment& s = p.segments[work.x];
+    asm volatile("griddepcontrol.launch_dependents;");
+    switch (s.format) {
+        case NVFP4: run<NVFP4, IS_F32>(p, s, work, shared); break;
+        case MXFP4: run<MXFP4, IS_F32>(p, s, work, shared); break;
+        case FP8: run<FP8, IS_F32>(p, s, work, shared); break;
+        case BF16: run<BF16, IS_F32>(p, s, work, shared); break;
+    }
+}
+
+// A bank's matrices first .. first+count-1 as rows of BF16 or float32, without the factor; of pairs, w1's rows come first.
+template <int F, typename Out>
+__device__ __forceinline__ void unpack_brick(const Segment& s, int64_t brick, Out* y, int lane) {
+    const int h = brick % s.halves, slice = brick / s.halves % s.slices;
+    const int64_t unit = brick / s.halves / s.slices, matrix = unit / s.units;
+    const int tile = unit % s.units, g = lane >> 2, t = lane & 3;
+    Scales<F> scales;
+    scales.load(s.scale + brick * Brick<F>::SCALE, lane);
+    const uint4* data = s.data + brick * (Brick<F>::LOADS * 32) + lane;
+    Out* out = y + matrix * s.n * s.halves * s.k;
+#pragma unroll
+    for (int load = 0; load < Brick<F>::LOADS; ++load) {
+        const uint4 w = stream(data + load * 32);
+        const uint32_t words[4] = {w.x, w.y, w.z, w.w};
+        constexpr int STEPS = F <= MXFP4 ? 4 : F == FP8 ? 2 : 1;
+#pragma unroll
+        for (int j = 0; j < STEPS; ++j) {
+            uint32_t a[4];
+            float low = 1.f, high = 1.f;
+            if constexpr (F == NVFP4) {
+                const int from = (lane & ~3) | (load >> 1), at = (load & 1) * 2;
+                const float2 l = e4m3_pair(__shfl_sync(~0u, scales.word[at], from), j >> 1);
+                const float2 u = e4m3_pair(__shfl_sync(~0u, scales.word[at + 1], from), j >> 1);
+                low = 16384.f * (j & 1 ? l.y : l.x); high = 16384.f * (j & 1 ? u.y : u.x);
+                e2m1(words[j], a);
+            } else if constexpr (F == MXFP4) {
+                const uint32_t v = __shfl_sync(~0u, scales.word[load & 1], (lane & ~3) | (load >> 1));
+                low = 16384.f * e8m0((v >> (j / 2 * 8)) & 255); high = 16384.f * e8m0((v >> (16 + j / 2 * 8)) & 255);
+                e2m1(words[j], a);
+            } else if constexpr (F == FP8) {
+                low = high = __uint_as_float(scales.word[load >> 2]);
+                a[0] = e4m3x2(words[2 * j] & 0xFFFF); a[1] = e4m3x2(words[2 * j] >> 16);
+                a[2] = e4m3x2(words[2 * j + 1] & 0xFFFF); a[3] = e4m3x2(words[2 * j + 1] >> 16);
+            } else {
+                a[0] = words[0]; a[1] = words[1]; a[2] = words[2]; a[3] = words[3];
+            }
+            const int k = slice * SLICE + (load * STEPS + j) * 16 + 4 * t;
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const int n = tile * 16 + g + 8 * r;
+                if (n >= s.n || k >= s.k) continue;
+                Out* to = out + ((int64_t)h * s.n + n) * s.k + k;
+                const float scale = r ? high : low;
+#pragma unroll
+                for (int q = 0; q < 2; ++q) {
+                    float2 v;
+                    if constexpr (F == BF16) v = open_bf16(a[2 * q + r]);
+                    else v = __half22float2(*reinterpret_cast<__half2*>(&a[2 * q + r]));
+                    to[2 * q] = (Out)(v.x * scale); to[2 * q + 1] = (Out)(v.y * scale);
+                }
+            }
+        }
+    }
+}
+
+template <typename Out>
+__global__ void unpack_kernel(const __grid_constant__ Segment s, Out* y, int64_t bricks) {
+    const int64_t brick = (int64_t)blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
+    if (brick >= bricks) return;
+    const int lane = threadIdx.x & 31;
+    switch (s.format) {
+        case NVFP4: unpack_brick<NVFP4>(s, brick, y, lane); break;
+        case MXFP4: unpack_brick<MXFP4>(s, brick, y, lane); break;
+        case FP8: unpack_brick<FP8>(s, brick, y, lane); break;
+        case BF16: unpack_brick<BF16>(s, brick, y, lane); break;
+    }
+}
+
+template <typename... Parameters, typename... Arguments>
+static int launch(void (*kernel)(Parameters...), int blocks, int threads, int bytes, bool overlap, cudaStream_t stream, Arguments... arguments) {
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(blocks);
+    config.blockDim = dim3(threads);
+    config.stream = stream;
+    config.dynamicSmemBytes = bytes;
+    if (bytes > 48 * 1024) {
+        const cudaError_t error = cudaFuncSetAttribute((const void*)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+        if (error != cudaSuccess) return (int)error;
+    }
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &attribute;
+    config.numAttrs = overlap ? 1 : 0;
+    return (int)cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+extern "C" int dsv4_matvec(const Params* p, int blocks, int is_f32, cudaStream_t stream) {
+    const int columns = is_f32 || p->rows > 1 ? COLUMNS : 1;
+    const int bytes = X_AT + MAX_SLICES * (columns * COLUMN_STRIDE * 8 + COLUMNS * 4);
+    return launch(is_f32 ? matvec_kernel<true> : matvec_kernel<false>, blocks, WARPS * 32, bytes, true, stream, *p);
+}
+
+// `s` describes the bank from its first wanted matrix on.
+extern "C" int dsv4_unpack(const Segment* s, int matrices, void* y, int is_f32, cudaStream_t stream) {
+    const int64_t bricks = (int64_t)matrices * s->units * s->slices * s->halves;
+    const int blocks = (int)((bricks + 3) / 4);
+    if (is_f32) return launch(unpack_kernel<float>, blocks, 128, 0, false, stream, *s, (float*)y, bricks);
+    return launch(unpack_kernel<__nv_bfloat16>, blocks, 128, 0, false, stream, *s, (__nv_bfloat16*)y, bricks);
+}
+extern "C" const char* dsv4_error(int code) { return cudaGetErrorString((cudaError_t)code); }

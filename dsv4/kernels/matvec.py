@@ -1,0 +1,188 @@
+"""Launches matvec.cu: several weights in one grid, each with its input and output; and unpacks tiles."""
+
+import ctypes
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dsv4.kernels.build import call, pointer
+from dsv4.kernels.tiles import CODE, ROWS, SLICE, Tiled
+
+WARPS, MAX_SLICES, MAX_SEGMENTS, COLUMNS, FLOAT_COLUMNS = 16, 8, 16, 8, 2
+
+
+class _Segment(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("data", "scale", "factor", "x", "y")),
+        *((name, ctypes.c_int) for name in ("format", "halves", "units", "slices", "first_slice", "warps")),
+        *((name, ctypes.c_int) for name in ("n", "k", "x_stride", "y_stride", "epilogue", "routed")),
+    )
+
+
+class _Params(ctypes.Structure):
+    _fields_ = (
+        ("segments", _Segment * MAX_SEGMENTS),
+        *((name, ctypes.c_void_p) for name in ("work", "task_expert", "task_pairs", "weights")),
+        ("choices", ctypes.c_int),
+        ("rows", ctypes.c_int),
+        ("limit", ctypes.c_float),
+    )
+
+
+# rows: x and y are rows of the batch. up: a bank's experts, x by token, y by pair (token, choice).
+# down: x by pair, y by token and choice, with one place more per token (the shared expert's).
+Who = Literal["rows", "up", "down"]
+
+
+@dataclass(frozen=True)
+class Product:
+    """y = x Wt. y float32 keeps the sums; more than 8 slices of K give y [splits, ...], summed by its reader."""
+
+    weight: Tiled
+    x: Tensor
+    y: Tensor
+    who: Who = "rows"
+    x_stride: int = 0  # values from row to row; 0: the columns of the weight
+    y_stride: int = 0
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """Which expert meets which pairs: written by the router, at most one task per pair."""
+
+    expert: Tensor  # int32 [pairs]
+    pairs: Tensor  # int32 [pairs, 8]
+    weights: Tensor  # float32 [pairs]
+    choices: int
+
+    @classmethod
+    def empty(cls, rows: int, choices: int, device: str | torch.device) -> "Tasks":
+        pairs = rows * choices
+        integers = {"dtype": torch.int32, "device": device}
+        return cls(
+            torch.full((pairs,), -1, **integers),  # type: ignore[call-overload]
+            torch.full((pairs, COLUMNS), -1, **integers),  # type: ignore[call-overload]
+            torch.zeros(pairs, device=device),
+            choices,
+        )
+
+
+def splits(k: int) -> int:
+    """Into how many separately stored sums a product over K columns is cut."""
+    return -(--(-k // SLICE) // MAX_SLICES)
+
+
+class MatVec:
+    """One launch, planned once: `rows` of the batch, products that may run together, their share of the GPU."""
+
+    def __init__(
+        self,
+        products: list[Product],
+        rows: int,
+        tasks: Tasks | None = None,
+        limit: float = 0.0,
+        blocks: int | None = None,
+    ) -> None:
+        device = products[0].x.device
+        self.device, self.is_float = device, products[0].x.dtype == torch.float32
+        self.keep = (products, tasks)  # the launch holds raw pointers into these
+        params = _Params(rows=rows, limit=limit, choices=tasks.choices if tasks else 1)
+        if tasks:
+            params.task_expert, params.task_pairs = tasks.expert.data_ptr(), tasks.pairs.data_ptr()
+            params.weights = tasks.weights.data_ptr()
+        segments: list[tuple[_Segment, Product]] = []
+        for product in products:
+            segments += [(segment, product) for segment in _segments(product)]
+        assert len(segments) <= MAX_SEGMENTS, len(segments)
+        for i, (segment, _) in enumerate(segments):
+            params.segments[i] = segment
+        columns = FLOAT_COLUMNS if self.is_float else COLUMNS
+        if blocks is None:
+            blocks = torch.cuda.get_device_properties(device).multi_processor_count
+        work = _share([s for s, _ in segments], rows, columns, tasks, blocks)
+        self.work = torch.tensor(work, dtype=torch.int32, device=device)
+        params.work = self.work.data_ptr()
+        self.params, self.blocks = params, len(work)
+
+    def launch(self) -> None:
+        arguments = (ctypes.byref(self.params), self.blocks, int(self.is_float))
+        call("matvec", "matvec", self.device, *arguments)
+
+
+def _segment(weight: Tiled) -> _Segment:
+    n, k = weight.shape
+    return _Segment(
+        *(weight.data.data_ptr(), weight.scale.data_ptr(), weight.factor.data_ptr(), None, None),
+        *(CODE[weight.format], weight.halves, weight.units, weight.slices, 0, 0, n, k, 0, 0, 0, 0),
+    )
+
+
+def _segments(product: Product) -> list[_Segment]:
+    """One per separately stored sum over K."""
+    weight, count = product.weight, splits(product.weight.shape[1])
+    out, per = [], -(-weight.slices // count)
+    is_float = product.y.dtype == torch.float32
+    assert count == 1 or (is_float and product.y.shape[0] == count and weight.halves == 1)
+    assert product.x.data_ptr() % 16 == 0 and (product.x_stride or weight.shape[1]) % 4 == 0
+    for split in range(count):
+        segment = _segment(weight)
+        segment.first_slice = split * per
+        segment.warps = min(per, weight.slices - split * per)
+        segment.x, segment.y = product.x.data_ptr(), product.y.data_ptr()
+        if count > 1:
+            segment.y = product.y[split].data_ptr()
+        segment.x_stride = product.x_stride or weight.shape[1]
+        segment.y_stride = product.y_stride or weight.shape[0]
+        segment.epilogue = int(is_float)
+        segment.routed = {"rows": 0, "up": 1, "down": 2}[product.who]
+        out.append(segment)
+    return out
+
+
+def _share(
+    segments: list[_Segment], rows: int, columns: int, tasks: Tasks | None, blocks: int
+) -> list[tuple[int, int, int, int]]:
+    """Cut all units into runs, one per block: (segment, first unit, units, task or group of rows).
+
+    At batch 1 the runs have about equal bytes and all are resident at once. Otherwise there are more runs than
+    blocks, and the hardware queues them.
+    """
+    per_load = (9, 8.5, 16, 32)  # bytes of a brick over 512, with its scales
+    repeats = [len(tasks.expert) if s.routed and tasks else -(-rows // columns) for s in segments]
+    if rows > 1:
+        runs = [min(16, s.units) for s in segments]
+    else:
+        cost = [s.units * s.halves * s.warps * per_load[s.format] for s in segments]
+        # Each repeat of a segment gets a block; the rest go where a run is longest.
+        runs = [1] * len(segments)
+        while True:
+            left = blocks - sum(n * r for n, r in zip(runs, repeats, strict=True))
+            fits = [i for i, r in enumerate(repeats) if r <= left and runs[i] < segments[i].units]
+            if not fits:
+                break
+            longest = max(fits, key=lambda i: cost[i] / runs[i])
+            runs[longest] += 1
+    out = []
+    for index, (s, n) in enumerate(zip(segments, runs, strict=True)):
+        cuts = [s.units * i // n for i in range(n + 1)]
+        for task in range(repeats[index]):
+            out += [(index, a, b - a, task) for a, b in pairwise(cuts) if b > a]
+    return out
+
+
+def unpack(weight: Tiled, out: Tensor) -> None:
+    """The values without factor, row-major: out [count * halves * N, K] BF16 or float32, w1 before w3."""
+    assert (
+        out.is_contiguous()
+        and out.numel() == weight.count * weight.halves * weight.shape[0] * weight.shape[1]
+    )
+    assert weight.data.is_contiguous() and weight.scale.is_contiguous()
+    segment = _segment(weight)
+    is_float = int(out.dtype == torch.float32)
+    call("matvec", "unpack", out.device, ctypes.byref(segment), weight.count, pointer(out), is_float)
+
+
+__all__ = ["ROWS", "MatVec", "Product", "Tasks", "splits", "unpack"]

@@ -1,0 +1,172 @@
+"""Arithmetic that several Triton kernels share: roundings, norm, rotation, Hadamard, cache formats.
+
+Everything is float32 inside; "act values" are float32 numbers that the compute type can hold.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+# Triton's interpreter truncates casts to bfloat16 and multiplies the bits of bfloat16 operands.
+INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
+F32_MAX: tl.constexpr = tl.constexpr(3.4028234663852886e38)
+
+# A kernel of a step is launched while the one before it still runs; each begins with `begin`.
+OVERLAPPED: dict[str, Any] = {} if triton.knobs.runtime.interpret else {"launch_pdl": True}
+
+
+@triton.jit
+def begin():  # type: ignore[no-untyped-def]
+    """Let the next kernel start, then wait for what earlier ones write. Only weights may be read before."""
+    if not INTERPRETED:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def to_act(x, ACT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """float32 -> the compute type, nearest even."""
+    if INTERPRETED and tl.bfloat16 == ACT:
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16
+        x = bits.to(tl.float32, bitcast=True)
+    return x.to(ACT)
+
+
+@triton.jit
+def rounded(x, ACT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """float32 -> the act value next to it."""
+    return to_act(x, ACT).to(tl.float32)
+
+
+@triton.jit
+def product(a, b):  # type: ignore[no-untyped-def]
+    """a [M, K] b [K, N] -> float32, accumulated in float32; bfloat16 on tensor cores, float32 in full."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def norm(x, weight_ptr, eps, D: tl.constexpr, SIZE: tl.constexpr, ACT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """ops.norm.ref.rms_norm of x [SIZE], zero beyond D; weight_ptr None: without a weight."""
+    x = tl.div_rn(x, tl.sqrt_rn(tl.sum(x * x, 0) * (1.0 / D) + eps))
+    if weight_ptr is not None:
+        c = tl.arange(0, SIZE)
+        x = tl.load(weight_ptr + c, mask=c < D, other=0.0) * x
+    return rounded(x, ACT)
+
+
+@triton.jit
+def rotate(x, cos_ptr, sin_ptr, position, sign, start, HALF: tl.constexpr, SIZE: tl.constexpr,  # type: ignore[no-untyped-def]
+           ACT: tl.constexpr):  # fmt: skip
+    """ops._exact.rotate of x [SIZE], act values: HALF pairs from channel `start`, which may lie outside."""
+    a, b = tl.split(tl.reshape(x, (SIZE // 2, 2)))
+    pair = tl.arange(0, SIZE // 2) - start // 2
+    turns = (pair >= 0) & (pair < HALF)
+    at = position.to(tl.int64) * HALF + pair
+    cos = tl.load(cos_ptr + at, mask=turns, other=1.0)
+    sin = tl.load(sin_ptr + at, mask=turns, other=0.0) * sign
+    return rounded(tl.reshape(tl.join(a * cos - b * sin, a * sin + b * cos), (SIZE,)), ACT)
+
+
+@triton.jit
+def hadamard(x, D: tl.constexpr, STEPS: tl.constexpr, ACT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """ops.index.ref.hadamard of x [D], D = 2**STEPS, in the same order of additions."""
+    for _ in tl.static_range(STEPS):
+        a, b = tl.split(tl.reshape(x, (D // 2, 2)))
+        x = tl.reshape(tl.trans(tl.join(a + b, a - b)), (D,))
+    return rounded(x * (D**-0.5), ACT)
+
+
+@triton.jit
+def finite(x):  # type: ignore[no-untyped-def]
+    return tl.minimum(tl.maximum(x, -F32_MAX), F32_MAX)
+
+
+@triton.jit
+def p2ceil(v):  # type: ignore[no-untyped-def]
+    """E8M0 code (int32) of the smallest power of two >= v, for normal float32 v > 0."""
+    return (v.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23
+
+
+@triton.jit
+def power(code):  # type: ignore[no-untyped-def]
+    """2^(code-127) for int32 codes 1 .. 254; code 0 gives 0."""
+    return (code << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e4m3_encode(x):  # type: ignore[no-untyped-def]
+    """float32 -> E4M3 codes (uint8), nearest even, saturating."""
+    bits = x.to(tl.uint32, bitcast=True)
+    size = tl.minimum(tl.abs(x), 448.0)
+    wide = size.to(tl.uint32, bitcast=True)
+    normal = ((wide + 0x7FFFF + ((wide >> 20) & 1)) >> 20).to(tl.int32) - 120 * 8
+    # Adding 2^23 rounds to whole numbers, here to multiples of the smallest code, 2^-9.
+    small = (size * 512.0 + 8388608.0).to(tl.int32, bitcast=True) & 15
+    code = tl.where(size < 0.015625, small, normal)
+    return (code | ((bits >> 31) << 7).to(tl.int32)).to(tl.uint8)
+
+
+@triton.jit
+def e4m3_decode(code):  # type: ignore[no-untyped-def]
+    """E4M3 codes (uint8) -> float32."""
+    return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def e2m1_encode(x):  # type: ignore[no-untyped-def]
+    """float32 -> E2M1 codes (int32), nearest, ties to even, saturating at 6: codec._E2M1_LAST."""
+    size = tl.abs(x)
+    code = (size > 0.25).to(tl.int32) + (size > 0.75 - 2**-24).to(tl.int32)
+    code += (size > 1.25).to(tl.int32) + (size > 1.75 - 2**-23).to(tl.int32)
+    code += (size > 2.5).to(tl.int32) + (size > 3.5 - 2**-22).to(tl.int32) + (size > 5.0).to(tl.int32)
+    return code | ((x.to(tl.uint32, bitcast=True) >> 31) << 3).to(tl.int32)
+
+
+@triton.jit
+def e2m1_decode(code):  # type: ignore[no-untyped-def]
+    """int32 codes 0 .. 15 -> float32. The three low bits are those of a tiny float, 2^126 below."""
+    bits = ((code & 7) << 22) | ((code & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+
+
+@triton.jit
+def mxfp4_blocks(x, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """x [D] -> E2M1 codes [D / 32, 32] and E8M0 codes [D / 32], both int32. D is a multiple of 32."""
+    blocks = tl.reshape(finite(x), (D // 32, 32))
+    top = tl.maximum(tl.max(tl.abs(blocks), 1), 6.0 * 2.0**-126)
+    scale = p2ceil(top * (1.0 / 6.0))
+    return e2m1_encode(blocks * power(254 - scale)[:, None]), scale
+
+
+@triton.jit
+def put_kv8(x, data_ptr, rope_ptr, scale_ptr, row, NOPE: tl.constexpr, ROPE: tl.constexpr,  # type: ignore[no-untyped-def]
+            ROW: tl.constexpr, ROPE_ROW: tl.constexpr, SCALES: tl.constexpr, SIZE: tl.constexpr,
+            ACT: tl.constexpr):  # fmt: skip
+    """codec.encode_kv of x [SIZE], act values, into a row of a KV8 store; ROW counts bytes, ROPE_ROW acts."""
+    c = tl.arange(0, SIZE)
+    blocks = tl.reshape(tl.where(c < NOPE, finite(x), 0.0), (SIZE // 64, 64))
+    top = tl.maximum(tl.max(tl.abs(blocks), 1), 1e-4)
+    scale = p2ceil(top * (1.0 / 448.0))
+    codes = e4m3_encode(blocks * power(254 - scale)[:, None])
+    tl.store(data_ptr + row * ROW + c, tl.reshape(codes, (SIZE,)), mask=c < NOPE)
+    tl.store(rope_ptr + row * ROPE_ROW + c - NOPE, x.to(ACT), mask=(c >= NOPE) & (c < NOPE + ROPE))
+    block = tl.arange(0, SIZE // 64)
+    tl.store(scale_ptr + row * SCALES + block, scale.to(tl.uint8), mask=block * 64 < NOPE)
+    # The padding of a row's scales is zero.
+    block = tl.arange(0, triton.next_power_of_2(SCALES))
+    beyond = (block * 64 >= NOPE) & (block < SCALES)
+    tl.store(scale_ptr + row * SCALES + block, tl.zeros_like(block).to(tl.uint8), mask=beyond)
+
+
+@triton.jit
+def put_mxfp4(x, data_ptr, scale_ptr, row, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """codec.encode_kv of x [D] into one row of an MXFP4 store."""
+    codes, scale = mxfp4_blocks(x, D)
+    low, high = tl.split(tl.reshape(codes, (D // 2, 2)))
+    tl.store(data_ptr + row * (D // 2) + tl.arange(0, D // 2), (low | (high << 4)).to(tl.uint8))
+    tl.store(scale_ptr + row * (D // 32) + tl.arange(0, D // 32), scale.to(tl.uint8))

@@ -1,0 +1,101 @@
+"""Random weights of a model made directly in the GPU's tiles: to measure speed without a checkpoint."""
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from dsv4.config import ModelConfig
+from dsv4.kernels.tiles import Bank, Tiled, empty
+from dsv4.model.bundle import Weights
+from dsv4.model.params import Param, declare
+from dsv4.quant.formats import Format, QuantTensor
+
+# Which format each component has. modelopt: what ModelOpt publishes (c1). nvfp4: every large linear in 4 bits.
+LAYOUTS = {
+    "modelopt": {"routed experts": Format.NVFP4, "other": Format.FP8},
+    "nvfp4": {"routed experts": Format.NVFP4, "other": Format.NVFP4},
+}
+_BF16 = ("embedding", "head", "gate", "compressor")
+
+
+def with_experts(config: ModelConfig, experts: int) -> ModelConfig:
+    """The model with that many experts resident: a token reads the same bytes, the whole takes less."""
+    return replace(config, num_experts=experts)
+
+
+def format_of(param: Param, layout: str) -> Format:
+    small = param.component in _BF16 or ".compressor." in param.name or "weights_proj" in param.name
+    kinds = LAYOUTS[layout]
+    return Format.BF16 if small else kinds.get(param.component, kinds["other"])
+
+
+def make_weights(config: ModelConfig, layout: str, device: str, seed: int = 0) -> Weights:
+    """Plausible values: products keep the size of their inputs. Without a draft block."""
+    generator = torch.Generator(device).manual_seed(seed)
+    tensors: dict[str, Tensor | QuantTensor | Tiled | Bank] = {}
+    quantised = set()
+    for param in declare(config, 0):
+        if param.expert is not None or param.component == "shared experts":
+            name = param.name.rsplit(".", 2 if param.expert is not None else 1)[0]
+            if name not in tensors:
+                count = config.num_experts if param.expert is not None else 1
+                up, down = (
+                    (config.expert_width, config.hidden_size),
+                    (config.hidden_size, config.expert_width),
+                )
+                format = format_of(param, layout)
+                tensors[name] = Bank(
+                    _random(format, up, count, 2, device, generator),
+                    _random(format, down, count, 1, device, generator),
+                )
+            quantised.add(param.name)
+        elif param.kind == "table":
+            shape = param.shape
+            tensors[param.name] = torch.randint(
+                0, config.num_experts, shape, device=device, generator=generator
+            )
+        elif param.kind == "plain":
+            tensors[param.name] = _plain(param, device, generator)
+        elif param.name == "embed":
+            data = torch.randn(param.shape, device=device, dtype=torch.bfloat16, generator=generator)
+            tensors["embed"] = QuantTensor(Format.BF16, data, (param.shape[0], param.shape[1]))
+        else:
+            shape = (param.shape[0], param.shape[1])
+            tensors[param.name] = _random(format_of(param, layout), shape, 1, 1, device, generator)
+    return Weights(tensors, frozenset(quantised), 0)
+
+
+def _plain(param: Param, device: str, generator: torch.Generator) -> Tensor:
+    noise = torch.randn(param.shape, device=device, generator=generator)
+    if param.name.endswith("_fn"):
+        return noise * param.shape[1] ** -0.5
+    if param.name.endswith(("norm", "_scale")):
+        return 1 + 0.1 * noise
+    return 0.1 * noise
+
+
+def _random(
+    format: Format, shape: tuple[int, int], count: int, halves: int, device: str, generator: torch.Generator
+) -> Tiled:
+    """Random codes; the factor makes a row of K weights have the length of one."""
+    out = empty(format, shape, count, halves, device)
+    want = shape[1] ** -0.5
+    if format is Format.BF16:
+        out.data.view(torch.bfloat16).normal_(0, want, generator=generator)
+        out.factor.fill_(1.0)
+        return out
+    for part in out.data.view(count, -1):  # one at a time: random_ of 100 GB needs no second copy
+        part.random_(0, 256, generator=generator)
+    if format is Format.FP8:
+        out.data.bitwise_and_(0b10111111)  # below 2, so never NaN
+        out.scale.view(torch.float32).fill_(1.0)
+        rms = 0.57
+    else:
+        # E4M3 codes from 0.5 to 2, or powers of two around 1.
+        low, high = (0x30, 0x40) if format is Format.NVFP4 else (126, 129)
+        out.scale.random_(low, high, generator=generator)
+        rms = math.sqrt(7.4) * 1.1
+    out.factor.fill_(want / rms)
+    return out

@@ -1,0 +1,302 @@
+"""One token of every running sequence on a GPU: a fixed list of kernel launches, replayed as one graph.
+
+The same mathematics as model.py and its parts, cut where a GPU wants it cut: what reads the same input is one
+launch, and nothing depends on the host. Token, position and slot of a row live on the device; position -1 marks an
+unused row. Buffers are made once for a number of rows.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.store import Cache, LayerCache, Tail
+from dsv4.config import LayerSpec, ModelConfig
+from dsv4.kernels import attend, choose, index, mhc
+from dsv4.kernels.matvec import MatVec, Product, Tasks, splits
+from dsv4.kernels.prepare import Pooling, prepare, queries
+from dsv4.model.bundle import Bundle
+from dsv4.model.model import Model
+from dsv4.model.rope import Rope
+
+Launch = Callable[[], None]
+ROWS = (1, 2, 4, 8, 16, 32)
+
+
+@dataclass(frozen=True)
+class Site:
+    """One hyper-connection: its weights as the checkpoint has them."""
+
+    fn: Tensor
+    base: Tensor
+    scale: Tensor
+    norm: Tensor
+
+    @classmethod
+    def of(cls, b: Bundle, name: str, norm: str) -> "Site":
+        scale, n = b.plain(f"{name}_scale"), b.config.num_streams
+        counts = torch.tensor((n, n, n * n)[: len(scale)], device=scale.device)
+        return cls(
+            b.plain(f"{name}_fn"), b.plain(f"{name}_base"), scale.repeat_interleave(counts), b.plain(norm)
+        )
+
+
+class Buffers:
+    """Everything a step of `rows` rows writes, shared by all layers."""
+
+    def __init__(self, c: ModelConfig, rows: int, cache: Cache, dtype: torch.dtype) -> None:
+        device = cache.page_table.device
+        capacity = cache.layout.max_context
+
+        def act(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        def wide(*shape: int) -> Tensor:
+            return torch.zeros(*shape, device=device)
+
+        d, n, h = c.hidden_size, c.num_streams, c.num_heads
+        self.rows = rows
+        self.ids = torch.zeros(rows, dtype=torch.long, device=device)
+        self.positions = torch.full((rows,), -1, dtype=torch.long, device=device)
+        self.slots = torch.zeros(rows, dtype=torch.long, device=device)
+        self.streams, self.x = act(rows, n, d), act(rows, d)
+        self.partial = wide(rows, mhc.num_chunks(d), mhc.WIDTH)
+        self.gate, self.comb = wide(rows, n), wide(rows, n, n)
+        self.q_raw, self.q_low, self.kv = act(rows, c.q_rank), act(rows, c.q_rank), act(rows, c.head_dim)
+        self.values, self.scores = wide(rows, 2 * c.head_dim), wide(rows, 2 * c.head_dim)
+        self.key_values, self.key_scores = wide(rows, 2 * c.index_dim), wide(rows, 2 * c.index_dim)
+        self.q, self.iq = act(rows, h, c.head_dim), act(rows, c.index_heads, c.index_dim)
+        self.index_weights = act(rows, c.index_heads)
+        # Each layer kind has its own number of places for compressed entries.
+        entries = [0] + [capacity // layer.ratio for layer in c.layers if layer.kind == "hca"]
+        csa = [capacity // layer.ratio for layer in c.layers if layer.kind == "csa"]
+        self.selects = bool(csa) and max(csa) > c.index_topk
+        entries += [min(c.index_topk, e) if self.selects else e for e in csa]
+        self.index_scores = wide(rows, max(csa) if self.selects else 1)
+        self.chosen_rows = torch.full((rows, c.index_topk), -1, dtype=torch.int32, device=device)
+        chunks = attend.num_chunks(dtype, c.window, max(entries))
+        self.part_o, self.part_ml = wide(rows, chunks, h, c.head_dim), wide(rows, chunks, h, 2)
+        self.o, self.u = act(rows, h * c.head_dim), act(rows, c.o_groups * c.o_rank)
+        self.y = wide(rows, splits(c.o_groups * c.o_rank), d)
+        self.gate_logits = wide(rows, c.num_experts)
+        self.chosen = torch.zeros(rows, c.experts_per_token, dtype=torch.int32, device=device)
+        self.tasks = Tasks.empty(rows, c.experts_per_token, device)
+        self.hidden = act(rows * c.experts_per_token, c.expert_width)
+        self.shared_hidden = act(rows, c.expert_width)
+        self.moe = act(rows, c.experts_per_token + 1, d)
+        self.logits = wide(rows, c.vocab_size)
+
+    def chunks(self, dtype: torch.dtype, window: int, entries: int) -> tuple[Tensor, Tensor]:
+        """The parts of attention cut to a layer's number of chunks (whole tensors: rows lie apart)."""
+        count = attend.num_chunks(dtype, window, entries)
+        rows, _, h, d = self.part_o.shape
+        part_o = self.part_o.flatten()[: rows * count * h * d].view(rows, count, h, d)
+        return part_o, self.part_ml.flatten()[: rows * count * h * 2].view(rows, count, h, 2)
+
+
+class Decoder:
+    """The launches of one step for a fixed number of rows."""
+
+    def __init__(self, b: Bundle, model: Model, cache: Cache, rows: int) -> None:
+        c = b.config
+        self.b, self.config, self.cache, self.model = b, c, cache, model
+        self.dtype = b.numerics.dtype
+        self.buffers = f = Buffers(c, rows, cache, self.dtype)
+        self.launches: list[tuple[str, Launch]] = []
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self._add("embed", lambda: mhc.embed(f.ids, model.embedding.data, f.streams))
+        mixed: Tensor | None = None
+        for number, (spec, layer) in enumerate(zip(c.layers, cache.layers, strict=False)):
+            name, rope = f"layers.{number}", model.blocks[number].attention.rope
+            self._site(f"{name}.hc_attn", f"{name}.attn_norm", mixed)
+            self._attention(f"{name}.attn", spec, layer, rope)
+            self._site(f"{name}.hc_ffn", f"{name}.ffn_norm", f.y)
+            self._moe(f"{name}.ffn", spec)
+            mixed = f.moe
+        self._site("hc_head", "norm", mixed)
+        self._product("head", [Product(b.tiled("head"), f.x, f.logits)])
+        self._add("sample", lambda: choose.greedy(f.logits, f.ids, f.positions))
+
+    def _add(self, name: str, launch: Launch) -> None:
+        self.launches.append((name, launch))
+
+    def _product(self, name: str, products: list[Product], tasks: Tasks | None = None) -> None:
+        planned = MatVec(products, self.buffers.rows, tasks, self.config.swiglu_limit)
+        self._add(name, planned.launch)
+
+    def _site(self, name: str, norm: str, y: Tensor | None) -> None:
+        """The last site's output goes into the streams; they give the next input, normalised."""
+        f, c, site = self.buffers, self.config, Site.of(self.b, name, norm)
+        is_head = site.fn.shape[0] == c.num_streams
+        gate, comb = (None, None) if is_head else (f.gate, f.comb)
+
+        self._add("mhc open", lambda: mhc.mix_open(y, f.gate, f.comb, f.streams, site.fn, f.partial))
+        self._add(
+            "mhc close",
+            lambda: mhc.mix_close(
+                *(f.partial, site.base, site.scale, f.streams, site.norm, f.x, gate, comb),
+                *(c.norm_eps, c.hc_eps, c.sinkhorn_iters),
+            ),
+        )
+
+    def _attention(self, name: str, spec: LayerSpec, layer: LayerCache, rope: Rope) -> None:
+        b, f, c, cache = self.b, self.buffers, self.config, self.cache
+        x = f.x
+        products = [
+            Product(b.tiled(f"{name}.wq_a"), x, f.q_raw),
+            Product(b.tiled(f"{name}.wkv"), x, f.kv),
+        ]
+        entry_pool = key_pool = None
+        if layer.entries is not None and layer.tail is not None:
+            entry_pool = self._pooling(
+                f"{name}.compressor", layer.tail, f.values, f.scores, layer.entries, products
+            )
+        if layer.keys is not None and layer.key_tail is not None:
+            key_pool = self._pooling(
+                f"{name}.indexer.compressor", layer.key_tail, f.key_values, f.key_scores, layer.keys, products
+            )
+        selects = spec.kind == "csa" and f.selects
+        if selects:
+            products.append(Product(b.tiled(f"{name}.indexer.weights_proj"), x, f.index_weights))
+        self._product("projections", products)
+        q_norm, kv_norm = b.plain(f"{name}.q_norm"), b.plain(f"{name}.kv_norm")
+        self._add(
+            "prepare",
+            lambda: prepare(
+                *(f.q_raw, q_norm, f.q_low, f.kv, kv_norm, layer.ring, layer.ring_rows),
+                *(rope.cos, rope.sin, f.slots, f.positions, c.norm_eps),
+                *(cache.page_table, layer.page_entries, spec.ratio, entry_pool, key_pool),
+            ),
+        )
+        products = [Product(b.tiled(f"{name}.wq_b"), f.q_low, f.q)]
+        if selects:
+            products.append(Product(b.tiled(f"{name}.indexer.wq_b"), f.q_low, f.iq))
+        self._product("queries up", products)
+        iq = f.iq if selects else None
+        self._add("queries", lambda: queries(f.q, iq, rope.cos, rope.sin, f.positions, c.norm_eps))
+        if selects:
+            self._select(spec, layer)
+        self._attend(name, spec, layer, rope, selects)
+        group, rank = c.heads_per_group * c.head_dim, c.o_rank
+        wo_a = b.tiled(f"{name}.wo_a")
+        self._product(
+            "output a",
+            [
+                Product(
+                    *(wo_a.rows(g * rank, (g + 1) * rank), f.o[:, g * group :], f.u[:, g * rank :]),
+                    x_stride=c.o_groups * group,
+                    y_stride=c.o_groups * rank,
+                )
+                for g in range(c.o_groups)
+            ],
+        )
+        y, parts = f.y.transpose(0, 1), f.y.shape[1]
+        out = Product(b.tiled(f"{name}.wo_b"), f.u, y if parts > 1 else y[0], y_stride=parts * c.hidden_size)
+        self._product("output b", [out])
+
+    def _pooling(
+        self, name: str, tail: Tail, values: Tensor, scores: Tensor, out: object, products: list[Product]
+    ) -> Pooling:
+        """A compressor: its products join the list, the rest happens in `prepare`."""
+        b, f, width = self.b, self.buffers, tail.values.shape[2]
+        values = values.flatten()[: f.rows * width].view(f.rows, width)
+        scores = scores.flatten()[: f.rows * width].view(f.rows, width)
+        products.append(Product(b.tiled(f"{name}.wkv"), f.x, values))
+        products.append(Product(b.tiled(f"{name}.wgate"), f.x, scores))
+        ape, norm = b.plain(f"{name}.ape"), b.plain(f"{name}.norm")
+        return Pooling(values, scores, ape, tail.values, tail.scores, norm, out)  # type: ignore[arg-type]
+
+    def _select(self, spec: LayerSpec, layer: LayerCache) -> None:
+        f, c, cache, keys = self.buffers, self.config, self.cache, layer.keys
+        assert keys is not None
+        factor = c.index_dim**-0.5 * c.index_heads**-0.5
+        self._add(
+            "index scores",
+            lambda: index.scores(
+                *(f.iq, f.index_weights, keys, cache.page_table, f.slots, f.positions, f.index_scores),
+                *(spec.ratio, layer.page_entries, factor),
+            ),
+        )
+        self._add(
+            "index select",
+            lambda: choose.select_rows(
+                *(f.index_scores, f.positions, spec.ratio, cache.page_table, f.slots, layer.page_entries),
+                f.chosen_rows,
+            ),
+        )
+
+    def _attend(self, name: str, spec: LayerSpec, layer: LayerCache, rope: Rope, selects: bool) -> None:
+        f, c, cache = self.buffers, self.config, self.cache
+        rows = f.chosen_rows if selects else None
+        places = cache.layout.max_context // spec.ratio if spec.ratio else 0
+        part_o, part_ml = f.chunks(self.dtype, c.window, c.index_topk if selects else places)
+        sinks = self.b.plain(f"{name}.attn_sink")
+        self._add(
+            f"attend {spec.kind}",
+            lambda: attend.attend(
+                *(f.q, layer.ring, layer.ring_rows, c.window, layer.entries, rows, cache.page_table),
+                *(layer.page_entries, spec.ratio, f.slots, f.positions, part_o, part_ml),
+            ),
+        )
+        self._add(
+            "combine",
+            lambda: attend.combine(part_o, part_ml, sinks, rope.cos, rope.sin, f.positions, f.o),
+        )
+
+    def _moe(self, name: str, spec: LayerSpec) -> None:
+        b, f, c = self.b, self.buffers, self.config
+        bank, shared = b.bank(f"{name}.experts"), b.bank(f"{name}.shared_experts")
+        assert bank is not None and shared is not None
+        self._product(
+            "gate, shared up",
+            [
+                Product(b.tiled(f"{name}.gate"), f.x, f.gate_logits),
+                Product(shared.w13, f.x, f.shared_hidden),
+            ],
+        )
+        table = b.plain(f"{name}.gate.tid2eid") if spec.hash_routed else None
+        bias = None if spec.hash_routed else b.plain(f"{name}.gate.bias")
+        is_float = self.dtype == torch.float32
+        self._add(
+            "route",
+            lambda: choose.route(
+                f.gate_logits, bias, table, f.ids, c.route_scale, is_float, f.chosen, f.tasks
+            ),
+        )
+        self._product("experts up", [Product(bank.w13, f.x, f.hidden, "up")], f.tasks)
+        last = f.moe[:, c.experts_per_token :]
+        self._product(
+            "experts down",
+            [
+                Product(bank.w2, f.hidden, f.moe, "down"),
+                Product(shared.w2, f.shared_hidden, last, y_stride=f.moe.stride(0)),
+            ],
+            f.tasks,
+        )
+
+    def run(self) -> None:
+        """The launches, one by one."""
+        for _, launch in self.launches:
+            launch()
+
+    def capture(self) -> None:
+        """Record the launches as a graph. Run once before, so that everything is compiled; touches no cache."""
+        f = self.buffers
+        f.positions.fill_(-1)
+        side = torch.cuda.Stream(f.ids.device)
+        side.wait_stream(torch.cuda.current_stream(f.ids.device))
+        with torch.cuda.stream(side):
+            self.run()
+        torch.cuda.current_stream(f.ids.device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.run()
+        self.graph = graph
+
+    def step(self) -> None:
+        """One token of every row in use: its logits, the greedy choice as the next input, positions moved on."""
+        if self.graph is None:
+            self.run()
+        else:
+            self.graph.replay()

@@ -1,0 +1,124 @@
+"""Experts by grouped Triton products: pairs of token and choice sorted by expert, a few experts unpacked at a
+time. The counts come to the host once, so that experts nobody chose cost nothing."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.kernels import dense
+from dsv4.kernels import experts as kernels
+from dsv4.ops.experts.ref import Expert
+from dsv4.ops.linear.ref import round_input
+
+# Experts whose weights are unpacked together: 16 of Flash's gate+up take 512 MiB.
+GROUP = 16
+
+
+def ffn(x: Tensor, expert: Expert, limit: float, activations: str, weight: Tensor | None = None) -> Tensor:
+    """`expert` may also be a bank of one."""
+    count = x.shape[0]
+    if not count:
+        return torch.empty_like(x)
+    tokens = torch.arange(count, dtype=torch.int32, device=x.device)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    experts = expert if hasattr(expert, "w13") else [expert]
+    _run(x, y, experts, [count], tokens, None, weight, limit, activations)
+    return y
+
+
+def routed(
+    x: Tensor, ids: Tensor, weights: Tensor, experts: list[Expert], limit: float, activations: str
+) -> Tensor:
+    """`experts` may also be a bank: w13 and w2, each the tiles of all experts."""
+    tokens, k = ids.shape
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    if not ids.numel():
+        return out.zero_()
+    chosen = ids.flatten()
+    order = chosen.argsort(stable=True)
+    # A choice's rank among its token's: results lie token by token, by rising expert.
+    before = ids.unsqueeze(1) < ids.unsqueeze(2)
+    earlier = torch.ones(k, k, dtype=torch.bool, device=ids.device).tril(-1)
+    rank = (before | ((ids.unsqueeze(1) == ids.unsqueeze(2)) & earlier)).sum(2)
+    places = (torch.arange(tokens, device=ids.device).unsqueeze(1) * k + rank).flatten()[order]
+    count = experts.w13.count if hasattr(experts, "w13") else len(experts)
+    counts = torch.bincount(chosen, minlength=count).tolist()
+    y = x.new_empty(tokens * k, x.shape[1])
+    _run(
+        *(x, y, experts, counts, (order // k).int(), places.int(), weights.flatten()[order]),
+        *(limit, activations),
+    )
+    kernels.sum_choices(y.view(tokens, k, -1), out)
+    return out
+
+
+def _run(
+    x: Tensor,
+    y: Tensor,
+    experts: Any,
+    counts: list[int],
+    tokens: Tensor,
+    places: Tensor | None,
+    weights: Tensor | None,
+    limit: float,
+    activations: str,
+) -> None:
+    """Row p, of token tokens[p], goes to y[places[p]]; the first counts[0] rows are expert 0's, and so on."""
+    x = round_input(x, activations).contiguous()
+    width = _width(experts)
+    hidden = x.new_empty(tokens.shape[0], width)
+    tile, rows_of = _tiles(counts, kernels.row_tile(x.dtype), x.device)
+    group = max(1, GROUP * 2 // x.element_size())
+    for start in range(0, len(counts), group):
+        used = [e for e in range(start, min(start + group, len(counts))) if counts[e]]
+        if not used:
+            continue
+        low, high = used[0], used[-1] + 1
+        part = tile[rows_of[low] : rows_of[high]]
+        w, factor = _up_weights(experts, x.dtype, low, high)
+        kernels.gate_up(x, w, factor, hidden, tokens, weights, part, limit, low)
+        del w
+        first, last = sum(counts[:low]), sum(counts[:high])
+        if activations != "a16":
+            hidden[first:last] = round_input(hidden[first:last], activations)
+        w, factor = _down_weights(experts, x.dtype, low, high)
+        kernels.down(hidden, w, factor, y, places, part, low)
+
+
+def _tiles(counts: list[int], height: int, device: torch.device) -> tuple[Tensor, list[int]]:
+    """[n, 3] int32: expert, first row, the row after the expert's last; and where each expert's begin."""
+    rows: list[tuple[int, int, int]] = []
+    begin, first = [0], 0
+    for expert, count in enumerate(counts):
+        rows += [(expert, at, first + count) for at in range(first, first + count, height)]
+        begin.append(len(rows))
+        first += count
+    return torch.tensor(rows, dtype=torch.int32).to(device, non_blocking=True), begin
+
+
+def _width(experts: Any) -> int:
+    return experts.w13.shape[0] if hasattr(experts, "w13") else experts[0][0].shape[0]
+
+
+def _up_weights(experts: Any, dtype: torch.dtype, low: int, high: int) -> tuple[Tensor, Tensor]:
+    """[parts, high - low, 2I, D] and the factors [E, 2]."""
+    if hasattr(experts, "w13"):
+        return dense.bank(experts.w13, dtype, low, high), experts.w13.factor
+    pairs = [(expert[0], expert[1]) for expert in experts[low:high]]
+    values = [torch.cat([dense.rows(w, dtype, 0, w.shape[0]) for w in pair], dim=1) for pair in pairs]
+    return torch.stack(values, dim=1), _factors([e[:2] for e in experts], values[0].device)
+
+
+def _down_weights(experts: Any, dtype: torch.dtype, low: int, high: int) -> tuple[Tensor, Tensor]:
+    """[parts, high - low, D, I] and the factors [E, 1]."""
+    if hasattr(experts, "w2"):
+        return dense.bank(experts.w2, dtype, low, high), experts.w2.factor
+    values = [dense.rows(expert[2], dtype, 0, expert[2].shape[0]) for expert in experts[low:high]]
+    return torch.stack(values, dim=1), _factors([e[2:] for e in experts], values[0].device)
+
+
+def _factors(weights: list[tuple[dense.Weight, ...]], device: torch.device) -> Tensor:
+    one = torch.ones(1, device=device)
+    rows = [[one if (f := dense.factor_of(w)) is None else f for w in group] for group in weights]
+    return torch.stack([torch.cat(row) for row in rows])

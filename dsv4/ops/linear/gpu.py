@@ -1,0 +1,49 @@
+"""Products by Triton on weights unpacked into scratch: for prompts, where a weight meets many rows."""
+
+import torch
+from torch import Tensor
+
+from dsv4.kernels import dense
+from dsv4.kernels.dense import Weight
+from dsv4.kernels.gemm import gemm
+from dsv4.ops.linear.ref import Held, embed, round_input
+
+__all__ = ["embed", "grouped", "linear", "round_input"]
+
+
+def linear(x: Tensor, weight: Held, activations: str = "a16", out_dtype: torch.dtype | None = None) -> Tensor:
+    """On this backend a weight held as values is [N, K]."""
+    x = round_input(x, activations).contiguous()
+    y = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype or x.dtype, device=x.device)
+    product(x.unsqueeze(1), weight, y.unsqueeze(1))
+    return y
+
+
+def grouped(x: Tensor, weights: list[Held]) -> Tensor:
+    """`weights` may also be one weight [G*N, K]."""
+    groups = x.shape[1]
+    if not isinstance(weights, list):
+        y = x.new_empty(x.shape[0], weights.shape[0])
+        product(x.contiguous(), weights, y.view(x.shape[0], groups, -1))
+        return y
+    y = x.new_empty(x.shape[0], groups, weights[0].shape[0])
+    for g, weight in enumerate(weights):
+        product(x[:, g : g + 1].contiguous(), weight, y[:, g : g + 1])
+    return y.flatten(1)
+
+
+def product(x: Tensor, weight: Weight, y: Tensor) -> None:
+    """x [T, G, K], weight [G*N, K] -> y [T, G, N]. With one group, a large weight goes in slices of rows."""
+    if not y.numel():
+        return
+    groups, cols = y.shape[1:]
+    depth = x.shape[2]
+    factor = dense.factor_of(weight)
+    if factor is not None and groups > 1:
+        factor = factor.expand(groups).contiguous()
+    row_bytes = depth * max(4 * (x.dtype == torch.float32), 8 * dense.num_parts(weight, x.dtype) - 6)
+    slice_rows = cols if groups > 1 else min(cols, max(256, dense.SCRATCH_BYTES // row_bytes // 256 * 256))
+    for start in range(0, cols, slice_rows):
+        stop = min(cols, start + slice_rows)
+        w = dense.rows(weight, x.dtype, start * groups, stop * groups)
+        gemm(x, w.view(w.shape[0], groups, stop - start, depth), y[:, :, start:stop], factor)

@@ -1,0 +1,128 @@
+"""Loads a checkpoint in the GPU kernels' tiles: streamed weight by weight, experts straight into their bank."""
+
+import re
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from dsv4.config import ModelConfig
+from dsv4.errors import CheckpointError
+from dsv4.kernels.tiles import Bank, Tiled, empty, put, tile, tile_bytes
+from dsv4.model.bundle import Weights
+from dsv4.quant.codec import decode
+from dsv4.quant.formats import Format, QuantTensor
+from dsv4.weights.detect import Source
+from dsv4.weights.load import Checkpoint, Progress, check_finite, check_scales, load_one, move
+
+_EXPERT = re.compile(r"(.*\.(?:shared_experts|experts))(?:\.(\d+))?\.(w[123])")
+# As halves of a pair, and the down projection.
+_PLACE = {"w1": ("w13", 0), "w3": ("w13", 1), "w2": ("w2", 0)}
+
+
+def load_tiled(
+    checkpoint: Checkpoint, device: str | torch.device, progress: Progress | None = None
+) -> Weights:
+    """As Checkpoint.load, with Tiled for linears and one Bank per layer's experts."""
+    tensors: dict[str, Tensor | QuantTensor | Tiled | Bank] = {}
+    total, done = checkpoint.inventory.num_bytes, 0
+    sources = checkpoint.inventory.sources
+    with checkpoint.reader as reader:
+        for source in sources:
+            name, kind = source.param.name, source.param.kind
+            if kind in ("plain", "table") or name == "embed":
+                tensors[name] = load_one(reader, source, False, device, checkpoint.config)
+            else:
+                held = move(
+                    _stored(check_scales(source.read_rows(reader, 0, source.param.shape[0]), source), source),
+                    device,
+                )
+                if match := _EXPERT.fullmatch(name):
+                    _put_expert(tensors, match, held, source, checkpoint.config)
+                else:
+                    tensors[name] = tile(held)
+            done += source.num_bytes
+            if progress:
+                progress(done, total)
+    quantised = frozenset(s.param.name for s in sources if s.is_quantised)
+    return Weights(tensors, quantised, checkpoint.inventory.num_mtp_layers)
+
+
+def tiled_bytes(checkpoint: Checkpoint) -> int:
+    """Memory that `load_tiled` takes, to the byte."""
+    total = 0
+    for source in checkpoint.inventory.sources:
+        shape, kind = source.param.shape, source.param.kind
+        if kind in ("plain", "table") or source.param.name == "embed":
+            total += checkpoint.held_bytes_of(source)
+        else:
+            assert source.format is not None
+            total += tile_bytes(_format(source), (shape[0], shape[1]))
+    return total
+
+
+def _format(source: Source) -> Format:
+    """F32 linears are refused where their values do not fit BF16, so they are held in that."""
+    assert source.format is not None
+    if source.format is Format.F32 or (
+        source.param.kind == "grouped" and not _is_power_of_two_scaled(source)
+    ):
+        return Format.BF16
+    return source.format
+
+
+def _is_power_of_two_scaled(source: Source) -> bool:
+    return source.format is not Format.FP8 or source.scale is None or source.scale.dtype == "F8_E8M0"
+
+
+def _stored(held: QuantTensor, source: Source) -> QuantTensor:
+    """The weight in the format it is tiled in; what was checked at load on the CPU is checked here too."""
+    if held.format.is_plain:
+        check_finite(held.data, source)
+    elif held.format is Format.FP8 and bool(((held.data.view(torch.uint8) & 127) == 127).any()):
+        raise CheckpointError(
+            f"{source.weight.name} in {source.weight.file.name} holds NaN; "
+            "the checkpoint is damaged: download or convert it again"
+        )
+    format = _format(source)
+    if format is held.format:
+        return held
+    values = decode(held)
+    rounded = values.to(torch.bfloat16)
+    # The reference itself rounds a grouped FP8 weight to BF16.
+    if held.format is Format.F32 and not torch.equal(rounded.float(), values):
+        raise CheckpointError(
+            f"{source.weight.name} is float32 and its values do not fit BF16, which the GPU kernels need; "
+            "convert it (dsv4 quantize --format bf16) or use --device cpu"
+        )
+    return QuantTensor(Format.BF16, rounded, held.shape)
+
+
+def _put_expert(
+    tensors: dict[str, Tensor | QuantTensor | Tiled | Bank],
+    match: re.Match[str],
+    held: QuantTensor,
+    source: Source,
+    config: ModelConfig,
+) -> None:
+    name, number, which = match.groups()
+    count = config.num_experts if number is not None else 1
+    part, half = _PLACE[which]
+    bank = tensors.get(name)
+    if bank is None:
+        c, device = config, held.data.device
+        up = empty(held.format, (c.expert_width, c.hidden_size), count, 2, device)
+        down = empty(held.format, (c.hidden_size, c.expert_width), count, 1, device)
+        bank = tensors[name] = Bank(up, down)
+    assert isinstance(bank, Bank)
+    to = getattr(bank, part)
+    if held.format is not to.format:
+        raise CheckpointError(
+            f"{source.weight.name} is {held.format} and other experts of the layer are {to.format}; the GPU "
+            "kernels need one format per layer: convert the checkpoint, or use --device cpu"
+        )
+    if not put(to, int(number or 0), half, held):
+        tensors[name] = replace(bank, **{part: replace(to, fits_bf16=False)})
+
+
+__all__ = ["load_tiled", "tiled_bytes"]

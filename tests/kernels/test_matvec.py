@@ -1,0 +1,212 @@
+"""Products of the decode step against float64, for every format, row count and hostile input."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4.kernels import choose
+from dsv4.kernels.matvec import MatVec, Product, Tasks, splits, unpack
+from dsv4.kernels.tiles import Tiled, empty, put, tile
+from dsv4.ops.route import ref as route_ref
+from dsv4.quant.codec import decode, encode_weight
+from dsv4.quant.formats import Format, QuantTensor
+
+pytestmark = pytest.mark.gpu
+FORMATS = [Format.NVFP4, Format.MXFP4, Format.FP8, Format.BF16]
+ACTS = [torch.bfloat16, torch.float32]
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(11)
+
+
+def weight(format: Format, n: int, k: int, spread: float = 1.0) -> QuantTensor:
+    w = torch.randn(n, k, device="cuda") * k**-0.5
+    if spread != 1.0:  # block scales of very different sizes
+        w *= spread ** torch.randn(n, -(-k // 32), device="cuda").repeat_interleave(32, 1)[:, :k]
+    return encode_weight(w, format)
+
+
+def wanted(x: Tensor, w: QuantTensor) -> Tensor:
+    return x.double() @ decode(w).double().t()
+
+
+def apart(got: Tensor, want: Tensor) -> float:
+    """The largest error of a row relative to that row's size."""
+    scale = want.norm(dim=-1, keepdim=True).clamp(min=1e-30) / want.shape[-1] ** 0.5
+    return float(((got.double() - want).abs() / scale).max())
+
+
+@pytest.mark.parametrize("act", ACTS, ids=str)
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize(
+    "n,k,rows", [(16, 64, 1), (100, 512, 3), (33, 1028, 8), (512, 4096, 9), (80, 8192, 2), (256, 7168, 33)]
+)
+def test_product(format: Format, act: torch.dtype, n: int, k: int, rows: int) -> None:
+    w = weight(format, n, k, 4.0)
+    x = torch.randn(rows, k, device="cuda").to(act)
+    x[:, ::7] *= 50.0
+    x[0, : k // 2] = 0
+    parts = splits(k)
+    y = torch.full((parts, rows, n), torch.nan, device="cuda")
+    MatVec([Product(tile(w), x, y if parts > 1 else y[0])], rows).launch()
+    assert apart(y.sum(0), wanted(x, w)) < 2e-5
+    if parts == 1:
+        rounded = torch.full((rows, n), torch.nan, device="cuda", dtype=act)
+        MatVec([Product(tile(w), x, rounded)], rows).launch()
+        if act == torch.float32:
+            assert torch.equal(rounded, y[0])
+        else:
+            assert torch.equal(rounded, y[0].to(act))
+
+
+@pytest.mark.parametrize("act", ACTS, ids=str)
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_rows_do_not_see_each_other(format: Format, act: torch.dtype) -> None:
+    n, k, rows = 144, 1536, 29
+    w = tile(weight(format, n, k))
+    x = torch.randn(rows, k, device="cuda").to(act)
+    x[3] = torch.nan
+    together = torch.empty(rows, n, device="cuda")
+    MatVec([Product(w, x, together)], rows).launch()
+    for row in range(rows):
+        alone = torch.empty(1, n, device="cuda")
+        MatVec([Product(w, x[row : row + 1].contiguous(), alone)], 1).launch()
+        if row == 3:
+            assert bool(alone.isnan().all())
+        else:
+            assert torch.equal(alone[0], together[row]), row
+
+
+def test_several_products_in_one_launch() -> None:
+    rows, k = 5, 1024
+    x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
+    weights = [weight(f, n, k) for f, n in zip(FORMATS * 3, range(24, 24 + 12 * 40, 40), strict=True)]
+    outs = [torch.full((rows, w.shape[0]), torch.nan, device="cuda") for w in weights]
+    MatVec([Product(tile(w), x, y) for w, y in zip(weights, outs, strict=True)], rows).launch()
+    for w, y in zip(weights, outs, strict=True):
+        assert apart(y, wanted(x, w)) < 2e-5
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize("n,k", [(16, 64), (40, 1028), (256, 512)])
+def test_unpack(format: Format, n: int, k: int) -> None:
+    w = weight(format, n, k, 4.0)
+    for dtype in (torch.float32, torch.bfloat16):
+        out = torch.full((n, k), torch.nan, device="cuda", dtype=dtype)
+        unpack(tile(w), out)
+        want = decode(QuantTensor(w.format, w.data, w.shape, w.scale, 1.0))
+        assert torch.equal(out.float(), want), dtype
+
+
+def bank(format: Format, experts: int, n: int, k: int, halves: int) -> tuple[Tiled, list[list[QuantTensor]]]:
+    to = empty(format, (n, k), experts, halves, "cuda")
+    stored = [[weight(format, n, k) for _ in range(halves)] for _ in range(experts)]
+    for e, parts in enumerate(stored):
+        for half, part in enumerate(parts):
+            put(to, e, half, part)
+    return to, stored
+
+
+@pytest.mark.parametrize("act", ACTS, ids=str)
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 13, 32])
+def test_experts(format: Format, act: torch.dtype, rows: int) -> None:
+    d, width, experts, k, limit = 576, 160, 12, 3, 1.5
+    up, w13 = bank(format, experts, width, d, 2)
+    down, w2 = bank(format, experts, d, width, 1)
+    x = torch.randn(rows, d, device="cuda").to(act)
+    logits = torch.randn(rows, experts, device="cuda")
+    logits[:, 5] += 2.0  # one expert gets more than eight rows of a large batch
+    bias = torch.randn(experts, device="cuda") * 0.1
+    tasks = Tasks.empty(rows, k, "cuda")
+    chosen = torch.empty(rows, k, dtype=torch.int32, device="cuda")
+    choose.route(
+        logits,
+        bias,
+        None,
+        torch.zeros(rows, dtype=torch.long, device="cuda"),
+        1.5,
+        act == torch.float32,
+        chosen,
+        tasks,
+    )
+    hidden = torch.full((rows * k, width), torch.nan, device="cuda", dtype=act)
+    out = torch.full((rows, k + 1, d), torch.nan, device="cuda", dtype=act)
+    MatVec([Product(up, x, hidden, "up")], rows, tasks, limit).launch()
+    MatVec([Product(down, hidden, out, "down")], rows, tasks).launch()
+
+    s = route_ref.softplus(logits.cpu()).sqrt().cuda()
+    ids = route_ref.top_indices(s + bias, k)
+    weights = route_ref._weights(s.cpu(), ids.cpu(), 1.5).cuda()
+    order = ids.argsort(1)
+    ids, weights = ids.gather(1, order), weights.gather(1, order)
+    assert torch.equal(ids.int(), chosen)
+    assert torch.allclose(weights.flatten(), tasks.weights, rtol=1e-6)
+    tolerance = 2e-5 if act == torch.float32 else 3e-2
+    for row in range(rows):
+        for c in range(k):
+            w1, w3 = (decode(w).double() for w in w13[int(ids[row, c])])
+            gate = (x[row].double() @ w1.t()).to(act).double().clamp(max=limit)
+            upv = (x[row].double() @ w3.t()).to(act).double().clamp(-limit, limit)
+            want = gate / (1 + torch.exp(-gate)) * upv * weights[row, c].double()
+            assert apart(hidden[row * k + c], want.to(act).double()) < tolerance
+            want = hidden[row * k + c].double() @ decode(w2[int(ids[row, c])][0]).double().t()
+            assert apart(out[row, c], want) < tolerance
+
+
+def test_route_by_table_with_repeats_and_ties() -> None:
+    rows, experts, k = 4, 8, 3
+    table = torch.tensor([[1, 1, 0], [7, 2, 2], [3, 4, 5]], device="cuda")
+    ids = torch.tensor([0, 1, 2, 1], device="cuda")
+    logits = torch.zeros(rows, experts, device="cuda")
+    tasks, chosen = Tasks.empty(rows, k, "cuda"), torch.empty(rows, k, dtype=torch.int32, device="cuda")
+    choose.route(logits, None, table, ids, 1.5, False, chosen, tasks)
+    assert chosen.tolist() == [[0, 1, 1], [2, 2, 7], [3, 4, 5], [2, 2, 7]]
+    assert tasks.expert.tolist() == [0, 1, 2, 3, 4, 5, 7] + [-1] * 5
+    assert tasks.pairs[2].tolist() == [3, 4, 9, 10, -1, -1, -1, -1]
+    choose.route(logits, torch.zeros(experts, device="cuda"), None, ids, 1.5, False, chosen, tasks)
+    assert chosen.tolist() == [[0, 1, 2]] * rows
+
+
+@pytest.mark.parametrize(
+    "count,topk", [(1, 4), (4, 4), (5, 4), (1000, 512), (1024, 512), (70001, 512), (262144, 1024)]
+)
+def test_select(count: int, topk: int) -> None:
+    rows = 3
+    scores = torch.randn(rows, count + 5, device="cuda")
+    scores[1] = (scores[1] * 2).round()  # many ties, zeros of both signs
+    scores[2] = -scores[2].abs()
+    counts = torch.tensor([count, max(1, count - 1), count], dtype=torch.int32, device="cuda")
+    out = torch.full((rows, topk), -7, dtype=torch.int32, device="cuda")
+    choose.select(scores, counts, out)
+    for row in range(rows):
+        n = int(counts[row])
+        want = route_ref.top_indices(scores[row, :n].cpu(), min(topk, n)).sort().values.tolist()
+        assert out[row].tolist() == want + [-1] * (topk - len(want)), row
+
+
+def test_select_through_pages() -> None:
+    rows, topk, ratio, page_entries = 2, 8, 4, 16
+    table = torch.tensor([[3, 1, 0], [2, 5, 4]], dtype=torch.int32, device="cuda")
+    positions = torch.tensor([159, -1], device="cuda")
+    scores = torch.randn(rows, 48, device="cuda")
+    out = torch.empty(rows, topk, dtype=torch.int32, device="cuda")
+    slots = torch.tensor([1, 0], device="cuda")
+    choose.select_rows(scores, positions, ratio, table, slots, page_entries, out)
+    best = route_ref.top_indices(scores[0, :40].cpu(), topk).sort().values.tolist()
+    pages = table[1].tolist()
+    assert out[0].tolist() == [pages[e // 16] * 16 + e % 16 for e in best]
+    assert out[1].tolist() == [-1] * topk
+
+
+def test_greedy() -> None:
+    logits = torch.randn(4, 129280, device="cuda")
+    logits[0, 77] = logits[0, 100] = 50.0
+    logits[2, 5] = torch.nan
+    positions = torch.tensor([3, 9, 4, -1], device="cuda")
+    ids = torch.tensor([1, 1, 1, 1], device="cuda")
+    choose.greedy(logits, ids, positions)
+    assert ids.tolist() == [77, int(logits[1].argmax()), -1, 1]
+    assert positions.tolist() == [4, 10, 5, -1]

@@ -1,0 +1,107 @@
+"""Every kernel of the step compiles for sm_90 without a GPU: bfloat16 at Flash's sizes, float32 tiny."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from step_support import IS_INTERPRETED
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed")
+from aot import compiling
+
+from dsv4.config import ModelConfig, preset
+from dsv4.kernels import attend, index, mhc, prepare
+from dsv4.quant.formats import Format, QuantTensor, empty_rows
+
+pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="an interpreted function is not compiled")
+T, SLOTS, ROWS = 1, 2, 256
+MAX_SHARED = 227 * 1024
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def numbers(count: int = T) -> Tensor:
+    return empty(count, dtype=torch.int64)
+
+
+def rows_of(format: Format, c: ModelConfig, act: torch.dtype) -> QuantTensor:
+    d, rope = (c.head_dim, c.rope_dim) if format is Format.KV8 else (c.index_dim, 0)
+    return empty_rows(format, ROWS, d, rope, act, "meta")
+
+
+def launch_mhc(c: ModelConfig, act: torch.dtype) -> None:
+    n, d = c.num_streams, c.hidden_size
+    streams, partial = empty(T, n, d, dtype=act), empty(T, mhc.num_chunks(d), mhc.WIDTH)
+    gate, comb = empty(T, n), empty(T, n, n)
+    mhc.embed(numbers(), empty(c.vocab_size, d, dtype=torch.bfloat16), streams)
+    mhc.mix_open(None, None, None, streams, empty(24, n * d), partial)
+    mhc.mix_open(empty(T, 2, d), gate, comb, streams, empty(24, n * d), partial)
+    for mixes, outputs in ((24, (gate, comb)), (n, (None, None))):
+        x = empty(T, d, dtype=act)
+        mhc.mix_close(
+            *(partial, empty(mixes), empty(mixes), streams, empty(d), x, *outputs),
+            *(c.norm_eps, c.hc_eps, c.sinkhorn_iters),
+        )
+
+
+def pooling(d: int, ratio: int, m: int, out: QuantTensor) -> prepare.Pooling:
+    fresh, tail = empty(T, m * d), empty(SLOTS, ratio * m + 8, m * d)
+    return prepare.Pooling(fresh, fresh, empty(ratio, m * d), tail, tail, empty(d), out)
+
+
+def launch_prepare(c: ModelConfig, act: torch.dtype) -> None:
+    cos = empty(1024, c.rope_dim // 2)
+    q_low, kv = empty(T, c.q_rank, dtype=act), empty(T, c.head_dim, dtype=act)
+    ring, table = rows_of(Format.KV8, c, act), empty(SLOTS, 4, dtype=torch.int32)
+    for ratio, m in ((0, 0), (4, 2), (128, 1)):
+        entries = pooling(c.head_dim, ratio, m, rows_of(Format.KV8, c, act)) if m else None
+        keys = pooling(c.index_dim, ratio, m, rows_of(Format.MXFP4, c, act)) if m == 2 else None
+        prepare.prepare(
+            *(q_low, empty(c.q_rank), q_low, kv, empty(c.head_dim), ring, c.window + 8, cos, cos),
+            *(numbers(), numbers(), c.norm_eps, table, 256 // max(ratio, 1), ratio, entries, keys),
+        )
+    q = empty(T, c.num_heads, c.head_dim, dtype=act)
+    for iq in (None, empty(T, c.index_heads, c.index_dim, dtype=act)):
+        prepare.queries(q, iq, cos, cos, numbers(), c.norm_eps)
+
+
+def launch_index(c: ModelConfig, act: torch.dtype) -> None:
+    iq, weights = empty(T, c.index_heads, c.index_dim, dtype=act), empty(T, c.index_heads, dtype=act)
+    index.scores(
+        *(iq, weights, rows_of(Format.MXFP4, c, act), empty(SLOTS, 64, dtype=torch.int32)),
+        *(numbers(), numbers(), empty(T, 4096), 4, 64, 0.1),
+    )
+
+
+def launch_attend(c: ModelConfig, act: torch.dtype) -> None:
+    chunks = attend.num_chunks(act, c.window, c.index_topk)
+    q = empty(T, c.num_heads, c.head_dim, dtype=act)
+    part_o, part_ml = empty(T, chunks, *q.shape[1:]), empty(T, chunks, c.num_heads, 2)
+    ring, entries = rows_of(Format.KV8, c, act), rows_of(Format.KV8, c, act)
+    listed, table = empty(T, c.index_topk, dtype=torch.int32), empty(SLOTS, 64, dtype=torch.int32)
+    for pool, rows, ratio in ((None, None, 0), (entries, listed, 4), (entries, None, 128)):
+        attend.attend(
+            *(q, ring, c.window + 8, c.window, pool, rows, table, 256 // max(ratio, 1), ratio),
+            *(numbers(), numbers(), part_o, part_ml),
+        )
+    cos, out = empty(1024, c.rope_dim // 2), empty(T, c.num_heads * c.head_dim, dtype=act)
+    attend.combine(part_o, part_ml, empty(c.num_heads), cos, cos, numbers(), out)
+
+
+@pytest.mark.parametrize("launch", [launch_mhc, launch_prepare, launch_index, launch_attend])
+@pytest.mark.parametrize(("name", "act"), [("flash", torch.bfloat16), ("tiny", torch.float32)])
+def test_compiles(launch: Callable[[ModelConfig, torch.dtype], None], name: str, act: torch.dtype) -> None:
+    found: list[tuple[str, Any]] = []
+    with compiling(lambda kernel, made: found.append((kernel, made))):
+        launch(preset(name), act)
+    assert found
+    for kernel, made in found:
+        assert made.asm["cubin"] and made.metadata.shared <= MAX_SHARED, kernel
+        ptx = made.asm["ptx"]
+        # The two products run on tensor cores, and keys are read 16 bytes at a time.
+        if kernel == "_scores_kernel" or (kernel == "_attend_kernel" and act is torch.bfloat16):
+            assert "mma" in ptx and "ld.global.v4" in ptx, kernel

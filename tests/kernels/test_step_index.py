@@ -1,0 +1,61 @@
+"""Index scores of a decode step are the reference's, through shared pages and up to the last visible key."""
+
+import pytest
+import torch
+from step_support import DTYPES, blank, check, moved, on_gpu, rand, runs, there
+
+from dsv4.ops.index import ref
+from dsv4.quant.codec import decode, encode_kv, mxfp4_round
+from dsv4.quant.formats import Format
+
+kernels = pytest.importorskip("dsv4.kernels.index", reason="Triton is not installed")
+pytestmark = runs
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "di", "ratio", "page", "pages", "programs"),
+    [
+        (3, 32, 4, 6, 60, 1),
+        (8, 64, 2, 64, 6, 264),
+        pytest.param(64, 128, 4, 64, 1200, 264, marks=on_gpu),
+    ],
+)
+def test_scores(
+    heads: int,
+    di: int,
+    ratio: int,
+    page: int,
+    pages: int,
+    programs: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Few programs: each walks several blocks.
+    monkeypatch.setattr(kernels, "MAX_PROGRAMS", programs)
+    cap = page * pages
+    positions = torch.tensor([cap * ratio - 1, 0, -1, ratio - 1, ratio * 128 + 1, cap * ratio - 2])
+    slots = torch.tensor([2, 1, 0, 3, 2, 3])
+    rows, spread = len(positions), torch.logspace(-6, 3, 3 * cap).unsqueeze(1)
+    keys = encode_kv(rand(3 * cap, di, seed=1) * spread[torch.randperm(3 * cap)], 0, Format.MXFP4)
+    page_table = torch.randint(0, 3 * pages, (4, pages), generator=torch.Generator().manual_seed(2)).int()
+    page_table[3] = page_table[2]  # a fork
+    iq = mxfp4_round(rand(rows, heads, di, seed=3)).to(dtype)
+    weights, factor = rand(rows, heads, seed=4, dtype=dtype), di**-0.5 * heads**-0.5
+    out = blank(rows, cap)
+    kernels.scores(
+        *(there(iq), there(weights), moved(keys), there(page_table), there(slots), there(positions)),
+        *(out, ratio, page, factor),
+    )
+    for t in range(rows):
+        count = (int(positions[t]) + 1) // ratio
+        table = decode(keys.take(ref.pool_rows(page_table, int(slots[t]), count, page)))
+        dots = (iq[t].double() @ table.double().t()).relu()
+        wide = weights[t].float() * factor
+        want = (dots * wide.double().unsqueeze(1)).sum(0)
+        # Float32 sums of di products and of the heads.
+        size = (iq[t].double().abs() @ table.double().t().abs() * wide.double().abs().unsqueeze(1)).sum(0)
+        got = out[t, :count].cpu().double()
+        assert bool(((got - want).abs() <= (di + heads) * 2.0**-24 * size).all()), t
+        assert bool(out[t, count:].isnan().all()), f"row {t}: written beyond {count}"
+    check(out[1:2, :0], torch.empty(1, 0), "nothing visible at position 0")

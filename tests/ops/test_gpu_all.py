@@ -1,0 +1,20 @@
+"""Runs the tests of the GPU backends in Triton's interpreter, in one process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+FILES = ["test_gpu_products.py", "test_gpu_rows.py", "test_gpu_attend.py"]
+
+
+def test_all() -> None:
+    files = [str(Path(__file__).with_name(name)) for name in FILES]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *files]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    tail = done.stdout.splitlines()[-1] if done.stdout else ""
+    assert done.returncode == 0 and " passed" in tail and "skipped" not in tail, done.stdout[-4000:]

@@ -1,0 +1,125 @@
+"""Every Triton kernel of the GPU backends compiles for sm_90 where there is no GPU, with the tensor cores' and
+asynchronous instructions that the large ones live from."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from gpu_support import IS_INTERPRETED
+from torch import Tensor
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+from dsv4.kernels import experts, gemm, rows
+from dsv4.ops.attend import gpu as attend_gpu
+from dsv4.ops.compress import gpu as compress_gpu
+from dsv4.ops.index import gpu as index_gpu
+from dsv4.ops.mhc import gpu as mhc_gpu
+from dsv4.ops.route import gpu as route_gpu
+from dsv4.quant.formats import Format, QuantTensor, empty_rows
+
+pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="compiles; nothing to interpret")
+TENSOR_CORES = {"_gemm_kernel", "_up_kernel", "_down_kernel", "_mixes_kernel", "attend", "_attend_kernel"}
+TENSOR_CORES |= {"_scores_kernel"}
+
+
+@contextmanager
+def compiling(out: dict[str, Any]) -> Iterator[None]:
+    """Inside, launches compile for sm_90 instead of running, and are kept by name."""
+    kind = triton.runtime.jit.JITFunction
+    before = kind.run
+
+    def compile_only(self: Any, *args: Any, **kwargs: Any) -> None:
+        out[self.fn.__name__] = compiled(self, args, kwargs)
+
+    kind.run = compile_only
+    try:
+        yield
+    finally:
+        kind.run = before
+
+
+def compiled(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The kernel for these arguments, specialised as a launch would: on multiples of 16 and on ones."""
+    names = [p.name for p in function.params]
+    given = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
+    options = {k: v for k, v in kwargs.items() if k.startswith("num_")}
+    signature, constants, attributes = {}, {}, {}
+    for index, p in enumerate(function.params):
+        value = given[p.name]
+        if p.is_constexpr or (isinstance(value, int) and value == 1):
+            signature[p.name], constants[(index,)] = "constexpr", value
+        elif isinstance(value, Tensor):
+            signature[p.name] = triton.runtime.jit.mangle_type(value)
+        else:
+            signature[p.name] = "fp32" if isinstance(value, float) else "i32"
+        if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = triton.compiler.ASTSource(function, signature, constants, attributes)
+    return triton.compile(source, target=triton.backends.compiler.GPUTarget("cuda", 90, 32), options=options)
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def store(format: Format, count: int, width: int, rope: int, dtype: torch.dtype) -> QuantTensor:
+    return empty_rows(format, count, width, rope, dtype, "meta")
+
+
+def launch_all(dtype: torch.dtype) -> dict[str, Any]:
+    """Each kernel once, at Flash's sizes."""
+    out: dict[str, Any] = {}
+    t, d, n, heads, width, rope = 300, 4096, 4, 64, 512, 64
+    act = lambda *shape: meta(*shape, dtype=dtype)  # noqa: E731
+    ints = lambda *shape: meta(*shape, dtype=torch.int32)  # noqa: E731
+    longs = meta(t, dtype=torch.long)
+    turns = (meta(t, rope // 2), meta(t, rope // 2))
+    with compiling(out):
+        gemm.gemm(act(t, 1, d), act(1, 1, 1024, d), act(t, 1, 1024), meta(1))
+        tiles = ints(9, 3)
+        experts.gate_up(
+            act(t, d), act(1, 4, 4096, d), meta(4, 2), act(t, 2048), ints(t), meta(t), tiles, 1.0, 0
+        )
+        experts.down(act(t, 2048), act(1, 4, d, 2048), meta(4, 1), act(t, d), ints(t), tiles, 0)
+        experts.sum_choices(act(50, 6, d), meta(50, d))
+        rows.norm(act(t, d), meta(d), 1e-6)
+        out["norm"] = out.pop("_rows_kernel")
+        rows.norm_rotate(act(t, heads, width), None, *turns, 1e-6)
+        out["rotate"] = out.pop("_rows_kernel")
+        rows.rotate_round(act(t, 64, 128), *turns)
+        out["round"] = out.pop("_rows_kernel")
+        rows.index_keys(act(t, 128), meta(128), *turns, 1e-6)
+        out["keys"] = out.pop("_rows_kernel")
+        rows.kv8(act(t, width), rope)
+        streams = act(t, n, d)
+        mhc_gpu.pre(streams, meta(n * d, 24), meta(24), meta(24), 1e-6, 1e-6, 20)
+        mhc_gpu.post(act(t, d), streams, meta(t, n), meta(t, n, n))
+        tails = (meta(8, 16, 1024), meta(8, 16, 1024))
+        closing = meta(75, dtype=torch.long)
+        compress_gpu.pool(meta(t, 1024), meta(t, 1024), *tails, closing, longs, longs, longs, 4, True)
+        route_gpu._choose(meta(t, 256), meta(256), None, 6, 1.5)
+        ring, fresh, pool = (store(Format.KV8, c, width, rope, dtype) for c in (8 * 136, t, 4096))
+        q = act(t, heads, width)
+        arguments = (q, fresh, ring, longs, longs, longs, 128, 136, pool, ints(t, 512), meta(heads), *turns)
+        attend_gpu.attend(*arguments)
+        out["attend"] = out.pop("_attend_kernel")
+        before, attend_gpu.DECODED_BYTES = attend_gpu.DECODED_BYTES, 0
+        attend_gpu.attend(*arguments)
+        attend_gpu.DECODED_BYTES = before
+        keys = store(Format.MXFP4, 4096, 128, 0, dtype)
+        index_gpu._scores(act(t, 64, 128), meta(t, 64), keys, ints(8, 64), longs, longs, meta(t, 2048), 4, 64)
+        index_gpu._to_rows(ints(t, 512), ints(8, 64), longs, longs, ints(t, 512), 4, 64)
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
+def test_kernels_compile_for_sm_90(dtype: torch.dtype) -> None:
+    kernels = launch_all(dtype)
+    assert len(kernels) == 21
+    for name, kernel in kernels.items():
+        assert kernel.asm["cubin"] and kernel.metadata.shared <= 227 << 10, name
+        if dtype == torch.bfloat16 and name in TENSOR_CORES:
+            assert "wgmma.mma_async" in kernel.asm["ptx"], f"{name} does without Hopper's tensor cores"
+            assert "cp.async" in kernel.asm["ptx"], f"{name} waits for its loads"

@@ -1,0 +1,172 @@
+"""The GPU backends of linear, experts and route against the reference, and rows on their own."""
+
+import math
+
+import pytest
+import torch
+from gpu_support import DEVICE, DTYPES, IS_GPU, MARKS, near, tiled, tiled_bank, to, use_stand_ins, weight
+from ops_support import rand
+
+pytest.importorskip("triton", reason="Triton is not installed")
+from dsv4.kernels import dense
+from dsv4.ops.experts import gpu as experts_gpu
+from dsv4.ops.experts import ref as experts_ref
+from dsv4.ops.linear import gpu as linear_gpu
+from dsv4.ops.linear import ref as linear_ref
+from dsv4.ops.route import gpu as route_gpu
+from dsv4.ops.route import ref as route_ref
+
+pytestmark = MARKS
+KINDS = ["nvfp4", "mxfp4", "fp8", "fp8f", "bf16", "f32"]
+
+
+@pytest.fixture(autouse=True)
+def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_stand_ins(monkeypatch)
+
+
+def check_linear(rows: int, cols: int, depth: int, kind: str, dtype: torch.dtype) -> None:
+    x, q = rand(rows, depth).to(dtype), weight(rand(cols, depth, seed=1), kind)
+    held = tiled(q)
+    for out_dtype in (None, torch.float32):
+        want = linear_ref.linear(x, q, out_dtype=out_dtype)
+        got = linear_gpu.linear(*to(x), held, out_dtype=out_dtype)
+        near(got, want, dtype if out_dtype is None else torch.float32, f"{kind} {rows}x{cols}x{depth}")
+    for row in {0, rows // 2, rows - 1} if rows else ():
+        alone = linear_gpu.linear(*to(x[row : row + 1]), held, out_dtype=torch.float32)
+        assert torch.equal(alone[0], got[row]), f"row {row} depends on its company"
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", KINDS)
+def test_linear(kind: str, dtype: torch.dtype) -> None:
+    check_linear(*((300, 520, 1056) if IS_GPU else (21, 24, 96)), kind, dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(0, 24, 64), (1, 1, 32), (130, 3, 16), (3, 260, 80)])
+def test_linear_sizes(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    check_linear(*shape, "nvfp4" if shape[1] > 1 else "f32", dtype)
+
+
+@DTYPES
+def test_plain_weights_need_no_tiles(dtype: torch.dtype) -> None:
+    x = rand(5, 48).to(dtype)
+    for held in (rand(20, 48, seed=1), rand(20, 48, seed=1).bfloat16()):
+        want = linear_ref.linear(x, held.float().t().contiguous())
+        near(linear_gpu.linear(*to(x, held)), want, dtype, f"{held.dtype}")
+
+
+def test_a_large_weight_goes_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, q = rand(3, 32).bfloat16(), weight(rand(600, 32, seed=1), "nvfp4")
+    whole = linear_gpu.linear(*to(x), tiled(q))
+    monkeypatch.setattr(dense, "SCRATCH_BYTES", 1)
+    assert torch.equal(linear_gpu.linear(*to(x), tiled(q)), whole)
+    near(whole, linear_ref.linear(x, q), torch.bfloat16, "in slices")
+
+
+@pytest.mark.parametrize("activations", ["a8", "a4"])
+def test_rounded_inputs(activations: str) -> None:
+    x, q = rand(7, 160).bfloat16(), weight(rand(24, 160, seed=1), "nvfp4")
+    got = linear_gpu.linear(*to(x), tiled(q), activations)
+    near(got, linear_ref.linear(x, q, activations), torch.bfloat16, activations)
+
+
+@DTYPES
+def test_grouped(dtype: torch.dtype) -> None:
+    """One weight per group, or all groups in one weight: the same bits."""
+    x, w = rand(9, 3, 64).to(dtype), rand(3 * 20, 64, seed=1)
+    parts = [weight(part, "bf16") for part in w.split(20)]
+    want = linear_ref.grouped(x, parts)
+    got = linear_gpu.grouped(*to(x), [tiled(part) for part in parts])
+    near(got, want, dtype, "grouped")
+    assert torch.equal(linear_gpu.grouped(*to(x), tiled(weight(w, "bf16"))), got)
+    assert torch.equal(linear_gpu.grouped(*to(x[4:5]), tiled(weight(w, "bf16")))[0], got[4])
+
+
+class Experts:
+    def __init__(self, kind: str, count: int = 7, depth: int = 96, width: int = 40) -> None:
+        self.stored = [
+            (
+                weight(rand(width, depth, seed=3 * e), kind),
+                weight(rand(width, depth, seed=3 * e + 1), kind),
+                weight(0.3 * rand(depth, width, seed=3 * e + 2), kind),
+            )
+            for e in range(count)
+        ]
+        self.bank = tiled_bank(self.stored)
+        self.tuples = [tuple(tiled(w) for w in expert) for expert in self.stored]
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", ["nvfp4", "fp8f"])
+def test_routed(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts with no, one and many tokens, in groups of three; one token names an expert twice."""
+    monkeypatch.setattr(experts_gpu, "GROUP", 3 if dtype == torch.bfloat16 else 6)
+    e = Experts(kind, width=48)
+    tokens, k = 45, 3
+    x = (2 * rand(tokens, 96)).to(dtype)
+    ids = torch.stack(
+        [torch.randperm(6, generator=torch.Generator().manual_seed(t))[:k] for t in range(tokens)]
+    )
+    ids[ids == 2] = 6
+    ids[0] = torch.tensor([4, 1, 4])
+    weights = rand(tokens, k, seed=9).abs()
+    want = experts_ref.routed(x, ids, weights, e.stored, 1.5, "a16")
+    got = experts_gpu.routed(*to(x, ids, weights), e.bank, 1.5, "a16")
+    near(got, want, dtype, f"routed {kind}", ulps=4)
+    assert torch.equal(experts_gpu.routed(*to(x, ids, weights), e.tuples, 1.5, "a16"), got)
+    for t in (0, 7, 44):
+        alone = experts_gpu.routed(*to(x[t : t + 1], ids[t : t + 1], weights[t : t + 1]), e.bank, 1.5, "a16")
+        assert torch.equal(alone[0], got[t]), f"token {t} depends on its company"
+
+
+@DTYPES
+@pytest.mark.parametrize("activations", ["a16", "a8"])
+def test_shared_expert(activations: str, dtype: torch.dtype) -> None:
+    e = Experts("nvfp4", count=1, width=48)
+    x, w = (2 * rand(9, 96)).to(dtype), rand(9, seed=1)
+    for weights in (None, w):
+        want = experts_ref.ffn(x, e.stored[0], 1.5, activations, weights)
+        moved = None if weights is None else weights.to(DEVICE)
+        got = experts_gpu.ffn(*to(x), e.tuples[0], 1.5, activations, moved)
+        if activations == "a16":
+            near(got, want, dtype, "shared", ulps=4)
+        else:  # a hidden value on the edge of an FP8 step may fall to its other side
+            near(got, want, torch.bfloat16, "shared a8", ulps=32)
+        alone = experts_gpu.ffn(*to(x[4:5]), e.bank, 1.5, activations, None if moved is None else moved[4:5])
+        assert torch.equal(alone[0], got[4])
+
+
+def test_no_rows() -> None:
+    e = Experts("nvfp4", count=2)
+    none = torch.zeros(0, 2, dtype=torch.long)
+    got = experts_gpu.routed(*to(rand(0, 96), none, rand(0, 2)), e.bank, 1.0, "a16")
+    assert got.shape == (0, 96) and got.dtype == torch.float32
+    assert experts_gpu.ffn(*to(rand(0, 96)), e.bank, 1.0, "a16").shape == (0, 96)
+
+
+@DTYPES
+@pytest.mark.parametrize("count", [7, 32])
+def test_route(count: int, dtype: torch.dtype) -> None:
+    x, gate, bias = rand(33, 64).to(dtype), weight(rand(count, 64, seed=1), "f32"), 0.1 * rand(count, seed=2)
+    held = tiled(gate)
+    ids, w = route_ref.by_score(x, gate, bias, 6, 1.5)
+    got_ids, got_w = route_gpu.by_score(*to(x), held, *to(bias), 6, 1.5)
+    assert torch.equal(got_ids.cpu(), ids)
+    near(got_w, w, torch.float32, "weights")
+    for t in (0, 32):
+        alone = route_gpu.by_score(*to(x[t : t + 1]), held, *to(bias), 6, 1.5)
+        assert torch.equal(alone[0][0], got_ids[t]) and torch.equal(alone[1][0], got_w[t])
+    chosen = torch.randint(0, count, (33, 3))
+    want = route_ref.by_hash(x, gate, chosen, 1.5)[1]
+    near(route_gpu.by_hash(*to(x), held, *to(chosen), 1.5)[1], want, torch.float32, "hash")
+
+
+def test_ties_go_to_the_lower_expert() -> None:
+    x, gate = torch.zeros(2, 32), torch.zeros(12, 32)
+    bias = torch.zeros(12)
+    bias[[3, 8]] = 1.0
+    bias[5] = -math.inf
+    ids, _ = route_gpu.by_score(*to(x, gate, bias), 12, 1.0)
+    assert ids[0].tolist() == ids[1].tolist() == [3, 8, 0, 1, 2, 4, 6, 7, 9, 10, 11, 5]
