@@ -22,7 +22,7 @@ from dsv4.config import preset
 from dsv4.lab.byte_tokenizer import byte_tokenizer_json
 from dsv4.lab.doctor import examine as examination
 from dsv4.lab.doctor import machine, ops, weights
-from dsv4.lab.doctor.cases import make_cases
+from dsv4.lab.doctor.cases import make_cases, to_device
 from dsv4.lab.doctor.examine import examine_model
 from dsv4.lab.doctor.findings import Finding
 from dsv4.lab.doctor.golden import FINGERPRINTS
@@ -343,6 +343,17 @@ def test_a_backend_may_hold_weights_in_its_own_form(monkeypatch: pytest.MonkeyPa
     assert backend_finding("attend", "gpu", "cpu").level == "ok", "nothing to hold"
     fake("experts", monkeypatch, hold=broken)
     assert "ValueError: no kernel image is available" in backend_finding("experts", "gpu", "cpu").text
+
+
+def test_gpu_backends_get_tiles() -> None:
+    """What they make of them needs a GPU; that they get them does not."""
+    pytest.importorskip("triton")
+    weighty = {("linear", "linear"), ("linear", "grouped"), ("experts", "ffn"), ("experts", "routed")}
+    weighty |= {("route", "by_score"), ("route", "by_hash")}
+    for case in make_cases(torch.bfloat16):
+        module = importlib.import_module(f"dsv4.ops.{case.op}.gpu")
+        shown = str(to_device(case.arguments, "cpu", getattr(module, "hold", None)))
+        assert ("Tiled(" in shown) is ((case.op, case.function) in weighty), (case.op, case.function)
 
 
 def test_every_backend_runs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ class Weight:
     stored: QuantTensor
 
 
-Hold = Callable[[QuantTensor, str], Any]  # a weight as stored, the device -> the backend's own form, there
+Hold = Callable[[QuantTensor, str], Any]  # a weight as stored, on the device named -> the backend's own form
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ class Case:
 def to_device(value: Any, device: str, hold: Hold | None = None) -> Any:
     """Arguments of a case with every tensor moved, and weights as `hold` makes them."""
     if isinstance(value, Weight):
-        return to_device(value.stored, device) if hold is None else hold(value.stored, device)
+        stored = to_device(value.stored, device)
+        return stored if hold is None else hold(stored, device)
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, QuantTensor):
@@ -97,7 +98,7 @@ def _linear(r: _Random, dtype: torch.dtype) -> list[Case]:
         out.append(Case("linear", "linear", f"{format} a8", rounded, rounds=True))
     groups = [_weight(r(64, 128) * 0.1, Format.BF16) for _ in range(2)]
     out.append(Case("linear", "grouped", "two groups", (r(5, 2, 128).to(dtype), groups)))
-    table = _weight(r(50, 64), Format.BF16)
+    table = encode_weight(r(50, 64), Format.BF16)  # rows to look up: no backend holds it otherwise
     out.append(Case("linear", "embed", "rows", (torch.tensor([0, 49, 7, 7]), table, dtype)))
     return out
 
