@@ -213,9 +213,10 @@ def test_a_disk_that_takes_no_more_changes(
     def fixed(*arguments: Any, **options: Any) -> None:
         raise OSError(30, "Read-only file system")
 
+    source = made("official")  # before anything is limited
     monkeypatch.setattr(Path, "unlink", fixed)
     with limited_files(40_000):
-        message = refused(dsv4("quantize", made("official"), tmp_path / "new", "--format", "nvfp4"))
+        message = refused(dsv4("quantize", source, tmp_path / "new", "--format", "nvfp4"))
     assert "new/model.safetensors cannot be written: File too large" in message
 
 
@@ -289,8 +290,9 @@ def test_one_sentence_and_nothing_left(line: str, made: Callable[[str], Path], t
 def test_free_disk_is_checked_first(
     made: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    source = made("official")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=10_000))
-    message = refused(dsv4("quantize", made("official"), tmp_path / "a" / "new", "--format", "nvfp4"))
+    message = refused(dsv4("quantize", source, tmp_path / "a" / "new", "--format", "nvfp4"))
     assert "of disk are free; make room or give a folder on another disk" in message
     assert not (tmp_path / "a").exists()
 
