@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "cli"))
+
+from cli_support import dsv4, refused  # noqa: E402
+
 README = (ROOT / "README.md").read_text()
 
 
@@ -59,21 +63,14 @@ def test_python_block_runs(folder: Path) -> None:
     assert run(["-c", block], folder).startswith("[")
 
 
-def test_commands_for_real_checkpoints_parse(folder: Path) -> None:
+def test_commands_for_real_checkpoints_parse() -> None:
     """They need a download to run; their options must exist all the same."""
     lines = [line for line in "".join(blocks("sh")).splitlines() if "./DeepSeek-V4-Flash" in line]
     assert len(lines) == 7
     for line in lines:
         command = shlex.split(line, comments=True)
         assert command[0] == "dsv4"
-        refused = subprocess.run(
-            [sys.executable, "-m", "dsv4", *command[1:]],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert refused.returncode == 2 and "DeepSeek-V4-Flash does not exist" in refused.stderr
+        assert "DeepSeek-V4-Flash does not exist" in refused(dsv4(*command[1:]))
 
 
 def test_make_demo_runs_the_same_commands() -> None:
@@ -94,9 +91,10 @@ def test_make_demo_answers(folder: Path) -> None:
     assert thought and "85" in answer
 
 
-def test_line_counts_in_reading_order_are_true() -> None:
+def test_files_of_the_reading_order_exist() -> None:
+    """Names only: line counts would have to change with every merge."""
     section = README.split("## Reading order")[1]
-    found = re.findall(r"`(?:dsv4/)?([a-z]+/[a-z_/]+\.py)` \((\d+)(?: lines)?\)", section)
+    found = re.findall(r"`(?:dsv4/)?([a-z]+/[a-z_/]+\.py)`", section)
     assert len(found) == 7
-    for name, lines in found:
-        assert len((ROOT / "dsv4" / name).read_text().splitlines()) == int(lines), name
+    for name in found:
+        assert (ROOT / "dsv4" / name).is_file(), name

@@ -94,6 +94,8 @@ def _tokens(
     if text is not None and ids is not None:
         raise RequestError("give either --text or --ids, not both")
     count = default_tokens(config) if limit is None else limit
+    if count < 2:
+        raise RequestError(f"tokens is {count}, expected at least 2")
     if ids is not None:
         chosen = read_ids(ids)
         count = len(chosen) if limit is None else limit
@@ -109,8 +111,6 @@ def _tokens(
         chosen = [tokenizer.bos_id, *tokenizer.encode_text(content)]
     else:
         chosen = random_ids(config, count)
-    if count < 2:
-        raise RequestError(f"tokens is {count}, expected at least 2")
     chosen = chosen[:count]
     check_ids(chosen, decode, config)
     return chosen

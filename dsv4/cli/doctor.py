@@ -39,10 +39,13 @@ def doctor(
 
     start = time.monotonic()
     findings = []
-    for finding in examine(model, full, _WeightsBar().update):
-        findings.append(finding)
-        if not json:
-            _show(finding)
+    with ExitStack() as stack:
+        for finding in examine(model, full, _WeightsBar(stack).update):
+            # A bar that an unreadable file cut short must not stand among the findings.
+            stack.close()
+            findings.append(finding)
+            if not json:
+                _show(finding)
     is_right = passed(findings)
     if json:
         print_json({"pass": is_right, "findings": [finding.as_dict() for finding in findings]})
@@ -55,8 +58,8 @@ def doctor(
 class _WeightsBar:
     """A bar while weights are read, and only then: findings are printed as they are made."""
 
-    def __init__(self) -> None:
-        self.stack = ExitStack()
+    def __init__(self, stack: ExitStack) -> None:
+        self.stack = stack
         self.bar: Callable[[int, int], None] | None = None
 
     def update(self, done: int, total: int) -> None:

@@ -58,6 +58,7 @@ def eval_(
     """
     from dsv4.lab.evalset import SUITES, choose, read_set
     from dsv4.lab.evaluate import evaluate, figures, settings, write_answers
+    from dsv4.lab.files import check_writable
     from dsv4.lab.plot import check, draw_recall
 
     if suite not in (*SUITES, "all"):
@@ -68,8 +69,8 @@ def eval_(
     if plot is not None and suite not in ("recall", "all"):
         raise ConfigError(f"--plot shows recall; use --suite recall or all, not {suite}")
     for name, path in (("answers", answers), ("plot", plot)):
-        if path is not None and (not path.parent.is_dir() or path.is_dir()):
-            raise ConfigError(f"--{name} {path}: expected the name of a file in an existing folder")
+        if path is not None:
+            check_writable(path, f"--{name}")
     if plot is not None:
         check(plot)
     source = set_ or evaluation_set()

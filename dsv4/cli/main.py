@@ -1,6 +1,7 @@
 """`dsv4`: the program. Errors a user can cause end in one sentence and exit code 2."""
 
 import io
+import os
 import sys
 
 import typer
@@ -63,7 +64,9 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        sys.exit(app(prog_name="dsv4", standalone_mode=False))
+        code = app(prog_name="dsv4", standalone_mode=False)
+        sys.stdout.flush()
+        sys.exit(code)
     except UsageError as error:
         command = error.ctx.command_path if error.ctx else "dsv4"
         say("error", "bold red", f"{error.format_message().rstrip('.')}; see {command} --help")
@@ -77,3 +80,17 @@ def main() -> None:
         # The reader of our output went away (`| head`): nothing is wrong.
         sys.stderr.close()
         sys.exit(141)
+    except OSError as error:
+        # A name that no file system takes, a disk that is full behind our output: nothing we should explain.
+        if wants_traceback():
+            raise
+        place = "input or output" if error.filename is None else str(error.filename)
+        say("error", "bold red", f"{place} cannot be used: {error.strerror or error}")
+        _forget_output()
+        sys.exit(2)
+
+
+def _forget_output() -> None:
+    """What stdout could not take would be tried again at exit, and fail again."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout is sys.__stdout__:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

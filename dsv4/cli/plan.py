@@ -7,11 +7,13 @@ import typer
 from rich.table import Table
 
 from dsv4.cli.show import err, out, print_json, say, size
+from dsv4.errors import ConfigError
 
 if TYPE_CHECKING:
     from dsv4.lab.plan import Plan
     from dsv4.lab.records import Record
 
+RECORDS = Path("bench/results")
 EPILOG = """
 [bold]Examples[/]
 
@@ -36,7 +38,9 @@ def plan(
     weights: Annotated[str, typer.Option(help="in memory: auto, dense or packed")] = "auto",
     cache: Annotated[str, typer.Option(help="key/value cache: fp8, bf16 or f32")] = "fp8",
     chunk: Annotated[int, typer.Option(help="prompt tokens processed per step")] = 512,
-    records: Annotated[Path, typer.Option(help="folder of recorded benchmark lines")] = Path("bench/results"),
+    records: Annotated[
+        Path | None, typer.Option(help="folder of recorded benchmark lines; default: bench/results")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Show what a model needs per GPU, whether it fits, what else would, and the speed of light."""
@@ -44,6 +48,10 @@ def plan(
     from dsv4.lab.plan import Demand, Plan, Wanted, default_context, describe
     from dsv4.lab.records import best
 
+    if records is not None and not records.is_dir():
+        raise ConfigError(
+            f"--records {records} is not a folder; give one with *.jsonl files, or leave it out"
+        )
     machine = parse(gpus) if gpus is not None else None
     with err.status("reading headers"):
         title, config, inventory = describe(model, format)
@@ -51,7 +59,7 @@ def plan(
         asked = context if context is not None else default_context(config)
         wanted = Wanted(asked, batch, tp, ep, weights, cache, chunk)
         made = Plan.make(demand, machine or this_machine(), wanted)
-        record = best(records, made.machine.name)
+        record = best(records or RECORDS, made.machine.name)
         report = made.report()
     report = {"model": title, **report, "recorded": vars(record) if record else None}
     if json:

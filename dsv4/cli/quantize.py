@@ -57,14 +57,15 @@ def quantize(
     json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Write a checkpoint in another number format. Needs under 2 GiB of memory for any model."""
+    from dsv4.lab.files import check_writable
     from dsv4.lab.quantize.page import write_page
     from dsv4.lab.quantize.plan import Options
     from dsv4.lab.quantize.run import Quantizer
 
     if not 0 < shard_gb <= 1000:
         raise ConfigError(f"shard-gb is {shard_gb}, expected more than 0 and at most 1000")
-    if report is not None and (not report.parent.is_dir() or report.is_dir()):
-        raise ConfigError(f"--report {report}: expected the name of a file in an existing folder")
+    if report is not None:
+        check_writable(report, "--report")
     options = Options(format, scope, recipe, rest, mtp, least_squares, max(1, round(shard_gb * 1e9)))
     quantizer = Quantizer.prepare(source, target, options, threads)
     with bytes_bar(f"checking {source.resolve().name}") as update:

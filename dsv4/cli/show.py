@@ -24,6 +24,7 @@ from rich.progress import (
 )
 from rich.segment import Segment, Segments
 
+from dsv4.lab.files import size as size
 from dsv4.models import embedded
 
 if TYPE_CHECKING:
@@ -57,15 +58,6 @@ def print_json(value: Any) -> None:
     line = json.dumps(value, ensure_ascii=not is_utf)
     sys.stdout.write(re.sub("[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", line) + "\n")
     sys.stdout.flush()
-
-
-def size(count: float) -> str:
-    """1234567 -> '1.23 MB'; decimal units, as disks and memory bandwidths are quoted."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1000
-    return f"{count:.2f} TB"
 
 
 def _title() -> TextColumn:

@@ -182,6 +182,7 @@ def compare(
             observer.check_finite("logits", "logits", "linear", "logits (hc_head, norm, head)", a, b)
             if observer.departure is None:
                 logits.add(a, b)
+            observer.start += len(a)
     except _Stop:
         pass
     return Comparison(observer.layers, logits, observer.departure)
@@ -196,6 +197,7 @@ class _Observer:
         self.layers: dict[str, Layer] = {}
         self.departure: Departure | None = None
         self.chosen: tuple[Tensor, Tensor] | None = None
+        self.start = 0  # position of the step's first token
 
     def __call__(self, name: str, part: str, value: Tensor) -> None:
         got, a = Seen.of(name, part, value), next(self.expected)
@@ -260,12 +262,24 @@ class _Observer:
         if bad and self.departure is None:
             where = ", ".join(f"{side} holds NaN or infinity at {place}" for side, place in bad.items())
             first = next(iter(bad.values()))
-            self.departure = Departure(layer, part, op, what, None, first[0] if first else 0, where)
+            token = self._token(layer, part, first[0] if first else 0)
+            self.departure = Departure(layer, part, op, what, None, token, where)
         return bool(bad)
 
-    def _depart(self, layer: str, part: str, relative: float, token: int, detail: str) -> None:
+    def _depart(self, layer: str, part: str, relative: float, row: int, detail: str) -> None:
         if self.departure is None:
+            token = self._token(layer, part, row)
             self.departure = Departure(layer, part, *PARTS[part], relative, token, detail)
+
+    def _token(self, layer: str, part: str, row: int) -> int:
+        """Where in the text a row of a step's result stands; a pooled one stands where its block ends."""
+        if layer.startswith("mtp."):
+            # Drafts are made once, for the first step, when the next one is already counted from.
+            return row
+        if part.endswith(".pooled"):
+            ratio = self.config.layers[int(layer.split(".")[1])].ratio
+            return (self.start // ratio + row + 1) * ratio - 1
+        return self.start + row
 
 
 def check_alike(a: ModelConfig, b: ModelConfig) -> None:
@@ -302,6 +316,7 @@ def parse_settings(text: str) -> EngineConfig:
 
 def random_ids(config: ModelConfig, count: int) -> list[int]:
     """The start token, then others in no order; the same on every machine."""
+    check_count(count, config)
     mixed = ((2654435761 * (i + 1) % 4294967296 >> 9) for i in range(1, count))
     return [config.bos_id, *(number % config.vocab_size for number in mixed)]
 
@@ -315,9 +330,13 @@ def default_tokens(config: ModelConfig) -> int:
     return min(max(256, enough, chosen if chosen <= 1024 else 0), config.max_positions)
 
 
+def check_count(count: int, config: ModelConfig) -> None:
+    if not 2 <= count <= min(config.max_positions, MAX_TOKENS):
+        raise RequestError(f"{count} tokens given, expected 2 to {min(config.max_positions, MAX_TOKENS)}")
+
+
 def check_ids(ids: Sequence[int], num_single: int, config: ModelConfig) -> None:
-    if not 2 <= len(ids) <= min(config.max_positions, MAX_TOKENS):
-        raise RequestError(f"{len(ids)} tokens given, expected 2 to {min(config.max_positions, MAX_TOKENS)}")
+    check_count(len(ids), config)
     if not 0 <= num_single < len(ids):
         raise RequestError(f"{num_single} single tokens of {len(ids)}, expected 0 to {len(ids) - 1}")
     if bad := [id for id in ids if not 0 <= id < config.vocab_size]:

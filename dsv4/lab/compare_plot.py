@@ -5,6 +5,7 @@ from typing import Any
 
 from dsv4.errors import ConfigError
 from dsv4.lab.compare import Comparison, Layer
+from dsv4.lab.files import check_writable, put
 
 # One colour per thing, the same in every panel; readable without colour by the order of the legend.
 _SERIES = {"attn.out": "attention output", "ffn.out": "FFN output", "hc_ffn.streams": "streams"}
@@ -16,8 +17,7 @@ def check_can_plot(path: Path) -> None:
     """Refuse before the work is done, not after."""
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"--plot {path}: expected a name that ends in .png, .svg or .pdf")
-    if not path.parent.is_dir() or path.is_dir():
-        raise ConfigError(f"--plot {path}: expected the name of a file in an existing folder")
+    check_writable(path, "--plot")
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -61,7 +61,7 @@ def draw(comparison: Comparison, title: str, path: Path) -> None:
         )
     _finish(panels, layers, comparison)
     figure.suptitle(title)
-    _save(figure, path)
+    put(path, lambda part: figure.savefig(part, format=path.suffix[1:].lower(), dpi=120))
 
 
 def _finish(panels: Any, layers: list[Layer], comparison: Comparison) -> None:
@@ -94,15 +94,3 @@ def _rms(layer: Layer, side: str) -> float:
     if "hc_ffn.streams" not in layer.parts:
         return float("nan")
     return layer.parts["hc_ffn.streams"].rms["AB".index(side)]
-
-
-def _save(figure: Any, path: Path) -> None:
-    """The file appears under its name only when complete."""
-    part = path.with_name(f"{path.name}.part")
-    try:
-        figure.savefig(part, format=path.suffix[1:].lower(), dpi=120)
-        part.replace(path)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
-    finally:
-        part.unlink(missing_ok=True)

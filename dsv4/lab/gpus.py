@@ -59,10 +59,11 @@ def parse(text: str) -> Machine:
     plain = {_plain(name): name for name in NAMES}
     if match is None or _plain(match[2]) not in plain:
         raise ConfigError(f"gpus {text!r}: expected a number and a known GPU, as in 2xH200; known: {_list()}")
-    count = int(match[1] or 1)
-    if not 1 <= count <= MAX_GPUS:
-        raise ConfigError(f"gpus {text!r}: expected 1 to {MAX_GPUS} of them")
-    return known(plain[_plain(match[2])], count)
+    digits = (match[1] or "1").lstrip("0")
+    # Python refuses to read numbers of thousands of digits.
+    if not digits or len(digits) > 9 or int(digits) > MAX_GPUS:
+        raise ConfigError(f"gpus {text[:40]!r}: expected 1 to {MAX_GPUS} of them")
+    return known(plain[_plain(match[2])], int(digits))
 
 
 def _plain(name: str) -> str:

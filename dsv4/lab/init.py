@@ -13,6 +13,7 @@ from torch import Tensor
 from dsv4.config import ModelConfig
 from dsv4.errors import ConfigError
 from dsv4.lab.byte_tokenizer import MIN_VOCABULARY, byte_tokenizer_json
+from dsv4.lab.files import size
 from dsv4.model.params import Param, declare
 from dsv4.quant.codec import encode_weight
 from dsv4.quant.formats import Format
@@ -103,7 +104,7 @@ def _claim(folder: Path, total: int) -> None:
     except OSError as error:
         raise ConfigError(f"{folder} cannot be made: {error.strerror or error}; give a new folder") from None
     if total > free:
-        raise ConfigError(f"{folder} needs {total / 1e9:.1f} GB, but {free / 1e9:.1f} GB of disk are free")
+        raise ConfigError(f"{folder} needs {size(total)}, but {size(free)} of disk are free")
 
 
 def _format(param: Param, style: Style) -> Format:

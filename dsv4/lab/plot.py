@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4.errors import ConfigError
+from dsv4.lab.files import put
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _COLOURS = ("#1f5fa8", "#c4572e", "#3d8a5f", "#7a5195")
@@ -70,10 +71,8 @@ def draw_recall(
     at_top: dict[str, Any] = {"transform": axes.transAxes, "va": "bottom"}
     axes.text(0, 1.18, "Recall against distance", color=_INK, fontsize=12, weight="bold", **at_top)
     axes.text(0, 1.11, subtitle, color=_PALE, fontsize=8.5, **at_top)
-    try:
-        figure.savefig(path, bbox_inches="tight", pad_inches=0.15)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
+    options: dict[str, Any] = {"format": path.suffix[1:].lower(), "bbox_inches": "tight", "pad_inches": 0.15}
+    put(path, lambda part: figure.savefig(part, **options))
 
 
 def _beside(points: tuple[int, int], align: str) -> dict[str, Any]:

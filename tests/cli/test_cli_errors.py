@@ -1,13 +1,14 @@
 """What a user can get wrong ends in one sentence and exit code 2, and leaves nothing half-written behind."""
 
 import json
+import os
 import re
 import resource
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -157,7 +158,7 @@ def test_one_sentence_and_exit_code_2(command: str, model: Path, desk: Path) -> 
 def test_init_asks_for_no_more_than_the_disk_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**9))
     message = refused(dsv4("init", tmp_path / "new", "--preset", "flash", "--format", "official"))
-    assert re.search(r"needs 1\d\d\.\d GB, but 1\.0 GB of disk are free", message)
+    assert re.search(r"needs 1\d\d\.\d\d GB, but 1\.00 GB of disk are free", message)
     assert list((tmp_path / "new").iterdir()) == []
 
 
@@ -180,6 +181,78 @@ def test_a_full_disk(model: Path, desk: Path, tmp_path: Path) -> None:
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: ") and "cannot be written: File too large" in done.stderr
     assert list((tmp_path / "model").iterdir()) == []
+
+
+TOO_LONG = "x" * 300
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "inspect {long}", "generate --model {long} hi", "doctor {long}",
+        "plan {long}", "plan tiny --gpus H200 --records {long}",
+        "compare {long}", "compare {model} --plot {long}.png", "compare {model} --ids {long}",
+        "quantize {long} {new} --format bf16", "quantize {model} {long} --format bf16",
+        "quantize {model} {new} --format bf16 --report {long}",
+    ],
+)  # fmt: skip
+def test_a_name_that_no_disk_takes(line: str, model: Path, tmp_path: Path) -> None:
+    places = {"long": tmp_path / TOO_LONG, "new": tmp_path / "new", "model": model}
+    message = refused(dsv4(*(word.format(**places) for word in line.split())))
+    assert "File name too long" in message and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs the device that is always full")
+@pytest.mark.parametrize("more", ["", "--json"])
+def test_a_full_disk_behind_the_output(more: str) -> None:
+    shell = f'"{sys.executable}" -m dsv4 plan tiny --gpus H200 {more} > /dev/full'
+    done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == "error: input or output cannot be used: No space left on device\n"
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of its own with 16 kB of room."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("this machine does not let us mount")
+    try:
+        (disk / "old").write_bytes(bytes(48 << 10))
+        yield disk
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_pictures_and_pages_on_full_and_read_only_disks(model: Path, disk: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = ("compare", model, "--tokens", 5, "--plot", disk / "x.png")
+    page = ("quantize", model, tmp_path / "new", "--format", "bf16", "--report", disk / "x.html")
+    for command in (picture, page):
+        message = refused(dsv4(*command))
+        assert re.search(r"x\.\w+ cannot be written: No space left on device", message), message
+        assert [path.name for path in disk.iterdir()] == ["old"]
+    assert (tmp_path / "new" / "config.json").exists(), "the model itself is complete"
+    shutil.rmtree(tmp_path / "new")
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    for command in (picture, page):
+        assert f"{disk} cannot be written to; give another folder" in refused(dsv4(*command))
+    assert not (tmp_path / "new").exists(), "refused before the work"
+
+
+def test_a_doctor_without_room_for_its_test(disk: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(disk)}
+    command = [sys.executable, "-m", "dsv4", "doctor"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stderr == ""
+    assert re.search(r"fail  machine    disk: 0\.0 GB free at", done.stdout)
+    assert re.search(
+        r"fail  engine .*did not run: .*needs 6\.5\d MB, but 16\.38 kB of disk are free", done.stdout
+    )
+    assert re.search(r"\n  1\. machine, disk: free 50 MB, or set TMPDIR\n", done.stdout)
+    assert [path.name for path in disk.iterdir()] == ["old"]
 
 
 def test_a_result_that_cannot_take_its_name_leaves_no_part_of_itself(tmp_path: Path) -> None:

@@ -124,6 +124,10 @@ def test_a_position_bias_added_to_values(layer: int, where: str, model: Path, re
     found = against(recording, engine).departure
     assert found is not None and (found.layer, found.op) == (f"layers.{layer}", "compress.pool")
     assert ("indexer" in found.part) is (where == "indexer") and "ape" in found.what
+    ratio = SPEAKING.layers[layer].ratio
+    assert found.token % ratio == ratio - 1 and found.token < 160, (
+        "a pooled entry stands where its block ends"
+    )
     jump = against(recording, engine, limit=None).largest_jump()
     assert jump is not None and jump.layer == f"layers.{layer}"
 
@@ -213,6 +217,7 @@ def test_single_tokens_are_looked_at_too(model: Path) -> None:
     found = compare(wanted, engine, IDS, 3, limit=1e-3)
     assert found.departure is not None and found.logits.as_dict()["positions"] == 158
     assert (found.departure.layer, found.departure.op) == ("layers.2", "experts.routed")
+    assert found.departure.token == 158, "its place in the text, not in the step"
 
 
 def test_activations_part_by_as_much_as_they_are_rounded(model: Path, recording: Recording) -> None:
@@ -332,6 +337,7 @@ REFUSED: dict[str, str] = {
     "{model} --limit -1": "limit is -1.0, expected a number from 0",
     "{model} --limit nan": "limit is nan, expected a number from 0",
     "{model} --tokens 1": "tokens is 1, expected at least 2",
+    "{model} --tokens 100000000": "100000000 tokens given, expected 2 to 65536",
     "{model} --tokens 9 --decode 9": "9 single tokens of 9",
     "{model} --text {desk}/missing": "/missing cannot be read",
     "{model} --text {desk}/noise": "noise is not UTF-8 text",

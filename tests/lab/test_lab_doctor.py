@@ -1,12 +1,15 @@
 """The doctor finds each planted fault, names it and says what to do; and nothing where nothing is wrong."""
 
+import importlib
 import json
 import shutil
 import sys
+import tempfile
 import types
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +21,8 @@ from lab_support import altered, swap_nibbles, trained_model, with_structure
 from dsv4.config import preset
 from dsv4.lab.byte_tokenizer import byte_tokenizer_json
 from dsv4.lab.doctor import examine as examination
-from dsv4.lab.doctor import machine, weights
-from dsv4.lab.doctor.cases import make_cases
+from dsv4.lab.doctor import machine, ops, weights
+from dsv4.lab.doctor.cases import make_cases, to_device
 from dsv4.lab.doctor.examine import examine_model
 from dsv4.lab.doctor.findings import Finding
 from dsv4.lab.doctor.golden import FINGERPRINTS
@@ -29,8 +32,10 @@ from dsv4.lab.doctor.selftest import examine_engine
 from dsv4.lab.doctor.tokenizer import examine_tokenizer
 from dsv4.lab.doctor.weights import examine_weights, looks_trained
 from dsv4.ops import IMPLEMENTATIONS
+from dsv4.ops.experts import ref as experts
 from dsv4.ops.mhc import ref as mhc
 from dsv4.ops.norm import ref as norm
+from dsv4.quant.formats import QuantTensor
 from dsv4.weights.load import Checkpoint
 
 # The smallest model with a tokenizer: 272 ids are the bytes and the special tokens.
@@ -115,6 +120,18 @@ def test_scales_that_are_no_numbers(official: Path, tmp_path: Path) -> None:
 
     found = failures(altered(official, tmp_path / "model", change))
     assert "layers.2.ffn.experts.0.w1 has a scale that is no finite number" in found["values"].text
+
+
+def test_scales_of_every_expert_that_are_no_numbers(tmp_path: Path) -> None:
+    """Then nothing is left to see the order of nibbles by."""
+    model = write_model(tmp_path / "model", "modelopt", replace(SPEAKING, num_mtp_layers=0))
+
+    def change(tensors: Tensors) -> None:
+        for name, stored in tensors.items():
+            if name.endswith("w1.weight_scale"):
+                stored.data[:] = b"\x7f" * len(stored.data)
+
+    assert failures(altered(model, tmp_path / "bad", change)).keys() == {"values"}
 
 
 def test_a_negative_scale(structured: Path, tmp_path: Path) -> None:
@@ -270,7 +287,7 @@ def test_recorded_numbers_are_those_of_the_reference() -> None:
 
 def fake(op: str, monkeypatch: pytest.MonkeyPatch, **functions: object) -> None:
     """A second backend of an op: the reference's functions, with some replaced."""
-    reference = sys.modules[f"dsv4.ops.{op}.ref"]
+    reference = importlib.import_module(f"dsv4.ops.{op}.ref")
     module = types.ModuleType(f"dsv4.ops.{op}.gpu")
     vars(module).update({**vars(reference), "__name__": module.__name__, **functions})
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -296,6 +313,59 @@ def test_a_wrong_backend_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "choices differ" in backend_finding("sample", "gpu", "cpu").text
     fake("sample", monkeypatch, log_probs=lambda logits: logits[:-1])
     assert "shapes [[199]], expected [[200]]" in backend_finding("sample", "gpu", "cpu").text
+
+
+def test_a_backend_may_hold_weights_in_its_own_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the experts' case all fifteen, in their lists; never a cache entry or an activation."""
+    held: list[str] = []
+
+    @dataclass(frozen=True)
+    class Tiles:
+        weight: QuantTensor
+
+    def hold(weight: QuantTensor, device: str) -> Tiles:
+        held.append(device)
+        return Tiles(weight)
+
+    def opened(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(map(opened, value))
+        assert not isinstance(value, QuantTensor)
+        return value.weight if isinstance(value, Tiles) else value
+
+    def through(function: Callable[..., object]) -> Callable[..., object]:
+        return lambda *arguments: function(*opened(arguments))
+
+    both = {name: through(getattr(experts, name)) for name in ("ffn", "routed")}
+    fake("experts", monkeypatch, hold=hold, **both)
+    assert backend_finding("experts", "gpu", "cpu").level == "ok" and held == ["cpu"] * 18
+    fake("attend", monkeypatch, hold=broken)
+    assert backend_finding("attend", "gpu", "cpu").level == "ok", "nothing to hold"
+    fake("experts", monkeypatch, hold=broken)
+    assert "ValueError: no kernel image is available" in backend_finding("experts", "gpu", "cpu").text
+
+
+def test_gpu_backends_get_tiles() -> None:
+    """What they make of them needs a GPU; that they get them does not."""
+    pytest.importorskip("triton")
+    weighty = {("linear", "linear"), ("linear", "grouped"), ("experts", "ffn"), ("experts", "routed")}
+    weighty |= {("route", "by_score"), ("route", "by_hash")}
+    for case in make_cases(torch.bfloat16):
+        module = importlib.import_module(f"dsv4.ops.{case.op}.gpu")
+        shown = str(to_device(case.arguments, "cpu", getattr(module, "hold", None)))
+        assert ("Tiled(" in shown) is ((case.op, case.function) in weighty), (case.op, case.function)
+
+
+def test_every_backend_runs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that is not chosen there."""
+    fake("norm", monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        ops, "backend_finding", lambda op, name, device: Finding(device, f"{op}.{name}", "ok", "")
+    )
+    found = {f.name for f in examine_ops() if f.area == "cuda"}
+    assert found == {f"{op}.{name}" for op, names in IMPLEMENTATIONS.items() for name in names}
+    assert "norm.gpu" in found
 
 
 def test_backends_that_cannot_run_here_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,6 +408,14 @@ def test_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = types.SimpleNamespace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: usage)
     assert {f.name: f for f in examine_machine(None)}["disk"].level == "fail"
+
+    def nowhere() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", lambda prefix: nowhere())
+    assert "set TMPDIR" in {f.name: f for f in examine_machine(None)}["disk"].remedy
+    assert "set TMPDIR" in examine_engine("cpu").remedy
 
 
 def test_the_command(official: Path, tmp_path: Path) -> None:

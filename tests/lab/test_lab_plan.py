@@ -358,6 +358,9 @@ REFUSED = {
     "{folder}": "config.json does not exist",
     "huge": "huge does not exist",
     "tiny --gpus 2xH900": "gpus '2xH900': expected a number and a known GPU",
+    "tiny --gpus 0xH200": "gpus '0xH200': expected 1 to 1024 of them",
+    f"tiny --gpus {'9' * 5000}xH200": "expected 1 to 1024 of them",
+    "tiny --gpus H200 --records {folder}/missing": "/missing is not a folder; give one with *.jsonl files",
     "tiny --gpus 2xH200 --tp 3": "tp 3 does not divide the 2 GPUs",
     "tiny --gpus 4xH200 --tp 4": "2 groups of heads do not split over tp 4",
     "tiny --gpus 4xH200 --ep 3": "ep 3 does not divide the 4 GPUs",
@@ -372,7 +375,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("arguments", REFUSED)
+@pytest.mark.parametrize("arguments", REFUSED, ids=lambda text: text[:60])
 def test_one_sentence_and_exit_code_2(arguments: str, tmp_path: Path) -> None:
     done = dsv4("plan", *(part.format(folder=tmp_path) for part in arguments.split()))
     assert REFUSED[arguments] in refused(done)

@@ -22,7 +22,8 @@ from checkpoints import read_file
 from cli_support import ROOT, Terminal, dsv4, ok, refused
 
 from dsv4.errors import CheckpointError, ConfigError
-from dsv4.lab.quantize.job import RECORD, WORK, Job
+from dsv4.lab.quantize import run as running
+from dsv4.lab.quantize.job import RECORD, WORK, Job, examine
 from dsv4.lab.quantize.plan import Options
 from dsv4.lab.quantize.run import Quantizer
 from dsv4.weights.load import Checkpoint
@@ -189,6 +190,36 @@ def test_only_one_run_at_a_time(made: Callable[[str], Path], tmp_path: Path) -> 
         quantizer.write()
 
 
+def test_a_run_that_another_one_finished_meanwhile(
+    made: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looked before the other was done and got the lock after: nothing is written twice."""
+    report, _ = run(made("official"), tmp_path / "new")
+    before = {path: path.stat() for path in (tmp_path / "new").iterdir()}
+    looks = iter(["resumed"])
+    monkeypatch.setattr(running, "examine", lambda *place: next(looks, None) or examine(*place))
+    quantizer = Quantizer.prepare(made("official"), tmp_path / "new", Options("nvfp4", shard_bytes=SHARD), 2)
+    assert quantizer.write() == (report, False)
+    assert {path: path.stat().st_ino for path in (tmp_path / "new").iterdir()} == {
+        path: status.st_ino for path, status in before.items()
+    }
+
+
+def test_a_disk_that_takes_no_more_changes(
+    made: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error that ended the run is told, not that clearing up failed too."""
+
+    def fixed(*arguments: Any, **options: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    source = made("official")  # before anything is limited
+    monkeypatch.setattr(Path, "unlink", fixed)
+    with limited_files(40_000):
+        message = refused(dsv4("quantize", source, tmp_path / "new", "--format", "nvfp4"))
+    assert "new/model.safetensors cannot be written: File too large" in message
+
+
 def test_other_options_do_not_continue_a_run(made: Callable[[str], Path], tmp_path: Path) -> None:
     quantizer = Quantizer.prepare(made("official"), tmp_path / "new", Options("nvfp4"), 1)
     with Job(tmp_path / "new", quantizer.fingerprint):
@@ -259,9 +290,10 @@ def test_one_sentence_and_nothing_left(line: str, made: Callable[[str], Path], t
 def test_free_disk_is_checked_first(
     made: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    source = made("official")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=10_000))
-    message = refused(dsv4("quantize", made("official"), tmp_path / "a" / "new", "--format", "nvfp4"))
-    assert "GB of disk are free; make room or give a folder on another disk" in message
+    message = refused(dsv4("quantize", source, tmp_path / "a" / "new", "--format", "nvfp4"))
+    assert "of disk are free; make room or give a folder on another disk" in message
     assert not (tmp_path / "a").exists()
 
 
@@ -305,7 +337,7 @@ def test_small_and_read_only_disks(made: Callable[[str], Path], tmp_path: Path) 
         pytest.skip("this machine does not let us mount")
     try:
         arguments = ["quantize", made("official"), disk / "new", "--format", "nvfp4"]
-        assert "GB of disk are free; make room" in refused(dsv4(*arguments))
+        assert "but 307.20 kB of disk are free; make room" in refused(dsv4(*arguments))
         with pytest.MonkeyPatch.context() as patch:  # somebody else fills it up after the check
             patch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**9))
             message = refused(dsv4(*arguments))

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,6 +69,7 @@ def independent(tensors: Tensors, name: str) -> np.ndarray:
     return oracle.decode_mxfp4(weight, scale)
 
 
+@cache
 def loaded(folder: Path) -> dict[str, torch.Tensor]:
     """Every weight in float32, as the engine reads it."""
     checkpoint = Checkpoint.open(folder)

@@ -16,7 +16,7 @@ from recipes.tiny import plain
 from recipes.tiny.plain import Documents
 
 pytest.importorskip("triton", reason="Triton is not installed")
-B, L, N, D, H, W = 2, 32, 4, 16, 4, 8
+B, L, N, D, H, W = 2, 16, 4, 16, 4, 8
 # Triton decides at import whether its functions are interpreted, so these run in a process of their own.
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not IS_INTERPRETED, reason="run by test_all, interpreted")

@@ -381,7 +381,7 @@ def outputs(draw: st.DrawFn) -> list[Segment]:
     return segments(text + draw(st.sampled_from(["", "", EOS, EOS + "x", USER])))
 
 
-@settings(max_examples=1500, deadline=None, derandomize=True)
+@settings(max_examples=600, deadline=None, derandomize=True)
 @given(
     outputs(),
     st.booleans(),
@@ -442,7 +442,7 @@ def cut_at_stop(text: str, stops: tuple[str, ...]) -> tuple[str, bool]:
     return text, False
 
 
-@settings(max_examples=1500, deadline=None, derandomize=True)
+@settings(max_examples=600, deadline=None, derandomize=True)
 @given(
     st.lists(st.text("abc", min_size=1, max_size=5), max_size=4),
     st.lists(st.text("abc", max_size=6), max_size=8),

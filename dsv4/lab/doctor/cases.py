@@ -16,6 +16,16 @@ ROUNDINGS = {torch.float32: 1e-2, torch.bfloat16: 0.1}
 
 
 @dataclass(frozen=True)
+class Weight:
+    """A parameter among the arguments: a backend may want it in a form of its own."""
+
+    stored: QuantTensor
+
+
+Hold = Callable[[QuantTensor, str], Any]  # a weight as stored, on the device named -> the backend's own form
+
+
+@dataclass(frozen=True)
 class Case:
     """`rounds`: the result is rounded to 8 or 4 bits, where noise makes jumps."""
 
@@ -29,8 +39,11 @@ class Case:
         return (ROUNDINGS if self.rounds else SUMS)[dtype]
 
 
-def to_device(value: Any, device: str) -> Any:
-    """Arguments of a case with every tensor moved."""
+def to_device(value: Any, device: str, hold: Hold | None = None) -> Any:
+    """Arguments of a case with every tensor moved, and weights as `hold` makes them."""
+    if isinstance(value, Weight):
+        stored = to_device(value.stored, device)
+        return stored if hold is None else hold(stored, device)
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, QuantTensor):
@@ -38,7 +51,7 @@ def to_device(value: Any, device: str) -> Any:
         moved = (value.format, value.data.to(device), value.shape, scale, value.global_scale, value.rope_dim)
         return QuantTensor(*moved)
     if isinstance(value, list | tuple):
-        return type(value)(to_device(item, device) for item in value)
+        return type(value)(to_device(item, device, hold) for item in value)
     return value
 
 
@@ -69,26 +82,30 @@ def make_cases(dtype: torch.dtype) -> list[Case]:
 Build = Callable[[_Random, torch.dtype], list[Case]]
 
 
+def _weight(values: Tensor, format: Format) -> Weight:
+    return Weight(encode_weight(values, format))
+
+
 def _linear(r: _Random, dtype: torch.dtype) -> list[Case]:
     out = []
     for format in (Format.BF16, Format.FP8, Format.MXFP4, Format.NVFP4):
-        weight = encode_weight(r(128, 256) * 0.1, format)
+        weight = _weight(r(128, 256) * 0.1, format)
         for rows in (0, 1, 9):
             out.append(
                 Case("linear", "linear", f"{format} {rows} rows", (r(rows, 256).to(dtype), weight, "a16"))
             )
         rounded = (r(3, 256).to(dtype), weight, "a8")
         out.append(Case("linear", "linear", f"{format} a8", rounded, rounds=True))
-    groups = [encode_weight(r(64, 128) * 0.1, Format.BF16) for _ in range(2)]
+    groups = [_weight(r(64, 128) * 0.1, Format.BF16) for _ in range(2)]
     out.append(Case("linear", "grouped", "two groups", (r(5, 2, 128).to(dtype), groups)))
-    table = encode_weight(r(50, 64), Format.BF16)
+    table = encode_weight(r(50, 64), Format.BF16)  # rows to look up: no backend holds it otherwise
     out.append(Case("linear", "embed", "rows", (torch.tensor([0, 49, 7, 7]), table, dtype)))
     return out
 
 
-def _expert(r: _Random, format: Format) -> tuple[QuantTensor, ...]:
+def _expert(r: _Random, format: Format) -> tuple[Weight, ...]:
     shapes = ((64, 128), (64, 128), (128, 64))
-    return tuple(encode_weight(r(*shape) * 0.3, format) for shape in shapes)
+    return tuple(_weight(r(*shape) * 0.3, format) for shape in shapes)
 
 
 def _experts(r: _Random, dtype: torch.dtype) -> list[Case]:
@@ -102,7 +119,7 @@ def _experts(r: _Random, dtype: torch.dtype) -> list[Case]:
 
 
 def _route(r: _Random, dtype: torch.dtype) -> list[Case]:
-    x, gate = r(6, 128).to(dtype), encode_weight(r(16, 128) * 0.5, Format.BF16)
+    x, gate = r(6, 128).to(dtype), _weight(r(16, 128) * 0.5, Format.BF16)
     chosen = torch.tensor([[3, 1], [0, 15], [7, 8], [2, 4], [9, 3], [14, 0]])
     return [
         Case("route", "by_score", "two of sixteen", (x, gate, r(16), 2, 1.5)),

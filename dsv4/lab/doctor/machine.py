@@ -32,8 +32,7 @@ def examine_machine(folder: Path | None) -> list[Finding]:
     """`folder`: where a model lies, so that its disk is looked at too."""
     out = [_python(), *(_library(name, *bounds) for name, bounds in LIBRARIES.items())]
     out += [_gpu(), _triton(), _compiler(), _memory()]
-    places = {"disk": Path(tempfile.gettempdir())} | ({"model disk": folder} if folder else {})
-    return out + [_disk(name, place) for name, place in places.items()]
+    return [*out, _temporary(), *([_disk("model disk", folder)] if folder else [])]
 
 
 def _finding(name: str, level: str, text: str, remedy: str = "") -> Finding:
@@ -114,6 +113,14 @@ def _memory() -> Finding:
     free = available_memory()
     level = "note" if free < LITTLE_MEMORY else "ok"
     return _finding("memory", level, f"{free / 1e9:.1f} GB free")
+
+
+def _temporary() -> Finding:
+    try:
+        return _disk("disk", Path(tempfile.gettempdir()))
+    except OSError:
+        text = "no folder for temporary files can be written to"
+        return _finding("disk", "fail", text, "set TMPDIR to a folder that can be written to")
 
 
 def _disk(name: str, place: Path) -> Finding:

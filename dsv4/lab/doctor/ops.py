@@ -9,28 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.device import Device
 from dsv4.lab.doctor.cases import Case, make_cases, to_device
 from dsv4.lab.doctor.findings import Finding
 from dsv4.lab.doctor.golden import FINGERPRINTS
-from dsv4.ops import IMPLEMENTATIONS, PREFERENCE
+from dsv4.ops import IMPLEMENTATIONS
 from dsv4.quant.codec import decode
 from dsv4.quant.formats import QuantTensor
 
 
 def examine_ops() -> list[Finding]:
-    """The reference on the CPU first; then, on a GPU, every backend that may serve it, in its own type."""
+    """The reference on the CPU first; then, on a GPU, every backend of the table, chosen there or not."""
     out = [_reference(op) for op in IMPLEMENTATIONS]
     if torch.cuda.is_available():
-        kind = Device.choose("cuda").kind
-        usable = PREFERENCE[kind]
         pairs = [(op, backend) for op, backends in IMPLEMENTATIONS.items() for backend in backends]
-        out += [backend_finding(op, backend, "cuda") for op, backend in pairs if backend in usable]
-        for op, backend in pairs:
-            if backend not in usable:
-                out.append(
-                    Finding("ops", f"{op}.{backend}", "note", f"is not for a {kind} GPU: not examined")
-                )
+        out += [backend_finding(op, backend, "cuda") for op, backend in pairs]
     else:
         others = [f"{op}.{b}" for op, backends in IMPLEMENTATIONS.items() for b in backends if b != "ref"]
         if others:
@@ -50,8 +42,10 @@ def outputs(result: Any) -> list[Tensor]:
 
 
 def run(case: Case, backend: str, device: str) -> list[Tensor]:
-    function = getattr(import_module(f"dsv4.ops.{case.op}.{backend}"), case.function)
-    return outputs(function(*to_device(case.arguments, device)))
+    """A backend whose weights are not QuantTensors exports hold(weight: QuantTensor, device) to make them."""
+    module = import_module(f"dsv4.ops.{case.op}.{backend}")
+    arguments = to_device(case.arguments, device, getattr(module, "hold", None))
+    return outputs(getattr(module, case.function)(*arguments))
 
 
 def fingerprint(results: list[Tensor]) -> list[float]:

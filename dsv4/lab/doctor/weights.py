@@ -188,6 +188,8 @@ def _order(seen: _Seen) -> list[Finding]:
         block, last = name.rsplit(".", 1)
         where = block.split(".experts.")[0] + (".experts" if ".experts." in block else "")
         groups.setdefault(f"{where}.{last}", []).append((a[:, 0] - a[:, 1]) * (b[:, 0] - b[:, 1]))
+    if not groups:
+        return []  # what was written for them is damaged, which is another finding
     scores = {name: _sigmas(torch.cat(products)) for name, products in groups.items()}
     everything = _sigmas(torch.cat([product for group in groups.values() for product in group]))
     swapped = sorted(name for name, score in scores.items() if score < -SIGMAS)

@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import shutil
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -90,9 +91,8 @@ class Job:
             raise ConfigError(
                 f"{self.folder} cannot be made: {error.strerror or error}; give a new folder"
             ) from None
-        for part in self.work.glob("*.part"):
-            part.unlink()
         try:
+            self._remove_parts()
             self.put(Path(WORK) / _JOB, json.dumps({"fingerprint": self.fingerprint}).encode())
         except CheckpointError as error:
             self.__exit__(error)
@@ -100,13 +100,18 @@ class Job:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for part in self.work.glob("*.part"):
-            part.unlink(missing_ok=True)
-        if error[0] is not None and self.work.is_dir() and not self.finished():
-            shutil.rmtree(self.work)
-            self._remove_if_empty()
+        # After an error on a disk that takes no more changes, that error is the one to tell.
+        with suppress(OSError) if error[0] is not None else nullcontext():
+            self._remove_parts()
+            if error[0] is not None and self.work.is_dir() and not self.finished():
+                shutil.rmtree(self.work)
+                self._remove_if_empty()
         if self._lock:
             self._lock.close()
+
+    def _remove_parts(self) -> None:
+        for part in self.work.glob("*.part"):
+            part.unlink(missing_ok=True)
 
     def _remove_if_empty(self) -> None:
         if self._made and self.folder.is_dir() and not any(self.folder.iterdir()):

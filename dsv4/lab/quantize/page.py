@@ -5,8 +5,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from dsv4.errors import ConfigError
-from dsv4.lab.quantize.plots import Point, byte_bars, depth_lines, histogram, size
+from dsv4.lab.files import put, size
+from dsv4.lab.quantize.plots import Point, byte_bars, depth_lines, histogram
 
 WORST = 20
 _BINS = 40
@@ -49,14 +49,7 @@ polyline { fill: none; stroke-width: 1.8; } polygon.band { stroke: none; opacity
 
 
 def write_page(path: Path, report: dict[str, Any]) -> None:
-    """The file appears under its name only when complete."""
-    part = path.with_name(path.name + ".part")
-    try:
-        part.write_text(page(report), encoding="utf-8")
-        part.replace(path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
+    put(path, lambda part: part.write_text(page(report), encoding="utf-8"))
 
 
 def page(report: dict[str, Any]) -> str:

@@ -4,16 +4,9 @@ import math
 from collections.abc import Sequence
 from html import escape
 
+from dsv4.lab.files import size
+
 WIDTH = 860
-
-
-def size(count: float) -> str:
-    """1234567 -> '1.23 MB'."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1000
-    return f"{count:.2f} TB"
 
 
 def _svg(height: int, label: str, parts: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from dsv4.errors import CheckpointError, ConfigError
+from dsv4.lab.files import size
 from dsv4.lab.quantize.convert import Converter, Task, Write
 from dsv4.lab.quantize.headers import quantization
 from dsv4.lab.quantize.job import RECORD, WORK, Job, examine
@@ -93,6 +94,9 @@ class Quantizer:
         if examine(self.folder, self.fingerprint) == "done":
             return self._old_report(), False
         with self._tools() as (converter, pool), Job(self.folder, self.fingerprint) as job:
+            if examine(self.folder, self.fingerprint) == "done":
+                # Another run finished it between our look and our lock.
+                return self._old_report(), False
             records = self._write_shards(job, converter, pool, progress)
             report = make_report(self.plan, records, self.checkpoint.reader.folder.resolve().name)
             self._complete(job, report)
@@ -125,7 +129,7 @@ class Quantizer:
         free = shutil.disk_usage(place).free + parts
         if wanted > free:
             raise ConfigError(
-                f"{self.folder} needs {wanted / 1e9:.2f} GB, but {free / 1e9:.2f} GB of disk are free; "
+                f"{self.folder} needs {size(wanted)}, but {size(free)} of disk are free; "
                 "make room or give a folder on another disk"
             )
 

@@ -9,7 +9,10 @@ from torch import Tensor
 from dsv4.kernels import dense
 from dsv4.kernels import experts as kernels
 from dsv4.ops.experts.ref import Expert
+from dsv4.ops.linear.gpu import hold
 from dsv4.ops.linear.ref import round_input
+
+__all__ = ["ffn", "hold", "routed"]
 
 # Experts whose weights are unpacked together: 16 of Flash's gate+up take 512 MiB.
 GROUP = 16

@@ -6,9 +6,16 @@ from torch import Tensor
 from dsv4.kernels import dense
 from dsv4.kernels.dense import Weight
 from dsv4.kernels.gemm import gemm
+from dsv4.kernels.tiles import Tiled, tile
 from dsv4.ops.linear.ref import Held, embed, round_input
+from dsv4.quant.formats import QuantTensor
 
-__all__ = ["embed", "grouped", "linear", "round_input"]
+__all__ = ["embed", "grouped", "hold", "linear", "round_input"]
+
+
+def hold(weight: QuantTensor, device: str) -> Tiled:
+    """For `dsv4 doctor`: a weight, which is on the device already, as a model holds it there."""
+    return tile(weight)
 
 
 def linear(x: Tensor, weight: Held, activations: str = "a16", out_dtype: torch.dtype | None = None) -> Tensor:

@@ -6,11 +6,11 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4.ops._exact import softplus
-from dsv4.ops.linear.gpu import linear
+from dsv4.ops.linear.gpu import hold, linear
 from dsv4.ops.linear.ref import Held
 from dsv4.ops.route.ref import top_indices
 
-__all__ = ["by_hash", "by_score", "scores", "top_indices"]
+__all__ = ["by_hash", "by_score", "hold", "scores", "top_indices"]
 
 
 @triton.jit
