@@ -19,9 +19,11 @@ constexpr int COLUMNS = 8, PARTS = 4;
 constexpr int ITEMS = SLICE / 4, MAX_STRIDE = ITEMS + 4;
 template <int F> constexpr int STRIDE = F == NVFP4 ? ITEMS + 2 : MAX_STRIDE;
 
-// Shared memory of a block of WARPS: stages, sums of this turn and the last [warp][half][column][row], barriers, then x.
+// Shared memory of a block of WARPS: stages, sums of this turn and the last [warp][brick][column][row], barriers, then x.
+// Blocks of 8 warps are for a single row: three of them fit on a multiprocessor.
 template <int WARPS> struct Layout {
-    static constexpr int TABLE = WARPS * 2 * 128;
+    static constexpr bool SINGLE = WARPS == 8;
+    static constexpr int BLOCKS = SINGLE ? 3 : 1, SUMS = SINGLE ? 16 : 16 * COLUMNS, TABLE = WARPS * 2 * SUMS;
     static constexpr int TABLE_AT = WARPS * STAGES * CHUNK, BARRIERS_AT = TABLE_AT + 2 * TABLE * 4;
     static constexpr int X_AT = BARRIERS_AT + WARPS * STAGES * 8;
     static constexpr int bytes(int columns) { return X_AT + MAX_SLICES * (columns * MAX_STRIDE * 8 + COLUMNS * 4); }
@@ -261,7 +263,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     // The rows of x that this task multiplies, of the batch or of the pairs it lists. Groups share them.
     using At = Layout<WARPS>;
     constexpr int X_STRIDE = IS_F32 ? MAX_STRIDE : STRIDE<F>;
-    const int stride = !IS_F32 && p.rows == 1 ? 0 : X_STRIDE, slice_stride = stride ? COLUMNS * MAX_STRIDE : MAX_STRIDE;
+    const int stride = At::SINGLE ? 0 : X_STRIDE, slice_stride = stride ? COLUMNS * MAX_STRIDE : MAX_STRIDE;
     uint2* x_table = reinterpret_cast<uint2*>(shared + At::X_AT);
     float* undo_table = reinterpret_cast<float*>(x_table + s.warps * slice_stride);   // [slice][column]
     for (int c = 0; c < count; ++c) {
@@ -310,9 +312,15 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
             float sum[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) sum[i] = (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]);
-            float* out = table + (warp * 2 + sub) * 128 + g;   // [column][row]
-            out[(2 * t) * 16] = sum[0] * undo0; out[(2 * t + 1) * 16] = sum[1] * undo1;
-            out[(2 * t) * 16 + 8] = sum[2] * undo0; out[(2 * t + 1) * 16 + 8] = sum[3] * undo1;
+            float* out = table + (warp * 2 + sub) * At::SUMS + g;   // [column][row]
+            if (!At::SINGLE || t == 0) {
+                out[(2 * t) * 16] = sum[0] * undo0;
+                out[(2 * t) * 16 + 8] = sum[2] * undo0;
+            }
+            if (!At::SINGLE) {
+                out[(2 * t + 1) * 16] = sum[1] * undo1;
+                out[(2 * t + 1) * 16 + 8] = sum[3] * undo1;
+            }
         }
         group_barrier(group, s.warps * 32);
         // One warp per column, another one each turn; the others go on. Lanes are the rows of both bricks.
@@ -320,14 +328,14 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
         const bool inside = tile < end && n < s.n;
         for (int c = (warp + turn) % s.warps; c < count; c += s.warps) {
             float total = 0.f;
-            const float* in = table + (group * s.warps * 2 + h) * 128 + r;
+            const float* in = table + (group * s.warps * 2 + h) * At::SUMS + r;
 #pragma unroll
             for (int w = 0; w < MAX_SLICES; ++w)
                 if (w < s.warps) {
                     float whole = 0.f;
                     if constexpr (IS_F32)
-                        for (int q = (F == BF16 ? 2 : 1); q >= 0; --q) whole += in[w * 256 + (c * PARTS + q) * 16];
-                    else whole = in[w * 256 + c * 16];
+                        for (int q = (F == BF16 ? 2 : 1); q >= 0; --q) whole += in[w * 2 * At::SUMS + (c * PARTS + q) * 16];
+                    else whole = in[w * 2 * At::SUMS + c * 16];
                     total += whole;
                 }
             const float v = total * factor;
@@ -350,7 +358,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
 }
 
 template <int WARPS, bool IS_F32>
-__global__ void __launch_bounds__(WARPS * 32, 16 / WARPS) matvec_kernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(WARPS * 32, Layout<WARPS>::BLOCKS) matvec_kernel(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) char shared[];
     const int4 work = __ldg(p.work + blockIdx.x);
     const Segment& s = p.segments[work.x];
@@ -363,7 +371,6 @@ __global__ void __launch_bounds__(WARPS * 32, 16 / WARPS) matvec_kernel(const __
     }
 }
 
-// A single row leaves room for two blocks on a multiprocessor: one computes while the other begins or ends.
 extern "C" int dsv4_matvec(const Params* p, int blocks, int is_f32, cudaStream_t stream) {
     if (is_f32) return launch(matvec_kernel<16, true>, blocks, 512, Layout<16>::bytes(COLUMNS), 1, stream, *p);
     if (p->rows > 1) return launch(matvec_kernel<16, false>, blocks, 512, Layout<16>::bytes(COLUMNS), 1, stream, *p);

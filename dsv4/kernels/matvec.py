@@ -101,7 +101,7 @@ class MatVec:
             params.segments[i] = segment
         columns = FLOAT_COLUMNS if self.is_float else COLUMNS
         if blocks is None:
-            per = 2 if rows == 1 and not self.is_float else 1  # as matvec.cu launches them
+            per = 3 if rows == 1 and not self.is_float else 1  # as matvec.cu launches them
             blocks = per * torch.cuda.get_device_properties(device).multi_processor_count
         work = _share([s for s, _ in segments], rows, columns, tasks, blocks)
         self.work = torch.tensor(work, dtype=torch.int32, device=device)

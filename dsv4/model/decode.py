@@ -283,7 +283,7 @@ class Decoder:
     def capture(self) -> None:
         """Record the launches as a graph, after `warm_up`."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(self.buffers.ids.device)):
+        with torch.cuda.graph(graph):
             self.run()
         self.graph = graph
 
