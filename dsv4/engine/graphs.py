@@ -1,8 +1,8 @@
 """Decode steps on a GPU: one graph per number of rows, the next step launched before the host saw this one.
 
 A greedy sequence's next input is known to the GPU before it is known here. So after a step the next one is
-launched at once, on the guess that the same sequences go on; a wrong guess is run again, and what it left in the
-cache lies beyond every length, where it is overwritten before it is read.
+launched at once, on the guess that the same sequences go on; a wrong guess is run again, and what it left in
+the cache lies beyond every length, where it is overwritten before it is read.
 """
 
 from dataclasses import dataclass

@@ -21,7 +21,7 @@ class Decode(Protocol):
 
 
 class Runner:
-    """`decode` runs the generated tokens where a machine has kernels for them; else they run as prompts do."""
+    """`decode` runs generated tokens where a machine has kernels for them; else they run as prompts do."""
 
     def __init__(self, model: Model, cache: Cache, device: str, decode: Decode | None = None) -> None:
         self.model, self.cache, self.device, self.decode = model, cache, device, decode

@@ -18,8 +18,8 @@ def route(
     chosen: Tensor,
     tasks: Tasks,
 ) -> None:
-    """logits [T, E] float32; bias [E], or a table [V, K] by token id. -> chosen int32 [T, K] by rising expert,
-    and tasks with the weights. `is_float` says how many pairs a task may hold."""
+    """logits [T, E] float32; bias [E], or a table [V, K] by token id. -> chosen int32 [T, K] by rising
+    expert, and tasks with the weights. `is_float` says how many pairs a task may hold."""
     rows, experts = logits.shape
     assert experts <= 512 and rows * tasks.choices <= 1024, (rows, experts)
     call(
@@ -31,7 +31,7 @@ def route(
 
 
 def select(scores: Tensor, counts: Tensor, out: Tensor) -> None:
-    """scores [T, cap] float32, counts [T] int32 -> out [T, topk] int32: the best entries, rising, -1 beyond."""
+    """scores [T, cap] float32, counts [T] int32 -> out [T, topk] int32: the best, rising, -1 beyond."""
     _select(scores, counts, None, 1, None, None, 1, out)
 
 

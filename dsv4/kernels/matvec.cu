@@ -20,10 +20,10 @@ constexpr int ITEMS = SLICE / 4, MAX_STRIDE = ITEMS + 4;
 template <int F> constexpr int STRIDE = F == NVFP4 ? ITEMS + 2 : MAX_STRIDE;
 
 // Shared memory of a block of WARPS: stages, sums of this turn and the last [warp][brick][column][row], barriers, then x.
-// Blocks of 8 warps are for a single row: three of them fit on a multiprocessor.
+// Blocks of 8 warps are for a single row: two fit on a multiprocessor, and one computes while the other begins or ends.
 template <int WARPS> struct Layout {
     static constexpr bool SINGLE = WARPS == 8;
-    static constexpr int BLOCKS = SINGLE ? 3 : 1, SUMS = SINGLE ? 16 : 16 * COLUMNS, TABLE = WARPS * 2 * SUMS;
+    static constexpr int BLOCKS = SINGLE ? 2 : 1, SUMS = SINGLE ? 16 : 16 * COLUMNS, TABLE = WARPS * 2 * SUMS;
     static constexpr int TABLE_AT = WARPS * STAGES * CHUNK, BARRIERS_AT = TABLE_AT + 2 * TABLE * 4;
     static constexpr int X_AT = BARRIERS_AT + WARPS * STAGES * 8;
     static constexpr int bytes(int columns) { return X_AT + MAX_SLICES * (columns * MAX_STRIDE * 8 + COLUMNS * 4); }
@@ -38,6 +38,8 @@ struct Params {
     int choices;              // experts per token
     int rows;                 // of the batch
     float limit;              // of the clamped SwiGLU
+    const char* ahead;        // what the next kernel reads first, to be brought to L2 meanwhile; may be null
+    int64_t ahead_bytes;
 };
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
@@ -363,6 +365,8 @@ __global__ void __launch_bounds__(WARPS * 32, Layout<WARPS>::BLOCKS) matvec_kern
     const int4 work = __ldg(p.work + blockIdx.x);
     const Segment& s = p.segments[work.x];
     let_next_start();
+    for (int64_t at = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * 128; at < p.ahead_bytes; at += (int64_t)gridDim.x * blockDim.x * 128)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(p.ahead + at));
     switch (s.format) {
         case NVFP4: run<NVFP4, WARPS, IS_F32>(p, s, work, shared); break;
         case MXFP4: run<MXFP4, WARPS, IS_F32>(p, s, work, shared); break;

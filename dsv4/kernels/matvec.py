@@ -29,6 +29,8 @@ class _Params(ctypes.Structure):
         ("choices", ctypes.c_int),
         ("rows", ctypes.c_int),
         ("limit", ctypes.c_float),
+        ("ahead", ctypes.c_void_p),
+        ("ahead_bytes", ctypes.c_int64),
     )
 
 
@@ -39,7 +41,7 @@ Who = Literal["rows", "up", "down"]
 
 @dataclass(frozen=True)
 class Product:
-    """y = x Wt. y float32 keeps the sums; more than 8 slices of K give y [splits, ...], summed by its reader."""
+    """y = x Wt. y float32 keeps the sums; more than 8 slices of K give y [splits, ...], to be summed."""
 
     weight: Tiled
     x: Tensor
@@ -72,11 +74,12 @@ class Tasks:
 
 def splits(k: int) -> int:
     """Into how many separately stored sums a product over K columns is cut."""
-    return -(--(-k // SLICE) // MAX_SLICES)
+    slices = -(-k // SLICE)
+    return -(-slices // MAX_SLICES)
 
 
 class MatVec:
-    """One launch, planned once: `rows` of the batch, products that may run together, their share of the GPU."""
+    """One launch, planned once: `rows` of the batch, products that run together, their share of the GPU."""
 
     def __init__(
         self,
@@ -85,14 +88,18 @@ class MatVec:
         tasks: Tasks | None = None,
         limit: float = 0.0,
         blocks: int | None = None,
+        ahead: Tensor | None = None,
     ) -> None:
+        """`ahead`: a few megabytes that the next kernel reads, brought to the L2 cache meanwhile."""
         device = products[0].x.device
         self.device, self.is_float = device, products[0].x.dtype == torch.float32
-        self.keep = (products, tasks)  # the launch holds raw pointers into these
+        self.keep = (products, tasks, ahead)  # the launch holds raw pointers into these
         params = _Params(rows=rows, limit=limit, choices=tasks.choices if tasks else 1)
         if tasks:
             params.task_expert, params.task_pairs = tasks.expert.data_ptr(), tasks.pairs.data_ptr()
             params.weights = tasks.weights.data_ptr()
+        if ahead is not None:
+            params.ahead, params.ahead_bytes = ahead.data_ptr(), ahead.nbytes
         segments: list[tuple[_Segment, Product]] = []
         for product in products:
             segments += [(segment, product) for segment in _segments(product)]
@@ -101,7 +108,7 @@ class MatVec:
             params.segments[i] = segment
         columns = FLOAT_COLUMNS if self.is_float else COLUMNS
         if blocks is None:
-            per = 3 if rows == 1 and not self.is_float else 1  # as matvec.cu launches them
+            per = 2 if rows == 1 and not self.is_float else 1  # as matvec.cu launches them
             blocks = per * torch.cuda.get_device_properties(device).multi_processor_count
         work = _share([s for s, _ in segments], rows, columns, tasks, blocks)
         self.work = torch.tensor(work, dtype=torch.int32, device=device)
@@ -148,8 +155,8 @@ def _share(
 ) -> list[tuple[int, int, int, int]]:
     """Cut all units into runs, one per block: (segment, first unit, units, task or group of rows).
 
-    At batch 1 the runs have about equal bytes and all are resident at once. Otherwise there are more runs than
-    blocks, and the hardware queues them.
+    At batch 1 the runs have about equal bytes and all are resident at once. Otherwise there are more runs
+    than blocks, and the hardware queues them.
     """
     per_load = (9, 8.5, 16, 32)  # bytes of a brick over 512, with its scales
     repeats = [len(tasks.expert) if s.routed and tasks else -(-rows // columns) for s in segments]

@@ -12,7 +12,7 @@ from dsv4.model.bundle import Weights
 from dsv4.model.params import Param, declare
 from dsv4.quant.formats import Format, QuantTensor
 
-# Which format each component has. modelopt: what ModelOpt publishes (c1). nvfp4: every large linear in 4 bits.
+# The format of each component. modelopt: as ModelOpt publishes (c1). nvfp4: every large linear in 4 bits.
 LAYOUTS = {
     "modelopt": {"routed experts": Format.NVFP4, "other": Format.FP8},
     "nvfp4": {"routed experts": Format.NVFP4, "other": Format.NVFP4},

@@ -1,8 +1,8 @@
 """One token of every running sequence on a GPU: a fixed list of kernel launches, replayed as one graph.
 
 The same mathematics as model.py and its parts, cut where a GPU wants it cut: what reads the same input is one
-launch, and nothing depends on the host. Token, position and slot of a row live on the device; position -1 marks an
-unused row. Buffers are made once for a number of rows.
+launch, and nothing depends on the host. Token, position and slot of a row live on the device; position -1 marks
+an unused row. Buffers are made once for a number of rows.
 """
 
 from collections.abc import Callable
@@ -95,7 +95,10 @@ class Decoder:
             self._site(f"{name}.hc_attn", f"{name}.attn_norm", mixed)
             self._attention(f"{name}.attn", spec, layer, rope)
             self._site(f"{name}.hc_ffn", f"{name}.ffn_norm", f.y)
-            self._moe(f"{name}.ffn", spec)
+            last = number == c.num_layers - 1
+            self._moe(
+                f"{name}.ffn", spec, b.plain("hc_head_fn" if last else f"layers.{number + 1}.hc_attn_fn")
+            )
             mixed = f.moe
         self._site("hc_head", "norm", mixed)
         self._product("head", [Product(b.tiled("head"), f.x, f.logits)])
@@ -104,8 +107,10 @@ class Decoder:
     def _add(self, name: str, launch: Launch) -> None:
         self.launches.append((name, launch))
 
-    def _product(self, name: str, products: list[Product], tasks: Tasks | None = None) -> None:
-        planned = MatVec(products, self.buffers.rows, tasks, self.config.swiglu_limit)
+    def _product(
+        self, name: str, products: list[Product], tasks: Tasks | None = None, ahead: Tensor | None = None
+    ) -> None:
+        planned = MatVec(products, self.buffers.rows, tasks, self.config.swiglu_limit, ahead=ahead)
         self._add(name, planned.launch)
 
     def _site(self, name: str, norm: str, y: Tensor | None) -> None:
@@ -178,7 +183,7 @@ class Decoder:
         )
         y, parts = f.y.transpose(0, 1), f.y.shape[1]
         out = Product(wo_b, f.u, y if parts > 1 else y[0], y_stride=parts * c.hidden_size)
-        self._product("output b", [out])
+        self._product("output b", [out], ahead=b.plain(name.replace(".attn", ".hc_ffn_fn")))
 
     def _pooling(
         self, name: str, tail: Tail, values: Tensor, scores: Tensor, out: object, products: list[Product]
@@ -229,7 +234,7 @@ class Decoder:
             lambda: attend.combine(part_o, part_ml, sinks, rope.cos, rope.sin, f.positions, f.o),
         )
 
-    def _moe(self, name: str, spec: LayerSpec) -> None:
+    def _moe(self, name: str, spec: LayerSpec, ahead: Tensor) -> None:
         b, f, c = self.b, self.buffers, self.config
         bank, shared = b.bank(f"{name}.experts"), b.bank(f"{name}.shared_experts")
         assert bank is not None and shared is not None
@@ -258,6 +263,7 @@ class Decoder:
                 Product(shared.w2, f.shared_hidden, last, y_stride=f.moe.stride(0)),
             ],
             f.tasks,
+            ahead,
         )
 
     def load(self, tokens: list[tuple[int, int, int]]) -> None:

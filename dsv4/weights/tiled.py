@@ -1,4 +1,4 @@
-"""Loads a checkpoint in the GPU kernels' tiles: streamed weight by weight, experts straight into their bank."""
+"""Loads a checkpoint in the GPU kernels' tiles: streamed weight by weight, experts into their bank."""
 
 import re
 from dataclasses import replace
