@@ -1,8 +1,8 @@
 """One token of every running sequence on a GPU: a fixed list of kernel launches, replayed as one graph.
 
 The same mathematics as model.py and its parts, cut where a GPU wants it cut: what reads the same input is one
-launch, and nothing depends on the host. Token, position and slot of a row live on the device; position -1 marks
-an unused row. Buffers are made once for a number of rows.
+launch, and nothing depends on the host. Token, position and slot of a row live on the device; position -1
+marks an unused row. Buffers are made once for a number of rows.
 """
 
 from collections.abc import Callable
