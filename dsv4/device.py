@@ -22,9 +22,11 @@ class Device:
 
     @classmethod
     def choose(cls, wanted: str) -> "Device":
-        if wanted in ("auto", "cpu"):
-            why = "asked for" if wanted == "cpu" else _why_cpu()
-            return cls("cpu", "cpu", _cpu_name(), available_memory(), why)
+        why_cpu = {"cpu": "asked for", "auto": _why_cpu()}.get(wanted)
+        if why_cpu is not None:
+            return cls("cpu", "cpu", _cpu_name(), available_memory(), why_cpu)
+        why = "the kernels run on it" if wanted == "auto" else "asked for"
+        wanted = "cuda" if wanted == "auto" else wanted
         if not (wanted == "cuda" or wanted.startswith("cuda:")):
             raise DeviceError(f"device {wanted!r} is unknown; use auto, cpu, cuda or cuda:N")
         if not torch.cuda.is_available():
@@ -35,13 +37,26 @@ class Device:
         if not 0 <= index < torch.cuda.device_count():
             raise DeviceError(f"device {wanted!r}: found {torch.cuda.device_count()} GPUs, numbered from 0")
         free, _ = torch.cuda.mem_get_info(index)
-        return cls("cuda", f"cuda:{index}", torch.cuda.get_device_name(index), free, "asked for")
+        return cls("cuda", f"cuda:{index}", torch.cuda.get_device_name(index), free, why)
 
 
-def _why_cpu() -> str:
-    if torch.cuda.is_available():
-        return "every op has only its reference backend so far; --device cuda runs it there, slowly"
-    return "no CUDA GPU is visible"
+# Compute capability that the kernels need: Hopper.
+OLDEST = (9, 0)
+
+
+def _why_cpu() -> str | None:
+    """Why `auto` does not take a GPU, None where it does."""
+    if not torch.cuda.is_available():
+        return "no CUDA GPU is visible"
+    found = torch.cuda.get_device_capability(0)
+    if found < OLDEST:
+        return f"{torch.cuda.get_device_name(0)} {too_old(found)}"
+    return None
+
+
+def too_old(found: tuple[int, int]) -> str:
+    need = f"{OLDEST[0]}.{OLDEST[1]} (Hopper) or newer"
+    return f"has compute capability {found[0]}.{found[1]}, the kernels need {need}"
 
 
 def _cpu_name() -> str:

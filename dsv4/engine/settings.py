@@ -1,13 +1,15 @@
 """Settles every `auto` of an EngineConfig once, for this machine and checkpoint, and keeps the reasons."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 
 from dsv4.cache.layout import CacheLayout
 from dsv4.config import EngineConfig, ModelConfig
-from dsv4.device import Device
-from dsv4.errors import ConfigError
+from dsv4.device import OLDEST, Device, too_old
+from dsv4.errors import ConfigError, DeviceError
+from dsv4.kernels.build import SOURCES, architecture, compile_source
 from dsv4.ops import IMPLEMENTATIONS, Ops
 from dsv4.quant.formats import Format
 from dsv4.weights.load import Checkpoint
@@ -66,6 +68,8 @@ def settle(config: EngineConfig, checkpoint: Checkpoint) -> Settings:
     if slow:
         chosen("ops", "ref", f"{slow} has no GPU kernels; the reference runs on the GPU, slowly")
     tiled = device.kind == "cuda" and slow is None
+    if tiled:
+        _check_gpu(device)
     if tiled and config.weights != "auto":
         raise ConfigError(f"weights {config.weights} is for a CPU; on a GPU use weights auto")
 
@@ -114,6 +118,17 @@ def check_memory(settings: Settings, checkpoint: Checkpoint, layout: CacheLayout
             f"{layout.max_context} tokens {cache / 1e9:.1f} GB, but {free / 1e9:.1f} GB of memory are free; "
             "lower max_batch or max_context" + (", or use weights packed" if settings.dense else "")
         )
+
+
+def _check_gpu(device: Device) -> None:
+    """Refuse a GPU or a machine that cannot run the kernels, and compile them, before weights are read."""
+    found = torch.cuda.get_device_capability(device.torch_name)
+    if found < OLDEST:
+        raise DeviceError(f"{device.name} {too_old(found)}; use --device cpu")
+    if find_spec("triton") is None:
+        raise DeviceError("the GPU kernels need Triton, which is not installed: pip install triton")
+    for name in SOURCES:
+        compile_source(name, architecture(torch.device(device.torch_name)))
 
 
 def _why_reference(config: EngineConfig, cache: str) -> str | None:

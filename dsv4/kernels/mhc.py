@@ -239,6 +239,6 @@ def mix_close(
             *(partial, base, scale, streams, weight, x, gate, comb, norm_eps, hc_eps),
             **{"D": d, "N": n, "M": mixes, "C": num_chunks(d), "CP": triton.next_power_of_2(num_chunks(d))},
             **{"SIZE": size, "ITERS": iters, "WIDTH": WIDTH},
-            num_warps=8 if size <= 4096 else 16,
+            num_warps=4 if size <= 4096 else 8,
             **OVERLAPPED,
         )

@@ -1,0 +1,77 @@
+"""Weights in tiles, read back lane by lane as the tensor core's registers would hold them; on the CPU."""
+
+import pytest
+import torch
+
+from dsv4.kernels.tiles import BRICK, SCALES, tile, tile_bytes
+from dsv4.quant.codec import decode, e2m1_decode, e4m3_decode, e8m0_decode, encode_weight
+from dsv4.quant.formats import Format, QuantTensor
+
+FORMATS = [Format.NVFP4, Format.MXFP4, Format.FP8, Format.BF16]
+MAGNITUDE, SIGN = (9, 6, 3, 0), (15, 12, 14, 13)
+
+
+def read_back(weight: QuantTensor) -> torch.Tensor:
+    """[units*16, slices*512] values, by the rules of matvec.cu: which lane and register holds what."""
+    tiled, format = tile(weight), weight.format
+    out = torch.zeros(tiled.units * 16, tiled.slices * 512)
+    width = {Format.NVFP4: 64, Format.MXFP4: 64, Format.FP8: 32, Format.BF16: 16}[format]
+    for unit in range(tiled.units):
+        for slice_ in range(tiled.slices):
+            data = tiled.data[0, unit, slice_, 0].view(-1, 32, 16)  # load, lane, bytes
+            scale = tiled.scale[0, unit, slice_, 0]
+            for load in range(data.shape[0]):
+                for lane in range(32):
+                    g, t = lane // 4, lane % 4
+                    for step in range(width // 16):
+                        for register in range(4):
+                            half, pair = register % 2, register // 2
+                            for column in range(2):
+                                first = 16 * t + 4 * step if format is Format.NVFP4 else 16 * step + 4 * t
+                                k = load * width + first + 2 * pair + column
+                                value = value_of(format, data[load, lane], step, register, column)
+                                value *= scale_of(format, scale, load, lane, step, half, k)
+                                out[unit * 16 + g + 8 * half, slice_ * 512 + k] = value
+    return out
+
+
+def value_of(format: Format, lane: torch.Tensor, step: int, register: int, column: int) -> float:
+    if format is Format.BF16:
+        return float(lane.view(torch.bfloat16)[2 * register + column])
+    if format is Format.FP8:
+        place = step * 8 + (register // 2) * 4 + (register % 2) * 2 + column
+        return float(e4m3_decode(lane[place : place + 1]))
+    word = int(lane.view(torch.int32)[step]) & 0xFFFFFFFF
+    half = (word >> (16 * column)) & 0xFFFF
+    code = (half >> MAGNITUDE[register]) & 7 | ((half >> SIGN[register]) & 1) << 3
+    return float(e2m1_decode(torch.tensor([code], dtype=torch.uint8)))
+
+
+def scale_of(
+    format: Format, scale: torch.Tensor, load: int, lane: int, step: int, half: int, k: int
+) -> float:
+    if format is Format.BF16:
+        return 1.0
+    if format is Format.FP8:
+        return float(scale.view(torch.float32)[k // 128])
+    if format is Format.NVFP4:
+        return float(e4m3_decode(scale.view(32, 16)[lane, 2 * load + half].reshape(1)))
+    keeper = (lane & ~3) | (load >> 1)
+    return float(e8m0_decode(scale.view(32, 8)[keeper, (load & 1) * 4 + half * 2 + step // 2].reshape(1)))
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_every_weight_is_where_the_kernel_looks(format: Format) -> None:
+    torch.manual_seed(3)
+    weight = encode_weight(torch.randn(20, 68) * torch.rand(20, 1) * 8, format)
+    plain = QuantTensor(weight.format, weight.data, weight.shape, weight.scale, 1.0)
+    back = read_back(weight)
+    assert torch.equal(back[:20, :68], decode(plain))
+    assert not back[20:].any() and not back[:, 68:].any()
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_sizes(format: Format) -> None:
+    tiled = tile(encode_weight(torch.randn(33, 1028), format))
+    assert (tiled.units, tiled.slices) == (3, 3)
+    assert tiled.num_bytes == tile_bytes(format, (33, 1028)) == 9 * (BRICK[format] + SCALES[format]) + 4
