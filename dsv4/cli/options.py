@@ -22,8 +22,13 @@ _HELP = {
     "max_batch": "sequences that run at the same time",
     "chunk": "prompt tokens processed per step",
     "threads": "CPU threads; default: what suits the model's size",
+    "prefix_snapshots": "places from which a prompt with a known beginning can go on; 0: no prefix cache",
+    "cache_pages": "pages of the cache, one per 256 tokens; default: enough for max-batch x max-context",
 }
-_TYPES: dict[str, Any] = {"max_context": int | None, "threads": int | None, "max_batch": int, "chunk": int}
+_TYPES: dict[str, Any] = {
+    **{"max_context": int | None, "threads": int | None, "cache_pages": int | None},
+    **{"max_batch": int, "chunk": int, "prefix_snapshots": int},
+}
 
 
 def engine_options(command: Callable[..., None]) -> Callable[..., None]:

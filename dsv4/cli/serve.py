@@ -47,6 +47,9 @@ def serve(
         float, typer.Option(help="on SIGTERM: time for running answers to finish")
     ] = 30.0,
     thinking: Annotated[bool, typer.Option(help="think first, where a request does not say")] = True,
+    isolate_by_key: Annotated[
+        bool, typer.Option(help="share cached prefixes only among requests with the same key")
+    ] = False,
     *,
     config: EngineConfig,
 ) -> None:
@@ -62,7 +65,8 @@ def serve(
         ) from None
 
     server_config = ServerConfig(
-        *(host, port, name, api_key_file, max_queue, request_seconds, drain_seconds, thinking)
+        *(host, port, name, api_key_file, max_queue, request_seconds, drain_seconds, thinking),
+        isolate_by_key=isolate_by_key,
     )
     folder = model_folder(model)
     if api_key_file is None and host not in ("127.0.0.1", "::1", "localhost"):

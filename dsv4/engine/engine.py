@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.layout import CacheLayout
+from dsv4.cache.prefix import PrefixCache
 from dsv4.cache.store import Cache
 from dsv4.config import EngineConfig
 from dsv4.engine.output import Output
@@ -48,6 +49,7 @@ class Engine:
         layout = CacheLayout(
             *(model_config, s.kv_format, s.key_format, s.dtype.itemsize),
             *(s.max_context, config.max_batch, checkpoint.inventory.num_mtp_layers),
+            *(config.prefix_snapshots, config.cache_pages),
         )
         check_memory(s, checkpoint, layout)
         # Decoding small blocks of rows is done before a second thread has woken up (measured: docs/log.md).
@@ -59,7 +61,8 @@ class Engine:
         model = Model(bundle, s.max_context, s.device.torch_name)
         self.cache = Cache(layout, s.device.torch_name, s.dtype)
         self.runner = Runner(model, self.cache, s.device.torch_name)
-        self.scheduler = Scheduler(self.cache, config.chunk)
+        self.prefix = PrefixCache(self.cache, config.prefix_snapshots)
+        self.scheduler = Scheduler(self.cache, self.prefix, config.chunk)
         self._outputs: dict[str, Output] = {}
         self._ids = itertools.count()
 
@@ -131,9 +134,7 @@ class Engine:
         deltas = []
         for span, logits in self.runner.run(plan):
             deltas.append(self._advance(self._outputs[span.sequence.request.id], logits))
-        for group in plan.groups:
-            for span in group:
-                span.sequence.num_processed += len(span.ids)
+        self.scheduler.commit(plan)
         for delta in deltas:
             if delta.finish_reason:
                 self.scheduler.finish(self._outputs.pop(delta.request_id).sequence)
@@ -158,7 +159,7 @@ class Engine:
             elif len(sequence.tokens) >= sequence.max_tokens:
                 text, reason = text + output.finish(), "length"
         sequence.finish_reason = reason
-        delta = Delta(sequence.request.id, token, text, reason)
+        delta = Delta(sequence.request.id, token, text, reason, "", sequence.num_cached or 0)
         output.deltas.append(delta)
         return delta
 
@@ -248,7 +249,7 @@ class Stream:
         assert sequence.finish_reason is not None
         return Completion(
             *(sequence.request.id, tuple(sequence.tokens), text, sequence.finish_reason),
-            *(sequence.num_prompt, sequence.seed),
+            *(sequence.num_prompt, sequence.seed, sequence.num_cached or 0),
         )
 
     @property

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from dsv4.cache.node import Node
 from dsv4.errors import RequestError
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -55,9 +56,12 @@ def _all(values: object, kind: type) -> bool:
 
 @dataclass(frozen=True)
 class Request:
+    """`owner`: cached prefixes are shared among requests of the same owner only."""
+
     id: str
     ids: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
+    owner: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,8 @@ class Token:
 class Delta:
     """What one step added to one request. `text`: complete characters only, ends before a stop string.
 
-    `token` is None when the request was cancelled or failed; `error` says why it failed.
+    `token` is None when the request was cancelled or failed; `error` says why it failed. `cached_tokens` of
+    the prompt were not processed, since they were in the cache.
     """
 
     request_id: str
@@ -81,6 +86,7 @@ class Delta:
     text: str
     finish_reason: FinishReason | None = None
     error: str = ""
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,7 @@ class Completion:
     finish_reason: FinishReason
     prompt_tokens: int
     seed: int
+    cached_tokens: int = 0
 
     @property
     def ids(self) -> list[int]:
@@ -109,15 +116,24 @@ class Sequence:
     num_processed: int = 0
     tokens: list[Token] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    # Set by the scheduler: where the sequence stands among the cached prefixes, and what it found there.
+    node: Node | None = None
+    fork: int = 0
+    num_cached: int | None = None
 
     @property
     def num_prompt(self) -> int:
         return len(self.request.ids)
 
     @property
+    def num_known(self) -> int:
+        """Tokens there are: of the prompt, and those that came out."""
+        return self.num_prompt + len(self.tokens)
+
+    @property
     def in_prompt(self) -> bool:
-        """Prompt tokens remain to be processed."""
-        return self.num_processed < self.num_prompt
+        """More is to be processed than the token that came out last: a prompt, or what a pause has undone."""
+        return self.num_processed < max(self.num_prompt, self.num_known - 1)
 
     def span(self, start: int, stop: int) -> list[int]:
         prompt = list(self.request.ids[start:stop])

@@ -37,11 +37,12 @@ class PlainAnswer:
     """A continuation as it is; the engine has cut it at a stop string."""
 
     def __init__(self) -> None:
-        self.num_tokens = self.num_reasoning = 0
+        self.num_tokens = self.num_reasoning = self.num_cached = 0
         self.finish_reason: str | None = None
 
     def push(self, delta: Delta) -> Piece:
         _check(delta)
+        self.num_cached = max(self.num_cached, delta.cached_tokens)
         piece = Piece(content=delta.text, finish_reason=delta.finish_reason)
         self.finish_reason = delta.finish_reason
         if delta.token is not None:
@@ -62,7 +63,7 @@ class ChatAnswer:
         stops: tuple[str, ...],
         id_prefix: str,
     ) -> None:
-        self.num_tokens = self.num_reasoning = 0
+        self.num_tokens = self.num_reasoning = self.num_cached = 0
         self.finish_reason: str | None = None
         self._tokenizer = tokenizer
         self._parser = OutputParser(
@@ -82,6 +83,7 @@ class ChatAnswer:
         _check(delta)
         assert self.finish_reason is None, "the answer has ended"
         piece, token = Piece(), delta.token
+        self.num_cached = max(self.num_cached, delta.cached_tokens)
         if token is not None:
             self.num_tokens += 1
             section = self._parser.section

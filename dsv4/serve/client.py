@@ -196,7 +196,7 @@ class EngineProcess:
             )
         return self._life.ready
 
-    def submit(self, ids: tuple[int, ...], params: list[SamplingParams]) -> Ticket:
+    def submit(self, ids: tuple[int, ...], params: list[SamplingParams], owner: str) -> Ticket:
         """One sequence per entry of `params`, all from the same prompt."""
         self.check_available(len(params))
         assert self._life is not None
@@ -205,7 +205,7 @@ class EngineProcess:
         ticket = Ticket(self, names, deadline)
         for name, wanted in zip(names, params, strict=True):
             self._life.tickets[name] = ticket
-            self._send(Submit(Request(name, ids, wanted)))
+            self._send(Submit(Request(name, ids, wanted, owner)))
         return ticket
 
     def forget(self, id: str) -> None:

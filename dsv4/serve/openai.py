@@ -44,7 +44,7 @@ def usage(num_prompt: int, answers: Sequence[ChatAnswer | PlainAnswer]) -> dict[
         "prompt_tokens": num_prompt,
         "completion_tokens": completion,
         "total_tokens": num_prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": max(answer.num_cached for answer in answers)},
         "completion_tokens_details": {"reasoning_tokens": sum(answer.num_reasoning for answer in answers)},
     }
 

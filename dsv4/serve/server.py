@@ -12,8 +12,10 @@ import uvicorn
 
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import ConfigError
-from dsv4.serve.app import Service, key_hash, make_app
+from dsv4.serve.app import make_app
 from dsv4.serve.client import EngineProcess
+from dsv4.serve.gate import key_hash
+from dsv4.serve.job import Service
 from dsv4.serve.metrics import Metrics
 from dsv4.text.tokenizer import Tokenizer
 
@@ -34,8 +36,11 @@ class ServerConfig:
     request_seconds: float = 600.0
     drain_seconds: float = 30.0
     thinking: bool = True
+    isolate_by_key: bool = False
 
     def __post_init__(self) -> None:
+        if self.isolate_by_key and self.api_key_file is None:
+            raise ConfigError("isolate_by_key needs keys to tell users apart; give --api-key-file")
         for name, holds, expected in (
             ("port", 0 <= self.port < 65536, "a number from 0 (any free one) to 65535"),
             ("max_queue", 0 <= self.max_queue <= 100_000, "a number from 0 to 100000"),
@@ -111,7 +116,9 @@ async def _serve(
         progress=progress,
     )
     name = config.name or folder.resolve().name
-    service = Service(name, engine, tokenizer, Metrics(engine), log, keys, config.thinking)
+    service = Service(
+        name, engine, tokenizer, Metrics(engine), log, keys, config.thinking, config.isolate_by_key
+    )
     uvicorn_config = uvicorn.Config(
         make_app(service),
         log_config=None,

@@ -45,12 +45,14 @@ class Cancel(Message, frozen=True):
 
 @dataclass(frozen=True)
 class Status:
-    """Where the engine stands after a step."""
+    """Where the engine stands after a step. `free_pages` no sequence holds; some of them keep a prefix."""
 
     running: int = 0
     waiting: int = 0
     free_pages: int = 0
     num_pages: int = 0
+    kept_pages: int = 0
+    pauses: int = 0
 
 
 class Loading(Message, frozen=True):

@@ -65,7 +65,10 @@ class Worker:
 
     def status(self) -> Status:
         scheduler, pages = self.engine.scheduler, self.engine.cache.pool
-        return Status(len(scheduler.running), len(scheduler.waiting), pages.num_free, pages.num_pages)
+        return Status(
+            *(len(scheduler.running), len(scheduler.waiting), pages.num_available, pages.num_pages),
+            *(pages.num_idle, scheduler.num_pauses),
+        )
 
     def run(self) -> None:
         """Until the other end closes the link."""

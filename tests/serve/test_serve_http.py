@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 import pytest
-from serve_support import KEY, QUESTION, SHORT, STORY, Server, wait
+from serve_support import KEY, OTHER_KEY, QUESTION, SHORT, STORY, Server, wait
 
 from dsv4.serve.schema import MAX_BODY_BYTES
 
@@ -116,6 +116,25 @@ def test_conversation_with_what_the_server_answered(server: Server) -> None:
         for choice in ("auto", "none")
     ]
     assert counts[0] > counts[1] == len(server.post("/tokenize", {"messages": QUESTION})[1]["tokens"])
+
+
+def test_cached_tokens_and_keys_that_share_nothing(server: Server) -> None:
+    long = [{"role": "user", "content": "Tell me about the boat and the blue fish. " * 40}, *SHORT]
+
+    def ask(key: str, **options: Any) -> Any:
+        client = server.client.with_options(api_key=key)
+        return client.chat.completions.create(
+            model="tiny", messages=long, temperature=0, max_tokens=8, logprobs=True, **options
+        )
+
+    first, again, other = ask(KEY), ask(KEY), ask(OTHER_KEY)
+    assert first.usage.prompt_tokens > 300
+    found = [done.usage.prompt_tokens_details.cached_tokens for done in (first, again, other)]
+    assert found == [0, first.usage.prompt_tokens // 256 * 256, 0]
+    assert first.choices == again.choices == other.choices, "a hit gives what a miss gives"
+    *_, last = ask(OTHER_KEY, stream=True, stream_options={"include_usage": True})
+    assert last.usage.prompt_tokens_details.cached_tokens == found[1]
+    assert server.gauge("dsv4_cache_pages_kept") > 0 and server.gauge("dsv4_cached_tokens_total") > 0
 
 
 def test_key_is_needed_but_for_health(server: Server) -> None:
