@@ -14,6 +14,7 @@ from dsv4.cache.layout import CacheLayout
 from dsv4.cache.prefix import PrefixCache
 from dsv4.cache.store import Cache
 from dsv4.config import EngineConfig
+from dsv4.engine.grammar import Grammars
 from dsv4.engine.output import Output
 from dsv4.engine.request import Completion, Delta, FinishReason, Request, SamplingParams, Sequence, Token
 from dsv4.engine.runner import Runner
@@ -63,6 +64,7 @@ class Engine:
         self.runner = Runner(model, self.cache, s.device.torch_name)
         self.prefix = PrefixCache(self.cache, config.prefix_snapshots)
         self.scheduler = Scheduler(self.cache, self.prefix, config.chunk)
+        self.grammars = Grammars(tokenizer, model_config.vocab_size)
         self._outputs: dict[str, Output] = {}
         self._ids = itertools.count()
 
@@ -120,6 +122,8 @@ class Engine:
             stop_ids |= {self.model_config.eos_id, *(self.tokenizer.stop_ids if self.tokenizer else ())}
         seed = secrets.randbits(64) if params.seed is None else params.seed
         sequence = Sequence(request, seed, max_tokens, frozenset(stop_ids))
+        if params.grammar is not None:
+            sequence.matcher = self.grammars.matcher(params.grammar)
         self._outputs[request.id] = Output(sequence, self.tokenizer)
         self.scheduler.add(sequence)
 
@@ -147,7 +151,10 @@ class Engine:
             position = sequence.num_prompt + len(sequence.tokens)
             why = f"request {sequence.request.id!r}: the logits for position {position} hold NaN or infinity"
             return self._end(output, "error", f"{why}; the weights are damaged or their products overflow")
-        token = self._sample(sequence, logits)
+        try:
+            token = self._sample(sequence, logits)
+        except RequestError as error:
+            return self._end(output, "error", str(error))
         sequence.tokens.append(token)
         reason: FinishReason | None = None
         if token.id in sequence.stop_ids:
@@ -174,7 +181,10 @@ class Engine:
     def _sample(self, sequence: Sequence, logits: Tensor) -> Token:
         params, sample = sequence.request.params, self.settings.ops.sample
         u = sample.uniform(sequence.seed, len(sequence.tokens))
-        chosen = sample.sample(logits, params.temperature, params.top_k, params.top_p, params.min_p, u)
+        allowed = sequence.matcher.masked(logits) if sequence.matcher else logits
+        chosen = sample.sample(allowed, params.temperature, params.top_k, params.top_p, params.min_p, u)
+        if sequence.matcher:
+            sequence.matcher.accept(chosen)
         if params.logprobs is None:
             return Token(chosen)
         logprobs = sample.log_probs(logits)

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from dsv4.cache.node import Node
 from dsv4.errors import RequestError
@@ -24,6 +24,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # how many alternatives to report beside each token; None: no logprobs at all
+    grammar: str | None = None  # of the whole output, see engine/grammar.py
 
     def __post_init__(self) -> None:
         rules = [
@@ -35,6 +36,7 @@ class SamplingParams:
             (self.seed is None or _integer(self.seed, 0, 1 << 64), "seed", "an integer from 0 to 2**64 - 1"),
             (self.logprobs is None or _integer(self.logprobs, 0), "logprobs", "0 or more alternatives"),
             (_all(self.stop_ids, int) and all(i >= 0 for i in self.stop_ids), "stop_ids", "a tuple of ids"),
+            (self.grammar is None or isinstance(self.grammar, str), "grammar", "a grammar as text"),
             (_all(self.stop, str) and all(self.stop), "stop", "a tuple of non-empty strings"),
         ]
         for holds, name, expected in rules:
@@ -120,6 +122,7 @@ class Sequence:
     node: Node | None = None
     fork: int = 0
     num_cached: int | None = None
+    matcher: Any = None  # engine.grammar.Matcher, for a request with a grammar
 
     @property
     def num_prompt(self) -> int:

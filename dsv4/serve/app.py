@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 import time
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -12,6 +13,7 @@ from starlette.types import ASGIApp
 from dsv4.errors import Dsv4Error
 from dsv4.serve.answer import ChatAnswer, PlainAnswer
 from dsv4.serve.gate import Gate, read_body, refusal
+from dsv4.serve.grammar import Form
 from dsv4.serve.job import EventStream, Job, Service, unless_gone
 from dsv4.serve.openai import ChatShape, HttpError, PlainShape
 from dsv4.serve.schema import (
@@ -22,6 +24,7 @@ from dsv4.serve.schema import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    NamedTool,
     TokenizeBody,
     ask_chat,
     ask_completion,
@@ -36,6 +39,24 @@ def tidy(message: dict[str, Any]) -> dict[str, Any]:
     return {**kept, "role": "system"} if kept.get("role") == "developer" else kept
 
 
+def shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """As the model gets to see it; `strict` is about its answer."""
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        return tool  # refused later, by name
+    return {**tool, "function": {key: value for key, value in function.items() if key != "strict"}}
+
+
+def form_of(body: ChatBody) -> Form | None:
+    """What the answer is held to: always where JSON or a call is required, else by a tool's `strict`."""
+    named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
+    tools = [tool for tool in body.offered if named in (None, tool["function"]["name"])]
+    if body.schema is None and not body.must_call and not any(t["function"].get("strict") for t in tools):
+        return None
+    many = named is None and body.parallel_tool_calls is not False
+    return Form(body.schema, tools, body.must_call, many)
+
+
 def make_app(service: Service) -> ASGIApp:
     app = FastAPI(title="dsv4", docs_url=None, redoc_url=None, openapi_url=None)
     tokenizer, engine = service.tokenizer, service.engine
@@ -46,12 +67,13 @@ def make_app(service: Service) -> ASGIApp:
             raise HttpError(404, why, "model_not_found")
 
     async def chat_ids(body: ChatBody, asked: Asked) -> tuple[int, ...]:
-        tools = body.tools if body.tool_choice != "none" else None
-
         def ids() -> tuple[int, ...]:
-            messages = [tidy(message) for message in body.messages]
             segments = encode(
-                messages, thinking=asked.thinking, reasoning_effort=asked.effort, tools=tools or None
+                [tidy(message) for message in body.messages],
+                thinking=asked.thinking,
+                reasoning_effort=asked.effort,
+                tools=[shown_tool(tool) for tool in body.offered] or None,
+                response_format=body.schema,
             )
             return tuple(tokenizer.encode_prompt(segments))
 
@@ -102,13 +124,15 @@ def make_app(service: Service) -> ASGIApp:
         asked = ask_chat(body, service.thinking)
         engine.check_available(len(asked.params))
         ids = await chat_ids(body, asked)
-        tools = body.tools if body.tool_choice != "none" else None
+        if (form := form_of(body)) is not None:
+            grammar = form.grammar(tokenizer, asked.thinking)
+            asked = replace(asked, params=[replace(params, grammar=grammar) for params in asked.params])
         call_id = f"call_{secrets.token_hex(8)}"
         answers = [
             ChatAnswer(
                 tokenizer,
                 thinking=asked.thinking,
-                tools=tools,
+                tools=body.offered,
                 stops=body.stops,
                 id_prefix=f"{call_id}_{index}_",
             )

@@ -1,5 +1,6 @@
 """The server as its clients see it: OpenAI's own client, and raw requests where that one is too polite."""
 
+import json
 import math
 import socket
 import struct
@@ -137,6 +138,45 @@ def test_cached_tokens_and_keys_that_share_nothing(server: Server) -> None:
     assert server.gauge("dsv4_cache_pages_kept") > 0 and server.gauge("dsv4_cached_tokens_total") > 0
 
 
+SUM = {"sum": {"type": "integer", "minimum": 0, "maximum": 99}, "sure": {"type": "boolean"}}
+ANSWER = {"type": "object", "properties": SUM, "required": ["sum", "sure"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize(("stream", "effort"), [(True, "high"), (False, "none")])
+def test_json_schema_is_kept(server: Server, stream: bool, effort: str) -> None:
+    options: dict[str, Any] = {"response_format": json_schema(ANSWER), "reasoning_effort": effort}
+    done = server.chat(SHORT, stream=stream, max_tokens=150, **options)
+    if stream:
+        part = joined(list(done))[0]
+        content, finish, reasoning = part["content"], part["finish"], part["reasoning"]
+    else:
+        (choice,) = done.choices
+        content, finish = choice.message.content, choice.finish_reason
+        reasoning = getattr(choice.message, "reasoning_content", "")
+    assert finish == "stop" and (reasoning != "") == (effort == "high")
+    value = json.loads(content)
+    assert set(value) == {"sum", "sure"} and 0 <= value["sum"] <= 99
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "pick"}}])
+def test_calls_that_must_be_made(server: Server, choice: Any) -> None:
+    color = {"type": "string", "enum": ["red", "dark blue"]}
+    pick = {"type": "object", "properties": {"color": color, **SUM}, "required": ["color"]}
+    tools = [{"type": "function", "function": {"name": "pick", "parameters": pick, "strict": True}}]
+    options = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+    options |= {"reasoning_effort": "none", "max_tokens": 150}
+    done = server.chat(SHORT, **options)
+    assert done.choices[0].finish_reason == "tool_calls" and done.choices[0].message.content is None
+    (call,) = done.choices[0].message.tool_calls
+    arguments = json.loads(call.function.arguments)
+    assert call.function.name == "pick" and arguments["color"] in color["enum"]
+    assert arguments.keys() <= {"color", "sum", "sure"}
+    if choice == "required":
+        chunks = server.chat(SHORT, stream=True, **options)
+        (streamed,) = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+        assert streamed.function.arguments == call.function.arguments
+
+
 def test_key_is_needed_but_for_health(server: Server) -> None:
     assert server.raw("GET", "/health", key=None)[0] == 200
     for path in ("/v1/models", "/ready", "/metrics", "/nowhere"):
@@ -146,6 +186,21 @@ def test_key_is_needed_but_for_health(server: Server) -> None:
     assert server.client.models.list().data[0].id == "tiny"
     with pytest.raises(openai.AuthenticationError):
         server.client.with_options(api_key="wrong").models.list()
+
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+NAMED = {"type": "function", "function": {"name": "sub"}}
+
+
+def json_schema(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return {"type": "function", "function": {"name": "f", "parameters": schema}}
 
 
 CHAT = {"messages": QUESTION, "max_tokens": 4}
@@ -175,7 +230,17 @@ CHAT = {"messages": QUESTION, "max_tokens": 4}
         ({**CHAT, "logprobs": True, "top_logprobs": 21}, 400, "21"),
         ({**CHAT, "seed": 1 << 70}, 400, "seed"),
         ({**CHAT, "tool_choice": "required"}, 400, "tool_choice"),
-        ({**CHAT, "response_format": {"type": "json_object"}}, 400, "response_format"),
+        ({**CHAT, "tool_choice": NAMED}, 400, "only allowed when tools"),
+        ({**CHAT, "tools": [ADD], "tool_choice": NAMED}, 400, "'sub', which is not among"),
+        ({**CHAT, "tools": [nested(40)]}, 400, "levels"),
+        ({**CHAT, "tools": [{**ADD, "function": {"name": "x" * 300_000}}]}, 400, "bytes as JSON"),
+        ({**CHAT, "tools": [{"type": "function"}], "tool_choice": "required"}, 400, "tools[0].function"),
+        ({**CHAT, "tools": [{"type": "function"}]}, 400, "tools[0].function"),
+        ({**CHAT, "response_format": {"type": "xml"}}, 400, "response_format"),
+        ({**CHAT, "response_format": json_schema({"type": "frog"})}, 400, "frog"),
+        ({**CHAT, "response_format": json_schema({"$ref": "https://x.org/a.json"})}, 400, "grammar"),
+        ({**CHAT, "response_format": json_schema({"type": "string", "pattern": "("})}, 400, "grammar"),
+        ({**CHAT, "response_format": json_schema({"enum": ["x" * 70_000]})}, 400, "bytes as JSON"),
         ({**CHAT, "presence_penalty": 0.5}, 400, "presence_penalty"),
         ({**CHAT, "thinking": {"type": "enabled"}, "reasoning_effort": "none"}, 400, "give one"),
         (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400, "JSON"),
