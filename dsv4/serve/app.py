@@ -4,6 +4,7 @@ import asyncio
 import secrets
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -31,6 +32,26 @@ from dsv4.serve.schema import (
     check_fits,
 )
 from dsv4.text.chat import encode
+
+_FILES = Path(__file__).parent / "page"
+# The chat page: three files of ours, nothing from elsewhere, and no string that becomes a script.
+PAGE = {
+    path: ((_FILES / name).read_bytes(), f"{media}; charset=utf-8")
+    for path, name, media in (
+        ("/", "index.html", "text/html"),
+        ("/page.css", "page.css", "text/css"),
+        ("/page.js", "page.js", "text/javascript"),
+    )
+}
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
 
 
 def tidy(message: dict[str, Any]) -> dict[str, Any]:
@@ -154,6 +175,13 @@ def make_app(service: Service) -> ASGIApp:
             ids = tuple(prompt)
         shape = PlainShape(head(request, "cmpl"), tokenizer)
         return await answer(request, body, asked, ids, shape, [PlainAnswer() for _ in asked.params])
+
+    @app.get("/")
+    @app.get("/page.css")
+    @app.get("/page.js")
+    async def page(request: Request) -> Response:
+        data, media = PAGE[request.url.path]
+        return Response(data, media_type=media, headers=PAGE_HEADERS)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

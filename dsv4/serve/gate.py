@@ -51,7 +51,10 @@ class Gate:
                 await self.app(scope, receive, noted)
             else:
                 why = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'"
-                await refusal(HttpError(401, why, "invalid_api_key"))(scope, receive, noted)
+                answer = refusal(HttpError(401, why, "invalid_api_key"))
+                if path == "/":  # a browser, which can ask its user for the key
+                    answer.headers["WWW-Authenticate"] = 'Basic realm="dsv4: the API key as password"'
+                await answer(scope, receive, noted)
         finally:
             if path not in QUIET_ROUTES:
                 route = path if path in LOGGED_ROUTES else "other"
