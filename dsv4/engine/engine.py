@@ -5,6 +5,7 @@ import math
 import operator
 import secrets
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from dsv4.cache.prefix import PrefixCache
 from dsv4.cache.store import Cache
 from dsv4.config import EngineConfig
 from dsv4.engine.grammar import Grammars
+from dsv4.engine.logprobs import token_of
 from dsv4.engine.output import Output
 from dsv4.engine.request import Completion, Delta, FinishReason, Request, SamplingParams, Sequence, Token
 from dsv4.engine.runner import Runner
@@ -115,8 +117,8 @@ class Engine:
             )
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer.json in the model folder; use stop_ids")
-        if params.logprobs is not None and params.logprobs > vocab:
-            raise RequestError(f"logprobs asks for {params.logprobs} alternatives of a vocabulary of {vocab}")
+        if (most := max(params.logprobs or 0, params.prompt_logprobs or 0)) > vocab:
+            raise RequestError(f"logprobs asks for {most} alternatives of a vocabulary of {vocab}")
         stop_ids = set(params.stop_ids)
         if not params.ignore_eos:
             stop_ids |= {self.model_config.eos_id, *(self.tokenizer.stop_ids if self.tokenizer else ())}
@@ -167,6 +169,8 @@ class Engine:
                 text, reason = text + output.finish(), "length"
         sequence.finish_reason = reason
         delta = Delta(sequence.request.id, token, text, reason, "", sequence.num_cached or 0)
+        if len(sequence.tokens) == 1 and sequence.prompt:
+            delta = replace(delta, prompt=tuple(sequence.prompt))
         output.deltas.append(delta)
         return delta
 
@@ -185,13 +189,7 @@ class Engine:
         chosen = sample.sample(allowed, params.temperature, params.top_k, params.top_p, params.min_p, u)
         if sequence.matcher:
             sequence.matcher.accept(chosen)
-        if params.logprobs is None:
-            return Token(chosen)
-        logprobs = sample.log_probs(logits)
-        # By logits: two that differ can round to one logprob, and the first must be the greedy choice.
-        top = logits.sort(descending=True, stable=True).indices[: params.logprobs]
-        pairs = zip(top.tolist(), logprobs[top].tolist(), strict=True)
-        return Token(chosen, float(logprobs[chosen]), tuple(pairs))
+        return token_of(sample, logits, chosen, params.logprobs)
 
     def cancel(self, request_id: str) -> None:
         """End a request now; its slot and pages are free at once. Unknown or finished ids are an error."""
@@ -259,7 +257,7 @@ class Stream:
         assert sequence.finish_reason is not None
         return Completion(
             *(sequence.request.id, tuple(sequence.tokens), text, sequence.finish_reason),
-            *(sequence.num_prompt, sequence.seed, sequence.num_cached or 0),
+            *(sequence.num_prompt, sequence.seed, sequence.num_cached or 0, tuple(sequence.prompt)),
         )
 
     @property

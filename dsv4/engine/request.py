@@ -24,6 +24,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # how many alternatives to report beside each token; None: no logprobs at all
+    prompt_logprobs: int | None = None  # the same for the tokens of the prompt
     grammar: str | None = None  # of the whole output, see engine/grammar.py
 
     def __post_init__(self) -> None:
@@ -35,6 +36,10 @@ class SamplingParams:
             (_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", "a number from 0 to 1"),
             (self.seed is None or _integer(self.seed, 0, 1 << 64), "seed", "an integer from 0 to 2**64 - 1"),
             (self.logprobs is None or _integer(self.logprobs, 0), "logprobs", "0 or more alternatives"),
+            (
+                self.prompt_logprobs is None or _integer(self.prompt_logprobs, 0),
+                *("prompt_logprobs", "0 or more alternatives"),
+            ),
             (_all(self.stop_ids, int) and all(i >= 0 for i in self.stop_ids), "stop_ids", "a tuple of ids"),
             (self.grammar is None or isinstance(self.grammar, str), "grammar", "a grammar as text"),
             (_all(self.stop, str) and all(self.stop), "stop", "a tuple of non-empty strings"),
@@ -80,7 +85,8 @@ class Delta:
     """What one step added to one request. `text`: complete characters only, ends before a stop string.
 
     `token` is None when the request was cancelled or failed; `error` says why it failed. `cached_tokens` of
-    the prompt were not processed, since they were in the cache.
+    the prompt were not processed, since they were in the cache. `prompt`, with the first token and if asked
+    for: the prompt's tokens from the second on.
     """
 
     request_id: str
@@ -89,6 +95,7 @@ class Delta:
     finish_reason: FinishReason | None = None
     error: str = ""
     cached_tokens: int = 0
+    prompt: tuple[Token, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -100,6 +107,7 @@ class Completion:
     prompt_tokens: int
     seed: int
     cached_tokens: int = 0
+    prompt: tuple[Token, ...] = ()
 
     @property
     def ids(self) -> list[int]:
@@ -117,6 +125,7 @@ class Sequence:
     slot: int | None = None
     num_processed: int = 0
     tokens: list[Token] = field(default_factory=list)
+    prompt: list[Token] = field(default_factory=list)  # from its second token on, if asked for
     finish_reason: FinishReason | None = None
     # Set by the scheduler: where the sequence stands among the cached prefixes, and what it found there.
     node: Node | None = None

@@ -88,7 +88,9 @@ class Scheduler:
         while self.waiting and not (self._is_tight and self.running):
             s = self.waiting[0]
             tokens = min(s.num_prompt + s.max_tokens, s.num_known + HEADROOM)
-            hit = self.prefix.claim(s.request.owner, s.span(0, s.num_known), tokens)
+            # A prompt whose tokens are to be scored is processed in full, once.
+            reuse = s.request.params.prompt_logprobs is None or bool(s.tokens)
+            hit = self.prefix.claim(s.request.owner, s.span(0, s.num_known), tokens, reuse)
             if hit is None:
                 return
             s.slot, s.num_processed, s.node, s.fork = hit.slot, hit.position, hit.node, hit.fork

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 from dsv4.errors import Dsv4Error
-from dsv4.serve.answer import ChatAnswer, PlainAnswer
+from dsv4.serve.answer import ChatAnswer, Echo, PlainAnswer
 from dsv4.serve.gate import Gate, read_body, refusal
 from dsv4.serve.grammar import Form
 from dsv4.serve.job import EventStream, Job, Service, unless_gone
@@ -104,16 +104,20 @@ def make_app(service: Service) -> ASGIApp:
         request: Request,
         body: Body,
         asked: Asked,
-        ids: tuple[int, ...],
+        prompts: list[tuple[int, ...]],
         shape: ChatShape | PlainShape,
         answers: list[ChatAnswer] | list[PlainAnswer],
     ) -> Response:
-        ready = engine.check_available(len(asked.params))
-        check_fits(len(ids), asked.params[0].max_tokens, ready.max_context)
-        ticket = engine.submit(ids, asked.params, request.scope["owner"])
+        ready = engine.check_available(len(prompts) * len(asked.params))
+        for ids in prompts:
+            check_fits(len(ids), asked.params[0].max_tokens, ready.max_context)
+        ticket = engine.submit(prompts, asked.params, request.scope["owner"])
         wants_logprobs = asked.params[0].logprobs is not None
         note = request.scope["note"]
-        job = Job(service, shape, answers, ticket, len(ids), wants_logprobs, body.wants_usage, note)
+        length = sum(map(len, prompts))
+        job = Job(
+            service, shape, answers, ticket, length, len(prompts), wants_logprobs, body.wants_usage, note
+        )
         outcome: list[dict[str, Any]] = []
 
         async def start() -> None:
@@ -159,22 +163,27 @@ def make_app(service: Service) -> ASGIApp:
             )
             for index in range(len(asked.params))
         ]
-        return await answer(request, body, asked, ids, ChatShape(head(request, "chatcmpl")), answers)
+        return await answer(request, body, asked, [ids], ChatShape(head(request, "chatcmpl")), answers)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body = await read_body(request, CompletionBody)
         check_model(body.model)
-        asked = ask_completion(body)
-        engine.check_available(len(asked.params))
-        prompt = body.prompt
-        if isinstance(prompt, str):
-            encoded = await asyncio.to_thread(tokenizer.encode_text, prompt)
-            ids = (tokenizer.bos_id, *encoded)
-        else:
-            ids = tuple(prompt)
+        asked, given = ask_completion(body), body.prompts
+        engine.check_available(len(given) * len(asked.params))
+        prompts, answers = [], []
+        for prompt in given:
+            if isinstance(prompt, str):
+                encoded = await asyncio.to_thread(tokenizer.encode_text, prompt)
+                ids, text = (tokenizer.bos_id, *encoded), prompt
+            else:
+                ids = tuple(prompt)
+                text = await asyncio.to_thread(tokenizer.decode, ids) if body.echo else ""
+            echo = Echo(text, ids, isinstance(prompt, str), body.max_tokens == 0) if body.echo else None
+            prompts.append(ids)
+            answers += [PlainAnswer(echo) for _ in asked.params]
         shape = PlainShape(head(request, "cmpl"), tokenizer)
-        return await answer(request, body, asked, ids, shape, [PlainAnswer() for _ in asked.params])
+        return await answer(request, body, asked, prompts, shape, answers)
 
     @app.get("/")
     @app.get("/page.css")

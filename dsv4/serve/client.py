@@ -189,6 +189,8 @@ class EngineProcess:
         if self._life is None or self._life.ready is None:
             raise Unavailable("the engine is loading; try again in a few seconds")
         limit = self.max_queue + self._life.ready.max_batch
+        if count > limit:
+            raise RequestError(f"{count} sequences were asked for at once, at most {limit} may run or wait")
         if self.num_open + count > limit or self._unsent() > MAX_UNSENT_BYTES:
             raise Busy(
                 f"{self.num_open} sequences run or wait, {count} more were asked for, at most {limit} may; "
@@ -196,16 +198,17 @@ class EngineProcess:
             )
         return self._life.ready
 
-    def submit(self, ids: tuple[int, ...], params: list[SamplingParams], owner: str) -> Ticket:
-        """One sequence per entry of `params`, all from the same prompt."""
-        self.check_available(len(params))
+    def submit(self, prompts: list[tuple[int, ...]], params: list[SamplingParams], owner: str) -> Ticket:
+        """One sequence per prompt and entry of `params`, the prompt's entries one after the other."""
+        wanted = [(ids, one) for ids in prompts for one in params]
+        self.check_available(len(wanted))
         assert self._life is not None
-        names = [f"s{next(self._counter)}" for _ in params]
+        names = [f"s{next(self._counter)}" for _ in wanted]
         deadline = asyncio.get_running_loop().time() + self.request_seconds
         ticket = Ticket(self, names, deadline)
-        for name, wanted in zip(names, params, strict=True):
+        for name, (ids, one) in zip(names, wanted, strict=True):
             self._life.tickets[name] = ticket
-            self._send(Submit(Request(name, ids, wanted, owner)))
+            self._send(Submit(Request(name, ids, one, owner)))
         return ticket
 
     def forget(self, id: str) -> None:

@@ -15,7 +15,7 @@ from dsv4.errors import Dsv4Error
 from dsv4.serve.answer import ChatAnswer, Piece, PlainAnswer
 from dsv4.serve.client import EngineProcess, Ticket
 from dsv4.serve.metrics import Metrics
-from dsv4.serve.openai import ChatShape, PlainShape, error_body, usage
+from dsv4.serve.openai import ChatShape, PlainShape, error_body, num_cached, usage
 from dsv4.text.tokenizer import Tokenizer
 
 
@@ -42,7 +42,8 @@ class Job:
     shape: ChatShape | PlainShape
     answers: list[ChatAnswer] | list[PlainAnswer]
     ticket: Ticket
-    num_prompt: int
+    num_prompt: int  # tokens of all prompts
+    num_prompts: int
     wants_logprobs: bool
     wants_usage: bool
     note: dict[str, Any]  # for the log line
@@ -71,7 +72,7 @@ class Job:
         while (found := await self.next()) is not None:
             pieces[found[0]].append(found[1])
         choices = [self.shape.whole(i, part, self.wants_logprobs) for i, part in enumerate(pieces)]
-        counted = usage(self.num_prompt, self.answers)
+        counted = usage(self.num_prompt, self.answers, self.num_prompts)
         return {**self.shape.head, "object": self.shape.name, "choices": choices, "usage": counted}
 
     async def events(self, send: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
@@ -82,7 +83,7 @@ class Job:
         while (found := await self.next()) is not None:
             await send(self.shape.chunk(*found))
         if self.wants_usage:
-            counted = usage(self.num_prompt, self.answers)
+            counted = usage(self.num_prompt, self.answers, self.num_prompts)
             await send({**self.shape.head, "object": self.shape.chunk_name, "choices": [], "usage": counted})
 
     def close(self) -> None:
@@ -92,7 +93,7 @@ class Job:
         tokens = sum(answer.num_tokens for answer in self.answers)
         metrics.prompt_tokens.inc(self.num_prompt)
         metrics.completion_tokens.inc(tokens)
-        cached = max(answer.num_cached for answer in self.answers)
+        cached = num_cached(self.answers, self.num_prompts)
         metrics.cached_tokens.inc(cached)
         if self.first is not None and tokens > len(self.answers):
             metrics.per_token.observe((now - self.first) / (tokens / len(self.answers) - 1))

@@ -4,7 +4,7 @@ A field that is not here is refused by name. One whose effect is missing is take
 for nothing, so that no wish is passed over in silence.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -143,11 +143,33 @@ class ChatBody(Body, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class CompletionBody(Body, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    prompt: str | list[int]
+    prompt: str | list[Any]
     logprobs: int | None = None
-    echo: Literal[False] | None = None
+    echo: bool | None = None
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """One or more prompts, as texts or as ids."""
+        given = self.prompt
+        if isinstance(given, str):
+            return [given]
+        if given and all(isinstance(item, str) for item in given):
+            return given
+        if given and all(_is_id(item) for item in given):
+            return [given]
+        if given and all(isinstance(ids, list) and ids and all(map(_is_id, ids)) for ids in given):
+            return given
+        raise BadField(
+            "prompt is not a text, a list of texts, a list of token ids or a list of such lists, none empty",
+            "prompt",
+            "invalid_type",
+        )
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -217,7 +239,13 @@ def ask_chat(body: ChatBody, default_thinking: bool) -> Asked:
 
 def ask_completion(body: CompletionBody) -> Asked:
     limit = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    return Asked(_params(body, limit, body.logprobs, body.stops))
+    if body.echo:
+        # Nothing but the prompt's own tokens is asked for; one more is made, and left out of the answer.
+        limit = limit or 1
+    params = _params(body, limit, body.logprobs, body.stops)
+    if body.echo and body.logprobs is not None:
+        params = [replace(one, prompt_logprobs=body.logprobs) for one in params]
+    return Asked(params)
 
 
 def check_fits(num_prompt: int, max_tokens: int | None, max_context: int) -> None:

@@ -107,6 +107,50 @@ def test_plain_completions(server: Server) -> None:
     assert two.choices[0].text != two.choices[1].text, "each answer has a seed of its own"
 
 
+def test_echo_scores_the_prompt(server: Server) -> None:
+    """As evaluation harnesses ask: the log-probability of every token of a given text."""
+    text = "Once upon a time there was a boat."
+    ids = server.post("/tokenize", {"prompt": text})[1]["tokens"]
+    options: dict[str, Any] = {"model": "tiny", "temperature": 0, "logprobs": 2}
+    done = server.client.completions.create(prompt=text, echo=True, max_tokens=3, **options)
+    choice, logprobs = done.choices[0], done.choices[0].logprobs
+    assert choice.text.startswith(text) and "".join(logprobs.tokens) == choice.text
+    assert len(logprobs.tokens) == len(ids) + 3 and done.usage.completion_tokens == 3
+    assert all(value <= 0 for value in logprobs.token_logprobs)
+    # The same numbers come out when each token is generated instead of given.
+    for position in (1, 4, len(ids) - 1):
+        again = server.client.completions.create(prompt=[0, *ids[:position]], max_tokens=1, **options)
+        assert again.choices[0].logprobs.top_logprobs[0].items() <= logprobs.top_logprobs[position].items()
+    chosen = zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True)
+    assert all(top[token] == value and 2 <= len(top) <= 3 for token, value, top in chosen)
+
+    given = server.client.completions.create(
+        prompt=[[0, *ids], ids[:5]], echo=True, max_tokens=0, n=2, **options
+    )
+    assert [choice.index for choice in given.choices] == [0, 1, 2, 3] and given.usage.completion_tokens == 0
+    assert given.choices[0].logprobs.token_logprobs == [None, *logprobs.token_logprobs[: len(ids)]]
+    assert given.choices[0] == given.choices[1].model_copy(update={"index": 0})
+    assert given.choices[2].text == "".join(given.choices[2].logprobs.tokens)
+    assert given.usage.prompt_tokens == len(ids) + 1 + 5
+    stream = list(
+        server.client.completions.create(prompt=text, echo=True, max_tokens=3, stream=True, **options)
+    )
+    assert "".join(chunk.choices[0].text for chunk in stream) == choice.text
+    offsets = [at for chunk in stream for at in (chunk.choices[0].logprobs or logprobs).text_offset]
+    assert offsets[: len(logprobs.text_offset)] == logprobs.text_offset
+
+
+def test_several_prompts(server: Server) -> None:
+    prompts = ["Once upon", "The boat", "What is"]
+    options: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 5}
+    together = server.client.completions.create(prompt=prompts, **options)
+    alone = [server.client.completions.create(prompt=prompt, **options) for prompt in prompts]
+    assert [c.text for c in together.choices] == [one.choices[0].text for one in alone]
+    assert together.usage.prompt_tokens == sum(one.usage.prompt_tokens for one in alone)
+    status, body, _ = server.post("/v1/completions", {"prompt": ["x"] * 7, "max_tokens": 1})
+    assert status == 400 and "7 sequences" in body["error"]["message"], "more than may ever wait"
+
+
 def test_conversation_with_what_the_server_answered(server: Server) -> None:
     first = server.chat(SHORT).choices[0].message
     messages = [*SHORT, first, *SHORT]
@@ -262,7 +306,7 @@ def test_other_refusals(server: Server) -> None:
     assert server.raw("POST", "/v1/chat/completions", CHAT, media="text/plain")[0] == 415
     assert server.raw("GET", "/v1/chat/completions")[0] == 405
     assert server.raw("GET", "/nowhere")[1]["error"]["code"] == "unknown_url"
-    for bad in ([4096], [-1], [], [1 << 40]):
+    for bad in ([4096], [-1], [], [1 << 40], [[]], ["x", 1], [[1], "x"], [True], [1.5], [["x"]], {"a": 1}):
         assert server.post("/v1/completions", {"prompt": bad, "max_tokens": 1})[0] == 400, bad
     assert server.post("/detokenize", {"tokens": [99999]})[0] == 400
     with pytest.raises(openai.BadRequestError) as refused:
