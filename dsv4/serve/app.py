@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 
 from dsv4.errors import Dsv4Error
 from dsv4.serve.answer import ChatAnswer, Echo, PlainAnswer
+from dsv4.serve.describe import openapi
 from dsv4.serve.gate import Gate, read_body, refusal
 from dsv4.serve.grammar import Form
 from dsv4.serve.job import EventStream, Job, Service, unless_gone
@@ -191,6 +192,10 @@ def make_app(service: Service) -> ASGIApp:
     async def page(request: Request) -> Response:
         data, media = PAGE[request.url.path]
         return Response(data, media_type=media, headers=PAGE_HEADERS)
+
+    @app.get("/openapi.json")
+    async def description() -> dict[str, Any]:
+        return openapi(service.name)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

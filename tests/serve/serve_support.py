@@ -25,7 +25,8 @@ class Server:
     def __init__(self, folder: Path, *options: object) -> None:
         keys, self.log_file = folder / "keys.txt", folder / "log.txt"
         keys.write_text(f"{OTHER_KEY}\n{KEY}\n")
-        command = [sys.executable, "-m", "dsv4", "serve", "--port", "0", "--max-context", "1024"]
+        command = [sys.executable, "-m", "dsv4", "serve", "--port", "0"]
+        command += [] if "--max-context" in options else ["--max-context", "1024"]
         command += ["--api-key-file", str(keys), *map(str, options)]
         with self.log_file.open("wb") as log:
             self.process = subprocess.Popen(command, cwd=ROOT, stderr=log)
