@@ -42,6 +42,9 @@ def serve(
     max_queue: Annotated[
         int, typer.Option(help="sequences that may wait; more are answered with status 429")
     ] = 64,
+    queue_seconds: Annotated[
+        float, typer.Option(help="time a request may wait; then it is answered with status 429")
+    ] = 60.0,
     request_seconds: Annotated[float, typer.Option(help="time for one answer, waiting included")] = 600.0,
     drain_seconds: Annotated[
         float, typer.Option(help="on SIGTERM: time for running answers to finish")
@@ -65,7 +68,7 @@ def serve(
         ) from None
 
     server_config = ServerConfig(
-        *(host, port, name, api_key_file, max_queue, request_seconds, drain_seconds, thinking),
+        *(host, port, name, api_key_file, max_queue, queue_seconds, request_seconds, drain_seconds, thinking),
         isolate_by_key=isolate_by_key,
     )
     folder = model_folder(model)

@@ -122,7 +122,7 @@ def make_app(service: Service) -> ASGIApp:
         outcome: list[dict[str, Any]] = []
 
         async def start() -> None:
-            await ticket.accepted()
+            await ticket.started()
             if not body.stream:
                 outcome.append(await job.whole())
 

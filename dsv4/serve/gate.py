@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dsv4.errors import Dsv4Error
+from dsv4.serve.client import Busy
 from dsv4.serve.job import Service
 from dsv4.serve.openai import HttpError, error_body
 from dsv4.serve.schema import MAX_BODY_BYTES, Kind, parse
@@ -96,7 +97,8 @@ def key_hash(key: bytes) -> bytes:
 
 def refusal(error: Dsv4Error) -> JSONResponse:
     status, body = error_body(error)
-    headers = {"Retry-After": str(RETRY_SECONDS)} if status in (429, 503) else None
+    retry = error.retry_seconds if isinstance(error, Busy) else RETRY_SECONDS
+    headers = {"Retry-After": str(retry)} if status in (429, 503) else None
     return JSONResponse(body, status, headers)
 
 

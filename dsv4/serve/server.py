@@ -33,6 +33,7 @@ class ServerConfig:
     name: str = ""  # empty: the folder's name
     api_key_file: Path | None = None
     max_queue: int = 64
+    queue_seconds: float = 60.0
     request_seconds: float = 600.0
     drain_seconds: float = 30.0
     thinking: bool = True
@@ -44,6 +45,7 @@ class ServerConfig:
         for name, holds, expected in (
             ("port", 0 <= self.port < 65536, "a number from 0 (any free one) to 65535"),
             ("max_queue", 0 <= self.max_queue <= 100_000, "a number from 0 to 100000"),
+            ("queue_seconds", 0 < self.queue_seconds <= 86400, "a number above 0, at most 86400"),
             ("request_seconds", 0 < self.request_seconds <= 86400, "a number above 0, at most 86400"),
             ("drain_seconds", 0 <= self.drain_seconds <= 86400, "a number from 0 to 86400"),
         ):
@@ -111,6 +113,7 @@ async def _serve(
         str(folder.resolve()),
         engine_config,
         max_queue=config.max_queue,
+        queue_seconds=config.queue_seconds,
         request_seconds=config.request_seconds,
         log=log,
         progress=progress,

@@ -84,10 +84,14 @@ class Refused(Message, frozen=True):
 
 
 class Stepped(Message, frozen=True):
-    """What one step gave to all requests; the last delta of a request has a finish reason."""
+    """What one step gave to all requests; the last delta of a request has a finish reason.
+
+    `started` are the requests that have left the queue.
+    """
 
     deltas: list[Delta]
     status: Status
+    started: list[str] = []
 
 
 ToEngine = Start | Submit | Cancel

@@ -67,6 +67,7 @@ class Worker:
     def __init__(self, link: Link, engine: Engine) -> None:
         self.link, self.engine = link, engine
         self._running: set[str] = set()
+        self._queued: set[str] = set()  # those of them that no step has begun with
         # Grammars are compiled beside the steps; requests wait here meanwhile, each with its deadline.
         self._compiling: dict[str, tuple[Request, Future[Matcher], float]] = {}
         self._compilers = ThreadPoolExecutor(MAX_COMPILERS, "grammar")
@@ -86,8 +87,18 @@ class Worker:
             self._take_compiled()
             deltas = self.engine.step() if self._running else []
             self._running -= {delta.request_id for delta in deltas if delta.finish_reason}
-            if deltas or messages:
-                self.link.send(Stepped(deltas, self.status()))
+            started = self._take_started()
+            if deltas or messages or started:
+                self.link.send(Stepped(deltas, self.status(), started))
+
+    def _take_started(self) -> list[str]:
+        if not self._queued:
+            return []
+        # Of the deltas too: an answer of one token may have come and gone within the step.
+        waiting = {sequence.request.id for sequence in self.engine.scheduler.waiting}
+        started = [id for id in self._queued if id not in waiting]
+        self._queued &= waiting
+        return started
 
     def _handle(self, message: ToEngine) -> None:
         if isinstance(message, Submit):
@@ -103,6 +114,7 @@ class Worker:
                 waiting[1].cancel()
             elif message.request_id in self._running:
                 self._running.remove(message.request_id)
+                self._queued.discard(message.request_id)
                 self.engine.cancel(message.request_id)
         else:
             raise WireError("the engine is loaded already; expected a request or its end")
@@ -135,6 +147,7 @@ class Worker:
             self.link.send(Refused(request.id, str(error)))
         else:
             self._running.add(request.id)
+            self._queued.add(request.id)
             self.link.send(Accepted(request.id))
 
 

@@ -14,7 +14,8 @@ from dsv4.engine.request import Delta, Request, SamplingParams, Token
 from dsv4.errors import RequestError
 from dsv4.models import EMBEDDED
 from dsv4.serve.answer import ChatAnswer, Piece
-from dsv4.serve.client import MAX_BUFFERED_DELTAS, Ticket, TooSlow
+from dsv4.serve.client import MAX_BUFFERED_DELTAS, Busy, Ticket, TooSlow
+from dsv4.serve.openai import error_body
 from dsv4.serve.wire import (
     MAX_FRAME_BYTES,
     Cancel,
@@ -151,7 +152,7 @@ def test_failed_sequence_is_an_error(tokenizer: Tokenizer) -> None:
 class Engine:
     """Only what a Ticket asks of it."""
 
-    request_seconds = 0.05
+    request_seconds, queue_seconds, retry_seconds = 60.0, 60.0, 7
 
     def __init__(self) -> None:
         self.forgotten: list[str] = []
@@ -163,7 +164,7 @@ class Engine:
 def test_caller_that_does_not_read_loses_its_ticket() -> None:
     async def run() -> None:
         engine = Engine()
-        ticket = Ticket(engine, ["s1", "s2"], asyncio.get_running_loop().time() + 60)  # type: ignore[arg-type]
+        ticket = Ticket(engine, ["s1", "s2"], asyncio.get_running_loop().time())  # type: ignore[arg-type]
         for number in range(MAX_BUFFERED_DELTAS):
             ticket.take(Delta("s1", Token(number), ""))
         assert not engine.forgotten
@@ -180,10 +181,31 @@ def test_caller_that_does_not_read_loses_its_ticket() -> None:
 def test_caller_whose_time_is_over_frees_its_sequences() -> None:
     async def run() -> None:
         engine = Engine()
-        ticket = Ticket(engine, ["s1"], asyncio.get_running_loop().time() + 0.05)  # type: ignore[arg-type]
+        now = asyncio.get_running_loop().time()
+        ticket = Ticket(engine, ["s1"], now - 59.95)  # type: ignore[arg-type]
         with pytest.raises(TooSlow, match="longer than"):
-            await ticket.accepted()
+            await ticket.started()
         assert engine.forgotten == ["s1"]
+
+    asyncio.run(run())
+
+
+def test_caller_that_waits_too_long_for_a_place_is_told_when_to_come_back() -> None:
+    async def run() -> None:
+        engine = Engine()
+        engine.queue_seconds = 0.05
+        for starts in (False, True):
+            ticket = Ticket(engine, ["s1"], asyncio.get_running_loop().time())  # type: ignore[arg-type]
+            ticket.take_answer("s1")
+            if starts:
+                ticket.take_start()
+                await ticket.started()
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(ticket.next(), 0.2)
+            else:
+                with pytest.raises(Busy, match="nothing was free for") as refused:
+                    await ticket.started()
+                assert refused.value.retry_seconds == 7 and error_body(refused.value)[0] == 429
 
     asyncio.run(run())
 
