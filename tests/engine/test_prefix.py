@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from dsv4 import Engine, SamplingParams
 from dsv4.engine.request import Completion, Request
 from dsv4.errors import ConfigError
+from dsv4.lab.score import score_ids
 
 PAGE, VOCAB = 256, 300
 GREEDY = SamplingParams(max_tokens=4, temperature=0, logprobs=5)
@@ -200,3 +201,22 @@ def test_snapshots_take_what_is_planned(roomy: Engine) -> None:
     (snapshot, *_) = roomy.prefix._snapshots.values()
     assert snapshot.num_bytes == roomy.cache.layout.snapshot_bytes()
     assert torch.is_tensor(snapshot.windows[0].data)
+
+
+def test_prompt_tokens_are_scored_whatever_is_cached(roomy: Engine, shared: Engine) -> None:
+    """Every token of the prompt has the log-probability of a plain run, also where its prefix was kept."""
+    ids = text(600, 1)
+    logits = score_ids(roomy, ids, 600)["prefill_logits"]
+    want = torch.log_softmax(logits, 1)[range(599), ids[1:]]
+    params = SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=3)
+    for engine in (roomy, shared):
+        engine.generate([ids], GREEDY)
+        done, short = engine.generate([ids, ids[:5]], params)
+        assert [token.id for token in done.prompt] == ids[1:] and done.cached_tokens == 0
+        got = torch.tensor([token.logprob for token in done.prompt])
+        assert (got - want).abs().max() < 2e-6
+        assert all(
+            token.top[0][0] == int(row.argmax()) for token, row in zip(done.prompt, logits, strict=False)
+        )
+        assert short.prompt == done.prompt[:4]
+    assert roomy.generate([ids], GREEDY)[0].prompt == ()

@@ -1,6 +1,7 @@
 """The server's parts without a server: frames cut anywhere, answers without markup, slow callers."""
 
 import asyncio
+import json
 import random
 import subprocess
 import sys
@@ -127,6 +128,44 @@ def test_cut_or_damaged_anywhere_no_mark_reaches_the_content(tokenizer: Tokenize
         assert pieces[-1].finish_reason in ("stop", "length", "tool_calls")
         has_calls = any(piece.calls for piece in pieces)
         assert (pieces[-1].finish_reason == "tool_calls") <= has_calls
+
+
+def byte_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:
+    """Ids of bytes that may begin or end inside a character."""
+    try:
+        return tokenizer.encode_text(data.decode())
+    except UnicodeDecodeError:
+        ordinary = set(range(tokenizer.vocab_size)) - tokenizer.special_texts.keys()
+        single = {tokenizer.bytes_of(id): id for id in ordinary}
+        return [single[data[i : i + 1]] for i in range(len(data))]
+
+
+def test_outputs_cut_at_every_byte_give_the_same(tokenizer: Tokenizer) -> None:
+    """However the model splits what it writes into tokens."""
+    table = '{"city": "Zürich 🦊", "n": [1, 2], "s": "<b> </b>\\n"}'
+    for output in (f"hm é</think>I add ü.\n\n{CALL.replace('>x<', '>é 🦊 </x<')}", f"</think>{table}"):
+        wanted: tuple[Any, ...] | None = None
+        parts = [(part, MARKS.fullmatch(part)) for part in MARKS.split(output) if part]
+        for which, (part, is_mark) in enumerate(parts):
+            for cut in [0] if is_mark else range(len(part.encode())):
+                ids: list[int] = []
+                for index, (other, other_is_mark) in enumerate(parts):
+                    data = other.encode()
+                    if other_is_mark:
+                        ids.append(tokenizer.special_ids[other])
+                    elif index == which:
+                        ids += byte_ids(tokenizer, data[:cut]) + byte_ids(tokenizer, data[cut:])
+                    else:
+                        ids += byte_ids(tokenizer, data)
+                pieces, content, reasoning = answer(tokenizer, ids)
+                calls = [call for piece in pieces for call in piece.calls]
+                found = (content, reasoning, calls, pieces[-1].finish_reason)
+                wanted = wanted or found
+                assert found == wanted, (part, cut)
+        assert wanted is not None and (
+            wanted[0] == table or json.loads(wanted[2][0]["function"]["arguments"])
+        )
+        assert not MARKS.search(wanted[0] + wanted[1])
 
 
 def test_lookalikes_of_ordinary_tokens_are_text(tokenizer: Tokenizer) -> None:
