@@ -61,6 +61,7 @@ def serve(
     One line per request goes to stderr, without its text. Ctrl-C or SIGTERM drains; a second one ends.
     """
     try:
+        from dsv4.serve.gate import LOCAL_NAMES
         from dsv4.serve.server import ServerConfig, serve
     except ModuleNotFoundError as error:
         raise ConfigError(
@@ -72,7 +73,7 @@ def serve(
         isolate_by_key=isolate_by_key,
     )
     folder = model_folder(model)
-    if api_key_file is None and host not in ("127.0.0.1", "::1", "localhost"):
+    if api_key_file is None and host not in LOCAL_NAMES:
         say("note", "yellow", f"whoever reaches {host} can use the model; ask for keys with --api-key-file")
     with ExitStack() as stack:
         update = stack.enter_context(bytes_bar(f"loading {folder.resolve().name}"))

@@ -110,8 +110,9 @@ def make_app(service: Service) -> ASGIApp:
         answers: list[ChatAnswer] | list[PlainAnswer],
     ) -> Response:
         ready = engine.check_available(len(prompts) * len(asked.params))
+        field = "messages" if isinstance(body, ChatBody) else "prompt"
         for ids in prompts:
-            check_fits(len(ids), asked.params[0].max_tokens, ready.max_context)
+            check_fits(len(ids), asked.params[0].max_tokens, ready.max_context, field)
         ticket = engine.submit(prompts, asked.params, request.scope["owner"])
         wants_logprobs = asked.params[0].logprobs is not None
         note = request.scope["note"]

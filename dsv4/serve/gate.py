@@ -5,6 +5,7 @@ import base64
 import binascii
 import hashlib
 import hmac
+import re
 import secrets
 import time
 from typing import Any
@@ -22,6 +23,7 @@ from dsv4.serve.schema import MAX_BODY_BYTES, Kind, parse
 
 BODY_SECONDS = 30.0
 RETRY_SECONDS = 1
+LOCAL_NAMES = ("127.0.0.1", "::1", "localhost")
 OPEN_ROUTES = ("/health",)
 QUIET_ROUTES = ("/health", "/ready", "/metrics")
 LOGGED_ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/")
@@ -48,7 +50,11 @@ class Gate:
             await send(message)
 
         try:
-            if path in OPEN_ROUTES or self._has_key(scope):
+            if not self._is_meant(scope):
+                why = "the Host is not a name of this machine, as if a web page had sent the request"
+                wrong = HttpError(403, f"{why}; behind a proxy, use --api-key-file", "wrong_host")
+                await refusal(wrong)(scope, receive, noted)
+            elif path in OPEN_ROUTES or self._has_key(scope):
                 await self.app(scope, receive, noted)
             else:
                 why = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'"
@@ -63,6 +69,16 @@ class Gate:
                 fields = {"route": route, "status": status, **note}
                 fields["ms"] = round(1000 * (time.monotonic() - began))
                 self.service.log(" ".join(f"{key}={value}" for key, value in fields.items()))
+
+    def _is_meant(self, scope: Scope) -> bool:
+        """Whether a server without keys, on this machine only, was called by a name of this machine.
+
+        Otherwise any web page could have its own name lead here, and then read the answers.
+        """
+        if self.service.key_hashes or not self.service.is_local:
+            return True
+        given = next((value for name, value in scope["headers"] if name == b"host"), b"").decode("latin-1")
+        return re.sub(r":\d+$", "", given).strip("[]").lower() in LOCAL_NAMES
 
     def _has_key(self, scope: Scope) -> bool:
         """Whether the request may pass; `scope["owner"]` then says for whom prefixes are kept."""

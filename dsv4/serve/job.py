@@ -29,6 +29,7 @@ class Service:
     metrics: Metrics
     log: Callable[[str], None]
     key_hashes: tuple[bytes, ...] = ()  # none: everybody may
+    is_local: bool = False  # reached by names of this machine only
     thinking: bool = True  # where a request does not say
     isolates: bool = False  # cached prefixes are shared among requests with the same key only
     created: int = field(default_factory=lambda: int(time.time()))

@@ -248,7 +248,7 @@ def ask_completion(body: CompletionBody) -> Asked:
     return Asked(params)
 
 
-def check_fits(num_prompt: int, max_tokens: int | None, max_context: int) -> None:
+def check_fits(num_prompt: int, max_tokens: int | None, max_context: int, field: str) -> None:
     """Refuse with the numbers what can never run."""
     wanted = 1 if max_tokens is None else max_tokens
     if num_prompt + wanted > max_context:
@@ -256,7 +256,7 @@ def check_fits(num_prompt: int, max_tokens: int | None, max_context: int) -> Non
             f"This model's maximum context length is {max_context} tokens. However, you requested "
             f"{num_prompt + wanted} tokens ({num_prompt} in the prompt, {wanted} for the answer). "
             "Please shorten one of them.",
-            "messages",
+            field,
             "context_length_exceeded",
         )
 

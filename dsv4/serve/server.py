@@ -14,7 +14,7 @@ from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import ConfigError
 from dsv4.serve.app import make_app
 from dsv4.serve.client import EngineProcess
-from dsv4.serve.gate import key_hash
+from dsv4.serve.gate import LOCAL_NAMES, key_hash
 from dsv4.serve.job import Service
 from dsv4.serve.metrics import Metrics
 from dsv4.text.tokenizer import Tokenizer
@@ -120,7 +120,10 @@ async def _serve(
     )
     name = config.name or folder.resolve().name
     service = Service(
-        name, engine, tokenizer, Metrics(engine), log, keys, config.thinking, config.isolate_by_key
+        *(name, engine, tokenizer, Metrics(engine), log, keys),
+        is_local=config.host in LOCAL_NAMES,
+        thinking=config.thinking,
+        isolates=config.isolate_by_key,
     )
     uvicorn_config = uvicorn.Config(
         make_app(service),

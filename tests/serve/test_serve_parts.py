@@ -7,15 +7,18 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import Counter
 
 from dsv4.engine.request import Delta, Request, SamplingParams, Token
 from dsv4.errors import RequestError
 from dsv4.models import EMBEDDED
 from dsv4.serve.answer import ChatAnswer, Piece
 from dsv4.serve.client import MAX_BUFFERED_DELTAS, Busy, Ticket, TooSlow
+from dsv4.serve.gate import Gate
 from dsv4.serve.openai import error_body
 from dsv4.serve.wire import (
     MAX_FRAME_BYTES,
@@ -247,6 +250,33 @@ def test_caller_that_waits_too_long_for_a_place_is_told_when_to_come_back() -> N
                 assert refused.value.retry_seconds == 7 and error_body(refused.value)[0] == 429
 
     asyncio.run(run())
+
+
+def test_web_page_cannot_lend_its_name_to_a_local_server() -> None:
+    """DNS rebinding: without keys, only names of this machine are answered."""
+
+    async def status(host: bytes, **options: Any) -> int:
+        sent: list[Any] = []
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        made = {"key_hashes": (), "is_local": True, "isolates": False, "log": lambda line: None, **options}
+        metrics = SimpleNamespace(requests=Counter("x", "x", ["a", "b"], registry=None))
+        service = SimpleNamespace(**made, metrics=metrics)
+        scope = {"type": "http", "path": "/v1/models", "method": "GET", "headers": [(b"host", host)]}
+        await Gate(app, service)(scope, None, send)  # type: ignore[arg-type]
+        return sent[0]["status"]
+
+    for host in (b"127.0.0.1:8000", b"localhost", b"LOCALHOST:1", b"[::1]:8000"):
+        assert asyncio.run(status(host)) == 200
+    for host in (b"evil.example", b"evil.example:8000", b"", b"localhost.evil.example", b"127.0.0.1.evil:80"):
+        assert asyncio.run(status(host)) == 403
+    assert asyncio.run(status(b"evil.example", is_local=False)) == 200
+    assert asyncio.run(status(b"proxy", key_hashes=(b"x",))) == 401, "keys do it where there are keys"
 
 
 def test_http_process_does_without_torch() -> None:
