@@ -202,23 +202,21 @@ def test_json_schema_is_kept(server: Server, stream: bool, effort: str) -> None:
     assert set(value) == {"sum", "sure"} and 0 <= value["sum"] <= 99
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "pick"}}])
-def test_calls_that_must_be_made(server: Server, choice: Any) -> None:
+def test_calls_that_must_be_made(server: Server) -> None:
     color = {"type": "string", "enum": ["red", "dark blue"]}
     pick = {"type": "object", "properties": {"color": color, **SUM}, "required": ["color"]}
     tools = [{"type": "function", "function": {"name": "pick", "parameters": pick, "strict": True}}]
-    options = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
-    options |= {"reasoning_effort": "none", "max_tokens": 150}
-    done = server.chat(SHORT, **options)
+    options: dict[str, Any] = {"tools": tools, "reasoning_effort": "none", "max_tokens": 150}
+    done = server.chat(SHORT, tool_choice="required", parallel_tool_calls=False, **options)
     assert done.choices[0].finish_reason == "tool_calls" and done.choices[0].message.content is None
     (call,) = done.choices[0].message.tool_calls
     arguments = json.loads(call.function.arguments)
     assert call.function.name == "pick" and arguments["color"] in color["enum"]
     assert arguments.keys() <= {"color", "sum", "sure"}
-    if choice == "required":
-        chunks = server.chat(SHORT, stream=True, **options)
-        (streamed,) = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
-        assert streamed.function.arguments == call.function.arguments
+    named = {"type": "function", "function": {"name": "pick"}}
+    chunks = server.chat(SHORT, tool_choice=named, stream=True, **options)
+    (streamed,) = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    assert streamed.function.arguments == call.function.arguments
 
 
 def test_key_is_needed_but_for_health(server: Server) -> None:
