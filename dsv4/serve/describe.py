@@ -97,7 +97,7 @@ def openapi(name: str) -> dict[str, Any]:
     kinds = [kind for kind, _ in _POSTS.values()]
     bodies, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     for kind in kinds:
-        for field, limits in _LIMITS.items():
+        for field, limits in {**_LIMITS, "model": {"enum": [name]}}.items():
             _limit(components[kind.__name__]["properties"].get(field), limits)
     paths: dict[str, Any] = {path: {"get": _operation(says)} for path, says in _GETS.items()}
     for (path, (_, says)), body in zip(_POSTS.items(), bodies, strict=True):
