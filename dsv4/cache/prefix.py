@@ -6,7 +6,7 @@ holds it. A hit ends at a snapshot, since windows and tails cannot be made from 
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dsv4.cache.layout import SPARE
@@ -38,6 +38,8 @@ class PrefixCache:
         self._nodes: OrderedDict[Node, None] = OrderedDict()
         self._snapshots: OrderedDict[Node, Snapshot] = OrderedDict()
         cache.pool.reclaim = self._reclaim
+        # Called before rows are written here: a step that was launched ahead may still write to the slot.
+        self.settle: Callable[[], None] = lambda: None
 
     @property
     def num_snapshots(self) -> int:
@@ -58,6 +60,7 @@ class PrefixCache:
         node = path[saved - 1] if saved else self._root(owner)
         if saved:
             self._snapshots.move_to_end(node)
+            self.settle()
             self.cache.restore(slot, self._snapshots[node])
         self._use(path[-1] if path else node)
         fork = len(path) * self._page_tokens if len(path) > saved else 0
