@@ -97,7 +97,7 @@ class PrefixCache:
     def keep(self, slot: int, node: Node, ids: tuple[int, ...], end: int, position: int) -> Node:
         """Enter the page of `slot` that ends at `end` and holds `ids`, after those of `node`; -> its node.
 
-        The slot has come to `position`. If that is too far behind `end`, the page is kept without a snapshot.
+        The slot has come to `position`. If that is too far past `end`, the page is kept without a snapshot.
         """
         if not self.max_snapshots or node.is_gone:
             return node

@@ -85,7 +85,7 @@ class Scheduler:
                 s.node = self.prefix.keep(s.slot, s.node, ids, end, s.num_processed)
 
     def _admit(self) -> None:
-        while self.waiting and not (self._is_tight and self.running):
+        while self.waiting and self.cache.num_free_slots and not (self._is_tight and self.running):
             s = self.waiting[0]
             tokens = min(s.num_prompt + s.max_tokens, s.num_known + HEADROOM)
             # A prompt whose tokens are to be scored is processed in full, once.

@@ -37,19 +37,18 @@ WORDS = (
     "tree",
 )
 NUM_REQUESTS = 48
-MAX_TOKENS = 48
 WARM_UP = 0.2  # share of the time after which memory must be flat
 MEMORY_SECONDS = 1.0
 
 
-def requests(chance: random.Random) -> list[dict[str, Any]]:
+def requests(chance: random.Random, max_tokens: int) -> list[dict[str, Any]]:
     """A fixed set of greedy requests; a third of them begin alike for more than a page."""
     shared = " ".join(chance.choice(WORDS) for _ in range(320))
     made: list[dict[str, Any]] = []
     for number in range(NUM_REQUESTS):
         text = " ".join(chance.choice(WORDS) for _ in range(int(2 ** chance.uniform(1, 8))))
         text = f"{shared} {text}" if number % 3 == 0 else text
-        body: dict[str, Any] = {"temperature": 0, "max_tokens": chance.randint(1, MAX_TOKENS)}
+        body: dict[str, Any] = {"temperature": 0, "max_tokens": chance.randint(1, max_tokens)}
         if number % 2:
             body |= {"prompt": text, "path": "/v1/completions"}
         else:
@@ -246,12 +245,17 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--max-batch", type=int, default=16)
+    parser.add_argument(
+        "--cache-pages", type=int, default=64, help="10 and --max-tokens 250: sequences pause"
+    )
+    parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--transformers-seconds", type=float, default=30)
     args = parser.parse_args()
-    bodies = requests(random.Random(7))
+    bodies = requests(random.Random(7), args.max_tokens)
     truth = alone(bodies)
     with tempfile.TemporaryDirectory() as name:
         options = ("--max-batch", args.max_batch, "--max-queue", 40, "--queue-seconds", 100)
+        options += ("--cache-pages", args.cache_pages)
         with Server(Path(name), *options, "--prefix-snapshots", 16) as server:
             pids = {"http": server.process.pid, "engine": worker_pid(server)}
             load = Load(server.port, truth, bodies)
