@@ -192,18 +192,24 @@ class EngineConfig:
     chunk: int = 512
     threads: int | None = None
     no_graph: bool = False
+    prefix_snapshots: int = 64
+    cache_pages: int | None = None
     ops: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(allowed)}")
-        for name in ("max_batch", "chunk", "max_context", "threads"):
+        for name in ("max_batch", "chunk", "max_context", "threads", "cache_pages"):
             value = getattr(self, name)
-            if value is None and name in ("max_context", "threads"):
+            if value is None and name in ("max_context", "threads", "cache_pages"):
                 continue
             if type(value) is not int or value < 1:
                 raise ConfigError(f"{name} is {value!r}, expected an integer of at least 1")
+        if type(self.prefix_snapshots) is not int or self.prefix_snapshots < 0:
+            raise ConfigError(
+                f"prefix_snapshots is {self.prefix_snapshots!r}, expected 0 (no prefix cache) or more"
+            )
         if self.qat == "off" and self.cache == "fp8":
             raise ConfigError(
                 "cache fp8 is lossless only for values that were rounded to FP8 (qat on); "

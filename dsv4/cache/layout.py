@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from dsv4.config import LayerSpec, ModelConfig
+from dsv4.errors import ConfigError
 from dsv4.quant.formats import MX_BLOCK, Format, scale_bytes
 
 # Tokens that may lie beyond the committed length (drafts): rings are this much longer than attention needs.
@@ -23,6 +24,15 @@ class CacheLayout:
     max_context: int
     num_slots: int
     num_mtp_layers: int
+    max_snapshots: int = 0
+    max_pages: int | None = None  # None: enough for all slots at once
+
+    def __post_init__(self) -> None:
+        if self.num_pages < self.pages_per_sequence:
+            raise ConfigError(
+                f"cache_pages is {self.num_pages}, but one sequence of max_context {self.max_context} needs "
+                f"{self.pages_per_sequence}; raise cache_pages or lower max_context"
+            )
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -44,7 +54,7 @@ class CacheLayout:
 
     @property
     def num_pages(self) -> int:
-        return self.num_slots * self.pages_per_sequence
+        return self.max_pages or self.num_slots * self.pages_per_sequence
 
     def page_entries(self, layer: LayerSpec) -> int:
         return self.page_tokens // layer.ratio
@@ -119,6 +129,11 @@ class CacheLayout:
                 total += self.tail_rows(layer) * 2 * 4 * self.tail_width(layer)
         return self.num_slots * total
 
+    def snapshot_bytes(self) -> int:
+        """One snapshot at the end of a page, where all blocks are closed: windows, and rows for overlap."""
+        total = len(self.layers) * (self.config.window - 1) * self.entry_bytes
+        return total + sum(4 * la.ratio * self.tail_width(la) for la in self.layers if la.kind == "csa")
+
     def store_bytes(self) -> int:
-        """What the engine allocates for all slots and pages."""
-        return self.pool_bytes() + self.state_bytes()
+        """What the engine allocates for all slots and pages, and for snapshots as they are made."""
+        return self.pool_bytes() + self.state_bytes() + self.max_snapshots * self.snapshot_bytes()

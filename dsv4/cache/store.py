@@ -1,5 +1,6 @@
 """The cache's tensors, and all code that moves rows between sequences: claim, fork, snapshot, restore."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -106,15 +107,43 @@ class Cache:
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.layout.page_tokens)
 
-    def claim(self, tokens: int) -> int | None:
-        """A slot with pages for that many tokens, or None while the cache is full."""
+    def claim(self, tokens: int, shared: Sequence[int] = ()) -> int | None:
+        """A slot with pages for that many tokens, or None while the cache is full.
+
+        The `shared` pages, which somebody holds, come first; who shares entries also restores a snapshot.
+        """
         self._check_fits(tokens)
-        need = self.pages_for(tokens)
-        if None not in self._pages or need > self.pool.num_free:
+        if None not in self._pages:
+            return None
+        # Held before room is made, which could otherwise give up the very pages that are to be shared.
+        first = list(shared)
+        self.pool.share(first)
+        need = self.pages_for(tokens) - len(first)
+        if not self.pool.make_room(need):
+            self.pool.release(first)
             return None
         slot = self._pages.index(None)
-        self._set_pages(slot, self.pool.take(need))
+        self._set_pages(slot, first + self.pool.take(need))
         return slot
+
+    def grow(self, slot: int, tokens: int) -> bool:
+        """Give `slot` pages for that many tokens in all; False while the cache is full."""
+        self._check_fits(tokens)
+        pages = self._pages[slot]
+        assert pages is not None, f"slot {slot} is not in use"
+        need = self.pages_for(tokens) - len(pages)
+        if need <= 0:
+            return True
+        if not self.pool.make_room(need):
+            return False
+        self._set_pages(slot, pages + self.pool.take(need))
+        return True
+
+    def page_at(self, slot: int, position: int) -> int:
+        """The page that holds the entries of this position."""
+        pages = self._pages[slot]
+        assert pages is not None, f"slot {slot} is not in use"
+        return pages[position // self.layout.page_tokens]
 
     def _check_fits(self, tokens: int) -> None:
         if self.pages_for(tokens) > self.layout.pages_per_sequence:
@@ -145,7 +174,7 @@ class Cache:
         assert position <= tokens and self.pages_for(position) <= len(donor), (position, tokens, len(donor))
         whole, rest = divmod(position, self.layout.page_tokens)
         own = self.pages_for(tokens) - whole
-        if None not in self._pages or own > self.pool.num_free:
+        if None not in self._pages or not self.pool.make_room(own):
             return None
         slot = self._pages.index(None)
         self.pool.share(donor[:whole])

@@ -23,9 +23,13 @@ _HELP = {
     "chunk": "prompt tokens processed per step",
     "threads": "CPU threads; default: what suits the model's size",
     "no_graph": "on a GPU, launch a step's kernels one by one: the same tokens, slower, for debugging",
+    "prefix_snapshots": "places from which a prompt with a known beginning can go on; 0: no prefix cache",
+    "cache_pages": "pages of the cache, one per 256 tokens; default: enough for max-batch x max-context",
 }
-_TYPES: dict[str, Any] = {"max_context": int | None, "threads": int | None, "max_batch": int, "chunk": int}
-_TYPES["no_graph"] = bool
+_TYPES: dict[str, Any] = {
+    **{"max_context": int | None, "threads": int | None, "cache_pages": int | None},
+    **{"max_batch": int, "chunk": int, "prefix_snapshots": int, "no_graph": bool},
+}
 
 
 def engine_options(command: Callable[..., None]) -> Callable[..., None]:

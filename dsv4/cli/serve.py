@@ -42,11 +42,17 @@ def serve(
     max_queue: Annotated[
         int, typer.Option(help="sequences that may wait; more are answered with status 429")
     ] = 64,
+    queue_seconds: Annotated[
+        float, typer.Option(help="time a request may wait; then it is answered with status 429")
+    ] = 60.0,
     request_seconds: Annotated[float, typer.Option(help="time for one answer, waiting included")] = 600.0,
     drain_seconds: Annotated[
         float, typer.Option(help="on SIGTERM: time for running answers to finish")
     ] = 30.0,
     thinking: Annotated[bool, typer.Option(help="think first, where a request does not say")] = True,
+    isolate_by_key: Annotated[
+        bool, typer.Option(help="share cached prefixes only among requests with the same key")
+    ] = False,
     *,
     config: EngineConfig,
 ) -> None:
@@ -55,6 +61,7 @@ def serve(
     One line per request goes to stderr, without its text. Ctrl-C or SIGTERM drains; a second one ends.
     """
     try:
+        from dsv4.serve.gate import LOCAL_NAMES
         from dsv4.serve.server import ServerConfig, serve
     except ModuleNotFoundError as error:
         raise ConfigError(
@@ -62,10 +69,11 @@ def serve(
         ) from None
 
     server_config = ServerConfig(
-        *(host, port, name, api_key_file, max_queue, request_seconds, drain_seconds, thinking)
+        *(host, port, name, api_key_file, max_queue, queue_seconds, request_seconds, drain_seconds, thinking),
+        isolate_by_key=isolate_by_key,
     )
     folder = model_folder(model)
-    if api_key_file is None and host not in ("127.0.0.1", "::1", "localhost"):
+    if api_key_file is None and host not in LOCAL_NAMES:
         say("note", "yellow", f"whoever reaches {host} can use the model; ask for keys with --api-key-file")
     with ExitStack() as stack:
         update = stack.enter_context(bytes_bar(f"loading {folder.resolve().name}"))

@@ -5,14 +5,18 @@ import math
 import operator
 import secrets
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from dsv4.cache.layout import CacheLayout
+from dsv4.cache.prefix import PrefixCache
 from dsv4.cache.store import Cache
 from dsv4.config import EngineConfig
+from dsv4.engine.grammar import Grammars
+from dsv4.engine.logprobs import token_of
 from dsv4.engine.output import Output
 from dsv4.engine.request import Completion, Delta, FinishReason, Request, SamplingParams, Sequence, Token
 from dsv4.engine.runner import Runner
@@ -49,6 +53,7 @@ class Engine:
         layout = CacheLayout(
             *(model_config, s.kv_format, s.key_format, s.dtype.itemsize),
             *(s.max_context, config.max_batch, checkpoint.inventory.num_mtp_layers),
+            *(config.prefix_snapshots, config.cache_pages),
         )
         check_memory(s, checkpoint, layout)
         # Decoding small blocks of rows is done before a second thread has woken up (measured: docs/log.md).
@@ -68,7 +73,11 @@ class Engine:
 
             decode = Graphs(bundle, model, self.cache, config.max_batch, not config.no_graph)
         self.runner = Runner(model, self.cache, s.device.torch_name, decode)
-        self.scheduler = Scheduler(self.cache, config.chunk)
+        self.prefix = PrefixCache(self.cache, config.prefix_snapshots)
+        if decode is not None:
+            self.prefix.settle = decode.join
+        self.scheduler = Scheduler(self.cache, self.prefix, config.chunk)
+        self.grammars = Grammars(tokenizer, model_config.vocab_size)
         self._outputs: dict[str, Output] = {}
         self._ids = itertools.count()
 
@@ -119,13 +128,15 @@ class Engine:
             )
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer.json in the model folder; use stop_ids")
-        if params.logprobs is not None and params.logprobs > vocab:
-            raise RequestError(f"logprobs asks for {params.logprobs} alternatives of a vocabulary of {vocab}")
+        if (most := max(params.logprobs or 0, params.prompt_logprobs or 0)) > vocab:
+            raise RequestError(f"logprobs asks for {most} alternatives of a vocabulary of {vocab}")
         stop_ids = set(params.stop_ids)
         if not params.ignore_eos:
             stop_ids |= {self.model_config.eos_id, *(self.tokenizer.stop_ids if self.tokenizer else ())}
         seed = secrets.randbits(64) if params.seed is None else params.seed
         sequence = Sequence(request, seed, max_tokens, frozenset(stop_ids))
+        if params.grammar is not None:
+            sequence.matcher = self.grammars.matcher(params.grammar)
         self._outputs[request.id] = Output(sequence, self.tokenizer)
         self.scheduler.add(sequence)
 
@@ -140,9 +151,7 @@ class Engine:
         deltas = []
         for span, logits in self.runner.run(plan):
             deltas.append(self._advance(self._outputs[span.sequence.request.id], logits))
-        for group in plan.groups:
-            for span in group:
-                span.sequence.num_processed += len(span.ids)
+        self.scheduler.commit(plan)
         for delta in deltas:
             if delta.finish_reason:
                 self.scheduler.finish(self._outputs.pop(delta.request_id).sequence)
@@ -155,7 +164,10 @@ class Engine:
             position = sequence.num_prompt + len(sequence.tokens)
             why = f"request {sequence.request.id!r}: the logits for position {position} hold NaN or infinity"
             return self._end(output, "error", f"{why}; the weights are damaged or their products overflow")
-        token = self._sample(sequence, logits)
+        try:
+            token = self._sample(sequence, logits)
+        except RequestError as error:
+            return self._end(output, "error", str(error))
         sequence.tokens.append(token)
         reason: FinishReason | None = None
         if token.id in sequence.stop_ids:
@@ -167,7 +179,9 @@ class Engine:
             elif len(sequence.tokens) >= sequence.max_tokens:
                 text, reason = text + output.finish(), "length"
         sequence.finish_reason = reason
-        delta = Delta(sequence.request.id, token, text, reason)
+        delta = Delta(sequence.request.id, token, text, reason, "", sequence.num_cached or 0)
+        if len(sequence.tokens) == 1 and sequence.prompt:
+            delta = replace(delta, prompt=tuple(sequence.prompt))
         output.deltas.append(delta)
         return delta
 
@@ -182,14 +196,11 @@ class Engine:
     def _sample(self, sequence: Sequence, logits: Tensor) -> Token:
         params, sample = sequence.request.params, self.settings.ops.sample
         u = sample.uniform(sequence.seed, len(sequence.tokens))
-        chosen = sample.sample(logits, params.temperature, params.top_k, params.top_p, params.min_p, u)
-        if params.logprobs is None:
-            return Token(chosen)
-        logprobs = sample.log_probs(logits)
-        # By logits: two that differ can round to one logprob, and the first must be the greedy choice.
-        top = logits.sort(descending=True, stable=True).indices[: params.logprobs]
-        pairs = zip(top.tolist(), logprobs[top].tolist(), strict=True)
-        return Token(chosen, float(logprobs[chosen]), tuple(pairs))
+        allowed = sequence.matcher.masked(logits) if sequence.matcher else logits
+        chosen = sample.sample(allowed, params.temperature, params.top_k, params.top_p, params.min_p, u)
+        if sequence.matcher:
+            sequence.matcher.accept(chosen)
+        return token_of(sample, logits, chosen, params.logprobs)
 
     def cancel(self, request_id: str) -> None:
         """End a request now; its slot and pages are free at once. Unknown or finished ids are an error."""
@@ -257,7 +268,7 @@ class Stream:
         assert sequence.finish_reason is not None
         return Completion(
             *(sequence.request.id, tuple(sequence.tokens), text, sequence.finish_reason),
-            *(sequence.num_prompt, sequence.seed),
+            *(sequence.num_prompt, sequence.seed, sequence.num_cached or 0, tuple(sequence.prompt)),
         )
 
     @property

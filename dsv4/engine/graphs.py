@@ -113,9 +113,11 @@ class Graphs:
         return Launched(decoder, rows, logits, ids, done)
 
     def _guess(self, part: tuple[Span, ...], step: Launched) -> Launched | None:
-        """Launch the next step of the same rows, if every one of them is greedy and has room for it."""
+        """Launch the next step of the same rows, if every one of them takes its best token and has room."""
         for span, (slot, position) in zip(part, step.rows, strict=True):
-            if span.sequence.request.params.temperature > 0 or position + 1 >= self.cache.capacity(slot):
+            params = span.sequence.request.params
+            may_differ = params.temperature > 0 or params.grammar is not None
+            if may_differ or position + 1 >= self.cache.capacity(slot):
                 return None
         with torch.cuda.stream(self.stream):
             guess = self._step(step.decoder, [(slot, position + 1) for slot, position in step.rows])

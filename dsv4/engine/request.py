@@ -2,8 +2,9 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+from dsv4.cache.node import Node
 from dsv4.errors import RequestError
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -23,6 +24,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # how many alternatives to report beside each token; None: no logprobs at all
+    prompt_logprobs: int | None = None  # the same for the tokens of the prompt
+    grammar: str | None = None  # of the whole output, see engine/grammar.py
 
     def __post_init__(self) -> None:
         rules = [
@@ -33,7 +36,12 @@ class SamplingParams:
             (_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", "a number from 0 to 1"),
             (self.seed is None or _integer(self.seed, 0, 1 << 64), "seed", "an integer from 0 to 2**64 - 1"),
             (self.logprobs is None or _integer(self.logprobs, 0), "logprobs", "0 or more alternatives"),
+            (
+                self.prompt_logprobs is None or _integer(self.prompt_logprobs, 0),
+                *("prompt_logprobs", "0 or more alternatives"),
+            ),
             (_all(self.stop_ids, int) and all(i >= 0 for i in self.stop_ids), "stop_ids", "a tuple of ids"),
+            (self.grammar is None or isinstance(self.grammar, str), "grammar", "a grammar as text"),
             (_all(self.stop, str) and all(self.stop), "stop", "a tuple of non-empty strings"),
         ]
         for holds, name, expected in rules:
@@ -55,9 +63,12 @@ def _all(values: object, kind: type) -> bool:
 
 @dataclass(frozen=True)
 class Request:
+    """`owner`: cached prefixes are shared among requests of the same owner only."""
+
     id: str
     ids: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
+    owner: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,7 +84,9 @@ class Token:
 class Delta:
     """What one step added to one request. `text`: complete characters only, ends before a stop string.
 
-    `token` is None when the request was cancelled or failed; `error` says why it failed.
+    `token` is None when the request was cancelled or failed; `error` says why it failed. `cached_tokens` of
+    the prompt were not processed, since they were in the cache. `prompt`, with the first token and if asked
+    for: the prompt's tokens from the second on.
     """
 
     request_id: str
@@ -81,6 +94,8 @@ class Delta:
     text: str
     finish_reason: FinishReason | None = None
     error: str = ""
+    cached_tokens: int = 0
+    prompt: tuple[Token, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -91,6 +106,8 @@ class Completion:
     finish_reason: FinishReason
     prompt_tokens: int
     seed: int
+    cached_tokens: int = 0
+    prompt: tuple[Token, ...] = ()
 
     @property
     def ids(self) -> list[int]:
@@ -108,16 +125,27 @@ class Sequence:
     slot: int | None = None
     num_processed: int = 0
     tokens: list[Token] = field(default_factory=list)
+    prompt: list[Token] = field(default_factory=list)  # from its second token on, if asked for
     finish_reason: FinishReason | None = None
+    # Set by the scheduler: where the sequence stands among the cached prefixes, and what it found there.
+    node: Node | None = None
+    fork: int = 0
+    num_cached: int | None = None
+    matcher: Any = None  # engine.grammar.Matcher, for a request with a grammar
 
     @property
     def num_prompt(self) -> int:
         return len(self.request.ids)
 
     @property
+    def num_known(self) -> int:
+        """Tokens there are: of the prompt, and those that came out."""
+        return self.num_prompt + len(self.tokens)
+
+    @property
     def in_prompt(self) -> bool:
-        """Prompt tokens remain to be processed."""
-        return self.num_processed < self.num_prompt
+        """More is to be processed than the token that came out last: a prompt, or what a pause has undone."""
+        return self.num_processed < max(self.num_prompt, self.num_known - 1)
 
     def span(self, start: int, stop: int) -> list[int]:
         prompt = list(self.request.ids[start:stop])

@@ -5,6 +5,7 @@ from typing import Protocol
 from torch import Tensor
 
 from dsv4.cache.store import Cache
+from dsv4.engine.logprobs import score_prompt
 from dsv4.engine.scheduler import Plan, Span
 from dsv4.model.model import Model
 from dsv4.model.step import Step
@@ -38,6 +39,7 @@ class Runner:
             streams = self.model.forward(self.step(group), self.cache)
             last, rows = -1, []
             for span in group:
+                score_prompt(self.model, streams[last + 1 : last + 1 + len(span.ids)], span)
                 last += len(span.ids)
                 if span.yields_token:
                     rows.append((span, last))

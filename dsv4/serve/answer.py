@@ -33,20 +33,41 @@ class Piece:
         )
 
 
+@dataclass(frozen=True)
+class Echo:
+    """A prompt that is to be given out before its continuation; `hides_first`: without our own BOS."""
+
+    text: str
+    ids: tuple[int, ...]
+    hides_first: bool
+    is_all: bool  # no continuation was asked for
+
+
 class PlainAnswer:
     """A continuation as it is; the engine has cut it at a stop string."""
 
-    def __init__(self) -> None:
-        self.num_tokens = self.num_reasoning = 0
+    def __init__(self, echo: Echo | None = None) -> None:
+        self._echo, self._is_first = echo, True
+        self.num_tokens = self.num_reasoning = self.num_cached = 0
         self.finish_reason: str | None = None
 
     def push(self, delta: Delta) -> Piece:
         _check(delta)
+        self.num_cached = max(self.num_cached, delta.cached_tokens)
         piece = Piece(content=delta.text, finish_reason=delta.finish_reason)
         self.finish_reason = delta.finish_reason
-        if delta.token is not None:
+        silent = self._echo is not None and self._echo.is_all
+        if silent:
+            piece.content = ""
+        elif delta.token is not None:
             self.num_tokens += 1
             piece.tokens = [delta.token] if delta.token.logprob is not None else []
+        if self._echo is not None and self._is_first:
+            piece.content = self._echo.text + piece.content
+            if delta.prompt or (delta.token is not None and delta.token.logprob is not None):
+                prompt = [Token(self._echo.ids[0]), *delta.prompt]
+                piece.tokens = prompt[self._echo.hides_first :] + piece.tokens
+        self._is_first = False
         return piece
 
 
@@ -62,7 +83,7 @@ class ChatAnswer:
         stops: tuple[str, ...],
         id_prefix: str,
     ) -> None:
-        self.num_tokens = self.num_reasoning = 0
+        self.num_tokens = self.num_reasoning = self.num_cached = 0
         self.finish_reason: str | None = None
         self._tokenizer = tokenizer
         self._parser = OutputParser(
@@ -82,6 +103,7 @@ class ChatAnswer:
         _check(delta)
         assert self.finish_reason is None, "the answer has ended"
         piece, token = Piece(), delta.token
+        self.num_cached = max(self.num_cached, delta.cached_tokens)
         if token is not None:
             self.num_tokens += 1
             section = self._parser.section

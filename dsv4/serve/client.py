@@ -43,10 +43,16 @@ MAX_UNSENT_BYTES = 64 << 20
 # After a process that died before it was ready: wait, longer each time.
 MAX_RESTART_SECONDS = 30.0
 STOP_SECONDS = 10.0
+MAX_RETRY_SECONDS = 60
+MEAN_OVER = 16
 
 
 class Busy(Dsv4Error):
-    """As many requests wait as may; come back later."""
+    """As many requests wait as may, or for as long as they may; come back after so many seconds."""
+
+    def __init__(self, message: str, retry_seconds: int) -> None:
+        super().__init__(message)
+        self.retry_seconds = retry_seconds
 
 
 class Unavailable(Dsv4Error):
@@ -60,17 +66,20 @@ class TooSlow(Dsv4Error):
 class Ticket:
     """The deltas of one caller's sequences, in the order they came: (index of the sequence, delta)."""
 
-    def __init__(self, engine: "EngineProcess", ids: list[str], deadline: float) -> None:
-        self._engine, self._ids, self._deadline = engine, ids, deadline
+    def __init__(self, engine: "EngineProcess", ids: list[str], now: float) -> None:
+        self._engine, self._ids = engine, ids
+        self._deadline = now + engine.request_seconds
+        self._queue_deadline = now + engine.queue_seconds
+        self._has_started = False
         self._open = set(ids)
         self._unanswered = set(ids)
         self._deltas: deque[tuple[int, Delta]] = deque()
         self._error: Dsv4Error | None = None
         self._changed = asyncio.Event()
 
-    async def accepted(self) -> None:
-        """Until the engine has taken all sequences into its queue; raises why it has not."""
-        while self._unanswered and self._error is None:
+    async def started(self) -> None:
+        """Until the engine has taken all sequences and begun with one; raises why it has not."""
+        while (self._unanswered or not self._has_started) and self._error is None:
             await self._wait()
         if self._error is not None:
             raise self._error
@@ -88,11 +97,17 @@ class Ticket:
 
     async def _wait(self) -> None:
         self._changed.clear()
+        end = self._deadline if self._has_started else min(self._deadline, self._queue_deadline)
         try:
-            async with asyncio.timeout_at(self._deadline):
+            async with asyncio.timeout_at(end):
                 await self._changed.wait()
         except TimeoutError:
-            self.fail(TooSlow(f"the answer took longer than the {self._engine.request_seconds:g} s allowed"))
+            if end == self._deadline:
+                why = f"the answer took longer than the {self._engine.request_seconds:g} s allowed"
+                self.fail(TooSlow(why))
+            else:
+                why = f"nothing was free for {self._engine.queue_seconds:g} s, the longest a request may wait"
+                self.fail(Busy(f"{why}; try again later", self._engine.retry_seconds))
 
     def cancel(self, index: int) -> None:
         """End one sequence; its pages are free within one step."""
@@ -114,6 +129,10 @@ class Ticket:
     def fail(self, error: Dsv4Error) -> None:
         self._error = self._error or error
         self.close()
+
+    def take_start(self) -> None:
+        self._has_started = True
+        self._changed.set()
 
     def take_answer(self, id: str) -> None:
         self._unanswered.discard(id)
@@ -137,6 +156,7 @@ class _Life:
     writer: asyncio.StreamWriter
     ready: Ready | None = None
     tickets: dict[str, Ticket] = field(default_factory=dict)
+    began: dict[str, float] = field(default_factory=dict)  # sequences that hold a place, since when
 
 
 class EngineProcess:
@@ -148,12 +168,14 @@ class EngineProcess:
         config: EngineConfig,
         *,
         max_queue: int,
+        queue_seconds: float,
         request_seconds: float,
         log: Callable[[str], None],
         progress: Callable[[int, int], None],
     ) -> None:
         self.model, self.config = model, config
-        self.max_queue, self.request_seconds = max_queue, request_seconds
+        self.max_queue, self.queue_seconds, self.request_seconds = max_queue, queue_seconds, request_seconds
+        self._mean_seconds = 1.0  # that a sequence holds its place, the later ones counting more
         self.status = Status()
         self.num_restarts = 0
         self._log, self._progress = log, progress
@@ -179,6 +201,12 @@ class EngineProcess:
         return len(self._life.tickets) if self._life else 0
 
     @property
+    def retry_seconds(self) -> int:
+        """When it may be worth coming back: the time in which those that wait now are through."""
+        batch = self.ready.max_batch if self.ready else 1
+        return min(MAX_RETRY_SECONDS, max(1, round(self._mean_seconds * (1 + self.status.waiting / batch))))
+
+    @property
     def pid(self) -> int | None:
         return self._life.process.pid if self._life else None
 
@@ -189,28 +217,32 @@ class EngineProcess:
         if self._life is None or self._life.ready is None:
             raise Unavailable("the engine is loading; try again in a few seconds")
         limit = self.max_queue + self._life.ready.max_batch
+        if count > limit:
+            raise RequestError(f"{count} sequences were asked for at once, at most {limit} may run or wait")
         if self.num_open + count > limit or self._unsent() > MAX_UNSENT_BYTES:
             raise Busy(
                 f"{self.num_open} sequences run or wait, {count} more were asked for, at most {limit} may; "
-                "try again later"
+                "try again later",
+                self.retry_seconds,
             )
         return self._life.ready
 
-    def submit(self, ids: tuple[int, ...], params: list[SamplingParams]) -> Ticket:
-        """One sequence per entry of `params`, all from the same prompt."""
-        self.check_available(len(params))
+    def submit(self, prompts: list[tuple[int, ...]], params: list[SamplingParams], owner: str) -> Ticket:
+        """One sequence per prompt and entry of `params`, the prompt's entries one after the other."""
+        wanted = [(ids, one) for ids in prompts for one in params]
+        self.check_available(len(wanted))
         assert self._life is not None
-        names = [f"s{next(self._counter)}" for _ in params]
-        deadline = asyncio.get_running_loop().time() + self.request_seconds
-        ticket = Ticket(self, names, deadline)
-        for name, wanted in zip(names, params, strict=True):
+        names = [f"s{next(self._counter)}" for _ in wanted]
+        ticket = Ticket(self, names, asyncio.get_running_loop().time())
+        for name, (ids, one) in zip(names, wanted, strict=True):
             self._life.tickets[name] = ticket
-            self._send(Submit(Request(name, ids, wanted)))
+            self._send(Submit(Request(name, ids, one, owner)))
         return ticket
 
     def forget(self, id: str) -> None:
         """Nobody waits for this sequence any more."""
         if self._life and self._life.tickets.pop(id, None):
+            self._life.began.pop(id, None)
             self._send(Cancel(id))
 
     def refuse_new(self, why: str) -> None:
@@ -285,12 +317,18 @@ class EngineProcess:
     def _take(self, life: _Life, message: FromEngine) -> None:
         if isinstance(message, Stepped):
             self.status = message.status
+            for id in message.started:
+                if ticket := life.tickets.get(id):
+                    ticket.take_start()
+                    life.began[id] = time.monotonic()
             for delta in message.deltas:
                 ended = delta.finish_reason is not None
                 tickets = life.tickets
                 ticket = tickets.pop(delta.request_id, None) if ended else tickets.get(delta.request_id)
                 if ticket is not None:
                     ticket.take(delta)
+                if ended and (began := life.began.pop(delta.request_id, None)):
+                    self._mean_seconds += (time.monotonic() - began - self._mean_seconds) / MEAN_OVER
         elif isinstance(message, Accepted):
             if ticket := life.tickets.get(message.request_id):
                 ticket.take_answer(message.request_id)

@@ -12,6 +12,7 @@ class Metrics:
         self._registry = registry = CollectorRegistry()
         self.requests = Counter("dsv4_requests", "answered", ["route", "status"], registry=registry)
         self.prompt_tokens = Counter("dsv4_prompt_tokens", "in prompts", registry=registry)
+        self.cached_tokens = Counter("dsv4_cached_tokens", "of prompts, not processed", registry=registry)
         self.completion_tokens = Counter("dsv4_completion_tokens", "generated", registry=registry)
         self.first_token = Histogram(
             "dsv4_time_to_first_token_seconds", "from the request", buckets=_SECONDS, registry=registry
@@ -22,8 +23,10 @@ class Metrics:
         for name, help, value in (
             ("dsv4_sequences_running", "that hold pages", lambda: engine.status.running),
             ("dsv4_sequences_waiting", "in the engine's queue", lambda: engine.status.waiting),
-            ("dsv4_cache_pages_free", "of the cache", lambda: engine.status.free_pages),
+            ("dsv4_cache_pages_free", "that no sequence holds", lambda: engine.status.free_pages),
+            ("dsv4_cache_pages_kept", "of these, for prefixes", lambda: engine.status.kept_pages),
             ("dsv4_cache_pages", "in all", lambda: engine.status.num_pages),
+            ("dsv4_pauses", "of sequences, for want of pages", lambda: engine.status.pauses),
             ("dsv4_engine_restarts", "since the start", lambda: engine.num_restarts),
             ("dsv4_engine_ready", "1 when a model is loaded", lambda: int(engine.ready is not None)),
         ):

@@ -38,13 +38,22 @@ def error_body(error: Dsv4Error) -> tuple[int, dict[str, Any]]:
     return status, {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
 
 
-def usage(num_prompt: int, answers: Sequence[ChatAnswer | PlainAnswer]) -> dict[str, Any]:
+def num_cached(answers: Sequence[ChatAnswer | PlainAnswer], num_prompts: int) -> int:
+    """Of all prompts; the answers to one prompt are neighbours, and the prompt counts once."""
+    each = len(answers) // num_prompts
+    groups = (answers[at : at + each] for at in range(0, len(answers), each))
+    return sum(max(answer.num_cached for answer in group) for group in groups)
+
+
+def usage(
+    num_prompt: int, answers: Sequence[ChatAnswer | PlainAnswer], num_prompts: int = 1
+) -> dict[str, Any]:
     completion = sum(answer.num_tokens for answer in answers)
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": completion,
         "total_tokens": num_prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": num_cached(answers, num_prompts)},
         "completion_tokens_details": {"reasoning_tokens": sum(answer.num_reasoning for answer in answers)},
     }
 
@@ -130,10 +139,18 @@ class PlainShape:
         self._offsets[index] = at
         return {
             "tokens": texts,
-            "token_logprobs": [max(token.logprob or 0.0, LOWEST_LOGPROB) for token in tokens],
-            "top_logprobs": [
-                {token_text(self._tokenizer, id)[0]: max(value, LOWEST_LOGPROB) for id, value in token.top}
-                for token in tokens
+            "token_logprobs": [
+                None if token.logprob is None else max(token.logprob, LOWEST_LOGPROB) for token in tokens
             ],
+            "top_logprobs": [self._top(token) for token in tokens],
             "text_offset": offsets,
+        }
+
+    def _top(self, token: Token) -> dict[str, float] | None:
+        """The alternatives and the token itself; nothing stands before a prompt's first token."""
+        if token.logprob is None:
+            return None
+        pairs = (*token.top, (token.id, token.logprob))
+        return {
+            token_text(self._tokenizer, id)[0]: max(value, LOWEST_LOGPROB) for id, value in reversed(pairs)
         }

@@ -4,7 +4,7 @@ A field that is not here is refused by name. One whose effect is missing is take
 for nothing, so that no wish is passed over in silence.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -15,6 +15,9 @@ from dsv4.errors import RequestError
 MAX_BODY_BYTES = 10 << 20
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
+MAX_TOOLS_BYTES = 256 << 10
+MAX_SCHEMA_BYTES = 64 << 10
+MAX_SCHEMA_DEPTH = 32
 MAX_CHOICES = 16
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
@@ -43,10 +46,36 @@ class Thinking(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["enabled", "disabled"]
 
 
-class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The only response format so far."""
+class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    pass
 
-    type: Literal["text"]
+
+class JsonFormat(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_object"
+):
+    """Any JSON object."""
+
+
+class NamedSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None  # the schema is always kept to
+
+
+class SchemaFormat(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"
+):
+    json_schema: NamedSchema
+
+
+class FunctionName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+
+
+class NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    function: FunctionName
+    type: Literal["function"] = "function"
 
 
 class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -84,10 +113,10 @@ class ChatBody(Body, frozen=True, forbid_unknown_fields=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     reasoning_effort: Effort | None = None
     thinking: Thinking | None = None
-    response_format: TextFormat | None = None
+    response_format: TextFormat | JsonFormat | SchemaFormat | None = None
 
     store: bool | None = None
     service_tier: str | None = None
@@ -95,13 +124,52 @@ class ChatBody(Body, frozen=True, forbid_unknown_fields=True, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
+    @property
+    def schema(self) -> dict[str, Any] | None:
+        """What the content must be, if it must be JSON."""
+        if isinstance(self.response_format, SchemaFormat):
+            wanted = self.response_format.json_schema.schema
+            return {"type": "object"} if wanted is None else wanted
+        return {"type": "object"} if isinstance(self.response_format, JsonFormat) else None
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """The tools the model may call."""
+        return (self.tools or []) if self.tool_choice != "none" else []
+
+    @property
+    def must_call(self) -> bool:
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
 
 class CompletionBody(Body, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    prompt: str | list[int]
+    prompt: str | list[Any]
     logprobs: int | None = None
-    echo: Literal[False] | None = None
+    echo: bool | None = None
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """One or more prompts, as texts or as ids."""
+        given = self.prompt
+        if isinstance(given, str):
+            return [given]
+        if given and all(isinstance(item, str) for item in given):
+            return given
+        if given and all(_is_id(item) for item in given):
+            return [given]
+        if given and all(isinstance(ids, list) and ids and all(map(_is_id, ids)) for ids in given):
+            return given
+        raise BadField(
+            "prompt is not a text, a list of texts, a list of token ids or a list of such lists, none empty",
+            "prompt",
+            "invalid_type",
+        )
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -154,6 +222,10 @@ def parse(kind: type[Kind], data: bytes) -> Kind:
 def ask_chat(body: ChatBody, default_thinking: bool) -> Asked:
     _limit("messages", len(body.messages), 1, MAX_MESSAGES)
     _limit("tools", len(body.tools or ()), 0, MAX_TOOLS)
+    _check_json("tools", body.tools or [], MAX_TOOLS_BYTES)
+    if body.schema is not None:
+        _check_json("response_format", body.schema, MAX_SCHEMA_BYTES)
+    _check_tool_choice(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise BadField("top_logprobs goes with logprobs: true", "top_logprobs")
     if body.max_tokens is not None and body.max_completion_tokens is not None:
@@ -167,10 +239,16 @@ def ask_chat(body: ChatBody, default_thinking: bool) -> Asked:
 
 def ask_completion(body: CompletionBody) -> Asked:
     limit = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    return Asked(_params(body, limit, body.logprobs, body.stops))
+    if body.echo:
+        # Nothing but the prompt's own tokens is asked for; one more is made, and left out of the answer.
+        limit = limit or 1
+    params = _params(body, limit, body.logprobs, body.stops)
+    if body.echo and body.logprobs is not None:
+        params = [replace(one, prompt_logprobs=body.logprobs) for one in params]
+    return Asked(params)
 
 
-def check_fits(num_prompt: int, max_tokens: int | None, max_context: int) -> None:
+def check_fits(num_prompt: int, max_tokens: int | None, max_context: int, field: str) -> None:
     """Refuse with the numbers what can never run."""
     wanted = 1 if max_tokens is None else max_tokens
     if num_prompt + wanted > max_context:
@@ -178,7 +256,7 @@ def check_fits(num_prompt: int, max_tokens: int | None, max_context: int) -> Non
             f"This model's maximum context length is {max_context} tokens. However, you requested "
             f"{num_prompt + wanted} tokens ({num_prompt} in the prompt, {wanted} for the answer). "
             "Please shorten one of them.",
-            "messages",
+            field,
             "context_length_exceeded",
         )
 
@@ -224,6 +302,29 @@ def _params(
         )
         for index in range(count)
     ]
+
+
+def _check_tool_choice(body: ChatBody) -> None:
+    if body.tool_choice not in (None, "none") and not body.tools:
+        raise BadField("tool_choice is only allowed when tools are given", "tool_choice")
+    if isinstance(body.tool_choice, NamedTool):
+        wanted, functions = (
+            body.tool_choice.function.name,
+            [tool.get("function") for tool in body.tools or ()],
+        )
+        if wanted not in [function.get("name") for function in functions if isinstance(function, dict)]:
+            raise BadField(f"tool_choice names {wanted!r}, which is not among the tools", "tool_choice")
+
+
+def _check_json(name: str, value: Any, max_bytes: int) -> None:
+    """A schema goes into the prompt and into a grammar, whose cost grows with its size and depth."""
+    _limit(name, len(msgspec.json.encode(value)), 0, max_bytes, "bytes as JSON")
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        _limit(name, depth, 0, MAX_SCHEMA_DEPTH, "levels")
+        inner = [item for item in level if isinstance(item, dict | list)]
+        level = [below for item in inner for below in (item.values() if isinstance(item, dict) else item)]
 
 
 def _limit(name: str, found: int, low: int, high: int, what: str = "") -> None:

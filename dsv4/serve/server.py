@@ -12,8 +12,10 @@ import uvicorn
 
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import ConfigError
-from dsv4.serve.app import Service, key_hash, make_app
+from dsv4.serve.app import make_app
 from dsv4.serve.client import EngineProcess
+from dsv4.serve.gate import LOCAL_NAMES, key_hash
+from dsv4.serve.job import Service
 from dsv4.serve.metrics import Metrics
 from dsv4.text.tokenizer import Tokenizer
 
@@ -31,14 +33,19 @@ class ServerConfig:
     name: str = ""  # empty: the folder's name
     api_key_file: Path | None = None
     max_queue: int = 64
+    queue_seconds: float = 60.0
     request_seconds: float = 600.0
     drain_seconds: float = 30.0
     thinking: bool = True
+    isolate_by_key: bool = False
 
     def __post_init__(self) -> None:
+        if self.isolate_by_key and self.api_key_file is None:
+            raise ConfigError("isolate_by_key needs keys to tell users apart; give --api-key-file")
         for name, holds, expected in (
             ("port", 0 <= self.port < 65536, "a number from 0 (any free one) to 65535"),
             ("max_queue", 0 <= self.max_queue <= 100_000, "a number from 0 to 100000"),
+            ("queue_seconds", 0 < self.queue_seconds <= 86400, "a number above 0, at most 86400"),
             ("request_seconds", 0 < self.request_seconds <= 86400, "a number above 0, at most 86400"),
             ("drain_seconds", 0 <= self.drain_seconds <= 86400, "a number from 0 to 86400"),
         ):
@@ -106,12 +113,18 @@ async def _serve(
         str(folder.resolve()),
         engine_config,
         max_queue=config.max_queue,
+        queue_seconds=config.queue_seconds,
         request_seconds=config.request_seconds,
         log=log,
         progress=progress,
     )
     name = config.name or folder.resolve().name
-    service = Service(name, engine, tokenizer, Metrics(engine), log, keys, config.thinking)
+    service = Service(
+        *(name, engine, tokenizer, Metrics(engine), log, keys),
+        is_local=config.host in LOCAL_NAMES,
+        thinking=config.thinking,
+        isolates=config.isolate_by_key,
+    )
     uvicorn_config = uvicorn.Config(
         make_app(service),
         log_config=None,

@@ -45,12 +45,14 @@ class Cancel(Message, frozen=True):
 
 @dataclass(frozen=True)
 class Status:
-    """Where the engine stands after a step."""
+    """Where the engine stands after a step. `free_pages` no sequence holds; some of them keep a prefix."""
 
     running: int = 0
     waiting: int = 0
     free_pages: int = 0
     num_pages: int = 0
+    kept_pages: int = 0
+    pauses: int = 0
 
 
 class Loading(Message, frozen=True):
@@ -82,10 +84,14 @@ class Refused(Message, frozen=True):
 
 
 class Stepped(Message, frozen=True):
-    """What one step gave to all requests; the last delta of a request has a finish reason."""
+    """What one step gave to all requests; the last delta of a request has a finish reason.
+
+    `started` are the requests that have left the queue.
+    """
 
     deltas: list[Delta]
     status: Status
+    started: list[str] = []
 
 
 ToEngine = Start | Submit | Cancel

@@ -8,8 +8,10 @@ import select
 import signal
 import socket
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from dsv4.engine.engine import Engine
+from dsv4.engine.grammar import Matcher
 from dsv4.engine.request import Request
 from dsv4.errors import Dsv4Error, RequestError
 from dsv4.serve.wire import (
@@ -33,7 +35,10 @@ from dsv4.serve.wire import (
 )
 
 _PROGRESS_SECONDS = 0.1
+_POLL_SECONDS = 0.005
 _READ_BYTES = 1 << 20
+MAX_COMPILERS = 2
+COMPILE_SECONDS = 5.0
 
 
 class Link:
@@ -46,15 +51,15 @@ class Link:
     def send(self, message: Message) -> None:
         self._socket.sendall(frame(message))
 
-    def receive(self, wait: bool) -> list[ToEngine] | None:
-        """The messages that are there, after a `wait` for bytes; None: the other end is gone."""
+    def receive(self, seconds: float | None) -> list[ToEngine] | None:
+        """The messages that arrive within that time (None: until some do); None: the other end is gone."""
         bodies: list[bytes] = []
-        while wait or select.select([self._socket], [], [], 0)[0]:
+        while select.select([self._socket], [], [], seconds)[0]:
             data = self._socket.recv(_READ_BYTES)
             if not data:
                 return None
             bodies += self._frames.push(data)
-            wait = False
+            seconds = 0
         return [read(to_engine, body) for body in bodies]
 
 
@@ -62,30 +67,78 @@ class Worker:
     def __init__(self, link: Link, engine: Engine) -> None:
         self.link, self.engine = link, engine
         self._running: set[str] = set()
+        self._queued: set[str] = set()  # those of them that no step has begun with
+        # Grammars are compiled beside the steps; requests wait here meanwhile, each with its deadline.
+        self._compiling: dict[str, tuple[Request, Future[Matcher], float]] = {}
+        self._compilers = ThreadPoolExecutor(MAX_COMPILERS, "grammar")
 
     def status(self) -> Status:
         scheduler, pages = self.engine.scheduler, self.engine.cache.pool
-        return Status(len(scheduler.running), len(scheduler.waiting), pages.num_free, pages.num_pages)
+        return Status(
+            *(len(scheduler.running), len(scheduler.waiting), pages.num_available, pages.num_pages),
+            *(pages.num_idle, scheduler.num_pauses),
+        )
 
     def run(self) -> None:
         """Until the other end closes the link."""
-        while (messages := self.link.receive(wait=not self._running)) is not None:
+        while (messages := self.link.receive(self._patience)) is not None:
             for message in messages:
                 self._handle(message)
+            self._take_compiled()
             deltas = self.engine.step() if self._running else []
             self._running -= {delta.request_id for delta in deltas if delta.finish_reason}
-            if deltas or messages:
-                self.link.send(Stepped(deltas, self.status()))
+            started = self._take_started()
+            if deltas or messages or started:
+                self.link.send(Stepped(deltas, self.status(), started))
+
+    def _take_started(self) -> list[str]:
+        if not self._queued:
+            return []
+        # Of the deltas too: an answer of one token may have come and gone within the step.
+        waiting = {sequence.request.id for sequence in self.engine.scheduler.waiting}
+        started = [id for id in self._queued if id not in waiting]
+        self._queued &= waiting
+        return started
 
     def _handle(self, message: ToEngine) -> None:
         if isinstance(message, Submit):
-            self._submit(message.request)
+            grammar = message.request.params.grammar
+            if grammar is None:
+                self._submit(message.request)
+            else:
+                made = self._compilers.submit(self.engine.grammars.matcher, grammar)
+                deadline = time.monotonic() + COMPILE_SECONDS
+                self._compiling[message.request.id] = (message.request, made, deadline)
         elif isinstance(message, Cancel):
-            if message.request_id in self._running:
+            if waiting := self._compiling.pop(message.request_id, None):
+                waiting[1].cancel()
+            elif message.request_id in self._running:
                 self._running.remove(message.request_id)
+                self._queued.discard(message.request_id)
                 self.engine.cancel(message.request_id)
         else:
             raise WireError("the engine is loaded already; expected a request or its end")
+
+    @property
+    def _patience(self) -> float | None:
+        """How long to wait for messages: not at all while something runs, else until there are some."""
+        return 0 if self._running else _POLL_SECONDS if self._compiling else None
+
+    def _take_compiled(self) -> None:
+        now = time.monotonic()
+        for id, (request, made, deadline) in list(self._compiling.items()):
+            if not made.done() and now < deadline:
+                continue
+            del self._compiling[id]
+            if not made.done():
+                made.cancel()
+                why = f"the output's grammar took longer than {COMPILE_SECONDS:g} s to prepare; simplify it"
+                self.link.send(Refused(id, why))
+            elif isinstance(error := made.exception(), Dsv4Error):
+                self.link.send(Refused(id, str(error)))
+            else:
+                made.result()
+                self._submit(request)
 
     def _submit(self, request: Request) -> None:
         try:
@@ -94,6 +147,7 @@ class Worker:
             self.link.send(Refused(request.id, str(error)))
         else:
             self._running.add(request.id)
+            self._queued.add(request.id)
             self.link.send(Accepted(request.id))
 
 
@@ -101,7 +155,7 @@ def load(link: Link) -> Engine | None:
     """The engine that the first message asks for; None when that failed (which was said)."""
     messages: list[ToEngine] | None = []
     while messages == []:
-        messages = link.receive(wait=True)
+        messages = link.receive(None)
     if messages is None:
         return None
     start = messages[0]

@@ -133,4 +133,4 @@ def test_requests_do_not_see_each_other(engine_for: Callable[..., Engine]) -> No
     for order in (requests[::-1], rng.sample(requests, 12)):
         for done in engine.generate(order):
             assert done == alone[done.request_id]
-    assert engine.cache.pool.num_free == engine.cache.pool.num_pages
+    assert engine.cache.pool.num_available == engine.cache.pool.num_pages

@@ -13,5 +13,7 @@ from serve_support import Server  # noqa: E402
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(tmp_path_factory.mktemp("serve"), "--max-batch", 3, "--max-queue", 3) as running:
+    with Server(
+        tmp_path_factory.mktemp("serve"), "--max-batch", 3, "--max-queue", 3, "--isolate-by-key"
+    ) as running:
         yield running

@@ -15,6 +15,7 @@ from openai import OpenAI
 
 ROOT = Path(__file__).parents[2]
 KEY = "a-key-for-the-tests-0123456789"
+OTHER_KEY = "another-key-of-somebody"
 QUESTION: list[Any] = [{"role": "user", "content": "What is 27 + 58?"}]
 SHORT: list[Any] = [{"role": "user", "content": "What is 2 + 3?"}]
 STORY: list[Any] = [{"role": "user", "content": "Write a short story with the words boat, blue and jump."}]
@@ -23,8 +24,9 @@ STORY: list[Any] = [{"role": "user", "content": "Write a short story with the wo
 class Server:
     def __init__(self, folder: Path, *options: object) -> None:
         keys, self.log_file = folder / "keys.txt", folder / "log.txt"
-        keys.write_text(f"another-key-of-somebody\n{KEY}\n")
-        command = [sys.executable, "-m", "dsv4", "serve", "--port", "0", "--max-context", "1024"]
+        keys.write_text(f"{OTHER_KEY}\n{KEY}\n")
+        command = [sys.executable, "-m", "dsv4", "serve", "--port", "0"]
+        command += [] if "--max-context" in options else ["--max-context", "1024"]
         command += ["--api-key-file", str(keys), *map(str, options)]
         with self.log_file.open("wb") as log:
             self.process = subprocess.Popen(command, cwd=ROOT, stderr=log)

@@ -1,5 +1,6 @@
 """The server as its clients see it: OpenAI's own client, and raw requests where that one is too polite."""
 
+import json
 import math
 import socket
 import struct
@@ -8,7 +9,7 @@ from typing import Any
 
 import openai
 import pytest
-from serve_support import KEY, QUESTION, SHORT, STORY, Server, wait
+from serve_support import KEY, OTHER_KEY, QUESTION, SHORT, STORY, Server, wait
 
 from dsv4.serve.schema import MAX_BODY_BYTES
 
@@ -106,6 +107,50 @@ def test_plain_completions(server: Server) -> None:
     assert two.choices[0].text != two.choices[1].text, "each answer has a seed of its own"
 
 
+def test_echo_scores_the_prompt(server: Server) -> None:
+    """As evaluation harnesses ask: the log-probability of every token of a given text."""
+    text = "Once upon a time there was a boat."
+    ids = server.post("/tokenize", {"prompt": text})[1]["tokens"]
+    options: dict[str, Any] = {"model": "tiny", "temperature": 0, "logprobs": 2}
+    done = server.client.completions.create(prompt=text, echo=True, max_tokens=3, **options)
+    choice, logprobs = done.choices[0], done.choices[0].logprobs
+    assert choice.text.startswith(text) and "".join(logprobs.tokens) == choice.text
+    assert len(logprobs.tokens) == len(ids) + 3 and done.usage.completion_tokens == 3
+    assert all(value <= 0 for value in logprobs.token_logprobs)
+    # The same numbers come out when each token is generated instead of given.
+    for position in (1, 4, len(ids) - 1):
+        again = server.client.completions.create(prompt=[0, *ids[:position]], max_tokens=1, **options)
+        assert again.choices[0].logprobs.top_logprobs[0].items() <= logprobs.top_logprobs[position].items()
+    chosen = zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True)
+    assert all(top[token] == value and 2 <= len(top) <= 3 for token, value, top in chosen)
+
+    given = server.client.completions.create(
+        prompt=[[0, *ids], ids[:5]], echo=True, max_tokens=0, n=2, **options
+    )
+    assert [choice.index for choice in given.choices] == [0, 1, 2, 3] and given.usage.completion_tokens == 0
+    assert given.choices[0].logprobs.token_logprobs == [None, *logprobs.token_logprobs[: len(ids)]]
+    assert given.choices[0] == given.choices[1].model_copy(update={"index": 0})
+    assert given.choices[2].text == "".join(given.choices[2].logprobs.tokens)
+    assert given.usage.prompt_tokens == len(ids) + 1 + 5
+    stream = list(
+        server.client.completions.create(prompt=text, echo=True, max_tokens=3, stream=True, **options)
+    )
+    assert "".join(chunk.choices[0].text for chunk in stream) == choice.text
+    offsets = [at for chunk in stream for at in (chunk.choices[0].logprobs or logprobs).text_offset]
+    assert offsets[: len(logprobs.text_offset)] == logprobs.text_offset
+
+
+def test_several_prompts(server: Server) -> None:
+    prompts = ["Once upon", "The boat", "What is"]
+    options: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 5}
+    together = server.client.completions.create(prompt=prompts, **options)
+    alone = [server.client.completions.create(prompt=prompt, **options) for prompt in prompts]
+    assert [c.text for c in together.choices] == [one.choices[0].text for one in alone]
+    assert together.usage.prompt_tokens == sum(one.usage.prompt_tokens for one in alone)
+    status, body, _ = server.post("/v1/completions", {"prompt": ["x"] * 7, "max_tokens": 1})
+    assert status == 400 and "7 sequences" in body["error"]["message"], "more than may ever wait"
+
+
 def test_conversation_with_what_the_server_answered(server: Server) -> None:
     first = server.chat(SHORT).choices[0].message
     messages = [*SHORT, first, *SHORT]
@@ -118,6 +163,62 @@ def test_conversation_with_what_the_server_answered(server: Server) -> None:
     assert counts[0] > counts[1] == len(server.post("/tokenize", {"messages": QUESTION})[1]["tokens"])
 
 
+def test_cached_tokens_and_keys_that_share_nothing(server: Server) -> None:
+    long = [{"role": "user", "content": "Tell me about the boat and the blue fish. " * 40}, *SHORT]
+
+    def ask(key: str, **options: Any) -> Any:
+        client = server.client.with_options(api_key=key)
+        return client.chat.completions.create(
+            model="tiny", messages=long, temperature=0, max_tokens=8, logprobs=True, **options
+        )
+
+    first, again, other = ask(KEY), ask(KEY), ask(OTHER_KEY)
+    assert first.usage.prompt_tokens > 300
+    found = [done.usage.prompt_tokens_details.cached_tokens for done in (first, again, other)]
+    assert found == [0, first.usage.prompt_tokens // 256 * 256, 0]
+    assert first.choices == again.choices == other.choices, "a hit gives what a miss gives"
+    *_, last = ask(OTHER_KEY, stream=True, stream_options={"include_usage": True})
+    assert last.usage.prompt_tokens_details.cached_tokens == found[1]
+    assert server.gauge("dsv4_cache_pages_kept") > 0 and server.gauge("dsv4_cached_tokens_total") > 0
+
+
+SUM = {"sum": {"type": "integer", "minimum": 0, "maximum": 99}, "sure": {"type": "boolean"}}
+ANSWER = {"type": "object", "properties": SUM, "required": ["sum", "sure"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize(("stream", "effort"), [(True, "high"), (False, "none")])
+def test_json_schema_is_kept(server: Server, stream: bool, effort: str) -> None:
+    options: dict[str, Any] = {"response_format": json_schema(ANSWER), "reasoning_effort": effort}
+    done = server.chat(SHORT, stream=stream, max_tokens=150, **options)
+    if stream:
+        part = joined(list(done))[0]
+        content, finish, reasoning = part["content"], part["finish"], part["reasoning"]
+    else:
+        (choice,) = done.choices
+        content, finish = choice.message.content, choice.finish_reason
+        reasoning = getattr(choice.message, "reasoning_content", "")
+    assert finish == "stop" and (reasoning != "") == (effort == "high")
+    value = json.loads(content)
+    assert set(value) == {"sum", "sure"} and 0 <= value["sum"] <= 99
+
+
+def test_calls_that_must_be_made(server: Server) -> None:
+    color = {"type": "string", "enum": ["red", "dark blue"]}
+    pick = {"type": "object", "properties": {"color": color, **SUM}, "required": ["color"]}
+    tools = [{"type": "function", "function": {"name": "pick", "parameters": pick, "strict": True}}]
+    options: dict[str, Any] = {"tools": tools, "reasoning_effort": "none", "max_tokens": 150}
+    done = server.chat(SHORT, tool_choice="required", parallel_tool_calls=False, **options)
+    assert done.choices[0].finish_reason == "tool_calls" and done.choices[0].message.content is None
+    (call,) = done.choices[0].message.tool_calls
+    arguments = json.loads(call.function.arguments)
+    assert call.function.name == "pick" and arguments["color"] in color["enum"]
+    assert arguments.keys() <= {"color", "sum", "sure"}
+    named = {"type": "function", "function": {"name": "pick"}}
+    chunks = server.chat(SHORT, tool_choice=named, stream=True, **options)
+    (streamed,) = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    assert streamed.function.arguments == call.function.arguments
+
+
 def test_key_is_needed_but_for_health(server: Server) -> None:
     assert server.raw("GET", "/health", key=None)[0] == 200
     for path in ("/v1/models", "/ready", "/metrics", "/nowhere"):
@@ -127,6 +228,21 @@ def test_key_is_needed_but_for_health(server: Server) -> None:
     assert server.client.models.list().data[0].id == "tiny"
     with pytest.raises(openai.AuthenticationError):
         server.client.with_options(api_key="wrong").models.list()
+
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+NAMED = {"type": "function", "function": {"name": "sub"}}
+
+
+def json_schema(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return {"type": "function", "function": {"name": "f", "parameters": schema}}
 
 
 CHAT = {"messages": QUESTION, "max_tokens": 4}
@@ -156,7 +272,17 @@ CHAT = {"messages": QUESTION, "max_tokens": 4}
         ({**CHAT, "logprobs": True, "top_logprobs": 21}, 400, "21"),
         ({**CHAT, "seed": 1 << 70}, 400, "seed"),
         ({**CHAT, "tool_choice": "required"}, 400, "tool_choice"),
-        ({**CHAT, "response_format": {"type": "json_object"}}, 400, "response_format"),
+        ({**CHAT, "tool_choice": NAMED}, 400, "only allowed when tools"),
+        ({**CHAT, "tools": [ADD], "tool_choice": NAMED}, 400, "'sub', which is not among"),
+        ({**CHAT, "tools": [nested(40)]}, 400, "levels"),
+        ({**CHAT, "tools": [{**ADD, "function": {"name": "x" * 300_000}}]}, 400, "bytes as JSON"),
+        ({**CHAT, "tools": [{"type": "function"}], "tool_choice": "required"}, 400, "tools[0].function"),
+        ({**CHAT, "tools": [{"type": "function"}]}, 400, "tools[0].function"),
+        ({**CHAT, "response_format": {"type": "xml"}}, 400, "response_format"),
+        ({**CHAT, "response_format": json_schema({"type": "frog"})}, 400, "frog"),
+        ({**CHAT, "response_format": json_schema({"$ref": "https://x.org/a.json"})}, 400, "grammar"),
+        ({**CHAT, "response_format": json_schema({"type": "string", "pattern": "("})}, 400, "grammar"),
+        ({**CHAT, "response_format": json_schema({"enum": ["x" * 70_000]})}, 400, "bytes as JSON"),
         ({**CHAT, "presence_penalty": 0.5}, 400, "presence_penalty"),
         ({**CHAT, "thinking": {"type": "enabled"}, "reasoning_effort": "none"}, 400, "give one"),
         (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400, "JSON"),
@@ -178,7 +304,7 @@ def test_other_refusals(server: Server) -> None:
     assert server.raw("POST", "/v1/chat/completions", CHAT, media="text/plain")[0] == 415
     assert server.raw("GET", "/v1/chat/completions")[0] == 405
     assert server.raw("GET", "/nowhere")[1]["error"]["code"] == "unknown_url"
-    for bad in ([4096], [-1], [], [1 << 40]):
+    for bad in ([4096], [-1], [], [1 << 40], [[]], ["x", 1], [[1], "x"], [True], [1.5], [["x"]], {"a": 1}):
         assert server.post("/v1/completions", {"prompt": bad, "max_tokens": 1})[0] == 400, bad
     assert server.post("/detokenize", {"tokens": [99999]})[0] == 400
     with pytest.raises(openai.BadRequestError) as refused:

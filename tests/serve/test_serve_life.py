@@ -82,6 +82,7 @@ def test_cannot_start(tmp_path: Path) -> None:
         ({"host": "203.0.113.7"}, "cannot listen on 203.0.113.7"),
         ({"api_key_file": Path("/nowhere/keys")}, "cannot be read"),
         ({"api_key_file": keys}, "less than 16"),
+        ({"isolate_by_key": True}, "give --api-key-file"),
         ({"request_seconds": float("nan")}, "request_seconds is nan"),
     ):
         with pytest.raises(ConfigError, match=says):

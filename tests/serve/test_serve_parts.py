@@ -1,20 +1,25 @@
 """The server's parts without a server: frames cut anywhere, answers without markup, slow callers."""
 
 import asyncio
+import json
 import random
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import Counter
 
 from dsv4.engine.request import Delta, Request, SamplingParams, Token
 from dsv4.errors import RequestError
 from dsv4.models import EMBEDDED
 from dsv4.serve.answer import ChatAnswer, Piece
-from dsv4.serve.client import MAX_BUFFERED_DELTAS, Ticket, TooSlow
+from dsv4.serve.client import MAX_BUFFERED_DELTAS, Busy, Ticket, TooSlow
+from dsv4.serve.gate import Gate
+from dsv4.serve.openai import error_body
 from dsv4.serve.wire import (
     MAX_FRAME_BYTES,
     Cancel,
@@ -128,6 +133,44 @@ def test_cut_or_damaged_anywhere_no_mark_reaches_the_content(tokenizer: Tokenize
         assert (pieces[-1].finish_reason == "tool_calls") <= has_calls
 
 
+def byte_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:
+    """Ids of bytes that may begin or end inside a character."""
+    try:
+        return tokenizer.encode_text(data.decode())
+    except UnicodeDecodeError:
+        ordinary = set(range(tokenizer.vocab_size)) - tokenizer.special_texts.keys()
+        single = {tokenizer.bytes_of(id): id for id in ordinary}
+        return [single[data[i : i + 1]] for i in range(len(data))]
+
+
+def test_outputs_cut_at_every_byte_give_the_same(tokenizer: Tokenizer) -> None:
+    """However the model splits what it writes into tokens."""
+    table = '{"city": "Zürich 🦊", "n": [1, 2], "s": "<b> </b>\\n"}'
+    for output in (f"hm é</think>I add ü.\n\n{CALL.replace('>x<', '>é 🦊 </x<')}", f"</think>{table}"):
+        wanted: tuple[Any, ...] | None = None
+        parts = [(part, MARKS.fullmatch(part)) for part in MARKS.split(output) if part]
+        for which, (part, is_mark) in enumerate(parts):
+            for cut in [0] if is_mark else range(len(part.encode())):
+                ids: list[int] = []
+                for index, (other, other_is_mark) in enumerate(parts):
+                    data = other.encode()
+                    if other_is_mark:
+                        ids.append(tokenizer.special_ids[other])
+                    elif index == which:
+                        ids += byte_ids(tokenizer, data[:cut]) + byte_ids(tokenizer, data[cut:])
+                    else:
+                        ids += byte_ids(tokenizer, data)
+                pieces, content, reasoning = answer(tokenizer, ids)
+                calls = [call for piece in pieces for call in piece.calls]
+                found = (content, reasoning, calls, pieces[-1].finish_reason)
+                wanted = wanted or found
+                assert found == wanted, (part, cut)
+        assert wanted is not None and (
+            wanted[0] == table or json.loads(wanted[2][0]["function"]["arguments"])
+        )
+        assert not MARKS.search(wanted[0] + wanted[1])
+
+
 def test_lookalikes_of_ordinary_tokens_are_text(tokenizer: Tokenizer) -> None:
     quoted = "the tag <think> and <｜DSML｜tool_calls>"
     _, content, _ = answer(tokenizer, tokenizer.encode_text(quoted), thinking=False)
@@ -151,7 +194,7 @@ def test_failed_sequence_is_an_error(tokenizer: Tokenizer) -> None:
 class Engine:
     """Only what a Ticket asks of it."""
 
-    request_seconds = 0.05
+    request_seconds, queue_seconds, retry_seconds = 60.0, 60.0, 7
 
     def __init__(self) -> None:
         self.forgotten: list[str] = []
@@ -163,7 +206,7 @@ class Engine:
 def test_caller_that_does_not_read_loses_its_ticket() -> None:
     async def run() -> None:
         engine = Engine()
-        ticket = Ticket(engine, ["s1", "s2"], asyncio.get_running_loop().time() + 60)  # type: ignore[arg-type]
+        ticket = Ticket(engine, ["s1", "s2"], asyncio.get_running_loop().time())  # type: ignore[arg-type]
         for number in range(MAX_BUFFERED_DELTAS):
             ticket.take(Delta("s1", Token(number), ""))
         assert not engine.forgotten
@@ -180,12 +223,60 @@ def test_caller_that_does_not_read_loses_its_ticket() -> None:
 def test_caller_whose_time_is_over_frees_its_sequences() -> None:
     async def run() -> None:
         engine = Engine()
-        ticket = Ticket(engine, ["s1"], asyncio.get_running_loop().time() + 0.05)  # type: ignore[arg-type]
+        now = asyncio.get_running_loop().time()
+        ticket = Ticket(engine, ["s1"], now - 59.95)  # type: ignore[arg-type]
         with pytest.raises(TooSlow, match="longer than"):
-            await ticket.accepted()
+            await ticket.started()
         assert engine.forgotten == ["s1"]
 
     asyncio.run(run())
+
+
+def test_caller_that_waits_too_long_for_a_place_is_told_when_to_come_back() -> None:
+    async def run() -> None:
+        engine = Engine()
+        engine.queue_seconds = 0.05
+        for starts in (False, True):
+            ticket = Ticket(engine, ["s1"], asyncio.get_running_loop().time())  # type: ignore[arg-type]
+            ticket.take_answer("s1")
+            if starts:
+                ticket.take_start()
+                await ticket.started()
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(ticket.next(), 0.2)
+            else:
+                with pytest.raises(Busy, match="nothing was free for") as refused:
+                    await ticket.started()
+                assert refused.value.retry_seconds == 7 and error_body(refused.value)[0] == 429
+
+    asyncio.run(run())
+
+
+def test_web_page_cannot_lend_its_name_to_a_local_server() -> None:
+    """DNS rebinding: without keys, only names of this machine are answered."""
+
+    async def status(host: bytes, **options: Any) -> int:
+        sent: list[Any] = []
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        made = {"key_hashes": (), "is_local": True, "isolates": False, "log": lambda line: None, **options}
+        metrics = SimpleNamespace(requests=Counter("x", "x", ["a", "b"], registry=None))
+        service = SimpleNamespace(**made, metrics=metrics)
+        scope = {"type": "http", "path": "/v1/models", "method": "GET", "headers": [(b"host", host)]}
+        await Gate(app, service)(scope, None, send)  # type: ignore[arg-type]
+        return sent[0]["status"]
+
+    for host in (b"127.0.0.1:8000", b"localhost", b"LOCALHOST:1", b"[::1]:8000"):
+        assert asyncio.run(status(host)) == 200
+    for host in (b"evil.example", b"evil.example:8000", b"", b"localhost.evil.example", b"127.0.0.1.evil:80"):
+        assert asyncio.run(status(host)) == 403
+    assert asyncio.run(status(b"evil.example", is_local=False)) == 200
+    assert asyncio.run(status(b"proxy", key_hashes=(b"x",))) == 401, "keys do it where there are keys"
 
 
 def test_http_process_does_without_torch() -> None:

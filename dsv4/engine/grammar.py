@@ -1,0 +1,132 @@
+"""Which tokens may come next, by a grammar. The one user of llguidance, which is loaded when first asked for.
+
+Grammars are llguidance's Lark; special tokens stand in them as <[id]>. What a grammar costs is limited by
+fuel, not by time: at compilation about a second, then at most some 20 ms per token.
+"""
+
+import threading
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dsv4.errors import RequestError, TextError
+from dsv4.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MAX_KNOWN = 64
+MAX_GRAMMAR_CHARACTERS = 1 << 20
+MAX_GRAMMAR_SYMBOLS = 200_000
+COMPILE_FUEL, STEP_FUEL, STEP_ITEMS = 5_000_000, 200_000, 50_000
+
+
+class _Words:
+    """The vocabulary in the form llguidance asks for; output rows without a token have no bytes."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self.bos_token_id, self.eos_token_id = tokenizer.bos_id, tokenizer.eos_id
+        self.special_token_ids = list(tokenizer.special_texts)
+        self.tokens = [self._bytes(id) for id in range(vocab_size)]
+
+    def _bytes(self, id: int) -> bytes:
+        try:
+            return self._tokenizer.bytes_of(id)
+        except TextError:
+            return b""
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.encode_text(text)
+
+
+class Matcher:
+    """One sequence's place in its grammar."""
+
+    def __init__(self, state: "LLMatcher") -> None:
+        self._state = state
+
+    def masked(self, logits: Tensor) -> Tensor:
+        """[V] with -inf for the tokens that may not come next."""
+        bits = np.frombuffer(self._state.compute_bitmask(), np.uint8)
+        self._check()
+        allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: len(logits)]).to(logits.device)
+        if not allowed.any():
+            raise RequestError("the output's grammar allows no token here; simplify it")
+        return logits.masked_fill(allowed == 0, float("-inf"))
+
+    def accept(self, id: int) -> None:
+        self._state.consume_token(id)
+        self._check()
+
+    def _check(self) -> None:
+        if self._state.is_error():
+            raise RequestError(
+                f"the output's grammar cannot go on ({_short(self._state.get_error())}); simplify it"
+            )
+
+
+class Grammars:
+    """Compiled grammars of one model, by their text, the most recently used ones. Usable from any thread."""
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._words: LLTokenizer | None = None
+        self._known: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def matcher(self, text: str) -> Matcher:
+        """At the grammar's beginning; compiles it if it is not known, which can take a second."""
+        with self._lock:
+            known = self._known.get(text)
+            if known is not None:
+                self._known.move_to_end(text)
+                return Matcher(known.deep_copy())
+        made = self._compiled(text)
+        with self._lock:
+            self._known[text] = made
+            while len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
+            return Matcher(made.deep_copy())
+
+    def _compiled(self, text: str) -> "LLMatcher":
+        if len(text) > MAX_GRAMMAR_CHARACTERS:
+            raise RequestError(
+                f"the grammar has {len(text)} characters, expected at most {MAX_GRAMMAR_CHARACTERS}"
+            )
+        try:
+            from llguidance import LLMatcher, LLParserLimits
+        except ModuleNotFoundError:
+            raise RequestError(
+                "llguidance is not installed; grammars need it: pip install 'dsv4[serve]'"
+            ) from None
+        limits = LLParserLimits(
+            initial_lexer_fuel=COMPILE_FUEL,
+            step_lexer_fuel=STEP_FUEL,
+            step_max_items=STEP_ITEMS,
+            max_grammar_size=MAX_GRAMMAR_SYMBOLS,
+            verbose_errors=False,
+        )
+        state = LLMatcher(self._all_words(), text, log_level=0, limits=limits)
+        if state.is_error():
+            raise RequestError(f"the grammar cannot be used: {_short(state.get_error())}")
+        return state
+
+    def _all_words(self) -> "LLTokenizer":
+        if self._tokenizer is None:
+            raise RequestError("grammars need a tokenizer.json in the model folder")
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        with self._lock:
+            if self._words is None:
+                wrapper = TokenizerWrapper(_Words(self._tokenizer, self._vocab_size))
+                self._words = LLTokenizer(wrapper, self._vocab_size, self._tokenizer.eos_id)
+            return self._words
+
+
+def _short(error: str) -> str:
+    """llguidance's message without its state and stack."""
+    return error.strip().split("\n")[0][:300]

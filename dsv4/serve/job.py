@@ -1,0 +1,152 @@
+"""One request for tokens on its way: tickets to pieces, whole or as server-sent events. Knows no routes."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from dsv4.errors import Dsv4Error
+from dsv4.serve.answer import ChatAnswer, Piece, PlainAnswer
+from dsv4.serve.client import EngineProcess, Ticket
+from dsv4.serve.metrics import Metrics
+from dsv4.serve.openai import ChatShape, PlainShape, error_body, num_cached, usage
+from dsv4.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Service:
+    """What the routes need."""
+
+    name: str
+    engine: EngineProcess
+    tokenizer: Tokenizer
+    metrics: Metrics
+    log: Callable[[str], None]
+    key_hashes: tuple[bytes, ...] = ()  # none: everybody may
+    is_local: bool = False  # reached by names of this machine only
+    thinking: bool = True  # where a request does not say
+    isolates: bool = False  # cached prefixes are shared among requests with the same key only
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+@dataclass
+class Job:
+    """One request for tokens on its way to an answer."""
+
+    service: Service
+    shape: ChatShape | PlainShape
+    answers: list[ChatAnswer] | list[PlainAnswer]
+    ticket: Ticket
+    num_prompt: int  # tokens of all prompts
+    num_prompts: int
+    wants_logprobs: bool
+    wants_usage: bool
+    note: dict[str, Any]  # for the log line
+    began: float = field(default_factory=time.monotonic)
+    first: float | None = None
+
+    async def next(self) -> tuple[int, Piece] | None:
+        """The next piece that says anything; None at the end."""
+        while (found := await self.ticket.next()) is not None:
+            index, delta = found
+            answer = self.answers[index]
+            if answer.finish_reason is not None:
+                continue  # tokens that were under way when a stop string was met
+            if self.first is None:
+                self.first = time.monotonic()
+                self.service.metrics.first_token.observe(self.first - self.began)
+            piece = answer.push(delta)
+            if answer.finish_reason is not None:
+                self.ticket.cancel(index)
+            if not piece.is_empty:
+                return index, piece
+        return None
+
+    async def whole(self) -> dict[str, Any]:
+        pieces: list[list[Piece]] = [[] for _ in self.answers]
+        while (found := await self.next()) is not None:
+            pieces[found[0]].append(found[1])
+        choices = [self.shape.whole(i, part, self.wants_logprobs) for i, part in enumerate(pieces)]
+        counted = usage(self.num_prompt, self.answers, self.num_prompts)
+        return {**self.shape.head, "object": self.shape.name, "choices": choices, "usage": counted}
+
+    async def events(self, send: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
+        """Every chunk to `send`, which waits for a client that reads slowly."""
+        for index in range(len(self.answers)):
+            if opening := self.shape.opening(index):
+                await send(opening)
+        while (found := await self.next()) is not None:
+            await send(self.shape.chunk(*found))
+        if self.wants_usage:
+            counted = usage(self.num_prompt, self.answers, self.num_prompts)
+            await send({**self.shape.head, "object": self.shape.chunk_name, "choices": [], "usage": counted})
+
+    def close(self) -> None:
+        """Frees the pages of what is unfinished, and takes stock."""
+        self.ticket.close()
+        metrics, now = self.service.metrics, time.monotonic()
+        tokens = sum(answer.num_tokens for answer in self.answers)
+        metrics.prompt_tokens.inc(self.num_prompt)
+        metrics.completion_tokens.inc(tokens)
+        cached = num_cached(self.answers, self.num_prompts)
+        metrics.cached_tokens.inc(cached)
+        if self.first is not None and tokens > len(self.answers):
+            metrics.per_token.observe((now - self.first) / (tokens / len(self.answers) - 1))
+        reasons = ",".join(answer.finish_reason or "cut" for answer in self.answers)
+        self.note |= {"prompt": self.num_prompt, "cached": cached, "completion": tokens, "finish": reasons}
+        if self.first is not None:
+            self.note["first_ms"] = round(1000 * (self.first - self.began))
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Any]) -> bool:
+    """Runs `work`; if the client goes away first, cancels it and returns False."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    worker, watcher = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if worker.done():
+            worker.result()
+        return worker.done()
+    finally:
+        for task in (worker, watcher):
+            task.cancel()
+        await asyncio.gather(worker, watcher, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Server-sent events of a job; an error after the start is an event too."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def event(value: Any) -> None:
+            data = value if isinstance(value, bytes) else msgspec.json.encode(value)
+            await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+
+        async def stream() -> None:
+            try:
+                await self.job.events(event)
+                await event(b"[DONE]")
+            except Dsv4Error as error:
+                await event(error_body(error)[1])
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        with closing(self.job):
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            if not await unless_gone(receive, stream()):
+                self.job.note["gone"] = "yes"

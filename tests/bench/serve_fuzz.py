@@ -1,0 +1,60 @@
+"""schemathesis against `dsv4 serve` on the embedded model: no request may be answered with a 5xx.
+
+python tests/bench/serve_fuzz.py [--cases 5000]: bodies made from /openapi.json, right and wrong ones. The
+context is short, so that answers are. The last line is JSON: how many requests got which status.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "serve")]
+
+from serve_support import KEY, Server  # noqa: E402
+
+NUM_OPERATIONS = 4  # those with bodies
+
+
+def fuzz(server: Server, cases: int, seed: int, seconds: float) -> Counter[str]:
+    """-> how many of the server's answers had which status; fails on any 5xx."""
+    url = f"http://127.0.0.1:{server.port}/openapi.json"
+    command = [sys.executable, "-m", "schemathesis.cli", "run", url, "--checks", "not_a_server_error"]
+    command += ["--phases", "fuzzing", "--max-examples", str(-(-cases // NUM_OPERATIONS)), "--workers", "4"]
+    command += ["--include-method", "POST", "--seed", str(seed), "--suppress-health-check", "all"]
+    command += ["-H", f"Authorization: Bearer {KEY}", "--request-timeout", "60"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts: Counter[str] = Counter()
+    for status, count in re.findall(
+        r'dsv4_requests_total{.*status="(\d+)"} (\S+)', server.raw("GET", "/metrics")[1]
+    ):
+        counts[status] += int(float(count))
+    assert not [status for status in counts if status.startswith("5")], counts
+    return counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cases", type=int, default=5000)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        server = Server(Path(name), "--max-batch", 8, "--max-context", 24)
+        with server:
+            counts, seed = Counter[str](), args.seed
+            # A simple operation has fewer different bodies than it is asked for: go on until all are many.
+            while sum(counts.values()) < args.cases:
+                counts = fuzz(server, args.cases - sum(counts.values()), seed, 3600)
+                seed += 1
+            assert server.is_idle(), "pages are left behind"
+            assert "engine: the engine's process has died" not in server.log
+    print(json.dumps({"answers": sum(counts.values()), "statuses": dict(sorted(counts.items()))}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+"""A short run of tests/bench/serve_fuzz.py: random bodies, none of them answered with a 5xx."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from serve_support import Server
+
+pytest.importorskip("schemathesis", reason="schemathesis is not installed")
+sys.path[:0] = [str(Path(__file__).parents[1] / "bench")]
+
+from serve_fuzz import fuzz  # noqa: E402
+
+
+def test_no_body_is_a_server_error(tmp_path: Path) -> None:
+    with Server(tmp_path, "--max-batch", 8, "--max-context", 24) as server:
+        counts = fuzz(server, 60, seed=3, seconds=120)
+        assert counts["200"] > 10 and counts["400"] > 10, counts
+        assert server.is_idle()

@@ -1,0 +1,223 @@
+"""Grammars without a server: what the encoder writes is allowed, and whatever is allowed can be read."""
+
+import json
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4.engine.grammar import Grammars, Matcher
+from dsv4.engine.request import Delta, Token
+from dsv4.errors import RequestError
+from dsv4.models import EMBEDDED
+from dsv4.serve.answer import ChatAnswer
+from dsv4.serve.grammar import Form
+from dsv4.serve.schema import BadField
+from dsv4.text.chat import encode
+from dsv4.text.tokenizer import Tokenizer
+
+VOCAB = 4096
+CITY = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "unit": {"type": "string", "enum": ["C", "F", 'a "quoted" one']},
+        "flags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+        "note": {"type": ["string", "null"]},
+        "place": {"$ref": "#/$defs/place"},
+    },
+    "required": ["city", "days"],
+    "$defs": {"place": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}},
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "weather", "parameters": CITY}},
+    {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}},
+]
+CLOSED = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["a", "b", 3, None]},
+        "list": {"type": "array", "items": {"type": "integer", "minimum": -5, "maximum": 5}, "maxItems": 4},
+        "word": {"type": "string", "maxLength": 6},
+    },
+    "required": ["kind", "list", "word"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(EMBEDDED)
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer) -> Grammars:
+    return Grammars(tokenizer, VOCAB)
+
+
+def allowed(matcher: Matcher) -> list[int]:
+    return torch.isfinite(matcher.masked(torch.zeros(VOCAB))).nonzero().squeeze(1).tolist()
+
+
+def follow(matcher: Matcher, ids: list[int]) -> int:
+    """How many of the ids are allowed, one after the other."""
+    for count, id in enumerate(ids):
+        if not torch.isfinite(matcher.masked(torch.zeros(VOCAB))[id]):
+            return count
+        matcher.accept(id)
+    return len(ids)
+
+
+def turn(tokenizer: Tokenizer, reasoning: str, content: str, calls: list[tuple[str, Any]]) -> list[int]:
+    """An answer as the encoder writes it into a prompt."""
+    asked = {"role": "user", "content": "x"}
+    made = [{"id": "c", "function": {"name": n, "arguments": json.dumps(a)}} for n, a in calls]
+    answer = {"role": "assistant", "content": content, "reasoning_content": reasoning, "tool_calls": made}
+    options: dict[str, Any] = {"thinking": True, "tools": TOOLS}
+    with_answer = tokenizer.encode_prompt(encode([asked, answer], **options))
+    return with_answer[len(tokenizer.encode_prompt(encode([asked], **options))) :]
+
+
+CALLS: list[tuple[str, Any]] = [
+    ("weather", {"city": "Rome", "days": 3}),
+    ("weather", {"city": 'a </b> "c"\n\n< d', "days": 1, "unit": 'a "quoted" one', "flags": [True, False]}),
+    ("weather", {"city": "", "days": 9, "note": None, "place": {"x": -4}}),
+    ("weather", {"city": "é🦊", "days": 2, "note": "as it is"}),
+    ("now", {}),
+]
+
+
+def test_what_the_encoder_writes_is_allowed(tokenizer: Tokenizer, grammars: Grammars) -> None:
+    must = Form(None, TOOLS, must_call=True).grammar(tokenizer, True)
+    may = Form(None, TOOLS).grammar(tokenizer, True)
+    either = Form(CLOSED, TOOLS).grammar(tokenizer, True)
+    for calls in [[call] for call in CALLS] + [CALLS]:
+        ids = turn(tokenizer, "I think.\n<hm>", "", calls)
+        for grammar in (must, may, either):
+            assert follow(grammars.matcher(grammar), ids) == len(ids), tokenizer.decode(ids)
+        ids = turn(tokenizer, "", "I look < there.", calls)
+        assert follow(grammars.matcher(may), ids) == len(ids)
+    ids = turn(tokenizer, "hm", "no call < at all <", [])
+    assert follow(grammars.matcher(may), ids) == len(ids)
+    assert follow(grammars.matcher(must), ids) < len(ids)
+
+
+FORBIDDEN: list[tuple[str, Any]] = [
+    ("other", {}),
+    ("weather", {"city": "Rome"}),
+    ("weather", {"days": 3}),
+    ("weather", {"city": "Rome", "days": 10}),
+    ("weather", {"city": "Rome", "days": 3, "unit": "K"}),
+    ("weather", {"city": "Rome", "days": 3, "more": 1}),
+    ("weather", {"city": 5, "days": 3}),
+    ("now", {"a": 1}),
+]
+
+
+@pytest.mark.parametrize("call", FORBIDDEN, ids=str)
+def test_what_the_schema_forbids_is_not(
+    tokenizer: Tokenizer, grammars: Grammars, call: tuple[str, Any]
+) -> None:
+    ids = turn(tokenizer, "hm", "", [call])
+    for must in (True, False):
+        matcher = grammars.matcher(Form(None, TOOLS, must_call=must).grammar(tokenizer, True))
+        assert follow(matcher, ids) < len(ids)
+
+
+def walk(
+    matcher: Matcher, tokenizer: Tokenizer, chance: random.Random, answer: ChatAnswer
+) -> tuple[str, list[Any]]:
+    """Random allowed tokens to the end; -> content and calls. Texts without an end get one soon."""
+    content, calls = "", []
+    for step in range(3000):
+        ids = allowed(matcher)
+        special = [id for id in ids if id in tokenizer.special_texts]
+        id = chance.choice(special if special and (step > 20 or chance.random() < 0.2) else ids)
+        if not special and len(ids) > 1000:
+            closing = [i for i in ids if tokenizer.bytes_of(i) in (b"</", b"<", b"/", b'"')]
+            id = chance.choice(closing or ids) if chance.random() < 0.5 else id
+        matcher.accept(id)
+        is_last = id == tokenizer.eos_id
+        piece = answer.push(Delta("s", Token(id), "", "stop" if is_last else None))
+        content, calls = content + piece.content, calls + piece.calls
+        if is_last:
+            return content, calls
+    raise AssertionError("no end")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_is_allowed_can_be_read(tokenizer: Tokenizer, grammars: Grammars, seed: int) -> None:
+    chance, thinking = random.Random(seed), bool(seed % 2)
+    options: dict[str, Any] = {"thinking": thinking, "stops": (), "id_prefix": ""}
+    matcher = grammars.matcher(Form(CLOSED).grammar(tokenizer, thinking))
+    content, calls = walk(matcher, tokenizer, chance, ChatAnswer(tokenizer, tools=None, **options))
+    value = json.loads(content)
+    assert list(value) == ["kind", "list", "word"] and value["kind"] in ("a", "b", 3, None) and not calls
+    assert len(value["list"]) <= 4 and all(-5 <= n <= 5 for n in value["list"]) and len(value["word"]) <= 6
+
+    form = Form(None, TOOLS, must_call=True, many_calls=False)
+    matcher = grammars.matcher(form.grammar(tokenizer, thinking))
+    answer = ChatAnswer(tokenizer, tools=TOOLS, **options)
+    content, calls = walk(matcher, tokenizer, chance, answer)
+    assert content == "" and len(calls) == 1 and answer.finish_reason == "tool_calls" and not answer.problems
+    function = calls[0]["function"]
+    arguments = json.loads(function["arguments"])
+    if function["name"] == "weather":
+        assert isinstance(arguments["city"], str) and 1 <= arguments["days"] <= 9
+        assert arguments.get("unit", "C") in ("C", "F", 'a "quoted" one')
+
+
+def test_names_and_rules_that_calls_cannot_have(tokenizer: Tokenizer) -> None:
+    def form(properties: Any, **more: Any) -> Form:
+        function = {"name": "f", "parameters": {"type": "object", "properties": properties}, **more}
+        return Form(None, [{"type": "function", "function": function}], must_call=True)
+
+    for bad in (form({'a"b': {}}), form({}, name="<"), form({"a": 5}), form(7)):
+        with pytest.raises(BadField):
+            bad.grammar(tokenizer, False)
+    pattern = {"a": {"type": "string", "pattern": "[ab]+"}}
+    assert form(pattern).grammar(tokenizer, False)
+    with pytest.raises(BadField, match="pattern cannot be enforced"):
+        form(pattern, strict=True).grammar(tokenizer, False)
+
+
+NINE = range(9)
+HARD: dict[str, dict[str, Any]] = {
+    "powers": {"type": "string", "pattern": "(a{1,999}){1,999}(b{1,999}){1,999}"},
+    "stars": {"type": "string", "pattern": "(?:(?:a|aa|aaa)*b){200}" * 20},
+    "products": {
+        "allOf": [{"anyOf": [{"properties": {f"k{i}{j}": {"const": i}}} for j in NINE]} for i in NINE]
+    },
+    "keys": {"type": "object", "properties": {f"k{i}": {"type": "integer"} for i in range(3000)}},
+    "values": {"enum": [f"value {i}" for i in range(5000)]},
+}
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_hard_grammars_cost_little_or_are_refused(
+    tokenizer: Tokenizer, grammars: Grammars, name: str
+) -> None:
+    began = time.process_time()
+    try:
+        matcher = grammars.matcher(Form(HARD[name]).grammar(tokenizer, False))
+        for _ in range(10):
+            matcher.accept(allowed(matcher)[0])
+    except RequestError as error:
+        assert "grammar" in str(error)
+    assert time.process_time() - began < 5
+
+
+def test_mask_is_of_the_grammar(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    matcher = grammars.matcher('start: "yes" | "no"')
+    ids = allowed(matcher)
+    assert {tokenizer.bytes_of(id)[:1] for id in ids} == {b"y", b"n"}
+    logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(matcher.masked(logits)[ids], logits[ids])
+    matcher.accept(ids[0])
+    with pytest.raises(RequestError, match="grammar"):
+        matcher.accept(tokenizer.encode_text("q")[0])
+    with pytest.raises(RequestError, match="grammar cannot be used"):
+        grammars.matcher("start: nowhere")
