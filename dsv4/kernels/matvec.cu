@@ -10,8 +10,8 @@
 
 enum { AS_ACT = 0, AS_F32 = 1 };   // what y holds; pairs always give SwiGLU in the activations' type
 constexpr int MAX_SLICES = 8, MAX_SEGMENTS = 16;
-// A warp's weights come through shared memory, CHUNK bytes (8 loads) at a time, STAGES chunks ahead.
-constexpr int CHUNK = 4096, CHUNK_LOADS = CHUNK / 512, STAGES = 2;
+// A warp's weights come through shared memory, CHUNK bytes (8 loads) at a time, some chunks ahead.
+constexpr int CHUNK = 4096, CHUNK_LOADS = CHUNK / 512;
 // Parts of a float32 input: FP16 carries 11 bits, BF16 8.
 constexpr int COLUMNS = 8, PARTS = 4;
 // Items of four columns of x in a slice; a column's stride in shared memory keeps the lanes' banks apart, for reads of
@@ -23,6 +23,7 @@ template <int F> constexpr int STRIDE = F == NVFP4 ? ITEMS + 2 : MAX_STRIDE;
 // Blocks of 8 warps are for a single row: two fit on a multiprocessor, and one computes while the other begins or ends.
 template <int WARPS> struct Layout {
     static constexpr bool SINGLE = WARPS == 8;
+    static constexpr int STAGES = SINGLE ? 3 : 2;
     static constexpr int BLOCKS = SINGLE ? 2 : 1, SUMS = SINGLE ? 16 : 16 * COLUMNS, TABLE = WARPS * 2 * SUMS;
     static constexpr int TABLE_AT = WARPS * STAGES * CHUNK, BARRIERS_AT = TABLE_AT + 2 * TABLE * 4;
     static constexpr int X_AT = BARRIERS_AT + WARPS * STAGES * 8;
@@ -211,7 +212,7 @@ template <bool IS_F32> __device__ __forceinline__ void put_act(void* y, size_t a
 template <int F, int WARPS, bool IS_F32>
 __device__ __forceinline__ void run(const Params& p, const Segment& s, const int4 work, char* shared) {
     constexpr int LOADS = Brick<F>::LOADS, SCALE = Brick<F>::SCALE, CHUNKS = LOADS / CHUNK_LOADS;
-    constexpr int PER_GROUP = IS_F32 ? COLUMNS / PARTS : COLUMNS;
+    constexpr int PER_GROUP = IS_F32 ? COLUMNS / PARTS : COLUMNS, STAGES = Layout<WARPS>::STAGES;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const int groups = WARPS / s.warps, group = warp / s.warps, slice = s.first_slice + warp % s.warps;
     const int halves = s.halves, end = work.y + work.z;
