@@ -23,7 +23,7 @@ template <int F> constexpr int STRIDE = F == NVFP4 ? ITEMS + 2 : MAX_STRIDE;
 // Blocks of 8 warps are for a single row: two fit on a multiprocessor, and one computes while the other begins or ends.
 template <int WARPS> struct Layout {
     static constexpr bool SINGLE = WARPS == 8;
-    static constexpr int STAGES = SINGLE ? 3 : 2;
+    static constexpr int STAGES = 2;
     static constexpr int BLOCKS = SINGLE ? 2 : 1, SUMS = SINGLE ? 16 : 16 * COLUMNS, TABLE = WARPS * 2 * SUMS;
     static constexpr int TABLE_AT = WARPS * STAGES * CHUNK, BARRIERS_AT = TABLE_AT + 2 * TABLE * 4;
     static constexpr int X_AT = BARRIERS_AT + WARPS * STAGES * 8;
