@@ -196,7 +196,8 @@ def make_app(service: Service) -> ASGIApp:
 
     @app.get("/openapi.json")
     async def description() -> dict[str, Any]:
-        return openapi(service.name)
+        ready = engine.check_available(0)
+        return openapi(service.name, ready.max_context, ready.vocab_size)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -78,8 +78,7 @@ _MESSAGE = {
 }
 # What the types do not say; the server's own checks say it again, with the numbers.
 _LIMITS: dict[str, dict[str, Any]] = {
-    "max_tokens": {"minimum": 1},
-    "max_completion_tokens": {"minimum": 1},
+    "seed": {"minimum": -(1 << 63), "maximum": (1 << 64) - 1},
     "temperature": {"minimum": 0, "maximum": 2},
     "top_p": {"exclusiveMinimum": 0, "maximum": 1},
     "top_k": {"minimum": 0},
@@ -93,12 +92,13 @@ _LIMITS: dict[str, dict[str, Any]] = {
 }
 
 
-def openapi(name: str) -> dict[str, Any]:
+def openapi(name: str, max_context: int, vocab_size: int) -> dict[str, Any]:
     kinds = [kind for kind, _ in _POSTS.values()]
     bodies, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     for kind in kinds:
-        for field, limits in {**_LIMITS, "model": {"enum": [name]}}.items():
+        for field, limits in (_LIMITS | _of_model(name, max_context, vocab_size)).items():
             _limit(components[kind.__name__]["properties"].get(field), limits)
+    components[CompletionBody.__name__]["properties"]["prompt"] = _prompt(max_context, vocab_size)
     paths: dict[str, Any] = {path: {"get": _operation(says)} for path, says in _GETS.items()}
     for (path, (_, says)), body in zip(_POSTS.items(), bodies, strict=True):
         content = {"required": True, "content": {"application/json": {"schema": body}}}
@@ -113,6 +113,20 @@ def openapi(name: str) -> dict[str, Any]:
         },
         "security": [{"key": []}],
     }
+
+
+def _of_model(name: str, max_context: int, vocab_size: int) -> dict[str, dict[str, Any]]:
+    length = {"minimum": 1, "maximum": max_context}
+    tokens = {"items": {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}}
+    limits: dict[str, dict[str, Any]] = {"max_tokens": length, "max_completion_tokens": length}
+    return {**limits, "tokens": tokens, "model": {"enum": [name]}}
+
+
+def _prompt(max_context: int, vocab_size: int) -> dict[str, Any]:
+    id = {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}
+    ids = {"type": "array", "items": id, "minItems": 1, "maxItems": max_context}
+    many = [{"type": "array", "items": kind, "minItems": 1} for kind in (_TEXT, ids)]
+    return {"anyOf": [_TEXT, ids, *many]}
 
 
 def _limit(schema: dict[str, Any] | None, limits: dict[str, Any]) -> None:
