@@ -155,12 +155,12 @@ def _share(
 ) -> list[tuple[int, int, int, int]]:
     """Cut all units into runs, one per block: (segment, first unit, units, task or group of rows).
 
-    At batch 1 the runs have about equal bytes and all are resident at once. Otherwise there are more runs
-    than blocks, and the hardware queues them.
+    The runs have about equal bytes and all are resident at once. Experts of a batch are the exception: how
+    many tasks there will be is not known here, so each is cut alike and the hardware queues them.
     """
     per_load = (9, 8.5, 16, 32)  # bytes of a brick over 512, with its scales
     repeats = [len(tasks.expert) if s.routed and tasks else -(-rows // columns) for s in segments]
-    if rows > 1:
+    if rows > 1 and any(s.routed for s in segments):
         runs = [min(16, s.units) for s in segments]
     else:
         cost = [s.units * s.halves * s.warps * per_load[s.format] for s in segments]
