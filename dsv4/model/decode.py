@@ -86,8 +86,7 @@ class Decoder:
         self.buffers = f = Buffers(c, rows, cache, self.dtype)
         self.launches: list[tuple[str, Launch]] = []
         self.graph: torch.cuda.CUDAGraph | None = None
-        self._staging = torch.empty(3, rows, dtype=torch.long).pin_memory()
-        self._loaded = torch.cuda.Event()
+        self._staging: tuple[Tensor, torch.cuda.Event] | None = None
         self._add("embed", lambda: mhc.embed(f.ids, model.embedding.data, f.streams))
         mixed: Tensor | None = None
         for number, (spec, layer) in enumerate(zip(c.layers, cache.layers, strict=False)):
@@ -270,10 +269,16 @@ class Decoder:
         """(slot, position, id) of each row in use; the others are padding."""
         unused = [(0, -1, 0)] * (self.buffers.rows - len(tokens))
         slots, positions, ids = zip(*tokens, *unused, strict=True)
-        self._loaded.synchronize()  # the last copy must have left the staging memory
-        self._staging.copy_(torch.tensor((ids, positions, slots)))
-        self.buffers.inputs.copy_(self._staging, non_blocking=True)
-        self._loaded.record()
+        if self._staging is None:
+            self._staging = (
+                torch.empty(self.buffers.inputs.shape, dtype=torch.long).pin_memory(),
+                torch.cuda.Event(),
+            )
+        staging, copied = self._staging
+        copied.synchronize()  # the last copy must have left the staging memory
+        staging.copy_(torch.tensor((ids, positions, slots)))
+        self.buffers.inputs.copy_(staging, non_blocking=True)
+        copied.record()
 
     def run(self) -> None:
         """The launches, one by one."""
