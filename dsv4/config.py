@@ -189,7 +189,7 @@ class EngineConfig:
     weights: str = "auto"
     max_context: int | None = None
     max_batch: int = 8
-    chunk: int = 512
+    chunk: int | None = None
     threads: int | None = None
     no_graph: bool = False
     prefix_snapshots: int = 64
@@ -202,7 +202,7 @@ class EngineConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(allowed)}")
         for name in ("max_batch", "chunk", "max_context", "threads", "cache_pages"):
             value = getattr(self, name)
-            if value is None and name in ("max_context", "threads", "cache_pages"):
+            if value is None and name != "max_batch":
                 continue
             if type(value) is not int or value < 1:
                 raise ConfigError(f"{name} is {value!r}, expected an integer of at least 1")

@@ -20,7 +20,7 @@ _HELP = {
     "weights": "in memory: auto, dense (decoded once) or packed (as stored, slower on a CPU)",
     "max_context": "tokens one sequence may reach; sizes the cache",
     "max_batch": "sequences that run at the same time",
-    "chunk": "prompt tokens processed per step",
+    "chunk": "prompt tokens processed per step; default: 512 on a CPU, 4096 on a GPU",
     "threads": "CPU threads; default: what suits the model's size",
     "no_graph": "on a GPU, launch a step's kernels one by one: the same tokens, slower, for debugging",
     "prefix_snapshots": "places from which a prompt with a known beginning can go on; 0: no prefix cache",
@@ -28,7 +28,7 @@ _HELP = {
 }
 _TYPES: dict[str, Any] = {
     **{"max_context": int | None, "threads": int | None, "cache_pages": int | None},
-    **{"max_batch": int, "chunk": int, "prefix_snapshots": int, "no_graph": bool},
+    **{"max_batch": int, "chunk": int | None, "prefix_snapshots": int, "no_graph": bool},
 }
 
 

@@ -76,7 +76,7 @@ class Engine:
         self.prefix = PrefixCache(self.cache, config.prefix_snapshots)
         if decode is not None:
             self.prefix.settle = decode.join
-        self.scheduler = Scheduler(self.cache, self.prefix, config.chunk)
+        self.scheduler = Scheduler(self.cache, self.prefix, s.chunk)
         self.grammars = Grammars(tokenizer, model_config.vocab_size)
         self._outputs: dict[str, Output] = {}
         self._ids = itertools.count()

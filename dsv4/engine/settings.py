@@ -16,6 +16,8 @@ from dsv4.weights.load import Checkpoint
 from dsv4.weights.tiled import tiled_bytes
 
 DEFAULT_CONTEXT = 32768
+# Prompt tokens of a step.
+DEFAULT_CHUNK, GPU_CHUNK = 512, 4096
 # Below this, one decode step's products are too short to share between threads (measured: docs/log.md).
 SMALL_MODEL_BYTES = 1 << 30
 MAX_THREADS = 1024
@@ -38,6 +40,7 @@ class Settings:
     kv_format: Format
     key_format: Format
     max_context: int
+    chunk: int
     threads: int
     dense: bool
     tiled: bool  # weights in the GPU kernels' own form; generated tokens run as graphs
@@ -82,6 +85,10 @@ def settle(config: EngineConfig, checkpoint: Checkpoint) -> Settings:
         packed = "" if fits_dense(need, have) else "; packed weights are decoded at every use, which is slow"
         weights = chosen("weights", "packed" if packed else "dense", why + packed)
 
+    chunk = config.chunk
+    if chunk is None and tiled:
+        why = "a prompt's step reads all experts, whatever its length; longer ones would keep others waiting"
+        chunk = int(chosen("chunk", str(GPU_CHUNK), why))
     threads = config.threads or torch.get_num_threads()
     if threads > MAX_THREADS:
         raise ConfigError(f"threads is {threads}, expected at most {MAX_THREADS}")
@@ -96,6 +103,7 @@ def settle(config: EngineConfig, checkpoint: Checkpoint) -> Settings:
         kv_format=plain.get(cache, Format.KV8),
         key_format=plain.get(cache, Format.MXFP4),
         max_context=_max_context(config, checkpoint.config, choices),
+        chunk=chunk or DEFAULT_CHUNK,
         threads=threads,
         dense=weights == "dense",
         tiled=tiled,

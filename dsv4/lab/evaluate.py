@@ -192,8 +192,8 @@ def draft_hits(engine: Engine, prompt: tuple[int, ...], answer: tuple[int, ...])
         raise RequestError("the cache is full; evaluate on an idle engine")
     drafted: list[int] = []
     try:
-        for start in range(0, end, engine.config.chunk):
-            stop = min(end, start + engine.config.chunk)
+        for start in range(0, end, engine.settings.chunk):
+            stop = min(end, start + engine.settings.chunk)
             step = Step.build([(slot, start, ids[start:stop])], device)
             streams = model.forward(step, cache)
             next_ids = torch.tensor(ids[start + 1 : stop + 1], device=device)
@@ -255,8 +255,8 @@ def settings(engine: Engine) -> dict[str, Any]:
         **{"device": s.device.torch_name, "device_name": s.device.name, "threads": s.threads},
         **{"activations": c.activations, "qat": c.qat, "compute_dtype": str(s.dtype).removeprefix("torch.")},
         **{"cache": str(s.kv_format), "index_keys": str(s.key_format)},
-        **{"weights": "dense" if s.dense else "packed", "max_context": s.max_context},
-        **{"max_batch": c.max_batch, "chunk": c.chunk, "ops": s.ops.names()},
+        **{"weights": "tiled" if s.tiled else "dense" if s.dense else "packed", "max_context": s.max_context},
+        **{"max_batch": c.max_batch, "chunk": s.chunk, "ops": s.ops.names()},
         **{"torch": torch.__version__, "python": platform.python_version()},
     }
 

@@ -75,8 +75,8 @@ def score_ids(
         raise RequestError("the cache is full; score on an idle engine")
     prefill, decode, drafts = [], [], []
     try:
-        for start in range(0, prompt_len, engine.config.chunk):
-            stop = min(prompt_len, start + engine.config.chunk)
+        for start in range(0, prompt_len, engine.settings.chunk):
+            stop = min(prompt_len, start + engine.settings.chunk)
             step = Step.build([(slot, start, list(ids[start:stop]))], device)
             streams = model.forward(step, cache)
             prefill.append(model.logits(streams))
@@ -140,8 +140,8 @@ def score_text(engine: Engine, text: str, progress: Progress | None = None) -> T
         if slot is None:
             raise RequestError("the cache is full; score on an idle engine")
         try:
-            for start in range(0, len(inputs), engine.config.chunk):
-                chunk = inputs[start : start + engine.config.chunk]
+            for start in range(0, len(inputs), engine.settings.chunk):
+                chunk = inputs[start : start + engine.settings.chunk]
                 logits = model.logits(model.forward(Step.build([(slot, start, chunk)], device), cache))
                 want = torch.tensor(targets[start : start + len(chunk)], device=device)
                 nats -= float(logits.double().log_softmax(-1).gather(1, want.unsqueeze(1)).sum())
