@@ -72,6 +72,7 @@ def settle(config: EngineConfig, checkpoint: Checkpoint) -> Settings:
         chosen("ops", "ref", f"{slow} has no GPU kernels; the reference runs on the GPU, slowly")
     tiled = device.kind == "cuda" and slow is None
     if tiled:
+        check_sizes(checkpoint.config)
         _check_gpu(device)
     if tiled and config.weights != "auto":
         raise ConfigError(f"weights {config.weights} is for a CPU; on a GPU use weights auto")
@@ -126,6 +127,23 @@ def check_memory(settings: Settings, checkpoint: Checkpoint, layout: CacheLayout
             f"{layout.max_context} tokens {cache / 1e9:.1f} GB, but {free / 1e9:.1f} GB of memory are free; "
             "lower max_batch or max_context" + (", or use weights packed" if settings.dense else "")
         )
+
+
+def check_sizes(c: ModelConfig) -> None:
+    """Refuse a model whose sizes the GPU kernels cannot take; those of V4 they can."""
+    wrong = [
+        (c.num_streams != 4, f"{c.num_streams} streams, expected 4"),
+        (c.o_rank % 16 > 0, f"output rank {c.o_rank}, expected a multiple of 16"),
+        (c.o_groups > 16, f"{c.o_groups} output groups, expected at most 16"),
+        (c.num_experts > 512, f"{c.num_experts} experts, expected at most 512"),
+        (c.experts_per_token > 32, f"{c.experts_per_token} experts per token, expected at most 32"),
+        (
+            c.index_dim & (c.index_dim - 1) > 0 or c.index_dim < max(32, c.rope_dim),
+            f"index keys of {c.index_dim} channels, expected a power of two from {max(32, c.rope_dim)} on",
+        ),
+    ]
+    if found := [text for is_wrong, text in wrong if is_wrong]:
+        raise ConfigError(f"the GPU kernels cannot run a model of {'; '.join(found)}; use --device cpu")
 
 
 def _check_gpu(device: Device) -> None:

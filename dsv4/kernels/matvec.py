@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4.kernels.build import call, pointer
-from dsv4.kernels.tiles import CODE, ROWS, SLICE, Tiled
+from dsv4.kernels.tiles import CODE, SLICE, Tiled
 
 MAX_SLICES, MAX_SEGMENTS, COLUMNS, FLOAT_COLUMNS = 8, 16, 8, 2
 
@@ -191,6 +191,3 @@ def unpack(weight: Tiled, out: Tensor) -> None:
     segment = _segment(weight)
     is_float = int(out.dtype == torch.float32)
     call("unpack", "unpack", out.device, ctypes.byref(segment), weight.count, pointer(out), is_float)
-
-
-__all__ = ["ROWS", "MatVec", "Product", "Tasks", "splits", "unpack"]

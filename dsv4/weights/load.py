@@ -41,11 +41,6 @@ class Checkpoint:
         """Memory that `load` takes, to the byte."""
         return sum(held_bytes(source, dense) for source in self.inventory.sources)
 
-    @staticmethod
-    def held_bytes_of(source: Source) -> int:
-        """Memory of one parameter that is kept as stored."""
-        return held_bytes(source, False)
-
     def load(
         self, dense: bool, device: str | torch.device = "cpu", progress: Progress | None = None
     ) -> Weights:

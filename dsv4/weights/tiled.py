@@ -13,7 +13,7 @@ from dsv4.model.bundle import Weights
 from dsv4.quant.codec import decode
 from dsv4.quant.formats import Format, QuantTensor
 from dsv4.weights.detect import Source
-from dsv4.weights.load import Checkpoint, Progress, check_finite, check_scales, load_one, move
+from dsv4.weights.load import Checkpoint, Progress, check_finite, check_scales, held_bytes, load_one, move
 
 _EXPERT = re.compile(r"(.*\.(?:shared_experts|experts))(?:\.(\d+))?\.(w[123])")
 # As halves of a pair, and the down projection.
@@ -54,7 +54,7 @@ def tiled_bytes(checkpoint: Checkpoint) -> int:
     for source in checkpoint.inventory.sources:
         shape, kind = source.param.shape, source.param.kind
         if kind in ("plain", "table") or source.param.name == "embed":
-            total += checkpoint.held_bytes_of(source)
+            total += held_bytes(source, dense=False)
         else:
             assert source.format is not None
             total += tile_bytes(_format(source), (shape[0], shape[1]))
@@ -123,6 +123,3 @@ def _put_expert(
         )
     if not put(to, int(number or 0), half, held):
         tensors[name] = replace(bank, **{part: replace(to, fits_bf16=False)})
-
-
-__all__ = ["load_tiled", "tiled_bytes"]

@@ -5,13 +5,13 @@ from functools import partial
 
 import torch
 
+from dsv4.device import OLDEST, too_old
 from dsv4.errors import DeviceError
 from dsv4.kernels import ceiling
 
 READ_BYTES = 8 << 30
 MATMUL_SIZE = 8192
 ROUNDS = 10
-MIN_CAPABILITY = (9, 0)
 
 
 def gpu() -> torch.device:
@@ -22,11 +22,8 @@ def gpu() -> torch.device:
             "run it on a machine with one"
         )
     found = torch.cuda.get_device_capability()
-    if found < MIN_CAPABILITY:
-        raise DeviceError(
-            f"{torch.cuda.get_device_name()} has compute capability {found[0]}.{found[1]}; "
-            f"the GPU kernels need {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} (H100, H200) or newer"
-        )
+    if found < OLDEST:
+        raise DeviceError(f"{torch.cuda.get_device_name()} {too_old(found)}")
     return torch.device("cuda", torch.cuda.current_device())
 
 
