@@ -1,12 +1,5 @@
 // Reads memory and does nothing else: the speed that every other kernel is held against.
-#include <stdint.h>
-
-__device__ __forceinline__ uint4 stream(const uint4* p) {
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-    return v;
-}
+#include "tiles.cuh"
 
 __device__ __forceinline__ uint32_t words(const uint4& v) { return v.x + v.y + v.z + v.w; }
 
@@ -35,4 +28,3 @@ extern "C" int dsv4_read(const void* data, int64_t count, int flight, int blocks
     kernel<<<blocks, 512, 0, stream>>>((const uint4*)data, count, (uint32_t*)sum);
     return (int)cudaGetLastError();
 }
-extern "C" const char* dsv4_error(int code) { return cudaGetErrorString((cudaError_t)code); }
