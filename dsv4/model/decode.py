@@ -42,7 +42,6 @@ class Buffers:
         self.ids, self.positions, self.slots = self.inputs
         self.positions.fill_(-1)
         self.streams, self.x = act(rows, n, d), act(rows, d)
-        self.partial = wide(rows, mhc.num_chunks(d), mhc.WIDTH)
         self.gate, self.comb = wide(rows, n), wide(rows, n, n)
         self.q_raw, self.q_low, self.kv = act(rows, c.q_rank), act(rows, c.q_rank), act(rows, c.head_dim)
         self.values, self.scores = wide(rows, 2 * c.head_dim), wide(rows, 2 * c.head_dim)
@@ -84,6 +83,7 @@ class Decoder:
         self.b, self.config, self.cache, self.model = b, c, cache, model
         self.dtype = b.numerics.dtype
         self.buffers = f = Buffers(c, rows, cache, self.dtype)
+        self.board = mhc.Board.empty(rows, c.hidden_size, cache.page_table.device)
         self.launches: list[tuple[str, Launch]] = []
         self.graph: torch.cuda.CUDAGraph | None = None
         self._staging: tuple[Tensor, torch.cuda.Event] | None = None
@@ -119,12 +119,10 @@ class Decoder:
         counts = torch.tensor((n, n, n * n)[: len(scale)], device=scale.device)
         fn, base, weight = b.plain(f"{name}_fn"), b.plain(f"{name}_base"), b.plain(norm)
         wide = scale.repeat_interleave(counts)
-        gate, comb = (None, None) if fn.shape[0] == n else (f.gate, f.comb)
-        self._add("mhc open", lambda: mhc.mix_open(y, f.gate, f.comb, f.streams, fn, f.partial))
         self._add(
-            "mhc close",
-            lambda: mhc.mix_close(
-                *(f.partial, base, wide, f.streams, weight, f.x, gate, comb),
+            "mhc",
+            lambda: mhc.mix(
+                *(y, f.streams, fn, base, wide, weight, f.gate, f.comb, f.x, self.board),
                 *(c.norm_eps, c.hc_eps, c.sinkhorn_iters),
             ),
         )

@@ -34,18 +34,8 @@ def rows_of(format: Format, c: ModelConfig, act: torch.dtype) -> QuantTensor:
 
 
 def launch_mhc(c: ModelConfig, act: torch.dtype) -> None:
-    n, d = c.num_streams, c.hidden_size
-    streams, partial = empty(T, n, d, dtype=act), empty(T, mhc.num_chunks(d), mhc.WIDTH)
-    gate, comb = empty(T, n), empty(T, n, n)
-    mhc.embed(numbers(), empty(c.vocab_size, d, dtype=torch.bfloat16), streams)
-    mhc.mix_open(None, None, None, streams, empty(24, n * d), partial)
-    mhc.mix_open(empty(T, 2, d), gate, comb, streams, empty(24, n * d), partial)
-    for mixes, outputs in ((24, (gate, comb)), (n, (None, None))):
-        x = empty(T, d, dtype=act)
-        mhc.mix_close(
-            *(partial, empty(mixes), empty(mixes), streams, empty(d), x, *outputs),
-            *(c.norm_eps, c.hc_eps, c.sinkhorn_iters),
-        )
+    streams = empty(T, c.num_streams, c.hidden_size, dtype=act)
+    mhc.embed(numbers(), empty(c.vocab_size, c.hidden_size, dtype=torch.bfloat16), streams)
 
 
 def pooling(d: int, ratio: int, m: int, out: QuantTensor) -> prepare.Pooling:
