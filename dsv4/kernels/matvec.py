@@ -11,14 +11,15 @@ from torch import Tensor
 from dsv4.kernels.build import call, pointer
 from dsv4.kernels.tiles import CODE, SLICE, Tiled
 
-MAX_SLICES, MAX_SEGMENTS, COLUMNS, FLOAT_COLUMNS = 8, 16, 8, 2
+MAX_SLICES, MAX_SEGMENTS, MAX_NORM, COLUMNS, FLOAT_COLUMNS = 8, 16, 4, 8, 2
 
 
 class _Segment(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("data", "scale", "factor", "x", "y")),
+        *((name, ctypes.c_void_p) for name in ("data", "scale", "factor", "x", "y", "norm")),
         *((name, ctypes.c_int) for name in ("format", "halves", "units", "slices", "first_slice", "warps")),
         *((name, ctypes.c_int) for name in ("n", "k", "x_stride", "y_stride", "epilogue", "routed")),
+        ("norm_eps", ctypes.c_float),
     )
 
 
@@ -41,7 +42,10 @@ Who = Literal["rows", "up", "down"]
 
 @dataclass(frozen=True)
 class Product:
-    """y = x Wt. y float32 keeps the sums; more than 8 slices of K give y [splits, ...], to be summed."""
+    """y = x Wt. y float32 keeps the sums; more than 8 slices of K give y [splits, ...], to be summed.
+
+    `norm`: x goes through rms_norm with this weight [K] first, and is rounded.
+    """
 
     weight: Tiled
     x: Tensor
@@ -49,6 +53,8 @@ class Product:
     who: Who = "rows"
     x_stride: int = 0  # values from row to row; 0: the columns of the weight
     y_stride: int = 0
+    norm: Tensor | None = None
+    norm_eps: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -123,8 +129,8 @@ class MatVec:
 def _segment(weight: Tiled) -> _Segment:
     n, k = weight.shape
     return _Segment(
-        *(weight.data.data_ptr(), weight.scale.data_ptr(), weight.factor.data_ptr(), None, None),
-        *(CODE[weight.format], weight.halves, weight.units, weight.slices, 0, 0, n, k, 0, 0, 0, 0),
+        *(weight.data.data_ptr(), weight.scale.data_ptr(), weight.factor.data_ptr(), None, None, None),
+        *(CODE[weight.format], weight.halves, weight.units, weight.slices, 0, 0, n, k, 0, 0, 0, 0, 0.0),
     )
 
 
@@ -144,6 +150,10 @@ def _segments(product: Product) -> list[_Segment]:
             segment.y = product.y[split].data_ptr()
         segment.x_stride = product.x_stride or weight.shape[1]
         segment.y_stride = product.y_stride or weight.shape[0]
+        if product.norm is not None:
+            assert product.norm.shape == (weight.shape[1],) and product.norm.dtype == torch.float32
+            assert weight.slices <= MAX_NORM, weight.shape
+            segment.norm, segment.norm_eps = product.norm.data_ptr(), product.norm_eps
         segment.epilogue = int(is_float)
         segment.routed = {"rows": 0, "up": 1, "down": 2}[product.who]
         out.append(segment)

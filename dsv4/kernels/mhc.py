@@ -17,6 +17,7 @@ from dsv4.kernels.numbers import OVERLAPPED, begin, to_act
 
 # A block's channels, its words per row, blocks on a multiprocessor, the most rows of a block: as in mix.cu.
 STREAMS, CHANNELS, WORDS, RESIDENT, MAX_ROWS = 4, 64, 26, 2, 16
+MAX_PARTS = 8
 MIXES = 2 * STREAMS + STREAMS * STREAMS
 
 
@@ -55,7 +56,7 @@ class Board:
     """Where the blocks of a launch tell each other their sums; one launch after the other may use it."""
 
     words: Tensor  # int64 [rows, WORDS, chunks]
-    launches: Tensor  # int32 [blocks]
+    launches: Tensor  # int32 [blocks], the number of the next one; words of number 0 are none's
     groups: int  # of blocks; each takes every groups-th row
 
     @classmethod
@@ -69,7 +70,7 @@ class Board:
                 f"blocks and this GPU has room for {room}; use fewer running sequences (--max-seqs)"
             )
         words = torch.zeros(rows, WORDS, chunks, dtype=torch.int64, device=device)
-        return cls(words, torch.zeros(groups * (chunks + 1), dtype=torch.int32, device=device), groups)
+        return cls(words, torch.ones(groups * (chunks + 1), dtype=torch.int32, device=device), groups)
 
 
 def mix(
@@ -99,6 +100,7 @@ def mix(
     assert base.shape == scale.shape == (mixes,) and weight.shape == (d,), (base.shape, scale.shape)
     assert gate.shape == (rows, n) and comb.shape == (rows, n, n) and x.shape == (rows, d), x.shape
     assert y is None or (y.shape[::2] == (rows, d) and y.dtype in (streams.dtype, torch.float32)), y.shape
+    assert y is None or y.shape[1] <= MAX_PARTS, y.shape
     assert board.words.shape == (rows, WORDS, -(-d // CHANNELS)), board.words.shape
     assert all(t.is_contiguous() for t in (streams, fn, gate, comb, x)) and (y is None or y.is_contiguous())
     is_float = streams.dtype == torch.float32

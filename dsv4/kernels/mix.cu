@@ -13,9 +13,10 @@
 constexpr int STREAMS = 4, MIXES = 2 * STREAMS + STREAMS * STREAMS, THREADS = 256, WARPS = THREADS / 32;
 constexpr int CHANNELS = 64, SHARES = THREADS / CHANNELS, EACH = MIXES / SHARES;   // a thread: a channel, EACH of the mixes
 constexpr int RESIDENT = 2;   // blocks that fit on a multiprocessor; mhc.py counts on it
-constexpr int VALUES = 8, SHARE_WARPS = CHANNELS / 32;   // of a thread's: the mixes, then the sum of squares
+constexpr int VALUES = EACH < 8 ? 8 : 16, SHARE_WARPS = CHANNELS / 32;   // of a thread's: the mixes, then the sum of squares
+constexpr int MAX_PARTS = 8;
 constexpr int SQUARES = MIXES, NORM = MIXES + 1, WORDS = MIXES + 2;                // on the board, per row and block
-static_assert(EACH * SHARES == MIXES && EACH < VALUES && SHARES == STREAMS, "threads share the mixes, and write a stream each");
+static_assert(EACH * SHARES == MIXES && EACH < VALUES && STREAMS % SHARES == 0, "threads share the mixes, and write the streams");
 
 struct Mix {
     const void* y;          // [rows][parts][d], the last output in parts to be summed; null: the streams stay
@@ -29,41 +30,53 @@ struct Mix {
     float* comb;            // [rows][STREAMS][STREAMS]: likewise
     void* x;                // [rows][d]
     unsigned long long* board;   // [rows][WORDS][chunks]
-    uint32_t* launches;     // [blocks] how often each has run
+    uint32_t* launches;     // [blocks] the number of each one's next launch, from 1 on
     int mixes, d, chunks, rows, groups, iters;   // a group of blocks takes every groups-th row
     float norm_eps, hc_eps;
 };
+
 
 __device__ __forceinline__ void tell(unsigned long long* to, float v, uint32_t launch) {
     const unsigned long long word = (unsigned long long)launch << 32 | __float_as_uint(v);
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(word) : "memory");
 }
 
-// COUNT sums over all blocks, board rows first, first + 1, ...: each in every lane of the warp, in one order of additions.
+// Sums over all blocks of COUNT numbers, `apart` rows of the board from each other: in every lane of the warp, in one order
+// of additions. `count` of them are wanted.
 template <int COUNT>
-__device__ __forceinline__ void gather(const unsigned long long* board, int chunks, uint32_t launch, int lane, float (&sums)[COUNT]) {
+__device__ __forceinline__ void gather(const unsigned long long* board, int apart, int count, int chunks, uint32_t launch, int lane,
+                                       float (&sums)[COUNT]) {
 #pragma unroll
     for (int v = 0; v < COUNT; ++v) sums[v] = 0.f;
-    for (int first = 0; first < chunks; first += 32) {
-        unsigned long long word[COUNT];
-        const bool mine = first + lane < chunks;
-        bool waiting = true;
-        while (__any_sync(~0u, waiting)) {
-            waiting = false;
+    for (int first = lane; first < chunks; first += 64) {
+        unsigned long long word[COUNT][2];
+        const bool two = first + 32 < chunks;
+        bool waits;
+        do {   // all are asked for before the first is looked at
+            waits = false;
 #pragma unroll
-            for (int v = 0; v < COUNT; ++v)
-                if (mine) {
-                    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word[v]) : "l"(board + (size_t)v * chunks + first + lane) : "memory");
-                    waiting |= (uint32_t)(word[v] >> 32) != launch;
-                }
-        }
+            for (int v = 0; v < COUNT; ++v) {
+                const unsigned long long* at = board + (size_t)(v < count ? v : 0) * apart * chunks + first;
+                asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word[v][0]) : "l"(at) : "memory");
+                asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word[v][1]) : "l"(at + (two ? 32 : 0)) : "memory");
+            }
 #pragma unroll
-        for (int v = 0; v < COUNT; ++v) sums[v] += mine ? __uint_as_float((uint32_t)word[v]) : 0.f;
+            for (int v = 0; v < COUNT; ++v) waits |= (uint32_t)(word[v][0] >> 32) != launch || (uint32_t)(word[v][1] >> 32) != launch;
+        } while (waits);
+#pragma unroll
+        for (int v = 0; v < COUNT; ++v)
+            sums[v] += __uint_as_float((uint32_t)word[v][0]) + (two ? __uint_as_float((uint32_t)word[v][1]) : 0.f);
     }
+    __syncwarp();
 #pragma unroll
     for (int i = 16; i; i >>= 1)
 #pragma unroll
         for (int v = 0; v < COUNT; ++v) sums[v] += __shfl_xor_sync(~0u, sums[v], i);
+}
+__device__ __forceinline__ float gather(const unsigned long long* board, int chunks, uint32_t launch, int lane) {
+    float sum[1];
+    gather(board, 0, 1, chunks, launch, lane, sum);
+    return sum[0];
 }
 
 template <typename Act> __device__ __forceinline__ float as_float(Act v);
@@ -73,18 +86,27 @@ template <typename Act> __device__ __forceinline__ Act as_act(float v);
 template <> __device__ __forceinline__ float as_act(float v) { return v; }
 template <> __device__ __forceinline__ __nv_bfloat16 as_act(float v) { return __float2bfloat16_rn(v); }
 // What another kernel wrote: never from L1, and an order that the compiler keeps.
-template <typename Act> __device__ __forceinline__ float fresh(const Act* p);
-template <> __device__ __forceinline__ float fresh(const float* p) { return __ldcg(p); }
-template <> __device__ __forceinline__ float fresh(const __nv_bfloat16* p) {
-    return __bfloat162float(__ushort_as_bfloat16(__ldcg(reinterpret_cast<const unsigned short*>(p))));
+__device__ __forceinline__ float fresh(const float* p) { return __ldcg(p); }
+__device__ __forceinline__ __nv_bfloat16 fresh(const __nv_bfloat16* p) {
+    return __ushort_as_bfloat16(__ldcg(reinterpret_cast<const unsigned short*>(p)));
 }
-__device__ __forceinline__ float share_of(float logit) { return __fdiv_rn(1.f, 1.f + expf(-logit)); }
-// The root of the mean square.
-__device__ __forceinline__ float size_of(float squares, float count, float eps) { return __fsqrt_rn(squares * (1.f / count) + eps); }
+template <typename T> __device__ __forceinline__ float sum_parts(const T* from, int parts, int stride, bool inside) {
+    T part[MAX_PARTS];
+#pragma unroll
+    for (int k = 0; k < MAX_PARTS; ++k) part[k] = inside && k < parts ? fresh(from + (size_t)k * stride) : T(0.f);
+    float sum = 0.f;
+#pragma unroll
+    for (int k = 0; k < MAX_PARTS; ++k) sum += as_float(part[k]);
+    return sum;
+}
+__device__ __forceinline__ float share_of(float logit) { return __fdividef(1.f, 1.f + __expf(-logit)); }
+// One over the root of the mean square.
+__device__ __forceinline__ float inverse_size(float squares, float count, float eps) { return rsqrtf(__fdividef(squares, count) + eps); }
 
-// Four numbers divided by their sum.
+// Four numbers divided by their sum, which is no denormal. Twenty times two of these in a row are what a launch waits for.
 __device__ __forceinline__ void even(float& a, float& b, float& c, float& d, float eps) {
-    const float share = __fdividef(1.f, (a + b) + (c + d) + eps);
+    float share;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(share) : "f"((a + b) + (c + (d + eps))));
     a *= share; b *= share; c *= share; d *= share;
 }
 
@@ -94,7 +116,7 @@ __device__ __forceinline__ void sinkhorn(float (&m)[STREAMS][STREAMS], int iters
     for (int r = 0; r < STREAMS; ++r) {
         const float top = fmaxf(fmaxf(m[r][0], m[r][1]), fmaxf(m[r][2], m[r][3]));
 #pragma unroll
-        for (int c = 0; c < STREAMS; ++c) m[r][c] = expf(m[r][c] - top);
+        for (int c = 0; c < STREAMS; ++c) m[r][c] = __expf(m[r][c] - top);
         even(m[r][0], m[r][1], m[r][2], m[r][3], 0.f);
 #pragma unroll
         for (int c = 0; c < STREAMS; ++c) m[r][c] += eps;
@@ -108,31 +130,40 @@ __device__ __forceinline__ void sinkhorn(float (&m)[STREAMS][STREAMS], int iters
     }
 }
 
-// The block beside the others: gate and comb of the next output, while they make its input. A warp takes a row.
-__device__ __forceinline__ void next_mixes(const Mix& p, uint32_t launch, int group, int warp, int lane) {
-    for (int row = group + warp * p.groups; row < p.rows; row += WARPS * p.groups) {
-        float sums[STREAMS * STREAMS + STREAMS + 1];
-        gather(p.board + ((size_t)row * WORDS + STREAMS) * p.chunks, p.chunks, launch, lane, sums);
-        const float inv = __fdiv_rn(1.f, size_of(sums[STREAMS * STREAMS + STREAMS], (float)STREAMS * p.d, p.norm_eps));
-        float m[STREAMS][STREAMS];
+// The block beside the others: gate and comb of the next output, while they make its input.
+// `scale` and `base` are those of mix STREAMS + lane.
+__device__ __forceinline__ void next_mixes(const Mix& p, uint32_t launch, int group, int warp, int lane, float scale, float base) {
+    constexpr int COUNT = MIXES - STREAMS + 1;   // and the sum of squares
+    __shared__ float sums[COUNT];
+    for (int row = group; row < p.rows; row += p.groups) {
+        constexpr int PER_WARP = (COUNT + WARPS - 1) / WARPS;
+        float mine[PER_WARP];
+        gather(p.board + ((size_t)row * WORDS + STREAMS + warp) * p.chunks, WARPS, (COUNT - warp + WARPS - 1) / WARPS, p.chunks, launch,
+               lane, mine);
 #pragma unroll
-        for (int i = 0; i < STREAMS * STREAMS; ++i)
-            m[i / STREAMS][i % STREAMS] = sums[STREAMS + i] * inv * __ldg(p.scale + 2 * STREAMS + i) + __ldg(p.base + 2 * STREAMS + i);
-        sinkhorn(m, p.iters, p.hc_eps);
-        if (lane) continue;
+        for (int v = 0; v < PER_WARP; ++v)
+            if (lane == 0 && warp + v * WARPS < COUNT) sums[warp + v * WARPS] = mine[v];
+        __syncthreads();
+        if (warp == 0) {
+            const float inv = inverse_size(sums[COUNT - 1], (float)STREAMS * p.d, p.norm_eps);
+            const float logit = sums[min(lane, COUNT - 1)] * inv * scale + base;
+            float m[STREAMS][STREAMS];
 #pragma unroll
-        for (int n = 0; n < STREAMS; ++n) {
-            p.gate[row * STREAMS + n] = 2.f * share_of(sums[n] * inv * __ldg(p.scale + STREAMS + n) + __ldg(p.base + STREAMS + n));
+            for (int i = 0; i < STREAMS * STREAMS; ++i) m[i / STREAMS][i % STREAMS] = __shfl_sync(~0u, logit, STREAMS + i);
+            sinkhorn(m, p.iters, p.hc_eps);
+            if (lane < STREAMS) p.gate[row * STREAMS + lane] = 2.f * share_of(logit);
 #pragma unroll
-            for (int c = 0; c < STREAMS; ++c) p.comb[(row * STREAMS + n) * STREAMS + c] = m[n][c];
+            for (int i = 0; i < STREAMS * STREAMS; ++i)
+                if (lane == i) p.comb[row * STREAMS * STREAMS + i] = m[i / STREAMS][i % STREAMS];
         }
+        __syncthreads();
     }
 }
 
 // MANY: the most rows of a block.
 template <typename Act, int MANY>
 __global__ void __launch_bounds__(THREADS, RESIDENT) mix_kernel(const __grid_constant__ Mix p) {
-    __shared__ float parts[2][WARPS][VALUES], squares[MANY][SHARE_WARPS];
+    __shared__ float parts[2][WARPS][VALUES], squares[MANY][SHARE_WARPS], known[MANY][STREAMS + 1];
     const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
     const int per = p.chunks + 1, chunk = blockIdx.x % per, group = blockIdx.x / per;
     const int share = tid / CHANNELS, c = chunk * CHANNELS + tid % CHANNELS;
@@ -147,17 +178,17 @@ __global__ void __launch_bounds__(THREADS, RESIDENT) mix_kernel(const __grid_con
             fn[n][m] = inside && share * EACH + m < p.mixes ? __ldg(p.fn + ((size_t)(share * EACH + m) * STREAMS + n) * p.d + c) : 0.f;
     }
     const float weight = inside ? __ldg(p.weight + c) : 0.f;
-    let_next_start();
+    const bool is_next = beside && STREAMS + lane < p.mixes;
+    const float next_scale = is_next ? __ldg(p.scale + STREAMS + lane) : 0.f, next_base = is_next ? __ldg(p.base + STREAMS + lane) : 0.f;
     wait_for_earlier();
     uint32_t* const runs = p.launches + blockIdx.x;
     uint32_t launch;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(launch) : "l"(runs) : "memory");
-    ++launch;
 
     if (beside) {
-        if (p.mixes == MIXES) next_mixes(p, launch, group, warp, lane);
-        __syncthreads();
-        if (tid == 0) *runs = launch;
+        let_next_start();
+        if (p.mixes == MIXES) next_mixes(p, launch, group, warp, lane, next_scale, next_base);
+        if (tid == 0) *runs = launch + 1;
         return;
     }
     Act* const streams = static_cast<Act*>(p.streams);
@@ -167,25 +198,27 @@ __global__ void __launch_bounds__(THREADS, RESIDENT) mix_kernel(const __grid_con
         const int row = group + i * p.groups;
         if (row >= p.rows) break;
         Act* const at = streams + (size_t)row * STREAMS * p.d + c;
-        float old[STREAMS], v[VALUES] = {};
+        float v[VALUES] = {};
+        Act old[STREAMS];
 #pragma unroll
-        for (int n = 0; n < STREAMS; ++n) now[i][n] = old[n] = inside ? fresh(at + n * p.d) : 0.f;
-        if (p.y) {
-            float y = 0.f;
-            const size_t from = (size_t)row * p.parts * p.d + c;
-            if (inside) {
-#pragma unroll 8
-                for (int part = 0; part < p.parts; ++part)
-                    y += p.y_is_f32 ? fresh(static_cast<const float*>(p.y) + from + (size_t)part * p.d)
-                                    : fresh(static_cast<const Act*>(p.y) + from + (size_t)part * p.d);
-            }
-            y = as_float(as_act<Act>(y));
+        for (int n = 0; n < STREAMS; ++n) old[n] = inside ? fresh(at + n * p.d) : Act(0.f);
+        if (!p.y) {
+#pragma unroll
+            for (int n = 0; n < STREAMS; ++n) now[i][n] = as_float(old[n]);
+        } else {   // all is asked for before the first is used
             const float4 gate = __ldcg(reinterpret_cast<const float4*>(p.gate) + row);
+            float4 comb[STREAMS];
+#pragma unroll
+            for (int j = 0; j < STREAMS; ++j) comb[j] = __ldcg(reinterpret_cast<const float4*>(p.comb) + row * STREAMS + j);
+            const size_t from = (size_t)row * p.parts * p.d + c;
+            const float y = as_float(as_act<Act>(p.y_is_f32 ? sum_parts(static_cast<const float*>(p.y) + from, p.parts, p.d, inside)
+                                                            : sum_parts(static_cast<const Act*>(p.y) + from, p.parts, p.d, inside)));
             float4 mixed = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
             for (int j = 0; j < STREAMS; ++j) {
-                const float4 k = __ldcg(reinterpret_cast<const float4*>(p.comb) + row * STREAMS + j);
-                mixed.x += k.x * old[j]; mixed.y += k.y * old[j]; mixed.z += k.z * old[j]; mixed.w += k.w * old[j];
+                const float4 k = comb[j];
+                const float s = as_float(old[j]);
+                mixed.x += k.x * s; mixed.y += k.y * s; mixed.z += k.z * s; mixed.w += k.w * s;
             }
             now[i][0] = as_float(as_act<Act>(gate.x * y + mixed.x));
             now[i][1] = as_float(as_act<Act>(gate.y * y + mixed.y));
@@ -200,22 +233,21 @@ __global__ void __launch_bounds__(THREADS, RESIDENT) mix_kernel(const __grid_con
         }
         // Each step halves the values that a lane holds and doubles the lanes that each is summed over.
 #pragma unroll
-        for (int i2 = 16, have = VALUES; i2; i2 >>= 1) {
-            if (have > 1) {
-                have >>= 1;
+        for (int step = 1; step <= 5; ++step) {
+            const int across = 32 >> step, have = VALUES >> step;
+            const bool upper = lane & across;
 #pragma unroll
-                for (int k = 0; k < have; ++k) {
-                    const bool upper = lane & i2;
-                    const float give = upper ? v[k] : v[k + have];
-                    v[k] = (upper ? v[k + have] : v[k]) + __shfl_xor_sync(~0u, give, i2);
-                }
-            } else v[0] += __shfl_xor_sync(~0u, v[0], i2);
+            for (int k = 0; k < have; ++k) {
+                const float give = upper ? v[k] : v[k + have];
+                v[k] = (upper ? v[k + have] : v[k]) + __shfl_xor_sync(~0u, give, across);
+            }
+            if (have == 0) v[0] += __shfl_xor_sync(~0u, v[0], across);
         }
-        if ((lane & 3) == 0) parts[i & 1][warp][lane >> 2] = v[0];
+        if (lane % (32 / VALUES) == 0) parts[i & 1][warp][lane / (32 / VALUES)] = v[0];
         __syncthreads();   // and every thread has read the streams
 #pragma unroll
         for (int n = 0; n < STREAMS; ++n)
-            if (p.y && inside && n == share) at[n * p.d] = as_act<Act>(now[i][n]);
+            if (p.y && inside && n / (STREAMS / SHARES) == share) at[n * p.d] = as_act<Act>(now[i][n]);
         if (tid <= MIXES) {
             const int of = tid == MIXES ? 0 : tid / EACH, value = tid == MIXES ? EACH : tid % EACH;
             float total = 0.f;
@@ -224,42 +256,50 @@ __global__ void __launch_bounds__(THREADS, RESIDENT) mix_kernel(const __grid_con
             tell(p.board + ((size_t)row * WORDS + tid) * p.chunks + chunk, total, launch);
         }
     }
+    // A warp gathers one number of one row: the sum of squares, or one of the mixes that weight the streams.
+    for (int i = warp; i < MANY * (STREAMS + 1); i += WARPS) {
+        const int row = group + i / (STREAMS + 1) * p.groups, value = i % (STREAMS + 1);
+        if (row >= p.rows) break;
+        const float sum = gather(p.board + ((size_t)row * WORDS + (value == STREAMS ? SQUARES : value)) * p.chunks, p.chunks, launch, lane);
+        if (lane == 0) known[i / (STREAMS + 1)][value] = sum;
+    }
+    __syncthreads();
     float x[MANY];
 #pragma unroll
     for (int i = 0; i < MANY; ++i) {
-        const int row = group + i * p.groups;
-        if (row >= p.rows) break;
-        const unsigned long long* board = p.board + (size_t)row * WORDS * p.chunks;
-        float all[1], sums[STREAMS];
-        gather(board + (size_t)SQUARES * p.chunks, p.chunks, launch, lane, all);
-        gather(board, p.chunks, launch, lane, sums);
-        const float inv = __fdiv_rn(1.f, size_of(all[0], (float)STREAMS * p.d, p.norm_eps));
+        if (group + i * p.groups >= p.rows) break;
+        const float inv = inverse_size(known[i][STREAMS], (float)STREAMS * p.d, p.norm_eps);
         x[i] = 0.f;
 #pragma unroll
-        for (int n = 0; n < STREAMS; ++n) x[i] += (share_of(sums[n] * inv * into_scale[n] + into_base[n]) + p.hc_eps) * now[i][n];
+        for (int n = 0; n < STREAMS; ++n) x[i] += (share_of(known[i][n] * inv * into_scale[n] + into_base[n]) + p.hc_eps) * now[i][n];
         x[i] = as_float(as_act<Act>(x[i]));
         float square = x[i] * x[i];
         for (int k = 16; k; k >>= 1) square += __shfl_xor_sync(~0u, square, k);
         if (share == 0 && lane == 0) squares[i][warp] = square;
     }
     __syncthreads();
-    if (share) return;
     if (tid < MANY && group + tid * p.groups < p.rows) {
         float total = 0.f;
 #pragma unroll
         for (int w = 0; w < SHARE_WARPS; ++w) total += squares[tid][w];
         tell(p.board + ((size_t)(group + tid * p.groups) * WORDS + NORM) * p.chunks + chunk, total, launch);
     }
+    for (int i = warp; i < MANY; i += WARPS) {
+        const int row = group + i * p.groups;
+        if (row >= p.rows) break;
+        const float sum = gather(p.board + ((size_t)row * WORDS + NORM) * p.chunks, p.chunks, launch, lane);
+        if (lane == 0) known[i][0] = sum;
+    }
+    __syncthreads();
+    let_next_start();   // not before: what the next kernel asks for at once, weights, would delay the blocks' talk
 #pragma unroll
     for (int i = 0; i < MANY; ++i) {
         const int row = group + i * p.groups;
-        if (row >= p.rows) break;
-        float all[1];
-        gather(p.board + ((size_t)row * WORDS + NORM) * p.chunks, p.chunks, launch, lane, all);
-        const float normed = weight * __fdiv_rn(x[i], size_of(all[0], (float)p.d, p.norm_eps));
+        if (row >= p.rows || share) break;
+        const float normed = weight * (x[i] * inverse_size(known[i][0], (float)p.d, p.norm_eps));
         if (inside) static_cast<Act*>(p.x)[(size_t)row * p.d + c] = as_act<Act>(normed);
     }
-    if (tid == 0) *runs = launch;
+    if (tid == 0) *runs = launch + 1;
 }
 
 template <typename Act> static int go(const Mix& p, cudaStream_t stream) {

@@ -14,7 +14,7 @@ from dsv4.cache.store import Cache, LayerCache, Tail
 from dsv4.config import LayerSpec, ModelConfig
 from dsv4.kernels import attend, choose, index, mhc
 from dsv4.kernels.matvec import MatVec, Product, Tasks, splits
-from dsv4.kernels.prepare import Pooling, prepare, queries
+from dsv4.kernels.prepare import Pooling, prepare
 from dsv4.model.bundle import Bundle
 from dsv4.model.model import Model
 from dsv4.model.rope import Rope
@@ -43,7 +43,7 @@ class Buffers:
         self.positions.fill_(-1)
         self.streams, self.x = act(rows, n, d), act(rows, d)
         self.gate, self.comb = wide(rows, n), wide(rows, n, n)
-        self.q_raw, self.q_low, self.kv = act(rows, c.q_rank), act(rows, c.q_rank), act(rows, c.head_dim)
+        self.q_low, self.kv = act(rows, c.q_rank), act(rows, c.head_dim)
         self.values, self.scores = wide(rows, 2 * c.head_dim), wide(rows, 2 * c.head_dim)
         self.key_values, self.key_scores = wide(rows, 2 * c.index_dim), wide(rows, 2 * c.index_dim)
         self.q, self.iq = act(rows, h, c.head_dim), act(rows, c.index_heads, c.index_dim)
@@ -131,7 +131,7 @@ class Decoder:
         b, f, c, cache = self.b, self.buffers, self.config, self.cache
         x = f.x
         products = [
-            Product(b.tiled(f"{name}.wq_a"), x, f.q_raw),
+            Product(b.tiled(f"{name}.wq_a"), x, f.q_low),
             Product(b.tiled(f"{name}.wkv"), x, f.kv),
         ]
         entry_pool = key_pool = None
@@ -148,21 +148,21 @@ class Decoder:
             products.append(Product(b.tiled(f"{name}.indexer.weights_proj"), x, f.index_weights))
         self._product("projections", products)
         q_norm, kv_norm = b.plain(f"{name}.q_norm"), b.plain(f"{name}.kv_norm")
+        products = [Product(b.tiled(f"{name}.wq_b"), f.q_low, f.q, norm=q_norm, norm_eps=c.norm_eps)]
+        if selects:
+            index_up = b.tiled(f"{name}.indexer.wq_b")
+            products.append(Product(index_up, f.q_low, f.iq, norm=q_norm, norm_eps=c.norm_eps))
+        wo_a, wo_b = b.tiled(f"{name}.wo_a"), b.tiled(f"{name}.wo_b")
+        self._product("queries up", products)
+        iq = f.iq if selects else None
         self._add(
             "prepare",
             lambda: prepare(
-                *(f.q_raw, q_norm, f.q_low, f.kv, kv_norm, layer.ring, layer.ring_rows),
+                *(f.q, iq, f.kv, kv_norm, layer.ring, layer.ring_rows),
                 *(rope.cos, rope.sin, f.slots, f.positions, c.norm_eps),
                 *(cache.page_table, layer.page_entries, spec.ratio, entry_pool, key_pool),
             ),
         )
-        products = [Product(b.tiled(f"{name}.wq_b"), f.q_low, f.q)]
-        if selects:
-            products.append(Product(b.tiled(f"{name}.indexer.wq_b"), f.q_low, f.iq))
-        wo_a, wo_b = b.tiled(f"{name}.wo_a"), b.tiled(f"{name}.wo_b")
-        self._product("queries up", products)
-        iq = f.iq if selects else None
-        self._add("queries", lambda: queries(f.q, iq, rope.cos, rope.sin, f.positions, c.norm_eps))
         if selects:
             self._select(spec, layer)
         self._attend(name, spec, layer, rope, selects)
@@ -235,13 +235,7 @@ class Decoder:
         b, f, c = self.b, self.buffers, self.config
         bank, shared = b.bank(f"{name}.experts"), b.bank(f"{name}.shared_experts")
         assert bank is not None and shared is not None
-        self._product(
-            "gate, shared up",
-            [
-                Product(b.tiled(f"{name}.gate"), f.x, f.gate_logits),
-                Product(shared.w13, f.x, f.shared_hidden),
-            ],
-        )
+        self._product("gate", [Product(b.tiled(f"{name}.gate"), f.x, f.gate_logits)])
         table = b.plain(f"{name}.gate.tid2eid") if spec.hash_routed else None
         bias = None if spec.hash_routed else b.plain(f"{name}.gate.bias")
         is_float = self.dtype == torch.float32
@@ -251,7 +245,9 @@ class Decoder:
                 f.gate_logits, bias, table, f.ids, c.route_scale, is_float, f.chosen, f.tasks
             ),
         )
-        self._product("experts up", [Product(bank.w13, f.x, f.hidden, "up")], f.tasks)
+        # The shared expert goes with the others, not with the gate: its weights come while they are chosen.
+        up = [Product(bank.w13, f.x, f.hidden, "up"), Product(shared.w13, f.x, f.shared_hidden)]
+        self._product("experts up", up, f.tasks)
         last = f.moe[:, c.experts_per_token :]
         self._product(
             "experts down",

@@ -7,6 +7,7 @@ from torch import Tensor
 from dsv4.kernels import choose
 from dsv4.kernels.matvec import MatVec, Product, Tasks, splits, unpack
 from dsv4.kernels.tiles import Tiled, empty, put, tile
+from dsv4.ops.norm.ref import rms_norm
 from dsv4.ops.route import ref as route_ref
 from dsv4.quant.codec import decode, encode_weight
 from dsv4.quant.formats import Format, QuantTensor
@@ -77,6 +78,25 @@ def test_rows_do_not_see_each_other(format: Format, act: torch.dtype) -> None:
             assert bool(alone.isnan().all())
         else:
             assert torch.equal(alone[0], together[row]), row
+
+
+@pytest.mark.parametrize("act", ACTS, ids=str)
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize("k,rows", [(68, 1), (1024, 1), (1536, 3), (2048, 9)])
+def test_norm_before_the_product(format: Format, act: torch.dtype, k: int, rows: int) -> None:
+    w, scale = weight(format, 144, k), torch.randn(k, device="cuda")
+    x = (torch.randn(rows, k, device="cuda") * 30).to(act)
+    x[0, : k // 2] = 0
+    y = torch.full((rows, 144), torch.nan, device="cuda")
+    MatVec([Product(tile(w), x, y, norm=scale, norm_eps=1e-6)], rows).launch()
+    normed = rms_norm(x.cpu(), scale.cpu(), 1e-6).cuda()
+    # A value that falls between two of BF16's may go the other way.
+    assert apart(y, wanted(normed, w)) < (2e-5 if act == torch.float32 else 4e-3)
+    for row in range(rows):
+        alone = torch.empty(1, 144, device="cuda")
+        one = x[row : row + 1].contiguous()
+        MatVec([Product(tile(w), one, alone, norm=scale, norm_eps=1e-6)], 1).launch()
+        assert torch.equal(alone[0], y[row]), row
 
 
 def test_several_products_in_one_launch() -> None:

@@ -45,18 +45,16 @@ def pooling(d: int, ratio: int, m: int, out: QuantTensor) -> prepare.Pooling:
 
 def launch_prepare(c: ModelConfig, act: torch.dtype) -> None:
     cos = empty(1024, c.rope_dim // 2)
-    q_low, kv = empty(T, c.q_rank, dtype=act), empty(T, c.head_dim, dtype=act)
+    q, kv = empty(T, c.num_heads, c.head_dim, dtype=act), empty(T, c.head_dim, dtype=act)
     ring, table = rows_of(Format.KV8, c, act), empty(SLOTS, 4, dtype=torch.int32)
     for ratio, m in ((0, 0), (4, 2), (128, 1)):
         entries = pooling(c.head_dim, ratio, m, rows_of(Format.KV8, c, act)) if m else None
         keys = pooling(c.index_dim, ratio, m, rows_of(Format.MXFP4, c, act)) if m == 2 else None
+        iq = empty(T, c.index_heads, c.index_dim, dtype=act) if m == 2 else None
         prepare.prepare(
-            *(q_low, empty(c.q_rank), q_low, kv, empty(c.head_dim), ring, c.window + 8, cos, cos),
+            *(q, iq, kv, empty(c.head_dim), ring, c.window + 8, cos, cos),
             *(numbers(), numbers(), c.norm_eps, table, 256 // max(ratio, 1), ratio, entries, keys),
         )
-    q = empty(T, c.num_heads, c.head_dim, dtype=act)
-    for iq in (None, empty(T, c.index_heads, c.index_dim, dtype=act)):
-        prepare.queries(q, iq, cos, cos, numbers(), c.norm_eps)
 
 
 def launch_index(c: ModelConfig, act: torch.dtype) -> None:
