@@ -11,6 +11,7 @@
 // only with the block that it belongs to and zero elsewhere. What comes out are the sums of the four blocks, apart; each
 // is multiplied with its scale once. Two vectors fill the eight columns, or a single one with two loads after each other.
 #include "inputs.cuh"
+#include "route.cuh"
 
 enum { AS_ACT = 0, AS_F32 = 1 };   // what y holds; pairs always give SwiGLU in the activations' type
 constexpr int MAX_SLICES = 8, MAX_SEGMENTS = 16;
@@ -33,9 +34,17 @@ template <int WARPS> struct Layout {
 struct Params {
     Segment segments[MAX_SEGMENTS];
     const int4* work;         // segment, first unit, units, task (routed) or group of eight rows
-    const int* task_expert;   // [tasks], -1 beyond the last
+    int* task_expert;         // [tasks], -1 beyond the last
     const int* task_pairs;    // [tasks][8], -1 beyond the last
-    const float* weights;     // [pairs] routing weights
+    float* weights;           // [pairs] routing weights
+    // A single row has a task for each choice, and blocks that find its expert for themselves.
+    const float* logits;      // [experts]; null: the tasks are made already
+    const float* bias;        // [experts], or
+    const int64_t* table;     // [vocabulary][choices] by
+    const int64_t* id;        // the token
+    int* chosen;              // [choices], written beside task_expert and weights for whoever wants to know
+    int experts;
+    float route_scale;
     int choices;              // experts per token
     int rows;                 // of the batch
     float limit;              // of the clamped SwiGLU
@@ -208,15 +217,32 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
 
     // A task: its expert, and in lane i the row of y that column i belongs to, -1 beyond the last.
     int expert = 0, place = -1;
+    float routing = 1.f;   // in lane i the routing weight of column i
     if (s.routed) {
-        // Down's tasks are there already: it starts when all of up's blocks have waited for the router.
+        // Logits and tasks are there for `down` before it waits: it starts when all of up's blocks have waited for them.
         if (s.routed == 1) {
             wait_for_earlier();
             let_next_start();
         }
-        expert = __ldcg(p.task_expert + work.w);
-        if (lane < COLUMNS) place = __ldcg(p.task_pairs + work.w * COLUMNS + lane);
-        if (expert < 0) return;
+        if (p.logits) {
+            __shared__ Chosen found;
+            if (warp == 0) {
+                const Chosen mine = Router(p.bias, p.table, p.experts, p.choices, p.route_scale, lane).choose(p.logits, p.id, lane);
+                if (lane == work.w) found = mine;
+                if (s.routed == 1 && blockIdx.x == 0 && lane < p.choices) {
+                    p.chosen[lane] = p.task_expert[lane] = mine.expert;
+                    p.weights[lane] = mine.weight;
+                }
+            }
+            __syncthreads();
+            expert = found.expert;
+            if (lane == 0) { place = work.w; routing = found.weight; }
+        } else {
+            expert = __ldcg(p.task_expert + work.w);
+            if (lane < COLUMNS) place = __ldcg(p.task_pairs + work.w * COLUMNS + lane);
+            if (expert < 0) return;
+            if (s.routed == 1 && place >= 0) routing = __ldcg(p.weights + place);
+        }
     } else if (lane < PER_GROUP && work.w * PER_GROUP + lane < p.rows) place = work.w * PER_GROUP + lane;
     const int count = __popc(__ballot_sync(~0u, place >= 0));
     // The bricks this warp reads: both halves of a unit lie together, the next unit `jump` bricks on.
@@ -278,8 +304,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     const uint2* slice_x = x_table + (slice - s.first_slice) * slice_stride;
     const float* undo = undo_table + (slice - s.first_slice) * COLUMNS;
 
-    // What the sums of a turn need: column i's routing weight in lane i, half a warp's factor.
-    const float routing = s.routed == 1 && place >= 0 ? __ldcg(p.weights + place) : 1.f;
+    // What the sums of a turn need: half a warp's factor.
     const float factor = __ldg(s.factor + expert * halves + (halves == 2 ? lane >> 4 : 0)) * (F <= MXFP4 ? 16384.f : 1.f);
     // A turn is two bricks: both halves of a unit, or two units. NVFP4 takes two vectors at a time.
     const bool paired = halves == 2;

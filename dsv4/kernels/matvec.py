@@ -12,6 +12,7 @@ from dsv4.kernels.build import call, pointer
 from dsv4.kernels.tiles import CODE, SLICE, Tiled
 
 MAX_SLICES, MAX_SEGMENTS, MAX_NORM, COLUMNS, FLOAT_COLUMNS = 8, 16, 4, 8, 2
+MAX_EXPERTS = 512
 
 
 class _Segment(ctypes.Structure):
@@ -26,7 +27,10 @@ class _Segment(ctypes.Structure):
 class _Params(ctypes.Structure):
     _fields_ = (
         ("segments", _Segment * MAX_SEGMENTS),
-        *((name, ctypes.c_void_p) for name in ("work", "task_expert", "task_pairs", "weights")),
+        *((name, ctypes.c_void_p) for name in ("work", "task_expert", "task_pairs", "weights", "logits")),
+        *((name, ctypes.c_void_p) for name in ("bias", "table", "id", "chosen")),
+        ("experts", ctypes.c_int),
+        ("route_scale", ctypes.c_float),
         ("choices", ctypes.c_int),
         ("rows", ctypes.c_int),
         ("limit", ctypes.c_float),
@@ -78,6 +82,18 @@ class Tasks:
         )
 
 
+@dataclass(frozen=True)
+class Routing:
+    """How a single row finds its experts: by logits with a bias, or by a table of token ids."""
+
+    logits: Tensor  # float32 [1, E]
+    bias: Tensor | None  # float32 [E]
+    table: Tensor | None  # int64 [V, K]
+    ids: Tensor  # int64 [1]
+    scale: float
+    chosen: Tensor  # int32 [1, K], written by the bank's first product
+
+
 def splits(k: int) -> int:
     """Into how many separately stored sums a product over K columns is cut."""
     slices = -(-k // SLICE)
@@ -95,15 +111,28 @@ class MatVec:
         limit: float = 0.0,
         blocks: int | None = None,
         ahead: Tensor | None = None,
+        routing: Routing | None = None,
     ) -> None:
-        """`ahead`: a few megabytes that the next kernel reads, brought to the L2 cache meanwhile."""
+        """`ahead`: a few megabytes that the next kernel reads, brought to the L2 cache meanwhile.
+
+        `routing`: of one row. Its experts are found in the launch, and `tasks` is written, not read.
+        A "down" reads what says its experts before it waits for the launch before it: that must be its "up".
+        """
         device = products[0].x.device
         self.device, self.is_float = device, products[0].x.dtype == torch.float32
-        self.keep = (products, tasks, ahead)  # the launch holds raw pointers into these
+        self.keep = (products, tasks, ahead, routing)  # the launch holds raw pointers into these
         params = _Params(rows=rows, limit=limit, choices=tasks.choices if tasks else 1)
         if tasks:
             params.task_expert, params.task_pairs = tasks.expert.data_ptr(), tasks.pairs.data_ptr()
             params.weights = tasks.weights.data_ptr()
+        if routing is not None:
+            experts = routing.logits.shape[1]
+            assert tasks and rows == 1 and experts <= MAX_EXPERTS, (rows, experts)
+            params.logits, params.id = routing.logits.data_ptr(), routing.ids.data_ptr()
+            params.bias = None if routing.bias is None else routing.bias.data_ptr()
+            params.table = None if routing.table is None else routing.table.data_ptr()
+            params.chosen, params.experts = routing.chosen.data_ptr(), experts
+            params.route_scale = routing.scale
         if ahead is not None:
             params.ahead, params.ahead_bytes = ahead.data_ptr(), ahead.nbytes
         segments: list[tuple[_Segment, Product]] = []

@@ -27,7 +27,9 @@ def _embed_kernel(ids_ptr, table_ptr, out_ptr, D: tl.constexpr, N: tl.constexpr,
     begin()
     row = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(table_ptr + tl.load(ids_ptr + row) * D + c, mask=c < D, other=0.0).to(tl.float32)
+    # A row whose last logits were not finite goes on with id -1 until the host hears of it.
+    at = tl.maximum(tl.load(ids_ptr + row), 0)
+    x = tl.load(table_ptr + at * D + c, mask=c < D, other=0.0).to(tl.float32)
     x = to_act(x, out_ptr.dtype.element_ty)
     for n in tl.static_range(N):
         tl.store(out_ptr + (row * N + n) * D + c, x, mask=c < D)

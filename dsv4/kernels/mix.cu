@@ -180,13 +180,13 @@ __global__ void __launch_bounds__(THREADS, RESIDENT) mix_kernel(const __grid_con
     const float weight = inside ? __ldg(p.weight + c) : 0.f;
     const bool is_next = beside && STREAMS + lane < p.mixes;
     const float next_scale = is_next ? __ldg(p.scale + STREAMS + lane) : 0.f, next_base = is_next ? __ldg(p.base + STREAMS + lane) : 0.f;
+    let_next_start();
     wait_for_earlier();
     uint32_t* const runs = p.launches + blockIdx.x;
     uint32_t launch;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(launch) : "l"(runs) : "memory");
 
     if (beside) {
-        let_next_start();
         if (p.mixes == MIXES) next_mixes(p, launch, group, warp, lane, next_scale, next_base);
         if (tid == 0) *runs = launch + 1;
         return;
@@ -291,7 +291,6 @@ __global__ void __launch_bounds__(THREADS, RESIDENT) mix_kernel(const __grid_con
         if (lane == 0) known[i][0] = sum;
     }
     __syncthreads();
-    let_next_start();   // not before: what the next kernel asks for at once, weights, would delay the blocks' talk
 #pragma unroll
     for (int i = 0; i < MANY; ++i) {
         const int row = group + i * p.groups;

@@ -13,7 +13,7 @@ from torch import Tensor
 from dsv4.cache.store import Cache, LayerCache, Tail
 from dsv4.config import LayerSpec, ModelConfig
 from dsv4.kernels import attend, choose, index, mhc
-from dsv4.kernels.matvec import MatVec, Product, Tasks, splits
+from dsv4.kernels.matvec import MatVec, Product, Routing, Tasks, splits
 from dsv4.kernels.prepare import Pooling, prepare
 from dsv4.model.bundle import Bundle
 from dsv4.model.model import Model
@@ -107,9 +107,15 @@ class Decoder:
         self.launches.append((name, launch))
 
     def _product(
-        self, name: str, products: list[Product], tasks: Tasks | None = None, ahead: Tensor | None = None
+        self,
+        name: str,
+        products: list[Product],
+        tasks: Tasks | None = None,
+        ahead: Tensor | None = None,
+        routing: Routing | None = None,
     ) -> None:
-        planned = MatVec(products, self.buffers.rows, tasks, self.config.swiglu_limit, ahead=ahead)
+        limit = self.config.swiglu_limit
+        planned = MatVec(products, self.buffers.rows, tasks, limit, ahead=ahead, routing=routing)
         self._add(name, planned.launch)
 
     def _site(self, name: str, norm: str, y: Tensor | None) -> None:
@@ -238,16 +244,20 @@ class Decoder:
         self._product("gate", [Product(b.tiled(f"{name}.gate"), f.x, f.gate_logits)])
         table = b.plain(f"{name}.gate.tid2eid") if spec.hash_routed else None
         bias = None if spec.hash_routed else b.plain(f"{name}.gate.bias")
-        is_float = self.dtype == torch.float32
-        self._add(
-            "route",
-            lambda: choose.route(
-                f.gate_logits, bias, table, f.ids, c.route_scale, is_float, f.chosen, f.tasks
-            ),
-        )
+        routing = None
+        if f.rows == 1:  # no tasks to make: the products below find the experts
+            routing = Routing(f.gate_logits, bias, table, f.ids, c.route_scale, f.chosen)
+        else:
+            is_float = self.dtype == torch.float32
+            self._add(
+                "route",
+                lambda: choose.route(
+                    f.gate_logits, bias, table, f.ids, c.route_scale, is_float, f.chosen, f.tasks
+                ),
+            )
         # The shared expert goes with the others, not with the gate: its weights come while they are chosen.
         up = [Product(bank.w13, f.x, f.hidden, "up"), Product(shared.w13, f.x, f.shared_hidden)]
-        self._product("experts up", up, f.tasks)
+        self._product("experts up", up, f.tasks, routing=routing)
         last = f.moe[:, c.experts_per_token :]
         self._product(
             "experts down",
@@ -257,6 +267,7 @@ class Decoder:
             ],
             f.tasks,
             ahead,
+            routing,
         )
 
     def load(self, tokens: list[tuple[int, int, int]]) -> None:

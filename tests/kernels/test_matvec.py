@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from dsv4.kernels import choose
-from dsv4.kernels.matvec import MatVec, Product, Tasks, splits, unpack
+from dsv4.kernels.matvec import MatVec, Product, Routing, Tasks, splits, unpack
 from dsv4.kernels.tiles import Tiled, empty, put, tile
 from dsv4.ops.norm.ref import rms_norm
 from dsv4.ops.route import ref as route_ref
@@ -174,6 +174,41 @@ def test_experts(format: Format, act: torch.dtype, rows: int) -> None:
             assert apart(hidden[row * k + c], want.to(act).double()) < tolerance
             want = hidden[row * k + c].double() @ decode(w2[int(ids[row, c])][0]).double().t()
             assert apart(out[row, c], want) < tolerance
+
+
+@pytest.mark.parametrize("act", ACTS, ids=str)
+@pytest.mark.parametrize("experts", [12, 192, 384])
+@pytest.mark.parametrize("by_table", [False, True])
+def test_a_single_row_finds_its_experts(act: torch.dtype, experts: int, by_table: bool) -> None:
+    """In the products, bit for bit what the router's tasks give; with repeats in the table, and equal logits."""
+    d, width, k = 1024, 160, 6
+    up, down, shared = (
+        bank(Format.NVFP4, 12, width, d, 2)[0],
+        bank(Format.NVFP4, 12, d, width, 1)[0],
+        bank(Format.NVFP4, 1, width, d, 2)[0],
+    )
+    x = torch.randn(1, d, device="cuda").to(act)
+    logits = torch.randn(1, experts, device="cuda").round() - 20 * (
+        torch.arange(experts, device="cuda") >= 12
+    )
+    bias = None if by_table else torch.zeros(experts, device="cuda")
+    table = torch.tensor([[0] * 6, [7, 2, 2, 11, 0, 3]], device="cuda") if by_table else None
+    ids = torch.ones(1, dtype=torch.long, device="cuda")
+    found = []
+    for routed in (False, True):
+        tasks, chosen = Tasks.empty(1, k, "cuda"), torch.empty(1, k, dtype=torch.int32, device="cuda")
+        hidden = torch.full((k, width), torch.nan, device="cuda", dtype=act)
+        beside = torch.full((1, width), torch.nan, device="cuda", dtype=act)
+        out = torch.full((1, k + 1, d), torch.nan, device="cuda", dtype=act)
+        routing = Routing(logits, bias, table, ids, 1.5, chosen) if routed else None
+        if not routed:
+            choose.route(logits, bias, table, ids, 1.5, act == torch.float32, chosen, tasks)
+        products = [Product(up, x, hidden, "up"), Product(shared, x, beside)]
+        MatVec(products, 1, tasks, 1.5, routing=routing).launch()
+        MatVec([Product(down, hidden, out, "down")], 1, tasks, routing=routing).launch()
+        found.append((chosen, tasks.expert, tasks.weights, hidden, beside, out[:, :k]))
+    for by_tasks, by_itself in zip(*found, strict=True):
+        assert torch.equal(by_tasks, by_itself) and not by_tasks.float().isnan().any()
 
 
 def test_route_by_table_with_repeats_and_ties() -> None:

@@ -239,7 +239,7 @@ def decoder(monkeypatch: pytest.MonkeyPatch) -> Decoder:
 def test_launches_belong_to_layers(decoder: Decoder) -> None:
     names = [name for name, _ in decoder.launches]
     kinds = kinds_of(names, TINY)
-    assert names.count(bench.ROUTE) == TINY.num_layers
+    assert names.count(bench.ROUTED) == TINY.num_layers
     for name, kind in zip(names, kinds, strict=True):
         assert not name.startswith("attend ") or name == f"attend {kind}"
         assert (kind == ENDS) == (name in ("embed", "head", "sample")) or name.startswith("mhc")
