@@ -42,6 +42,7 @@ template <typename Item> __device__ __forceinline__ void load_items(const void* 
 // ops.norm of the slice in `v`. Every warp adds up the squares of the whole row for itself, in the same order.
 template <typename Item>
 __device__ __forceinline__ void normalise(const void* row, int k0, int k, const float* weight, float eps, int lane, Item (&v)[ITEMS / 32]) {
+    const float share = 1.f / (float)k;
     Item all[MAX_NORM][ITEMS / 32];
 #pragma unroll
     for (int s = 0; s < MAX_NORM; ++s) load_items(row, s * SLICE, k, lane, all[s]);
@@ -58,7 +59,7 @@ __device__ __forceinline__ void normalise(const void* row, int k0, int k, const 
             total += (x.x * x.x + x.y * x.y) + (x.z * x.z + x.w * x.w);
         }
     for (int i = 16; i; i >>= 1) total += __shfl_xor_sync(~0u, total, i);
-    const float inv = __fdiv_rn(1.f, __fsqrt_rn(total / (float)k + eps));
+    const float inv = rsqrtf(total * share + eps);
 #pragma unroll
     for (int i = 0; i < ITEMS / 32; ++i) {
         const float4 x = open_item(v[i]);

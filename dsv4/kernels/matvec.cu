@@ -229,7 +229,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
             if (warp == 0) {
                 const Chosen mine = Router(p.bias, p.table, p.experts, p.choices, p.route_scale, lane).choose(p.logits, p.id, lane);
                 if (lane == work.w) found = mine;
-                if (s.routed == 1 && blockIdx.x == 0 && lane < p.choices) {
+                if (s.routed == 1 && work.w == 0 && work.y == 0 && lane < p.choices) {
                     p.chosen[lane] = p.task_expert[lane] = mine.expert;
                     p.weights[lane] = mine.weight;
                 }
@@ -278,6 +278,10 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     for (int i = 0; i < STAGES; ++i) fetch_next();
     Scales<F> now;
     if (!idle && unit < end) now.load(scale, lane);
+    if (F == BF16 && lane == 0 && units_left) {   // the rest of the first brick, which does not fit here yet
+        const char* rest = reinterpret_cast<const char*>(s.data) + first * (LOADS * 512) + STAGES * CHUNK;
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(rest), "r"((CHUNKS - STAGES) * CHUNK));
+    }
     if (s.norm && threadIdx.x * 32 < s.k) asm volatile("prefetch.global.L2 [%0];" ::"l"(s.norm + threadIdx.x * 32));
     if (s.routed != 1) wait_for_earlier();   // weights were asked for before the input is there
 

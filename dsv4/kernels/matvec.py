@@ -109,7 +109,6 @@ class MatVec:
         rows: int,
         tasks: Tasks | None = None,
         limit: float = 0.0,
-        blocks: int | None = None,
         ahead: Tensor | None = None,
         routing: Routing | None = None,
     ) -> None:
@@ -142,10 +141,9 @@ class MatVec:
         for i, (segment, _) in enumerate(segments):
             params.segments[i] = segment
         columns = FLOAT_COLUMNS if self.is_float else COLUMNS
-        if blocks is None:
-            per = 2 if rows == 1 and not self.is_float else 1  # as matvec.cu launches them
-            blocks = per * torch.cuda.get_device_properties(device).multi_processor_count
-        work = _share([s for s, _ in segments], rows, columns, tasks, blocks)
+        count = torch.cuda.get_device_properties(device).multi_processor_count
+        grid = _Grid(count, 2, 8) if rows == 1 and not self.is_float else _Grid(count)
+        work = _share([s for s, _ in segments], rows, columns, tasks, grid)
         self.work = torch.tensor(work, dtype=torch.int32, device=device)
         params.work = self.work.data_ptr()
         self.params, self.blocks = params, len(work)
@@ -189,8 +187,17 @@ def _segments(product: Product) -> list[_Segment]:
     return out
 
 
+@dataclass(frozen=True)
+class _Grid:
+    """What is resident at once: `each` blocks of `warps` on every multiprocessor, as matvec.cu has it."""
+
+    multiprocessors: int
+    each: int = 1
+    warps: int = 16
+
+
 def _share(
-    segments: list[_Segment], rows: int, columns: int, tasks: Tasks | None, blocks: int
+    segments: list[_Segment], rows: int, columns: int, tasks: Tasks | None, grid: _Grid
 ) -> list[tuple[int, int, int, int]]:
     """Cut all units into runs, one per block: (segment, first unit, units, task or group of rows).
 
@@ -199,25 +206,32 @@ def _share(
     """
     per_load = (9, 8.5, 16, 32)  # bytes of a brick over 512, with its scales
     repeats = [len(tasks.expert) if s.routed and tasks else -(-rows // columns) for s in segments]
+    together = [max(1, grid.warps // s.warps) for s in segments]  # units that a block takes at a time
+    rounds = [-(-s.units // t) for s, t in zip(segments, together, strict=True)]
+    cost = [t * s.halves * s.warps * per_load[s.format] for s, t in zip(segments, together, strict=True)]
     if rows > 1 and any(s.routed for s in segments):
-        runs = [min(16, s.units) for s in segments]
+        runs = [min(16, n) for n in rounds]
     else:
-        cost = [s.units * s.halves * s.warps * per_load[s.format] for s in segments]
         # Each repeat of a segment gets a block; the rest go where a run is longest.
         runs = [1] * len(segments)
         while True:
-            left = blocks - sum(n * r for n, r in zip(runs, repeats, strict=True))
-            fits = [i for i, r in enumerate(repeats) if r <= left and runs[i] < segments[i].units]
+            left = grid.multiprocessors * grid.each - sum(n * r for n, r in zip(runs, repeats, strict=True))
+            fits = [i for i, r in enumerate(repeats) if r <= left and runs[i] < rounds[i]]
             if not fits:
                 break
-            longest = max(fits, key=lambda i: cost[i] / runs[i])
+            longest = max(fits, key=lambda i: cost[i] * rounds[i] / runs[i])
             runs[longest] += 1
     out = []
-    for index, (s, n) in enumerate(zip(segments, runs, strict=True)):
-        cuts = [s.units * i // n for i in range(n + 1)]
-        for task in range(repeats[index]):
-            out += [(index, a, b - a, task) for a, b in pairwise(cuts) if b > a]
-    return out
+    for i, (s, n) in enumerate(zip(segments, runs, strict=True)):
+        cuts = [min(s.units, rounds[i] * k // n * together[i]) for k in range(n + 1)]
+        for task in range(repeats[i]):
+            out += [(i, a, b - a, task) for a, b in pairwise(cuts) if b > a]
+    if grid.each == 1:
+        return out
+    # A multiprocessor gets blocks i and i + multiprocessors: the shortest of the first go with the longest of
+    # the rest, so that each has about as much to do.
+    out.sort(key=lambda run: -(-run[2] // together[run[0]]) * cost[run[0]], reverse=True)
+    return out[: grid.multiprocessors][::-1] + out[grid.multiprocessors :]
 
 
 def unpack(weight: Tiled, out: Tensor) -> None:

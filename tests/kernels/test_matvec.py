@@ -180,7 +180,7 @@ def test_experts(format: Format, act: torch.dtype, rows: int) -> None:
 @pytest.mark.parametrize("experts", [12, 192, 384])
 @pytest.mark.parametrize("by_table", [False, True])
 def test_a_single_row_finds_its_experts(act: torch.dtype, experts: int, by_table: bool) -> None:
-    """In the products, bit for bit what the router's tasks give; with repeats in the table, and equal logits."""
+    """In the products, bit for bit what tasks give; with repeats in the table, and equal logits."""
     d, width, k = 1024, 160, 6
     up, down, shared = (
         bank(Format.NVFP4, 12, width, d, 2)[0],
