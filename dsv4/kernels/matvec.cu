@@ -220,10 +220,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     float routing = 1.f;   // in lane i the routing weight of column i
     if (s.routed) {
         // Logits and tasks are there for `down` before it waits: it starts when all of up's blocks have waited for them.
-        if (s.routed == 1) {
-            wait_for_earlier();
-            let_next_start();
-        }
+        if (s.routed == 1) wait_for_earlier();
         if (p.logits) {
             __shared__ Chosen found;
             if (warp == 0) {
@@ -284,6 +281,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     }
     if (s.norm && threadIdx.x * 32 < s.k) asm volatile("prefetch.global.L2 [%0];" ::"l"(s.norm + threadIdx.x * 32));
     if (s.routed != 1) wait_for_earlier();   // weights were asked for before the input is there
+    let_next_start();                        // not before: what a successor begins with may count on that
 
     // The rows of x that this task multiplies, of the batch or of the pairs it lists. Groups share them.
     using At = Layout<WARPS>;
@@ -428,7 +426,6 @@ __global__ void __launch_bounds__(WARPS * 32, Layout<WARPS>::BLOCKS) matvec_kern
     extern __shared__ __align__(128) char shared[];
     const int4 work = __ldg(p.work + blockIdx.x);
     const Segment& s = p.segments[work.x];
-    if (s.routed != 1) let_next_start();
     for (int64_t at = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * 128; at < p.ahead_bytes; at += (int64_t)gridDim.x * blockDim.x * 128)
         asm volatile("prefetch.global.L2 [%0];" ::"l"(p.ahead + at));
     switch (s.format) {

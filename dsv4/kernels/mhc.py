@@ -16,7 +16,7 @@ from dsv4.kernels.build import call
 from dsv4.kernels.numbers import OVERLAPPED, begin, to_act
 
 # A block's channels, its words per row, blocks on a multiprocessor, the most rows of a block: as in mix.cu.
-STREAMS, CHANNELS, WORDS, RESIDENT, MAX_ROWS = 4, 64, 26, 2, 16
+STREAMS, CHANNELS, WORDS, RESIDENT, MAX_ROWS = 4, 64, 35, 2, 16
 MAX_PARTS = 8
 MIXES = 2 * STREAMS + STREAMS * STREAMS
 
@@ -46,7 +46,7 @@ def embed(ids: Tensor, table: Tensor, streams: Tensor) -> None:
 class _Mix(ctypes.Structure):
     _fields_ = (
         *(("y", ctypes.c_void_p), ("y_is_f32", ctypes.c_int), ("parts", ctypes.c_int)),
-        *((name, ctypes.c_void_p) for name in ("streams", "fn", "base", "scale", "weight", "gate", "comb")),
+        *((name, ctypes.c_void_p) for name in ("streams", "fn", "base", "scale", "weight", "logits")),
         *((name, ctypes.c_void_p) for name in ("x", "board", "launches")),
         *((name, ctypes.c_int) for name in ("mixes", "d", "chunks", "rows", "groups", "iters")),
         *(("norm_eps", ctypes.c_float), ("hc_eps", ctypes.c_float)),
@@ -82,29 +82,29 @@ def mix(
     base: Tensor,
     scale: Tensor,
     weight: Tensor,
-    gate: Tensor,
-    comb: Tensor,
+    logits: Tensor,
     x: Tensor,
     board: Board,
     norm_eps: float,
     hc_eps: float,
     iters: int,
 ) -> None:
-    """streams [T, N, D] <- mhc.post(sum over P of y, streams, gate, comb); then mhc.pre and its norm.
+    """streams [T, N, D] <- mhc.post of them and the sum over P of y; x [T, D] <- mhc.pre of them, normed.
 
     y [T, P, D] of the streams' type or float32 (None: the streams stay); fn [M, N*D], base and scale [M]
-    (scale repeated for each mix), weight [D], gate [T, N], comb [T, N, N] float32. -> x [T, D], and the next
-    gate and comb in place of the last. M = N: mhc.head, which leaves them.
+    (scale repeated for each mix), weight [D] float32. logits [T, 2N + N*N] float32: those of the last site,
+    of which gate and comb are made; on return those of this one. M = N: mhc.head, which leaves them.
+    A launch begins before the one before it is over: from site to site there must be a MatVec between them.
     """
     rows, n, d = streams.shape
     mixes = fn.shape[0]
     assert n == STREAMS and mixes in (n, MIXES) and fn.shape[1] == n * d, (streams.shape, fn.shape)
     assert base.shape == scale.shape == (mixes,) and weight.shape == (d,), (base.shape, scale.shape)
-    assert gate.shape == (rows, n) and comb.shape == (rows, n, n) and x.shape == (rows, d), x.shape
+    assert logits.shape == (rows, MIXES) and x.shape == (rows, d), (logits.shape, x.shape)
     assert y is None or (y.shape[::2] == (rows, d) and y.dtype in (streams.dtype, torch.float32)), y.shape
     assert y is None or y.shape[1] <= MAX_PARTS, y.shape
     assert board.words.shape == (rows, WORDS, -(-d // CHANNELS)), board.words.shape
-    assert all(t.is_contiguous() for t in (streams, fn, gate, comb, x)) and (y is None or y.is_contiguous())
+    assert all(t.is_contiguous() for t in (streams, fn, logits, x)) and (y is None or y.is_contiguous())
     is_float = streams.dtype == torch.float32
     params = _Mix(
         y=None if y is None else y.data_ptr(),
@@ -113,8 +113,8 @@ def mix(
         **{"mixes": mixes, "d": d, "chunks": board.words.shape[2], "rows": rows, "groups": board.groups},
         **{"iters": iters, "norm_eps": norm_eps, "hc_eps": hc_eps},
     )
-    pointers = {"streams": streams, "fn": fn, "base": base, "scale": scale, "weight": weight, "gate": gate}
-    for name, tensor in (pointers | {"comb": comb, "x": x}).items():
+    pointers = {"streams": streams, "fn": fn, "base": base, "scale": scale, "weight": weight}
+    for name, tensor in (pointers | {"logits": logits, "x": x}).items():
         setattr(params, name, tensor.data_ptr())
     params.board, params.launches = board.words.data_ptr(), board.launches.data_ptr()
     call("mix", "mix", streams.device, ctypes.byref(params), int(is_float))

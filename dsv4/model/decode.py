@@ -42,7 +42,7 @@ class Buffers:
         self.ids, self.positions, self.slots = self.inputs
         self.positions.fill_(-1)
         self.streams, self.x = act(rows, n, d), act(rows, d)
-        self.gate, self.comb = wide(rows, n), wide(rows, n, n)
+        self.mixes = wide(rows, mhc.MIXES)
         self.q_low, self.kv = act(rows, c.q_rank), act(rows, c.head_dim)
         self.values, self.scores = wide(rows, 2 * c.head_dim), wide(rows, 2 * c.head_dim)
         self.key_values, self.key_scores = wide(rows, 2 * c.index_dim), wide(rows, 2 * c.index_dim)
@@ -128,7 +128,7 @@ class Decoder:
         self._add(
             "mhc",
             lambda: mhc.mix(
-                *(y, f.streams, fn, base, wide, weight, f.gate, f.comb, f.x, self.board),
+                *(y, f.streams, fn, base, wide, weight, f.mixes, f.x, self.board),
                 *(c.norm_eps, c.hc_eps, c.sinkhorn_iters),
             ),
         )
