@@ -126,7 +126,7 @@ class MatVec:
             params.weights = tasks.weights.data_ptr()
         if routing is not None:
             experts = routing.logits.shape[1]
-            assert tasks and rows == 1 and experts <= MAX_EXPERTS, (rows, experts)
+            assert tasks and rows == 1 and experts <= MAX_EXPERTS and tasks.choices <= 32, (rows, experts)
             params.logits, params.id = routing.logits.data_ptr(), routing.ids.data_ptr()
             params.bias = None if routing.bias is None else routing.bias.data_ptr()
             params.table = None if routing.table is None else routing.table.data_ptr()
@@ -179,7 +179,7 @@ def _segments(product: Product) -> list[_Segment]:
         segment.y_stride = product.y_stride or weight.shape[0]
         if product.norm is not None:
             assert product.norm.shape == (weight.shape[1],) and product.norm.dtype == torch.float32
-            assert weight.slices <= MAX_NORM, weight.shape
+            assert weight.slices <= MAX_NORM and product.norm.data_ptr() % 16 == 0, weight.shape
             segment.norm, segment.norm_eps = product.norm.data_ptr(), product.norm_eps
         segment.epilogue = int(is_float)
         segment.routed = {"rows": 0, "up": 1, "down": 2}[product.who]

@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT) mix_kernel(const __grid_con
 
     if (beside) {
         if (p.mixes == MIXES) next_logits(p, launch, group, warp, lane, next_scale, next_base);
-        if (tid == 0) *runs = launch + 1;
+        if (tid == 0) *runs = max(launch + 1, 1u);   // 0 is no launch's number
         return;
     }
     Act* const streams = static_cast<Act*>(p.streams);
@@ -345,12 +345,20 @@ __global__ void __launch_bounds__(THREADS, RESIDENT) mix_kernel(const __grid_con
         const float normed = weight * (x[i] * inverse_size(size[i], (float)p.d, p.norm_eps));
         if (inside) static_cast<Act*>(p.x)[(size_t)row * p.d + c] = as_act<Act>(normed);
     }
-    if (tid == 0) *runs = launch + 1;
+    if (tid == 0) *runs = max(launch + 1, 1u);   // 0 is no launch's number
 }
 
 template <typename Act> static int go(const Mix& p, cudaStream_t stream) {
     const int blocks = (p.chunks + 1) * p.groups, many = (p.rows + p.groups - 1) / p.groups;
-    const auto with = [&](auto kernel) { return launch(kernel, blocks, THREADS, 0, 1, stream, p); };
+    const auto with = [&](auto kernel) {   // refused rather than waited for for ever
+        int device = 0, count = 0, each = 0;
+        cudaError_t error = cudaGetDevice(&device);
+        if (error == cudaSuccess) error = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+        if (error == cudaSuccess) error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, THREADS, 0);
+        if (error != cudaSuccess) return (int)error;
+        if (each * count < blocks) return (int)cudaErrorCooperativeLaunchTooLarge;
+        return launch(kernel, blocks, THREADS, 0, 1, stream, p);
+    };
     if (many <= 1) return with(mix_kernel<Act, 1>);
     if (many <= 2) return with(mix_kernel<Act, 2>);
     if (many <= 4) return with(mix_kernel<Act, 4>);
