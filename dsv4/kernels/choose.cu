@@ -1,29 +1,83 @@
 // Choices of a step, one block per decision: experts of the rows, entries to attend to, the next token.
-#include "route.cuh"
+#include <stdint.h>
+
+#include "launch.cuh"
 
 constexpr int MAX_PAIRS = 1024, PAIRS_PER_TASK = 8;
+
+// Larger floats have larger keys; both zeros have one.
+__device__ __forceinline__ uint32_t order(float v) {
+    const uint32_t bits = __float_as_uint(v == 0.f ? 0.f : v);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+// The index of the warp's largest key, the lower one on a tie; every lane learns it.
+__device__ __forceinline__ int best_of_warp(uint32_t key, int index) {
+    const uint32_t best = __reduce_max_sync(~0u, key);
+    return (int)__reduce_min_sync(~0u, key == best ? (uint32_t)index : 0xFFFFFFFFu);
+}
 
 __device__ __forceinline__ void begin() {   // let the next kernel start, then wait for what earlier ones write
     let_next_start();
     wait_for_earlier();
 }
 
-// Routing of several rows, then tasks: an expert with up to `per_task` of the pairs (row * choices + place) that go to it, by
-// rising expert. A warp takes a row.
+// Routing: sqrt(softplus(logit)) weights the experts; the largest with bias, or a table by token id, names them.
+// Then tasks: an expert with up to `per_task` of the pairs (row * choices + place) that go to it, by rising expert.
+// A warp takes a row, MANY experts a lane.
+template <int MANY>
 __global__ void __launch_bounds__(512) route_kernel(
     const float* logits, const float* bias, const int64_t* table, const int64_t* ids, int rows, int experts, int choices,
     float route_scale, int per_task, int* chosen, float* weights, int* task_expert, int* task_pairs) {
     __shared__ int pair_expert[MAX_PAIRS];
     __shared__ int warp_total[32];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
-    const Router router(bias, table, experts, choices, route_scale, lane);
+    float with[MANY];
+#pragma unroll
+    for (int i = 0; i < MANY; ++i) with[i] = bias && lane + 32 * i < experts ? __ldg(bias + lane + 32 * i) : 0.f;
     begin();
     for (int row = warp; row < rows; row += warps) {
-        const Chosen found = router.choose(logits + (size_t)row * experts, ids + row, lane);
+        float score[MANY];
+        uint32_t key[MANY];   // 0 is below every number's: taken, or no expert
+#pragma unroll
+        for (int i = 0; i < MANY; ++i) score[i] = lane + 32 * i < experts ? __ldcg(logits + (size_t)row * experts + lane + 32 * i) : 0.f;
+        const int listed = table && lane < choices ? (int)table[max(ids[row], (int64_t)0) * choices + lane] : 0;   // -1: the row's last logits were not finite
+#pragma unroll
+        for (int i = 0; i < MANY; ++i) {
+            score[i] = sqrtf(fmaxf(score[i], 0.f) + log1pf(expf(-fabsf(score[i]))));
+            key[i] = lane + 32 * i < experts ? order(score[i] + with[i]) : 0;
+        }
+        int mine = 0x7FFFFFFF;      // the expert this lane holds, for lanes below `choices`
+        float mine_score = 0.f, total = 0.f;
+        for (int c = 0; c < choices; ++c) {
+            int index;
+            if (table) index = __shfl_sync(~0u, listed, c);
+            else {
+                uint32_t best = key[0];
+                int at = lane;
+#pragma unroll
+                for (int i = 1; i < MANY; ++i)
+                    if (key[i] > best) { best = key[i]; at = lane + 32 * i; }
+                index = best_of_warp(best, at);
+            }
+            float s = 0.f;
+#pragma unroll
+            for (int i = 0; i < MANY; ++i)
+                if (lane + 32 * i == index) { s = score[i]; key[i] = 0; }
+            s = __shfl_sync(~0u, s, index & 31);
+            total += s;
+            if (lane == c) { mine = index; mine_score = s; }
+        }
+        int place = 0;               // by rising expert; equal ones keep their order
+        for (int c = 0; c < choices; ++c) {
+            const int other = __shfl_sync(~0u, mine, c);
+            place += other < mine || (other == mine && c < lane);
+        }
         if (lane < choices) {
-            const int pair = row * choices + lane;
-            pair_expert[pair] = chosen[pair] = found.expert;
-            weights[pair] = found.weight;
+            const int pair = row * choices + place;
+            pair_expert[pair] = mine;
+            chosen[pair] = mine;
+            weights[pair] = mine_score / total * route_scale;
         }
     }
     const int pairs = rows * choices;
@@ -224,7 +278,8 @@ __global__ void __launch_bounds__(1024) greedy_kernel(const float* logits, int v
 extern "C" int dsv4_route(const float* logits, const float* bias, const int64_t* table, const int64_t* ids, int rows,
                           int experts, int choices, float route_scale, int per_task, int* chosen, float* weights,
                           int* task_expert, int* task_pairs, cudaStream_t stream) {
-    return launch(route_kernel, 1, rows > 1 ? 512 : 32, 0, 1, stream, logits, bias, table, ids, rows, experts, choices, route_scale, per_task, chosen, weights, task_expert, task_pairs);
+    return launch(experts <= 256 ? route_kernel<8> : route_kernel<16>, 1, rows > 1 ? 512 : 32, 0, 1, stream, logits, bias, table,
+                  ids, rows, experts, choices, route_scale, per_task, chosen, weights, task_expert, task_pairs);
 }
 extern "C" int dsv4_select(const float* scores, int64_t stride, int capacity, const int* counts, const int64_t* positions, int ratio,
                            const int* page_table, const int64_t* slots, int pages, int page_entries, int rows, int topk,

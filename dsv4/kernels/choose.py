@@ -5,7 +5,7 @@ import ctypes
 from torch import Tensor
 
 from dsv4.kernels.build import call, pointer
-from dsv4.kernels.matvec import COLUMNS, FLOAT_COLUMNS, MAX_EXPERTS, Tasks
+from dsv4.kernels.matvec import COLUMNS, FLOAT_COLUMNS, Tasks
 
 
 def route(
@@ -21,7 +21,7 @@ def route(
     """logits [T, E] float32; bias [E], or a table [V, K] by token id. -> chosen int32 [T, K] by rising
     expert, and tasks with the weights. `is_float` says how many pairs a task may hold."""
     rows, experts = logits.shape
-    assert experts <= MAX_EXPERTS and rows * tasks.choices <= 1024, (rows, experts)
+    assert experts <= 512 and rows * tasks.choices <= 1024, (rows, experts)
     call(
         *("choose", "route", logits.device),
         *(pointer(logits), pointer(bias), pointer(table), pointer(ids), rows, experts, tasks.choices),

@@ -11,26 +11,21 @@ from torch import Tensor
 from dsv4.kernels.build import call, pointer
 from dsv4.kernels.tiles import CODE, SLICE, Tiled
 
-MAX_SLICES, MAX_SEGMENTS, MAX_NORM, COLUMNS, FLOAT_COLUMNS = 8, 16, 4, 8, 2
-MAX_EXPERTS = 512
+MAX_SLICES, MAX_SEGMENTS, COLUMNS, FLOAT_COLUMNS = 8, 16, 8, 2
 
 
 class _Segment(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("data", "scale", "factor", "x", "y", "norm")),
+        *((name, ctypes.c_void_p) for name in ("data", "scale", "factor", "x", "y")),
         *((name, ctypes.c_int) for name in ("format", "halves", "units", "slices", "first_slice", "warps")),
         *((name, ctypes.c_int) for name in ("n", "k", "x_stride", "y_stride", "epilogue", "routed")),
-        ("norm_eps", ctypes.c_float),
     )
 
 
 class _Params(ctypes.Structure):
     _fields_ = (
         ("segments", _Segment * MAX_SEGMENTS),
-        *((name, ctypes.c_void_p) for name in ("work", "task_expert", "task_pairs", "weights", "logits")),
-        *((name, ctypes.c_void_p) for name in ("bias", "table", "id", "chosen")),
-        ("experts", ctypes.c_int),
-        ("route_scale", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("work", "task_expert", "task_pairs", "weights")),
         ("choices", ctypes.c_int),
         ("rows", ctypes.c_int),
         ("limit", ctypes.c_float),
@@ -46,10 +41,7 @@ Who = Literal["rows", "up", "down"]
 
 @dataclass(frozen=True)
 class Product:
-    """y = x Wt. y float32 keeps the sums; more than 8 slices of K give y [splits, ...], to be summed.
-
-    `norm`: x goes through rms_norm with this weight [K] first, and is rounded.
-    """
+    """y = x Wt. y float32 keeps the sums; more than 8 slices of K give y [splits, ...], to be summed."""
 
     weight: Tiled
     x: Tensor
@@ -57,8 +49,6 @@ class Product:
     who: Who = "rows"
     x_stride: int = 0  # values from row to row; 0: the columns of the weight
     y_stride: int = 0
-    norm: Tensor | None = None
-    norm_eps: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -82,18 +72,6 @@ class Tasks:
         )
 
 
-@dataclass(frozen=True)
-class Routing:
-    """How a single row finds its experts: by logits with a bias, or by a table of token ids."""
-
-    logits: Tensor  # float32 [1, E]
-    bias: Tensor | None  # float32 [E]
-    table: Tensor | None  # int64 [V, K]
-    ids: Tensor  # int64 [1]
-    scale: float
-    chosen: Tensor  # int32 [1, K], written by the bank's first product
-
-
 def splits(k: int) -> int:
     """Into how many separately stored sums a product over K columns is cut."""
     slices = -(-k // SLICE)
@@ -109,29 +87,20 @@ class MatVec:
         rows: int,
         tasks: Tasks | None = None,
         limit: float = 0.0,
+        blocks: int | None = None,
         ahead: Tensor | None = None,
-        routing: Routing | None = None,
     ) -> None:
         """`ahead`: a few megabytes that the next kernel reads, brought to the L2 cache meanwhile.
 
-        `routing`: of one row. Its experts are found in the launch, and `tasks` is written, not read.
-        A "down" reads what says its experts before it waits for the launch before it: that must be its "up".
+        A "down" reads its tasks before it waits for the launch before it: that must be their "up".
         """
         device = products[0].x.device
         self.device, self.is_float = device, products[0].x.dtype == torch.float32
-        self.keep = (products, tasks, ahead, routing)  # the launch holds raw pointers into these
+        self.keep = (products, tasks, ahead)  # the launch holds raw pointers into these
         params = _Params(rows=rows, limit=limit, choices=tasks.choices if tasks else 1)
         if tasks:
             params.task_expert, params.task_pairs = tasks.expert.data_ptr(), tasks.pairs.data_ptr()
             params.weights = tasks.weights.data_ptr()
-        if routing is not None:
-            experts = routing.logits.shape[1]
-            assert tasks and rows == 1 and experts <= MAX_EXPERTS and tasks.choices <= 32, (rows, experts)
-            params.logits, params.id = routing.logits.data_ptr(), routing.ids.data_ptr()
-            params.bias = None if routing.bias is None else routing.bias.data_ptr()
-            params.table = None if routing.table is None else routing.table.data_ptr()
-            params.chosen, params.experts = routing.chosen.data_ptr(), experts
-            params.route_scale = routing.scale
         if ahead is not None:
             params.ahead, params.ahead_bytes = ahead.data_ptr(), ahead.nbytes
         segments: list[tuple[_Segment, Product]] = []
@@ -141,9 +110,10 @@ class MatVec:
         for i, (segment, _) in enumerate(segments):
             params.segments[i] = segment
         columns = FLOAT_COLUMNS if self.is_float else COLUMNS
-        count = torch.cuda.get_device_properties(device).multi_processor_count
-        grid = _Grid(count, 2, 8) if rows == 1 and not self.is_float else _Grid(count)
-        work = _share([s for s, _ in segments], rows, columns, tasks, grid)
+        if blocks is None:
+            per = 2 if rows == 1 and not self.is_float else 1  # as matvec.cu launches them
+            blocks = per * torch.cuda.get_device_properties(device).multi_processor_count
+        work = _share([s for s, _ in segments], rows, columns, tasks, blocks)
         self.work = torch.tensor(work, dtype=torch.int32, device=device)
         params.work = self.work.data_ptr()
         self.params, self.blocks = params, len(work)
@@ -156,8 +126,8 @@ class MatVec:
 def _segment(weight: Tiled) -> _Segment:
     n, k = weight.shape
     return _Segment(
-        *(weight.data.data_ptr(), weight.scale.data_ptr(), weight.factor.data_ptr(), None, None, None),
-        *(CODE[weight.format], weight.halves, weight.units, weight.slices, 0, 0, n, k, 0, 0, 0, 0, 0.0),
+        *(weight.data.data_ptr(), weight.scale.data_ptr(), weight.factor.data_ptr(), None, None),
+        *(CODE[weight.format], weight.halves, weight.units, weight.slices, 0, 0, n, k, 0, 0, 0, 0),
     )
 
 
@@ -177,27 +147,14 @@ def _segments(product: Product) -> list[_Segment]:
             segment.y = product.y[split].data_ptr()
         segment.x_stride = product.x_stride or weight.shape[1]
         segment.y_stride = product.y_stride or weight.shape[0]
-        if product.norm is not None:
-            assert product.norm.shape == (weight.shape[1],) and product.norm.dtype == torch.float32
-            assert weight.slices <= MAX_NORM and product.norm.data_ptr() % 16 == 0, weight.shape
-            segment.norm, segment.norm_eps = product.norm.data_ptr(), product.norm_eps
         segment.epilogue = int(is_float)
         segment.routed = {"rows": 0, "up": 1, "down": 2}[product.who]
         out.append(segment)
     return out
 
 
-@dataclass(frozen=True)
-class _Grid:
-    """What is resident at once: `each` blocks of `warps` on every multiprocessor, as matvec.cu has it."""
-
-    multiprocessors: int
-    each: int = 1
-    warps: int = 16
-
-
 def _share(
-    segments: list[_Segment], rows: int, columns: int, tasks: Tasks | None, grid: _Grid
+    segments: list[_Segment], rows: int, columns: int, tasks: Tasks | None, blocks: int
 ) -> list[tuple[int, int, int, int]]:
     """Cut all units into runs, one per block: (segment, first unit, units, task or group of rows).
 
@@ -206,32 +163,25 @@ def _share(
     """
     per_load = (9, 8.5, 16, 32)  # bytes of a brick over 512, with its scales
     repeats = [len(tasks.expert) if s.routed and tasks else -(-rows // columns) for s in segments]
-    together = [max(1, grid.warps // s.warps) for s in segments]  # units that a block takes at a time
-    rounds = [-(-s.units // t) for s, t in zip(segments, together, strict=True)]
-    cost = [t * s.halves * s.warps * per_load[s.format] for s, t in zip(segments, together, strict=True)]
     if rows > 1 and any(s.routed for s in segments):
-        runs = [min(16, n) for n in rounds]
+        runs = [min(16, s.units) for s in segments]
     else:
+        cost = [s.units * s.halves * s.warps * per_load[s.format] for s in segments]
         # Each repeat of a segment gets a block; the rest go where a run is longest.
         runs = [1] * len(segments)
         while True:
-            left = grid.multiprocessors * grid.each - sum(n * r for n, r in zip(runs, repeats, strict=True))
-            fits = [i for i, r in enumerate(repeats) if r <= left and runs[i] < rounds[i]]
+            left = blocks - sum(n * r for n, r in zip(runs, repeats, strict=True))
+            fits = [i for i, r in enumerate(repeats) if r <= left and runs[i] < segments[i].units]
             if not fits:
                 break
-            longest = max(fits, key=lambda i: cost[i] * rounds[i] / runs[i])
+            longest = max(fits, key=lambda i: cost[i] / runs[i])
             runs[longest] += 1
     out = []
-    for i, (s, n) in enumerate(zip(segments, runs, strict=True)):
-        cuts = [min(s.units, rounds[i] * k // n * together[i]) for k in range(n + 1)]
-        for task in range(repeats[i]):
-            out += [(i, a, b - a, task) for a, b in pairwise(cuts) if b > a]
-    if grid.each == 1:
-        return out
-    # A multiprocessor gets blocks i and i + multiprocessors: the shortest of the first go with the longest of
-    # the rest, so that each has about as much to do.
-    out.sort(key=lambda run: -(-run[2] // together[run[0]]) * cost[run[0]], reverse=True)
-    return out[: grid.multiprocessors][::-1] + out[grid.multiprocessors :]
+    for index, (s, n) in enumerate(zip(segments, runs, strict=True)):
+        cuts = [s.units * i // n for i in range(n + 1)]
+        for task in range(repeats[index]):
+            out += [(index, a, b - a, task) for a, b in pairwise(cuts) if b > a]
+    return out
 
 
 def unpack(weight: Tiled, out: Tensor) -> None:

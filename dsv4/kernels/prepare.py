@@ -1,7 +1,7 @@
 """What a decode step does between the projections and attention: norms, rotations, and all cache writes.
 
-`prepare` replaces ops.qkv.queries, entries and store, ops.compress.pool and ops.index.keys and queries of one
-layer. A row at position -1 is padding: it writes no cache.
+`prepare` replaces ops.norm, ops.qkv.entries + store, ops.compress.pool and ops.index.keys of one layer;
+`queries` replaces ops.qkv.queries and ops.index.queries. A row at position -1 is padding: it writes no cache.
 """
 
 from dataclasses import dataclass
@@ -101,6 +101,14 @@ def _entry_row(page_table_ptr, slot, pos, pages, RATIO: tl.constexpr, PAGE: tl.c
 
 
 @triton.jit
+def _low(x_ptr, weight_ptr, out_ptr, eps, D: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    act: tl.constexpr = out_ptr.dtype.element_ty
+    c = tl.arange(0, SIZE)
+    x = rounded(tl.load(x_ptr + c, mask=c < D, other=0.0).to(tl.float32), act)
+    tl.store(out_ptr + c, norm(x, weight_ptr, eps, D, SIZE, act).to(act), mask=c < D)
+
+
+@triton.jit
 def _entry(x, weight_ptr, data_ptr, rope_ptr, scale_ptr, row, cos_ptr, sin_ptr, pos, eps, D: tl.constexpr,  # type: ignore[no-untyped-def]
            SIZE: tl.constexpr, ROPE: tl.constexpr, ROW: tl.constexpr, ROPE_ROW: tl.constexpr,
            SCALES: tl.constexpr, ACT: tl.constexpr):  # fmt: skip
@@ -121,59 +129,31 @@ def _raw(x_ptr, weight_ptr, data_ptr, rope_ptr, scale_ptr, row, cos_ptr, sin_ptr
 
 
 @triton.jit
-def _query(q, cos_ptr, sin_ptr, pos, eps, D: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr,  # type: ignore[no-untyped-def]
-           ACT: tl.constexpr):  # fmt: skip
-    c = tl.arange(0, SIZE)
-    x = norm(tl.load(q + c, mask=c < D, other=0.0).to(tl.float32), None, eps, D, SIZE, ACT)
-    x = rotate(x, cos_ptr, sin_ptr, pos, 1.0, D - ROPE, ROPE // 2, SIZE, ACT)
-    tl.store(q + c, x.to(ACT), mask=c < D)
-
-
-@triton.jit
-def _index_query(iq, cos_ptr, sin_ptr, pos, DI: tl.constexpr, STEPS: tl.constexpr, ROPE: tl.constexpr,  # type: ignore[no-untyped-def]
-                 ACT: tl.constexpr):  # fmt: skip
-    iq += tl.arange(0, DI)
-    y = rotate(tl.load(iq).to(tl.float32), cos_ptr, sin_ptr, pos, 1.0, DI - ROPE, ROPE // 2, DI, ACT)
-    codes, scale = mxfp4_blocks(hadamard(y, DI, STEPS, ACT), DI)
-    y = tl.reshape(e2m1_decode(codes) * power(scale)[:, None], (DI,))
-    tl.store(iq, to_act(y, ACT))
-
-
-@triton.jit
 def _prepare_kernel(  # type: ignore[no-untyped-def]
-        q_ptr, iq_ptr, kv_ptr, kv_step, kv_norm_ptr, ring_ptr, ring_rope_ptr, ring_scale_ptr, cos_ptr,
-        sin_ptr, slots_ptr, positions_ptr, eps, page_table_ptr, pages,
+        q_ptr, q_step, q_norm_ptr, q_out_ptr, kv_ptr, kv_step, kv_norm_ptr, ring_ptr, ring_rope_ptr,
+        ring_scale_ptr, cos_ptr, sin_ptr, slots_ptr, positions_ptr, eps, page_table_ptr, pages,
         values_ptr, values_step, scores_ptr, scores_step, ape_ptr, tail_values_ptr, tail_scores_ptr,
         norm_ptr, out_ptr, out_rope_ptr, out_scale_ptr,
         ivalues_ptr, ivalues_step, iscores_ptr, iscores_step, iape_ptr, itail_values_ptr, itail_scores_ptr,
         inorm_ptr, iout_ptr, iout_scale_ptr,
-        H: tl.constexpr, HI: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr,
+        RQ: tl.constexpr, RQ_SIZE: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr,
         ROW: tl.constexpr, ROPE_ROW: tl.constexpr, SCALES: tl.constexpr, RING: tl.constexpr,
         RATIO: tl.constexpr, OVERLAP: tl.constexpr, PAGE: tl.constexpr, TAIL: tl.constexpr,
-        DI: tl.constexpr, STEPS: tl.constexpr, ITAIL: tl.constexpr, HAS_KEYS: tl.constexpr,
+        DI: tl.constexpr, STEPS: tl.constexpr, ITAIL: tl.constexpr,
         BLOCK: tl.constexpr):  # fmt: skip
-    act: tl.constexpr = q_ptr.dtype.element_ty
-    # Programs of a row: its own entry, the compressors (which may take longest), then a head each.
-    first: tl.constexpr = 1 + (RATIO > 0) + HAS_KEYS
+    act: tl.constexpr = q_out_ptr.dtype.element_ty
     begin()
     role = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     pos, slot = tl.load(positions_ptr + row).to(tl.int32), tl.load(slots_ptr + row)
-    if role >= first:
-        head = role - first
-        if head < H:
-            _query(
-                q_ptr + (row * H + head) * D, cos_ptr, sin_ptr, tl.maximum(pos, 0), eps, D, SIZE, ROPE, act
-            )
-        elif HI > 0:
-            _index_query(iq_ptr + (row * HI + head - H) * DI, cos_ptr, sin_ptr, tl.maximum(pos, 0), DI, STEPS,
-                         ROPE, act)  # fmt: skip
+    if role == 0:
+        _low(q_ptr + row * q_step, q_norm_ptr, q_out_ptr + row * RQ, eps, RQ, RQ_SIZE)
     elif pos >= 0:
-        if role == 0:
+        if role == 1:
             _raw(kv_ptr + row * kv_step, kv_norm_ptr, ring_ptr, ring_rope_ptr, ring_scale_ptr,
                  slot * RING + pos % RING, cos_ptr, sin_ptr, pos, eps, D, SIZE, ROPE, ROW, ROPE_ROW, SCALES,
                  act)  # fmt: skip
-        elif role == 1:
+        elif role == 2:
             if RATIO > 0:
                 x = _pool(values_ptr, scores_ptr, values_step, scores_step, ape_ptr, tail_values_ptr,
                           tail_scores_ptr, row, slot, pos, RATIO, OVERLAP, TAIL, D, SIZE, BLOCK)  # fmt: skip
@@ -181,7 +161,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
                     entry = _entry_row(page_table_ptr, slot, pos, pages, RATIO, PAGE)
                     _entry(x, norm_ptr, out_ptr, out_rope_ptr, out_scale_ptr, entry, cos_ptr, sin_ptr,
                            pos + 1 - RATIO, eps, D, SIZE, ROPE, ROW, ROPE_ROW, SCALES, act)  # fmt: skip
-        elif HAS_KEYS:
+        elif DI > 0:
             y = _pool(ivalues_ptr, iscores_ptr, ivalues_step, iscores_step, iape_ptr, itail_values_ptr,
                       itail_scores_ptr, row, slot, pos, RATIO, OVERLAP, ITAIL, DI, DI, BLOCK)  # fmt: skip
             if (pos + 1) % RATIO == 0:
@@ -211,8 +191,9 @@ def _pooling(p: Pooling | None, act: torch.dtype, is_key: bool) -> list[Tensor |
 
 
 def prepare(
-    q: Tensor,
-    iq: Tensor | None,
+    q_low: Tensor,
+    q_norm: Tensor,
+    q_low_out: Tensor,
     kv: Tensor,
     kv_norm: Tensor,
     ring: QuantTensor,
@@ -228,39 +209,76 @@ def prepare(
     entries: Pooling | None = None,
     keys: Pooling | None = None,
 ) -> None:
-    """kv [T, d] -> the ring; compressor rows -> tails, and closed blocks -> pools; queries in place.
+    """q_low [T, Rq] -> normed; kv [T, d] -> the ring; compressor rows -> tails, and closed blocks -> pools.
 
-    q [T, H, d] is normed and rotated; iq [T, Hi, di] rotated, Hadamard, FP4 values (qat). kv may be columns
-    of a wider matrix, also of float32: it is rounded to the compute type, that of q, first. cos, sin
-    [positions, r/2]; page_table [S, P] int32. `entries` where the layer has a ratio, `keys` beside it where
-    the previous block takes part (CSA).
+    q_low and kv may be columns of a wider matrix, also of float32: they are rounded to the compute type,
+    that of q_low_out, first. cos, sin [positions, r/2]; page_table [S, P] int32. `entries` where the layer
+    has a ratio, `keys` beside it where the previous block takes part (CSA).
     """
-    rows, h, d = q.shape
-    rope, act = ring.rope_dim, q.dtype
-    assert q.is_contiguous() and (iq is None or iq.is_contiguous()), "heads must be contiguous"
-    assert kv.shape == (rows, d) and kv.stride(1) == 1, "rows must be contiguous"
+    rows, width = q_low_out.shape
+    d, rope, act = kv.shape[1], ring.rope_dim, q_low_out.dtype
+    assert q_low.stride(1) == kv.stride(1) == 1 and q_low_out.is_contiguous(), "rows must be contiguous"
     assert (ratio > 0) == (entries is not None) and (entries is not None or keys is None)
     assert ring.scale is not None and cos.shape[1] * 2 == rope, (cos.shape, rope)
     m = 1 if entries is None else entries.values.shape[1] // d
-    hi = 0 if iq is None else iq.shape[1]
-    di = keys.norm.shape[0] if keys is not None else 0 if iq is None else iq.shape[2]
-    assert iq is None or iq.shape[2] == di, (iq.shape, di)
+    di = 0 if keys is None else keys.norm.shape[0]
     assert di == 0 or (di >= max(32, rope) and di & (di - 1) == 0), f"index keys of {di} channels"
     if rows:
-        _prepare_kernel[(1 + (entries is not None) + (keys is not None) + h + hi, rows)](
-            *(q, iq, kv, kv.stride(0), kv_norm),
+        _prepare_kernel[(2 + (entries is not None) + (keys is not None), rows)](
+            *(q_low, q_low.stride(0), q_norm, q_low_out, kv, kv.stride(0), kv_norm),
             *(ring.data, rope_part(ring, act), ring.scale, cos, sin, slots, positions, eps),
             *(page_table, None if page_table is None else page_table.stride(0)),
             *_pooling(entries, act, False),
             *_pooling(keys, act, True),
-            **{"H": h, "HI": hi, "D": d, "SIZE": max(64, triton.next_power_of_2(d)), "ROPE": rope},
+            **{"RQ": width, "RQ_SIZE": triton.next_power_of_2(width)},
+            **{"D": d, "SIZE": max(64, triton.next_power_of_2(d)), "ROPE": rope},
             **{"ROW": ring.data.shape[1], "ROPE_ROW": ring.data.shape[1] // act.itemsize},
             **{"SCALES": ring.scale.shape[1], "RING": ring_rows, "RATIO": ratio},
             **{"OVERLAP": m - 1},
             **{"PAGE": page_entries, "TAIL": 0 if entries is None else entries.tail_values.shape[1]},
-            **{"DI": di, "STEPS": max(di.bit_length() - 1, 0), "HAS_KEYS": keys is not None},
+            **{"DI": di, "STEPS": max(di.bit_length() - 1, 0)},
             **{"ITAIL": 0 if keys is None else keys.tail_values.shape[1]},
             **{"BLOCK": min(MAX_BLOCK, triton.next_power_of_2(max(1, ratio * m - 1)))},
-            num_warps=4,
+            num_warps=8,
+            **OVERLAPPED,
+        )
+
+
+@triton.jit
+def _queries_kernel(q_ptr, iq_ptr, cos_ptr, sin_ptr, positions_ptr, eps, H: tl.constexpr, D: tl.constexpr,  # type: ignore[no-untyped-def]
+                    SIZE: tl.constexpr, HI: tl.constexpr, DI: tl.constexpr, STEPS: tl.constexpr,
+                    HALF: tl.constexpr):  # fmt: skip
+    act: tl.constexpr = q_ptr.dtype.element_ty
+    begin()
+    head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    pos = tl.maximum(tl.load(positions_ptr + row), 0)
+    if head < H:
+        c = tl.arange(0, SIZE)
+        q = q_ptr + (row * H + head) * D + c
+        x = tl.load(q, mask=c < D, other=0.0).to(tl.float32)
+        x = norm(x, None, eps, D, SIZE, act)
+        x = rotate(x, cos_ptr, sin_ptr, pos, 1.0, D - 2 * HALF, HALF, SIZE, act)
+        tl.store(q, x.to(act), mask=c < D)
+    elif HI > 0:
+        iq = iq_ptr + (row * HI + head - H) * DI + tl.arange(0, DI)
+        y = rotate(tl.load(iq).to(tl.float32), cos_ptr, sin_ptr, pos, 1.0, DI - 2 * HALF, HALF, DI, act)
+        codes, scale = mxfp4_blocks(hadamard(y, DI, STEPS, act), DI)
+        y = tl.reshape(e2m1_decode(codes) * power(scale)[:, None], (DI,))
+        tl.store(iq, to_act(y, act))
+
+
+def queries(q: Tensor, iq: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor, eps: float) -> None:
+    """In place: q [T, H, d] normed and rotated; iq [T, Hi, di] rotated, Hadamard, FP4 values (qat)."""
+    rows, h, d = q.shape
+    hi, di = (0, 0) if iq is None else iq.shape[1:]
+    assert q.is_contiguous() and (iq is None or iq.is_contiguous())
+    assert di == 0 or (di >= max(32, 2 * cos.shape[1]) and di & (di - 1) == 0), f"{di} index channels"
+    if rows:
+        _queries_kernel[(h + hi, rows)](
+            *(q, iq, cos, sin, positions, eps),
+            **{"H": h, "D": d, "SIZE": triton.next_power_of_2(d), "HI": hi, "DI": di},
+            **{"STEPS": max(di.bit_length() - 1, 0), "HALF": cos.shape[1]},
+            num_warps=1,
             **OVERLAPPED,
         )

@@ -15,13 +15,11 @@ struct Segment {            // one weight, or a bank of experts, and what it is 
     const float* factor;    // [count][halves]
     const void* x;          // rows of x_stride values
     void* y;                // rows of y_stride values
-    const float* norm;      // [k] weight of x's norm; null: x as it is
     int format, halves, units, slices, first_slice, warps;
     int n, k;               // true sizes; the tiles are padded with zeros
     int x_stride, y_stride;
     int epilogue;
     int routed;             // 0: rows are the batch. 1: x by token, y by pair. 2: x by pair, y by token and choice
-    float norm_eps;
 };
 
 __device__ __forceinline__ uint4 stream(const uint4* p) {
@@ -46,8 +44,8 @@ __device__ __forceinline__ uint32_t e4m3x2(uint16_t codes) {
     return halves;
 }
 
-__device__ __forceinline__ float2 e4m3_pair(uint32_t codes) {   // the lower two
-    uint32_t h = e4m3x2((uint16_t)codes);
+__device__ __forceinline__ float2 e4m3_pair(uint32_t word, int high) {
+    uint32_t h = e4m3x2((uint16_t)(high ? word >> 16 : word & 0xFFFF));
     return __half22float2(*reinterpret_cast<__half2*>(&h));
 }
 

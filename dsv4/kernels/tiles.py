@@ -159,10 +159,8 @@ def _scales(weight: QuantTensor, units: int, slices: int) -> tuple[Tensor, bool]
         return wide[rows].contiguous().view(torch.uint8).view(units, slices, 16), fits
     block = NV_BLOCK if weight.format is Format.NVFP4 else MX_BLOCK
     codes = _padded(weight.scale.view(torch.uint8), units * ROWS, slices * SLICE // block)
-    if weight.format is Format.NVFP4:
-        # unit, half, g, slice, pair of loads, load of the pair, pair of blocks, block: of each pair of loads
-        # lane (g, t) keeps number t // 2, blocks 2 (t % 2) and the next, of rows g and g+8.
-        parts = codes.view(units, 2, 8, slices, 4, 2, 2, 2).permute(0, 3, 2, 5, 6, 4, 1, 7)
+    if weight.format is Format.NVFP4:  # unit, half, g, slice, load, t: a lane's own block of every load
+        parts = codes.view(units, 2, 8, slices, 8, 4).permute(0, 3, 2, 5, 4, 1)
     else:  # unit, half, g, slice, t (the lane that keeps it), which of its two loads, block of that load
         parts = codes.view(units, 2, 8, slices, 4, 2, 2).permute(0, 3, 2, 4, 5, 1, 6)
     return parts.contiguous().view(units, slices, -1), True

@@ -42,8 +42,7 @@ __device__ __forceinline__ void unpack_brick(const Segment& s, int64_t brick, Ou
             uint32_t a[4];
             float low = 1.f, high = 1.f;
             if constexpr (F == NVFP4) {
-                const uint32_t v = __shfl_sync(~0u, scales.word[load >> 1], (lane & ~3) | (load & 1) * 2 | t >> 1) >> (t & 1) * 8;
-                const float2 pair = e4m3_pair((v & 255) | (v >> 8 & 0xFF00));
+                const float2 pair = e4m3_pair(scales.word[load >> 1], load & 1);
                 low = 16384.f * pair.x; high = 16384.f * pair.y;
                 e2m1(words[j], a);
             } else if constexpr (F == MXFP4) {

@@ -13,8 +13,8 @@ from torch import Tensor
 from dsv4.cache.store import Cache, LayerCache, Tail
 from dsv4.config import LayerSpec, ModelConfig
 from dsv4.kernels import attend, choose, index, mhc
-from dsv4.kernels.matvec import MatVec, Product, Routing, Tasks, splits
-from dsv4.kernels.prepare import Pooling, prepare
+from dsv4.kernels.matvec import MatVec, Product, Tasks, splits
+from dsv4.kernels.prepare import Pooling, prepare, queries
 from dsv4.model.bundle import Bundle
 from dsv4.model.model import Model
 from dsv4.model.rope import Rope
@@ -42,8 +42,9 @@ class Buffers:
         self.ids, self.positions, self.slots = self.inputs
         self.positions.fill_(-1)
         self.streams, self.x = act(rows, n, d), act(rows, d)
-        self.mixes = wide(rows, mhc.MIXES)
-        self.q_low, self.kv = act(rows, c.q_rank), act(rows, c.head_dim)
+        self.partial = wide(rows, mhc.num_chunks(d), mhc.WIDTH)
+        self.gate, self.comb = wide(rows, n), wide(rows, n, n)
+        self.q_raw, self.q_low, self.kv = act(rows, c.q_rank), act(rows, c.q_rank), act(rows, c.head_dim)
         self.values, self.scores = wide(rows, 2 * c.head_dim), wide(rows, 2 * c.head_dim)
         self.key_values, self.key_scores = wide(rows, 2 * c.index_dim), wide(rows, 2 * c.index_dim)
         self.q, self.iq = act(rows, h, c.head_dim), act(rows, c.index_heads, c.index_dim)
@@ -83,7 +84,6 @@ class Decoder:
         self.b, self.config, self.cache, self.model = b, c, cache, model
         self.dtype = b.numerics.dtype
         self.buffers = f = Buffers(c, rows, cache, self.dtype)
-        self.board = mhc.Board.empty(rows, c.hidden_size, cache.page_table.device)
         self.launches: list[tuple[str, Launch]] = []
         self.graph: torch.cuda.CUDAGraph | None = None
         self._staging: tuple[Tensor, torch.cuda.Event] | None = None
@@ -107,15 +107,9 @@ class Decoder:
         self.launches.append((name, launch))
 
     def _product(
-        self,
-        name: str,
-        products: list[Product],
-        tasks: Tasks | None = None,
-        ahead: Tensor | None = None,
-        routing: Routing | None = None,
+        self, name: str, products: list[Product], tasks: Tasks | None = None, ahead: Tensor | None = None
     ) -> None:
-        limit = self.config.swiglu_limit
-        planned = MatVec(products, self.buffers.rows, tasks, limit, ahead=ahead, routing=routing)
+        planned = MatVec(products, self.buffers.rows, tasks, self.config.swiglu_limit, ahead=ahead)
         self._add(name, planned.launch)
 
     def _site(self, name: str, norm: str, y: Tensor | None) -> None:
@@ -125,10 +119,12 @@ class Decoder:
         counts = torch.tensor((n, n, n * n)[: len(scale)], device=scale.device)
         fn, base, weight = b.plain(f"{name}_fn"), b.plain(f"{name}_base"), b.plain(norm)
         wide = scale.repeat_interleave(counts)
+        gate, comb = (None, None) if fn.shape[0] == n else (f.gate, f.comb)
+        self._add("mhc open", lambda: mhc.mix_open(y, f.gate, f.comb, f.streams, fn, f.partial))
         self._add(
-            "mhc",
-            lambda: mhc.mix(
-                *(y, f.streams, fn, base, wide, weight, f.mixes, f.x, self.board),
+            "mhc close",
+            lambda: mhc.mix_close(
+                *(f.partial, base, wide, f.streams, weight, f.x, gate, comb),
                 *(c.norm_eps, c.hc_eps, c.sinkhorn_iters),
             ),
         )
@@ -137,7 +133,7 @@ class Decoder:
         b, f, c, cache = self.b, self.buffers, self.config, self.cache
         x = f.x
         products = [
-            Product(b.tiled(f"{name}.wq_a"), x, f.q_low),
+            Product(b.tiled(f"{name}.wq_a"), x, f.q_raw),
             Product(b.tiled(f"{name}.wkv"), x, f.kv),
         ]
         entry_pool = key_pool = None
@@ -154,21 +150,21 @@ class Decoder:
             products.append(Product(b.tiled(f"{name}.indexer.weights_proj"), x, f.index_weights))
         self._product("projections", products)
         q_norm, kv_norm = b.plain(f"{name}.q_norm"), b.plain(f"{name}.kv_norm")
-        products = [Product(b.tiled(f"{name}.wq_b"), f.q_low, f.q, norm=q_norm, norm_eps=c.norm_eps)]
-        if selects:
-            index_up = b.tiled(f"{name}.indexer.wq_b")
-            products.append(Product(index_up, f.q_low, f.iq, norm=q_norm, norm_eps=c.norm_eps))
-        wo_a, wo_b = b.tiled(f"{name}.wo_a"), b.tiled(f"{name}.wo_b")
-        self._product("queries up", products)
-        iq = f.iq if selects else None
         self._add(
             "prepare",
             lambda: prepare(
-                *(f.q, iq, f.kv, kv_norm, layer.ring, layer.ring_rows),
+                *(f.q_raw, q_norm, f.q_low, f.kv, kv_norm, layer.ring, layer.ring_rows),
                 *(rope.cos, rope.sin, f.slots, f.positions, c.norm_eps),
                 *(cache.page_table, layer.page_entries, spec.ratio, entry_pool, key_pool),
             ),
         )
+        products = [Product(b.tiled(f"{name}.wq_b"), f.q_low, f.q)]
+        if selects:
+            products.append(Product(b.tiled(f"{name}.indexer.wq_b"), f.q_low, f.iq))
+        wo_a, wo_b = b.tiled(f"{name}.wo_a"), b.tiled(f"{name}.wo_b")
+        self._product("queries up", products)
+        iq = f.iq if selects else None
+        self._add("queries", lambda: queries(f.q, iq, rope.cos, rope.sin, f.positions, c.norm_eps))
         if selects:
             self._select(spec, layer)
         self._attend(name, spec, layer, rope, selects)
@@ -241,23 +237,23 @@ class Decoder:
         b, f, c = self.b, self.buffers, self.config
         bank, shared = b.bank(f"{name}.experts"), b.bank(f"{name}.shared_experts")
         assert bank is not None and shared is not None
-        self._product("gate", [Product(b.tiled(f"{name}.gate"), f.x, f.gate_logits)])
+        self._product(
+            "gate, shared up",
+            [
+                Product(b.tiled(f"{name}.gate"), f.x, f.gate_logits),
+                Product(shared.w13, f.x, f.shared_hidden),
+            ],
+        )
         table = b.plain(f"{name}.gate.tid2eid") if spec.hash_routed else None
         bias = None if spec.hash_routed else b.plain(f"{name}.gate.bias")
-        routing = None
-        if f.rows == 1:  # no tasks to make: the products below find the experts
-            routing = Routing(f.gate_logits, bias, table, f.ids, c.route_scale, f.chosen)
-        else:
-            is_float = self.dtype == torch.float32
-            self._add(
-                "route",
-                lambda: choose.route(
-                    f.gate_logits, bias, table, f.ids, c.route_scale, is_float, f.chosen, f.tasks
-                ),
-            )
-        # The shared expert goes with the others, not with the gate: its weights come while they are chosen.
-        up = [Product(bank.w13, f.x, f.hidden, "up"), Product(shared.w13, f.x, f.shared_hidden)]
-        self._product("experts up", up, f.tasks, routing=routing)
+        is_float = self.dtype == torch.float32
+        self._add(
+            "route",
+            lambda: choose.route(
+                f.gate_logits, bias, table, f.ids, c.route_scale, is_float, f.chosen, f.tasks
+            ),
+        )
+        self._product("experts up", [Product(bank.w13, f.x, f.hidden, "up")], f.tasks)
         last = f.moe[:, c.experts_per_token :]
         self._product(
             "experts down",
@@ -267,7 +263,6 @@ class Decoder:
             ],
             f.tasks,
             ahead,
-            routing,
         )
 
     def load(self, tokens: list[tuple[int, int, int]]) -> None:

@@ -5,9 +5,8 @@ import torch
 from torch import Tensor
 
 from dsv4.kernels import choose
-from dsv4.kernels.matvec import MatVec, Product, Routing, Tasks, splits, unpack
+from dsv4.kernels.matvec import MatVec, Product, Tasks, splits, unpack
 from dsv4.kernels.tiles import Tiled, empty, put, tile
-from dsv4.ops.norm.ref import rms_norm
 from dsv4.ops.route import ref as route_ref
 from dsv4.quant.codec import decode, encode_weight
 from dsv4.quant.formats import Format, QuantTensor
@@ -78,25 +77,6 @@ def test_rows_do_not_see_each_other(format: Format, act: torch.dtype) -> None:
             assert bool(alone.isnan().all())
         else:
             assert torch.equal(alone[0], together[row]), row
-
-
-@pytest.mark.parametrize("act", ACTS, ids=str)
-@pytest.mark.parametrize("format", FORMATS, ids=str)
-@pytest.mark.parametrize("k,rows", [(68, 1), (1024, 1), (1536, 3), (2048, 9)])
-def test_norm_before_the_product(format: Format, act: torch.dtype, k: int, rows: int) -> None:
-    w, scale = weight(format, 144, k), torch.randn(k, device="cuda")
-    x = (torch.randn(rows, k, device="cuda") * 30).to(act)
-    x[0, : k // 2] = 0
-    y = torch.full((rows, 144), torch.nan, device="cuda")
-    MatVec([Product(tile(w), x, y, norm=scale, norm_eps=1e-6)], rows).launch()
-    normed = rms_norm(x.cpu(), scale.cpu(), 1e-6).cuda()
-    # A value that falls between two of BF16's may go the other way.
-    assert apart(y, wanted(normed, w)) < (2e-5 if act == torch.float32 else 4e-3)
-    for row in range(rows):
-        alone = torch.empty(1, 144, device="cuda")
-        one = x[row : row + 1].contiguous()
-        MatVec([Product(tile(w), one, alone, norm=scale, norm_eps=1e-6)], 1).launch()
-        assert torch.equal(alone[0], y[row]), row
 
 
 def test_several_products_in_one_launch() -> None:
@@ -174,41 +154,6 @@ def test_experts(format: Format, act: torch.dtype, rows: int) -> None:
             assert apart(hidden[row * k + c], want.to(act).double()) < tolerance
             want = hidden[row * k + c].double() @ decode(w2[int(ids[row, c])][0]).double().t()
             assert apart(out[row, c], want) < tolerance
-
-
-@pytest.mark.parametrize("act", ACTS, ids=str)
-@pytest.mark.parametrize("experts", [12, 192, 384])
-@pytest.mark.parametrize("by_table", [False, True])
-def test_a_single_row_finds_its_experts(act: torch.dtype, experts: int, by_table: bool) -> None:
-    """In the products, bit for bit what tasks give; with repeats in the table, and equal logits."""
-    d, width, k = 1024, 160, 6
-    up, down, shared = (
-        bank(Format.NVFP4, 12, width, d, 2)[0],
-        bank(Format.NVFP4, 12, d, width, 1)[0],
-        bank(Format.NVFP4, 1, width, d, 2)[0],
-    )
-    x = torch.randn(1, d, device="cuda").to(act)
-    logits = torch.randn(1, experts, device="cuda").round() - 20 * (
-        torch.arange(experts, device="cuda") >= 12
-    )
-    bias = None if by_table else torch.zeros(experts, device="cuda")
-    table = torch.tensor([[0] * 6, [7, 2, 2, 11, 0, 3]], device="cuda") if by_table else None
-    ids = torch.ones(1, dtype=torch.long, device="cuda")
-    found = []
-    for routed in (False, True):
-        tasks, chosen = Tasks.empty(1, k, "cuda"), torch.empty(1, k, dtype=torch.int32, device="cuda")
-        hidden = torch.full((k, width), torch.nan, device="cuda", dtype=act)
-        beside = torch.full((1, width), torch.nan, device="cuda", dtype=act)
-        out = torch.full((1, k + 1, d), torch.nan, device="cuda", dtype=act)
-        routing = Routing(logits, bias, table, ids, 1.5, chosen) if routed else None
-        if not routed:
-            choose.route(logits, bias, table, ids, 1.5, act == torch.float32, chosen, tasks)
-        products = [Product(up, x, hidden, "up"), Product(shared, x, beside)]
-        MatVec(products, 1, tasks, 1.5, routing=routing).launch()
-        MatVec([Product(down, hidden, out, "down")], 1, tasks, routing=routing).launch()
-        found.append((chosen, tasks.expert, tasks.weights, hidden, beside, out[:, :k]))
-    for by_tasks, by_itself in zip(*found, strict=True):
-        assert torch.equal(by_tasks, by_itself) and not by_tasks.float().isnan().any()
 
 
 def test_route_by_table_with_repeats_and_ties() -> None:

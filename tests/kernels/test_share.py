@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from dsv4.kernels.matvec import COLUMNS, Tasks, _Grid, _Segment, _share, splits
+from dsv4.kernels.matvec import COLUMNS, Tasks, _Segment, _share, splits
 
 
 def segment(units: int, format: int = 0, warps: int = 8, halves: int = 1, routed: int = 0) -> _Segment:
@@ -23,40 +23,28 @@ FLASH = {
 @pytest.mark.parametrize("rows", [1, 2, 8, 9, 32])
 @pytest.mark.parametrize("name", FLASH)
 def test_products_of_all_rows(name: str, rows: int) -> None:
-    segments, grid = FLASH[name], _Grid(132, 2, 8) if rows == 1 else _Grid(132)
-    blocks = grid.multiprocessors * grid.each
-    work = _share(segments, rows, COLUMNS, None, grid)
+    segments, blocks = FLASH[name], 132
+    work = _share(segments, rows, COLUMNS, None, blocks)
     seen = Counter((s, task, unit) for s, first, count, task in work for unit in range(first, first + count))
     groups = -(-rows // COLUMNS)
     want = {(i, g, u) for i, s in enumerate(segments) for g in range(groups) for u in range(s.units)}
     assert seen == Counter(want)
     assert len(work) <= max(blocks, groups * len(segments))
     if name == "output b" and rows <= COLUMNS:
-        assert max(count for _, _, count, _ in work) * grid.each <= 4, "512 units on 132 multiprocessors"
+        assert max(count for _, _, count, _ in work) <= 4, "512 units on 132 blocks"
 
 
 @pytest.mark.parametrize("rows", [1, 2, 32])
 def test_experts_and_the_shared_one(rows: int) -> None:
     tasks = Tasks.empty(rows, 6, "cpu")
     segments = [segment(256, warps=4, routed=2), segment(256, warps=4)]
-    work = _share(segments, rows, COLUMNS, tasks, _Grid(132, 2, 8) if rows == 1 else _Grid(132))
+    work = _share(segments, rows, COLUMNS, tasks, 264)
     seen = Counter((s, task, unit) for s, first, count, task in work for unit in range(first, first + count))
     want = {(0, t, u) for t in range(6 * rows) for u in range(256)}
     want |= {(1, g, u) for g in range(-(-rows // COLUMNS)) for u in range(256)}
     assert seen == Counter(want)
     if rows == 1:
         assert len(work) <= 264
-
-
-def test_a_multiprocessor_has_its_share() -> None:
-    """Experts of Flash with the shared one, two blocks each: nobody has a round more than is needed."""
-    up = [segment(128, halves=2, routed=1), segment(128, halves=2)]
-    down = [segment(256, warps=4, routed=2), segment(256, warps=4)]
-    for segments, together in ((up, 1), (down, 2)):
-        work = _share(segments, 1, COLUMNS, Tasks.empty(1, 6, "cpu"), _Grid(132, 2, 8))
-        assert len(work) == 264
-        rounds = [-(-count // together) for _, _, count, _ in work]
-        assert max(a + b for a, b in zip(rounds[:132], rounds[132:], strict=True)) == 7, "7 * 128 on 132"
 
 
 @pytest.mark.parametrize("k,count", [(64, 1), (4096, 1), (4097, 2), (7168, 2), (8192, 2), (16384, 4)])

@@ -34,8 +34,18 @@ def rows_of(format: Format, c: ModelConfig, act: torch.dtype) -> QuantTensor:
 
 
 def launch_mhc(c: ModelConfig, act: torch.dtype) -> None:
-    streams = empty(T, c.num_streams, c.hidden_size, dtype=act)
-    mhc.embed(numbers(), empty(c.vocab_size, c.hidden_size, dtype=torch.bfloat16), streams)
+    n, d = c.num_streams, c.hidden_size
+    streams, partial = empty(T, n, d, dtype=act), empty(T, mhc.num_chunks(d), mhc.WIDTH)
+    gate, comb = empty(T, n), empty(T, n, n)
+    mhc.embed(numbers(), empty(c.vocab_size, d, dtype=torch.bfloat16), streams)
+    mhc.mix_open(None, None, None, streams, empty(24, n * d), partial)
+    mhc.mix_open(empty(T, 2, d), gate, comb, streams, empty(24, n * d), partial)
+    for mixes, outputs in ((24, (gate, comb)), (n, (None, None))):
+        x = empty(T, d, dtype=act)
+        mhc.mix_close(
+            *(partial, empty(mixes), empty(mixes), streams, empty(d), x, *outputs),
+            *(c.norm_eps, c.hc_eps, c.sinkhorn_iters),
+        )
 
 
 def pooling(d: int, ratio: int, m: int, out: QuantTensor) -> prepare.Pooling:
@@ -45,16 +55,18 @@ def pooling(d: int, ratio: int, m: int, out: QuantTensor) -> prepare.Pooling:
 
 def launch_prepare(c: ModelConfig, act: torch.dtype) -> None:
     cos = empty(1024, c.rope_dim // 2)
-    q, kv = empty(T, c.num_heads, c.head_dim, dtype=act), empty(T, c.head_dim, dtype=act)
+    q_low, kv = empty(T, c.q_rank, dtype=act), empty(T, c.head_dim, dtype=act)
     ring, table = rows_of(Format.KV8, c, act), empty(SLOTS, 4, dtype=torch.int32)
     for ratio, m in ((0, 0), (4, 2), (128, 1)):
         entries = pooling(c.head_dim, ratio, m, rows_of(Format.KV8, c, act)) if m else None
         keys = pooling(c.index_dim, ratio, m, rows_of(Format.MXFP4, c, act)) if m == 2 else None
-        iq = empty(T, c.index_heads, c.index_dim, dtype=act) if m == 2 else None
         prepare.prepare(
-            *(q, iq, kv, empty(c.head_dim), ring, c.window + 8, cos, cos),
+            *(q_low, empty(c.q_rank), q_low, kv, empty(c.head_dim), ring, c.window + 8, cos, cos),
             *(numbers(), numbers(), c.norm_eps, table, 256 // max(ratio, 1), ratio, entries, keys),
         )
+    q = empty(T, c.num_heads, c.head_dim, dtype=act)
+    for iq in (None, empty(T, c.index_heads, c.index_dim, dtype=act)):
+        prepare.queries(q, iq, cos, cos, numbers(), c.norm_eps)
 
 
 def launch_index(c: ModelConfig, act: torch.dtype) -> None:

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from step_support import DTYPES, check, check_rows, moved, on_gpu, rand, runs, there
+from step_support import DTYPES, blank, check, check_rows, moved, on_gpu, rand, runs, there
 from torch import Tensor
 
 from dsv4.ops.compress import ref as compress
 from dsv4.ops.index import ref as index
+from dsv4.ops.norm.ref import rms_norm
 from dsv4.ops.qkv import ref as qkv
 from dsv4.quant.formats import Format, QuantTensor, empty_rows
 
@@ -64,27 +65,23 @@ def closed(p: kernels.Pooling, slots: Tensor, positions: Tensor, ratio: int, dty
     return pooled.to(dtype)
 
 
-# Heads, head, rotary and index channels, ratio, whether blocks overlap.
+# Query rank, head, rotary and index channels, ratio, whether blocks overlap.
 SIZES = [
-    (3, 80, 16, 32, 4, True),
-    (2, 96, 64, 64, 4, True),
-    (2, 80, 16, 0, 0, False),
-    (1, 40, 8, 0, 20, False),
-    (2, 80, 16, 0, 128, False),
-    pytest.param(64, 512, 64, 128, 4, True, marks=on_gpu),
-    pytest.param(64, 512, 64, 0, 128, False, marks=on_gpu),
+    (48, 80, 16, 32, 4, True),
+    (33, 96, 64, 64, 4, True),
+    (16, 80, 16, 0, 0, False),
+    (16, 40, 8, 0, 20, False),
+    (16, 80, 16, 0, 128, False),
+    pytest.param(1024, 512, 64, 128, 4, True, marks=on_gpu),
+    pytest.param(1024, 512, 64, 0, 128, False, marks=on_gpu),
 ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("selects", [True, False])
-@pytest.mark.parametrize(("heads", "d", "rope", "di", "ratio", "overlap"), SIZES)
+@pytest.mark.parametrize(("rank", "d", "rope", "di", "ratio", "overlap"), SIZES)
 def test_prepare(
-    heads: int, d: int, rope: int, di: int, ratio: int, overlap: bool, selects: bool, dtype: torch.dtype
+    rank: int, d: int, rope: int, di: int, ratio: int, overlap: bool, dtype: torch.dtype
 ) -> None:
-    """`selects`: a layer with index keys has index queries too, unless it attends to all entries anyway."""
-    if not di and not selects:
-        pytest.skip("no index queries either way")
     # The first block, block ends, inside a block, far on; and a row of padding in the middle.
     every = ratio or 5
     positions = torch.tensor([0, every - 1, -1, 6 * every - 1, 3 * every, 2 * every - 1])
@@ -93,11 +90,9 @@ def test_prepare(
     rows, m, ring_rows = len(positions), 1 + overlap, 48
     cos, sin = tables(rope // 2)
     at = positions.clamp(min=0)
-    wide = rand(rows, d + 3, seed=1) * 2
-    kv, kv_norm = wide[:, 3:], rand(d, seed=3)
-    q = rand(rows, heads, d, seed=7, dtype=dtype) * 5
-    q[3, 0] = 0
-    iq = rand(rows, heads + 1, di, seed=8, dtype=dtype) * 5 if di and selects else None
+    wide = rand(rows, rank + d + 1, seed=1) * 2
+    q_low, kv = wide[:, :rank], wide[:, rank + 1 :]
+    q_norm, kv_norm = rand(rank, seed=2), rand(d, seed=3)
     ring = noise(empty_rows(Format.KV8, SLOTS * ring_rows, d, rope, dtype), 4)
     entries = keys = None
     if ratio:
@@ -106,20 +101,16 @@ def test_prepare(
     if di:
         keys = pooling(rows, di, ratio, m, noise(empty_rows(Format.MXFP4, PAGES * PAGE, di), 6), 20)
 
-    given_ring, held, iheld = moved(ring), there(q), None if iq is None else there(iq)
+    given_ring, q_out = moved(ring), blank(rows, rank, dtype=dtype)
     given = [p if p is None else placed(p) for p in (entries, keys)]
     wide_there = there(wide)
     kernels.prepare(
-        *(held, iheld, wide_there[:, 3:], there(kv_norm)),
+        *(wide_there[:, :rank], there(q_norm), q_out, wide_there[:, rank + 1 :], there(kv_norm)),
         *(given_ring, ring_rows, there(cos), there(sin), there(slots), there(positions), EPS),
         *(there(page_table), PAGE, ratio, *given),
     )
 
-    check(held, qkv.queries(q, cos[at], sin[at], EPS), "q", ulps=3)
-    if iq is not None and iheld is not None:
-        want, found = index.queries(iq, cos[at], sin[at], True), iheld.cpu()
-        assert float((found != want).float().mean()) <= 0.02
-        assert bool(((found - want).abs() <= 0.51 * want.abs() + 0.1 * want.abs().max()).all())
+    check(q_out, rms_norm(q_low.to(dtype), q_norm, EPS), "q_low", ulps=2)
     live = positions >= 0
     ring_at = (slots * ring_rows + positions % ring_rows)[live]
     fresh = qkv.entries(kv.to(dtype), kv_norm, cos[at], sin[at], EPS)
@@ -143,3 +134,29 @@ def test_prepare(
         check_rows(got.out, p.out, pool_at.tolist(), name)
         assert torch.equal(got.tail_values.cpu(), p.tail_values), name
         assert torch.equal(got.tail_scores.cpu(), p.tail_scores), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "d", "rope", "index_heads", "di"),
+    [
+        (3, 80, 16, 2, 32),
+        (2, 96, 64, 3, 64),
+        (2, 40, 8, 0, 0),
+        pytest.param(64, 512, 64, 64, 128, marks=on_gpu),
+    ],
+)
+def test_queries(heads: int, d: int, rope: int, index_heads: int, di: int, dtype: torch.dtype) -> None:
+    positions = torch.tensor([0, -1, 7, 900])
+    at = positions.clamp(min=0)
+    cos, sin = tables(rope // 2)
+    q = rand(4, heads, d, seed=1, dtype=dtype) * 5
+    q[2, 0] = 0
+    iq = rand(4, index_heads, di, seed=2, dtype=dtype) * 5 if di else None
+    held, iheld = there(q), None if iq is None else there(iq)
+    kernels.queries(held, iheld, there(cos), there(sin), there(positions), EPS)
+    check(held, qkv.queries(q, cos[at], sin[at], EPS), "q", ulps=3)
+    if iq is not None:
+        want, got = index.queries(iq, cos[at], sin[at], True), iheld.cpu()
+        assert float((got != want).float().mean()) <= 0.02
+        assert bool(((got - want).abs() <= 0.51 * want.abs() + 0.1 * want.abs().max()).all())

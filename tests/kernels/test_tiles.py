@@ -55,8 +55,7 @@ def scale_of(
     if format is Format.FP8:
         return float(scale.view(torch.float32)[k // 128])
     if format is Format.NVFP4:
-        t, keeper = lane % 4, (lane & ~3) | 2 * (load & 1) | (lane & 3) >> 1
-        return float(e4m3_decode(scale.view(32, 16)[keeper, load // 2 * 4 + 2 * half + t % 2].reshape(1)))
+        return float(e4m3_decode(scale.view(32, 16)[lane, 2 * load + half].reshape(1)))
     keeper = (lane & ~3) | (load >> 1)
     return float(e8m0_decode(scale.view(32, 8)[keeper, (load & 1) * 4 + half * 2 + step // 2].reshape(1)))
 

@@ -239,11 +239,11 @@ def decoder(monkeypatch: pytest.MonkeyPatch) -> Decoder:
 def test_launches_belong_to_layers(decoder: Decoder) -> None:
     names = [name for name, _ in decoder.launches]
     kinds = kinds_of(names, TINY)
-    assert names.count(bench.ROUTED) == TINY.num_layers
+    assert names.count(bench.ROUTE) == TINY.num_layers
     for name, kind in zip(names, kinds, strict=True):
         assert not name.startswith("attend ") or name == f"attend {kind}"
         assert (kind == ENDS) == (name in ("embed", "head", "sample")) or name.startswith("mhc")
-    assert kinds.count(ENDS) == 4
+    assert kinds.count(ENDS) == 5
 
 
 def test_launches_read_what_a_step_reads(decoder: Decoder) -> None:
@@ -261,7 +261,7 @@ def test_launches_read_the_cache_and_the_mixing_matrices(decoder: Decoder) -> No
     layout, position = decoder.cache.layout, 600
     found = {True: 0, False: 0}
     for name, kind in zip(names, kinds_of(names, TINY), strict=True):
-        found[name == "mhc"] += state_bytes(name, kind, layout, position)
+        found[name == "mhc open"] += state_bytes(name, kind, layout, position)
     assert found[False] == layout.read_bytes(position)
     assert found[True] == sum(size_of(t) for n, t in decoder.b.weights.tensors.items() if n.endswith("_fn"))
 

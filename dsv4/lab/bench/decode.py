@@ -16,7 +16,7 @@ from dsv4.model.model import Model
 from dsv4.quant.formats import Format, QuantTensor
 
 WARM, COUNTED, PROFILED = 8, 8, 5
-ROUTED = "experts up"  # after this launch it is written which experts were chosen
+ROUTE = "route"  # the launch that writes which experts were chosen
 _PAGE = 256  # tokens; a cache is made for a multiple, as an engine's is
 
 
@@ -170,9 +170,9 @@ class Session:
             of_step = []
             for name, launch in self.decoder.launches:
                 launch()
-                if name == ROUTED:
+                if name == ROUTE:
                     of_step.append(f.chosen[:batch].unique().numel())
-            assert len(of_step) == self.config.num_layers, f"{len(of_step)} launches named {ROUTED}"
+            assert len(of_step) == self.config.num_layers, f"{len(of_step)} launches named {ROUTE}"
             counts.append(of_step)
         return tuple(sum(layer) / COUNTED for layer in zip(*counts, strict=True))
 

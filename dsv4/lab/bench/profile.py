@@ -9,8 +9,8 @@ import torch
 from dsv4.config import ModelConfig
 from dsv4.lab.bench.decode import PROFILED, Session
 
-# The launch of a hyper-connection: two per layer and one before the head.
-SITE = "mhc"
+# The launch that opens a hyper-connection: two per layer and one before the head.
+SITE = "mhc open"
 ENDS = "ends"  # embedding, head and sampling
 
 
