@@ -55,7 +55,7 @@ class Engine:
             *(s.max_context, config.max_batch, checkpoint.inventory.num_mtp_layers),
             *(config.prefix_snapshots, config.cache_pages),
         )
-        check_memory(s, checkpoint, layout)
+        check_memory(s, config, checkpoint, layout)
         # Decoding small blocks of rows is done before a second thread has woken up (measured: docs/log.md).
         torch.set_num_threads(1)
         if s.tiled:

@@ -13,7 +13,7 @@ from torch import Tensor
 from dsv4.cache.store import Cache
 from dsv4.engine.scheduler import Span
 from dsv4.model.bundle import Bundle
-from dsv4.model.decode import ROWS, Decoder
+from dsv4.model.decode import Decoder, graph_rows
 from dsv4.model.model import Model
 
 
@@ -33,8 +33,7 @@ class Graphs:
     def __init__(self, b: Bundle, model: Model, cache: Cache, max_batch: int, use_graphs: bool) -> None:
         self.cache, self.device = cache, cache.page_table.device
         self.stream = torch.cuda.Stream(self.device)
-        sizes = [rows for rows in ROWS if rows < max_batch]
-        sizes.append(next((rows for rows in ROWS if rows >= max_batch), ROWS[-1]))
+        sizes = graph_rows(max_batch)
         self.decoders: dict[int, Decoder] = {}
         with torch.inference_mode(), torch.cuda.stream(self.stream):
             for rows in sizes:

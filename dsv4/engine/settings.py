@@ -117,15 +117,34 @@ def fits_dense(need: int, have: int) -> bool:
     return need <= have // 2
 
 
-def check_memory(settings: Settings, checkpoint: Checkpoint, layout: CacheLayout) -> None:
+def prompt_bytes(c: ModelConfig, tokens: int) -> int:
+    """What a step of so many prompt tokens takes and gives back on a GPU: an estimate on the safe side."""
+    row = 16 * c.num_streams * c.hidden_size + 12 * c.num_heads * c.head_dim
+    row += 8 * c.experts_per_token * c.hidden_size
+    unpacked = 4 * 16 * 3 * 2 * c.expert_width * c.hidden_size  # sixteen experts at a time, and as much again
+    return row * tokens + min(unpacked, 3 << 30)
+
+
+def check_memory(
+    settings: Settings, config: EngineConfig, checkpoint: Checkpoint, layout: CacheLayout
+) -> None:
     """Refuse before anything is read: an allocation that fails later, or swaps, would be a worse answer."""
     weights = tiled_bytes(checkpoint) if settings.tiled else checkpoint.held_bytes(settings.dense)
-    cache, free = layout.store_bytes(), settings.device.memory_bytes
-    if weights + cache > free:
+    cache, free, steps = layout.store_bytes(), settings.device.memory_bytes, 0
+    lower = "lower max_batch or max_context" + (", or use weights packed" if settings.dense else "")
+    if settings.tiled:
+        from dsv4.model.decode import buffer_bytes, graph_rows  # imports Triton
+
+        rows, c = graph_rows(config.max_batch), checkpoint.config
+        steps = sum(buffer_bytes(c, layout, settings.dtype, n) for n in rows)
+        steps += prompt_bytes(c, min(settings.chunk, settings.max_context))
+        lower = "lower max_batch, max_context or chunk"
+    if weights + cache + steps > free:
+        beside = f" and what a step needs {steps / 1e9:.1f} GB" if steps else ""
         raise ConfigError(
-            f"the weights take {weights / 1e9:.1f} GB and the cache of {layout.num_slots} sequences of "
-            f"{layout.max_context} tokens {cache / 1e9:.1f} GB, but {free / 1e9:.1f} GB of memory are free; "
-            "lower max_batch or max_context" + (", or use weights packed" if settings.dense else "")
+            f"the weights take {weights / 1e9:.1f} GB, the cache of {layout.num_slots} sequences of "
+            f"{layout.max_context} tokens {cache / 1e9:.1f} GB{beside}, but {free / 1e9:.1f} GB of memory "
+            f"are free; {lower}"
         )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from dsv4.cache.layout import CacheLayout
 from dsv4.cache.store import Cache, LayerCache, Tail
 from dsv4.config import LayerSpec, ModelConfig
 from dsv4.kernels import attend, choose, index, mhc
@@ -74,6 +75,18 @@ class Buffers:
         rows, _, h, d = self.part_o.shape
         part_o = self.part_o.flatten()[: rows * count * h * d].view(rows, count, h, d)
         return part_o, self.part_ml.flatten()[: rows * count * h * 2].view(rows, count, h, 2)
+
+
+def graph_rows(max_batch: int) -> list[int]:
+    """Of each graph that an engine for so many sequences makes; the last takes as many as graphs may."""
+    enough = [rows for rows in ROWS if rows >= max_batch]
+    return [*(rows for rows in ROWS if rows < max_batch), *enough[:1]]
+
+
+def buffer_bytes(c: ModelConfig, layout: CacheLayout, dtype: torch.dtype, rows: int) -> int:
+    """What `Buffers` would allocate."""
+    held = vars(Buffers(c, rows, Cache(layout, "meta", dtype), dtype)).values()
+    return sum(value.numel() * value.element_size() for value in held if isinstance(value, Tensor))
 
 
 class Decoder:

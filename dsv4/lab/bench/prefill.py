@@ -11,6 +11,7 @@ import torch
 from dsv4.cache.layout import CacheLayout
 from dsv4.cache.store import Cache
 from dsv4.config import ModelConfig
+from dsv4.engine.settings import prompt_bytes
 from dsv4.errors import ConfigError, DeviceError
 from dsv4.lab.bench.decode import fill
 from dsv4.lab.bench.subject import DTYPE, cache_layout, other_bytes
@@ -44,11 +45,10 @@ class Wanted:
         return cache_layout(config, min(config.max_positions, -(-total // 256) * 256), 1)
 
     def other_bytes(self, config: ModelConfig) -> int:
-        """Beside the weights; what a chunk takes and gives back is an estimate on the safe side."""
-        c = config
-        row = 16 * c.num_streams * c.hidden_size + 12 * c.num_heads * c.head_dim
-        row += 8 * c.experts_per_token * c.hidden_size
-        return other_bytes(c, self.layout(c), 0) + row * min(self.chunk, self.tokens) + (3 << 30)
+        """Beside the weights."""
+        return other_bytes(config, self.layout(config), 0) + prompt_bytes(
+            config, min(self.chunk, self.tokens)
+        )
 
 
 def flops(config: ModelConfig, start: int, tokens: int) -> float:

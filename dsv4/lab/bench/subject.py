@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dsv4.cache.layout import CacheLayout
-from dsv4.cache.store import Cache
 from dsv4.config import ModelConfig, preset
 from dsv4.errors import ConfigError
 from dsv4.kernels.tiles import ROWS, SLICE, Bank, Tiled, tile_bytes
 from dsv4.lab.synthetic import LAYOUTS, format_of, make_weights, with_experts
 from dsv4.model.bundle import Bundle, Numerics, Weights
-from dsv4.model.decode import Buffers
+from dsv4.model.decode import buffer_bytes
 from dsv4.model.params import Param, declare
 from dsv4.ops import IMPLEMENTATIONS, Ops
 from dsv4.quant.formats import Format
@@ -124,11 +122,7 @@ def other_bytes(config: ModelConfig, layout: CacheLayout, rows: int) -> int:
     copies = sum(
         4 * math.prod(p.shape) for p in declare(replace(config, num_experts=1), 0) if p.name.endswith("_fn")
     )
-    buffers = 0
-    if rows:
-        held = vars(Buffers(config, rows, Cache(layout, "meta", DTYPE), DTYPE)).values()
-        tensors = [value for value in held if isinstance(value, Tensor)]
-        buffers = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    buffers = buffer_bytes(config, layout, DTYPE, rows) if rows else 0
     return layout.store_bytes() + tables + copies + buffers
 
 
