@@ -37,7 +37,10 @@ def plan(
     ] = None,
     weights: Annotated[str, typer.Option(help="in memory: auto, dense or packed")] = "auto",
     cache: Annotated[str, typer.Option(help="key/value cache: fp8, bf16 or f32")] = "fp8",
-    chunk: Annotated[int, typer.Option(help="prompt tokens processed per step")] = 512,
+    chunk: Annotated[
+        int | None, typer.Option(help="prompt tokens processed per step; default: as the engine's")
+    ] = None,
+    snapshots: Annotated[int, typer.Option(help="kept for prompts that begin alike")] = 64,
     records: Annotated[
         Path | None, typer.Option(help="folder of recorded benchmark lines; default: bench/results")
     ] = None,
@@ -57,7 +60,7 @@ def plan(
         title, config, inventory = describe(model, format)
         demand = Demand.of(config, inventory)
         asked = context if context is not None else default_context(config)
-        wanted = Wanted(asked, batch, tp, ep, weights, cache, chunk)
+        wanted = Wanted(asked, batch, tp, ep, weights, cache, chunk, snapshots)
         made = Plan.make(demand, machine or this_machine(), wanted)
         record = best(records or RECORDS, made.machine.name)
         report = made.report()
@@ -89,8 +92,9 @@ def _show(title: str, made: "Plan", report: dict[str, Any], record: "Record | No
         ("weights", report["weights"]),
         ("cache", f"{slots} of {w.context:,} tokens, {w.cache}"),
         ("state", "windows and open blocks"),
+        ("snapshots", f"{w.snapshots} of prompts' beginnings, as they are made"),
         ("tables", "rotations"),
-        ("workspace", f"estimate, {w.chunk} tokens per step"),
+        ("workspace", f"estimate, {made.chunk} tokens per step"),
     ):
         table.add_row(name, size(per_gpu[name]), what)
     table.add_row(

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dsv4.cache.layout import CacheLayout
-from dsv4.config import ModelConfig, preset
-from dsv4.engine.settings import DEFAULT_CONTEXT, fits_dense
+from dsv4.config import EngineConfig, ModelConfig, preset
+from dsv4.engine.settings import DEFAULT_CHUNK, DEFAULT_CONTEXT, GPU_CHUNK, fits_dense, prompt_bytes
 from dsv4.errors import ConfigError
 from dsv4.lab.gpus import MAX_GPUS, NAMES, Machine, known
 from dsv4.lab.init import contents
@@ -111,7 +111,8 @@ class Wanted:
     ep: int | None = None
     weights: str = "auto"
     cache: str = "fp8"
-    chunk: int = 512
+    chunk: int | None = None  # prompt tokens of a step; None: as the engine's
+    snapshots: int = EngineConfig.prefix_snapshots
 
     def __post_init__(self) -> None:
         for name in ("context", "batch", "tp", "ep", "chunk"):
@@ -121,6 +122,8 @@ class Wanted:
         for name, allowed in (("weights", ("auto", "dense", "packed")), ("cache", ("fp8", "bf16", "f32"))):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(allowed)}")
+        if self.snapshots < 0:
+            raise ConfigError(f"snapshots is {self.snapshots}, expected 0 or more")
         if self.batch > MAX_BATCH:
             raise ConfigError(f"batch is {self.batch}, expected at most {MAX_BATCH}")
 
@@ -182,12 +185,16 @@ class Plan:
         return 4 if self.machine.is_cpu else 2
 
     @property
+    def chunk(self) -> int:
+        return self.wanted.chunk or (DEFAULT_CHUNK if self.machine.is_cpu else GPU_CHUNK)
+
+    @property
     def layout(self) -> CacheLayout:
         plain = {"bf16": Format.BF16, "f32": Format.F32}
         kv, key = plain.get(self.wanted.cache, Format.KV8), plain.get(self.wanted.cache, Format.MXFP4)
         return CacheLayout(
             *(self.demand.config, kv, key, self.itemsize, self.wanted.context),
-            *(self.slots, self.demand.num_mtp_layers),
+            *(self.slots, self.demand.num_mtp_layers, self.wanted.snapshots),
         )
 
     @property
@@ -202,14 +209,15 @@ class Plan:
 
     @property
     def workspace_bytes(self) -> int:
-        """An estimate of what one step takes and gives back, with the reference's intermediate results."""
-        c, size = self.demand.config, self.itemsize
+        """An estimate of what one step takes and gives back: by the GPU's kernels, or by the reference."""
+        c, size, tokens = self.demand.config, self.itemsize, max(self.chunk, self.slots)
+        if not self.machine.is_cpu:
+            return prompt_bytes(c, min(tokens, self.wanted.context)) + 8 * self.slots * c.vocab_size
         streams, heads = c.num_streams * c.hidden_size, c.num_heads * c.head_dim // self.tp
         mixing = 4 * c.num_streams * streams + (4 + 2 * size) * streams + 8 * c.hidden_size
         attention = (10 + size) * heads + size * (streams + 4 * c.hidden_size)
         attention += 12 * c.index_heads * c.index_dim
         pooling = 112 * c.head_dim + 2 * size * streams
-        tokens = max(self.wanted.chunk, self.slots)
         csa = [layer.ratio for layer in c.layers if layer.kind == "csa"]
         keys = self.wanted.context // min(csa) if csa else 0
         index = keys * max(7 * c.index_dim, 4 * c.index_dim + 12 * c.index_heads)
@@ -281,13 +289,14 @@ class Plan:
                 "bandwidth_source": self.machine.source,
             },
             **{"context": w.context, "batch": w.batch, "tp": self.tp, "ep": self.ep},
-            **{"weights": "dense" if self.is_dense else "packed", "cache": w.cache, "chunk": w.chunk},
+            **{"weights": "dense" if self.is_dense else "packed", "cache": w.cache, "chunk": self.chunk},
             "stored_bytes": self.demand.stored_bytes,
             "components": {part.name: part.total_bytes for part in self.demand.components},
             "active_bytes_per_token": sum(part.active_bytes for part in self.demand.components),
             "per_gpu": {
                 **{"weights": self.weight_bytes, "cache": layout.pool_bytes()},
-                **{"state": layout.state_bytes(), "tables": self.table_bytes},
+                **{"state": layout.state_bytes(), "snapshots": w.snapshots * layout.snapshot_bytes()},
+                "tables": self.table_bytes,
                 **{"workspace": self.workspace_bytes, "total": self.total_bytes},
             },
             "fits": self.fits,

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from dsv4 import Engine, EngineConfig
 from dsv4.config import ModelConfig, preset
+from dsv4.engine.settings import GPU_CHUNK, prompt_bytes
 from dsv4.errors import ConfigError
 from dsv4.lab.gpus import NAMES, Machine, known, measure_bandwidth, parse, this_machine
 from dsv4.lab.plan import Demand, Plan, Wanted, describe
@@ -160,7 +161,8 @@ def test_an_engine_takes_what_was_planned(
     engine = Engine.load(tmp_path / "model", EngineConfig(**options))  # type: ignore[arg-type]
     checkpoint = Checkpoint.open(tmp_path / "model")
     needed = Demand.of(checkpoint.config, checkpoint.inventory)
-    made = Plan.make(needed, ROOMY, Wanted(context, batch, weights=weights, cache=cache))
+    # Snapshots are made when prompts have been read.
+    made = Plan.make(needed, ROOMY, Wanted(context, batch, weights=weights, cache=cache, snapshots=0))
     predicted = made.total_bytes - made.workspace_bytes
     taken = held_by(engine)
     assert abs(predicted - taken) <= 0.001 * taken, f"planned {predicted:,}, taken {taken:,}"
@@ -296,10 +298,19 @@ def test_more_sequences_share_what_is_read() -> None:
 
 
 def test_a_batch_larger_than_the_chunk_needs_workspace_too() -> None:
-    few, many = (
-        plan("flash", "modelopt", "8xB300", 256, batch, chunk=4, weights="dense") for batch in (8, 512)
-    )
+    demand = plan("flash", "modelopt", "8xB300", 256, 8).demand
+    few, many = (Plan.make(demand, ROOMY, Wanted(256, batch, chunk=4, weights="dense")) for batch in (8, 512))
     assert many.workspace_bytes > 10 * few.workspace_bytes
+
+
+def test_a_gpu_is_planned_as_its_engine_runs() -> None:
+    """Chunks, what their steps take, and snapshots are those of an engine with its defaults."""
+    made = plan("flash", "modelopt", "2xH200", 32768, 8)
+    assert made.chunk == GPU_CHUNK and made.layout.max_snapshots == EngineConfig().prefix_snapshots
+    assert made.workspace_bytes >= prompt_bytes(made.demand.config, GPU_CHUNK)
+    without = plan("flash", "modelopt", "2xH200", 32768, 8, snapshots=0)
+    held = made.report()["per_gpu"]["snapshots"]
+    assert held == 64 * made.layout.snapshot_bytes() == made.total_bytes - without.total_bytes > 0
 
 
 def test_names_of_gpus() -> None:
