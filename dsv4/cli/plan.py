@@ -7,6 +7,7 @@ import typer
 from rich.table import Table
 
 from dsv4.cli.show import err, out, print_json, say, size
+from dsv4.device import too_old
 from dsv4.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -69,6 +70,9 @@ def plan(
         print_json(report)
         return
     _show(title, made, report, record)
+    if made.machine.is_too_old:
+        reference = "there the reference runs, far from these speeds"
+        say("note", "yellow", f"{made.machine.name} {too_old(made.machine.capability)}; {reference}")
     if made.machine.count > 1:
         say(
             "note", "yellow", "this engine runs on one device so far; the division over several is arithmetic"

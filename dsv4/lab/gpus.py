@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dsv4.device import Device
+from dsv4.device import OLDEST, Device
 from dsv4.errors import ConfigError
 
 MIB = 1 << 20
@@ -25,32 +25,38 @@ class Machine:
     bandwidth: float
     source: str
     is_cpu: bool = False
+    capability: tuple[int, int] = OLDEST
+
+    @property
+    def is_too_old(self) -> bool:
+        """For the kernels; the reference runs there, slowly."""
+        return self.capability < OLDEST
 
     @property
     def label(self) -> str:
         return self.name if self.is_cpu else f"{self.count} x {self.name}"
 
 
-# name -> memory (MiB), bytes per second, whose figure that is.
+# name -> memory (MiB), bytes per second, whose figure that is, compute capability.
 # Memory: what nvidia-smi reports for the board, which differs from the round figure it is sold with.
 # Bandwidth: NVIDIA's data sheets of the SXM boards and cards. Except H200: a pure read of 8 GiB, measured in
 # November 2026 (data sheet 4.8e12); B200: 7680 bits x 2 x 3996 MHz, as its driver reports (data sheet 8e12;
 # github.com/pytorch/ao pull 4002); B300: NVIDIA's planning tool aiconfigurator (data sheet 8e12).
-_KNOWN: dict[str, tuple[int, float, str]] = {
-    "A100": (81920, 2.039e12, "data sheet"),
-    "H100": (81559, 3.35e12, "data sheet"),
-    "H200": (143771, 4.63e12, "measured"),
-    "B200": (183359, 7.67e12, "bus width and clock"),
-    "B300": (275040, 7.75e12, "vendor's tool"),
-    "RTX PRO 6000": (97887, 1.792e12, "data sheet"),
-    "RTX 5090": (32607, 1.792e12, "data sheet"),
+_KNOWN: dict[str, tuple[int, float, str, tuple[int, int]]] = {
+    "A100": (81920, 2.039e12, "data sheet", (8, 0)),
+    "H100": (81559, 3.35e12, "data sheet", (9, 0)),
+    "H200": (143771, 4.63e12, "measured", (9, 0)),
+    "B200": (183359, 7.67e12, "bus width and clock", (10, 0)),
+    "B300": (275040, 7.75e12, "vendor's tool", (10, 3)),
+    "RTX PRO 6000": (97887, 1.792e12, "data sheet", (12, 0)),
+    "RTX 5090": (32607, 1.792e12, "data sheet", (12, 0)),
 }
 NAMES = tuple(_KNOWN)
 
 
 def known(name: str, count: int) -> Machine:
-    memory_mib, bandwidth, source = _KNOWN[name]
-    return Machine(name, count, memory_mib * MIB - RESERVED, bandwidth, source)
+    memory_mib, bandwidth, source, capability = _KNOWN[name]
+    return Machine(name, count, memory_mib * MIB - RESERVED, bandwidth, source, False, capability)
 
 
 def parse(text: str) -> Machine:
@@ -82,7 +88,8 @@ def this_machine() -> Machine:
         return Machine(device.name, 1, device.memory_bytes, speed, "measured", is_cpu=True)
     device, count = Device.choose("cuda"), torch.cuda.device_count()
     speed = measure_bandwidth("cuda", min(8 << 30, device.memory_bytes // 4))
-    return Machine(device.name.removeprefix("NVIDIA "), count, device.memory_bytes, speed, "measured")
+    found, name = torch.cuda.get_device_capability(), device.name.removeprefix("NVIDIA ")
+    return Machine(name, count, device.memory_bytes, speed, "measured", False, found)
 
 
 def measure_bandwidth(device: str, num_bytes: int, rounds: int = 5) -> float:

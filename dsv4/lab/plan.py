@@ -266,13 +266,15 @@ class Plan:
         return replace(self, wanted=replace(self.wanted, context=context, batch=batch))
 
     def smallest_sets(self) -> list[Machine]:
-        """Of every known GPU the fewest that hold what is wanted, fewest and smallest first."""
+        """Of every GPU that kernels run on the fewest that hold what is wanted, fewest and smallest first."""
         out = []
         weights = "packed" if self.wanted.weights == "auto" else self.wanted.weights
         free = replace(self.wanted, tp=None, ep=None, weights=weights)
         for name in NAMES:
             for count in range(1, MAX_GPUS + 1):
                 machine = known(name, count)
+                if machine.is_too_old:
+                    break
                 if Plan.make(self.demand, machine, free).fits:
                     out.append(machine)
                     break
