@@ -1,4 +1,4 @@
-"""A picture of a comparison over depth. Needs matplotlib, which nothing else here does."""
+"""A picture of a comparison over depth."""
 
 from pathlib import Path
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 from dsv4.errors import ConfigError
 from dsv4.lab.compare import Comparison, Layer
 from dsv4.lab.files import check_writable, put
+from dsv4.lab.plot import blank
 
 # One colour per thing, the same in every panel; readable without colour by the order of the legend.
 _SERIES = {"attn.out": "attention output", "ffn.out": "FFN output", "hc_ffn.streams": "streams"}
@@ -26,12 +27,8 @@ def check_can_plot(path: Path) -> None:
 
 def draw(comparison: Comparison, title: str, path: Path) -> None:
     """Relative error, 1 - cosine, size of the streams, and agreement of choices, layer by layer."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     layers = list(comparison.layers.values())
-    figure = Figure(figsize=(9, 10), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank(9, 10)
     panels = figure.subplots(4, 1, sharex=True)
     depth = list(range(len(layers)))
     for (part, label), colour in zip(_SERIES.items(), _COLOURS, strict=True):

@@ -4,33 +4,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dsv4.errors import ConfigError
-from dsv4.lab.plot import check
+from dsv4.lab.plot import INK, PALE, blank, check, save, strip
 
-_BLUE, _INK, _PALE = "#1f5fa8", "#2b2b2b", "#8a8a8a"
+_BLUE = "#1f5fa8"
 Points = Sequence[Mapping[str, Any]]
 
 
 def draw_speed(path: Path, over_context: Points, over_batch: Points, title: str, subtitle: str) -> None:
     """Points hold context or batch, tokens_per_second, and share (of the read ceiling), written above."""
     check(path)
-    # Not pyplot: it keeps figures and a backend for the whole process.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10.0, 4.2), dpi=160, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank(10.0, 4.2)
     left, right = figure.subplots(1, 2)
     _panel(left, over_context, "context", "tokens of context")
     _panel(right, over_batch, "batch", "sequences together")
-    left.set_ylabel("tokens per second, all sequences together", color=_INK, fontsize=9.5)
+    left.set_ylabel("tokens per second, all sequences together", color=INK, fontsize=9.5)
     # Texts of the figure, not of the axes, whose width they would take.
-    figure.text(0.01, 1.07, title, color=_INK, fontsize=12, weight="bold", va="bottom")
-    figure.text(0.01, 1.02, subtitle, color=_PALE, fontsize=8.5, va="bottom")
-    try:
-        figure.savefig(path, bbox_inches="tight", pad_inches=0.15)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
+    figure.text(0.01, 1.07, title, color=INK, fontsize=12, weight="bold", va="bottom")
+    figure.text(0.01, 1.02, subtitle, color=PALE, fontsize=8.5, va="bottom")
+    save(figure, path)
 
 
 def _panel(axes: Any, points: Points, name: str, label: str) -> None:
@@ -42,20 +33,14 @@ def _panel(axes: Any, points: Points, name: str, label: str) -> None:
     for point in points:
         axes.annotate(
             *(f"{point['share']:.0%}", (point[name], point["tokens_per_second"])),
-            **{"xytext": (0, 9), "textcoords": "offset points", "ha": "center", "color": _PALE},
+            **{"xytext": (0, 9), "textcoords": "offset points", "ha": "center", "color": PALE},
             fontsize=8,
         )
     axes.set_xscale("log", base=2)
     axes.set_xticks(x, [_short(value) for value in x])
-    axes.minorticks_off()
     axes.set_ylim(0, 1.15 * max(y))
-    axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(_PALE)
-    axes.tick_params(length=0, pad=6, colors=_INK, labelsize=9)
-    axes.set_xlabel(label, color=_INK, fontsize=9.5, labelpad=8)
+    strip(axes)
+    axes.set_xlabel(label, color=INK, fontsize=9.5, labelpad=8)
 
 
 def _short(value: int) -> str:
