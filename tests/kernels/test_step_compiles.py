@@ -9,11 +9,11 @@ from step_support import IS_INTERPRETED
 from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from aot import compiling
 
 from dsv4.config import ModelConfig, preset
 from dsv4.kernels import attend, index, mhc, prepare
 from dsv4.quant.formats import Format, QuantTensor, empty_rows
+from tests.aot import compiling
 
 pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="an interpreted function is not compiled")
 T, SLOTS, ROWS = 1, 2, 256

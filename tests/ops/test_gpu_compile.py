@@ -1,8 +1,6 @@
 """Every Triton kernel of the GPU backends compiles for sm_90 where there is no GPU, with the tensor cores'
 and asynchronous instructions that the large ones live from."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,7 +9,6 @@ from gpu_support import IS_INTERPRETED
 from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
-import triton
 
 from dsv4.kernels import experts, gemm, rows
 from dsv4.ops.attend import gpu as attend_gpu
@@ -20,47 +17,11 @@ from dsv4.ops.index import gpu as index_gpu
 from dsv4.ops.mhc import gpu as mhc_gpu
 from dsv4.ops.route import gpu as route_gpu
 from dsv4.quant.formats import Format, QuantTensor, empty_rows
+from tests.aot import compiling
 
 pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="compiles; nothing to interpret")
 TENSOR_CORES = {"_gemm_kernel", "_up_kernel", "_down_kernel", "_mixes_kernel", "attend", "_attend_kernel"}
 TENSOR_CORES |= {"_scores_kernel"}
-
-
-@contextmanager
-def compiling(out: dict[str, Any]) -> Iterator[None]:
-    """Inside, launches compile for sm_90 instead of running, and are kept by name."""
-    kind = triton.runtime.jit.JITFunction
-    before = kind.run
-
-    def compile_only(self: Any, *args: Any, **kwargs: Any) -> None:
-        out[self.fn.__name__] = compiled(self, args, kwargs)
-
-    kind.run = compile_only
-    try:
-        yield
-    finally:
-        kind.run = before
-
-
-def compiled(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The kernel for these arguments, specialised as a launch would: on multiples of 16 and on ones."""
-    names = [p.name for p in function.params]
-    given = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
-    options = {k: v for k, v in kwargs.items() if k.startswith("num_")}
-    signature, constants, attributes = {}, {}, {}
-    for index, p in enumerate(function.params):
-        value = given[p.name]
-        is_general = p.do_not_specialize
-        if p.is_constexpr or (isinstance(value, int) and value == 1 and not is_general):
-            signature[p.name], constants[(index,)] = "constexpr", value
-        elif isinstance(value, Tensor):
-            signature[p.name] = triton.runtime.jit.mangle_type(value)
-        else:
-            signature[p.name] = "fp32" if isinstance(value, float) else "i32"
-        if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0 and not is_general):
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    source = triton.compiler.ASTSource(function, signature, constants, attributes)
-    return triton.compile(source, target=triton.backends.compiler.GPUTarget("cuda", 90, 32), options=options)
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -81,7 +42,7 @@ def launch_all(dtype: torch.dtype) -> dict[str, Any]:
     ints = lambda *shape: meta(*shape, dtype=torch.int32)  # noqa: E731
     longs = meta(t, dtype=torch.long)
     turns = (meta(t, rope // 2), meta(t, rope // 2))
-    with compiling(out):
+    with compiling(out.__setitem__):
         gemm.gemm(act(t, 1, d), act(1, 1, 1024, d), act(t, 1, 1024), meta(1))
         tiles = ints(9, 3)
         experts.gate_up(

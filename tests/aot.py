@@ -23,23 +23,25 @@ def compiling(then: Callable[[str, Any], None]) -> Iterator[None]:
 
 
 def compile_launch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The kernel for these arguments, specialised as a launch would: on multiples of 16 and on ones."""
     names = [p.name for p in function.params]
-    fixed = {p.name for p in function.params if p.is_constexpr}
     given = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
-    options = {k: v for k, v in kwargs.items() if k in ("num_warps", "num_stages")}
+    options = {k: v for k, v in kwargs.items() if k.startswith("num_")}
     signature, constants, attributes = {}, {}, {}
-    for index, name in enumerate(names):
-        value = given[name]
-        if name in fixed or value is None:
-            signature[name], constants[(index,)] = "constexpr", value
-        elif isinstance(value, Tensor):
-            signature[name] = triton.runtime.jit.mangle_type(value)
-            if value.storage_offset() * value.element_size() % 16 == 0:
-                attributes[(index,)] = [["tt.divisibility", 16]]
+    for index, p in enumerate(function.params):
+        value = given[p.name]
+        is_special = isinstance(value, int) and not p.do_not_specialize
+        if p.is_constexpr or value is None or (is_special and value == 1):
+            signature[p.name], constants[(index,)] = "constexpr", value
+            continue
+        if isinstance(value, Tensor):
+            signature[p.name] = triton.runtime.jit.mangle_type(value)
+            is_even = value.storage_offset() * value.element_size() % 16 == 0
         else:
-            signature[name] = "fp32" if isinstance(value, float) else "i32"
-            if isinstance(value, int) and value % 16 == 0:
-                attributes[(index,)] = [["tt.divisibility", 16]]
+            signature[p.name] = "fp32" if isinstance(value, float) else "i32"
+            is_even = is_special and value % 16 == 0
+        if is_even:
+            attributes[(index,)] = [["tt.divisibility", 16]]
     source = triton.compiler.ASTSource(function, signature, constants, attributes)
     target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
     return triton.compile(source, target=target, options=options)
