@@ -10,7 +10,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.kernels.numbers import OVERLAPPED, begin, e4m3_decode, power, product, rotate, rounded, to_act
+from dsv4.kernels.numbers import (
+    OVERLAPPED,
+    e4m3_decode,
+    let_next_start,
+    power,
+    product,
+    rotate,
+    rounded,
+    to_act,
+    turns,
+    wait_for_earlier,
+)
 from dsv4.kernels.prepare import rope_part
 from dsv4.quant.formats import QuantTensor
 
@@ -30,11 +41,10 @@ def num_chunks(act: torch.dtype, window: int, max_entries: int) -> int:
 
 
 @triton.jit
-def _decode(data_ptr, rope_ptr, scale_ptr, row, seen, NOPE: tl.constexpr, SIZE: tl.constexpr,  # type: ignore[no-untyped-def]
-            ROPE: tl.constexpr, ROPE_SIZE: tl.constexpr, ROW: tl.constexpr, ROPE_ROW: tl.constexpr,
-            SCALES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
-    """KV8 rows [KEYS] -> [KEYS, SIZE] and rotary [KEYS, ROPE_SIZE] in the compute type, zero where unseen."""
-    act: tl.constexpr = rope_ptr.dtype.element_ty
+def _fetch(data_ptr, rope_ptr, scale_ptr, row, seen, NOPE: tl.constexpr, SIZE: tl.constexpr,  # type: ignore[no-untyped-def]
+           ROPE: tl.constexpr, ROPE_SIZE: tl.constexpr, ROW: tl.constexpr, ROPE_ROW: tl.constexpr,
+           SCALES: tl.constexpr):  # fmt: skip
+    """KV8 rows [KEYS] -> codes [KEYS, SIZE / 64, 64], scales, rotary [KEYS, ROPE_SIZE]; 0 where unseen."""
     block = tl.arange(0, SIZE // 64)
     c = block[:, None] * 64 + tl.arange(0, 64)[None, :]
     at = row[:, None, None] * ROW + c[None, :, :]
@@ -44,9 +54,7 @@ def _decode(data_ptr, rope_ptr, scale_ptr, row, seen, NOPE: tl.constexpr, SIZE: 
     r = tl.arange(0, ROPE_SIZE)
     inside = seen[:, None] & (r < ROPE)[None, :]
     turned = tl.load(rope_ptr + row[:, None] * ROPE_ROW + r[None, :], mask=inside, other=0.0)
-    # A code times its scale is exact in the compute type.
-    key = (e4m3_decode(code) * power(scale.to(tl.int32))[:, :, None]).to(act)
-    return tl.reshape(key, (KEYS, SIZE)), turned
+    return code, scale, turned
 
 
 @triton.jit
@@ -60,7 +68,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     act: tl.constexpr = q_ptr.dtype.element_ty
     near: tl.constexpr = (WINDOW + KEYS - 1) // KEYS
     nope: tl.constexpr = D - ROPE
-    begin()
+    let_next_start()
     chunk, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     pos, slot = tl.load(positions_ptr + row).to(tl.int32), tl.load(slots_ptr + row)
     place = chunk * KEYS + tl.arange(0, KEYS)
@@ -68,18 +76,28 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
         j = pos - (WINDOW - 1) + place
         seen = (place < WINDOW) & (j >= 0)
         key_row = slot * RING + tl.maximum(j, 0) % RING
+        code, scale, turned = _fetch(ring_ptr, ring_rope_ptr, ring_scale_ptr, key_row, seen, nope, SIZE, ROPE,
+                                     ROPE_SIZE, ROW, ROPE_ROW, SCALES)  # fmt: skip
+        wait_for_earlier()
+    elif entries_ptr is None:
+        seen = place < 0
+        code, scale = tl.zeros([KEYS, SIZE // 64, 64], tl.uint8), tl.zeros([KEYS, SIZE // 64], tl.uint8)
+        turned = tl.zeros([KEYS, ROPE_SIZE], act)
+        wait_for_earlier()
     else:
         entry = place - near * KEYS
-        if entries_ptr is None:
-            seen = entry < 0
-            key_row = entry.to(tl.int64)
-        elif rows_ptr is not None:
+        if rows_ptr is not None:
+            wait_for_earlier()
             key_row = tl.load(rows_ptr + row * num_rows + entry, mask=entry < num_rows, other=-1).to(tl.int64)
             seen = (key_row >= 0) & (pos >= 0)
         else:
             seen = entry < (pos + 1) // RATIO
             page = tl.load(page_table_ptr + slot * pages + entry // PAGE, mask=seen, other=0).to(tl.int64)
             key_row = page * PAGE + entry % PAGE
+        code, scale, turned = _fetch(entries_ptr, entries_rope_ptr, entries_scale_ptr, key_row, seen, nope,
+                                     SIZE, ROPE, ROPE_SIZE, ROW, ROPE_ROW, SCALES)  # fmt: skip
+        if rows_ptr is None:
+            wait_for_earlier()
 
     h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     head = (row * tl.num_programs(0) + chunk) * H + h
@@ -88,14 +106,9 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
         q = q_ptr + (row * H + h)[:, None] * D
         q_key = tl.load(q + c[None, :], mask=(h < H)[:, None] & (c < nope)[None, :], other=0.0)
         q_turned = tl.load(q + nope + r[None, :], mask=(h < H)[:, None] & (r < ROPE)[None, :], other=0.0)
-        if chunk < near:
-            key, turned = _decode(ring_ptr, ring_rope_ptr, ring_scale_ptr, key_row, seen, nope, SIZE, ROPE,
-                                  ROPE_SIZE, ROW, ROPE_ROW, SCALES, KEYS)  # fmt: skip
-        elif entries_ptr is not None:
-            key, turned = _decode(entries_ptr, entries_rope_ptr, entries_scale_ptr, key_row, seen, nope, SIZE,
-                                  ROPE, ROPE_SIZE, ROW, ROPE_ROW, SCALES, KEYS)  # fmt: skip
-        else:
-            key, turned = tl.zeros([KEYS, SIZE], act), tl.zeros([KEYS, ROPE_SIZE], act)
+        # A code times its scale is exact in the compute type.
+        key = (e4m3_decode(code) * power(scale.to(tl.int32))[:, :, None]).to(act)
+        key = tl.reshape(key, (KEYS, SIZE))
         score = (product(q_key, tl.trans(key)) + product(q_turned, tl.trans(turned))) * factor
         score = tl.where(seen[None, :], score, -float("inf"))
         peak = tl.max(score, 1)
@@ -165,9 +178,12 @@ def _combine_kernel(part_o_ptr, part_ml_ptr, sinks_ptr, cos_ptr, sin_ptr, positi
                     H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, CP: tl.constexpr,
                     BLOCK: tl.constexpr, MERGED: tl.constexpr):  # fmt: skip
     act: tl.constexpr = out_ptr.dtype.element_ty
-    begin()
+    let_next_start()
     first, head = tl.program_id(0) * BLOCK, tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
+    pos, sink = tl.maximum(tl.load(positions_ptr + row), 0), tl.load(sinks_ptr + head)
+    cos, sin = turns(cos_ptr, sin_ptr, pos, -1.0, D - 2 * HALF - first, HALF, BLOCK)
+    wait_for_earlier()
     ml, o = part_ml_ptr + (row * chunks * H + head) * 2, part_o_ptr + (row * chunks * H + head) * D
     i, c = tl.arange(0, CP), first + tl.arange(0, BLOCK)
     peaks = tl.load(ml + i * (2 * H), mask=i < chunks, other=-float("inf"))
@@ -176,7 +192,7 @@ def _combine_kernel(part_o_ptr, part_ml_ptr, sinks_ptr, cos_ptr, sin_ptr, positi
     peak = tl.max(peaks, 0)
     # A row of padding has no keys at all.
     peak = tl.where(used > 0, peak, 0.0)
-    total = tl.sum(tl.exp(peaks - peak) * sums, 0) + tl.exp(tl.load(sinks_ptr + head) - peak)
+    total = tl.sum(tl.exp(peaks - peak) * sums, 0) + tl.exp(sink - peak)
     x = tl.zeros([BLOCK], tl.float32)
     for start in range(0, used, MERGED):
         j = start + tl.arange(0, MERGED)
@@ -186,8 +202,7 @@ def _combine_kernel(part_o_ptr, part_ml_ptr, sinks_ptr, cos_ptr, sin_ptr, positi
         part = tl.load(o + j[:, None].to(tl.int64) * (H * D) + c[None, :], mask=mask, other=0.0)
         x += tl.sum(weight[:, None] * part, 0)
     x = rounded(tl.div_rn(x, total), act)
-    pos = tl.maximum(tl.load(positions_ptr + row), 0)
-    x = rotate(x, cos_ptr, sin_ptr, pos, -1.0, D - 2 * HALF - first, HALF, BLOCK, act)
+    x = rotate(x, cos, sin, BLOCK, act)
     tl.store(out_ptr + (row * H + head) * D + c, x.to(act), mask=c < D)
 
 

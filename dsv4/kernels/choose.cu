@@ -17,11 +17,6 @@ __device__ __forceinline__ int best_of_warp(uint32_t key, int index) {
     return (int)__reduce_min_sync(~0u, key == best ? (uint32_t)index : 0xFFFFFFFFu);
 }
 
-__device__ __forceinline__ void begin() {   // let the next kernel start, then wait for what earlier ones write
-    let_next_start();
-    wait_for_earlier();
-}
-
 // Routing: sqrt(softplus(logit)) weights the experts; the largest with bias, or a table by token id, names them.
 // Then tasks: an expert with up to `per_task` of the pairs (row * choices + place) that go to it, by rising expert.
 // A warp takes a row, MANY experts a lane.
@@ -35,13 +30,17 @@ __global__ void __launch_bounds__(512) route_kernel(
     float with[MANY];
 #pragma unroll
     for (int i = 0; i < MANY; ++i) with[i] = bias && lane + 32 * i < experts ? __ldg(bias + lane + 32 * i) : 0.f;
-    begin();
+    let_next_start();
+    // -1: the row's last logits were not finite.
+    const auto listed_for = [&](int row) { return table && lane < choices ? (int)table[max(ids[row], (int64_t)0) * choices + lane] : 0; };
+    int listed = warp < rows ? listed_for(warp) : 0;
+    wait_for_earlier();
     for (int row = warp; row < rows; row += warps) {
         float score[MANY];
         uint32_t key[MANY];   // 0 is below every number's: taken, or no expert
 #pragma unroll
         for (int i = 0; i < MANY; ++i) score[i] = lane + 32 * i < experts ? __ldcg(logits + (size_t)row * experts + lane + 32 * i) : 0.f;
-        const int listed = table && lane < choices ? (int)table[max(ids[row], (int64_t)0) * choices + lane] : 0;   // -1: the row's last logits were not finite
+        if (row > warp) listed = listed_for(row);
 #pragma unroll
         for (int i = 0; i < MANY; ++i) {
             score[i] = sqrtf(fmaxf(score[i], 0.f) + log1pf(expf(-fabsf(score[i]))));
@@ -153,13 +152,14 @@ __global__ void __launch_bounds__(THREADS) select_kernel(
     const int* page_table, const int64_t* slots, int pages, int page_entries, int topk, int* out) {
     extern __shared__ uint32_t keys[];
     __shared__ uint32_t tallies[16][3], parts[BLOCKS][2], warp_sum[32];
-    begin();
+    let_next_start();
     const int row = blockIdx.x / BLOCKS, block = blockIdx.x % BLOCKS, tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
     const float* s = scores + row * stride;
     int* to = out + (size_t)row * topk;
     const int count = counts ? counts[row] : (int)((positions[row] + 1) / ratio);
     const int* pages_of = page_table ? page_table + slots[row] * pages : nullptr;
     const auto place = [&](int entry) { return pages_of ? pages_of[entry / page_entries] * page_entries + entry % page_entries : entry; };
+    wait_for_earlier();
     if (count <= topk) {   // the same for all blocks of the row
         for (int i = block * THREADS + tid; i < topk; i += THREADS * BLOCKS) to[i] = i < count ? place(i) : -1;
         return;
@@ -245,7 +245,8 @@ __global__ void __launch_bounds__(THREADS) select_kernel(
 __global__ void __launch_bounds__(1024) greedy_kernel(const float* logits, int vocab, int64_t* next, int64_t* positions) {
     __shared__ uint32_t keys[32];
     __shared__ int indices[32];
-    begin();
+    let_next_start();
+    wait_for_earlier();
     const int row = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const float* z = logits + (size_t)row * vocab;
     float value = -INFINITY;

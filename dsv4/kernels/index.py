@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.kernels.numbers import OVERLAPPED, begin, power, product
+from dsv4.kernels.numbers import OVERLAPPED, let_next_start, power, product, wait_for_earlier
 from dsv4.quant.formats import Format, QuantTensor
 
 KEYS = 128  # keys a program scores at a time
@@ -48,15 +48,16 @@ def _scores_kernel(iq_ptr, weights_ptr, data_ptr, scale_ptr, page_table_ptr, slo
                    out_ptr, pages, cap, factor, RATIO: tl.constexpr, PAGE: tl.constexpr, HI: tl.constexpr,
                    HEADS: tl.constexpr, DI: tl.constexpr, BLOCK: tl.constexpr,
                    LIFT: tl.constexpr):  # fmt: skip
-    begin()
+    let_next_start()
     row = tl.program_id(1).to(tl.int64)
     count = (tl.load(positions_ptr + row).to(tl.int32) + 1) // RATIO
     block, step = tl.program_id(0), tl.num_programs(0)
+    page_table = page_table_ptr + tl.load(slots_ptr + row) * pages
+    rows = _rows(page_table, block, count, BLOCK, PAGE)
+    next_rows = _rows(page_table, block + step, count, BLOCK, PAGE)
+    data, scale = _keys(data_ptr, scale_ptr, rows, block, count, BLOCK, DI)
+    wait_for_earlier()
     if block * BLOCK < count:
-        page_table = page_table_ptr + tl.load(slots_ptr + row) * pages
-        rows = _rows(page_table, block, count, BLOCK, PAGE)
-        next_rows = _rows(page_table, block + step, count, BLOCK, PAGE)
-        data, scale = _keys(data_ptr, scale_ptr, rows, block, count, BLOCK, DI)
         # Channels 2i and 2i+1 share byte i of a key: one product for the even ones, one for the odd.
         h, i = tl.arange(0, HEADS), tl.arange(0, DI)
         q = tl.load(iq_ptr + (row * HI + h)[:, None] * DI + i[None, :], mask=(h < HI)[:, None], other=0.0)

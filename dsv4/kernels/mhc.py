@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.kernels.numbers import OVERLAPPED, begin, norm, rounded, to_act
+from dsv4.kernels.numbers import OVERLAPPED, channels, let_next_start, norm, rounded, to_act, wait_for_earlier
 
 STREAMS = 4
 CHUNK = 32  # channels of each stream per program of mix_open
@@ -23,7 +23,9 @@ def num_chunks(hidden_size: int) -> int:
 @triton.jit
 def _embed_kernel(ids_ptr, table_ptr, out_ptr, D: tl.constexpr, N: tl.constexpr,  # type: ignore[no-untyped-def]
                   BLOCK: tl.constexpr):  # fmt: skip
-    begin()
+    # In this order: what kernels after this one read before they wait is then as old as the step.
+    wait_for_earlier()
+    let_next_start()
     row = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     # A row whose last logits were not finite goes on with id -1 until the host hears of it.
@@ -56,7 +58,8 @@ def _open_kernel(y_ptr, gate_ptr, comb_ptr, streams_ptr, fn_ptr, partial_ptr, ro
     # fn does not depend on the step, so its loads go first; nothing below waits for them until the product.
     mask = (m < M)[:, None, None] & inside[None, None, :]
     fn = tl.load(fn_ptr + m[:, None, None] * (N * D) + at[None, :, :], mask=mask, other=0.0)
-    begin()
+    let_next_start()
+    wait_for_earlier()
     first, step = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     for i in range(tl.cdiv(rows - first, step)):
         row = first + i * step
@@ -176,16 +179,18 @@ def _close_kernel(partial_ptr, base_ptr, scale_ptr, streams_ptr, weight_ptr, x_p
                   CP: tl.constexpr, SIZE: tl.constexpr, ITERS: tl.constexpr,
                   WIDTH: tl.constexpr):  # fmt: skip
     act: tl.constexpr = x_ptr.dtype.element_ty
-    begin()
+    let_next_start()
+    c = tl.arange(0, SIZE)
+    weight = channels(weight_ptr, D, SIZE)
     row = tl.program_id(1).to(tl.int64)
     k, chunk = tl.arange(0, WIDTH), tl.arange(0, CP)
     part = partial_ptr + (row * C + chunk)[:, None] * WIDTH + k[None, :]
     wanted = (k < M) | (k == WIDTH - 1)
-    part = tl.load(part, mask=(chunk < C)[:, None] & wanted[None, :], other=0.0)
     scale = tl.load(scale_ptr + k, mask=k < M, other=0.0)
     base = tl.load(base_ptr + k, mask=k < M, other=0.0)
+    wait_for_earlier()
+    part = tl.load(part, mask=(chunk < C)[:, None] & wanted[None, :], other=0.0)
     if tl.program_id(0) == 0:
-        c = tl.arange(0, SIZE)
         streams = streams_ptr + row * (N * D) + c
         s0 = tl.load(streams, mask=c < D, other=0.0)
         s1 = tl.load(streams + D, mask=c < D, other=0.0)
@@ -199,7 +204,7 @@ def _close_kernel(partial_ptr, base_ptr, scale_ptr, streams_ptr, weight_ptr, x_p
         x = _pick(into, 0, WIDTH) * s0.to(tl.float32) + _pick(into, 1, WIDTH) * s1.to(tl.float32)
         x += _pick(into, 2, WIDTH) * s2.to(tl.float32)
         x += _pick(into, 3, WIDTH) * s3.to(tl.float32)
-        x = norm(rounded(x, act), weight_ptr, norm_eps, D, SIZE, act)
+        x = norm(rounded(x, act), weight, norm_eps, D, act)
         tl.store(x_ptr + row * D + c, x.to(act), mask=c < D)
     elif comb_ptr is not None:
         logits = _logits(tl.sum(part, 0), scale, base, norm_eps, N * D, WIDTH)

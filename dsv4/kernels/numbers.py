@@ -13,15 +13,23 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 F32_MAX: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 
-# A kernel of a step is launched while the one before it still runs; each begins with `begin`.
+# A kernel of a step is launched while the one before it still runs; each calls both functions below, once.
 OVERLAPPED: dict[str, Any] = {} if triton.knobs.runtime.interpret else {"launch_pdl": True}
 
 
 @triton.jit
-def begin():  # type: ignore[no-untyped-def]
-    """Let the next kernel start, then wait for what earlier ones write. Only weights may be read before."""
+def let_next_start():  # type: ignore[no-untyped-def]
+    """The next kernel starts when every program of this one has called this."""
     if not INTERPRETED:
         gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_earlier():  # type: ignore[no-untyped-def]
+    """What earlier kernels wrote is there after this. Before it, a kernel may read weights and what is older
+    than its step (positions, slots, page tables, tails), since `embed` lets the next start after its wait.
+    `queries` does so too: kernels after it may read the cache rows that `prepare` wrote."""
+    if not INTERPRETED:
         gdc_wait()
 
 
@@ -50,25 +58,35 @@ def product(a, b):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def norm(x, weight_ptr, eps, D: tl.constexpr, SIZE: tl.constexpr, ACT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """ops.norm.ref.rms_norm of x [SIZE], zero beyond D; weight_ptr None: without a weight."""
+def channels(ptr, D: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[SIZE], zero beyond D."""
+    c = tl.arange(0, SIZE)
+    return tl.load(ptr + c, mask=c < D, other=0.0)
+
+
+@triton.jit
+def norm(x, weight, eps, D: tl.constexpr, ACT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """ops.norm.ref.rms_norm of x [SIZE], zero beyond D; weight [SIZE], or None."""
     x = tl.div_rn(x, tl.sqrt_rn(tl.sum(x * x, 0) * (1.0 / D) + eps))
-    if weight_ptr is not None:
-        c = tl.arange(0, SIZE)
-        x = tl.load(weight_ptr + c, mask=c < D, other=0.0) * x
+    if weight is not None:
+        x = weight * x
     return rounded(x, ACT)
 
 
 @triton.jit
-def rotate(x, cos_ptr, sin_ptr, position, sign, start, HALF: tl.constexpr, SIZE: tl.constexpr,  # type: ignore[no-untyped-def]
-           ACT: tl.constexpr):  # fmt: skip
-    """ops._exact.rotate of x [SIZE], act values: HALF pairs from channel `start`, which may lie outside."""
-    a, b = tl.split(tl.reshape(x, (SIZE // 2, 2)))
+def turns(cos_ptr, sin_ptr, position, sign, start, HALF: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """cos and sin [SIZE / 2] for `rotate`: HALF pairs from channel `start`, which may lie outside, turn."""
     pair = tl.arange(0, SIZE // 2) - start // 2
-    turns = (pair >= 0) & (pair < HALF)
+    turning = (pair >= 0) & (pair < HALF)
     at = position.to(tl.int64) * HALF + pair
-    cos = tl.load(cos_ptr + at, mask=turns, other=1.0)
-    sin = tl.load(sin_ptr + at, mask=turns, other=0.0) * sign
+    cos = tl.load(cos_ptr + at, mask=turning, other=1.0)
+    return cos, tl.load(sin_ptr + at, mask=turning, other=0.0) * sign
+
+
+@triton.jit
+def rotate(x, cos, sin, SIZE: tl.constexpr, ACT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """ops._exact.rotate of x [SIZE], act values."""
+    a, b = tl.split(tl.reshape(x, (SIZE // 2, 2)))
     return rounded(tl.reshape(tl.join(a * cos - b * sin, a * sin + b * cos), (SIZE,)), ACT)
 
 

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from dsv4.kernels.numbers import (
     OVERLAPPED,
-    begin,
+    channels,
     e2m1_decode,
     hadamard,
+    let_next_start,
     mxfp4_blocks,
     norm,
     power,
@@ -24,6 +25,8 @@ from dsv4.kernels.numbers import (
     rotate,
     rounded,
     to_act,
+    turns,
+    wait_for_earlier,
 )
 from dsv4.quant.formats import Format, QuantTensor
 
@@ -48,48 +51,62 @@ class Pooling:
 
 
 @triton.jit
+def _older(tail_values_ptr, tail_scores_ptr, slot, pos, start, wanted, RATIO: tl.constexpr,  # type: ignore[no-untyped-def]
+           OVERLAP: tl.constexpr, TAIL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr,
+           BLOCK: tl.constexpr):  # fmt: skip
+    """Scores and values [BLOCK, SIZE] of the rows from `start` before the token on; -inf and 0 beyond."""
+    c, back = tl.arange(0, SIZE), start + tl.arange(0, BLOCK)
+    j = pos - back
+    seen = (wanted & (back < RATIO * (1 + OVERLAP)) & (j >= 0))[:, None] & (c < D)[None, :]
+    half = tl.where(back < RATIO, D * OVERLAP, 0)
+    at = ((slot * TAIL + tl.maximum(j, 0) % TAIL) * (D * (1 + OVERLAP)) + half)[:, None] + c[None, :]
+    scores = tl.load(tail_scores_ptr + at, mask=seen, other=-float("inf"))
+    return scores, tl.load(tail_values_ptr + at, mask=seen, other=0.0)
+
+
+@triton.jit
 def _pool(values_ptr, scores_ptr, values_step, scores_step, ape_ptr, tail_values_ptr, tail_scores_ptr, row,  # type: ignore[no-untyped-def]
           slot, pos, RATIO: tl.constexpr, OVERLAP: tl.constexpr, TAIL: tl.constexpr, D: tl.constexpr,
           SIZE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Keep the token's row in the tail; where it ends a block, -> pooled [SIZE], else anything.
 
-    A running softmax from the token back to the oldest row, BLOCK rows at a time.
+    A running softmax from the token back to the oldest row, BLOCK rows at a time. Waits for earlier kernels;
+    the tail's rows are older.
     """
     c = tl.arange(0, SIZE)
     inside = c < D
+    own = c + D * OVERLAP
     width: tl.constexpr = D * (1 + OVERLAP)
+    span: tl.constexpr = RATIO * (1 + OVERLAP)
     at = (slot * TAIL + pos % TAIL) * width
+    ends = (pos + 1) % RATIO == 0
     bias = ape_ptr + (pos % RATIO) * width
+    first_bias = tl.load(bias + c, mask=inside, other=0.0)
+    own_bias = tl.load(bias + own, mask=inside, other=0.0)
+    s, v = _older(tail_values_ptr, tail_scores_ptr, slot, pos, 1, ends, RATIO, OVERLAP, TAIL, D, SIZE, BLOCK)
+    wait_for_earlier()
     values, scores = values_ptr + row * values_step, scores_ptr + row * scores_step
     if OVERLAP:
         # The first half: what the row means to the next block.
         value = tl.load(values + c, mask=inside, other=0.0)
-        score = tl.load(scores + c, mask=inside, other=0.0) + tl.load(bias + c, mask=inside, other=0.0)
+        score = tl.load(scores + c, mask=inside, other=0.0) + first_bias
         tl.store(tail_values_ptr + at + c, value, mask=inside)
         tl.store(tail_scores_ptr + at + c, score, mask=inside)
-    own = c + D * OVERLAP
     total = tl.load(values + own, mask=inside, other=0.0)
-    top = tl.load(scores + own, mask=inside, other=0.0) + tl.load(bias + own, mask=inside, other=0.0)
+    top = tl.load(scores + own, mask=inside, other=0.0) + own_bias
     tl.store(tail_values_ptr + at + own, total, mask=inside)
     tl.store(tail_scores_ptr + at + own, top, mask=inside)
     count = tl.full([SIZE], 1.0, tl.float32)
-    if (pos + 1) % RATIO == 0:
-        span: tl.constexpr = RATIO * (1 + OVERLAP)
+    if ends:
         for start in range(1, span, BLOCK):
-            back = start + tl.arange(0, BLOCK)
-            j = pos - back
-            seen = ((back < span) & (j >= 0))[:, None] & inside[None, :]
-            half = tl.where(back < RATIO, D * OVERLAP, 0)
-            older = (slot * TAIL + tl.maximum(j, 0) % TAIL) * width + half
-            older = older[:, None] + c[None, :]
-            s = tl.load(tail_scores_ptr + older, mask=seen, other=-float("inf"))
-            v = tl.load(tail_values_ptr + older, mask=seen, other=0.0)
             peak = tl.maximum(top, tl.max(s, 0))
             weight = tl.exp(s - peak[None, :])
             again = tl.exp(top - peak)
             count = count * again + tl.sum(weight, 0)
             total = total * again + tl.sum(weight * v, 0)
             top = peak
+            s, v = _older(tail_values_ptr, tail_scores_ptr, slot, pos, start + BLOCK, ends, RATIO, OVERLAP,
+                          TAIL, D, SIZE, BLOCK)  # fmt: skip
     return tl.div_rn(total, count)
 
 
@@ -104,28 +121,19 @@ def _entry_row(page_table_ptr, slot, pos, pages, RATIO: tl.constexpr, PAGE: tl.c
 def _low(x_ptr, weight_ptr, out_ptr, eps, D: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     act: tl.constexpr = out_ptr.dtype.element_ty
     c = tl.arange(0, SIZE)
-    x = rounded(tl.load(x_ptr + c, mask=c < D, other=0.0).to(tl.float32), act)
-    tl.store(out_ptr + c, norm(x, weight_ptr, eps, D, SIZE, act).to(act), mask=c < D)
+    weight = channels(weight_ptr, D, SIZE)
+    wait_for_earlier()
+    x = rounded(channels(x_ptr, D, SIZE).to(tl.float32), act)
+    tl.store(out_ptr + c, norm(x, weight, eps, D, act).to(act), mask=c < D)
 
 
 @triton.jit
-def _entry(x, weight_ptr, data_ptr, rope_ptr, scale_ptr, row, cos_ptr, sin_ptr, pos, eps, D: tl.constexpr,  # type: ignore[no-untyped-def]
+def _entry(x, weight, data_ptr, rope_ptr, scale_ptr, row, cos, sin, eps, D: tl.constexpr,  # type: ignore[no-untyped-def]
            SIZE: tl.constexpr, ROPE: tl.constexpr, ROW: tl.constexpr, ROPE_ROW: tl.constexpr,
            SCALES: tl.constexpr, ACT: tl.constexpr):  # fmt: skip
     """x [SIZE] -> a KV8 row: qkv.entries, then qkv.store."""
-    x = norm(rounded(x, ACT), weight_ptr, eps, D, SIZE, ACT)
-    x = rotate(x, cos_ptr, sin_ptr, pos, 1.0, D - ROPE, ROPE // 2, SIZE, ACT)
+    x = rotate(norm(rounded(x, ACT), weight, eps, D, ACT), cos, sin, SIZE, ACT)
     put_kv8(x, data_ptr, rope_ptr, scale_ptr, row, D - ROPE, ROPE, ROW, ROPE_ROW, SCALES, SIZE, ACT)
-
-
-@triton.jit
-def _raw(x_ptr, weight_ptr, data_ptr, rope_ptr, scale_ptr, row, cos_ptr, sin_ptr, pos, eps, D: tl.constexpr,  # type: ignore[no-untyped-def]
-         SIZE: tl.constexpr, ROPE: tl.constexpr, ROW: tl.constexpr, ROPE_ROW: tl.constexpr,
-         SCALES: tl.constexpr, ACT: tl.constexpr):  # fmt: skip
-    c = tl.arange(0, SIZE)
-    x = tl.load(x_ptr + c, mask=c < D, other=0.0).to(tl.float32)
-    _entry(x, weight_ptr, data_ptr, rope_ptr, scale_ptr, row, cos_ptr, sin_ptr, pos, eps,
-           D, SIZE, ROPE, ROW, ROPE_ROW, SCALES, ACT)  # fmt: skip
 
 
 @triton.jit
@@ -142,7 +150,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
         DI: tl.constexpr, STEPS: tl.constexpr, ITAIL: tl.constexpr,
         BLOCK: tl.constexpr):  # fmt: skip
     act: tl.constexpr = q_out_ptr.dtype.element_ty
-    begin()
+    let_next_start()
     role = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     pos, slot = tl.load(positions_ptr + row).to(tl.int32), tl.load(slots_ptr + row)
@@ -150,26 +158,36 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
         _low(q_ptr + row * q_step, q_norm_ptr, q_out_ptr + row * RQ, eps, RQ, RQ_SIZE)
     elif pos >= 0:
         if role == 1:
-            _raw(kv_ptr + row * kv_step, kv_norm_ptr, ring_ptr, ring_rope_ptr, ring_scale_ptr,
-                 slot * RING + pos % RING, cos_ptr, sin_ptr, pos, eps, D, SIZE, ROPE, ROW, ROPE_ROW, SCALES,
-                 act)  # fmt: skip
+            weight = channels(kv_norm_ptr, D, SIZE)
+            cos, sin = turns(cos_ptr, sin_ptr, pos, 1.0, D - ROPE, ROPE // 2, SIZE)
+            wait_for_earlier()
+            x = channels(kv_ptr + row * kv_step, D, SIZE).to(tl.float32)
+            _entry(x, weight, ring_ptr, ring_rope_ptr, ring_scale_ptr, slot * RING + pos % RING, cos, sin,
+                   eps, D, SIZE, ROPE, ROW, ROPE_ROW, SCALES, act)  # fmt: skip
         elif role == 2:
             if RATIO > 0:
+                weight = channels(norm_ptr, D, SIZE)
+                # An entry has the position of its block's first row.
+                start = tl.maximum(pos + 1 - RATIO, 0)
+                cos, sin = turns(cos_ptr, sin_ptr, start, 1.0, D - ROPE, ROPE // 2, SIZE)
+                entry = _entry_row(page_table_ptr, slot, pos, pages, RATIO, PAGE)
                 x = _pool(values_ptr, scores_ptr, values_step, scores_step, ape_ptr, tail_values_ptr,
                           tail_scores_ptr, row, slot, pos, RATIO, OVERLAP, TAIL, D, SIZE, BLOCK)  # fmt: skip
                 if (pos + 1) % RATIO == 0:
-                    entry = _entry_row(page_table_ptr, slot, pos, pages, RATIO, PAGE)
-                    _entry(x, norm_ptr, out_ptr, out_rope_ptr, out_scale_ptr, entry, cos_ptr, sin_ptr,
-                           pos + 1 - RATIO, eps, D, SIZE, ROPE, ROW, ROPE_ROW, SCALES, act)  # fmt: skip
+                    _entry(x, weight, out_ptr, out_rope_ptr, out_scale_ptr, entry, cos, sin, eps, D, SIZE,
+                           ROPE, ROW, ROPE_ROW, SCALES, act)  # fmt: skip
         elif DI > 0:
+            key_weight = channels(inorm_ptr, DI, DI)
+            start = tl.maximum(pos + 1 - RATIO, 0)
+            key_cos, key_sin = turns(cos_ptr, sin_ptr, start, 1.0, DI - ROPE, ROPE // 2, DI)
+            entry = _entry_row(page_table_ptr, slot, pos, pages, RATIO, PAGE)
             y = _pool(ivalues_ptr, iscores_ptr, ivalues_step, iscores_step, iape_ptr, itail_values_ptr,
                       itail_scores_ptr, row, slot, pos, RATIO, OVERLAP, ITAIL, DI, DI, BLOCK)  # fmt: skip
             if (pos + 1) % RATIO == 0:
-                y = norm(rounded(y, act), inorm_ptr, eps, DI, DI, act)
-                y = rotate(y, cos_ptr, sin_ptr, pos + 1 - RATIO, 1.0, DI - ROPE, ROPE // 2, DI, act)
-                y = hadamard(y, DI, STEPS, act)
-                place = _entry_row(page_table_ptr, slot, pos, pages, RATIO, PAGE)
-                put_mxfp4(y, iout_ptr, iout_scale_ptr, place, DI)
+                y = rotate(norm(rounded(y, act), key_weight, eps, DI, act), key_cos, key_sin, DI, act)
+                put_mxfp4(hadamard(y, DI, STEPS, act), iout_ptr, iout_scale_ptr, entry, DI)
+    else:
+        wait_for_earlier()
 
 
 def rope_part(rows: QuantTensor, act: torch.dtype) -> Tensor:
@@ -249,20 +267,24 @@ def _queries_kernel(q_ptr, iq_ptr, cos_ptr, sin_ptr, positions_ptr, eps, H: tl.c
                     SIZE: tl.constexpr, HI: tl.constexpr, DI: tl.constexpr, STEPS: tl.constexpr,
                     HALF: tl.constexpr):  # fmt: skip
     act: tl.constexpr = q_ptr.dtype.element_ty
-    begin()
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     pos = tl.maximum(tl.load(positions_ptr + row), 0)
     if head < H:
         c = tl.arange(0, SIZE)
-        q = q_ptr + (row * H + head) * D + c
-        x = tl.load(q, mask=c < D, other=0.0).to(tl.float32)
-        x = norm(x, None, eps, D, SIZE, act)
-        x = rotate(x, cos_ptr, sin_ptr, pos, 1.0, D - 2 * HALF, HALF, SIZE, act)
-        tl.store(q, x.to(act), mask=c < D)
+        q = q_ptr + (row * H + head) * D
+        cos, sin = turns(cos_ptr, sin_ptr, pos, 1.0, D - 2 * HALF, HALF, SIZE)
+        # In this order: kernels after this one read what `prepare` wrote before they wait.
+        wait_for_earlier()
+        let_next_start()
+        x = norm(channels(q, D, SIZE).to(tl.float32), None, eps, D, act)
+        tl.store(q + c, rotate(x, cos, sin, SIZE, act).to(act), mask=c < D)
     elif HI > 0:
         iq = iq_ptr + (row * HI + head - H) * DI + tl.arange(0, DI)
-        y = rotate(tl.load(iq).to(tl.float32), cos_ptr, sin_ptr, pos, 1.0, DI - 2 * HALF, HALF, DI, act)
+        key_cos, key_sin = turns(cos_ptr, sin_ptr, pos, 1.0, DI - 2 * HALF, HALF, DI)
+        wait_for_earlier()
+        let_next_start()
+        y = rotate(tl.load(iq).to(tl.float32), key_cos, key_sin, DI, act)
         codes, scale = mxfp4_blocks(hadamard(y, DI, STEPS, act), DI)
         y = tl.reshape(e2m1_decode(codes) * power(scale)[:, None], (DI,))
         tl.store(iq, to_act(y, act))
