@@ -6,6 +6,7 @@
 // order whatever the batch: blocks of columns inside the tensor core along the slice, then the slices one after the
 // other. A column of the tensor core never sees its neighbours, so a row's result does not
 // depend on them.
+#include "mix.cuh"
 #include "tiles.cuh"
 
 enum { AS_ACT = 0, AS_F32 = 1 };   // what y holds; pairs always give SwiGLU in the activations' type
@@ -39,6 +40,7 @@ struct Params {
     int choices;              // experts per token
     int rows;                 // of the batch
     float limit;              // of the clamped SwiGLU
+    Mixing mixing;            // beside the products, where a block's work says segment -1
     const char* ahead;        // what the next kernel reads first, to be brought to L2 meanwhile; may be null
     int64_t ahead_bytes;
 };
@@ -368,6 +370,11 @@ template <int WARPS, bool IS_F32>
 __global__ void __launch_bounds__(WARPS * 32, Layout<WARPS>::BLOCKS) matvec_kernel(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) char shared[];
     const int4 work = __ldg(p.work + blockIdx.x);
+    if (work.x < 0) {
+        let_next_start();
+        mix<WARPS>(p.mixing, p.rows, reinterpret_cast<float*>(shared));
+        return;
+    }
     const Segment& s = p.segments[work.x];
     if (s.routed != 1) let_next_start();
     for (int64_t at = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * 128; at < p.ahead_bytes; at += (int64_t)gridDim.x * blockDim.x * 128)

@@ -12,6 +12,7 @@ from dsv4.kernels.build import call, pointer
 from dsv4.kernels.tiles import CODE, SLICE, Tiled
 
 MAX_SLICES, MAX_SEGMENTS, COLUMNS, FLOAT_COLUMNS = 8, 16, 8, 2
+MAX_MIXED = 64  # rows whose sums a block's shared memory holds
 
 
 class _Segment(ctypes.Structure):
@@ -22,6 +23,14 @@ class _Segment(ctypes.Structure):
     )
 
 
+class _Mixing(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("partial", "base", "scale", "gate", "comb")),
+        *((name, ctypes.c_int) for name in ("chunks", "d", "iters")),
+        *((name, ctypes.c_float) for name in ("norm_eps", "hc_eps")),
+    )
+
+
 class _Params(ctypes.Structure):
     _fields_ = (
         ("segments", _Segment * MAX_SEGMENTS),
@@ -29,6 +38,7 @@ class _Params(ctypes.Structure):
         ("choices", ctypes.c_int),
         ("rows", ctypes.c_int),
         ("limit", ctypes.c_float),
+        ("mixing", _Mixing),
         ("ahead", ctypes.c_void_p),
         ("ahead_bytes", ctypes.c_int64),
     )
@@ -72,6 +82,29 @@ class Tasks:
         )
 
 
+@dataclass(frozen=True)
+class Mixing:
+    """The gates of the next output and the mixing of the streams (mhc.pre), made beside the products."""
+
+    partial: Tensor  # as mhc.mix_open leaves it
+    base: Tensor  # [24]
+    scale: Tensor  # [24]
+    gate: Tensor  # [T, 4], written
+    comb: Tensor  # [T, 4, 4], written
+    hidden_size: int
+    iters: int
+    norm_eps: float
+    hc_eps: float
+
+    def params(self) -> _Mixing:
+        tensors = (self.partial, self.base, self.scale, self.gate, self.comb)
+        assert all(t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
+        assert self.base.shape == self.scale.shape == (24,), self.base.shape
+        pointers = (t.data_ptr() for t in tensors)
+        sizes = (self.partial.shape[1], self.hidden_size, self.iters)
+        return _Mixing(*pointers, *sizes, self.norm_eps, self.hc_eps)
+
+
 def splits(k: int) -> int:
     """Into how many separately stored sums a product over K columns is cut."""
     slices = -(-k // SLICE)
@@ -89,6 +122,7 @@ class MatVec:
         limit: float = 0.0,
         blocks: int | None = None,
         ahead: Tensor | None = None,
+        mixing: Mixing | None = None,
     ) -> None:
         """`ahead`: a few megabytes that the next kernel reads, brought to the L2 cache meanwhile.
 
@@ -96,7 +130,7 @@ class MatVec:
         """
         device = products[0].x.device
         self.device, self.is_float = device, products[0].x.dtype == torch.float32
-        self.keep = (products, tasks, ahead)  # the launch holds raw pointers into these
+        self.keep = (products, tasks, ahead, mixing)  # the launch holds raw pointers into these
         params = _Params(rows=rows, limit=limit, choices=tasks.choices if tasks else 1)
         if tasks:
             params.task_expert, params.task_pairs = tasks.expert.data_ptr(), tasks.pairs.data_ptr()
@@ -113,7 +147,11 @@ class MatVec:
         if blocks is None:
             per = 2 if rows == 1 and not self.is_float else 1  # as matvec.cu launches them
             blocks = per * torch.cuda.get_device_properties(device).multi_processor_count
-        work = _share([s for s, _ in segments], rows, columns, tasks, blocks)
+        work = _share([s for s, _ in segments], rows, columns, tasks, blocks - (mixing is not None))
+        if mixing is not None:
+            assert rows <= MAX_MIXED, rows
+            params.mixing = mixing.params()
+            work.insert(0, (-1, 0, 0, 0))
         self.work = torch.tensor(work, dtype=torch.int32, device=device)
         params.work = self.work.data_ptr()
         self.params, self.blocks = params, len(work)

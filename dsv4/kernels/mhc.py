@@ -1,18 +1,22 @@
 """Hyper-connections of a decode step: two launches per site. Replaces ops.mhc.ref and the norm after it.
 
 `mix_open` puts the last output back into the streams and multiplies them with `fn`, a few channels per
-program; `mix_close` adds the parts up and makes the next input. Four streams, as in every V4 model.
+program; `mix_close` (mix.cu) adds the parts up and makes the next input. Four streams, as in every V4 model.
 """
 
+import ctypes
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.kernels.numbers import OVERLAPPED, channels, let_next_start, norm, rounded, to_act, wait_for_earlier
+from dsv4.kernels.build import call, pointer
+from dsv4.kernels.numbers import OVERLAPPED, let_next_start, rounded, to_act, wait_for_earlier
 
 STREAMS = 4
 CHUNK = 32  # channels of each stream per program of mix_open
-WIDTH = 32  # columns of `partial`: the mixes, and in the last the sum of squares
+WIDTH = 32  # columns of `partial`: the mixes that weight the streams, the sum of squares, the other mixes
 MAX_ROWS = 8  # programs along T of mix_open; each keeps its part of fn for all its rows
 
 
@@ -82,8 +86,8 @@ def _open_kernel(y_ptr, gate_ptr, comb_ptr, streams_ptr, fn_ptr, partial_ptr, ro
             new = out.to(tl.float32)
         dots = tl.sum(tl.reshape(fn * new[None, :, :], (MP, N * CHUNK)), 1)
         partial = partial_ptr + (row * C + chunk) * WIDTH
-        tl.store(partial + m, dots, mask=m < M)
-        tl.store(partial + WIDTH - 1, tl.sum(tl.reshape(new * new, (N * CHUNK,)), 0))
+        tl.store(partial + m + (m >= N).to(tl.int32), dots, mask=m < M)
+        tl.store(partial + N, tl.sum(tl.reshape(new * new, (N * CHUNK,)), 0))
 
 
 def mix_open(
@@ -92,7 +96,7 @@ def mix_open(
     """streams [T, N, D] <- mhc.post(sum over P of y, streams, gate, comb); partial <- products with fn.
 
     y [T, P, D] (None: the streams stay), gate [T, N], comb [T, N, N], fn [M, N*D] float32, partial
-    [T, num_chunks(D), WIDTH] float32: columns 0 .. M-1 and the last are written.
+    [T, num_chunks(D), WIDTH] float32: columns 0 .. M are written.
     """
     rows, n, d = streams.shape
     mixes = fn.shape[0]
@@ -110,114 +114,6 @@ def mix_open(
         )
 
 
-@triton.jit
-def _pick(values, k, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """values [WIDTH] -> number k of them, known to every thread."""
-    return tl.sum(tl.where(tl.arange(0, WIDTH) == k, values, 0.0), 0)
-
-
-@triton.jit
-def _even(a, b, c, d, eps):  # type: ignore[no-untyped-def]
-    """Four numbers divided by their sum."""
-    share = 1.0 / ((a + b) + (c + d) + eps)
-    return a * share, b * share, c * share, d * share
-
-
-@triton.jit
-def _softmax(a, b, c, d, eps):  # type: ignore[no-untyped-def]
-    top = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
-    a, b, c, d = tl.exp(a - top), tl.exp(b - top), tl.exp(c - top), tl.exp(d - top)
-    a, b, c, d = _even(a, b, c, d, 0.0)
-    return a + eps, b + eps, c + eps, d + eps
-
-
-@triton.jit
-def _sinkhorn(logits, out_ptr, eps, ITERS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """mhc.sinkhorn of the 4 x 4 logits from column 8 on. Scalars: every sum stays within a thread."""
-    a0, a1, a2, a3 = _softmax(_pick(logits, 8, WIDTH), _pick(logits, 9, WIDTH),
-                              _pick(logits, 10, WIDTH), _pick(logits, 11, WIDTH), eps)  # fmt: skip
-    b0, b1, b2, b3 = _softmax(_pick(logits, 12, WIDTH), _pick(logits, 13, WIDTH),
-                              _pick(logits, 14, WIDTH), _pick(logits, 15, WIDTH), eps)  # fmt: skip
-    c0, c1, c2, c3 = _softmax(_pick(logits, 16, WIDTH), _pick(logits, 17, WIDTH),
-                              _pick(logits, 18, WIDTH), _pick(logits, 19, WIDTH), eps)  # fmt: skip
-    d0, d1, d2, d3 = _softmax(_pick(logits, 20, WIDTH), _pick(logits, 21, WIDTH),
-                              _pick(logits, 22, WIDTH), _pick(logits, 23, WIDTH), eps)  # fmt: skip
-    a0, b0, c0, d0 = _even(a0, b0, c0, d0, eps)
-    a1, b1, c1, d1 = _even(a1, b1, c1, d1, eps)
-    a2, b2, c2, d2 = _even(a2, b2, c2, d2, eps)
-    a3, b3, c3, d3 = _even(a3, b3, c3, d3, eps)
-    for _ in range(ITERS - 1):
-        a0, a1, a2, a3 = _even(a0, a1, a2, a3, eps)
-        b0, b1, b2, b3 = _even(b0, b1, b2, b3, eps)
-        c0, c1, c2, c3 = _even(c0, c1, c2, c3, eps)
-        d0, d1, d2, d3 = _even(d0, d1, d2, d3, eps)
-        a0, b0, c0, d0 = _even(a0, b0, c0, d0, eps)
-        a1, b1, c1, d1 = _even(a1, b1, c1, d1, eps)
-        a2, b2, c2, d2 = _even(a2, b2, c2, d2, eps)
-        a3, b3, c3, d3 = _even(a3, b3, c3, d3, eps)
-    tl.store(out_ptr + 0, a0)
-    tl.store(out_ptr + 1, a1)
-    tl.store(out_ptr + 2, a2)
-    tl.store(out_ptr + 3, a3)
-    tl.store(out_ptr + 4, b0)
-    tl.store(out_ptr + 5, b1)
-    tl.store(out_ptr + 6, b2)
-    tl.store(out_ptr + 7, b3)
-    tl.store(out_ptr + 8, c0)
-    tl.store(out_ptr + 9, c1)
-    tl.store(out_ptr + 10, c2)
-    tl.store(out_ptr + 11, c3)
-    tl.store(out_ptr + 12, d0)
-    tl.store(out_ptr + 13, d1)
-    tl.store(out_ptr + 14, d2)
-    tl.store(out_ptr + 15, d3)
-
-
-@triton.jit
-def _close_kernel(partial_ptr, base_ptr, scale_ptr, streams_ptr, weight_ptr, x_ptr, gate_ptr, comb_ptr,  # type: ignore[no-untyped-def]
-                  norm_eps, hc_eps, D: tl.constexpr, N: tl.constexpr, M: tl.constexpr, C: tl.constexpr,
-                  CP: tl.constexpr, SIZE: tl.constexpr, ITERS: tl.constexpr,
-                  WIDTH: tl.constexpr):  # fmt: skip
-    act: tl.constexpr = x_ptr.dtype.element_ty
-    let_next_start()
-    c = tl.arange(0, SIZE)
-    weight = channels(weight_ptr, D, SIZE)
-    row = tl.program_id(1).to(tl.int64)
-    k, chunk = tl.arange(0, WIDTH), tl.arange(0, CP)
-    part = partial_ptr + (row * C + chunk)[:, None] * WIDTH + k[None, :]
-    wanted = (k < M) | (k == WIDTH - 1)
-    scale = tl.load(scale_ptr + k, mask=k < M, other=0.0)
-    base = tl.load(base_ptr + k, mask=k < M, other=0.0)
-    wait_for_earlier()
-    part = tl.load(part, mask=(chunk < C)[:, None] & wanted[None, :], other=0.0)
-    if tl.program_id(0) == 0:
-        streams = streams_ptr + row * (N * D) + c
-        s0 = tl.load(streams, mask=c < D, other=0.0)
-        s1 = tl.load(streams + D, mask=c < D, other=0.0)
-        s2 = tl.load(streams + 2 * D, mask=c < D, other=0.0)
-        s3 = tl.load(streams + 3 * D, mask=c < D, other=0.0)
-        logits = _logits(tl.sum(part, 0), scale, base, norm_eps, N * D, WIDTH)
-        share = tl.div_rn(1.0, 1.0 + tl.exp(-logits))
-        if gate_ptr is not None:
-            tl.store(gate_ptr + row * N + k - N, share * 2.0, mask=(k >= N) & (k < 2 * N))
-        into = share + hc_eps
-        x = _pick(into, 0, WIDTH) * s0.to(tl.float32) + _pick(into, 1, WIDTH) * s1.to(tl.float32)
-        x += _pick(into, 2, WIDTH) * s2.to(tl.float32)
-        x += _pick(into, 3, WIDTH) * s3.to(tl.float32)
-        x = norm(rounded(x, act), weight, norm_eps, D, act)
-        tl.store(x_ptr + row * D + c, x.to(act), mask=c < D)
-    elif comb_ptr is not None:
-        logits = _logits(tl.sum(part, 0), scale, base, norm_eps, N * D, WIDTH)
-        _sinkhorn(logits, comb_ptr + row * (N * N), hc_eps, ITERS, WIDTH)
-
-
-@triton.jit
-def _logits(totals, scale, base, eps, COUNT: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """totals [WIDTH], squares in the last -> mixes, scaled, with their base."""
-    mean = _pick(totals, WIDTH - 1, WIDTH) * (1.0 / COUNT) + eps
-    return totals * tl.div_rn(1.0, tl.sqrt_rn(mean)) * scale + base
-
-
 def mix_close(
     partial: Tensor,
     base: Tensor,
@@ -225,27 +121,24 @@ def mix_close(
     streams: Tensor,
     weight: Tensor,
     x: Tensor,
-    gate: Tensor | None,
-    comb: Tensor | None,
     norm_eps: float,
     hc_eps: float,
-    iters: int,
 ) -> None:
-    """What mix_open left in `partial` -> x [T, D] (mhc.pre, then rms_norm), gate [T, N], comb [T, N, N].
+    """What mix_open left in `partial` -> x [T, D]: mhc.pre or mhc.head, then rms_norm.
 
-    base, scale [M] (scale repeated for each mix), weight [D], all float32. gate None: mhc.head, M = N.
-    The weights of the streams' mixing are made by a second program per row, beside the first.
+    base, scale [M] (scale repeated for each mix), weight [D], all float32. What mhc.pre says of the next
+    output is made by a product's launch (matvec.Mixing).
     """
     rows, n, d = streams.shape
-    mixes = n if gate is None else 2 * n + n * n
-    assert n == STREAMS and base.shape == scale.shape == (mixes,), (streams.shape, base.shape, scale.shape)
-    assert partial.shape == (rows, num_chunks(d), WIDTH) and (gate is None) == (comb is None), partial.shape
-    size = triton.next_power_of_2(d)
+    chunks = num_chunks(d)
+    assert n == STREAMS and base.shape == scale.shape and partial.shape == (rows, chunks, WIDTH), (
+        partial.shape
+    )
+    assert d % 8 == 0 and d <= 8192 and chunks <= 256, f"{d} channels"
     if rows:
-        _close_kernel[(1 if gate is None else 2, rows)](
-            *(partial, base, scale, streams, weight, x, gate, comb, norm_eps, hc_eps),
-            **{"D": d, "N": n, "M": mixes, "C": num_chunks(d), "CP": triton.next_power_of_2(num_chunks(d))},
-            **{"SIZE": size, "ITERS": iters, "WIDTH": WIDTH},
-            num_warps=4 if size <= 4096 else 8,
-            **OVERLAPPED,
+        call(
+            *("mix", "mix_close", x.device),
+            *(pointer(partial), pointer(base), pointer(scale), pointer(streams), pointer(weight), pointer(x)),
+            *(rows, d, chunks, ctypes.c_float(norm_eps), ctypes.c_float(hc_eps)),
+            int(x.dtype == torch.float32),
         )

@@ -14,7 +14,7 @@ from dsv4.cache.layout import CacheLayout
 from dsv4.cache.store import Cache, LayerCache, Tail
 from dsv4.config import LayerSpec, ModelConfig
 from dsv4.kernels import attend, choose, index, mhc
-from dsv4.kernels.matvec import MatVec, Product, Tasks, splits
+from dsv4.kernels.matvec import MatVec, Mixing, Product, Tasks, splits
 from dsv4.kernels.prepare import Pooling, prepare, queries
 from dsv4.model.bundle import Bundle
 from dsv4.model.model import Model
@@ -104,13 +104,12 @@ class Decoder:
         mixed: Tensor | None = None
         for number, (spec, layer) in enumerate(zip(c.layers, cache.layers, strict=False)):
             name, rope = f"layers.{number}", model.blocks[number].attention.rope
-            self._site(f"{name}.hc_attn", f"{name}.attn_norm", mixed)
-            self._attention(f"{name}.attn", spec, layer, rope)
-            self._site(f"{name}.hc_ffn", f"{name}.ffn_norm", f.y)
+            mixing = self._site(f"{name}.hc_attn", f"{name}.attn_norm", mixed)
+            self._attention(f"{name}.attn", spec, layer, rope, mixing)
+            mixing = self._site(f"{name}.hc_ffn", f"{name}.ffn_norm", f.y)
             last = number == c.num_layers - 1
-            self._moe(
-                f"{name}.ffn", spec, b.plain("hc_head_fn" if last else f"layers.{number + 1}.hc_attn_fn")
-            )
+            ahead = b.plain("hc_head_fn" if last else f"layers.{number + 1}.hc_attn_fn")
+            self._moe(f"{name}.ffn", spec, mixing, ahead)
             mixed = f.moe
         self._site("hc_head", "norm", mixed)
         self._product("head", [Product(b.tiled("head"), f.x, f.logits)])
@@ -120,29 +119,40 @@ class Decoder:
         self.launches.append((name, launch))
 
     def _product(
-        self, name: str, products: list[Product], tasks: Tasks | None = None, ahead: Tensor | None = None
+        self,
+        name: str,
+        products: list[Product],
+        tasks: Tasks | None = None,
+        ahead: Tensor | None = None,
+        mixing: Mixing | None = None,
     ) -> None:
-        planned = MatVec(products, self.buffers.rows, tasks, self.config.swiglu_limit, ahead=ahead)
+        limit = self.config.swiglu_limit
+        planned = MatVec(products, self.buffers.rows, tasks, limit, ahead=ahead, mixing=mixing)
         self._add(name, planned.launch)
 
-    def _site(self, name: str, norm: str, y: Tensor | None) -> None:
-        """The last site's output goes into the streams; they give the next input, normalised."""
+    def _site(self, name: str, norm: str, y: Tensor | None) -> Mixing | None:
+        """The last site's output goes into the streams; they give the next input, normalised.
+
+        What they say of its output is left to a later launch; None at the head, which has none.
+        """
         b, f, c = self.b, self.buffers, self.config
         scale, n = b.plain(f"{name}_scale"), c.num_streams
         counts = torch.tensor((n, n, n * n)[: len(scale)], device=scale.device)
         fn, base, weight = b.plain(f"{name}_fn"), b.plain(f"{name}_base"), b.plain(norm)
         wide = scale.repeat_interleave(counts)
-        gate, comb = (None, None) if fn.shape[0] == n else (f.gate, f.comb)
         self._add("mhc open", lambda: mhc.mix_open(y, f.gate, f.comb, f.streams, fn, f.partial))
         self._add(
             "mhc close",
-            lambda: mhc.mix_close(
-                *(f.partial, base, wide, f.streams, weight, f.x, gate, comb),
-                *(c.norm_eps, c.hc_eps, c.sinkhorn_iters),
-            ),
+            lambda: mhc.mix_close(f.partial, base, wide, f.streams, weight, f.x, c.norm_eps, c.hc_eps),
         )
+        if fn.shape[0] == n:
+            return None
+        sizes = (c.hidden_size, c.sinkhorn_iters, c.norm_eps, c.hc_eps)
+        return Mixing(f.partial, base, wide, f.gate, f.comb, *sizes)
 
-    def _attention(self, name: str, spec: LayerSpec, layer: LayerCache, rope: Rope) -> None:
+    def _attention(
+        self, name: str, spec: LayerSpec, layer: LayerCache, rope: Rope, mixing: Mixing | None
+    ) -> None:
         b, f, c, cache = self.b, self.buffers, self.config, self.cache
         x = f.x
         products = [
@@ -161,7 +171,7 @@ class Decoder:
         selects = spec.kind == "csa" and f.selects
         if selects:
             products.append(Product(b.tiled(f"{name}.indexer.weights_proj"), x, f.index_weights))
-        self._product("projections", products)
+        self._product("projections", products, mixing=mixing)
         q_norm, kv_norm = b.plain(f"{name}.q_norm"), b.plain(f"{name}.kv_norm")
         self._add(
             "prepare",
@@ -246,7 +256,7 @@ class Decoder:
             lambda: attend.combine(part_o, part_ml, sinks, rope.cos, rope.sin, f.positions, f.o),
         )
 
-    def _moe(self, name: str, spec: LayerSpec, ahead: Tensor) -> None:
+    def _moe(self, name: str, spec: LayerSpec, mixing: Mixing | None, ahead: Tensor) -> None:
         b, f, c = self.b, self.buffers, self.config
         bank, shared = b.bank(f"{name}.experts"), b.bank(f"{name}.shared_experts")
         assert bank is not None and shared is not None
@@ -256,6 +266,7 @@ class Decoder:
                 Product(b.tiled(f"{name}.gate"), f.x, f.gate_logits),
                 Product(shared.w13, f.x, f.shared_hidden),
             ],
+            mixing=mixing,
         )
         table = b.plain(f"{name}.gate.tid2eid") if spec.hash_routed else None
         bias = None if spec.hash_routed else b.plain(f"{name}.gate.bias")

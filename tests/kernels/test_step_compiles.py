@@ -40,12 +40,6 @@ def launch_mhc(c: ModelConfig, act: torch.dtype) -> None:
     mhc.embed(numbers(), empty(c.vocab_size, d, dtype=torch.bfloat16), streams)
     mhc.mix_open(None, None, None, streams, empty(24, n * d), partial)
     mhc.mix_open(empty(T, 2, d), gate, comb, streams, empty(24, n * d), partial)
-    for mixes, outputs in ((24, (gate, comb)), (n, (None, None))):
-        x = empty(T, d, dtype=act)
-        mhc.mix_close(
-            *(partial, empty(mixes), empty(mixes), streams, empty(d), x, *outputs),
-            *(c.norm_eps, c.hc_eps, c.sinkhorn_iters),
-        )
 
 
 def pooling(d: int, ratio: int, m: int, out: QuantTensor) -> prepare.Pooling:

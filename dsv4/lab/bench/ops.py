@@ -181,7 +181,7 @@ def weight_bytes(launch: Any) -> float:
     planned = getattr(launch, "__self__", None)
     if not isinstance(planned, MatVec):
         return 0.0
-    products, tasks, _ = planned.keep
+    products, tasks, *_ = planned.keep
     total = 0.0
     for product in products:
         of_one = needed_bytes(product.weight) / product.weight.count
