@@ -17,15 +17,18 @@ __device__ __forceinline__ int best_of_warp(uint32_t key, int index) {
     return (int)__reduce_min_sync(~0u, key == best ? (uint32_t)index : 0xFFFFFFFFu);
 }
 
+__device__ __forceinline__ float expert_score(float logit) { return sqrtf(fmaxf(logit, 0.f) + log1pf(expf(-fabsf(logit)))); }
+
 // Routing: sqrt(softplus(logit)) weights the experts; the largest with bias, or a table by token id, names them.
 // Then tasks: an expert with up to `per_task` of the pairs (row * choices + place) that go to it, by rising expert.
-// A warp takes a row, MANY experts a lane.
-template <int MANY>
+// A warp takes a row, MANY experts a lane; for a SINGLE row other warps help with the weights.
+template <int MANY, bool SINGLE>
 __global__ void __launch_bounds__(512) route_kernel(
     const float* logits, const float* bias, const int64_t* table, const int64_t* ids, int rows, int experts, int choices,
     float route_scale, int per_task, int* chosen, float* weights, int* task_expert, int* task_pairs) {
     __shared__ int pair_expert[MAX_PAIRS];
     __shared__ int warp_total[32];
+    __shared__ float scores[SINGLE ? 32 * MANY : 1];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
     float with[MANY];
 #pragma unroll
@@ -35,15 +38,21 @@ __global__ void __launch_bounds__(512) route_kernel(
     const auto listed_for = [&](int row) { return table && lane < choices ? (int)table[max(ids[row], (int64_t)0) * choices + lane] : 0; };
     int listed = warp < rows ? listed_for(warp) : 0;
     wait_for_earlier();
+    if constexpr (SINGLE) {
+        scores[threadIdx.x] = threadIdx.x < experts ? expert_score(__ldcg(logits + threadIdx.x)) : 0.f;
+        __syncthreads();
+        if (warp) return;
+    }
     for (int row = warp; row < rows; row += warps) {
         float score[MANY];
         uint32_t key[MANY];   // 0 is below every number's: taken, or no expert
 #pragma unroll
-        for (int i = 0; i < MANY; ++i) score[i] = lane + 32 * i < experts ? __ldcg(logits + (size_t)row * experts + lane + 32 * i) : 0.f;
+        for (int i = 0; i < MANY; ++i)
+            score[i] = SINGLE ? scores[lane + 32 * i] : lane + 32 * i < experts ? __ldcg(logits + (size_t)row * experts + lane + 32 * i) : 0.f;
         if (row > warp) listed = listed_for(row);
 #pragma unroll
         for (int i = 0; i < MANY; ++i) {
-            score[i] = sqrtf(fmaxf(score[i], 0.f) + log1pf(expf(-fabsf(score[i]))));
+            if (!SINGLE) score[i] = expert_score(score[i]);
             key[i] = lane + 32 * i < experts ? order(score[i] + with[i]) : 0;
         }
         int mine = 0x7FFFFFFF;      // the expert this lane holds, for lanes below `choices`
@@ -80,9 +89,8 @@ __global__ void __launch_bounds__(512) route_kernel(
         }
     }
     const int pairs = rows * choices;
-    if (rows == 1) {   // every choice is a task
+    if (SINGLE) {   // every choice is a task
         __syncwarp();
-        if (warp) return;
         for (int i = lane; i < pairs * PAIRS_PER_TASK; i += 32)
             task_pairs[i] = i % PAIRS_PER_TASK ? -1 : i / PAIRS_PER_TASK;
         if (lane < pairs) task_expert[lane] = pair_expert[lane];
@@ -279,8 +287,12 @@ __global__ void __launch_bounds__(1024) greedy_kernel(const float* logits, int v
 extern "C" int dsv4_route(const float* logits, const float* bias, const int64_t* table, const int64_t* ids, int rows,
                           int experts, int choices, float route_scale, int per_task, int* chosen, float* weights,
                           int* task_expert, int* task_pairs, cudaStream_t stream) {
-    return launch(experts <= 256 ? route_kernel<8> : route_kernel<16>, 1, rows > 1 ? 512 : 32, 0, 1, stream, logits, bias, table,
-                  ids, rows, experts, choices, route_scale, per_task, chosen, weights, task_expert, task_pairs);
+    const auto go = [&](auto kernel, int threads) {
+        return launch(kernel, 1, threads, 0, 1, stream, logits, bias, table, ids, rows, experts, choices, route_scale, per_task,
+                      chosen, weights, task_expert, task_pairs);
+    };
+    if (rows == 1) return experts <= 256 ? go(route_kernel<8, true>, 256) : go(route_kernel<16, true>, 512);
+    return experts <= 256 ? go(route_kernel<8, false>, 512) : go(route_kernel<16, false>, 512);
 }
 extern "C" int dsv4_select(const float* scores, int64_t stride, int capacity, const int* counts, const int64_t* positions, int ratio,
                            const int* page_table, const int64_t* slots, int pages, int page_entries, int rows, int topk,

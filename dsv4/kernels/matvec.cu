@@ -40,6 +40,7 @@ struct Params {
     int choices;              // experts per token
     int rows;                 // of the batch
     float limit;              // of the clamped SwiGLU
+    int late;                 // the next kernel starts when this one has waited
     Mixing mixing;            // beside the products, where a block's work says segment -1
     const char* ahead;        // what the next kernel reads first, to be brought to L2 meanwhile; may be null
     int64_t ahead_bytes;
@@ -221,16 +222,33 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     const bool idle = group >= groups;
     int unit = work.y + group;
 
+    // The rows of x to be multiplied, of the batch or of the pairs that a task lists. Groups share them.
+    using At = Layout<WARPS>;
+    constexpr int X_STRIDE = IS_F32 ? MAX_STRIDE : STRIDE<F>;
+    const int stride = At::SINGLE ? 0 : X_STRIDE, slice_stride = stride ? COLUMNS * MAX_STRIDE : MAX_STRIDE;
+    uint2* x_table = reinterpret_cast<uint2*>(shared + At::X_AT);
+    float* undo_table = reinterpret_cast<float*>(x_table + s.warps * slice_stride);   // [slice][column]
+    const auto bring_x = [&](int c, int row) {   // row `row`, to column c
+        const void* x = static_cast<const char*>(s.x) + (size_t)row * s.x_stride * (IS_F32 ? 4 : 2);
+        for (int i = warp - c * s.warps % WARPS; i < s.warps; i += WARPS) {
+            if (i < 0) continue;
+            const float undo = load_x<F != BF16, IS_F32>(x, (s.first_slice + i) * SLICE, s.k, lane, x_table + i * slice_stride + c * (IS_F32 ? PARTS : 1) * stride);
+            if (lane == 0) undo_table[i * COLUMNS + c] = undo;
+        }
+    };
+    // Up waits for its tasks before it can ask for weights; a single row's input is older. Down's tasks are there before
+    // it waits, since it starts when all of up's blocks have waited for the router.
+    if (s.routed == 1) {
+        if (At::SINGLE) bring_x(0, 0);
+        wait_for_earlier();
+        let_next_start();
+    }
     // A task: its expert, and in lane i the row of y that column i belongs to, -1 beyond the last.
     int expert = 0, place = -1;
     if (s.routed) {
-        // Down's tasks are there before it waits: it starts when all of up's blocks have waited for the router.
-        if (s.routed == 1) {
-            wait_for_earlier();
-            let_next_start();
-        }
         expert = __ldcg(p.task_expert + work.w);
-        if (lane < COLUMNS) place = __ldcg(p.task_pairs + work.w * COLUMNS + lane);
+        if (At::SINGLE) place = lane ? -1 : work.w;
+        else if (lane < COLUMNS) place = __ldcg(p.task_pairs + work.w * COLUMNS + lane);
         if (expert < 0) return;
     } else if (lane < PER_GROUP && work.w * PER_GROUP + lane < p.rows) place = work.w * PER_GROUP + lane;
     const int count = __popc(__ballot_sync(~0u, place >= 0));
@@ -265,26 +283,17 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     }
     __syncwarp();
     for (int i = 0; i < STAGES; ++i) fetch_next();
+    // The rest of a first brick of more chunks than stages comes as far as L2.
+    if (CHUNKS > STAGES && lane == 0 && units_left)
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"((CHUNKS - STAGES) * CHUNK) : "memory");
     Scales<F> now;
     if (!idle && unit < end) now.load(scale, lane);
-    if (s.routed != 1) wait_for_earlier();   // weights were asked for before the input is there
-
-    // The rows of x that this task multiplies, of the batch or of the pairs it lists. Groups share them.
-    using At = Layout<WARPS>;
-    constexpr int X_STRIDE = IS_F32 ? MAX_STRIDE : STRIDE<F>;
-    const int stride = At::SINGLE ? 0 : X_STRIDE, slice_stride = stride ? COLUMNS * MAX_STRIDE : MAX_STRIDE;
-    uint2* x_table = reinterpret_cast<uint2*>(shared + At::X_AT);
-    float* undo_table = reinterpret_cast<float*>(x_table + s.warps * slice_stride);   // [slice][column]
-    for (int c = 0; c < count; ++c) {
-        int row = __shfl_sync(~0u, place, c);
-        if (s.routed == 1) row /= p.choices;
-        const void* x = static_cast<const char*>(s.x) + (size_t)row * s.x_stride * (IS_F32 ? 4 : 2);
-        for (int i = warp - c * s.warps % WARPS; i < s.warps; i += WARPS) {
-            if (i < 0) continue;
-            const float undo = load_x<F != BF16, IS_F32>(x, (s.first_slice + i) * SLICE, s.k, lane, x_table + i * slice_stride + c * (IS_F32 ? PARTS : 1) * stride);
-            if (lane == 0) undo_table[i * COLUMNS + c] = undo;
-        }
+    if (s.routed != 1) {
+        wait_for_earlier();   // weights were asked for before the input is there
+        if (p.late) let_next_start();
     }
+    if (!(At::SINGLE && s.routed == 1))
+        for (int c = 0; c < count; ++c) bring_x(c, __shfl_sync(~0u, place, c) / (s.routed == 1 ? p.choices : 1));
     __syncthreads();
     const uint2* my_x = x_table + (slice - s.first_slice) * slice_stride + g * stride + (F == NVFP4 ? 4 * t : t);
     constexpr int SHARE = IS_F32 ? PARTS : 1;
@@ -370,13 +379,14 @@ template <int WARPS, bool IS_F32>
 __global__ void __launch_bounds__(WARPS * 32, Layout<WARPS>::BLOCKS) matvec_kernel(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) char shared[];
     const int4 work = __ldg(p.work + blockIdx.x);
+    if (!p.late) let_next_start();
     if (work.x < 0) {
-        let_next_start();
-        mix<WARPS>(p.mixing, p.rows, reinterpret_cast<float*>(shared));
+        wait_for_earlier();
+        if (p.late) let_next_start();
+        mix(p.mixing, p.rows);
         return;
     }
     const Segment& s = p.segments[work.x];
-    if (s.routed != 1) let_next_start();
     for (int64_t at = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * 128; at < p.ahead_bytes; at += (int64_t)gridDim.x * blockDim.x * 128)
         asm volatile("prefetch.global.L2 [%0];" ::"l"(p.ahead + at));
     switch (s.format) {

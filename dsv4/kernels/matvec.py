@@ -12,7 +12,7 @@ from dsv4.kernels.build import call, pointer
 from dsv4.kernels.tiles import CODE, SLICE, Tiled
 
 MAX_SLICES, MAX_SEGMENTS, COLUMNS, FLOAT_COLUMNS = 8, 16, 8, 2
-MAX_MIXED = 64  # rows whose sums a block's shared memory holds
+MAX_MIXED = 256  # rows that a block mixes, one per thread
 
 
 class _Segment(ctypes.Structure):
@@ -25,9 +25,9 @@ class _Segment(ctypes.Structure):
 
 class _Mixing(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("partial", "base", "scale", "gate", "comb")),
-        *((name, ctypes.c_int) for name in ("chunks", "d", "iters")),
-        *((name, ctypes.c_float) for name in ("norm_eps", "hc_eps")),
+        ("comb", ctypes.c_void_p),
+        ("iters", ctypes.c_int),
+        ("eps", ctypes.c_float),
     )
 
 
@@ -38,6 +38,7 @@ class _Params(ctypes.Structure):
         ("choices", ctypes.c_int),
         ("rows", ctypes.c_int),
         ("limit", ctypes.c_float),
+        ("late", ctypes.c_int),
         ("mixing", _Mixing),
         ("ahead", ctypes.c_void_p),
         ("ahead_bytes", ctypes.c_int64),
@@ -84,25 +85,11 @@ class Tasks:
 
 @dataclass(frozen=True)
 class Mixing:
-    """The gates of the next output and the mixing of the streams (mhc.pre), made beside the products."""
+    """Sinkhorn's rounds on what mhc.mix_close left in `comb` [T, 4, 4], in place, beside the products."""
 
-    partial: Tensor  # as mhc.mix_open leaves it
-    base: Tensor  # [24]
-    scale: Tensor  # [24]
-    gate: Tensor  # [T, 4], written
-    comb: Tensor  # [T, 4, 4], written
-    hidden_size: int
+    comb: Tensor
     iters: int
-    norm_eps: float
-    hc_eps: float
-
-    def params(self) -> _Mixing:
-        tensors = (self.partial, self.base, self.scale, self.gate, self.comb)
-        assert all(t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
-        assert self.base.shape == self.scale.shape == (24,), self.base.shape
-        pointers = (t.data_ptr() for t in tensors)
-        sizes = (self.partial.shape[1], self.hidden_size, self.iters)
-        return _Mixing(*pointers, *sizes, self.norm_eps, self.hc_eps)
+    eps: float
 
 
 def splits(k: int) -> int:
@@ -123,15 +110,19 @@ class MatVec:
         blocks: int | None = None,
         ahead: Tensor | None = None,
         mixing: Mixing | None = None,
+        late: bool = False,
     ) -> None:
         """`ahead`: a few megabytes that the next kernel reads, brought to the L2 cache meanwhile.
 
-        A "down" reads its tasks before it waits for the launch before it: that must be their "up".
+        `late`: the next kernel starts only when this one has waited, so that it finds what was made before
+        this one. A "down" reads its tasks, and an "up" of a single row its input, before waiting: so "up" is
+        always late, and a launch between the input and it must be.
         """
         device = products[0].x.device
         self.device, self.is_float = device, products[0].x.dtype == torch.float32
         self.keep = (products, tasks, ahead, mixing)  # the launch holds raw pointers into these
-        params = _Params(rows=rows, limit=limit, choices=tasks.choices if tasks else 1)
+        late |= any(product.who == "up" for product in products)
+        params = _Params(rows=rows, limit=limit, late=late, choices=tasks.choices if tasks else 1)
         if tasks:
             params.task_expert, params.task_pairs = tasks.expert.data_ptr(), tasks.pairs.data_ptr()
             params.weights = tasks.weights.data_ptr()
@@ -149,8 +140,8 @@ class MatVec:
             blocks = per * torch.cuda.get_device_properties(device).multi_processor_count
         work = _share([s for s, _ in segments], rows, columns, tasks, blocks - (mixing is not None))
         if mixing is not None:
-            assert rows <= MAX_MIXED, rows
-            params.mixing = mixing.params()
+            assert mixing.comb.is_contiguous() and rows <= MAX_MIXED, (mixing.comb.shape, rows)
+            params.mixing = _Mixing(mixing.comb.data_ptr(), mixing.iters, mixing.eps)
             work.insert(0, (-1, 0, 0, 0))
         self.work = torch.tensor(work, dtype=torch.int32, device=device)
         params.work = self.work.data_ptr()

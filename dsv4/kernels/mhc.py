@@ -121,24 +121,27 @@ def mix_close(
     streams: Tensor,
     weight: Tensor,
     x: Tensor,
+    gate: Tensor | None,
+    comb: Tensor | None,
     norm_eps: float,
     hc_eps: float,
 ) -> None:
-    """What mix_open left in `partial` -> x [T, D]: mhc.pre or mhc.head, then rms_norm.
+    """What mix_open left in `partial` -> x [T, D] (mhc.pre, then rms_norm), gate [T, N], comb [T, N, N].
 
-    base, scale [M] (scale repeated for each mix), weight [D], all float32. What mhc.pre says of the next
-    output is made by a product's launch (matvec.Mixing).
+    base, scale [M] (scale repeated for each mix), weight [D], all float32. gate and comb None: mhc.head.
+    comb is what Sinkhorn's rounds start from; a product's launch does them (matvec.Mixing).
     """
     rows, n, d = streams.shape
     chunks = num_chunks(d)
-    assert n == STREAMS and base.shape == scale.shape and partial.shape == (rows, chunks, WIDTH), (
-        partial.shape
-    )
+    mixes = n if gate is None else 2 * n + n * n
+    assert n == STREAMS and base.shape == scale.shape == (mixes,), (streams.shape, base.shape, scale.shape)
+    assert (gate is None) == (comb is None) and partial.shape == (rows, chunks, WIDTH), partial.shape
     assert d % 8 == 0 and d <= 8192 and chunks <= 256, f"{d} channels"
     if rows:
         call(
             *("mix", "mix_close", x.device),
-            *(pointer(partial), pointer(base), pointer(scale), pointer(streams), pointer(weight), pointer(x)),
+            *(pointer(partial), pointer(base), pointer(scale), pointer(streams), pointer(weight)),
+            *(pointer(x), pointer(gate), pointer(comb)),
             *(rows, d, chunks, ctypes.c_float(norm_eps), ctypes.c_float(hc_eps)),
             int(x.dtype == torch.float32),
         )

@@ -1,11 +1,19 @@
-// The next input of a layer's half: the four streams weighted by their mixes, then normalised. A block is a row.
+// What follows from the streams' sums with `fn`: the next input of a layer's half, which is the four streams weighted and
+// then normalised, by one block per row; by another what weights its output and, but for Sinkhorn's rounds, mixes the streams.
 #include <cuda_bf16.h>
 #include <stdint.h>
 
 #include "mix.cuh"
 
-constexpr int THREADS = 512, WARPS = THREADS / 32;
-constexpr int ITEM = 8, MAX_ITEMS = 2, COLUMNS = 8, MAX_PASSES = 2;   // mhc.py counts on them
+constexpr int THREADS = 512, WARPS = THREADS / 32, SQUARES = STREAMS;
+constexpr int WIDTH = 32;   // columns of `partial`: four mixes that weight the streams, the sum of squares, the other twenty
+constexpr int ITEM = 8, MAX_ITEMS = 2, COLUMNS = 8, MAX_PASSES = 2, MAX_CHUNKS = MAX_PASSES * THREADS / 4;   // mhc.py counts on them
+
+// One over the root of the mean square of `count` numbers.
+__device__ __forceinline__ float inverse_size(float squares, int count, float eps) {
+    return __fdiv_rn(1.f, __fsqrt_rn(__fdiv_rn(squares, (float)count) + eps));
+}
+__device__ __forceinline__ float sigmoid(float v) { return __fdiv_rn(1.f, 1.f + expf(-v)); }
 
 struct Eight { float v[ITEM]; };
 __device__ __forceinline__ Eight read(const __nv_bfloat16* p) {
@@ -36,10 +44,51 @@ __device__ __forceinline__ void write(float* p, const Eight& e) {
 __device__ __forceinline__ float rounded(float v, __nv_bfloat16) { return __bfloat162float(__float2bfloat16_rn(v)); }
 __device__ __forceinline__ float rounded(float v, float) { return v; }
 
+// gate and comb of one row: a warp adds up every WARPS-th chunk, a lane is a column.
+__device__ __forceinline__ void next_output(const float* partial, const float* base, const float* scale, float* gate, float* comb, int d,
+                                            int chunks, float norm_eps, float hc_eps) {
+    __shared__ float parts[WARPS][WIDTH];
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    const bool is_mix = lane > SQUARES && lane <= SQUARES + STREAMS + STREAMS * STREAMS;
+    const float its_scale = is_mix ? __ldg(scale + lane - 1) : 0.f, its_base = is_mix ? __ldg(base + lane - 1) : 0.f;
+    let_next_start();
+    wait_for_earlier();
+    float v[MAX_CHUNKS / WARPS], total = 0.f;
+#pragma unroll
+    for (int i = 0; i < MAX_CHUNKS / WARPS; ++i) {
+        const int chunk = warp + i * WARPS;
+        v[i] = chunk < chunks && (is_mix || lane == SQUARES) ? __ldcg(partial + (size_t)chunk * WIDTH + lane) : 0.f;
+    }
+#pragma unroll
+    for (int i = 0; i < MAX_CHUNKS / WARPS; ++i) total += v[i];
+    parts[warp][lane] = total;
+    __syncthreads();
+    if (warp) return;
+    total = 0.f;
+#pragma unroll
+    for (int i = 0; i < WARPS; ++i) total += parts[i][lane];
+    const float logit = total * inverse_size(__shfl_sync(~0u, total, SQUARES), STREAMS * d, norm_eps) * its_scale + its_base;
+    if (is_mix && lane <= SQUARES + STREAMS) gate[lane - SQUARES - 1] = 2.f * sigmoid(logit);
+    // Lanes 0 to 15 are the matrix, four a row; each row's softmax.
+    float m = __shfl_sync(~0u, logit, (lane + SQUARES + STREAMS + 1) & 31);
+    const float top = fmaxf(fmaxf(m, __shfl_xor_sync(~0u, m, 1)), fmaxf(__shfl_xor_sync(~0u, m, 2), __shfl_xor_sync(~0u, m, 3)));
+    m = expf(m - top);
+    const float pair = m + __shfl_xor_sync(~0u, m, 1);
+    const float sum = pair + __shfl_xor_sync(~0u, pair, 2);
+    if (lane < STREAMS * STREAMS) comb[lane] = __fdiv_rn(m, sum) + hc_eps;
+}
+
 template <typename Act>
 __global__ void __launch_bounds__(THREADS) close_kernel(const float* partial, const float* base, const float* scale, const Act* streams,
-                                                        const float* weight, Act* x, int d, int chunks, float norm_eps, float hc_eps) {
+                                                        const float* weight, Act* x, float* gate, float* comb, int rows, int d, int chunks,
+                                                        float norm_eps, float hc_eps) {
     __shared__ float parts[WARPS][COLUMNS], squares[WARPS];
+    const int row = blockIdx.x % rows;
+    partial += (size_t)row * chunks * WIDTH;
+    if (blockIdx.x >= rows) {
+        next_output(partial, base, scale, gate + row * STREAMS, comb + row * STREAMS * STREAMS, d, chunks, norm_eps, hc_eps);
+        return;
+    }
     const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, column = lane % COLUMNS;
     const float its_scale = column < STREAMS ? __ldg(scale + column) : 0.f, its_base = column < STREAMS ? __ldg(base + column) : 0.f;
     Eight w[MAX_ITEMS], s[MAX_ITEMS][STREAMS];
@@ -48,14 +97,13 @@ __global__ void __launch_bounds__(THREADS) close_kernel(const float* partial, co
         if ((tid + i * THREADS) * ITEM < d) w[i] = read(weight + (tid + i * THREADS) * ITEM);
     let_next_start();
     wait_for_earlier();
-    const int row = blockIdx.x;
     streams += (size_t)row * STREAMS * d;
     // Four threads read the first eight columns of a chunk: the mixes that weight the streams, and the sum of squares.
     float2 two[MAX_PASSES];
 #pragma unroll
     for (int i = 0; i < MAX_PASSES; ++i) {
         const int chunk = tid / 4 + i * (THREADS / 4);
-        const float2* from = reinterpret_cast<const float2*>(partial + ((size_t)row * chunks + chunk) * WIDTH) + tid % 4;
+        const float2* from = reinterpret_cast<const float2*>(partial + (size_t)chunk * WIDTH) + tid % 4;
         two[i] = chunk < chunks && tid % 4 <= SQUARES / 2 ? __ldcg(from) : make_float2(0.f, 0.f);
     }
 #pragma unroll
@@ -112,11 +160,12 @@ __global__ void __launch_bounds__(THREADS) close_kernel(const float* partial, co
 }
 
 extern "C" int dsv4_mix_close(const float* partial, const float* base, const float* scale, const void* streams, const float* weight,
-                              void* x, int rows, int d, int chunks, float norm_eps, float hc_eps, int is_f32, cudaStream_t stream) {
+                              void* x, float* gate, float* comb, int rows, int d, int chunks, float norm_eps, float hc_eps,
+                              int is_f32, cudaStream_t stream) {
     const auto go = [&](auto kernel, auto act) {
         using Act = decltype(act);
-        return launch(kernel, rows, THREADS, 0, 1, stream, partial, base, scale, static_cast<const Act*>(streams), weight,
-                      static_cast<Act*>(x), d, chunks, norm_eps, hc_eps);
+        return launch(kernel, gate ? 2 * rows : rows, THREADS, 0, 1, stream, partial, base, scale, static_cast<const Act*>(streams),
+                      weight, static_cast<Act*>(x), gate, comb, rows, d, chunks, norm_eps, hc_eps);
     };
     return is_f32 ? go(close_kernel<float>, 0.f) : go(close_kernel<__nv_bfloat16>, __nv_bfloat16());
 }

@@ -125,30 +125,31 @@ class Decoder:
         tasks: Tasks | None = None,
         ahead: Tensor | None = None,
         mixing: Mixing | None = None,
+        late: bool = False,
     ) -> None:
         limit = self.config.swiglu_limit
-        planned = MatVec(products, self.buffers.rows, tasks, limit, ahead=ahead, mixing=mixing)
+        planned = MatVec(products, self.buffers.rows, tasks, limit, ahead=ahead, mixing=mixing, late=late)
         self._add(name, planned.launch)
 
     def _site(self, name: str, norm: str, y: Tensor | None) -> Mixing | None:
         """The last site's output goes into the streams; they give the next input, normalised.
 
-        What they say of its output is left to a later launch; None at the head, which has none.
+        How they mix with its output is finished by a later launch; None at the head, which has none.
         """
         b, f, c = self.b, self.buffers, self.config
         scale, n = b.plain(f"{name}_scale"), c.num_streams
         counts = torch.tensor((n, n, n * n)[: len(scale)], device=scale.device)
         fn, base, weight = b.plain(f"{name}_fn"), b.plain(f"{name}_base"), b.plain(norm)
         wide = scale.repeat_interleave(counts)
+        gate, comb = (None, None) if fn.shape[0] == n else (f.gate, f.comb)
         self._add("mhc open", lambda: mhc.mix_open(y, f.gate, f.comb, f.streams, fn, f.partial))
         self._add(
             "mhc close",
-            lambda: mhc.mix_close(f.partial, base, wide, f.streams, weight, f.x, c.norm_eps, c.hc_eps),
+            lambda: mhc.mix_close(
+                f.partial, base, wide, f.streams, weight, f.x, gate, comb, c.norm_eps, c.hc_eps
+            ),
         )
-        if fn.shape[0] == n:
-            return None
-        sizes = (c.hidden_size, c.sinkhorn_iters, c.norm_eps, c.hc_eps)
-        return Mixing(f.partial, base, wide, f.gate, f.comb, *sizes)
+        return Mixing(f.comb, c.sinkhorn_iters, c.hc_eps) if gate is not None else None
 
     def _attention(
         self, name: str, spec: LayerSpec, layer: LayerCache, rope: Rope, mixing: Mixing | None
@@ -171,7 +172,7 @@ class Decoder:
         selects = spec.kind == "csa" and f.selects
         if selects:
             products.append(Product(b.tiled(f"{name}.indexer.weights_proj"), x, f.index_weights))
-        self._product("projections", products, mixing=mixing)
+        self._product("projections", products)
         q_norm, kv_norm = b.plain(f"{name}.q_norm"), b.plain(f"{name}.kv_norm")
         self._add(
             "prepare",
@@ -185,7 +186,7 @@ class Decoder:
         if selects:
             products.append(Product(b.tiled(f"{name}.indexer.wq_b"), f.q_low, f.iq))
         wo_a, wo_b = b.tiled(f"{name}.wo_a"), b.tiled(f"{name}.wo_b")
-        self._product("queries up", products)
+        self._product("queries up", products, mixing=mixing)
         iq = f.iq if selects else None
         self._add("queries", lambda: queries(f.q, iq, rope.cos, rope.sin, f.positions, c.norm_eps))
         if selects:
@@ -266,7 +267,7 @@ class Decoder:
                 Product(b.tiled(f"{name}.gate"), f.x, f.gate_logits),
                 Product(shared.w13, f.x, f.shared_hidden),
             ],
-            mixing=mixing,
+            late=True,  # the experts' launch reads its input before it waits for the router
         )
         table = b.plain(f"{name}.gate.tid2eid") if spec.hash_routed else None
         bias = None if spec.hash_routed else b.plain(f"{name}.gate.bias")
@@ -277,7 +278,7 @@ class Decoder:
                 f.gate_logits, bias, table, f.ids, c.route_scale, is_float, f.chosen, f.tasks
             ),
         )
-        self._product("experts up", [Product(bank.w13, f.x, f.hidden, "up")], f.tasks)
+        self._product("experts up", [Product(bank.w13, f.x, f.hidden, "up")], f.tasks, mixing=mixing)
         last = f.moe[:, c.experts_per_token :]
         self._product(
             "experts down",

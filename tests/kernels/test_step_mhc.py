@@ -62,20 +62,20 @@ def test_open(rows: int, d: int, parts: int, dtype: torch.dtype) -> None:
         check(sums[:, columns].float(), (made @ fn.double().t()).float(), "mixes", share=1e-6)
 
 
-def mixed(
-    partial: Tensor, base: Tensor, scale: Tensor, d: int, dtype: torch.dtype = torch.bfloat16
-) -> tuple[Tensor, Tensor]:
-    """gate and comb, made beside a small product, which must come out as without."""
-    rows = len(partial)
-    weight = tile(encode_weight(rand(48, 64, seed=8).cuda(), Format.NVFP4))
-    x = rand(rows, 64, seed=9, dtype=dtype).cuda()
-    y, alone = blank(rows, 48, dtype=dtype), blank(rows, 48, dtype=dtype)
-    g, c = blank(rows, N), blank(rows, N, N)
-    mixing = Mixing(partial, there(base), there(scale), g, c, d, ITERS, EPS, HC_EPS)
-    MatVec([Product(weight, x, y)], rows, mixing=mixing).launch()
-    MatVec([Product(weight, x, alone)], rows).launch()
+def close(
+    partial: Tensor, base: Tensor, scale: Tensor, streams: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x, gate and comb; Sinkhorn's rounds beside a small product, which must come out as without."""
+    rows, _, d = streams.shape
+    x, g, c = blank(rows, d, dtype=streams.dtype), blank(rows, N), blank(rows, N, N)
+    mhc.mix_close(partial, there(base), there(scale), streams, there(weight), x, g, c, EPS, HC_EPS)
+    w = tile(encode_weight(rand(48, 64, seed=8).cuda(), Format.NVFP4))
+    small = rand(rows, 64, seed=9, dtype=streams.dtype).cuda()
+    y, alone = blank(rows, 48, dtype=streams.dtype), blank(rows, 48, dtype=streams.dtype)
+    MatVec([Product(w, small, y)], rows, mixing=Mixing(c, ITERS, HC_EPS)).launch()
+    MatVec([Product(w, small, alone)], rows).launch()
     assert torch.equal(y, alone)
-    return g, c
+    return x, g, c
 
 
 @on_gpu
@@ -87,9 +87,7 @@ def test_site(rows: int, d: int, parts: int, dtype: torch.dtype) -> None:
     fn, base, scale = site(d, M)
     held, partial = there(streams), blank(rows, mhc.num_chunks(d), mhc.WIDTH)
     mhc.mix_open(there(y), there(gate), there(comb), held, there(fn), partial)
-    x = blank(rows, d, dtype=dtype)
-    mhc.mix_close(partial, there(base), there(scale), held, there(weight), x, EPS, HC_EPS)
-    g, c = mixed(partial, base, scale, d, dtype)
+    x, g, c = close(partial, base, scale, held, weight)
     want = ref.pre(held.cpu(), fn.t().contiguous(), base, scale, EPS, HC_EPS, ITERS)
     check(x, rms_norm(want[0], weight, EPS), "x", ulps=3, share=1e-5)
     check(g, want[1], "gate", ulps=8, share=1e-5)
@@ -105,7 +103,7 @@ def test_head(rows: int, d: int, parts: int, dtype: torch.dtype) -> None:
     held, partial = there(streams), blank(rows, mhc.num_chunks(d), mhc.WIDTH)
     x = blank(rows, d, dtype=dtype)
     mhc.mix_open(None, None, None, held, there(fn), partial)
-    mhc.mix_close(partial, there(base), there(scale), held, there(weight), x, EPS, HC_EPS)
+    mhc.mix_close(partial, there(base), there(scale), held, there(weight), x, None, None, EPS, HC_EPS)
     want = ref.head(streams, fn.t().contiguous(), base, scale, EPS, HC_EPS)
     check(x, rms_norm(want, weight, EPS), "x", ulps=3, share=1e-5)
 
@@ -113,12 +111,12 @@ def test_head(rows: int, d: int, parts: int, dtype: torch.dtype) -> None:
 @on_gpu
 def test_extreme_logits() -> None:
     """Sinkhorn of a matrix far from even, and shares at both ends."""
-    streams = rand(2, N, 64, seed=3)
+    streams, weight = rand(2, N, 64, seed=3), rand(64, seed=4)
     fn, base, scale = site(64, M)
     base = base * 30
     held, partial = there(streams), blank(2, mhc.num_chunks(64), mhc.WIDTH)
     mhc.mix_open(None, None, None, held, there(fn), partial)
-    g, c = mixed(partial, base, scale, 64)
+    _, g, c = close(partial, base, scale, held, weight)
     want = ref.pre(streams, fn.t().contiguous(), base, scale, EPS, HC_EPS, ITERS)
     check(g, want[1], "gate", ulps=64, share=1e-5)
     check(c, want[2], "comb", ulps=64, share=2e-5)
@@ -136,9 +134,8 @@ def test_row_alone(rows: int) -> None:
     for part in (slice(None), slice(one, one + 1)):
         held = there(streams[part])
         count = len(held)
-        partial, x = blank(count, mhc.num_chunks(d), mhc.WIDTH), blank(count, d, dtype=act)
+        partial = blank(count, mhc.num_chunks(d), mhc.WIDTH)
         mhc.mix_open(there(y[part]), there(gate[part]), there(comb[part]), held, there(fn), partial)
-        mhc.mix_close(partial, there(base), there(scale), held, there(weight), x, EPS, HC_EPS)
-        found.append((held, x, *mixed(partial, base, scale, d)))
+        found.append((held, *close(partial, base, scale, held, weight)))
     for all_rows, alone in zip(*found, strict=True):
         assert torch.equal(all_rows[one : one + 1], alone)
