@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4.kernels.numbers import (
-    OVERLAPPED,
     e4m3_decode,
+    launch,
     let_next_start,
     power,
     product,
@@ -41,10 +41,11 @@ def num_chunks(act: torch.dtype, window: int, max_entries: int) -> int:
 
 
 @triton.jit
-def _fetch(data_ptr, rope_ptr, scale_ptr, row, seen, NOPE: tl.constexpr, SIZE: tl.constexpr,  # type: ignore[no-untyped-def]
-           ROPE: tl.constexpr, ROPE_SIZE: tl.constexpr, ROW: tl.constexpr, ROPE_ROW: tl.constexpr,
-           SCALES: tl.constexpr):  # fmt: skip
-    """KV8 rows [KEYS] -> codes [KEYS, SIZE / 64, 64], scales, rotary [KEYS, ROPE_SIZE]; 0 where unseen."""
+def _decode(data_ptr, rope_ptr, scale_ptr, row, seen, NOPE: tl.constexpr, SIZE: tl.constexpr,  # type: ignore[no-untyped-def]
+            ROPE: tl.constexpr, ROPE_SIZE: tl.constexpr, ROW: tl.constexpr, ROPE_ROW: tl.constexpr,
+            SCALES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
+    """KV8 rows [KEYS] -> [KEYS, SIZE] and rotary [KEYS, ROPE_SIZE] in the compute type, zero where unseen."""
+    act: tl.constexpr = rope_ptr.dtype.element_ty
     block = tl.arange(0, SIZE // 64)
     c = block[:, None] * 64 + tl.arange(0, 64)[None, :]
     at = row[:, None, None] * ROW + c[None, :, :]
@@ -54,7 +55,9 @@ def _fetch(data_ptr, rope_ptr, scale_ptr, row, seen, NOPE: tl.constexpr, SIZE: t
     r = tl.arange(0, ROPE_SIZE)
     inside = seen[:, None] & (r < ROPE)[None, :]
     turned = tl.load(rope_ptr + row[:, None] * ROPE_ROW + r[None, :], mask=inside, other=0.0)
-    return code, scale, turned
+    # A code times its scale is exact in the compute type.
+    key = (e4m3_decode(code) * power(scale.to(tl.int32))[:, :, None]).to(act)
+    return tl.reshape(key, (KEYS, SIZE)), turned
 
 
 @triton.jit
@@ -76,13 +79,12 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
         j = pos - (WINDOW - 1) + place
         seen = (place < WINDOW) & (j >= 0)
         key_row = slot * RING + tl.maximum(j, 0) % RING
-        code, scale, turned = _fetch(ring_ptr, ring_rope_ptr, ring_scale_ptr, key_row, seen, nope, SIZE, ROPE,
-                                     ROPE_SIZE, ROW, ROPE_ROW, SCALES)  # fmt: skip
+        key, turned = _decode(ring_ptr, ring_rope_ptr, ring_scale_ptr, key_row, seen, nope, SIZE, ROPE,
+                              ROPE_SIZE, ROW, ROPE_ROW, SCALES, KEYS)  # fmt: skip
         wait_for_earlier()
     elif entries_ptr is None:
         seen = place < 0
-        code, scale = tl.zeros([KEYS, SIZE // 64, 64], tl.uint8), tl.zeros([KEYS, SIZE // 64], tl.uint8)
-        turned = tl.zeros([KEYS, ROPE_SIZE], act)
+        key, turned = tl.zeros([KEYS, SIZE], act), tl.zeros([KEYS, ROPE_SIZE], act)
         wait_for_earlier()
     else:
         entry = place - near * KEYS
@@ -94,8 +96,8 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
             seen = entry < (pos + 1) // RATIO
             page = tl.load(page_table_ptr + slot * pages + entry // PAGE, mask=seen, other=0).to(tl.int64)
             key_row = page * PAGE + entry % PAGE
-        code, scale, turned = _fetch(entries_ptr, entries_rope_ptr, entries_scale_ptr, key_row, seen, nope,
-                                     SIZE, ROPE, ROPE_SIZE, ROW, ROPE_ROW, SCALES)  # fmt: skip
+        key, turned = _decode(entries_ptr, entries_rope_ptr, entries_scale_ptr, key_row, seen, nope, SIZE,
+                              ROPE, ROPE_SIZE, ROW, ROPE_ROW, SCALES, KEYS)  # fmt: skip
         if rows_ptr is None:
             wait_for_earlier()
 
@@ -106,9 +108,6 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
         q = q_ptr + (row * H + h)[:, None] * D
         q_key = tl.load(q + c[None, :], mask=(h < H)[:, None] & (c < nope)[None, :], other=0.0)
         q_turned = tl.load(q + nope + r[None, :], mask=(h < H)[:, None] & (r < ROPE)[None, :], other=0.0)
-        # A code times its scale is exact in the compute type.
-        key = (e4m3_decode(code) * power(scale.to(tl.int32))[:, :, None]).to(act)
-        key = tl.reshape(key, (KEYS, SIZE))
         score = (product(q_key, tl.trans(key)) + product(q_turned, tl.trans(turned))) * factor
         score = tl.where(seen[None, :], score, -float("inf"))
         peak = tl.max(score, 1)
@@ -159,7 +158,9 @@ def attend(
     if entries is not None:
         of_entries = [entries.data, rope_part(entries, q.dtype), entries.scale]
     if tokens:
-        _attend_kernel[(chunks, triton.cdiv(h, HEADS), tokens)](
+        launch(
+            _attend_kernel,
+            (chunks, triton.cdiv(h, HEADS), tokens),
             *(q, ring.data, rope_part(ring, q.dtype), ring.scale, *of_entries),
             *(rows, None if rows is None else rows.shape[1]),
             *(page_table, None if page_table is None else page_table.stride(0)),
@@ -169,7 +170,6 @@ def attend(
             **{"ROPE_ROW": ring.data.shape[1] // q.dtype.itemsize, "SCALES": ring.scale.shape[1]},
             **{"RING": ring_rows, "WINDOW": window, "RATIO": ratio, "PAGE": page_entries, "KEYS": keys},
             num_warps=8,
-            **OVERLAPPED,
         )
 
 
@@ -214,10 +214,11 @@ def combine(
     assert out.numel() == tokens * h * d and out.is_contiguous(), out.shape
     block = min(CHANNELS, triton.next_power_of_2(d))
     if tokens:
-        _combine_kernel[(triton.cdiv(d, block), h, tokens)](
+        launch(
+            _combine_kernel,
+            (triton.cdiv(d, block), h, tokens),
             *(part_o, part_ml, sinks, cos, sin, positions, out, chunks),
             **{"H": h, "D": d, "HALF": cos.shape[1], "CP": triton.next_power_of_2(chunks)},
             **{"BLOCK": block, "MERGED": MERGED},
             num_warps=2,
-            **OVERLAPPED,
         )

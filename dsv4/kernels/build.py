@@ -78,3 +78,16 @@ def call(name: str, function: str, device: torch.device, *arguments: Any) -> Non
     code = getattr(loaded, f"dsv4_{function}")(*arguments, stream)
     if code:
         raise DeviceError(f"the kernel {function} could not be launched: {loaded.dsv4_error(code).decode()}")
+
+
+@cache
+def keep_shared_memory(function: int) -> None:
+    """Let a compiled kernel leave each multiprocessor's memory divided as the products of a step want it.
+
+    Otherwise a small kernel's blocks turn shared memory into cache, and while one of them stays, no block of
+    the product after it fits, however early that is launched.
+    """
+    carveout, all_of_it = 9, 100  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, percent
+    code = ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(function), carveout, all_of_it)
+    if code:
+        raise DeviceError(f"the driver refused a kernel's share of shared memory: CUDA error {code}")

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.kernels.numbers import OVERLAPPED, let_next_start, power, product, wait_for_earlier
+from dsv4.kernels.numbers import launch, let_next_start, power, product, wait_for_earlier
 from dsv4.quant.formats import Format, QuantTensor
 
 KEYS = 128  # keys a program scores at a time
@@ -97,11 +97,12 @@ def scores(
     assert keys.format is Format.MXFP4 and keys.scale is not None and keys.shape[1] == di, keys.shape
     assert iq.is_contiguous() and weights.shape == (rows, heads) and out.stride(1) == 1
     if rows and out.shape[1]:
-        _scores_kernel[(min(triton.cdiv(out.shape[1], KEYS), MAX_PROGRAMS), rows)](
+        launch(
+            _scores_kernel,
+            (min(triton.cdiv(out.shape[1], KEYS), MAX_PROGRAMS), rows),
             *(iq, weights, keys.data, keys.scale, page_table, slots, positions, out),
             *(page_table.stride(0), out.stride(0), factor),
             **{"RATIO": ratio, "PAGE": page_entries, "HI": heads},
             **{"HEADS": max(16, triton.next_power_of_2(heads)), "DI": di, "BLOCK": KEYS, "LIFT": LIFT},
             num_warps=4,
-            **OVERLAPPED,
         )

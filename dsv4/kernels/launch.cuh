@@ -10,8 +10,9 @@ __device__ __forceinline__ void wait_for_earlier() { asm volatile("griddepcontro
 template <typename... Parameters, typename... Arguments>
 static int launch(void (*kernel)(Parameters...), int blocks, int threads, int shared_bytes, int cluster, cudaStream_t stream,
                   Arguments... arguments) {
-    cudaError_t error = cudaSuccess;
-    if (shared_bytes > 48 * 1024)
+    // As build.py's keep_shared_memory, for the same reason.
+    cudaError_t error = cudaFuncSetAttribute((const void*)kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+    if (error == cudaSuccess && shared_bytes > 48 * 1024)
         error = cudaFuncSetAttribute((const void*)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     if (error != cudaSuccess) return (int)error;
     cudaLaunchAttribute attributes[2];

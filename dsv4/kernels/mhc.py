@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4.kernels.build import call, pointer
-from dsv4.kernels.numbers import OVERLAPPED, let_next_start, rounded, to_act, wait_for_earlier
+from dsv4.kernels.numbers import launch, let_next_start, rounded, to_act, wait_for_earlier
 
 STREAMS = 4
 CHUNK = 32  # channels of each stream per program of mix_open
@@ -45,7 +45,7 @@ def embed(ids: Tensor, table: Tensor, streams: Tensor) -> None:
     rows, n, d = streams.shape
     assert table.shape[1] == d and ids.shape == (rows,), (table.shape, ids.shape, streams.shape)
     if rows:
-        _embed_kernel[(triton.cdiv(d, 1024), rows)](ids, table, streams, D=d, N=n, BLOCK=1024, **OVERLAPPED)
+        launch(_embed_kernel, (triton.cdiv(d, 1024), rows), ids, table, streams, D=d, N=n, BLOCK=1024)
 
 
 # One kernel for every T: a row's result must not depend on it.
@@ -105,12 +105,13 @@ def mix_open(
     assert y is None or (gate is not None and comb is not None and y.shape[::2] == (rows, d)), y.shape
     assert streams.is_contiguous() and fn.is_contiguous() and (y is None or y.is_contiguous())
     if rows:
-        _open_kernel[(num_chunks(d), min(rows, MAX_ROWS))](
+        launch(
+            _open_kernel,
+            (num_chunks(d), min(rows, MAX_ROWS)),
             *(y, gate, comb, streams, fn, partial, rows),
             **{"D": d, "N": n, "M": mixes, "MP": triton.next_power_of_2(mixes)},
             **{"P": 0 if y is None else y.shape[1], "C": num_chunks(d), "CHUNK": CHUNK, "WIDTH": WIDTH},
             num_warps=4,
-            **OVERLAPPED,
         )
 
 

@@ -9,12 +9,22 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dsv4.kernels.build import keep_shared_memory
+
 # Triton's interpreter truncates casts to bfloat16 and multiplies the bits of bfloat16 operands.
 INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 F32_MAX: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 
-# A kernel of a step is launched while the one before it still runs; each calls both functions below, once.
-OVERLAPPED: dict[str, Any] = {} if triton.knobs.runtime.interpret else {"launch_pdl": True}
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """A Triton kernel of a step, which may start while the one before it still runs.
+
+    Each calls let_next_start and wait_for_earlier, once.
+    """
+    overlap = {} if triton.knobs.runtime.interpret else {"launch_pdl": True}
+    compiled = kernel[grid](*arguments, **options, **overlap)
+    if compiled is not None:
+        keep_shared_memory(compiled.function)
 
 
 @triton.jit

@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4.kernels.numbers import (
-    OVERLAPPED,
     channels,
     e2m1_decode,
     hadamard,
+    launch,
     let_next_start,
     mxfp4_blocks,
     norm,
@@ -242,7 +242,9 @@ def prepare(
     di = 0 if keys is None else keys.norm.shape[0]
     assert di == 0 or (di >= max(32, rope) and di & (di - 1) == 0), f"index keys of {di} channels"
     if rows:
-        _prepare_kernel[(2 + (entries is not None) + (keys is not None), rows)](
+        launch(
+            _prepare_kernel,
+            (2 + (entries is not None) + (keys is not None), rows),
             *(q_low, q_low.stride(0), q_norm, q_low_out, kv, kv.stride(0), kv_norm),
             *(ring.data, rope_part(ring, act), ring.scale, cos, sin, slots, positions, eps),
             *(page_table, None if page_table is None else page_table.stride(0)),
@@ -258,7 +260,6 @@ def prepare(
             **{"ITAIL": 0 if keys is None else keys.tail_values.shape[1]},
             **{"BLOCK": min(MAX_BLOCK, triton.next_power_of_2(max(1, ratio * m - 1)))},
             num_warps=8,
-            **OVERLAPPED,
         )
 
 
@@ -297,10 +298,11 @@ def queries(q: Tensor, iq: Tensor | None, cos: Tensor, sin: Tensor, positions: T
     assert q.is_contiguous() and (iq is None or iq.is_contiguous())
     assert di == 0 or (di >= max(32, 2 * cos.shape[1]) and di & (di - 1) == 0), f"{di} index channels"
     if rows:
-        _queries_kernel[(h + hi, rows)](
+        launch(
+            _queries_kernel,
+            (h + hi, rows),
             *(q, iq, cos, sin, positions, eps),
             **{"H": h, "D": d, "SIZE": triton.next_power_of_2(d), "HI": hi, "DI": di},
             **{"STEPS": max(di.bit_length() - 1, 0), "HALF": cos.shape[1]},
             num_warps=1,
-            **OVERLAPPED,
         )
