@@ -26,7 +26,7 @@ from dsv4.kernels.prepare import rope_part
 from dsv4.quant.formats import QuantTensor
 
 HEADS = 16  # of one program: the smallest product of the tensor cores
-CHANNELS = 128  # of one program of combine
+CHANNELS = 512  # of one program of combine: few programs leave room for the product after it
 MERGED = 8  # chunks that combine reads at a time
 
 
@@ -41,11 +41,10 @@ def num_chunks(act: torch.dtype, window: int, max_entries: int) -> int:
 
 
 @triton.jit
-def _decode(data_ptr, rope_ptr, scale_ptr, row, seen, NOPE: tl.constexpr, SIZE: tl.constexpr,  # type: ignore[no-untyped-def]
-            ROPE: tl.constexpr, ROPE_SIZE: tl.constexpr, ROW: tl.constexpr, ROPE_ROW: tl.constexpr,
-            SCALES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
-    """KV8 rows [KEYS] -> [KEYS, SIZE] and rotary [KEYS, ROPE_SIZE] in the compute type, zero where unseen."""
-    act: tl.constexpr = rope_ptr.dtype.element_ty
+def _fetch(data_ptr, rope_ptr, scale_ptr, row, seen, NOPE: tl.constexpr, SIZE: tl.constexpr,  # type: ignore[no-untyped-def]
+           ROPE: tl.constexpr, ROPE_SIZE: tl.constexpr, ROW: tl.constexpr, ROPE_ROW: tl.constexpr,
+           SCALES: tl.constexpr):  # fmt: skip
+    """KV8 rows [KEYS] -> codes [KEYS, SIZE / 64, 64], scales, rotary [KEYS, ROPE_SIZE]; 0 where unseen."""
     block = tl.arange(0, SIZE // 64)
     c = block[:, None] * 64 + tl.arange(0, 64)[None, :]
     at = row[:, None, None] * ROW + c[None, :, :]
@@ -55,9 +54,7 @@ def _decode(data_ptr, rope_ptr, scale_ptr, row, seen, NOPE: tl.constexpr, SIZE: 
     r = tl.arange(0, ROPE_SIZE)
     inside = seen[:, None] & (r < ROPE)[None, :]
     turned = tl.load(rope_ptr + row[:, None] * ROPE_ROW + r[None, :], mask=inside, other=0.0)
-    # A code times its scale is exact in the compute type.
-    key = (e4m3_decode(code) * power(scale.to(tl.int32))[:, :, None]).to(act)
-    return tl.reshape(key, (KEYS, SIZE)), turned
+    return code, scale, turned
 
 
 @triton.jit
@@ -79,12 +76,13 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
         j = pos - (WINDOW - 1) + place
         seen = (place < WINDOW) & (j >= 0)
         key_row = slot * RING + tl.maximum(j, 0) % RING
-        key, turned = _decode(ring_ptr, ring_rope_ptr, ring_scale_ptr, key_row, seen, nope, SIZE, ROPE,
-                              ROPE_SIZE, ROW, ROPE_ROW, SCALES, KEYS)  # fmt: skip
+        code, scale, turned = _fetch(ring_ptr, ring_rope_ptr, ring_scale_ptr, key_row, seen, nope, SIZE, ROPE,
+                                     ROPE_SIZE, ROW, ROPE_ROW, SCALES)  # fmt: skip
         wait_for_earlier()
     elif entries_ptr is None:
         seen = place < 0
-        key, turned = tl.zeros([KEYS, SIZE], act), tl.zeros([KEYS, ROPE_SIZE], act)
+        code, scale = tl.zeros([KEYS, SIZE // 64, 64], tl.uint8), tl.zeros([KEYS, SIZE // 64], tl.uint8)
+        turned = tl.zeros([KEYS, ROPE_SIZE], act)
         wait_for_earlier()
     else:
         entry = place - near * KEYS
@@ -96,8 +94,8 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
             seen = entry < (pos + 1) // RATIO
             page = tl.load(page_table_ptr + slot * pages + entry // PAGE, mask=seen, other=0).to(tl.int64)
             key_row = page * PAGE + entry % PAGE
-        key, turned = _decode(entries_ptr, entries_rope_ptr, entries_scale_ptr, key_row, seen, nope, SIZE,
-                              ROPE, ROPE_SIZE, ROW, ROPE_ROW, SCALES, KEYS)  # fmt: skip
+        code, scale, turned = _fetch(entries_ptr, entries_rope_ptr, entries_scale_ptr, key_row, seen, nope,
+                                     SIZE, ROPE, ROPE_SIZE, ROW, ROPE_ROW, SCALES)  # fmt: skip
         if rows_ptr is None:
             wait_for_earlier()
 
@@ -108,6 +106,9 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
         q = q_ptr + (row * H + h)[:, None] * D
         q_key = tl.load(q + c[None, :], mask=(h < H)[:, None] & (c < nope)[None, :], other=0.0)
         q_turned = tl.load(q + nope + r[None, :], mask=(h < H)[:, None] & (r < ROPE)[None, :], other=0.0)
+        # A code times its scale is exact in the compute type. Decoding before the wait took longer.
+        key = (e4m3_decode(code) * power(scale.to(tl.int32))[:, :, None]).to(act)
+        key = tl.reshape(key, (KEYS, SIZE))
         score = (product(q_key, tl.trans(key)) + product(q_turned, tl.trans(turned))) * factor
         score = tl.where(seen[None, :], score, -float("inf"))
         peak = tl.max(score, 1)
@@ -220,5 +221,5 @@ def combine(
             *(part_o, part_ml, sinks, cos, sin, positions, out, chunks),
             **{"H": h, "D": d, "HALF": cos.shape[1], "CP": triton.next_power_of_2(chunks)},
             **{"BLOCK": block, "MERGED": MERGED},
-            num_warps=2,
+            num_warps=4,
         )

@@ -134,7 +134,112 @@ __global__ void __launch_bounds__(512) route_kernel(
 
 // The `topk` largest of a row's first `count` scores, the lower index on a tie, in rising order; -1 beyond. With a
 // page table, places in the pool instead of entry numbers. The key of the last one taken is found two bits at a time
-// by counting; a row is shared by a cluster of blocks, each with its part of the keys in shared memory.
+// by counting.
+struct Choice {
+    const float* scores;        // [rows][stride]
+    int64_t stride;
+    const int* counts;          // [rows], or null: by position and ratio
+    const int64_t* positions;   // [rows]
+    int ratio;
+    const int* page_table;      // [slots][pages], or null
+    const int64_t* slots;       // [rows]
+    int pages, page_entries, topk;
+    int* out;                   // [rows][topk]
+
+    __device__ __forceinline__ int count(int row) const { return counts ? counts[row] : (int)((positions[row] + 1) / ratio); }
+    __device__ __forceinline__ const int* pages_of(int row) const { return page_table ? page_table + slots[row] * pages : nullptr; }
+    __device__ __forceinline__ int place(const int* table, int entry) const {
+        return table ? table[entry / page_entries] * page_entries + entry % page_entries : entry;
+    }
+};
+
+// A row of few entries is one block's: a warp has KEYS * 32 of them in a row, a lane KEYS of those in registers.
+template <int WARPS, int KEYS>
+__global__ void __launch_bounds__(WARPS * 32) select_few_kernel(const Choice p) {
+    constexpr int PAGES = 256;   // of a row, held in shared memory if no more
+    __shared__ uint2 tallies[2][WARPS];
+    __shared__ int table[PAGES];
+    let_next_start();
+    const int row = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, start = warp * KEYS * 32 + lane;
+    const int count = p.count(row), topk = p.topk;
+    const int* pages = p.pages_of(row);
+    if (pages && p.pages <= PAGES) {
+        for (int i = threadIdx.x; i < p.pages; i += WARPS * 32) table[i] = pages[i];
+        pages = table;
+    }
+    int* to = p.out + (size_t)row * topk;
+    wait_for_earlier();
+    __syncthreads();
+    if (count <= topk) {
+        for (int i = threadIdx.x; i < topk; i += WARPS * 32) to[i] = i < count ? p.place(pages, i) : -1;
+        return;
+    }
+    uint32_t key[KEYS];   // 0, below every score's, beyond the last
+#pragma unroll
+    for (int i = 0; i < KEYS; ++i) key[i] = start + i * 32 < count ? __float_as_uint(__ldcg(p.scores + row * p.stride + start + i * 32)) : 0;
+#pragma unroll
+    for (int i = 0; i < KEYS; ++i) key[i] = start + i * 32 < count ? max(order(__uint_as_float(key[i])), 1u) : 0;
+    // Sums over the block of two numbers that fit 16 bits, and a third.
+    int turn = 0;
+    const auto everywhere = [&](uint32_t two, uint32_t third) {
+        two = __reduce_add_sync(~0u, two);
+        third = __reduce_add_sync(~0u, third);
+        if (lane == 0) tallies[turn & 1][warp] = make_uint2(two, third);
+        __syncthreads();
+        uint2 total = make_uint2(0, 0);
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) {
+            const uint2 of = tallies[turn & 1][w];
+            total.x += of.x; total.y += of.y;
+        }
+        ++turn;
+        return total;
+    };
+    uint32_t prefix = 0;
+    for (int digit = 0; digit < 16; ++digit) {
+        const int shift = 30 - 2 * digit;
+        const uint32_t one = prefix | 1u << shift, two = prefix | 2u << shift, three = prefix | 3u << shift;
+        uint32_t low = 0, high = 0;
+#pragma unroll
+        for (int i = 0; i < KEYS; ++i) { low += (key[i] >= one) + ((key[i] >= two) << 16); high += key[i] >= three; }
+        const uint2 tally = everywhere(low, high);
+        const uint32_t t1 = tally.x & 0xFFFF, t2 = tally.x >> 16, t3 = tally.y;
+        const uint32_t reached = t3 >= topk ? t3 : t2 >= topk ? t2 : t1;
+        if (t3 >= topk) prefix = three;
+        else if (t2 >= topk) prefix = two;
+        else if (t1 >= topk) prefix = one;
+        else continue;
+        if (reached == topk) { --prefix; break; }   // exactly the wanted ones are larger than prefix - 1
+    }
+    // prefix is now the key of the last one taken, or less than that of any wanted one.
+    uint32_t mine = 0;   // of this warp: larger ones, and from bit 16 on equal ones
+#pragma unroll
+    for (int i = 0; i < KEYS; ++i) mine += (key[i] > prefix) + ((key[i] == prefix) << 16);
+    mine = __reduce_add_sync(~0u, mine);
+    if (lane == 0) tallies[turn & 1][warp].x = mine;
+    __syncthreads();
+    uint32_t before = 0, all = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+        const uint32_t of = tallies[turn & 1][w].x;
+        before += w < warp ? of : 0;
+        all += of;
+    }
+    const uint32_t need = topk - (all & 0xFFFF), below = (1u << lane) - 1;   // of those equal to it, the first so many
+    uint32_t larger = before & 0xFFFF, equal = before >> 16;
+#pragma unroll
+    for (int i = 0; i < KEYS; ++i) {
+        const uint32_t more = __ballot_sync(~0u, key[i] > prefix), same = __ballot_sync(~0u, key[i] == prefix);
+        const uint32_t rank = larger + __popc(more & below), ties = equal + __popc(same & below);
+        if (more >> lane & 1) to[rank + min(ties, need)] = p.place(pages, start + i * 32);
+        else if ((same >> lane & 1) && ties < need) to[rank + ties] = p.place(pages, start + i * 32);
+        larger += __popc(more);
+        equal += __popc(same);
+    }
+}
+
+// A long row is shared by a cluster of blocks, each with its part of the keys in shared memory.
+constexpr int CLUSTER = 8, THREADS = 1024;
 
 __device__ __forceinline__ uint32_t in_block(const void* p, int block) {   // the same place in another block's shared memory
     uint32_t address;
@@ -149,30 +254,25 @@ __device__ __forceinline__ uint32_t read_in(uint32_t address) {
     asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
     return v;
 }
-template <int BLOCKS> __device__ __forceinline__ void all_sync() {
-    if constexpr (BLOCKS == 1) __syncthreads();
-    else asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+__device__ __forceinline__ void all_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-template <int BLOCKS, int THREADS>
-__global__ void __launch_bounds__(THREADS) select_kernel(
-    const float* scores, int64_t stride, const int* counts, const int64_t* positions, int ratio,
-    const int* page_table, const int64_t* slots, int pages, int page_entries, int topk, int* out) {
+__global__ void __launch_bounds__(THREADS) select_many_kernel(const Choice p) {
     extern __shared__ uint32_t keys[];
-    __shared__ uint32_t tallies[16][3], parts[BLOCKS][2], warp_sum[32];
+    __shared__ uint32_t tallies[16][3], parts[CLUSTER][2], warp_sum[32];
     let_next_start();
-    const int row = blockIdx.x / BLOCKS, block = blockIdx.x % BLOCKS, tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
-    const float* s = scores + row * stride;
-    int* to = out + (size_t)row * topk;
-    const int count = counts ? counts[row] : (int)((positions[row] + 1) / ratio);
-    const int* pages_of = page_table ? page_table + slots[row] * pages : nullptr;
-    const auto place = [&](int entry) { return pages_of ? pages_of[entry / page_entries] * page_entries + entry % page_entries : entry; };
+    const int row = blockIdx.x / CLUSTER, block = blockIdx.x % CLUSTER, tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
+    const float* s = p.scores + row * p.stride;
+    const int count = p.count(row), topk = p.topk;
+    const int* pages = p.pages_of(row);
+    int* to = p.out + (size_t)row * topk;
     wait_for_earlier();
     if (count <= topk) {   // the same for all blocks of the row
-        for (int i = block * THREADS + tid; i < topk; i += THREADS * BLOCKS) to[i] = i < count ? place(i) : -1;
+        for (int i = block * THREADS + tid; i < topk; i += THREADS * CLUSTER) to[i] = i < count ? p.place(pages, i) : -1;
         return;
     }
-    const int each = (count + BLOCKS - 1) / BLOCKS, start = min(block * each, count), mine = min(each, count - start);
+    const int each = (count + CLUSTER - 1) / CLUSTER, start = min(block * each, count), mine = min(each, count - start);
     for (int first = tid; first < mine; first += THREADS * 8) {
         float v[8];   // eight loads at once: one at a time would wait for each
 #pragma unroll
@@ -182,7 +282,7 @@ __global__ void __launch_bounds__(THREADS) select_kernel(
             if (first + i * THREADS < mine) keys[first + i * THREADS] = order(v[i]);
     }
     if (tid < 48) tallies[tid / 3][tid % 3] = 0;
-    all_sync<BLOCKS>();
+    all_sync();
     uint32_t prefix = 0;
     for (int digit = 0; digit < 16; ++digit) {
         const int shift = 30 - 2 * digit;
@@ -195,10 +295,9 @@ __global__ void __launch_bounds__(THREADS) select_kernel(
         n1 = __reduce_add_sync(~0u, n1); n2 = __reduce_add_sync(~0u, n2); n3 = __reduce_add_sync(~0u, n3);
         if (lane < 3) {
             const uint32_t n = lane == 0 ? n1 : lane == 1 ? n2 : n3;
-            if constexpr (BLOCKS == 1) atomicAdd(&tallies[digit][lane], n);
-            else for (int b = 0; b < BLOCKS; ++b) add_in(in_block(&tallies[digit][lane], b), n);
+            for (int b = 0; b < CLUSTER; ++b) add_in(in_block(&tallies[digit][lane], b), n);
         }
-        all_sync<BLOCKS>();
+        all_sync();
         const volatile uint32_t* tally = tallies[digit];
         const uint32_t t3 = tally[2], t2 = tally[1], t1 = tally[0];
         const uint32_t reached = t3 >= topk ? t3 : t2 >= topk ? t2 : t1;
@@ -212,16 +311,14 @@ __global__ void __launch_bounds__(THREADS) select_kernel(
     uint32_t larger = 0, equal = 0;
     for (int i = tid; i < mine; i += THREADS) { larger += keys[i] > prefix; equal += keys[i] == prefix; }
     larger = __reduce_add_sync(~0u, larger); equal = __reduce_add_sync(~0u, equal);
-    if (tid < 2 * BLOCKS) parts[tid >> 1][tid & 1] = 0;
-    all_sync<BLOCKS>();
-    if (lane < 2) {
-        if constexpr (BLOCKS == 1) atomicAdd(&parts[0][lane], lane ? equal : larger);
-        else for (int b = 0; b < BLOCKS; ++b) add_in(in_block(&parts[block][lane], b), lane ? equal : larger);
-    }
-    all_sync<BLOCKS>();
+    if (tid < 2 * CLUSTER) parts[tid >> 1][tid & 1] = 0;
+    all_sync();
+    if (lane < 2)
+        for (int b = 0; b < CLUSTER; ++b) add_in(in_block(&parts[block][lane], b), lane ? equal : larger);
+    all_sync();
     uint32_t total = 0;
     larger = equal = 0;
-    for (int b = 0; b < BLOCKS; ++b) {
+    for (int b = 0; b < CLUSTER; ++b) {
         total += parts[b][0];
         if (b < block) { larger += parts[b][0]; equal += parts[b][1]; }
     }
@@ -240,8 +337,8 @@ __global__ void __launch_bounds__(THREADS) select_kernel(
         uint32_t all = lane < THREADS / 32 ? warp_sum[lane] : 0, before = lane < warp ? all : 0;
         all = __reduce_add_sync(~0u, all); before = __reduce_add_sync(~0u, before) + upto - is;
         const uint32_t rank = larger + (before & 0xFFFF), same = equal + (before >> 16);
-        if (is == 1u) to[rank + min(same, need)] = place(start + at);
-        else if (is && same < need) to[rank + same] = place(start + at);
+        if (is == 1u) to[rank + min(same, need)] = p.place(pages, start + at);
+        else if (is && same < need) to[rank + same] = p.place(pages, start + at);
         larger += all & 0xFFFF;
         equal += all >> 16;
         __syncthreads();
@@ -297,14 +394,11 @@ extern "C" int dsv4_route(const float* logits, const float* bias, const int64_t*
 extern "C" int dsv4_select(const float* scores, int64_t stride, int capacity, const int* counts, const int64_t* positions, int ratio,
                            const int* page_table, const int64_t* slots, int pages, int page_entries, int rows, int topk,
                            int* out, cudaStream_t stream) {
-    constexpr int CLUSTER = 8;   // blocks that share a long row
-    const auto go = [&](auto kernel, int blocks, int threads) {
-        return launch(kernel, rows * blocks, threads, (capacity + blocks - 1) / blocks * 4, blocks, stream, scores, stride, counts,
-                      positions, ratio, page_table, slots, pages, page_entries, topk, out);
-    };
-    if (capacity <= 2048) return go(select_kernel<1, 256>, 1, 256);
-    if (capacity <= 8192) return go(select_kernel<1, 1024>, 1, 1024);
-    return go(select_kernel<CLUSTER, 1024>, CLUSTER, 1024);
+    const Choice p = {scores, stride, counts, positions, ratio, page_table, slots, pages, page_entries, topk, out};
+    if (capacity <= 8 * 5 * 32) return launch(select_few_kernel<8, 5>, rows, 256, 0, 1, stream, p);
+    if (capacity <= 16 * 8 * 32) return launch(select_few_kernel<16, 8>, rows, 512, 0, 1, stream, p);
+    if (capacity <= 32 * 8 * 32) return launch(select_few_kernel<32, 8>, rows, 1024, 0, 1, stream, p);
+    return launch(select_many_kernel, rows * CLUSTER, THREADS, (capacity + CLUSTER - 1) / CLUSTER * 4, CLUSTER, stream, p);
 }
 extern "C" int dsv4_greedy(const float* logits, int rows, int vocab, int64_t* next, int64_t* positions, cudaStream_t stream) {
     return launch(greedy_kernel, rows, 1024, 0, 1, stream, logits, vocab, next, positions);

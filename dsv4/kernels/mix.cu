@@ -9,11 +9,10 @@ constexpr int THREADS = 512, WARPS = THREADS / 32, SQUARES = STREAMS;
 constexpr int WIDTH = 32;   // columns of `partial`: four mixes that weight the streams, the sum of squares, the other twenty
 constexpr int ITEM = 8, MAX_ITEMS = 2, COLUMNS = 8, MAX_PASSES = 2, MAX_CHUNKS = MAX_PASSES * THREADS / 4;   // mhc.py counts on them
 
+// The few numbers that everything waits for, by the hardware's own functions: exact to a few units in the last place.
 // One over the root of the mean square of `count` numbers.
-__device__ __forceinline__ float inverse_size(float squares, int count, float eps) {
-    return __fdiv_rn(1.f, __fsqrt_rn(__fdiv_rn(squares, (float)count) + eps));
-}
-__device__ __forceinline__ float sigmoid(float v) { return __fdiv_rn(1.f, 1.f + expf(-v)); }
+__device__ __forceinline__ float inverse_size(float squares, int count, float eps) { return rsqrtf(__fdividef(squares, (float)count) + eps); }
+__device__ __forceinline__ float sigmoid(float v) { return __fdividef(1.f, 1.f + __expf(-v)); }
 
 struct Eight { float v[ITEM]; };
 __device__ __forceinline__ Eight read(const __nv_bfloat16* p) {
@@ -72,10 +71,10 @@ __device__ __forceinline__ void next_output(const float* partial, const float* b
     // Lanes 0 to 15 are the matrix, four a row; each row's softmax.
     float m = __shfl_sync(~0u, logit, (lane + SQUARES + STREAMS + 1) & 31);
     const float top = fmaxf(fmaxf(m, __shfl_xor_sync(~0u, m, 1)), fmaxf(__shfl_xor_sync(~0u, m, 2), __shfl_xor_sync(~0u, m, 3)));
-    m = expf(m - top);
+    m = __expf(m - top);
     const float pair = m + __shfl_xor_sync(~0u, m, 1);
     const float sum = pair + __shfl_xor_sync(~0u, pair, 2);
-    if (lane < STREAMS * STREAMS) comb[lane] = __fdiv_rn(m, sum) + hc_eps;
+    if (lane < STREAMS * STREAMS) comb[lane] = __fdividef(m, sum) + hc_eps;
 }
 
 template <typename Act>
