@@ -41,6 +41,7 @@ struct Params {
     int rows;                 // of the batch
     float limit;              // of the clamped SwiGLU
     int late;                 // the next kernel starts when this one has waited
+    int before, paced;        // a single row: chunks that a warp asks for before it waits; not all warps at once
     Mixing mixing;            // beside the products, where a block's work says segment -1
     const char* ahead;        // what the next kernel reads first, to be brought to L2 meanwhile; may be null
     int64_t ahead_bytes;
@@ -148,17 +149,24 @@ __device__ __forceinline__ int exponent(float peak) {
     return e == 0 ? 127 : max(e, 15);
 }
 
-// Row `row` of x over the slice from column k0 on, into `to` as the tensor core takes it: item i holds columns
-// 4i..4i+3. float32 goes to PARTS columns, highest bits first. Returns what undoes the scaling.
+template <bool IS_F32> struct Item { using Four = uint2; };   // four columns of x
+template <> struct Item<true> { using Four = float4; };
+
+// Row `row` of x over the slice from column k0 on, zero beyond k: lane l holds columns 4l..4l+3 of every 128.
+template <bool IS_F32>
+__device__ __forceinline__ void read_x(const void* row, int k0, int k, int lane, typename Item<IS_F32>::Four (&v)[ITEMS / 32]) {
+    using Four = typename Item<IS_F32>::Four;
+    const Four* p = static_cast<const Four*>(row) + k0 / 4 + lane;
+#pragma unroll
+    for (int i = 0; i < ITEMS / 32; ++i) v[i] = k0 + 4 * (lane + 32 * i) < k ? __ldcg(p + 32 * i) : Four{};
+}
+
+// That, into `to` as the tensor core takes it: item i holds columns 4i..4i+3. float32 goes to PARTS columns, highest bits
+// first. Returns what undoes the scaling.
 template <bool IS_F16, bool IS_F32>
-__device__ __forceinline__ float load_x(const void* row, int k0, int k, int lane, uint2* to) {
+__device__ __forceinline__ float put_x(const typename Item<IS_F32>::Four (&v)[ITEMS / 32], int lane, uint2* to) {
     float peak = 0.f;
     if constexpr (!IS_F32) {
-        const uint2* p = reinterpret_cast<const uint2*>(static_cast<const __nv_bfloat16*>(row) + k0);
-        uint2 v[ITEMS / 32];
-#pragma unroll
-        for (int i = 0; i < ITEMS / 32; ++i)
-            v[i] = k0 + 4 * (lane + 32 * i) < k ? __ldcg(p + lane + 32 * i) : make_uint2(0, 0);
         if constexpr (!IS_F16) {
 #pragma unroll
             for (int i = 0; i < ITEMS / 32; ++i) to[lane + 32 * i] = v[i];
@@ -179,13 +187,9 @@ __device__ __forceinline__ float load_x(const void* row, int k0, int k, int lane
         }
         return __uint_as_float((uint32_t)(e - 14) << 23);
     } else {
-        const float4* p = reinterpret_cast<const float4*>(static_cast<const float*>(row) + k0);
-        float4 v[ITEMS / 32];
 #pragma unroll
-        for (int i = 0; i < ITEMS / 32; ++i) {
-            v[i] = k0 + 4 * (lane + 32 * i) < k ? __ldcg(p + lane + 32 * i) : make_float4(0.f, 0.f, 0.f, 0.f);
+        for (int i = 0; i < ITEMS / 32; ++i)
             peak = fmaxf(fmaxf(peak, fmaxf(fabsf(v[i].x), fabsf(v[i].y))), fmaxf(fabsf(v[i].z), fabsf(v[i].w)));
-        }
         for (int i = 16; i; i >>= 1) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, i));
         const int e = IS_F16 ? exponent(peak) : 127 + 14;
         const float up = __uint_as_float((uint32_t)(268 - e) << 23);
@@ -228,18 +232,19 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     const int stride = At::SINGLE ? 0 : X_STRIDE, slice_stride = stride ? COLUMNS * MAX_STRIDE : MAX_STRIDE;
     uint2* x_table = reinterpret_cast<uint2*>(shared + At::X_AT);
     float* undo_table = reinterpret_cast<float*>(x_table + s.warps * slice_stride);   // [slice][column]
-    const auto bring_x = [&](int c, int row) {   // row `row`, to column c
-        const void* x = static_cast<const char*>(s.x) + (size_t)row * s.x_stride * (IS_F32 ? 4 : 2);
-        for (int i = warp - c * s.warps % WARPS; i < s.warps; i += WARPS) {
-            if (i < 0) continue;
-            const float undo = load_x<F != BF16, IS_F32>(x, (s.first_slice + i) * SLICE, s.k, lane, x_table + i * slice_stride + c * (IS_F32 ? PARTS : 1) * stride);
-            if (lane == 0) undo_table[i * COLUMNS + c] = undo;
-        }
+    typename Item<IS_F32>::Four some[ITEMS / 32];
+    const auto read_slice = [&](int i, int row) {
+        read_x<IS_F32>(static_cast<const char*>(s.x) + (size_t)row * s.x_stride * (IS_F32 ? 4 : 2), (s.first_slice + i) * SLICE, s.k, lane, some);
     };
+    const auto put_slice = [&](int i, int c) {   // to column c
+        const float undo = put_x<F != BF16, IS_F32>(some, lane, x_table + i * slice_stride + c * (IS_F32 ? PARTS : 1) * stride);
+        if (lane == 0) undo_table[i * COLUMNS + c] = undo;
+    };
+    const bool has_slice = At::SINGLE && warp < s.warps;   // of a single row's x a warp brings one slice
     // Up waits for its tasks before it can ask for weights; a single row's input is older. Down's tasks are there before
     // it waits, since it starts when all of up's blocks have waited for the router.
     if (s.routed == 1) {
-        if (At::SINGLE) bring_x(0, 0);
+        if (has_slice) read_slice(warp, 0);
         wait_for_earlier();
         let_next_start();
     }
@@ -258,7 +263,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     const uint8_t* scale = s.scale + first * SCALE;
     const char* source = reinterpret_cast<const char*>(s.data) + first * (LOADS * 512);
     const uint32_t stage = shared_address(shared) + warp * STAGES * CHUNK;
-    const uint32_t barrier = shared_address(shared) + Layout<WARPS>::BARRIERS_AT + warp * STAGES * 8;
+    const uint32_t barriers = shared_address(shared) + At::BARRIERS_AT, barrier = barriers + warp * STAGES * 8;
     // Where the next chunk to fetch lies: its brick's chunks and halves left, and the warp's units left.
     int chunks_left = CHUNKS, halves_left = halves, units_left = idle || unit >= end ? 0 : (end - unit + groups - 1) / groups;
     uint32_t fetched = 0;
@@ -282,18 +287,46 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncwarp();
-    for (int i = 0; i < STAGES; ++i) fetch_next();
+    // Weights are asked for before the input is there. A single row's launch that is paced asks for them in three steps,
+    // since whatever the small kernels before it read would come after them all: half of the warps' first chunks, the other
+    // half's, then all second ones.
+    if constexpr (At::SINGLE) {
+        if (p.paced) {
+            __syncthreads();   // all barriers are there
+            const int other = warp ^ WARPS / 2, its_unit = work.y + other / s.warps;
+            const bool asks = other / s.warps < groups && its_unit < end, follows = warp > other;
+            const uint32_t its_barrier = barriers + other * STAGES * 8;
+            if (follows && asks) await(its_barrier, 0);
+            if (units_left) {
+                fetch_next();
+                await(!follows && asks ? its_barrier : barrier, 0);
+                fetch_next();
+            }
+        } else for (int i = 0; i < p.before; ++i) fetch_next();
+    } else for (int i = 0; i < STAGES; ++i) fetch_next();
     // The rest of a first brick of more chunks than stages comes as far as L2.
-    if (CHUNKS > STAGES && lane == 0 && units_left)
+    if (CHUNKS > STAGES && (!At::SINGLE || p.before == STAGES) && lane == 0 && units_left)
         asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"((CHUNKS - STAGES) * CHUNK) : "memory");
     Scales<F> now;
     if (!idle && unit < end) now.load(scale, lane);
     if (s.routed != 1) {
-        wait_for_earlier();   // weights were asked for before the input is there
+        wait_for_earlier();
         if (p.late) let_next_start();
     }
-    if (!(At::SINGLE && s.routed == 1))
-        for (int c = 0; c < count; ++c) bring_x(c, __shfl_sync(~0u, place, c) / (s.routed == 1 ? p.choices : 1));
+    if constexpr (At::SINGLE) {
+        if (has_slice && s.routed != 1) read_slice(warp, s.routed ? work.w : 0);
+        for (int i = p.before; i < STAGES; ++i) fetch_next();
+        if (has_slice) put_slice(warp, 0);
+    } else {
+        for (int c = 0; c < count; ++c) {
+            const int row = __shfl_sync(~0u, place, c) / (s.routed == 1 ? p.choices : 1);
+            for (int i = warp - c * s.warps % WARPS; i < s.warps; i += WARPS)
+                if (i >= 0) {
+                    read_slice(i, row);
+                    put_slice(i, c);
+                }
+        }
+    }
     __syncthreads();
     const uint2* my_x = x_table + (slice - s.first_slice) * slice_stride + g * stride + (F == NVFP4 ? 4 * t : t);
     constexpr int SHARE = IS_F32 ? PARTS : 1;

@@ -11,7 +11,7 @@ from torch import Tensor
 from dsv4.kernels.build import call, pointer
 from dsv4.kernels.tiles import CODE, SLICE, Tiled
 
-MAX_SLICES, MAX_SEGMENTS, COLUMNS, FLOAT_COLUMNS = 8, 16, 8, 2
+MAX_SLICES, MAX_SEGMENTS, COLUMNS, FLOAT_COLUMNS, STAGES = 8, 16, 8, 2, 2
 MAX_MIXED = 256  # rows that a block mixes, one per thread
 
 
@@ -39,6 +39,7 @@ class _Params(ctypes.Structure):
         ("rows", ctypes.c_int),
         ("limit", ctypes.c_float),
         ("late", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("before", "paced")),
         ("mixing", _Mixing),
         ("ahead", ctypes.c_void_p),
         ("ahead_bytes", ctypes.c_int64),
@@ -111,18 +112,27 @@ class MatVec:
         ahead: Tensor | None = None,
         mixing: Mixing | None = None,
         late: bool = False,
+        before: int = STAGES,
+        paced: bool = False,
     ) -> None:
         """`ahead`: a few megabytes that the next kernel reads, brought to the L2 cache meanwhile.
 
         `late`: the next kernel starts only when this one has waited, so that it finds what was made before
         this one. A "down" reads its tasks, and an "up" of a single row its input, before waiting: so "up" is
         always late, and a launch between the input and it must be.
+
+        For a single row: `before`, how many chunks of 4 KiB each warp asks for before it waits (fewer where
+        blocks start only when their input is about to be there: it would come after them), or `paced`: all,
+        but not at once, for a launch that small kernels precede.
         """
         device = products[0].x.device
         self.device, self.is_float = device, products[0].x.dtype == torch.float32
         self.keep = (products, tasks, ahead, mixing)  # the launch holds raw pointers into these
         late |= any(product.who == "up" for product in products)
-        params = _Params(rows=rows, limit=limit, late=late, choices=tasks.choices if tasks else 1)
+        params = _Params(rows=rows, limit=limit, late=late, before=STAGES)
+        params.choices = tasks.choices if tasks else 1
+        if rows == 1 and not self.is_float:
+            params.before, params.paced = before, paced
         if tasks:
             params.task_expert, params.task_pairs = tasks.expert.data_ptr(), tasks.pairs.data_ptr()
             params.weights = tasks.weights.data_ptr()

@@ -14,7 +14,7 @@ from dsv4.cache.layout import CacheLayout
 from dsv4.cache.store import Cache, LayerCache, Tail
 from dsv4.config import LayerSpec, ModelConfig
 from dsv4.kernels import attend, choose, index, mhc
-from dsv4.kernels.matvec import MatVec, Mixing, Product, Tasks, splits
+from dsv4.kernels.matvec import STAGES, MatVec, Mixing, Product, Tasks, splits
 from dsv4.kernels.prepare import Pooling, prepare, queries
 from dsv4.model.bundle import Bundle
 from dsv4.model.model import Model
@@ -126,9 +126,12 @@ class Decoder:
         ahead: Tensor | None = None,
         mixing: Mixing | None = None,
         late: bool = False,
+        before: int = STAGES,
+        paced: bool = False,
     ) -> None:
         limit = self.config.swiglu_limit
-        planned = MatVec(products, self.buffers.rows, tasks, limit, ahead=ahead, mixing=mixing, late=late)
+        when = {"ahead": ahead, "mixing": mixing, "late": late, "before": before, "paced": paced}
+        planned = MatVec(products, self.buffers.rows, tasks, limit, **when)  # type: ignore[arg-type]
         self._add(name, planned.launch)
 
     def _site(self, name: str, norm: str, y: Tensor | None) -> Mixing | None:
@@ -172,7 +175,7 @@ class Decoder:
         selects = spec.kind == "csa" and f.selects
         if selects:
             products.append(Product(b.tiled(f"{name}.indexer.weights_proj"), x, f.index_weights))
-        self._product("projections", products)
+        self._product("projections", products, paced=True)
         q_norm, kv_norm = b.plain(f"{name}.q_norm"), b.plain(f"{name}.kv_norm")
         self._add(
             "prepare",
@@ -186,7 +189,7 @@ class Decoder:
         if selects:
             products.append(Product(b.tiled(f"{name}.indexer.wq_b"), f.q_low, f.iq))
         wo_a, wo_b = b.tiled(f"{name}.wo_a"), b.tiled(f"{name}.wo_b")
-        self._product("queries up", products, mixing=mixing)
+        self._product("queries up", products, mixing=mixing, paced=True)
         iq = f.iq if selects else None
         self._add("queries", lambda: queries(f.q, iq, rope.cos, rope.sin, f.positions, c.norm_eps))
         if selects:
@@ -203,10 +206,12 @@ class Decoder:
                 )
                 for g in range(c.o_groups)
             ],
+            paced=True,
         )
         y, parts = f.y.transpose(0, 1), f.y.shape[1]
         out = Product(wo_b, f.u, y if parts > 1 else y[0], y_stride=parts * c.hidden_size)
-        self._product("output b", [out], ahead=b.plain(name.replace(".attn", ".hc_ffn_fn")))
+        # It starts when "output a" ends, so its input is there as soon as it could ask for weights.
+        self._product("output b", [out], ahead=b.plain(name.replace(".attn", ".hc_ffn_fn")), before=0)
 
     def _pooling(
         self, name: str, tail: Tail, values: Tensor, scores: Tensor, out: object, products: list[Product]
@@ -268,6 +273,7 @@ class Decoder:
                 Product(shared.w13, f.x, f.shared_hidden),
             ],
             late=True,  # the experts' launch reads its input before it waits for the router
+            paced=True,
         )
         table = b.plain(f"{name}.gate.tid2eid") if spec.hash_routed else None
         bias = None if spec.hash_routed else b.plain(f"{name}.gate.bias")
@@ -288,6 +294,7 @@ class Decoder:
             ],
             f.tasks,
             ahead,
+            before=1,
         )
 
     def load(self, tokens: list[tuple[int, int, int]]) -> None:

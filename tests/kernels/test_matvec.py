@@ -79,6 +79,19 @@ def test_rows_do_not_see_each_other(format: Format, act: torch.dtype) -> None:
             assert torch.equal(alone[0], together[row]), row
 
 
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize("n,k", [(16, 64), (100, 512), (1000, 1028), (9000, 1024), (6000, 4096)])
+def test_when_weights_are_asked_for(format: Format, n: int, k: int) -> None:
+    """Before the input or after it, all at once or not: the same sums, also where warps have no work."""
+    w, x = tile(weight(format, n, k)), torch.randn(1, k, device="cuda").bfloat16()
+    found = []
+    for options in ({}, {"before": 0}, {"before": 1}, {"paced": True}, {"paced": True, "late": True}):
+        y = torch.full((1, n), torch.nan, device="cuda")
+        MatVec([Product(w, x, y)], 1, **options).launch()  # type: ignore[arg-type]
+        found.append(y)
+    assert bool(torch.isfinite(found[0]).all()) and all(torch.equal(y, found[0]) for y in found)
+
+
 def test_several_products_in_one_launch() -> None:
     rows, k = 5, 1024
     x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
@@ -171,14 +184,27 @@ def test_route_by_table_with_repeats_and_ties() -> None:
 
 
 @pytest.mark.parametrize(
-    "count,topk", [(1, 4), (4, 4), (5, 4), (1000, 512), (1024, 512), (70001, 512), (262144, 1024)]
+    "count,topk",
+    [
+        *((1, 4), (4, 4), (5, 4), (1000, 512), (1024, 512), (70001, 512), (262144, 1024)),
+        *(
+            (1275, 512),
+            (1276, 512),
+            (4091, 7),
+            (4092, 512),
+            (8187, 1024),
+            (8188, 1024),
+        ),  # where kernels change
+    ],
 )
 def test_select(count: int, topk: int) -> None:
-    rows = 3
+    rows = 5
     scores = torch.randn(rows, count + 5, device="cuda")
     scores[1] = (scores[1] * 2).round()  # many ties, zeros of both signs
     scores[2] = -scores[2].abs()
-    counts = torch.tensor([count, max(1, count - 1), count], dtype=torch.int32, device="cuda")
+    scores[3] = 1.5
+    scores[4, : count // 2] = -torch.inf
+    counts = torch.tensor([count, max(1, count - 1), count, count, count], dtype=torch.int32, device="cuda")
     out = torch.full((rows, topk), -7, dtype=torch.int32, device="cuda")
     choose.select(scores, counts, out)
     for row in range(rows):
