@@ -307,7 +307,7 @@ __global__ void __launch_bounds__(THREADS) select_many_kernel(const Choice p) {
         else continue;
         if (reached == topk) { --prefix; break; }   // exactly the wanted ones are larger than prefix - 1
     }
-    // prefix is now the key of the last one taken. First how many larger and equal ones each block has.
+    // As above. First how many larger and equal ones each block has.
     uint32_t larger = 0, equal = 0;
     for (int i = tid; i < mine; i += THREADS) { larger += keys[i] > prefix; equal += keys[i] == prefix; }
     larger = __reduce_add_sync(~0u, larger); equal = __reduce_add_sync(~0u, equal);

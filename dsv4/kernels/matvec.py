@@ -131,6 +131,7 @@ class MatVec:
         late |= any(product.who == "up" for product in products)
         params = _Params(rows=rows, limit=limit, late=late, before=STAGES)
         params.choices = tasks.choices if tasks else 1
+        assert before == STAGES or not paced, "a paced launch asks for all chunks"
         if rows == 1 and not self.is_float:
             params.before, params.paced = before, paced
         if tasks:

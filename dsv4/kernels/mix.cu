@@ -9,7 +9,7 @@ constexpr int THREADS = 512, WARPS = THREADS / 32, SQUARES = STREAMS;
 constexpr int WIDTH = 32;   // columns of `partial`: four mixes that weight the streams, the sum of squares, the other twenty
 constexpr int ITEM = 8, MAX_ITEMS = 2, COLUMNS = 8, MAX_PASSES = 2, MAX_CHUNKS = MAX_PASSES * THREADS / 4;   // mhc.py counts on them
 
-// The few numbers that everything waits for, by the hardware's own functions: exact to a few units in the last place.
+// The few numbers that everything waits for, by the hardware's own functions: a share is right to 2^-21 of one.
 // One over the root of the mean square of `count` numbers.
 __device__ __forceinline__ float inverse_size(float squares, int count, float eps) { return rsqrtf(__fdividef(squares, (float)count) + eps); }
 __device__ __forceinline__ float sigmoid(float v) { return __fdividef(1.f, 1.f + __expf(-v)); }

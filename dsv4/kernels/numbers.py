@@ -38,7 +38,8 @@ def let_next_start():  # type: ignore[no-untyped-def]
 def wait_for_earlier():  # type: ignore[no-untyped-def]
     """What earlier kernels wrote is there after this. Before it, a kernel may read weights and what is older
     than its step (positions, slots, page tables, tails), since `embed` lets the next start after its wait.
-    `queries` does so too: kernels after it may read the cache rows that `prepare` wrote."""
+    `queries` does so too: kernels after it may read the cache rows that `prepare` wrote. Products have two
+    rules more (MatVec, `late`)."""
     if not INTERPRETED:
         gdc_wait()
 

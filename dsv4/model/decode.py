@@ -210,7 +210,7 @@ class Decoder:
         )
         y, parts = f.y.transpose(0, 1), f.y.shape[1]
         out = Product(wo_b, f.u, y if parts > 1 else y[0], y_stride=parts * c.hidden_size)
-        # It starts when "output a" ends, so its input is there as soon as it could ask for weights.
+        # Its blocks find room when those of "output a" end, with its input: that is asked for first.
         self._product("output b", [out], ahead=b.plain(name.replace(".attn", ".hc_ffn_fn")), before=0)
 
     def _pooling(
