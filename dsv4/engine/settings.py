@@ -152,6 +152,10 @@ def check_sizes(c: ModelConfig) -> None:
     """Refuse a model whose sizes the GPU kernels cannot take; those of V4 they can."""
     wrong = [
         (c.num_streams != 4, f"{c.num_streams} streams, expected 4"),
+        (
+            c.hidden_size % 8 > 0 or c.hidden_size > 8192,
+            f"hidden size {c.hidden_size}, expected a multiple of 8 up to 8192",
+        ),
         (c.o_rank % 16 > 0, f"output rank {c.o_rank}, expected a multiple of 16"),
         (c.o_groups > 16, f"{c.o_groups} output groups, expected at most 16"),
         (c.num_experts > 512, f"{c.num_experts} experts, expected at most 512"),

@@ -24,6 +24,7 @@ def test_published_sizes_run(name: str) -> None:
     ("field", "value", "said"),
     [
         ("num_streams", 2, "2 streams, expected 4"),
+        ("hidden_size", 260, "hidden size 260, expected a multiple of 8 up to 8192"),
         ("o_rank", 24, "output rank 24, expected a multiple of 16"),
         ("num_experts", 600, "600 experts, expected at most 512"),
         ("index_dim", 96, "index keys of 96 channels, expected a power of two from 64 on"),
