@@ -153,6 +153,20 @@ struct Choice {
     }
 };
 
+// t1, t2 and t3 keys are at least one, two and three: the largest of these that is no larger than the topk'th key becomes the
+// prefix. True when it is found early: then exactly the wanted keys are larger than the prefix.
+__device__ __forceinline__ bool narrow(uint32_t& prefix, uint32_t one, uint32_t two, uint32_t three, uint32_t t1, uint32_t t2, uint32_t t3,
+                                       int topk) {
+    const uint32_t reached = t3 >= topk ? t3 : t2 >= topk ? t2 : t1;
+    if (t3 >= topk) prefix = three;
+    else if (t2 >= topk) prefix = two;
+    else if (t1 >= topk) prefix = one;
+    else return false;
+    if (reached != topk) return false;
+    --prefix;
+    return true;
+}
+
 // A row of few entries is one block's: a warp has KEYS * 32 of them in a row, a lane KEYS of those in registers.
 template <int WARPS, int KEYS>
 __global__ void __launch_bounds__(WARPS * 32) select_few_kernel(const Choice p) {
@@ -204,12 +218,7 @@ __global__ void __launch_bounds__(WARPS * 32) select_few_kernel(const Choice p) 
         for (int i = 0; i < KEYS; ++i) { low += (key[i] >= one) + ((key[i] >= two) << 16); high += key[i] >= three; }
         const uint2 tally = everywhere(low, high);
         const uint32_t t1 = tally.x & 0xFFFF, t2 = tally.x >> 16, t3 = tally.y;
-        const uint32_t reached = t3 >= topk ? t3 : t2 >= topk ? t2 : t1;
-        if (t3 >= topk) prefix = three;
-        else if (t2 >= topk) prefix = two;
-        else if (t1 >= topk) prefix = one;
-        else continue;
-        if (reached == topk) { --prefix; break; }   // exactly the wanted ones are larger than prefix - 1
+        if (narrow(prefix, one, two, three, t1, t2, t3, topk)) break;
     }
     // prefix is now the key of the last one taken, or less than that of any wanted one.
     uint32_t mine = 0;   // of this warp: larger ones, and from bit 16 on equal ones
@@ -248,11 +257,6 @@ __device__ __forceinline__ uint32_t in_block(const void* p, int block) {   // th
 }
 __device__ __forceinline__ void add_in(uint32_t address, uint32_t v) {
     asm volatile("red.relaxed.cluster.shared::cluster.add.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
-}
-__device__ __forceinline__ uint32_t read_in(uint32_t address) {
-    uint32_t v;
-    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
-    return v;
 }
 __device__ __forceinline__ void all_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -300,12 +304,7 @@ __global__ void __launch_bounds__(THREADS) select_many_kernel(const Choice p) {
         all_sync();
         const volatile uint32_t* tally = tallies[digit];
         const uint32_t t3 = tally[2], t2 = tally[1], t1 = tally[0];
-        const uint32_t reached = t3 >= topk ? t3 : t2 >= topk ? t2 : t1;
-        if (t3 >= topk) prefix = three;
-        else if (t2 >= topk) prefix = two;
-        else if (t1 >= topk) prefix = one;
-        else continue;
-        if (reached == topk) { --prefix; break; }   // exactly the wanted ones are larger than prefix - 1
+        if (narrow(prefix, one, two, three, t1, t2, t3, topk)) break;
     }
     // As above. First how many larger and equal ones each block has.
     uint32_t larger = 0, equal = 0;

@@ -6,6 +6,7 @@ marks an unused row. Buffers are made once for a number of rows.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from dsv4.cache.layout import CacheLayout
 from dsv4.cache.store import Cache, LayerCache, Tail
 from dsv4.config import LayerSpec, ModelConfig
 from dsv4.kernels import attend, choose, index, mhc
-from dsv4.kernels.matvec import STAGES, MatVec, Mixing, Product, Tasks, splits
+from dsv4.kernels.matvec import MatVec, Mixing, Product, Tasks, splits
 from dsv4.kernels.prepare import Pooling, prepare, queries
 from dsv4.model.bundle import Bundle
 from dsv4.model.model import Model
@@ -119,19 +120,10 @@ class Decoder:
         self.launches.append((name, launch))
 
     def _product(
-        self,
-        name: str,
-        products: list[Product],
-        tasks: Tasks | None = None,
-        ahead: Tensor | None = None,
-        mixing: Mixing | None = None,
-        late: bool = False,
-        before: int = STAGES,
-        paced: bool = False,
+        self, name: str, products: list[Product], tasks: Tasks | None = None, **options: Any
     ) -> None:
-        limit = self.config.swiglu_limit
-        when = {"ahead": ahead, "mixing": mixing, "late": late, "before": before, "paced": paced}
-        planned = MatVec(products, self.buffers.rows, tasks, limit, **when)  # type: ignore[arg-type]
+        """`options` are MatVec's."""
+        planned = MatVec(products, self.buffers.rows, tasks, self.config.swiglu_limit, **options)
         self._add(name, planned.launch)
 
     def _site(self, name: str, norm: str, y: Tensor | None) -> Mixing | None:
@@ -293,7 +285,7 @@ class Decoder:
                 Product(shared.w2, f.shared_hidden, last, y_stride=f.moe.stride(0)),
             ],
             f.tasks,
-            ahead,
+            ahead=ahead,
             before=1,
         )
 
