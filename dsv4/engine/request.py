@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dsv4.cache.node import Node
+from dsv4.engine.plan import Sampling
 from dsv4.errors import RequestError
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -118,6 +119,7 @@ class Completion:
 class Sequence:
     """A request on its way: where it lives in the cache, what is processed, what came out."""
 
+    number: int  # of all sequences of the engine; never used again
     request: Request
     seed: int
     max_tokens: int
@@ -151,3 +153,28 @@ class Sequence:
         prompt = list(self.request.ids[start:stop])
         first = max(start, self.num_prompt) - self.num_prompt
         return prompt + [token.id for token in self.tokens[first : max(0, stop - self.num_prompt)]]
+
+    def sampling(self) -> Sampling:
+        """How the next token is chosen."""
+        p = self.request.params
+        return Sampling(
+            temperature=float(p.temperature),
+            top_k=p.top_k,
+            top_p=float(p.top_p),
+            min_p=float(p.min_p),
+            seed=self.seed,
+            index=len(self.tokens),
+            num_top=-1 if p.logprobs is None else p.logprobs,
+            masked=self.matcher is not None,
+        )
+
+    def to_score(self, start: int, stop: int) -> tuple[tuple[int, ...], int]:
+        """Of the prompt's tokens after those of [start, stop): the ones not yet scored, and their first row.
+
+        What a pause has undone is processed again, and not scored again.
+        """
+        if self.request.params.prompt_logprobs is None:
+            return (), 0
+        first = max(start, len(self.prompt))
+        last = min(stop, self.num_prompt - 1)
+        return self.request.ids[first + 1 : last + 1], first - start

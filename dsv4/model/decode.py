@@ -14,7 +14,7 @@ from torch import Tensor
 from dsv4.cache.layout import CacheLayout
 from dsv4.cache.store import Cache, LayerCache, Tail
 from dsv4.config import LayerSpec, ModelConfig
-from dsv4.kernels import attend, choose, index, mhc
+from dsv4.kernels import attend, choose, index, mhc, sample
 from dsv4.kernels.matvec import MatVec, Mixing, Product, Tasks, splits
 from dsv4.kernels.prepare import Pooling, prepare, queries
 from dsv4.model.bundle import Bundle
@@ -22,6 +22,7 @@ from dsv4.model.model import Model
 from dsv4.model.rope import Rope
 
 Launch = Callable[[], None]
+Send = Callable[[Tensor], Tensor]  # a host tensor to the device, without waiting
 ROWS = (1, 2, 4, 8, 16, 32)
 
 
@@ -40,9 +41,13 @@ class Buffers:
 
         d, n, h = c.hidden_size, c.num_streams, c.num_heads
         self.rows = rows
-        self.inputs = torch.zeros(3, rows, dtype=torch.long, device=device)
-        self.ids, self.positions, self.slots = self.inputs
+        # What the host loads, in one copy: token, position and slot of a row, and how its next one is chosen.
+        self.inputs = torch.zeros(3 + sample.WIDTH, rows, dtype=torch.long, device=device)
+        self.ids, self.positions, self.slots = self.inputs[:3]
+        self.settings = self.inputs[3:].view(rows, sample.WIDTH)
         self.positions.fill_(-1)
+        self.mask = torch.zeros(rows, -(-c.vocab_size // 32), dtype=torch.int32, device=device)
+        self.out = torch.zeros(rows, sample.RESULT, dtype=torch.int32, device=device)
         self.streams, self.x = act(rows, n, d), act(rows, d)
         self.partial = wide(rows, mhc.num_chunks(d), mhc.WIDTH)
         self.gate, self.comb = wide(rows, n), wide(rows, n, n)
@@ -93,14 +98,17 @@ def buffer_bytes(c: ModelConfig, layout: CacheLayout, dtype: torch.dtype, rows: 
 class Decoder:
     """The launches of one step for a fixed number of rows."""
 
-    def __init__(self, b: Bundle, model: Model, cache: Cache, rows: int) -> None:
+    def __init__(
+        self, b: Bundle, model: Model, cache: Cache, rows: int, latest: Tensor | None = None
+    ) -> None:
+        """`latest` [slots]: where the last choice of every slot is kept, for all decoders of an engine."""
         c = b.config
+        self.latest = latest
         self.b, self.config, self.cache, self.model = b, c, cache, model
         self.dtype = b.numerics.dtype
         self.buffers = f = Buffers(c, rows, cache, self.dtype)
         self.launches: list[tuple[str, Launch]] = []
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self._staging: tuple[Tensor, torch.cuda.Event] | None = None
+        self.graphs: dict[bool, torch.cuda.CUDAGraph] = {}  # with and without the choice of tokens
         self._add("embed", lambda: mhc.embed(f.ids, model.embedding.data, f.streams))
         mixed: Tensor | None = None
         for number, (spec, layer) in enumerate(zip(c.layers, cache.layers, strict=False)):
@@ -114,7 +122,6 @@ class Decoder:
             mixed = f.moe
         self._site("hc_head", "norm", mixed)
         self._product("head", [Product(b.tiled("head"), f.x, f.logits)])
-        self._add("sample", lambda: choose.greedy(f.logits, f.ids, f.positions))
 
     def _add(self, name: str, launch: Launch) -> None:
         self.launches.append((name, launch))
@@ -289,42 +296,63 @@ class Decoder:
             before=1,
         )
 
-    def load(self, tokens: list[tuple[int, int, int]]) -> None:
-        """(slot, position, id) of each row in use; the others are padding."""
-        unused = [(0, -1, 0)] * (self.buffers.rows - len(tokens))
-        slots, positions, ids = zip(*tokens, *unused, strict=True)
-        if self._staging is None:
-            self._staging = (
-                torch.empty(self.buffers.inputs.shape, dtype=torch.long).pin_memory(),
-                torch.cuda.Event(),
-            )
-        staging, copied = self._staging
-        copied.synchronize()  # the last copy must have left the staging memory
-        staging.copy_(torch.tensor((ids, positions, slots)))
-        self.buffers.inputs.copy_(staging, non_blocking=True)
-        copied.record()
+    def load(
+        self, tokens: list[tuple[int, int, int]], settings: Tensor, send: Send, take_latest: bool = False
+    ) -> None:
+        """(slot, position, id) of each row in use, and its settings [R, WIDTH]; the other rows are padding.
 
-    def run(self) -> None:
+        With `take_latest`, a row with a negative id takes the last choice of its slot.
+        """
+        f = self.buffers
+        staged = torch.zeros(f.inputs.shape, dtype=torch.long)
+        staged[1] = -1
+        if tokens:
+            slots, positions, ids = torch.tensor(tokens).t()
+            staged[:3, : len(tokens)] = torch.stack((ids, positions, slots))
+            staged[3:].view(f.settings.shape)[: len(tokens)] = settings
+        f.inputs.copy_(send(staged))
+        if take_latest:
+            assert self.latest is not None
+            f.ids.copy_(torch.where(f.ids < 0, self.latest[f.slots], f.ids))
+
+    def run(self, samples: bool = True) -> None:
         """The launches, one by one."""
         for _, launch in self.launches:
             launch()
+        if samples:
+            self.sample()
+
+    def sample(self) -> None:
+        """The next token of every row, from its logits: it is the next input; positions move on."""
+        f = self.buffers
+        sample.sample(
+            logits=f.logits,
+            settings=f.settings,
+            mask=f.mask,
+            out=f.out,
+            next_ids=f.ids,
+            positions=f.positions,
+            slots=f.slots,
+            latest=self.latest,
+        )
 
     def warm_up(self) -> None:
         """Compile every kernel, on padding alone: the cache stays as it is."""
-        self.load([])
+        self.buffers.positions.fill_(-1)
         self.run()
         torch.cuda.synchronize(self.buffers.ids.device)
 
     def capture(self) -> None:
-        """Record the launches as a graph, after `warm_up`."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.run()
-        self.graph = graph
+        """Record the launches as graphs, after `warm_up`."""
+        for samples in (True, False):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self.run(samples)
+            self.graphs[samples] = graph
 
-    def step(self) -> None:
-        """One token of every row in use: logits, the best token as the next input, positions moved on."""
-        if self.graph is None:
-            self.run()
+    def step(self, samples: bool = True) -> None:
+        """One token of every row in use: logits and, if it `samples`, the next token."""
+        if self.graphs:
+            self.graphs[samples].replay()
         else:
-            self.graph.replay()
+            self.run(samples)

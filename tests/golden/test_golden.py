@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dsv4 import Engine, EngineConfig
 from dsv4.lab.score import score_ids
-from dsv4.model.step import Step
+from tests.support.feeding import claim, feed_all
 
 HERE = Path(__file__).parents[1] / "data" / "golden"
 SHARED = Path(__file__).parents[3] / "shared" / "golden"
@@ -87,12 +87,11 @@ def test_among_other_sequences_nothing_changes(format: str) -> None:
     """The golden prompt in pieces, each piece in one step with pieces of three other sequences."""
     whole, expected = run(format, "a16", chunk=300)
     engine = Engine.load(folder(format), EngineConfig(max_batch=4, max_context=340))
-    model, cache = engine.runner.model, engine.cache
     texts = [
         torch.randint(0, 160, (300,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(3)
     ]
     texts.insert(1, expected["ids"].tolist()[:300])
-    slots = [cache.claim(340) for _ in texts]
+    slots = [claim(engine, 340) for _ in texts]
     for start in range(0, 300, 50):
         shifts = (
             0,
@@ -104,7 +103,7 @@ def test_among_other_sequences_nothing_changes(format: str) -> None:
             (slot, max(0, start - shift), ids[max(0, start - shift) : start + 50 - shift])
             for slot, ids, shift in zip(slots, texts, shifts, strict=True)
         ]
-        logits = model.logits(model.forward(Step.build(spans, "cpu"), cache))
+        logits = feed_all(engine, spans)
         row = len(spans[0][2])
         assert torch.equal(logits[row : row + 50], whole["prefill_logits"][start : start + 50]), start
 
