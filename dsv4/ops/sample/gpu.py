@@ -1,5 +1,5 @@
 """Sampling as the reference does it: torch runs on the device of the logits."""
 
-from dsv4.ops.sample.ref import log_probs, sample, uniform
+from dsv4.ops.sample.ref import choose, log_probs, pack, sample, uniform, unpack
 
-__all__ = ["log_probs", "sample", "uniform"]
+__all__ = ["choose", "log_probs", "pack", "sample", "uniform", "unpack"]
