@@ -11,7 +11,7 @@ from typing import Any, get_args, get_type_hints
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the token after a span is chosen. Noise depends on `seed` and `index`, the generated token's, alone."""
+    """How the token after a span is chosen. `index` is the generated token's: its noise is (seed, index)'s."""
 
     temperature: float = 0.0
     top_k: int = 0

@@ -46,7 +46,7 @@ def test_snapshot_restores_exactly(engine: Engine, want: Tensor, position: int) 
 
 
 def test_a_snapshot_survives_its_slot(engine: Engine, want: Tensor) -> None:
-    """Another sequence takes the slot and fills it; a third goes on from the snapshot and the first's page."""
+    """Another sequence takes the slot and fills it; a third goes on from the snapshot and that page."""
     cache, slot = cache_of(engine), claim(engine, 300)
     feed(engine, slot, 0, TEXT[:256])
     cache.save(8, slot, 256)
