@@ -24,6 +24,7 @@ from dsv4.engine.scheduler import Scheduler
 from dsv4.engine.settings import check_memory, settle
 from dsv4.errors import ConfigError, RequestError
 from dsv4.model.bundle import Bundle, Numerics
+from dsv4.model.exact import settle_exact
 from dsv4.model.model import Model
 from dsv4.models import embedded
 from dsv4.text.tokenizer import Tokenizer
@@ -63,6 +64,10 @@ class Engine:
         else:
             weights = checkpoint.load(s.dense, s.device.torch_name, progress)
         torch.set_num_threads(s.threads)
+        if not s.tiled:
+            device = torch.device(s.device.torch_name)
+            exact = settle_exact(model_config, checkpoint.inventory.num_mtp_layers, device, s.threads)
+            self.notes = (*self.notes, *exact.notes)
         numerics = Numerics(s.dtype, config.activations, config.qat == "on")
         bundle = Bundle(model_config, weights, s.ops, numerics)
         model = Model(bundle, s.max_context, s.device.torch_name)
