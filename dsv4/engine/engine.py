@@ -23,6 +23,7 @@ from dsv4.engine.settings import Settings, cache_layout, check_memory, settle
 from dsv4.engine.stream import Stream
 from dsv4.errors import ConfigError, RequestError
 from dsv4.model.bundle import Bundle, Numerics
+from dsv4.model.exact import settle_exact
 from dsv4.model.model import Model
 from dsv4.models import embedded
 from dsv4.text.tokenizer import Tokenizer
@@ -90,7 +91,11 @@ class Engine:
         torch.set_num_threads(settings.threads)
         numerics = Numerics(settings.dtype, config.activations, config.qat == "on")
         bundle = Bundle(checkpoint.config, weights, settings.ops, numerics)
-        return cls(bundle, settings, config, tokenizer, checkpoint.inventory.notes)
+        notes = checkpoint.inventory.notes
+        if not settings.tiled:
+            device = torch.device(settings.device.torch_name)
+            notes += settle_exact(checkpoint.config, weights.num_mtp_layers, device, settings.threads).notes
+        return cls(bundle, settings, config, tokenizer, notes)
 
     def request(
         self, prompt: str | list[int] | tuple[int, ...], params: SamplingParams | None = None
