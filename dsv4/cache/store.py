@@ -1,4 +1,4 @@
-"""The cache's tensors, and all code that moves rows: page tables, snapshots. Knows slots, not who has them."""
+"""The cache's tensors, and all code that moves rows: page tables, snapshots. Knows slots, not owners."""
 
 from dataclasses import dataclass
 

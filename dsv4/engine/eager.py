@@ -44,7 +44,7 @@ class Pass:
 
 
 class Eager:
-    max_rows, runs_ahead = 1 << 20, False
+    max_rows, runs_ahead, same_bits = 1 << 20, False, True
 
     def __init__(self, model: Model, cache: Cache, device: str) -> None:
         self.model, self.cache, self.device = model, cache, device

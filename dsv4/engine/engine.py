@@ -56,7 +56,7 @@ class Engine:
         self.runner = Runner(executor)
         self.slots = Slots(layout)
         self.prefix = PrefixCache(self.slots, config.prefix_snapshots)
-        self.scheduler = Scheduler(self.slots, self.prefix, s.chunk)
+        self.scheduler = Scheduler(self.slots, self.prefix, s.chunk, executor.same_bits)
         self.grammars = Grammars(tokenizer, bundle.config.vocab_size)
         self._outputs: dict[str, Output] = {}
         self._running: dict[int, Output] = {}  # the same by sequence number
@@ -155,7 +155,8 @@ class Engine:
                 f"{len(self.scheduler.waiting)} requests wait for cache space that no running one will free; "
                 "release the slots claimed outside the engine"
             )
-        samples = {span.sequence for span in plan.spans if span.sampling is not None}
+        known = {number: output.sequence.num_known for number, output in self._running.items()}
+        samples = {span.sequence for span in plan.spans if span.end == known[span.sequence]}
         deltas = []
         for result in self.runner.apply(plan, self._mask):
             output = self._running[result.sequence]

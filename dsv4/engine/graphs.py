@@ -33,7 +33,7 @@ def _following(spans: tuple[Span, ...]) -> Rows:
 
 
 class Graphs(Eager):
-    runs_ahead = True
+    runs_ahead, same_bits = True, False
 
     def __init__(self, b: Bundle, model: Model, cache: Cache, max_batch: int, use_graphs: bool) -> None:
         device = cache.page_table.device

@@ -11,7 +11,7 @@ from typing import Any, get_args, get_type_hints
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the token after a span is chosen. `index` is the generated token's: its noise is (seed, index)'s."""
+    """How the token after a span is chosen. `index` is the generated token's, whose noise it gives."""
 
     temperature: float = 0.0
     top_k: int = 0

@@ -144,18 +144,13 @@ class Sequence:
         """Tokens there are: of the prompt, and those that came out."""
         return self.num_prompt + len(self.tokens)
 
-    @property
-    def in_prompt(self) -> bool:
-        """More is to be processed than the token that came out last: a prompt, or what a pause has undone."""
-        return self.num_processed < max(self.num_prompt, self.num_known - 1)
-
     def span(self, start: int, stop: int) -> list[int]:
         prompt = list(self.request.ids[start:stop])
         first = max(start, self.num_prompt) - self.num_prompt
         return prompt + [token.id for token in self.tokens[first : max(0, stop - self.num_prompt)]]
 
-    def sampling(self) -> Sampling:
-        """How the next token is chosen."""
+    def sampling(self, position: int) -> Sampling:
+        """How the token of that position is chosen. A grammar knows the next one only."""
         p = self.request.params
         return Sampling(
             temperature=float(p.temperature),
@@ -163,9 +158,9 @@ class Sequence:
             top_p=float(p.top_p),
             min_p=float(p.min_p),
             seed=self.seed,
-            index=len(self.tokens),
+            index=position - self.num_prompt,
             num_top=-1 if p.logprobs is None else p.logprobs,
-            masked=self.matcher is not None,
+            masked=self.matcher is not None and position == self.num_known,
         )
 
     def to_score(self, start: int, stop: int) -> tuple[tuple[int, ...], int]:

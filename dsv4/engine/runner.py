@@ -46,6 +46,7 @@ class Executor(Protocol):
 
     max_rows: int  # of a decode pass
     runs_ahead: bool
+    same_bits: bool  # whether a token gives the same bits in `prefill` and in `decode`
 
     def save(self, handle: int, slot: int, position: int) -> None: ...
     def set_pages(self, slot: int, pages: tuple[int, ...]) -> None: ...

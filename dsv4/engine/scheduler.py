@@ -17,10 +17,14 @@ class Scheduler:
 
     A paused sequence gives up its slot and waits in front of all others; what it had processed is processed
     again later, as far as the prefix cache has not kept it.
+
+    `same_bits`: a token gives the same bits whether it was read in a prompt or generated. Where it does not,
+    a token is always processed the way it was first: generated ones one by one, after a pause too, and what
+    they left in pages is not offered to prompts.
     """
 
-    def __init__(self, slots: Slots, prefix: PrefixCache, chunk: int) -> None:
-        self.slots, self.prefix, self.chunk = slots, prefix, chunk
+    def __init__(self, slots: Slots, prefix: PrefixCache, chunk: int, same_bits: bool) -> None:
+        self.slots, self.prefix, self.chunk, self.same_bits = slots, prefix, chunk, same_bits
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_pauses = 0
@@ -35,12 +39,15 @@ class Scheduler:
         self._grow()
         if not self.running:
             self._admit()
-        decode = tuple(self._span(s, s.num_processed + 1) for s in self.running if not s.in_prompt)
+        reading = {s.number: self._end_of_prompt(s) for s in self.running}
+        decode = tuple(
+            self._span(s, s.num_processed + 1) for s in self.running if s.num_processed >= reading[s.number]
+        )
         prefill, budget = [], self.chunk
         for s in self.running:
-            if s.in_prompt and budget:
-                start = s.num_processed
-                stop = self.prefix.next_stop(start, min(s.num_known, start + budget), s.fork)
+            start, end = s.num_processed, reading[s.number]
+            if start < end and budget:
+                stop = self.prefix.next_stop(start, min(end, start + budget), s.fork)
                 prefill.append(self._span(s, stop))
                 budget -= stop - start
         return Plan(**self.changes(), prefill=tuple(prefill), decode=decode)
@@ -57,19 +64,28 @@ class Scheduler:
             "drops": self.prefix.take_drops(),
         }
 
+    def _end_of_prompt(self, s: Sequence) -> int:
+        """Where the tokens end that are read together: the prompt's and, after a pause, all there are."""
+        if not self.same_bits:
+            return s.num_prompt
+        is_reading = s.num_processed < max(s.num_prompt, s.num_known - 1)
+        return s.num_known if is_reading else s.num_processed
+
     def _span(self, s: Sequence, stop: int) -> Span:
         assert s.slot is not None
         start = s.num_processed
         score, first = s.to_score(start, stop)
-        is_last = stop == s.num_known
+        is_last, is_generated = stop == s.num_known, start >= s.num_prompt
         # A step launched ahead processes the token at `stop`, and must find a page for it.
-        ahead = is_last and len(s.tokens) + 1 < s.max_tokens and self.slots.grow(s.slot, stop + 1)
+        goes_on = stop + 1 < s.num_prompt + s.max_tokens
+        ahead = is_last and goes_on and self.slots.grow(s.slot, stop + 1)
         return Span(
             sequence=s.number,
             slot=s.slot,
             start=start,
             ids=tuple(s.span(start, stop)),
-            sampling=s.sampling() if is_last else None,
+            # Decode always chooses; where the token is known already, nobody looks.
+            sampling=s.sampling(stop) if is_last or is_generated else None,
             ahead=ahead,
             score=score,
             score_from=first,
@@ -85,7 +101,8 @@ class Scheduler:
                 continue
             s.num_processed = span.end
             assert s.slot is not None and s.node is not None
-            for end in range((span.start // size + 1) * size, span.end + 1, size):
+            limit = span.end if self.same_bits else min(span.end, s.num_prompt)
+            for end in range((span.start // size + 1) * size, limit + 1, size):
                 ids = tuple(s.span(end - size, end))
                 s.node = self.prefix.keep(s.slot, s.node, ids, end, s.num_processed)
 
