@@ -189,7 +189,8 @@ def _combine_kernel(part_o_ptr, part_ml_ptr, sinks_ptr, cos_ptr, sin_ptr, positi
     i, c = tl.arange(0, CP), first + tl.arange(0, BLOCK)
     peaks = tl.load(ml + i * (2 * H), mask=i < chunks, other=-float("inf"))
     sums = tl.load(ml + i * (2 * H) + 1, mask=i < chunks, other=0.0)
-    used = tl.max(tl.where(sums > 0, i + 1, 0), 0)
+    # A part without keys was not written; its peak alone is -inf, unless the part is NaN.
+    used = tl.max(tl.where(peaks != -float("inf"), i + 1, 0), 0)
     peak = tl.max(peaks, 0)
     # A row of padding has no keys at all.
     peak = tl.where(used > 0, peak, 0.0)
@@ -197,9 +198,9 @@ def _combine_kernel(part_o_ptr, part_ml_ptr, sinks_ptr, cos_ptr, sin_ptr, positi
     x = tl.zeros([BLOCK], tl.float32)
     for start in range(0, used, MERGED):
         j = start + tl.arange(0, MERGED)
-        weight = tl.exp(tl.load(ml + j * (2 * H), mask=j < used, other=-float("inf")) - peak)
-        # Parts without keys were not written.
-        mask = (weight > 0)[:, None] & (c < D)[None, :]
+        its_peak = tl.load(ml + j * (2 * H), mask=j < used, other=-float("inf"))
+        weight = tl.exp(its_peak - peak)
+        mask = (its_peak != -float("inf"))[:, None] & (c < D)[None, :]
         part = tl.load(o + j[:, None].to(tl.int64) * (H * D) + c[None, :], mask=mask, other=0.0)
         x += tl.sum(weight[:, None] * part, 0)
     x = rounded(tl.div_rn(x, total), act)

@@ -5,10 +5,10 @@
 
 constexpr int MAX_PAIRS = 1024, PAIRS_PER_TASK = 8;
 
-// Larger floats have larger keys; both zeros have one.
+// Larger floats have larger keys; both zeros have one; NaN's is the largest, whatever its sign, as torch sorts.
 __device__ __forceinline__ uint32_t order(float v) {
     const uint32_t bits = __float_as_uint(v == 0.f ? 0.f : v);
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    return v != v ? ~0u : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
 // The index of the warp's largest key, the lower one on a tie; every lane learns it.

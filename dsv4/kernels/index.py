@@ -68,10 +68,13 @@ def _scores_kernel(iq_ptr, weights_ptr, data_ptr, scale_ptr, page_table_ptr, slo
             # The next keys travel while these are scored, and the rows of those after them.
             next_data, next_scale = _keys(data_ptr, scale_ptr, next_rows, block + step, count, BLOCK, DI)
             next_rows = _rows(page_table, block + 2 * step, count, BLOCK, PAGE)
-            bits, unit = data.to(tl.int32), power(scale.to(tl.int32) + (126 - LIFT))[:, :, None]
+            # A scale that is NaN, or beyond what LIFT leaves room for, gives NaN.
+            bits, unit = data.to(tl.int32), tl.minimum(scale.to(tl.int32) + (126 - LIFT), 255)
+            unit = power(unit)[:, :, None]
             dots = product(_half(bits, 0, unit, BLOCK, DI), even)
             dots += product(_half(bits, 4, unit, BLOCK, DI), odd)
-            score = tl.sum(tl.maximum(dots, 0.0) * weight[None, :], 1) * (2.0**LIFT)
+            dots = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL)
+            score = tl.sum(dots * weight[None, :], 1) * (2.0**LIFT)
             entry = block * BLOCK + tl.arange(0, BLOCK)
             tl.store(out_ptr + row * cap + entry, score, mask=entry < count)
             data, scale = next_data, next_scale

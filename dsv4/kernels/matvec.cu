@@ -208,6 +208,17 @@ __device__ __forceinline__ float put_x(const typename Item<IS_F32>::Four (&v)[IT
     }
 }
 
+// These keep a NaN; fminf and fmaxf would give the other number.
+__device__ __forceinline__ float at_most(float v, float limit) {
+    float out;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(v), "f"(limit));
+    return out;
+}
+__device__ __forceinline__ float at_least(float v, float limit) {
+    float out;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(v), "f"(limit));
+    return out;
+}
 template <bool IS_F32> __device__ __forceinline__ float as_act(float v) {
     return IS_F32 ? v : __bfloat162float(__float2bfloat16_rn(v));
 }
@@ -395,8 +406,8 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
             if (s.routed == 2) to = ((size_t)(at / p.choices) * (p.choices + 1) + at % p.choices) * s.y_stride + n;
             if (paired) {
                 const float weight = __shfl_sync(~0u, routing, c);
-                const float gate = fminf(as_act<IS_F32>(v), p.limit);
-                const float up = fmaxf(fminf(as_act<IS_F32>(__shfl_down_sync(~0u, v, 16)), p.limit), -p.limit);
+                const float gate = at_most(as_act<IS_F32>(v), p.limit);
+                const float up = at_least(at_most(as_act<IS_F32>(__shfl_down_sync(~0u, v, 16)), p.limit), -p.limit);
                 float hidden = gate / (1.f + expf(-gate)) * up;
                 if (s.routed) hidden *= weight;
                 if (h == 0 && inside) put_act<IS_F32>(s.y, to, hidden);
