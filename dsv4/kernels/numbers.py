@@ -1,4 +1,4 @@
-"""Arithmetic that several Triton kernels share: roundings, norm, rotation, Hadamard, cache formats.
+"""Decode: what its Triton kernels share. PDL launches, rounding, norm, RoPE, Hadamard, cache formats.
 
 Everything is float32 inside; "act values" are float32 numbers that the compute type can hold.
 """
@@ -16,30 +16,29 @@ INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 F32_MAX: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """A Triton kernel of a step, which may start while the one before it still runs.
+def launch(kernel: Any, grid: tuple[int, ...], num_warps: int, overlap: bool, **arguments: Any) -> None:
+    """A Triton kernel of a step. `overlap`: with PDL, so it may start while the one before it still runs.
 
-    Each calls let_next_start and wait_for_earlier, once.
+    Each program executes launch_dependents and wait_for_prerequisites once. What a kernel reads before the
+    wait is declared with its launcher (overlap.py) and loaded from L2 (".cg") if a step writes it: until the
+    wait, a line of an earlier kernel may lie in L1.
     """
-    overlap = {} if triton.knobs.runtime.interpret else {"launch_pdl": True}
-    compiled = kernel[grid](*arguments, **options, **overlap)
+    options = {} if triton.knobs.runtime.interpret else {"launch_pdl": overlap}
+    compiled = kernel[grid](**arguments, num_warps=num_warps, **options)
     if compiled is not None:
         keep_shared_memory(compiled.function)
 
 
 @triton.jit
-def let_next_start():  # type: ignore[no-untyped-def]
-    """The next kernel starts when every program of this one has called this."""
+def launch_dependents():  # type: ignore[no-untyped-def]
+    """The next kernel may start when every program of this one has come here."""
     if not INTERPRETED:
         gdc_launch_dependents()
 
 
 @triton.jit
-def wait_for_earlier():  # type: ignore[no-untyped-def]
-    """What earlier kernels wrote is there after this. Before it, a kernel may read weights and what is older
-    than its step (positions, slots, page tables, tails), since `embed` lets the next start after its wait.
-    `queries` does so too: kernels after it may read the cache rows that `prepare` wrote. Products have two
-    rules more (MatVec, `late`)."""
+def wait_for_prerequisites():  # type: ignore[no-untyped-def]
+    """After this the launches before this one are complete and what they wrote is visible (overlap.py)."""
     if not INTERPRETED:
         gdc_wait()
 
@@ -85,13 +84,13 @@ def norm(x, weight, eps, D: tl.constexpr, ACT: tl.constexpr):  # type: ignore[no
 
 
 @triton.jit
-def turns(cos_ptr, sin_ptr, position, sign, start, HALF: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """cos and sin [SIZE / 2] for `rotate`: HALF pairs from channel `start`, which may lie outside, turn."""
+def angles(cos_ptr, sin_ptr, position, sign, start, HALF: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """RoPE's cos and sin [SIZE / 2] for `rotate`: HALF pairs from channel `start`, which may lie outside."""
     pair = tl.arange(0, SIZE // 2) - start // 2
-    turning = (pair >= 0) & (pair < HALF)
+    rotates = (pair >= 0) & (pair < HALF)
     at = position.to(tl.int64) * HALF + pair
-    cos = tl.load(cos_ptr + at, mask=turning, other=1.0)
-    return cos, tl.load(sin_ptr + at, mask=turning, other=0.0) * sign
+    cos = tl.load(cos_ptr + at, mask=rotates, other=1.0)
+    return cos, tl.load(sin_ptr + at, mask=rotates, other=0.0) * sign
 
 
 @triton.jit
