@@ -50,8 +50,8 @@ __device__ __forceinline__ void next_output(const float* partial, const float* b
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const bool is_mix = lane > SQUARES && lane <= SQUARES + STREAMS + STREAMS * STREAMS;
     const float its_scale = is_mix ? __ldg(scale + lane - 1) : 0.f, its_base = is_mix ? __ldg(base + lane - 1) : 0.f;
-    let_next_start();
-    wait_for_earlier();
+    launch_dependents();
+    wait_for_prerequisites();
     float v[MAX_CHUNKS / WARPS], total = 0.f;
 #pragma unroll
     for (int i = 0; i < MAX_CHUNKS / WARPS; ++i) {
@@ -94,8 +94,8 @@ __global__ void __launch_bounds__(THREADS) close_kernel(const float* partial, co
 #pragma unroll
     for (int i = 0; i < MAX_ITEMS; ++i)
         if ((tid + i * THREADS) * ITEM < d) w[i] = read(weight + (tid + i * THREADS) * ITEM);
-    let_next_start();
-    wait_for_earlier();
+    launch_dependents();
+    wait_for_prerequisites();
     streams += (size_t)row * STREAMS * d;
     // Four threads read the first eight columns of a chunk: the mixes that weight the streams, and the sum of squares.
     float2 two[MAX_PASSES];
@@ -160,10 +160,10 @@ __global__ void __launch_bounds__(THREADS) close_kernel(const float* partial, co
 
 extern "C" int dsv4_mix_close(const float* partial, const float* base, const float* scale, const void* streams, const float* weight,
                               void* x, float* gate, float* comb, int rows, int d, int chunks, float norm_eps, float hc_eps,
-                              int is_f32, cudaStream_t stream) {
+                              int is_f32, int overlap, cudaStream_t stream) {
     const auto go = [&](auto kernel, auto act) {
         using Act = decltype(act);
-        return launch(kernel, gate ? 2 * rows : rows, THREADS, 0, 1, stream, partial, base, scale, static_cast<const Act*>(streams),
+        return launch(kernel, gate ? 2 * rows : rows, THREADS, 0, 1, overlap, stream, partial, base, scale, static_cast<const Act*>(streams),
                       weight, static_cast<Act*>(x), gate, comb, rows, d, chunks, norm_eps, hc_eps);
     };
     return is_f32 ? go(close_kernel<float>, 0.f) : go(close_kernel<__nv_bfloat16>, __nv_bfloat16());

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -53,14 +54,15 @@ def test_random_arrivals_equal_runs_alone(checkpoint: Callable[..., Path], dtype
     assert together == single
 
 
-def test_graph_or_not_gives_the_same_tokens(checkpoint: Callable[..., Path]) -> None:
+def test_graph_or_not_overlapping_or_not_gives_the_same_tokens(checkpoint: Callable[..., Path]) -> None:
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, logprobs=2)
     requests = prompts(5, 300)
     results = []
-    for no_graph in (False, True):
-        engine = engine_on_gpu(checkpoint("official"), max_batch=4, no_graph=no_graph)
+    for no_graph, no_overlap in product((False, True), repeat=2):
+        how = {"no_graph": no_graph, "no_overlap": no_overlap}
+        engine = engine_on_gpu(checkpoint("official"), max_batch=4, **how)
         results.append([c.tokens for c in engine.generate(requests, params)])
-    assert results[0] == results[1]
+    assert all(result == results[0] for result in results)
 
 
 @pytest.mark.parametrize("format", ["modelopt", "official", "bf16", "ct", "hfnvfp4"])

@@ -168,9 +168,9 @@ class Session:
         counts = []
         for _ in range(COUNTED):
             of_step = []
-            for name, launch in self.decoder.launches:
-                launch()
-                if name == ROUTE:
+            for launch in self.decoder.launches:
+                launch.run()
+                if launch.name == ROUTE:
                     of_step.append(f.chosen[:batch].unique().numel())
             assert len(of_step) == self.config.num_layers, f"{len(of_step)} launches named {ROUTE}"
             counts.append(of_step)
