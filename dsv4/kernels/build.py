@@ -15,7 +15,7 @@ from dsv4.env import cache_folder
 from dsv4.errors import DeviceError
 
 HERE = Path(__file__).parent
-SOURCES = ("matvec", "unpack", "mix", "choose", "ceiling")
+SOURCES = ("matvec", "unpack", "mix", "choose", "sample", "ceiling")
 FLAGS = ("-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC", "--diag-suppress=128")
 
 
