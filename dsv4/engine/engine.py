@@ -52,7 +52,14 @@ class Engine:
         if s.tiled:
             from dsv4.engine.graphs import Graphs  # imports Triton, which a machine without a GPU may lack
 
-            executor = Graphs(bundle, self.model, cache, config.max_batch, not config.no_graph)
+            executor = Graphs(
+                b=bundle,
+                model=self.model,
+                cache=cache,
+                max_batch=config.max_batch,
+                use_graphs=not config.no_graph,
+                overlap=not config.no_overlap,
+            )
         self.runner = Runner(executor)
         self.slots = Slots(layout)
         self.prefix = PrefixCache(self.slots, config.prefix_snapshots)

@@ -35,7 +35,9 @@ def _following(spans: tuple[Span, ...]) -> Rows:
 class Graphs(Eager):
     runs_ahead, same_bits = True, False
 
-    def __init__(self, b: Bundle, model: Model, cache: Cache, max_batch: int, use_graphs: bool) -> None:
+    def __init__(
+        self, b: Bundle, model: Model, cache: Cache, max_batch: int, use_graphs: bool, overlap: bool
+    ) -> None:
         device = cache.page_table.device
         super().__init__(model, cache, str(device))
         sizes = graph_rows(max_batch)
@@ -45,7 +47,7 @@ class Graphs(Eager):
         self._holds: dict[int, Rows] = {}  # by number of rows: what the decoder's buffers hold now
         with torch.inference_mode():
             for rows in sizes:
-                decoder = self.decoders[rows] = Decoder(b, model, cache, rows, self.latest)
+                decoder = self.decoders[rows] = Decoder(b, model, cache, rows, self.latest, overlap)
                 decoder.warm_up()
                 if use_graphs:
                     decoder.capture()

@@ -1,4 +1,4 @@
-// Decode: the choices of a step, one block per decision: experts of the rows, entries to attend to, the next token.
+// Decode: the choices of a step, one block per decision: experts of the rows, entries to attend to.
 // `select` serves prompts too.
 #include <stdint.h>
 
@@ -345,42 +345,6 @@ __global__ void __launch_bounds__(THREADS) select_many_kernel(const Choice p) {
     }
 }
 
-// The best token of each row, ties to the lower id, into `next`; rows in use move on by one position. A row without
-// a finite best logit gives -1.
-__global__ void __launch_bounds__(1024) greedy_kernel(const float* logits, int vocab, int64_t* next, int64_t* positions) {
-    __shared__ uint32_t keys[32];
-    __shared__ int indices[32];
-    launch_dependents();
-    wait_for_prerequisites();
-    const int row = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    const float* z = logits + (size_t)row * vocab;
-    float value = -INFINITY;
-    int index = 0x7FFFFFFF;
-    bool broken = false;
-    for (int first = threadIdx.x; first < vocab; first += 1024 * 16) {
-        float v[16];
-#pragma unroll
-        for (int i = 0; i < 16; ++i) v[i] = first + i * 1024 < vocab ? __ldcg(z + first + i * 1024) : -INFINITY;
-#pragma unroll
-        for (int i = 0; i < 16; ++i) {
-            broken |= isnan(v[i]);
-            if (v[i] > value) { value = v[i]; index = first + i * 1024; }
-        }
-    }
-    uint32_t key = order(value);
-    index = best_of_warp(key, index);
-    if (lane == 0) indices[warp] = index;
-    keys[warp] = __reduce_max_sync(~0u, key);
-    broken = __syncthreads_or(broken);
-    if (warp == 0) {
-        index = best_of_warp(keys[lane], indices[lane]);
-        if (lane == 0 && positions[row] >= 0) {
-            next[row] = broken || !isfinite(z[min(index, vocab - 1)]) ? -1 : index;
-            ++positions[row];
-        }
-    }
-}
-
 extern "C" int dsv4_route(const float* logits, const float* bias, const int64_t* table, const int64_t* ids, int rows,
                           int experts, int choices, float route_scale, int per_task, int* chosen, float* weights,
                           int* task_expert, int* task_pairs, int overlap, cudaStream_t stream) {
@@ -399,8 +363,4 @@ extern "C" int dsv4_select(const float* scores, int64_t stride, int capacity, co
     if (capacity <= 16 * 8 * 32) return launch(select_few_kernel<16, 8>, rows, 512, 0, 1, overlap, stream, p);
     if (capacity <= 32 * 8 * 32) return launch(select_few_kernel<32, 8>, rows, 1024, 0, 1, overlap, stream, p);
     return launch(select_many_kernel, rows * CLUSTER, THREADS, (capacity + CLUSTER - 1) / CLUSTER * 4, CLUSTER, overlap, stream, p);
-}
-extern "C" int dsv4_greedy(const float* logits, int rows, int vocab, int64_t* next, int64_t* positions, int overlap,
-                           cudaStream_t stream) {
-    return launch(greedy_kernel, rows, 1024, 0, 1, overlap, stream, logits, vocab, next, positions);
 }

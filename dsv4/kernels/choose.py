@@ -1,4 +1,4 @@
-"""Decode: launches choose.cu. Which experts, which entries, which token. `select` serves prompts."""
+"""Decode: launches choose.cu. Which experts, which entries. `select` serves prompts."""
 
 import ctypes
 
@@ -123,22 +123,5 @@ def _select(
         out.shape[0],
         out.shape[1],
         pointer(out),
-        int(overlap),
-    )
-
-
-@launcher(reads=("logits", "positions"), writes=("next_ids", "positions"))
-def greedy(logits: Tensor, next_ids: Tensor, positions: Tensor, overlap: bool = True) -> None:
-    """The best token of each row into next_ids (-1: no finite best); rows in use move on by one position."""
-    rows, vocab = logits.shape
-    call(
-        "choose",
-        "greedy",
-        logits.device,
-        pointer(logits),
-        rows,
-        vocab,
-        pointer(next_ids),
-        pointer(positions),
         int(overlap),
     )

@@ -22,6 +22,8 @@ struct Sampling {
     int* out;               // [rows][RESULT]
     int64_t* next_ids;      // [rows], or null
     int64_t* positions;     // [rows], -1: padding; or null
+    const int64_t* slots;   // [rows], or null
+    int64_t* latest;        // [slots], or null
     int slice, held;        // logits of a block, and how many of them are in shared memory
 };
 
@@ -270,8 +272,8 @@ template <int CLUSTER, int THREADS> __global__ void __launch_bounds__(THREADS) s
     int64_t* settings = p.settings + row * WIDTH;
     int* out = p.out + (size_t)row * RESULT;
     all_arrive();   // waited for before the first write to another block: by then that block runs
-    let_next_start();
-    wait_for_earlier();
+    launch_dependents();
+    wait_for_prerequisites();
 
     float v[BATCH];   // all at once, and before anything depends on the settings
     const auto load = [&](int first) {
@@ -393,6 +395,7 @@ template <int CLUSTER, int THREADS> __global__ void __launch_bounds__(THREADS) s
         out[2] = status;
         out[3] = 0;
         if (p.next_ids) p.next_ids[row] = id;
+        if (p.latest) p.latest[p.slots[row]] = id;
         if (p.positions) {
             p.positions[row] = position + 1;
             ++settings[4];
@@ -402,10 +405,12 @@ template <int CLUSTER, int THREADS> __global__ void __launch_bounds__(THREADS) s
 
 #ifdef __CUDACC__
 extern "C" int dsv4_sample(const float* logits, int rows, int vocab, int64_t* settings, const uint32_t* mask, int* out,
-                           int64_t* next_ids, int64_t* positions, cudaStream_t stream) {
+                           int64_t* next_ids, int64_t* positions, const int64_t* slots, int64_t* latest, int overlap,
+                           cudaStream_t stream) {
     constexpr int CLUSTER = 8, THREADS = 1024;
     const int slice = ((vocab + CLUSTER - 1) / CLUSTER + 31) / 32 * 32, held = slice < MOST_HELD ? slice : MOST_HELD;
-    const Sampling p = {logits, vocab, settings, mask, out, next_ids, positions, slice, held};
-    return launch(sample_kernel<CLUSTER, THREADS>, rows * CLUSTER, THREADS, (int)sizeof(Memory<CLUSTER, THREADS>) + held * 4, CLUSTER, stream, p);
+    const Sampling p = {logits, vocab, settings, mask, out, next_ids, positions, slots, latest, slice, held};
+    return launch(sample_kernel<CLUSTER, THREADS>, rows * CLUSTER, THREADS, (int)sizeof(Memory<CLUSTER, THREADS>) + held * 4, CLUSTER,
+                  overlap, stream, p);
 }
 #endif

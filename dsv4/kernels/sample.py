@@ -1,13 +1,18 @@
-"""Launches sample.cu: the next token of every row and its log-probabilities, as ops/sample/ref.py has them."""
+"""Decode, and ends of prompts: launches sample.cu. The next token of every row, as ops/sample/ref.py has it."""
 
 import torch
 from torch import Tensor
 
 from dsv4.kernels.build import call, pointer
+from dsv4.kernels.overlap import launcher
 
 WIDTH, RESULT, MAX_VOCAB = 8, 44, 1 << 18
 
 
+@launcher(
+    reads=("logits", "settings", "mask", "positions", "slots"),
+    writes=("out", "settings", "next_ids", "positions", "latest"),
+)
 def sample(
     logits: Tensor,
     settings: Tensor,
@@ -15,12 +20,15 @@ def sample(
     out: Tensor,
     next_ids: Tensor | None = None,
     positions: Tensor | None = None,
+    slots: Tensor | None = None,
+    latest: Tensor | None = None,
+    overlap: bool = True,
 ) -> None:
-    """logits [T, V] float32, settings [T, 8] int64, mask [T, ceil(V / 32)] int32 or None -> out int32 [T, 44].
+    """logits [T, V] float32, settings [T, 8] int64, mask [T, ceil(V / 32)] int32 -> out int32 [T, 44].
 
     With positions [T] int64, rows below 0 are padding and nothing of theirs is written; the others move on by
     one position, and so does the index in their settings. next_ids [T] int64 get the ids, -1 where there is
-    none.
+    none, and so does `latest` [S] int64 at the rows' `slots` [T] int64.
     """
     rows, vocab = logits.shape
     assert vocab <= MAX_VOCAB, vocab
@@ -28,7 +36,7 @@ def sample(
     shapes = [(logits, (rows, vocab), torch.float32), (settings, (rows, WIDTH), torch.int64)]
     shapes += [(out, (rows, RESULT), torch.int32)]
     shapes += [(mask, (rows, -(-vocab // 32)), torch.int32)] if mask is not None else []
-    shapes += [(each, (rows,), torch.int64) for each in (next_ids, positions) if each is not None]
+    shapes += [(each, (rows,), torch.int64) for each in (next_ids, positions, slots) if each is not None]
     for tensor, shape, dtype in shapes:
         assert tensor.shape == shape and tensor.dtype == dtype and tensor.is_contiguous(), (
             tensor.shape,
@@ -40,5 +48,5 @@ def sample(
     call(
         *("sample", "sample", logits.device),
         *(pointer(logits), rows, vocab, pointer(settings), pointer(mask), pointer(out)),
-        *(pointer(next_ids), pointer(positions)),
+        *(pointer(next_ids), pointer(positions), pointer(slots), pointer(latest), int(overlap)),
     )

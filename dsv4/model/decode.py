@@ -5,6 +5,7 @@ launch, and nothing depends on the host. Token, position and slot of a row live 
 marks an unused row. Buffers are made once for a number of rows.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 

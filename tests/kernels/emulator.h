@@ -181,8 +181,8 @@ template <typename T> T* in_block(T* p, int block) {
 }
 inline void all_arrive() { emulator::now->cluster_turn = emulator::arrive(emulator::cluster, (int)emulator::threads.size()); }
 inline void all_wait() { emulator::pause_for(emulator::cluster, emulator::now->cluster_turn); }
-inline void let_next_start() {}
-inline void wait_for_earlier() {}
+inline void launch_dependents() {}
+inline void wait_for_prerequisites() {}
 inline void __syncthreads() { emulator::meet(emulator::blocks[emulator::now->block].barrier, emulator::threads_per_block); }
 inline void __syncwarp() { emulator::meet(emulator::my_warp().barrier, 32); }
 template <typename T> T __ldcg(const T* p) { return *p; }

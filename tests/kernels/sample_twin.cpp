@@ -31,7 +31,7 @@ const char* sample(int cluster, const float* logits, int rows, int vocab, int64_
                    int64_t* next_ids, int64_t* positions, int most_held, unsigned seed) {
     constexpr int THREADS = 64;
     const int slice = ((vocab + cluster - 1) / cluster + 31) / 32 * 32;
-    const Sampling p = {logits, vocab, settings, mask, out, next_ids, positions, slice, min(slice, most_held)};
+    const Sampling p = {logits, vocab, settings, mask, out, next_ids, positions, nullptr, nullptr, slice, min(slice, most_held)};
     for (int row = 0; row < rows; ++row) {
         const char* problem =
             cluster == 8 ? emulator::run(row * 8, 8, THREADS, sizeof(Memory<8, THREADS>) + p.held * 4, seed, [&] { sample_kernel<8, THREADS>(p); })

@@ -228,14 +228,3 @@ def test_select_through_pages() -> None:
     pages = table[1].tolist()
     assert out[0].tolist() == [pages[e // 16] * 16 + e % 16 for e in best]
     assert out[1].tolist() == [-1] * topk
-
-
-def test_greedy() -> None:
-    logits = torch.randn(4, 129280, device="cuda")
-    logits[0, 77] = logits[0, 100] = 50.0
-    logits[2, 5] = torch.nan
-    positions = torch.tensor([3, 9, 4, -1], device="cuda")
-    ids = torch.tensor([1, 1, 1, 1], device="cuda")
-    choose.greedy(logits, ids, positions)
-    assert ids.tolist() == [77, int(logits[1].argmax()), -1, 1]
-    assert positions.tolist() == [4, 10, 5, -1]

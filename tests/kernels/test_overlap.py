@@ -224,7 +224,7 @@ def until_wait(function: str) -> str:
 @pytest.mark.parametrize(
     ("source", "names"),
     [
-        ("choose.cu", ["route_kernel", "select_few_kernel", "select_many_kernel", "greedy_kernel"]),
+        ("choose.cu", ["route_kernel", "select_few_kernel", "select_many_kernel"]),
         ("mix.cu", ["close_kernel"]),
         ("matvec.cu", ["matvec_kernel"]),
     ],
@@ -234,7 +234,7 @@ def test_cuda_kernels_are_the_known_ones(source: str, names: list[str]) -> None:
     assert [name for name, text in functions(source).items() if "__global__" in text] == names
 
 
-@pytest.mark.parametrize("name", ["route_kernel", "select_few_kernel", "select_many_kernel", "greedy_kernel"])
+@pytest.mark.parametrize("name", ["route_kernel", "select_few_kernel", "select_many_kernel"])
 def test_choices_wait(name: str) -> None:
     """At the outermost level, before any way out; no input of the step is read before but through L2."""
     early = until_wait(functions("choose.cu")[name])
