@@ -1,4 +1,4 @@
-"""Launches sample.cu: the next token of every row and its log-probabilities, as ops/sample/ref.py has them."""
+"""Launches sample.cu: every row's next token and its log-probabilities, as ops/sample/ref.py has them."""
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ def sample(
     next_ids: Tensor | None = None,
     positions: Tensor | None = None,
 ) -> None:
-    """logits [T, V] float32, settings [T, 8] int64, mask [T, ceil(V / 32)] int32 or None -> out int32 [T, 44].
+    """logits [T, V] float32, settings [T, 8] int64, mask [T, ceil(V / 32)] int32 or None; out [T, 44] int32.
 
     With positions [T] int64, rows below 0 are padding and nothing of theirs is written; the others move on by
     one position, and so does the index in their settings. next_ids [T] int64 get the ids, -1 where there is
