@@ -291,7 +291,7 @@ template <int CLUSTER, int THREADS> __global__ void __launch_bounds__(THREADS) s
     const int64_t position = p.positions ? __ldcg(p.positions + row) : 0;
     const double temperature = bits_as<double>(__ldcg(settings));
     const int64_t asked = __ldcg(settings + 6), forced = __ldcg(settings + 7);
-    const int num_top = (int)(uint32_t)asked;
+    const int num_top = min((int)(uint32_t)asked, MAX_TOP);
     const bool is_masked = asked >> 32 & 1 && forced < 0, is_simple = temperature == 0 && num_top < 0 && forced < 0;
     if (position < 0) {   // padding
         all_wait();
