@@ -10,9 +10,9 @@
 
 enum { CHOSEN, NOT_FINITE, NONE_ALLOWED };   // status
 constexpr int WIDTH = 8, MAX_TOP = 20, RESULT = 4 + 2 * MAX_TOP;
-constexpr int BUCKETS = 1 << COARSE, LISTED = 256, BATCH = 16;
+constexpr int BUCKETS = 1 << COARSE, LISTED = 256, BATCH = 32;
 // Logits of a block in shared memory, so that all of it stays below 99 KiB; further ones are read again from the L2 cache.
-constexpr int MOST_HELD = 17000;
+constexpr int MOST_HELD = 18500;
 
 struct Sampling {
     const float* logits;    // [rows][vocab]
@@ -27,12 +27,12 @@ struct Sampling {
     int slice, held;        // logits of a block, and how many of them are in shared memory
 };
 
-struct Bucket {
+struct alignas(16) Bucket {
     uint32_t count, part[3];   // of the sum of weights: 15 bits each, so that the sums of 2^17 tokens fit
 };
 
 template <int CLUSTER, int THREADS> struct Memory {
-    alignas(16) Bucket buckets[2][BUCKETS];
+    Bucket buckets[2][BUCKETS];
     uint64_t partial[2][3][CLUSTER * THREADS / 32];
     uint64_t sums[BUCKETS];       // of all blocks: what is wanted, weights or tokens
     uint64_t listed_places[LISTED], listed_weights[LISTED];   // of this block
@@ -52,6 +52,7 @@ template <typename T> __device__ __forceinline__ T* in_block(T* p, int block) { 
     asm("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"((uint64_t)p), "r"(block));
     return (T*)address;
 }
+__device__ __forceinline__ void all_started() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void all_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void all_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 #endif
@@ -88,6 +89,7 @@ template <int CLUSTER, int THREADS> struct Row {
 
     // f(logit, id) for this thread's finite logits, allowed ones if the row is masked.
     template <typename F> __device__ __forceinline__ void each(const F& f) const {
+#pragma unroll 1
         for (int i = tid; i < mine; i += THREADS) {
             float v = i < held ? values[i] : read(logits + i);
             if (is_masked && i >= held && !is_allowed(start + i)) v = -INFINITY;
@@ -97,6 +99,7 @@ template <int CLUSTER, int THREADS> struct Row {
 
     __device__ __forceinline__ void apply_mask() {
         is_masked = true;
+#pragma unroll 8
         for (int i = tid; i < min(mine, held); i += THREADS)
             if (!is_allowed(start + i)) values[i] = -INFINITY;
     }
@@ -164,6 +167,7 @@ template <int CLUSTER, int THREADS> struct Row {
             }
             // Others may still read the buckets of the turn before, not those of the turn before that.
             Bucket* buckets = s.buckets[level++ & 1];
+#pragma unroll 1
             for (int i = tid; i < BUCKETS; i += THREADS) buckets[i] = {0, {0, 0, 0}};
             __syncthreads();
             each([&](float v, int id) {
@@ -179,6 +183,7 @@ template <int CLUSTER, int THREADS> struct Row {
                 }
             });
             all_sync();
+#pragma unroll 1
             for (int i = tid; i < BUCKETS; i += THREADS) {
                 uint64_t sum = 0;
                 uint32_t count = 0;
@@ -208,6 +213,7 @@ template <int CLUSTER, int THREADS> struct Row {
             uint64_t above = upto - own;
             const uint32_t holds = __ballot_sync(~0u, above < range.left && upto >= range.left);
             int bucket = lane * EACH + EACH - 1;
+#pragma unroll 1
             while (bucket > lane * EACH && above + s.sums[bucket] < range.left) above += s.sums[bucket--];
             const int who = __ffs(holds) - 1;
             bucket = __shfl_sync(~0u, bucket, who);
@@ -235,8 +241,10 @@ template <int CLUSTER, int THREADS> struct Row {
         });
         all_sync();
         int count = 0;
+#pragma unroll 1
         for (int b = 0; b < CLUSTER; ++b) {
             const int of = (int)*in_block(&s.num_listed, b);
+#pragma unroll 1
             for (int i = tid; i < of; i += THREADS) {
                 s.places[count + i] = *in_block(&s.listed_places[i], b);
                 s.weights[count + i] = *in_block(&s.listed_weights[i], b);
@@ -253,6 +261,7 @@ template <int CLUSTER, int THREADS> struct Row {
         const Range range = narrow<BY_WEIGHT, false>(by, low, weight, wanted);
         if (range.is_all) return low;
         const int count = list(by, range.low, range.high, weight);
+#pragma unroll 1
         for (int i = tid; i < count; i += THREADS) {
             uint64_t upto = 0;
             for (int j = 0; j < count; ++j)
@@ -271,20 +280,20 @@ template <int CLUSTER, int THREADS> __global__ void __launch_bounds__(THREADS) s
     const float* logits = p.logits + (size_t)row * p.vocab + start;
     int64_t* settings = p.settings + row * WIDTH;
     int* out = p.out + (size_t)row * RESULT;
-    all_arrive();   // waited for before the first write to another block: by then that block runs
+    all_started();   // waited for before the first write to another block: by then that block runs
     launch_dependents();
     wait_for_prerequisites();
 
     float v[BATCH];   // all at once, and before anything depends on the settings
     const auto load = [&](int first) {
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i) v[i] = first + i * THREADS < mine ? read(logits + first + i * THREADS) : -INFINITY;
+        for (int i = 0; i < BATCH; ++i) v[i] = first + i * THREADS < mine ? __ldcg(logits + first + i * THREADS) : -INFINITY;
     };
     load(tid);
     const int64_t position = p.positions ? __ldcg(p.positions + row) : 0;
     const double temperature = bits_as<double>(__ldcg(settings));
     const int64_t asked = __ldcg(settings + 6), forced = __ldcg(settings + 7);
-    const int num_top = (int)(uint32_t)asked;
+    const int num_top = min((int)(uint32_t)asked, MAX_TOP);
     const bool is_masked = asked >> 32 & 1 && forced < 0, is_simple = temperature == 0 && num_top < 0 && forced < 0;
     if (position < 0) {   // padding
         all_wait();
@@ -292,24 +301,39 @@ template <int CLUSTER, int THREADS> __global__ void __launch_bounds__(THREADS) s
     }
     Row<CLUSTER, THREADS> r = {s, (float*)(&s + 1), logits, p.mask ? p.mask + (size_t)row * ((p.vocab + 31) / 32) : nullptr, start, mine, p.held};
 
-    // The best allowed token and the best of all, as order and complement of the id; the complement of the lowest order.
-    uint64_t ends[3] = {0, 0, 0};
+    // The best of all and the best allowed; ids rise, so of ties the lower one stays.
+    float top = -INFINITY, top_allowed = -INFINITY, low_end = INFINITY;
+    int top_id = 0, top_allowed_id = 0;
+    bool is_broken = false;
     for (int first = tid; first < mine;) {
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) {
-            const int at = first + i * THREADS, id = start + at;
-            if (at >= mine) continue;
-            if (!is_simple && at < p.held) r.values[at] = v[i];
-            if (!(v[i] < INFINITY)) ends[1] = ~uint64_t(0);   // above every number's: something is not finite
-            if (!(v[i] > -INFINITY)) continue;
-            const uint64_t key = (uint64_t)order_of(v[i]) << 32 | (uint32_t)~id;
-            if (key > ends[1]) ends[1] = key;
-            if (key > ends[0] && (!is_masked || r.is_allowed(id))) ends[0] = key;
-            if (const uint64_t low = (uint32_t)~order_of(v[i]); low > ends[2]) ends[2] = low;
+            is_broken |= !(v[i] < INFINITY);
+            if (v[i] > top) { top = v[i]; top_id = start + first + i * THREADS; }
+        }
+        if (!is_simple) {
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                if (v[i] > -INFINITY) low_end = fminf(low_end, v[i]);
+                if (first + i * THREADS < min(mine, p.held)) r.values[first + i * THREADS] = v[i] + 0.f;
+            }
+        }
+        if (is_masked) {
+            uint32_t bits = 0;
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i)
+                if (first + i * THREADS < mine) bits |= (uint32_t)r.is_allowed(start + first + i * THREADS) << i;
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i)
+                if (v[i] > top_allowed && bits >> i & 1) { top_allowed = v[i]; top_allowed_id = start + first + i * THREADS; }
         }
         first += BATCH * THREADS;
         if (first < mine) load(first);
     }
+    if (!is_masked) { top_allowed = top; top_allowed_id = top_id; }
+    // 0: none. The largest of all numbers stands for something that is not finite.
+    const auto key_of = [](float v, int id) { return v > -INFINITY ? (uint64_t)order_of(v) << 32 | (uint32_t)~id : 0; };
+    uint64_t ends[3] = {key_of(top_allowed, top_allowed_id), is_broken ? ~uint64_t(0) : key_of(top, top_id), (uint32_t)~order_of(low_end)};
     __syncwarp();
     all_wait();
     r.template all<false>(ends);
@@ -332,6 +356,7 @@ template <int CLUSTER, int THREADS> __global__ void __launch_bounds__(THREADS) s
             const int count = r.list(by, range.low, ~uint64_t(0), weight);
             listed = min(count, num_top);
             if (block == 0)
+#pragma unroll 1
                 for (int i = tid; i < count; i += THREADS) {
                     int rank = 0;
                     for (int j = 0; j < count; ++j) rank += s.places[j] > s.places[i];
@@ -346,10 +371,10 @@ template <int CLUSTER, int THREADS> __global__ void __launch_bounds__(THREADS) s
         const double top_p = bits_as<double>(__ldcg(settings + 1)), min_p = bits_as<double>(__ldcg(settings + 2));
         const int64_t top_k = __ldcg(settings + 5);
         if (is_masked) r.apply_mask();
-        const double inverse = fmin(1.0 / temperature, 1.7976931348623157e308);   // x roughly, without a division
+        const double inverse = inverse_of(temperature);
         const auto weight = [&](float v) {
-            const double d = distance(v, best);
-            return mul(d, inverse) < -31.5 ? uint64_t(0) : (uint64_t)weight_of(div(d, temperature));
+            const bool is_far = x_estimate(v, best, inverse) < -31.5;
+            return is_far ? uint64_t(0) : (uint64_t)weight_of(div(distance(v, best), temperature));
         };
         uint64_t low = 0;   // the lowest place that is kept
         const float span = best - lowest, weighty = (float)fmin(31.0 * temperature, 3e38);
@@ -363,10 +388,10 @@ template <int CLUSTER, int THREADS> __global__ void __launch_bounds__(THREADS) s
         const uint64_t base = noise_base(__ldcg(settings + 3), __ldcg(settings + 4));
         // The estimated key of a token that is kept and may win, else -inf.
         const auto estimate = [&](float v, int id) {
-            const double x = mul(distance(v, best), inverse);
+            const double x = x_estimate(v, best, inverse);
             if (!(x >= least_x) || (low && place_of(by, v, id) < low)) return -INFINITY;
             if (least > 0 && (int64_t)weight(v) < least) return -INFINITY;
-            return (float)x + gumbel_estimate(random_bits(base, id));
+            return key_estimate(x, random_bits(base, id));
         };
         float own = -INFINITY;
         r.each([&](float v, int id) { own = fmaxf(own, estimate(v, id)); });
@@ -398,7 +423,7 @@ template <int CLUSTER, int THREADS> __global__ void __launch_bounds__(THREADS) s
         if (p.latest) p.latest[p.slots[row]] = id;
         if (p.positions) {
             p.positions[row] = position + 1;
-            ++settings[4];
+            settings[4] = __ldcg(settings + 4) + 1;
         }
     }
 }
@@ -407,7 +432,8 @@ template <int CLUSTER, int THREADS> __global__ void __launch_bounds__(THREADS) s
 extern "C" int dsv4_sample(const float* logits, int rows, int vocab, int64_t* settings, const uint32_t* mask, int* out,
                            int64_t* next_ids, int64_t* positions, const int64_t* slots, int64_t* latest, int overlap,
                            cudaStream_t stream) {
-    constexpr int CLUSTER = 8, THREADS = 1024;
+    constexpr int CLUSTER = 8, THREADS = 512;   // 1,024 would spill registers
+    static_assert(sizeof(Memory<CLUSTER, THREADS>) + MOST_HELD * 4 <= 99 * 1024, "more than a block of sm_120 can have");
     const int slice = ((vocab + CLUSTER - 1) / CLUSTER + 31) / 32 * 32, held = slice < MOST_HELD ? slice : MOST_HELD;
     const Sampling p = {logits, vocab, settings, mask, out, next_ids, positions, slots, latest, slice, held};
     return launch(sample_kernel<CLUSTER, THREADS>, rows * CLUSTER, THREADS, (int)sizeof(Memory<CLUSTER, THREADS>) + held * 4, CLUSTER,

@@ -136,6 +136,10 @@ BOTH float gumbel_estimate(uint64_t n) {
     const float part = (float)(int64_t)(is_small ? n : (uint64_t(1) << 53) - n) * 0x1p-53f;
     return -log_estimate(is_small ? -log1p_estimate(-part) : -log_estimate(part));
 }
+// x without a division, and the key with it.
+BOTH double inverse_of(double temperature) { return fmin(1.0 / temperature, 1.7976931348623157e308); }
+BOTH double x_estimate(float v, float best, double inverse) { return mul(distance(v, best), inverse); }
+BOTH float key_estimate(double x, uint64_t n) { return (float)x + gumbel_estimate(n); }
 
 // Larger floats have larger keys; both zeros have one.
 BOTH uint32_t order_of(float v) {

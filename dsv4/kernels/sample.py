@@ -1,4 +1,4 @@
-"""Decode, and ends of prompts: launches sample.cu. The next token of every row, as ops/sample/ref.py has it."""
+"""Decode, and ends of prompts: launches sample.cu, the next token of every row. Contract: ops/sample/ref.py."""
 
 import torch
 from torch import Tensor

@@ -180,6 +180,7 @@ template <typename T> T* in_block(T* p, int block) {
     return (T*)(blocks[block].memory.data() + offset);
 }
 inline void all_arrive() { emulator::now->cluster_turn = emulator::arrive(emulator::cluster, (int)emulator::threads.size()); }
+inline void all_started() { all_arrive(); }
 inline void all_wait() { emulator::pause_for(emulator::cluster, emulator::now->cluster_turn); }
 inline void launch_dependents() {}
 inline void wait_for_prerequisites() {}

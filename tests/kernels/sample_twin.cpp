@@ -13,10 +13,14 @@ void noise(uint64_t seed, int64_t index, int64_t n, double* out) {
     const uint64_t base = noise_base(seed, (uint64_t)index);
     for (int64_t i = 0; i < n; ++i) out[i] = gumbel(random_bits(base, (int)i));
 }
-// By how much estimates of noise are off, for these random bits.
-double worst_estimate(const int64_t* bits, int64_t n) {
+// By how much the estimates of keys are off, with these random bits.
+double worst_estimate(const float* values, float best, double temperature, const int64_t* bits, int64_t n) {
     double worst = 0;
-    for (int64_t i = 0; i < n; ++i) worst = fmax(worst, fabs((double)gumbel_estimate((uint64_t)bits[i]) - gumbel((uint64_t)bits[i])));
+    for (int64_t i = 0; i < n; ++i) {
+        const double x = x_estimate(values[i], best, inverse_of(temperature));
+        if (!(x >= MIN_X)) continue;
+        worst = fmax(worst, fabs((double)key_estimate(x, (uint64_t)bits[i]) - exact_key(values[i], best, temperature, (uint64_t)bits[i])));
+    }
     return worst;
 }
 void places(float best, float span, const float* values, int64_t n, int64_t* out) {
