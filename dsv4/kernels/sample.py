@@ -1,4 +1,4 @@
-"""Decode, and ends of prompts: launches sample.cu, the next token of every row. Contract: ops/sample/ref.py."""
+"""Decode, and ends of prompts: launches sample.cu, the next token of every row (as in ops/sample/ref.py)."""
 
 import torch
 from torch import Tensor

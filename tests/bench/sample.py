@@ -8,7 +8,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dsv4.kernels.choose import greedy
 from dsv4.kernels.sample import sample
 from dsv4.ops.sample.ref import RESULT, pack
 
@@ -60,7 +59,6 @@ def main() -> None:
     for spread in (1.0, 3.0):
         print(f"\n| us; logits: normal * {spread} | 1 row | 8 rows | 32 rows |\n|---|---|---|---|")
         logits = (torch.randn(32, VOCAB, generator=generator) * spread).cuda()
-        line("greedy_kernel", greedy, logits, ids, positions)
         for name, kind in KINDS.items():
             settings = torch.tensor([pack(**kind, seed=row) for row in range(32)]).cuda()  # type: ignore[arg-type]
             line(name, sample, logits, settings, mask, out, ids, positions)

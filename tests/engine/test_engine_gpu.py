@@ -1,4 +1,4 @@
-"""The engine on a GPU: batches, graphs and steps launched ahead change no bit; the host never waits inside one."""
+"""The engine on a GPU: batches, graphs and steps launched ahead change no bit; memory stays; nobody waits."""
 
 import random
 from collections.abc import Callable

@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from dsv4.cache.store import Cache
 from dsv4.config import preset
-from dsv4.kernels import attend, build, choose, index, matvec, mhc, prepare
+from dsv4.kernels import attend, build, choose, index, matvec, mhc, prepare, sample
 from dsv4.kernels.overlap import Launch, Launcher, check
 from dsv4.lab.bench.decode import Wanted
 from dsv4.lab.synthetic import make_weights
@@ -139,7 +139,7 @@ def test_declarations_are_what_triton_sources_do(decoder: Decoder, monkeypatch: 
 
     for module in (mhc, prepare, index, attend):
         monkeypatch.setattr(module, "launch", note)
-    for module in (mhc, choose, matvec):
+    for module in (mhc, choose, matvec, sample):
         monkeypatch.setattr(module, "call", lambda *arguments: None)
     written = {buffer for launch in decoder.launches for buffer in launch.writes}
     declared: dict[str, set[str]] = defaultdict(set)
@@ -179,7 +179,7 @@ def test_declarations_are_what_triton_sources_do(decoder: Decoder, monkeypatch: 
 def test_every_tensor_of_a_launcher_is_declared() -> None:
     found = [
         value
-        for module in (mhc, prepare, index, attend, choose)
+        for module in (mhc, prepare, index, attend, choose, sample)
         for value in vars(module).values()
         if isinstance(value, Launcher)
     ]
