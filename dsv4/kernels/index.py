@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.kernels.numbers import launch, launch_dependents, power, product, wait_for_prerequisites
+from dsv4.kernels.numbers import launch, launch_dependents, product, wait_for_prerequisites
 from dsv4.kernels.overlap import launcher
 from dsv4.quant.formats import Format, QuantTensor
 
@@ -70,9 +70,10 @@ def _scores_kernel(iq_ptr, weights_ptr, data_ptr, scale_ptr, page_table_ptr, slo
             # The next keys travel while these are scored, and the rows of those after them.
             next_data, next_scale = _keys(data_ptr, scale_ptr, next_rows, block + step, count, BLOCK, DI)
             next_rows = _rows(page_table, block + 2 * step, count, BLOCK, PAGE)
-            # A scale that is NaN, or beyond what LIFT leaves room for, gives NaN.
-            bits, unit = data.to(tl.int32), tl.minimum(scale.to(tl.int32) + (126 - LIFT), 255)
-            unit = power(unit)[:, :, None]
+            # A scale that is NaN, or beyond what LIFT leaves room for, gives NaN. Not min(code, 255) == 255:
+            # ptxas 12.8 joins these to a VIMNMX.U16x2 whose second predicate overwrites the first.
+            bits, code = data.to(tl.int32), scale.to(tl.int32) + (126 - LIFT)
+            unit = tl.where(code >= 255, 0x7FC00000, code << 23).to(tl.float32, bitcast=True)[:, :, None]
             dots = product(_half(bits, 0, unit, BLOCK, DI), even)
             dots += product(_half(bits, 4, unit, BLOCK, DI), odd)
             dots = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL)
