@@ -5,6 +5,7 @@ launched, and compiles and loads all of that in threads. Knows nothing of models
 """
 
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -20,6 +21,17 @@ from dsv4.errors import DeviceError
 Compiled = Callable[[int, int, str], None]
 # Triton's passes and ptxas run without the interpreter's lock; the rest does not, so more threads are idle.
 MAX_THREADS = 16
+
+
+def check_triton() -> None:
+    """Refuse, before anything is loaded, a machine on which Triton cannot launch."""
+    try:
+        triton.runtime.driver.active.get_current_device()
+    except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
+        raise DeviceError(
+            f"Triton {triton.__version__} cannot launch kernels here ({error}); besides the GPU it needs a C "
+            "compiler (gcc or clang) and Python's headers; see dsv4 doctor, or use --device cpu"
+        ) from error
 
 
 class _Zeros(TorchDispatchMode):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dsv4.cache.store import Cache
 from dsv4.config import ModelConfig
+from dsv4.kernels import build
 from dsv4.kernels.ahead import Compiled, compile_ahead
 from dsv4.kernels.tiles import Bank, Tiled
 from dsv4.model.model import Model
@@ -69,7 +70,7 @@ def warm_up(
     decode: Callable[[], None] | None = None,
     progress: Compiled | None = None,
 ) -> int:
-    """Compile and load all Triton kernels, in threads, then run prompts, up to one of `chunk` tokens.
+    """Load the CUDA kernels, compile and load all Triton kernels, then run prompts, up to `chunk` tokens.
 
     For an engine in which nothing runs yet: slot 0 and page 0 are written to, as by a sequence that ended.
     `decode` launches every decode step once, on padding; its kernels are compiled with the others. The last
@@ -83,6 +84,7 @@ def warm_up(
         if decode is not None:
             decode()
 
+    build.load_all(cache.page_table.device)
     num_kernels = compile_ahead(everything, progress)
     run_spans(*small, steps)
     run_spans(model, cache, [(0, min(chunk, max_context))])

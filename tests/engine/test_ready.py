@@ -21,8 +21,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from dsv4.cache.layout import CacheLayout
 from dsv4.cache.store import Cache
 from dsv4.config import ModelConfig, preset
+from dsv4.errors import DeviceError
 from dsv4.kernels import rows, tiles
-from dsv4.kernels.ahead import compile_ahead, noting
+from dsv4.kernels.ahead import check_triton, compile_ahead, noting
 from dsv4.lab.synthetic import make_weights
 from dsv4.model.bundle import Bundle, Numerics, Weights
 from dsv4.model.model import Model
@@ -33,7 +34,7 @@ from dsv4.ops.route import gpu as route
 from dsv4.quant.formats import Format
 from dsv4.weights.load import Checkpoint
 from dsv4.weights.tiled import load_tiled
-from tests.support.compiling import fake_hopper
+from tests.support.compiling import fake_hopper, triton
 
 LENGTHS = (1, 2, 3, 4, 5, 15, 16, 17, 63, 64, 65, 127, 128, 129, 300)
 STARTS = (0, 1, 3, 4, 125, 126, 127, 128, 500)
@@ -182,3 +183,10 @@ def test_compiles_ahead_and_shows_progress(tmp_path: Path, monkeypatch: pytest.M
     count = compile_ahead(run, lambda done, total, name: seen.append((done, total, name)))
     assert count == 2 and seen == [(1, 2, "_rows_kernel"), (2, 2, "_rows_kernel")]
     assert len(list(tmp_path.glob("*/*.cubin"))) == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton can launch here")
+def test_a_machine_without_what_triton_needs_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.runtime.driver, "_active", None)
+    with pytest.raises(DeviceError, match=r"Triton 3\S* cannot launch kernels here .*use --device cpu"):
+        check_triton()
