@@ -9,7 +9,7 @@ from dsv4.cache.layout import CacheLayout
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.device import OLDEST, Device, too_old
 from dsv4.errors import ConfigError, DeviceError
-from dsv4.kernels.build import SOURCES, architecture, compile_source
+from dsv4.kernels.build import architecture, compile_all
 from dsv4.ops import IMPLEMENTATIONS, Ops
 from dsv4.quant.formats import Format
 from dsv4.weights.load import Checkpoint
@@ -189,8 +189,10 @@ def _check_gpu(device: Device) -> None:
         raise DeviceError(f"{device.name} {too_old(found)}; use --device cpu")
     if find_spec("triton") is None:
         raise DeviceError("the GPU kernels need Triton, which is not installed: pip install triton")
-    for name in SOURCES:
-        compile_source(name, architecture(torch.device(device.torch_name)))
+    from dsv4.kernels.ahead import check_triton  # imports Triton, which a machine without a GPU may lack
+
+    check_triton()
+    compile_all(architecture(torch.device(device.torch_name)))
 
 
 def _why_reference(config: EngineConfig, cache: str) -> str | None:

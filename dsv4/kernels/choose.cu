@@ -1,7 +1,5 @@
 // Decode: the choices of a step, one block per decision: experts of the rows, entries to attend to.
 // `select` serves prompts too.
-#include <stdint.h>
-
 #include "launch.cuh"
 
 constexpr int MAX_PAIRS = 1024, PAIRS_PER_TASK = 8;
@@ -345,22 +343,12 @@ __global__ void __launch_bounds__(THREADS) select_many_kernel(const Choice p) {
     }
 }
 
-extern "C" int dsv4_route(const float* logits, const float* bias, const int64_t* table, const int64_t* ids, int rows,
-                          int experts, int choices, float route_scale, int per_task, int* chosen, float* weights,
-                          int* task_expert, int* task_pairs, int overlap, cudaStream_t stream) {
-    const auto go = [&](auto kernel, int threads) {
-        return launch(kernel, 1, threads, 0, 1, overlap, stream, logits, bias, table, ids, rows, experts, choices, route_scale, per_task,
-                      chosen, weights, task_expert, task_pairs);
-    };
-    if (rows == 1) return experts <= 256 ? go(route_kernel<8, true>, 256) : go(route_kernel<16, true>, 512);
-    return experts <= 256 ? go(route_kernel<8, false>, 512) : go(route_kernel<16, false>, 512);
-}
-extern "C" int dsv4_select(const float* scores, int64_t stride, int capacity, const int* counts, const int64_t* positions, int ratio,
-                           const int* page_table, const int64_t* slots, int pages, int page_entries, int rows, int topk,
-                           int* out, int overlap, cudaStream_t stream) {
-    const Choice p = {scores, stride, counts, positions, ratio, page_table, slots, pages, page_entries, topk, out};
-    if (capacity <= 8 * 5 * 32) return launch(select_few_kernel<8, 5>, rows, 256, 0, 1, overlap, stream, p);
-    if (capacity <= 16 * 8 * 32) return launch(select_few_kernel<16, 8>, rows, 512, 0, 1, overlap, stream, p);
-    if (capacity <= 32 * 8 * 32) return launch(select_few_kernel<32, 8>, rows, 1024, 0, 1, overlap, stream, p);
-    return launch(select_many_kernel, rows * CLUSTER, THREADS, (capacity + CLUSTER - 1) / CLUSTER * 4, CLUSTER, overlap, stream, p);
-}
+// What choose.py launches.
+static_assert(CLUSTER == 8 && THREADS == 1024);
+#define ROUTE(MANY, SINGLE)                                                                                                     \
+    template __global__ void route_kernel<MANY, SINGLE>(const float*, const float*, const int64_t*, const int64_t*, int, int, int, \
+                                                        float, int, int*, float*, int*, int*);
+ROUTE(8, true) ROUTE(16, true) ROUTE(8, false) ROUTE(16, false)
+template __global__ void select_few_kernel<8, 5>(const Choice);
+template __global__ void select_few_kernel<16, 8>(const Choice);
+template __global__ void select_few_kernel<32, 8>(const Choice);

@@ -4,9 +4,27 @@ import ctypes
 
 from torch import Tensor
 
-from dsv4.kernels.build import call, pointer
+from dsv4.kernels.build import call
 from dsv4.kernels.matvec import COLUMNS, FLOAT_COLUMNS, Tasks
 from dsv4.kernels.overlap import launcher
+
+# Warps of a block, and keys of a lane: rows of as many entries are chosen from in registers.
+FEW = ((8, 5), (16, 8), (32, 8))
+CLUSTER = 8  # blocks that share a longer row
+
+
+class _Choice(ctypes.Structure):
+    _fields_ = (
+        ("scores", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("counts", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("ratio", ctypes.c_int),
+        ("page_table", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("pages", "page_entries", "topk")),
+        ("out", ctypes.c_void_p),
+    )
 
 
 @launcher(
@@ -29,24 +47,14 @@ def route(
     expert, and tasks with the weights. `is_float` says how many pairs a task may hold."""
     rows, experts = logits.shape
     assert experts <= 512 and rows * tasks.choices <= 1024, (rows, experts)
+    many, single = 8 if experts <= 256 else 16, "true" if rows == 1 else "false"
     call(
-        "choose",
-        "route",
-        logits.device,
-        pointer(logits),
-        pointer(bias),
-        pointer(table),
-        pointer(ids),
-        rows,
-        experts,
-        tasks.choices,
-        ctypes.c_float(scale),
-        FLOAT_COLUMNS if is_float else COLUMNS,
-        pointer(chosen),
-        pointer(tasks.weights),
-        pointer(tasks.expert),
-        pointer(tasks.pairs),
-        int(overlap),
+        *("choose", f"route_kernel<{many}, {single}>", logits.device),
+        *(logits, bias, table, ids, rows, experts, tasks.choices, float(scale)),
+        *(FLOAT_COLUMNS if is_float else COLUMNS, chosen, tasks.weights, tasks.expert, tasks.pairs),
+        blocks=1,
+        threads=32 * many if rows == 1 else 512,
+        overlap=overlap,
     )
 
 
@@ -106,22 +114,34 @@ def _select(
     overlap: bool,
 ) -> None:
     pages = 1 if page_table is None else page_table.shape[1]
-    call(
-        "choose",
-        "select",
-        scores.device,
-        pointer(scores),
-        ctypes.c_int64(scores.stride(0)),
-        scores.shape[1],
-        pointer(counts),
-        pointer(positions),
-        ratio,
-        pointer(page_table),
-        pointer(slots),
-        pages,
-        page_entries,
-        out.shape[0],
-        out.shape[1],
-        pointer(out),
-        int(overlap),
+    rows, capacity = out.shape[0], scores.shape[1]
+    choice = _Choice(
+        scores=scores.data_ptr(),
+        stride=scores.stride(0),
+        counts=_address(counts),
+        positions=_address(positions),
+        ratio=ratio,
+        page_table=_address(page_table),
+        slots=_address(slots),
+        pages=pages,
+        page_entries=page_entries,
+        topk=out.shape[1],
+        out=out.data_ptr(),
     )
+    few = next((size for size in FEW if capacity <= size[0] * size[1] * 32), None)
+    if few is not None:
+        kernel, blocks, threads = f"select_few_kernel<{few[0]}, {few[1]}>", rows, 32 * few[0]
+        call("choose", kernel, scores.device, choice, blocks=blocks, threads=threads, overlap=overlap)
+        return
+    call(
+        *("choose", "select_many_kernel", scores.device, choice),
+        blocks=rows * CLUSTER,
+        threads=1024,
+        shared=-(-capacity // CLUSTER) * 4,
+        cluster=CLUSTER,
+        overlap=overlap,
+    )
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

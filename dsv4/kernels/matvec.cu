@@ -441,8 +441,8 @@ __global__ void __launch_bounds__(WARPS * 32, Layout<WARPS>::BLOCKS) matvec_kern
     }
 }
 
-extern "C" int dsv4_matvec(const Params* p, int blocks, int is_f32, int overlap, cudaStream_t stream) {
-    if (is_f32) return launch(matvec_kernel<16, true>, blocks, 512, Layout<16>::bytes(COLUMNS), 1, overlap, stream, *p);
-    if (p->rows > 1) return launch(matvec_kernel<16, false>, blocks, 512, Layout<16>::bytes(COLUMNS), 1, overlap, stream, *p);
-    return launch(matvec_kernel<8, false>, blocks, 256, Layout<8>::bytes(1), 1, overlap, stream, *p);
-}
+// What matvec.py launches, with this much shared memory.
+static_assert(Layout<16>::bytes(COLUMNS) == 231936 && Layout<8>::bytes(1) == 76416);
+template __global__ void matvec_kernel<16, true>(const __grid_constant__ Params);
+template __global__ void matvec_kernel<16, false>(const __grid_constant__ Params);
+template __global__ void matvec_kernel<8, false>(const __grid_constant__ Params);

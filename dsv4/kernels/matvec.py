@@ -11,12 +11,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dsv4.kernels.build import call, pointer
+from dsv4.kernels.build import call
 from dsv4.kernels.overlap import Touches, tensors_of
 from dsv4.kernels.tiles import CODE, SLICE, Tiled
 
 MAX_SLICES, MAX_SEGMENTS, COLUMNS, FLOAT_COLUMNS, STAGES = 8, 16, 8, 2, 2
 MAX_MIXED = 256  # rows that a block mixes, one per thread
+SHARED = {16: 231936, 8: 76416}  # bytes of a block of so many warps; matvec.cu holds them against its layout
 
 
 class _Segment(ctypes.Structure):
@@ -163,8 +164,14 @@ class MatVec:
         self.params, self.blocks = params, len(work)
 
     def launch(self) -> None:
-        params, is_float, overlap = ctypes.byref(self.params), int(self.is_float), int(self.overlap)
-        call("matvec", "matvec", self.device, params, self.blocks, is_float, overlap)
+        warps = 8 if self.params.rows == 1 and not self.is_float else 16
+        call(
+            *("matvec", f"matvec_kernel<{warps}, {str(self.is_float).lower()}>", self.device, self.params),
+            blocks=self.blocks,
+            threads=32 * warps,
+            shared=SHARED[warps],
+            overlap=self.overlap,
+        )
 
     @property
     def touches(self) -> Touches:
@@ -267,6 +274,11 @@ def unpack(weight: Tiled, out: Tensor) -> None:
         and out.numel() == weight.count * weight.halves * weight.shape[0] * weight.shape[1]
     )
     assert weight.data.is_contiguous() and weight.scale.is_contiguous()
-    segment = _segment(weight)
-    is_float = int(out.dtype == torch.float32)
-    call("unpack", "unpack", out.device, ctypes.byref(segment), weight.count, pointer(out), is_float)
+    act = "float" if out.dtype == torch.float32 else "__nv_bfloat16"
+    bricks = weight.count * weight.units * weight.slices * weight.halves
+    call(
+        *("unpack", f"unpack_kernel<{act}>", out.device),
+        *(_segment(weight), out, ctypes.c_int64(bricks)),
+        blocks=-(-bricks // 4),
+        threads=128,
+    )

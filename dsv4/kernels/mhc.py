@@ -4,14 +4,12 @@
 program; `mix_close` (mix.cu) adds the parts up and makes the next input. Four streams, as in every V4 model.
 """
 
-import ctypes
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.kernels.build import call, pointer
+from dsv4.kernels.build import call
 from dsv4.kernels.numbers import launch, launch_dependents, rounded, to_act, wait_for_prerequisites
 from dsv4.kernels.overlap import launcher
 
@@ -182,23 +180,12 @@ def mix_close(
     assert (gate is None) == (comb is None) and partial.shape == (rows, chunks, WIDTH), partial.shape
     assert d % 8 == 0 and d <= 8192 and chunks <= 256, f"{d} channels"
     if rows:
+        act = "float" if x.dtype == torch.float32 else "__nv_bfloat16"
         call(
-            "mix",
-            "mix_close",
-            x.device,
-            pointer(partial),
-            pointer(base),
-            pointer(scale),
-            pointer(streams),
-            pointer(weight),
-            pointer(x),
-            pointer(gate),
-            pointer(comb),
-            rows,
-            d,
-            chunks,
-            ctypes.c_float(norm_eps),
-            ctypes.c_float(hc_eps),
-            int(x.dtype == torch.float32),
-            int(overlap),
+            *("mix", f"close_kernel<{act}>", x.device),
+            *(partial, base, scale, streams, weight, x, gate, comb),
+            *(rows, d, chunks, norm_eps, hc_eps),
+            blocks=rows if gate is None else 2 * rows,
+            threads=512,
+            overlap=overlap,
         )

@@ -12,7 +12,7 @@ enum { CHOSEN, NOT_FINITE, NONE_ALLOWED };   // status
 constexpr int WIDTH = 8, MAX_TOP = 20, RESULT = 4 + 2 * MAX_TOP;
 constexpr int BUCKETS = 1 << COARSE, LISTED = 256, BATCH = 32;
 // Logits of a block in shared memory, so that all of it stays below 99 KiB; further ones are read again from the L2 cache.
-constexpr int MOST_HELD = 18500;
+constexpr int MOST_HELD = 18500, BLOCK_BYTES = 25616;
 
 struct Sampling {
     const float* logits;    // [rows][vocab]
@@ -428,15 +428,9 @@ template <int CLUSTER, int THREADS> __global__ void __launch_bounds__(THREADS) s
     }
 }
 
+// What sample.py launches, with this much shared memory beside the logits.
 #ifdef __CUDACC__
-extern "C" int dsv4_sample(const float* logits, int rows, int vocab, int64_t* settings, const uint32_t* mask, int* out,
-                           int64_t* next_ids, int64_t* positions, const int64_t* slots, int64_t* latest, int overlap,
-                           cudaStream_t stream) {
-    constexpr int CLUSTER = 8, THREADS = 512;   // 1,024 would spill registers
-    static_assert(sizeof(Memory<CLUSTER, THREADS>) + MOST_HELD * 4 <= 99 * 1024, "more than a block of sm_120 can have");
-    const int slice = ((vocab + CLUSTER - 1) / CLUSTER + 31) / 32 * 32, held = slice < MOST_HELD ? slice : MOST_HELD;
-    const Sampling p = {logits, vocab, settings, mask, out, next_ids, positions, slots, latest, slice, held};
-    return launch(sample_kernel<CLUSTER, THREADS>, rows * CLUSTER, THREADS, (int)sizeof(Memory<CLUSTER, THREADS>) + held * 4, CLUSTER,
-                  overlap, stream, p);
-}
+using Block = Memory<8, 512>;   // 1,024 threads would spill registers
+static_assert(sizeof(Block) == BLOCK_BYTES && BLOCK_BYTES + MOST_HELD * 4 <= 99 * 1024, "as sample.py has it, and no more than a block of sm_120 can have");
+template __global__ void sample_kernel<8, 512>(const Sampling);
 #endif

@@ -2,13 +2,13 @@
 // other, never fused, so that a GPU, a CPU and torch give the same bits. A host compiler takes this file too (with
 // -ffp-contract=off): that is how it is tested without a GPU.
 #pragma once
+#ifdef __CUDACC__
+#include "types.cuh"
+#define BOTH __host__ __device__ __forceinline__
+#else
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-
-#ifdef __CUDACC__
-#define BOTH __host__ __device__ __forceinline__
-#else
 #define BOTH static inline
 #endif
 

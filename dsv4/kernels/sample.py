@@ -1,12 +1,26 @@
 """Decode, and ends of prompts: launches sample.cu, the next token of every row (as in ops/sample/ref.py)."""
 
+import ctypes
+
 import torch
 from torch import Tensor
 
-from dsv4.kernels.build import call, pointer
+from dsv4.kernels.build import call
 from dsv4.kernels.overlap import launcher
 
 WIDTH, RESULT, MAX_VOCAB = 8, 44, 1 << 18
+CLUSTER, THREADS = 8, 512  # blocks of a row, threads of a block
+MOST_HELD, BLOCK_BYTES = 18500, 25616  # logits in a block's shared memory, and what lies beside them
+
+
+class _Sampling(ctypes.Structure):
+    _fields_ = (
+        ("logits", ctypes.c_void_p),
+        ("vocab", ctypes.c_int),
+        *((name, ctypes.c_void_p) for name in ("settings", "mask", "out", "next_ids", "positions")),
+        *((name, ctypes.c_void_p) for name in ("slots", "latest")),
+        *((name, ctypes.c_int) for name in ("slice", "held")),
+    )
 
 
 @launcher(
@@ -45,8 +59,30 @@ def sample(
         assert tensor.device == logits.device, tensor.device
     if not rows:
         return
+    part = -(-vocab // (32 * CLUSTER)) * 32  # logits of a block
+    held = min(part, MOST_HELD)
+
+    def address(tensor: Tensor | None) -> int | None:
+        return None if tensor is None else tensor.data_ptr()
+
+    params = _Sampling(
+        logits=logits.data_ptr(),
+        vocab=vocab,
+        settings=settings.data_ptr(),
+        mask=address(mask),
+        out=out.data_ptr(),
+        next_ids=address(next_ids),
+        positions=address(positions),
+        slots=address(slots),
+        latest=address(latest),
+        slice=part,
+        held=held,
+    )
     call(
-        *("sample", "sample", logits.device),
-        *(pointer(logits), rows, vocab, pointer(settings), pointer(mask), pointer(out)),
-        *(pointer(next_ids), pointer(positions), pointer(slots), pointer(latest), int(overlap)),
+        *("sample", f"sample_kernel<{CLUSTER}, {THREADS}>", logits.device, params),
+        blocks=rows * CLUSTER,
+        threads=THREADS,
+        shared=BLOCK_BYTES + 4 * held,
+        cluster=CLUSTER,
+        overlap=overlap,
     )

@@ -1,9 +1,5 @@
 // What a weight in tiles is (tiles.py packs it), and how its codes become numbers. For matvec.cu and unpack.cu.
 #pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <stdint.h>
-
 #include "launch.cuh"
 
 enum { NVFP4 = 0, MXFP4 = 1, FP8 = 2, BF16 = 3 };

@@ -93,11 +93,6 @@ __global__ void unpack_kernel(const __grid_constant__ Segment s, Out* y, int64_t
     }
 }
 
-// `s` describes the bank from its first wanted matrix on.
-extern "C" int dsv4_unpack(const Segment* s, int matrices, void* y, int is_f32, cudaStream_t stream) {
-    const int64_t bricks = (int64_t)matrices * s->units * s->slices * s->halves;
-    const int blocks = (int)((bricks + 3) / 4);
-    const int overlap = 1;   // of its launch alone: it waits at once
-    if (is_f32) return launch(unpack_kernel<float>, blocks, 128, 0, 1, overlap, stream, *s, (float*)y, bricks);
-    return launch(unpack_kernel<__nv_bfloat16>, blocks, 128, 0, 1, overlap, stream, *s, (__nv_bfloat16*)y, bricks);
-}
+// What matvec.py launches, four warps a block; `s` describes the bank from its first wanted matrix on.
+template __global__ void unpack_kernel<float>(const __grid_constant__ Segment, float*, int64_t);
+template __global__ void unpack_kernel<__nv_bfloat16>(const __grid_constant__ Segment, __nv_bfloat16*, int64_t);
