@@ -3,6 +3,7 @@
 import itertools
 import operator
 import secrets
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,9 @@ from dsv4.text.tokenizer import Tokenizer
 from dsv4.weights.load import Checkpoint, Progress
 from dsv4.weights.tiled import load_tiled
 
+# Kernels compiled so far, all of them, and the last one's name.
+Compiled = Callable[[int, int, str], None]
+
 
 class Engine:
     """Continuous batching over one model. Results of a request do not depend on the other requests."""
@@ -41,8 +45,9 @@ class Engine:
         config: EngineConfig,
         tokenizer: Tokenizer | None = None,
         notes: tuple[str, ...] = (),
+        compiled: Compiled | None = None,
     ) -> None:
-        """Around loaded weights; `load` is the usual way to one."""
+        """Around loaded weights; `load` is the usual way to one. `compiled` is told of kernels on a GPU."""
         self.config, self.model_config, self.tokenizer, self.notes = config, bundle.config, tokenizer, notes
         self.settings = s = settings
         layout = cache_layout(bundle.config, s, config, bundle.weights.num_mtp_layers)
@@ -57,8 +62,10 @@ class Engine:
                 model=self.model,
                 cache=cache,
                 max_batch=config.max_batch,
+                chunk=s.chunk,
                 use_graphs=not config.no_graph,
                 overlap=not config.no_overlap,
+                compiled=compiled,
             )
         self.runner = Runner(executor)
         self.slots = Slots(layout)
@@ -76,6 +83,7 @@ class Engine:
         path: str | Path | None = None,
         config: EngineConfig | None = None,
         progress: Progress | None = None,
+        compiled: Compiled | None = None,
     ) -> "Engine":
         """An engine for a model folder, else the embedded model; tokenizer.json, if there, gives it text."""
         path, config = embedded() if path is None else Path(path), config or EngineConfig()
@@ -102,7 +110,7 @@ class Engine:
         if not settings.tiled:
             device = torch.device(settings.device.torch_name)
             notes += settle_exact(checkpoint.config, weights.num_mtp_layers, device, settings.threads).notes
-        return cls(bundle, settings, config, tokenizer, notes)
+        return cls(bundle, settings, config, tokenizer, notes, compiled)
 
     def request(
         self, prompt: str | list[int] | tuple[int, ...], params: SamplingParams | None = None

@@ -14,9 +14,11 @@ from dsv4.cache.store import Cache
 from dsv4.engine.eager import Eager, Pass
 from dsv4.engine.plan import Sampling, Span
 from dsv4.engine.runner import UNSEEN, Masks, Result
+from dsv4.kernels.ahead import Compiled
 from dsv4.model.bundle import Bundle
 from dsv4.model.decode import Decoder, graph_rows
 from dsv4.model.model import Model
+from dsv4.model.warm import warm_up
 from dsv4.ops.sample.ref import MAX_TOP
 
 # (sequence, slot, position, sampling) of each row that a decoder's buffers hold.
@@ -36,8 +38,17 @@ class Graphs(Eager):
     runs_ahead, same_bits = True, False
 
     def __init__(
-        self, b: Bundle, model: Model, cache: Cache, max_batch: int, use_graphs: bool, overlap: bool
+        self,
+        b: Bundle,
+        model: Model,
+        cache: Cache,
+        max_batch: int,
+        chunk: int,
+        use_graphs: bool,
+        overlap: bool,
+        compiled: Compiled | None = None,
     ) -> None:
+        """Every kernel that can run is compiled and loaded here; `compiled` is told how far that has come."""
         device = cache.page_table.device
         super().__init__(model, cache, str(device))
         sizes = graph_rows(max_batch)
@@ -45,12 +56,19 @@ class Graphs(Eager):
         self.latest = torch.zeros(cache.layout.num_slots, dtype=torch.long, device=device)
         self.decoders: dict[int, Decoder] = {}
         self._holds: dict[int, Rows] = {}  # by number of rows: what the decoder's buffers hold now
+        for rows in sizes:
+            self.decoders[rows] = Decoder(b, model, cache, rows, self.latest, overlap)
+        warm_up(model, cache, chunk, self._run_padding, compiled)
         with torch.inference_mode():
-            for rows in sizes:
-                decoder = self.decoders[rows] = Decoder(b, model, cache, rows, self.latest, overlap)
-                decoder.warm_up()
-                if use_graphs:
-                    decoder.capture()
+            self._run_padding()
+            torch.cuda.synchronize(device)
+            for decoder in self.decoders.values() if use_graphs else ():
+                decoder.capture()
+
+    def _run_padding(self) -> None:
+        """Every decode step launch by launch, on rows that are not in use: the cache stays as it is."""
+        for decoder in self.decoders.values():
+            decoder.run()
 
     @torch.inference_mode()
     def decode(self, spans: tuple[Span, ...]) -> Pass:

@@ -460,14 +460,8 @@ class Decoder:
         """The next token of every row, from its logits: it is the next input; positions move on."""
         self.launches[-1].run()
 
-    def warm_up(self) -> None:
-        """Compile every kernel, on padding alone: the cache stays as it is."""
-        self.buffers.positions.fill_(-1)
-        self.run()
-        torch.cuda.synchronize(self.buffers.ids.device)
-
     def capture(self) -> None:
-        """Record the launches as graphs, after `warm_up`."""
+        """Record the launches as graphs, when each has run once."""
         for samples in (True, False):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):

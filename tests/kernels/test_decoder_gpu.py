@@ -39,7 +39,8 @@ class Running:
         fill(self.cache)
         model = Model(bundle, layout.max_context, "cuda")
         self.decoder = Decoder(bundle, model, self.cache, rows, overlap=overlap)
-        self.decoder.warm_up()
+        self.decoder.run()  # all rows unused
+        torch.cuda.synchronize()
         if graph:
             self.decoder.capture()
         f = self.decoder.buffers

@@ -140,7 +140,7 @@ def test_declarations_are_what_triton_sources_do(decoder: Decoder, monkeypatch: 
     for module in (mhc, prepare, index, attend):
         monkeypatch.setattr(module, "launch", note)
     for module in (mhc, choose, matvec, sample):
-        monkeypatch.setattr(module, "call", lambda *arguments: None)
+        monkeypatch.setattr(module, "call", lambda *arguments, **how: None)
     written = {buffer for launch in decoder.launches for buffer in launch.writes}
     declared: dict[str, set[str]] = defaultdict(set)
     used: dict[str, set[str]] = defaultdict(set)
