@@ -6,6 +6,7 @@ launched, and compiles and loads all of that in threads. Knows nothing of models
 
 import os
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -72,6 +73,24 @@ def noting(note: Callable[[Any, str, str], None]) -> Iterator[None]:
         runtime.jit_cache_hook = before
 
 
+@contextmanager
+def _one_parser() -> Iterator[None]:
+    """Inside, Triton parses the source of one function at a time: CPython 3.11 and 3.12 count the depth of a
+    syntax tree for all threads together, and one of two that parse at once raises a SystemError."""
+    kind, lock = triton.runtime.jit.JITCallable, threading.Lock()
+    before = kind.parse
+
+    def parse(function: Any) -> Any:
+        with lock:
+            return before(function)
+
+    kind.parse = parse
+    try:
+        yield
+    finally:
+        kind.parse = before
+
+
 def compile_ahead(run: Callable[[], None], progress: Compiled | None = None) -> int:
     """Compile and load the Triton kernels that `run` launches; -> how many variants were new here.
 
@@ -90,7 +109,7 @@ def compile_ahead(run: Callable[[], None], progress: Compiled | None = None) -> 
         if device is not None:
             torch.cuda.set_device(device)  # a thread starts with device 0
 
-    with ThreadPoolExecutor(threads, "compile", begin) as pool:
+    with _one_parser(), ThreadPoolExecutor(threads, "compile", begin) as pool:
         jobs = {pool.submit(_make, fn, data, on_gpu): fn.__name__ for (fn, _), data in found.items()}
         try:
             for done, job in enumerate(as_completed(jobs), 1):
