@@ -15,7 +15,7 @@ from dsv4.lab.gpus import MAX_GPUS, NAMES, Machine, known
 from dsv4.lab.init import contents
 from dsv4.lab.inspect import Component, active_share, components
 from dsv4.model.params import Param
-from dsv4.ops.attend.ref import RUN
+from dsv4.ops.attend.ref import BLOCK
 from dsv4.quant.formats import Format
 from dsv4.weights.detect import Inventory, take_inventory
 from dsv4.weights.load import Checkpoint, held_bytes
@@ -225,7 +225,7 @@ class Plan:
         # Keys of a run of queries, decoded together: window and the entries of each (ops/attend/ref.py).
         visible = [(layer.kind, self.wanted.context // layer.ratio) for layer in c.layers if layer.ratio]
         listed = max((min(n, c.index_topk) if kind == "csa" else n for kind, n in visible), default=0)
-        run = min(tokens, RUN)
+        run = min(tokens, BLOCK)
         last_block += 8 * c.head_dim * (c.window + run * (1 + listed))
         logits = 8 * self.slots * c.vocab_size // self.tp
         decoded = 0 if self.is_dense else 10 * self.demand.largest_linear // self.tp

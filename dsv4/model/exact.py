@@ -29,7 +29,7 @@ class Exact:
 def settle_exact(config: ModelConfig, num_mtp_layers: int, device: torch.device, threads: int) -> Exact:
     """Measure what is not remembered, with that many threads in use, and remember it."""
     products = settle(product_shapes(config, num_mtp_layers), device, threads)
-    holds = {f.__name__: f.__dict__["settled"](device, threads) for f in FUNCTIONS}
+    holds = {f.__name__: f.__dict__["is_independent"](device, threads) for f in FUNCTIONS}
     facts = {name: [p.library, p.heights, p.why] for name, p in products.items()}
     notes = (recall(device, threads)[1], remember(device, threads, facts | holds))
     return Exact(
