@@ -66,7 +66,8 @@ class Engine:
         torch.set_num_threads(s.threads)
         if not s.tiled:
             device = torch.device(s.device.torch_name)
-            exact = settle_exact(model_config, checkpoint.inventory.num_mtp_layers, device, s.threads)
+            mtp = checkpoint.inventory.num_mtp_layers
+            exact = settle_exact(model_config, mtp, s.max_context, device, s.threads)
             self.notes = (*self.notes, *exact.notes)
         numerics = Numerics(s.dtype, config.activations, config.qat == "on")
         bundle = Bundle(model_config, weights, s.ops, numerics)

@@ -55,8 +55,9 @@ def _holds(f: Function, shape: tuple[int, ...], *rest: Any, device: torch.device
 
 
 def padded(count: int) -> int:
-    """Keys of one query are multiplied in this number: few shapes, and rows of them begin aligned."""
-    return -(-count // 64) * 64
+    """So many keys of a query are multiplied as that many: few shapes, and rows of them begin aligned."""
+    step = 64 if count <= 256 else 256
+    return -(-count // step) * step
 
 
 @cache

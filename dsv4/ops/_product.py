@@ -19,14 +19,17 @@ HEIGHTS = (1, 4, 8, 32, 128)
 # A library that has no tile of this height or a higher one is worse than the next.
 USEFUL = 8
 # Values of a weight that are multiplied at once, and multiplications per height: they bound a proof's cost.
-PART = 1 << 22
-BUDGET = 1 << 29
+PART = 1 << 21
+BUDGET = 1 << 28
+# Multiplications up to which products are worth a batch: larger ones take longer than their calls.
+SMALL = 1 << 20
 ALIGNMENT = 64
 
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
 # How w [K, N] lies in memory: its strides. Row-major, perhaps a part of the columns, or (1, K): turned.
 Form = tuple[int, ...]
+Shape = tuple[int, int, Form]  # K, N and how w lies
 
 
 def _onednn(x: Tensor, w: Tensor) -> Tensor:
@@ -119,8 +122,14 @@ def is_one_call(
     height: int, depth: int, width: int, is_turned: bool, device: torch.device, threads: int
 ) -> bool:
     """Whether a batch in one call, w row-major or turned, has the bits of the same products one by one."""
-    known = _memory.recall(device, threads)[0].get(f"batch {height}x{depth}x{width} {is_turned}")
+    if height * depth * width > SMALL:
+        return False
+    known = _memory.recall(device, threads)[0].get(batch_name(height, depth, width, is_turned))
     return measure_batch(height, depth, width, is_turned, device) if known is None else known
+
+
+def batch_name(height: int, depth: int, width: int, is_turned: bool) -> str:
+    return f"batches of {height}x{depth}x{width}{' turned' if is_turned else ''}"
 
 
 def measure_batch(height: int, depth: int, width: int, is_turned: bool, device: torch.device) -> bool:
@@ -193,9 +202,9 @@ def _hard_rows(depth: int, width: int, form: Form, device: torch.device) -> tupl
         61, width, generator=generator, device=device
     )  # rows of w repeat: random ones take long
     w = torch.empty_strided((depth, width), form, device=device)
-    w[: depth - half] = few[torch.arange(depth - half, device=device) % 61]
+    w[: depth - half] = few.index_select(0, torch.arange(depth - half, device=device) % 61)
     order = torch.randperm(half, generator=generator, device=device)
-    w[depth - half :] = -w[order]
+    w[depth - half :] = w.index_select(0, order).neg_()
     rows[:, depth - half :] = rows[:, order]
     rows[:, half : depth - half] *= 1e-3  # the one that has no counterpart
     return rows, w
@@ -211,12 +220,11 @@ def _list(heights: tuple[int, ...]) -> str:
     return ", ".join(map(str, heights))
 
 
-def settle(shapes: set[tuple[int, int]], device: torch.device, threads: int) -> dict[str, Product]:
-    """The products of a model's shapes [K, N], by name."""
+def settle(shapes: set[Shape], device: torch.device, threads: int) -> dict[str, Product]:
+    """The products of those shapes, by name."""
     chosen = {}
-    for depth, width in sorted(shapes):
-        most = width if depth * width <= PART else _columns(depth)
+    for depth, width, form in sorted(shapes):
+        most = _columns(depth) if depth * width > PART else width
         for part in {min(width, most), (width - 1) % most + 1}:
-            form = (width, 1)
             chosen[name_of(depth, part, form)] = choose(depth, part, form, device, threads)
     return chosen

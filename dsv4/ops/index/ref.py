@@ -97,7 +97,7 @@ def select(
         most = max(counts[t] for t in tokens)
         of_slot = pool_rows(page_table, slot, most, page_entries)
         table = decode(pool.take(of_slot)) if most > topk else q.new_empty(0, q.shape[2])
-        table = torch.cat((table, table.new_zeros(-len(table) % padded(1), table.shape[1])))
+        table = torch.cat((table, table.new_zeros(padded(len(table)) - len(table), table.shape[1])))
         for (width, _), run in groupby(tokens, key=lambda t: (widths[t], t // RUN)):
             low, *others = run
             mine = slice(low, low + 1 + len(others))
@@ -112,5 +112,5 @@ def select(
 
 def _scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     """q [B, H, d], weights [B, H], keys [S, d] -> [B, S]."""
-    products = row_product(q.float().flatten(0, 1), keys.t().contiguous()).view(*q.shape[:2], -1)
+    products = row_product(q.float().flatten(0, 1), keys.t()).view(*q.shape[:2], -1)
     return total(products.relu() * weights.unsqueeze(2), 1)
