@@ -1,6 +1,6 @@
 """How this machine multiplies the model's shapes, and which functions run row by row: settled at start."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -53,7 +53,9 @@ def settle_exact(
 def weight_shapes(config: ModelConfig, num_mtp_layers: int) -> set[Shape]:
     """Every product with a weight."""
     shapes: set[Shape] = set()
-    for param in declare(config, num_mtp_layers):
+    # One layer of each kind has them all; a large model declares tens of thousands of experts.
+    kinds = replace(config, layers=tuple(dict.fromkeys(config.layers)))
+    for param in declare(kinds, num_mtp_layers):
         if param.name.endswith("_fn") or param.kind in ("linear", "grouped"):
             width, depth = param.shape
             width = width // config.o_groups if param.kind == "grouped" else width

@@ -12,7 +12,7 @@ import torch
 from dsv4.device import available_memory
 from dsv4.lab.doctor.findings import Finding
 
-PYTHONS = ((3, 11), (3, 12))
+PYTHONS = ((3, 11), (3, 12), (3, 13), (3, 14))
 # As in pyproject.toml: first version that is known to work, first that is not.
 LIBRARIES = {
     "torch": ("2.11", "2.14"),
