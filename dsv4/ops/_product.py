@@ -150,7 +150,7 @@ def _columns(depth: int) -> int:
 def choose(depth: int, width: int, form: Form, device: torch.device, threads: int) -> Product:
     """The first library whose tiles pass the proof; one row at a time where none does."""
     known = _memory.recall(device, threads)[0].get(name_of(depth, width, form))
-    if known is not None:
+    if known is not None and known[0] in LIBRARIES:
         return Product(known[0], tuple(known[1]), known[2])
     return measure(depth, width, form, device)
 
