@@ -17,12 +17,12 @@ THREADS = int(os.environ.get("DSV4_TEST_THREADS", "1"))
 torch.set_num_threads(THREADS)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+        if item.get_closest_marker("slow") and config.getoption("-m") != "slow":
+            item.add_marker(pytest.mark.skip(reason="minutes: run it with -m slow"))
 
 
 def small_config() -> ModelConfig:
