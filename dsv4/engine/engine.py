@@ -109,7 +109,13 @@ class Engine:
         notes = checkpoint.inventory.notes
         if not settings.tiled:
             device = torch.device(settings.device.torch_name)
-            notes += settle_exact(checkpoint.config, weights.num_mtp_layers, device, settings.threads).notes
+            notes += settle_exact(
+                config=checkpoint.config,
+                num_mtp_layers=weights.num_mtp_layers,
+                max_context=settings.max_context,
+                device=device,
+                threads=settings.threads,
+            ).notes
         return cls(bundle, settings, config, tokenizer, notes, compiled)
 
     def request(

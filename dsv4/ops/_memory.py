@@ -27,12 +27,22 @@ def recall(device: torch.device, threads: int) -> tuple[Facts, str]:
     """What an earlier start found, read once, and a sentence where that could not be read."""
     path = path_of(device, threads)
     try:
-        found = json.loads(path.read_text())
-        return found["facts"], ""
+        found = json.loads(path.read_text())["facts"]
+        if wrong := [name for name, fact in found.items() if not _is_fact(name, fact)]:
+            raise ValueError(wrong[0])
+        return found, ""
     except FileNotFoundError:
         return {}, ""
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return {}, f"{path} cannot be used ({type(error).__name__}); what it held is measured again"
+
+
+def _is_fact(name: str, fact: Any) -> bool:
+    """A product, whose name begins with a size, is [library, heights, why]; all else holds or does not."""
+    if not name[:1].isdigit():
+        return isinstance(fact, bool)
+    library, heights, why = fact
+    return isinstance(library, str) and all(isinstance(h, int) for h in heights) and isinstance(why, str)
 
 
 def remember(device: torch.device, threads: int, found: Facts) -> str:

@@ -14,7 +14,7 @@ from dsv4.errors import DeviceError
 from dsv4.kernels.build import compiler
 from dsv4.lab.doctor.findings import Finding
 
-PYTHONS = ((3, 11), (3, 12))
+PYTHONS = ((3, 11), (3, 12), (3, 13), (3, 14))
 # As in pyproject.toml: first version that is known to work, first that is not.
 LIBRARIES = {
     "torch": ("2.11", "2.14"),

@@ -57,4 +57,4 @@ def pool(
         v = torch.cat((v[:, :ratio, :d], v[:, ratio:, d:]), dim=1)
         s = torch.cat((s[:, :ratio, :d], s[:, ratio:, d:]), dim=1)
     weight = exp(s - s.amax(1, keepdim=True))
-    return (total(weight * v, 1) / total(weight, 1)).squeeze(1)
+    return total(weight * v, 1) / total(weight, 1)

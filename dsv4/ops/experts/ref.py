@@ -33,7 +33,7 @@ def routed(
         *(x.index_select(0, token), [experts[expert] for expert, _ in counts], [n for _, n in counts]),
         *(limit, activations, weights.flatten().index_select(0, choice)),
     )
-    return total(y.index_select(0, place).float().view(-1, k, x.shape[1]), 1).squeeze(1)
+    return total(y.index_select(0, place).float().view(-1, k, x.shape[1]), 1)
 
 
 def _ffn(

@@ -51,7 +51,7 @@ def pre(
 
 def post(x: Tensor, streams: Tensor, gate: Tensor, comb: Tensor) -> Tensor:
     """x [T, D], streams [T, N, D], gate [T, N], comb [T, N, N] -> [T, N, D]; sums over comb's FIRST index."""
-    mixed = total(comb.unsqueeze(-1) * streams.float().unsqueeze(2), 1).squeeze(1)
+    mixed = total(comb.unsqueeze(-1) * streams.float().unsqueeze(2), 1)
     return cast(gate.unsqueeze(-1) * x.float().unsqueeze(1) + mixed, streams.dtype)
 
 
@@ -62,4 +62,4 @@ def head(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: flo
 
 
 def _weighted(streams: Tensor, weights: Tensor) -> Tensor:
-    return cast(total(weights.unsqueeze(-1) * streams.float(), 1).squeeze(1), streams.dtype)
+    return cast(total(weights.unsqueeze(-1) * streams.float(), 1), streams.dtype)

@@ -31,4 +31,4 @@ def by_hash(x: Tensor, gate: Held, chosen: Tensor, scale: float) -> tuple[Tensor
 
 def _weights(s: Tensor, ids: Tensor, scale: float) -> Tensor:
     picked = s.gather(1, ids)
-    return picked / total(picked, 1) * number(scale, s.device)
+    return picked / total(picked, 1).unsqueeze(1) * number(scale, s.device)
