@@ -1,6 +1,9 @@
 """`dsv4 serve`: the OpenAI-compatible server."""
 
-from contextlib import ExitStack
+import io
+import os
+import sys
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -28,6 +31,20 @@ EPILOG = """
 """
 
 
+class UnfailingStderr(io.TextIOBase):
+    """A log that cannot be written, as on a full disk, is no reason to stop serving."""
+
+    encoding = "utf-8"
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            os.write(2, text.encode(errors="replace"))
+        return len(text)
+
+    def isatty(self) -> bool:
+        return sys.stderr.isatty()
+
+
 @engine_options
 def serve(
     model: Annotated[Path | None, typer.Argument(help="model folder; default: the embedded model")] = None,
@@ -35,7 +52,12 @@ def serve(
         str, typer.Option(help="address to listen on; the default is this machine only")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0: any free one")] = 8000,
-    name: Annotated[str, typer.Option(help="the model's name for clients; default: its folder's")] = "",
+    name: Annotated[
+        str,
+        typer.Option(
+            "--served-model-name", "--name", help="the model's name for clients; default: its folder's"
+        ),
+    ] = "",
     api_key_file: Annotated[
         Path | None, typer.Option(help="keys, one per line; needed on every route but /health")
     ] = None,
@@ -49,6 +71,12 @@ def serve(
     drain_seconds: Annotated[
         float, typer.Option(help="on SIGTERM: time for running answers to finish")
     ] = 30.0,
+    stall_seconds: Annotated[
+        float, typer.Option(help="an engine that has work and is silent for so long is started again")
+    ] = 120.0,
+    max_connections: Annotated[
+        int, typer.Option(help="the longest idle one makes room for a new one")
+    ] = 1024,
     thinking: Annotated[bool, typer.Option(help="think first, where a request does not say")] = True,
     isolate_by_key: Annotated[
         bool, typer.Option(help="share cached prefixes only among requests with the same key")
@@ -69,9 +97,20 @@ def serve(
         ) from None
 
     server_config = ServerConfig(
-        *(host, port, name, api_key_file, max_queue, queue_seconds, request_seconds, drain_seconds, thinking),
+        host=host,
+        port=port,
+        name=name,
+        api_key_file=api_key_file,
+        max_queue=max_queue,
+        queue_seconds=queue_seconds,
+        request_seconds=request_seconds,
+        drain_seconds=drain_seconds,
+        stall_seconds=stall_seconds,
+        max_connections=max_connections,
+        thinking=thinking,
         isolate_by_key=isolate_by_key,
     )
+    err.file = UnfailingStderr()  # type: ignore[assignment]
     folder = model_folder(model)
     if api_key_file is None and host not in LOCAL_NAMES:
         say("note", "yellow", f"whoever reaches {host} can use the model; ask for keys with --api-key-file")

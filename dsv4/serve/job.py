@@ -3,12 +3,11 @@
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
-from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from fastapi.responses import Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from dsv4.errors import Dsv4Error
@@ -16,7 +15,10 @@ from dsv4.serve.answer import ChatAnswer, Piece, PlainAnswer
 from dsv4.serve.client import EngineProcess, Ticket
 from dsv4.serve.metrics import Metrics
 from dsv4.serve.openai import ChatShape, PlainShape, error_body, num_cached, usage
-from dsv4.text.tokenizer import Tokenizer
+from dsv4.serve.prompt import Encoder
+
+# A stream that is silent for so long says that it is still there: proxies and clients give up on silence.
+KEEP_ALIVE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Service:
 
     name: str
     engine: EngineProcess
-    tokenizer: Tokenizer
+    encoder: Encoder
     metrics: Metrics
     log: Callable[[str], None]
     key_hashes: tuple[bytes, ...] = ()  # none: everybody may
@@ -51,8 +53,26 @@ class Job:
     began: float = field(default_factory=time.monotonic)
     first: float | None = None
 
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Takes stock; the ticket has an owner of its own."""
+        metrics, now = self.service.metrics, time.monotonic()
+        tokens = sum(answer.num_tokens for answer in self.answers)
+        metrics.prompt_tokens.inc(self.num_prompt)
+        metrics.completion_tokens.inc(tokens)
+        cached = num_cached(self.answers, self.num_prompts)
+        metrics.cached_tokens.inc(cached)
+        if self.first is not None and tokens > len(self.answers):
+            metrics.per_token.observe((now - self.first) / (tokens / len(self.answers) - 1))
+        reasons = ",".join(answer.finish_reason or "cut" for answer in self.answers)
+        self.note |= {"prompt": self.num_prompt, "cached": cached, "completion": tokens, "finish": reasons}
+        if self.first is not None:
+            self.note["first_ms"] = round(1000 * (self.first - self.began))
+
     async def next(self) -> tuple[int, Piece] | None:
-        """The next piece that says anything; None at the end."""
+        """The next piece that says anything; None at the end. May be cancelled, and asked again."""
         while (found := await self.ticket.next()) is not None:
             index, delta = found
             answer = self.answers[index]
@@ -77,31 +97,23 @@ class Job:
         return {**self.shape.head, "object": self.shape.name, "choices": choices, "usage": counted}
 
     async def events(self, send: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
-        """Every chunk to `send`, which waits for a client that reads slowly."""
+        """Every chunk to `send`, which waits for slow clients; None where there is nothing for long."""
         for index in range(len(self.answers)):
             if opening := self.shape.opening(index):
                 await send(opening)
-        while (found := await self.next()) is not None:
+        while True:
+            try:
+                async with asyncio.timeout(KEEP_ALIVE_SECONDS):
+                    found = await self.next()
+            except TimeoutError:
+                await send(None)
+                continue
+            if found is None:
+                break
             await send(self.shape.chunk(*found))
         if self.wants_usage:
             counted = usage(self.num_prompt, self.answers, self.num_prompts)
             await send({**self.shape.head, "object": self.shape.chunk_name, "choices": [], "usage": counted})
-
-    def close(self) -> None:
-        """Frees the pages of what is unfinished, and takes stock."""
-        self.ticket.close()
-        metrics, now = self.service.metrics, time.monotonic()
-        tokens = sum(answer.num_tokens for answer in self.answers)
-        metrics.prompt_tokens.inc(self.num_prompt)
-        metrics.completion_tokens.inc(tokens)
-        cached = num_cached(self.answers, self.num_prompts)
-        metrics.cached_tokens.inc(cached)
-        if self.first is not None and tokens > len(self.answers):
-            metrics.per_token.observe((now - self.first) / (tokens / len(self.answers) - 1))
-        reasons = ",".join(answer.finish_reason or "cut" for answer in self.answers)
-        self.note |= {"prompt": self.num_prompt, "cached": cached, "completion": tokens, "finish": reasons}
-        if self.first is not None:
-            self.note["first_ms"] = round(1000 * (self.first - self.began))
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Any]) -> bool:
@@ -136,7 +148,8 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def event(value: Any) -> None:
             data = value if isinstance(value, bytes) else msgspec.json.encode(value)
-            await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+            line = b": waiting" if value is None else b"data: " + data
+            await send({"type": "http.response.body", "body": line + b"\n\n", "more_body": True})
 
         async def stream() -> None:
             try:
@@ -146,7 +159,6 @@ class EventStream(Response):
                 await event(error_body(error)[1])
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-        with closing(self.job):
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            if not await unless_gone(receive, stream()):
-                self.job.note["gone"] = "yes"
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        if not await unless_gone(receive, stream()):
+            self.job.note["gone"] = "yes"

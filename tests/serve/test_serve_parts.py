@@ -24,6 +24,7 @@ from dsv4.serve.wire import (
     MAX_FRAME_BYTES,
     Cancel,
     Frames,
+    Ready,
     Status,
     Stepped,
     Submit,
@@ -191,6 +192,9 @@ def test_failed_sequence_is_an_error(tokenizer: Tokenizer) -> None:
         made.push(Delta("s", None, "", "error", "the logits hold NaN"))
 
 
+READY = Ready(max_context=64, max_batch=2, vocab_size=4096, notes=[], status=Status())
+
+
 class Engine:
     """Only what a Ticket asks of it."""
 
@@ -206,7 +210,7 @@ class Engine:
 def test_caller_that_does_not_read_loses_its_ticket() -> None:
     async def run() -> None:
         engine = Engine()
-        ticket = Ticket(engine, ["s1", "s2"], asyncio.get_running_loop().time())  # type: ignore[arg-type]
+        ticket = Ticket(engine, ["s1", "s2"], READY, asyncio.get_running_loop().time())  # type: ignore[arg-type]
         for number in range(MAX_BUFFERED_DELTAS):
             ticket.take(Delta("s1", Token(number), ""))
         assert not engine.forgotten
@@ -224,7 +228,7 @@ def test_caller_whose_time_is_over_frees_its_sequences() -> None:
     async def run() -> None:
         engine = Engine()
         now = asyncio.get_running_loop().time()
-        ticket = Ticket(engine, ["s1"], now - 59.95)  # type: ignore[arg-type]
+        ticket = Ticket(engine, ["s1"], READY, now - 59.95)  # type: ignore[arg-type]
         with pytest.raises(TooSlow, match="longer than"):
             await ticket.started()
         assert engine.forgotten == ["s1"]
@@ -237,7 +241,7 @@ def test_caller_that_waits_too_long_for_a_place_is_told_when_to_come_back() -> N
         engine = Engine()
         engine.queue_seconds = 0.05
         for starts in (False, True):
-            ticket = Ticket(engine, ["s1"], asyncio.get_running_loop().time())  # type: ignore[arg-type]
+            ticket = Ticket(engine, ["s1"], READY, asyncio.get_running_loop().time())  # type: ignore[arg-type]
             ticket.take_answer("s1")
             if starts:
                 ticket.take_start()
