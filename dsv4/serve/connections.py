@@ -10,6 +10,7 @@ import logging
 import resource
 import socket
 import ssl
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,8 @@ HEADER_SECONDS = 10.0  # from a request's first byte to the end of its header
 IDLE_SECONDS = 75  # between requests
 WRITE_SECONDS = 60.0  # for a client to read what it was sent
 PROBE_SECONDS = 5.0
+# A connection younger than this may have sent a request that was not read yet.
+MIN_IDLE_SECONDS = 0.25
 # Descriptors for everything else: standard streams, the event loop, the engine's process and its successor.
 OTHER_DESCRIPTORS = 40
 _ACCEPTS_PER_TURN = 16
@@ -32,9 +35,9 @@ logger = logging.getLogger("dsv4.serve")
 
 
 class Connection(H11Protocol):
-    """`idle` holds the connections without a request, the longest idle first."""
+    """`idle` holds the connections without a request, with the time since when, the longest idle first."""
 
-    def __init__(self, idle: dict["Connection", None], **options: Any) -> None:
+    def __init__(self, idle: dict["Connection", float], **options: Any) -> None:
         super().__init__(**options)
         self._idle = idle
         self._has_header_begun = False
@@ -50,7 +53,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._idle[self] = None
+        self._idle[self] = time.monotonic()
         self._start("header", HEADER_SECONDS, self._late)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -72,7 +75,7 @@ class Connection(H11Protocol):
     def on_response_complete(self) -> None:
         self._stop("probe")
         if not self.transport.is_closing():
-            self._idle[self] = None
+            self._idle[self] = time.monotonic()
         super().on_response_complete()  # which may begin with the next request
         if not self.is_idle:
             self._idle.pop(self, None)
@@ -128,8 +131,8 @@ class Listener:
     ) -> None:
         self._socket, self._server, self._tls = sock, server, tls
         self._max = usable_connections(max_connections)
-        self._idle: dict[Connection, None] = {}
-        self._handshakes: set[asyncio.Task[None]] = set()
+        self._idle: dict[Connection, float] = {}
+        self._handshakes: dict[asyncio.Task[None], float] = {}
         self._loop = asyncio.get_running_loop()
         if self._max < max_connections:
             logger.warning("at most %d connections, not %d; see ulimit -n", self._max, max_connections)
@@ -152,34 +155,43 @@ class Listener:
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTS_PER_TURN):
+            is_full = self.num_open >= self._max and not self._make_room()
+            if is_full and (self._idle or self._handshakes):
+                return self._pause(MIN_IDLE_SECONDS / 4)
             try:
                 sock, _ = self._socket.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:  # no descriptor or no memory is left
                 logger.warning("a connection cannot be accepted: %s", error.strerror)
-                if not self._make_room():
-                    self._loop.remove_reader(self._socket)
-                    self._loop.call_later(1.0, self._resume)
-                return
-            if self.num_open >= self._max and not self._make_room():
+                self._make_room()
+                return self._pause(0.5)
+            if is_full:
                 logger.warning("all %d connections are in use, and a new one was refused", self._max)
                 with sock, contextlib.suppress(OSError):
                     sock.send(_FULL if self._tls is None else b"")
                 continue
             task = self._loop.create_task(self._connect(sock))
-            self._handshakes.add(task)
-            task.add_done_callback(self._handshakes.discard)
+            self._handshakes[task] = time.monotonic()
+
+    def _pause(self, seconds: float) -> None:
+        self._loop.remove_reader(self._socket)
+        self._loop.call_later(seconds, self._resume)
 
     def _resume(self) -> None:
         if self._socket.fileno() >= 0:
             self._loop.add_reader(self._socket, self._accept)
 
     def _make_room(self) -> bool:
-        oldest = next(iter(self._idle), None)
-        if oldest is not None:
-            oldest.abort()
-        return oldest is not None
+        """Ends the connection that has been without a request for longest, if for long enough."""
+        latest = time.monotonic() - MIN_IDLE_SECONDS
+        if self._idle and next(iter(self._idle.values())) < latest:
+            next(iter(self._idle)).abort()
+        elif self._handshakes and next(iter(self._handshakes.values())) < latest:
+            next(iter(self._handshakes)).cancel()
+        else:
+            return False
+        return True
 
     async def _connect(self, sock: socket.socket) -> None:
         try:
@@ -189,8 +201,10 @@ class Listener:
             await self._loop.connect_accepted_socket(
                 self._protocol, sock, ssl=self._tls, ssl_handshake_timeout=seconds
             )
-        except OSError:  # gone, or no TLS
+        except (OSError, asyncio.CancelledError):  # gone, no TLS, or its place was needed
             sock.close()
+        finally:
+            self._handshakes.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
 
     def _protocol(self) -> Connection:
         state = self._server.server_state

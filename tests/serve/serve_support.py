@@ -22,14 +22,14 @@ STORY: list[Any] = [{"role": "user", "content": "Write a short story with the wo
 
 
 class Server:
-    def __init__(self, folder: Path, *options: object) -> None:
+    def __init__(self, folder: Path, *options: object, before: Callable[[], None] | None = None) -> None:
         keys, self.log_file = folder / "keys.txt", folder / "log.txt"
         keys.write_text(f"{OTHER_KEY}\n{KEY}\n")
         command = [sys.executable, "-m", "dsv4", "serve", "--port", "0"]
         command += [] if "--max-context" in options else ["--max-context", "1024"]
         command += ["--api-key-file", str(keys), *map(str, options)]
         with self.log_file.open("wb") as log:
-            self.process = subprocess.Popen(command, cwd=ROOT, stderr=log)
+            self.process = subprocess.Popen(command, cwd=ROOT, stderr=log, preexec_fn=before)
         try:
             wait(lambda: "is ready at" in self.log or self.process.poll() is not None, 60)
             self.port = int(re.search(r"ready at http://127\.0\.0\.1:(\d+)/v1", self.log)[1])  # type: ignore[index]
@@ -79,7 +79,7 @@ class Server:
         is_json = answer.headers.get_content_type() == "application/json"
         return (
             answer.status,
-            json.loads(text) if is_json else text,
+            json.loads(text) if is_json and text else text,
             {k.lower(): v for k, v in answer.headers.items()},
         )
 

@@ -1,7 +1,10 @@
 """What happens to the processes: the engine's is killed, the server is told to end, or cannot start."""
 
+import http.client
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,11 +18,17 @@ from serve_support import ROOT, SHORT, STORY, Server, wait, worker_pid
 from dsv4.config import EngineConfig
 from dsv4.errors import ConfigError
 from dsv4.models import EMBEDDED
-from dsv4.serve.server import ServerConfig, serve
+from dsv4.serve.server import ServerConfig, serve, url
 
 
-def test_killed_engine_comes_back_and_sigterm_drains(tmp_path: Path) -> None:
-    with Server(tmp_path, "--drain-seconds", 20) as server:
+def test_killed_or_frozen_engine_comes_back_and_sigterm_drains(tmp_path: Path) -> None:
+    """With few descriptors, which idle connections would take all of if they could."""
+
+    def few() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+
+    with Server(tmp_path, "--drain-seconds", 20, "--stall-seconds", 3, before=few) as server:
+        idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(120)]
         errors: list[Exception] = []
 
         def ask(stream: bool) -> None:
@@ -45,6 +54,20 @@ def test_killed_engine_comes_back_and_sigterm_drains(tmp_path: Path) -> None:
         assert server.chat(SHORT).choices[0].message.content == "2 + 3 = 5."
         assert server.gauge("dsv4_engine_restarts") == 1 and server.is_idle()
 
+        chunks: list[Any] = []
+        with pytest.raises(openai.APIError, match="did nothing for 3 s"):
+            for chunk in server.chat(STORY, max_tokens=400, stream=True):
+                chunks.append(chunk)
+                if len(chunks) == 3:
+                    os.kill(worker_pid(server), signal.SIGSTOP)
+        idle += [socket.create_connection(("127.0.0.1", server.port)) for _ in range(120)]
+        assert server.raw("GET", "/health")[0] == 200
+        wait(lambda: server.raw("GET", "/ready")[0] == 200, 60)
+        assert "at most 24 connections" in server.log and len(server.log) < 8000, server.log
+        assert "Traceback" not in server.log
+        for sock in idle:
+            sock.close()
+
         done: list[Any] = []
         thread = threading.Thread(target=lambda: done.append(server.chat(SHORT)))
         thread.start()
@@ -59,6 +82,44 @@ def test_killed_engine_comes_back_and_sigterm_drains(tmp_path: Path) -> None:
         assert not Path(f"/proc/{engine}").exists()
         with pytest.raises(ConnectionRefusedError):
             server.raw("GET", "/health")
+
+
+def test_log_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as free:
+        port = free.getsockname()[1]
+        assert url(free) == f"http://[::1]:{port}"
+    command = [
+        sys.executable,
+        "-m",
+        "dsv4",
+        "serve",
+        "--host",
+        "::1",
+        "--port",
+        str(port),
+        "--max-context",
+        "64",
+    ]
+    with Path("/dev/full").open("wb") as full:
+        process = subprocess.Popen(command, cwd=ROOT, stderr=full)
+
+    def is_ready() -> bool:
+        connection = http.client.HTTPConnection("::1", port, timeout=5)
+        try:
+            connection.request("GET", "/ready")
+            return connection.getresponse().status == 200
+        except OSError:
+            assert process.poll() is None, "it has ended"
+            return False
+        finally:
+            connection.close()
+
+    try:
+        wait(is_ready, 60)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
 
 
 def test_model_that_cannot_be_loaded_ends_the_server() -> None:

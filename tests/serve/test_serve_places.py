@@ -1,6 +1,7 @@
 """Places in the queue are given back: whatever is raised wherever, and whenever a request is cancelled."""
 
 import asyncio
+import errno
 import json
 import time
 from collections.abc import Awaitable, Callable
@@ -12,9 +13,11 @@ from serve_support import SHORT
 from dsv4.config import EngineConfig
 from dsv4.models import EMBEDDED
 from dsv4.serve import app as app_module
+from dsv4.serve import client as client_module
+from dsv4.serve import job as job_module
 from dsv4.serve.answer import ChatAnswer
 from dsv4.serve.app import make_app
-from dsv4.serve.client import EngineProcess, Ticket
+from dsv4.serve.client import EngineProcess, Ticket, Unavailable
 from dsv4.serve.job import Job, Service
 from dsv4.serve.metrics import Metrics
 from dsv4.serve.prompt import Encoder
@@ -135,6 +138,42 @@ def test_whatever_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
                         error = json.loads(harness.sent[1]["body"])["error"]
                         assert error["type"] == "server_error" and "broken" not in error["message"]
                 assert await harness.is_given_back(), (name, kind)
+
+        # A stream that has nothing to say for long says that it is there.
+        monkeypatch.setattr(job_module, "KEEP_ALIVE_SECONDS", 0.001)
+        assert await harness.request({**BODY, "stream": True}) == 200
+        sent = [message["body"] for message in harness.sent[1:]]
+        assert b": waiting\n\n" in sent and sent[-2] == b"data: [DONE]\n\n"
+
+    run(check)
+
+
+def test_engine_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check(harness: Harness) -> None:
+        engine, real, tries = harness.engine, client_module._launch, 0
+
+        async def launch() -> Any:
+            nonlocal tries
+            tries += 1
+            if tries <= 3:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return await real()
+
+        monkeypatch.setattr(client_module, "_launch", launch)
+        monkeypatch.setattr(client_module, "MAX_RESTART_SECONDS", 0.3)
+        assert engine._life is not None
+        engine._life.process.kill()
+        said = set()
+        end = time.monotonic() + 60
+        while engine.ready is None or tries < 4:
+            assert time.monotonic() < end
+            try:
+                engine.check_ready()
+            except Unavailable as error:
+                said.add(str(error))
+            await asyncio.sleep(0.02)
+        assert any("cannot be started (Too many open files)" in text for text in said), said
+        assert engine.num_restarts == 4
 
     run(check)
 
