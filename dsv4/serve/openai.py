@@ -5,7 +5,7 @@ from typing import Any
 
 from dsv4.engine.request import Token
 from dsv4.errors import Dsv4Error, RequestError, TextError
-from dsv4.serve.answer import LOWEST_LOGPROB, ChatAnswer, Piece, PlainAnswer, token_text
+from dsv4.serve.answer import LOWEST_LOGPROB, ChatAnswer, Piece, PlainAnswer, join_calls, token_text
 from dsv4.serve.client import Busy, TooSlow, Unavailable
 from dsv4.serve.schema import BadField
 from dsv4.text.tokenizer import Tokenizer
@@ -76,7 +76,7 @@ class ChatShape:
         if piece.content:
             delta["content"] = piece.content
         if piece.calls:
-            delta["tool_calls"] = piece.calls
+            delta["tool_calls"] = join_calls([piece])
         return self._chunk(index, delta, piece.logprobs or None, piece.finish_reason)
 
     def _chunk(
@@ -87,11 +87,7 @@ class ChatShape:
 
     def whole(self, index: int, pieces: list[Piece], with_logprobs: bool) -> dict[str, Any]:
         content = "".join(piece.content for piece in pieces)
-        calls = [
-            {key: value for key, value in call.items() if key != "index"}
-            for piece in pieces
-            for call in piece.calls
-        ]
+        calls = [{k: v for k, v in call.items() if k != "index"} for call in join_calls(pieces)]
         message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
         if reasoning := "".join(piece.reasoning for piece in pieces):
             message["reasoning_content"] = reasoning

@@ -12,7 +12,7 @@ from dsv4.engine.grammar import Grammars, Matcher
 from dsv4.engine.request import Delta, Token
 from dsv4.errors import RequestError
 from dsv4.models import EMBEDDED
-from dsv4.serve.answer import ChatAnswer
+from dsv4.serve.answer import ChatAnswer, Piece, join_calls
 from dsv4.serve.grammar import Form
 from dsv4.serve.schema import BadField
 from dsv4.text.chat import encode
@@ -131,7 +131,7 @@ def walk(
     matcher: Matcher, tokenizer: Tokenizer, chance: random.Random, answer: ChatAnswer
 ) -> tuple[str, list[Any]]:
     """Random allowed tokens to the end; -> content and calls. Texts without an end get one soon."""
-    content, calls = "", []
+    pieces: list[Piece] = []
     for step in range(3000):
         ids = allowed(matcher)
         special = [id for id in ids if id in tokenizer.special_texts]
@@ -141,10 +141,9 @@ def walk(
             id = chance.choice(closing or ids) if chance.random() < 0.5 else id
         matcher.accept(id)
         is_last = id == tokenizer.eos_id
-        piece = answer.push(Delta("s", Token(id), "", "stop" if is_last else None))
-        content, calls = content + piece.content, calls + piece.calls
+        pieces.append(answer.push(Delta("s", Token(id), "", "stop" if is_last else None)))
         if is_last:
-            return content, calls
+            return "".join(piece.content for piece in pieces), join_calls(pieces)
     raise AssertionError("no end")
 
 

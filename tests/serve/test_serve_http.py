@@ -215,8 +215,12 @@ def test_calls_that_must_be_made(server: Server) -> None:
     assert arguments.keys() <= {"color", "sum", "sure"}
     named = {"type": "function", "function": {"name": "pick"}}
     chunks = server.chat(SHORT, tool_choice=named, stream=True, **options)
-    (streamed,) = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
-    assert streamed.function.arguments == call.function.arguments
+    parts = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    assert [part.function.name for part in parts] == ["pick", *[None] * (len(parts) - 1)] and len(parts) > 2
+    assert "".join(part.function.arguments for part in parts) == call.function.arguments
+    cut = server.chat(SHORT, tool_choice=named, **{**options, "max_tokens": 28}).choices[0]
+    assert cut.finish_reason == "length"
+    assert call.function.arguments.startswith(cut.message.tool_calls[0].function.arguments)
 
 
 def test_key_is_needed_but_for_health(server: Server) -> None:

@@ -16,7 +16,7 @@ from prometheus_client import Counter
 from dsv4.engine.request import Delta, Request, SamplingParams, Token
 from dsv4.errors import RequestError
 from dsv4.models import EMBEDDED
-from dsv4.serve.answer import ChatAnswer, Piece
+from dsv4.serve.answer import ChatAnswer, Piece, join_calls
 from dsv4.serve.client import MAX_BUFFERED_DELTAS, Busy, Ticket, TooSlow
 from dsv4.serve.gate import Gate
 from dsv4.serve.openai import error_body
@@ -95,11 +95,12 @@ def answer(
     return pieces, "".join(p.content for p in pieces), "".join(p.reasoning for p in pieces)
 
 
-def test_call_is_given_out_whole(tokenizer: Tokenizer) -> None:
+def test_call_is_given_out_as_it_comes(tokenizer: Tokenizer) -> None:
     pieces, content, reasoning = answer(tokenizer, ids_of(tokenizer, f"hm</think>I add.\n\n{CALL}"))
     assert (content, reasoning) == ("I add.", "hm")
-    (call,) = [call for piece in pieces for call in piece.calls]
+    (call,) = join_calls(pieces)
     assert call["function"] == {"name": "add", "arguments": '{"a": "x"}'} and call["index"] == 0
+    assert sum(bool(piece.calls) for piece in pieces) > 1, "in more than one piece"
     assert pieces[-1].finish_reason == "tool_calls"
 
 
@@ -130,8 +131,15 @@ def test_cut_or_damaged_anywhere_no_mark_reaches_the_content(tokenizer: Tokenize
         shown = content + reasoning
         assert not MARKS.search(shown) and "｜" not in shown, tokenizer.decode(case)
         assert pieces[-1].finish_reason in ("stop", "length", "tool_calls")
-        has_calls = any(piece.calls for piece in pieces)
-        assert (pieces[-1].finish_reason == "tool_calls") <= has_calls
+        calls = join_calls(pieces)
+        assert (pieces[-1].finish_reason == "tool_calls") <= bool(calls)
+        for call in calls:
+            assert not MARKS.search(call["function"]["arguments"]) and call["function"]["name"]
+            if pieces[-1].finish_reason == "length" and case == ids[: len(case)]:
+                assert '{"a": "x"}'.startswith(call["function"]["arguments"]), "a beginning of the whole call"
+        # Cut by the token limit inside its arguments or before them, a call does not vanish.
+        if case == ids[: len(case)] and "parameter name" in tokenizer.decode(case):
+            assert calls[0]["function"]["name"] == "add"
 
 
 def byte_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:
@@ -162,7 +170,7 @@ def test_outputs_cut_at_every_byte_give_the_same(tokenizer: Tokenizer) -> None:
                     else:
                         ids += byte_ids(tokenizer, data)
                 pieces, content, reasoning = answer(tokenizer, ids)
-                calls = [call for piece in pieces for call in piece.calls]
+                calls = join_calls(pieces)
                 found = (content, reasoning, calls, pieces[-1].finish_reason)
                 wanted = wanted or found
                 assert found == wanted, (part, cut)
