@@ -25,6 +25,7 @@ class Piece:
     logprobs: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     tokens: list[Token] = field(default_factory=list)  # with log-probabilities, for plain completions
     finish_reason: str | None = None
+    stop: str | None = None  # the stop string that ended it
 
     @property
     def is_empty(self) -> bool:
@@ -116,7 +117,7 @@ class ChatAnswer:
             if self.finish_reason is None:
                 piece.content += self._stops.finish()
                 self.finish_reason = "stop" if reason == "tool_calls" and not self._has_tools else reason
-        piece.finish_reason = self.finish_reason
+        piece.finish_reason, piece.stop = self.finish_reason, self._stops.found
         return piece
 
     def _parsed(self, id: int) -> list[Parsed]:

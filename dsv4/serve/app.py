@@ -13,12 +13,14 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from dsv4.serve.answer import ChatAnswer, Echo, PlainAnswer
+from dsv4.serve.anthropic import CountBody, MessagesBody, MessagesShape
 from dsv4.serve.ask import Asked, ask_chat, ask_completion, check_fits, check_ids
 from dsv4.serve.client import Ticket
 from dsv4.serve.describe import openapi
 from dsv4.serve.gate import Gate, json_response, read_body
-from dsv4.serve.job import EventStream, Job, Service, unless_gone
+from dsv4.serve.job import AnyShape, EventStream, Job, Service, unless_gone
 from dsv4.serve.openai import ChatShape, HttpError, PlainShape
+from dsv4.serve.responses import ResponsesBody, ResponsesShape
 from dsv4.serve.schema import (
     AnyMessage,
     BadField,
@@ -80,6 +82,9 @@ class Routes:
         posts = {
             "/v1/chat/completions": self.chat,
             "/v1/completions": self.completions,
+            "/v1/messages": self.messages,
+            "/v1/messages/count_tokens": self.count_tokens,
+            "/v1/responses": self.responses,
             "/tokenize": self.tokenize,
             "/detokenize": self.detokenize,
         }
@@ -100,7 +105,23 @@ class Routes:
 
     async def chat(self, request: Request) -> Response:
         body = await self._body(request, ChatBody)
-        asked = ask_chat(body, self.tokenizer, self.service.thinking)
+        with_logprobs = bool(body.logprobs)
+        shape = ChatShape(self._head(request, "chatcmpl"), body.n or 1, with_logprobs, body.wants_usage)
+        return await self._turn(request, body, shape)
+
+    async def messages(self, request: Request) -> Response:
+        body = await self._body(request, MessagesBody)
+        shape = MessagesShape(f"msg_{self._id(request)}", self.service.name)
+        return await self._turn(request, body.chat(), shape)
+
+    async def responses(self, request: Request) -> Response:
+        body = await self._body(request, ResponsesBody)
+        shape = ResponsesShape(self._id(request), self.service.name, body)
+        return await self._turn(request, body.chat(), shape)
+
+    async def _turn(self, request: Request, body: ChatBody, shape: AnyShape) -> Response:
+        """The assistant's next turn, in the shape of one API or another."""
+        asked = self._asked(body)
         ticket = self._reserve(request, len(asked.params))
         segments = await asyncio.to_thread(segments_of, body.messages, body.offered, asked)
         ids = await self._ids(ticket, segments, asked, "messages")
@@ -115,8 +136,10 @@ class Routes:
             )
             for index in range(len(asked.params))
         ]
-        shape = ChatShape(self._head(request, "chatcmpl"))
         return await self._answer(request, body, asked, ticket, [ids], shape, answers)
+
+    def _asked(self, body: ChatBody) -> Asked:
+        return ask_chat(body, self.tokenizer, self.service.thinking, self.service.max_thinking)
 
     async def completions(self, request: Request) -> Response:
         body = await self._body(request, CompletionBody)
@@ -135,7 +158,9 @@ class Routes:
             check_fits(len(ids), asked.params[0].max_tokens, ticket.ready.max_context, "prompt")
             prompts.append(ids)
             answers += [PlainAnswer(echo) for _ in asked.params]
-        shape = PlainShape(self._head(request, "cmpl"), self.tokenizer)
+        with_logprobs = body.logprobs is not None
+        head, count = self._head(request, "cmpl"), len(answers)
+        shape = PlainShape(self.tokenizer, head, count, with_logprobs, body.wants_usage)
         return await self._answer(request, body, asked, ticket, prompts, shape, answers)
 
     async def _body(self, request: Request, kind: type[Any]) -> Any:
@@ -167,7 +192,7 @@ class Routes:
         asked: Asked,
         ticket: Ticket,
         prompts: list[tuple[int, ...]],
-        shape: ChatShape | PlainShape,
+        shape: AnyShape,
         answers: list[ChatAnswer] | list[PlainAnswer],
     ) -> Response:
         ticket.submit(prompts, asked.params, request.scope["owner"])
@@ -179,8 +204,6 @@ class Routes:
             ticket=ticket,
             num_prompt=sum(map(len, prompts)),
             num_prompts=len(prompts),
-            wants_logprobs=asked.params[0].logprobs is not None,
-            wants_usage=body.wants_usage,
             note=note,
         )
         request.scope["stack"].enter_context(job)
@@ -196,11 +219,20 @@ class Routes:
             return Response(status_code=499)
         return json_response(outcome[0]) if outcome else EventStream(job)
 
+    def _id(self, request: Request) -> str:
+        return request.scope["note"]["id"].removeprefix("req_")
+
     def _head(self, request: Request, prefix: str) -> dict[str, Any]:
-        id = request.scope["note"]["id"].removeprefix("req_")
-        return {"id": f"{prefix}-{id}", "created": int(time.time()), "model": self.service.name}
+        id = f"{prefix}-{self._id(request)}"
+        return {"id": id, "created": int(time.time()), "model": self.service.name}
 
     # What does not.
+
+    async def count_tokens(self, request: Request) -> Response:
+        body = (await self._body(request, CountBody)).chat()
+        segments = await asyncio.to_thread(segments_of, body.messages, body.offered, self._asked(body))
+        ids = await self.encoder.ids(segments, None, None, "messages")
+        return json_response({"input_tokens": len(ids)})
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._body(request, TokenizeBody)

@@ -26,6 +26,8 @@ from dsv4.serve.schema import (
 from dsv4.text.tokenizer import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16
+# How long a thought may be, in tokens; the model itself knows two efforts only.
+EFFORT_TOKENS = {"minimal": 512, "low": 2048, "medium": 8192}
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Asked:
     continues: bool = False  # the last message is the beginning of the answer
 
 
-def ask_chat(body: ChatBody, tokenizer: Tokenizer, default_thinking: bool) -> Asked:
+def ask_chat(body: ChatBody, tokenizer: Tokenizer, default_thinking: bool, max_thinking: int | None) -> Asked:
     _check_json("tools", body.offered, MAX_TOOLS_BYTES)
     _check_tool_choice(body)
     if body.top_logprobs is not None and not body.logprobs:
@@ -50,6 +52,11 @@ def ask_chat(body: ChatBody, tokenizer: Tokenizer, default_thinking: bool) -> As
     form, continues = _form(body), _continues(body)
     if continues and form is not None:
         raise BadField("an answer that was begun cannot be held to a form; leave out prefix", "messages")
+    budget = body.thinking.budget_tokens if body.thinking else None
+    budgets = (budget, EFFORT_TOKENS.get(body.reasoning_effort or ""), max_thinking)
+    if thinking and not continues and (known := [number for number in budgets if number is not None]):
+        # The thought is closed there; the answer is not cut.
+        form = replace(form or Form(is_free=True), max_thinking=min(known))
     limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     grammar = form.grammar(tokenizer, thinking) if form is not None else None

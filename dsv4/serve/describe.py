@@ -4,11 +4,16 @@ from typing import Any
 
 import msgspec
 
+from dsv4.serve.anthropic import CountBody, MessagesBody
+from dsv4.serve.responses import ResponsesBody
 from dsv4.serve.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 _POSTS = {
     "/v1/chat/completions": (ChatBody, "The assistant's next turn."),
     "/v1/completions": (CompletionBody, "The continuation of a text, or of several."),
+    "/v1/messages": (MessagesBody, "The assistant's next turn, as Anthropic's clients ask for it."),
+    "/v1/messages/count_tokens": (CountBody, "How many tokens such a request has."),
+    "/v1/responses": (ResponsesBody, "The assistant's next turn, as items."),
     "/tokenize": (TokenizeBody, "A text's or a conversation's token ids."),
     "/detokenize": (DetokenizeBody, "The text of token ids."),
 }
@@ -29,9 +34,10 @@ def openapi(name: str, max_context: int, vocab_size: int) -> dict[str, Any]:
     texts = {"type": "array", "items": {"type": "string"}, "minItems": 1}
     # What the types cannot say: it is the model's.
     own = {
-        "model": {"enum": [name, None]},
+        "model": {"enum": [name]},
         "max_tokens": length,
         "max_completion_tokens": length,
+        "max_output_tokens": length,
         "tokens": ids,
         "prompt": {"anyOf": [{"type": "string"}, ids, texts, {"type": "array", "items": ids, "minItems": 1}]},
     }

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dsv4.errors import Dsv4Error
+from dsv4.serve.anthropic import error_shape
 from dsv4.serve.client import Busy
 from dsv4.serve.job import Service
 from dsv4.serve.openai import HttpError, error_body
@@ -29,7 +30,11 @@ RETRY_SECONDS = 1
 LOCAL_NAMES = ("127.0.0.1", "::1", "localhost")
 OPEN_ROUTES = ("/health",)
 QUIET_ROUTES = ("/health", "/ready", "/metrics")
-LOGGED_ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/")
+ANTHROPIC_ROUTE = "/v1/messages"
+LOGGED_ROUTES = frozenset(
+    ("/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize")
+)
+LOGGED_ROUTES |= {ANTHROPIC_ROUTE, "/v1/messages/count_tokens", "/v1/responses", "/"}
 
 logger = logging.getLogger("dsv4.serve")
 
@@ -66,7 +71,7 @@ class Gate:
                 logger.error("a mistake of the server at %s", path, exc_info=error)
             note["error"] = type(error).__name__
             if not status:  # else the answer is cut, and the connection with it
-                answer = refusal(_told(error, scope))
+                answer = refusal(_told(error, scope), path.startswith(ANTHROPIC_ROUTE))
                 if path == "/" and answer.status_code == 401:  # a browser, which can ask its user for the key
                     answer.headers["WWW-Authenticate"] = 'Basic realm="dsv4: the API key as password"'
                 await answer(scope, receive, noted)
@@ -122,8 +127,11 @@ def _told(error: BaseException, scope: Scope) -> Dsv4Error:
 
 
 def _given_key(scope: Scope) -> bytes:
-    """Of clients as a bearer's, of browsers, which ask their user for it, as a password."""
-    given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+    """Of clients as a bearer's or as Anthropic's, of browsers, which ask their user for it, as a password."""
+    headers = dict(scope["headers"])
+    if b"x-api-key" in headers:
+        return headers[b"x-api-key"].strip()
+    given = headers.get(b"authorization", b"")
     kind, _, key = given.partition(b" ")
     if kind.lower() == b"bearer":
         return key.strip()
@@ -143,8 +151,9 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
     return Response(msgspec.json.encode(value), status, headers, "application/json")
 
 
-def refusal(error: Dsv4Error) -> Response:
+def refusal(error: Dsv4Error, for_anthropic: bool = False) -> Response:
     status, body = error_body(error)
+    body = error_shape(error) if for_anthropic else body
     retry = error.retry_seconds if isinstance(error, Busy) else RETRY_SECONDS
     headers = {"Retry-After": str(retry)} if status in (429, 503) else {}
     return json_response(body, status, headers)

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from starlette.responses import Response
@@ -14,7 +14,7 @@ from dsv4.errors import Dsv4Error
 from dsv4.serve.answer import ChatAnswer, Piece, PlainAnswer
 from dsv4.serve.client import EngineProcess, Ticket
 from dsv4.serve.metrics import Metrics
-from dsv4.serve.openai import ChatShape, PlainShape, error_body, num_cached, usage
+from dsv4.serve.openai import Usage
 from dsv4.serve.prompt import Encoder
 
 # A stream that is silent for so long says that it is still there: proxies and clients give up on silence.
@@ -33,8 +33,21 @@ class Service:
     key_hashes: tuple[bytes, ...] = ()  # none: everybody may
     is_local: bool = False  # reached by names of this machine only
     thinking: bool = True  # where a request does not say
+    max_thinking: int | None = None  # tokens, where a request does not ask for less
     isolates: bool = False  # cached prefixes are shared among requests with the same key only
     created: int = field(default_factory=lambda: int(time.time()))
+
+
+class AnyShape(Protocol):
+    """What an API makes of pieces: events of a stream, or a whole answer."""
+
+    end: bytes | None  # what the last event says, if there is one
+
+    def opening(self, usage: Usage) -> list[dict[str, Any]]: ...
+    def chunks(self, index: int, piece: Piece) -> list[dict[str, Any]]: ...
+    def closing(self, usage: Usage) -> list[dict[str, Any]]: ...
+    def whole(self, pieces: list[list[Piece]], usage: Usage) -> dict[str, Any]: ...
+    def error(self, error: Dsv4Error) -> dict[str, Any]: ...
 
 
 @dataclass
@@ -42,13 +55,11 @@ class Job:
     """One request for tokens on its way to an answer."""
 
     service: Service
-    shape: ChatShape | PlainShape
+    shape: AnyShape
     answers: list[ChatAnswer] | list[PlainAnswer]
     ticket: Ticket
     num_prompt: int  # tokens of all prompts
     num_prompts: int
-    wants_logprobs: bool
-    wants_usage: bool
     note: dict[str, Any]  # for the log line
     began: float = field(default_factory=time.monotonic)
     first: float | None = None
@@ -58,18 +69,22 @@ class Job:
 
     def __exit__(self, *error: object) -> None:
         """Takes stock; the ticket has an owner of its own."""
-        metrics, now = self.service.metrics, time.monotonic()
-        tokens = sum(answer.num_tokens for answer in self.answers)
-        metrics.prompt_tokens.inc(self.num_prompt)
+        metrics, now, usage = self.service.metrics, time.monotonic(), self.usage
+        tokens = usage.completion
+        metrics.prompt_tokens.inc(usage.prompt)
         metrics.completion_tokens.inc(tokens)
-        cached = num_cached(self.answers, self.num_prompts)
-        metrics.cached_tokens.inc(cached)
+        metrics.cached_tokens.inc(usage.cached)
         if self.first is not None and tokens > len(self.answers):
             metrics.per_token.observe((now - self.first) / (tokens / len(self.answers) - 1))
         reasons = ",".join(answer.finish_reason or "cut" for answer in self.answers)
-        self.note |= {"prompt": self.num_prompt, "cached": cached, "completion": tokens, "finish": reasons}
+        counts = {"prompt": usage.prompt, "cached": usage.cached, "completion": tokens}
+        self.note |= {**counts, "finish": reasons}
         if self.first is not None:
             self.note["first_ms"] = round(1000 * (self.first - self.began))
+
+    @property
+    def usage(self) -> Usage:
+        return Usage.of(self.num_prompt, self.answers, self.num_prompts)
 
     async def next(self) -> tuple[int, Piece] | None:
         """The next piece that says anything; None at the end. May be cancelled, and asked again."""
@@ -92,15 +107,12 @@ class Job:
         pieces: list[list[Piece]] = [[] for _ in self.answers]
         while (found := await self.next()) is not None:
             pieces[found[0]].append(found[1])
-        choices = [self.shape.whole(i, part, self.wants_logprobs) for i, part in enumerate(pieces)]
-        counted = usage(self.num_prompt, self.answers, self.num_prompts)
-        return {**self.shape.head, "object": self.shape.name, "choices": choices, "usage": counted}
+        return self.shape.whole(pieces, self.usage)
 
     async def events(self, send: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
-        """Every chunk to `send`, which waits for slow clients; None where there is nothing for long."""
-        for index in range(len(self.answers)):
-            if opening := self.shape.opening(index):
-                await send(opening)
+        """Every event to `send`, which waits for slow clients; None where there is nothing for long."""
+        for event in self.shape.opening(self.usage):
+            await send(event)
         while True:
             try:
                 async with asyncio.timeout(KEEP_ALIVE_SECONDS):
@@ -110,10 +122,10 @@ class Job:
                 continue
             if found is None:
                 break
-            await send(self.shape.chunk(*found))
-        if self.wants_usage:
-            counted = usage(self.num_prompt, self.answers, self.num_prompts)
-            await send({**self.shape.head, "object": self.shape.chunk_name, "choices": [], "usage": counted})
+            for event in self.shape.chunks(*found):
+                await send(event)
+        for event in self.shape.closing(self.usage):
+            await send(event)
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Any]) -> bool:
@@ -146,17 +158,25 @@ class EventStream(Response):
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def event(value: Any) -> None:
-            data = value if isinstance(value, bytes) else msgspec.json.encode(value)
-            line = b": waiting" if value is None else b"data: " + data
-            await send({"type": "http.response.body", "body": line + b"\n\n", "more_body": True})
+        shape = self.job.shape
+
+        async def event(value: dict[str, Any] | bytes | None) -> None:
+            if value is None:
+                lines = b": waiting"
+            elif isinstance(value, bytes):
+                lines = b"data: " + value
+            else:
+                name = f"event: {value['type']}\n".encode() if "type" in value else b""
+                lines = name + b"data: " + msgspec.json.encode(value)
+            await send({"type": "http.response.body", "body": lines + b"\n\n", "more_body": True})
 
         async def stream() -> None:
             try:
                 await self.job.events(event)
-                await event(b"[DONE]")
+                if shape.end is not None:
+                    await event(shape.end)
             except Dsv4Error as error:
-                await event(error_body(error)[1])
+                await event(shape.error(error))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

@@ -51,6 +51,8 @@ class TextPart(Strict, frozen=True, kw_only=True, tag_field="type", tag="text"):
     text: str
     cache_control: Any = None
     annotations: Any = None
+    citations: None = None
+    parsed_output: None = None
 
 
 Text = str | list[TextPart]
@@ -170,6 +172,15 @@ class NamedSchema(Strict, frozen=True, kw_only=True):
     strict: bool | None = None  # the schema is always kept to
 
 
+class JsonSchema(Strict, frozen=True, kw_only=True, tag_field="type", tag="json_schema"):
+    """As the newer endpoints have it; the first three have no effect beside it."""
+
+    schema: dict[str, Any]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
 class SchemaFormat(Strict, frozen=True, kw_only=True, tag_field="type", tag="json_schema"):
     json_schema: NamedSchema
 
@@ -197,6 +208,7 @@ class Thinking(Strict, frozen=True, kw_only=True):
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Count | None = None
+    display: Literal["summarized"] | None = None
 
 
 class TemplateOptions(Strict, frozen=True, kw_only=True):

@@ -472,18 +472,17 @@ class StopStrings:
             raise TextError("a stop string is empty; expected at least one character")
         self._stops = stops
         self._held = ""
-        self._hit = False
+        self.found: str | None = None  # the stop string that was met
 
     def push(self, text: str) -> tuple[str, bool]:
         """Text that is safe to give out, and whether a stop string was met; after that there is no more."""
-        if self._hit:
+        if self.found is not None:
             return "", True
         text = self._held + text
-        matches = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
-        self._hit = bool(matches)
-        safe = min(matches)[1] if matches else len(text) - overlap(text, self._stops)
+        matches = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        _, safe, self.found = min(matches, default=(0, len(text) - overlap(text, self._stops), None))
         self._held = "" if matches else text[safe:]
-        return text[:safe], self._hit
+        return text[:safe], bool(matches)
 
     def finish(self) -> str:
         """What was held back, now that nothing follows."""
