@@ -78,13 +78,22 @@ def serve(
         int, typer.Option(help="the longest idle one makes room for a new one")
     ] = 1024,
     thinking: Annotated[bool, typer.Option(help="think first, where a request does not say")] = True,
+    max_thinking: Annotated[
+        int | None, typer.Option(help="tokens a thought may have; it is then closed, and answered")
+    ] = None,
+    cors_origins: Annotated[
+        str, typer.Option(help="web pages that may use the API, e.g. https://a.example,https://b.example")
+    ] = "",
+    tls_cert: Annotated[Path | None, typer.Option(help="certificates, as PEM: serve HTTPS")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="the key to --tls-cert, as PEM")] = None,
+    log_texts: Annotated[bool, typer.Option(help="log prompts and answers; for debugging only")] = False,
     isolate_by_key: Annotated[
         bool, typer.Option(help="share cached prefixes only among requests with the same key")
     ] = False,
     *,
     config: EngineConfig,
 ) -> None:
-    """Serve a model to OpenAI's clients: /v1/chat/completions, /v1/completions, /v1/models.
+    """Serve a model to OpenAI's clients (/v1/chat/completions, /v1/responses) and Anthropic's (/v1/messages).
 
     One line per request goes to stderr, without its text. Ctrl-C or SIGTERM drains; a second one ends.
     """
@@ -108,6 +117,11 @@ def serve(
         stall_seconds=stall_seconds,
         max_connections=max_connections,
         thinking=thinking,
+        max_thinking=max_thinking,
+        cors_origins=tuple(origin.strip() for origin in cors_origins.split(",") if origin.strip()),
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        log_texts=log_texts,
         isolate_by_key=isolate_by_key,
     )
     err.file = UnfailingStderr()  # type: ignore[assignment]

@@ -1,6 +1,7 @@
 """The routes: bodies in, answers out. Knows no processes and no sockets."""
 
 import asyncio
+import json
 import secrets
 import time
 from collections.abc import Sequence
@@ -197,6 +198,9 @@ class Routes:
     ) -> Response:
         ticket.submit(prompts, asked.params, request.scope["owner"])
         note = request.scope["note"]
+        if self.service.logs_texts:
+            texts = [await asyncio.to_thread(self.tokenizer.decode, ids) for ids in prompts]
+            note["prompt_text"] = json.dumps("\n".join(texts), ensure_ascii=False)
         job = Job(
             service=self.service,
             shape=shape,
@@ -268,7 +272,8 @@ class Routes:
     def _model(self) -> dict[str, Any]:
         ready, service = self.engine.ready, self.service
         model = {"id": service.name, "object": "model", "created": service.created, "owned_by": "dsv4"}
-        return {**model, "max_model_len": ready.max_context if ready else None}
+        length = ready.max_context if ready else None
+        return {**model, "max_model_len": length, "context_length": length}
 
     async def health(self, request: Request) -> Response:
         return json_response({"status": "alive"})

@@ -50,13 +50,17 @@ class Gate:
             return
         began, path = time.monotonic(), scope["path"]
         note = scope["note"] = {"id": f"req_{secrets.token_hex(12)}"}
+        given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+        if re.fullmatch(r"[\w.:-]{1,128}", given, re.ASCII):
+            note["client_id"] = given
         status = 0
 
         async def noted(message: Any) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", note["id"].encode())]
+                echoed = note.get("client_id", note["id"]).encode()
+                message["headers"] = [*message["headers"], (b"x-request-id", echoed)]
             await send(message)
 
         try:

@@ -1,6 +1,7 @@
 """One request for tokens on its way: tickets to pieces, whole or as server-sent events. Knows no routes."""
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ class Service:
     thinking: bool = True  # where a request does not say
     max_thinking: int | None = None  # tokens, where a request does not ask for less
     isolates: bool = False  # cached prefixes are shared among requests with the same key only
+    logs_texts: bool = False  # prompts and answers
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -63,6 +65,7 @@ class Job:
     note: dict[str, Any]  # for the log line
     began: float = field(default_factory=time.monotonic)
     first: float | None = None
+    texts: list[str] = field(default_factory=list)  # of the answers, where they are logged
 
     def __enter__(self) -> "Job":
         return self
@@ -79,6 +82,8 @@ class Job:
         reasons = ",".join(answer.finish_reason or "cut" for answer in self.answers)
         counts = {"prompt": usage.prompt, "cached": usage.cached, "completion": tokens}
         self.note |= {**counts, "finish": reasons}
+        if self.service.logs_texts:
+            self.note["answer_text"] = json.dumps("".join(self.texts), ensure_ascii=False)
         if self.first is not None:
             self.note["first_ms"] = round(1000 * (self.first - self.began))
 
@@ -97,6 +102,8 @@ class Job:
                 self.first = time.monotonic()
                 self.service.metrics.first_token.observe(self.first - self.began)
             piece = answer.push(delta)
+            if self.service.logs_texts:
+                self.texts.append(delta.text)
             if answer.finish_reason is not None:
                 self.ticket.cancel(index)
             if not piece.is_empty:

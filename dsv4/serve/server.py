@@ -5,6 +5,7 @@ import contextlib
 import logging
 import signal
 import socket
+import ssl
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
+from starlette.middleware.cors import CORSMiddleware
 
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import ConfigError
@@ -45,6 +47,11 @@ class ServerConfig:
     stall_seconds: float = 120.0
     max_connections: int = 1024
     thinking: bool = True
+    max_thinking: int | None = None
+    cors_origins: tuple[str, ...] = ()
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    log_texts: bool = False
     isolate_by_key: bool = False
 
     def __post_init__(self) -> None:
@@ -57,6 +64,8 @@ class ServerConfig:
             ("request_seconds", 0 < self.request_seconds <= 86400, "a number above 0, at most 86400"),
             ("stall_seconds", 0 < self.stall_seconds <= 86400, "a number above 0, at most 86400"),
             ("max_connections", 4 <= self.max_connections <= 1_000_000, "a number from 4 to 1000000"),
+            ("max_thinking", self.max_thinking is None or self.max_thinking > 0, "a number above 0"),
+            ("tls_key", (self.tls_key is None) == (self.tls_cert is None), "one beside tls_cert"),
             ("drain_seconds", 0 <= self.drain_seconds <= 86400, "a number from 0 to 86400"),
         ):
             if not holds:
@@ -143,14 +152,26 @@ def serve(
             log(line)
 
     ModelConfig.load(folder)
-    keys, tokenizer = read_keys(config.api_key_file), Tokenizer.load(folder)
+    keys, tokenizer, tls = read_keys(config.api_key_file), Tokenizer.load(folder), tls_context(config)
     with bind(config.host, config.port) as sock, reported(safe_log):
-        asyncio.run(_serve(folder, engine_config, config, keys, tokenizer, sock, safe_log, progress))
+        asyncio.run(_serve(folder, engine_config, config, keys, tokenizer, sock, tls, safe_log, progress))
 
 
-def url(sock: socket.socket) -> str:
+def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
+    if config.tls_cert is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(config.tls_cert, config.tls_key)
+    except OSError as error:
+        where = f"--tls-cert {config.tls_cert} and --tls-key {config.tls_key}"
+        raise ConfigError(f"{where} cannot be used: {error.strerror or error}; expected PEM files") from None
+    return context
+
+
+def url(sock: socket.socket, scheme: str = "http") -> str:
     host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 async def _serve(
@@ -160,6 +181,7 @@ async def _serve(
     keys: tuple[bytes, ...],
     tokenizer: Tokenizer,
     sock: socket.socket,
+    tls: ssl.SSLContext | None,
     log: Callable[[str], None],
     progress: Callable[[int, int], None],
 ) -> None:
@@ -183,10 +205,18 @@ async def _serve(
         key_hashes=keys,
         is_local=config.host in LOCAL_NAMES,
         thinking=config.thinking,
+        max_thinking=config.max_thinking,
         isolates=config.isolate_by_key,
+        logs_texts=config.log_texts,
     )
+    app = make_app(service)
+    if config.cors_origins:
+        exposed = ("x-request-id", "retry-after")
+        app = CORSMiddleware(
+            app, config.cors_origins, ("GET", "POST"), allow_headers=("*",), expose_headers=exposed
+        )
     uvicorn_config = uvicorn.Config(
-        make_app(service),
+        app,
         log_config=None,
         access_log=False,
         lifespan="off",
@@ -197,7 +227,7 @@ async def _serve(
         timeout_graceful_shutdown=int(config.drain_seconds + LAST_WORDS_SECONDS) + 1,
     )
     server = _Uvicorn(uvicorn_config)
-    listener = Listener(sock, server, config.max_connections, None)
+    listener = Listener(sock, server, config.max_connections, tls)
     loop = asyncio.get_running_loop()
     closing: list[asyncio.Task[None]] = []
 
@@ -228,7 +258,7 @@ async def _serve(
         if load.done() and not closing:
             for note in load.result().notes:
                 log(f"engine: {note}")
-            log(f"server: {name} is ready at {url(sock)}/v1")
+            log(f"server: {name} is ready at {url(sock, 'https' if tls else 'http')}/v1")
         await http
     finally:
         listener.stop()
