@@ -13,35 +13,10 @@ import msgspec
 from msgspec import Meta
 
 from dsv4.errors import Dsv4Error
+from dsv4.serve import schema
 from dsv4.serve.answer import Piece
 from dsv4.serve.blocks import Block, Blocks
 from dsv4.serve.openai import Usage, error_body
-from dsv4.serve.schema import (
-    MAX_MESSAGES,
-    MAX_STOPS,
-    MAX_TOOLS,
-    AnyMessage,
-    AssistantMessage,
-    BadField,
-    CalledFunction,
-    ChatBody,
-    Count,
-    Effort,
-    FunctionName,
-    JsonSchema,
-    NamedSchema,
-    NamedTool,
-    SchemaFormat,
-    Stop,
-    Strict,
-    SystemMessage,
-    TextPart,
-    Thinking,
-    Tool,
-    ToolCall,
-    ToolMessage,
-    UserMessage,
-)
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 ERROR_KINDS = {
@@ -56,12 +31,12 @@ ERROR_KINDS = {
 }
 
 
-class ThinkingBlock(Strict, frozen=True, kw_only=True, tag_field="type", tag="thinking"):
+class ThinkingBlock(schema.Strict, frozen=True, kw_only=True, tag_field="type", tag="thinking"):
     thinking: str
     signature: str
 
 
-class ToolUseBlock(Strict, frozen=True, kw_only=True, tag_field="type", tag="tool_use"):
+class ToolUseBlock(schema.Strict, frozen=True, kw_only=True, tag_field="type", tag="tool_use"):
     id: str
     name: str
     input: dict[str, Any]
@@ -70,19 +45,19 @@ class ToolUseBlock(Strict, frozen=True, kw_only=True, tag_field="type", tag="too
     toolset_name: None = None
 
 
-class ToolResultBlock(Strict, frozen=True, kw_only=True, tag_field="type", tag="tool_result"):
+class ToolResultBlock(schema.Strict, frozen=True, kw_only=True, tag_field="type", tag="tool_result"):
     tool_use_id: str
     content: str | list[dict[str, Any]] = ""
     is_error: bool | None = None
     cache_control: Any = None
 
 
-class Message(Strict, frozen=True, kw_only=True):
+class Message(schema.Strict, frozen=True, kw_only=True):
     role: Literal["user", "assistant"]
-    content: str | list[TextPart | ThinkingBlock | ToolUseBlock | ToolResultBlock]
+    content: str | list[schema.TextPart | ThinkingBlock | ToolUseBlock | ToolResultBlock]
 
 
-class CustomTool(Strict, frozen=True, kw_only=True):
+class CustomTool(schema.Strict, frozen=True, kw_only=True):
     name: str
     input_schema: dict[str, Any]
     description: str | None = None
@@ -92,49 +67,51 @@ class CustomTool(Strict, frozen=True, kw_only=True):
     eager_input_streaming: bool | None = None
 
 
-class ToolChoice(Strict, frozen=True, kw_only=True):
+class ToolChoice(schema.Strict, frozen=True, kw_only=True):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class OutputConfig(Strict, frozen=True, kw_only=True):
-    effort: Effort | None = None
-    format: JsonSchema | None = None
+class OutputConfig(schema.Strict, frozen=True, kw_only=True):
+    effort: schema.Effort | None = None
+    format: schema.JsonSchema | None = None
 
 
-class CountBody(Strict, frozen=True, kw_only=True):
+class CountBody(schema.Strict, frozen=True, kw_only=True):
     """What `count_tokens` takes; all of it is in a request for a message too."""
 
     model: str
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    system: str | list[TextPart] | None = None
-    tools: Annotated[list[CustomTool], Meta(max_length=MAX_TOOLS)] | None = None
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=schema.MAX_MESSAGES)]
+    system: str | list[schema.TextPart] | None = None
+    tools: Annotated[list[CustomTool], Meta(max_length=schema.MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
+    thinking: schema.Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: Any = None
 
-    def chat(self, **more: Any) -> ChatBody:
+    def chat(self, **more: Any) -> schema.ChatBody:
         """The same request as a chat's. Who does not ask for thinking gets none."""
-        system: list[AnyMessage] = [SystemMessage(content=self.system)] if self.system else []
+        system: list[schema.AnyMessage] = [schema.SystemMessage(content=self.system)] if self.system else []
         choice, config = self.tool_choice, self.output_config or OutputConfig()
         names: dict[str, Any] = {"auto": "auto", "any": "required", "none": "none"}
         if choice is not None and choice.type == "tool":
-            names["tool"] = NamedTool(function=FunctionName(name=choice.name or ""))
+            names["tool"] = schema.NamedTool(function=schema.FunctionName(name=choice.name or ""))
         form = None
         if config.format is not None:
-            form = SchemaFormat(json_schema=NamedSchema(name="answer", schema=config.format.schema))
+            form = schema.SchemaFormat(
+                json_schema=schema.NamedSchema(name="answer", schema=config.format.schema)
+            )
         is_off = self.thinking is None or self.thinking.type == "disabled"
         messages = [*system, *(chat for message in self.messages for chat in _chat_messages(message))]
-        if isinstance(messages[-1], AssistantMessage):  # the beginning of the answer
+        if messages and isinstance(messages[-1], schema.AssistantMessage):  # the beginning of the answer
             messages[-1] = msgspec.structs.replace(messages[-1], prefix=True)
-        return ChatBody(
+        return schema.ChatBody(
             messages=messages,
-            tools=[Tool(function=_function(tool)) for tool in self.tools or ()],
+            tools=[schema.Tool(function=_function(tool)) for tool in self.tools or ()],
             tool_choice=names[choice.type] if choice and self.tools else None,
             parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
-            thinking=self.thinking or Thinking(type="disabled"),
+            thinking=self.thinking or schema.Thinking(type="disabled"),
             reasoning_effort=None if is_off else config.effort,
             response_format=form,
             **more,
@@ -144,8 +121,8 @@ class CountBody(Strict, frozen=True, kw_only=True):
 class MessagesBody(CountBody, frozen=True, kw_only=True):
     """The last group has no effect."""
 
-    max_tokens: Count
-    stop_sequences: Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None = None
+    max_tokens: schema.Count
+    stop_sequences: Annotated[list[schema.Stop], Meta(max_length=schema.MAX_STOPS)] | None = None
     stream: bool | None = None
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -154,7 +131,7 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
     metadata: Any = None
     service_tier: str | None = None
 
-    def chat(self, **more: Any) -> ChatBody:
+    def chat(self, **more: Any) -> schema.ChatBody:
         return super().chat(
             max_tokens=self.max_tokens,
             stop=self.stop_sequences,
@@ -170,33 +147,35 @@ def _function(tool: CustomTool) -> dict[str, Any]:
     return {key: value for key, value in {**given, "strict": tool.strict}.items() if value is not None}
 
 
-def _chat_messages(message: Message) -> Iterator[AnyMessage]:
-    blocks = [TextPart(text=message.content)] if isinstance(message.content, str) else message.content
+def _chat_messages(message: Message) -> Iterator[schema.AnyMessage]:
+    blocks = [schema.TextPart(text=message.content)] if isinstance(message.content, str) else message.content
     if message.role == "user":
         for block in blocks:
-            if isinstance(block, TextPart):
-                yield UserMessage(content=[block])
+            if isinstance(block, schema.TextPart):
+                yield schema.UserMessage(content=[block])
             elif isinstance(block, ToolResultBlock):
-                yield ToolMessage(content=block.content, tool_call_id=block.tool_use_id)
+                yield schema.ToolMessage(content=block.content, tool_call_id=block.tool_use_id)
             else:
-                raise BadField(f"a user's message cannot hold a {type(block).__name__}", "messages")
+                raise schema.BadField(f"a user's message cannot hold a {type(block).__name__}", "messages")
         return
     thoughts, texts, calls = [], [], []
     for block in blocks:
         if isinstance(block, ThinkingBlock):
             if block.signature != signature(block.thinking):
-                raise BadField(
+                raise schema.BadField(
                     "a thinking block's signature is not of its text; send it as it came", "messages"
                 )
             thoughts.append(block.thinking)
-        elif isinstance(block, TextPart):
+        elif isinstance(block, schema.TextPart):
             texts.append(block.text)
         elif isinstance(block, ToolUseBlock):
-            called = CalledFunction(name=block.name, arguments=json.dumps(block.input, ensure_ascii=False))
-            calls.append(ToolCall(id=block.id, function=called))
+            called = schema.CalledFunction(
+                name=block.name, arguments=json.dumps(block.input, ensure_ascii=False)
+            )
+            calls.append(schema.ToolCall(id=block.id, function=called))
         else:
-            raise BadField("an assistant's message cannot hold a tool_result", "messages")
-    yield AssistantMessage(
+            raise schema.BadField("an assistant's message cannot hold a tool_result", "messages")
+    yield schema.AssistantMessage(
         content="".join(texts), reasoning_content="".join(thoughts) or None, tool_calls=calls or None
     )
 

@@ -21,6 +21,7 @@ from dsv4.serve.describe import openapi
 from dsv4.serve.gate import Gate, json_response, read_body
 from dsv4.serve.job import AnyShape, EventStream, Job, Service, unless_gone
 from dsv4.serve.openai import ChatShape, HttpError, PlainShape
+from dsv4.serve.prompt import beside
 from dsv4.serve.responses import ResponsesBody, ResponsesShape
 from dsv4.serve.schema import (
     AnyMessage,
@@ -124,7 +125,7 @@ class Routes:
         """The assistant's next turn, in the shape of one API or another."""
         asked = self._asked(body)
         ticket = self._reserve(request, len(asked.params))
-        segments = await asyncio.to_thread(segments_of, body.messages, body.offered, asked)
+        segments = await beside(request.scope["size"], segments_of, body.messages, body.offered, asked)
         ids = await self._ids(ticket, segments, asked, "messages")
         call_id = f"call_{secrets.token_hex(8)}"
         answers = [

@@ -42,6 +42,8 @@ class Asked:
 
 
 def ask_chat(body: ChatBody, tokenizer: Tokenizer, default_thinking: bool, max_thinking: int | None) -> Asked:
+    if not body.messages:
+        raise BadField("the conversation is empty; expected at least one message with content", "messages")
     _check_json("tools", body.offered, MAX_TOOLS_BYTES)
     _check_tool_choice(body)
     if body.top_logprobs is not None and not body.logprobs:

@@ -21,8 +21,9 @@ HEADER_SECONDS = 10.0  # from a request's first byte to the end of its header
 IDLE_SECONDS = 75  # between requests
 WRITE_SECONDS = 60.0  # for a client to read what it was sent
 PROBE_SECONDS = 5.0
-# A connection younger than this may have sent a request that was not read yet.
-MIN_IDLE_SECONDS = 0.25
+# A connection younger than this may have sent a request that was not read yet. With few descriptors, a full
+# backlog of idle ones takes so long for each --max-connections of them.
+MIN_IDLE_SECONDS = 0.05
 # Descriptors for everything else: standard streams, the event loop, the engine's process and its successor.
 OTHER_DESCRIPTORS = 40
 _ACCEPTS_PER_TURN = 16

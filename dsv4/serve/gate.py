@@ -179,4 +179,5 @@ async def read_body(request: Request, kind: type[Kind]) -> Kind:
         raise HttpError(408, f"the body did not arrive within {BODY_SECONDS:g} s", "timeout") from None
     except ClientDisconnect:
         raise HttpError(499, "the client went away while it sent its request") from None
+    request.scope["size"] = len(data)
     return parse(kind, bytes(data))

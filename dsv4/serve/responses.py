@@ -10,79 +10,51 @@ import msgspec
 from msgspec import Meta
 
 from dsv4.errors import Dsv4Error
+from dsv4.serve import schema
 from dsv4.serve.answer import Piece
 from dsv4.serve.blocks import Block, Blocks
 from dsv4.serve.openai import Usage, error_body
-from dsv4.serve.schema import (
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    AnyMessage,
-    AssistantMessage,
-    BadField,
-    CalledFunction,
-    ChatBody,
-    Count,
-    Effort,
-    FunctionName,
-    JsonFormat,
-    JsonSchema,
-    NamedSchema,
-    NamedTool,
-    SchemaFormat,
-    StreamOptions,
-    Strict,
-    SystemMessage,
-    TextFormat,
-    TextPart,
-    Tool,
-    ToolCall,
-    ToolMessage,
-    UserMessage,
-)
 
 # Items of the input. Fields without a type are what comes back of our own answers, and has no effect.
 
 
-class Part(Strict, frozen=True, kw_only=True):
+class Part(schema.Strict, frozen=True, kw_only=True):
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: str
     annotations: Any = None
     logprobs: Any = None
 
 
-class MessageItem(Strict, frozen=True, kw_only=True):
+class Item(schema.Strict, frozen=True, kw_only=True):
+    id: Any = None
+    status: Any = None
+
+
+class MessageItem(Item, frozen=True, kw_only=True):
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[Part]
     type: Literal["message"] = "message"
-    id: Any = None
-    status: Any = None
     phase: Any = None
 
 
-class CallItem(Strict, frozen=True, kw_only=True):
+class CallItem(Item, frozen=True, kw_only=True):
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
-    id: Any = None
-    status: Any = None
 
 
-class OutputItem(Strict, frozen=True, kw_only=True):
+class OutputItem(Item, frozen=True, kw_only=True):
     type: Literal["function_call_output"]
     call_id: str
     output: str | list[Part]
-    id: Any = None
-    status: Any = None
 
 
-class ReasoningItem(Strict, frozen=True, kw_only=True):
+class ReasoningItem(Item, frozen=True, kw_only=True):
     type: Literal["reasoning"]
     summary: list[Part] | None = None
     content: list[Part] | None = None
     encrypted_content: str | None = None
-    id: Any = None
-    status: Any = None
 
 
 ITEMS: dict[Any, type[Any]] = {
@@ -93,7 +65,7 @@ ITEMS: dict[Any, type[Any]] = {
 }
 
 
-class FlatTool(Strict, frozen=True, kw_only=True):
+class FlatTool(schema.Strict, frozen=True, kw_only=True):
     type: Literal["function"]
     name: str
     parameters: dict[str, Any] | None = None
@@ -101,33 +73,33 @@ class FlatTool(Strict, frozen=True, kw_only=True):
     strict: bool | None = None
 
 
-class FlatChoice(Strict, frozen=True, kw_only=True):
+class FlatChoice(schema.Strict, frozen=True, kw_only=True):
     type: Literal["function"]
     name: str
 
 
-class Reasoning(Strict, frozen=True, kw_only=True):
-    effort: Effort | None = None
+class Reasoning(schema.Strict, frozen=True, kw_only=True):
+    effort: schema.Effort | None = None
     summary: str | None = None
     generate_summary: str | None = None
 
 
-class TextConfig(Strict, frozen=True, kw_only=True):
-    format: TextFormat | JsonFormat | JsonSchema | None = None
+class TextConfig(schema.Strict, frozen=True, kw_only=True):
+    format: schema.TextFormat | schema.JsonFormat | schema.JsonSchema | None = None
     verbosity: str | None = None
 
 
-class ResponsesBody(Strict, frozen=True, kw_only=True):
+class ResponsesBody(schema.Strict, frozen=True, kw_only=True):
     """The last group has no effect."""
 
-    input: str | Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    input: str | Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=schema.MAX_MESSAGES)]
     model: str | None = None
     instructions: str | None = None
-    max_output_tokens: Count | None = None
+    max_output_tokens: schema.Count | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     stream: bool | None = None
-    tools: Annotated[list[FlatTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[FlatTool], Meta(max_length=schema.MAX_TOOLS)] | None = None
     tool_choice: Literal["auto", "none", "required"] | FlatChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
@@ -137,7 +109,7 @@ class ResponsesBody(Strict, frozen=True, kw_only=True):
     truncation: Literal["disabled"] | None = None
 
     include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: schema.StreamOptions | None = None
     store: bool | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
@@ -147,27 +119,29 @@ class ResponsesBody(Strict, frozen=True, kw_only=True):
     conversation: None = None
     prompt: None = None
 
-    def chat(self) -> ChatBody:
+    def chat(self) -> schema.ChatBody:
         if self.previous_response_id is not None:
             why = "responses are not kept here; send the whole conversation as input"
-            raise BadField(
+            raise schema.BadField(
                 f"previous_response_id is {self.previous_response_id!r}, but {why}", "previous_response_id"
             )
-        system: list[AnyMessage] = [SystemMessage(content=self.instructions)] if self.instructions else []
+        system: list[schema.AnyMessage] = (
+            [schema.SystemMessage(content=self.instructions)] if self.instructions else []
+        )
         given = self.text.format if self.text else None
         form: Any = given
-        if isinstance(given, JsonSchema):
-            form = SchemaFormat(json_schema=NamedSchema(name="answer", schema=given.schema))
+        if isinstance(given, schema.JsonSchema):
+            form = schema.SchemaFormat(json_schema=schema.NamedSchema(name="answer", schema=given.schema))
         choice: Any = self.tool_choice
         if isinstance(choice, FlatChoice):
-            choice = NamedTool(function=FunctionName(name=choice.name))
-        return ChatBody(
+            choice = schema.NamedTool(function=schema.FunctionName(name=choice.name))
+        return schema.ChatBody(
             messages=[*system, *_chat_messages(self.input)],
             max_tokens=self.max_output_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
             stream=self.stream,
-            tools=[Tool(function=_function(tool)) for tool in self.tools or ()],
+            tools=[schema.Tool(function=_function(tool)) for tool in self.tools or ()],
             tool_choice=choice if self.tools else None,
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=self.reasoning.effort if self.reasoning else None,
@@ -180,32 +154,32 @@ def _function(tool: FlatTool) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _chat_messages(given: str | list[dict[str, Any]]) -> list[AnyMessage]:
+def _chat_messages(given: str | list[dict[str, Any]]) -> list[schema.AnyMessage]:
     """A thought, a text and calls that follow each other are one turn of the assistant."""
-    messages: list[AnyMessage] = []
+    messages: list[schema.AnyMessage] = []
     turn: dict[str, Any] = {}
 
     def end_turn() -> None:
         if turn:
-            messages.append(AssistantMessage(**turn))
+            messages.append(schema.AssistantMessage(**turn))
             turn.clear()
 
     for at, raw in enumerate([{"role": "user", "content": given}] if isinstance(given, str) else given):
         kind = ITEMS.get(raw.get("type", "message"))
         if kind is None:
-            raise BadField(
+            raise schema.BadField(
                 f"input[{at}]: type is {raw.get('type')!r}; use one of {', '.join(ITEMS)}", "input"
             )
         try:
             item = msgspec.convert(raw, kind)
         except msgspec.ValidationError as error:
-            raise BadField(f"input[{at}]: {error}", "input", "invalid_type") from None
+            raise schema.BadField(f"input[{at}]: {error}", "input", "invalid_type") from None
         if isinstance(item, ReasoningItem):
             end_turn()
             turn["reasoning_content"] = _thought(item, at)
         elif isinstance(item, CallItem):
-            called = CalledFunction(name=item.name, arguments=item.arguments)
-            turn.setdefault("tool_calls", []).append(ToolCall(id=item.call_id, function=called))
+            called = schema.CalledFunction(name=item.name, arguments=item.arguments)
+            turn.setdefault("tool_calls", []).append(schema.ToolCall(id=item.call_id, function=called))
         elif isinstance(item, MessageItem) and item.role == "assistant":
             if "content" in turn or "tool_calls" in turn:
                 end_turn()
@@ -213,13 +187,17 @@ def _chat_messages(given: str | list[dict[str, Any]]) -> list[AnyMessage]:
         else:
             end_turn()
             if isinstance(item, OutputItem):
-                messages.append(ToolMessage(content=_text(item.output), tool_call_id=item.call_id))
+                messages.append(schema.ToolMessage(content=_text(item.output), tool_call_id=item.call_id))
             else:
-                kinds = {"user": UserMessage, "system": SystemMessage, "developer": SystemMessage}
+                kinds = {
+                    "user": schema.UserMessage,
+                    "system": schema.SystemMessage,
+                    "developer": schema.SystemMessage,
+                }
                 parts = (
                     item.content
                     if isinstance(item.content, str)
-                    else [TextPart(text=p.text) for p in item.content]
+                    else [schema.TextPart(text=p.text) for p in item.content]
                 )
                 messages.append(kinds[item.role](content=parts))
     end_turn()
@@ -237,7 +215,7 @@ def _thought(item: ReasoningItem, at: int) -> str:
     try:
         return base64.b64decode(item.encrypted_content, validate=True).decode()
     except (binascii.Error, UnicodeDecodeError):
-        raise BadField(f"input[{at}]: encrypted_content is not this server's", "input") from None
+        raise schema.BadField(f"input[{at}]: encrypted_content is not this server's", "input") from None
 
 
 class ResponsesShape:

@@ -129,18 +129,7 @@ def test_log_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
 def test_options_of_an_operator(tmp_path: Path) -> None:
     """TLS, origins, a name, texts in the log, a limit to thoughts, ids that a client gives."""
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    command = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "rsa:2048",
-        "-nodes",
-        "-subj",
-        "/CN=localhost",
-        "-days",
-        "2",
-    ]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"]
     subprocess.run([*command, "-keyout", key, "-out", cert], check=True, capture_output=True)
     options = ["--tls-cert", cert, "--tls-key", key, "--cors-origins", "https://a.example,https://b.example"]
     options += ["--served-model-name", "org/small", "--log-texts", "--max-thinking", 4]
