@@ -1,6 +1,9 @@
 """`dsv4 serve`: the OpenAI-compatible server."""
 
-from contextlib import ExitStack
+import io
+import os
+import sys
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -28,6 +31,20 @@ EPILOG = """
 """
 
 
+class UnfailingStderr(io.TextIOBase):
+    """A log that cannot be written, as on a full disk, is no reason to stop serving."""
+
+    encoding = "utf-8"
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            os.write(2, text.encode(errors="replace"))
+        return len(text)
+
+    def isatty(self) -> bool:
+        return sys.stderr.isatty()
+
+
 @engine_options
 def serve(
     model: Annotated[Path | None, typer.Argument(help="model folder; default: the embedded model")] = None,
@@ -35,7 +52,12 @@ def serve(
         str, typer.Option(help="address to listen on; the default is this machine only")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0: any free one")] = 8000,
-    name: Annotated[str, typer.Option(help="the model's name for clients; default: its folder's")] = "",
+    name: Annotated[
+        str,
+        typer.Option(
+            "--served-model-name", "--name", help="the model's name for clients; default: its folder's"
+        ),
+    ] = "",
     api_key_file: Annotated[
         Path | None, typer.Option(help="keys, one per line; needed on every route but /health")
     ] = None,
@@ -49,14 +71,29 @@ def serve(
     drain_seconds: Annotated[
         float, typer.Option(help="on SIGTERM: time for running answers to finish")
     ] = 30.0,
+    stall_seconds: Annotated[
+        float, typer.Option(help="an engine that has work and is silent for so long is started again")
+    ] = 120.0,
+    max_connections: Annotated[
+        int, typer.Option(help="the longest idle one makes room for a new one")
+    ] = 1024,
     thinking: Annotated[bool, typer.Option(help="think first, where a request does not say")] = True,
+    max_thinking: Annotated[
+        int | None, typer.Option(help="tokens a thought may have; it is then closed, and answered")
+    ] = None,
+    cors_origins: Annotated[
+        str, typer.Option(help="web pages that may use the API, e.g. https://a.example,https://b.example")
+    ] = "",
+    tls_cert: Annotated[Path | None, typer.Option(help="certificates, as PEM: serve HTTPS")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="the key to --tls-cert, as PEM")] = None,
+    log_texts: Annotated[bool, typer.Option(help="log prompts and answers; for debugging only")] = False,
     isolate_by_key: Annotated[
         bool, typer.Option(help="share cached prefixes only among requests with the same key")
     ] = False,
     *,
     config: EngineConfig,
 ) -> None:
-    """Serve a model to OpenAI's clients: /v1/chat/completions, /v1/completions, /v1/models.
+    """Serve a model to OpenAI's clients (/v1/chat/completions, /v1/responses) and Anthropic's (/v1/messages).
 
     One line per request goes to stderr, without its text. Ctrl-C or SIGTERM drains; a second one ends.
     """
@@ -69,9 +106,25 @@ def serve(
         ) from None
 
     server_config = ServerConfig(
-        *(host, port, name, api_key_file, max_queue, queue_seconds, request_seconds, drain_seconds, thinking),
+        host=host,
+        port=port,
+        name=name,
+        api_key_file=api_key_file,
+        max_queue=max_queue,
+        queue_seconds=queue_seconds,
+        request_seconds=request_seconds,
+        drain_seconds=drain_seconds,
+        stall_seconds=stall_seconds,
+        max_connections=max_connections,
+        thinking=thinking,
+        max_thinking=max_thinking,
+        cors_origins=tuple(origin.strip() for origin in cors_origins.split(",") if origin.strip()),
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        log_texts=log_texts,
         isolate_by_key=isolate_by_key,
     )
+    err.file = UnfailingStderr()  # type: ignore[assignment]
     folder = model_folder(model)
     if api_key_file is None and host not in LOCAL_NAMES:
         say("note", "yellow", f"whoever reaches {host} can use the model; ask for keys with --api-key-file")

@@ -1,12 +1,12 @@
 """Tokens of one answer to the pieces that clients get: text, reasoning, calls, logprobs. Knows no HTTP."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from dsv4.engine.request import Delta, Token
 from dsv4.errors import RequestError, TextError
-from dsv4.text.deltas import CallArguments, CallEnd, CallStart, Content, Reasoning
+from dsv4.text.deltas import CallArguments, CallStart, Content, Reasoning
 from dsv4.text.deltas import Delta as Parsed
 from dsv4.text.stream import OutputParser, StopStrings
 from dsv4.text.tokenizer import Tokenizer
@@ -17,7 +17,7 @@ LOWEST_LOGPROB = -9999.0
 
 @dataclass
 class Piece:
-    """What one token added. `calls` are whole: a call that breaks halfway must not have been announced."""
+    """What one token added. Of a call, the first piece has id and name, the others have more arguments."""
 
     content: str = ""
     reasoning: str = ""
@@ -25,6 +25,7 @@ class Piece:
     logprobs: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     tokens: list[Token] = field(default_factory=list)  # with log-probabilities, for plain completions
     finish_reason: str | None = None
+    stop: str | None = None  # the stop string that ended it
 
     @property
     def is_empty(self) -> bool:
@@ -91,9 +92,6 @@ class ChatAnswer:
         )
         self._has_tools = bool(tools)
         self._stops = StopStrings(stops)
-        self._names: dict[int, CallStart] = {}
-        self._arguments: dict[int, list[str]] = {}
-        self._num_calls = 0
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -118,8 +116,8 @@ class ChatAnswer:
             self._add(piece, last)
             if self.finish_reason is None:
                 piece.content += self._stops.finish()
-                self.finish_reason = "stop" if reason == "tool_calls" and not self._num_calls else reason
-        piece.finish_reason = self.finish_reason
+                self.finish_reason = "stop" if reason == "tool_calls" and not self._has_tools else reason
+        piece.finish_reason, piece.stop = self.finish_reason, self._stops.found
         return piece
 
     def _parsed(self, id: int) -> list[Parsed]:
@@ -138,20 +136,22 @@ class ChatAnswer:
                 if stopped:
                     self.finish_reason = "stop"
                     return
-            elif isinstance(delta, CallStart):
-                self._names[delta.index], self._arguments[delta.index] = delta, []
-            elif isinstance(delta, CallArguments):
-                self._arguments[delta.index].append(delta.text)
-            elif isinstance(delta, CallEnd) and self._has_tools:
-                self._add_call(piece, delta.index)
+            elif isinstance(delta, CallStart) and self._has_tools:
+                function = {"name": delta.name, "arguments": ""}
+                piece.calls.append(
+                    {"index": delta.index, "id": delta.id, "type": "function", "function": function}
+                )
+            elif isinstance(delta, CallArguments) and self._has_tools:
+                piece.calls.append({"index": delta.index, "function": {"arguments": delta.text}})
 
-    def _add_call(self, piece: Piece, index: int) -> None:
-        start, arguments = self._names.pop(index), "".join(self._arguments.pop(index))
-        function = {"name": start.name, "arguments": arguments}
-        piece.calls.append(
-            {"index": self._num_calls, "id": start.id, "type": "function", "function": function}
-        )
-        self._num_calls += 1
+
+def join_calls(pieces: Iterable[Piece]) -> list[dict[str, Any]]:
+    """The calls that the pieces add up to."""
+    calls: dict[int, dict[str, Any]] = {}
+    for part in (part for piece in pieces for part in piece.calls):
+        call = calls.setdefault(part["index"], {**part, "function": {**part["function"], "arguments": ""}})
+        call["function"]["arguments"] += part["function"]["arguments"]
+    return list(calls.values())
 
 
 def token_text(tokenizer: Tokenizer, id: int) -> tuple[str, list[int]]:

@@ -1,38 +1,39 @@
 """The routes: bodies in, answers out. Knows no processes and no sockets."""
 
 import asyncio
+import json
 import secrets
 import time
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
-from dsv4.errors import Dsv4Error
 from dsv4.serve.answer import ChatAnswer, Echo, PlainAnswer
+from dsv4.serve.anthropic import CountBody, MessagesBody, MessagesShape
+from dsv4.serve.ask import Asked, ask_chat, ask_completion, check_fits, check_ids
+from dsv4.serve.client import Ticket
 from dsv4.serve.describe import openapi
-from dsv4.serve.gate import Gate, read_body, refusal
-from dsv4.serve.grammar import Form
-from dsv4.serve.job import EventStream, Job, Service, unless_gone
+from dsv4.serve.gate import Gate, json_response, read_body
+from dsv4.serve.job import AnyShape, EventStream, Job, Service, unless_gone
 from dsv4.serve.openai import ChatShape, HttpError, PlainShape
+from dsv4.serve.prompt import beside
+from dsv4.serve.responses import ResponsesBody, ResponsesShape
 from dsv4.serve.schema import (
-    MAX_MESSAGES,
-    Asked,
+    AnyMessage,
     BadField,
     Body,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
-    NamedTool,
     TokenizeBody,
-    ask_chat,
-    ask_completion,
-    check_fits,
 )
 from dsv4.text.chat import encode
+from dsv4.text.tokenizer import Segment
 
 _FILES = Path(__file__).parent / "page"
 # The chat page: three files of ours, nothing from elsewhere, and no string that becomes a script.
@@ -55,71 +56,162 @@ PAGE_HEADERS = {
 }
 
 
-def tidy(message: dict[str, Any]) -> dict[str, Any]:
-    """What OpenAI's clients add to a message: fields that are null, and developer as the name for system."""
-    kept = {key: value for key, value in message.items() if value is not None or key == "content"}
-    return {**kept, "role": "system"} if kept.get("role") == "developer" else kept
-
-
 def shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
     """As the model gets to see it; `strict` is about its answer."""
-    function = tool.get("function")
-    if not isinstance(function, dict):
-        return tool  # refused later, by name
-    return {**tool, "function": {key: value for key, value in function.items() if key != "strict"}}
+    function = {key: value for key, value in tool["function"].items() if key != "strict"}
+    return {**tool, "function": function}
 
 
-def form_of(body: ChatBody) -> Form | None:
-    """What the answer is held to: always where JSON or a call is required, else by a tool's `strict`."""
-    named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
-    tools = [tool for tool in body.offered if named in (None, tool["function"]["name"])]
-    if body.schema is None and not body.must_call and not any(t["function"].get("strict") for t in tools):
-        return None
-    many = named is None and body.parallel_tool_calls is not False
-    return Form(body.schema, tools, body.must_call, many)
+def segments_of(messages: Sequence[AnyMessage], tools: list[dict[str, Any]], asked: Asked) -> list[Segment]:
+    plain = [message.plain() for message in messages]
+    if asked.continues:
+        plain[-1]["wo_eos"] = True
+    return encode(
+        plain,
+        thinking=asked.thinking,
+        reasoning_effort=asked.effort,
+        tools=[shown_tool(tool) for tool in tools] or None,
+        response_format=asked.schema,
+    )
 
 
-def make_app(service: Service) -> ASGIApp:
-    app = FastAPI(title="dsv4", docs_url=None, redoc_url=None, openapi_url=None)
-    tokenizer, engine = service.tokenizer, service.engine
+class Routes:
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.engine, self.encoder, self.tokenizer = service.engine, service.encoder, service.encoder.tokenizer
 
-    def check_model(model: str | None) -> None:
-        if model not in (None, service.name):
-            why = f"The model {model!r} does not exist; this server has {service.name!r}"
+    def router(self) -> Router:
+        posts = {
+            "/v1/chat/completions": self.chat,
+            "/v1/completions": self.completions,
+            "/v1/messages": self.messages,
+            "/v1/messages/count_tokens": self.count_tokens,
+            "/v1/responses": self.responses,
+            "/tokenize": self.tokenize,
+            "/detokenize": self.detokenize,
+        }
+        gets = {
+            **dict.fromkeys(PAGE, self.page),
+            "/openapi.json": self.description,
+            "/v1/models": self.models,
+            "/v1/models/{id:path}": self.model,
+            "/health": self.health,
+            "/ready": self.is_ready,
+            "/metrics": self.metrics,
+        }
+        routes = [Route(path, handler, methods=["POST"]) for path, handler in posts.items()]
+        routes += [Route(path, handler, methods=["GET"]) for path, handler in gets.items()]
+        return Router(routes, redirect_slashes=False)
+
+    # What makes tokens.
+
+    async def chat(self, request: Request) -> Response:
+        body = await self._body(request, ChatBody)
+        with_logprobs = bool(body.logprobs)
+        shape = ChatShape(self._head(request, "chatcmpl"), body.n or 1, with_logprobs, body.wants_usage)
+        return await self._turn(request, body, shape)
+
+    async def messages(self, request: Request) -> Response:
+        body = await self._body(request, MessagesBody)
+        shape = MessagesShape(f"msg_{self._id(request)}", self.service.name)
+        return await self._turn(request, body.chat(), shape)
+
+    async def responses(self, request: Request) -> Response:
+        body = await self._body(request, ResponsesBody)
+        shape = ResponsesShape(self._id(request), self.service.name, body)
+        return await self._turn(request, body.chat(), shape)
+
+    async def _turn(self, request: Request, body: ChatBody, shape: AnyShape) -> Response:
+        """The assistant's next turn, in the shape of one API or another."""
+        asked = self._asked(body)
+        ticket = self._reserve(request, len(asked.params))
+        segments = await beside(request.scope["size"], segments_of, body.messages, body.offered, asked)
+        ids = await self._ids(ticket, segments, asked, "messages")
+        call_id = f"call_{secrets.token_hex(8)}"
+        answers = [
+            ChatAnswer(
+                self.tokenizer,
+                thinking=asked.thinking and not asked.continues,
+                tools=body.offered,
+                stops=body.stops,
+                id_prefix=f"{call_id}_{index}_",
+            )
+            for index in range(len(asked.params))
+        ]
+        return await self._answer(request, body, asked, ticket, [ids], shape, answers)
+
+    def _asked(self, body: ChatBody) -> Asked:
+        return ask_chat(body, self.tokenizer, self.service.thinking, self.service.max_thinking)
+
+    async def completions(self, request: Request) -> Response:
+        body = await self._body(request, CompletionBody)
+        asked, given = ask_completion(body, self.tokenizer), body.prompts
+        ticket = self._reserve(request, len(given) * len(asked.params))
+        prompts, answers = [], []
+        for prompt in given:
+            if isinstance(prompt, str):
+                encoded = await self._ids(ticket, [prompt], asked, "prompt")
+                ids, text = (self.tokenizer.bos_id, *encoded), prompt
+            else:
+                check_ids(prompt, ticket.ready.vocab_size, "prompt")
+                ids = tuple(prompt)
+                text = await asyncio.to_thread(self.tokenizer.decode, ids) if body.echo else ""
+            echo = Echo(text, ids, isinstance(prompt, str), body.max_tokens == 0) if body.echo else None
+            check_fits(len(ids), asked.params[0].max_tokens, ticket.ready.max_context, "prompt")
+            prompts.append(ids)
+            answers += [PlainAnswer(echo) for _ in asked.params]
+        with_logprobs = body.logprobs is not None
+        head, count = self._head(request, "cmpl"), len(answers)
+        shape = PlainShape(self.tokenizer, head, count, with_logprobs, body.wants_usage)
+        return await self._answer(request, body, asked, ticket, prompts, shape, answers)
+
+    async def _body(self, request: Request, kind: type[Any]) -> Any:
+        body = await read_body(request, kind)
+        self._check_model(body.model)
+        return body
+
+    def _check_model(self, model: str | None) -> None:
+        if model not in (None, self.service.name):
+            why = f"The model {model!r} does not exist; this server has {self.service.name!r}"
             raise HttpError(404, why, "model_not_found")
 
-    async def chat_ids(body: ChatBody, asked: Asked) -> tuple[int, ...]:
-        def ids() -> tuple[int, ...]:
-            segments = encode(
-                [tidy(message) for message in body.messages],
-                thinking=asked.thinking,
-                reasoning_effort=asked.effort,
-                tools=[shown_tool(tool) for tool in body.offered] or None,
-                response_format=body.schema,
-            )
-            return tuple(tokenizer.encode_prompt(segments))
+    def _reserve(self, request: Request, count: int) -> Ticket:
+        """Places, given back when the request has ended, however it did."""
+        return request.scope["stack"].enter_context(self.engine.reserve(count))
 
-        return await asyncio.to_thread(ids)
+    async def _ids(
+        self, ticket: Ticket, segments: list[Segment], asked: Asked, field: str
+    ) -> tuple[int, ...]:
+        wanted, room = asked.params[0].max_tokens, ticket.ready.max_context
+        ids = tuple(await self.encoder.ids(segments, wanted, room, field))
+        check_fits(len(ids), wanted, room, field)
+        return ids
 
-    async def answer(
+    async def _answer(
+        self,
         request: Request,
         body: Body,
         asked: Asked,
+        ticket: Ticket,
         prompts: list[tuple[int, ...]],
-        shape: ChatShape | PlainShape,
+        shape: AnyShape,
         answers: list[ChatAnswer] | list[PlainAnswer],
     ) -> Response:
-        ready = engine.check_available(len(prompts) * len(asked.params))
-        field = "messages" if isinstance(body, ChatBody) else "prompt"
-        for ids in prompts:
-            check_fits(len(ids), asked.params[0].max_tokens, ready.max_context, field)
-        ticket = engine.submit(prompts, asked.params, request.scope["owner"])
-        wants_logprobs = asked.params[0].logprobs is not None
+        ticket.submit(prompts, asked.params, request.scope["owner"])
         note = request.scope["note"]
-        length = sum(map(len, prompts))
+        if self.service.logs_texts:
+            texts = [await asyncio.to_thread(self.tokenizer.decode, ids) for ids in prompts]
+            note["prompt_text"] = json.dumps("\n".join(texts), ensure_ascii=False)
         job = Job(
-            service, shape, answers, ticket, length, len(prompts), wants_logprobs, body.wants_usage, note
+            service=self.service,
+            shape=shape,
+            answers=answers,
+            ticket=ticket,
+            num_prompt=sum(map(len, prompts)),
+            num_prompts=len(prompts),
+            note=note,
         )
+        request.scope["stack"].enter_context(job)
         outcome: list[dict[str, Any]] = []
 
         async def start() -> None:
@@ -127,136 +219,73 @@ def make_app(service: Service) -> ASGIApp:
             if not body.stream:
                 outcome.append(await job.whole())
 
-        is_handed_on = False
-        try:
-            if not await unless_gone(request.receive, start()):
-                note["gone"] = "yes"
-                return Response(status_code=499)
-            if outcome:
-                return JSONResponse(outcome[0])
-            is_handed_on = True
-            return EventStream(job)
-        finally:
-            if not is_handed_on:
-                job.close()
+        if not await unless_gone(request.receive, start()):
+            note["gone"] = "yes"
+            return Response(status_code=499)
+        return json_response(outcome[0]) if outcome else EventStream(job)
 
-    def head(request: Request, prefix: str) -> dict[str, Any]:
-        id = request.scope["note"]["id"].removeprefix("req_")
-        return {"id": f"{prefix}-{id}", "created": int(time.time()), "model": service.name}
+    def _id(self, request: Request) -> str:
+        return request.scope["note"]["id"].removeprefix("req_")
 
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        body = await read_body(request, ChatBody)
-        check_model(body.model)
-        asked = ask_chat(body, service.thinking)
-        engine.check_available(len(asked.params))
-        ids = await chat_ids(body, asked)
-        if (form := form_of(body)) is not None:
-            grammar = form.grammar(tokenizer, asked.thinking)
-            asked = replace(asked, params=[replace(params, grammar=grammar) for params in asked.params])
-        call_id = f"call_{secrets.token_hex(8)}"
-        answers = [
-            ChatAnswer(
-                tokenizer,
-                thinking=asked.thinking,
-                tools=body.offered,
-                stops=body.stops,
-                id_prefix=f"{call_id}_{index}_",
-            )
-            for index in range(len(asked.params))
-        ]
-        return await answer(request, body, asked, [ids], ChatShape(head(request, "chatcmpl")), answers)
+    def _head(self, request: Request, prefix: str) -> dict[str, Any]:
+        id = f"{prefix}-{self._id(request)}"
+        return {"id": id, "created": int(time.time()), "model": self.service.name}
 
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        body = await read_body(request, CompletionBody)
-        check_model(body.model)
-        asked, given = ask_completion(body), body.prompts
-        engine.check_available(len(given) * len(asked.params))
-        prompts, answers = [], []
-        for prompt in given:
-            if isinstance(prompt, str):
-                encoded = await asyncio.to_thread(tokenizer.encode_text, prompt)
-                ids, text = (tokenizer.bos_id, *encoded), prompt
-            else:
-                ids = tuple(prompt)
-                text = await asyncio.to_thread(tokenizer.decode, ids) if body.echo else ""
-            echo = Echo(text, ids, isinstance(prompt, str), body.max_tokens == 0) if body.echo else None
-            prompts.append(ids)
-            answers += [PlainAnswer(echo) for _ in asked.params]
-        shape = PlainShape(head(request, "cmpl"), tokenizer)
-        return await answer(request, body, asked, prompts, shape, answers)
+    # What does not.
 
-    @app.get("/")
-    @app.get("/page.css")
-    @app.get("/page.js")
-    async def page(request: Request) -> Response:
+    async def count_tokens(self, request: Request) -> Response:
+        body = (await self._body(request, CountBody)).chat()
+        segments = await asyncio.to_thread(segments_of, body.messages, body.offered, self._asked(body))
+        ids = await self.encoder.ids(segments, None, None, "messages")
+        return json_response({"input_tokens": len(ids)})
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await self._body(request, TokenizeBody)
+        if (body.prompt is None) == (body.messages is None):
+            raise BadField("give prompt or messages, one of them", "prompt")
+        segments: list[Segment] = [body.prompt]
+        if body.messages is not None:
+            asked = Asked([], self.service.thinking)
+            segments = await asyncio.to_thread(segments_of, body.messages, [], asked)
+        ids = await self.encoder.ids(segments, None, None, "prompt")
+        return json_response({"tokens": ids, "count": len(ids)})
+
+    async def detokenize(self, request: Request) -> Response:
+        body, ready = await self._body(request, DetokenizeBody), self.engine.check_ready()
+        check_fits(len(body.tokens), 0, ready.max_context, "tokens")
+        return json_response({"prompt": await asyncio.to_thread(self.tokenizer.decode, body.tokens)})
+
+    async def page(self, request: Request) -> Response:
         data, media = PAGE[request.url.path]
         return Response(data, media_type=media, headers=PAGE_HEADERS)
 
-    @app.get("/openapi.json")
-    async def description() -> dict[str, Any]:
-        ready = engine.check_available(0)
-        return openapi(service.name, ready.max_context, ready.vocab_size)
+    async def description(self, request: Request) -> Response:
+        ready = self.engine.check_ready()
+        return json_response(openapi(self.service.name, ready.max_context, ready.vocab_size))
 
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        ready = engine.ready
+    async def models(self, request: Request) -> Response:
+        return json_response({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        self._check_model(request.path_params["id"])
+        return json_response(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        ready, service = self.engine.ready, self.service
         model = {"id": service.name, "object": "model", "created": service.created, "owned_by": "dsv4"}
-        return {
-            "object": "list",
-            "data": [{**model, "max_model_len": ready.max_context if ready else None}],
-        }
+        length = ready.max_context if ready else None
+        return {**model, "max_model_len": length, "context_length": length}
 
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "alive"}
+    async def health(self, request: Request) -> Response:
+        return json_response({"status": "alive"})
 
-    @app.get("/ready")
-    async def is_ready() -> dict[str, str]:
-        engine.check_available(0)
-        return {"status": "ready"}
+    async def is_ready(self, request: Request) -> Response:
+        self.engine.check_ready()
+        return json_response({"status": "ready"})
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+    async def metrics(self, request: Request) -> Response:
+        return Response(self.service.metrics.text(), media_type="text/plain; version=0.0.4")
 
-    @app.post("/tokenize")
-    async def tokenize(request: Request) -> dict[str, Any]:
-        body = await read_body(request, TokenizeBody)
-        check_model(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise BadField("give prompt or messages, one of them", "prompt")
-        if body.prompt is not None:
-            ids = await asyncio.to_thread(tokenizer.encode_text, body.prompt)
-        else:
-            chat = ChatBody(messages=(body.messages or [])[: MAX_MESSAGES + 1])
-            ids = list(await chat_ids(chat, ask_chat(chat, service.thinking)))
-        return {"tokens": ids, "count": len(ids)}
 
-    @app.post("/detokenize")
-    async def detokenize(request: Request) -> dict[str, str]:
-        body = await read_body(request, DetokenizeBody)
-        check_model(body.model)
-        return {"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens)}
-
-    @app.exception_handler(Dsv4Error)
-    async def refused(request: Request, error: Dsv4Error) -> Response:
-        request.scope["note"]["error"] = type(error).__name__
-        return refusal(error)
-
-    @app.exception_handler(Exception)
-    async def bug(request: Request, error: Exception) -> Response:
-        return refusal(HttpError(500, "the server made a mistake; its log has more", None, "server_error"))
-
-    @app.exception_handler(404)
-    async def unknown(request: Request, error: Exception) -> Response:
-        why = f"Unknown request URL: {request.method} {request.url.path}; see /v1/models"
-        return refusal(HttpError(404, why, "unknown_url"))
-
-    @app.exception_handler(405)
-    async def wrong_method(request: Request, error: Exception) -> Response:
-        why = f"{request.method} is not allowed for {request.url.path}"
-        return refusal(HttpError(405, why, "method_not_supported"))
-
-    return Gate(app, service)
+def make_app(service: Service) -> ASGIApp:
+    return Gate(Routes(service).router(), service)

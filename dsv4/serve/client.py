@@ -1,7 +1,9 @@
 """The HTTP process's side of the engine: starts its process, restarts it, hands out deltas. Knows no HTTP.
 
-A Ticket is the sequences of one caller (n answers of one prompt), with one bounded buffer. Nothing here waits
-for a caller: one that does not take its deltas loses its ticket, the others do not notice.
+A Ticket is the places of one caller's sequences (n answers of one prompt) and one bounded buffer. It is made
+before the prompts are known, and as a context manager the only owner of its places: whatever ends its block
+gives them back. Nothing here waits for a caller: one that does not take its deltas loses its ticket, and the
+others do not notice.
 """
 
 import asyncio
@@ -66,8 +68,8 @@ class TooSlow(Dsv4Error):
 class Ticket:
     """The deltas of one caller's sequences, in the order they came: (index of the sequence, delta)."""
 
-    def __init__(self, engine: "EngineProcess", ids: list[str], now: float) -> None:
-        self._engine, self._ids = engine, ids
+    def __init__(self, engine: "EngineProcess", ids: list[str], ready: Ready, now: float) -> None:
+        self._engine, self._ids, self.ready = engine, ids, ready
         self._deadline = now + engine.request_seconds
         self._queue_deadline = now + engine.queue_seconds
         self._has_started = False
@@ -76,6 +78,20 @@ class Ticket:
         self._deltas: deque[tuple[int, Delta]] = deque()
         self._error: Dsv4Error | None = None
         self._changed = asyncio.Event()
+
+    def __enter__(self) -> "Ticket":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def submit(self, prompts: list[tuple[int, ...]], params: list[SamplingParams], owner: str) -> None:
+        """One sequence per prompt and entry of `params`, the prompt's entries one after the other."""
+        if self._error is not None:
+            raise self._error
+        wanted = [(ids, one) for ids in prompts for one in params]
+        for id, (prompt, one) in zip(self._ids, wanted, strict=True):
+            self._engine.send(Submit(Request(id, prompt, one, owner)))
 
     async def started(self) -> None:
         """Until the engine has taken all sequences and begun with one; raises why it has not."""
@@ -156,7 +172,9 @@ class _Life:
     writer: asyncio.StreamWriter
     ready: Ready | None = None
     tickets: dict[str, Ticket] = field(default_factory=dict)
-    began: dict[str, float] = field(default_factory=dict)  # sequences that hold a place, since when
+    began: dict[str, float] = field(default_factory=dict)  # sequences that run, since when
+    heard: float = field(default_factory=time.monotonic)  # when the last message came
+    stalled: str = ""
 
 
 class EngineProcess:
@@ -170,16 +188,19 @@ class EngineProcess:
         max_queue: int,
         queue_seconds: float,
         request_seconds: float,
+        stall_seconds: float,
         log: Callable[[str], None],
         progress: Callable[[int, int], None],
     ) -> None:
         self.model, self.config = model, config
         self.max_queue, self.queue_seconds, self.request_seconds = max_queue, queue_seconds, request_seconds
+        self.stall_seconds = stall_seconds
         self._mean_seconds = 1.0  # that a sequence holds its place, the later ones counting more
         self.status = Status()
         self.num_restarts = 0
         self._log, self._progress = log, progress
         self._life: _Life | None = None
+        self._trouble = ""  # why there is no engine
         self._first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._stop_reason: str | None = None
         self._stopping = asyncio.Event()
@@ -206,17 +227,19 @@ class EngineProcess:
         batch = self.ready.max_batch if self.ready else 1
         return min(MAX_RETRY_SECONDS, max(1, round(self._mean_seconds * (1 + self.status.waiting / batch))))
 
-    @property
-    def pid(self) -> int | None:
-        return self._life.process.pid if self._life else None
-
-    def check_available(self, count: int) -> Ready:
-        """What is loaded, if it has room for so many more sequences; else raises Busy or Unavailable."""
+    def check_ready(self) -> Ready:
+        """What is loaded; raises Unavailable if nothing is."""
         if self._stop_reason is not None:
             raise Unavailable(self._stop_reason)
         if self._life is None or self._life.ready is None:
-            raise Unavailable("the engine is loading; try again in a few seconds")
-        limit = self.max_queue + self._life.ready.max_batch
+            raise Unavailable(f"{self._trouble or 'the engine is loading'}; try again in a few seconds")
+        return self._life.ready
+
+    def reserve(self, count: int) -> Ticket:
+        """Places for so many sequences, to be used in a `with` block; raises Busy or Unavailable."""
+        ready = self.check_ready()
+        assert self._life is not None
+        limit = self.max_queue + ready.max_batch
         if count > limit:
             raise RequestError(f"{count} sequences were asked for at once, at most {limit} may run or wait")
         if self.num_open + count > limit or self._unsent() > MAX_UNSENT_BYTES:
@@ -225,25 +248,16 @@ class EngineProcess:
                 "try again later",
                 self.retry_seconds,
             )
-        return self._life.ready
-
-    def submit(self, prompts: list[tuple[int, ...]], params: list[SamplingParams], owner: str) -> Ticket:
-        """One sequence per prompt and entry of `params`, the prompt's entries one after the other."""
-        wanted = [(ids, one) for ids in prompts for one in params]
-        self.check_available(len(wanted))
-        assert self._life is not None
-        names = [f"s{next(self._counter)}" for _ in wanted]
-        ticket = Ticket(self, names, asyncio.get_running_loop().time())
-        for name, (ids, one) in zip(names, wanted, strict=True):
-            self._life.tickets[name] = ticket
-            self._send(Submit(Request(name, ids, one, owner)))
+        ids = [f"s{next(self._counter)}" for _ in range(count)]
+        ticket = Ticket(self, ids, ready, asyncio.get_running_loop().time())
+        self._life.tickets.update(dict.fromkeys(ids, ticket))
         return ticket
 
     def forget(self, id: str) -> None:
         """Nobody waits for this sequence any more."""
         if self._life and self._life.tickets.pop(id, None):
             self._life.began.pop(id, None)
-            self._send(Cancel(id))
+            self.send(Cancel(id))
 
     def refuse_new(self, why: str) -> None:
         """From now on there are no new tickets; open ones go on."""
@@ -264,43 +278,64 @@ class EngineProcess:
     def _unsent(self) -> int:
         return self._life.writer.transport.get_write_buffer_size() if self._life else 0
 
-    def _send(self, message: Message) -> None:
-        assert self._life is not None
-        if not self._life.writer.is_closing():
+    def send(self, message: Message) -> None:
+        if self._life is not None and not self._life.writer.is_closing():
             self._life.writer.write(frame(message))
 
     async def _keep(self) -> None:
         """Start the process, serve until it dies, start it again."""
         delay = 0.0
         while not self._stopping.is_set():
-            began = time.monotonic()
-            self._life = life = await _launch()
+            began, was_ready = time.monotonic(), False
             try:
-                self._send(Start(self.model, self.config))
-                await self._read(life)
-            except (asyncio.IncompleteReadError, OSError):
-                pass  # the process has ended, or is about to
-            except (WireError, ConfigError) as error:
-                if self._first_ready.done():
-                    self._log(f"engine: {error}")
-                self._give_up(error)
-            finally:
-                self._life = None
-                code = await _ended(life)
-            died = f"the engine's process has died ({_how(code)})"
-            self._give_up(Unavailable(f"{died} while loading"))
+                life = await _launch()
+            except OSError as error:  # no file descriptor, no memory
+                self._trouble = f"the engine's process cannot be started ({error.strerror or error})"
+            else:
+                self._life = life
+                watchdog = asyncio.create_task(self._watch(life))
+                try:
+                    self.send(Start(self.model, self.config))
+                    await self._read(life)
+                except (asyncio.IncompleteReadError, OSError):
+                    pass  # the process has ended, or is about to
+                except (WireError, ConfigError) as error:
+                    if self._first_ready.done():
+                        self._log(f"engine: {error}")
+                    self._give_up(error)
+                finally:
+                    self._life = None
+                    watchdog.cancel()
+                    code = await _ended(life)
+                was_ready = life.ready is not None
+                self._trouble = f"the engine's process {life.stalled or 'has died'} ({_how(code)})"
+                again = f"{self._trouble}; it is being restarted, send the request again"
+                self._fail_all(life, Unavailable(self._stop_reason or again))
+            self._give_up(Unavailable(f"{self._trouble} while loading"))
             if self._stopping.is_set():
                 return
-            self._fail_all(life, Unavailable(f"{died}; it is being restarted, send the request again"))
             self.num_restarts += 1
             self.status = Status()
-            delay = 0.0 if life.ready else min(MAX_RESTART_SECONDS, max(1.0, 2 * delay))
+            delay = 0.0 if was_ready else min(MAX_RESTART_SECONDS, max(1.0, 2 * delay))
             self._log(
-                f"engine: {died} after {time.monotonic() - began:.1f} s, restarting"
+                f"engine: {self._trouble} after {time.monotonic() - began:.1f} s, restarting"
                 + (f" in {delay:g} s" if delay else "")
             )
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay)
+
+    async def _watch(self, life: _Life) -> None:
+        """Ends a process that has work and does not step; who waits for it is told, and it starts again."""
+        while True:
+            await asyncio.sleep(self.stall_seconds / 8)
+            if not life.ready or not life.tickets:
+                life.heard = time.monotonic()
+            elif time.monotonic() - life.heard > self.stall_seconds:
+                life.stalled = (
+                    f"did nothing for {self.stall_seconds:g} s while requests waited, and was ended"
+                )
+                life.process.kill()
+                return
 
     def _give_up(self, error: Dsv4Error) -> None:
         """What goes wrong before the first model is loaded goes to `start`, and there is no second try."""
@@ -312,6 +347,7 @@ class EngineProcess:
         while True:
             header = await life.reader.readexactly(HEADER.size)
             message = read(from_engine, await life.reader.readexactly(body_size(header)))
+            life.heard = time.monotonic()
             self._take(life, message)
 
     def _take(self, life: _Life, message: FromEngine) -> None:
@@ -338,7 +374,7 @@ class EngineProcess:
         elif isinstance(message, Loading):
             self._progress(message.done_bytes, message.total_bytes)
         elif isinstance(message, Ready):
-            life.ready, self.status = message, message.status
+            life.ready, self.status, self._trouble = message, message.status, ""
             if not self._first_ready.done():
                 self._first_ready.set_result(message)
         elif isinstance(message, Failed):
@@ -353,13 +389,15 @@ class EngineProcess:
 
 async def _launch() -> _Life:
     ours, theirs = socket.socketpair()
-    with theirs:
+    with theirs, contextlib.ExitStack() as undo:
+        undo.callback(ours.close)
         # The same import path as ours, and not the working directory, which `-m` would put in front of it.
         path = f"import sys; sys.path[:] = {sys.path!r}"
         code = f"{path}; from dsv4.serve.worker import main; main({theirs.fileno()})"
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-c", code, pass_fds=(theirs.fileno(),), stdin=asyncio.subprocess.DEVNULL
         )
+        undo.pop_all()
     reader, writer = await asyncio.open_connection(sock=ours)
     return _Life(process, reader, writer)
 

@@ -1,22 +1,25 @@
 """One request for tokens on its way: tickets to pieces, whole or as server-sent events. Knows no routes."""
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Coroutine
-from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
-from fastapi.responses import Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from dsv4.errors import Dsv4Error
 from dsv4.serve.answer import ChatAnswer, Piece, PlainAnswer
 from dsv4.serve.client import EngineProcess, Ticket
 from dsv4.serve.metrics import Metrics
-from dsv4.serve.openai import ChatShape, PlainShape, error_body, num_cached, usage
-from dsv4.text.tokenizer import Tokenizer
+from dsv4.serve.openai import Usage
+from dsv4.serve.prompt import Encoder
+
+# A stream that is silent for so long says that it is still there: proxies and clients give up on silence.
+KEEP_ALIVE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -25,14 +28,28 @@ class Service:
 
     name: str
     engine: EngineProcess
-    tokenizer: Tokenizer
+    encoder: Encoder
     metrics: Metrics
     log: Callable[[str], None]
     key_hashes: tuple[bytes, ...] = ()  # none: everybody may
     is_local: bool = False  # reached by names of this machine only
     thinking: bool = True  # where a request does not say
+    max_thinking: int | None = None  # tokens, where a request does not ask for less
     isolates: bool = False  # cached prefixes are shared among requests with the same key only
+    logs_texts: bool = False  # prompts and answers
     created: int = field(default_factory=lambda: int(time.time()))
+
+
+class AnyShape(Protocol):
+    """What an API makes of pieces: events of a stream, or a whole answer."""
+
+    end: bytes | None  # what the last event says, if there is one
+
+    def opening(self, usage: Usage) -> list[dict[str, Any]]: ...
+    def chunks(self, index: int, piece: Piece) -> list[dict[str, Any]]: ...
+    def closing(self, usage: Usage) -> list[dict[str, Any]]: ...
+    def whole(self, pieces: list[list[Piece]], usage: Usage) -> dict[str, Any]: ...
+    def error(self, error: Dsv4Error) -> dict[str, Any]: ...
 
 
 @dataclass
@@ -40,19 +57,42 @@ class Job:
     """One request for tokens on its way to an answer."""
 
     service: Service
-    shape: ChatShape | PlainShape
+    shape: AnyShape
     answers: list[ChatAnswer] | list[PlainAnswer]
     ticket: Ticket
     num_prompt: int  # tokens of all prompts
     num_prompts: int
-    wants_logprobs: bool
-    wants_usage: bool
     note: dict[str, Any]  # for the log line
     began: float = field(default_factory=time.monotonic)
     first: float | None = None
+    texts: list[str] = field(default_factory=list)  # of the answers, where they are logged
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Takes stock; the ticket has an owner of its own."""
+        metrics, now, usage = self.service.metrics, time.monotonic(), self.usage
+        tokens = usage.completion
+        metrics.prompt_tokens.inc(usage.prompt)
+        metrics.completion_tokens.inc(tokens)
+        metrics.cached_tokens.inc(usage.cached)
+        if self.first is not None and tokens > len(self.answers):
+            metrics.per_token.observe((now - self.first) / (tokens / len(self.answers) - 1))
+        reasons = ",".join(answer.finish_reason or "cut" for answer in self.answers)
+        counts = {"prompt": usage.prompt, "cached": usage.cached, "completion": tokens}
+        self.note |= {**counts, "finish": reasons}
+        if self.service.logs_texts:
+            self.note["answer_text"] = json.dumps("".join(self.texts), ensure_ascii=False)
+        if self.first is not None:
+            self.note["first_ms"] = round(1000 * (self.first - self.began))
+
+    @property
+    def usage(self) -> Usage:
+        return Usage.of(self.num_prompt, self.answers, self.num_prompts)
 
     async def next(self) -> tuple[int, Piece] | None:
-        """The next piece that says anything; None at the end."""
+        """The next piece that says anything; None at the end. May be cancelled, and asked again."""
         while (found := await self.ticket.next()) is not None:
             index, delta = found
             answer = self.answers[index]
@@ -62,6 +102,8 @@ class Job:
                 self.first = time.monotonic()
                 self.service.metrics.first_token.observe(self.first - self.began)
             piece = answer.push(delta)
+            if self.service.logs_texts:
+                self.texts.append(delta.text)
             if answer.finish_reason is not None:
                 self.ticket.cancel(index)
             if not piece.is_empty:
@@ -72,36 +114,25 @@ class Job:
         pieces: list[list[Piece]] = [[] for _ in self.answers]
         while (found := await self.next()) is not None:
             pieces[found[0]].append(found[1])
-        choices = [self.shape.whole(i, part, self.wants_logprobs) for i, part in enumerate(pieces)]
-        counted = usage(self.num_prompt, self.answers, self.num_prompts)
-        return {**self.shape.head, "object": self.shape.name, "choices": choices, "usage": counted}
+        return self.shape.whole(pieces, self.usage)
 
     async def events(self, send: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
-        """Every chunk to `send`, which waits for a client that reads slowly."""
-        for index in range(len(self.answers)):
-            if opening := self.shape.opening(index):
-                await send(opening)
-        while (found := await self.next()) is not None:
-            await send(self.shape.chunk(*found))
-        if self.wants_usage:
-            counted = usage(self.num_prompt, self.answers, self.num_prompts)
-            await send({**self.shape.head, "object": self.shape.chunk_name, "choices": [], "usage": counted})
-
-    def close(self) -> None:
-        """Frees the pages of what is unfinished, and takes stock."""
-        self.ticket.close()
-        metrics, now = self.service.metrics, time.monotonic()
-        tokens = sum(answer.num_tokens for answer in self.answers)
-        metrics.prompt_tokens.inc(self.num_prompt)
-        metrics.completion_tokens.inc(tokens)
-        cached = num_cached(self.answers, self.num_prompts)
-        metrics.cached_tokens.inc(cached)
-        if self.first is not None and tokens > len(self.answers):
-            metrics.per_token.observe((now - self.first) / (tokens / len(self.answers) - 1))
-        reasons = ",".join(answer.finish_reason or "cut" for answer in self.answers)
-        self.note |= {"prompt": self.num_prompt, "cached": cached, "completion": tokens, "finish": reasons}
-        if self.first is not None:
-            self.note["first_ms"] = round(1000 * (self.first - self.began))
+        """Every event to `send`, which waits for slow clients; None where there is nothing for long."""
+        for event in self.shape.opening(self.usage):
+            await send(event)
+        while True:
+            try:
+                async with asyncio.timeout(KEEP_ALIVE_SECONDS):
+                    found = await self.next()
+            except TimeoutError:
+                await send(None)
+                continue
+            if found is None:
+                break
+            for event in self.shape.chunks(*found):
+                await send(event)
+        for event in self.shape.closing(self.usage):
+            await send(event)
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Any]) -> bool:
@@ -134,19 +165,27 @@ class EventStream(Response):
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def event(value: Any) -> None:
-            data = value if isinstance(value, bytes) else msgspec.json.encode(value)
-            await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+        shape = self.job.shape
+
+        async def event(value: dict[str, Any] | bytes | None) -> None:
+            if value is None:
+                lines = b": waiting"
+            elif isinstance(value, bytes):
+                lines = b"data: " + value
+            else:
+                name = f"event: {value['type']}\n".encode() if "type" in value else b""
+                lines = name + b"data: " + msgspec.json.encode(value)
+            await send({"type": "http.response.body", "body": lines + b"\n\n", "more_body": True})
 
         async def stream() -> None:
             try:
                 await self.job.events(event)
-                await event(b"[DONE]")
+                if shape.end is not None:
+                    await event(shape.end)
             except Dsv4Error as error:
-                await event(error_body(error)[1])
+                await event(shape.error(error))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-        with closing(self.job):
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            if not await unless_gone(receive, stream()):
-                self.job.note["gone"] = "yes"
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        if not await unless_gone(receive, stream()):
+            self.job.note["gone"] = "yes"

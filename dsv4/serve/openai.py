@@ -1,11 +1,12 @@
 """OpenAI's shapes: answers whole and in chunks, usage, errors. Values in, dictionaries out."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from dsv4.engine.request import Token
 from dsv4.errors import Dsv4Error, RequestError, TextError
-from dsv4.serve.answer import LOWEST_LOGPROB, ChatAnswer, Piece, PlainAnswer, token_text
+from dsv4.serve.answer import LOWEST_LOGPROB, ChatAnswer, Piece, PlainAnswer, join_calls, token_text
 from dsv4.serve.client import Busy, TooSlow, Unavailable
 from dsv4.serve.schema import BadField
 from dsv4.text.tokenizer import Tokenizer
@@ -38,36 +39,81 @@ def error_body(error: Dsv4Error) -> tuple[int, dict[str, Any]]:
     return status, {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
 
 
-def num_cached(answers: Sequence[ChatAnswer | PlainAnswer], num_prompts: int) -> int:
-    """Of all prompts; the answers to one prompt are neighbours, and the prompt counts once."""
-    each = len(answers) // num_prompts
-    groups = (answers[at : at + each] for at in range(0, len(answers), each))
-    return sum(max(answer.num_cached for answer in group) for group in groups)
+@dataclass(frozen=True)
+class Usage:
+    """Tokens of a request; `cached` ones of its prompts were not processed."""
+
+    prompt: int
+    completion: int
+    reasoning: int
+    cached: int
+
+    @classmethod
+    def of(cls, num_prompt: int, answers: Sequence[ChatAnswer | PlainAnswer], num_prompts: int) -> "Usage":
+        """The answers to one prompt are neighbours, and the prompt counts once."""
+        each = len(answers) // num_prompts
+        groups = (answers[at : at + each] for at in range(0, len(answers), each))
+        return cls(
+            prompt=num_prompt,
+            completion=sum(answer.num_tokens for answer in answers),
+            reasoning=sum(answer.num_reasoning for answer in answers),
+            cached=sum(max(answer.num_cached for answer in group) for group in groups),
+        )
+
+    def shown(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning},
+        }
 
 
-def usage(
-    num_prompt: int, answers: Sequence[ChatAnswer | PlainAnswer], num_prompts: int = 1
-) -> dict[str, Any]:
-    completion = sum(answer.num_tokens for answer in answers)
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": completion,
-        "total_tokens": num_prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": num_cached(answers, num_prompts)},
-        "completion_tokens_details": {"reasoning_tokens": sum(answer.num_reasoning for answer in answers)},
-    }
+class Shape:
+    """What OpenAI's first two endpoints have in common; `head` is what every object of one answer carries."""
+
+    name = chunk_name = ""
+    end: bytes | None = b"[DONE]"
+
+    def __init__(self, head: dict[str, Any], count: int, with_logprobs: bool, with_usage: bool) -> None:
+        self.head, self.count, self.with_logprobs, self.with_usage = head, count, with_logprobs, with_usage
+
+    def opening(self, usage: Usage) -> list[dict[str, Any]]:
+        return []
+
+    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def choice(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def chunks(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+        return [{**self.head, "object": self.chunk_name, "choices": [self.chunk(index, piece)]}]
+
+    def closing(self, usage: Usage) -> list[dict[str, Any]]:
+        last = {**self.head, "object": self.chunk_name, "choices": [], "usage": usage.shown()}
+        return [last] if self.with_usage else []
+
+    def whole(self, pieces: list[list[Piece]], usage: Usage) -> dict[str, Any]:
+        choices = [self.choice(index, part) for index, part in enumerate(pieces)]
+        return {**self.head, "object": self.name, "choices": choices, "usage": usage.shown()}
+
+    def error(self, error: Dsv4Error) -> dict[str, Any]:
+        return error_body(error)[1]
 
 
-class ChatShape:
-    """Pieces of a chat answer; `head` is what every object of one answer carries."""
+class ChatShape(Shape):
+    """Pieces of a chat answer."""
 
     name, chunk_name = "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, head: dict[str, Any]) -> None:
-        self.head = head
-
-    def opening(self, index: int) -> dict[str, Any]:
-        return self._chunk(index, {"role": "assistant", "content": ""}, None, None)
+    def opening(self, usage: Usage) -> list[dict[str, Any]]:
+        delta = {"role": "assistant", "content": ""}
+        return [
+            {**self.head, "object": self.chunk_name, "choices": [self._chunk(index, delta, None, None)]}
+            for index in range(self.count)
+        ]
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         delta: dict[str, Any] = {}
@@ -76,29 +122,23 @@ class ChatShape:
         if piece.content:
             delta["content"] = piece.content
         if piece.calls:
-            delta["tool_calls"] = piece.calls
+            delta["tool_calls"] = join_calls([piece])
         return self._chunk(index, delta, piece.logprobs or None, piece.finish_reason)
 
-    def _chunk(
-        self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, reason: str | None
-    ) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        return {**self.head, "object": self.chunk_name, "choices": [choice]}
+    @staticmethod
+    def _chunk(index: int, delta: Any, logprobs: Any, reason: str | None) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
-    def whole(self, index: int, pieces: list[Piece], with_logprobs: bool) -> dict[str, Any]:
+    def choice(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
         content = "".join(piece.content for piece in pieces)
-        calls = [
-            {key: value for key, value in call.items() if key != "index"}
-            for piece in pieces
-            for call in piece.calls
-        ]
+        calls = [{k: v for k, v in call.items() if k != "index"} for call in join_calls(pieces)]
         message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
         if reasoning := "".join(piece.reasoning for piece in pieces):
             message["reasoning_content"] = reasoning
         if calls:
             message["tool_calls"] = calls
         logprobs = None
-        if with_logprobs:
+        if self.with_logprobs:
             logprobs = {
                 name: [entry for piece in pieces for entry in piece.logprobs.get(name, ())]
                 for name in ("content", "reasoning_content")
@@ -107,26 +147,23 @@ class ChatShape:
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
 
-class PlainShape:
+class PlainShape(Shape):
     """Pieces of a plain continuation."""
 
     name = chunk_name = "text_completion"
 
-    def __init__(self, head: dict[str, Any], tokenizer: Tokenizer) -> None:
-        self.head, self._tokenizer = head, tokenizer
+    def __init__(self, tokenizer: Tokenizer, *args: Any) -> None:
+        super().__init__(*args)
+        self._tokenizer = tokenizer
         self._offsets: dict[int, int] = {}
 
-    def opening(self, index: int) -> dict[str, Any] | None:
-        return None
-
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
-        choice = self.whole(index, [piece], bool(piece.tokens))
-        return {**self.head, "object": self.chunk_name, "choices": [choice]}
+        return self.choice(index, [piece])
 
-    def whole(self, index: int, pieces: list[Piece], with_logprobs: bool) -> dict[str, Any]:
+    def choice(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
         text = "".join(piece.content for piece in pieces)
         tokens = [token for piece in pieces for token in piece.tokens]
-        logprobs = self._logprobs(index, tokens) if with_logprobs else None
+        logprobs = self._logprobs(index, tokens) if tokens else None
         reason = pieces[-1].finish_reason
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 

@@ -1,22 +1,30 @@
 """The server's life: bind, load, serve, drain on a signal, end. Knows no routes."""
 
 import asyncio
+import contextlib
+import logging
 import signal
 import socket
+import ssl
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
+from starlette.middleware.cors import CORSMiddleware
 
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import ConfigError
 from dsv4.serve.app import make_app
 from dsv4.serve.client import EngineProcess
+from dsv4.serve.connections import IDLE_SECONDS, Listener
 from dsv4.serve.gate import LOCAL_NAMES, key_hash
 from dsv4.serve.job import Service
 from dsv4.serve.metrics import Metrics
+from dsv4.serve.prompt import Encoder
 from dsv4.text.tokenizer import Tokenizer
 
 # Time for the last answers, or the error that ends them, to reach the clients.
@@ -36,7 +44,14 @@ class ServerConfig:
     queue_seconds: float = 60.0
     request_seconds: float = 600.0
     drain_seconds: float = 30.0
+    stall_seconds: float = 120.0
+    max_connections: int = 1024
     thinking: bool = True
+    max_thinking: int | None = None
+    cors_origins: tuple[str, ...] = ()
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    log_texts: bool = False
     isolate_by_key: bool = False
 
     def __post_init__(self) -> None:
@@ -47,10 +62,48 @@ class ServerConfig:
             ("max_queue", 0 <= self.max_queue <= 100_000, "a number from 0 to 100000"),
             ("queue_seconds", 0 < self.queue_seconds <= 86400, "a number above 0, at most 86400"),
             ("request_seconds", 0 < self.request_seconds <= 86400, "a number above 0, at most 86400"),
+            ("stall_seconds", 0 < self.stall_seconds <= 86400, "a number above 0, at most 86400"),
+            ("max_connections", 4 <= self.max_connections <= 1_000_000, "a number from 4 to 1000000"),
+            ("max_thinking", self.max_thinking is None or self.max_thinking > 0, "a number above 0"),
+            ("tls_key", (self.tls_key is None) == (self.tls_cert is None), "one beside tls_cert"),
             ("drain_seconds", 0 <= self.drain_seconds <= 86400, "a number from 0 to 86400"),
         ):
             if not holds:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected {expected}")
+
+
+class Reports(logging.Handler):
+    """What is said beside the line per request: of each kind one a second, and how many were left out."""
+
+    def __init__(self, log: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._log = log
+        self._last: dict[tuple[str, int], tuple[float, int]] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        kind, now = (record.pathname, record.lineno), time.monotonic()
+        last, num_missed = self._last.get(kind, (-1.0, 0))
+        if now - last < 1:
+            self._last[kind] = (last, num_missed + 1)
+            return
+        self._last[kind] = (now, 0)
+        line = record.getMessage() + (f" (and {num_missed} times before)" if num_missed else "")
+        if record.exc_info and record.exc_info[1] is not None:
+            line += "".join(traceback.format_exception(record.exc_info[1], limit=-8)).join(("\n", ""))
+        self._log(f"server: {line}")
+
+
+@contextmanager
+def reported(log: Callable[[str], None]) -> Iterator[None]:
+    """While open, warnings of this package, uvicorn and asyncio go to `log`."""
+    handler, loggers = Reports(log), [logging.getLogger(name) for name in ("dsv4", "uvicorn", "asyncio")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
 
 
 class _Uvicorn(uvicorn.Server):
@@ -78,7 +131,7 @@ def read_keys(path: Path | None) -> tuple[bytes, ...]:
 def bind(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=2048)
+        return socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {host} port {port}: {error.strerror or error}; see --host and --port"
@@ -92,11 +145,33 @@ def serve(
     log: Callable[[str], None],
     progress: Callable[[int, int], None],
 ) -> None:
-    """Serve the model in `folder` until a signal."""
+    """Serve the model in `folder` until a signal. A `log` that fails, as on a full disk, stops nothing."""
+
+    def safe_log(line: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            log(line)
+
     ModelConfig.load(folder)
-    keys, tokenizer = read_keys(config.api_key_file), Tokenizer.load(folder)
-    with bind(config.host, config.port) as listener:
-        asyncio.run(_serve(folder, engine_config, config, keys, tokenizer, listener, log, progress))
+    keys, tokenizer, tls = read_keys(config.api_key_file), Tokenizer.load(folder), tls_context(config)
+    with bind(config.host, config.port) as sock, reported(safe_log):
+        asyncio.run(_serve(folder, engine_config, config, keys, tokenizer, sock, tls, safe_log, progress))
+
+
+def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
+    if config.tls_cert is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(config.tls_cert, config.tls_key)
+    except OSError as error:
+        where = f"--tls-cert {config.tls_cert} and --tls-key {config.tls_key}"
+        raise ConfigError(f"{where} cannot be used: {error.strerror or error}; expected PEM files") from None
+    return context
+
+
+def url(sock: socket.socket, scheme: str = "http") -> str:
+    host, port = sock.getsockname()[:2]
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 async def _serve(
@@ -105,7 +180,8 @@ async def _serve(
     config: ServerConfig,
     keys: tuple[bytes, ...],
     tokenizer: Tokenizer,
-    listener: socket.socket,
+    sock: socket.socket,
+    tls: ssl.SSLContext | None,
     log: Callable[[str], None],
     progress: Callable[[int, int], None],
 ) -> None:
@@ -115,25 +191,43 @@ async def _serve(
         max_queue=config.max_queue,
         queue_seconds=config.queue_seconds,
         request_seconds=config.request_seconds,
+        stall_seconds=config.stall_seconds,
         log=log,
         progress=progress,
     )
     name = config.name or folder.resolve().name
     service = Service(
-        *(name, engine, tokenizer, Metrics(engine), log, keys),
+        name=name,
+        engine=engine,
+        encoder=Encoder(tokenizer),
+        metrics=Metrics(engine),
+        log=log,
+        key_hashes=keys,
         is_local=config.host in LOCAL_NAMES,
         thinking=config.thinking,
+        max_thinking=config.max_thinking,
         isolates=config.isolate_by_key,
+        logs_texts=config.log_texts,
     )
+    app = make_app(service)
+    if config.cors_origins:
+        exposed = ("x-request-id", "retry-after")
+        app = CORSMiddleware(
+            app, config.cors_origins, ("GET", "POST"), allow_headers=("*",), expose_headers=exposed
+        )
     uvicorn_config = uvicorn.Config(
-        make_app(service),
+        app,
         log_config=None,
         access_log=False,
         lifespan="off",
         server_header=False,
+        http="h11",
+        ws="none",
+        timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=int(config.drain_seconds + LAST_WORDS_SECONDS) + 1,
     )
     server = _Uvicorn(uvicorn_config)
+    listener = Listener(sock, server, config.max_connections, tls)
     loop = asyncio.get_running_loop()
     closing: list[asyncio.Task[None]] = []
 
@@ -150,21 +244,24 @@ async def _serve(
         log(f"server: draining, {engine.num_open} sequences are open, {config.drain_seconds:g} s at most")
         engine.refuse_new("the server shuts down")
         closing.append(asyncio.create_task(cut()))
+        listener.stop()
         server.should_exit = True
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, drain)
-    http = asyncio.create_task(server.serve([listener]))
+    uvicorn_config.load()
+    listener.start()
+    http = asyncio.create_task(server.serve([]))
     load = asyncio.create_task(engine.start())
     try:
         await asyncio.wait((http, load), return_when=asyncio.FIRST_COMPLETED)
         if load.done() and not closing:
             for note in load.result().notes:
                 log(f"engine: {note}")
-            address = listener.getsockname()
-            log(f"server: {name} is ready at http://{address[0]}:{address[1]}/v1")
+            log(f"server: {name} is ready at {url(sock, 'https' if tls else 'http')}/v1")
         await http
     finally:
+        listener.stop()
         server.should_exit = True
         for task in (*closing, load):
             task.cancel()

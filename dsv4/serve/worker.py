@@ -85,10 +85,12 @@ class Worker:
             for message in messages:
                 self._handle(message)
             self._take_compiled()
-            deltas = self.engine.step() if self._running else []
+            steps = bool(self._running)
+            deltas = self.engine.step() if steps else []
             self._running -= {delta.request_id for delta in deltas if delta.finish_reason}
             started = self._take_started()
-            if deltas or messages or started:
+            # After every step, also one that gave nothing: silence means that the engine hangs.
+            if steps or messages or started:
                 self.link.send(Stepped(deltas, self.status(), started))
 
     def _take_started(self) -> list[str]:

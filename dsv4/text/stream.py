@@ -9,7 +9,8 @@ rest of a tag (`<`, `invoke name="f">`) is ordinary text and matched as text.
 
 A call is announced (CallStart) when its first string parameter begins, else at its end: long strings stream.
 A call that turns out unusable (a value that is not JSON, a parameter given twice, cut by the token limit) is
-given out as content, with a problem; if it was announced already, CallBroken takes it back first.
+given out as content, with a problem; if it was announced already, CallBroken takes it back first. Without
+`keeps_markup` nothing is taken back: such a call ends where it broke, its arguments a beginning and no JSON.
 """
 
 import re
@@ -350,9 +351,12 @@ class OutputParser:
 
     def _gather(self, call: _Call, value: _Value, coded: str) -> None:
         if value.streams:
-            self._send(call, json_string(shown(coded))[1:-1])
+            self._send(call, json_string(self._spelled(coded))[1:-1])
         else:
-            value.pieces.append(shown(coded))
+            value.pieces.append(self._spelled(coded))
+
+    def _spelled(self, coded: str) -> str:
+        return shown(coded) if self._keeps_markup else unmarked(coded)
 
     def _end_value(self, call: _Call, value: _Value) -> None:
         call.value = None
@@ -411,7 +415,7 @@ class OutputParser:
 
     def _break_call(self, call: _Call, why: str, is_closed: bool = False) -> None:
         self._problems.append(f"call {call.name!r} {why}; its text is kept as content")
-        if call.index is not None:
+        if call.index is not None and self._keeps_markup:
             self._out.append(CallBroken(call.index))
         self._say("".join(call.raw))
         self._call = None
@@ -419,12 +423,13 @@ class OutputParser:
 
     def _close(self, interrupted: bool) -> None:
         call = self._call
-        if call is not None and call.value is not None:
+        if call is not None and call.value is not None and not interrupted:
             self._gather(call, call.value, self._take(len(self._buffer)))
-            if not interrupted:
-                self._end_value(call, call.value)
+            self._end_value(call, call.value)
         if self._call is not None:
             if interrupted:
+                if not self._keeps_markup:
+                    self._announce(self._call)
                 self._break_call(self._call, "was cut short")
             elif self._buffer:
                 self._break_call(self._call, "ends inside a tag")
@@ -467,18 +472,17 @@ class StopStrings:
             raise TextError("a stop string is empty; expected at least one character")
         self._stops = stops
         self._held = ""
-        self._hit = False
+        self.found: str | None = None  # the stop string that was met
 
     def push(self, text: str) -> tuple[str, bool]:
         """Text that is safe to give out, and whether a stop string was met; after that there is no more."""
-        if self._hit:
+        if self.found is not None:
             return "", True
         text = self._held + text
-        matches = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
-        self._hit = bool(matches)
-        safe = min(matches)[1] if matches else len(text) - overlap(text, self._stops)
+        matches = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        _, safe, self.found = min(matches, default=(0, len(text) - overlap(text, self._stops), None))
         self._held = "" if matches else text[safe:]
-        return text[:safe], self._hit
+        return text[:safe], bool(matches)
 
     def finish(self) -> str:
         """What was held back, now that nothing follows."""

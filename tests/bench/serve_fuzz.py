@@ -17,7 +17,8 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "serve")]
 
 from serve_support import KEY, Server  # noqa: E402
 
-ROUTES = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")  # those with bodies
+ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens")
+ROUTES += ("/v1/responses", "/tokenize", "/detokenize")  # all that have bodies
 NUM_OPERATIONS = len(ROUTES)
 
 

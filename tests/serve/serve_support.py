@@ -4,6 +4,7 @@ import http.client
 import json
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -22,17 +23,19 @@ STORY: list[Any] = [{"role": "user", "content": "Write a short story with the wo
 
 
 class Server:
-    def __init__(self, folder: Path, *options: object) -> None:
+    def __init__(self, folder: Path, *options: object, before: Callable[[], None] | None = None) -> None:
         keys, self.log_file = folder / "keys.txt", folder / "log.txt"
         keys.write_text(f"{OTHER_KEY}\n{KEY}\n")
         command = [sys.executable, "-m", "dsv4", "serve", "--port", "0"]
         command += [] if "--max-context" in options else ["--max-context", "1024"]
         command += ["--api-key-file", str(keys), *map(str, options)]
         with self.log_file.open("wb") as log:
-            self.process = subprocess.Popen(command, cwd=ROOT, stderr=log)
+            self.process = subprocess.Popen(command, cwd=ROOT, stderr=log, preexec_fn=before)
         try:
             wait(lambda: "is ready at" in self.log or self.process.poll() is not None, 60)
-            self.port = int(re.search(r"ready at http://127\.0\.0\.1:(\d+)/v1", self.log)[1])  # type: ignore[index]
+            found = re.search(r"ready at (https?)://127\.0\.0\.1:(\d+)/v1", self.log)
+            assert found is not None, self.log
+            self.scheme, self.port = found[1], int(found[2])
         except BaseException:
             self.process.kill()
             raise
@@ -61,14 +64,23 @@ class Server:
         return self.client.chat.completions.create(model="tiny", messages=messages, **options)
 
     def connection(self) -> http.client.HTTPConnection:
+        if self.scheme == "https":
+            context = ssl._create_unverified_context()
+            return http.client.HTTPSConnection("127.0.0.1", self.port, timeout=60, context=context)
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
 
     def raw(
-        self, method: str, path: str, body: Any = None, key: str | None = KEY, media: str = "application/json"
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        key: str | None = KEY,
+        media: str = "application/json",
+        **more: str,
     ) -> tuple[int, Any, dict[str, str]]:
         """-> status, body (read as JSON if it is), headers."""
         connection = self.connection()
-        headers = {"Content-Type": media} if body is not None else {}
+        headers = {**more, "Content-Type": media} if body is not None else {**more}
         if key is not None:
             headers["Authorization"] = f"Bearer {key}"
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
@@ -79,7 +91,7 @@ class Server:
         is_json = answer.headers.get_content_type() == "application/json"
         return (
             answer.status,
-            json.loads(text) if is_json else text,
+            json.loads(text) if is_json and text else text,
             {k.lower(): v for k, v in answer.headers.items()},
         )
 

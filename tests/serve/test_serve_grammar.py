@@ -12,7 +12,7 @@ from dsv4.engine.grammar import Grammars, Matcher
 from dsv4.engine.request import Delta, Token
 from dsv4.errors import RequestError
 from dsv4.models import EMBEDDED
-from dsv4.serve.answer import ChatAnswer
+from dsv4.serve.answer import ChatAnswer, Piece, join_calls
 from dsv4.serve.grammar import Form
 from dsv4.serve.schema import BadField
 from dsv4.text.chat import encode
@@ -131,7 +131,7 @@ def walk(
     matcher: Matcher, tokenizer: Tokenizer, chance: random.Random, answer: ChatAnswer
 ) -> tuple[str, list[Any]]:
     """Random allowed tokens to the end; -> content and calls. Texts without an end get one soon."""
-    content, calls = "", []
+    pieces: list[Piece] = []
     for step in range(3000):
         ids = allowed(matcher)
         special = [id for id in ids if id in tokenizer.special_texts]
@@ -141,10 +141,9 @@ def walk(
             id = chance.choice(closing or ids) if chance.random() < 0.5 else id
         matcher.accept(id)
         is_last = id == tokenizer.eos_id
-        piece = answer.push(Delta("s", Token(id), "", "stop" if is_last else None))
-        content, calls = content + piece.content, calls + piece.calls
+        pieces.append(answer.push(Delta("s", Token(id), "", "stop" if is_last else None)))
         if is_last:
-            return content, calls
+            return "".join(piece.content for piece in pieces), join_calls(pieces)
     raise AssertionError("no end")
 
 
@@ -178,10 +177,87 @@ def test_names_and_rules_that_calls_cannot_have(tokenizer: Tokenizer) -> None:
     for bad in (form({'a"b': {}}), form({}, name="<"), form({"a": 5}), form(7)):
         with pytest.raises(BadField):
             bad.grammar(tokenizer, False)
-    pattern = {"a": {"type": "string", "pattern": "[ab]+"}}
-    assert form(pattern).grammar(tokenizer, False)
-    with pytest.raises(BadField, match="pattern cannot be enforced"):
-        form(pattern, strict=True).grammar(tokenizer, False)
+    date = {"a": {"type": "string", "format": "date"}}
+    assert form(date).grammar(tokenizer, False)
+    with pytest.raises(BadField, match="format cannot be enforced"):
+        form(date, strict=True).grammar(tokenizer, False)
+
+
+X, Y = {"x": {"type": "integer"}}, {"y": {"type": "string"}}
+NEEDS_X: dict[str, Any] = {"type": "object", "properties": X, "required": ["x"]}
+NEEDS_Y: dict[str, Any] = {"type": "object", "properties": Y, "required": ["y"]}
+ROOTS: list[tuple[Any, list[Any], list[Any]]] = [
+    ({"$ref": "#/$defs/a", "$defs": {"a": NEEDS_X}}, [{"x": 1}], [{}, {"y": "1"}]),
+    ({"anyOf": [NEEDS_X, NEEDS_Y]}, [{"x": 1}, {"y": "b"}], [{}, {"z": 1}]),
+    ({"oneOf": [NEEDS_X, {"$ref": "#/$defs/b"}], "$defs": {"b": NEEDS_Y}}, [{"x": 1}, {"y": ""}], [{}]),
+    ({"allOf": [NEEDS_X, NEEDS_Y]}, [{"x": 1, "y": "b"}], [{}, {"x": 1}, {"y": "b"}]),
+    ({"properties": {}, "required": ["q"]}, [{"q": [1, "a"]}, {"q": "b"}], [{}]),
+]
+LOOSE: list[Any] = [
+    {"type": "object", "additionalProperties": True},
+    {"type": "object", "additionalProperties": {"type": "integer"}},
+    {"type": "object", "patternProperties": {"^x": {"type": "integer"}}},
+    {"type": "object", "properties": X, "not": {"required": ["x"]}},
+]
+
+
+def call_of(parameters: Any, strict: bool = False) -> Form:
+    function = {"name": "f", "parameters": parameters, "strict": strict}
+    return Form(None, [{"type": "function", "function": function}], must_call=True)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_roots_of_schemas_are_honoured(tokenizer: Tokenizer, grammars: Grammars, strict: bool) -> None:
+    for schema, good, bad in ROOTS:
+        grammar = call_of(schema, strict).grammar(tokenizer, True)
+        for arguments in good:
+            ids = turn(tokenizer, "hm", "", [("f", arguments)])
+            assert follow(grammars.matcher(grammar), ids) == len(ids), (schema, arguments)
+        for arguments in bad:
+            ids = turn(tokenizer, "hm", "", [("f", arguments)])
+            assert follow(grammars.matcher(grammar), ids) < len(ids), (schema, arguments)
+    for schema in LOOSE:
+        if strict:
+            with pytest.raises(BadField, match="cannot be enforced"):
+                call_of(schema, strict).grammar(tokenizer, True)
+        else:
+            ids = turn(tokenizer, "hm", "", [("f", {"x": 1, "two words": 2})])
+            grammar = call_of(schema).grammar(tokenizer, True)
+            assert follow(grammars.matcher(grammar), ids) == len(ids), schema
+    for nonsense in ({"required": 5}, {"required": [1]}, {"anyOf": []}, {"$ref": "#/nowhere"}, {"allOf": 3}):
+        with pytest.raises(BadField):
+            call_of(nonsense, strict).grammar(tokenizer, True)
+
+
+def test_limits_of_strings_in_calls(tokenizer: Tokenizer, grammars: Grammars) -> None:
+    word = {"type": "string", "minLength": 2, "maxLength": 4, "pattern": "^[a-z/]+$"}
+    schema = {"type": "object", "properties": {"a": word}, "required": ["a"]}
+    grammar = call_of(schema, True).grammar(tokenizer, True)
+    for text, is_allowed in (("ab", True), ("a/bc", True), ("a", False), ("abcde", False), ("AB", False)):
+        ids = turn(tokenizer, "hm", "", [("f", {"a": text})])
+        assert (follow(grammars.matcher(grammar), ids) == len(ids)) == is_allowed, text
+
+
+def test_contents_of_other_forms(tokenizer: Tokenizer, grammars: Grammars) -> None:
+    forms = {"regex": r"[0-9]{2}/[ab]", "choice": ["12/a", 'x"y'], "lark": 'start: "12/" X\nX: /[ab]/'}
+    for name, value in forms.items():
+        matcher = grammars.matcher(Form(**{name: value}).grammar(tokenizer, False))
+        ids = [*tokenizer.encode_text("12/a"), tokenizer.eos_id]
+        assert follow(matcher, ids) == len(ids), name
+        matcher = grammars.matcher(Form(**{name: value}).grammar(tokenizer, False))
+        assert follow(matcher, tokenizer.encode_text("12 a")) < 4, name
+
+
+def test_thought_is_closed_and_the_answer_is_free(tokenizer: Tokenizer, grammars: Grammars) -> None:
+    form = Form(max_thinking=5, is_free=True)
+    thought, close = tokenizer.encode_text("x x x x x x x x x"), [tokenizer.end_think_id]
+    answer = turn(tokenizer, "", "so < be it", [("other", {"free": 1})])[1:]
+    for length in range(6):
+        matcher = grammars.matcher(form.grammar(tokenizer, True))
+        ids = [*thought[:length], *close, *answer]
+        assert follow(matcher, ids) == len(ids), length
+    matcher = grammars.matcher(form.grammar(tokenizer, True))
+    assert follow(matcher, thought) == 5 and allowed(matcher) == close
 
 
 NINE = range(9)

@@ -215,8 +215,12 @@ def test_calls_that_must_be_made(server: Server) -> None:
     assert arguments.keys() <= {"color", "sum", "sure"}
     named = {"type": "function", "function": {"name": "pick"}}
     chunks = server.chat(SHORT, tool_choice=named, stream=True, **options)
-    (streamed,) = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
-    assert streamed.function.arguments == call.function.arguments
+    parts = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    assert [part.function.name for part in parts] == ["pick", *[None] * (len(parts) - 1)] and len(parts) > 2
+    assert "".join(part.function.arguments for part in parts) == call.function.arguments
+    cut = server.chat(SHORT, tool_choice=named, **{**options, "max_tokens": 28}).choices[0]
+    assert cut.finish_reason == "length"
+    assert call.function.arguments.startswith(cut.message.tool_calls[0].function.arguments)
 
 
 def test_key_is_needed_but_for_health(server: Server) -> None:
@@ -254,12 +258,12 @@ CHAT = {"messages": QUESTION, "max_tokens": 4}
         ({**CHAT, "frobnicate": 1}, 400, "Unrecognized request argument supplied: frobnicate"),
         ({"max_tokens": 4}, 400, "'messages'"),
         ({**CHAT, "messages": []}, 400, "messages"),
-        ({**CHAT, "messages": [{"role": "king", "content": "x"}]}, 400, "role is 'king'"),
-        ({**CHAT, "messages": [{"role": "user", "content": 5}]}, 400, "expected a string"),
-        ({**CHAT, "messages": [{"role": "user"}] * 5000}, 400, "5000"),
+        ({**CHAT, "messages": [{"role": "king", "content": "x"}]}, 400, "invalid value 'king'"),
+        ({**CHAT, "messages": [{"role": "user", "content": 5}]}, 400, "expected `str | array`"),
+        ({**CHAT, "messages": QUESTION * 5000}, 400, "5000"),
         ({**CHAT, "model": "gpt-4"}, 404, "'gpt-4' does not exist"),
         ({**CHAT, "n": 17}, 400, "17"),
-        ({**CHAT, "n": 0}, 400, "n is"),
+        ({**CHAT, "n": 0}, 400, "'n': expected `int` >= 1, found 0"),
         ({**CHAT, "temperature": 2.5}, 400, "2.5"),
         ({**CHAT, "temperature": "hot"}, 400, "temperature"),
         ({**CHAT, "top_p": 0}, 400, "top_p"),

@@ -1,7 +1,14 @@
 """What happens to the processes: the engine's is killed, the server is told to end, or cannot start."""
 
+import http.client
+import json
 import os
+import re
+import resource
+import shlex
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,11 +22,17 @@ from serve_support import ROOT, SHORT, STORY, Server, wait, worker_pid
 from dsv4.config import EngineConfig
 from dsv4.errors import ConfigError
 from dsv4.models import EMBEDDED
-from dsv4.serve.server import ServerConfig, serve
+from dsv4.serve.server import ServerConfig, serve, url
 
 
-def test_killed_engine_comes_back_and_sigterm_drains(tmp_path: Path) -> None:
-    with Server(tmp_path, "--drain-seconds", 20) as server:
+def test_killed_or_frozen_engine_comes_back_and_sigterm_drains(tmp_path: Path) -> None:
+    """With few descriptors, which idle connections would take all of if they could."""
+
+    def few() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+
+    with Server(tmp_path, "--drain-seconds", 20, "--stall-seconds", 3, before=few) as server:
+        idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(120)]
         errors: list[Exception] = []
 
         def ask(stream: bool) -> None:
@@ -45,6 +58,20 @@ def test_killed_engine_comes_back_and_sigterm_drains(tmp_path: Path) -> None:
         assert server.chat(SHORT).choices[0].message.content == "2 + 3 = 5."
         assert server.gauge("dsv4_engine_restarts") == 1 and server.is_idle()
 
+        chunks: list[Any] = []
+        with pytest.raises(openai.APIError, match="did nothing for 3 s"):
+            for chunk in server.chat(STORY, max_tokens=400, stream=True):
+                chunks.append(chunk)
+                if len(chunks) == 3:
+                    os.kill(worker_pid(server), signal.SIGSTOP)
+        idle += [socket.create_connection(("127.0.0.1", server.port)) for _ in range(120)]
+        assert server.raw("GET", "/health")[0] == 200
+        wait(lambda: server.raw("GET", "/ready")[0] == 200, 60)
+        assert "at most 24 connections" in server.log and len(server.log) < 8000, server.log
+        assert "Traceback" not in server.log
+        for sock in idle:
+            sock.close()
+
         done: list[Any] = []
         thread = threading.Thread(target=lambda: done.append(server.chat(SHORT)))
         thread.start()
@@ -59,6 +86,100 @@ def test_killed_engine_comes_back_and_sigterm_drains(tmp_path: Path) -> None:
         assert not Path(f"/proc/{engine}").exists()
         with pytest.raises(ConnectionRefusedError):
             server.raw("GET", "/health")
+
+
+def test_log_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as free:
+        port = free.getsockname()[1]
+        assert url(free) == f"http://[::1]:{port}"
+    command = [
+        sys.executable,
+        "-m",
+        "dsv4",
+        "serve",
+        "--host",
+        "::1",
+        "--port",
+        str(port),
+        "--max-context",
+        "64",
+    ]
+    with Path("/dev/full").open("wb") as full:
+        process = subprocess.Popen(command, cwd=ROOT, stderr=full)
+
+    def is_ready() -> bool:
+        connection = http.client.HTTPConnection("::1", port, timeout=5)
+        try:
+            connection.request("GET", "/ready")
+            return connection.getresponse().status == 200
+        except OSError:
+            assert process.poll() is None, "it has ended"
+            return False
+        finally:
+            connection.close()
+
+    try:
+        wait(is_ready, 60)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+
+
+def test_options_of_an_operator(tmp_path: Path) -> None:
+    """TLS, origins, a name, texts in the log, a limit to thoughts, ids that a client gives."""
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"]
+    subprocess.run([*command, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    options = ["--tls-cert", cert, "--tls-key", key, "--cors-origins", "https://a.example,https://b.example"]
+    options += ["--served-model-name", "org/small", "--log-texts", "--max-thinking", 4]
+    with Server(tmp_path, *options) as server:
+        assert server.scheme == "https"
+        silent = socket.create_connection(("127.0.0.1", server.port))  # one without a handshake
+        status, body, headers = server.raw(
+            "POST",
+            "/v1/chat/completions",
+            {"model": "org/small", "messages": SHORT, "temperature": 0, "max_tokens": 60},
+            Origin="https://b.example",
+            **{"X-Request-Id": "my-id.7"},
+        )
+        assert status == 200 and headers["access-control-allow-origin"] == "https://b.example"
+        assert headers["x-request-id"] == "my-id.7"
+        assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] == 5, "and closed"
+        wait(lambda: "client_id=my-id.7" in server.log, 3)
+        assert "What is 2 + 3?" in server.log and "answer_text=" in server.log
+        assert (
+            "access-control-allow-origin" not in server.raw("GET", "/health", Origin="https://c.example")[2]
+        )
+        preflight = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+        status, _, headers = server.raw("OPTIONS", "/v1/chat/completions", key=None, **preflight)
+        assert status == 200 and headers["access-control-allow-origin"] == "https://a.example"
+        (model,) = server.raw("GET", "/v1/models")[1]["data"]
+        assert model["id"] == "org/small" and model["context_length"] == 1024
+        assert server.raw("GET", "/v1/models/org/small")[1] == model
+        dashboard = json.loads((ROOT / "examples" / "grafana.json").read_text())
+        metrics = server.raw("GET", "/metrics")[1]
+        queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+        for name in {name for query in queries for name in re.findall(r"dsv4_\w+", query)}:
+            assert re.search(rf"^{name}[ {{]", metrics, re.MULTILINE), name
+        silent.close()
+
+
+def test_examples(tmp_path: Path) -> None:
+    unit = (ROOT / "examples" / "dsv4.service").read_text()
+    (line,) = [line for line in unit.splitlines() if line.startswith("ExecStart=")]
+    arguments = shlex.split(line.removeprefix("ExecStart="))[1:]
+    done = subprocess.run(
+        [sys.executable, "-m", "dsv4", *arguments[:1], "--help"], cwd=ROOT, capture_output=True, text=True
+    )
+    for option in (word for word in arguments if word.startswith("--")):
+        assert option in done.stdout, option
+    if shutil.which("systemd-analyze"):
+        (tmp_path / "dsv4.service").write_text(unit.replace(shlex.split(line)[0], "ExecStart=/bin/true"))
+        checked = subprocess.run(
+            ["systemd-analyze", "verify", tmp_path / "dsv4.service"], capture_output=True, text=True
+        )
+        assert "dsv4.service" not in checked.stderr, checked.stderr
 
 
 def test_model_that_cannot_be_loaded_ends_the_server() -> None:
@@ -84,6 +205,8 @@ def test_cannot_start(tmp_path: Path) -> None:
         ({"api_key_file": keys}, "less than 16"),
         ({"isolate_by_key": True}, "give --api-key-file"),
         ({"request_seconds": float("nan")}, "request_seconds is nan"),
+        ({"tls_cert": keys}, "expected one beside tls_cert"),
+        ({"tls_cert": keys, "tls_key": keys}, "cannot be used"),
     ):
         with pytest.raises(ConfigError, match=says):
             start(**options)

@@ -136,6 +136,43 @@ def test_errors_are_shown(page: Any) -> None:
     assert page.text_content(".error") == "the engine <b>died</b>"
 
 
+STREAM = 'data: {"choices": [{"delta": {"content": "well"}, "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n'
+
+
+@needs_browser
+def test_what_failed_or_was_left_is_not_sent_again(page: Any) -> None:
+    sent: list[list[str]] = []
+    fails, held = [True], []
+
+    def fulfill(route: Any) -> None:
+        sent.append([message["content"] for message in route.request.post_data_json["messages"]])
+        if sent[-1][-1] == "slow":
+            held.append(route)
+        elif fails.pop() if fails else False:
+            route.fulfill(status=500, body='{"error": {"message": "no"}}', content_type="application/json")
+        else:
+            route.fulfill(body=STREAM, content_type="text/event-stream")
+
+    page.route("**/v1/chat/completions", fulfill)
+    ask(page, "first")
+    page.wait_for_selector(".error")
+    page.complaints.clear()
+    ask(page, "second")
+    wait(lambda: page.locator(".assistant .content").last.text_content() == "well", 10)
+    page.locator("text=Retry").first.click()
+    wait(lambda: len(sent) == 3, 10)
+    assert sent == [["first"], ["second"], ["first"]]
+    ask(page, "slow")
+    wait(lambda: bool(held), 10)
+    page.click("#new")
+    ask(page, "new")
+    wait(lambda: page.locator(".assistant .content").last.text_content() == "well", 10)
+    held[0].fulfill(body=STREAM.replace("well", "late"), content_type="text/event-stream")
+    ask(page, "newer")
+    wait(lambda: sent[-1] == ["new", "well", "newer"], 10)
+    assert "late" not in page.inner_text("#talk")
+
+
 def test_page_needs_the_key_and_forbids_all_but_itself(server: Server) -> None:
     status, _, headers = server.raw("GET", "/", key=None)
     assert status == 401 and headers["www-authenticate"].startswith("Basic")

@@ -16,7 +16,7 @@ from prometheus_client import Counter
 from dsv4.engine.request import Delta, Request, SamplingParams, Token
 from dsv4.errors import RequestError
 from dsv4.models import EMBEDDED
-from dsv4.serve.answer import ChatAnswer, Piece
+from dsv4.serve.answer import ChatAnswer, Piece, join_calls
 from dsv4.serve.client import MAX_BUFFERED_DELTAS, Busy, Ticket, TooSlow
 from dsv4.serve.gate import Gate
 from dsv4.serve.openai import error_body
@@ -24,6 +24,7 @@ from dsv4.serve.wire import (
     MAX_FRAME_BYTES,
     Cancel,
     Frames,
+    Ready,
     Status,
     Stepped,
     Submit,
@@ -94,11 +95,12 @@ def answer(
     return pieces, "".join(p.content for p in pieces), "".join(p.reasoning for p in pieces)
 
 
-def test_call_is_given_out_whole(tokenizer: Tokenizer) -> None:
+def test_call_is_given_out_as_it_comes(tokenizer: Tokenizer) -> None:
     pieces, content, reasoning = answer(tokenizer, ids_of(tokenizer, f"hm</think>I add.\n\n{CALL}"))
     assert (content, reasoning) == ("I add.", "hm")
-    (call,) = [call for piece in pieces for call in piece.calls]
+    (call,) = join_calls(pieces)
     assert call["function"] == {"name": "add", "arguments": '{"a": "x"}'} and call["index"] == 0
+    assert sum(bool(piece.calls) for piece in pieces) > 1, "in more than one piece"
     assert pieces[-1].finish_reason == "tool_calls"
 
 
@@ -129,8 +131,15 @@ def test_cut_or_damaged_anywhere_no_mark_reaches_the_content(tokenizer: Tokenize
         shown = content + reasoning
         assert not MARKS.search(shown) and "｜" not in shown, tokenizer.decode(case)
         assert pieces[-1].finish_reason in ("stop", "length", "tool_calls")
-        has_calls = any(piece.calls for piece in pieces)
-        assert (pieces[-1].finish_reason == "tool_calls") <= has_calls
+        calls = join_calls(pieces)
+        assert (pieces[-1].finish_reason == "tool_calls") <= bool(calls)
+        for call in calls:
+            assert not MARKS.search(call["function"]["arguments"]) and call["function"]["name"]
+            if pieces[-1].finish_reason == "length" and case == ids[: len(case)]:
+                assert '{"a": "x"}'.startswith(call["function"]["arguments"]), "a beginning of the whole call"
+        # Cut by the token limit inside its arguments or before them, a call does not vanish.
+        if case == ids[: len(case)] and "parameter name" in tokenizer.decode(case):
+            assert calls[0]["function"]["name"] == "add"
 
 
 def byte_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:
@@ -161,7 +170,7 @@ def test_outputs_cut_at_every_byte_give_the_same(tokenizer: Tokenizer) -> None:
                     else:
                         ids += byte_ids(tokenizer, data)
                 pieces, content, reasoning = answer(tokenizer, ids)
-                calls = [call for piece in pieces for call in piece.calls]
+                calls = join_calls(pieces)
                 found = (content, reasoning, calls, pieces[-1].finish_reason)
                 wanted = wanted or found
                 assert found == wanted, (part, cut)
@@ -191,6 +200,9 @@ def test_failed_sequence_is_an_error(tokenizer: Tokenizer) -> None:
         made.push(Delta("s", None, "", "error", "the logits hold NaN"))
 
 
+READY = Ready(max_context=64, max_batch=2, vocab_size=4096, notes=[], status=Status())
+
+
 class Engine:
     """Only what a Ticket asks of it."""
 
@@ -206,7 +218,7 @@ class Engine:
 def test_caller_that_does_not_read_loses_its_ticket() -> None:
     async def run() -> None:
         engine = Engine()
-        ticket = Ticket(engine, ["s1", "s2"], asyncio.get_running_loop().time())  # type: ignore[arg-type]
+        ticket = Ticket(engine, ["s1", "s2"], READY, asyncio.get_running_loop().time())  # type: ignore[arg-type]
         for number in range(MAX_BUFFERED_DELTAS):
             ticket.take(Delta("s1", Token(number), ""))
         assert not engine.forgotten
@@ -224,7 +236,7 @@ def test_caller_whose_time_is_over_frees_its_sequences() -> None:
     async def run() -> None:
         engine = Engine()
         now = asyncio.get_running_loop().time()
-        ticket = Ticket(engine, ["s1"], now - 59.95)  # type: ignore[arg-type]
+        ticket = Ticket(engine, ["s1"], READY, now - 59.95)  # type: ignore[arg-type]
         with pytest.raises(TooSlow, match="longer than"):
             await ticket.started()
         assert engine.forgotten == ["s1"]
@@ -237,7 +249,7 @@ def test_caller_that_waits_too_long_for_a_place_is_told_when_to_come_back() -> N
         engine = Engine()
         engine.queue_seconds = 0.05
         for starts in (False, True):
-            ticket = Ticket(engine, ["s1"], asyncio.get_running_loop().time())  # type: ignore[arg-type]
+            ticket = Ticket(engine, ["s1"], READY, asyncio.get_running_loop().time())  # type: ignore[arg-type]
             ticket.take_answer("s1")
             if starts:
                 ticket.take_start()

@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4.errors import TextError
+from dsv4.models import EMBEDDED
+from dsv4.text import tokenizer as module
 from dsv4.text.tokenizer import (
     ASSISTANT,
     BOS,
@@ -241,7 +243,9 @@ def test_an_added_token_in_the_bpe_vocabulary_is_not_reachable() -> None:
 
 @pytest.mark.parametrize("id", [-1, 307, 10**9])
 def test_ids_outside_the_vocabulary_are_refused(id: int) -> None:
-    with pytest.raises(TextError, match=f"token id {id} is not in tiny, whose ids end at 306"):
+    with pytest.raises(
+        TextError, match=f"token id {id} is not in the tokenizer.s vocabulary, whose ids end at 306"
+    ):
         TINY.decode([id])
     with pytest.raises(TextError, match="token id 2 is not"):
         TextStream(TINY).push(2)
@@ -296,3 +300,57 @@ def test_unknown_special_and_surrogates_are_refused() -> None:
         TINY.encode_prompt([Special("<｜title｜>")])
     with pytest.raises(TextError, match="lone surrogate at character 1"):
         TINY.encode_text("a\ud800")
+
+
+PARTS = [
+    "a",
+    "B",
+    "é",
+    "你",
+    "カ",
+    "1",
+    "9",
+    "٣",
+    " ",
+    "\n",
+    "\r\n",
+    "\t",
+    "\u3000",
+    "\x1c",
+    "\u0085",
+    ".",
+    "!!",
+]
+PARTS += ["，", "$", "\u0301", "🦊", "<", "'s", "_", "foo", "bar ", "\u200b", "\u2028"]
+
+
+@pytest.mark.parametrize("size", [4, 9, 32])
+def test_pieces_are_those_of_the_whole(v4: Tokenizer, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(module, "PIECE_CHARACTERS", size)
+    chance = random.Random(size)
+    for tokenizer in (v4, Tokenizer.load(EMBEDDED)):
+        for _ in range(600):
+            some = chance.sample(PARTS, chance.choice((3, 6, len(PARTS))))
+            text = "".join(
+                chance.choice(some) * chance.choice((1, 1, 2, 7)) for _ in range(chance.randint(0, 99))
+            )
+            want = tokenizer._bpe.encode(text, add_special_tokens=False).ids
+            assert tokenizer.encode_text(text) == want, text
+            assert tokenizer.fewest_tokens([text]) <= len(want)
+
+
+def test_pieces_are_small_and_words_may_be_long(v4: Tokenizer) -> None:
+    for text in ("0123456789" * 20_000, "The boat is blue.\n" * 10_000, "x" * 200_000):
+        pieces = list(v4.text_pieces(text))
+        assert max(map(len, pieces)) <= module.PIECE_CHARACTERS or " " not in text
+        assert v4.decode(id for piece in pieces for id in piece) == text
+    with pytest.raises(TextError, match="from character 3 on"):
+        v4.encode_text("The boat" + " " * 3_000_000)
+
+
+def test_panic_of_the_library_is_an_error_like_others(v4: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its regular expressions give up on ten million spaces, with an exception that is no Exception."""
+    monkeypatch.setattr(module, "MAX_WORD_CHARACTERS", 1 << 24)
+    monkeypatch.setattr(module, "PIECE_CHARACTERS", 1 << 24)
+    with pytest.raises(TextError, match="cannot be tokenised"):
+        v4.encode_text(" " * 10_000_001)

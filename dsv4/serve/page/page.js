@@ -3,7 +3,7 @@
 
 const $ = (id) => document.getElementById(id);
 const saved = ["temperature", "max-tokens", "thinking", "system", "tools"];
-let messages = [];   // what was said, as the API wants it; the system text is added when sent
+let messages = [];   // what was said, as the API wants it; the system text is added when sent. Never changed in place
 let running = null;  // the AbortController of the answer that is coming
 
 function make(tag, className, text) {
@@ -82,9 +82,15 @@ class Answer {
     if (choice.finish_reason) this.finish = choice.finish_reason;
   }
 
-  addCall(call) {
-    const { index, ...kept } = call;
-    (this.message.tool_calls = this.message.tool_calls || []).push(kept);
+  // The first piece of a call has its id and name, the others have more of its arguments.
+  addCall({ index, ...call }) {
+    const known = (this.message.tool_calls = this.message.tool_calls || []);
+    if (known[index]) {
+      known[index].function.arguments += call.function.arguments;
+      this.calls.children[index].querySelector("pre").append(call.function.arguments);
+      return;
+    }
+    known[index] = call;
     const box = make("div", "call");
     const result = make("input");
     result.placeholder = "Its result";
@@ -121,6 +127,7 @@ async function* events(body) {
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
     for (const part of parts) {
+      if (part.startsWith(":")) continue;  // a comment: the answer is still to come
       const data = part.replace(/^data: /, "");
       if (data === "[DONE]") return;
       yield JSON.parse(data);
@@ -128,10 +135,15 @@ async function* events(body) {
   }
 }
 
-async function answer() {
+// `asked`: what is added to the conversation. It stays there only if it is answered, so that a question which failed
+// is not sent again with the next one.
+async function answer(asked) {
   const shown = new Answer();
   const talk = $("talk");
-  running = new AbortController();
+  const conversation = [...messages, ...asked];
+  Object.assign(shown, { before: messages, asked });
+  messages = conversation;
+  const mine = (running = new AbortController());
   setBusy(true);
   let error = "";
   try {
@@ -139,7 +151,7 @@ async function answer() {
       method: "POST",
       headers: { "Content-Type": "application/json" },
       body: JSON.stringify(requestBody()),
-      signal: running.signal,
+      signal: mine.signal,
     });
     if (!response.ok) throw new Error((await response.json()).error.message);
     for await (const chunk of events(response.body)) {
@@ -151,29 +163,31 @@ async function answer() {
   } catch (problem) {
     if (problem.name !== "AbortError") error = problem.message;
   }
+  if (messages !== conversation) return;  // another conversation has begun
   running = null;
   setBusy(false);
   shown.end(error);
   talk.scrollTop = talk.scrollHeight;
-  shown.place = messages.length;
-  if (shown.message.content || shown.message.tool_calls) messages.push(shown.message);
+  const isAnswer = !error && (shown.message.content || shown.message.tool_calls);
+  messages = isAnswer ? [...conversation, shown.message] : shown.before;
 }
 
 function retry(shown) {
   if (running) return;
-  messages = messages.slice(0, shown.place);
+  messages = shown.before;
   while (shown.element.nextSibling) shown.element.nextSibling.remove();
   shown.element.remove();
-  answer();
+  answer(shown.asked);
 }
 
 function sendResults(shown) {
   if (running || messages[messages.length - 1] !== shown.message) return;
+  const results = [];
   for (const field of shown.calls.querySelectorAll("input")) {
-    messages.push({ role: "tool", tool_call_id: field.dataset.call, content: field.value });
+    results.push({ role: "tool", tool_call_id: field.dataset.call, content: field.value });
     field.disabled = true;
   }
-  answer();
+  answer(results);
 }
 
 function setBusy(busy) {
@@ -192,11 +206,10 @@ function send(event) {
   if (!text || running) return;
   $("question").value = "";
   fit();
-  messages.push({ role: "user", content: text });
   const bubble = make("div", "turn user");
   bubble.append(make("div", "text", text));
   $("talk").append(bubble);
-  answer();
+  answer([{ role: "user", content: text }]);
 }
 
 $("ask").addEventListener("submit", send);
@@ -207,6 +220,8 @@ $("question").addEventListener("keydown", (event) => {
 $("stop").addEventListener("click", () => running && running.abort());
 $("new").addEventListener("click", () => {
   if (running) running.abort();
+  running = null;
+  setBusy(false);
   messages = [];
   $("talk").replaceChildren();
   $("question").focus();

@@ -1,0 +1,217 @@
+"""What a checked body asks of the engine: how to think, how to sample, what form to keep. Knows no routes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from dsv4.engine.request import SamplingParams
+from dsv4.serve.grammar import Form
+from dsv4.serve.schema import (
+    MAX_SCHEMA_BYTES,
+    MAX_SCHEMA_DEPTH,
+    MAX_TOOLS_BYTES,
+    AssistantMessage,
+    BadField,
+    Body,
+    ChatBody,
+    CompletionBody,
+    JsonFormat,
+    NamedTool,
+    SchemaFormat,
+    ToolMessage,
+    UserMessage,
+)
+from dsv4.text.tokenizer import Tokenizer
+
+DEFAULT_COMPLETION_TOKENS = 16
+# How long a thought may be, in tokens; the model itself knows two efforts only.
+EFFORT_TOKENS = {"minimal": 512, "low": 2048, "medium": 8192}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One set of sampling parameters per answer; what the model is shown beside the messages."""
+
+    params: list[SamplingParams]
+    thinking: bool = False
+    effort: str | None = None
+    schema: Mapping[str, Any] | None = None
+    continues: bool = False  # the last message is the beginning of the answer
+
+
+def ask_chat(body: ChatBody, tokenizer: Tokenizer, default_thinking: bool, max_thinking: int | None) -> Asked:
+    if not body.messages:
+        raise BadField("the conversation is empty; expected at least one message with content", "messages")
+    _check_json("tools", body.offered, MAX_TOOLS_BYTES)
+    _check_tool_choice(body)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise BadField("top_logprobs goes with logprobs: true", "top_logprobs")
+    if body.max_tokens is not None and body.max_completion_tokens is not None:
+        raise BadField("give max_tokens or max_completion_tokens, not both", "max_tokens")
+    thinking, effort = _thinking(body, default_thinking)
+    form, continues = _form(body), _continues(body)
+    if continues and form is not None:
+        raise BadField("an answer that was begun cannot be held to a form; leave out prefix", "messages")
+    budget = body.thinking.budget_tokens if body.thinking else None
+    budgets = (budget, EFFORT_TOKENS.get(body.reasoning_effort or ""), max_thinking)
+    if thinking and not continues and (known := [number for number in budgets if number is not None]):
+        # The thought is closed there; the answer is not cut.
+        form = replace(form or Form(is_free=True), max_thinking=min(known))
+    limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    grammar = form.grammar(tokenizer, thinking) if form is not None else None
+    # Stop strings of a chat end its content, which only the parser of the answer can tell from the reasoning.
+    params = _params(body, limit, logprobs, (), grammar)
+    return Asked(params, thinking, effort, form.schema if form else None, continues)
+
+
+def ask_completion(body: CompletionBody, tokenizer: Tokenizer) -> Asked:
+    limit = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    if body.echo:
+        # Nothing but the prompt's own tokens is asked for; one more is made, and left out of the answer.
+        limit = limit or 1
+    form = _structured(body)
+    params = _params(body, limit, body.logprobs, body.stops, form.grammar(tokenizer, False) if form else None)
+    if body.echo and body.logprobs is not None:
+        params = [replace(one, prompt_logprobs=body.logprobs) for one in params]
+    return Asked(params)
+
+
+def check_fits(
+    num_prompt: int, max_tokens: int | None, max_context: int, field: str, least: str = ""
+) -> None:
+    """Refuse with the numbers what can never run; `least`: "at least " where not all is counted."""
+    wanted = 1 if max_tokens is None else max_tokens
+    if num_prompt + wanted > max_context:
+        raise BadField(
+            f"This model's maximum context length is {max_context} tokens. However, you requested {least}"
+            f"{num_prompt + wanted} tokens ({least}{num_prompt} in the prompt, {wanted} for the answer). "
+            "Please shorten one of them.",
+            field,
+            "context_length_exceeded",
+        )
+
+
+def check_ids(ids: Sequence[int], vocab_size: int, field: str) -> None:
+    if bad := [id for id in ids if not 0 <= id < vocab_size]:
+        raise BadField(f"{field}: id {bad[0]} is outside the vocabulary of {vocab_size}", field)
+
+
+def _thinking(body: ChatBody, default: bool) -> tuple[bool, str | None]:
+    effort = "max" if body.reasoning_effort in ("xhigh", "max") else None
+    options = body.chat_template_kwargs
+    given = {
+        "thinking": None if body.thinking is None else body.thinking.type != "disabled",
+        "reasoning_effort": None if body.reasoning_effort is None else body.reasoning_effort != "none",
+        "chat_template_kwargs.thinking": options.thinking if options else None,
+        "chat_template_kwargs.enable_thinking": options.enable_thinking if options else None,
+    }
+    said = {name: value for name, value in given.items() if value is not None}
+    if len(set(said.values())) > 1:
+        wishes = ", ".join(f"{name} turns it {'on' if value else 'off'}" for name, value in said.items())
+        raise BadField(f"the request contradicts itself about thinking: {wishes}; give one", list(said)[-1])
+    return next(iter(said.values()), default), effort
+
+
+def _continues(body: ChatBody) -> bool:
+    """Whether the last message is the beginning of the answer; one that nobody can answer is refused."""
+    last, where = body.messages[-1], f"message {len(body.messages) - 1}"
+    if any(isinstance(message, AssistantMessage) and message.prefix for message in body.messages[:-1]):
+        raise BadField("prefix: true is for the last message", "messages")
+    if isinstance(last, UserMessage | ToolMessage):
+        return False
+    if isinstance(last, AssistantMessage):
+        if not (last.prefix or last.wo_eos):
+            why = "is the assistant's, and the last; to have it continued, give it prefix: true"
+            raise BadField(f"{where} {why}", "messages")
+        if last.tool_calls:
+            raise BadField(f"{where} has tool_calls and is to be continued; only text can be", "messages")
+        return True
+    raise BadField(
+        f"{where} is the last and not the user's or a tool's; there is nothing to answer", "messages"
+    )
+
+
+def _form(body: ChatBody) -> Form | None:
+    """What the answer is held to: always where JSON or a call is required, else by a tool's `strict`."""
+    form = _structured(body) or Form()
+    given = body.response_format
+    if isinstance(given, SchemaFormat | JsonFormat):
+        if form != Form():
+            raise BadField("give response_format or structured_outputs, not both", "response_format")
+        schema = given.json_schema.schema if isinstance(given, SchemaFormat) else None
+        form = Form(schema={"type": "object"} if schema is None else schema)
+        _check_json("response_format", form.schema, MAX_SCHEMA_BYTES)
+    named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
+    tools = [tool for tool in body.offered if named in (None, tool["function"].get("name"))]
+    if form == Form() and not body.must_call and not any(tool["function"].get("strict") for tool in tools):
+        return None
+    many = named is None and body.parallel_tool_calls is not False
+    return replace(form, tools=tools, must_call=body.must_call, many_calls=many)
+
+
+def _structured(body: Body) -> Form | None:
+    given = body.structured_outputs
+    if given is None:
+        return None
+    schema = {"type": "object"} if given.json_object else given.json
+    wanted = {"schema": schema, "regex": given.regex, "choice": given.choice, "lark": given.grammar}
+    said: dict[str, Any] = {name: value for name, value in wanted.items() if value is not None}
+    if len(said) != 1 or not next(iter(said.values())) or (given.json_object and given.json is not None):
+        raise BadField("expected one of json, regex, choice and grammar, not empty", "structured_outputs")
+    _check_json("structured_outputs", list(said.values()), MAX_SCHEMA_BYTES)
+    return Form(**said)
+
+
+def _params(
+    body: Body, max_tokens: int | None, logprobs: int | None, stops: tuple[str, ...], grammar: str | None
+) -> list[SamplingParams]:
+    if body.seed is not None and not -(1 << 63) <= body.seed < 1 << 64:
+        raise BadField(f"seed is {body.seed}, expected a 64-bit integer", "seed")
+    for name, nothing in (("presence_penalty", 0), ("frequency_penalty", 0), ("repetition_penalty", 1)):
+        if (value := getattr(body, name)) not in (None, nothing):
+            raise BadField(f"{name} is {value:g}; penalties are not there yet, expected {nothing}", name)
+    if any((body.logit_bias or {}).values()):
+        raise BadField("logit_bias is not there yet, expected none", "logit_bias")
+    if body.ignore_eos and grammar is not None:
+        raise BadField("ignore_eos goes on where the form of the answer ends; give one of them", "ignore_eos")
+    return [
+        SamplingParams(
+            max_tokens=max_tokens,
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_k=max(0, body.top_k or 0),
+            top_p=1.0 if body.top_p is None else body.top_p,
+            min_p=body.min_p or 0.0,
+            seed=None if body.seed is None else (body.seed + index) % (1 << 64),
+            stop=stops,
+            ignore_eos=bool(body.ignore_eos),
+            logprobs=logprobs,
+            grammar=grammar,
+        )
+        for index in range(body.n or 1)
+    ]
+
+
+def _check_tool_choice(body: ChatBody) -> None:
+    if body.tool_choice not in (None, "none", "auto") and not body.tools:
+        raise BadField("tool_choice is only allowed when tools are given", "tool_choice")
+    if isinstance(body.tool_choice, NamedTool):
+        wanted = body.tool_choice.function.name
+        if wanted not in [tool.function.get("name") for tool in body.tools or ()]:
+            raise BadField(f"tool_choice names {wanted!r}, which is not among the tools", "tool_choice")
+
+
+def _check_json(name: str, value: Any, max_bytes: int) -> None:
+    """A schema goes into the prompt and into a grammar, whose cost grows with its size and depth."""
+    found = len(msgspec.json.encode(value))
+    if found > max_bytes:
+        raise BadField(f"{name} has {found} bytes as JSON, expected at most {max_bytes}", name)
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > MAX_SCHEMA_DEPTH:
+            raise BadField(f"{name} has more than {MAX_SCHEMA_DEPTH} levels", name)
+        inner = [item for item in level if isinstance(item, dict | list)]
+        level = [below for item in inner for below in (item.values() if isinstance(item, dict) else item)]
