@@ -15,7 +15,8 @@ from torch import Tensor
 
 from dsv4 import Engine, EngineConfig
 from dsv4.lab.score import score_ids
-from tests.support.feeding import claim, feed_all
+from dsv4.model.step import Step
+from tests.support.feeding import cache_of, claim, feed_all, release
 
 HERE = Path(__file__).parents[1] / "data" / "golden"
 SHARED = Path(__file__).parents[3] / "shared" / "golden"
@@ -97,15 +98,13 @@ def test_drafts_made_of_drafts(mode: str) -> None:
     expected = load_file(folder("mtp_steps") / f"expected_{mode}.safetensors")
     ids = expected["ids"].tolist()
     engine = Engine.load(folder("official"), config_of(mode, chunk=340))
-    model, cache = engine.runner.model, engine.cache
-    trunk = cache.claim(340)
-    assert trunk is not None
+    model, cache = engine.model, cache_of(engine)
+    trunk = claim(engine, 340)
     streams = model.forward(Step.build([(trunk, 0, ids)], "cpu"), cache)
-    cache.release(trunk)
+    release(engine, trunk)
     rows = []
     for p, forced in zip(expected["anchors"].tolist(), expected["forced_ids"], strict=True):
-        slot = cache.claim(340)
-        assert slot is not None
+        slot = claim(engine, 340)
         step = Step.build([(slot, 0, ids[: p + 1])], "cpu")
         own, logits = model.draft(streams[: p + 1], torch.tensor(ids[1 : p + 2]), step, cache)
         rows.append(logits[-1:])
@@ -113,7 +112,7 @@ def test_drafts_made_of_drafts(mode: str) -> None:
             step = Step.build([(slot, p + back, token.tolist())], "cpu")
             own, logits = model.draft(own[-1:], token, step, cache)
             rows.append(logits)
-        cache.release(slot)
+        release(engine, slot)
     want = expected["mtp_step_logits"].flatten(0, 1)
     check(torch.cat(rows), want, STEP_MARKS[mode], f"mtp_steps {mode}")
 
