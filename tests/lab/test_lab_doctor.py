@@ -35,6 +35,7 @@ from dsv4.ops import IMPLEMENTATIONS
 from dsv4.ops.experts import ref as experts
 from dsv4.ops.mhc import ref as mhc
 from dsv4.ops.norm import ref as norm
+from dsv4.ops.sample import ref as sample
 from dsv4.quant.formats import QuantTensor
 from dsv4.weights.load import Checkpoint
 
@@ -271,7 +272,7 @@ def test_every_function_of_every_op_has_a_case() -> None:
         ("experts", "routed"), ("route", "by_score"), ("route", "by_hash"), ("norm", "rms_norm"),
         ("mhc", "pre"), ("mhc", "post"), ("mhc", "head"), ("qkv", "queries"), ("qkv", "entries"),
         ("qkv", "store"), ("compress", "pool"), ("index", "queries"), ("index", "keys"),
-        ("index", "select"), ("index", "visible_rows"), ("attend", "attend"), ("sample", "sample"),
+        ("index", "select"), ("index", "visible_rows"), ("attend", "attend"), ("sample", "choose"),
         ("sample", "log_probs"),
     }  # fmt: skip
     assert covered == called
@@ -309,7 +310,7 @@ def test_a_wrong_backend_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "NaN or infinity" in backend_finding("norm", "gpu", "cpu").text
     fake("norm", monkeypatch, rms_norm=broken)
     assert "ValueError: no kernel image is available" in backend_finding("norm", "gpu", "cpu").text
-    fake("sample", monkeypatch, sample=lambda *arguments: 151)
+    fake("sample", monkeypatch, choose=lambda *arguments: sample.choose(*arguments) + 1)
     assert "choices differ" in backend_finding("sample", "gpu", "cpu").text
     fake("sample", monkeypatch, log_probs=lambda logits: logits[:-1])
     assert "shapes [[199]], expected [[200]]" in backend_finding("sample", "gpu", "cpu").text

@@ -22,6 +22,7 @@ from dsv4.ops.sample.ref import (
     _noise,
     _weight,
     choose,
+    log_probs,
     pack,
     unpack,
 )
@@ -378,3 +379,15 @@ def test_the_slow_sampler_agrees(values: list[float], how: dict[str, float], dat
     row = pack(**how, has_mask=allowed is not None)  # type: ignore[arg-type]
     got = choose(logits, torch.tensor([row]), mask)[0].tolist()
     assert got == slow_choose(logits[0].tolist(), allowed or everything, how)
+
+
+def test_log_probs_are_the_models_own() -> None:
+    logits = torch.tensor([3.0, -2.0, 0.5, -math.inf, 80.0, -200.0]).float()
+    got = log_probs(logits)
+    assert float(got.double().exp().sum()) == pytest.approx(1, abs=1e-6)
+    total = sum(math.exp(v - 80) for v in logits.tolist())
+    want = [v - 80 - math.log(total) for v in logits.tolist()]
+    assert got.tolist() == pytest.approx(want, rel=1e-6, abs=1e-6)
+    wide = torch.randn(5000, generator=torch.Generator().manual_seed(0)) * 4
+    assert float(log_probs(wide).double().exp().sum()) == pytest.approx(1, abs=5000 * 2.0**-24)
+    assert bool((log_probs(wide)[wide.argsort()].diff() >= 0).all()), "the logits' order"

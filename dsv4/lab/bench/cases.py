@@ -15,6 +15,7 @@ from dsv4.lab.bench.decode import fill_rows
 from dsv4.lab.bench.subject import DTYPE, cache_layout, needed_bytes
 from dsv4.lab.synthetic import format_of
 from dsv4.model.params import Param, declare
+from dsv4.ops.sample.ref import pack
 from dsv4.quant.formats import FP8_TILE, NV_BLOCK, Format, QuantTensor, empty_rows
 
 
@@ -366,16 +367,17 @@ class Maker:
             yield Case("attend", "attend", f"{kind}, {c.window} + {listed} keys", make)
 
     def _sample(self) -> Iterator[Case]:
-        def logits(rows: int) -> Tensor:
-            return 4 * self.wide(self.c.vocab_size)
+        kinds = {
+            "greedy": pack(),
+            "temperature 0.7, top-p 0.95": pack(temperature=0.7, top_p=0.95, seed=1),
+            "greedy, 20 logprobs": pack(num_top=20),
+        }
+        for name, settings in kinds.items():
 
-        def log_probs(rows: int) -> Made:
-            row = logits(rows)
-            return Made({"ref": (row,)}, 2 * size_of(row))
+            def make(rows: int, settings: list[int] = settings) -> Made:
+                logits = 4 * self.wide(rows, self.c.vocab_size)
+                packed = torch.tensor([settings] * rows, device=logits.device)
+                arguments = (logits, packed, None)
+                return Made({"ref": arguments, "gpu": arguments}, size_of(logits))
 
-        def sample(rows: int) -> Made:
-            row = logits(rows)
-            return Made({"ref": (row, 0.8, 40, 0.9, 0.01, 0.77)}, size_of(row))
-
-        yield Case("sample", "log_probs", "one row", log_probs)
-        yield Case("sample", "sample", "one row", sample)
+            yield Case("sample", "choose", name, make)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4.ops.sample.ref import pack
 from dsv4.quant.codec import encode_kv, encode_weight
 from dsv4.quant.formats import Format, QuantTensor
 
@@ -203,9 +204,16 @@ def _attend(r: _Random, dtype: torch.dtype) -> list[Case]:
 
 
 def _sample(r: _Random, dtype: torch.dtype) -> list[Case]:
-    logits = r(200) * 8
+    logits, mask = r(4, 200) * 8, torch.full((4, 7), 0x5A5A5A5A, dtype=torch.int32)
+    settings = torch.tensor(
+        [
+            pack(num_top=3),
+            pack(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, seed=7, index=3),
+            pack(temperature=2.0, seed=8, num_top=20, has_mask=True),
+            pack(forced=11, num_top=0),
+        ]
+    )
     return [
-        Case("sample", "log_probs", "row", (logits,)),
-        Case("sample", "sample", "greedy", (logits, 0.0, 0, 1.0, 0.0, 0.5)),
-        Case("sample", "sample", "top-k and top-p", (logits, 0.8, 40, 0.9, 0.01, 0.77)),
+        Case("sample", "log_probs", "row", (logits[0],)),
+        Case("sample", "choose", "four kinds of rows", (logits, settings, mask)),
     ]

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from dsv4.kernels import sample as kernels
-from dsv4.ops.sample.ref import RESULT, log_probs, pack, sample, uniform, unpack
+from dsv4.ops.sample.ref import RESULT, log_probs, pack, unpack
 
-__all__ = ["choose", "log_probs", "pack", "sample", "uniform", "unpack"]
+__all__ = ["choose", "log_probs", "pack", "unpack"]
 
 
 def choose(logits: Tensor, settings: Tensor, mask: Tensor | None) -> Tensor:

@@ -107,9 +107,7 @@ def choose(logits: Tensor, settings: Tensor, mask: Tensor | None) -> Tensor:
     asked = is_chosen & (num_top >= 0)
     if asked.any():
         z = z[asked]
-        shifted = z - z.amax(1, keepdim=True)
-        total = _weight(shifted).sum(1, keepdim=True)
-        logprobs = (shifted - _log(total.double() * 2.0**-44)).float().view(torch.int32)
+        logprobs = log_probs(logits[asked]).view(torch.int32)
         result[asked, 1] = logprobs.gather(1, ids[asked].unsqueeze(1))[:, 0]
         top = z.sort(dim=1, descending=True, stable=True).indices[:, :MAX_TOP]
         place = torch.arange(top.shape[1], device=top.device)
@@ -117,6 +115,14 @@ def choose(logits: Tensor, settings: Tensor, mask: Tensor | None) -> Tensor:
         for first, values in ((4, top.int()), (4 + MAX_TOP, logprobs.gather(1, top))):
             result[asked, first : first + top.shape[1]] = torch.where(is_listed, values, -1)
     return result
+
+
+def log_probs(logits: Tensor) -> Tensor:
+    """[..., V] float32 -> the model's own log-probabilities, the bits that `choose` reports."""
+    z = logits.double() + 0.0
+    shifted = z - z.amax(-1, keepdim=True)
+    total = _weight(shifted).sum(-1, keepdim=True)
+    return (shifted - _log(total.double() * 2.0**-44)).float()
 
 
 def _best(values: Tensor, weight: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -188,42 +194,3 @@ def _signed(n: int) -> int:
 
 _GOLDEN, _ODD = _signed(0x9E3779B97F4A7C15), _signed(0xD1B54A32D192ED03)
 _FIRST, _SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
-
-
-def uniform(seed: int, index: int) -> float:
-    """A number in [0, 1) that depends on the request's seed and the token's index alone (splitmix64)."""
-    mask = (1 << 64) - 1
-    z = (seed * 0x9E3779B97F4A7C15 + (index + 1) * 0xD1B54A32D192ED03) & mask
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        z = ((z ^ (z >> shift)) * factor) & mask
-    return ((z ^ (z >> 31)) >> 11) * 2.0**-53
-
-
-def log_probs(logits: Tensor) -> Tensor:
-    """[V] float32 -> log-softmax [V], of the model's own distribution."""
-    shifted = logits - logits.max()
-    return shifted - torch.exp(shifted).sum().log()
-
-
-def sample(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, u: float) -> int:
-    """[V] float32, the largest finite -> a token id. Temperature 0 is greedy; ties go to the lower id.
-
-    Filters apply in this order: temperature, top-k (0: all), top-p (the smallest set whose mass reaches
-    top_p), min-p (of the best token's probability). u picks from what remains, most likely token first.
-    """
-    if temperature == 0:
-        return int(logits.argmax())
-    order = logits.sort(descending=True, stable=True)
-    # The difference first: no temperature, however small, can then overflow.
-    values = order.values.double()
-    probs = torch.exp((values - values[0]) / temperature)
-    if top_k:
-        probs = probs[:top_k]
-    probs = probs / probs.sum()
-    keep = probs >= min_p * probs[0]
-    if top_p < 1:
-        # Only here: summing up to 1 is inexact, and must not cut off the least likely tokens unasked.
-        keep[1:] &= probs.cumsum(0)[:-1] < top_p
-    edges = (probs * keep).cumsum(0)
-    # u < 1, so the edge above it exists and belongs to a token of positive probability.
-    return int(order.indices[torch.searchsorted(edges, u * float(edges[-1]), right=True)])
