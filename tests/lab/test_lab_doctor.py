@@ -20,8 +20,8 @@ from lab_support import altered, swap_nibbles, trained_model, with_structure
 
 from dsv4.config import preset
 from dsv4.lab.byte_tokenizer import byte_tokenizer_json
+from dsv4.lab.doctor import exact, machine, ops, weights
 from dsv4.lab.doctor import examine as examination
-from dsv4.lab.doctor import machine, ops, weights
 from dsv4.lab.doctor.cases import make_cases, to_device
 from dsv4.lab.doctor.examine import examine_model
 from dsv4.lab.doctor.findings import Finding
@@ -32,6 +32,8 @@ from dsv4.lab.doctor.selftest import examine_engine
 from dsv4.lab.doctor.tokenizer import examine_tokenizer
 from dsv4.lab.doctor.weights import examine_weights, looks_trained
 from dsv4.ops import IMPLEMENTATIONS
+from dsv4.ops._memory import recall
+from dsv4.ops._product import Product
 from dsv4.ops.experts import ref as experts
 from dsv4.ops.mhc import ref as mhc
 from dsv4.ops.norm import ref as norm
@@ -264,6 +266,25 @@ def test_config_and_tensors_may_part(official: Path, tmp_path: Path) -> None:
     (model / "config.json").write_text(json.dumps(config))
     notes = [f.text for f in examine_model(model) if f.level == "note" and f.name == "config"]
     assert notes == ["config.json announces NVFP4 experts, the tensors are mxfp4; the tensors decide"]
+
+
+def test_rows_that_depend_on_each_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    recall.cache_clear()
+    (finding,) = exact.examine_exact(SMALL, 1, 512)
+    assert finding.level == "ok" and "blas multiplies" in finding.text
+
+    with monkeypatch.context() as changed:
+        changed.setattr(exact, "row_product", lambda x, w: torch.mm(x, w) + x.shape[0])
+        (finding,) = exact.examine_exact(SMALL, 1, 512)
+        assert finding.level == "fail" and "depends on the others" in finding.text
+        assert str(tmp_path) in finding.remedy
+    with monkeypatch.context() as changed:
+        other = Product("onednn", (8,), "")
+        changed.setattr(exact, "measure", lambda *shape: other)
+        (finding,) = exact.examine_exact(SMALL, 1, 512)
+        assert finding.level == "fail" and "was remembered, but does not hold now" in finding.text
+    recall.cache_clear()
 
 
 def test_every_function_of_every_op_has_a_case() -> None:

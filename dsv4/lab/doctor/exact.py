@@ -10,10 +10,8 @@ from dsv4.config import ModelConfig
 from dsv4.lab.doctor.findings import Finding
 from dsv4.model.exact import FUNCTIONS, Exact, settle_exact, weight_shapes
 from dsv4.ops._memory import path_of
-from dsv4.ops._product import Product, measure, row_product
+from dsv4.ops._product import PART, Product, measure, row_product
 
-# Weights with more values than this are not multiplied at length: minutes, not seconds.
-LARGEST = 1 << 22
 ROWS = 133
 _CPU = torch.device("cpu")
 
@@ -32,7 +30,8 @@ def examine_exact(config: ModelConfig, num_mtp_layers: int, max_context: int) ->
 def _examine(config: ModelConfig, num_mtp_layers: int, max_context: int, threads: int) -> Finding:
     name = f"rows on {threads} thread{'s' if threads > 1 else ''}"
     exact = settle_exact(config, num_mtp_layers, max_context, _CPU, threads)
-    shapes = [shape for shape in weight_shapes(config, num_mtp_layers) if shape[0] * shape[1] <= LARGEST]
+    # Larger weights are multiplied in parts, and at length that takes minutes.
+    shapes = [shape for shape in weight_shapes(config, num_mtp_layers) if shape[0] * shape[1] <= PART]
     remedy = f"delete {path_of(_CPU, threads)} and run dsv4 again; if it stays, report this line"
     for depth, width, form in sorted(shapes):
         chosen = exact.products[f"{depth}x{width}"]

@@ -49,10 +49,10 @@ def examine_model(model: Path, full: bool = False, progress: Progress | None = N
         yield Finding("checkpoint", "tensors", "fail", str(error), remedy)
         return
     yield from _headers(checkpoint)
-    yield from examine_exact(checkpoint.config, checkpoint.inventory.num_mtp_layers, RUN_CONTEXT)
     folder = model if model.is_dir() else model.parent
     tokenizer = examine_tokenizer(folder, checkpoint.config)
     yield tokenizer
+    yield from examine_exact(checkpoint.config, checkpoint.inventory.num_mtp_layers, RUN_CONTEXT)
     try:
         found = examine_weights(checkpoint, full, progress)
         yield from found
