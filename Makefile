@@ -1,30 +1,35 @@
 # make demo: the engine at work on the embedded model.  make test: everything CI runs.
-# Both make their own environment in .venv with pinned versions; nothing else is needed.
+# Both make their own environment in .venv with pinned versions, the demo the core alone; nothing else is needed.
 
-PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
-	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 JOBS ?= 2
 
 .PHONY: demo test lint clean
 
-demo: .venv/ready
+demo: .venv/core
 	$(BIN)/dsv4 generate --chat --thinking --temperature 0 --stats "Tell me a short story about a rabbit."
 	$(BIN)/dsv4 generate --chat --thinking --temperature 0 --stats "What is 27 + 58?"
 
 test: lint
 	$(BIN)/python -m pytest -n $(JOBS)
 
-lint: .venv/ready
+lint: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-.venv/ready: requirements-dev.txt pyproject.toml
-	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or 3.12 is needed and neither was found on the PATH"; exit 1; }
+.venv/core: requirements.txt pyproject.toml
+	@test -n "$(PYTHON)" || { echo "error: no Python from 3.11 to 3.14 was found on the PATH; name one: make PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	$(PIP) -r requirements.txt
+	$(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+.venv/dev: .venv/core requirements-dev.txt
+	$(PIP) -r requirements-dev.txt
 	@touch $@
 
 clean:

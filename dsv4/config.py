@@ -192,6 +192,7 @@ class EngineConfig:
     chunk: int | None = None
     threads: int | None = None
     no_graph: bool = False
+    no_overlap: bool = False
     prefix_snapshots: int = 64
     cache_pages: int | None = None
     ops: tuple[tuple[str, str], ...] = ()

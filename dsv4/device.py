@@ -69,6 +69,19 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def machine_id(device: torch.device) -> str:
+    """All that a library may choose its algorithms by; a CPU's name alone says little."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
+    wanted = ("vendor_id", "cpu family", "model", "stepping", "cache size", "flags", "Features")
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        lines = []  # not Linux: the platform module's name is all there is
+    facts = [line for line in lines if line.split("\t")[0].split(":")[0].strip() in wanted]
+    return "\n".join([platform.machine(), _cpu_name(), str(os.cpu_count()), *facts])
+
+
 def available_memory() -> int:
     """Bytes of memory that can be taken without swapping."""
     try:

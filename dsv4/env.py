@@ -13,3 +13,9 @@ def cache_folder() -> Path:
     """Where compiled kernels are kept: XDG_CACHE_HOME/dsv4, else ~/.cache/dsv4."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "dsv4"
+
+
+def library_settings() -> list[str]:
+    """Variables that make torch, MKL or oneDNN compute otherwise; what was measured holds under them."""
+    prefixes = ("ATEN_", "DNNL_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_")
+    return sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(prefixes))

@@ -1,5 +1,6 @@
 """Shared by all tests: one thread per process, and tiny checkpoints made once per run."""
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,15 +12,17 @@ from dsv4 import Engine, EngineConfig
 from dsv4.config import ModelConfig, preset
 from dsv4.lab.init import make
 
-torch.set_num_threads(1)
+# tests/test_machines.py runs some of the tests with two.
+THREADS = int(os.environ.get("DSV4_TEST_THREADS", "1"))
+torch.set_num_threads(THREADS)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+        if item.get_closest_marker("slow") and config.getoption("-m") != "slow":
+            item.add_marker(pytest.mark.skip(reason="minutes: run it with -m slow"))
 
 
 def small_config() -> ModelConfig:
@@ -54,6 +57,7 @@ def engine_for(checkpoint: Callable[..., Path]) -> Callable[..., Engine]:
 
     def get(format: str = "modelopt", **options: object) -> Engine:
         options.setdefault("max_context", 512)
+        options.setdefault("threads", THREADS)
         return Engine.load(checkpoint(format), EngineConfig(**options))  # type: ignore[arg-type]
 
     return get

@@ -1,51 +1,69 @@
 """What finished and running sequences have left behind: pages by their tokens, and snapshots to go on from.
 
+Host integers only: a snapshot is a handle, and what the device must do about it goes into the next plan.
+
 A tree per owner: a node is one page, reached by exactly its tokens after exactly those of its parents, so
 nothing is found by chance. A page in the tree is held by reference; it can be given up as soon as nobody else
 holds it. A hit ends at a snapshot, since windows and tails cannot be made from pages. Knows ids, not text.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 
 from dsv4.cache.layout import SPARE
 from dsv4.cache.node import Node
-from dsv4.cache.store import Cache, Snapshot
+from dsv4.cache.slots import Slots
 
 
 @dataclass(frozen=True)
 class Hit:
-    """A slot whose first `position` tokens are there already; `fork` is a position to stop and save at.
-
-    There, prompts were seen to part while nothing was saved; 0: nowhere.
+    """A slot whose first `position` tokens are there once the snapshot is restored; `fork` is a position to
+    stop and save at: there, prompts were seen to part while nothing was saved; 0: nowhere.
     """
 
     slot: int
     position: int
     node: Node
     fork: int
+    snapshot: int | None
 
 
 class PrefixCache:
     """Least recently used first out, pages and snapshots each; with `max_snapshots` 0 nothing is kept."""
 
-    def __init__(self, cache: Cache, max_snapshots: int) -> None:
-        self.cache, self.max_snapshots = cache, max_snapshots
-        self._page_tokens = cache.layout.page_tokens
+    def __init__(self, slots: Slots, max_snapshots: int) -> None:
+        self.slots, self.max_snapshots = slots, max_snapshots
+        self._page_tokens = slots.layout.page_tokens
         self._roots: dict[str, Node] = {}
         # A node is used together with its parents, they after it: the oldest one never has children.
         self._nodes: OrderedDict[Node, None] = OrderedDict()
-        self._snapshots: OrderedDict[Node, Snapshot] = OrderedDict()
-        cache.pool.reclaim = self._reclaim
-        # Called before rows are written here: a step that was launched ahead may still write to the slot.
-        self.settle: Callable[[], None] = lambda: None
+        self._snapshots: OrderedDict[Node, int] = OrderedDict()
+        self._handles = count()
+        self._saves: dict[int, tuple[int, int]] = {}  # handle -> slot, position: not yet in a plan
+        self._drops: list[int] = []
+        slots.pool.reclaim = self._reclaim
 
     @property
     def num_snapshots(self) -> int:
         return len(self._snapshots)
 
-    def claim(self, owner: str, ids: Sequence[int], tokens: int, reuse: bool = True) -> Hit | None:
+    def take_saves(self) -> tuple[tuple[int, int, int], ...]:
+        """(handle, slot, position) of the snapshots to make, since this was last asked."""
+        saves = tuple((handle, slot, position) for handle, (slot, position) in self._saves.items())
+        self._saves.clear()
+        return saves
+
+    def take_drops(self) -> tuple[int, ...]:
+        """Handles of the snapshots that nobody can ask for any more, since this was last asked."""
+        drops = tuple(self._drops)
+        self._drops.clear()
+        return drops
+
+    def claim(
+        self, sequence: int, owner: str, ids: Sequence[int], tokens: int, reuse: bool = True
+    ) -> Hit | None:
         """A slot for `tokens` tokens that begin with `ids`, or None while the cache is full.
 
         At least one of `ids` is left to process, for the logits after it; without `reuse` all are.
@@ -53,18 +71,16 @@ class PrefixCache:
         path = self._path(owner, ids) if reuse else []
         saved = max((depth for depth, node in enumerate(path, 1) if node in self._snapshots), default=0)
         pages = [node.page for node in path[:saved]]
-        slot = self.cache.claim(tokens, pages)
+        slot = self.slots.claim(sequence, tokens, pages)
         if slot is None:
             return None
         path = [node for node in path if not node.is_gone]  # the claim may have needed their pages
         node = path[saved - 1] if saved else self._root(owner)
         if saved:
             self._snapshots.move_to_end(node)
-            self.settle()
-            self.cache.restore(slot, self._snapshots[node])
         self._use(path[-1] if path else node)
         fork = len(path) * self._page_tokens if len(path) > saved else 0
-        return Hit(slot, saved * self._page_tokens, node, fork)
+        return Hit(slot, saved * self._page_tokens, node, fork, self._snapshots[node] if saved else None)
 
     def _root(self, owner: str) -> Node:
         return self._roots.setdefault(owner, Node(None))
@@ -97,21 +113,25 @@ class PrefixCache:
     def keep(self, slot: int, node: Node, ids: tuple[int, ...], end: int, position: int) -> Node:
         """Enter the page of `slot` that ends at `end` and holds `ids`, after those of `node`; -> its node.
 
-        The slot has come to `position`. If that is too far past `end`, the page is kept without a snapshot.
+        The slot has come to `position`, and a step launched ahead to one more. If that is too far past
+        `end`, the page is kept without a snapshot.
         """
         if not self.max_snapshots or node.is_gone:
             return node
         child = node.children.get(ids)
         if child is None:
-            page = self.cache.page_at(slot, end - 1)
+            page = self.slots.page_at(slot, end - 1)
             child = node.children[ids] = Node(node, ids, page)
-            self.cache.pool.keep(page)
+            self.slots.pool.keep(page)
             self._nodes[child] = None
         self._use(child)
-        if child not in self._snapshots and position - end <= SPARE:
-            self._snapshots[child] = self.cache.snapshot(slot, end)
+        if child not in self._snapshots and position + 1 - end <= SPARE:
+            handle = self._snapshots[child] = next(self._handles)
+            self._saves[handle] = (slot, end)
             while len(self._snapshots) > self.max_snapshots:
-                self._prune(self._snapshots.popitem(last=False)[0])
+                oldest, handle = self._snapshots.popitem(last=False)
+                self._drop(handle)
+                self._prune(oldest)
         return child
 
     def _prune(self, node: Node) -> None:
@@ -124,20 +144,25 @@ class PrefixCache:
             self._remove(step)
             step = above
 
+    def _drop(self, handle: int) -> None:
+        if self._saves.pop(handle, None) is None:  # else it was never made
+            self._drops.append(handle)
+
     def _remove(self, node: Node) -> None:
         assert node.parent is not None and not node.children
         del node.parent.children[node.ids]
         del self._nodes[node]
-        self._snapshots.pop(node, None)
+        if node in self._snapshots:
+            self._drop(self._snapshots.pop(node))
         node.is_gone = True
-        self.cache.pool.drop(node.page)
+        self.slots.pool.drop(node.page)
 
     def _reclaim(self, count: int) -> None:
         """Free that many pages, of those that nobody else holds, the least recently used first."""
         for node in list(self._nodes):
             if count <= 0:
                 return
-            if not node.children and self.cache.pool.is_idle(node.page):
+            if not node.children and self.slots.pool.is_idle(node.page):
                 self._remove(node)
                 count -= 1
 

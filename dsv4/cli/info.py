@@ -1,6 +1,7 @@
 """`dsv4 info`: this machine, what would be chosen on it, and why."""
 
 import platform
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -40,6 +41,18 @@ def info(
         "threads": torch.get_num_threads(),
         "ops": ops,
     }
+    exact = None
+    if chosen.kind == "cpu":
+        from dsv4.config import ModelConfig
+        from dsv4.engine.settings import DEFAULT_CONTEXT
+        from dsv4.lab.doctor.exact import rejections, summary
+        from dsv4.model.exact import settle_exact
+        from dsv4.models import embedded
+
+        # The embedded model, which runs on one thread.
+        torch.set_num_threads(1)
+        exact = settle_exact(ModelConfig.load(embedded()), 1, DEFAULT_CONTEXT, torch.device("cpu"), 1)
+        facts["exact"] = asdict(exact)
     if json:
         print_json(facts)
         return
@@ -54,6 +67,11 @@ def info(
             else ""
         )
         out.print(f"  {op:<9} {backend:<6} of {', '.join(IMPLEMENTATIONS[op])}{slow}")
+
+    if exact is not None:
+        out.print("rows      (embedded model, 1 thread)")
+        for line in (*summary(exact).split("; "), *rejections(exact.products), *exact.notes):
+            out.print(f"  {line}")
 
 
 def register(app: typer.Typer) -> None:

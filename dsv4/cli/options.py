@@ -23,12 +23,14 @@ _HELP = {
     "chunk": "prompt tokens processed per step; default: 512 on a CPU, 4096 on a GPU",
     "threads": "CPU threads; default: what suits the model's size",
     "no_graph": "on a GPU, launch a step's kernels one by one: the same tokens, slower, for debugging",
+    "no_overlap": "on a GPU, overlap no kernels of a step (no PDL): the same tokens, slower, for debugging",
     "prefix_snapshots": "places from which a prompt with a known beginning can go on; 0: no prefix cache",
     "cache_pages": "pages of the cache, one per 256 tokens; default: enough for max-batch x max-context",
 }
 _TYPES: dict[str, Any] = {
     **{"max_context": int | None, "threads": int | None, "cache_pages": int | None},
-    **{"max_batch": int, "chunk": int | None, "prefix_snapshots": int, "no_graph": bool},
+    **{"max_batch": int, "chunk": int | None, "prefix_snapshots": int},
+    **{"no_graph": bool, "no_overlap": bool},
 }
 
 
@@ -44,7 +46,8 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
             )
             kind, default = Annotated[list[str], option], field.default
         else:
-            names = ("--no-graph",) if field.name == "no_graph" else ()
+            # A flag that says no has no opposite.
+            names = (f"--{field.name.replace('_', '-')}",) if field.name.startswith("no_") else ()
             kind = Annotated[_TYPES.get(field.name, str), typer.Option(*names, help=_HELP[field.name])]
             default = field.default
         flags.append(

@@ -75,6 +75,24 @@ def bytes_bar(title: str) -> Iterator[Any]:
 
 
 @contextmanager
+def load_bars(title: str) -> Iterator[tuple[Any, Any]]:
+    """A bar of bytes read and, once one is compiled, a bar of kernels; yields the updates of both."""
+    columns = (_title(), BarColumn(), TextColumn("{task.fields[shown]}", markup=False), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        tasks: dict[str, Any] = {}
+
+        def update(title: str, done: int, total: int, shown: str) -> None:
+            if title not in tasks:
+                tasks[title] = bar.add_task(title, total=total, shown="")
+            bar.update(tasks[title], completed=done, total=total, shown=shown)
+
+        yield (
+            lambda done, total: update(title, done, total, f"{done / 1e9:.2f} of {total / 1e9:.2f} GB"),
+            lambda done, total, name: update("compiling kernels", done, total, f"{done} of {total}, {name}"),
+        )
+
+
+@contextmanager
 def count_bar(title: str) -> Iterator[Any]:
     """A bar with counts and the time left; yields update(done, total)."""
     columns = (_title(), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -125,8 +143,8 @@ def load_engine(model: Path | None, config: "EngineConfig") -> "Engine":
         from dsv4.engine.engine import Engine
 
         model = model_folder(model)
-        with bytes_bar(f"loading {model.resolve().name}") as update:
-            engine = Engine.load(model, config, update)
+        with load_bars(f"loading {model.resolve().name}") as (read, compiled):
+            engine = Engine.load(model, config, read, compiled)
     for note in engine.notes:
         say("note", "yellow", note)
     return engine

@@ -1,34 +1,38 @@
 """The loop: submit, step, stream, cancel. Built from a checkpoint and an EngineConfig."""
 
 import itertools
-import math
 import operator
 import secrets
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from dsv4.cache.layout import CacheLayout
 from dsv4.cache.prefix import PrefixCache
+from dsv4.cache.slots import Slots
 from dsv4.cache.store import Cache
 from dsv4.config import EngineConfig
+from dsv4.engine.eager import Eager
 from dsv4.engine.grammar import Grammars
-from dsv4.engine.logprobs import token_of
 from dsv4.engine.output import Output
-from dsv4.engine.request import Completion, Delta, FinishReason, Request, SamplingParams, Sequence, Token
-from dsv4.engine.runner import Runner
+from dsv4.engine.request import Completion, Delta, FinishReason, Request, SamplingParams, Sequence
+from dsv4.engine.runner import Executor, Result, Runner
 from dsv4.engine.scheduler import Scheduler
-from dsv4.engine.settings import check_memory, settle
+from dsv4.engine.settings import Settings, cache_layout, check_memory, settle
+from dsv4.engine.stream import Stream
 from dsv4.errors import ConfigError, RequestError
 from dsv4.model.bundle import Bundle, Numerics
+from dsv4.model.exact import settle_exact
 from dsv4.model.model import Model
 from dsv4.models import embedded
 from dsv4.text.tokenizer import Tokenizer
 from dsv4.weights.load import Checkpoint, Progress
 from dsv4.weights.tiled import load_tiled
+
+# Kernels compiled so far, all of them, and the last one's name.
+Compiled = Callable[[int, int, str], None]
 
 
 class Engine:
@@ -36,50 +40,42 @@ class Engine:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        bundle: Bundle,
+        settings: Settings,
         config: EngineConfig,
         tokenizer: Tokenizer | None = None,
-        progress: Progress | None = None,
+        notes: tuple[str, ...] = (),
+        compiled: Compiled | None = None,
     ) -> None:
-        model_config = checkpoint.config
-        if tokenizer is not None and tokenizer.vocab_size > model_config.vocab_size:
-            raise ConfigError(
-                f"tokenizer.json has {tokenizer.vocab_size} ids, the model {model_config.vocab_size} rows; "
-                "the tokenizer belongs to another model"
-            )
-        self.config, self.model_config, self.tokenizer = config, model_config, tokenizer
-        self.notes = checkpoint.inventory.notes
-        self.settings = s = settle(config, checkpoint)
-        layout = CacheLayout(
-            *(model_config, s.kv_format, s.key_format, s.dtype.itemsize),
-            *(s.max_context, config.max_batch, checkpoint.inventory.num_mtp_layers),
-            *(config.prefix_snapshots, config.cache_pages),
-        )
-        check_memory(s, config, checkpoint, layout)
-        # Decoding small blocks of rows is done before a second thread has woken up (measured: docs/log.md).
-        torch.set_num_threads(1)
-        if s.tiled:
-            weights = load_tiled(checkpoint, s.device.torch_name, progress)
-        else:
-            weights = checkpoint.load(s.dense, s.device.torch_name, progress)
-        torch.set_num_threads(s.threads)
-        numerics = Numerics(s.dtype, config.activations, config.qat == "on")
-        bundle = Bundle(model_config, weights, s.ops, numerics)
-        model = Model(bundle, s.max_context, s.device.torch_name)
-        self.cache = Cache(layout, s.device.torch_name, s.dtype)
-        decode = None
+        """Around loaded weights; `load` is the usual way to one. `compiled` is told of kernels on a GPU."""
+        self.config, self.model_config, self.tokenizer, self.notes = config, bundle.config, tokenizer, notes
+        self.settings = s = settings
+        layout = cache_layout(bundle.config, s, config, bundle.weights.num_mtp_layers)
+        self.model = Model(bundle, s.max_context, s.device.torch_name)
+        cache = Cache(layout, s.device.torch_name, s.dtype)
+        executor: Executor = Eager(self.model, cache, s.device.torch_name)
         if s.tiled:
             from dsv4.engine.graphs import Graphs  # imports Triton, which a machine without a GPU may lack
 
-            decode = Graphs(bundle, model, self.cache, config.max_batch, not config.no_graph)
-        self.runner = Runner(model, self.cache, s.device.torch_name, decode)
-        self.prefix = PrefixCache(self.cache, config.prefix_snapshots)
-        if decode is not None:
-            self.prefix.settle = decode.join
-        self.scheduler = Scheduler(self.cache, self.prefix, s.chunk)
-        self.grammars = Grammars(tokenizer, model_config.vocab_size)
+            executor = Graphs(
+                b=bundle,
+                model=self.model,
+                cache=cache,
+                max_batch=config.max_batch,
+                chunk=s.chunk,
+                use_graphs=not config.no_graph,
+                overlap=not config.no_overlap,
+                compiled=compiled,
+            )
+        self.runner = Runner(executor)
+        self.slots = Slots(layout)
+        self.prefix = PrefixCache(self.slots, config.prefix_snapshots)
+        self.scheduler = Scheduler(self.slots, self.prefix, s.chunk, executor.same_bits)
+        self.grammars = Grammars(tokenizer, bundle.config.vocab_size)
         self._outputs: dict[str, Output] = {}
+        self._running: dict[int, Output] = {}  # the same by sequence number
         self._ids = itertools.count()
+        self._numbers = itertools.count()
 
     @classmethod
     def load(
@@ -87,13 +83,40 @@ class Engine:
         path: str | Path | None = None,
         config: EngineConfig | None = None,
         progress: Progress | None = None,
+        compiled: Compiled | None = None,
     ) -> "Engine":
         """An engine for a model folder, else the embedded model; tokenizer.json, if there, gives it text."""
-        path = embedded() if path is None else Path(path)
+        path, config = embedded() if path is None else Path(path), config or EngineConfig()
         checkpoint = Checkpoint.open(path)
         folder = path if path.is_dir() else path.parent
         tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").exists() else None
-        return cls(checkpoint, config or EngineConfig(), tokenizer, progress)
+        if tokenizer is not None and tokenizer.vocab_size > checkpoint.config.vocab_size:
+            raise ConfigError(
+                f"tokenizer.json has {tokenizer.vocab_size} ids, the model {checkpoint.config.vocab_size} "
+                "rows; the tokenizer belongs to another model"
+            )
+        settings = settle(config, checkpoint)
+        check_memory(settings, config, checkpoint)
+        # Decoding small blocks of rows is done before a second thread has woken up (measured: docs/log.md).
+        torch.set_num_threads(1)
+        if settings.tiled:
+            weights = load_tiled(checkpoint, settings.device.torch_name, progress)
+        else:
+            weights = checkpoint.load(settings.dense, settings.device.torch_name, progress)
+        torch.set_num_threads(settings.threads)
+        numerics = Numerics(settings.dtype, config.activations, config.qat == "on")
+        bundle = Bundle(checkpoint.config, weights, settings.ops, numerics)
+        notes = checkpoint.inventory.notes
+        if not settings.tiled:
+            device = torch.device(settings.device.torch_name)
+            notes += settle_exact(
+                config=checkpoint.config,
+                num_mtp_layers=weights.num_mtp_layers,
+                max_context=settings.max_context,
+                device=device,
+                threads=settings.threads,
+            ).notes
+        return cls(bundle, settings, config, tokenizer, notes, compiled)
 
     def request(
         self, prompt: str | list[int] | tuple[int, ...], params: SamplingParams | None = None
@@ -134,38 +157,75 @@ class Engine:
         if not params.ignore_eos:
             stop_ids |= {self.model_config.eos_id, *(self.tokenizer.stop_ids if self.tokenizer else ())}
         seed = secrets.randbits(64) if params.seed is None else params.seed
-        sequence = Sequence(request, seed, max_tokens, frozenset(stop_ids))
+        sequence = Sequence(self.next_number(), request, seed, max_tokens, frozenset(stop_ids))
         if params.grammar is not None:
             sequence.matcher = self.grammars.matcher(params.grammar)
-        self._outputs[request.id] = Output(sequence, self.tokenizer)
+        output = Output(sequence, self.tokenizer)
+        self._outputs[request.id] = self._running[sequence.number] = output
         self.scheduler.add(sequence)
+
+    def next_number(self) -> int:
+        """A sequence's number, which names it wherever a slot could be somebody else's by now."""
+        return next(self._numbers)
 
     def step(self) -> list[Delta]:
         """One pass of every running sequence; what came out."""
         plan = self.scheduler.plan()
-        if not plan.groups and self.scheduler.waiting:
+        if not plan.spans and self.scheduler.waiting:
             raise RequestError(
                 f"{len(self.scheduler.waiting)} requests wait for cache space that no running one will free; "
                 "release the slots claimed outside the engine"
             )
+        known = {number: output.sequence.num_known for number, output in self._running.items()}
+        samples = {span.sequence for span in plan.spans if span.end == known[span.sequence]}
         deltas = []
-        for span, logits in self.runner.run(plan):
-            deltas.append(self._advance(self._outputs[span.sequence.request.id], logits))
+        for result in self.runner.apply(plan, self._mask):
+            output = self._running[result.sequence]
+            output.sequence.prompt += result.prompt
+            if result.error:
+                self._fail(output, result.error)
+            if result.error or result.sequence in samples:
+                deltas.append(self._advance(output, result))
+        for delta in deltas:
+            if delta.finish_reason == "error":
+                self._drop(delta.request_id)
         self.scheduler.commit(plan)
         for delta in deltas:
-            if delta.finish_reason:
-                self.scheduler.finish(self._outputs.pop(delta.request_id).sequence)
+            if delta.finish_reason and delta.finish_reason != "error":
+                self._drop(delta.request_id)
         return deltas
 
-    def _advance(self, output: Output, logits: Tensor) -> Delta:
-        sequence = output.sequence
-        # NaN anywhere, +inf, or -inf everywhere: no distribution to choose from, so no token.
-        if not math.isfinite(float(logits.max())):
+    def _drop(self, request_id: str) -> None:
+        sequence = self._outputs.pop(request_id).sequence
+        del self._running[sequence.number]
+        self.scheduler.finish(sequence)
+
+    def _mask(self, number: int) -> bytes | None:
+        """The tokens that a sequence's grammar allows next, as bits."""
+        output = self._running.get(number)
+        if output is None or output.failure:
+            return None
+        try:
+            return output.sequence.matcher.mask()
+        except RequestError as error:
+            self._fail(output, str(error))
+            return None
+
+    @staticmethod
+    def _fail(output: Output, why: str) -> None:
+        output.failure = output.failure or why
+
+    def _advance(self, output: Output, result: Result) -> Delta:
+        sequence, token = output.sequence, result.token
+        if output.failure:
+            return self._end(output, "error", output.failure)
+        if token is None:
             position = sequence.num_prompt + len(sequence.tokens)
             why = f"request {sequence.request.id!r}: the logits for position {position} hold NaN or infinity"
             return self._end(output, "error", f"{why}; the weights are damaged or their products overflow")
         try:
-            token = self._sample(sequence, logits)
+            if sequence.matcher:
+                sequence.matcher.accept(token.id)
         except RequestError as error:
             return self._end(output, "error", str(error))
         sequence.tokens.append(token)
@@ -193,28 +253,18 @@ class Engine:
         output.deltas.append(delta)
         return delta
 
-    def _sample(self, sequence: Sequence, logits: Tensor) -> Token:
-        params, sample = sequence.request.params, self.settings.ops.sample
-        u = sample.uniform(sequence.seed, len(sequence.tokens))
-        allowed = sequence.matcher.masked(logits) if sequence.matcher else logits
-        chosen = sample.sample(allowed, params.temperature, params.top_k, params.top_p, params.min_p, u)
-        if sequence.matcher:
-            sequence.matcher.accept(chosen)
-        return token_of(sample, logits, chosen, params.logprobs)
-
     def cancel(self, request_id: str) -> None:
         """End a request now; its slot and pages are free at once. Unknown or finished ids are an error."""
-        output = self._outputs.pop(request_id, None)
-        if output is None:
+        if request_id not in self._outputs:
             raise RequestError(f"request {request_id!r} is not running")
-        self._end(output, "cancelled")
-        self.scheduler.finish(output.sequence)
+        self._end(self._outputs[request_id], "cancelled")
+        self._drop(request_id)
 
     @property
     def num_unfinished(self) -> int:
         return len(self._outputs)
 
-    def stream(self, request: Request) -> "Stream":
+    def stream(self, request: Request) -> Stream:
         """Submit a request and iterate over its deltas; several streams may be read in turns."""
         self.submit(request)
         return Stream(self, self._outputs[request.id])
@@ -229,59 +279,3 @@ class Engine:
         with ExitStack() as stack:
             streams = [stack.enter_context(self.stream(request)) for request in requests]
             return [stream.completion() for stream in streams]
-
-
-class Stream:
-    """The deltas of one request. Asking for the next one runs the engine; closing early cancels the request.
-
-    A request that was cancelled ends with a delta without a token; one that failed raises its error.
-    """
-
-    def __init__(self, engine: Engine, output: Output) -> None:
-        self.engine, self.output = engine, output
-
-    def __iter__(self) -> "Stream":
-        return self
-
-    def __next__(self) -> Delta:
-        while not self.is_done:
-            if self.output.deltas:
-                return self._take()
-            self.engine.step()
-        raise StopIteration
-
-    def advance(self) -> list[Delta]:
-        """What there is, after one step of the engine if that was nothing: empty inside a prompt."""
-        if not self.output.deltas and not self.is_done:
-            self.engine.step()
-        return [self._take() for _ in range(len(self.output.deltas))]
-
-    def _take(self) -> Delta:
-        delta = self.output.deltas.popleft()
-        if delta.finish_reason == "error":
-            raise RequestError(delta.error)
-        return delta
-
-    def completion(self) -> Completion:
-        """Run to the end; -> every token, and the text that was not taken yet."""
-        text, sequence = "".join(delta.text for delta in self), self.output.sequence
-        assert sequence.finish_reason is not None
-        return Completion(
-            *(sequence.request.id, tuple(sequence.tokens), text, sequence.finish_reason),
-            *(sequence.num_prompt, sequence.seed, sequence.num_cached or 0, tuple(sequence.prompt)),
-        )
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all deltas were taken and no more will come."""
-        return not self.output.deltas and self.output.sequence.finish_reason is not None
-
-    def close(self) -> None:
-        if not self.output.sequence.finish_reason:
-            self.engine.cancel(self.output.sequence.request.id)
-
-    def __enter__(self) -> "Stream":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()

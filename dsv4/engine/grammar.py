@@ -8,10 +8,6 @@ import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from dsv4.errors import RequestError, TextError
 from dsv4.text.tokenizer import Tokenizer
 
@@ -49,14 +45,13 @@ class Matcher:
     def __init__(self, state: "LLMatcher") -> None:
         self._state = state
 
-    def masked(self, logits: Tensor) -> Tensor:
-        """[V] with -inf for the tokens that may not come next."""
-        bits = np.frombuffer(self._state.compute_bitmask(), np.uint8)
+    def mask(self) -> bytes:
+        """Bit i: whether token i may come next."""
+        bits: bytes = self._state.compute_bitmask()
         self._check()
-        allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: len(logits)]).to(logits.device)
-        if not allowed.any():
+        if not any(bits):
             raise RequestError("the output's grammar allows no token here; simplify it")
-        return logits.masked_fill(allowed == 0, float("-inf"))
+        return bits
 
     def accept(self, id: int) -> None:
         self._state.consume_token(id)

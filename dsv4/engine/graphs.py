@@ -1,124 +1,116 @@
-"""Decode steps on a GPU: one graph per number of rows, the next step launched before the host saw this one.
+"""The device's primitives on a GPU: generated tokens as one graph per number of rows, without a host wait.
 
-A greedy sequence's next input is known to the GPU before it is known here. So after a step the next one is
-launched at once, on the guess that the same sequences go on; a wrong guess is run again, and what it left in
-the cache lies beyond every length, where it is overwritten before it is read.
+Token, position and sampling settings of a row live on the device and move on by themselves: when the same
+rows go on, the next step is one graph replay. `latest` has the last choice of every slot, so that other rows
+can be put together before the host has seen their tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from dsv4.cache.store import Cache
-from dsv4.engine.scheduler import Span
+from dsv4.engine.eager import Eager, Pass
+from dsv4.engine.plan import Sampling, Span
+from dsv4.engine.runner import UNSEEN, Masks, Result
+from dsv4.kernels.ahead import Compiled
 from dsv4.model.bundle import Bundle
 from dsv4.model.decode import Decoder, graph_rows
 from dsv4.model.model import Model
+from dsv4.model.warm import warm_up
+from dsv4.ops.sample.ref import MAX_TOP
+
+# (sequence, slot, position, sampling) of each row that a decoder's buffers hold.
+Rows = list[tuple[int, int, int, Sampling | None]]
 
 
-@dataclass
-class Launched:
-    """A step on its way: which rows it took, and where its results are after `done`."""
-
-    decoder: Decoder
-    rows: list[tuple[int, int]]  # slot, position
-    logits: Tensor
-    greedy: Tensor  # pinned: the best token of each row
-    done: torch.cuda.Event
-    before: "Launched | None" = None  # the step whose best tokens this one took, on a guess
+def _following(spans: tuple[Span, ...]) -> Rows:
+    """What a decoder's buffers hold when these rows have been sampled."""
+    return [
+        (s.sequence, s.slot, s.end, replace(s.sampling, index=s.sampling.index + 1))
+        for s in spans
+        if s.sampling is not None
+    ]
 
 
-class Graphs:
-    def __init__(self, b: Bundle, model: Model, cache: Cache, max_batch: int, use_graphs: bool) -> None:
-        self.cache, self.device = cache, cache.page_table.device
-        self.stream = torch.cuda.Stream(self.device)
+class Graphs(Eager):
+    runs_ahead, same_bits = True, False
+
+    def __init__(
+        self,
+        b: Bundle,
+        model: Model,
+        cache: Cache,
+        max_batch: int,
+        chunk: int,
+        use_graphs: bool,
+        overlap: bool,
+        compiled: Compiled | None = None,
+    ) -> None:
+        """Every kernel that can run is compiled and loaded here; `compiled` is told how far that has come."""
+        device = cache.page_table.device
+        super().__init__(model, cache, str(device))
         sizes = graph_rows(max_batch)
+        self.max_rows = sizes[-1]
+        self.latest = torch.zeros(cache.layout.num_slots, dtype=torch.long, device=device)
         self.decoders: dict[int, Decoder] = {}
-        with torch.inference_mode(), torch.cuda.stream(self.stream):
-            for rows in sizes:
-                decoder = self.decoders[rows] = Decoder(b, model, cache, rows)
-                decoder.warm_up()
-                if use_graphs:
-                    decoder.capture()
-        shape = (2, sizes[-1], b.config.vocab_size)
-        self._logits = torch.empty(shape, device=self.device)
-        self._ids = torch.empty(2, sizes[-1], dtype=torch.long).pin_memory()
-        self._turn = 0
-        self._ahead: Launched | None = None
+        self._holds: dict[int, Rows] = {}  # by number of rows: what the decoder's buffers hold now
+        for rows in sizes:
+            self.decoders[rows] = Decoder(b, model, cache, rows, self.latest, overlap)
+        warm_up(model, cache, chunk, self._run_padding, compiled)
+        with torch.inference_mode():
+            self._run_padding()
+            torch.cuda.synchronize(device)
+            for decoder in self.decoders.values() if use_graphs else ():
+                decoder.capture()
+
+    def _run_padding(self) -> None:
+        """Every decode step launch by launch, on rows that are not in use: the cache stays as it is."""
+        for decoder in self.decoders.values():
+            decoder.run()
 
     @torch.inference_mode()
-    def run(self, group: tuple[Span, ...]) -> list[tuple[Span, Tensor]]:
-        """-> (span, float32 logits [V]) of every span; each is one token of its sequence."""
-        largest = max(self.decoders)
-        parts = [group[i : i + largest] for i in range(0, len(group), largest)]
-        if len(parts) > 1:
-            self._ahead = None
-        results: list[tuple[Span, Tensor]] = []
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        for part in parts:
-            step = self._expected(part) or self._launch(part)
-            if len(parts) == 1:
-                self._ahead = self._guess(part, step)
-            torch.cuda.current_stream(self.device).wait_event(step.done)
-            logits = step.logits if len(parts) == 1 else step.logits.clone()
-            results += [(span, logits[i]) for i, span in enumerate(part)]
-        return results
-
-    def join(self) -> None:
-        """Whatever comes next on the current stream comes after the steps launched here, guesses included."""
-        torch.cuda.current_stream(self.device).wait_stream(self.stream)
+    def decode(self, spans: tuple[Span, ...]) -> Pass:
+        """One generated token of each sequence; with a grammar among them, sampling waits for its mask."""
+        size = min(rows for rows in self.decoders if rows >= len(spans))
+        decoder, samplings = self.decoders[size], [s.sampling for s in spans if s.sampling is not None]
+        assert len(samplings) == len(spans), "every generated token is followed by a choice"
+        unseen = [span.ids[0] == UNSEEN for span in spans]
+        rows: Rows = [(span.sequence, span.slot, span.start, span.sampling) for span in spans]
+        if self._holds.get(size) != rows or not all(unseen):
+            tokens = [(span.slot, span.start, span.ids[0]) for span in spans]
+            decoder.load(tokens, self.packed(samplings), self.send, take_latest=any(unseen))
+        is_masked = any(sampling.masked for sampling in samplings)
+        decoder.step(samples=not is_masked)
+        self._holds[size] = [] if is_masked else _following(spans)
+        made = Pass(spans, None, decoder=decoder)
+        if any(s.wants_logits for s in spans) or any(c.num_top > MAX_TOP for c in samplings):
+            made.logits = decoder.buffers.logits[: len(spans)].clone()
+        if not is_masked:
+            self.land(made, decoder.buffers.out[: len(spans)])
+        return made
 
     @torch.inference_mode()
-    def token(self, slot: int, position: int, id: int) -> Tensor:
-        """float32 logits [1, V] after one token of one sequence."""
-        self._ahead = None
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        decoder = self.decoders[min(self.decoders)]
-        with torch.cuda.stream(self.stream):
-            decoder.load([(slot, position, id)])
-            decoder.step()
-        self.join()
-        return decoder.buffers.logits[:1].clone()
+    def sample(self, launched: Pass, masks: Masks) -> None:
+        if launched.decoder is None:
+            return super().sample(launched, masks)
+        decoder: Decoder = launched.decoder
+        decoder.buffers.mask[: len(launched.spans)] = self.mask(launched, masks)
+        decoder.sample()
+        self._holds[decoder.buffers.rows] = _following(launched.spans)
+        self.land(launched, decoder.buffers.out[: len(launched.spans)])
 
-    def _expected(self, part: tuple[Span, ...]) -> Launched | None:
-        """The step that was launched on a guess, if these are the rows and tokens it guessed."""
-        step, self._ahead = self._ahead, None
-        if step is None or step.rows != [(span.sequence.slot, span.start) for span in part]:
-            return None
-        assert step.before is not None
-        step.before.done.synchronize()
-        took, step.before = step.before.greedy.tolist(), None
-        return step if took == [span.ids[0] for span in part] else None
+    def land(self, made: Pass, out: Tensor) -> None:
+        if made.decoder is None:  # a prompt: its choices are the first inputs of generated tokens
+            slots = self.send(torch.tensor([span.slot for span in made.sampled]))
+            self.latest.index_copy_(0, slots, out[:, 0].long())
+        made.out = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
+        made.out.copy_(out, non_blocking=True)
+        made.done = torch.cuda.Event()
+        made.done.record()
 
-    def _launch(self, part: tuple[Span, ...]) -> Launched:
-        decoder = self.decoders[min(rows for rows in self.decoders if rows >= len(part))]
-        tokens = []
-        for span in part:
-            assert span.sequence.slot is not None and len(span.ids) == 1
-            tokens.append((span.sequence.slot, span.start, span.ids[0]))
-        with torch.cuda.stream(self.stream):
-            decoder.load(tokens)
-            return self._step(decoder, [token[:2] for token in tokens])
-
-    def _step(self, decoder: Decoder, rows: list[tuple[int, int]]) -> Launched:
-        self._turn = 1 - self._turn
-        logits, ids = self._logits[self._turn, : len(rows)], self._ids[self._turn, : len(rows)]
-        decoder.step()
-        logits.copy_(decoder.buffers.logits[: len(rows)], non_blocking=True)
-        ids.copy_(decoder.buffers.ids[: len(rows)], non_blocking=True)
-        done = torch.cuda.Event()
-        done.record(self.stream)
-        return Launched(decoder, rows, logits, ids, done)
-
-    def _guess(self, part: tuple[Span, ...], step: Launched) -> Launched | None:
-        """Launch the next step of the same rows, if every one of them takes its best token and has room."""
-        for span, (slot, position) in zip(part, step.rows, strict=True):
-            params = span.sequence.request.params
-            may_differ = params.temperature > 0 or params.grammar is not None
-            if may_differ or position + 1 >= self.cache.capacity(slot):
-                return None
-        with torch.cuda.stream(self.stream):
-            guess = self._step(step.decoder, [(slot, position + 1) for slot, position in step.rows])
-        guess.before = step
-        return guess
+    def fetch(self, launched: Pass) -> list[Result]:
+        if launched.done is not None:
+            launched.done.synchronize()
+        return super().fetch(launched)

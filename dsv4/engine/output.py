@@ -14,6 +14,7 @@ class Output:
     def __init__(self, sequence: Sequence, tokenizer: Tokenizer | None) -> None:
         self.sequence = sequence
         self.deltas: deque[Delta] = deque()  # not yet taken by a Stream
+        self.failure = ""  # why the request must end with an error
         self._text = TextStream(tokenizer) if tokenizer else None
         self._stops = StopStrings(sequence.request.params.stop)
 

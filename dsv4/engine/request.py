@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dsv4.cache.node import Node
+from dsv4.engine.plan import Sampling
 from dsv4.errors import RequestError
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -118,6 +119,7 @@ class Completion:
 class Sequence:
     """A request on its way: where it lives in the cache, what is processed, what came out."""
 
+    number: int  # of all sequences of the engine; never used again
     request: Request
     seed: int
     max_tokens: int
@@ -142,12 +144,32 @@ class Sequence:
         """Tokens there are: of the prompt, and those that came out."""
         return self.num_prompt + len(self.tokens)
 
-    @property
-    def in_prompt(self) -> bool:
-        """More is to be processed than the token that came out last: a prompt, or what a pause has undone."""
-        return self.num_processed < max(self.num_prompt, self.num_known - 1)
-
     def span(self, start: int, stop: int) -> list[int]:
         prompt = list(self.request.ids[start:stop])
         first = max(start, self.num_prompt) - self.num_prompt
         return prompt + [token.id for token in self.tokens[first : max(0, stop - self.num_prompt)]]
+
+    def sampling(self, position: int) -> Sampling:
+        """How the token of that position is chosen. A grammar knows the next one only."""
+        p = self.request.params
+        return Sampling(
+            temperature=float(p.temperature),
+            top_k=p.top_k,
+            top_p=float(p.top_p),
+            min_p=float(p.min_p),
+            seed=self.seed,
+            index=position - self.num_prompt,
+            num_top=-1 if p.logprobs is None else p.logprobs,
+            masked=self.matcher is not None and position == self.num_known,
+        )
+
+    def to_score(self, start: int, stop: int) -> tuple[tuple[int, ...], int]:
+        """Of the prompt's tokens after those of [start, stop): the ones not yet scored, and their first row.
+
+        What a pause has undone is processed again, and not scored again.
+        """
+        if self.request.params.prompt_logprobs is None:
+            return (), 0
+        first = max(start, len(self.prompt))
+        last = min(stop, self.num_prompt - 1)
+        return self.request.ids[first + 1 : last + 1], first - start

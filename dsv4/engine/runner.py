@@ -1,63 +1,181 @@
-"""Runs plans through the model: spans become a Step, and the rows that need them become logits."""
+"""The one owner of the device: carries out plans, in order, and keeps the steps that were launched ahead.
 
-from typing import Protocol
+A generated token is known to the device before it is known here. So when a plan is under way, the step after
+it is launched at once, for every row that may go on. A row's result is kept if the next plan has that row as
+expected, whatever becomes of the others; what a row that ends has left behind lies beyond every length. All
+of it goes to one stream, so a slot's next owner finds a step launched ahead for the last one complete.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from dsv4.cache.store import Cache
-from dsv4.engine.logprobs import score_prompt
-from dsv4.engine.scheduler import Plan, Span
-from dsv4.model.model import Model
-from dsv4.model.step import Step
+from dsv4.engine.plan import Plan, Span
+from dsv4.engine.request import Token
+from dsv4.errors import DeviceError, Dsv4Error
+from dsv4.model.step import Tap
 
-Results = list[tuple[Span, Tensor]]
+# The id in a span whose token the device chose itself and the host has not seen.
+UNSEEN = -1
+# sequence -> the bits of the tokens its grammar allows next; None: the sequence is gone, anything will do.
+Masks = Callable[[int], "bytes | None"]
 
 
-class Decode(Protocol):
-    """Kernels of their own for generated tokens (graphs.py)."""
+@dataclass(frozen=True)
+class Result:
+    """What a span gave. `token` is None inside a prompt, and where the logits hold no distribution."""
 
-    def run(self, group: tuple[Span, ...]) -> Results: ...
-    def token(self, slot: int, position: int, id: int) -> Tensor: ...
-    def join(self) -> None: ...
+    sequence: int
+    token: Token | None = None
+    prompt: tuple[Token, ...] = ()  # those of the span's `score`
+    logits: Tensor | None = None  # [1, V], if asked for
+    error: str = ""
+
+
+class Launched(Protocol):
+    """A pass on its way; `is_sampled` is False while it waits for the masks of grammars."""
+
+    spans: tuple[Span, ...]
+    is_sampled: bool
+
+
+class Executor(Protocol):
+    """The device's primitives, each issued to one stream in the order of the calls."""
+
+    max_rows: int  # of a decode pass
+    runs_ahead: bool
+    same_bits: bool  # whether a token gives the same bits in `prefill` and in `decode`
+
+    def save(self, handle: int, slot: int, position: int) -> None: ...
+    def set_pages(self, slot: int, pages: tuple[int, ...]) -> None: ...
+    def restore(self, slot: int, handle: int) -> None: ...
+    def drop(self, handle: int) -> None: ...
+    def prefill(self, spans: tuple[Span, ...]) -> Any: ...
+    def decode(self, spans: tuple[Span, ...]) -> Any: ...
+    def sample(self, launched: Any, masks: Masks) -> None: ...
+    def fetch(self, launched: Any) -> list[Result]: ...
+    def study(
+        self, span: Span, tap: Tap | None, next_ids: list[int] | None
+    ) -> tuple[Tensor, Tensor | None]: ...
+    def check(self) -> None: ...
 
 
 class Runner:
-    """`decode` runs generated tokens where a machine has kernels for them; else they run as prompts do."""
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+        self._owner: dict[int, int] = {}  # slot -> sequence
+        self._ahead: list[Launched] = []
+        # sequence -> (start, id) of its row launched ahead: the next plan's, if it goes on as expected
+        self._expected: dict[int, tuple[int, int]] = {}
 
-    def __init__(self, model: Model, cache: Cache, device: str, decode: Decode | None = None) -> None:
-        self.model, self.cache, self.device, self.decode = model, cache, device, decode
+    def apply(self, plan: Plan, masks: Masks) -> list[Result]:
+        """Carry out the plan, launch the next step ahead, wait for the plan's results."""
+        self._move(plan)
+        failed: list[Result] = []
+        launched: list[Launched] = []
+        rest = tuple(s for s in plan.decode if self._expected.get(s.sequence) != (s.start, s.ids[0]))
+        kept = {span.sequence for span in plan.decode} - {span.sequence for span in rest}
+        taken = [step for step in self._ahead if any(span.sequence in kept for span in step.spans)]
+        for step in taken:
+            self._sample(step, masks)
+        if plan.prefill:
+            launched += self._launch(self.executor.prefill, plan.prefill, failed)
+            for step in launched:
+                self._sample(step, masks)
+        for part in self._parts(rest):
+            for step in self._launch(self.executor.decode, part, failed):
+                self._sample(step, masks)
+                launched.append(step)
+        lost = {result.sequence for result in failed}
+        self._launch_ahead([span for span in plan.spans if span.sequence not in lost])
+        results = [r for step in taken for r in self._fetch(step) if r.sequence in kept]
+        results += [r for step in launched for r in self._fetch(step)]
+        took = {r.sequence: r.token.id for r in results if r.token is not None}
+        ahead = [span for step in self._ahead for span in step.spans if span.sequence in took]
+        self._expected = {span.sequence: (span.start, took[span.sequence]) for span in ahead}
+        order = {span.sequence: place for place, span in enumerate(plan.spans)}
+        return sorted(failed + results, key=lambda result: order[result.sequence])
 
-    def run(self, plan: Plan) -> Results:
-        """-> (span, float32 logits [V]) of every span that yields a token."""
-        results: Results = []
-        for group in plan.groups:
-            if group is plan.decode and self.decode is not None:
-                results += self.decode.run(group)
-                continue
-            if self.decode is not None:
-                self.decode.join()
-            streams = self.model.forward(self.step(group), self.cache)
-            last, rows = -1, []
-            for span in group:
-                score_prompt(self.model, streams[last + 1 : last + 1 + len(span.ids)], span)
-                last += len(span.ids)
-                if span.yields_token:
-                    rows.append((span, last))
-            if rows:
-                logits = self.model.logits(streams[[row for _, row in rows]])
-                results += [(span, logits[i]) for i, (span, _) in enumerate(rows)]
-        return results
+    def study(
+        self, plan: Plan, tap: Tap | None = None, next_ids: list[int] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The plan's one span as a prompt: logits of all its rows and, with `next_ids`, of its drafts."""
+        self._move(plan)
+        self._ahead, self._expected = [], {}
+        (span,) = plan.prefill
+        return self.executor.study(span, tap, next_ids)
 
-    def token(self, slot: int, position: int, id: int) -> Tensor:
-        """float32 logits [1, V] after one generated token of an idle engine."""
-        if self.decode is not None:
-            return self.decode.token(slot, position, id)
-        step = Step.build([(slot, position, [id])], self.device)
-        return self.model.logits(self.model.forward(step, self.cache))
+    def _move(self, plan: Plan) -> None:
+        """Everything but the spans. A slot that was freed takes its row launched ahead with it: the same
+        sequence may come back to other pages, and the row's entries went to those it had."""
+        device = self.executor
+        for save in plan.saves:
+            device.save(save.handle, save.slot, save.position)
+        for slot in plan.free:
+            self._expected.pop(self._owner.pop(slot, -1), None)
+        for claim in plan.claims:
+            assert self._owner.get(claim.slot, claim.sequence) == claim.sequence, claim
+            self._owner[claim.slot] = claim.sequence
+            device.set_pages(claim.slot, claim.pages)
+        for restore in plan.restores:
+            device.restore(restore.slot, restore.handle)
+        for handle in plan.drops:
+            device.drop(handle)
+        for span in plan.spans:
+            assert self._owner[span.slot] == span.sequence, (span.slot, span.sequence, self._owner)
 
-    def step(self, group: tuple[Span, ...]) -> Step:
-        spans = []
-        for span in group:
-            assert span.sequence.slot is not None
-            spans.append((span.sequence.slot, span.start, list(span.ids)))
-        return Step.build(spans, self.device)
+    def _launch(
+        self, launch: Callable[[tuple[Span, ...]], Any], spans: tuple[Span, ...], results: list[Result]
+    ) -> list[Launched]:
+        """A pass that cannot be launched (no memory, say) ends its own sequences, not the others."""
+        try:
+            return [launch(spans)]
+        except (RuntimeError, MemoryError, Dsv4Error) as error:
+            self.executor.check()
+            why = str(error).strip().split("\n")[0]
+            results += [Result(span.sequence, error=f"the step failed: {why}") for span in spans]
+            return []
+
+    def _launch_ahead(self, spans: list[Span]) -> None:
+        self._ahead = []
+        if not self.executor.runs_ahead:
+            return
+        following = tuple(
+            Span(
+                sequence=span.sequence,
+                slot=span.slot,
+                start=span.end,
+                ids=(UNSEEN,),
+                sampling=replace(span.sampling, index=span.sampling.index + 1),
+                wants_logits=span.wants_logits,
+            )
+            for span in spans
+            if span.ahead and span.sampling is not None
+        )
+        for part in self._parts(following):
+            self._ahead.append(self.executor.decode(part))
+            # Its logits wait for masks in buffers that another pass would take.
+            if not self._ahead[-1].is_sampled:
+                break
+
+    def _sample(self, step: Launched, masks: Masks) -> None:
+        if not step.is_sampled:
+            self.executor.sample(step, masks)
+
+    def _parts(self, spans: tuple[Span, ...]) -> list[tuple[Span, ...]]:
+        size = self.executor.max_rows
+        return [spans[first : first + size] for first in range(0, len(spans), size)]
+
+    def _fetch(self, step: Launched) -> list[Result]:
+        try:
+            return self.executor.fetch(step)
+        except RuntimeError as error:
+            self.executor.check()
+            raise DeviceError(f"a step's results could not be read: {error}") from error
+
+
+def no_masks(sequence: int) -> bytes | None:
+    """For plans without grammars."""
+    raise AssertionError(f"sequence {sequence} has no grammar")

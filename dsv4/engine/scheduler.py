@@ -1,40 +1,15 @@
-"""Who runs in this step: host integers only. Knows slots and pages, not tensors."""
+"""Who runs in this step. Knows slots and pages as integers, and writes plans; touches no tensor."""
 
 from collections import deque
-from dataclasses import dataclass
+from typing import Any
 
 from dsv4.cache.prefix import PrefixCache
-from dsv4.cache.store import Cache
+from dsv4.cache.slots import Slots
+from dsv4.engine.plan import Claim, Plan, Restore, Save, Span
 from dsv4.engine.request import Sequence
 
 # Tokens a sequence must have room for beyond what it has to process, so that it does not soon have to pause.
 HEADROOM = 64
-
-
-@dataclass(frozen=True)
-class Span:
-    """Tokens [start, start + len(ids)) of one sequence, to be processed now."""
-
-    sequence: Sequence
-    start: int
-    ids: tuple[int, ...]
-
-    @property
-    def yields_token(self) -> bool:
-        """Whether the last token's logits give the next token (false inside a prompt)."""
-        return self.start + len(self.ids) == self.sequence.num_known
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Prompt chunks and generated tokens of one step; the two groups run as separate passes."""
-
-    prefill: tuple[Span, ...]
-    decode: tuple[Span, ...]
-
-    @property
-    def groups(self) -> list[tuple[Span, ...]]:
-        return [group for group in (self.prefill, self.decode) if group]
 
 
 class Scheduler:
@@ -42,14 +17,19 @@ class Scheduler:
 
     A paused sequence gives up its slot and waits in front of all others; what it had processed is processed
     again later, as far as the prefix cache has not kept it.
+
+    `same_bits`: a token gives the same bits whether it was read in a prompt or generated. Where it does not,
+    a token is always processed the way it was first: generated ones one by one, after a pause too, and what
+    they left in pages is not offered to prompts.
     """
 
-    def __init__(self, cache: Cache, prefix: PrefixCache, chunk: int) -> None:
-        self.cache, self.prefix, self.chunk = cache, prefix, chunk
+    def __init__(self, slots: Slots, prefix: PrefixCache, chunk: int, same_bits: bool) -> None:
+        self.slots, self.prefix, self.chunk, self.same_bits = slots, prefix, chunk, same_bits
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_pauses = 0
         self._is_tight = False  # somebody was paused, and nobody has ended since
+        self._restores: dict[int, int] = {}  # slot -> snapshot, not yet in a plan
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -59,41 +39,85 @@ class Scheduler:
         self._grow()
         if not self.running:
             self._admit()
+        reading = {s.number: self._end_of_prompt(s) for s in self.running}
         decode = tuple(
-            Span(s, s.num_processed, tuple(s.span(s.num_processed, s.num_processed + 1)))
-            for s in self.running
-            if not s.in_prompt
+            self._span(s, s.num_processed + 1) for s in self.running if s.num_processed >= reading[s.number]
         )
         prefill, budget = [], self.chunk
         for s in self.running:
-            if s.in_prompt and budget:
-                start = s.num_processed
-                stop = self.prefix.next_stop(start, min(s.num_known, start + budget), s.fork)
-                prefill.append(Span(s, start, tuple(s.span(start, stop))))
+            start, end = s.num_processed, reading[s.number]
+            if start < end and budget:
+                stop = self.prefix.next_stop(start, min(end, start + budget), s.fork)
+                prefill.append(self._span(s, stop))
                 budget -= stop - start
-        return Plan(tuple(prefill), decode)
+        return Plan(**self.changes(), prefill=tuple(prefill), decode=decode)
+
+    def changes(self) -> dict[str, Any]:
+        """What has changed in the cache since the last plan: the fields of a plan other than its spans."""
+        restores = tuple(Restore(slot, handle) for slot, handle in self._restores.items())
+        self._restores.clear()
+        return {
+            "saves": tuple(Save(*save) for save in self.prefix.take_saves()),
+            "free": self.slots.take_freed(),
+            "claims": tuple(Claim(*claim) for claim in self.slots.take_claims()),
+            "restores": restores,
+            "drops": self.prefix.take_drops(),
+        }
+
+    def _end_of_prompt(self, s: Sequence) -> int:
+        """Where the tokens end that are read together: the prompt's and, after a pause, all there are."""
+        if not self.same_bits:
+            return s.num_prompt
+        is_reading = s.num_processed < max(s.num_prompt, s.num_known - 1)
+        return s.num_known if is_reading else s.num_processed
+
+    def _span(self, s: Sequence, stop: int) -> Span:
+        assert s.slot is not None
+        start = s.num_processed
+        score, first = s.to_score(start, stop)
+        is_last, is_generated = stop == s.num_known, start >= s.num_prompt
+        # A step launched ahead processes the token at `stop`, and must find a page for it.
+        goes_on = stop + 1 < s.num_prompt + s.max_tokens
+        ahead = is_last and goes_on and self.slots.grow(s.slot, stop + 1)
+        return Span(
+            sequence=s.number,
+            slot=s.slot,
+            start=start,
+            ids=tuple(s.span(start, stop)),
+            # Decode always chooses; where the token is known already, nobody looks.
+            sampling=s.sampling(stop) if is_last or is_generated else None,
+            ahead=ahead,
+            score=score,
+            score_from=first,
+            score_top=s.request.params.prompt_logprobs or 0,
+        )
 
     def commit(self, plan: Plan) -> None:
         """The spans of the plan are processed: count them, and keep the pages they have filled."""
-        size = self.cache.layout.page_tokens
-        for span in (span for group in plan.groups for span in group):
-            s, start = span.sequence, span.start
-            s.num_processed = start + len(span.ids)
+        size, running = self.slots.layout.page_tokens, {s.number: s for s in self.running}
+        for span in plan.spans:
+            s = running.get(span.sequence)
+            if s is None:  # it failed, and was taken out
+                continue
+            s.num_processed = span.end
             assert s.slot is not None and s.node is not None
-            for end in range((start // size + 1) * size, s.num_processed + 1, size):
+            limit = span.end if self.same_bits else min(span.end, s.num_prompt)
+            for end in range((span.start // size + 1) * size, limit + 1, size):
                 ids = tuple(s.span(end - size, end))
                 s.node = self.prefix.keep(s.slot, s.node, ids, end, s.num_processed)
 
     def _admit(self) -> None:
-        while self.waiting and self.cache.num_free_slots and not (self._is_tight and self.running):
+        while self.waiting and self.slots.num_free and not (self._is_tight and self.running):
             s = self.waiting[0]
             tokens = min(s.num_prompt + s.max_tokens, s.num_known + HEADROOM)
             # A prompt whose tokens are to be scored is processed in full, once.
             reuse = s.request.params.prompt_logprobs is None or bool(s.tokens)
-            hit = self.prefix.claim(s.request.owner, s.span(0, s.num_known), tokens, reuse)
+            hit = self.prefix.claim(s.number, s.request.owner, s.span(0, s.num_known), tokens, reuse)
             if hit is None:
                 return
             s.slot, s.num_processed, s.node, s.fork = hit.slot, hit.position, hit.node, hit.fork
+            if hit.snapshot is not None:
+                self._restores[hit.slot] = hit.snapshot
             if s.num_cached is None:
                 s.num_cached = hit.position
             self.running.append(self.waiting.popleft())
@@ -101,7 +125,7 @@ class Scheduler:
     def _grow(self) -> None:
         """A page for every sequence that has filled its last one."""
         for s in list(self.running):
-            while s.slot is not None and not self.cache.grow(s.slot, s.num_known):
+            while s.slot is not None and not self.slots.grow(s.slot, s.num_known):
                 self._pause(self.running[-1])
 
     def _pause(self, sequence: Sequence) -> None:
@@ -114,7 +138,8 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         assert sequence.slot is not None
         self.running.remove(sequence)
-        self.cache.release(sequence.slot)
+        self.slots.release(sequence.slot)
+        self._restores.pop(sequence.slot, None)
         sequence.slot = sequence.node = None
 
     def finish(self, sequence: Sequence) -> None:

@@ -9,7 +9,7 @@ from dsv4.cache.layout import CacheLayout
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.device import OLDEST, Device, too_old
 from dsv4.errors import ConfigError, DeviceError
-from dsv4.kernels.build import SOURCES, architecture, compile_source
+from dsv4.kernels.build import architecture, compile_all
 from dsv4.ops import IMPLEMENTATIONS, Ops
 from dsv4.quant.formats import Format
 from dsv4.weights.load import Checkpoint
@@ -125,10 +125,23 @@ def prompt_bytes(c: ModelConfig, tokens: int) -> int:
     return row * tokens + min(unpacked, 3 << 30)
 
 
-def check_memory(
-    settings: Settings, config: EngineConfig, checkpoint: Checkpoint, layout: CacheLayout
-) -> None:
+def cache_layout(model: ModelConfig, s: Settings, config: EngineConfig, num_mtp_layers: int) -> CacheLayout:
+    return CacheLayout(
+        config=model,
+        kv_format=s.kv_format,
+        key_format=s.key_format,
+        rope_itemsize=s.dtype.itemsize,
+        max_context=s.max_context,
+        num_slots=config.max_batch,
+        num_mtp_layers=num_mtp_layers,
+        max_snapshots=config.prefix_snapshots,
+        max_pages=config.cache_pages,
+    )
+
+
+def check_memory(settings: Settings, config: EngineConfig, checkpoint: Checkpoint) -> None:
     """Refuse before anything is read: an allocation that fails later, or swaps, would be a worse answer."""
+    layout = cache_layout(checkpoint.config, settings, config, checkpoint.inventory.num_mtp_layers)
     weights = tiled_bytes(checkpoint) if settings.tiled else checkpoint.held_bytes(settings.dense)
     cache, free, steps = layout.store_bytes(), settings.device.memory_bytes, 0
     lower = "lower max_batch or max_context" + (", or use weights packed" if settings.dense else "")
@@ -176,8 +189,10 @@ def _check_gpu(device: Device) -> None:
         raise DeviceError(f"{device.name} {too_old(found)}; use --device cpu")
     if find_spec("triton") is None:
         raise DeviceError("the GPU kernels need Triton, which is not installed: pip install triton")
-    for name in SOURCES:
-        compile_source(name, architecture(torch.device(device.torch_name)))
+    from dsv4.kernels.ahead import check_triton  # imports Triton, which a machine without a GPU may lack
+
+    check_triton()
+    compile_all(architecture(torch.device(device.torch_name)))
 
 
 def _why_reference(config: EngineConfig, cache: str) -> str | None:

@@ -5,7 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from dsv4.kernels.build import call, pointer
+from dsv4.kernels.build import call
 
 FLIGHTS = (4, 8)  # loads of 16 bytes that a thread has under way
 BLOCKS_PER_SM = 4  # of 512 threads: as many as an SM holds
@@ -17,7 +17,10 @@ def read(data: Tensor, total: Tensor, flight: int) -> None:
     assert data.is_contiguous() and num_bytes % 16 == 0 and flight in FLIGHTS, (num_bytes, flight)
     assert total.dtype == torch.int32 and total.numel() == 1
     blocks = BLOCKS_PER_SM * torch.cuda.get_device_properties(data.device).multi_processor_count
+    arguments = (data, ctypes.c_int64(num_bytes // 16), total)
     call(
-        *("ceiling", "read", data.device),
-        *(pointer(data), ctypes.c_int64(num_bytes // 16), flight, blocks, pointer(total)),
+        *("ceiling", f"read_kernel<{flight}>", data.device, *arguments),
+        blocks=blocks,
+        threads=512,
+        overlap=False,
     )

@@ -1,14 +1,13 @@
-// Choices of a step, one block per decision: experts of the rows, entries to attend to, the next token.
-#include <stdint.h>
-
+// Decode: the choices of a step, one block per decision: experts of the rows, entries to attend to.
+// `select` serves prompts too.
 #include "launch.cuh"
 
 constexpr int MAX_PAIRS = 1024, PAIRS_PER_TASK = 8;
 
-// Larger floats have larger keys; both zeros have one.
+// Larger floats have larger keys; both zeros have one; NaN's is the largest, whatever its sign, as torch sorts.
 __device__ __forceinline__ uint32_t order(float v) {
     const uint32_t bits = __float_as_uint(v == 0.f ? 0.f : v);
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    return v != v ? ~0u : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
 // The index of the warp's largest key, the lower one on a tie; every lane learns it.
@@ -33,11 +32,11 @@ __global__ void __launch_bounds__(512) route_kernel(
     float with[MANY];
 #pragma unroll
     for (int i = 0; i < MANY; ++i) with[i] = bias && lane + 32 * i < experts ? __ldg(bias + lane + 32 * i) : 0.f;
-    let_next_start();
+    launch_dependents();
     // -1: the row's last logits were not finite.
-    const auto listed_for = [&](int row) { return table && lane < choices ? (int)table[max(ids[row], (int64_t)0) * choices + lane] : 0; };
+    const auto listed_for = [&](int row) { return table && lane < choices ? (int)table[max(__ldcg(ids + row), (int64_t)0) * choices + lane] : 0; };
     int listed = warp < rows ? listed_for(warp) : 0;
-    wait_for_earlier();
+    wait_for_prerequisites();
     if constexpr (SINGLE) {
         scores[threadIdx.x] = threadIdx.x < experts ? expert_score(__ldcg(logits + threadIdx.x)) : 0.f;
         __syncthreads();
@@ -146,8 +145,8 @@ struct Choice {
     int pages, page_entries, topk;
     int* out;                   // [rows][topk]
 
-    __device__ __forceinline__ int count(int row) const { return counts ? counts[row] : (int)((positions[row] + 1) / ratio); }
-    __device__ __forceinline__ const int* pages_of(int row) const { return page_table ? page_table + slots[row] * pages : nullptr; }
+    __device__ __forceinline__ int count(int row) const { return counts ? __ldcg(counts + row) : (int)((__ldcg(positions + row) + 1) / ratio); }
+    __device__ __forceinline__ const int* pages_of(int row) const { return page_table ? page_table + __ldcg(slots + row) * pages : nullptr; }
     __device__ __forceinline__ int place(const int* table, int entry) const {
         return table ? table[entry / page_entries] * page_entries + entry % page_entries : entry;
     }
@@ -173,16 +172,16 @@ __global__ void __launch_bounds__(WARPS * 32) select_few_kernel(const Choice p) 
     constexpr int PAGES = 256;   // of a row, held in shared memory if no more
     __shared__ uint2 tallies[2][WARPS];
     __shared__ int table[PAGES];
-    let_next_start();
+    launch_dependents();
     const int row = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, start = warp * KEYS * 32 + lane;
     const int count = p.count(row), topk = p.topk;
     const int* pages = p.pages_of(row);
     if (pages && p.pages <= PAGES) {
-        for (int i = threadIdx.x; i < p.pages; i += WARPS * 32) table[i] = pages[i];
+        for (int i = threadIdx.x; i < p.pages; i += WARPS * 32) table[i] = __ldcg(pages + i);
         pages = table;
     }
     int* to = p.out + (size_t)row * topk;
-    wait_for_earlier();
+    wait_for_prerequisites();
     __syncthreads();
     if (count <= topk) {
         for (int i = threadIdx.x; i < topk; i += WARPS * 32) to[i] = i < count ? p.place(pages, i) : -1;
@@ -265,13 +264,13 @@ __device__ __forceinline__ void all_sync() {
 __global__ void __launch_bounds__(THREADS) select_many_kernel(const Choice p) {
     extern __shared__ uint32_t keys[];
     __shared__ uint32_t tallies[16][3], parts[CLUSTER][2], warp_sum[32];
-    let_next_start();
+    launch_dependents();
     const int row = blockIdx.x / CLUSTER, block = blockIdx.x % CLUSTER, tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
     const float* s = p.scores + row * p.stride;
     const int count = p.count(row), topk = p.topk;
     const int* pages = p.pages_of(row);
     int* to = p.out + (size_t)row * topk;
-    wait_for_earlier();
+    wait_for_prerequisites();
     if (count <= topk) {   // the same for all blocks of the row
         for (int i = block * THREADS + tid; i < topk; i += THREADS * CLUSTER) to[i] = i < count ? p.place(pages, i) : -1;
         return;
@@ -344,61 +343,12 @@ __global__ void __launch_bounds__(THREADS) select_many_kernel(const Choice p) {
     }
 }
 
-// The best token of each row, ties to the lower id, into `next`; rows in use move on by one position. A row without
-// a finite best logit gives -1.
-__global__ void __launch_bounds__(1024) greedy_kernel(const float* logits, int vocab, int64_t* next, int64_t* positions) {
-    __shared__ uint32_t keys[32];
-    __shared__ int indices[32];
-    let_next_start();
-    wait_for_earlier();
-    const int row = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    const float* z = logits + (size_t)row * vocab;
-    float value = -INFINITY;
-    int index = 0x7FFFFFFF;
-    bool broken = false;
-    for (int first = threadIdx.x; first < vocab; first += 1024 * 16) {
-        float v[16];
-#pragma unroll
-        for (int i = 0; i < 16; ++i) v[i] = first + i * 1024 < vocab ? __ldcg(z + first + i * 1024) : -INFINITY;
-#pragma unroll
-        for (int i = 0; i < 16; ++i) {
-            broken |= isnan(v[i]);
-            if (v[i] > value) { value = v[i]; index = first + i * 1024; }
-        }
-    }
-    uint32_t key = order(value);
-    index = best_of_warp(key, index);
-    if (lane == 0) indices[warp] = index;
-    keys[warp] = __reduce_max_sync(~0u, key);
-    broken = __syncthreads_or(broken);
-    if (warp == 0) {
-        index = best_of_warp(keys[lane], indices[lane]);
-        if (lane == 0 && positions[row] >= 0) {
-            next[row] = broken || !isfinite(z[min(index, vocab - 1)]) ? -1 : index;
-            ++positions[row];
-        }
-    }
-}
-
-extern "C" int dsv4_route(const float* logits, const float* bias, const int64_t* table, const int64_t* ids, int rows,
-                          int experts, int choices, float route_scale, int per_task, int* chosen, float* weights,
-                          int* task_expert, int* task_pairs, cudaStream_t stream) {
-    const auto go = [&](auto kernel, int threads) {
-        return launch(kernel, 1, threads, 0, 1, stream, logits, bias, table, ids, rows, experts, choices, route_scale, per_task,
-                      chosen, weights, task_expert, task_pairs);
-    };
-    if (rows == 1) return experts <= 256 ? go(route_kernel<8, true>, 256) : go(route_kernel<16, true>, 512);
-    return experts <= 256 ? go(route_kernel<8, false>, 512) : go(route_kernel<16, false>, 512);
-}
-extern "C" int dsv4_select(const float* scores, int64_t stride, int capacity, const int* counts, const int64_t* positions, int ratio,
-                           const int* page_table, const int64_t* slots, int pages, int page_entries, int rows, int topk,
-                           int* out, cudaStream_t stream) {
-    const Choice p = {scores, stride, counts, positions, ratio, page_table, slots, pages, page_entries, topk, out};
-    if (capacity <= 8 * 5 * 32) return launch(select_few_kernel<8, 5>, rows, 256, 0, 1, stream, p);
-    if (capacity <= 16 * 8 * 32) return launch(select_few_kernel<16, 8>, rows, 512, 0, 1, stream, p);
-    if (capacity <= 32 * 8 * 32) return launch(select_few_kernel<32, 8>, rows, 1024, 0, 1, stream, p);
-    return launch(select_many_kernel, rows * CLUSTER, THREADS, (capacity + CLUSTER - 1) / CLUSTER * 4, CLUSTER, stream, p);
-}
-extern "C" int dsv4_greedy(const float* logits, int rows, int vocab, int64_t* next, int64_t* positions, cudaStream_t stream) {
-    return launch(greedy_kernel, rows, 1024, 0, 1, stream, logits, vocab, next, positions);
-}
+// What choose.py launches.
+static_assert(CLUSTER == 8 && THREADS == 1024);
+#define ROUTE(MANY, SINGLE)                                                                                                     \
+    template __global__ void route_kernel<MANY, SINGLE>(const float*, const float*, const int64_t*, const int64_t*, int, int, int, \
+                                                        float, int, int*, float*, int*, int*);
+ROUTE(8, true) ROUTE(16, true) ROUTE(8, false) ROUTE(16, false)
+template __global__ void select_few_kernel<8, 5>(const Choice);
+template __global__ void select_few_kernel<16, 8>(const Choice);
+template __global__ void select_few_kernel<32, 8>(const Choice);

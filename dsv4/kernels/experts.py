@@ -11,7 +11,7 @@ UP_TILE = {torch.bfloat16: (128, 128, 64, 8, 3), torch.float32: (32, 32, 32, 4, 
 DOWN_TILE = {torch.bfloat16: (128, 256, 64, 8, 3), torch.float32: (32, 64, 32, 4, 2)}
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=["tiles"])
 def _up_kernel(x, w, factor, y, tokens, weights, tiles, limit, width, depth,  # type: ignore[no-untyped-def]
                x_row, w_part, w_expert, first, HAS_WEIGHT: tl.constexpr, PARTS: tl.constexpr,
                IS_EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
@@ -59,7 +59,7 @@ def _up_kernel(x, w, factor, y, tokens, weights, tiles, limit, width, depth,  # 
     tl.store(out, hidden.to(y.dtype.element_ty), mask=is_row[:, None] & (col < width)[None, :])
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=["tiles"])
 def _down_kernel(x, w, factor, y, places, tiles, width, depth, w_part, w_expert,  # type: ignore[no-untyped-def]
                  first, HAS_PLACE: tl.constexpr, PARTS: tl.constexpr, IS_EVEN: tl.constexpr,
                  BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip

@@ -1,10 +1,11 @@
-"""Scores of a CSA layer's index keys for each row of a decode step. Replaces the product in index.select."""
+"""Decode: scores of a CSA layer's index keys for each row. Replaces the product in index.select."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.kernels.numbers import launch, let_next_start, power, product, wait_for_earlier
+from dsv4.kernels.numbers import launch, launch_dependents, product, wait_for_prerequisites
+from dsv4.kernels.overlap import launcher
 from dsv4.quant.formats import Format, QuantTensor
 
 KEYS = 128  # keys a program scores at a time
@@ -18,7 +19,8 @@ LIFT = 63
 def _rows(page_table_ptr, block, count, BLOCK: tl.constexpr, PAGE: tl.constexpr):  # type: ignore[no-untyped-def]
     """[BLOCK] pool rows of keys block*BLOCK .. count-1; anything in bounds beyond."""
     entry = block * BLOCK + tl.arange(0, BLOCK)
-    page = tl.load(page_table_ptr + entry // PAGE, mask=entry < count, other=0).to(tl.int64)
+    at = page_table_ptr + entry // PAGE
+    page = tl.load(at, mask=entry < count, other=0, cache_modifier=".cg").to(tl.int64)
     return page * PAGE + entry % PAGE
 
 
@@ -28,9 +30,9 @@ def _keys(data_ptr, scale_ptr, row, block, count, BLOCK: tl.constexpr, DI: tl.co
     seen = block * BLOCK + tl.arange(0, BLOCK) < count
     part, byte = tl.arange(0, DI // 32), tl.arange(0, 16)
     at = row[:, None, None] * (DI // 2) + part[None, :, None] * 16 + byte[None, None, :]
-    data = tl.load(data_ptr + at, mask=seen[:, None, None], other=0)
+    data = tl.load(data_ptr + at, mask=seen[:, None, None], other=0, cache_modifier=".cg")
     scale_at = scale_ptr + row[:, None] * (DI // 32) + part[None, :]
-    return data, tl.load(scale_at, mask=seen[:, None], other=0)
+    return data, tl.load(scale_at, mask=seen[:, None], other=0, cache_modifier=".cg")
 
 
 @triton.jit
@@ -48,15 +50,15 @@ def _scores_kernel(iq_ptr, weights_ptr, data_ptr, scale_ptr, page_table_ptr, slo
                    out_ptr, pages, cap, factor, RATIO: tl.constexpr, PAGE: tl.constexpr, HI: tl.constexpr,
                    HEADS: tl.constexpr, DI: tl.constexpr, BLOCK: tl.constexpr,
                    LIFT: tl.constexpr):  # fmt: skip
-    let_next_start()
+    launch_dependents()
     row = tl.program_id(1).to(tl.int64)
-    count = (tl.load(positions_ptr + row).to(tl.int32) + 1) // RATIO
+    count = (tl.load(positions_ptr + row, cache_modifier=".cg").to(tl.int32) + 1) // RATIO
     block, step = tl.program_id(0), tl.num_programs(0)
-    page_table = page_table_ptr + tl.load(slots_ptr + row) * pages
+    page_table = page_table_ptr + tl.load(slots_ptr + row, cache_modifier=".cg") * pages
     rows = _rows(page_table, block, count, BLOCK, PAGE)
     next_rows = _rows(page_table, block + step, count, BLOCK, PAGE)
     data, scale = _keys(data_ptr, scale_ptr, rows, block, count, BLOCK, DI)
-    wait_for_earlier()
+    wait_for_prerequisites()
     if block * BLOCK < count:
         # Channels 2i and 2i+1 share byte i of a key: one product for the even ones, one for the odd.
         h, i = tl.arange(0, HEADS), tl.arange(0, DI)
@@ -68,16 +70,25 @@ def _scores_kernel(iq_ptr, weights_ptr, data_ptr, scale_ptr, page_table_ptr, slo
             # The next keys travel while these are scored, and the rows of those after them.
             next_data, next_scale = _keys(data_ptr, scale_ptr, next_rows, block + step, count, BLOCK, DI)
             next_rows = _rows(page_table, block + 2 * step, count, BLOCK, PAGE)
-            bits, unit = data.to(tl.int32), power(scale.to(tl.int32) + (126 - LIFT))[:, :, None]
+            # A scale that is NaN, or beyond what LIFT leaves room for, gives NaN. Not min(code, 255) == 255:
+            # ptxas 12.8 joins these to a VIMNMX.U16x2 whose second predicate overwrites the first.
+            bits, code = data.to(tl.int32), scale.to(tl.int32) + (126 - LIFT)
+            unit = tl.where(code >= 255, 0x7FC00000, code << 23).to(tl.float32, bitcast=True)[:, :, None]
             dots = product(_half(bits, 0, unit, BLOCK, DI), even)
             dots += product(_half(bits, 4, unit, BLOCK, DI), odd)
-            score = tl.sum(tl.maximum(dots, 0.0) * weight[None, :], 1) * (2.0**LIFT)
+            dots = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL)
+            score = tl.sum(dots * weight[None, :], 1) * (2.0**LIFT)
             entry = block * BLOCK + tl.arange(0, BLOCK)
             tl.store(out_ptr + row * cap + entry, score, mask=entry < count)
             data, scale = next_data, next_scale
             block += step
 
 
+@launcher(
+    reads=("iq", "weights", "keys", "page_table"),
+    reads_early=("keys", "page_table", "slots", "positions"),
+    writes=("out",),
+)
 def scores(
     iq: Tensor,
     weights: Tensor,
@@ -89,6 +100,7 @@ def scores(
     ratio: int,
     page_entries: int,
     factor: float,
+    overlap: bool = True,
 ) -> None:
     """iq [T, Hi, di], FP4 values as `queries` leaves them, so exact in bfloat16 whatever their type; weights
     [T, Hi], times factor; keys MXFP4 -> out [T, cap] float32: columns below (position + 1) // ratio.
@@ -99,10 +111,25 @@ def scores(
     if rows and out.shape[1]:
         launch(
             _scores_kernel,
-            (min(triton.cdiv(out.shape[1], KEYS), MAX_PROGRAMS), rows),
-            *(iq, weights, keys.data, keys.scale, page_table, slots, positions, out),
-            *(page_table.stride(0), out.stride(0), factor),
-            **{"RATIO": ratio, "PAGE": page_entries, "HI": heads},
-            **{"HEADS": max(16, triton.next_power_of_2(heads)), "DI": di, "BLOCK": KEYS, "LIFT": LIFT},
+            grid=(min(triton.cdiv(out.shape[1], KEYS), MAX_PROGRAMS), rows),
             num_warps=4,
+            overlap=overlap,
+            iq_ptr=iq,
+            weights_ptr=weights,
+            data_ptr=keys.data,
+            scale_ptr=keys.scale,
+            page_table_ptr=page_table,
+            slots_ptr=slots,
+            positions_ptr=positions,
+            out_ptr=out,
+            pages=page_table.stride(0),
+            cap=out.stride(0),
+            factor=factor,
+            RATIO=ratio,
+            PAGE=page_entries,
+            HI=heads,
+            HEADS=max(16, triton.next_power_of_2(heads)),
+            DI=di,
+            BLOCK=KEYS,
+            LIFT=LIFT,
         )

@@ -1,4 +1,4 @@
-// y = x Wt for one to eight rows of x at a time, W in 4, 8 or 16 bits: reads each weight once, at memory speed.
+// Decode: y = x Wt for one to eight rows of x at a time, W in 4, 8 or 16 bits. Reads each weight once, at memory speed.
 //
 // A weight is cut in tiles of 16 rows and slices of 512 columns; one warp takes one slice of a tile, and eight
 // columns of x (the rows of a batch) ride along in the tensor core's n. What a tile holds lies in the order in
@@ -40,11 +40,11 @@ struct Params {
     int choices;              // experts per token
     int rows;                 // of the batch
     float limit;              // of the clamped SwiGLU
-    int late;                 // the next kernel starts when this one has waited
-    int before, paced;        // a single row: chunks that a warp asks for before it waits; not all warps at once
+    int triggers_late;        // launch_dependents comes after the wait
+    int early_stages, paced;  // a single row: chunks that a warp fetches before the wait; not all warps at once
     Mixing mixing;            // beside the products, where a block's work says segment -1
-    const char* ahead;        // what the next kernel reads first, to be brought to L2 meanwhile; may be null
-    int64_t ahead_bytes;
+    const char* prefetch;     // what the next kernel reads first, prefetched to L2; may be null
+    int64_t prefetch_bytes;
 };
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
@@ -208,6 +208,17 @@ __device__ __forceinline__ float put_x(const typename Item<IS_F32>::Four (&v)[IT
     }
 }
 
+// These keep a NaN; fminf and fmaxf would give the other number.
+__device__ __forceinline__ float at_most(float v, float limit) {
+    float out;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(v), "f"(limit));
+    return out;
+}
+__device__ __forceinline__ float at_least(float v, float limit) {
+    float out;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(v), "f"(limit));
+    return out;
+}
 template <bool IS_F32> __device__ __forceinline__ float as_act(float v) {
     return IS_F32 ? v : __bfloat162float(__float2bfloat16_rn(v));
 }
@@ -241,12 +252,12 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
         if (lane == 0) undo_table[i * COLUMNS + c] = undo;
     };
     const bool has_slice = At::SINGLE && warp < s.warps;   // of a single row's x a warp brings one slice
-    // Up waits for its tasks before it can ask for weights; a single row's input is older. Down's tasks are there before
-    // it waits, since it starts when all of up's blocks have waited for the router.
+    // Up cannot fetch weights before its tasks are known, so it waits first; a single row's input is older and is read
+    // early. Down reads its tasks early: up, which triggers late, has waited for the router.
     if (s.routed == 1) {
         if (has_slice) read_slice(warp, 0);
-        wait_for_earlier();
-        let_next_start();
+        wait_for_prerequisites();
+        launch_dependents();
     }
     // A task: its expert, and in lane i the row of y that column i belongs to, -1 beyond the last.
     int expert = 0, place = -1;
@@ -287,35 +298,35 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncwarp();
-    // Weights are asked for before the input is there. A single row's launch that is paced asks for them in three steps,
-    // since whatever the small kernels before it read would come after them all: half of the warps' first chunks, the other
-    // half's, then all second ones.
+    // Weights are fetched before the wait. A single row's launch that is paced does so in three steps, since whatever the
+    // small kernels before it read would queue behind a burst: half of the warps' first chunks, the other half's, then all
+    // second ones.
     if constexpr (At::SINGLE) {
         if (p.paced) {
             __syncthreads();   // all barriers are there
             const int other = warp ^ WARPS / 2, its_unit = work.y + other / s.warps;
-            const bool asks = other / s.warps < groups && its_unit < end, follows = warp > other;
+            const bool fetches = other / s.warps < groups && its_unit < end, follows = warp > other;
             const uint32_t its_barrier = barriers + other * STAGES * 8;
-            if (follows && asks) await(its_barrier, 0);
+            if (follows && fetches) await(its_barrier, 0);
             if (units_left) {
                 fetch_next();
-                await(!follows && asks ? its_barrier : barrier, 0);
+                await(!follows && fetches ? its_barrier : barrier, 0);
                 fetch_next();
             }
-        } else for (int i = 0; i < p.before; ++i) fetch_next();
+        } else for (int i = 0; i < p.early_stages; ++i) fetch_next();
     } else for (int i = 0; i < STAGES; ++i) fetch_next();
     // The rest of a first brick of more chunks than stages comes as far as L2.
-    if (CHUNKS > STAGES && (!At::SINGLE || p.before == STAGES) && lane == 0 && units_left)
+    if (CHUNKS > STAGES && (!At::SINGLE || p.early_stages == STAGES) && lane == 0 && units_left)
         asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"((CHUNKS - STAGES) * CHUNK) : "memory");
     Scales<F> now;
     if (!idle && unit < end) now.load(scale, lane);
     if (s.routed != 1) {
-        wait_for_earlier();
-        if (p.late) let_next_start();
+        wait_for_prerequisites();
+        if (p.triggers_late) launch_dependents();
     }
     if constexpr (At::SINGLE) {
         if (has_slice && s.routed != 1) read_slice(warp, s.routed ? work.w : 0);
-        for (int i = p.before; i < STAGES; ++i) fetch_next();
+        for (int i = p.early_stages; i < STAGES; ++i) fetch_next();
         if (has_slice) put_slice(warp, 0);
     } else {
         for (int c = 0; c < count; ++c) {
@@ -395,8 +406,8 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
             if (s.routed == 2) to = ((size_t)(at / p.choices) * (p.choices + 1) + at % p.choices) * s.y_stride + n;
             if (paired) {
                 const float weight = __shfl_sync(~0u, routing, c);
-                const float gate = fminf(as_act<IS_F32>(v), p.limit);
-                const float up = fmaxf(fminf(as_act<IS_F32>(__shfl_down_sync(~0u, v, 16)), p.limit), -p.limit);
+                const float gate = at_most(as_act<IS_F32>(v), p.limit);
+                const float up = at_least(at_most(as_act<IS_F32>(__shfl_down_sync(~0u, v, 16)), p.limit), -p.limit);
                 float hidden = gate / (1.f + expf(-gate)) * up;
                 if (s.routed) hidden *= weight;
                 if (h == 0 && inside) put_act<IS_F32>(s.y, to, hidden);
@@ -412,16 +423,16 @@ template <int WARPS, bool IS_F32>
 __global__ void __launch_bounds__(WARPS * 32, Layout<WARPS>::BLOCKS) matvec_kernel(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) char shared[];
     const int4 work = __ldg(p.work + blockIdx.x);
-    if (!p.late) let_next_start();
+    if (!p.triggers_late) launch_dependents();
     if (work.x < 0) {
-        wait_for_earlier();
-        if (p.late) let_next_start();
+        wait_for_prerequisites();
+        if (p.triggers_late) launch_dependents();
         mix(p.mixing, p.rows);
         return;
     }
     const Segment& s = p.segments[work.x];
-    for (int64_t at = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * 128; at < p.ahead_bytes; at += (int64_t)gridDim.x * blockDim.x * 128)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(p.ahead + at));
+    for (int64_t at = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * 128; at < p.prefetch_bytes; at += (int64_t)gridDim.x * blockDim.x * 128)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(p.prefetch + at));
     switch (s.format) {
         case NVFP4: run<NVFP4, WARPS, IS_F32>(p, s, work, shared); break;
         case MXFP4: run<MXFP4, WARPS, IS_F32>(p, s, work, shared); break;
@@ -430,8 +441,8 @@ __global__ void __launch_bounds__(WARPS * 32, Layout<WARPS>::BLOCKS) matvec_kern
     }
 }
 
-extern "C" int dsv4_matvec(const Params* p, int blocks, int is_f32, cudaStream_t stream) {
-    if (is_f32) return launch(matvec_kernel<16, true>, blocks, 512, Layout<16>::bytes(COLUMNS), 1, stream, *p);
-    if (p->rows > 1) return launch(matvec_kernel<16, false>, blocks, 512, Layout<16>::bytes(COLUMNS), 1, stream, *p);
-    return launch(matvec_kernel<8, false>, blocks, 256, Layout<8>::bytes(1), 1, stream, *p);
-}
+// What matvec.py launches, with this much shared memory.
+static_assert(Layout<16>::bytes(COLUMNS) == 231936 && Layout<8>::bytes(1) == 76416);
+template __global__ void matvec_kernel<16, true>(const __grid_constant__ Params);
+template __global__ void matvec_kernel<16, false>(const __grid_constant__ Params);
+template __global__ void matvec_kernel<8, false>(const __grid_constant__ Params);

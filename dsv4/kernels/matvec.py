@@ -1,4 +1,7 @@
-"""Launches matvec.cu: several weights in one grid, each with its input and output; and unpacks tiles."""
+"""Decode: launches matvec.cu. Several weights in one grid, each with its input and output.
+
+`unpack` is for prefill: weights in tiles as rows again.
+"""
 
 import ctypes
 from dataclasses import dataclass
@@ -8,11 +11,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dsv4.kernels.build import call, pointer
+from dsv4.kernels.build import call
+from dsv4.kernels.overlap import Touches, tensors_of
 from dsv4.kernels.tiles import CODE, SLICE, Tiled
 
 MAX_SLICES, MAX_SEGMENTS, COLUMNS, FLOAT_COLUMNS, STAGES = 8, 16, 8, 2, 2
 MAX_MIXED = 256  # rows that a block mixes, one per thread
+SHARED = {16: 231936, 8: 76416}  # bytes of a block of so many warps; matvec.cu holds them against its layout
 
 
 class _Segment(ctypes.Structure):
@@ -38,11 +43,10 @@ class _Params(ctypes.Structure):
         ("choices", ctypes.c_int),
         ("rows", ctypes.c_int),
         ("limit", ctypes.c_float),
-        ("late", ctypes.c_int),
-        *((name, ctypes.c_int) for name in ("before", "paced")),
+        *((name, ctypes.c_int) for name in ("triggers_late", "early_stages", "paced")),
         ("mixing", _Mixing),
-        ("ahead", ctypes.c_void_p),
-        ("ahead_bytes", ctypes.c_int64),
+        ("prefetch", ctypes.c_void_p),
+        ("prefetch_bytes", ctypes.c_int64),
     )
 
 
@@ -94,7 +98,7 @@ class Mixing:
 
 
 def splits(k: int) -> int:
-    """Into how many separately stored sums a product over K columns is cut."""
+    """Split-K: into how many separately stored sums a product over K columns is cut."""
     slices = -(-k // SLICE)
     return -(-slices // MAX_SLICES)
 
@@ -109,36 +113,37 @@ class MatVec:
         tasks: Tasks | None = None,
         limit: float = 0.0,
         blocks: int | None = None,
-        ahead: Tensor | None = None,
+        prefetch: Tensor | None = None,
         mixing: Mixing | None = None,
-        late: bool = False,
-        before: int = STAGES,
+        triggers_late: bool = False,
+        early_stages: int = STAGES,
         paced: bool = False,
+        overlap: bool = True,
     ) -> None:
-        """`ahead`: a few megabytes that the next kernel reads, brought to the L2 cache meanwhile.
+        """`prefetch`: a few megabytes that the next kernel reads, brought to L2 meanwhile.
 
-        `late`: the next kernel starts only when this one has waited, so that it finds what was made before
-        this one. A "down" reads its tasks, and an "up" of a single row its input, before waiting: so "up" is
-        always late, and a launch between the input and it must be.
+        `triggers_late`: launch_dependents comes after the wait. A "down" reads its tasks early, so "up"
+        always triggers late.
 
-        For a single row: `before`, how many chunks of 4 KiB each warp asks for before it waits (fewer where
-        blocks start only when their input is about to be there: it would come after them), or `paced`: all,
-        but not at once, for a launch that small kernels precede.
+        For a single row: `early_stages`, how many chunks of 4 KiB each warp fetches before the wait (fewer
+        where blocks start only when their input is about to be there: it would queue behind them), or
+        `paced`: all, but not at once, for a launch that small kernels precede.
         """
         device = products[0].x.device
         self.device, self.is_float = device, products[0].x.dtype == torch.float32
-        self.keep = (products, tasks, ahead, mixing)  # the launch holds raw pointers into these
-        late |= any(product.who == "up" for product in products)
-        params = _Params(rows=rows, limit=limit, late=late, before=STAGES)
+        self.overlap, self.is_single = overlap, rows == 1 and not self.is_float
+        self.keep = (products, tasks, prefetch, mixing)  # the launch holds raw pointers into these
+        triggers_late |= any(product.who == "up" for product in products)
+        params = _Params(rows=rows, limit=limit, triggers_late=triggers_late, early_stages=STAGES)
         params.choices = tasks.choices if tasks else 1
-        assert before == STAGES or not paced, "a paced launch asks for all chunks"
-        if rows == 1 and not self.is_float:
-            params.before, params.paced = before, paced
+        assert early_stages == STAGES or not paced, "a paced launch fetches all chunks early"
+        if self.is_single:
+            params.early_stages, params.paced = early_stages, paced
         if tasks:
             params.task_expert, params.task_pairs = tasks.expert.data_ptr(), tasks.pairs.data_ptr()
             params.weights = tasks.weights.data_ptr()
-        if ahead is not None:
-            params.ahead, params.ahead_bytes = ahead.data_ptr(), ahead.nbytes
+        if prefetch is not None:
+            params.prefetch, params.prefetch_bytes = prefetch.data_ptr(), prefetch.nbytes
         segments: list[tuple[_Segment, Product]] = []
         for product in products:
             segments += [(segment, product) for segment in _segments(product)]
@@ -147,7 +152,7 @@ class MatVec:
             params.segments[i] = segment
         columns = FLOAT_COLUMNS if self.is_float else COLUMNS
         if blocks is None:
-            per = 2 if rows == 1 and not self.is_float else 1  # as matvec.cu launches them
+            per = 2 if self.is_single else 1  # as matvec.cu launches them
             blocks = per * torch.cuda.get_device_properties(device).multi_processor_count
         work = _share([s for s, _ in segments], rows, columns, tasks, blocks - (mixing is not None))
         if mixing is not None:
@@ -159,15 +164,53 @@ class MatVec:
         self.params, self.blocks = params, len(work)
 
     def launch(self) -> None:
-        arguments = (ctypes.byref(self.params), self.blocks, int(self.is_float))
-        call("matvec", "matvec", self.device, *arguments)
+        warps = 8 if self.params.rows == 1 and not self.is_float else 16
+        call(
+            *("matvec", f"matvec_kernel<{warps}, {str(self.is_float).lower()}>", self.device, self.params),
+            blocks=self.blocks,
+            threads=32 * warps,
+            shared=SHARED[warps],
+            overlap=self.overlap,
+        )
+
+    @property
+    def touches(self) -> Touches:
+        products, tasks, prefetch, mixing = self.keep
+        reads: list[Tensor] = []
+        early: list[Tensor] = [self.work]
+        for product in products:
+            weights = tensors_of(product.weight)
+            if product.who == "up":
+                reads += [*weights, *tensors_of(tasks)]
+                (early if self.is_single else reads).append(product.x)
+            else:
+                early += weights
+                reads.append(product.x)
+            if product.who == "down":
+                assert tasks is not None
+                early += [tasks.expert, tasks.pairs]
+        combs = () if mixing is None else (mixing.comb,)
+        return Touches(
+            reads=(*reads, *combs),
+            reads_early=tuple(early),
+            writes=(*(product.y for product in products), *combs),
+            prefetches=() if prefetch is None else (prefetch,),
+            triggers_late=bool(self.params.triggers_late),
+        )
 
 
 def _segment(weight: Tiled) -> _Segment:
     n, k = weight.shape
     return _Segment(
-        *(weight.data.data_ptr(), weight.scale.data_ptr(), weight.factor.data_ptr(), None, None),
-        *(CODE[weight.format], weight.halves, weight.units, weight.slices, 0, 0, n, k, 0, 0, 0, 0),
+        data=weight.data.data_ptr(),
+        scale=weight.scale.data_ptr(),
+        factor=weight.factor.data_ptr(),
+        format=CODE[weight.format],
+        halves=weight.halves,
+        units=weight.units,
+        slices=weight.slices,
+        n=n,
+        k=k,
     )
 
 
@@ -231,6 +274,11 @@ def unpack(weight: Tiled, out: Tensor) -> None:
         and out.numel() == weight.count * weight.halves * weight.shape[0] * weight.shape[1]
     )
     assert weight.data.is_contiguous() and weight.scale.is_contiguous()
-    segment = _segment(weight)
-    is_float = int(out.dtype == torch.float32)
-    call("unpack", "unpack", out.device, ctypes.byref(segment), weight.count, pointer(out), is_float)
+    act = "float" if out.dtype == torch.float32 else "__nv_bfloat16"
+    bricks = weight.count * weight.units * weight.slices * weight.halves
+    call(
+        *("unpack", f"unpack_kernel<{act}>", out.device),
+        *(_segment(weight), out, ctypes.c_int64(bricks)),
+        blocks=-(-bricks // 4),
+        threads=128,
+    )

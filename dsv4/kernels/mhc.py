@@ -1,18 +1,17 @@
-"""Hyper-connections of a decode step: two launches per site. Replaces ops.mhc.ref and the norm after it.
+"""Decode: hyper-connections, two launches per site. Replaces ops.mhc.ref and the norm after it.
 
 `mix_open` puts the last output back into the streams and multiplies them with `fn`, a few channels per
 program; `mix_close` (mix.cu) adds the parts up and makes the next input. Four streams, as in every V4 model.
 """
-
-import ctypes
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.kernels.build import call, pointer
-from dsv4.kernels.numbers import launch, let_next_start, rounded, to_act, wait_for_earlier
+from dsv4.kernels.build import call
+from dsv4.kernels.numbers import launch, launch_dependents, rounded, to_act, wait_for_prerequisites
+from dsv4.kernels.overlap import launcher
 
 STREAMS = 4
 CHUNK = 32  # channels of each stream per program of mix_open
@@ -27,9 +26,9 @@ def num_chunks(hidden_size: int) -> int:
 @triton.jit
 def _embed_kernel(ids_ptr, table_ptr, out_ptr, D: tl.constexpr, N: tl.constexpr,  # type: ignore[no-untyped-def]
                   BLOCK: tl.constexpr):  # fmt: skip
-    # In this order: what kernels after this one read before they wait is then as old as the step.
-    wait_for_earlier()
-    let_next_start()
+    # Late: so the launches after this one may read what is older than the step before they wait.
+    wait_for_prerequisites()
+    launch_dependents()
     row = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     # A row whose last logits were not finite goes on with id -1 until the host hears of it.
@@ -40,12 +39,24 @@ def _embed_kernel(ids_ptr, table_ptr, out_ptr, D: tl.constexpr, N: tl.constexpr,
         tl.store(out_ptr + (row * N + n) * D + c, x, mask=c < D)
 
 
-def embed(ids: Tensor, table: Tensor, streams: Tensor) -> None:
+@launcher(reads=("ids", "table"), writes=("streams",), triggers_late=True)
+def embed(ids: Tensor, table: Tensor, streams: Tensor, overlap: bool = True) -> None:
     """ids [T] int64, table [V, D] -> streams [T, N, D]: every stream is the token's row."""
     rows, n, d = streams.shape
     assert table.shape[1] == d and ids.shape == (rows,), (table.shape, ids.shape, streams.shape)
     if rows:
-        launch(_embed_kernel, (triton.cdiv(d, 1024), rows), ids, table, streams, D=d, N=n, BLOCK=1024)
+        launch(
+            _embed_kernel,
+            grid=(triton.cdiv(d, 1024), rows),
+            num_warps=4,
+            overlap=overlap,
+            ids_ptr=ids,
+            table_ptr=table,
+            out_ptr=streams,
+            D=d,
+            N=n,
+            BLOCK=1024,
+        )
 
 
 # One kernel for every T: a row's result must not depend on it.
@@ -59,11 +70,11 @@ def _open_kernel(y_ptr, gate_ptr, comb_ptr, streams_ptr, fn_ptr, partial_ptr, ro
     n, m = tl.arange(0, N), tl.arange(0, MP)
     inside = c < D
     at = n[:, None] * D + c[None, :]
-    # fn does not depend on the step, so its loads go first; nothing below waits for them until the product.
+    # fn is a weight, so its loads go before the wait; nothing below needs them until the product.
     mask = (m < M)[:, None, None] & inside[None, None, :]
     fn = tl.load(fn_ptr + m[:, None, None] * (N * D) + at[None, :, :], mask=mask, other=0.0)
-    let_next_start()
-    wait_for_earlier()
+    launch_dependents()
+    wait_for_prerequisites()
     first, step = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     for i in range(tl.cdiv(rows - first, step)):
         row = first + i * step
@@ -90,8 +101,19 @@ def _open_kernel(y_ptr, gate_ptr, comb_ptr, streams_ptr, fn_ptr, partial_ptr, ro
         tl.store(partial + N, tl.sum(tl.reshape(new * new, (N * CHUNK,)), 0))
 
 
+@launcher(
+    reads=("y", "gate", "comb", "streams"),
+    reads_early=("fn",),
+    writes=("streams", "partial"),
+)
 def mix_open(
-    y: Tensor | None, gate: Tensor | None, comb: Tensor | None, streams: Tensor, fn: Tensor, partial: Tensor
+    y: Tensor | None,
+    gate: Tensor | None,
+    comb: Tensor | None,
+    streams: Tensor,
+    fn: Tensor,
+    partial: Tensor,
+    overlap: bool = True,
 ) -> None:
     """streams [T, N, D] <- mhc.post(sum over P of y, streams, gate, comb); partial <- products with fn.
 
@@ -107,14 +129,32 @@ def mix_open(
     if rows:
         launch(
             _open_kernel,
-            (num_chunks(d), min(rows, MAX_ROWS)),
-            *(y, gate, comb, streams, fn, partial, rows),
-            **{"D": d, "N": n, "M": mixes, "MP": triton.next_power_of_2(mixes)},
-            **{"P": 0 if y is None else y.shape[1], "C": num_chunks(d), "CHUNK": CHUNK, "WIDTH": WIDTH},
+            grid=(num_chunks(d), min(rows, MAX_ROWS)),
             num_warps=4,
+            overlap=overlap,
+            y_ptr=y,
+            gate_ptr=gate,
+            comb_ptr=comb,
+            streams_ptr=streams,
+            fn_ptr=fn,
+            partial_ptr=partial,
+            rows=rows,
+            D=d,
+            N=n,
+            M=mixes,
+            MP=triton.next_power_of_2(mixes),
+            P=0 if y is None else y.shape[1],
+            C=num_chunks(d),
+            CHUNK=CHUNK,
+            WIDTH=WIDTH,
         )
 
 
+@launcher(
+    reads=("partial", "streams"),
+    reads_early=("base", "scale", "weight"),
+    writes=("x", "gate", "comb"),
+)
 def mix_close(
     partial: Tensor,
     base: Tensor,
@@ -126,6 +166,7 @@ def mix_close(
     comb: Tensor | None,
     norm_eps: float,
     hc_eps: float,
+    overlap: bool = True,
 ) -> None:
     """What mix_open left in `partial` -> x [T, D] (mhc.pre, then rms_norm), gate [T, N], comb [T, N, N].
 
@@ -139,10 +180,12 @@ def mix_close(
     assert (gate is None) == (comb is None) and partial.shape == (rows, chunks, WIDTH), partial.shape
     assert d % 8 == 0 and d <= 8192 and chunks <= 256, f"{d} channels"
     if rows:
+        act = "float" if x.dtype == torch.float32 else "__nv_bfloat16"
         call(
-            *("mix", "mix_close", x.device),
-            *(pointer(partial), pointer(base), pointer(scale), pointer(streams), pointer(weight)),
-            *(pointer(x), pointer(gate), pointer(comb)),
-            *(rows, d, chunks, ctypes.c_float(norm_eps), ctypes.c_float(hc_eps)),
-            int(x.dtype == torch.float32),
+            *("mix", f"close_kernel<{act}>", x.device),
+            *(partial, base, scale, streams, weight, x, gate, comb),
+            *(rows, d, chunks, norm_eps, hc_eps),
+            blocks=rows if gate is None else 2 * rows,
+            threads=512,
+            overlap=overlap,
         )

@@ -1,8 +1,5 @@
 // What follows from the streams' sums with `fn`: the next input of a layer's half, which is the four streams weighted and
 // then normalised, by one block per row; by another what weights its output and, but for Sinkhorn's rounds, mixes the streams.
-#include <cuda_bf16.h>
-#include <stdint.h>
-
 #include "mix.cuh"
 
 constexpr int THREADS = 512, WARPS = THREADS / 32, SQUARES = STREAMS;
@@ -50,8 +47,8 @@ __device__ __forceinline__ void next_output(const float* partial, const float* b
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const bool is_mix = lane > SQUARES && lane <= SQUARES + STREAMS + STREAMS * STREAMS;
     const float its_scale = is_mix ? __ldg(scale + lane - 1) : 0.f, its_base = is_mix ? __ldg(base + lane - 1) : 0.f;
-    let_next_start();
-    wait_for_earlier();
+    launch_dependents();
+    wait_for_prerequisites();
     float v[MAX_CHUNKS / WARPS], total = 0.f;
 #pragma unroll
     for (int i = 0; i < MAX_CHUNKS / WARPS; ++i) {
@@ -94,8 +91,8 @@ __global__ void __launch_bounds__(THREADS) close_kernel(const float* partial, co
 #pragma unroll
     for (int i = 0; i < MAX_ITEMS; ++i)
         if ((tid + i * THREADS) * ITEM < d) w[i] = read(weight + (tid + i * THREADS) * ITEM);
-    let_next_start();
-    wait_for_earlier();
+    launch_dependents();
+    wait_for_prerequisites();
     streams += (size_t)row * STREAMS * d;
     // Four threads read the first eight columns of a chunk: the mixes that weight the streams, and the sum of squares.
     float2 two[MAX_PASSES];
@@ -158,13 +155,9 @@ __global__ void __launch_bounds__(THREADS) close_kernel(const float* partial, co
         }
 }
 
-extern "C" int dsv4_mix_close(const float* partial, const float* base, const float* scale, const void* streams, const float* weight,
-                              void* x, float* gate, float* comb, int rows, int d, int chunks, float norm_eps, float hc_eps,
-                              int is_f32, cudaStream_t stream) {
-    const auto go = [&](auto kernel, auto act) {
-        using Act = decltype(act);
-        return launch(kernel, gate ? 2 * rows : rows, THREADS, 0, 1, stream, partial, base, scale, static_cast<const Act*>(streams),
-                      weight, static_cast<Act*>(x), gate, comb, rows, d, chunks, norm_eps, hc_eps);
-    };
-    return is_f32 ? go(close_kernel<float>, 0.f) : go(close_kernel<__nv_bfloat16>, __nv_bfloat16());
-}
+// What mhc.py launches.
+static_assert(THREADS == 512);
+template __global__ void close_kernel<float>(const float*, const float*, const float*, const float*, const float*, float*, float*,
+                                             float*, int, int, int, float, float);
+template __global__ void close_kernel<__nv_bfloat16>(const float*, const float*, const float*, const __nv_bfloat16*, const float*,
+                                                     __nv_bfloat16*, float*, float*, int, int, int, float, float);

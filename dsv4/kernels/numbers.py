@@ -1,4 +1,4 @@
-"""Arithmetic that several Triton kernels share: roundings, norm, rotation, Hadamard, cache formats.
+"""Decode: what its Triton kernels share. PDL launches, rounding, norm, RoPE, Hadamard, cache formats.
 
 Everything is float32 inside; "act values" are float32 numbers that the compute type can hold.
 """
@@ -16,30 +16,29 @@ INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 F32_MAX: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """A Triton kernel of a step, which may start while the one before it still runs.
+def launch(kernel: Any, grid: tuple[int, ...], num_warps: int, overlap: bool, **arguments: Any) -> None:
+    """A Triton kernel of a step. `overlap`: with PDL, so it may start while the one before it still runs.
 
-    Each calls let_next_start and wait_for_earlier, once.
+    Each program executes launch_dependents and wait_for_prerequisites once. What a kernel reads before the
+    wait is declared with its launcher (overlap.py) and loaded from L2 (".cg") if a step writes it: until the
+    wait, a line of an earlier kernel may lie in L1.
     """
-    overlap = {} if triton.knobs.runtime.interpret else {"launch_pdl": True}
-    compiled = kernel[grid](*arguments, **options, **overlap)
+    options = {} if triton.knobs.runtime.interpret else {"launch_pdl": overlap}
+    compiled = kernel[grid](**arguments, num_warps=num_warps, **options)
     if compiled is not None:
         keep_shared_memory(compiled.function)
 
 
 @triton.jit
-def let_next_start():  # type: ignore[no-untyped-def]
-    """The next kernel starts when every program of this one has called this."""
+def launch_dependents():  # type: ignore[no-untyped-def]
+    """The next kernel may start when every program of this one has come here."""
     if not INTERPRETED:
         gdc_launch_dependents()
 
 
 @triton.jit
-def wait_for_earlier():  # type: ignore[no-untyped-def]
-    """What earlier kernels wrote is there after this. Before it, a kernel may read weights and what is older
-    than its step (positions, slots, page tables, tails), since `embed` lets the next start after its wait.
-    `queries` does so too: kernels after it may read the cache rows that `prepare` wrote. Products have two
-    rules more (MatVec, `late`)."""
+def wait_for_prerequisites():  # type: ignore[no-untyped-def]
+    """After this the launches before this one are complete and what they wrote is visible (overlap.py)."""
     if not INTERPRETED:
         gdc_wait()
 
@@ -85,13 +84,13 @@ def norm(x, weight, eps, D: tl.constexpr, ACT: tl.constexpr):  # type: ignore[no
 
 
 @triton.jit
-def turns(cos_ptr, sin_ptr, position, sign, start, HALF: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """cos and sin [SIZE / 2] for `rotate`: HALF pairs from channel `start`, which may lie outside, turn."""
+def angles(cos_ptr, sin_ptr, position, sign, start, HALF: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """RoPE's cos and sin [SIZE / 2] for `rotate`: HALF pairs from channel `start`, which may lie outside."""
     pair = tl.arange(0, SIZE // 2) - start // 2
-    turning = (pair >= 0) & (pair < HALF)
+    rotates = (pair >= 0) & (pair < HALF)
     at = position.to(tl.int64) * HALF + pair
-    cos = tl.load(cos_ptr + at, mask=turning, other=1.0)
-    return cos, tl.load(sin_ptr + at, mask=turning, other=0.0) * sign
+    cos = tl.load(cos_ptr + at, mask=rotates, other=1.0)
+    return cos, tl.load(sin_ptr + at, mask=rotates, other=0.0) * sign
 
 
 @triton.jit
@@ -112,7 +111,9 @@ def hadamard(x, D: tl.constexpr, STEPS: tl.constexpr, ACT: tl.constexpr):  # typ
 
 @triton.jit
 def finite(x):  # type: ignore[no-untyped-def]
-    return tl.minimum(tl.maximum(x, -F32_MAX), F32_MAX)
+    """Infinity becomes the largest float; NaN stays."""
+    x = tl.maximum(x, -F32_MAX, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(x, F32_MAX, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -123,20 +124,31 @@ def p2ceil(v):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def power(code):  # type: ignore[no-untyped-def]
-    """2^(code-127) for int32 codes 1 .. 254; code 0 gives 0."""
-    return (code << 23).to(tl.float32, bitcast=True)
+    """2^(code-127) for int32 codes 1 .. 254; 0 gives 0; 255, and 254 - 255, give NaN."""
+    return tl.where((code & 255) == 255, 0x7FC00000, code << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def block_scale(blocks, floor, share):  # type: ignore[no-untyped-def]
+    """blocks [B, N], finite or NaN -> E8M0 codes (int32) [B] of p2ceil(amax * share); with a NaN, 255.
+
+    As integers, the bits of NaN are above those of every number.
+    """
+    top = tl.max(blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    scale = p2ceil(tl.maximum(top.to(tl.float32, bitcast=True), floor) * share)
+    return tl.where(top > 0x7F800000, 255, scale)
 
 
 @triton.jit
 def e4m3_encode(x):  # type: ignore[no-untyped-def]
-    """float32 -> E4M3 codes (uint8), nearest even, saturating."""
+    """float32 -> E4M3 codes (uint8), nearest even, saturating; NaN stays."""
     bits = x.to(tl.uint32, bitcast=True)
     size = tl.minimum(tl.abs(x), 448.0)
     wide = size.to(tl.uint32, bitcast=True)
     normal = ((wide + 0x7FFFF + ((wide >> 20) & 1)) >> 20).to(tl.int32) - 120 * 8
     # Adding 2^23 rounds to whole numbers, here to multiples of the smallest code, 2^-9.
     small = (size * 512.0 + 8388608.0).to(tl.int32, bitcast=True) & 15
-    code = tl.where(size < 0.015625, small, normal)
+    code = tl.where(x != x, 0x7F, tl.where(size < 0.015625, small, normal))
     return (code | ((bits >> 31) << 7).to(tl.int32)).to(tl.uint8)
 
 
@@ -148,11 +160,12 @@ def e4m3_decode(code):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def e2m1_encode(x):  # type: ignore[no-untyped-def]
-    """float32 -> E2M1 codes (int32), nearest, ties to even, saturating at 6: codec._E2M1_LAST."""
+    """float32 -> E2M1 codes (int32), nearest, ties to even, saturating at 6: codec._E2M1_LAST. NaN: 7."""
     size = tl.abs(x)
     code = (size > 0.25).to(tl.int32) + (size > 0.75 - 2**-24).to(tl.int32)
     code += (size > 1.25).to(tl.int32) + (size > 1.75 - 2**-23).to(tl.int32)
     code += (size > 2.5).to(tl.int32) + (size > 3.5 - 2**-22).to(tl.int32) + (size > 5.0).to(tl.int32)
+    code = tl.where(x != x, 7, code)
     return code | ((x.to(tl.uint32, bitcast=True) >> 31) << 3).to(tl.int32)
 
 
@@ -167,8 +180,7 @@ def e2m1_decode(code):  # type: ignore[no-untyped-def]
 def mxfp4_blocks(x, D: tl.constexpr):  # type: ignore[no-untyped-def]
     """x [D] -> E2M1 codes [D / 32, 32] and E8M0 codes [D / 32], both int32. D is a multiple of 32."""
     blocks = tl.reshape(finite(x), (D // 32, 32))
-    top = tl.maximum(tl.max(tl.abs(blocks), 1), 6.0 * 2.0**-126)
-    scale = p2ceil(top * (1.0 / 6.0))
+    scale = block_scale(blocks, 6.0 * 2.0**-126, 1.0 / 6.0)
     return e2m1_encode(blocks * power(254 - scale)[:, None]), scale
 
 
@@ -179,8 +191,7 @@ def put_kv8(x, data_ptr, rope_ptr, scale_ptr, row, NOPE: tl.constexpr, ROPE: tl.
     """codec.encode_kv of x [SIZE], act values, into a row of a KV8 store; ROW counts bytes, ROPE_ROW acts."""
     c = tl.arange(0, SIZE)
     blocks = tl.reshape(tl.where(c < NOPE, finite(x), 0.0), (SIZE // 64, 64))
-    top = tl.maximum(tl.max(tl.abs(blocks), 1), 1e-4)
-    scale = p2ceil(top * (1.0 / 448.0))
+    scale = block_scale(blocks, 1e-4, 1.0 / 448.0)
     codes = e4m3_encode(blocks * power(254 - scale)[:, None])
     tl.store(data_ptr + row * ROW + c, tl.reshape(codes, (SIZE,)), mask=c < NOPE)
     tl.store(rope_ptr + row * ROPE_ROW + c - NOPE, x.to(ACT), mask=(c >= NOPE) & (c < NOPE + ROPE))

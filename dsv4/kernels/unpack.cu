@@ -1,4 +1,4 @@
-// Weights in tiles as rows of BF16 or float32 again: prompts multiply many rows with each weight.
+// Prefill: weights in tiles as rows of BF16 or float32 again, since many rows are multiplied with each.
 #include "tiles.cuh"
 
 // Four or eight neighbours of a row at once, of which `left` are inside it; rows begin at a multiple of four.
@@ -81,8 +81,7 @@ __device__ __forceinline__ void unpack_brick(const Segment& s, int64_t brick, Ou
 
 template <typename Out>
 __global__ void unpack_kernel(const __grid_constant__ Segment s, Out* y, int64_t bricks) {
-    let_next_start();
-    wait_for_earlier();
+    wait_for_prerequisites();
     const int64_t brick = (int64_t)blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
     if (brick >= bricks) return;
     const int lane = threadIdx.x & 31;
@@ -94,10 +93,6 @@ __global__ void unpack_kernel(const __grid_constant__ Segment s, Out* y, int64_t
     }
 }
 
-// `s` describes the bank from its first wanted matrix on.
-extern "C" int dsv4_unpack(const Segment* s, int matrices, void* y, int is_f32, cudaStream_t stream) {
-    const int64_t bricks = (int64_t)matrices * s->units * s->slices * s->halves;
-    const int blocks = (int)((bricks + 3) / 4);
-    if (is_f32) return launch(unpack_kernel<float>, blocks, 128, 0, 1, stream, *s, (float*)y, bricks);
-    return launch(unpack_kernel<__nv_bfloat16>, blocks, 128, 0, 1, stream, *s, (__nv_bfloat16*)y, bricks);
-}
+// What matvec.py launches, four warps a block; `s` describes the bank from its first wanted matrix on.
+template __global__ void unpack_kernel<float>(const __grid_constant__ Segment, float*, int64_t);
+template __global__ void unpack_kernel<__nv_bfloat16>(const __grid_constant__ Segment, __nv_bfloat16*, int64_t);

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.engine.engine import Engine
+from dsv4.engine.trial import Trial
 from dsv4.errors import ConfigError, RequestError
 from dsv4.lab.difference import Agreement, Difference, Predictions, first_not_finite, routing_matrix
-from dsv4.model.step import Step, Tap
+from dsv4.model.step import Tap
 
 # What is looked at in a layer, in the order it is computed -> the op that made it, and what it is.
 PARTS = {
@@ -142,28 +143,17 @@ class _Stop(Exception):
 
 def run(engine: Engine, ids: Sequence[int], num_single: int, drafts: bool, tap: Tap) -> Iterator[Tensor]:
     """Logits of all but the last `num_single` ids (at least one) in one step; then of these one by one."""
-    model, cache, device = engine.runner.model, engine.cache, engine.settings.device.torch_name
     prompt = len(ids) - max(1, num_single)
-    slot = cache.claim(len(ids))
-    assert slot is not None, "the engine is idle"
-    try:
-        step = Step.build([(slot, 0, list(ids[:prompt]))], device, tap)
-        streams = model.forward(step, cache)
-        yield model.logits(streams).cpu()
-        if drafts:
-            next_ids = torch.tensor(ids[1 : prompt + 1], device=device)
-            model.draft(streams, next_ids, step, cache)
+    with Trial(engine, len(ids)) as trial:
+        yield trial.read(ids[:prompt], ids[1 : prompt + 1] if drafts else None, tap)[0].cpu()
         for position in range(prompt, prompt + num_single):
-            step = Step.build([(slot, position, [ids[position]])], device, tap)
-            yield model.logits(model.forward(step, cache)).cpu()
-    finally:
-        cache.release(slot)
+            yield trial.read([ids[position]], tap=tap)[0].cpu()
 
 
 def record(engine: Engine, ids: Sequence[int], num_single: int = 0) -> Recording:
     """All intermediate results of A; they are kept in memory, so that A need not be."""
     seen: list[Seen] = []
-    drafts = bool(engine.runner.model.mtp)
+    drafts = bool(engine.model.mtp)
     logits = list(run(engine, ids, num_single, drafts, lambda *args: seen.append(Seen.of(*args))))
     return Recording(engine.model_config, seen, logits)
 
@@ -174,7 +164,7 @@ def compare(
     """B against what was recorded of A; ends at the first layer with an error over `limit`, or a NaN."""
     check_alike(wanted.config, engine.model_config)
     # A draft block that only one of them has is not looked at.
-    drafts = bool(engine.runner.model.mtp) and any(seen.layer == "mtp.0" for seen in wanted.seen)
+    drafts = bool(engine.model.mtp) and any(seen.layer == "mtp.0" for seen in wanted.seen)
     observer = _Observer(wanted, drafts, limit)
     logits = Predictions([])
     try:

@@ -12,11 +12,11 @@ import torch
 
 from dsv4.engine.engine import Engine
 from dsv4.engine.request import SamplingParams
+from dsv4.engine.trial import Trial
 from dsv4.errors import ConfigError, RequestError, TextError
 from dsv4.lab.evalset import TEXT, Item
 from dsv4.lab.judge import Rate, as_number, last_number, says, uses
 from dsv4.lab.score import Progress, TextScore, score_text
-from dsv4.model.step import Step
 from dsv4.text.chat import encode
 from dsv4.text.deltas import Message, collect
 from dsv4.text.stream import OutputParser
@@ -94,7 +94,7 @@ def evaluate(
     prompts = [item for item in items if item.suite != TEXT]
     texts = [item for item in items if item.suite == TEXT]
     num_stories = sum(item.suite == "stories" for item in prompts)
-    total = len(items) + (num_stories if engine.runner.model.mtp else 0)
+    total = len(items) + (num_stories if engine.model.mtp else 0)
 
     def report(done: int) -> None:
         if progress:
@@ -108,7 +108,7 @@ def evaluate(
         outcome.texts.append((item, score_text(engine, item.text)))
         done += 1
         report(done)
-    if num_stories and not engine.runner.model.mtp:
+    if num_stories and not engine.model.mtp:
         outcome.notes.append("the checkpoint has no draft block (mtp.*), so there is no MTP acceptance")
     elif num_stories:
         outcome.drafts = _drafts(engine, outcome.answers, lambda count: report(done + count), stopped)
@@ -185,22 +185,15 @@ def draft_hits(engine: Engine, prompt: tuple[int, ...], answer: tuple[int, ...])
 
     The block sees the trunk's streams up to two tokens before, and the token before.
     """
-    ids, model, cache = [*prompt, *answer], engine.runner.model, engine.cache
-    device, end = engine.settings.device.torch_name, len(ids) - 2
-    slot = cache.claim(len(ids))
-    if slot is None:
-        raise RequestError("the cache is full; evaluate on an idle engine")
+    ids = [*prompt, *answer]
+    end = len(ids) - 2
     drafted: list[int] = []
-    try:
+    with Trial(engine, len(ids)) as trial:
         for start in range(0, end, engine.settings.chunk):
             stop = min(end, start + engine.settings.chunk)
-            step = Step.build([(slot, start, ids[start:stop])], device)
-            streams = model.forward(step, cache)
-            next_ids = torch.tensor(ids[start + 1 : stop + 1], device=device)
-            logits = model.draft(streams, next_ids, step, cache)[1]
+            _, logits = trial.read(ids[start:stop], ids[start + 1 : stop + 1])
+            assert logits is not None
             drafted += logits.sort(descending=True, stable=True).indices[:, 0].tolist()
-    finally:
-        cache.release(slot)
     first = len(prompt) + 1
     return [drafted[at - 2] == ids[at] for at in range(first, len(ids))]
 

@@ -15,7 +15,8 @@ from dsv4.lab.gpus import MAX_GPUS, NAMES, Machine, known
 from dsv4.lab.init import contents
 from dsv4.lab.inspect import Component, active_share, components
 from dsv4.model.params import Param
-from dsv4.ops.attend.ref import RUN
+from dsv4.ops._exact import padded
+from dsv4.ops.attend.ref import BLOCK, raw_columns
 from dsv4.quant.formats import Format
 from dsv4.weights.detect import Inventory, take_inventory
 from dsv4.weights.load import Checkpoint, held_bytes
@@ -220,13 +221,14 @@ class Plan:
         pooling = 112 * c.head_dim + 2 * size * streams
         csa = [layer.ratio for layer in c.layers if layer.kind == "csa"]
         keys = self.wanted.context // min(csa) if csa else 0
-        index = keys * max(7 * c.index_dim, 4 * c.index_dim + 12 * c.index_heads)
+        run = min(tokens, BLOCK)
+        index = padded(keys) * (8 * c.index_dim + 8 * run * c.index_heads)
         last_block = 16 * c.head_dim * max(layer.ratio for layer in c.layers)
-        # Keys of a run of queries, decoded together: window and the entries of each (ops/attend/ref.py).
+        # Keys of a run of queries, decoded and laid out: window and the entries of each (ops/attend/ref.py).
         visible = [(layer.kind, self.wanted.context // layer.ratio) for layer in c.layers if layer.ratio]
         listed = max((min(n, c.index_topk) if kind == "csa" else n for kind, n in visible), default=0)
-        run = min(tokens, RUN)
-        last_block += 8 * c.head_dim * (c.window + run * (1 + listed))
+        columns = raw_columns(c.window) + padded(listed)
+        last_block += 4 * run * (columns * (2 * c.head_dim + 3 * c.num_heads) + listed * c.head_dim)
         logits = 8 * self.slots * c.vocab_size // self.tp
         decoded = 0 if self.is_dense else 10 * self.demand.largest_linear // self.tp
         return tokens * max(mixing, attention, pooling) + max(index, last_block, logits, decoded)

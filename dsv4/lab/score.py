@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dsv4.engine.engine import Engine
+from dsv4.engine.trial import Trial
 from dsv4.errors import CheckpointError, ConfigError, RequestError
-from dsv4.model.step import Step
 from dsv4.weights.reader import Reader
 
 Progress = Callable[[int, int], None]  # tokens done, tokens in all
@@ -53,7 +53,6 @@ def score_ids(
 
     -> prefill_logits [N, V], decode_logits [T-N, V] and, with mtp, mtp_logits [N, V], float32.
     """
-    model, cache, device = engine.runner.model, engine.cache, engine.settings.device.torch_name
     vocab = engine.model_config.vocab_size
     if not 1 <= prompt_len <= len(ids):
         raise RequestError(f"prompt-len is {prompt_len}, expected 1 to {len(ids)}, the number of ids")
@@ -63,37 +62,29 @@ def score_ids(
         )
     if bad := [i for i in ids if not 0 <= i < vocab]:
         raise RequestError(f"id {bad[0]} is outside the vocabulary of {vocab}")
-    if mtp and not model.mtp:
+    if mtp and not engine.model.mtp:
         raise RequestError("the checkpoint has no draft block (mtp.*), so there are no MTP logits")
     if mtp and prompt_len >= len(ids):
         raise RequestError(
             f"MTP logits of {prompt_len} prompt positions need {prompt_len + 1} ids, found {len(ids)}; "
             "lower --prompt-len"
         )
-    slot = cache.claim(len(ids))
-    if slot is None:
-        raise RequestError("the cache is full; score on an idle engine")
     prefill, decode, drafts = [], [], []
-    try:
+    with Trial(engine, len(ids)) as trial:
         for start in range(0, prompt_len, engine.settings.chunk):
             stop = min(prompt_len, start + engine.settings.chunk)
-            step = Step.build([(slot, start, list(ids[start:stop]))], device)
-            streams = model.forward(step, cache)
-            prefill.append(model.logits(streams))
-            if mtp:
-                next_ids = torch.tensor(ids[start + 1 : stop + 1], device=device)
-                drafts.append(model.draft(streams, next_ids, step, cache)[1])
+            logits, drafted = trial.read(ids[start:stop], ids[start + 1 : stop + 1] if mtp else None)
+            prefill.append(logits)
+            drafts.append(drafted)
             if progress:
                 progress(stop, len(ids))
         for position in range(prompt_len, len(ids)):
-            decode.append(engine.runner.token(slot, position, ids[position]))
+            decode.append(trial.token(ids[position]))
             if progress:
                 progress(position + 1, len(ids))
-    finally:
-        cache.release(slot)
     empty = torch.empty(0, vocab)
     out = {"prefill_logits": torch.cat(prefill), "decode_logits": torch.cat(decode) if decode else empty}
-    return out | ({"mtp_logits": torch.cat(drafts)} if mtp else {})
+    return out | ({"mtp_logits": torch.cat([part for part in drafts if part is not None])} if mtp else {})
 
 
 @dataclass(frozen=True)
@@ -131,25 +122,19 @@ def score_text(engine: Engine, text: str, progress: Progress | None = None) -> T
     ids = engine.tokenizer.encode_text(text)
     if not ids:
         raise RequestError("the text is empty; there is nothing to score")
-    model, cache, device = engine.runner.model, engine.cache, engine.settings.device.torch_name
     piece, nats, done = engine.settings.max_context, 0.0, 0
     for begin in range(0, len(ids), piece):
         targets = ids[begin : begin + piece]
         inputs = [engine.tokenizer.bos_id, *targets[:-1]]
-        slot = cache.claim(len(inputs))
-        if slot is None:
-            raise RequestError("the cache is full; score on an idle engine")
-        try:
+        with Trial(engine, len(inputs)) as trial:
             for start in range(0, len(inputs), engine.settings.chunk):
                 chunk = inputs[start : start + engine.settings.chunk]
-                logits = model.logits(model.forward(Step.build([(slot, start, chunk)], device), cache))
-                want = torch.tensor(targets[start : start + len(chunk)], device=device)
+                logits, _ = trial.read(chunk)
+                want = torch.tensor(targets[start : start + len(chunk)], device=logits.device)
                 nats -= float(logits.double().log_softmax(-1).gather(1, want.unsqueeze(1)).sum())
                 done += len(chunk)
                 if progress:
                     progress(done, len(ids))
-        finally:
-            cache.release(slot)
     if not math.isfinite(nats):
         raise RequestError(f"the text's log-likelihood is {-nats}; the weights are damaged or overflow")
     return TextScore(len(ids), len(text.encode()), nats)

@@ -6,6 +6,7 @@ marks an unused row. Buffers are made once for a number of rows.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,14 +15,16 @@ from torch import Tensor
 from dsv4.cache.layout import CacheLayout
 from dsv4.cache.store import Cache, LayerCache, Tail
 from dsv4.config import LayerSpec, ModelConfig
-from dsv4.kernels import attend, choose, index, mhc
+from dsv4.kernels import attend, choose, index, mhc, sample
 from dsv4.kernels.matvec import MatVec, Mixing, Product, Tasks, splits
+from dsv4.kernels.overlap import Launch, Launcher, Names, check, tensors_of
 from dsv4.kernels.prepare import Pooling, prepare, queries
 from dsv4.model.bundle import Bundle
 from dsv4.model.model import Model
 from dsv4.model.rope import Rope
+from dsv4.quant.formats import QuantTensor
 
-Launch = Callable[[], None]
+Send = Callable[[Tensor], Tensor]  # a host tensor to the device, without waiting
 ROWS = (1, 2, 4, 8, 16, 32)
 
 
@@ -40,9 +43,13 @@ class Buffers:
 
         d, n, h = c.hidden_size, c.num_streams, c.num_heads
         self.rows = rows
-        self.inputs = torch.zeros(3, rows, dtype=torch.long, device=device)
-        self.ids, self.positions, self.slots = self.inputs
+        # What the host loads, in one copy: token, position and slot of a row, and how its next one is chosen.
+        self.inputs = torch.zeros(3 + sample.WIDTH, rows, dtype=torch.long, device=device)
+        self.ids, self.positions, self.slots = self.inputs[:3]
+        self.settings = self.inputs[3:].view(rows, sample.WIDTH)
         self.positions.fill_(-1)
+        self.mask = torch.zeros(rows, -(-c.vocab_size // 32), dtype=torch.int32, device=device)
+        self.out = torch.zeros(rows, sample.RESULT, dtype=torch.int32, device=device)
         self.streams, self.x = act(rows, n, d), act(rows, d)
         self.partial = wide(rows, mhc.num_chunks(d), mhc.WIDTH)
         self.gate, self.comb = wide(rows, n), wide(rows, n, n)
@@ -90,18 +97,43 @@ def buffer_bytes(c: ModelConfig, layout: CacheLayout, dtype: torch.dtype, rows: 
     return sum(value.numel() * value.element_size() for value in held if isinstance(value, Tensor))
 
 
+def _names(f: Buffers, cache: Cache) -> Names:
+    """Everything that a step, or anybody between two steps, writes."""
+    names = Names()
+    for name, held in vars(f).items():
+        names.add(name, *tensors_of(held))
+    names.add("page_table", cache.page_table)
+    for number, layer in enumerate(cache.layers):
+        for part in ("ring", "entries", "tail", "keys", "key_tail"):
+            names.add(f"layers.{number}.{part}", *tensors_of(getattr(layer, part)))
+    return names
+
+
 class Decoder:
     """The launches of one step for a fixed number of rows."""
 
-    def __init__(self, b: Bundle, model: Model, cache: Cache, rows: int) -> None:
+    def __init__(
+        self,
+        b: Bundle,
+        model: Model,
+        cache: Cache,
+        rows: int,
+        latest: Tensor | None = None,
+        overlap: bool = True,
+    ) -> None:
+        """`latest` [slots]: where the last choice of every slot is kept, for all decoders of an engine.
+        `overlap`: launches with PDL, checked here to give what serial ones give."""
         c = b.config
+        self.latest = latest
         self.b, self.config, self.cache, self.model = b, c, cache, model
         self.dtype = b.numerics.dtype
         self.buffers = f = Buffers(c, rows, cache, self.dtype)
-        self.launches: list[tuple[str, Launch]] = []
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self._staging: tuple[Tensor, torch.cuda.Event] | None = None
-        self._add("embed", lambda: mhc.embed(f.ids, model.embedding.data, f.streams))
+        self.overlap = overlap
+        self.launches: list[Launch] = []
+        self.names = _names(f, cache)
+        state = self.names.known
+        self.graphs: dict[bool, torch.cuda.CUDAGraph] = {}  # with and without the choice of tokens
+        self._add("embed", mhc.embed, ids=f.ids, table=model.embedding.data, streams=f.streams)
         mixed: Tensor | None = None
         for number, (spec, layer) in enumerate(zip(c.layers, cache.layers, strict=False)):
             name, rope = f"layers.{number}", model.blocks[number].attention.rope
@@ -109,22 +141,42 @@ class Decoder:
             self._attention(f"{name}.attn", spec, layer, rope, mixing)
             mixing = self._site(f"{name}.hc_ffn", f"{name}.ffn_norm", f.y)
             last = number == c.num_layers - 1
-            ahead = b.plain("hc_head_fn" if last else f"layers.{number + 1}.hc_attn_fn")
-            self._moe(f"{name}.ffn", spec, mixing, ahead)
+            next_fn = b.plain("hc_head_fn" if last else f"layers.{number + 1}.hc_attn_fn")
+            self._moe(f"{name}.ffn", spec, mixing, next_fn)
             mixed = f.moe
         self._site("hc_head", "norm", mixed)
         self._product("head", [Product(b.tiled("head"), f.x, f.logits)])
-        self._add("sample", lambda: choose.greedy(f.logits, f.ids, f.positions))
+        self._add(
+            "sample",
+            sample.sample,
+            logits=f.logits,
+            settings=f.settings,
+            mask=f.mask,
+            out=f.out,
+            next_ids=f.ids,
+            positions=f.positions,
+            slots=f.slots,
+            latest=latest,
+        )
+        check(self.launches, between=state)
 
-    def _add(self, name: str, launch: Launch) -> None:
-        self.launches.append((name, launch))
+    def _add(self, name: str, launcher: Launcher[...], **arguments: Any) -> None:
+        run = partial(launcher, **arguments, overlap=self.overlap)
+        self.launches.append(self.names.launch(name, run, launcher.touches(arguments)))
 
     def _product(
         self, name: str, products: list[Product], tasks: Tasks | None = None, **options: Any
     ) -> None:
         """`options` are MatVec's."""
-        planned = MatVec(products, self.buffers.rows, tasks, self.config.swiglu_limit, **options)
-        self._add(name, planned.launch)
+        planned = MatVec(
+            products=products,
+            rows=self.buffers.rows,
+            tasks=tasks,
+            limit=self.config.swiglu_limit,
+            overlap=self.overlap,
+            **options,
+        )
+        self.launches.append(self.names.launch(name, planned.launch, planned.touches))
 
     def _site(self, name: str, norm: str, y: Tensor | None) -> Mixing | None:
         """The last site's output goes into the streams; they give the next input, normalised.
@@ -137,12 +189,29 @@ class Decoder:
         fn, base, weight = b.plain(f"{name}_fn"), b.plain(f"{name}_base"), b.plain(norm)
         wide = scale.repeat_interleave(counts)
         gate, comb = (None, None) if fn.shape[0] == n else (f.gate, f.comb)
-        self._add("mhc open", lambda: mhc.mix_open(y, f.gate, f.comb, f.streams, fn, f.partial))
+        self._add(
+            "mhc open",
+            mhc.mix_open,
+            y=y,
+            gate=f.gate,
+            comb=f.comb,
+            streams=f.streams,
+            fn=fn,
+            partial=f.partial,
+        )
         self._add(
             "mhc close",
-            lambda: mhc.mix_close(
-                f.partial, base, wide, f.streams, weight, f.x, gate, comb, c.norm_eps, c.hc_eps
-            ),
+            mhc.mix_close,
+            partial=f.partial,
+            base=base,
+            scale=wide,
+            streams=f.streams,
+            weight=weight,
+            x=f.x,
+            gate=gate,
+            comb=comb,
+            norm_eps=c.norm_eps,
+            hc_eps=c.hc_eps,
         )
         return Mixing(f.comb, c.sinkhorn_iters, c.hc_eps) if gate is not None else None
 
@@ -158,32 +227,62 @@ class Decoder:
         entry_pool = key_pool = None
         if layer.entries is not None and layer.tail is not None:
             entry_pool = self._pooling(
-                f"{name}.compressor", layer.tail, f.values, f.scores, layer.entries, products
+                name=f"{name}.compressor",
+                tail=layer.tail,
+                values=f.values,
+                scores=f.scores,
+                out=layer.entries,
+                products=products,
             )
         if layer.keys is not None and layer.key_tail is not None:
             key_pool = self._pooling(
-                f"{name}.indexer.compressor", layer.key_tail, f.key_values, f.key_scores, layer.keys, products
+                name=f"{name}.indexer.compressor",
+                tail=layer.key_tail,
+                values=f.key_values,
+                scores=f.key_scores,
+                out=layer.keys,
+                products=products,
             )
         selects = spec.kind == "csa" and f.selects
         if selects:
             products.append(Product(b.tiled(f"{name}.indexer.weights_proj"), x, f.index_weights))
         self._product("projections", products, paced=True)
-        q_norm, kv_norm = b.plain(f"{name}.q_norm"), b.plain(f"{name}.kv_norm")
         self._add(
             "prepare",
-            lambda: prepare(
-                *(f.q_raw, q_norm, f.q_low, f.kv, kv_norm, layer.ring, layer.ring_rows),
-                *(rope.cos, rope.sin, f.slots, f.positions, c.norm_eps),
-                *(cache.page_table, layer.page_entries, spec.ratio, entry_pool, key_pool),
-            ),
+            prepare,
+            q_low=f.q_raw,
+            q_norm=b.plain(f"{name}.q_norm"),
+            q_low_out=f.q_low,
+            kv=f.kv,
+            kv_norm=b.plain(f"{name}.kv_norm"),
+            ring=layer.ring,
+            ring_rows=layer.ring_rows,
+            cos=rope.cos,
+            sin=rope.sin,
+            slots=f.slots,
+            positions=f.positions,
+            eps=c.norm_eps,
+            page_table=cache.page_table,
+            page_entries=layer.page_entries,
+            ratio=spec.ratio,
+            entries=entry_pool,
+            keys=key_pool,
         )
         products = [Product(b.tiled(f"{name}.wq_b"), f.q_low, f.q)]
         if selects:
             products.append(Product(b.tiled(f"{name}.indexer.wq_b"), f.q_low, f.iq))
         wo_a, wo_b = b.tiled(f"{name}.wo_a"), b.tiled(f"{name}.wo_b")
         self._product("queries up", products, mixing=mixing, paced=True)
-        iq = f.iq if selects else None
-        self._add("queries", lambda: queries(f.q, iq, rope.cos, rope.sin, f.positions, c.norm_eps))
+        self._add(
+            "queries",
+            queries,
+            q=f.q,
+            iq=f.iq if selects else None,
+            cos=rope.cos,
+            sin=rope.sin,
+            positions=f.positions,
+            eps=c.norm_eps,
+        )
         if selects:
             self._select(spec, layer)
         self._attend(name, spec, layer, rope, selects)
@@ -192,7 +291,9 @@ class Decoder:
             "output a",
             [
                 Product(
-                    *(wo_a.rows(g * rank, (g + 1) * rank), f.o[:, g * group :], f.u[:, g * rank :]),
+                    weight=wo_a.rows(g * rank, (g + 1) * rank),
+                    x=f.o[:, g * group :],
+                    y=f.u[:, g * rank :],
                     x_stride=c.o_groups * group,
                     y_stride=c.o_groups * rank,
                 )
@@ -202,11 +303,18 @@ class Decoder:
         )
         y, parts = f.y.transpose(0, 1), f.y.shape[1]
         out = Product(wo_b, f.u, y if parts > 1 else y[0], y_stride=parts * c.hidden_size)
-        # Its blocks find room when those of "output a" end, with its input: that is asked for first.
-        self._product("output b", [out], ahead=b.plain(name.replace(".attn", ".hc_ffn_fn")), before=0)
+        # wo_b cannot be resident beside wo_a (shared memory): fetched early, its weights would only delay x.
+        next_fn = b.plain(name.replace(".attn", ".hc_ffn_fn"))
+        self._product("output b", [out], prefetch=next_fn, early_stages=0)
 
     def _pooling(
-        self, name: str, tail: Tail, values: Tensor, scores: Tensor, out: object, products: list[Product]
+        self,
+        name: str,
+        tail: Tail,
+        values: Tensor,
+        scores: Tensor,
+        out: QuantTensor,
+        products: list[Product],
     ) -> Pooling:
         """A compressor: its products join the list, the rest happens in `prepare`."""
         b, f, width = self.b, self.buffers, tail.values.shape[2]
@@ -214,47 +322,79 @@ class Decoder:
         scores = scores.flatten()[: f.rows * width].view(f.rows, width)
         products.append(Product(b.tiled(f"{name}.wkv"), f.x, values))
         products.append(Product(b.tiled(f"{name}.wgate"), f.x, scores))
-        ape, norm = b.plain(f"{name}.ape"), b.plain(f"{name}.norm")
-        return Pooling(values, scores, ape, tail.values, tail.scores, norm, out)  # type: ignore[arg-type]
+        return Pooling(
+            values=values,
+            scores=scores,
+            ape=b.plain(f"{name}.ape"),
+            tail_values=tail.values,
+            tail_scores=tail.scores,
+            norm=b.plain(f"{name}.norm"),
+            out=out,
+        )
 
     def _select(self, spec: LayerSpec, layer: LayerCache) -> None:
         f, c, cache, keys = self.buffers, self.config, self.cache, layer.keys
         assert keys is not None
-        factor = c.index_dim**-0.5 * c.index_heads**-0.5
         self._add(
             "index scores",
-            lambda: index.scores(
-                *(f.iq, f.index_weights, keys, cache.page_table, f.slots, f.positions, f.index_scores),
-                *(spec.ratio, layer.page_entries, factor),
-            ),
+            index.scores,
+            iq=f.iq,
+            weights=f.index_weights,
+            keys=keys,
+            page_table=cache.page_table,
+            slots=f.slots,
+            positions=f.positions,
+            out=f.index_scores,
+            ratio=spec.ratio,
+            page_entries=layer.page_entries,
+            factor=c.index_dim**-0.5 * c.index_heads**-0.5,
         )
         self._add(
             "index select",
-            lambda: choose.select_rows(
-                *(f.index_scores, f.positions, spec.ratio, cache.page_table, f.slots, layer.page_entries),
-                f.chosen_rows,
-            ),
+            choose.select_rows,
+            scores=f.index_scores,
+            positions=f.positions,
+            ratio=spec.ratio,
+            page_table=cache.page_table,
+            slots=f.slots,
+            page_entries=layer.page_entries,
+            out=f.chosen_rows,
         )
 
     def _attend(self, name: str, spec: LayerSpec, layer: LayerCache, rope: Rope, selects: bool) -> None:
         f, c, cache = self.buffers, self.config, self.cache
-        rows = f.chosen_rows if selects else None
         places = cache.layout.max_context // spec.ratio if spec.ratio else 0
         part_o, part_ml = f.chunks(self.dtype, c.window, c.index_topk if selects else places)
-        sinks = self.b.plain(f"{name}.attn_sink")
         self._add(
             f"attend {spec.kind}",
-            lambda: attend.attend(
-                *(f.q, layer.ring, layer.ring_rows, c.window, layer.entries, rows, cache.page_table),
-                *(layer.page_entries, spec.ratio, f.slots, f.positions, part_o, part_ml),
-            ),
+            attend.attend,
+            q=f.q,
+            ring=layer.ring,
+            ring_rows=layer.ring_rows,
+            window=c.window,
+            entries=layer.entries,
+            rows=f.chosen_rows if selects else None,
+            page_table=cache.page_table,
+            page_entries=layer.page_entries,
+            ratio=spec.ratio,
+            slots=f.slots,
+            positions=f.positions,
+            part_o=part_o,
+            part_ml=part_ml,
         )
         self._add(
             "combine",
-            lambda: attend.combine(part_o, part_ml, sinks, rope.cos, rope.sin, f.positions, f.o),
+            attend.combine,
+            part_o=part_o,
+            part_ml=part_ml,
+            sinks=self.b.plain(f"{name}.attn_sink"),
+            cos=rope.cos,
+            sin=rope.sin,
+            positions=f.positions,
+            out=f.o,
         )
 
-    def _moe(self, name: str, spec: LayerSpec, mixing: Mixing | None, ahead: Tensor) -> None:
+    def _moe(self, name: str, spec: LayerSpec, mixing: Mixing | None, next_fn: Tensor) -> None:
         b, f, c = self.b, self.buffers, self.config
         bank, shared = b.bank(f"{name}.experts"), b.bank(f"{name}.shared_experts")
         assert bank is not None and shared is not None
@@ -264,17 +404,20 @@ class Decoder:
                 Product(b.tiled(f"{name}.gate"), f.x, f.gate_logits),
                 Product(shared.w13, f.x, f.shared_hidden),
             ],
-            late=True,  # the experts' launch reads its input before it waits for the router
+            triggers_late=True,  # "experts up" reads its input early
             paced=True,
         )
-        table = b.plain(f"{name}.gate.tid2eid") if spec.hash_routed else None
-        bias = None if spec.hash_routed else b.plain(f"{name}.gate.bias")
-        is_float = self.dtype == torch.float32
         self._add(
             "route",
-            lambda: choose.route(
-                f.gate_logits, bias, table, f.ids, c.route_scale, is_float, f.chosen, f.tasks
-            ),
+            choose.route,
+            logits=f.gate_logits,
+            bias=None if spec.hash_routed else b.plain(f"{name}.gate.bias"),
+            table=b.plain(f"{name}.gate.tid2eid") if spec.hash_routed else None,
+            ids=f.ids,
+            scale=c.route_scale,
+            is_float=self.dtype == torch.float32,
+            chosen=f.chosen,
+            tasks=f.tasks,
         )
         self._product("experts up", [Product(bank.w13, f.x, f.hidden, "up")], f.tasks, mixing=mixing)
         last = f.moe[:, c.experts_per_token :]
@@ -285,46 +428,49 @@ class Decoder:
                 Product(shared.w2, f.shared_hidden, last, y_stride=f.moe.stride(0)),
             ],
             f.tasks,
-            ahead=ahead,
-            before=1,
+            prefetch=next_fn,
+            early_stages=1,
         )
 
-    def load(self, tokens: list[tuple[int, int, int]]) -> None:
-        """(slot, position, id) of each row in use; the others are padding."""
-        unused = [(0, -1, 0)] * (self.buffers.rows - len(tokens))
-        slots, positions, ids = zip(*tokens, *unused, strict=True)
-        if self._staging is None:
-            self._staging = (
-                torch.empty(self.buffers.inputs.shape, dtype=torch.long).pin_memory(),
-                torch.cuda.Event(),
-            )
-        staging, copied = self._staging
-        copied.synchronize()  # the last copy must have left the staging memory
-        staging.copy_(torch.tensor((ids, positions, slots)))
-        self.buffers.inputs.copy_(staging, non_blocking=True)
-        copied.record()
+    def load(
+        self, tokens: list[tuple[int, int, int]], settings: Tensor, send: Send, take_latest: bool = False
+    ) -> None:
+        """(slot, position, id) of each row in use, and its settings [R, WIDTH]; the other rows are padding.
 
-    def run(self) -> None:
+        With `take_latest`, a row with a negative id takes the last choice of its slot.
+        """
+        f = self.buffers
+        staged = torch.zeros(f.inputs.shape, dtype=torch.long)
+        staged[1] = -1
+        if tokens:
+            slots, positions, ids = torch.tensor(tokens).t()
+            staged[:3, : len(tokens)] = torch.stack((ids, positions, slots))
+            staged[3:].view(f.settings.shape)[: len(tokens)] = settings
+        f.inputs.copy_(send(staged))
+        if take_latest:
+            assert self.latest is not None
+            f.ids.copy_(torch.where(f.ids < 0, self.latest[f.slots], f.ids))
+
+    def run(self, samples: bool = True) -> None:
         """The launches, one by one."""
-        for _, launch in self.launches:
-            launch()
+        for launch in self.launches if samples else self.launches[:-1]:
+            launch.run()
 
-    def warm_up(self) -> None:
-        """Compile every kernel, on padding alone: the cache stays as it is."""
-        self.load([])
-        self.run()
-        torch.cuda.synchronize(self.buffers.ids.device)
+    def sample(self) -> None:
+        """The next token of every row, from its logits: it is the next input; positions move on."""
+        self.launches[-1].run()
 
     def capture(self) -> None:
-        """Record the launches as a graph, after `warm_up`."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.run()
-        self.graph = graph
+        """Record the launches as graphs, when each has run once."""
+        for samples in (True, False):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self.run(samples)
+            self.graphs[samples] = graph
 
-    def step(self) -> None:
-        """One token of every row in use: logits, the best token as the next input, positions moved on."""
-        if self.graph is None:
-            self.run()
+    def step(self, samples: bool = True) -> None:
+        """One token of every row in use: logits and, if it `samples`, the next token."""
+        if self.graphs:
+            self.graphs[samples].replay()
         else:
-            self.graph.replay()
+            self.run(samples)

@@ -73,7 +73,7 @@ class Worker:
         self._compilers = ThreadPoolExecutor(MAX_COMPILERS, "grammar")
 
     def status(self) -> Status:
-        scheduler, pages = self.engine.scheduler, self.engine.cache.pool
+        scheduler, pages = self.engine.scheduler, self.engine.slots.pool
         return Status(
             *(len(scheduler.running), len(scheduler.waiting), pages.num_available, pages.num_pages),
             *(pages.num_idle, scheduler.num_pauses),

@@ -127,12 +127,11 @@ def test_snapshot_bytes(
 ) -> None:
     assert (windows, tails) == (printed_windows, printed_tails)
     cache = Cache(layout(name, Format.KV8, Format.MXFP4, mtp=0), "cpu", torch.bfloat16)
-    slot = cache.claim(256)
-    assert slot is not None
-    assert cache.snapshot(slot, 128).num_bytes == windows + tails
-    assert cache.snapshot(slot, 256).num_bytes == windows + tails
+    for handle, position in enumerate((128, 256, 134)):
+        cache.save(handle, 0, position)
+    assert cache.snapshots[0].num_bytes == cache.snapshots[1].num_bytes == windows + tails
     # Off the multiple the open blocks are kept too: HCA rows from 128 on, CSA rows of the started block.
     spec = cache.layout.config
     hca, csa = (sum(layer.kind == kind for layer in spec.layers) for kind in ("hca", "csa"))
     open_rows = hca * 6 * 512 * 2 * 4 + csa * 2 * (1024 + 256) * 2 * 4
-    assert cache.snapshot(slot, 134).num_bytes == windows + tails + open_rows
+    assert cache.snapshots[2].num_bytes == windows + tails + open_rows

@@ -8,11 +8,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from dsv4.cache.layout import SPARE, CacheLayout
 from dsv4.cache.pages import PagePool
+from dsv4.cache.slots import Slots
 from dsv4.cache.store import Cache
 from dsv4.config import preset
 from dsv4.errors import RequestError
 from dsv4.quant.codec import decode
-from dsv4.quant.formats import Format, QuantTensor
+from dsv4.quant.formats import Format
 
 NUM_PAGES = 7
 
@@ -70,127 +71,74 @@ TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-def make_cache(
+def layout(
     slots: int = 3, context: int = 1024, kv: Format = Format.F32, key: Format = Format.F32
-) -> Cache:
-    return Cache(CacheLayout(preset("tiny"), kv, key, 4, context, slots, 1), "cpu", torch.float32)
-
-
-def pages_of(cache: Cache, slot: int, tokens: int) -> list[int]:
-    return cache.page_table[slot, : cache.pages_for(tokens)].tolist()
+) -> CacheLayout:
+    return CacheLayout(preset("tiny"), kv, key, 4, context, slots, 1)
 
 
 def test_claim_and_release() -> None:
-    cache = make_cache(slots=2, context=1024)
-    assert (cache.layout.page_tokens, cache.pool.num_pages, cache.num_free_slots) == (256, 8, 2)
-    first, second = cache.claim(1), cache.claim(1024)
+    slots = Slots(layout(slots=2, context=1024))
+    assert (slots.layout.page_tokens, slots.pool.num_pages, slots.num_free) == (256, 8, 2)
+    first, second = slots.claim(10, 1), slots.claim(11, 1024)
     assert first is not None and second is not None and first != second
-    assert cache.pool.num_free == 8 - 1 - 4 and cache.num_free_slots == 0
-    assert not set(pages_of(cache, first, 1)) & set(pages_of(cache, second, 1024))
-    assert cache.claim(1) is None, "no slot is free"
-    cache.release(first)
-    assert cache.pool.num_free == 4 and cache.num_free_slots == 1
-    assert cache.claim(257) == first and cache.pool.num_free == 2
-    cache.release(second)
-    cache.release(first)
-    assert cache.pool.num_free == 8 and cache.num_free_slots == 2
+    assert slots.pool.num_free == 8 - 1 - 4 and slots.num_free == 0
+    ((_, a, pages_a), (_, b, pages_b)) = slots.take_claims()
+    assert (a, b, len(pages_a), len(pages_b)) == (10, 11, 1, 4) and not set(pages_a) & set(pages_b)
+    assert slots.claim(12, 1) is None, "no slot is free"
+    slots.release(first)
+    assert slots.pool.num_free == 4 and slots.num_free == 1
+    assert slots.claim(13, 257) == first and slots.pool.num_free == 2
+    assert slots.take_freed() == (first,) and slots.take_freed() == ()
+    assert [(slot, sequence) for slot, sequence, _ in slots.take_claims()] == [(first, 13)]
+    slots.release(second)
+    slots.release(first)
+    assert slots.pool.num_free == 8 and slots.num_free == 2 and slots.take_claims() == ()
     with pytest.raises(AssertionError, match="not in use"):
-        cache.release(first)
+        slots.release(first)
 
 
 def test_claim_waits_for_pages() -> None:
-    cache = make_cache(slots=3, context=512)  # 6 pages
-    big = [cache.claim(512), cache.claim(512)]
-    fork = cache.fork(big[0], 256, 512)  # type: ignore[arg-type]
-    assert fork is not None and cache.pool.num_free == 1
-    cache.release(big[0])  # type: ignore[arg-type]
-    assert cache.pool.num_free == 2, "the shared page stays with the fork"
-    small = cache.claim(1)
-    assert small is not None and cache.pool.num_free == 1
-    cache.release(small)
-    cache.pool.take(1)
-    assert cache.claim(512) is None and cache.num_free_slots == 1, "a refused claim takes nothing"
-    assert cache.pool.num_free == 1
+    slots = Slots(layout(slots=3, context=512))  # 6 pages
+    big = slots.claim(0, 512), slots.claim(1, 512)
+    assert big[0] is not None and big[1] is not None
+    shared = [slots.page_at(big[0], 0)]
+    other = slots.claim(2, 512, shared)
+    assert other is not None and slots.pool.num_free == 1
+    assert slots.page_at(other, 0) == shared[0] and slots.page_at(other, 256) != slots.page_at(big[0], 256)
+    slots.release(big[0])
+    assert slots.pool.num_free == 2, "the shared page stays with the other"
+    small = slots.claim(3, 1)
+    assert small is not None and slots.pool.num_free == 1
+    slots.release(small)
+    slots.pool.take(1)
+    assert slots.claim(4, 512) is None and slots.num_free == 1, "a refused claim takes nothing"
+    assert slots.pool.num_free == 1
 
 
-@pytest.mark.parametrize("call", ["claim", "fork"])
+def test_growing_is_told_once_and_keeps_the_pages_there_are() -> None:
+    slots = Slots(layout(slots=1, context=1024))
+    slot = slots.claim(5, 100)
+    assert slot is not None
+    ((_, _, before),) = slots.take_claims()
+    assert slots.grow(slot, 256) and slots.take_claims() == () and slots.capacity(slot) == 256
+    assert slots.grow(slot, 257) and slots.grow(slot, 700)
+    ((_, owner, after),) = slots.take_claims()
+    assert owner == 5 and after[:1] == before and len(after) == 3 and slots.take_claims() == ()
+
+
+@pytest.mark.parametrize("call", ["claim", "grow"])
 def test_what_can_never_fit_is_refused_with_the_numbers(call: str) -> None:
-    cache = make_cache(context=1000)
-    slot = cache.claim(10)
+    slots = Slots(layout(context=1000))
+    slot = slots.claim(0, 10)
     assert slot is not None
     with pytest.raises(RequestError, match="1025 tokens do not fit a cache made for 1000"):
-        cache.claim(1025) if call == "claim" else cache.fork(slot, 0, 1025)
-    assert cache.num_free_slots == 2
+        slots.claim(1, 1025) if call == "claim" else slots.grow(slot, 1025)
+    assert slots.num_free == 2
 
 
-def fill(store: QuantTensor, rows: torch.Tensor, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    store.data[rows] = torch.randint(0, 200, (len(rows), store.data.shape[1]), generator=generator).to(
-        store.data.dtype
-    )
-
-
-def entry_rows(cache: Cache, layer: int, slot: int, tokens: int) -> torch.Tensor:
-    """Pool rows of the complete entries among the first `tokens`."""
-    held = cache.layers[layer]
-    entry = torch.arange(tokens // held.spec.ratio)
-    page = cache.page_table[slot, entry // held.page_entries].long()
-    return page * held.page_entries + entry % held.page_entries
-
-
-@pytest.mark.parametrize("position", [0, 4, 255, 256, 300, 512, 767])
-def test_fork_shares_whole_pages_and_copies_the_started_one(position: int) -> None:
-    cache = make_cache(slots=3, context=1024)
-    source = cache.claim(768)
-    assert source is not None
-    layers = [i for i, layer in enumerate(cache.layers) if layer.entries is not None]
-    for i in layers:
-        for store in (cache.layers[i].entries, cache.layers[i].keys):
-            if store is not None:
-                fill(store, entry_rows(cache, i, source, 768), seed=i)
-    fork = cache.fork(source, position, 1024)
-    assert fork is not None
-    whole = position // 256
-    mine, donor = pages_of(cache, fork, 1024), pages_of(cache, source, 768)
-    assert mine[:whole] == donor[:whole] and not set(mine[whole:]) & set(donor)
-    assert cache.pool.num_free == 12 - 3 - (4 - whole)
-    for i in layers:
-        for store in (cache.layers[i].entries, cache.layers[i].keys):
-            if store is not None:
-                ours = decode(store.take(entry_rows(cache, i, fork, position)))
-                theirs = decode(store.take(entry_rows(cache, i, source, position)))
-                assert torch.equal(ours, theirs), f"layer {i}"
-    # The donor may go; what was shared stays until the fork goes too.
-    cache.release(source)
-    assert cache.pool.num_free == 12 - 4
-    cache.release(fork)
-    assert cache.pool.num_free == 12
-
-
-def test_fork_writes_do_not_reach_the_donor() -> None:
-    cache = make_cache()
-    source = cache.claim(512)
-    assert source is not None
-    at = entry_rows(cache, 1, source, 512)
-    entries = cache.layers[1].entries
-    assert entries is not None
-    fill(entries, at, seed=1)
-    before = entries.data[at].clone()
-    fork = cache.fork(source, 300, 1024)
-    assert fork is not None
-    own = entry_rows(cache, 1, fork, 1024)[300 // 4 :]
-    entries.data[own] = -1
-    assert torch.equal(entries.data[at], before)
-
-
-def test_fork_of_an_impossible_position_is_our_bug() -> None:
-    cache = make_cache()
-    source = cache.claim(256)
-    assert source is not None
-    with pytest.raises(AssertionError):
-        cache.fork(source, 257, 1024)
-    with pytest.raises(AssertionError):
-        cache.fork(source, 256, 255)
+def make_cache(kv: Format = Format.F32, key: Format = Format.F32) -> Cache:
+    return Cache(layout(kv=kv, key=key), "cpu", torch.float32)
 
 
 def all_state(cache: Cache, slot: int) -> list[torch.Tensor]:
@@ -227,8 +175,7 @@ def needed(cache: Cache, position: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize(("kv", "key"), [(Format.F32, Format.F32), (Format.KV8, Format.MXFP4)])
 def test_restore_brings_back_exactly_what_is_needed(position: int, kv: Format, key: Format) -> None:
     cache = make_cache(kv=kv, key=key)
-    source, target = cache.claim(512), cache.claim(512)
-    assert source is not None and target is not None
+    source, target = 0, 2
     generator = torch.Generator().manual_seed(position)
     for layer in cache.layers:
         codes = torch.randint(0, 120, layer.ring.data.shape, generator=generator)
@@ -240,26 +187,21 @@ def test_restore_brings_back_exactly_what_is_needed(position: int, kv: Format, k
             tail.scores.copy_(torch.randn(tail.scores.shape, generator=generator))
     want = [part.clone() for part in all_state(cache, source)]
     others = [part.clone() for part in all_state(cache, target)]
-    snapshot = cache.snapshot(source, position)
+    cache.save(3, source, position)
     # The source moves on; the snapshot must not.
     for layer in cache.layers:
         layer.ring.data[source * layer.ring_rows : (source + 1) * layer.ring_rows] = 0
         for tail in layer.tails:
             tail.values[source], tail.scores[source] = 0, 0
-    cache.restore(target, snapshot)
+    cache.restore(target, 3)
     for got, wanted, other, mask in zip(
         all_state(cache, target), want, others, needed(cache, position), strict=True
     ):
         assert torch.equal(got, torch.where(mask, wanted, other))
 
 
-def test_rollback_reaches_back_as_far_as_the_rings_do() -> None:
-    Cache.check_rollback(100, 100)
-    Cache.check_rollback(100, 100 - SPARE)
-    for new in (101, 100 - SPARE - 1):
-        with pytest.raises(RequestError, match=f"from 100 to {new} tokens; at most {SPARE}"):
-            Cache.check_rollback(100, new)
-    one = make_cache().layout
+def test_rings_and_tails_have_room_for_what_is_taken_back() -> None:
+    one = layout()
     # Positions n-window+1 .. n+SPARE-1 live in the ring together, and both blocks of an overlap in the tail.
     assert one.ring_rows >= one.config.window - 1 + SPARE
     rows = {layer.kind: one.tail_rows(layer) for layer in one.layers if layer.ratio}

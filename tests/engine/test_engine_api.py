@@ -16,7 +16,7 @@ from dsv4 import Engine, EngineConfig, SamplingParams
 from dsv4.errors import ConfigError, RequestError
 from dsv4.lab.byte_tokenizer import byte_tokenizer_json
 from dsv4.lab.score import score_ids
-from dsv4.ops.sample.ref import sample, uniform
+from dsv4.ops.sample.ref import choose, pack, unpack
 
 VOCAB = 300
 STOPS = {0, 1, 3, 4}  # the end of a turn, and what can only begin the next one
@@ -29,8 +29,8 @@ def sampled(seed: int, count: int = 40, **more: Any) -> SamplingParams:
 
 
 def is_idle(engine: Engine) -> bool:
-    cache, pool = engine.cache, engine.cache.pool
-    free = pool.num_available == pool.num_pages and cache.num_free_slots == engine.config.max_batch
+    pool = engine.slots.pool
+    free = pool.num_available == pool.num_pages and engine.slots.num_free == engine.config.max_batch
     return free and engine.num_unfinished == 0
 
 
@@ -128,7 +128,7 @@ def test_turn_ends_stop_unless_ignored(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, turn_end: int
 ) -> None:
     """With that id made likely: ignored, it is a token like others; else the first one is the last token."""
-    model, logits = engine.runner.model, type(engine.runner.model).logits
+    model, logits = engine.model, type(engine.model).logits
     bias = torch.zeros(VOCAB).index_fill(0, torch.tensor([turn_end]), 4.0)
     monkeypatch.setattr(model, "logits", lambda streams: logits(model, streams) + bias)
     requests = [engine.request([5, 6], sampled(seed, 12)) for seed in range(4)]
@@ -186,7 +186,9 @@ def test_each_token_is_drawn_with_its_own_number(engine: Engine) -> None:
     prompt, done = [3, 1, 4], engine.generate([[3, 1, 4]], sampled(9, 10, **filters))[0]
     ids = prompt + done.ids
     logits = score_ids(engine, ids, len(ids))["prefill_logits"][2:-1]
-    assert done.ids == [sample(row, 1.3, 200, 0.95, 0.01, uniform(9, i)) for i, row in enumerate(logits)]
+    for index, (row, id) in enumerate(zip(logits, done.ids, strict=True)):
+        settings = torch.tensor([pack(**filters, seed=9, index=index)])
+        assert unpack(choose(row.unsqueeze(0), settings, None)[0].tolist()).id == id
 
 
 def test_logprobs_are_of_the_models_own_distribution(engine: Engine) -> None:
@@ -215,11 +217,11 @@ def test_cancel_frees_slot_and_pages_at_once(single: Engine) -> None:
     waiting = single.stream(single.request([4, 5], sampled(0, 50)))
     next_one = single.stream(single.request([7, 8], sampled(5, 4)))
     next(running)
-    assert single.cache.num_free_slots == 0 and single.cache.pool.num_free < single.cache.pool.num_pages
+    assert single.slots.num_free == 0 and single.slots.pool.num_free < single.slots.pool.num_pages
     single.cancel(waiting.output.sequence.request.id)
     assert [(d.token, d.finish_reason) for d in waiting] == [(None, "cancelled")]
     single.cancel(running.output.sequence.request.id)
-    assert single.cache.num_free_slots == 1 and single.cache.pool.num_free == single.cache.pool.num_pages
+    assert single.slots.num_free == 1 and single.slots.pool.num_free == single.slots.pool.num_pages
     assert [(d.token, d.finish_reason) for d in running] == [(None, "cancelled")]
     after = [d.token.id for d in next_one if d.token]
     assert after == single.generate([[7, 8]], sampled(5, 4))[0].ids, "nothing of the cancelled ones is left"
@@ -231,7 +233,7 @@ def test_cancel_frees_slot_and_pages_at_once(single: Engine) -> None:
 
 def test_cancel_gives_out_the_text_held_back(engine: Engine) -> None:
     whole = engine.generate(["hi"], sampled(4, 12))[0].text
-    stream = engine.stream(engine.request("hi", sampled(4, 30, stop=(whole[:3] + "never",))))
+    stream = engine.stream(engine.request("hi", sampled(4, 30, stop=(whole[:40] + "never",))))
     text = "".join(next(stream).text for _ in range(2))
     stream.close()
     assert whole.startswith(text + "".join(d.text for d in stream)) and text == ""
@@ -350,14 +352,14 @@ def test_more_requests_than_places(engine_for: Callable[..., Engine]) -> None:
 
 def test_a_queue_that_can_never_move_is_an_error(single: Engine) -> None:
     """A slot taken outside the engine's own bookkeeping: waiting for it would be an endless loop."""
-    slot = single.cache.claim(10)
+    slot = single.slots.claim(single.next_number(), 10)
     assert slot is not None
     with (
         single.stream(single.request([5], GREEDY)) as stream,
         pytest.raises(RequestError, match="1 requests wait for cache space"),
     ):
         next(stream)
-    single.cache.release(slot)
+    single.slots.release(slot)
     assert is_idle(single)
 
 
@@ -443,7 +445,7 @@ def test_logits_that_are_no_numbers_end_that_request_alone(
     broken = engine.stream(engine.request([5, 6], sampled(0, 10)))
     healthy = engine.stream(engine.request([8, 9], sampled(1, 10)))
     ids = [next(healthy).token.id for _ in range(3)]  # type: ignore[union-attr]
-    model, logits = engine.runner.model, type(engine.runner.model).logits
+    model, logits = engine.model, type(engine.model).logits
 
     def first_row_bad(streams: Tensor) -> Tensor:
         out = logits(model, streams).clone()
@@ -465,9 +467,7 @@ def test_generate_raises_on_damage_and_the_engine_goes_on(
 ) -> None:
     want = engine.generate([[5, 6]], GREEDY)[0].ids
     with monkeypatch.context() as patch:
-        patch.setattr(
-            engine.runner.model, "logits", lambda streams: torch.full((len(streams), VOCAB), math.nan)
-        )
+        patch.setattr(engine.model, "logits", lambda streams: torch.full((len(streams), VOCAB), math.nan))
         with pytest.raises(RequestError, match="the weights are damaged"):
             engine.generate([[5, 6], [7], [8]], GREEDY)
         assert is_idle(engine)

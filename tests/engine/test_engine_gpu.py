@@ -1,13 +1,16 @@
-"""The engine on a GPU: batches, graphs and guesses change no bit; memory and the host stay out of the way."""
+"""The engine on a GPU: batches, graphs and steps launched ahead change no bit; memory stays; nobody waits."""
 
 import random
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
 from dsv4 import Engine, EngineConfig, SamplingParams
+from dsv4.ops.sample.ref import pack
+from tests.support.feeding import claim
 
 pytestmark = pytest.mark.gpu
 
@@ -53,14 +56,15 @@ def test_random_arrivals_equal_runs_alone(checkpoint: Callable[..., Path], dtype
     assert together == single
 
 
-def test_graph_or_not_gives_the_same_tokens(checkpoint: Callable[..., Path]) -> None:
+def test_graph_or_not_overlapping_or_not_gives_the_same_tokens(checkpoint: Callable[..., Path]) -> None:
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, logprobs=2)
     requests = prompts(5, 300)
     results = []
-    for no_graph in (False, True):
-        engine = engine_on_gpu(checkpoint("official"), max_batch=4, no_graph=no_graph)
+    for no_graph, no_overlap in product((False, True), repeat=2):
+        how = {"no_graph": no_graph, "no_overlap": no_overlap}
+        engine = engine_on_gpu(checkpoint("official"), max_batch=4, **how)
         results.append([c.tokens for c in engine.generate(requests, params)])
-    assert results[0] == results[1]
+    assert all(result == results[0] for result in results)
 
 
 @pytest.mark.parametrize("format", ["modelopt", "official", "bf16", "ct", "hfnvfp4"])
@@ -98,11 +102,13 @@ def test_embedded_model_answers_as_on_the_cpu() -> None:
 
 def test_decode_never_waits_and_memory_stays(checkpoint: Callable[..., Path]) -> None:
     engine = engine_on_gpu(checkpoint("modelopt"), max_batch=4, max_context=2048)
-    graphs = engine.runner.decode
-    decoder = graphs.decoders[4]  # type: ignore[union-attr]
-    slots = [engine.cache.claim(1500) for _ in range(4)]
-    with torch.inference_mode(), torch.cuda.stream(graphs.stream):  # type: ignore[union-attr]
-        decoder.load([(slot, 0, 5 + i) for i, slot in enumerate(slots)])
+    graphs = engine.runner.executor
+    decoder = graphs.decoders[4]  # type: ignore[attr-defined]
+    slots = [claim(engine, 1500) for _ in range(4)]
+    settings = torch.tensor([pack(temperature=0.7, top_p=0.9, seed=i, num_top=5) for i in range(4)])
+    with torch.inference_mode():
+        tokens = [(slot, 0, 5 + i) for i, slot in enumerate(slots)]
+        decoder.load(tokens, settings, graphs.send)  # type: ignore[attr-defined]
         for _ in range(10):
             decoder.step()
         torch.cuda.synchronize()

@@ -80,7 +80,7 @@ def test_threads_batch_and_context_are_used(engine_for: Callable[..., Engine]) -
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(1)
-    assert engine.cache.num_free_slots == 3 and engine.scheduler.chunk == 7
+    assert engine.slots.num_free == 3 and engine.scheduler.chunk == 7
     assert engine.settings.max_context == 300
     settled = {choice.name: choice.why for choice in engine.settings.choices}
     assert settled.keys() == {"compute_dtype", "cache", "weights"} and all(settled.values())

@@ -50,13 +50,13 @@ def test_memory_of_a_step_counts() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     checkpoint = Checkpoint.open(embedded())
     settings, config, layout = on_gpu(checkpoint, 10**12)
-    check_memory(settings, config, checkpoint, layout)
+    check_memory(settings, config, checkpoint)
     needed = tiled_bytes(checkpoint) + layout.store_bytes()
     settings, config, layout = on_gpu(checkpoint, needed + prompt_bytes(checkpoint.config, 4096))
     with pytest.raises(
         ConfigError, match=r"and what a step needs 0\.\d GB, .* lower max_batch, max_context or chunk"
     ):
-        check_memory(settings, config, checkpoint, layout)
+        check_memory(settings, config, checkpoint)
 
 
 def test_a_prompt_of_flash_takes_gigabytes() -> None:

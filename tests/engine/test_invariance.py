@@ -13,7 +13,7 @@ from dsv4.config import LayerSpec, preset
 from dsv4.engine.request import Request
 from dsv4.lab.init import make
 from dsv4.lab.score import score_ids
-from dsv4.model.step import Step
+from tests.support.feeding import claim, feed, feed_all, release
 
 TEXT = [random.Random(5).randrange(300) for _ in range(300)]
 
@@ -42,53 +42,43 @@ def one_shot(engine: Engine) -> Tensor:
     return score_ids(engine, TEXT, 300)["prefill_logits"]
 
 
-def feed(engine: Engine, slot: int, start: int, ids: list[int]) -> Tensor:
-    model = engine.runner.model
-    return model.logits(model.forward(Step.build([(slot, start, ids)], "cpu"), engine.cache))
-
-
 @pytest.mark.parametrize("block", range(10))
 def test_every_prompt_length(engine: Engine, one_shot: Tensor, block: int) -> None:
     """A prompt of every length, then a generated token; 3 mod 4 is where others are known to fail."""
     for length in range(block * 30 + 1, block * 30 + 31):
-        slot = engine.cache.claim(300)
-        assert slot is not None
+        slot = claim(engine, 300)
         try:
             assert torch.equal(feed(engine, slot, 0, TEXT[:length]), one_shot[:length]), length
             for position in range(length, min(300, length + 1)):
                 got = feed(engine, slot, position, TEXT[position : position + 1])
                 assert torch.equal(got[0], one_shot[position]), (length, position)
         finally:
-            engine.cache.release(slot)
+            release(engine, slot)
 
 
 def test_every_split_into_prompt_and_generated(engine: Engine, one_shot: Tensor) -> None:
     """Each prompt in a step of its own; then the generated parts side by side, a token of each in a step."""
-    slots = {prompt: engine.cache.claim(300) for prompt in (1, 3, 4, 7, 41, 127, 128, 131, 255, 256, 299)}
-    assert None not in slots.values()
+    slots = {prompt: claim(engine, 300) for prompt in (1, 3, 4, 7, 41, 127, 128, 131, 255, 256, 299)}
     for prompt, slot in slots.items():
         assert torch.equal(feed(engine, slot, 0, TEXT[:prompt]), one_shot[:prompt]), prompt
-    model = engine.runner.model
     for step in range(299):
         spans = [(slot, p + step, [TEXT[p + step]]) for p, slot in slots.items() if p + step < 300]
-        got = model.logits(model.forward(Step.build(spans, "cpu"), engine.cache))
+        got = feed_all(engine, spans)
         want = one_shot[[position for _, position, _ in spans]]
         assert torch.equal(got, want), [position for _, position, _ in spans]
-    for slot in slots.values():
-        engine.cache.release(slot)
+    release(engine, *slots.values())
 
 
 @pytest.mark.parametrize("sizes", [(1,), (2,), (3,), (10, 17, 5, 30, 7), (127, 1), (128,), (131,)], ids=str)
 def test_any_chunking(engine: Engine, one_shot: Tensor, sizes: tuple[int, ...]) -> None:
-    slot = engine.cache.claim(300)
-    assert slot is not None
+    slot = claim(engine, 300)
     start, turn = 0, 0
     while start < 300:
         size = min(sizes[turn % len(sizes)], 300 - start)
         stop = start + size
         assert torch.equal(feed(engine, slot, start, TEXT[start:stop]), one_shot[start:stop])
         start, turn = stop, turn + 1
-    engine.cache.release(slot)
+    release(engine, slot)
 
 
 @pytest.mark.parametrize("options", [{}, {"activations": "a8"}, {"activations": "a4"}, {"qat": "off"},
@@ -99,8 +89,7 @@ def test_alone_and_among_seven_others(engine_for: Callable[..., Engine], options
     rng = random.Random(1)
     texts = [[rng.randrange(300) for _ in range(rng.randrange(130, 160))] for _ in range(8)]
     alone = [score_ids(engine, ids, len(ids))["prefill_logits"] for ids in texts]
-    model, cache = engine.runner.model, engine.cache
-    slots = [cache.claim(160) for _ in texts]
+    slots = [claim(engine, 160) for _ in texts]
     done = [0] * 8
     while any(done[i] < len(texts[i]) for i in range(8)):
         order = rng.sample(range(8), rng.randrange(1, 9))
@@ -111,14 +100,13 @@ def test_alone_and_among_seven_others(engine_for: Callable[..., Engine], options
                 spans.append((slots[i], done[i], texts[i][done[i] : done[i] + count]))
         if not spans:
             continue
-        logits = model.logits(model.forward(Step.build(spans, "cpu"), cache))
+        logits = feed_all(engine, spans)
         row = 0
         for slot, start, ids in spans:
             i = slots.index(slot)
             assert torch.equal(logits[row : row + len(ids)], alone[i][start : start + len(ids)]), (i, start)
             row, done[i] = row + len(ids), start + len(ids)
-    for slot in slots:
-        cache.release(slot)
+    release(engine, *slots)
 
 
 def test_requests_do_not_see_each_other(engine_for: Callable[..., Engine]) -> None:
@@ -133,4 +121,4 @@ def test_requests_do_not_see_each_other(engine_for: Callable[..., Engine]) -> No
     for order in (requests[::-1], rng.sample(requests, 12)):
         for done in engine.generate(order):
             assert done == alone[done.request_id]
-    assert engine.cache.pool.num_available == engine.cache.pool.num_pages
+    assert engine.slots.pool.num_available == engine.slots.pool.num_pages

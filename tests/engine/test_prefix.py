@@ -12,6 +12,7 @@ from dsv4 import Engine, SamplingParams
 from dsv4.engine.request import Completion, Request
 from dsv4.errors import ConfigError
 from dsv4.lab.score import score_ids
+from tests.support.feeding import cache_of
 
 PAGE, VOCAB = 256, 300
 GREEDY = SamplingParams(max_tokens=4, temperature=0, logprobs=5)
@@ -65,7 +66,7 @@ def truth(alone: Engine) -> Truth:
 
 def run(engine: Engine, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[Completion]:
     done = engine.generate(prompts, params)
-    pool = engine.cache.pool
+    pool = engine.slots.pool
     assert pool.num_available == pool.num_pages and engine.prefix.num_snapshots <= 64
     return done
 
@@ -133,7 +134,7 @@ def test_other_models_and_settings_share_nothing(engine_for: Callable[..., Engin
 
 def test_nothing_is_kept_when_asked(alone: Engine) -> None:
     assert [alone.generate([text(600, 1)], GREEDY)[0].cached_tokens for _ in range(2)] == [0, 0]
-    assert alone.cache.pool.num_free == alone.cache.pool.num_pages
+    assert alone.slots.pool.num_free == alone.slots.pool.num_pages
 
 
 def test_paused_sequences_give_the_same_tokens(shared: Engine, truth: Truth) -> None:
@@ -191,15 +192,15 @@ def test_random_prefixes_forks_and_evictions(
                 wanted.pop()
         for stream, (want_ids, max_tokens) in zip(streams, wanted, strict=True):
             assert values(stream.completion()) == truth.of(want_ids, max_tokens)
-        pool = shared.cache.pool
+        pool = shared.slots.pool
         assert pool.num_available == pool.num_pages
         assert shared.prefix.num_snapshots <= 4
 
 
 def test_snapshots_take_what_is_planned(roomy: Engine) -> None:
     roomy.generate([text(300, 1)], GREEDY)
-    (snapshot, *_) = roomy.prefix._snapshots.values()
-    assert snapshot.num_bytes == roomy.cache.layout.snapshot_bytes()
+    snapshot = cache_of(roomy).snapshots[next(iter(roomy.prefix._snapshots.values()))]
+    assert snapshot.num_bytes == roomy.slots.layout.snapshot_bytes()
     assert torch.is_tensor(snapshot.windows[0].data)
 
 

@@ -3,6 +3,8 @@
 One model lies in tests/data; the other formats run where a folder `shared/golden` lies beside the checkout.
 """
 
+import math
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from torch import Tensor
 from dsv4 import Engine, EngineConfig
 from dsv4.lab.score import score_ids
 from dsv4.model.step import Step
+from tests.support.feeding import cache_of, claim, feed_all, release
 
 HERE = Path(__file__).parents[1] / "data" / "golden"
 SHARED = Path(__file__).parents[3] / "shared" / "golden"
@@ -28,26 +31,57 @@ def folder(format: str) -> Path:
     return found
 
 
-@cache
-def run(format: str, mode: str, chunk: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What the engine gives and what it should; the tests only read them."""
-    expected = load_file(folder(format) / f"expected_{mode}.safetensors")
-    config = EngineConfig(
+def config_of(mode: str, chunk: int) -> EngineConfig:
+    return EngineConfig(
         activations="a8" if mode == "a8" else "a16",
         qat="off" if mode == "noqat" else "on",
         chunk=chunk,
         max_batch=1,
         max_context=340,
+        threads=torch.get_num_threads(),
     )
-    engine = Engine.load(folder(format), config)
+
+
+@cache
+def run(format: str, mode: str, chunk: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What the engine gives and what it should; the tests only read them."""
+    expected = load_file(folder(format) / f"expected_{mode}.safetensors")
+    engine = Engine.load(folder(format), config_of(mode, chunk))
     got = score_ids(engine, expected["ids"].tolist(), 300, mtp="mtp_logits" in expected)
     return got, expected
 
 
-def distances(got: Tensor, want: Tensor) -> tuple[Tensor, float]:
+@dataclass(frozen=True)
+class Mark:
+    """The most that rows may be off: r = |got - want| / |want|; and the least share of equal choices."""
+
+    median: float
+    p90: float
+    largest: float
+    top1: float
+
+
+# Without rounding points nothing is chaotic: float noise was 2e-6 on every machine, and this mode proves the
+# structure. With them, a value within float noise of a rounding boundary falls on either side, and everything
+# after it moves; which way depends on the order of sums, so on the CPU. Implementations of equal standing lay
+# at medians of 2e-6 to 3e-3 in a16 and of 6e-3 to 8e-2 in a8; one that leaves the roundings out, at 4e-2 to
+# 8e-2 and at 1.2e-1 to 2.3e-1. They are proved where they stand, bit for bit, in tests/ops and tests/quant.
+MARKS = {
+    "noqat": Mark(math.inf, math.inf, 1e-4, 0.0),
+    "a16": Mark(5e-3, 3e-2, math.inf, 0.95),
+    "a8": Mark(1e-1, 3e-1, math.inf, 0.85),
+}
+# Drafts made of drafts: float noise alone has a median of 0.08 in a8.
+STEP_MARKS = {**MARKS, "a8": Mark(0.2, math.inf, math.inf, 0.7)}
+
+
+def check(got: Tensor, want: Tensor, mark: Mark, what: str) -> None:
     r = (got - want).norm(dim=1) / want.norm(dim=1)
     top1 = (got.argmax(1) == want.argmax(1)).float().mean().item()
-    return r, top1
+    median, p90, largest = r.median().item(), r.quantile(0.9).item(), r.max().item()
+    text = f"{what}: median {median:.1e}, p90 {p90:.1e}, max {largest:.1e}, top-1 {top1:.3f}"
+    print(text)
+    assert median <= mark.median and p90 <= mark.p90 and largest <= mark.largest and top1 >= mark.top1, text
 
 
 @pytest.mark.parametrize(("format", "mode"), CASES)
@@ -55,19 +89,32 @@ def test_marks(format: str, mode: str) -> None:
     got, expected = run(format, mode, chunk=300)
     assert got.keys() == expected.keys() - {"ids"}
     for name in got:
-        r, top1 = distances(got[name], expected[name])
-        median, p90 = r.median().item(), r.quantile(0.9).item()
-        what = f"{name}: median {median:.1e}, p90 {p90:.1e}, max {r.max():.1e}, top-1 {top1:.3f}"
-        if mode == "noqat":
-            assert r.max() <= 1e-4, what
-        elif name == "mtp_logits":
-            # One value rounded the other way in the trunk moves the draft block's whole window (docs/log.md).
-            # The block is held to the sharp mark without rounding (noqat), and to the same choices here.
-            assert p90 <= 1e-1 and top1 >= 0.94, what
-        elif mode == "a16":
-            assert median <= 1e-4 and p90 <= 1e-2 and top1 >= 0.99, what
-        else:
-            assert median <= 2e-2 and top1 >= 0.96, what
+        check(got[name], expected[name], MARKS[mode], f"{format} {mode} {name}")
+
+
+@pytest.mark.parametrize("mode", STEP_MARKS)
+def test_drafts_made_of_drafts(mode: str) -> None:
+    """The draft block over positions 0 .. p, then fed with its own streams and two given tokens."""
+    expected = load_file(folder("mtp_steps") / f"expected_{mode}.safetensors")
+    ids = expected["ids"].tolist()
+    engine = Engine.load(folder("official"), config_of(mode, chunk=340))
+    model, cache = engine.model, cache_of(engine)
+    trunk = claim(engine, 340)
+    streams = model.forward(Step.build([(trunk, 0, ids)], "cpu"), cache)
+    release(engine, trunk)
+    rows = []
+    for p, forced in zip(expected["anchors"].tolist(), expected["forced_ids"], strict=True):
+        slot = claim(engine, 340)
+        step = Step.build([(slot, 0, ids[: p + 1])], "cpu")
+        own, logits = model.draft(streams[: p + 1], torch.tensor(ids[1 : p + 2]), step, cache)
+        rows.append(logits[-1:])
+        for back, token in enumerate(forced.split(1), 1):
+            step = Step.build([(slot, p + back, token.tolist())], "cpu")
+            own, logits = model.draft(own[-1:], token, step, cache)
+            rows.append(logits)
+        release(engine, slot)
+    want = expected["mtp_step_logits"].flatten(0, 1)
+    check(torch.cat(rows), want, STEP_MARKS[mode], f"mtp_steps {mode}")
 
 
 CHUNKED = [(f, "a16", (64,)) for f in FORMATS] + [("official", "a8", (3,)), ("bf16", "noqat", (1,))]
@@ -87,12 +134,11 @@ def test_among_other_sequences_nothing_changes(format: str) -> None:
     """The golden prompt in pieces, each piece in one step with pieces of three other sequences."""
     whole, expected = run(format, "a16", chunk=300)
     engine = Engine.load(folder(format), EngineConfig(max_batch=4, max_context=340))
-    model, cache = engine.runner.model, engine.cache
     texts = [
         torch.randint(0, 160, (300,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(3)
     ]
     texts.insert(1, expected["ids"].tolist()[:300])
-    slots = [cache.claim(340) for _ in texts]
+    slots = [claim(engine, 340) for _ in texts]
     for start in range(0, 300, 50):
         shifts = (
             0,
@@ -104,7 +150,7 @@ def test_among_other_sequences_nothing_changes(format: str) -> None:
             (slot, max(0, start - shift), ids[max(0, start - shift) : start + 50 - shift])
             for slot, ids, shift in zip(slots, texts, shifts, strict=True)
         ]
-        logits = model.logits(model.forward(Step.build(spans, "cpu"), cache))
+        logits = feed_all(engine, spans)
         row = len(spans[0][2])
         assert torch.equal(logits[row : row + 50], whole["prefill_logits"][start : start + 50]), start
 

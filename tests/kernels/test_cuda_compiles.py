@@ -1,37 +1,220 @@
-"""Every CUDA source compiles for Hopper on a machine without a GPU, so that a broken kernel cannot land."""
+"""Every CUDA source compiles on a machine without a GPU, by NVRTC and by nvcc, and what Python passes to a
+kernel is what the kernel takes."""
 
-import shutil
+import ctypes
+import re
+import struct
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from dsv4.errors import DeviceError
-from dsv4.kernels import build
+from dsv4.kernels import build, ceiling, choose, driver, matvec, sample, tiles
+from dsv4.kernels.matvec import MatVec, Product, Tasks
+from dsv4.quant.formats import Format
 
-needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on the PATH")
+COMPILERS = {"NVRTC": build._nvrtc(), "nvcc": build._nvcc()}
+needs_compiler = pytest.mark.skipif(not any(COMPILERS.values()), reason="neither NVRTC nor nvcc was found")
 
 
-@needs_nvcc
 @pytest.mark.parametrize("name", build.SOURCES)
-def test_compiles_for_hopper(name: str) -> None:
+@pytest.mark.parametrize("using", COMPILERS)
+def test_compiles_for_hopper(using: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = COMPILERS[using]
+    if found is None:
+        pytest.skip(f"{using} was not found")
+    monkeypatch.setattr(build, "compiler", lambda: found)
     path = build.compile_source(name, "90a")
-    assert path.stat().st_size > 10_000
-    assert build.compile_source(name, "90a") == path, "the second time it comes from the cache"
+    cubin = path.read_bytes()
+    kernels = re.findall(r"\b(\w+_kernel)(?:<|\()", (build.HERE / f"{name}.cu").read_text())
+    assert cubin.startswith(b"\x7fELF")
+    assert {re.sub(r"^_Z\d+", "", s).split("_kernel")[0] + "_kernel" for s in build.symbols(cubin)} == set(
+        kernels
+    )
+
+    def refuse(source: Path, arch: str) -> bytes:
+        raise AssertionError("the second time it comes from the cache")
+
+    monkeypatch.setattr(build, "compiler", lambda: replace(found, compile=refuse))
+    assert build.compile_source(name, "90a") == path
+
+
+def test_each_compiler_and_architecture_has_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name, version in (("NVRTC", "13.0"), ("NVRTC", "13.1"), ("nvcc", "13.0")):
+        made = f"{name} {version}".encode()
+        using = build.Compiler(name, version, tmp_path, lambda source, arch, made=made: made + arch.encode())  # type: ignore[misc]
+        monkeypatch.setattr(build, "compiler", lambda using=using: using)
+        for arch in ("90a", "100a"):
+            assert build.compile_source("mix", arch).read_bytes() == made + arch.encode()
 
 
 def test_every_source_is_listed() -> None:
     assert {path.stem for path in build.HERE.glob("*.cu")} == set(build.SOURCES)
 
 
-@needs_nvcc
-def test_a_broken_source_is_one_sentence(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_no_source_needs_a_header_that_wheels_may_lack() -> None:
+    """stdint.h is nvcc's alone: NVRTC has none. What a host compiler takes of sample.cuh is for tests."""
+    allowed = {"types.cuh": {"stdint.h"}, "sample.cuh": {"math.h", "stdint.h", "string.h"}}
+    for path in [*build.HERE.glob("*.cu"), *build.HERE.glob("*.cuh")]:
+        found = set(re.findall(r"#include <(.*)>", path.read_text()))
+        assert found <= allowed.get(path.name, set()), path.name
+
+
+@pytest.mark.parametrize("using", COMPILERS)
+def test_a_broken_source_is_one_sentence(using: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = COMPILERS[using]
+    if found is None:
+        pytest.skip(f"{using} was not found")
     (tmp_path / "broken.cu").write_text("__global__ void f() { this is not C++; }\n")
     monkeypatch.setattr(build, "HERE", tmp_path)
-    with pytest.raises(DeviceError, match=r"nvcc could not compile broken\.cu for sm_90a: .*error"):
+    monkeypatch.setattr(build, "compiler", lambda: found)
+    with pytest.raises(
+        DeviceError, match=rf"{using} could not compile broken\.cu for sm_90a: .*error"
+    ) as told:
         build.compile_source("broken", "90a")
+    assert "\n" not in str(told.value)
 
 
 def test_a_missing_compiler_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build.shutil, "which", lambda name: None)
-    monkeypatch.setattr(build.Path, "exists", lambda self: False)
-    with pytest.raises(DeviceError, match=r"nvcc was not found .*use --device cpu"):
-        build.compiler()
+    monkeypatch.setattr(build, "_nvrtc", lambda: None)
+    monkeypatch.setattr(build, "_nvcc", lambda: None)
+    with pytest.raises(DeviceError, match=r"neither NVRTC .* nor nvcc .* was found; .*use --device cpu"):
+        build.compiler.__wrapped__()
+
+
+def _compile_alone(folder: str) -> bytes:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", folder)
+        return build.compile_source("ceiling", "90a").read_bytes()
+
+
+@needs_compiler
+def test_processes_that_build_at_once_do_not_hurt_each_other(tmp_path: Path) -> None:
+    with ProcessPoolExecutor(3) as pool:
+        made = list(pool.map(_compile_alone, [str(tmp_path)] * 3))
+    assert made[0] == made[1] == made[2]
+    assert len(list((tmp_path / "dsv4" / "kernels").iterdir())) == 1, "one file, and no traces"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "want"),
+    [("f", "_Z1f"), ("ab<8, true>", "_Z2abILi8ELb1EE"), ("g<__nv_bfloat16>", "_Z1gI13__nv_bfloat16E")],
+)
+def test_mangled_names(kernel: str, want: str) -> None:
+    assert build.mangled(kernel) == want
+    assert build.find(kernel, ["_Z1fIfEvv", "_Z2ab", "_Z1h", f"{want}vPKf"]) == f"{want}vPKf"
+
+
+def parameter_sizes(cubin: bytes, symbol: str) -> list[int]:
+    """Bytes of each parameter, from what the compiler tells the driver of a kernel."""
+    at, count, names = (
+        struct.unpack_from("<Q", cubin, 0x28)[0],
+        struct.unpack_from("<H", cubin, 0x3C)[0],
+        struct.unpack_from("<H", cubin, 0x3E)[0],
+    )
+    headers = [struct.unpack_from("<IIQQQQIIQQ", cubin, at + 64 * i) for i in range(count)]
+    strings = cubin[headers[names][4] :]
+    sizes: dict[int, int] = {}
+    for header in headers:
+        if strings[header[0] : strings.index(b"\0", header[0])].decode() != f".nv.info.{symbol}":
+            continue
+        info = cubin[header[4] : header[4] + header[5]]
+        place = 0
+        while place < len(info):
+            form, attribute, size = struct.unpack_from("<BBH", info, place)
+            place += 4
+            if form != 4:
+                continue
+            if attribute == 0x17:  # index, ordinal, offset, then the size above other bits
+                _, ordinal, _, rest = struct.unpack_from("<IHHI", info, place)
+                sizes[ordinal] = rest >> 18
+            place += size
+    return [sizes[i] for i in range(len(sizes))]
+
+
+def some(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(*shape, dtype=dtype)
+
+
+def launch_route() -> None:
+    tasks = Tasks.empty(2, 6, "cpu")
+    for experts in (256, 384):
+        for rows in (1, 2):
+            ids, chosen = some(rows, dtype=torch.long), some(rows, 6, dtype=torch.int32)
+            choose.route(some(rows, experts), some(experts), None, ids, 1.5, False, chosen, tasks)
+
+
+def launch_select() -> None:
+    for capacity in (1000, 4000, 8000, 20000):
+        choose.select(some(2, capacity), some(2, dtype=torch.int32), some(2, 512, dtype=torch.int32))
+
+
+def launch_sample() -> None:
+    ids, positions, slots, latest = (some(2, dtype=torch.long) for _ in range(4))
+    sample.sample(
+        logits=some(2, 300),
+        settings=some(2, sample.WIDTH, dtype=torch.long),
+        mask=some(2, 10, dtype=torch.int32),
+        out=some(2, sample.RESULT, dtype=torch.int32),
+        next_ids=ids,
+        positions=positions,
+        slots=slots,
+        latest=latest,
+    )
+
+
+def launch_mix() -> None:
+    mhc = pytest.importorskip("dsv4.kernels.mhc")
+    for dtype in (torch.float32, torch.bfloat16):
+        x, streams = some(1, 64, dtype=dtype), some(1, 4, 64, dtype=dtype)
+        partial, weight = some(1, mhc.num_chunks(64), mhc.WIDTH), some(64)
+        gate, comb = some(1, 4), some(1, 4, 4)
+        mhc.mix_close(partial, some(24), some(24), streams, weight, x, gate, comb, 1e-6, 1e-6)
+
+
+def launch_products() -> None:
+    weight = tiles.empty(Format.NVFP4, (32, 512), 1, 1, "cpu")
+    for dtype in (torch.float32, torch.bfloat16):
+        matvec.unpack(weight, some(32, 512, dtype=dtype))
+        for rows in (1, 3):
+            x, y = some(rows, 512, dtype=dtype), some(rows, 32, dtype=dtype)
+            MatVec([Product(weight, x, y)], rows, blocks=4).launch()
+
+
+def launch_read() -> None:
+    for flight in ceiling.FLIGHTS:
+        ceiling.read(some(64), some(1, dtype=torch.int32), flight)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "launch", [launch_route, launch_select, launch_sample, launch_mix, launch_products, launch_read]
+)
+def test_arguments_are_what_the_kernels_take(
+    launch: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, str, list[int]]] = []
+
+    def kernel(source: str, name: str, device: torch.device) -> Any:
+        def note(device: torch.device, arguments: tuple[Any, ...], *how: Any) -> None:
+            seen.append((source, name, [ctypes.sizeof(driver._value(a)) for a in arguments]))
+
+        return SimpleNamespace(launch=note)
+
+    monkeypatch.setattr(build, "_kernel", kernel)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4)
+    )
+    launch()
+    assert seen
+    for source, name, sizes in seen:
+        cubin = build.compile_source(source, "90a").read_bytes()
+        assert parameter_sizes(cubin, build.find(name, build.symbols(cubin))) == sizes, (source, name)

@@ -81,11 +81,14 @@ def test_rows_do_not_see_each_other(format: Format, act: torch.dtype) -> None:
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 @pytest.mark.parametrize("n,k", [(16, 64), (100, 512), (1000, 1028), (9000, 1024), (6000, 4096)])
-def test_when_weights_are_asked_for(format: Format, n: int, k: int) -> None:
+def test_when_weights_are_fetched(format: Format, n: int, k: int) -> None:
     """Before the input or after it, all at once or not: the same sums, also where warps have no work."""
     w, x = weight(format, n, k), torch.randn(1, k, device="cuda").bfloat16()
     parts, found = tile(w), []
-    for options in ({}, {"before": 0}, {"before": 1}, {"paced": True}, {"paced": True, "late": True}):
+    for options in (
+        *({}, {"early_stages": 0}, {"early_stages": 1}, {"paced": True}),
+        *({"paced": True, "triggers_late": True}, {"overlap": False}),
+    ):
         y = torch.full((1, n), torch.nan, device="cuda")
         MatVec([Product(parts, x, y)], 1, **options).launch()  # type: ignore[arg-type]
         found.append(y)
@@ -225,14 +228,3 @@ def test_select_through_pages() -> None:
     pages = table[1].tolist()
     assert out[0].tolist() == [pages[e // 16] * 16 + e % 16 for e in best]
     assert out[1].tolist() == [-1] * topk
-
-
-def test_greedy() -> None:
-    logits = torch.randn(4, 129280, device="cuda")
-    logits[0, 77] = logits[0, 100] = 50.0
-    logits[2, 5] = torch.nan
-    positions = torch.tensor([3, 9, 4, -1], device="cuda")
-    ids = torch.tensor([1, 1, 1, 1], device="cuda")
-    choose.greedy(logits, ids, positions)
-    assert ids.tolist() == [77, int(logits[1].argmax()), -1, 1]
-    assert positions.tolist() == [4, 10, 5, -1]

@@ -67,10 +67,19 @@ def test_values() -> None:
     code = torch.arange(256, dtype=torch.uint8)
     e4m3, e2m1, power = (torch.zeros(256, device=DEVICE) for _ in range(3))
     _values_kernel[(1,)](there(code), e4m3, e2m1, power, SIZE=256)
-    numbers_only = (code & 127) != 127
-    assert torch.equal(e4m3.cpu()[numbers_only], codec.e4m3_decode(code)[numbers_only])
+    known = (code & 127) != 127 if DEVICE == "cpu" else code >= 0  # the interpreter takes NaN for 480
+    assert torch.equal(e4m3.cpu()[known].nan_to_num(1e9), codec.e4m3_decode(code)[known].nan_to_num(1e9))
     assert torch.equal(e2m1.cpu(), codec.e2m1_decode(code & 15))
-    assert torch.equal(power.cpu()[1:255], codec.e8m0_decode(code)[1:255])
+    assert torch.equal(power.cpu()[1:].nan_to_num(1e9), codec.e8m0_decode(code)[1:].nan_to_num(1e9))
+
+
+def test_codes_of_nan() -> None:
+    x = torch.tensor([float("nan"), -float("nan"), float("inf"), -float("inf")]).repeat(SIZE // 4)
+    bytes_ = [torch.zeros(SIZE, dtype=torch.uint8, device=DEVICE) for _ in range(3)]
+    _codes_kernel[(1,)](there(x), *bytes_, torch.zeros(SIZE, dtype=torch.bfloat16, device=DEVICE), SIZE=SIZE)
+    # The sign of a NaN says nothing.
+    assert torch.equal(bytes_[0].cpu() & 127, codec.e4m3_encode(x) & 127)
+    assert torch.equal(bytes_[1].cpu() & 7, codec.e2m1_encode(x) & 7)
 
 
 def test_hadamard() -> None:

@@ -237,7 +237,7 @@ def decoder(monkeypatch: pytest.MonkeyPatch) -> Decoder:
 
 
 def test_launches_belong_to_layers(decoder: Decoder) -> None:
-    names = [name for name, _ in decoder.launches]
+    names = [launch.name for launch in decoder.launches]
     kinds = kinds_of(names, TINY)
     assert names.count(bench.ROUTE) == TINY.num_layers
     for name, kind in zip(names, kinds, strict=True):
@@ -253,11 +253,11 @@ def test_launches_read_what_a_step_reads(decoder: Decoder) -> None:
     tasks = decoder.buffers.tasks
     tasks.expert.copy_(torch.tensor([3, 5]))
     want = Reads.of(tiled, TINY.num_layers).step([2] * TINY.num_layers)
-    assert sum(weight_bytes(launch) for _, launch in decoder.launches) == pytest.approx(want, rel=1e-4)
+    assert sum(weight_bytes(launch.run) for launch in decoder.launches) == pytest.approx(want, rel=1e-4)
 
 
 def test_launches_read_the_cache_and_the_mixing_matrices(decoder: Decoder) -> None:
-    names = [name for name, _ in decoder.launches]
+    names = [launch.name for launch in decoder.launches]
     layout, position = decoder.cache.layout, 600
     found = {True: 0, False: 0}
     for name, kind in zip(names, kinds_of(names, TINY), strict=True):

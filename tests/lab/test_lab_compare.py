@@ -118,7 +118,7 @@ class BiasOnValues(Compressor):
 @pytest.mark.parametrize(("layer", "where"), [(1, "attention"), (2, "attention"), (1, "indexer")])
 def test_a_position_bias_added_to_values(layer: int, where: str, model: Path, recording: Recording) -> None:
     engine = load(model)
-    attention = engine.runner.model.blocks[layer].attention
+    attention = engine.model.blocks[layer].attention
     holder: Any = attention if where == "attention" else attention.indexer
     holder.compressor = BiasOnValues(holder.compressor)
     found = against(recording, engine).departure
@@ -135,7 +135,7 @@ def test_a_position_bias_added_to_values(layer: int, where: str, model: Path, re
 @pytest.mark.parametrize(("layer", "site"), [(0, "hc_ffn"), (1, "hc_attn"), (2, "hc_ffn")])
 def test_a_transposed_mixing_matrix(layer: int, site: str, model: Path, recording: Recording) -> None:
     engine = load(model)
-    connection: Any = getattr(engine.runner.model.blocks[layer], site)
+    connection: Any = getattr(engine.model.blocks[layer], site)
     right = connection.post
     connection.post = lambda x, streams, gate, comb, step: right(x, streams, gate, comb.mT, step)
     # The streams are equal before the first layer's attention, and mixing equal ones shows nothing.
@@ -146,7 +146,7 @@ def test_a_transposed_mixing_matrix(layer: int, site: str, model: Path, recordin
 
 def test_a_router_with_another_bias(model: Path, recording: Recording) -> None:
     engine = load(model)
-    moe: Any = engine.runner.model.blocks[1].moe
+    moe: Any = engine.model.blocks[1].moe
     moe.bias = moe.bias.flip(0) + torch.tensor([0.0, 0.5, 0.0])
     found = against(recording, engine)
     assert found.departure is not None
@@ -156,7 +156,7 @@ def test_a_router_with_another_bias(model: Path, recording: Recording) -> None:
 
 def test_an_indexer_that_chooses_otherwise(model: Path, recording: Recording) -> None:
     engine = load(model)
-    indexer: Any = engine.runner.model.blocks[1].attention.indexer
+    indexer: Any = engine.model.blocks[1].attention.indexer
     right = indexer.weights_proj
     indexer.weights_proj = lambda x: -right(x)
     found = against(recording, engine)
@@ -168,7 +168,7 @@ def test_an_indexer_that_chooses_otherwise(model: Path, recording: Recording) ->
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_is_located(value: float, model: Path, recording: Recording) -> None:
     engine = load(model)
-    block: Any = engine.runner.model.blocks[1]
+    block: Any = engine.model.blocks[1]
     right = block.moe.ops.experts.ffn
 
     class Experts:
@@ -193,7 +193,7 @@ def test_what_is_not_finite_is_located(value: float, model: Path, recording: Rec
 
 def test_logits_that_are_not_finite(model: Path, recording: Recording) -> None:
     engine = load(model)
-    engine.runner.model.norm[3] = math.nan
+    engine.model.norm[3] = math.nan
     found = against(recording, engine)
     assert found.departure is not None and found.departure.layer == "logits"
 
@@ -203,7 +203,7 @@ def test_single_tokens_are_looked_at_too(model: Path) -> None:
     assert [tuple(logits.shape) for logits in wanted.logits] == [(158, 280), *[(1, 280)] * 3]
     assert compare(wanted, load(model), IDS, 3, limit=0.0).logits.as_dict()["positions"] == 161
     engine = load(model)
-    moe: Any = engine.runner.model.blocks[2].moe
+    moe: Any = engine.model.blocks[2].moe
     right = moe.ops.experts
 
     class Experts:

@@ -26,6 +26,7 @@ from dsv4.lab.plan import Demand, Plan, Wanted, describe
 from dsv4.lab.records import best
 from dsv4.model.step import Step
 from dsv4.weights.load import Checkpoint
+from tests.support.feeding import cache_of, claim
 
 ROOMY = Machine("a CPU", 1, 1 << 40, 1e10, "made up", is_cpu=True)
 
@@ -128,7 +129,7 @@ def storages(value: object, seen: set[int] | None = None) -> Iterator[torch.Unty
 
 
 def held_by(engine: Engine) -> int:
-    found = {s.data_ptr(): s.nbytes() for s in storages([engine.runner.model, engine.cache]) if s.nbytes()}
+    found = {s.data_ptr(): s.nbytes() for s in storages([engine.model, cache_of(engine)]) if s.nbytes()}
     return sum(found.values())
 
 
@@ -226,12 +227,13 @@ def test_the_workspace_is_estimated_well(leading: str, tmp_path: Path) -> None:
     write_model(tmp_path / "model", "modelopt", shape)
     options = {"weights": weights, "max_context": context, "max_batch": 1, "chunk": chunk}
     engine = Engine.load(tmp_path / "model", EngineConfig(**options))  # type: ignore[arg-type]
-    slot = engine.cache.claim(context)
-    assert slot is not None
-    model = engine.runner.model
-    with Peak() as step:
-        streams = model.forward(Step.build([(slot, context - chunk, [7] * chunk)], "cpu"), engine.cache)
-        model.logits(streams[-1:])
+    slot, model = claim(engine, context), engine.model
+    for _ in range(2):  # the first meets shapes that have to be measured
+        with Peak() as step:
+            streams = model.forward(
+                Step.build([(slot, context - chunk, [7] * chunk)], "cpu"), cache_of(engine)
+            )
+            model.logits(streams[-1:])
     checkpoint = Checkpoint.open(tmp_path / "model")
     needed = Demand.of(checkpoint.config, checkpoint.inventory)
     made = Plan.make(needed, ROOMY, Wanted(context, 1, weights=weights, chunk=chunk))

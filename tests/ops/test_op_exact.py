@@ -5,10 +5,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from ops_support import FUNCTION, ROUND, TINY, check_close, product_bound, rand
 from torch import Tensor
 
-from dsv4.ops._exact import TILE, rotate, row_product, sigmoid, silu, softplus
+from dsv4.ops import _product
+from dsv4.ops._exact import rotate, row_product, sigmoid, silu, softplus
+from dsv4.ops._product import batch_product
 
 INF, NAN = math.inf, math.nan
 SIZES = (1, 2, 3, 5, 7, 8, 16, 17, 31, 33, 48, 64, 96, 100, 127, 128, 129, 255, 256, 480, 513, 1024, 2048)
@@ -20,8 +24,8 @@ def test_a_row_gives_the_same_bits_wherever_it_lies(k: int) -> None:
     for n in COLUMNS:
         w, row = rand(k, n, seed=n), rand(1, k, seed=k)
         alone = row_product(row, w)
-        everywhere = row_product(row.expand(5 * TILE, k).clone(), w)
-        assert torch.equal(everywhere, alone.expand(5 * TILE, n)), f"[{k}, {n}]"
+        everywhere = row_product(row.expand(5 * 8, k).clone(), w)
+        assert torch.equal(everywhere, alone.expand(5 * 8, n)), f"[{k}, {n}]"
 
 
 @pytest.mark.parametrize(("k", "n"), [(1, 1), (3, 7), (33, 2), (96, 5), (100, 300), (257, 24), (1024, 3)])
@@ -42,6 +46,55 @@ def test_hundreds_of_rows_change_no_bit(k: int, n: int) -> None:
     whole = row_product(x, w)
     for count in (1, 9, 16, 199):
         assert torch.equal(row_product(x[:count], w), whole[:count]), count
+
+
+@st.composite
+def products(draw: st.DrawFn) -> tuple[int, int, int, int, bool]:
+    """K, N, rows, a seed, and whether the weight lies turned."""
+    sizes = st.one_of(st.integers(1, 40), st.integers(41, 400), st.sampled_from((64, 128, 256, 512, 1024)))
+    rows = st.one_of(st.integers(1, 12), st.integers(13, 300))
+    return draw(sizes), draw(sizes), draw(rows), draw(st.integers(0, 1 << 30)), draw(st.booleans())
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@given(case=products())
+def test_whatever_lies_beside_a_row_changes_no_bit(case: tuple[int, int, int, int, bool]) -> None:
+    """Random shapes and places: a row among others, among NaN and infinity, at an odd address, as alone."""
+    k, n, count, seed, is_turned = case
+    w = rand(n, k, seed=seed).t() if is_turned else rand(k, n, seed=seed)
+    x = rand(count, k, seed=seed + 1)
+    place = seed % count
+    row = x[place].clone()
+    alone = row_product(row.unsqueeze(0), w)[0]
+    assert torch.equal(row_product(x, w)[place], alone)
+    x[:] = torch.tensor([NAN, INF, -INF, 1e38])[torch.arange(count) % 4].unsqueeze(1)
+    x[place] = row
+    assert torch.equal(row_product(x, w)[place], alone)
+    shifted = torch.cat((torch.zeros(1), x.flatten()))[1:].view(count, k)
+    assert torch.equal(row_product(shifted, w)[place], alone)
+    check_close(alone, row.double() @ w.double(), product_bound(row.unsqueeze(0), w)[0], f"[{k}, {n}]")
+
+
+@pytest.mark.parametrize(("k", "n"), [(33, 700), (64, 515)])
+def test_a_large_weight_is_multiplied_in_parts(k: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_product, "PART", 1 << 14)
+    _product._cut.cache_clear()
+    x, w = rand(21, k, seed=1), rand(k, n, seed=2)
+    whole = row_product(x, w)
+    assert torch.equal(torch.cat([row_product(row, w) for row in x.split(1)]), whole)
+    check_close(whole, x.double() @ w.double(), product_bound(x, w), "in parts")
+    _product._cut.cache_clear()
+
+
+@pytest.mark.parametrize(("batch", "height", "k", "n"), [(2, 8, 128, 224), (7, 6, 80, 96), (32, 3, 33, 64)])
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_a_batch_has_the_bits_of_its_products(
+    batch: int, height: int, k: int, n: int, is_turned: bool
+) -> None:
+    x, w = rand(batch, height, k), rand(batch, n, k).mT if is_turned else rand(batch, k, n)
+    want = torch.stack([row_product(rows, part) for rows, part in zip(x, w, strict=True)])
+    assert torch.equal(batch_product(x, w), want)
+    assert torch.equal(batch_product(x, w[:1]), row_product(x.flatten(0, 1), w[0]).view(batch, height, n))
 
 
 def test_infinite_and_nan_rows_stay_in_their_row() -> None:

@@ -13,6 +13,7 @@ from dsv4.lab.bench.subject import DTYPE, Reads, cache_layout
 from dsv4.model.bundle import Bundle
 from dsv4.model.decode import ROWS, Decoder
 from dsv4.model.model import Model
+from dsv4.ops.sample.ref import pack
 from dsv4.quant.formats import Format, QuantTensor
 
 WARM, COUNTED, PROFILED = 8, 8, 5
@@ -136,6 +137,7 @@ class Session:
         f, batch = self.decoder.buffers, self.wanted.batch
         generator = torch.Generator().manual_seed(1)
         f.ids.copy_(torch.randint(0, self.config.vocab_size, f.ids.shape, generator=generator))
+        f.settings.copy_(torch.tensor([pack()] * f.rows))
         f.positions.fill_(-1)
         f.positions[:batch] = self.wanted.start(self.config)
         f.slots.zero_()
@@ -168,9 +170,9 @@ class Session:
         counts = []
         for _ in range(COUNTED):
             of_step = []
-            for name, launch in self.decoder.launches:
-                launch()
-                if name == ROUTE:
+            for launch in self.decoder.launches:
+                launch.run()
+                if launch.name == ROUTE:
                     of_step.append(f.chosen[:batch].unique().numel())
             assert len(of_step) == self.config.num_layers, f"{len(of_step)} launches named {ROUTE}"
             counts.append(of_step)

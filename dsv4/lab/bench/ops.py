@@ -154,12 +154,10 @@ def launches(wished: Wished, name: str, read: float, device: torch.device) -> It
     decoder = session.decoder
     decoder.step()
     torch.cuda.synchronize()
-    names = [launch for launch, _ in decoder.launches]
+    names = [launch.name for launch in decoder.launches]
     groups: dict[tuple[str, str], list[Any]] = {}
-    for which, kind, (_, launch) in zip(
-        names, kinds_of(names, subject.config), decoder.launches, strict=True
-    ):
-        groups.setdefault((which, kind), []).append(launch)
+    for which, kind, launch in zip(names, kinds_of(names, subject.config), decoder.launches, strict=True):
+        groups.setdefault((which, kind), []).append(launch.run)
     for (which, kind), calls in groups.items():
         # A graph's own start would be a good part of a single launch; the head's weights fill the cache anew.
         run = calls * (REPEATS if kind == ENDS else 1)

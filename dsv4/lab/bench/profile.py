@@ -107,7 +107,7 @@ def profile(session: Session) -> Profile:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
-    names = [name for name, _ in session.decoder.launches]
+    names = [launch.name for launch in session.decoder.launches]
     with profiler(activities=[ProfilerActivity.CUDA]) as seen:
         for _ in range(PROFILED):
             session.decoder.step()

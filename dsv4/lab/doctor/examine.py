@@ -5,9 +5,11 @@ from pathlib import Path
 
 import torch
 
-from dsv4.config import EngineConfig
+from dsv4.config import EngineConfig, ModelConfig
 from dsv4.engine.engine import Engine
+from dsv4.engine.settings import DEFAULT_CONTEXT
 from dsv4.errors import CheckpointError, Dsv4Error
+from dsv4.lab.doctor.exact import examine_exact
 from dsv4.lab.doctor.findings import Finding
 from dsv4.lab.doctor.machine import examine_machine
 from dsv4.lab.doctor.ops import examine_ops
@@ -15,6 +17,7 @@ from dsv4.lab.doctor.selftest import examine_behaviour, examine_engine
 from dsv4.lab.doctor.tokenizer import examine_tokenizer
 from dsv4.lab.doctor.weights import Progress, examine_weights, looks_trained
 from dsv4.lab.inspect import storage_name
+from dsv4.models import embedded
 from dsv4.weights.load import Checkpoint
 
 # Stored bytes up to which the model itself is loaded and run, unless asked to: seconds, not minutes.
@@ -28,6 +31,7 @@ def examine(model: Path | None, full: bool = False, progress: Progress | None = 
         raise CheckpointError(f"{model} does not exist; give a model folder or a .safetensors file")
     folder = model if model is None or model.is_dir() else model.parent
     yield from examine_machine(folder)
+    yield from examine_exact(ModelConfig.load(embedded()), 1, DEFAULT_CONTEXT)
     yield from examine_ops()
     yield examine_engine("cpu")
     if torch.cuda.is_available():
@@ -45,6 +49,7 @@ def examine_model(model: Path, full: bool = False, progress: Progress | None = N
         yield Finding("checkpoint", "tensors", "fail", str(error), remedy)
         return
     yield from _headers(checkpoint)
+    yield from examine_exact(checkpoint.config, checkpoint.inventory.num_mtp_layers, RUN_CONTEXT)
     folder = model if model.is_dir() else model.parent
     tokenizer = examine_tokenizer(folder, checkpoint.config)
     yield tokenizer

@@ -10,9 +10,11 @@ from pathlib import Path
 import torch
 
 from dsv4.device import available_memory
+from dsv4.errors import DeviceError
+from dsv4.kernels.build import compiler
 from dsv4.lab.doctor.findings import Finding
 
-PYTHONS = ((3, 11), (3, 12))
+PYTHONS = ((3, 11), (3, 12), (3, 13), (3, 14))
 # As in pyproject.toml: first version that is known to work, first that is not.
 LIBRARIES = {
     "torch": ("2.11", "2.14"),
@@ -31,7 +33,7 @@ NEEDED_DISK = 50_000_000
 def examine_machine(folder: Path | None) -> list[Finding]:
     """`folder`: where a model lies, so that its disk is looked at too."""
     out = [_python(), *(_library(name, *bounds) for name, bounds in LIBRARIES.items())]
-    out += [_gpu(), _triton(), _compiler(), _memory()]
+    out += [_gpu(), _triton(), _compiler(), _c_compiler(), _memory()]
     return [*out, _temporary(), *([_disk("model disk", folder)] if folder else [])]
 
 
@@ -103,10 +105,24 @@ def _triton() -> Finding:
 
 
 def _compiler() -> Finding:
-    if nvcc := shutil.which("nvcc"):
-        return _finding("compiler", "ok", nvcc)
-    what = "GPU kernels in CUDA C++ cannot be built" if torch.cuda.is_available() else "only GPUs need it"
-    return _finding("compiler", "note", f"no nvcc on the PATH; {what}")
+    """What builds the kernels in CUDA C++."""
+    try:
+        found = compiler()
+    except DeviceError as error:
+        if torch.cuda.is_available():
+            return _finding("compiler", "fail", "neither NVRTC nor nvcc was found", str(error))
+        return _finding("compiler", "note", "neither NVRTC nor nvcc was found; only GPUs need one")
+    return _finding("compiler", "ok", f"{found.name} {found.version} ({found.path})")
+
+
+def _c_compiler() -> Finding:
+    """Triton builds a small launcher in C for every signature of a kernel."""
+    if found := shutil.which("gcc") or shutil.which("clang"):
+        return _finding("C compiler", "ok", found)
+    if torch.cuda.is_available():
+        text = "neither gcc nor clang was found, and Triton builds its launchers in C"
+        return _finding("C compiler", "fail", text, "install gcc and Python's headers")
+    return _finding("C compiler", "note", "none was found; only GPUs need one")
 
 
 def _memory() -> Finding:

@@ -72,7 +72,7 @@ def _reference(op: str) -> Finding:
         bound = case.tolerance(torch.float32) * max(map(abs, want))
         if len(got) != len(want) or any(abs(g - w) > bound for g, w in zip(got, want, strict=True)):
             text = f"{case.function} ({case.name}) gives {_short(got)}, elsewhere it gave {_short(want)}"
-            remedy = "this torch or CPU computes otherwise: install the pinned torch of requirements-dev.txt"
+            remedy = "this torch or CPU computes otherwise: install the pinned torch of requirements.txt"
             return Finding("ops", name, "fail", text, remedy)
     return Finding("ops", name, "ok", f"{len(cases)} cases as recorded")
 

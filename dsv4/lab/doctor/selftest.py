@@ -90,7 +90,7 @@ def behaviour(engine: Engine) -> Behaviour:
         start = [engine.model_config.bos_id]
         written = engine.generate([start], SamplingParams(max_tokens=64, temperature=0, ignore_eos=True))
         ids = [*start, *written[0].ids]
-    logits = score_ids(engine, ids, len(ids) - 1, mtp=bool(engine.runner.model.mtp))
+    logits = score_ids(engine, ids, len(ids) - 1, mtp=bool(engine.model.mtp))
     trunk = logits["prefill_logits"].float().cpu()
     nats = _nats(trunk, ids[1:]) if tokenizer is not None else None
     if "mtp_logits" not in logits:

@@ -54,7 +54,10 @@ def _meet(q, key, is_key, scale, peak, total, out):  # type: ignore[no-untyped-d
     return higher, total, out
 
 
-@triton.jit(do_not_specialize=["list_width", "ring_rows"])
+@triton.jit(
+    do_not_specialize=["list_width", "ring_rows"],
+    do_not_specialize_on_alignment=["slots", "positions", "first", "ends"],
+)
 def _attend_kernel(q, raw, raw_rest, raw_scales, pool, pool_rest, pool_scales, rows, ends,  # type: ignore[no-untyped-def]
                    slots, positions, first, sinks, out, heads, width, nope, window, ring_size,
                    ring_rows, list_width, raw_row, raw_scale_row, pool_row, pool_scale_row, item, scale,

@@ -10,7 +10,7 @@ from dsv4.ops.compress.ref import rows_at
 __all__ = ["pool", "rows_at"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["closing", "slots", "positions", "first"])
 def _pool_kernel(values, scores, tail_values, tail_scores, closing, slots, positions, first, out,  # type: ignore[no-untyped-def]
                  width, columns, tail_rows, span, ratio, HAS_OVERLAP: tl.constexpr,
                  R: tl.constexpr, C: tl.constexpr):  # fmt: skip

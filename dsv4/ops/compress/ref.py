@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from dsv4.ops._exact import exp, total
+
 
 def rows_at(
     fresh: Tensor,
@@ -54,5 +56,5 @@ def pool(
         d = values.shape[1] // 2
         v = torch.cat((v[:, :ratio, :d], v[:, ratio:, d:]), dim=1)
         s = torch.cat((s[:, :ratio, :d], s[:, ratio:, d:]), dim=1)
-    weight = torch.exp(s - s.amax(1, keepdim=True))
-    return (weight * v).sum(1) / weight.sum(1)
+    weight = exp(s - s.amax(1, keepdim=True))
+    return total(weight * v, 1) / total(weight, 1)

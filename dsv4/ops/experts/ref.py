@@ -5,7 +5,7 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from dsv4.ops._exact import cast, row_product, silu
+from dsv4.ops._exact import cast, row_product, silu, total
 from dsv4.ops.linear.ref import Held, dense, round_input
 
 Expert = tuple[Held, Held, Held]  # w1 (gate), w3 (up), w2 (down)
@@ -33,7 +33,7 @@ def routed(
         *(x.index_select(0, token), [experts[expert] for expert, _ in counts], [n for _, n in counts]),
         *(limit, activations, weights.flatten().index_select(0, choice)),
     )
-    return y.index_select(0, place).float().view(-1, k, x.shape[1]).sum(1)
+    return total(y.index_select(0, place).float().view(-1, k, x.shape[1]), 1)
 
 
 def _ffn(

@@ -21,7 +21,7 @@ BLOCK = {torch.bfloat16: (32, 128, 4, 3), torch.float32: (16, 32, 4, 1)}
 SCORE_BYTES = 256 << 20
 
 
-@triton.jit(do_not_specialize=["tokens", "cap"])
+@triton.jit(do_not_specialize=["tokens", "cap"], do_not_specialize_on_alignment=["slots", "positions"])
 def _scores_kernel(q, weights, data, scales, page_table, slots, positions, out, tokens, heads, width,  # type: ignore[no-untyped-def]
                    cap, pages, page_entries, ratio, IS_MXFP4: tl.constexpr, Q: tl.constexpr,
                    B: tl.constexpr, H: tl.constexpr, W: tl.constexpr):  # fmt: skip
@@ -73,7 +73,7 @@ def _scores_kernel(q, weights, data, scales, page_table, slots, positions, out, 
         at = tl.min(tl.where(is_token & (token >= end) & (seen_by > begin), token, stop), 0)
 
 
-@triton.jit(do_not_specialize=["width", "topk"])
+@triton.jit(do_not_specialize=["width", "topk"], do_not_specialize_on_alignment=["slots", "positions"])
 def _rows_kernel(chosen, page_table, slots, positions, out, width, pages, page_entries, ratio, topk,  # type: ignore[no-untyped-def]
                  HAS_CHOICE: tl.constexpr, B: tl.constexpr):  # fmt: skip
     """Pool rows of the chosen entries, or of all where there are no more than may be chosen; -1 beyond."""

@@ -6,11 +6,14 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from dsv4.ops._exact import cast, number, rotate
+from dsv4.ops._exact import cast, number, padded, rotate, row_product, total
 from dsv4.ops.norm.ref import rms_norm
 from dsv4.ops.route.ref import top_indices
 from dsv4.quant.codec import decode, encode_kv, mxfp4_round
 from dsv4.quant.formats import Format, QuantTensor
+
+# Queries scored together: bounds the memory of a long prompt's scores.
+RUN = 32
 
 
 def hadamard(x: Tensor) -> Tensor:
@@ -85,16 +88,29 @@ def select(
     score = sum over heads of relu(q . key) * weight. Only visible entries compete; a score may be negative.
     """
     rows: list[Tensor] = []
-    for slot, group in groupby(zip(slots.tolist(), positions.tolist(), strict=True), key=itemgetter(0)):
-        counts = [(position + 1) // ratio for _, position in group]
-        of_slot = pool_rows(page_table, slot, max(counts), page_entries)
-        table = decode(pool.take(of_slot)) if max(counts) > topk else None
-        for count in counts:
-            if table is None or count <= topk:
-                rows.append(of_slot[:count])
+    visible = (positions + 1) // ratio
+    counts, owners = visible.tolist(), slots.tolist()
+    # A query that sees no more than it may take needs no scores: width 0.
+    widths = [padded(count) if count > topk else 0 for count in counts]
+    for slot, group in groupby(range(len(counts)), key=owners.__getitem__):
+        tokens = [*group]
+        most = max(counts[t] for t in tokens)
+        of_slot = pool_rows(page_table, slot, most, page_entries)
+        table = decode(pool.take(of_slot)) if most > topk else q.new_empty(0, q.shape[2])
+        table = torch.cat((table, table.new_zeros(padded(len(table)) - len(table), table.shape[1])))
+        for (width, _), run in groupby(tokens, key=lambda t: (widths[t], t // RUN)):
+            low, *others = run
+            mine = slice(low, low + 1 + len(others))
+            if not width:
+                rows += [of_slot[:count] for count in counts[mine]]
                 continue
-            t = len(rows)
-            scores = torch.mm(q[t].float().clone(), table[:count].t()).relu()  # [H, count]
-            scores = (scores * weights[t].unsqueeze(1)).sum(0)
-            rows.append(of_slot[top_indices(scores, topk).sort().values])
+            scores = _scores(q[mine], weights[mine], table[:width])
+            is_beyond = torch.arange(width, device=q.device) >= visible[mine].unsqueeze(1)
+            rows += of_slot[top_indices(scores.masked_fill(is_beyond, -torch.inf), topk).sort().values]
     return _padded(rows, q.device)
+
+
+def _scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+    """q [B, H, d], weights [B, H], keys [S, d] -> [B, S]."""
+    products = row_product(q.float().flatten(0, 1), keys.t()).view(*q.shape[:2], -1)
+    return total(products.relu() * weights.unsqueeze(2), 1)

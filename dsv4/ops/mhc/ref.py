@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dsv4.ops._exact import cast, mean_square, number, row_product, sigmoid
+from dsv4.ops._exact import by_row, cast, mean_square, number, row_product, sigmoid, total
 
 
 def mixes(streams: Tensor, fn: Tensor, norm_eps: float) -> Tensor:
@@ -12,6 +12,7 @@ def mixes(streams: Tensor, fn: Tensor, norm_eps: float) -> Tensor:
     return row_product(flat, fn) * mean_square(flat, norm_eps).rsqrt()
 
 
+@by_row(((4, 4), 20, 1e-6), ((3, 3), 2, 1e-6))
 def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
     """logits [T, N, N] -> nearly doubly stochastic matrices; the last step normalises columns."""
     tokens, n, _ = logits.shape
@@ -50,7 +51,7 @@ def pre(
 
 def post(x: Tensor, streams: Tensor, gate: Tensor, comb: Tensor) -> Tensor:
     """x [T, D], streams [T, N, D], gate [T, N], comb [T, N, N] -> [T, N, D]; sums over comb's FIRST index."""
-    mixed = (comb.unsqueeze(-1) * streams.float().unsqueeze(2)).sum(1)
+    mixed = total(comb.unsqueeze(-1) * streams.float().unsqueeze(2), 1)
     return cast(gate.unsqueeze(-1) * x.float().unsqueeze(1) + mixed, streams.dtype)
 
 
@@ -61,4 +62,4 @@ def head(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: flo
 
 
 def _weighted(streams: Tensor, weights: Tensor) -> Tensor:
-    return cast((weights.unsqueeze(-1) * streams.float()).sum(1), streams.dtype)
+    return cast(total(weights.unsqueeze(-1) * streams.float(), 1), streams.dtype)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dsv4.ops._exact import number, softplus
+from dsv4.ops._exact import number, softplus, total
 from dsv4.ops.linear.ref import Held, linear
 
 
@@ -31,4 +31,4 @@ def by_hash(x: Tensor, gate: Held, chosen: Tensor, scale: float) -> tuple[Tensor
 
 def _weights(s: Tensor, ids: Tensor, scale: float) -> Tensor:
     picked = s.gather(1, ids)
-    return picked / picked.sum(-1, keepdim=True) * number(scale, s.device)
+    return picked / total(picked, 1).unsqueeze(1) * number(scale, s.device)

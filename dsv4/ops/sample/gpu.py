@@ -1,5 +1,15 @@
-"""Sampling as the reference does it: torch runs on the device of the logits."""
+"""Sampling for all rows in one launch."""
 
-from dsv4.ops.sample.ref import log_probs, sample, uniform
+import torch
+from torch import Tensor
 
-__all__ = ["log_probs", "sample", "uniform"]
+from dsv4.kernels import sample as kernels
+from dsv4.ops.sample.ref import RESULT, log_probs, pack, sample, uniform, unpack
+
+__all__ = ["choose", "log_probs", "pack", "sample", "uniform", "unpack"]
+
+
+def choose(logits: Tensor, settings: Tensor, mask: Tensor | None) -> Tensor:
+    out = torch.empty(logits.shape[0], RESULT, dtype=torch.int32, device=logits.device)
+    kernels.sample(logits, settings, mask, out)
+    return out

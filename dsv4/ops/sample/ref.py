@@ -1,7 +1,193 @@
-"""From logits to a token: temperature, top-k, top-p, min-p, one uniform number per token. Row by row."""
+"""From logits to a token: filters, Gumbel-max, log-probabilities. A row's result depends on that row alone.
+
+Any machine chooses the same token and gives the same bits: what is inexact is double + - * / in one order,
+what is summed is an integer. kernels/sample.cuh has the same arithmetic.
+"""
+
+import math
+import struct
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+# Settings of a row, int64: 0 temperature, 1 top_p, 2 min_p (bits of doubles), 3 seed (bits of a uint64),
+# 4 index of the generated token, 5 top_k (0: all), 6 num_top in the low 32 bits (-1: no logprobs) and bit 32:
+# has a mask, 7 forced (a token whose logprob is asked, such as a prompt's next one; -1: choose).
+WIDTH = 8
+MAX_TOP = 20
+# Result of a row, int32: 0 id, 1 bits of its float32 logprob, 2 status, 3 zero, then MAX_TOP ids, best first,
+# and the bits of their logprobs. -1 where there is none: as the bits of a logprob, that is NaN.
+RESULT = 4 + 2 * MAX_TOP
+CHOSEN, NOT_FINITE, NONE_ALLOWED = range(3)  # status
+MAX_VOCAB = 1 << 18
+
+_LOG2E, _LN2_HIGH, _LN2_LOW = 1.4426950408889634, 6.93147180369123816490e-01, 1.90821492927058770002e-10
+_EXP = tuple(1 / math.factorial(n) for n in range(12, -1, -1))
+_LOG = tuple(2 / n for n in range(21, 0, -2))
+_SQRT2 = 1.4142135623730951
+_ONE = 1 << 44  # the best token's weight
+
+
+class Choice(NamedTuple):
+    """A row's result on the host. `id` is -1 where there was no distribution; `status` says why."""
+
+    id: int
+    logprob: float
+    status: int
+    top: tuple[tuple[int, float], ...]
+
+
+def pack(
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int = 0,
+    index: int = 0,
+    num_top: int = -1,
+    forced: int = -1,
+    has_mask: bool = False,
+) -> list[int]:
+    """The settings of one row. Temperature 0 is greedy; seed is below 2**64."""
+    assert -1 <= num_top <= MAX_TOP, num_top
+    doubles = struct.unpack("<3q", struct.pack("<3d", temperature, top_p, min_p))
+    asked = int(has_mask) << 32 | num_top & 0xFFFFFFFF
+    return [*doubles, _signed(seed), index, min(top_k, MAX_VOCAB), asked, forced]
+
+
+def unpack(row: list[int]) -> Choice:
+    """One row of a result."""
+    ids = row[4 : 4 + MAX_TOP]
+    logprob, *logprobs = struct.unpack(f"<{1 + MAX_TOP}f", struct.pack(f"<{1 + MAX_TOP}i", row[1], *row[24:]))
+    return Choice(
+        row[0], logprob, row[2], tuple(pair for pair in zip(ids, logprobs, strict=True) if pair[0] >= 0)
+    )
+
+
+def choose(logits: Tensor, settings: Tensor, mask: Tensor | None) -> Tensor:
+    """logits [T, V] float32, settings [T, 8] int64, mask [T, ceil(V / 32)] int32: bits of the allowed tokens
+    (read where a row's settings say that it has one) -> int32 [T, 44].
+
+    Temperature 0: the largest allowed logit. Otherwise filters fix what is kept, in this order: mask; top-k,
+    the k largest; top-p, the smallest set of these that has the share top_p of their weight; min-p, weights
+    of at least min_p times the best one's. Then the largest x + g wins, x = (logit - best) / temperature,
+    g the token's Gumbel noise by seed and index. Ties always go to the lower id. A logit of -inf is never
+    chosen or listed. Logprobs are of the model's own distribution, before temperature, filters and mask.
+    """
+    rows, vocab = logits.shape
+    assert logits.dtype == torch.float32 and settings.shape == (rows, WIDTH) and vocab <= MAX_VOCAB
+    temperature, top_p, min_p = settings[:, :3].contiguous().view(torch.float64).split(1, dim=1)  # [T, 1]
+    num_top, forced = settings[:, 6].to(torch.int32), settings[:, 7]
+    z = logits.double() + 0.0  # -0.0 becomes 0.0, and a tie with it
+    finite = torch.isfinite(z)
+    allowed = finite & ((settings[:, 6] >> 32 & 1 == 0) | (forced >= 0)).unsqueeze(1)
+    if mask is not None:
+        bits = (mask.unsqueeze(-1) >> torch.arange(32, device=mask.device, dtype=torch.int32)) & 1
+        allowed |= finite & bits.flatten(1)[:, :vocab].bool()
+    status = torch.where(allowed.any(1), CHOSEN, NONE_ALLOWED)
+    status = torch.where((finite | (z == -torch.inf)).all(1), status, NOT_FINITE)
+    is_chosen = status == CHOSEN
+
+    ids = torch.where(allowed, z, -torch.inf).argmax(1)
+    ids = torch.where(forced >= 0, forced, ids)
+    draws = is_chosen & (temperature[:, 0] > 0) & (forced < 0)
+    if draws.any():
+        values = torch.where(allowed, z, -torch.inf)[draws]
+        x = (values - values.amax(1, keepdim=True)) / temperature[draws]
+        weight = _weight(x)
+        kept = _best(values, weight, settings[draws, 5:6], top_p[draws])
+        kept &= weight >= torch.ceil(min_p[draws] * _ONE).long()
+        noise = _noise(settings[draws, 3], settings[draws, 4], vocab)
+        ids[draws] = torch.where(kept, x + noise, -torch.inf).argmax(1)
+
+    result = torch.full((rows, RESULT), -1, dtype=torch.int32, device=logits.device)
+    result[:, 0] = torch.where(is_chosen, ids, -1)
+    result[:, 2], result[:, 3] = status, 0
+    asked = is_chosen & (num_top >= 0)
+    if asked.any():
+        z = z[asked]
+        shifted = z - z.amax(1, keepdim=True)
+        total = _weight(shifted).sum(1, keepdim=True)
+        logprobs = (shifted - _log(total.double() * 2.0**-44)).float().view(torch.int32)
+        result[asked, 1] = logprobs.gather(1, ids[asked].unsqueeze(1))[:, 0]
+        top = z.sort(dim=1, descending=True, stable=True).indices[:, :MAX_TOP]
+        place = torch.arange(top.shape[1], device=top.device)
+        is_listed = (place < num_top[asked].unsqueeze(1)) & finite[asked].gather(1, top)
+        for first, values in ((4, top.int()), (4 + MAX_TOP, logprobs.gather(1, top))):
+            result[asked, first : first + top.shape[1]] = torch.where(is_listed, values, -1)
+    return result
+
+
+def _best(values: Tensor, weight: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """What top-k and top-p keep of the values above -inf, bool [T, V]; top_k and top_p are [T, 1]."""
+    is_possible = values > -torch.inf
+    if bool(((top_k == 0) & (top_p == 1)).all()):
+        return is_possible
+    rank = torch.arange(values.shape[1], device=values.device)
+    order = values.sort(dim=1, descending=True, stable=True).indices
+    is_top = (top_k == 0) | (rank < top_k)
+    weight = weight.gather(1, order) * is_top
+    mass = weight.cumsum(1)
+    total = mass[:, -1:]
+    needed = torch.ceil(total.double() * top_p).long().clamp_min(1).minimum(total)
+    kept = is_top & ((top_p == 1) | (mass - weight < needed))
+    return torch.zeros_like(is_possible).scatter(1, order, kept) & is_possible
+
+
+def _weight(x: Tensor) -> Tensor:
+    """exp(x) * 2**44, cut to an integer, for x <= 0. Sums of integers have no order."""
+    inside = x >= -31  # below, the weight is 0
+    x = torch.where(inside, x, 0.0)
+    k = torch.round(x * _LOG2E)
+    r = (x - k * _LN2_HIGH) - k * _LN2_LOW
+    exp = torch.full_like(r, _EXP[0])
+    for factor in _EXP[1:]:
+        exp = exp * r + factor
+    scale = ((k.long() + (1023 + 44)) << 52).view(torch.float64)
+    return torch.where(inside, (exp * scale).long(), 0)
+
+
+def _log(y: Tensor) -> Tensor:
+    """The natural logarithm of positive normal doubles; accurate relative to itself near 1 too."""
+    bits = y.view(torch.int64)
+    m = (bits & ((1 << 52) - 1) | 1023 << 52).view(torch.float64)
+    is_high = m > _SQRT2
+    m = torch.where(is_high, m * 0.5, m)
+    e = ((bits >> 52) - 1023 + is_high).double()
+    s = (m - 1) / (m + 1)
+    square = s * s
+    log = torch.full_like(s, _LOG[0])
+    for factor in _LOG[1:]:
+        log = log * square + factor
+    return e * _LN2_HIGH + (s * log + e * _LN2_LOW)
+
+
+def _noise(seed: Tensor, index: Tensor, vocab: int) -> Tensor:
+    """Gumbel noise, double [T, V], of the tokens at that index [T] of requests with that seed [T]."""
+    base = _mix(_mix(seed + _GOLDEN) + index * _ODD)
+    hashed = _mix(base.unsqueeze(1) + torch.arange(1, vocab + 1, device=seed.device) * _GOLDEN)
+    n = _shift(hashed, 11).clamp_min(1)
+    return -_log(-_log(1 - n.double() * 2.0**-53))
+
+
+def _mix(z: Tensor) -> Tensor:
+    """splitmix64's last step, on the bits of uint64."""
+    z = (z ^ _shift(z, 30)) * _FIRST
+    z = (z ^ _shift(z, 27)) * _SECOND
+    return z ^ _shift(z, 31)
+
+
+def _shift(z: Tensor, bits: int) -> Tensor:
+    return z >> bits & ((1 << 64 - bits) - 1)
+
+
+def _signed(n: int) -> int:
+    return n - (1 << 64) if n >> 63 else n
+
+
+_GOLDEN, _ODD = _signed(0x9E3779B97F4A7C15), _signed(0xD1B54A32D192ED03)
+_FIRST, _SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
 
 
 def uniform(seed: int, index: int) -> float:

@@ -1,0 +1,178 @@
+"""The device's primitives as plain calls of the model: every machine without decode kernels, and prompts."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.store import Cache
+from dsv4.engine.logprobs import read_token, sorted_token
+from dsv4.engine.plan import Sampling, Span
+from dsv4.engine.request import Token
+from dsv4.engine.runner import Masks, Result
+from dsv4.errors import DeviceError
+from dsv4.model.model import Model
+from dsv4.model.step import Step, Tap
+from dsv4.ops.sample.ref import MAX_TOP
+
+# Rows of logits made at a time: a long prompt's would take a gigabyte.
+_ROWS = 64
+
+
+@dataclass
+class Pass:
+    """Spans that ran together, and what they gave: a row of `out` for each span that samples."""
+
+    spans: tuple[Span, ...]
+    logits: Tensor | None  # [R, V] of the spans that sample, where somebody still needs them
+    scored: dict[int, list[Tensor]] = field(default_factory=dict)  # by sequence: result rows of its prompt
+    sorted: dict[int, list[Token]] = field(default_factory=dict)  # the same with many alternatives
+    out: Tensor | None = None  # int32 [R, RESULT]
+    # On a GPU (graphs.py): whose buffers hold the logits, and when `out` is there.
+    decoder: Any = None
+    done: torch.cuda.Event | None = None
+
+    @property
+    def sampled(self) -> list[Span]:
+        return [span for span in self.spans if span.sampling is not None]
+
+    @property
+    def is_sampled(self) -> bool:
+        return self.out is not None or not self.sampled
+
+
+class Eager:
+    max_rows, runs_ahead, same_bits = 1 << 20, False, True
+
+    def __init__(self, model: Model, cache: Cache, device: str) -> None:
+        self.model, self.cache, self.device = model, cache, device
+        self.is_cuda = torch.device(device).type == "cuda"
+        self.sampler = model.ops.sample
+        self.save, self.restore, self.drop = cache.save, cache.restore, cache.drop
+        self.set_pages = cache.set_pages
+
+    @torch.inference_mode()
+    def prefill(self, spans: tuple[Span, ...]) -> Pass:
+        step = Step.build([(span.slot, span.start, list(span.ids)) for span in spans], self.device)
+        streams = self.model.forward(step, self.cache)
+        made, row, last = Pass(spans, None), 0, []
+        for span in spans:
+            self._score(made, streams[row : row + len(span.ids)], span)
+            row += len(span.ids)
+            if span.sampling is not None:
+                last.append(row - 1)
+        if last:
+            made.logits = self.model.logits(streams[last])
+        if not any(span.sampling.masked for span in made.sampled if span.sampling):
+            self.choose(made, None)
+        return made
+
+    def decode(self, spans: tuple[Span, ...]) -> Pass:
+        return self.prefill(spans)
+
+    def _score(self, made: Pass, streams: Tensor, span: Span) -> None:
+        """The prompt's tokens of `span.score`, each from the row before it."""
+        for first in range(0, len(span.score), _ROWS):
+            ids = span.score[first : first + _ROWS]
+            at = span.score_from + first
+            logits = self.model.logits(streams[at : at + len(ids)])
+            if span.score_top > MAX_TOP:
+                tokens = [
+                    sorted_token(self.sampler, row, id, span.score_top)
+                    for row, id in zip(logits, ids, strict=True)
+                ]
+                made.sorted.setdefault(span.sequence, []).extend(tokens)
+            else:
+                settings = self.send(self.packed([Sampling(num_top=span.score_top)] * len(ids), ids))
+                made.scored.setdefault(span.sequence, []).append(self.sampler.choose(logits, settings, None))
+
+    def packed(self, samplings: list[Sampling], forced: tuple[int, ...] | None = None) -> Tensor:
+        """The settings of the op `sample`, a row each, on the host."""
+        rows = [
+            self.sampler.pack(
+                temperature=s.temperature,
+                top_k=s.top_k,
+                top_p=s.top_p,
+                min_p=s.min_p,
+                seed=s.seed,
+                index=s.index,
+                num_top=min(s.num_top, MAX_TOP),
+                forced=forced[i] if forced else -1,
+                has_mask=s.masked,
+            )
+            for i, s in enumerate(samplings)
+        ]
+        return torch.tensor(rows, dtype=torch.long)
+
+    def send(self, values: Tensor) -> Tensor:
+        """To the device, without waiting for what it does."""
+        return values.pin_memory().to(self.device, non_blocking=True) if self.is_cuda else values
+
+    @torch.inference_mode()
+    def choose(self, made: Pass, mask: Tensor | None) -> None:
+        if made.logits is not None:
+            samplings = [span.sampling for span in made.sampled if span.sampling]
+            self.land(made, self.sampler.choose(made.logits, self.send(self.packed(samplings)), mask))
+
+    def land(self, made: Pass, out: Tensor) -> None:
+        """Result rows int32 [R, RESULT], on their way to the host."""
+        made.out = out
+
+    def sample(self, launched: Pass, masks: Masks) -> None:
+        """The rest of a pass that waited for the masks of its grammars."""
+        self.choose(launched, self.mask(launched, masks))
+
+    def mask(self, launched: Pass, masks: Masks) -> Tensor:
+        """int32 [R, W] bits of the tokens that may come next; all, where there is no grammar."""
+        width = -(-self.model.config.vocab_size // 32)
+        out = torch.full((len(launched.sampled), width), -1, dtype=torch.int32)
+        for row, span in zip(out, launched.sampled, strict=True):
+            if span.sampling is not None and span.sampling.masked and (bits := masks(span.sequence)):
+                row.view(torch.uint8)[: len(bits)] = torch.frombuffer(bytearray(bits), dtype=torch.uint8)
+        return self.send(out)
+
+    def fetch(self, launched: Pass) -> list[Result]:
+        rows = iter(launched.out.tolist() if launched.out is not None else [])
+        results = []
+        for at, span in enumerate(launched.spans):
+            token = logits = None
+            if span.sampling is not None:
+                token = read_token(next(rows), min(span.sampling.num_top, MAX_TOP))
+                row = sum(s.sampling is not None for s in launched.spans[:at])
+                if launched.logits is not None and span.wants_logits:
+                    logits = launched.logits[row : row + 1]
+                if launched.logits is not None and token and span.sampling.num_top > MAX_TOP:
+                    token = sorted_token(self.sampler, launched.logits[row], token.id, span.sampling.num_top)
+            results.append(Result(span.sequence, token, self._scored(launched, span), logits))
+        return results
+
+    @staticmethod
+    def _scored(launched: Pass, span: Span) -> tuple[Token, ...]:
+        found = list(launched.sorted.get(span.sequence, []))
+        rows = [row for part in launched.scored.get(span.sequence, []) for row in part.tolist()]
+        for row, id in zip(rows, span.score, strict=False):
+            found.append(read_token(row, span.score_top) or Token(id, math.nan))
+        return tuple(found)
+
+    @torch.inference_mode()
+    def study(self, span: Span, tap: Tap | None, next_ids: list[int] | None) -> tuple[Tensor, Tensor | None]:
+        step = Step.build([(span.slot, span.start, list(span.ids))], self.device, tap)
+        streams = self.model.forward(step, self.cache)
+        logits = self.model.logits(streams)
+        if next_ids is None:
+            return logits, None
+        following = torch.tensor(next_ids, device=self.device)
+        return logits, self.model.draft(streams, following, step, self.cache)[1]
+
+    def check(self) -> None:
+        """Raise if the device is lost: after a failed call, whether the next one can succeed."""
+        if not self.is_cuda:
+            return
+        try:
+            torch.cuda.synchronize(self.device)
+        except RuntimeError as error:
+            why = str(error).strip().split("\n")[0]
+            raise DeviceError(f"the GPU stopped working ({why}); start the engine anew") from error
+        torch.cuda.empty_cache()

@@ -1,0 +1,119 @@
+"""One step as data: what to move in the cache, which tokens to process, how to sample. Host integers only.
+
+A plan is all that the scheduler tells the device. It is frozen and serialisable, so that the same bytes can
+drive one device or several. A sequence is named by its number, which is never used twice; its slot is.
+"""
+
+import json
+from dataclasses import dataclass, fields
+from typing import Any, get_args, get_type_hints
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the token after a span is chosen. `index` is the generated token's, whose noise it gives."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    index: int = 0
+    num_top: int = -1  # alternatives to report; -1: no log-probabilities at all
+    masked: bool = False  # a grammar's mask comes before the choice is made
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens [start, start + len(ids)) of one sequence, to be processed now."""
+
+    sequence: int
+    slot: int
+    start: int
+    ids: tuple[int, ...]
+    sampling: Sampling | None = None  # None: no token is wanted after the last one (inside a prompt)
+    wants_logits: bool = False  # the row's logits beside the token
+    ahead: bool = False  # the sequence has pages for one token more: the next step may be launched ahead
+    # Prompt log-probabilities: the token that followed each scored one, from row `score_from` on.
+    score: tuple[int, ...] = ()
+    score_from: int = 0
+    score_top: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.ids)
+
+
+@dataclass(frozen=True)
+class Save:
+    """Keep what `slot` needs to go on at `position`, under a handle that is new."""
+
+    handle: int
+    slot: int
+    position: int
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The slot belongs to this sequence from now on (or still), with these pages, in order."""
+
+    slot: int
+    sequence: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Restore:
+    slot: int
+    handle: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Carried out in the order of the fields, on one stream.
+
+    Saves come first: what an earlier step left in a slot is kept before anybody else gets the slot.
+    """
+
+    saves: tuple[Save, ...] = ()
+    free: tuple[int, ...] = ()  # slots whose sequences have ended or paused
+    claims: tuple[Claim, ...] = ()
+    restores: tuple[Restore, ...] = ()
+    drops: tuple[int, ...] = ()  # handles of snapshots
+    prefill: tuple[Span, ...] = ()
+    decode: tuple[Span, ...] = ()  # one generated token each
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        return self.prefill + self.decode
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(_plain(self), separators=(",", ":")).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Plan":
+        made = _typed(cls, json.loads(data))
+        assert isinstance(made, Plan)
+        return made
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if hasattr(value, "__dataclass_fields__"):
+        return [_plain(getattr(value, field.name)) for field in fields(value)]
+    return value
+
+
+def _typed(kind: Any, value: Any) -> Any:
+    """The inverse of `_plain` for a value of that annotated type."""
+    if kind == Sampling | None:
+        return None if value is None else _typed(Sampling, value)
+    if hasattr(kind, "__dataclass_fields__"):
+        hints = get_type_hints(kind)
+        names = [field.name for field in fields(kind)]
+        return kind(**{name: _typed(hints[name], item) for name, item in zip(names, value, strict=True)})
+    if arguments := get_args(kind):  # tuple[item, ...]
+        return tuple(_typed(arguments[0], item) for item in value)
+    assert type(value) is kind or (kind is float and type(value) is int), (kind, value)
+    return value

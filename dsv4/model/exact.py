@@ -1,0 +1,81 @@
+"""How this machine multiplies the model's shapes, and which functions run row by row: settled at start."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from dsv4.config import ModelConfig
+from dsv4.model.params import declare
+from dsv4.ops import _exact
+from dsv4.ops._memory import recall, remember
+from dsv4.ops._product import Product, Shape, batch_name, is_one_call, settle
+from dsv4.ops.attend.ref import raw_columns
+from dsv4.ops.mhc.ref import sinkhorn
+
+FUNCTIONS = (
+    *(_exact.exp, _exact.total, _exact.mean_square, _exact.sigmoid, _exact.silu, _exact.softplus),
+    sinkhorn,
+)
+# Numbers of entries that a start looks at; larger ones are measured when a context reaches them.
+ENTRIES = sorted({_exact.padded(count) for count in range(1025)})
+
+
+@dataclass(frozen=True)
+class Exact:
+    """`products` by shape, `one_by_one`: batches and functions whose rows show when run at once."""
+
+    products: dict[str, Product]
+    one_by_one: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def settle_exact(
+    config: ModelConfig, num_mtp_layers: int, max_context: int, device: torch.device, threads: int
+) -> Exact:
+    """Measure what is not remembered, with that many threads in use, and remember it."""
+    listed, scored = _entries(config, max_context)
+    products = settle(
+        weight_shapes(config, num_mtp_layers) | attention_shapes(config, listed, scored), device, threads
+    )
+    at_once = {f.__name__: f.__dict__["is_independent"](device, threads) for f in FUNCTIONS}
+    for count in listed:
+        keys, heads, width = raw_columns(config.window) + count, config.num_heads, config.head_dim
+        for depth, columns, is_turned in ((width, keys, True), (keys, width, False)):
+            batch = (heads, depth, columns, is_turned)
+            at_once[batch_name(*batch)] = is_one_call(*batch, device, threads)
+    facts = {name: [p.library, p.heights, p.why] for name, p in products.items()} | at_once
+    notes = (recall(device, threads)[1], remember(device, threads, facts))
+    return Exact(
+        products, tuple(name for name, holds in at_once.items() if not holds), tuple(filter(None, notes))
+    )
+
+
+def weight_shapes(config: ModelConfig, num_mtp_layers: int) -> set[Shape]:
+    """Every product with a weight."""
+    shapes: set[Shape] = set()
+    # One layer of each kind has them all; a large model declares tens of thousands of experts.
+    kinds = replace(config, layers=tuple(dict.fromkeys(config.layers)))
+    for param in declare(kinds, num_mtp_layers):
+        if param.name.endswith("_fn") or param.kind in ("linear", "grouped"):
+            width, depth = param.shape
+            width = width // config.o_groups if param.kind == "grouped" else width
+            shapes.add((depth, width, (width, 1)))
+    return shapes
+
+
+def attention_shapes(config: ModelConfig, listed: list[int], scored: list[int]) -> set[Shape]:
+    """Queries times keys, weights times keys, and index queries times index keys."""
+    shapes: set[Shape] = {(config.index_dim, count, (1, config.index_dim)) for count in scored}
+    for count in listed:
+        keys, width = raw_columns(config.window) + count, config.head_dim
+        shapes |= {(width, keys, (1, width)), (keys, width, (width, 1))}
+    return shapes
+
+
+def _entries(config: ModelConfig, max_context: int) -> tuple[list[int], list[int]]:
+    """How many entries a query is given beside its window, and how many the indexer scores."""
+    ratios = {layer.kind: layer.ratio for layer in config.layers if layer.ratio}
+    visible = {kind: _exact.padded(max_context // ratio) for kind, ratio in ratios.items()}
+    chosen = min(visible.get("csa", 0), _exact.padded(config.index_topk))
+    listed = [count for count in ENTRIES if count <= max(chosen, visible.get("hca", 0))]
+    return listed, [count for count in ENTRIES[1:] if config.index_topk < count <= visible.get("csa", 0)]

@@ -1,0 +1,61 @@
+"""What was measured on this machine, kept for the next start: one small file per CPU, torch and settings."""
+
+import hashlib
+import json
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsv4.device import machine_id
+from dsv4.env import cache_folder, library_settings
+
+Facts = dict[str, Any]  # what was measured -> what came out
+
+
+def path_of(device: torch.device, threads: int) -> Path:
+    """One file for each CPU, torch, library setting and number of threads: what is in it holds for these."""
+    machine = (machine_id(device), torch.__version__, *library_settings(), f"{threads} threads")
+    key = hashlib.sha256("\n".join(machine).encode()).hexdigest()[:16]
+    return cache_folder() / "exact" / f"{key}.json"
+
+
+@cache
+def recall(device: torch.device, threads: int) -> tuple[Facts, str]:
+    """What an earlier start found, read once, and a sentence where that could not be read."""
+    path = path_of(device, threads)
+    try:
+        found = json.loads(path.read_text())["facts"]
+        if wrong := [name for name, fact in found.items() if not _is_fact(name, fact)]:
+            raise ValueError(wrong[0])
+        return found, ""
+    except FileNotFoundError:
+        return {}, ""
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return {}, f"{path} cannot be used ({type(error).__name__}); what it held is measured again"
+
+
+def _is_fact(name: str, fact: Any) -> bool:
+    """A product, whose name begins with a size, is [library, heights, why]; all else holds or does not."""
+    if not name[:1].isdigit():
+        return isinstance(fact, bool)
+    library, heights, why = fact
+    return isinstance(library, str) and all(isinstance(h, int) for h in heights) and isinstance(why, str)
+
+
+def remember(device: torch.device, threads: int, found: Facts) -> str:
+    """Add to the file what it lacks; a sentence where that was not possible."""
+    known, _ = recall(device, threads)
+    if found.keys() <= known.keys():
+        return ""
+    path = path_of(device, threads)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".new", delete=False) as file:
+            json.dump({"facts": known | found}, file, indent=1)
+        Path(file.name).replace(path)
+    except OSError as error:
+        return f"{path} cannot be written ({error.strerror}); the CPU is measured again at the next start"
+    return ""

@@ -1,0 +1,258 @@
+"""Plans and their runner on a device of dicts that runs late: order, steps ahead, slots reused in flight."""
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+from fake_device import PAGE, VOCAB, FakeDevice, choice
+
+from dsv4.cache.layout import CacheLayout
+from dsv4.cache.prefix import PrefixCache
+from dsv4.cache.slots import Slots
+from dsv4.config import preset
+from dsv4.engine.plan import Claim, Plan, Restore, Sampling, Save, Span
+from dsv4.engine.request import Request, SamplingParams, Sequence
+from dsv4.engine.runner import Runner, no_masks
+from dsv4.engine.scheduler import Scheduler
+from dsv4.quant.formats import Format
+
+
+class SmallPages(CacheLayout):
+    """Pages of a few tokens: a test then fills and shares many."""
+
+    page_tokens = PAGE  # type: ignore[assignment]
+
+
+class Loop:
+    """What Engine.step does, with numbers for text."""
+
+    def __init__(
+        self,
+        slots: int = 3,
+        context: int = 200,
+        pages: int | None = None,
+        snapshots: int = 6,
+        same_bits: bool = False,
+    ) -> None:
+        layout = SmallPages(preset("tiny"), Format.KV8, Format.MXFP4, 4, context, slots, 0, snapshots, pages)
+        self.device = FakeDevice(slots)
+        self.runner = Runner(self.device)  # type: ignore[arg-type]
+        self.slots = Slots(layout)
+        self.prefix = PrefixCache(self.slots, snapshots)
+        self.scheduler = Scheduler(self.slots, self.prefix, chunk=20, same_bits=same_bits)
+        self.numbers = itertools.count()
+        self.alive: dict[int, Sequence] = {}
+        self.done: list[Sequence] = []
+        self.plans: list[Plan] = []
+
+    def add(self, ids: list[int], max_tokens: int, temperature: float, grammar: bool) -> Sequence:
+        number = next(self.numbers)
+        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=number)
+        s = Sequence(number, Request(f"r{number}", tuple(ids), params), number, max_tokens, frozenset())
+        s.matcher = object() if grammar else None
+        self.alive[number] = s
+        self.scheduler.add(s)
+        return s
+
+    def mask(self, number: int) -> bytes | None:
+        s = self.alive.get(number)
+        return None if s is None else bytes([len(s.tokens), number % 7])
+
+    def step(self) -> None:
+        plan = self.scheduler.plan()
+        assert Plan.from_bytes(plan.to_bytes()) == plan
+        self.plans.append(plan)
+        samples = {s.sequence for s in plan.spans if s.end == self.alive[s.sequence].num_known}
+        ended = []
+        for result in self.runner.apply(plan, self.mask):
+            if result.error:
+                self.end(self.alive[result.sequence], "error")
+            elif result.sequence in samples:
+                s = self.alive[result.sequence]
+                assert result.token is not None
+                s.tokens.append(result.token)
+                if len(s.tokens) >= s.max_tokens or result.token.id == 7:  # a stop nobody foresees
+                    ended.append(s)
+        self.scheduler.commit(plan)
+        for s in ended:
+            self.end(s, "stop")
+
+    def end(self, s: Sequence, why: str) -> None:
+        s.finish_reason = why  # type: ignore[assignment]
+        self.scheduler.finish(s)
+        self.done.append(self.alive.pop(s.number))
+
+
+def expected(s: Sequence) -> list[int]:
+    """The sequence alone, without a cache."""
+    ids, out = list(s.request.ids), []
+    for index in range(len(s.tokens)):
+        mask = bytes([index, s.number % 7]) if s.matcher else None
+        sampling = Sampling(temperature=s.request.params.temperature, seed=s.seed, index=index)
+        out.append(choice(ids + out, sampling, mask))
+    return out
+
+
+STEMS = [[random.Random(n).randrange(VOCAB) for _ in range(64)] for n in range(3)]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_sequence_is_as_if_alone(seed: int) -> None:
+    """Arrivals, cancels, pauses, evictions, shared prefixes, grammars and failures while steps run ahead."""
+    chance = random.Random(seed)
+    slots, pages, snapshots = chance.randint(1, 9), chance.choice([None, 26, 40]), chance.randint(0, 6)
+    loop = Loop(slots=slots, pages=pages, snapshots=snapshots, same_bits=bool(seed % 2))
+    loop.device.fails = lambda what, spans: what == "prefill" and chance.random() < 0.03
+    submitted, cancelled = [], set()
+    for _ in range(120):
+        if chance.random() < 0.3 and len(submitted) < 40:
+            stem = chance.choice(STEMS)[: chance.choice([1, 7, 8, 9, 16, 30, 48])]
+            ids = stem + [chance.randrange(VOCAB) for _ in range(chance.choice([0, 1, 5]))]
+            temperature = chance.choice([0.0, 0.7])
+            submitted.append(loop.add(ids, chance.choice([1, 2, 9, 100]), temperature, chance.random() < 0.2))
+        if loop.alive and chance.random() < 0.05:
+            s = chance.choice(list(loop.alive.values()))
+            cancelled.add(s.number)
+            loop.end(s, "cancelled")
+        if loop.alive:
+            loop.step()
+    while loop.alive:
+        loop.step()
+    for s in submitted:
+        assert [token.id for token in s.tokens] == expected(s), (s.number, s.finish_reason)
+        assert s.finish_reason in ("stop", "error") or s.number in cancelled
+    assert loop.slots.pool.num_available == loop.slots.pool.num_pages and loop.slots.num_free == slots
+    assert len(loop.prefix._snapshots) <= snapshots
+
+
+def test_a_plan_is_carried_out_in_its_order() -> None:
+    device = FakeDevice(4)
+    runner = Runner(device)  # type: ignore[arg-type]
+    runner.apply(Plan(claims=(Claim(2, 5, (1,)),), prefill=(Span(5, 2, 0, (1, 2)),)), no_masks)
+    device.log.clear()
+    plan = Plan(
+        saves=(Save(9, 2, 2),),
+        free=(2,),
+        claims=(Claim(2, 6, (1, 3)), Claim(0, 7, (2,))),
+        restores=(Restore(0, 9),),
+        drops=(9,),
+        prefill=(Span(7, 0, 2, (4,), Sampling(), ahead=True),),
+        decode=(Span(6, 2, 0, (3,), Sampling()),),
+    )
+    runner.apply(plan, no_masks)
+    assert [entry[0] for entry in device.log] == [
+        *("save", "pages", "pages", "restore", "drop", "prefill", "decode", "decode", "fetch", "fetch")
+    ]
+    assert device.log[7] == ("decode", ((7, 0, 3, (-1,)),)), "the next step of 7 is launched before a fetch"
+
+
+def rows(loop: Loop) -> list[tuple[tuple[int, int], ...]]:
+    """(sequence, start) of every decode pass launched since the log was cleared."""
+    passes = [entry[1] for entry in loop.device.log if entry[0] == "decode"]
+    loop.device.log.clear()
+    return [tuple((row[0], row[2]) for row in one) for one in passes]  # type: ignore[attr-defined]
+
+
+def never_seven(loop: Loop, length: int, max_tokens: int, count: int) -> list[Sequence]:
+    """Sequences that do not stop by chance."""
+    out, seed = [], 0
+    while len(out) < count:
+        ids = [random.Random(seed).randrange(VOCAB) for _ in range(length)]
+        seed += 1
+        tokens: list[int] = []
+        for index in range(max_tokens):
+            tokens.append(choice(ids + tokens, Sampling(index=index)))
+        if 7 not in tokens:
+            out.append(loop.add(ids, max_tokens, 0.0, False))
+    return out
+
+
+def test_a_row_launched_ahead_is_kept_whatever_becomes_of_the_others() -> None:
+    loop = Loop(slots=4)
+    a, b = never_seven(loop, 5, 12, 2)
+    for _ in range(3):
+        loop.step()
+    rows(loop)
+    loop.end(b, "cancelled")
+    loop.step()
+    assert rows(loop) == [((a.number, 8),)], "a's token was launched already; only the one after it is new"
+    (c,) = never_seven(loop, 3, 4, 1)
+    loop.step()  # c's prompt; the next step takes both
+    assert rows(loop) == [((c.number, 3), (a.number, 9))]
+    loop.step()
+    assert rows(loop) == [((a.number, 10), (c.number, 4))]
+    while loop.alive:
+        loop.step()
+    assert [t.id for t in a.tokens] == expected(a) and [t.id for t in c.tokens] == expected(c)
+
+
+def test_a_sequence_that_comes_back_to_its_slot_runs_again() -> None:
+    """ABA: paused with a step in flight and admitted again, at the same position with the same token."""
+    device = FakeDevice(1)
+    runner = Runner(device)  # type: ignore[arg-type]
+    prompt = (1, 2, 3)
+    first = Plan(claims=(Claim(0, 4, (0,)),), prefill=(Span(4, 0, 0, prompt, Sampling(), ahead=True),))
+    (result,) = runner.apply(first, no_masks)
+    assert result.token is not None
+    again = Span(4, 0, 3, (result.token.id,), Sampling(index=1))
+    device.log.clear()
+    runner.apply(Plan(free=(0,), claims=(Claim(0, 4, (1,)),), decode=(again,)), no_masks)
+    assert ("decode", ((4, 0, 3, again.ids),)) in device.log, "its entries went to a page that it has no more"
+    # The same slot, position and token of another sequence.
+    other = FakeDevice(1)
+    runner = Runner(other)  # type: ignore[arg-type]
+    (result,) = runner.apply(first, no_masks)
+    other.log.clear()
+    assert result.token is not None
+    taken = Plan(free=(0,), claims=(Claim(0, 5, (0,)),), decode=(replace(again, sequence=5),))
+    runner.apply(taken, no_masks)
+    assert ("decode", ((5, 0, 3, (result.token.id,)),)) in other.log, "a row launched ahead has one owner"
+
+
+def test_a_span_on_a_slot_of_somebody_else_is_our_bug() -> None:
+    runner = Runner(FakeDevice(1))  # type: ignore[arg-type]
+    runner.apply(Plan(claims=(Claim(0, 1, (0,)),)), no_masks)
+    with pytest.raises(AssertionError):
+        runner.apply(Plan(prefill=(Span(2, 0, 0, (1,)),)), no_masks)
+    with pytest.raises(AssertionError):
+        runner.apply(Plan(claims=(Claim(0, 2, (0,)),)), no_masks)
+
+
+def test_a_failed_pass_ends_its_own_sequences() -> None:
+    loop = Loop(slots=3)
+    (a,) = never_seven(loop, 5, 12, 1)
+    loop.step()
+    loop.device.fails = lambda what, spans: what == "prefill"
+    b = loop.add([1, 2, 3], 4, 0.0, False)
+    loop.step()
+    assert b.finish_reason == "error" and len(a.tokens) == 2
+    loop.device.fails = lambda what, spans: False
+    while loop.alive:
+        loop.step()
+    assert [t.id for t in a.tokens] == expected(a) and loop.slots.num_free == 3
+
+
+def test_masks_are_asked_for_while_the_device_works() -> None:
+    """A grammar's row is launched ahead without its choice; the mask is asked for when the token is known."""
+    loop = Loop(slots=2)
+    s = loop.add([4, 5], 3, 0.0, True)
+    loop.step()
+    loop.device.log.clear()
+    loop.step()
+    kinds = [entry[0] for entry in loop.device.log]
+    assert kinds == ["sample", "decode", "fetch"]
+    while loop.alive:
+        loop.step()
+    assert [t.id for t in s.tokens] == expected(s)
+
+
+def test_rows_beyond_one_pass_run_in_parts() -> None:
+    loop = Loop(slots=9)
+    sequences = never_seven(loop, 2, 5, 9)
+    for _ in range(3):
+        loop.step()
+    assert [len(part) for part in rows(loop)[-3:]] == [4, 4, 1]
+    while loop.alive:
+        loop.step()
+    assert [[t.id for t in s.tokens] for s in sequences] == [expected(s) for s in sequences]

@@ -1,0 +1,218 @@
+// Runs a kernel's own source on one CPU thread: every thread of a cluster of blocks is a coroutine that changes hands at barriers
+// and warp operations, in a shuffled order, some warps far behind others. A barrier that not all threads reach, or a warp
+// operation that not all lanes call alike, ends in a message. For kernels that take all shared memory from shared_memory().
+#pragma once
+#include <setjmp.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <functional>
+#include <random>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define threadIdx (emulator::Index{emulator::now->index})
+#define blockIdx (emulator::Index{emulator::first_block + emulator::now->block})
+
+using std::min;
+
+namespace emulator {
+struct Index {
+    int x;
+};
+struct Barrier {
+    int arrived = 0;
+    uint64_t turn = 0;
+};
+struct Warp {
+    Barrier barrier;
+    uint64_t value[32];
+    const char* call[32];
+};
+struct Block {
+    std::vector<char> memory;
+    Barrier barrier;
+    std::vector<Warp> warps;
+    bool has_left = false;   // a thread of it
+};
+struct Thread {
+    int block, index;
+    std::vector<char> stack;
+    ucontext_t context;
+    jmp_buf at;
+    bool is_started = false, is_done = false;
+    const Barrier* waits_for = nullptr;   // until its turn is no longer this one
+    uint64_t turn = 0, cluster_turn = 0;
+};
+
+inline std::vector<Block> blocks;
+inline std::vector<Thread> threads;
+inline Barrier cluster;
+inline Thread* now;
+inline jmp_buf scheduler;
+inline int first_block, threads_per_block;
+inline const std::function<void()>* kernel;
+inline char problem[200];
+
+inline void fail(const char* what, const char* detail = "") {
+    if (!problem[0]) snprintf(problem, sizeof problem, "%s%s (block %d, thread %d)", what, detail, now->block, now->index);
+}
+inline void pause_for(const Barrier& barrier, uint64_t turn) {
+    if (barrier.turn != turn) return;
+    now->waits_for = &barrier;
+    now->turn = turn;
+    if (!_setjmp(now->at)) _longjmp(scheduler, 1);
+}
+inline uint64_t arrive(Barrier& barrier, int expected) {
+    const uint64_t turn = barrier.turn;
+    if (++barrier.arrived == expected) {
+        barrier.arrived = 0;
+        ++barrier.turn;
+    }
+    return turn;
+}
+inline void meet(Barrier& barrier, int expected) { pause_for(barrier, arrive(barrier, expected)); }
+inline Warp& my_warp() { return blocks[now->block].warps[now->index / 32]; }
+
+// All lanes' values, after all lanes have called this.
+template <typename T> void together(const char* call, T mine, T (&all)[32]) {
+    Warp& warp = my_warp();
+    warp.value[now->index % 32] = (uint64_t)mine;
+    warp.call[now->index % 32] = call;
+    meet(warp.barrier, 32);
+    for (int i = 0; i < 32; ++i) {
+        if (strcmp(warp.call[i], call)) fail("lanes of a warp call different things, among them ", call);
+        all[i] = (T)warp.value[i];
+    }
+    meet(warp.barrier, 32);
+}
+
+inline void begin() {
+    (*kernel)();
+    now->is_done = blocks[now->block].has_left = true;
+    _longjmp(scheduler, 1);
+}
+
+// One cluster of `count` blocks; an empty string, or what went wrong.
+inline const char* run(int first, int count, int per_block, size_t shared_bytes, unsigned seed, const std::function<void()>& body) {
+    first_block = first;
+    threads_per_block = per_block;
+    kernel = &body;
+    problem[0] = 0;
+    cluster = {};
+    blocks.assign(count, Block{});
+    for (Block& block : blocks) {
+        block.memory.assign(shared_bytes, (char)0xA5);
+        block.warps.resize(per_block / 32);
+    }
+    threads.resize(count * per_block);
+    std::vector<int> order;
+    for (int i = 0; i < count * per_block; ++i) {
+        Thread& thread = threads[i];
+        thread.block = i / per_block;
+        thread.index = i % per_block;
+        thread.stack.resize(32 << 10);
+        thread.is_started = thread.is_done = false;
+        thread.waits_for = nullptr;
+        order.push_back(i);
+    }
+    // Static, as everything that must survive a jump. Warps in `is_slow` stand still until nothing else can go on; others are
+    // chosen when a barrier of the cluster opens, so that some have not yet read what is overtaken by the next writes.
+    static std::mt19937 random;
+    random.seed(seed);
+    static std::vector<char> is_slow;
+    is_slow.assign(threads.size() / 32, 0);
+    static size_t i, progress, held_back;
+    static uint64_t seen;
+    seen = ~uint64_t(0);
+    do {
+        std::shuffle(order.begin(), order.end(), random);
+        progress = held_back = 0;
+        for (i = 0; i < order.size(); ++i) {
+            if (seen != cluster.turn)
+                for (char& slow : is_slow) slow = random() % 3 == 0;
+            seen = cluster.turn;
+            now = &threads[order[i]];
+            if (now->is_done || (now->waits_for && now->waits_for->turn == now->turn)) continue;
+            if (is_slow[order[i] / 32]) {
+                ++held_back;
+                continue;
+            }
+            now->waits_for = nullptr;
+            ++progress;
+            if (_setjmp(scheduler)) continue;
+            if (now->is_started) _longjmp(now->at, 1);
+            now->is_started = true;
+            getcontext(&now->context);
+            now->context.uc_stack.ss_sp = now->stack.data();
+            now->context.uc_stack.ss_size = now->stack.size();
+            makecontext(&now->context, begin, 0);
+            setcontext(&now->context);
+        }
+        if (!progress && held_back) {
+            is_slow.assign(is_slow.size(), 0);
+            progress = 1;
+        }
+    } while (progress && !problem[0]);
+    for (const Thread& thread : threads)
+        if (!thread.is_done) {
+            now = const_cast<Thread*>(&thread);
+            fail("threads wait for ones that never come");
+        }
+    return problem;
+}
+}  // namespace emulator
+
+inline void* shared_memory() { return emulator::blocks[emulator::now->block].memory.data(); }
+template <typename T> T* in_block(T* p, int block) {
+    using namespace emulator;
+    const ptrdiff_t offset = (char*)p - blocks[now->block].memory.data();
+    if (offset < 0 || offset >= (ptrdiff_t)blocks[block].memory.size()) fail("an address outside shared memory");
+    if (cluster.turn == 0) fail("another block's memory is touched before that block is known to run");
+    if (blocks[block].has_left) fail("another block's memory is touched when that block has left");
+    return (T*)(blocks[block].memory.data() + offset);
+}
+inline void all_arrive() { emulator::now->cluster_turn = emulator::arrive(emulator::cluster, (int)emulator::threads.size()); }
+inline void all_started() { all_arrive(); }
+inline void all_wait() { emulator::pause_for(emulator::cluster, emulator::now->cluster_turn); }
+inline void launch_dependents() {}
+inline void wait_for_prerequisites() {}
+inline void __syncthreads() { emulator::meet(emulator::blocks[emulator::now->block].barrier, emulator::threads_per_block); }
+inline void __syncwarp() { emulator::meet(emulator::my_warp().barrier, 32); }
+template <typename T> T __ldcg(const T* p) { return *p; }
+inline int __ffs(uint32_t n) { return __builtin_ffs((int)n); }
+inline uint32_t atomicAdd(uint32_t* p, uint32_t v) { return (*p += v) - v; }
+
+inline uint32_t __reduce_max_sync(uint32_t, uint32_t v) {
+    uint32_t all[32];
+    emulator::together("reduce_max", v, all);
+    return *std::max_element(all, all + 32);
+}
+inline uint32_t __ballot_sync(uint32_t, bool v) {
+    uint32_t all[32], bits = 0;
+    emulator::together("ballot", (uint32_t)v, all);
+    for (int i = 0; i < 32; ++i) bits |= all[i] << i;
+    return bits;
+}
+template <typename T> T __shfl_sync(uint32_t, T v, int from) {
+    T all[32];
+    emulator::together("shfl", v, all);
+    return all[from & 31];
+}
+template <typename T> T __shfl_xor_sync(uint32_t, T v, int with) {
+    T all[32];
+    emulator::together("shfl_xor", v, all);
+    return all[emulator::now->index % 32 ^ with];
+}
+template <typename T> T __shfl_down_sync(uint32_t, T v, int by) {
+    T all[32];
+    emulator::together("shfl_down", v, all);
+    return all[min(emulator::now->index % 32 + by, 31)];
+}

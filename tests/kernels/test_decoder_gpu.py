@@ -1,0 +1,151 @@
+"""A whole decode step: overlap or serial, graph or eager, the same bits; NaN shows in its own row alone."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from dsv4.cache.store import Cache
+from dsv4.config import ModelConfig, preset
+from dsv4.lab.bench.decode import Wanted, fill
+from dsv4.lab.synthetic import make_weights, with_experts
+from dsv4.model.bundle import Bundle, Numerics
+from dsv4.model.decode import Decoder
+from dsv4.model.model import Model
+from dsv4.ops import IMPLEMENTATIONS, Ops
+
+pytestmark = pytest.mark.gpu
+TINY, FLASH = preset("tiny"), preset("flash")
+# Flash's own sizes, in one layer of each kind and routing.
+CUT = with_experts(replace(FLASH, layers=(*FLASH.layers[1:4], FLASH.layers[4])), 8)
+
+
+def bundle_of(config: ModelConfig, layout: str) -> Bundle:
+    ops = Ops.choose("cuda", **dict.fromkeys(IMPLEMENTATIONS, "gpu"))
+    return Bundle(config, make_weights(config, layout, "cuda"), ops, Numerics(torch.bfloat16, "a16", True))
+
+
+class Running:
+    """A decoder with a cache of its own, filled alike each time; every row at `position`."""
+
+    def __init__(self, bundle: Bundle, rows: int, position: int, overlap: bool, graph: bool) -> None:
+        layout = Wanted(position + 300, rows).layout(bundle.config)
+        self.cache = Cache(layout, "cuda", torch.bfloat16)
+        fill(self.cache)
+        model = Model(bundle, layout.max_context, "cuda")
+        self.decoder = Decoder(bundle, model, self.cache, rows, overlap=overlap)
+        self.decoder.run()  # all rows unused
+        torch.cuda.synchronize()
+        if graph:
+            self.decoder.capture()
+        f = self.decoder.buffers
+        f.ids.copy_(torch.arange(7, 7 + rows))
+        f.slots.copy_(torch.arange(rows).flip(0))
+        f.positions.fill_(position)
+
+    def step(self) -> Tensor:
+        self.decoder.step()
+        torch.cuda.synchronize()
+        return self.decoder.buffers.logits.clone()
+
+    def stores(self) -> list[Tensor]:
+        found = []
+        for layer in self.cache.layers:
+            for store in (layer.ring, layer.entries, layer.keys):
+                found += [] if store is None else [store.data, store.scale]
+            for tail in layer.tails:
+                found += [tail.values, tail.scores]
+        return [tensor for tensor in found if tensor is not None]
+
+
+# At these positions entries are selected.
+@pytest.mark.parametrize(
+    ("config", "layout", "position"),
+    [(TINY, "modelopt", 300), (CUT, "nvfp4", 2500), (CUT, "modelopt", 2500)],
+)
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_the_same_bits(config: ModelConfig, layout: str, position: int, rows: int) -> None:
+    """140 tokens, in which blocks of every length close, launched without a pause between steps."""
+    bundle, steps, results = bundle_of(config, layout), 140, []
+    with torch.inference_mode():
+        for overlap, graph in product((True, False), repeat=2):
+            run = Running(bundle, rows, position, overlap, graph)
+            logits = torch.empty(steps, rows, config.vocab_size, device="cuda")
+            for i in range(steps):
+                run.decoder.step()
+                logits[i].copy_(run.decoder.buffers.logits)
+            # And once without a copy between the steps, which is a pause too.
+            for _ in range(20):
+                run.decoder.step()
+            torch.cuda.synchronize()
+            results.append((overlap, graph, [logits, run.decoder.buffers.logits, *run.stores()]))
+    assert bool(torch.isfinite(results[0][2][0]).all())
+    for overlap, graph, found in results[1:]:
+        for i, (got, want) in enumerate(zip(found, results[0][2], strict=True)):
+            assert torch.equal(got, want), f"tensor {i} with overlap {overlap}, graph {graph}"
+
+
+Plant = Callable[[Running, Bundle, int, int], None]  # into row, slot
+
+
+def _ring(run: Running, bundle: Bundle, row: int, slot: int) -> None:
+    layer, position = run.cache.layers[1], int(run.decoder.buffers.positions[row])
+    assert layer.ring.scale is not None
+    layer.ring.scale[slot * layer.ring_rows + (position - 3) % layer.ring_rows, 0] = 255
+
+
+def _infinite_ring(run: Running, bundle: Bundle, row: int, slot: int) -> None:
+    layer, position = run.cache.layers[0], int(run.decoder.buffers.positions[row])
+    nope = layer.ring.shape[1] - layer.ring.rope_dim
+    rotary = layer.ring.data[:, nope:].view(torch.bfloat16)
+    rotary[slot * layer.ring_rows + (position - 3) % layer.ring_rows, 1] = torch.inf
+
+
+def _entry(run: Running, bundle: Bundle, row: int, slot: int) -> None:
+    layer = run.cache.layers[2]
+    assert layer.entries is not None and layer.entries.scale is not None
+    layer.entries.scale[int(run.cache.page_table[slot, 0]) * layer.page_entries, 0] = 255
+
+
+def _tail(run: Running, bundle: Bundle, row: int, slot: int) -> None:
+    layer, position = run.cache.layers[2], int(run.decoder.buffers.positions[row])
+    assert layer.tail is not None
+    layer.tail.values[slot, (position - 9) % layer.tail.num_rows, 5] = torch.nan
+
+
+def _embedding(run: Running, bundle: Bundle, row: int, slot: int) -> None:
+    run.decoder.model.embedding.data[int(run.decoder.buffers.ids[row]), 11] = torch.nan
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("plant", [_ring, _infinite_ring, _entry, _tail, _embedding])
+def test_nan_shows_in_its_row(plant: Plant, rows: int) -> None:
+    """In the cache or the input of one row: that row's logits are NaN and its next token is none; the others'
+    are what they are without it."""
+    bundle, row = bundle_of(TINY, "modelopt"), rows - 1
+    with torch.inference_mode():
+        # The block of 128 closes at 255, so that its tail is read and its entry attended to at once.
+        clean = Running(bundle, rows, 255, overlap=True, graph=False).step()
+        run = Running(bundle, rows, 255, overlap=True, graph=False)
+        plant(run, bundle, row, int(run.decoder.buffers.slots[row]))
+        found = run.step()
+    assert bool(torch.isnan(found[row]).all()), "the logits look like numbers"
+    assert torch.equal(found[:row], clean[:row]), "another row changed"
+    assert int(run.decoder.buffers.ids[row]) == -1
+
+
+@pytest.mark.parametrize(
+    "name", ["layers.1.attn.wq_a", "layers.2.ffn.gate", "layers.2.attn.compressor.wgate"]
+)
+def test_nan_in_a_weight_shows(name: str) -> None:
+    bundle = bundle_of(TINY, "modelopt")
+    weight = bundle.tiled(name)
+    weight.factor[0, 0] = torch.nan
+    with torch.inference_mode():
+        found = Running(bundle, 2, 255, overlap=True, graph=True).step()
+    assert bool(torch.isnan(found).all())

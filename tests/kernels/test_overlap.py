@@ -1,0 +1,293 @@
+"""What a step's launches read before their PDL wait: the check refuses what is unsafe, and the declarations
+are what the kernels' sources say."""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from step_support import IS_INTERPRETED
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from dsv4.cache.store import Cache
+from dsv4.config import preset
+from dsv4.kernels import attend, build, choose, index, matvec, mhc, prepare, sample
+from dsv4.kernels.overlap import Launch, Launcher, check
+from dsv4.lab.bench.decode import Wanted
+from dsv4.lab.synthetic import make_weights
+from dsv4.model.bundle import Bundle, Numerics
+from dsv4.model.decode import Decoder
+from dsv4.model.model import Model
+from dsv4.ops import IMPLEMENTATIONS, Ops
+from tests.support.triton_source import read
+
+pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="about sources, not about how they run")
+TINY = preset("tiny")  # every layer kind, hash and learned routing, entries that are selected
+
+
+def step(monkeypatch: pytest.MonkeyPatch, rows: int) -> Decoder:
+    """The real list of launches; none can be launched here."""
+    sizes = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: sizes)
+    ops = Ops.choose("cuda", **dict.fromkeys(IMPLEMENTATIONS, "gpu"))
+    weights = make_weights(TINY, "modelopt", "cpu")
+    bundle = Bundle(TINY, weights, ops, Numerics(torch.bfloat16, "a16", True))
+    layout = Wanted(600, rows).layout(TINY)
+    cache = Cache(layout, "cpu", torch.bfloat16)
+    return Decoder(bundle, Model(bundle, layout.max_context, "cpu"), cache, rows)
+
+
+@pytest.fixture(params=[1, 4])
+def decoder(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Decoder:
+    return step(monkeypatch, request.param)
+
+
+def checked(decoder: Decoder, change: Callable[[Launch], Launch]) -> None:
+    state = [name for name in decoder.names.known if "#" not in name]
+    check([change(launch) for launch in decoder.launches], between=state)
+
+
+def toy(name: str, **more: Any) -> Launch:
+    return Launch(name=name, run=lambda: None, **more)
+
+
+def test_an_early_read_needs_a_late_trigger_after_its_writer() -> None:
+    make, late = toy("make", writes=("a",)), toy("late", triggers_late=True)
+    use = toy("use", reads_early=("a",))
+    between, begin = toy("between"), toy("begin", triggers_late=True)
+    check([begin, make, late, use])
+    check([begin, make, late, between, between, use])
+    for unsafe in (
+        [begin, make, use],
+        [begin, make, between, between, use],  # any number of launches may be under way at once
+        [begin, late, make, use],
+        [begin, replace(make, triggers_late=True), use],  # its own blocks write after they let `use` start
+        [begin, make, between, use, late],
+    ):
+        with pytest.raises(AssertionError, match=r"use \(launch \d\) reads a .*, but make \(launch \d\)"):
+            check(unsafe)
+
+
+def test_the_step_before_counts() -> None:
+    """What the last launches of a step write may be read early only after a late trigger of this step."""
+    read_early, write = toy("first", reads_early=("a",)), toy("last", writes=("a",))
+    check([toy("begin", triggers_late=True), read_early, write])
+    with pytest.raises(AssertionError, match=r"first .* reads a .* last"):
+        check([toy("begin"), read_early, write])
+    with pytest.raises(AssertionError, match=r"first .* reads b .* what came before the step"):
+        check([toy("begin"), toy("first", reads_early=("b",))], between=["b"])
+
+
+def test_every_launch_waits() -> None:
+    with pytest.raises(AssertionError, match="quick never waits"):
+        check([toy("quick", waits=False)])
+
+
+def test_the_step_is_safe(decoder: Decoder) -> None:
+    checked(decoder, lambda launch: launch)
+    late = {launch.name for launch in decoder.launches if launch.triggers_late}
+    assert late == {"embed", "queries", "gate, shared up", "experts up"}
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("embed", r"prepare .* reads .* before its PDL wait, but (sample|what came before the step)"),
+        ("queries", r"(attend|index scores).* reads layers\.\d\.(ring|keys) .* prepare"),
+        ("experts up", r"experts down .* reads tasks .* route"),
+        ("gate, shared up", r"experts up .* reads x .* mhc close"),
+    ],
+)
+def test_each_late_trigger_is_needed(decoder: Decoder, name: str, problem: str) -> None:
+    if name == "gate, shared up" and decoder.buffers.rows > 1:
+        return  # several rows are read after the wait
+    with pytest.raises(AssertionError, match=problem):
+        checked(decoder, lambda it: replace(it, triggers_late=it.triggers_late and it.name != name))
+
+
+@pytest.mark.parametrize(
+    ("name", "buffer", "writer"),
+    [
+        *(("projections", "x", "mhc close"), ("mhc open", "comb", "experts up|queries up")),
+        *(("attend csa", "chosen_rows", "index select"), ("combine", "part_o", "attend")),
+        *(("prepare", "kv", "projections"), ("experts down", "hidden", "experts up")),
+        *(("head", "x", "mhc close"), ("sample", "logits", "head"), ("embed", "inputs", "sample|before")),
+    ],
+)
+def test_a_planted_early_read_is_found(decoder: Decoder, name: str, buffer: str, writer: str) -> None:
+    assert any(it.name == name and buffer in it.reads for it in decoder.launches), "no such read"
+
+    def plant(it: Launch) -> Launch:
+        return replace(it, reads_early=(*it.reads_early, buffer)) if it.name == name else it
+
+    with pytest.raises(AssertionError, match=rf"{name} .* reads {buffer} .*({writer})"):
+        checked(decoder, plant)
+
+
+def test_declarations_are_what_triton_sources_do(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For every launch of the step, with its own arguments; over all of them nothing is declared in vain."""
+    seen: list[tuple[Any, dict[str, Any]]] = []
+
+    def note(kernel: Any, grid: Any, num_warps: int, overlap: bool, **arguments: Any) -> None:
+        seen.append((kernel, arguments))
+
+    for module in (mhc, prepare, index, attend):
+        monkeypatch.setattr(module, "launch", note)
+    for module in (mhc, choose, matvec, sample):
+        monkeypatch.setattr(module, "call", lambda *arguments, **how: None)
+    written = {buffer for launch in decoder.launches for buffer in launch.writes}
+    declared: dict[str, set[str]] = defaultdict(set)
+    used: dict[str, set[str]] = defaultdict(set)
+    for launch in decoder.launches:
+        seen.clear()
+        launch.run()
+        if not seen:
+            continue
+        ((kernel, arguments),) = seen
+        found = read(kernel, arguments, lambda value: isinstance(value, Tensor))
+
+        def named(pointers: set[str], of: dict[str, Any] = arguments, by: str = launch.name) -> set[str]:
+            return set(decoder.names.of([of[pointer] for pointer in sorted(pointers)], by))
+
+        what = f"{launch.name}, {kernel.fn.__name__}"
+        assert found.waits, f"{what}: a path without a wait"
+        assert not found.stored_early, f"{what}: stores {found.stored_early} before the wait"
+        assert found.triggers == {launch.triggers_late}, f"{what}: triggers {found.triggers}"
+        assert named(found.early) <= set(launch.reads_early), f"{what}: undeclared early reads"
+        assert named(found.late) <= {*launch.reads, *launch.reads_early}, f"{what}: undeclared reads"
+        assert named(found.stored) <= set(launch.writes), f"{what}: undeclared writes"
+        cached = named(found.through_l1) & (written | {"page_table"})
+        assert not cached, f"{what}: {cached} come through L1 before the wait"
+        kind = kernel.fn.__name__
+        layer = re.compile(r"layers\.\d+\.| #\d+")  # alike in all layers
+        for to, buffers in (
+            *((used[kind], named(found.early)), (used[f"{kind} stores"], named(found.stored))),
+            *((declared[kind], launch.reads_early), (declared[f"{kind} stores"], launch.writes)),
+        ):
+            to |= {layer.sub("", buffer) for buffer in buffers}
+    kinds = ("embed", "open", "prepare", "queries", "scores", "attend", "combine")
+    assert used.keys() == {f"_{kind}_kernel{part}" for kind in kinds for part in ("", " stores")}
+    assert used == declared, "declared in vain"
+
+
+def test_every_tensor_of_a_launcher_is_declared() -> None:
+    found = [
+        value
+        for module in (mhc, prepare, index, attend, choose, sample)
+        for value in vars(module).values()
+        if isinstance(value, Launcher)
+    ]
+    assert len(found) >= 10
+    for launcher in found:
+        declared = {p.split(".")[0] for p in (*launcher.reads, *launcher.reads_early, *launcher.writes)}
+        hints = launcher.function.__annotations__
+        tensors = {name for name, hint in hints.items() if re.search("Tensor|Pooling|Tasks", str(hint))}
+        assert declared == tensors, launcher.function.__name__
+
+
+COMMENT = re.compile(r"//[^\n]*")
+WAIT = "wait_for_prerequisites();"
+
+
+def functions(name: str) -> dict[str, str]:
+    """Functions of a CUDA source, comments taken out: name -> its head, then its body."""
+    text, out = COMMENT.sub("", (build.HERE / name).read_text()), {}
+    depth, start, head = 0, 0, ""
+    for at, letter in enumerate(text):
+        if letter == "{":
+            depth += 1
+            head = text[start:at].rstrip() if depth == 1 else head
+        elif letter == "}":
+            depth -= 1
+            if depth == 0 and head.endswith(")"):
+                opened, level = len(head) - 1, 1
+                while level:
+                    opened -= 1
+                    level += {")": 1, "(": -1}.get(head[opened], 0)
+                out[re.findall(r"\w+", head[:opened])[-1]] = text[start : at + 1]
+        if depth == 0 and letter in "};":
+            start = at + 1
+    return out
+
+
+def until_wait(function: str) -> str:
+    assert WAIT in function, "never waits"
+    return function[: function.index(WAIT)]
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("choose.cu", ["route_kernel", "select_few_kernel", "select_many_kernel"]),
+        ("mix.cu", ["close_kernel"]),
+        ("matvec.cu", ["matvec_kernel"]),
+    ],
+)
+def test_cuda_kernels_are_the_known_ones(source: str, names: list[str]) -> None:
+    """Whoever adds a kernel says below how it waits."""
+    assert [name for name, text in functions(source).items() if "__global__" in text] == names
+
+
+@pytest.mark.parametrize("name", ["route_kernel", "select_few_kernel", "select_many_kernel"])
+def test_choices_wait(name: str) -> None:
+    """At the outermost level, before any way out; no input of the step is read before but through L2."""
+    early = until_wait(functions("choose.cu")[name])
+    assert early.count("{") == early.count("}") + 1, "the wait is inside a branch"
+    assert "return;" not in early and "launch_dependents();" in early
+    choice = COMMENT.sub("", (build.HERE / "choose.cu").read_text()).split("struct Choice")[1].split("};")[0]
+    methods = choice[choice.index("count(int row)") : choice.index("place(")]
+    for text in (early, methods):
+        assert not re.search(r"\b(ids|positions|slots|counts|pages|logits)\[", text), "through L1"
+
+
+def test_mix_close_waits() -> None:
+    """A block goes one of two ways; each waits first, and has read weights alone."""
+    found = functions("mix.cu")
+    early = until_wait(found["close_kernel"])
+    assert early.count("return;") == 1
+    assert re.search(r"next_output\([^;]*\);\s*return;", early), "the only other way is next_output"
+    for text in (early, until_wait(found["next_output"])):
+        assert "launch_dependents();" in text
+        body = text[text.index("{") :]
+        assert not re.search(r"__ldcg|\b(partial|streams)\[|read\((?!weight)", body), "reads its input early"
+    assert "return;" not in until_wait(found["next_output"])
+
+
+def test_products_wait() -> None:
+    found = functions("matvec.cu")
+    kernel, run = found["matvec_kernel"], found["run"]
+    # The block that mixes waits; every other goes on to `run`.
+    assert re.search(r"if \(work\.x < 0\) \{\s*wait_for_prerequisites\(\);", kernel)
+    assert kernel.count("return;") == 1 and kernel.count("run<") == 4
+    # "up" waits first, the others later; late triggers come after the wait.
+    first = re.search(
+        r"if \(s\.routed == 1\) \{[^}]*wait_for_prerequisites\(\);\s*launch_dependents\(\);", run
+    )
+    second = re.search(
+        r"if \(s\.routed != 1\) \{\s*wait_for_prerequisites\(\);\s*if \(p\.triggers_late\) launch_dependents",
+        run,
+    )
+    assert first and second and run.count(WAIT) == 2
+    early = run[: second.start()]
+    # The one way out before the wait: a block of "down" without an expert. It has read its task alone and
+    # written nothing, and its launch has other blocks that wait, those of the shared expert.
+    assert early.count("return;") == 2 and "if (units_left == 0) return;" in early  # that one is a lambda's
+    assert "if (expert < 0) return;" in early
+    assert not re.search(r"put_act|s\.y|put_slice\(|p\.weights", early.split("has_slice =")[1])
+    assert re.findall(r"read_slice\(.*", early.split("has_slice =")[1]) == ["read_slice(warp, 0);"]
+
+
+def test_a_wait_that_moves_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """The scan itself: a wait behind a condition, and an early way out."""
+    text = (build.HERE / "choose.cu").read_text()
+    monkeypatch.setattr(build, "HERE", tmp_path)
+    for old, new in ((WAIT, "if (blockIdx.x) { " + WAIT + " }"), (WAIT, "if (!blockIdx.x) return;\n" + WAIT)):
+        (tmp_path / "choose.cu").write_text(text.replace(old, new))
+        with pytest.raises(AssertionError):
+            test_choices_wait("route_kernel")

@@ -1,0 +1,86 @@
+"""The sampling kernel on a GPU: the reference's choices and log-probabilities bit for bit, in a graph too."""
+
+import pytest
+import torch
+from sample_support import make
+from torch import Tensor
+
+from dsv4.kernels.sample import sample
+from dsv4.ops.sample import gpu, ref
+
+pytestmark = pytest.mark.gpu
+POISON = 0x5A5A5A5A
+
+
+def poisoned(rows: int) -> Tensor:
+    return torch.full((rows, ref.RESULT), POISON, dtype=torch.int32, device="cuda")
+
+
+def check(got: Tensor, want: Tensor, settings: Tensor) -> None:
+    wrong = (got.cpu() != want).any(1).nonzero().flatten().tolist()
+    assert not wrong, (
+        f"{len(wrong)} of {len(want)} rows; row {wrong[0]}, settings {settings[wrong[0]].tolist()}: "
+        f"{got[wrong[0]].tolist()}, expected {want[wrong[0]].tolist()}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("vocab", "rows", "seed"),
+    [
+        *((vocab, 600, seed) for vocab in (7, 100, 4096) for seed in (1, 2)),
+        *((32768, 120, 1), (129280, 80, 1), (200000, 24, 1), (262144, 16, 1)),
+    ],
+)
+def test_rows_of_all_kinds(vocab: int, rows: int, seed: int) -> None:
+    logits, settings, mask = make(rows, vocab, seed)
+    want = ref.choose(logits, settings, mask)
+    out, device = poisoned(rows), (logits.cuda(), settings.cuda(), mask.cuda())
+    sample(*device, out)
+    check(out, want, settings)
+    check(gpu.choose(*device), want, settings)
+    assert torch.equal(device[1].cpu(), settings), "without positions nothing moves on"
+    # The reference itself gives the same on a GPU, and a mask that was promised and is not there is visible.
+    check(ref.choose(*device), want, settings)
+    check(gpu.choose(device[0], device[1], None), ref.choose(logits, settings, None), settings)
+
+
+def test_no_rows() -> None:
+    assert gpu.choose(torch.empty(0, 9).cuda(), torch.empty(0, 8).long().cuda(), None).shape == (
+        0,
+        ref.RESULT,
+    )
+
+
+def test_many_tokens_of_one_graph() -> None:
+    """32 rows, some padding, four steps: ids, positions and indices move on; padding is not touched."""
+    rows, vocab = 32, 129280
+    logits, settings, mask = make(rows, vocab, seed=5)
+    settings[:, 7] = -1
+    positions = torch.arange(rows) * 10
+    positions[3::7] = -1
+    is_padding = positions < 0
+    state = [tensor.cuda() for tensor in (logits, settings, mask)]
+    out, next_ids, on_device = poisoned(rows), torch.full((rows,), 77).cuda(), positions.cuda()
+    warm = [tensor.clone() for tensor in (state[1], out, next_ids, on_device)]
+    sample(state[0], warm[0], state[2], *warm[1:])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        sample(*state, out, next_ids, on_device)
+    assert bool((out == POISON).all()), "captured, not run"
+    for step in range(4):
+        graph.replay()
+        want = ref.choose(logits, settings, mask)
+        check(out[~is_padding.cuda()], want[~is_padding], settings[~is_padding])
+        assert bool((out[is_padding.cuda()] == POISON).all())
+        assert torch.equal(next_ids.cpu(), torch.where(is_padding, 77, want[:, 0].long()))
+        assert torch.equal(on_device.cpu(), torch.where(is_padding, -1, positions + step + 1))
+        settings[:, 4] += ~is_padding
+        assert torch.equal(state[1].cpu(), settings)
+
+
+def test_the_same_result_again_and_again() -> None:
+    """A race would show in one of 300 runs beside another kernel's."""
+    logits, settings, mask = (tensor.cuda() for tensor in make(64, 129280, seed=11))
+    first = gpu.choose(logits, settings, mask)
+    for _ in range(300):
+        assert torch.equal(gpu.choose(logits, settings, mask), first)
