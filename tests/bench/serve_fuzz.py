@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        server = Server(Path(name), "--max-batch", 8, "--max-context", 24)
+        server = Server(Path(name), "--max-batch", 8, "--max-context", 48)
         with server:
             counts, seed = Counter[str](), args.seed
             # A simple operation has fewer different bodies than it is asked for: go on until all are many.

@@ -13,7 +13,7 @@ from serve_fuzz import fuzz  # noqa: E402
 
 
 def test_no_body_is_a_server_error(tmp_path: Path) -> None:
-    with Server(tmp_path, "--max-batch", 8, "--max-context", 24) as server:
-        counts = fuzz(server, 60, seed=3, seconds=120)
-        assert counts["200"] > 10 and counts["400"] > 10, counts
+    with Server(tmp_path, "--max-batch", 8, "--max-context", 48) as server:
+        counts = fuzz(server, 84, seed=3, seconds=120)
+        assert counts["200"] > 8 and counts["400"] > 8, counts
         assert server.is_idle()
