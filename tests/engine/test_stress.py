@@ -10,7 +10,7 @@ import torch
 from dsv4 import Engine, EngineConfig
 from dsv4.lab.bench.engine import around
 from dsv4.lab.bench.subject import synthetic
-from tests.support.stress import cases, stress, truth
+from tests.support.stress import cases, growing, stress, truth
 
 # More rows than the largest graph, fewer pages than they need: parts, pauses and evictions.
 MANY = {"max_batch": 40, "max_context": 1536, "cache_pages": 90, "prefix_snapshots": 12, "chunk": 700}
@@ -22,6 +22,16 @@ def test_on_a_cpu(engine_for: Callable[..., Engine]) -> None:
     alone = truth(engine_for("modelopt", max_batch=1, prefix_snapshots=0, **options), wanted)
     engine = engine_for("modelopt", max_batch=3, cache_pages=8, prefix_snapshots=3, **options)
     assert stress(engine, wanted, alone, requests=30) > 20
+
+
+@pytest.mark.gpu
+def test_pauses() -> None:
+    """A paused sequence's tokens are processed again the way they were first, so the answer stays the same."""
+    wanted = growing(10, vocab=4000, page=256)
+    single = EngineConfig(device="cuda", max_context=512, max_batch=1, prefix_snapshots=0)
+    alone = truth(Engine.load(None, single), wanted)
+    engine = Engine.load(None, replace(single, max_batch=6, cache_pages=8, prefix_snapshots=4))
+    assert stress(engine, wanted, alone, requests=120) > 90 and engine.scheduler.num_pauses > 20
 
 
 @pytest.mark.gpu

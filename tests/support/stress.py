@@ -30,6 +30,17 @@ def cases(count: int, vocab: int, page: int, seed: int = 0) -> list[Case]:
     return made
 
 
+def growing(count: int, vocab: int, page: int, seed: int = 0) -> list[Case]:
+    """Prompts of less than a page whose answers need another: with few pages, somebody must pause."""
+    chance = random.Random(seed)
+    made = []
+    for number in range(count):
+        ids = [chance.randrange(5, vocab) for _ in range(page - 70)]
+        params = SamplingParams(max_tokens=100, temperature=0.7 * (number % 2), seed=number, ignore_eos=True)
+        made.append((tuple(ids), params))
+    return made
+
+
 def truth(engine: Engine, wanted: list[Case]) -> list[Completion]:
     return [engine.generate([list(ids)], params)[0] for ids, params in wanted]
 
@@ -60,7 +71,7 @@ def stress(
                 assert done.tokens == want.tokens, (number, which, done.tokens, want.tokens)
                 compared += 1
                 del running[number]
-            elif chance.random() < 0.01:
+            elif chance.random() < 0.002:
                 stream.close()
                 cancelled += 1
                 del running[number]
