@@ -26,7 +26,7 @@ def test_on_a_cpu(engine_for: Callable[..., Engine]) -> None:
 
 @pytest.mark.gpu
 def test_pauses() -> None:
-    """A paused sequence's tokens are processed again the way they were first, so the answer stays the same."""
+    """A paused sequence's tokens are processed again the way they were first: the answer stays."""
     wanted = growing(10, vocab=4000, page=256)
     single = EngineConfig(device="cuda", max_context=512, max_batch=1, prefix_snapshots=0)
     alone = truth(Engine.load(None, single), wanted)
