@@ -96,7 +96,10 @@ class Cache:
         )
 
     def set_pages(self, slot: int, pages: tuple[int, ...]) -> None:
-        self.page_table[slot, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        row = torch.tensor(pages, dtype=torch.int32)
+        if self.page_table.is_cuda:
+            row = row.pin_memory()  # pageable memory would make the host wait for the step in flight
+        self.page_table[slot, : len(pages)].copy_(row, non_blocking=True)
 
     def _span(self, start: int, stop: int) -> Tensor:
         return torch.arange(max(0, start), stop, device=self.page_table.device)
@@ -142,4 +145,5 @@ class Cache:
         return spans
 
     def drop(self, handle: int) -> None:
-        del self.snapshots[handle]
+        """A snapshot that was never made, because a plan was interrupted, is dropped too."""
+        self.snapshots.pop(handle, None)

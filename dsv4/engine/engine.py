@@ -172,6 +172,7 @@ class Engine:
         """One pass of every running sequence; what came out."""
         plan = self.scheduler.plan()
         if not plan.spans and self.scheduler.waiting:
+            self.runner.apply(plan, self._mask)  # what it moves in the cache must not be lost
             raise RequestError(
                 f"{len(self.scheduler.waiting)} requests wait for cache space that no running one will free; "
                 "release the slots claimed outside the engine"
@@ -179,7 +180,13 @@ class Engine:
         known = {number: output.sequence.num_known for number, output in self._running.items()}
         samples = {span.sequence for span in plan.spans if span.end == known[span.sequence]}
         deltas = []
-        for result in self.runner.apply(plan, self._mask):
+        try:
+            results = self.runner.apply(plan, self._mask)
+        except BaseException:
+            self.scheduler.restart()
+            self.runner.forget()
+            raise
+        for result in results:
             output = self._running[result.sequence]
             output.sequence.prompt += result.prompt
             if result.error:

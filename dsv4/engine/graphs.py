@@ -78,7 +78,7 @@ class Graphs(Eager):
         assert len(samplings) == len(spans), "every generated token is followed by a choice"
         unseen = [span.ids[0] == UNSEEN for span in spans]
         rows: Rows = [(span.sequence, span.slot, span.start, span.sampling) for span in spans]
-        if self._holds.get(size) != rows or not all(unseen):
+        if self._holds.pop(size, []) != rows or not all(unseen):
             tokens = [(span.slot, span.start, span.ids[0]) for span in spans]
             decoder.load(tokens, self.packed(samplings), self.send, take_latest=any(unseen))
         is_masked = any(sampling.masked for sampling in samplings)

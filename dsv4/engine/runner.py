@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsv4.engine.plan import Plan, Span
 from dsv4.engine.request import Token
-from dsv4.errors import DeviceError, Dsv4Error
+from dsv4.errors import Dsv4Error
 from dsv4.model.step import Tap
 
 # The id in a span whose token the device chose itself and the host has not seen.
@@ -73,29 +73,27 @@ class Runner:
     def apply(self, plan: Plan, masks: Masks) -> list[Result]:
         """Carry out the plan, launch the next step ahead, wait for the plan's results."""
         self._move(plan)
+        expected, ahead = self._expected, self._ahead
+        self._expected, self._ahead = {}, []
+        order = {span.sequence: place for place, span in enumerate(plan.spans)}
         failed: list[Result] = []
         launched: list[Launched] = []
-        rest = tuple(s for s in plan.decode if self._expected.get(s.sequence) != (s.start, s.ids[0]))
+        rest = tuple(s for s in plan.decode if expected.get(s.sequence) != (s.start, s.ids[0]))
         kept = {span.sequence for span in plan.decode} - {span.sequence for span in rest}
-        taken = [step for step in self._ahead if any(span.sequence in kept for span in step.spans)]
-        for step in taken:
-            self._sample(step, masks)
+        taken = [step for step in ahead if any(span.sequence in kept for span in step.spans)]
+        taken = [step for step in taken if self._sample(step, masks, failed)]
+        failed = [result for result in failed if result.sequence in kept]
         if plan.prefill:
-            launched += self._launch(self.executor.prefill, plan.prefill, failed)
-            for step in launched:
-                self._sample(step, masks)
+            launched += self._launch(self.executor.prefill, plan.prefill, masks, failed)
         for part in self._parts(rest):
-            for step in self._launch(self.executor.decode, part, failed):
-                self._sample(step, masks)
-                launched.append(step)
+            launched += self._launch(self.executor.decode, part, masks, failed)
         lost = {result.sequence for result in failed}
         self._launch_ahead([span for span in plan.spans if span.sequence not in lost])
         results = [r for step in taken for r in self._fetch(step) if r.sequence in kept]
         results += [r for step in launched for r in self._fetch(step)]
         took = {r.sequence: r.token.id for r in results if r.token is not None}
-        ahead = [span for step in self._ahead for span in step.spans if span.sequence in took]
-        self._expected = {span.sequence: (span.start, took[span.sequence]) for span in ahead}
-        order = {span.sequence: place for place, span in enumerate(plan.spans)}
+        following = [span for step in self._ahead for span in step.spans if span.sequence in took]
+        self._expected = {span.sequence: (span.start, took[span.sequence]) for span in following}
         return sorted(failed + results, key=lambda result: order[result.sequence])
 
     def study(
@@ -127,16 +125,36 @@ class Runner:
             assert self._owner[span.slot] == span.sequence, (span.slot, span.sequence, self._owner)
 
     def _launch(
-        self, launch: Callable[[tuple[Span, ...]], Any], spans: tuple[Span, ...], results: list[Result]
+        self,
+        launch: Callable[[tuple[Span, ...]], Any],
+        spans: tuple[Span, ...],
+        masks: Masks | None,
+        failed: list[Result],
     ) -> list[Launched]:
-        """A pass that cannot be launched (no memory, say) ends its own sequences, not the others."""
+        """A pass that cannot be launched (no memory, say) ends its own sequences, not the others.
+
+        Without `masks` it stays as it is while it waits for them.
+        """
+        launched: list[Launched] = []
+        failed += self._attempt(spans, lambda: launched.append(launch(spans)))
+        return [step for step in launched if masks is None or self._sample(step, masks, failed)]
+
+    def _sample(self, step: Launched, masks: Masks, failed: list[Result]) -> bool:
+        """Whether the pass has chosen its tokens, after this if not before."""
+        if not step.is_sampled:
+            failed += self._attempt(step.spans, lambda: self.executor.sample(step, masks))
+        return step.is_sampled
+
+    def _attempt(self, spans: tuple[Span, ...], call: Callable[[], object]) -> list[Result]:
+        """What is lost if the call fails; a device that is lost with it is raised."""
         try:
-            return [launch(spans)]
-        except (RuntimeError, MemoryError, Dsv4Error) as error:
-            self.executor.check()
-            why = str(error).strip().split("\n")[0]
-            results += [Result(span.sequence, error=f"the step failed: {why}") for span in spans]
+            call()
             return []
+        except (RuntimeError, MemoryError, Dsv4Error) as error:
+            why = str(error).strip().split("\n")[0]
+        # Only now: the error held what the call had allocated.
+        self.executor.check()
+        return [Result(span.sequence, error=f"the step failed: {why}") for span in spans]
 
     def _launch_ahead(self, spans: list[Span]) -> None:
         self._ahead = []
@@ -155,25 +173,25 @@ class Runner:
             if span.ahead and span.sampling is not None
         )
         for part in self._parts(following):
-            self._ahead.append(self.executor.decode(part))
-            # Its logits wait for masks in buffers that another pass would take.
-            if not self._ahead[-1].is_sampled:
+            # One that fails is run in its turn. One without its masks keeps logits in buffers that another
+            # pass would take.
+            launched = self._launch(self.executor.decode, part, None, [])
+            self._ahead += launched
+            if not launched or not launched[-1].is_sampled:
                 break
-
-    def _sample(self, step: Launched, masks: Masks) -> None:
-        if not step.is_sampled:
-            self.executor.sample(step, masks)
 
     def _parts(self, spans: tuple[Span, ...]) -> list[tuple[Span, ...]]:
         size = self.executor.max_rows
         return [spans[first : first + size] for first in range(0, len(spans), size)]
 
     def _fetch(self, step: Launched) -> list[Result]:
-        try:
-            return self.executor.fetch(step)
-        except RuntimeError as error:
-            self.executor.check()
-            raise DeviceError(f"a step's results could not be read: {error}") from error
+        results: list[Result] = []
+        failed = self._attempt(step.spans, lambda: results.extend(self.executor.fetch(step)))
+        return failed or results
+
+    def forget(self) -> None:
+        """All slots are free and nothing is on its way: after an interrupted plan (Scheduler.restart)."""
+        self._owner, self._expected, self._ahead = {}, {}, []
 
 
 def no_masks(sequence: int) -> bytes | None:

@@ -112,7 +112,8 @@ class Scheduler:
             tokens = min(s.num_prompt + s.max_tokens, s.num_known + HEADROOM)
             # A prompt whose tokens are to be scored is processed in full, once.
             reuse = s.request.params.prompt_logprobs is None or bool(s.tokens)
-            hit = self.prefix.claim(s.number, s.request.owner, s.span(0, s.num_known), tokens, reuse)
+            ids = s.span(0, s.num_known if self.same_bits else s.num_prompt)
+            hit = self.prefix.claim(s.number, s.request.owner, ids, tokens, reuse)
             if hit is None:
                 return
             s.slot, s.num_processed, s.node, s.fork = hit.slot, hit.position, hit.node, hit.fork
@@ -135,6 +136,13 @@ class Scheduler:
         self.num_pauses += 1
         self._is_tight = True
 
+    def restart(self) -> None:
+        """After a plan that was interrupted: nothing in the cache can be trusted, everybody begins anew."""
+        while self.running:
+            self._pause(self.running[-1])
+        self._is_tight = False
+        self.prefix.clear()
+
     def _release(self, sequence: Sequence) -> None:
         assert sequence.slot is not None
         self.running.remove(sequence)
@@ -146,6 +154,6 @@ class Scheduler:
         """Take the sequence out, wherever it is; its slot and pages are free at once."""
         if sequence.slot is not None:
             self._release(sequence)
-            self._is_tight = False
         else:
             self.waiting.remove(sequence)
+        self._is_tight = False

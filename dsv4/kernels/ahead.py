@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import triton
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4.errors import DeviceError
 
@@ -35,24 +34,19 @@ def check_triton() -> None:
         ) from error
 
 
-class _Zeros(TorchDispatchMode):
-    """New tensors hold zeros: what an unlaunched kernel should have written is then at least in range."""
+@contextmanager
+def _zeros() -> Iterator[None]:
+    """New tensors hold zeros: what an unlaunched kernel should have written is then at least in range.
 
-    NEW = frozenset(
-        (
-            torch.ops.aten.empty.memory_format,
-            torch.ops.aten.empty_strided.default,
-            torch.ops.aten.empty_like.default,
-            torch.ops.aten.new_empty.default,
-            torch.ops.aten.new_empty_strided.default,
-        )
-    )
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        return out.zero_() if func in self.NEW else out
+    By replacing functions: a TorchDispatchMode would import all of torch's compiler, 5 s at every start.
+    """
+    before = (torch.empty, torch.empty_like, torch.Tensor.new_empty)
+    made = (torch.zeros, torch.zeros_like, torch.Tensor.new_zeros)
+    torch.empty, torch.empty_like, torch.Tensor.new_empty = made  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.empty, torch.empty_like, torch.Tensor.new_empty = before  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -67,7 +61,7 @@ def noting(note: Callable[[Any, str, str], None]) -> Iterator[None]:
     runtime = triton.knobs.runtime
     before, runtime.jit_cache_hook = runtime.jit_cache_hook, hook
     try:
-        with _Zeros():
+        with _zeros():
             yield
     finally:
         runtime.jit_cache_hook = before

@@ -296,6 +296,7 @@ template <int CLUSTER, int THREADS> __global__ void __launch_bounds__(THREADS) s
     const int num_top = min((int)(uint32_t)asked, MAX_TOP);
     const bool is_masked = asked >> 32 & 1 && forced < 0, is_simple = temperature == 0 && num_top < 0 && forced < 0;
     if (position < 0) {   // padding
+        __syncwarp();
         all_wait();
         return;
     }

@@ -7,13 +7,14 @@ terminal or the service manager are for the HTTP process, which drains first; th
 import select
 import signal
 import socket
+import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from dsv4.engine.engine import Engine
 from dsv4.engine.grammar import Matcher
 from dsv4.engine.request import Request
-from dsv4.errors import Dsv4Error, RequestError
+from dsv4.errors import DeviceError, Dsv4Error, RequestError
 from dsv4.serve.wire import (
     Accepted,
     Cancel,
@@ -194,3 +195,5 @@ def main(descriptor: int) -> None:
         worker.run()
     except (BrokenPipeError, ConnectionResetError):
         pass  # the HTTP process is gone, and nobody is left to answer
+    except DeviceError as error:
+        sys.exit(f"error: {error}")  # the GPU is lost, and with it all that this process holds

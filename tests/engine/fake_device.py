@@ -72,7 +72,7 @@ class FakeDevice:
         self._later("restore", slot, handle)(run)
 
     def drop(self, handle: int) -> None:
-        self._later("drop", handle)(lambda: self.snapshots.__delitem__(handle))
+        self._later("drop", handle)(lambda: self.snapshots.pop(handle, None))
 
     def prefill(self, spans: tuple[Span, ...]) -> Step:
         return self._launch("prefill", spans)

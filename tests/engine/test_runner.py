@@ -65,7 +65,13 @@ class Loop:
         self.plans.append(plan)
         samples = {s.sequence for s in plan.spans if s.end == self.alive[s.sequence].num_known}
         ended = []
-        for result in self.runner.apply(plan, self.mask):
+        try:
+            results = self.runner.apply(plan, self.mask)
+        except BaseException:
+            self.scheduler.restart()
+            self.runner.forget()
+            raise
+        for result in results:
             if result.error:
                 self.end(self.alive[result.sequence], "error")
             elif result.sequence in samples:
