@@ -42,12 +42,12 @@ class _Words:
 class Matcher:
     """One sequence's place in its grammar."""
 
-    def __init__(self, state: "LLMatcher") -> None:
-        self._state = state
+    def __init__(self, state: "LLMatcher", vocab_size: int) -> None:
+        self._state, self._num_bytes = state, -(-vocab_size // 8)
 
     def mask(self) -> bytes:
-        """Bit i: whether token i may come next."""
-        bits: bytes = self._state.compute_bitmask()
+        """Bit i: whether token i may come next. llguidance gives more bytes than there are tokens for."""
+        bits: bytes = self._state.compute_bitmask()[: self._num_bytes]
         self._check()
         if not any(bits):
             raise RequestError("the output's grammar allows no token here; simplify it")
@@ -79,13 +79,13 @@ class Grammars:
             known = self._known.get(text)
             if known is not None:
                 self._known.move_to_end(text)
-                return Matcher(known.deep_copy())
+                return Matcher(known.deep_copy(), self._vocab_size)
         made = self._compiled(text)
         with self._lock:
             self._known[text] = made
             while len(self._known) > MAX_KNOWN:
                 self._known.popitem(last=False)
-            return Matcher(made.deep_copy())
+            return Matcher(made.deep_copy(), self._vocab_size)
 
     def _compiled(self, text: str) -> "LLMatcher":
         if len(text) > MAX_GRAMMAR_CHARACTERS:

@@ -72,7 +72,7 @@ class Ticket:
         self._engine, self._ids, self.ready = engine, ids, ready
         self._deadline = now + engine.request_seconds
         self._queue_deadline = now + engine.queue_seconds
-        self._has_started = False
+        self._has_started = self.is_submitted = False
         self._open = set(ids)
         self._unanswered = set(ids)
         self._deltas: deque[tuple[int, Delta]] = deque()
@@ -89,6 +89,8 @@ class Ticket:
         """One sequence per prompt and entry of `params`, the prompt's entries one after the other."""
         if self._error is not None:
             raise self._error
+        self.is_submitted = True
+        self._queue_deadline = asyncio.get_running_loop().time() + self._engine.queue_seconds
         wanted = [(ids, one) for ids in prompts for one in params]
         for id, (prompt, one) in zip(self._ids, wanted, strict=True):
             self._engine.send(Submit(Request(id, prompt, one, owner)))
@@ -328,7 +330,7 @@ class EngineProcess:
         """Ends a process that has work and does not step; who waits for it is told, and it starts again."""
         while True:
             await asyncio.sleep(self.stall_seconds / 8)
-            if not life.ready or not life.tickets:
+            if not life.ready or not any(ticket.is_submitted for ticket in life.tickets.values()):
                 life.heard = time.monotonic()
             elif time.monotonic() - life.heard > self.stall_seconds:
                 life.stalled = (

@@ -175,6 +175,21 @@ def test_engine_that_cannot_be_started_is_tried_again(monkeypatch: pytest.Monkey
         assert any("cannot be started (Too many open files)" in text for text in said), said
         assert engine.num_restarts == 4
 
+        # A prompt that takes long to tokenise is no work that the engine leaves undone.
+        async def slowly(*args: Any) -> list[int]:
+            await asyncio.sleep(1.5)
+            return [1, 2, 3]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Encoder, "ids", slowly)
+            patch.setattr(engine, "stall_seconds", 0.5)
+            engine._life.process.kill()  # the watchdog of the next life has this patience
+            while engine.ready is None or engine.num_restarts < 5:
+                await asyncio.sleep(0.02)
+            assert await harness.request(BODY) == 200
+            patch.setattr(engine, "stall_seconds", 60)
+        assert engine.num_restarts == 5
+
     run(check)
 
 
