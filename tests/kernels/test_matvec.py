@@ -187,6 +187,23 @@ def test_experts(format: Format, act: torch.dtype, rows: int, d: int, width: int
             assert apart(out[row, c], want) < tolerance
 
 
+@pytest.mark.parametrize("rows", [1, 5, 32])
+@pytest.mark.parametrize("experts", [256, 257, 384, 512])
+def test_route_of_many(rows: int, experts: int) -> None:
+    k = 6
+    logits, bias = torch.randn(rows, experts, device="cuda"), torch.randn(experts, device="cuda") * 0.1
+    tasks, chosen = Tasks.empty(rows, k, "cuda"), torch.empty(rows, k, dtype=torch.int32, device="cuda")
+    ids = torch.zeros(rows, dtype=torch.long, device="cuda")
+    choose.route(logits, bias, None, ids, 2.5, False, chosen, tasks)
+    s = route_ref.softplus(logits.cpu()).sqrt()
+    want = route_ref.top_indices(s + bias.cpu(), k).sort(1).values
+    assert torch.equal(chosen.cpu().long(), want)
+    weights = route_ref._weights(s, want, 2.5).flatten()
+    assert torch.allclose(tasks.weights.cpu(), weights, rtol=1e-6)
+    used = [e for e in tasks.expert.tolist() if e >= 0]
+    assert used == sorted(used) and set(used) == set(want.flatten().tolist())
+
+
 def test_route_by_table_with_repeats_and_ties() -> None:
     rows, experts, k = 4, 8, 3
     table = torch.tensor([[1, 1, 0], [7, 2, 2], [3, 4, 5]], device="cuda")
