@@ -6,11 +6,15 @@
 // order whatever the batch: blocks of columns inside the tensor core along the slice, then the slices one after the
 // other. A column of the tensor core never sees its neighbours, so a row's result does not
 // depend on them.
+//
+// Eight slices are summed at a time. Of more (WIDE) a block makes two passes over its units, each over half of K: x of all
+// columns would not fit in shared memory. The sums of the first pass are the second's first summand, and the thread that
+// needs them has written them itself.
 #include "mix.cuh"
 #include "tiles.cuh"
 
 enum { AS_ACT = 0, AS_F32 = 1 };   // what y holds; pairs always give SwiGLU in the activations' type
-constexpr int MAX_SLICES = 8, MAX_SEGMENTS = 16;
+constexpr int MAX_SLICES = 8, MAX_PASSES = 2, MAX_SEGMENTS = 16;
 // A warp's weights come through shared memory, CHUNK bytes (8 loads) at a time, some chunks ahead.
 constexpr int CHUNK = 4096, CHUNK_LOADS = CHUNK / 512;
 // Parts of a float32 input: FP16 carries 11 bits, BF16 8.
@@ -22,13 +26,14 @@ template <int F> constexpr int STRIDE = F == NVFP4 ? ITEMS + 2 : MAX_STRIDE;
 
 // Shared memory of a block of WARPS: stages, sums of this turn and the last [warp][brick][column][row], barriers, then x.
 // Blocks of 8 warps are for a single row: two fit on a multiprocessor, and one computes while the other begins or ends.
-template <int WARPS> struct Layout {
+// A single row's x lies there for all passes.
+template <int WARPS, bool WIDE> struct Layout {
     static constexpr bool SINGLE = WARPS == 8;
     static constexpr int STAGES = 2;
     static constexpr int BLOCKS = SINGLE ? 2 : 1, SUMS = SINGLE ? 16 : 16 * COLUMNS, TABLE = WARPS * 2 * SUMS;
     static constexpr int TABLE_AT = WARPS * STAGES * CHUNK, BARRIERS_AT = TABLE_AT + 2 * TABLE * 4;
-    static constexpr int X_AT = BARRIERS_AT + WARPS * STAGES * 8;
-    static constexpr int bytes(int columns) { return X_AT + MAX_SLICES * (columns * MAX_STRIDE * 8 + COLUMNS * 4); }
+    static constexpr int X_AT = BARRIERS_AT + WARPS * STAGES * 8, X_SLICES = MAX_SLICES * (SINGLE && WIDE ? MAX_PASSES : 1);
+    static constexpr int BYTES = X_AT + X_SLICES * ((SINGLE ? 1 : COLUMNS) * MAX_STRIDE * 8 + COLUMNS * 4);
 };
 
 struct Params {
@@ -59,7 +64,9 @@ __device__ __forceinline__ void await(uint32_t barrier, uint32_t parity) {
     asm volatile("{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra again;\n}"
                  ::"r"(barrier), "r"(parity) : "memory");
 }
-// Waits for the warps of one group only.
+// Waits for the warps of one group only. Where there are several passes, groups are few, and one number is everyone's:
+// that of __syncthreads is group 0's.
+constexpr int EVERYONE = 15;
 __device__ __forceinline__ void group_barrier(int group, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(group), "r"(threads) : "memory");
 }
@@ -227,31 +234,38 @@ template <bool IS_F32> __device__ __forceinline__ void put_act(void* y, size_t a
     else static_cast<__nv_bfloat16*>(y)[at] = __float2bfloat16_rn(v);
 }
 
-template <int F, int WARPS, bool IS_F32>
+// What a lane adds up when a turn ends: row r of brick h; row n of the weight.
+struct Lane {
+    int r, h, tile, n;
+    __device__ __forceinline__ Lane(int lane, int unit, int groups, bool paired)
+        : r(lane & 15), h(lane >> 4), tile(paired ? unit : unit + h * groups), n(tile * 16 + r) {}
+};
+
+template <int F, int WARPS, bool IS_F32, bool WIDE>
 __device__ __forceinline__ void run(const Params& p, const Segment& s, const int4 work, char* shared) {
     constexpr int LOADS = Brick<F>::LOADS, SCALE = Brick<F>::SCALE, CHUNKS = LOADS / CHUNK_LOADS;
-    constexpr int PER_GROUP = IS_F32 ? COLUMNS / PARTS : COLUMNS, STAGES = Layout<WARPS>::STAGES;
+    using At = Layout<WARPS, WIDE>;
+    constexpr int PER_GROUP = IS_F32 ? COLUMNS / PARTS : COLUMNS, STAGES = At::STAGES;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    const int groups = WARPS / s.warps, group = warp / s.warps, slice = s.first_slice + warp % s.warps;
+    const int groups = WARPS / s.warps, group = warp / s.warps, within = warp % s.warps;
     const int halves = s.halves, end = work.y + work.z;
     const bool idle = group >= groups;
     int unit = work.y + group;
 
     // The rows of x to be multiplied, of the batch or of the pairs that a task lists. Groups share them.
-    using At = Layout<WARPS>;
     constexpr int X_STRIDE = IS_F32 ? MAX_STRIDE : STRIDE<F>;
     const int stride = At::SINGLE ? 0 : X_STRIDE, slice_stride = stride ? COLUMNS * MAX_STRIDE : MAX_STRIDE;
     uint2* x_table = reinterpret_cast<uint2*>(shared + At::X_AT);
-    float* undo_table = reinterpret_cast<float*>(x_table + s.warps * slice_stride);   // [slice][column]
+    float* undo_table = reinterpret_cast<float*>(x_table + (At::SINGLE && WIDE ? s.span : s.warps) * slice_stride);   // [slice][column]
     typename Item<IS_F32>::Four some[ITEMS / 32];
-    const auto read_slice = [&](int i, int row) {
+    const auto read_slice = [&](int i, int row) {   // slice i of the segment
         read_x<IS_F32>(static_cast<const char*>(s.x) + (size_t)row * s.x_stride * (IS_F32 ? 4 : 2), (s.first_slice + i) * SLICE, s.k, lane, some);
     };
-    const auto put_slice = [&](int i, int c) {   // to column c
+    const auto put_slice = [&](int i, int c) {   // to place i of the table, column c
         const float undo = put_x<F != BF16, IS_F32>(some, lane, x_table + i * slice_stride + c * (IS_F32 ? PARTS : 1) * stride);
         if (lane == 0) undo_table[i * COLUMNS + c] = undo;
     };
-    const bool has_slice = At::SINGLE && warp < s.warps;   // of a single row's x a warp brings one slice
+    const bool has_slice = At::SINGLE && warp < s.warps;   // of a single row's x a warp brings one slice, of every pass
     // Up cannot fetch weights before its tasks are known, so it waits first; a single row's input is older and is read
     // early. Down reads its tasks early: up, which triggers late, has waited for the router.
     if (s.routed == 1) {
@@ -269,14 +283,18 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     } else if (lane < PER_GROUP && work.w * PER_GROUP + lane < p.rows) place = work.w * PER_GROUP + lane;
     const int count = __popc(__ballot_sync(~0u, place >= 0));
     // The bricks this warp reads: both halves of a unit lie together, the next unit `jump` bricks on.
-    const size_t first = (((size_t)expert * s.units + unit) * s.slices + slice) * halves;
+    const size_t first = (((size_t)expert * s.units + unit) * s.slices + s.first_slice + within) * halves;
     const size_t jump = (size_t)groups * s.slices * halves - (halves - 1);
     const uint8_t* scale = s.scale + first * SCALE;
     const char* source = reinterpret_cast<const char*>(s.data) + first * (LOADS * 512);
     const uint32_t stage = shared_address(shared) + warp * STAGES * CHUNK;
     const uint32_t barriers = shared_address(shared) + At::BARRIERS_AT, barrier = barriers + warp * STAGES * 8;
     // Where the next chunk to fetch lies: its brick's chunks and halves left, and the warp's units left.
-    int chunks_left = CHUNKS, halves_left = halves, units_left = idle || unit >= end ? 0 : (end - unit + groups - 1) / groups;
+    const int units = idle || unit >= end ? 0 : (end - unit + groups - 1) / groups;
+    int chunks_left = CHUNKS, halves_left = halves, units_left = units;
+    if (WIDE && within + s.warps < s.span) units_left *= 2;
+    // From where a pass over the units ends to where the next begins, in bricks.
+    const auto back = [&] { return (int64_t)(s.warps - units * groups * s.slices) * halves; };
     uint32_t fetched = 0;
     const auto fetch_next = [&] {
         if (units_left == 0) return;
@@ -289,6 +307,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
                 halves_left = halves;
                 --units_left;
                 source += (jump - 1) * (LOADS * 512);
+                if (WIDE && units_left == units) source += back() * (LOADS * 512);
             }
         }
     };
@@ -324,103 +343,154 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
         wait_for_prerequisites();
         if (p.triggers_late) launch_dependents();
     }
+    const auto bring_x = [&](int skipped, int slices) {   // all columns, by all warps
+        for (int c = 0; c < count; ++c) {
+            const int row = __shfl_sync(~0u, place, c) / (s.routed == 1 ? p.choices : 1);
+            for (int i = warp - c * slices % WARPS; i < slices; i += WARPS)
+                if (i >= 0) {
+                    read_slice(skipped + i, row);
+                    put_slice(i, c);
+                }
+        }
+    };
     if constexpr (At::SINGLE) {
         if (has_slice && s.routed != 1) read_slice(warp, s.routed ? work.w : 0);
         for (int i = p.early_stages; i < STAGES; ++i) fetch_next();
         if (has_slice) put_slice(warp, 0);
-    } else {
-        for (int c = 0; c < count; ++c) {
-            const int row = __shfl_sync(~0u, place, c) / (s.routed == 1 ? p.choices : 1);
-            for (int i = warp - c * s.warps % WARPS; i < s.warps; i += WARPS)
-                if (i >= 0) {
-                    read_slice(i, row);
-                    put_slice(i, c);
-                }
-        }
-    }
+        if constexpr (WIDE)
+            for (int i = warp + s.warps; has_slice && i < s.span; i += s.warps) {
+                read_slice(i, s.routed == 2 ? work.w : 0);
+                put_slice(i, 0);
+            }
+    } else bring_x(0, s.warps);
     __syncthreads();
-    const uint2* my_x = x_table + (slice - s.first_slice) * slice_stride + g * stride + (F == NVFP4 ? 4 * t : t);
-    constexpr int SHARE = IS_F32 ? PARTS : 1;
-    const float undo0 = idle ? 1.f : undo_table[(slice - s.first_slice) * COLUMNS + 2 * t / SHARE];
-    const float undo1 = idle ? 1.f : undo_table[(slice - s.first_slice) * COLUMNS + (2 * t + 1) / SHARE];
-    if (idle) return;
+    if (idle && (At::SINGLE || !WIDE)) return;   // the others bring x for the next pass too
 
     // What the sums of a turn need: column i's routing weight in lane i, half a warp's factor.
     const float routing = s.routed == 1 && place >= 0 ? __ldcg(p.weights + place) : 1.f;
     const float factor = __ldg(s.factor + expert * halves + (halves == 2 ? lane >> 4 : 0)) * (F <= MXFP4 ? 16384.f : 1.f);
     // A turn is two bricks: both halves of a unit, or two units.
     const bool paired = halves == 2;
+    const auto row_of = [&](int at) {
+        return s.routed == 2 ? (size_t)(at / p.choices) * (p.choices + 1) + at % p.choices : (size_t)at;
+    };
+    const auto carry_of = [&](int at, const Lane& to) {   // between two passes; in y, if it holds float32 sums
+        return s.carry ? s.carry + ((size_t)at * halves + (paired ? to.h : 0)) * s.n + to.n
+                       : static_cast<float*>(s.y) + row_of(at) * s.y_stride + to.n;
+    };
     uint32_t taken = 0;
-    for (int turn = 0; unit < end; unit += paired ? groups : 2 * groups, ++turn) {
-        float* table = reinterpret_cast<float*>(shared + At::TABLE_AT) + (turn & 1) * At::TABLE;
-        for (int sub = 0; sub < 2 && (paired || unit + sub * groups < end); ++sub) {
-            scale += (paired && sub == 0 ? 1 : jump) * SCALE;
-            const bool more = paired ? sub == 0 || unit + groups < end : unit + (sub + 1) * groups < end;
-            float sums[4][4] = {}, block[4] = {0.f, 0.f, 0.f, 0.f};
-            Scales<F> next = now;
-            if (more) next.load(scale, lane);
-#pragma unroll
-            for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-                const int at = taken % STAGES;
-                await(barrier + at * 8, taken / STAGES & 1);
-                const uint4* w = reinterpret_cast<const uint4*>(shared + (warp * STAGES + at) * CHUNK) + lane;
-#pragma unroll
-                for (int i = 0; i < CHUNK_LOADS; ++i) multiply<F>(w[i * 32], chunk * CHUNK_LOADS + i, my_x, now, lane, sums, block);
-                ++taken;
-                __syncwarp();
-                fetch_next();
-            }
-            now = next;
-            float sum[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) sum[i] = (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]);
-            float* out = table + (warp * 2 + sub) * At::SUMS + g;   // [column][row]
-            if (!At::SINGLE || t == 0) {
-                out[(2 * t) * 16] = sum[0] * undo0;
-                out[(2 * t) * 16 + 8] = sum[2] * undo0;
-            }
-            if (!At::SINGLE) {
-                out[(2 * t + 1) * 16] = sum[1] * undo1;
-                out[(2 * t + 1) * 16 + 8] = sum[3] * undo1;
-            }
-        }
-        group_barrier(group, s.warps * 32);
-        // One warp per column, another one each turn; the others go on. Lanes are the rows of both bricks.
-        const int r = lane & 15, h = lane >> 4, tile = paired ? unit : unit + h * groups, n = tile * 16 + r;
-        const bool inside = tile < end && n < s.n;
-        for (int c = (warp + turn) % s.warps; c < count; c += s.warps) {
-            float total = 0.f;
-            const float* in = table + (group * s.warps * 2 + h) * At::SUMS + r;
-#pragma unroll
-            for (int w = 0; w < MAX_SLICES; ++w)
-                if (w < s.warps) {
-                    float whole = 0.f;
-                    if constexpr (IS_F32)
-                        for (int q = (F == BF16 ? 2 : 1); q >= 0; --q) whole += in[w * 2 * At::SUMS + (c * PARTS + q) * 16];
-                    else whole = in[w * 2 * At::SUMS + c * 16];
-                    total += whole;
+#pragma unroll 1
+    for (int pass = 0; pass < (WIDE ? MAX_PASSES : 1); ++pass) {
+        const int skipped = WIDE ? pass * s.warps : 0;
+        if (WIDE && skipped >= s.span) break;
+        const int slices = WIDE ? min(s.warps, s.span - skipped) : s.warps;
+        if constexpr (WIDE)
+            if (pass) {
+                // All have read the sums of the last turn, and x.
+                if constexpr (At::SINGLE) group_barrier(group, s.warps * 32);
+                else {
+                    group_barrier(EVERYONE, WARPS * 32);
+                    bring_x(skipped, slices);
+                    group_barrier(EVERYONE, WARPS * 32);
                 }
-            const float v = total * factor;
-            const int at = __shfl_sync(~0u, place, c);
-            size_t to = (size_t)at * s.y_stride + n;
-            if (s.routed == 2) to = ((size_t)(at / p.choices) * (p.choices + 1) + at % p.choices) * s.y_stride + n;
-            if (paired) {
-                const float weight = __shfl_sync(~0u, routing, c);
-                const float gate = at_most(as_act<IS_F32>(v), p.limit);
-                const float up = at_least(at_most(as_act<IS_F32>(__shfl_down_sync(~0u, v, 16)), p.limit), -p.limit);
-                float hidden = gate / (1.f + expf(-gate)) * up;
-                if (s.routed) hidden *= weight;
-                if (h == 0 && inside) put_act<IS_F32>(s.y, to, hidden);
-            } else if (inside) {
-                if (s.epilogue == AS_F32) static_cast<float*>(s.y)[to] = v;
-                else put_act<IS_F32>(s.y, to, v);
+                unit = work.y + group;
+            }
+        const bool multiplies = !WIDE || (!idle && within < slices);
+        const int x_place = within + (At::SINGLE ? skipped : 0);
+        const uint2* my_x = x_table + x_place * slice_stride + g * stride + (F == NVFP4 ? 4 * t : t);
+        constexpr int SHARE = IS_F32 ? PARTS : 1;
+        const float undo0 = multiplies ? undo_table[x_place * COLUMNS + 2 * t / SHARE] : 1.f;
+        const float undo1 = multiplies ? undo_table[x_place * COLUMNS + (2 * t + 1) / SHARE] : 1.f;
+        for (int turn = 0; unit < end && !(WIDE && idle); unit += paired ? groups : 2 * groups, ++turn) {
+            constexpr int MAX_CARRIED = At::SINGLE ? 1 : 2;   // columns of a warp, if there are several passes
+            float carried[MAX_CARRIED] = {};
+            if constexpr (WIDE)
+#pragma unroll
+                for (int i = 0; i < MAX_CARRIED; ++i) {
+                    if (pass == 0) break;
+                    const int c = (warp + turn) % s.warps + i * s.warps, at = __shfl_sync(~0u, place, c);
+                    const Lane to(lane, unit, groups, paired);
+                    if (c < count && to.tile < end && to.n < s.n) carried[i] = *carry_of(at, to);
+                }
+            float* table = reinterpret_cast<float*>(shared + At::TABLE_AT) + (turn & 1) * At::TABLE;
+            for (int sub = 0; multiplies && sub < 2 && (paired || unit + sub * groups < end); ++sub) {
+                scale += (paired && sub == 0 ? 1 : jump) * SCALE;
+                bool more = paired ? sub == 0 || unit + groups < end : unit + (sub + 1) * groups < end;
+                if constexpr (WIDE)
+                    if (!more && within + skipped + s.warps < s.span) {
+                        scale += back() * SCALE;
+                        more = true;
+                    }
+                float sums[4][4] = {}, block[4] = {0.f, 0.f, 0.f, 0.f};
+                Scales<F> next = now;
+                if (more) next.load(scale, lane);
+#pragma unroll
+                for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+                    const int at = taken % STAGES;
+                    await(barrier + at * 8, taken / STAGES & 1);
+                    const uint4* w = reinterpret_cast<const uint4*>(shared + (warp * STAGES + at) * CHUNK) + lane;
+#pragma unroll
+                    for (int i = 0; i < CHUNK_LOADS; ++i) multiply<F>(w[i * 32], chunk * CHUNK_LOADS + i, my_x, now, lane, sums, block);
+                    ++taken;
+                    __syncwarp();
+                    fetch_next();
+                }
+                now = next;
+                float sum[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sum[i] = (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]);
+                float* out = table + (warp * 2 + sub) * At::SUMS + g;   // [column][row]
+                if (!At::SINGLE || t == 0) {
+                    out[(2 * t) * 16] = sum[0] * undo0;
+                    out[(2 * t) * 16 + 8] = sum[2] * undo0;
+                }
+                if (!At::SINGLE) {
+                    out[(2 * t + 1) * 16] = sum[1] * undo1;
+                    out[(2 * t + 1) * 16 + 8] = sum[3] * undo1;
+                }
+            }
+            group_barrier(group, s.warps * 32);
+            // One warp per column, another one each turn; the others go on.
+            const Lane to(lane, unit, groups, paired);
+            const bool inside = to.tile < end && to.n < s.n;
+            for (int c = (warp + turn) % s.warps; c < count; c += s.warps) {
+                float total = 0.f;
+                if constexpr (WIDE) { total = carried[0]; carried[0] = carried[MAX_CARRIED - 1]; }
+                const float* in = table + (group * s.warps * 2 + to.h) * At::SUMS + to.r;
+#pragma unroll
+                for (int w = 0; w < MAX_SLICES; ++w)
+                    if (w < slices) {
+                        float whole = 0.f;
+                        if constexpr (IS_F32)
+                            for (int q = (F == BF16 ? 2 : 1); q >= 0; --q) whole += in[w * 2 * At::SUMS + (c * PARTS + q) * 16];
+                        else whole = in[w * 2 * At::SUMS + c * 16];
+                        total += whole;
+                    }
+                const int at = __shfl_sync(~0u, place, c);
+                if (WIDE && skipped + s.warps < s.span) {
+                    if (inside) *carry_of(at, to) = total;
+                    continue;
+                }
+                const float v = total * factor;
+                const size_t y_at = row_of(at) * s.y_stride + to.n;
+                if (paired) {
+                    const float weight = __shfl_sync(~0u, routing, c);
+                    const float gate = at_most(as_act<IS_F32>(v), p.limit);
+                    const float up = at_least(at_most(as_act<IS_F32>(__shfl_down_sync(~0u, v, 16)), p.limit), -p.limit);
+                    float hidden = gate / (1.f + expf(-gate)) * up;
+                    if (s.routed) hidden *= weight;
+                    if (to.h == 0 && inside) put_act<IS_F32>(s.y, y_at, hidden);
+                } else if (inside) {
+                    if (s.epilogue == AS_F32) static_cast<float*>(s.y)[y_at] = v;
+                    else put_act<IS_F32>(s.y, y_at, v);
+                }
             }
         }
     }
 }
 
-template <int WARPS, bool IS_F32>
-__global__ void __launch_bounds__(WARPS * 32, Layout<WARPS>::BLOCKS) matvec_kernel(const __grid_constant__ Params p) {
+template <int WARPS, bool IS_F32, bool WIDE>
+__global__ void __launch_bounds__(WARPS * 32, Layout<WARPS, WIDE>::BLOCKS) matvec_kernel(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) char shared[];
     const int4 work = __ldg(p.work + blockIdx.x);
     if (!p.triggers_late) launch_dependents();
@@ -434,15 +504,19 @@ __global__ void __launch_bounds__(WARPS * 32, Layout<WARPS>::BLOCKS) matvec_kern
     for (int64_t at = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * 128; at < p.prefetch_bytes; at += (int64_t)gridDim.x * blockDim.x * 128)
         asm volatile("prefetch.global.L2 [%0];" ::"l"(p.prefetch + at));
     switch (s.format) {
-        case NVFP4: run<NVFP4, WARPS, IS_F32>(p, s, work, shared); break;
-        case MXFP4: run<MXFP4, WARPS, IS_F32>(p, s, work, shared); break;
-        case FP8: run<FP8, WARPS, IS_F32>(p, s, work, shared); break;
-        case BF16: run<BF16, WARPS, IS_F32>(p, s, work, shared); break;
+        case NVFP4: run<NVFP4, WARPS, IS_F32, WIDE>(p, s, work, shared); break;
+        case MXFP4: run<MXFP4, WARPS, IS_F32, WIDE>(p, s, work, shared); break;
+        case FP8: run<FP8, WARPS, IS_F32, WIDE>(p, s, work, shared); break;
+        case BF16: run<BF16, WARPS, IS_F32, WIDE>(p, s, work, shared); break;
     }
 }
 
 // What matvec.py launches, with this much shared memory.
-static_assert(Layout<16>::bytes(COLUMNS) == 231936 && Layout<8>::bytes(1) == 76416);
-template __global__ void matvec_kernel<16, true>(const __grid_constant__ Params);
-template __global__ void matvec_kernel<16, false>(const __grid_constant__ Params);
-template __global__ void matvec_kernel<8, false>(const __grid_constant__ Params);
+static_assert(Layout<16, false>::BYTES == 231936 && Layout<16, true>::BYTES == 231936);
+static_assert(Layout<8, false>::BYTES == 76416 && Layout<8, true>::BYTES == 85120);
+template __global__ void matvec_kernel<16, true, false>(const __grid_constant__ Params);
+template __global__ void matvec_kernel<16, true, true>(const __grid_constant__ Params);
+template __global__ void matvec_kernel<16, false, false>(const __grid_constant__ Params);
+template __global__ void matvec_kernel<16, false, true>(const __grid_constant__ Params);
+template __global__ void matvec_kernel<8, false, false>(const __grid_constant__ Params);
+template __global__ void matvec_kernel<8, false, true>(const __grid_constant__ Params);

@@ -15,16 +15,18 @@ from dsv4.kernels.build import call
 from dsv4.kernels.overlap import Touches, tensors_of
 from dsv4.kernels.tiles import CODE, SLICE, Tiled
 
-MAX_SLICES, MAX_SEGMENTS, COLUMNS, FLOAT_COLUMNS, STAGES = 8, 16, 8, 2, 2
+MAX_SLICES, MAX_PASSES, MAX_SEGMENTS, COLUMNS, FLOAT_COLUMNS, STAGES = 8, 2, 16, 8, 2, 2
+MAX_DEPTH = MAX_PASSES * MAX_SLICES * SLICE  # columns of a weight whose product is one sum
 MAX_MIXED = 256  # rows that a block mixes, one per thread
-SHARED = {16: 231936, 8: 76416}  # bytes of a block of so many warps; matvec.cu holds them against its layout
+# Bytes of a block of so many warps, for one or more passes; matvec.cu holds them against its layout.
+SHARED = {(16, False): 231936, (16, True): 231936, (8, False): 76416, (8, True): 85120}
 
 
 class _Segment(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("data", "scale", "factor", "x", "y")),
-        *((name, ctypes.c_int) for name in ("format", "halves", "units", "slices", "first_slice", "warps")),
-        *((name, ctypes.c_int) for name in ("n", "k", "x_stride", "y_stride", "epilogue", "routed")),
+        *((name, ctypes.c_void_p) for name in ("data", "scale", "factor", "x", "y", "carry")),
+        *((name, ctypes.c_int) for name in ("format", "halves", "units", "slices", "first_slice", "span")),
+        *((name, ctypes.c_int) for name in ("warps", "n", "k", "x_stride", "y_stride", "epilogue", "routed")),
     )
 
 
@@ -57,7 +59,7 @@ Who = Literal["rows", "up", "down"]
 
 @dataclass(frozen=True)
 class Product:
-    """y = x Wt. y float32 keeps the sums; more than 8 slices of K give y [splits, ...], to be summed."""
+    """y = x Wt, rounded to y's type. `splits` > 1 (split-K): y [splits, ...] float32, to be summed."""
 
     weight: Tiled
     x: Tensor
@@ -65,6 +67,23 @@ class Product:
     who: Who = "rows"
     x_stride: int = 0  # values from row to row; 0: the columns of the weight
     y_stride: int = 0
+    splits: int = 1
+
+    @property
+    def passes(self) -> int:
+        """How often a block walks its units, each time over a part of K."""
+        return -(-self._span // MAX_SLICES)
+
+    @property
+    def _span(self) -> int:
+        """Slices of one sum."""
+        return -(-self.weight.slices // self.splits)
+
+    @property
+    def carry_row(self) -> int:
+        """float32 numbers that a row of y keeps between two passes, elsewhere than in y."""
+        in_y = self.y.dtype == torch.float32 and self.weight.halves == 1
+        return 0 if self.passes == 1 or in_y else self.weight.halves * self.weight.shape[0]
 
 
 @dataclass(frozen=True)
@@ -98,7 +117,8 @@ class Mixing:
 
 
 def splits(k: int) -> int:
-    """Split-K: into how many separately stored sums a product over K columns is cut."""
+    """Split-K: into how many separately stored sums a product over K columns is cut, so that none takes more
+    than one pass."""
     slices = -(-k // SLICE)
     return -(-slices // MAX_SLICES)
 
@@ -115,12 +135,15 @@ class MatVec:
         blocks: int | None = None,
         prefetch: Tensor | None = None,
         mixing: Mixing | None = None,
+        carry: Tensor | None = None,
         triggers_late: bool = False,
         early_stages: int = STAGES,
         paced: bool = False,
         overlap: bool = True,
     ) -> None:
         """`prefetch`: a few megabytes that the next kernel reads, brought to L2 meanwhile.
+
+        `carry`: float32 scratch for products that take more than one pass (`Product.carry_row`).
 
         `triggers_late`: launch_dependents comes after the wait. A "down" reads its tasks early, so "up"
         always triggers late.
@@ -133,6 +156,8 @@ class MatVec:
         self.device, self.is_float = device, products[0].x.dtype == torch.float32
         self.overlap, self.is_single = overlap, rows == 1 and not self.is_float
         self.keep = (products, tasks, prefetch, mixing)  # the launch holds raw pointers into these
+        self.is_wide = any(product.passes > 1 for product in products)
+        self.carry = carry if any(product.carry_row for product in products) else None
         triggers_late |= any(product.who == "up" for product in products)
         params = _Params(rows=rows, limit=limit, triggers_late=triggers_late, early_stages=STAGES)
         params.choices = tasks.choices if tasks else 1
@@ -145,8 +170,15 @@ class MatVec:
         if prefetch is not None:
             params.prefetch, params.prefetch_bytes = prefetch.data_ptr(), prefetch.nbytes
         segments: list[tuple[_Segment, Product]] = []
+        carried = 0
         for product in products:
-            segments += [(segment, product) for segment in _segments(product)]
+            found = _segments(product)
+            segments += [(segment, product) for segment in found]
+            if product.carry_row:
+                assert carry is not None and carry.dtype == torch.float32, "no carry for two passes"
+                found[0].carry = carry.data_ptr() + 4 * carried
+                carried += product.carry_row * (rows if product.who == "rows" else rows * params.choices)
+        assert carry is None or carried <= carry.numel(), (carried, carry.shape)
         assert len(segments) <= MAX_SEGMENTS, len(segments)
         for i, (segment, _) in enumerate(segments):
             params.segments[i] = segment
@@ -164,12 +196,13 @@ class MatVec:
         self.params, self.blocks = params, len(work)
 
     def launch(self) -> None:
-        warps = 8 if self.params.rows == 1 and not self.is_float else 16
+        warps = 8 if self.is_single else 16
+        kinds = f"{str(self.is_float).lower()}, {str(self.is_wide).lower()}"
         call(
-            *("matvec", f"matvec_kernel<{warps}, {str(self.is_float).lower()}>", self.device, self.params),
+            *("matvec", f"matvec_kernel<{warps}, {kinds}>", self.device, self.params),
             blocks=self.blocks,
             threads=32 * warps,
-            shared=SHARED[warps],
+            shared=SHARED[warps, self.is_wide],
             overlap=self.overlap,
         )
 
@@ -189,11 +222,11 @@ class MatVec:
             if product.who == "down":
                 assert tasks is not None
                 early += [tasks.expert, tasks.pairs]
-        combs = () if mixing is None else (mixing.comb,)
+        own = tensors_of((mixing and mixing.comb, self.carry))
         return Touches(
-            reads=(*reads, *combs),
+            reads=(*reads, *own),
             reads_early=tuple(early),
-            writes=(*(product.y for product in products), *combs),
+            writes=(*(product.y for product in products), *own),
             prefetches=() if prefetch is None else (prefetch,),
             triggers_late=bool(self.params.triggers_late),
         )
@@ -216,18 +249,19 @@ def _segment(weight: Tiled) -> _Segment:
 
 def _segments(product: Product) -> list[_Segment]:
     """One per separately stored sum over K."""
-    weight, count = product.weight, splits(product.weight.shape[1])
-    out, per = [], -(-weight.slices // count)
-    is_float = product.y.dtype == torch.float32
-    assert count == 1 or (is_float and product.y.shape[0] == count and weight.halves == 1)
+    weight, count = product.weight, product.splits
+    span, is_float = product._span, product.y.dtype == torch.float32
+    assert count == 1 or (is_float and product.y.shape[0] == count and weight.halves == 1), product.y.shape
+    assert product.passes <= MAX_PASSES, f"{weight.shape[1]} columns in {count} sums"
     assert product.x.data_ptr() % 16 == 0 and (product.x_stride or weight.shape[1]) % 4 == 0
+    out = []
     for split in range(count):
         segment = _segment(weight)
-        segment.first_slice = split * per
-        segment.warps = min(per, weight.slices - split * per)
-        segment.x, segment.y = product.x.data_ptr(), product.y.data_ptr()
-        if count > 1:
-            segment.y = product.y[split].data_ptr()
+        segment.first_slice = split * span
+        segment.span = min(span, weight.slices - split * span)
+        segment.warps = -(-segment.span // product.passes)
+        segment.x = product.x.data_ptr()
+        segment.y = (product.y[split] if count > 1 else product.y).data_ptr()
         segment.x_stride = product.x_stride or weight.shape[1]
         segment.y_stride = product.y_stride or weight.shape[0]
         segment.epilogue = int(is_float)
@@ -249,7 +283,7 @@ def _share(
     if rows > 1 and any(s.routed for s in segments):
         runs = [min(16, s.units) for s in segments]
     else:
-        cost = [s.units * s.halves * s.warps * per_load[s.format] for s in segments]
+        cost = [s.units * s.halves * s.span * per_load[s.format] for s in segments]
         # Each repeat of a segment gets a block; the rest go where a run is longest.
         runs = [1] * len(segments)
         while True:

@@ -11,7 +11,10 @@ struct Segment {            // one weight, or a bank of experts, and what it is 
     const float* factor;    // [count][halves]
     const void* x;          // rows of x_stride values
     void* y;                // rows of y_stride values
-    int format, halves, units, slices, first_slice, warps;
+    float* carry;           // [rows of y][halves][n], between two passes over K; null: y holds float32 sums itself
+    int format, halves, units, slices;
+    int first_slice, span;  // those that are summed
+    int warps;              // slices of a pass, a warp each
     int n, k;               // true sizes; the tiles are padded with zeros
     int x_stride, y_stride;
     int epilogue;

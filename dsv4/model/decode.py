@@ -76,6 +76,15 @@ class Buffers:
         self.shared_hidden = act(rows, c.expert_width)
         self.moe = act(rows, c.experts_per_token + 1, d)
         self.logits = wide(rows, c.vocab_size)
+        # What each row of a launch may have to keep between two passes over the K columns of its weights.
+        kept = (
+            (d, c.q_rank + c.head_dim + c.index_heads),
+            (d, c.experts_per_token * 2 * c.expert_width),
+            (c.q_rank, h * c.head_dim + c.index_heads * c.index_dim),
+            (c.heads_per_group * c.head_dim, c.o_groups * c.o_rank),
+            (c.expert_width, (c.experts_per_token + 1) * d),
+        )
+        self.carry = wide(rows * max((values for k, values in kept if splits(k) > 1), default=0))
 
     def chunks(self, dtype: torch.dtype, window: int, entries: int) -> tuple[Tensor, Tensor]:
         """The parts of attention cut to a layer's number of chunks (whole tensors: rows lie apart)."""
@@ -173,6 +182,7 @@ class Decoder:
             rows=self.buffers.rows,
             tasks=tasks,
             limit=self.config.swiglu_limit,
+            carry=self.buffers.carry,
             overlap=self.overlap,
             **options,
         )
@@ -302,7 +312,7 @@ class Decoder:
             paced=True,
         )
         y, parts = f.y.transpose(0, 1), f.y.shape[1]
-        out = Product(wo_b, f.u, y if parts > 1 else y[0], y_stride=parts * c.hidden_size)
+        out = Product(wo_b, f.u, y if parts > 1 else y[0], y_stride=parts * c.hidden_size, splits=parts)
         # wo_b cannot be resident beside wo_a (shared memory): fetched early, its weights would only delay x.
         next_fn = b.plain(name.replace(".attn", ".hc_ffn_fn"))
         self._product("output b", [out], prefetch=next_fn, early_stages=0)

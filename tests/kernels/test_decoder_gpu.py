@@ -20,9 +20,10 @@ from dsv4.model.model import Model
 from dsv4.ops import IMPLEMENTATIONS, Ops
 
 pytestmark = pytest.mark.gpu
-TINY, FLASH = preset("tiny"), preset("flash")
-# Flash's own sizes, in one layer of each kind and routing.
+TINY, FLASH, PRO = preset("tiny"), preset("flash"), preset("pro")
+# The published sizes, in layers of every kind and routing.
 CUT = with_experts(replace(FLASH, layers=(*FLASH.layers[1:4], FLASH.layers[4])), 8)
+CUT_PRO = with_experts(replace(PRO, layers=PRO.layers[1:4]), 8)
 
 
 def bundle_of(config: ModelConfig, layout: str) -> Bundle:
@@ -66,7 +67,10 @@ class Running:
 # At these positions entries are selected.
 @pytest.mark.parametrize(
     ("config", "layout", "position"),
-    [(TINY, "modelopt", 300), (CUT, "nvfp4", 2500), (CUT, "modelopt", 2500)],
+    [
+        *((TINY, "modelopt", 300), (CUT, "nvfp4", 2500), (CUT, "modelopt", 2500)),
+        *((CUT_PRO, "nvfp4", 4500), (CUT_PRO, "modelopt", 4500)),
+    ],
 )
 @pytest.mark.parametrize("rows", [1, 2, 8])
 def test_the_same_bits(config: ModelConfig, layout: str, position: int, rows: int) -> None:

@@ -41,7 +41,12 @@ def apart(got: Tensor, want: Tensor) -> float:
 @pytest.mark.parametrize("act", ACTS, ids=str)
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 @pytest.mark.parametrize(
-    "n,k,rows", [(16, 64, 1), (100, 512, 3), (33, 1028, 8), (512, 4096, 9), (80, 8192, 2), (256, 7168, 33)]
+    "n,k,rows",
+    [
+        *((16, 64, 1), (100, 512, 3), (33, 1028, 8), (512, 4096, 9)),
+        # Two passes over K: slices that divide and do not, blocks of many units, one and two columns a warp.
+        *((80, 8192, 2), (256, 7168, 33), (5000, 7168, 1), (5000, 7168, 8), (40, 4100, 1), (40, 4100, 7)),
+    ],
 )
 def test_product(format: Format, act: torch.dtype, n: int, k: int, rows: int) -> None:
     w = weight(format, n, k, 4.0)
@@ -50,21 +55,26 @@ def test_product(format: Format, act: torch.dtype, n: int, k: int, rows: int) ->
     x[0, : k // 2] = 0
     parts = splits(k)
     y = torch.full((parts, rows, n), torch.nan, device="cuda")
-    MatVec([Product(tile(w), x, y if parts > 1 else y[0])], rows).launch()
+    MatVec([Product(tile(w), x, y if parts > 1 else y[0], splits=parts)], rows).launch()
     assert apart(y.sum(0), wanted(x, w)) < 2e-5
-    if parts == 1:
-        rounded = torch.full((rows, n), torch.nan, device="cuda", dtype=act)
-        MatVec([Product(tile(w), x, rounded)], rows).launch()
-        if act == torch.float32:
-            assert torch.equal(rounded, y[0])
-        else:
-            assert torch.equal(rounded, y[0].to(act))
+    whole = torch.full((rows, n), torch.nan, device="cuda")
+    MatVec([Product(tile(w), x, whole)], rows).launch()
+    assert apart(whole, wanted(x, w)) < 2e-5
+    assert parts > 1 or torch.equal(whole, y[0])
+    rounded = torch.full((rows, n), torch.nan, device="cuda", dtype=act)
+    MatVec([Product(tile(w), x, rounded)], rows, carry=carry(rows * n)).launch()
+    assert torch.equal(rounded, whole.to(act))
+
+
+def carry(values: int) -> Tensor:
+    return torch.full((values,), torch.nan, device="cuda")
 
 
 @pytest.mark.parametrize("act", ACTS, ids=str)
 @pytest.mark.parametrize("format", FORMATS, ids=str)
-def test_rows_do_not_see_each_other(format: Format, act: torch.dtype) -> None:
-    n, k, rows = 144, 1536, 29
+@pytest.mark.parametrize("k", [1536, 4608, 7168])
+def test_rows_do_not_see_each_other(format: Format, act: torch.dtype, k: int) -> None:
+    n, rows = 144, 29
     w = tile(weight(format, n, k))
     x = torch.randn(rows, k, device="cuda").to(act)
     x[3] = torch.nan
@@ -80,7 +90,9 @@ def test_rows_do_not_see_each_other(format: Format, act: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
-@pytest.mark.parametrize("n,k", [(16, 64), (100, 512), (1000, 1028), (9000, 1024), (6000, 4096)])
+@pytest.mark.parametrize(
+    "n,k", [(16, 64), (100, 512), (1000, 1028), (9000, 1024), (6000, 4096), (6000, 7168)]
+)
 def test_when_weights_are_fetched(format: Format, n: int, k: int) -> None:
     """Before the input or after it, all at once or not: the same sums, also where warps have no work."""
     w, x = weight(format, n, k), torch.randn(1, k, device="cuda").bfloat16()
@@ -95,8 +107,9 @@ def test_when_weights_are_fetched(format: Format, n: int, k: int) -> None:
     assert apart(found[0], wanted(x, w)) < 2e-5 and all(torch.equal(y, found[0]) for y in found)
 
 
-def test_several_products_in_one_launch() -> None:
-    rows, k = 5, 1024
+@pytest.mark.parametrize("k", [1024, 7168])
+def test_several_products_in_one_launch(k: int) -> None:
+    rows = 5
     x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
     weights = [weight(f, n, k) for f, n in zip(FORMATS * 3, range(24, 24 + 12 * 40, 40), strict=True)]
     outs = [torch.full((rows, w.shape[0]), torch.nan, device="cuda") for w in weights]
@@ -128,8 +141,9 @@ def bank(format: Format, experts: int, n: int, k: int, halves: int) -> tuple[Til
 @pytest.mark.parametrize("act", ACTS, ids=str)
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 13, 32])
-def test_experts(format: Format, act: torch.dtype, rows: int) -> None:
-    d, width, experts, k, limit = 576, 160, 12, 3, 1.5
+@pytest.mark.parametrize(("d", "width"), [(576, 160), (7168, 96), (96, 4640)])
+def test_experts(format: Format, act: torch.dtype, rows: int, d: int, width: int) -> None:
+    experts, k, limit = 12, 3, 1.5
     up, w13 = bank(format, experts, width, d, 2)
     down, w2 = bank(format, experts, d, width, 1)
     x = torch.randn(rows, d, device="cuda").to(act)
@@ -150,8 +164,9 @@ def test_experts(format: Format, act: torch.dtype, rows: int) -> None:
     )
     hidden = torch.full((rows * k, width), torch.nan, device="cuda", dtype=act)
     out = torch.full((rows, k + 1, d), torch.nan, device="cuda", dtype=act)
-    MatVec([Product(up, x, hidden, "up")], rows, tasks, limit).launch()
-    MatVec([Product(down, hidden, out, "down")], rows, tasks).launch()
+    kept = carry(rows * k * max(2 * width, d))
+    MatVec([Product(up, x, hidden, "up")], rows, tasks, limit, carry=kept).launch()
+    MatVec([Product(down, hidden, out, "down")], rows, tasks, carry=kept).launch()
 
     s = route_ref.softplus(logits.cpu()).sqrt().cuda()
     ids = route_ref.top_indices(s + bias, k)
@@ -170,6 +185,23 @@ def test_experts(format: Format, act: torch.dtype, rows: int) -> None:
             assert apart(hidden[row * k + c], want.to(act).double()) < tolerance
             want = hidden[row * k + c].double() @ decode(w2[int(ids[row, c])][0]).double().t()
             assert apart(out[row, c], want) < tolerance
+
+
+@pytest.mark.parametrize("rows", [1, 5, 32])
+@pytest.mark.parametrize("experts", [256, 257, 384, 512])
+def test_route_of_many(rows: int, experts: int) -> None:
+    k = 6
+    logits, bias = torch.randn(rows, experts, device="cuda"), torch.randn(experts, device="cuda") * 0.1
+    tasks, chosen = Tasks.empty(rows, k, "cuda"), torch.empty(rows, k, dtype=torch.int32, device="cuda")
+    ids = torch.zeros(rows, dtype=torch.long, device="cuda")
+    choose.route(logits, bias, None, ids, 2.5, False, chosen, tasks)
+    s = route_ref.softplus(logits.cpu()).sqrt()
+    want = route_ref.top_indices(s + bias.cpu(), k).sort(1).values
+    assert torch.equal(chosen.cpu().long(), want)
+    weights = route_ref._weights(s, want, 2.5).flatten()
+    assert torch.allclose(tasks.weights.cpu(), weights, rtol=1e-6)
+    used = [e for e in tasks.expert.tolist() if e >= 0]
+    assert used == sorted(used) and set(used) == set(want.flatten().tolist())
 
 
 def test_route_by_table_with_repeats_and_ties() -> None:

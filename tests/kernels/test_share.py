@@ -8,7 +8,7 @@ from dsv4.kernels.matvec import COLUMNS, Tasks, _Segment, _share, splits
 
 
 def segment(units: int, format: int = 0, warps: int = 8, halves: int = 1, routed: int = 0) -> _Segment:
-    return _Segment(units=units, format=format, warps=warps, halves=halves, routed=routed)
+    return _Segment(units=units, format=format, span=warps, warps=warps, halves=halves, routed=routed)
 
 
 FLASH = {

@@ -1,4 +1,4 @@
-"""Every kernel of the step compiles for sm_90 without a GPU: bfloat16 at Flash's sizes, float32 tiny."""
+"""Every kernel of the step compiles for sm_90 without a GPU: bfloat16 at published sizes, float32 tiny."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from dsv4.config import ModelConfig, preset
 from dsv4.kernels import attend, index, mhc, prepare
+from dsv4.kernels.matvec import splits
 from dsv4.quant.formats import Format, QuantTensor, empty_rows
 from tests.aot import compiling
 
@@ -39,7 +40,7 @@ def launch_mhc(c: ModelConfig, act: torch.dtype) -> None:
     gate, comb = empty(T, n), empty(T, n, n)
     mhc.embed(numbers(), empty(c.vocab_size, d, dtype=torch.bfloat16), streams)
     mhc.mix_open(None, None, None, streams, empty(24, n * d), partial)
-    mhc.mix_open(empty(T, 2, d), gate, comb, streams, empty(24, n * d), partial)
+    mhc.mix_open(empty(T, splits(c.o_groups * c.o_rank), d), gate, comb, streams, empty(24, n * d), partial)
 
 
 def pooling(d: int, ratio: int, m: int, out: QuantTensor) -> prepare.Pooling:
@@ -87,7 +88,9 @@ def launch_attend(c: ModelConfig, act: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("launch", [launch_mhc, launch_prepare, launch_index, launch_attend])
-@pytest.mark.parametrize(("name", "act"), [("flash", torch.bfloat16), ("tiny", torch.float32)])
+@pytest.mark.parametrize(
+    ("name", "act"), [("flash", torch.bfloat16), ("pro", torch.bfloat16), ("tiny", torch.float32)]
+)
 def test_compiles(launch: Callable[[ModelConfig, torch.dtype], None], name: str, act: torch.dtype) -> None:
     found: list[tuple[str, Any]] = []
     with compiling(lambda kernel, made: found.append((kernel, made))):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from dsv4.config import ModelConfig, preset
 from dsv4.kernels import experts, gemm, rows
 from dsv4.ops.attend import gpu as attend_gpu
 from dsv4.ops.compress import gpu as compress_gpu
@@ -32,10 +33,11 @@ def store(format: Format, count: int, width: int, rope: int, dtype: torch.dtype)
     return empty_rows(format, count, width, rope, dtype, "meta")
 
 
-def launch_all(dtype: torch.dtype) -> dict[str, Any]:
-    """Each kernel once, in BF16 at Flash's sizes; float32, without tensor cores, compiles long at those."""
+def launch_all(c: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Each kernel once, in BF16 at the model's sizes; float32, without tensor cores, compiles long there."""
     out: dict[str, Any] = {}
-    t, d, n, heads, width, rope = 300, 4096, 4, 64, 512, 64
+    t, d, n, heads, width, rope = 300, c.hidden_size, 4, c.num_heads, c.head_dim, c.rope_dim
+    inner, topk = c.expert_width, c.index_topk
     if dtype == torch.float32:
         heads, width = 16, 128
     act = lambda *shape: meta(*shape, dtype=dtype)  # noqa: E731
@@ -46,9 +48,9 @@ def launch_all(dtype: torch.dtype) -> dict[str, Any]:
         gemm.gemm(act(t, 1, d), act(1, 1, 1024, d), act(t, 1, 1024), meta(1))
         tiles = ints(9, 3)
         experts.gate_up(
-            act(t, d), act(1, 4, 4096, d), meta(4, 2), act(t, 2048), ints(t), meta(t), tiles, 1.0, 0
+            act(t, d), act(1, 4, 2 * inner, d), meta(4, 2), act(t, inner), ints(t), meta(t), tiles, 1.0, 0
         )
-        experts.down(act(t, 2048), act(1, 4, d, 2048), meta(4, 1), act(t, d), ints(t), tiles, 0)
+        experts.down(act(t, inner), act(1, 4, d, inner), meta(4, 1), act(t, d), ints(t), tiles, 0)
         experts.sum_choices(act(50, 6, d), meta(50, d))
         rows.norm(act(t, d), meta(d), 1e-6)
         out["norm"] = out.pop("_rows_kernel")
@@ -65,10 +67,10 @@ def launch_all(dtype: torch.dtype) -> dict[str, Any]:
         tails = (meta(8, 16, 1024), meta(8, 16, 1024))
         closing = meta(75, dtype=torch.long)
         compress_gpu.pool(meta(t, 1024), meta(t, 1024), *tails, closing, longs, longs, longs, 4, True)
-        route_gpu._choose(meta(t, 256), meta(256), None, 6, 1.5)
+        route_gpu._choose(meta(t, c.num_experts), meta(c.num_experts), None, 6, 1.5)
         ring, fresh, pool = (store(Format.KV8, c, width, rope, dtype) for c in (8 * 136, t, 4096))
         q = act(t, heads, width)
-        arguments = (q, fresh, ring, longs, longs, longs, 128, 136, pool, ints(t, 512), meta(heads), *turns)
+        arguments = (q, fresh, ring, longs, longs, longs, 128, 136, pool, ints(t, topk), meta(heads), *turns)
         attend_gpu.attend(*arguments)
         out["attend"] = out.pop("_attend_kernel")
         before, attend_gpu.DECODED_BYTES = attend_gpu.DECODED_BYTES, 0
@@ -76,16 +78,18 @@ def launch_all(dtype: torch.dtype) -> dict[str, Any]:
         attend_gpu.DECODED_BYTES = before
         keys = store(Format.MXFP4, 4096, 128, 0, dtype)
         index_gpu._scores(act(t, 64, 128), meta(t, 64), keys, ints(8, 64), longs, longs, meta(t, 2048), 4, 64)
-        index_gpu._to_rows(ints(t, 512), ints(8, 64), longs, longs, ints(t, 512), 4, 64)
+        index_gpu._to_rows(ints(t, topk), ints(8, 64), longs, longs, ints(t, topk), 4, 64)
     return out
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
-def test_kernels_compile_for_sm_90(dtype: torch.dtype) -> None:
-    kernels = launch_all(dtype)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("flash", torch.bfloat16), ("pro", torch.bfloat16), ("flash", torch.float32)]
+)
+def test_kernels_compile_for_sm_90(name: str, dtype: torch.dtype) -> None:
+    kernels = launch_all(preset(name), dtype)
     assert len(kernels) == 22
-    for name, kernel in kernels.items():
-        assert kernel.asm["cubin"] and kernel.metadata.shared <= 227 << 10, name
-        if dtype == torch.bfloat16 and name in TENSOR_CORES:
-            assert "wgmma.mma_async" in kernel.asm["ptx"], f"{name} does without Hopper's tensor cores"
-            assert "cp.async" in kernel.asm["ptx"], f"{name} waits for its loads"
+    for kind, kernel in kernels.items():
+        assert kernel.asm["cubin"] and kernel.metadata.shared <= 227 << 10, kind
+        if dtype == torch.bfloat16 and kind in TENSOR_CORES:
+            assert "wgmma.mma_async" in kernel.asm["ptx"], f"{kind} does without Hopper's tensor cores"
+            assert "cp.async" in kernel.asm["ptx"], f"{kind} waits for its loads"
