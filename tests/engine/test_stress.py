@@ -31,7 +31,7 @@ def test_pauses() -> None:
     single = EngineConfig(device="cuda", max_context=512, max_batch=1, prefix_snapshots=0)
     alone = truth(Engine.load(None, single), wanted)
     engine = Engine.load(None, replace(single, max_batch=6, cache_pages=8, prefix_snapshots=4))
-    assert stress(engine, wanted, alone, requests=120) > 90 and engine.scheduler.num_pauses > 20
+    assert stress(engine, wanted, alone, requests=120) > 60 and engine.scheduler.num_pauses > 20
 
 
 @pytest.mark.gpu
@@ -43,9 +43,9 @@ def test_the_embedded_model(batch: int) -> None:
     options = {**MANY, "max_batch": batch, "cache_pages": max(8, min(60, 2 * batch))}
     engine = Engine.load(None, EngineConfig(device="cuda", **options))  # type: ignore[arg-type]
     begin = time.perf_counter()
-    compared = stress(engine, wanted, alone, requests=1500)
+    compared = stress(engine, wanted, alone, requests=600)
     print(f"batch {batch}: {compared} answers in {time.perf_counter() - begin:.0f} s")
-    assert compared > 1000
+    assert compared > 400
 
 
 @pytest.mark.gpu
