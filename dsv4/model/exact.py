@@ -9,7 +9,7 @@ from dsv4.model.params import declare
 from dsv4.ops import _exact
 from dsv4.ops._memory import recall, remember
 from dsv4.ops._product import Product, Shape, batch_name, is_one_call, settle
-from dsv4.ops.attend.ref import raw_columns
+from dsv4.ops.attend.ref import BLOCK, raw_columns
 from dsv4.ops.mhc.ref import sinkhorn
 
 FUNCTIONS = (
@@ -66,9 +66,12 @@ def weight_shapes(config: ModelConfig, num_mtp_layers: int) -> set[Shape]:
 def attention_shapes(config: ModelConfig, listed: list[int], scored: list[int]) -> set[Shape]:
     """Queries times keys, weights times keys, and index queries times index keys."""
     shapes: set[Shape] = {(config.index_dim, count, (1, config.index_dim)) for count in scored}
-    for count in listed:
-        keys, width = raw_columns(config.window) + count, config.head_dim
-        shapes |= {(width, keys, (1, width)), (keys, width, (width, 1))}
+    width, full = config.head_dim, raw_columns(config.window)
+    for columns in range(BLOCK, full + 1, BLOCK):
+        # While the window is not full, there are few entries.
+        for count in listed if columns == full else listed[:2]:
+            keys = columns + count
+            shapes |= {(width, keys, (1, width)), (keys, width, (width, 1))}
     return shapes
 
 

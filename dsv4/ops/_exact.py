@@ -31,7 +31,7 @@ def by_row(*samples: Sample) -> Callable[[Function], Function]:
 
         @wraps(f)
         def run(x: Tensor, *rest: Any) -> Tensor:
-            if is_independent(x.device, torch.get_num_threads()):
+            if x.shape[0] == 1 or is_independent(x.device, torch.get_num_threads()):
                 return f(x, *rest)
             return torch.cat([f(row.clone(), *rest) for row in x.split(1)])
 

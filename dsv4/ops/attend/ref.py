@@ -1,6 +1,6 @@
 """Attention over the raw window and the chosen compressed entries, with a sink; one shared KV head."""
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import groupby
 
 import torch
@@ -42,7 +42,6 @@ def attend(
     out = torch.empty_like(q)
     where = [*zip(slots.tolist(), first.tolist(), positions.tolist(), strict=True)]
     counts = [0] * len(where) if rows is None else (rows >= 0).sum(1).tolist()
-    columns = raw_columns(window)
     for (slot, start, block, width), group in groupby(
         range(len(where)), key=lambda t: (*where[t][:2], where[t][2] // BLOCK, padded(counts[t]))
     ):
@@ -53,20 +52,29 @@ def attend(
         newer = max(oldest, start)
         keys = _of_ring(ring, slot * ring_size, oldest, newer, ring_size)
         keys.append(fresh.span(run[-1] - (highest - newer), run[-1] + 1))
-        seen = counts[mine]
-        base = (block + 1) * BLOCK - columns  # the position of a block's first column
-        entries: list[int] = []
+        seen, is_shared = counts[mine], True
         if pool is not None and rows is not None and width:
-            listed = rows[mine]
             # Where all see a part of what the last one sees, it is read once.
-            is_shared = len(run) == 1 or bool(((listed == listed[-1]) | (listed < 0)).all())
-            entries = seen[-1:] if is_shared else seen
-            keys.append(pool.take(listed[-1, : seen[-1]] if is_shared else listed.masked_select(listed >= 0)))
-        raw, *chosen = decode(join(keys)).split([highest + 1 - oldest, *entries])
-        tile = _tile(raw, oldest - base, columns, chosen, width)
-        hidden = _hidden(lowest, highest, base, window, columns, tuple(seen), width, q.device)
+            is_shared = len(run) == 1 or _is_shared(rows[mine])
+            keys.append(pool.take(rows[run[-1], : seen[-1]] if is_shared else rows[mine][rows[mine] >= 0]))
+        decoded = decode(join(keys))
+        columns = min(raw_columns(window), (block + 1) * BLOCK)
+        base = (block + 1) * BLOCK - columns  # the position of the first column
+        before, after = oldest - base, base + columns - highest - 1
+        if is_shared:
+            tile = _shared_tile(
+                decoded, highest + 1 - oldest, before, after, width - seen[-1] if width else 0
+            )
+        else:
+            tile = _tiles(decoded, highest + 1 - oldest, before, after, seen, width)
+        hidden = _hidden(lowest - base, highest - base, window, columns, tuple(seen), width, q.device)
         out[mine] = _weighted_keys(q[mine], tile, hidden, sinks.unsqueeze(1))
     return rotate(out, cos, -sin)
+
+
+def _is_shared(rows: Tensor) -> bool:
+    """Whether every list [T, S] is a beginning of the last."""
+    return bool(((rows == rows[-1]) | (rows < 0)).all())
 
 
 def raw_columns(window: int) -> int:
@@ -74,32 +82,42 @@ def raw_columns(window: int) -> int:
     return -(-(window - 1) // BLOCK) * BLOCK + BLOCK
 
 
-def _tile(raw: Tensor, before: int, columns: int, chosen: list[Tensor], width: int) -> Tensor:
-    """[B or 1, columns + width, D]: raw keys behind `before` empty rows, then the entries of each list."""
-    empty = zeros(max(columns, width), raw.shape[1], raw.device)
-    window = (empty[:before], raw, empty[before + len(raw) : columns])
-    if len(chosen) < 2:
-        return torch.cat((*window, *chosen, *(empty[len(part) : width] for part in chosen))).unsqueeze(0)
-    entries = pad_sequence([*chosen, empty[:width]], batch_first=True)[:-1]
-    return torch.cat((torch.cat(window).expand(len(chosen), -1, -1), entries), dim=1)
+def _shared_tile(decoded: Tensor, raw: int, before: int, after: int, beyond: int) -> Tensor:
+    """[1, keys, D]: so many empty rows, the raw keys, empty rows, the entries, empty rows."""
+    empty = zeros(max(before, after, beyond), decoded.shape[1], decoded.device)
+    parts = (empty[:before], decoded[:raw], empty[:after], decoded[raw:], empty[:beyond])
+    return torch.cat([part for part in parts if part.shape[0]]).unsqueeze(0)
+
+
+def _tiles(decoded: Tensor, raw: int, before: int, after: int, counts: list[int], width: int) -> Tensor:
+    """[B, keys, D]: the same raw keys for every query, and its own entries."""
+    window = _shared_tile(decoded[:raw], raw, before, after, 0)
+    entries = pad_sequence(
+        [*decoded[raw:].split(counts), zeros(width, decoded.shape[1], decoded.device)], True
+    )
+    return torch.cat((window.expand(len(counts), -1, -1), entries[:-1]), dim=1)
 
 
 @lru_cache(maxsize=64)
 def _hidden(
-    lowest: int,
-    highest: int,
-    base: int,
-    window: int,
-    columns: int,
-    counts: tuple[int, ...],
-    width: int,
-    device: torch.device,
+    low: int, high: int, window: int, columns: int, counts: tuple[int, ...], width: int, device: torch.device
 ) -> Tensor:
-    """-inf where a query at lowest .. highest does not see a row of its tile, else 0: [queries, 1, rows]."""
-    p, column = torch.arange(lowest, highest + 1).unsqueeze(1), torch.arange(base, base + columns)
-    raw = (column > p) | (column < (p - window + 1).clamp(min=0))
-    entries = torch.arange(width) >= torch.tensor(counts).unsqueeze(1)
-    is_hidden = torch.cat((raw, entries), dim=1).unsqueeze(1)
+    """-inf where a query at column low .. high does not see a row of its tile, else 0: [queries, 1, rows]."""
+    hidden = _outside(window, device)[low : high + 1, :columns]
+    if width:
+        beyond = torch.tensor(counts).unsqueeze(1) <= torch.arange(width)
+        hidden = torch.cat(
+            (hidden, torch.zeros(beyond.shape).masked_fill(beyond, -torch.inf).to(device)), dim=1
+        )
+    return hidden.unsqueeze(1)
+
+
+@cache
+def _outside(window: int, device: torch.device) -> Tensor:
+    """-inf where a query at one column does not see the key of another: later ones, and before the window."""
+    column = torch.arange(raw_columns(window))
+    query = column.unsqueeze(1)
+    is_hidden = (column > query) | (column <= query - window)
     return torch.zeros(is_hidden.shape).masked_fill(is_hidden, -torch.inf).to(device)
 
 

@@ -1,6 +1,6 @@
 """Clamped SwiGLU experts: the routed ones, chosen per token, and the shared one."""
 
-from collections import Counter
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -9,6 +9,8 @@ from dsv4.ops._exact import cast, row_product, silu, total
 from dsv4.ops.linear.ref import Held, dense, round_input
 
 Expert = tuple[Held, Held, Held]  # w1 (gate), w3 (up), w2 (down)
+# Rows that an expert gets at least: with fewer, each of its products would pad them anew.
+FEW = 4
 
 
 def ffn(x: Tensor, expert: Expert, limit: float, activations: str, weight: Tensor | None = None) -> Tensor:
@@ -23,14 +25,21 @@ def routed(
     if not ids.numel():
         return torch.zeros_like(x, dtype=torch.float32)
     chosen, k = ids.flatten().tolist(), ids.shape[1]
-    # Choices token*K + k of all tokens, expert by expert; and where those of a token went, by rising expert.
-    choices = sorted(range(len(chosen)), key=chosen.__getitem__)
-    tokens = [choice // k for choice in choices]
-    back = sorted(range(len(chosen)), key=tokens.__getitem__)
-    choice, token, place = torch.tensor((choices, tokens, back), device=x.device)
-    counts = sorted(Counter(chosen).items())
+    # Choices token*K + k of all tokens, expert by expert; the first again where an expert has few.
+    choices: list[int] = []
+    counts = []
+    by_expert = sorted(range(len(chosen)), key=chosen.__getitem__)
+    for expert, group in groupby(by_expert, key=chosen.__getitem__):
+        own = [*group]
+        own += own[:1] * (FEW - len(own))
+        counts.append((expert, len(own)))
+        choices += own
+    # Where the choices of a token went, by rising expert: a choice that stands there again has the same row.
+    at = dict(zip(choices, range(len(choices)), strict=True))
+    places = [at[choice] for choice in sorted(by_expert, key=lambda choice: choice // k)]
+    choice, place = torch.tensor(choices, device=x.device), torch.tensor(places, device=x.device)
     y = _ffn(
-        *(x.index_select(0, token), [experts[expert] for expert, _ in counts], [n for _, n in counts]),
+        *(x.index_select(0, choice // k), [experts[expert] for expert, _ in counts], [n for _, n in counts]),
         *(limit, activations, weights.flatten().index_select(0, choice)),
     )
     return total(y.index_select(0, place).float().view(-1, k, x.shape[1]), 1)
