@@ -72,8 +72,7 @@ def settle(config: EngineConfig, checkpoint: Checkpoint) -> Settings:
         chosen("ops", "ref", f"{slow} has no GPU kernels; the reference runs on the GPU, slowly")
     tiled = device.kind == "cuda" and slow is None
     if tiled:
-        check_sizes(checkpoint.config)
-        _check_gpu(device)
+        _check_gpu(device, checkpoint.config, _max_context(config, checkpoint.config, []))
     if tiled and config.weights != "auto":
         raise ConfigError(f"weights {config.weights} is for a CPU; on a GPU use weights auto")
 
@@ -161,37 +160,20 @@ def check_memory(settings: Settings, config: EngineConfig, checkpoint: Checkpoin
         )
 
 
-def check_sizes(c: ModelConfig) -> None:
-    """Refuse a model whose sizes the GPU kernels cannot take; those of V4 they can."""
-    wrong = [
-        (c.num_streams != 4, f"{c.num_streams} streams, expected 4"),
-        (
-            c.hidden_size % 8 > 0 or c.hidden_size > 8192,
-            f"hidden size {c.hidden_size}, expected a multiple of 8 up to 8192",
-        ),
-        (c.o_rank % 16 > 0, f"output rank {c.o_rank}, expected a multiple of 16"),
-        (c.o_groups > 16, f"{c.o_groups} output groups, expected at most 16"),
-        (c.num_experts > 512, f"{c.num_experts} experts, expected at most 512"),
-        (c.experts_per_token > 32, f"{c.experts_per_token} experts per token, expected at most 32"),
-        (
-            c.index_dim & (c.index_dim - 1) > 0 or c.index_dim < max(32, c.rope_dim),
-            f"index keys of {c.index_dim} channels, expected a power of two from {max(32, c.rope_dim)} on",
-        ),
-    ]
-    if found := [text for is_wrong, text in wrong if is_wrong]:
-        raise ConfigError(f"the GPU kernels cannot run a model of {'; '.join(found)}; use --device cpu")
-
-
-def _check_gpu(device: Device) -> None:
-    """Refuse a GPU or a machine that cannot run the kernels, and compile them, before weights are read."""
+def _check_gpu(device: Device, model: ModelConfig, max_context: int) -> None:
+    """Refuse a GPU, a machine or a model that the kernels cannot run, and compile them, before weights are
+    read."""
     found = torch.cuda.get_device_capability(device.torch_name)
     if found < OLDEST:
         raise DeviceError(f"{device.name} {too_old(found)}; use --device cpu")
     if find_spec("triton") is None:
         raise DeviceError("the GPU kernels need Triton, which is not installed: pip install triton")
-    from dsv4.kernels.ahead import check_triton  # imports Triton, which a machine without a GPU may lack
+    # These import Triton, which a machine without a GPU may lack.
+    from dsv4.engine.sizes import check_sizes
+    from dsv4.kernels.ahead import check_triton
 
     check_triton()
+    check_sizes(model, max_context)
     compile_all(architecture(torch.device(device.torch_name)))
 
 

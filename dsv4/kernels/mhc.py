@@ -16,6 +16,7 @@ from dsv4.kernels.overlap import launcher
 STREAMS = 4
 CHUNK = 32  # channels of each stream per program of mix_open
 WIDTH = 32  # columns of `partial`: the mixes that weight the streams, the sum of squares, the other mixes
+ITEM, MAX_CHANNELS = 8, 8192  # of a stream: a thread of mix.cu takes up to two items
 MAX_ROWS = 8  # programs along T of mix_open; each keeps its part of fn for all its rows
 
 
@@ -178,7 +179,7 @@ def mix_close(
     mixes = n if gate is None else 2 * n + n * n
     assert n == STREAMS and base.shape == scale.shape == (mixes,), (streams.shape, base.shape, scale.shape)
     assert (gate is None) == (comb is None) and partial.shape == (rows, chunks, WIDTH), partial.shape
-    assert d % 8 == 0 and d <= 8192 and chunks <= 256, f"{d} channels"
+    assert d % ITEM == 0 and d <= MAX_CHANNELS, f"{d} channels"
     if rows:
         act = "float" if x.dtype == torch.float32 else "__nv_bfloat16"
         call(
