@@ -8,8 +8,10 @@ import torch
 from dsv4.cache.layout import CacheLayout
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.device import OLDEST, Device, too_old
+from dsv4.engine.memory import gpu_memory, table_bytes
 from dsv4.errors import ConfigError, DeviceError
 from dsv4.kernels.build import architecture, compile_all
+from dsv4.model.buffers import graph_rows
 from dsv4.ops import IMPLEMENTATIONS, Ops
 from dsv4.quant.formats import Format
 from dsv4.weights.load import Checkpoint
@@ -116,14 +118,6 @@ def fits_dense(need: int, have: int) -> bool:
     return need <= have // 2
 
 
-def prompt_bytes(c: ModelConfig, tokens: int) -> int:
-    """What a step of so many prompt tokens takes and gives back on a GPU: an estimate on the safe side."""
-    row = 16 * c.num_streams * c.hidden_size + 12 * c.num_heads * c.head_dim
-    row += 8 * c.experts_per_token * c.hidden_size
-    unpacked = 4 * 16 * 3 * 2 * c.expert_width * c.hidden_size  # sixteen experts at a time, and as much again
-    return row * tokens + min(unpacked, 3 << 30)
-
-
 def cache_layout(model: ModelConfig, s: Settings, config: EngineConfig, num_mtp_layers: int) -> CacheLayout:
     return CacheLayout(
         config=model,
@@ -141,22 +135,29 @@ def cache_layout(model: ModelConfig, s: Settings, config: EngineConfig, num_mtp_
 def check_memory(settings: Settings, config: EngineConfig, checkpoint: Checkpoint) -> None:
     """Refuse before anything is read: an allocation that fails later, or swaps, would be a worse answer."""
     layout = cache_layout(checkpoint.config, settings, config, checkpoint.inventory.num_mtp_layers)
-    weights = tiled_bytes(checkpoint) if settings.tiled else checkpoint.held_bytes(settings.dense)
-    cache, free, steps = layout.store_bytes(), settings.device.memory_bytes, 0
-    lower = "lower max_batch or max_context" + (", or use weights packed" if settings.dense else "")
+    free = settings.device.memory_bytes
     if settings.tiled:
-        from dsv4.model.decode import buffer_bytes, graph_rows  # imports Triton
-
-        rows, c = graph_rows(config.max_batch), checkpoint.config
-        steps = sum(buffer_bytes(c, layout, settings.dtype, n) for n in rows)
-        steps += prompt_bytes(c, min(settings.chunk, settings.max_context))
+        need = gpu_memory(
+            weights=tiled_bytes(checkpoint),
+            layout=layout,
+            dtype=settings.dtype,
+            graph_rows=graph_rows(config.max_batch),
+            chunk=settings.chunk,
+        )
+        weights, beside = need.weights, need.beside_weights - layout.store_bytes()
         lower = "lower max_batch, max_context or chunk"
-    if weights + cache + steps > free:
-        beside = f" and what a step needs {steps / 1e9:.1f} GB" if steps else ""
+    else:
+        weights, beside = (
+            checkpoint.held_bytes(settings.dense),
+            table_bytes(layout.config, layout.max_context),
+        )
+        lower = "lower max_batch or max_context" + (", or use weights packed" if settings.dense else "")
+    cache = layout.store_bytes()
+    if weights + cache + beside > free:
         raise ConfigError(
             f"the weights take {weights / 1e9:.1f} GB, the cache of {layout.num_slots} sequences of "
-            f"{layout.max_context} tokens {cache / 1e9:.1f} GB{beside}, but {free / 1e9:.1f} GB of memory "
-            f"are free; {lower}"
+            f"{layout.max_context} tokens {cache / 1e9:.1f} GB and what steps need {beside / 1e9:.1f} GB, "
+            f"but {free / 1e9:.1f} GB of memory are free; {lower}"
         )
 
 

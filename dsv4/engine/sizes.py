@@ -7,7 +7,7 @@ from dsv4.config import ModelConfig
 from dsv4.errors import ConfigError
 from dsv4.kernels import attend, choose, index, matvec, mhc, sample
 from dsv4.kernels.tiles import ROWS as TILE_ROWS
-from dsv4.model.decode import ROWS
+from dsv4.model.buffers import ROWS
 
 _K_STEP = 4  # a weight's columns come in fours
 _ALIGNED = 8  # values from which a product may read its input: 16 bytes of BF16

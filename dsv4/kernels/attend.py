@@ -5,7 +5,6 @@ entries. A program takes one chunk for a few heads of one row. Where the referen
 the largest score of all keys, this rounds them relative to the chunk's.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,6 +23,8 @@ from dsv4.kernels.numbers import (
 )
 from dsv4.kernels.overlap import launcher
 from dsv4.kernels.prepare import rope_part
+from dsv4.kernels.shapes import attend_chunks as num_chunks
+from dsv4.kernels.shapes import chunk_keys
 from dsv4.quant.formats import QuantTensor
 
 HEADS = 16  # of one program: the smallest product of the tensor cores
@@ -31,16 +32,6 @@ CHANNELS = 512  # of one program of combine: few programs leave room for the pro
 MERGED = 8  # chunks that combine reads at a time
 MAX_CHANNELS = 512  # of a head: a chunk of wider keys does not fit in shared memory
 ALIGNED = 4  # the channels before the rotary ones: bytes before float32 ones
-
-
-def chunk_keys(act: torch.dtype) -> int:
-    """Keys of a chunk: float32 has twice the bytes and no tensor cores, and serves tests alone."""
-    return 64 if act is torch.bfloat16 else 16
-
-
-def num_chunks(act: torch.dtype, window: int, max_entries: int) -> int:
-    """Chunks of a row that may see `max_entries` compressed entries (0: none)."""
-    return triton.cdiv(window, chunk_keys(act)) + triton.cdiv(max_entries, chunk_keys(act))
 
 
 @triton.jit

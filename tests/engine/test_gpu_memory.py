@@ -7,7 +7,8 @@ import torch
 
 from dsv4.cache.layout import CacheLayout
 from dsv4.config import EngineConfig, preset
-from dsv4.engine.settings import Settings, check_memory, prompt_bytes, settle
+from dsv4.engine.memory import prompt_bytes
+from dsv4.engine.settings import Settings, check_memory, settle
 from dsv4.errors import ConfigError
 from dsv4.models import embedded
 from dsv4.quant.formats import Format
@@ -34,7 +35,7 @@ def test_memory_of_a_step_counts() -> None:
     needed = tiled_bytes(checkpoint) + layout.store_bytes()
     settings, config, layout = on_gpu(checkpoint, needed + prompt_bytes(checkpoint.config, 4096))
     with pytest.raises(
-        ConfigError, match=r"and what a step needs 0\.\d GB, .* lower max_batch, max_context or chunk"
+        ConfigError, match=r"and what steps need 1\.\d GB, .* lower max_batch, max_context or chunk"
     ):
         check_memory(settings, config, checkpoint)
 
