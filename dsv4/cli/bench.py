@@ -142,7 +142,7 @@ def _decode(subject: "Subject", wanted: "Wanted", profiled: bool, swept: bool) -
     device = gpu()
     layout = wanted.layout(subject.config)
     free, _ = torch.cuda.mem_get_info(device)
-    check_fits(subject, other_bytes(subject.config, layout, wanted.rows), free)
+    check_fits(subject, other_bytes(layout, wanted.rows), free)
     with torch.inference_mode():
         with err.status("measuring the read ceiling"):
             ceiling = measure_read(device)

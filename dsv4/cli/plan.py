@@ -98,9 +98,13 @@ def _show(title: str, made: "Plan", report: dict[str, Any], record: "Record | No
         ("state", "windows and open blocks"),
         ("snapshots", f"{w.snapshots} of prompts' beginnings, as they are made"),
         ("tables", "rotations"),
+        ("copies", "weights in a second form, for prompts"),
+        ("buffers", "of decode steps"),
         ("workspace", f"estimate, {made.chunk} tokens per step"),
+        ("reserved", "estimate, compiled kernels and graphs"),
     ):
-        table.add_row(name, size(per_gpu[name]), what)
+        if per_gpu[name]:
+            table.add_row(name, size(per_gpu[name]), what)
     table.add_row(
         "[bold]total[/]", f"[bold]{size(made.total_bytes)}[/]", f"of {size(machine.memory_bytes)}: {verdict}"
     )

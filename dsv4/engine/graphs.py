@@ -15,8 +15,9 @@ from dsv4.engine.eager import Eager, Pass
 from dsv4.engine.plan import Sampling, Span
 from dsv4.engine.runner import UNSEEN, Masks, Result
 from dsv4.kernels.ahead import Compiled
+from dsv4.model.buffers import graph_rows
 from dsv4.model.bundle import Bundle
-from dsv4.model.decode import Decoder, graph_rows
+from dsv4.model.decode import Decoder
 from dsv4.model.model import Model
 from dsv4.model.warm import warm_up
 from dsv4.ops.sample.ref import MAX_TOP

@@ -8,8 +8,10 @@ import torch
 from dsv4.cache.layout import CacheLayout
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.device import OLDEST, Device, too_old
+from dsv4.engine.memory import gpu_memory, table_bytes
 from dsv4.errors import ConfigError, DeviceError
 from dsv4.kernels.build import architecture, compile_all
+from dsv4.model.buffers import graph_rows
 from dsv4.ops import IMPLEMENTATIONS, Ops
 from dsv4.quant.formats import Format
 from dsv4.weights.load import Checkpoint
@@ -72,8 +74,7 @@ def settle(config: EngineConfig, checkpoint: Checkpoint) -> Settings:
         chosen("ops", "ref", f"{slow} has no GPU kernels; the reference runs on the GPU, slowly")
     tiled = device.kind == "cuda" and slow is None
     if tiled:
-        check_sizes(checkpoint.config)
-        _check_gpu(device)
+        _check_gpu(device, checkpoint.config, _max_context(config, checkpoint.config, []))
     if tiled and config.weights != "auto":
         raise ConfigError(f"weights {config.weights} is for a CPU; on a GPU use weights auto")
 
@@ -117,14 +118,6 @@ def fits_dense(need: int, have: int) -> bool:
     return need <= have // 2
 
 
-def prompt_bytes(c: ModelConfig, tokens: int) -> int:
-    """What a step of so many prompt tokens takes and gives back on a GPU: an estimate on the safe side."""
-    row = 16 * c.num_streams * c.hidden_size + 12 * c.num_heads * c.head_dim
-    row += 8 * c.experts_per_token * c.hidden_size
-    unpacked = 4 * 16 * 3 * 2 * c.expert_width * c.hidden_size  # sixteen experts at a time, and as much again
-    return row * tokens + min(unpacked, 3 << 30)
-
-
 def cache_layout(model: ModelConfig, s: Settings, config: EngineConfig, num_mtp_layers: int) -> CacheLayout:
     return CacheLayout(
         config=model,
@@ -142,56 +135,46 @@ def cache_layout(model: ModelConfig, s: Settings, config: EngineConfig, num_mtp_
 def check_memory(settings: Settings, config: EngineConfig, checkpoint: Checkpoint) -> None:
     """Refuse before anything is read: an allocation that fails later, or swaps, would be a worse answer."""
     layout = cache_layout(checkpoint.config, settings, config, checkpoint.inventory.num_mtp_layers)
-    weights = tiled_bytes(checkpoint) if settings.tiled else checkpoint.held_bytes(settings.dense)
-    cache, free, steps = layout.store_bytes(), settings.device.memory_bytes, 0
-    lower = "lower max_batch or max_context" + (", or use weights packed" if settings.dense else "")
+    free = settings.device.memory_bytes
     if settings.tiled:
-        from dsv4.model.decode import buffer_bytes, graph_rows  # imports Triton
-
-        rows, c = graph_rows(config.max_batch), checkpoint.config
-        steps = sum(buffer_bytes(c, layout, settings.dtype, n) for n in rows)
-        steps += prompt_bytes(c, min(settings.chunk, settings.max_context))
+        need = gpu_memory(
+            weights=tiled_bytes(checkpoint),
+            layout=layout,
+            dtype=settings.dtype,
+            graph_rows=graph_rows(config.max_batch),
+            chunk=settings.chunk,
+        )
+        weights, beside = need.weights, need.beside_weights - layout.store_bytes()
         lower = "lower max_batch, max_context or chunk"
-    if weights + cache + steps > free:
-        beside = f" and what a step needs {steps / 1e9:.1f} GB" if steps else ""
+    else:
+        weights, beside = (
+            checkpoint.held_bytes(settings.dense),
+            table_bytes(layout.config, layout.max_context),
+        )
+        lower = "lower max_batch or max_context" + (", or use weights packed" if settings.dense else "")
+    cache = layout.store_bytes()
+    if weights + cache + beside > free:
         raise ConfigError(
             f"the weights take {weights / 1e9:.1f} GB, the cache of {layout.num_slots} sequences of "
-            f"{layout.max_context} tokens {cache / 1e9:.1f} GB{beside}, but {free / 1e9:.1f} GB of memory "
-            f"are free; {lower}"
+            f"{layout.max_context} tokens {cache / 1e9:.1f} GB and what steps need {beside / 1e9:.1f} GB, "
+            f"but {free / 1e9:.1f} GB of memory are free; {lower}"
         )
 
 
-def check_sizes(c: ModelConfig) -> None:
-    """Refuse a model whose sizes the GPU kernels cannot take; those of V4 they can."""
-    wrong = [
-        (c.num_streams != 4, f"{c.num_streams} streams, expected 4"),
-        (
-            c.hidden_size % 8 > 0 or c.hidden_size > 8192,
-            f"hidden size {c.hidden_size}, expected a multiple of 8 up to 8192",
-        ),
-        (c.o_rank % 16 > 0, f"output rank {c.o_rank}, expected a multiple of 16"),
-        (c.o_groups > 16, f"{c.o_groups} output groups, expected at most 16"),
-        (c.num_experts > 512, f"{c.num_experts} experts, expected at most 512"),
-        (c.experts_per_token > 32, f"{c.experts_per_token} experts per token, expected at most 32"),
-        (
-            c.index_dim & (c.index_dim - 1) > 0 or c.index_dim < max(32, c.rope_dim),
-            f"index keys of {c.index_dim} channels, expected a power of two from {max(32, c.rope_dim)} on",
-        ),
-    ]
-    if found := [text for is_wrong, text in wrong if is_wrong]:
-        raise ConfigError(f"the GPU kernels cannot run a model of {'; '.join(found)}; use --device cpu")
-
-
-def _check_gpu(device: Device) -> None:
-    """Refuse a GPU or a machine that cannot run the kernels, and compile them, before weights are read."""
+def _check_gpu(device: Device, model: ModelConfig, max_context: int) -> None:
+    """Refuse a GPU, a machine or a model that the kernels cannot run, and compile them, before weights are
+    read."""
     found = torch.cuda.get_device_capability(device.torch_name)
     if found < OLDEST:
         raise DeviceError(f"{device.name} {too_old(found)}; use --device cpu")
     if find_spec("triton") is None:
         raise DeviceError("the GPU kernels need Triton, which is not installed: pip install triton")
-    from dsv4.kernels.ahead import check_triton  # imports Triton, which a machine without a GPU may lack
+    # These import Triton, which a machine without a GPU may lack.
+    from dsv4.engine.sizes import check_sizes
+    from dsv4.kernels.ahead import check_triton
 
     check_triton()
+    check_sizes(model, max_context)
     compile_all(architecture(torch.device(device.torch_name)))
 
 

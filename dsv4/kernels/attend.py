@@ -5,7 +5,6 @@ entries. A program takes one chunk for a few heads of one row. Where the referen
 the largest score of all keys, this rounds them relative to the chunk's.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,21 +23,15 @@ from dsv4.kernels.numbers import (
 )
 from dsv4.kernels.overlap import launcher
 from dsv4.kernels.prepare import rope_part
+from dsv4.kernels.shapes import attend_chunks as num_chunks
+from dsv4.kernels.shapes import chunk_keys
 from dsv4.quant.formats import QuantTensor
 
 HEADS = 16  # of one program: the smallest product of the tensor cores
 CHANNELS = 512  # of one program of combine: few programs leave room for the product after it
 MERGED = 8  # chunks that combine reads at a time
-
-
-def chunk_keys(act: torch.dtype) -> int:
-    """Keys of a chunk: float32 has twice the bytes and no tensor cores, and serves tests alone."""
-    return 64 if act is torch.bfloat16 else 16
-
-
-def num_chunks(act: torch.dtype, window: int, max_entries: int) -> int:
-    """Chunks of a row that may see `max_entries` compressed entries (0: none)."""
-    return triton.cdiv(window, chunk_keys(act)) + triton.cdiv(max_entries, chunk_keys(act))
+MAX_CHANNELS = 512  # of a head: a chunk of wider keys does not fit in shared memory
+ALIGNED = 4  # the channels before the rotary ones: bytes before float32 ones
 
 
 @triton.jit
@@ -160,6 +153,7 @@ def attend(
     """
     tokens, h, d = q.shape
     chunks, keys, rope = part_o.shape[1], chunk_keys(q.dtype), ring.rope_dim
+    assert d <= MAX_CHANNELS and (d - rope) % ALIGNED == 0, (d, rope)
     assert part_o.shape == (tokens, chunks, h, d) and part_ml.shape == (tokens, chunks, h, 2), part_o.shape
     assert chunks >= num_chunks(q.dtype, window, 0 if rows is None else rows.shape[1]), part_o.shape
     assert q.is_contiguous() and part_o.is_contiguous() and part_ml.is_contiguous()

@@ -11,6 +11,9 @@ from dsv4.kernels.overlap import launcher
 # Warps of a block, and keys of a lane: rows of as many entries are chosen from in registers.
 FEW = ((8, 5), (16, 8), (32, 8))
 CLUSTER = 8  # blocks that share a longer row
+MAX_SHARED = 232448 - 1024  # bytes of a block beside what it declares itself
+MAX_ENTRIES = CLUSTER * MAX_SHARED // 4  # of a row
+MAX_EXPERTS, MAX_CHOICES, MAX_PAIRS = 512, 32, 1024  # pairs: rows times choices
 
 
 class _Choice(ctypes.Structure):
@@ -46,7 +49,8 @@ def route(
     """logits [T, E] float32; bias [E], or a table [V, K] by token id. -> chosen int32 [T, K] by rising
     expert, and tasks with the weights. `is_float` says how many pairs a task may hold."""
     rows, experts = logits.shape
-    assert experts <= 512 and rows * tasks.choices <= 1024, (rows, experts)
+    assert experts <= MAX_EXPERTS and tasks.choices <= MAX_CHOICES, (experts, tasks.choices)
+    assert rows * tasks.choices <= MAX_PAIRS, (rows, tasks.choices)
     many, single = 8 if experts <= 256 else 16, "true" if rows == 1 else "false"
     call(
         *("choose", f"route_kernel<{many}, {single}>", logits.device),
@@ -128,6 +132,7 @@ def _select(
         topk=out.shape[1],
         out=out.data_ptr(),
     )
+    assert capacity <= MAX_ENTRIES, capacity
     few = next((size for size in FEW if capacity <= size[0] * size[1] * 32), None)
     if few is not None:
         kernel, blocks, threads = f"select_few_kernel<{few[0]}, {few[1]}>", rows, 32 * few[0]

@@ -8,6 +8,7 @@ from dsv4.kernels.numbers import launch, launch_dependents, product, wait_for_pr
 from dsv4.kernels.overlap import launcher
 from dsv4.quant.formats import Format, QuantTensor
 
+MAX_HEADS, MIN_CHANNELS, MAX_CHANNELS = 64, 32, 128  # what queries and keys of a program fit in registers
 KEYS = 128  # keys a program scores at a time
 MAX_PROGRAMS = 264  # per row: two for each SM of an H200
 # Keys enter the product 2^63 too small, which is exact (scales of 2^-62 to 2^64): one factor per value then
@@ -107,6 +108,7 @@ def scores(
     """
     rows, heads, di = iq.shape
     assert keys.format is Format.MXFP4 and keys.scale is not None and keys.shape[1] == di, keys.shape
+    assert heads <= MAX_HEADS and MIN_CHANNELS <= di <= MAX_CHANNELS, (heads, di)
     assert iq.is_contiguous() and weights.shape == (rows, heads) and out.stride(1) == 1
     if rows and out.shape[1]:
         launch(

@@ -253,7 +253,8 @@ def _segments(product: Product) -> list[_Segment]:
     span, is_float = product._span, product.y.dtype == torch.float32
     assert count == 1 or (is_float and product.y.shape[0] == count and weight.halves == 1), product.y.shape
     assert product.passes <= MAX_PASSES, f"{weight.shape[1]} columns in {count} sums"
-    assert product.x.data_ptr() % 16 == 0 and (product.x_stride or weight.shape[1]) % 4 == 0
+    aligned = product.x.storage_offset() * product.x.element_size() % 16 == 0
+    assert aligned and (product.x_stride or weight.shape[1]) % 4 == 0 and weight.shape[1] % 4 == 0
     out = []
     for split in range(count):
         segment = _segment(weight)

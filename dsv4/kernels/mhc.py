@@ -12,15 +12,13 @@ from torch import Tensor
 from dsv4.kernels.build import call
 from dsv4.kernels.numbers import launch, launch_dependents, rounded, to_act, wait_for_prerequisites
 from dsv4.kernels.overlap import launcher
+from dsv4.kernels.shapes import MIX_CHUNK as CHUNK
+from dsv4.kernels.shapes import MIX_WIDTH as WIDTH
+from dsv4.kernels.shapes import mix_chunks as num_chunks
 
 STREAMS = 4
-CHUNK = 32  # channels of each stream per program of mix_open
-WIDTH = 32  # columns of `partial`: the mixes that weight the streams, the sum of squares, the other mixes
+ITEM, MAX_CHANNELS = 8, 8192  # of a stream: a thread of mix.cu takes up to two items
 MAX_ROWS = 8  # programs along T of mix_open; each keeps its part of fn for all its rows
-
-
-def num_chunks(hidden_size: int) -> int:
-    return triton.cdiv(hidden_size, CHUNK)
 
 
 @triton.jit
@@ -178,7 +176,7 @@ def mix_close(
     mixes = n if gate is None else 2 * n + n * n
     assert n == STREAMS and base.shape == scale.shape == (mixes,), (streams.shape, base.shape, scale.shape)
     assert (gate is None) == (comb is None) and partial.shape == (rows, chunks, WIDTH), partial.shape
-    assert d % 8 == 0 and d <= 8192 and chunks <= 256, f"{d} channels"
+    assert d % ITEM == 0 and d <= MAX_CHANNELS, f"{d} channels"
     if rows:
         act = "float" if x.dtype == torch.float32 else "__nv_bfloat16"
         call(

@@ -4,16 +4,21 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dsv4.cache.layout import CacheLayout
 from dsv4.config import EngineConfig, ModelConfig, preset
-from dsv4.engine.settings import DEFAULT_CHUNK, DEFAULT_CONTEXT, GPU_CHUNK, fits_dense, prompt_bytes
+from dsv4.engine.memory import Memory, gpu_memory, table_bytes
+from dsv4.engine.settings import DEFAULT_CHUNK, DEFAULT_CONTEXT, GPU_CHUNK, fits_dense
 from dsv4.errors import ConfigError
 from dsv4.lab.gpus import MAX_GPUS, NAMES, Machine, known
 from dsv4.lab.init import contents
 from dsv4.lab.inspect import Component, active_share, components
+from dsv4.model.buffers import graph_rows
 from dsv4.model.params import Param
 from dsv4.ops._exact import padded
 from dsv4.ops.attend.ref import BLOCK, raw_columns
@@ -21,6 +26,7 @@ from dsv4.quant.formats import Format
 from dsv4.weights.detect import Inventory, take_inventory
 from dsv4.weights.load import Checkpoint, held_bytes
 from dsv4.weights.reader import Entry
+from dsv4.weights.tiled import tiled_source_bytes
 
 PRESETS = ("flash", "pro", "tiny")
 MAX_BATCH = 1 << 20
@@ -50,19 +56,21 @@ class Demand:
     components: tuple[Component, ...]
     dense: Shares
     packed: Shares
+    tiled: Shares  # as a GPU holds them
     read_stored: Shares  # of these, what decoding touches; of the experts all, whichever are chosen
     read_dense: Shares
     largest_linear: int
 
     @classmethod
     def of(cls, config: ModelConfig, inventory: Inventory) -> "Demand":
-        sums = {name: Counter[str]() for name in ("dense", "packed", "read_stored", "read_dense")}
+        sums = {name: Counter[str]() for name in ("dense", "packed", "tiled", "read_stored", "read_dense")}
         largest = 0
         for source in inventory.sources:
             param, where = source.param, _holder(source.param)
             dense = held_bytes(source, dense=True)
             sums["dense"][where] += dense
             sums["packed"][where] += held_bytes(source, dense=False)
+            sums["tiled"][where] += tiled_source_bytes(source)
             if active_share(param.component, config):
                 sums["read_stored"][where] += source.num_bytes
                 sums["read_dense"][where] += dense
@@ -148,6 +156,8 @@ class Plan:
         c, count = demand.config, machine.count
         if wanted.context > c.max_positions:
             raise ConfigError(f"context {wanted.context} exceeds the model's {c.max_positions} positions")
+        if wanted.weights != "auto" and not machine.is_cpu:
+            raise ConfigError(f"weights {wanted.weights} is for a CPU; on a GPU use weights auto")
         tp = math.gcd(count, c.o_groups) if wanted.tp is None else wanted.tp
         ep = count if wanted.ep is None else wanted.ep
         for name, value in (("tp", tp), ("ep", ep)):
@@ -175,10 +185,18 @@ class Plan:
 
     @property
     def is_dense(self) -> bool:
+        """On a CPU; a GPU holds weights in tiles."""
+        if not self.machine.is_cpu:
+            return False
         if self.wanted.weights != "auto":
             return self.wanted.weights == "dense"
         need = self.demand.dense.per_gpu(self.expert_share, self.tp)
         return fits_dense(need, self.machine.memory_bytes)
+
+    @property
+    def weights(self) -> str:
+        """How they are held."""
+        return "tiled" if not self.machine.is_cpu else "dense" if self.is_dense else "packed"
 
     @property
     def itemsize(self) -> int:
@@ -200,20 +218,37 @@ class Plan:
 
     @property
     def weight_bytes(self) -> int:
-        held = self.demand.dense if self.is_dense else self.demand.packed
+        on_cpu = self.demand.dense if self.is_dense else self.demand.packed
+        held = on_cpu if self.machine.is_cpu else self.demand.tiled
         return held.per_gpu(self.expert_share, self.tp)
 
-    @property
-    def table_bytes(self) -> int:
-        """Two tables of float32 cosines and sines, for sliding and for compressed layers."""
-        return 2 * self.wanted.context * self.demand.config.rope_dim * 4
+    @cached_property
+    def memory(self) -> Memory:
+        layout, w = self.layout, self.wanted
+        if not self.machine.is_cpu:
+            return gpu_memory(
+                weights=self.weight_bytes,
+                layout=layout,
+                dtype=torch.bfloat16,
+                graph_rows=graph_rows(self.slots),
+                chunk=self.chunk,
+            )
+        return Memory(
+            weights=self.weight_bytes,
+            cache=layout.pool_bytes(),
+            state=layout.state_bytes(),
+            snapshots=w.snapshots * layout.snapshot_bytes(),
+            tables=table_bytes(self.demand.config, w.context),
+            copies=0,
+            buffers=0,
+            workspace=self._reference_bytes,
+            reserved=0,
+        )
 
     @property
-    def workspace_bytes(self) -> int:
-        """An estimate of what one step takes and gives back: by the GPU's kernels, or by the reference."""
+    def _reference_bytes(self) -> int:
+        """An estimate of what one step of the reference takes and gives back."""
         c, size, tokens = self.demand.config, self.itemsize, max(self.chunk, self.slots)
-        if not self.machine.is_cpu:
-            return prompt_bytes(c, min(tokens, self.wanted.context)) + 8 * self.slots * c.vocab_size
         streams, heads = c.num_streams * c.hidden_size, c.num_heads * c.head_dim // self.tp
         mixing = 4 * c.num_streams * streams + (4 + 2 * size) * streams + 8 * c.hidden_size
         attention = (10 + size) * heads + size * (streams + 4 * c.hidden_size)
@@ -235,8 +270,7 @@ class Plan:
 
     @property
     def total_bytes(self) -> int:
-        cache = self.layout.store_bytes()
-        return self.weight_bytes + cache + self.table_bytes + self.workspace_bytes
+        return self.memory.total
 
     @property
     def fits(self) -> bool:
@@ -270,8 +304,7 @@ class Plan:
     def smallest_sets(self) -> list[Machine]:
         """Of every GPU that kernels run on the fewest that hold what is wanted, fewest and smallest first."""
         out = []
-        weights = "packed" if self.wanted.weights == "auto" else self.wanted.weights
-        free = replace(self.wanted, tp=None, ep=None, weights=weights)
+        free = replace(self.wanted, tp=None, ep=None, weights="auto")
         for name in NAMES:
             for count in range(1, MAX_GPUS + 1):
                 machine = known(name, count)
@@ -293,16 +326,11 @@ class Plan:
                 "bandwidth_source": self.machine.source,
             },
             **{"context": w.context, "batch": w.batch, "tp": self.tp, "ep": self.ep},
-            **{"weights": "dense" if self.is_dense else "packed", "cache": w.cache, "chunk": self.chunk},
+            **{"weights": self.weights, "cache": w.cache, "chunk": self.chunk},
             "stored_bytes": self.demand.stored_bytes,
             "components": {part.name: part.total_bytes for part in self.demand.components},
             "active_bytes_per_token": sum(part.active_bytes for part in self.demand.components),
-            "per_gpu": {
-                **{"weights": self.weight_bytes, "cache": layout.pool_bytes()},
-                **{"state": layout.state_bytes(), "snapshots": w.snapshots * layout.snapshot_bytes()},
-                "tables": self.table_bytes,
-                **{"workspace": self.workspace_bytes, "total": self.total_bytes},
-            },
+            "per_gpu": {**vars(self.memory), "total": self.total_bytes},
             "fits": self.fits,
             "sequence_bytes": one.sequence_bytes(w.context),
             "cache_bytes_per_token": cache_growth(one),

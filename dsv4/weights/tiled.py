@@ -50,15 +50,14 @@ def load_tiled(
 
 def tiled_bytes(checkpoint: Checkpoint) -> int:
     """Memory that `load_tiled` takes, to the byte."""
-    total = 0
-    for source in checkpoint.inventory.sources:
-        shape, kind = source.param.shape, source.param.kind
-        if kind in ("plain", "table") or source.param.name == "embed":
-            total += held_bytes(source, dense=False)
-        else:
-            assert source.format is not None
-            total += tile_bytes(_format(source), (shape[0], shape[1]))
-    return total
+    return sum(map(tiled_source_bytes, checkpoint.inventory.sources))
+
+
+def tiled_source_bytes(source: Source) -> int:
+    shape, kind = source.param.shape, source.param.kind
+    if kind in ("plain", "table") or source.param.name == "embed":
+        return held_bytes(source, dense=False)
+    return tile_bytes(_format(source), (shape[0], shape[1]))
 
 
 def _format(source: Source) -> Format:

@@ -24,6 +24,16 @@ TINY, FLASH, PRO = preset("tiny"), preset("flash"), preset("pro")
 # The published sizes, in layers of every kind and routing.
 CUT = with_experts(replace(FLASH, layers=(*FLASH.layers[1:4], FLASH.layers[4])), 8)
 CUT_PRO = with_experts(replace(PRO, layers=PRO.layers[1:4]), 8)
+# On the edge of what engine/sizes.py lets through: the widest inputs of every product, the largest numbers.
+WIDE = replace(
+    TINY,
+    **{"hidden_size": 8192, "q_rank": 8192, "expert_width": 8192, "num_heads": 32, "head_dim": 512},
+    **{"o_rank": 4096, "index_dim": 128, "index_heads": 64},
+)
+MANY = replace(
+    TINY,
+    **{"num_experts": 512, "experts_per_token": 32, "o_groups": 16, "num_heads": 128, "o_rank": 4096},
+)
 
 
 def bundle_of(config: ModelConfig, layout: str) -> Bundle:
@@ -70,9 +80,10 @@ class Running:
     [
         *((TINY, "modelopt", 300), (CUT, "nvfp4", 2500), (CUT, "modelopt", 2500)),
         *((CUT_PRO, "nvfp4", 4500), (CUT_PRO, "modelopt", 4500)),
+        *((WIDE, "modelopt", 300), (WIDE, "nvfp4", 300), (MANY, "modelopt", 300)),
     ],
 )
-@pytest.mark.parametrize("rows", [1, 2, 8])
+@pytest.mark.parametrize("rows", [1, 2, 8, 32])
 def test_the_same_bits(config: ModelConfig, layout: str, position: int, rows: int) -> None:
     """140 tokens, in which blocks of every length close, launched without a pause between steps."""
     bundle, steps, results = bundle_of(config, layout), 140, []

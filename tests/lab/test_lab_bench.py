@@ -19,8 +19,10 @@ pytest.importorskip("triton", reason="the decode kernels need Triton")
 
 from dsv4.cache.store import Cache
 from dsv4.config import ModelConfig, preset
+from dsv4.engine.memory import RESERVED
 from dsv4.errors import ConfigError
 from dsv4.kernels import build
+from dsv4.kernels.overlap import tensors_of
 from dsv4.kernels.tiles import Bank, Tiled
 from dsv4.lab.bench import beside, prefill
 from dsv4.lab.bench import decode as bench
@@ -31,7 +33,6 @@ from dsv4.lab.bench.profile import ENDS, Span, kinds_of, summarise
 from dsv4.lab.bench.record import append, check_target, commit
 from dsv4.lab.bench.subject import (
     DTYPE,
-    RESERVED,
     Reads,
     check_fits,
     choose,
@@ -46,8 +47,9 @@ from dsv4.lab.plan import Demand, Plan, describe
 from dsv4.lab.plan import Wanted as Planned
 from dsv4.lab.records import best
 from dsv4.lab.synthetic import make_weights, with_experts
+from dsv4.model.buffers import ROWS, Buffers
 from dsv4.model.bundle import Bundle, Numerics
-from dsv4.model.decode import ROWS, Buffers, Decoder
+from dsv4.model.decode import Decoder
 from dsv4.model.model import Model
 from dsv4.ops import IMPLEMENTATIONS, Ops
 from dsv4.quant.codec import decode
@@ -138,14 +140,18 @@ def test_everything_else_takes_what_was_computed() -> None:
     bundle = tiny_bundle()
     layout = wanted.layout(TINY)
     cache = Cache(layout, "cpu", DTYPE)
-    held = [t for t in vars(Buffers(TINY, wanted.rows, cache, DTYPE)).values() if isinstance(t, Tensor)]
+    buffers = Buffers(TINY, wanted.rows, layout.max_context, DTYPE, "cpu")
+    of_memory = {
+        t.untyped_storage().data_ptr(): t for t in reversed(tensors_of(list(vars(buffers).values())))
+    }
+    held = list(of_memory.values())
     held += [t for layer in cache.layers for tail in layer.tails for t in (tail.values, tail.scores)]
     model = Model(bundle, layout.max_context, "cpu")
     ropes = {id(b.attention.rope): b.attention.rope for b in model.blocks}.values()
     held += [t for rope in ropes for t in (rope.cos, rope.sin)] + [cache.page_table]
     held += [site.fn for b in model.blocks for site in (b.hc_attn, b.hc_ffn)] + [model.hc_head.fn]
     rows = [q for layer in cache.layers for q in (layer.ring, layer.entries, layer.keys) if q is not None]
-    assert other_bytes(TINY, layout, wanted.rows) == sum(map(size_of, held + rows))
+    assert other_bytes(layout, wanted.rows) - RESERVED == sum(map(size_of, held + rows))
 
 
 def meta_weights(config: ModelConfig, layout: str, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -157,7 +163,7 @@ def meta_weights(config: ModelConfig, layout: str, monkeypatch: pytest.MonkeyPat
 def test_bytes_read_are_those_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for block scales, which tiles of FP8 repeat for every 16 rows, and norms kept in float32."""
     config, inventory = describe("flash", "modelopt")[1:]
-    plan = Plan.make(Demand.of(config, inventory), parse("8xB200"), Planned(4096, 1, 1, 1, "packed"))
+    plan = Plan.make(Demand.of(config, inventory), parse("8xB200"), Planned(4096, 1, 1, 1))
     demand = plan.demand
     of_experts = demand.read_stored.experts * config.experts_per_token / config.num_experts
     want = of_experts + demand.read_stored.split + demand.read_stored.copied
@@ -178,12 +184,12 @@ def test_experts_that_do_not_fit_are_refused_with_how_many_would() -> None:
     others = 5 * 10**9
     free = 100 * 10**9
     with pytest.raises(
-        ConfigError, match=r"takes 125\.7 GB of weights and 7\.1 GB beside .* at most"
+        ConfigError, match=r"takes 125\.7 GB of weights and 5\.0 GB beside .* at most"
     ) as error:
         check_fits(subject, others, free)
     most = int(str(error.value).rsplit(" ", 1)[1])
-    assert synthetic_bytes(with_experts(subject.config, most), "modelopt") + others + RESERVED <= free
-    assert synthetic_bytes(with_experts(subject.config, most + 1), "modelopt") + others + RESERVED > free
+    assert synthetic_bytes(with_experts(subject.config, most), "modelopt") + others <= free
+    assert synthetic_bytes(with_experts(subject.config, most + 1), "modelopt") + others > free
     check_fits(synthetic("flash", most, None, "modelopt"), others, free)
     with pytest.raises(ConfigError, match="not even 6 fit: lower --context, --batch or --layers"):
         check_fits(subject, others, 10**9)
@@ -193,9 +199,9 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     for _ in dsv4_init(tmp_path / "model"):
         pass
     subject = choose(tmp_path / "model", None, None, None, None)
-    check_fits(subject, 0, subject.weight_bytes + RESERVED)
+    check_fits(subject, 0, subject.weight_bytes)
     with pytest.raises(ConfigError, match=r"model with 8 experts takes .* lower --context or --batch"):
-        check_fits(subject, 0, subject.weight_bytes + RESERVED - 1)
+        check_fits(subject, 0, subject.weight_bytes - 1)
 
 
 def test_where_the_tokens_are() -> None:

@@ -10,8 +10,9 @@ from dsv4.cache.store import Cache
 from dsv4.config import ModelConfig
 from dsv4.errors import ConfigError, DeviceError
 from dsv4.lab.bench.subject import DTYPE, Reads, cache_layout
+from dsv4.model.buffers import ROWS
 from dsv4.model.bundle import Bundle
-from dsv4.model.decode import ROWS, Decoder
+from dsv4.model.decode import Decoder
 from dsv4.model.model import Model
 from dsv4.ops.sample.ref import pack
 from dsv4.quant.formats import Format, QuantTensor

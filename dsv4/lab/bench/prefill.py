@@ -11,7 +11,6 @@ import torch
 from dsv4.cache.layout import CacheLayout
 from dsv4.cache.store import Cache
 from dsv4.config import ModelConfig
-from dsv4.engine.settings import prompt_bytes
 from dsv4.errors import ConfigError, DeviceError
 from dsv4.lab.bench.decode import fill
 from dsv4.lab.bench.subject import DTYPE, cache_layout, other_bytes
@@ -46,9 +45,7 @@ class Wanted:
 
     def other_bytes(self, config: ModelConfig) -> int:
         """Beside the weights."""
-        return other_bytes(config, self.layout(config), 0) + prompt_bytes(
-            config, min(self.chunk, self.tokens)
-        )
+        return other_bytes(self.layout(config), chunk=min(self.chunk, self.tokens))
 
 
 def flops(config: ModelConfig, start: int, tokens: int) -> float:

@@ -10,11 +10,11 @@ import torch
 
 from dsv4.cache.layout import CacheLayout
 from dsv4.config import ModelConfig, preset
+from dsv4.engine.memory import gpu_memory
 from dsv4.errors import ConfigError
 from dsv4.kernels.tiles import ROWS, SLICE, Bank, Tiled, tile_bytes
 from dsv4.lab.synthetic import LAYOUTS, format_of, make_weights, with_experts
 from dsv4.model.bundle import Bundle, Numerics, Weights
-from dsv4.model.decode import buffer_bytes
 from dsv4.model.params import Param, declare
 from dsv4.ops import IMPLEMENTATIONS, Ops
 from dsv4.quant.formats import Format
@@ -23,8 +23,6 @@ from dsv4.weights.tiled import load_tiled, tiled_bytes
 
 DTYPE = torch.bfloat16
 RESIDENT = 192  # experts of a synthetic model that are made by default, if it has as many
-# For the driver, torch's context, compiled kernels and graphs.
-RESERVED = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -116,32 +114,28 @@ def cache_layout(config: ModelConfig, capacity: int, slots: int) -> CacheLayout:
     return CacheLayout(config, Format.KV8, Format.MXFP4, DTYPE.itemsize, capacity, slots, 0)
 
 
-def other_bytes(config: ModelConfig, layout: CacheLayout, rows: int) -> int:
-    """Beside the weights: cache, rotations, a step's buffers (0 rows: none) and what the model copies."""
-    tables = 2 * layout.max_context * config.rope_dim * 4
-    copies = sum(
-        4 * math.prod(p.shape) for p in declare(replace(config, num_experts=1), 0) if p.name.endswith("_fn")
-    )
-    buffers = buffer_bytes(config, layout, DTYPE, rows) if rows else 0
-    return layout.store_bytes() + tables + copies + buffers
+def other_bytes(layout: CacheLayout, rows: int = 0, chunk: int = 0) -> int:
+    """Beside the weights, for one decode step of so many rows, or a prompt's steps of so many tokens."""
+    need = gpu_memory(weights=0, layout=layout, dtype=DTYPE, graph_rows=(rows,) if rows else (), chunk=chunk)
+    return need.total
 
 
 def check_fits(subject: Subject, others: int, free: int) -> None:
     """Refuse before anything is allocated; for a synthetic model, say how many experts would fit."""
-    need = subject.weight_bytes + others + RESERVED
+    need = subject.weight_bytes + others
     if need <= free:
         return
     c = subject.config
     found = (
         f"{subject.title} with {c.num_experts} experts takes {subject.weight_bytes / 1e9:.1f} GB of weights "
-        f"and {(others + RESERVED) / 1e9:.1f} GB beside them, but {free / 1e9:.1f} GB of GPU memory are free"
+        f"and {others / 1e9:.1f} GB beside them, but {free / 1e9:.1f} GB of GPU memory are free"
     )
     if subject.checkpoint is not None:
         raise ConfigError(f"{found}; lower --context or --batch, or use a smaller model")
     low, high = c.experts_per_token - 1, c.num_experts
     while low < high:
         middle = (low + high + 1) // 2
-        fits = synthetic_bytes(with_experts(c, middle), subject.layout) + others + RESERVED <= free
+        fits = synthetic_bytes(with_experts(c, middle), subject.layout) + others <= free
         low, high = (middle, high) if fits else (low, middle - 1)
     if low < c.experts_per_token:
         raise ConfigError(

@@ -10,13 +10,12 @@ import torch
 from dsv4.errors import ConfigError
 from dsv4.lab.bench.decode import Session, Wanted, figures
 from dsv4.lab.bench.subject import Reads, other_bytes
+from dsv4.model.buffers import ROWS
 from dsv4.model.bundle import Bundle
-from dsv4.model.decode import ROWS
 
 CONTEXTS = (4096, 16384, 65536, 131072, 262144, 1048576)
 STEPS = 64
 KEPT = ("context", "batch", "tokens_per_second", "ms_per_token", "share")
-_SPARE = 1 << 30
 
 
 def points(wanted: Wanted, max_positions: int) -> list[Wanted]:
@@ -44,7 +43,7 @@ def _line(
         layout = point.layout(bundle.config)
     except ConfigError as error:
         return {**line, "left_out": str(error)}
-    need, (free, _) = other_bytes(bundle.config, layout, point.rows) + _SPARE, torch.cuda.mem_get_info(device)
+    need, (free, _) = other_bytes(layout, point.rows), torch.cuda.mem_get_info(device)
     if need > free:
         return {**line, "left_out": f"takes {need / 1e9:.1f} GB of {free / 1e9:.1f} GB free"}
     timing = Session(bundle, point, device).time()

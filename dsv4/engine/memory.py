@@ -1,0 +1,85 @@
+"""What an engine takes of a GPU's memory, part by part: for the engine, `dsv4 plan` and `dsv4 bench`."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from dsv4.cache.layout import CacheLayout
+from dsv4.config import ModelConfig
+from dsv4.model.buffers import buffer_bytes
+from dsv4.model.params import declare
+
+# Compiled kernels and graphs, and what the allocator rounds up or keeps between two sizes.
+RESERVED = 1 << 30
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes. `snapshots` are taken as they are made, `workspace` by a prompt's step, which gives it back."""
+
+    weights: int
+    cache: int  # pages of entries and index keys
+    state: int  # windows and open blocks
+    snapshots: int
+    tables: int  # rotations
+    copies: int  # weights that the model keeps in a second form
+    buffers: int  # of the decode steps
+    workspace: int
+    reserved: int = RESERVED
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def at_rest(self) -> int:
+        """What tensors of an engine that has just been loaded take."""
+        return self.total - self.snapshots - self.workspace - self.reserved
+
+    @property
+    def beside_weights(self) -> int:
+        return self.total - self.weights
+
+
+def gpu_memory(
+    weights: int, layout: CacheLayout, dtype: torch.dtype, graph_rows: Sequence[int], chunk: int
+) -> Memory:
+    """`weights`: their bytes in tiles. `graph_rows`: of every decode step that is recorded. `chunk`: prompt
+    tokens of a step, 0 where no prompt is read."""
+    c = layout.config
+    return Memory(
+        weights=weights,
+        cache=layout.pool_bytes(),
+        state=layout.state_bytes(),
+        snapshots=layout.max_snapshots * layout.snapshot_bytes(),
+        tables=table_bytes(c, layout.max_context),
+        copies=_copied_bytes(c, layout.num_mtp_layers),
+        buffers=buffer_bytes(c, layout.max_context, dtype, sum(graph_rows)),
+        workspace=prompt_bytes(c, min(chunk, layout.max_context)) if chunk else 0,
+    )
+
+
+def table_bytes(c: ModelConfig, max_context: int) -> int:
+    """Two tables of float32 cosines and sines, for sliding and for compressed layers."""
+    return 2 * max_context * c.rope_dim * 4
+
+
+def _copied_bytes(c: ModelConfig, num_mtp_layers: int) -> int:
+    """Prompts multiply with the transposed `fn` of every hyper-connection."""
+    one = declare(replace(c, num_experts=1, layers=c.layers[:1]), min(1, num_mtp_layers))
+    times = {"layers": c.num_layers, "mtp": num_mtp_layers}  # all of them alike
+    return sum(
+        4 * math.prod(param.shape) * times.get(param.name.split(".")[0], 1)
+        for param in one
+        if param.name.endswith("_fn")
+    )
+
+
+def prompt_bytes(c: ModelConfig, tokens: int) -> int:
+    """What a step of so many prompt tokens takes and gives back on a GPU: an estimate on the safe side."""
+    row = 16 * c.num_streams * c.hidden_size + 12 * c.num_heads * c.head_dim
+    row += 8 * c.experts_per_token * c.hidden_size
+    unpacked = 4 * 16 * 3 * 2 * c.expert_width * c.hidden_size  # sixteen experts at a time, and as much again
+    return row * tokens + min(unpacked, 3 << 30)

@@ -1,0 +1,92 @@
+"""What a decode step writes, for a fixed number of rows; and how much memory that is. Without Triton."""
+
+import torch
+from torch import Tensor
+
+from dsv4.config import ModelConfig
+from dsv4.kernels import sample
+from dsv4.kernels.matvec import Tasks, splits
+from dsv4.kernels.overlap import tensors_of
+from dsv4.kernels.shapes import MIX_WIDTH, attend_chunks, mix_chunks
+
+ROWS = (1, 2, 4, 8, 16, 32)
+
+
+class Buffers:
+    """Everything a step of `rows` rows writes, shared by all layers."""
+
+    def __init__(
+        self, c: ModelConfig, rows: int, max_context: int, dtype: torch.dtype, device: str | torch.device
+    ) -> None:
+        capacity = max_context
+
+        def act(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        def wide(*shape: int) -> Tensor:
+            return torch.zeros(*shape, device=device)
+
+        d, n, h = c.hidden_size, c.num_streams, c.num_heads
+        self.rows = rows
+        # What the host loads, in one copy: token, position and slot of a row, and how its next one is chosen.
+        self.inputs = torch.zeros(3 + sample.WIDTH, rows, dtype=torch.long, device=device)
+        self.ids, self.positions, self.slots = self.inputs[:3]
+        self.settings = self.inputs[3:].view(rows, sample.WIDTH)
+        self.positions.fill_(-1)
+        self.mask = torch.zeros(rows, -(-c.vocab_size // 32), dtype=torch.int32, device=device)
+        self.out = torch.zeros(rows, sample.RESULT, dtype=torch.int32, device=device)
+        self.streams, self.x = act(rows, n, d), act(rows, d)
+        self.partial = wide(rows, mix_chunks(d), MIX_WIDTH)
+        self.gate, self.comb = wide(rows, n), wide(rows, n, n)
+        self.q_raw, self.q_low, self.kv = act(rows, c.q_rank), act(rows, c.q_rank), act(rows, c.head_dim)
+        self.values, self.scores = wide(rows, 2 * c.head_dim), wide(rows, 2 * c.head_dim)
+        self.key_values, self.key_scores = wide(rows, 2 * c.index_dim), wide(rows, 2 * c.index_dim)
+        self.q, self.iq = act(rows, h, c.head_dim), act(rows, c.index_heads, c.index_dim)
+        self.index_weights = act(rows, c.index_heads)
+        # Each layer kind has its own number of places for compressed entries.
+        entries = [0] + [capacity // layer.ratio for layer in c.layers if layer.kind == "hca"]
+        csa = [capacity // layer.ratio for layer in c.layers if layer.kind == "csa"]
+        self.selects = bool(csa) and max(csa) > c.index_topk
+        entries += [min(c.index_topk, e) if self.selects else e for e in csa]
+        self.index_scores = wide(rows, max(csa) if self.selects else 1)
+        self.chosen_rows = torch.full((rows, c.index_topk), -1, dtype=torch.int32, device=device)
+        chunks = attend_chunks(dtype, c.window, max(entries))
+        self.part_o, self.part_ml = wide(rows, chunks, h, c.head_dim), wide(rows, chunks, h, 2)
+        self.o, self.u = act(rows, h * c.head_dim), act(rows, c.o_groups * c.o_rank)
+        self.y = wide(rows, splits(c.o_groups * c.o_rank), d)
+        self.gate_logits = wide(rows, c.num_experts)
+        self.chosen = torch.zeros(rows, c.experts_per_token, dtype=torch.int32, device=device)
+        self.tasks = Tasks.empty(rows, c.experts_per_token, device)
+        self.hidden = act(rows * c.experts_per_token, c.expert_width)
+        self.shared_hidden = act(rows, c.expert_width)
+        self.moe = act(rows, c.experts_per_token + 1, d)
+        self.logits = wide(rows, c.vocab_size)
+        # What each row of a launch may have to keep between two passes over the K columns of its weights.
+        kept = (
+            (d, c.q_rank + c.head_dim + c.index_heads),
+            (d, c.experts_per_token * 2 * c.expert_width),
+            (c.q_rank, h * c.head_dim + c.index_heads * c.index_dim),
+            (c.heads_per_group * c.head_dim, c.o_groups * c.o_rank),
+            (c.expert_width, (c.experts_per_token + 1) * d),
+        )
+        self.carry = wide(rows * max((values for k, values in kept if splits(k) > 1), default=0))
+
+    def chunks(self, dtype: torch.dtype, window: int, entries: int) -> tuple[Tensor, Tensor]:
+        """The parts of attention cut to a layer's number of chunks (whole tensors: rows lie apart)."""
+        count = attend_chunks(dtype, window, entries)
+        rows, _, h, d = self.part_o.shape
+        part_o = self.part_o.flatten()[: rows * count * h * d].view(rows, count, h, d)
+        return part_o, self.part_ml.flatten()[: rows * count * h * 2].view(rows, count, h, 2)
+
+
+def graph_rows(max_batch: int) -> list[int]:
+    """Of each graph that an engine for so many sequences makes; the last takes as many as graphs may."""
+    enough = [rows for rows in ROWS if rows >= max_batch]
+    return [*(rows for rows in ROWS if rows < max_batch), *enough[:1]]
+
+
+def buffer_bytes(c: ModelConfig, max_context: int, dtype: torch.dtype, rows: int) -> int:
+    """What `Buffers` allocates: each row as much as the next."""
+    held = tensors_of(list(vars(Buffers(c, 1, max_context, dtype, "meta")).values()))
+    of_memory = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held}
+    return rows * sum(of_memory.values())
