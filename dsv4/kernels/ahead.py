@@ -41,8 +41,11 @@ def _zeros() -> Iterator[None]:
     By replacing functions: a TorchDispatchMode would import all of torch's compiler, 5 s at every start.
     """
     before = (torch.empty, torch.empty_like, torch.Tensor.new_empty)
-    made = (torch.zeros, torch.zeros_like, torch.Tensor.new_zeros)
-    torch.empty, torch.empty_like, torch.Tensor.new_empty = made  # type: ignore[assignment, method-assign]
+
+    def zeroed(make: Any) -> Any:
+        return lambda *args, **kwargs: make(*args, **kwargs).zero_()
+
+    torch.empty, torch.empty_like, torch.Tensor.new_empty = map(zeroed, before)  # type: ignore[method-assign]
     try:
         yield
     finally:
