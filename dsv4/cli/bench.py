@@ -94,7 +94,7 @@ def decode(
     ] = False,
     save: Save = None,
 ) -> None:
-    """Time decode steps, each one graph replay. The last line is one JSON object."""
+    """Time decode steps, each one graph replay, then requests through the engine. Ends in one JSON line."""
     from dsv4.config import preset
     from dsv4.errors import ConfigError
     from dsv4.lab import plot as plots
@@ -136,6 +136,7 @@ def _decode(subject: "Subject", wanted: "Wanted", profiled: bool, swept: bool) -
 
     from dsv4.lab.bench.ceiling import gpu, measure_read
     from dsv4.lab.bench.decode import Session, figures
+    from dsv4.lab.bench.engine import speeds
     from dsv4.lab.bench.profile import profile
     from dsv4.lab.bench.subject import Reads, check_fits, other_bytes
 
@@ -160,6 +161,9 @@ def _decode(subject: "Subject", wanted: "Wanted", profiled: bool, swept: bool) -
             line["profile"] = found.as_dict()
         line |= _machine(device)
         del session
+        with err.status("decoding through the engine"):
+            line["engine"] = speeds(bundle, wanted.batch, wanted.context, wanted.steps, timing.median)
+        _show_engine(line["engine"])
         if swept:
             line |= _sweep(bundle, wanted, ceiling, device)
     return line
@@ -389,7 +393,7 @@ def _show_decode(line: dict[str, Any]) -> None:
                 f"{line['ms_per_token']:.3f} ms",
                 f"median of {line['steps']}, p99 {line['ms_per_token_p99']:.3f} ms",
             ),
-            ("speed", f"{line['tokens_per_second']:,.1f} tokens/s", "all sequences together"),
+            ("speed", f"{line['tokens_per_second']:,.1f} tokens/s", "the bare step, all sequences together"),
             ("read", size(line["read_bytes"]), f"per step: {parts}"),
             (
                 "rate",
@@ -398,6 +402,22 @@ def _show_decode(line: dict[str, Any]) -> None:
             ),
             ("share", f"{line['share']:.1%}", "of the read ceiling"),
             ("kernels", str(line["kernels_per_step"]), "per step"),
+        ],
+    )
+
+
+def _show_engine(found: dict[str, Any]) -> None:
+    """What a user gets."""
+    title = f"\nthrough the engine, {found['context']:,} tokens before"
+    if "left_out" in found:
+        say("note", "yellow", f"{title.strip()}: left out, {found['left_out']}")
+        return
+    kinds = [kind for kind in found if f"{kind}_share" in found]
+    _table(
+        title,
+        [
+            (kind, f"{found[kind]:,.1f} tokens/s", f"{found[f'{kind}_share']:.1%} of the bare step's")
+            for kind in kinds
         ],
     )
 

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from dsv4.lab.plan import Plan
     from dsv4.lab.records import Record
 
-RECORDS = Path("bench/results")
 EPILOG = """
 [bold]Examples[/]
 
@@ -43,14 +42,14 @@ def plan(
     ] = None,
     snapshots: Annotated[int, typer.Option(help="kept for prompts that begin alike")] = 64,
     records: Annotated[
-        Path | None, typer.Option(help="folder of recorded benchmark lines; default: bench/results")
+        Path | None, typer.Option(help="folder of recorded benchmark lines; default: the package's own")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Show what a model needs per GPU, whether it fits, what else would, and the speed of light."""
     from dsv4.lab.gpus import parse, this_machine
     from dsv4.lab.plan import Demand, Plan, Wanted, default_context, describe
-    from dsv4.lab.records import best
+    from dsv4.lab.records import SHIPPED, best
 
     if records is not None and not records.is_dir():
         raise ConfigError(
@@ -63,7 +62,7 @@ def plan(
         asked = context if context is not None else default_context(config)
         wanted = Wanted(asked, batch, tp, ep, weights, cache, chunk, snapshots)
         made = Plan.make(demand, machine or this_machine(), wanted)
-        record = best(records or RECORDS, made.machine.name)
+        record = best(records or SHIPPED, made.machine.name)
         report = made.report()
     report = {"model": title, **report, "recorded": vars(record) if record else None}
     if json:
@@ -73,25 +72,24 @@ def plan(
     if made.machine.is_too_old:
         reference = "there the reference runs, far from these speeds"
         say("note", "yellow", f"{made.machine.name} {too_old(made.machine.capability)}; {reference}")
-    if made.machine.count > 1:
-        say(
-            "note", "yellow", "this engine runs on one device so far; the division over several is arithmetic"
-        )
+    if not made.machine.was_run_on:
+        say("note", "yellow", f"nothing was ever run on {made.machine.name}; everything here is arithmetic")
 
 
 def _show(title: str, made: "Plan", report: dict[str, Any], record: "Record | None") -> None:
-    machine, w, per_gpu = made.machine, made.wanted, report["per_gpu"]
-    split = f", tp {made.tp}, ep {made.ep}" if machine.count > 1 else ""
+    """The verdict is about this engine today, on one device; what several could comes last."""
+    machine, w, today = made.machine, made.wanted, made.today
+    per_gpu = report["per_gpu"]
     speed = f"{size(machine.bandwidth)}/s {'each, ' if machine.count > 1 else ''}{machine.source}"
     out.print(f"model    {title}: {size(report['stored_bytes'])} stored", markup=False)
-    out.print(f"machine  {machine.label} ({speed}){split}\n", markup=False)
-    free = machine.memory_bytes - made.total_bytes
-    verdict = (
-        f"fits, {size(free)} free" if made.fits else f"[bold red]does not fit[/], {size(-free)} too much"
-    )
-    slots = f"{made.slots} sequence{'s' if made.slots > 1 else ''}"
-    kind = "memory" if machine.is_cpu else "per GPU"
-    table = Table(kind, "bytes", "", box=None, pad_edge=False)
+    out.print(f"machine  {machine.label} ({speed})", markup=False)
+    one = f" on one {machine.name}" if machine.count > 1 else ""
+    free = machine.memory_bytes - today.total_bytes
+    found = f"fits{one}, {size(free)} free" if today.fits else f"does not fit{one}, {size(-free)} too much"
+    more = "; this engine runs on one GPU so far" if machine.count > 1 else ""
+    out.print(f"verdict  {found}{more}\n", style="bold" if today.fits else "bold red", markup=False)
+    slots = f"{today.slots} sequence{'s' if today.slots > 1 else ''}"
+    table = Table("memory", "bytes", "", box=None, pad_edge=False)
     for name, what in (
         ("weights", report["weights"]),
         ("cache", f"{slots} of {w.context:,} tokens, {w.cache}"),
@@ -105,26 +103,36 @@ def _show(title: str, made: "Plan", report: dict[str, Any], record: "Record | No
     ):
         if per_gpu[name]:
             table.add_row(name, size(per_gpu[name]), what)
-    table.add_row(
-        "[bold]total[/]", f"[bold]{size(made.total_bytes)}[/]", f"of {size(machine.memory_bytes)}: {verdict}"
-    )
+    table.add_row("[bold]total[/]", f"[bold]{size(per_gpu['total'])}[/]", f"of {size(machine.memory_bytes)}")
     out.print(table)
-    if not made.fits:
+    if not today.fits:
         _show_instead(report["instead"], w.context, w.batch)
     growth = report["cache_bytes_per_token"]
     out.print(f"\none sequence  {size(report['sequence_bytes'])} of cache, {growth:,.0f} B per further token")
-    for count in sorted({1, w.batch}):
+    if record and today.fits:
+        rate = record.share * today.tokens_per_second(1)
+        out.print(
+            f"measured      {record.share:.0%} of the ceiling below ({record.where}): {_rate(rate)} tokens/s",
+            markup=False,
+        )
+    elif not record:
+        out.print(f"measured      no run on {machine.name} is recorded", markup=False)
+    if today.fits or machine.count == 1:
+        _show_theory(today, "one, " if machine.count > 1 else "")
+    if machine.count > 1:
+        fits = "fits" if made.fits else "does not fit"
+        each = f"{size(made.total_bytes)} on each GPU, {fits}"
+        out.print(f"\nnot built     {machine.label}, tp {made.tp}, ep {made.ep}: {each}", markup=False)
+        _show_theory(made, f"{machine.count}, ")
+
+
+def _show_theory(made: "Plan", which: str) -> None:
+    """The speed of light."""
+    for count in sorted({1, made.wanted.batch}):
         rate = made.tokens_per_second(count)
         each = f", {_rate(rate / count)} each" if count > 1 else ""
         read = f"reads {size(made.read_bytes(count))} per step"
-        out.print(f"{f'batch {count}':<12}  {read}: at most {_rate(rate)} tokens/s{each}")
-    if record:
-        rate = record.share * made.tokens_per_second(1)
-        out.print(
-            f"measured      {record.share:.0%} of that ({record.where}): {_rate(rate)} tokens/s", markup=False
-        )
-    else:
-        out.print(f"measured      no run on {machine.name} is recorded", markup=False)
+        out.print(f"in theory     {which}batch {count} {read}: at most {_rate(rate)} tokens/s{each}")
 
 
 def _rate(value: float) -> str:
@@ -139,7 +147,7 @@ def _show_instead(instead: dict[str, Any], context: int, batch: int) -> None:
     if not instead["context"] and not instead["batch"]:
         out.print("would fit     nothing here: weights and workspace alone are too large")
     sets = ", ".join(f"{each['count']} x {each['name']}" for each in instead["gpus"])
-    out.print(f"would do      {sets or 'no set of known GPUs'}")
+    out.print(f"in theory     would do: {sets or 'no set of known GPUs'} (several are not built)")
 
 
 def register(app: typer.Typer) -> None:

@@ -194,6 +194,9 @@ def _choose_ops(device: Device, config: EngineConfig, reference: bool) -> Ops:
         raise ConfigError(f"unknown ops {unknown}; the ops are {', '.join(IMPLEMENTATIONS)}")
     if len(dict(config.ops)) < len(config.ops):
         raise ConfigError(f"ops names an op twice: {', '.join(f'{o}={b}' for o, b in config.ops)}; keep one")
+    for op, backend in config.ops:
+        if device.kind == "cpu" and backend != "ref" and backend in IMPLEMENTATIONS[op]:
+            raise ConfigError(f"{op}={backend} needs a GPU, and the engine runs on a CPU; use {op}=ref")
     default = dict.fromkeys(IMPLEMENTATIONS, "ref") if reference else {}
     return Ops.choose(device.kind, **default | dict(config.ops))
 

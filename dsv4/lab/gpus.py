@@ -28,6 +28,11 @@ class Machine:
     capability: tuple[int, int] = OLDEST
 
     @property
+    def was_run_on(self) -> bool:
+        """Whether this engine ever ran on such a machine; of the others everything is arithmetic."""
+        return self.is_cpu or any(f" {name} " in f" {self.name} " for name in RUN_ON)
+
+    @property
     def is_too_old(self) -> bool:
         """For the kernels; the reference runs there, slowly."""
         return self.capability < OLDEST
@@ -52,6 +57,7 @@ _KNOWN: dict[str, tuple[int, float, str, tuple[int, int]]] = {
     "RTX 5090": (32607, 1.792e12, "data sheet", (12, 0)),
 }
 NAMES = tuple(_KNOWN)
+RUN_ON = ("H200",)
 
 
 def known(name: str, count: int) -> Machine:

@@ -315,17 +315,32 @@ class Plan:
                     break
         return sorted(out, key=lambda machine: (machine.count, machine.memory_bytes))
 
+    @property
+    def today(self) -> "Plan":
+        """What this engine does with the machine: it runs on one device."""
+        if self.machine.count == 1:
+            return self
+        alone = replace(self.machine, count=1)
+        return Plan.make(self.demand, alone, replace(self.wanted, tp=None, ep=None))
+
     def report(self) -> dict[str, Any]:
-        """Everything as plain data, for `--json`."""
+        """As plain data, for `--json`: what this engine does today, then what several GPUs could."""
+        out = self.today._figures()
+        out["machine"]["count"] = self.machine.count
+        if self.machine.count > 1:
+            out["in_theory"] = {"built": False, "tp": self.tp, "ep": self.ep, **self._figures()}
+        return out
+
+    def _figures(self) -> dict[str, Any]:
         layout, w = self.layout, self.wanted
         one = replace(layout, num_slots=1)
         out: dict[str, Any] = {
             "machine": {
                 **{"name": self.machine.name, "count": self.machine.count},
                 **{"memory_bytes": self.machine.memory_bytes, "bandwidth": self.machine.bandwidth},
-                "bandwidth_source": self.machine.source,
+                **{"bandwidth_source": self.machine.source, "was_run_on": self.machine.was_run_on},
             },
-            **{"context": w.context, "batch": w.batch, "tp": self.tp, "ep": self.ep},
+            **{"context": w.context, "batch": w.batch, "gpus_used": self.machine.count},
             **{"weights": self.weights, "cache": w.cache, "chunk": self.chunk},
             "stored_bytes": self.demand.stored_bytes,
             "components": {part.name: part.total_bytes for part in self.demand.components},

@@ -13,6 +13,7 @@ from torch import Tensor
 from dsv4 import Engine, EngineConfig
 from dsv4.errors import ConfigError, DeviceError
 from dsv4.lab.score import score_ids
+from dsv4.ops import IMPLEMENTATIONS
 
 VOCAB = 300
 IDS = [random.Random(8).randrange(VOCAB) for _ in range(140)]
@@ -119,3 +120,10 @@ def test_unknown_devices(checkpoint: Callable[..., Path]) -> None:
     for device in ("tpu", "cuda:x", *([] if torch.cuda.is_available() else ["cuda", "cuda:0"])):
         with pytest.raises(DeviceError, match=re.escape(repr(device))):
             Engine.load(checkpoint("modelopt"), EngineConfig(device=device))
+
+
+@pytest.mark.parametrize("op", sorted(op for op, backends in IMPLEMENTATIONS.items() if "gpu" in backends))
+def test_an_op_for_a_gpu_on_a_cpu_is_one_sentence(op: str) -> None:
+    said = f"{op}=gpu needs a GPU, and the engine runs on a CPU; use {op}=ref"
+    with pytest.raises(ConfigError, match=said):
+        Engine.load(None, EngineConfig(device="cpu", ops=((op, "gpu"),)))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cli_support import ok
 
+from dsv4.lab.bench.engine import KINDS
 from dsv4.lab.records import best
 
 pytestmark = pytest.mark.gpu
@@ -52,6 +53,11 @@ def test_decode_on_a_gpu(batch: int, tmp_path: Path) -> None:
     assert 0 < found["share"] <= 1 and 2 <= found["distinct_experts"] <= min(8, 2 * batch)
     assert found["read_bytes"] < found["gpu_memory_bytes"]
     assert math.isclose(found["tokens_per_second"], batch * 1e3 / found["ms_per_token"], rel_tol=0.01)
+    through = found["engine"]
+    assert through["context"] == 600
+    for kind in KINDS:
+        assert through[kind] > 0 and through[f"{kind}_share"] < 1.05, through
+        assert f"{through[kind]:,.1f} tokens/s" in text
     assert best(tmp_path, found["device_name"].removeprefix("NVIDIA ")) is not None
 
 

@@ -257,14 +257,14 @@ def test_the_workspace_is_estimated_well(leading: str, tmp_path: Path) -> None:
 
 def test_what_would_fit_is_the_largest_that_fits() -> None:
     long, many = 1_048_576, 64
-    made = plan("flash", "modelopt", "2xH200", long, many)
+    made = plan("flash", "modelopt", "B300", long, many)
     instead = made.report()["instead"]
     context, batch = instead["context"], instead["batch"]
     assert not made.fits and 0 < context < long and 0 < batch < many
-    assert plan("flash", "modelopt", "2xH200", context, many).fits
-    assert not plan("flash", "modelopt", "2xH200", context + 1, many).fits
-    assert plan("flash", "modelopt", "2xH200", long, batch).fits
-    assert not plan("flash", "modelopt", "2xH200", long, batch + 1).fits
+    assert plan("flash", "modelopt", "B300", context, many).fits
+    assert not plan("flash", "modelopt", "B300", context + 1, many).fits
+    assert plan("flash", "modelopt", "B300", long, batch).fits
+    assert not plan("flash", "modelopt", "B300", long, batch + 1).fits
 
 
 def test_nothing_fits_where_the_weights_do_not() -> None:
@@ -364,7 +364,7 @@ def test_recorded_shares(tmp_path: Path) -> None:
     assert found and found.share == 0.41 and found.where.endswith("runs.jsonl:1")
     assert best(tmp_path, "H100") is None and best(tmp_path, "RTX 5090").share == 0.9  # type: ignore[union-attr]
     shown = ok("plan", "tiny", "--gpus", "H200", "--records", tmp_path)
-    assert "41% of that" in shown
+    assert "41% of the ceiling below" in shown
     for bad in ('{"device_name": "NVIDIA H200", "share": 41}', '{"device_name": 1, "share": 0.4}', "{"):
         (tmp_path / "runs.jsonl").write_text(bad)
         assert "runs.jsonl:1" in refused(dsv4("plan", "tiny", "--gpus", "H200", "--records", tmp_path))
@@ -383,7 +383,28 @@ def test_the_command(tmp_path: Path) -> None:
     assert here["context"] == 32768 and here["machine"]["bandwidth_source"] == "measured"
     too_much = dsv4("plan", "tiny", "--gpus", "2xRTX5090", "--context", 65536, "--batch", 65536)
     assert too_much.code == 0 and "does not fit" in too_much.out and "would do" in too_much.out
-    assert "one device so far" in too_much.err
+    assert "this engine runs on one GPU so far" in too_much.out
+    assert "nothing was ever run on RTX 5090" in too_much.err
+
+
+def test_the_verdict_is_about_this_engine() -> None:
+    """Eight GPUs would hold Pro; the engine uses one, on which it does not fit."""
+    made = plan("pro", "modelopt", "8xB300", 8192, 1)
+    report = made.report()
+    assert made.fits and not report["fits"] and report["gpus_used"] == 1
+    assert report["per_gpu"]["total"] > report["machine"]["memory_bytes"]
+    theory = report["in_theory"]
+    assert theory["fits"] and not theory["built"] and (theory["tp"], theory["ep"]) == (8, 8)
+    assert theory["per_gpu"]["total"] < report["per_gpu"]["total"] / 4
+    assert not report["machine"]["was_run_on"] and known("H200", 1).was_run_on
+    shown = ok("plan", "tiny", "--gpus", "4xH200", "--context", 512, "--batch", 2)
+    verdict, not_built = shown.index("verdict  fits on one H200"), shown.index("not built     4 x H200")
+    assert (
+        verdict
+        < shown.index("in theory     one, batch 1")
+        < not_built
+        < shown.index("in theory     4, batch")
+    )
 
 
 REFUSED = {

@@ -1,15 +1,19 @@
 """An engine around weights that are on the GPU already, and how fast its users' tokens come."""
 
+import gc
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from dsv4.config import EngineConfig
 from dsv4.device import Device
 from dsv4.engine.engine import Engine
+from dsv4.engine.memory import gpu_memory
 from dsv4.engine.request import SamplingParams
-from dsv4.engine.settings import DEFAULT_CONTEXT, GPU_CHUNK, Settings
+from dsv4.engine.settings import DEFAULT_CONTEXT, GPU_CHUNK, Settings, cache_layout
+from dsv4.model.buffers import graph_rows
 from dsv4.model.bundle import Bundle
 from dsv4.quant.formats import Format
 
@@ -20,11 +24,13 @@ KINDS = {
     "logprobs": SamplingParams(temperature=0, logprobs=20, ignore_eos=True),
 }
 WARM = 8
+# A prompt is really read here, once for each kind of request, so it is no longer than this.
+MAX_PROMPT = 8192
 
 
-def around(bundle: Bundle, config: EngineConfig) -> Engine:
-    """An engine with these weights, as `Engine.load` would settle it on this GPU."""
-    settings = Settings(
+def settings_of(bundle: Bundle, config: EngineConfig) -> Settings:
+    """As `Engine.load` would settle them on this GPU."""
+    return Settings(
         device=Device.choose(config.device),
         ops=bundle.ops,
         dtype=bundle.numerics.dtype,
@@ -37,7 +43,11 @@ def around(bundle: Bundle, config: EngineConfig) -> Engine:
         tiled=True,
         choices=(),
     )
-    return Engine(bundle, settings, config)
+
+
+def around(bundle: Bundle, config: EngineConfig) -> Engine:
+    """An engine with these weights."""
+    return Engine(bundle, settings_of(bundle, config), config)
 
 
 @dataclass(frozen=True)
@@ -67,3 +77,36 @@ def speed(engine: Engine, kind: str, batch: int, context: int, steps: int) -> Sp
     for s in list(engine.scheduler.running):
         engine.cancel(s.request.id)
     return Speed(kind, batch, count / seconds)
+
+
+def speeds(bundle: Bundle, batch: int, context: int, steps: int, step_ms: float) -> dict[str, Any]:
+    """Tokens per second of each kind of request through a new engine, and the share of the bare step's.
+
+    `step_ms`: of the bare step, at `context` tokens. Where no engine fits beside the weights, `left_out` says
+    why.
+    """
+    prompt = min(context, MAX_PROMPT, bundle.config.max_positions - steps - WARM - 1)
+    capacity = min(bundle.config.max_positions, -(-(prompt + steps + WARM + 1) // 256) * 256)
+    config = EngineConfig(
+        device="cuda", max_batch=batch, max_context=capacity, prefix_snapshots=0, chunk=min(prompt, GPU_CHUNK)
+    )
+    settings = settings_of(bundle, config)
+    gc.collect()  # a decoder's launches refer to it, and it to them
+    torch.cuda.empty_cache()
+    need = gpu_memory(
+        weights=0,
+        layout=cache_layout(bundle.config, settings, config, num_mtp_layers=0),
+        dtype=settings.dtype,
+        graph_rows=graph_rows(batch),
+        chunk=settings.chunk,
+    )
+    free, _ = torch.cuda.mem_get_info()
+    found: dict[str, Any] = {"context": prompt}
+    if need.total > free:
+        return {**found, "left_out": f"takes {need.total / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"}
+    engine = around(bundle, config)
+    for kind in KINDS:
+        rate = speed(engine, kind, batch, prompt, steps).tokens_per_second
+        found[kind] = round(rate, 2)
+        found[f"{kind}_share"] = round(rate * step_ms / 1e3 / batch, 4)
+    return found
