@@ -13,10 +13,10 @@ from dsv4 import Engine
 from dsv4.config import preset
 from dsv4.lab.score import score_ids
 from dsv4.model import exact
-from dsv4.model.step import Step
 from dsv4.ops import _memory, _product
 from dsv4.ops._exact import by_row
 from dsv4.ops._product import LIBRARIES, choose, measure, prove, row_product
+from tests.support.feeding import claim, feed_all
 
 CPU = torch.device("cpu")
 
@@ -92,11 +92,10 @@ def test_an_engine_takes_the_next_product(
     engine = engine_for("modelopt")
     ids = [(7 * i + 3) % 300 for i in range(60)]
     whole = score_ids(engine, ids, 60)["prefill_logits"]
-    model, cache = engine.runner.model, engine.cache
-    slots = [cache.claim(60) for _ in range(3)]
+    slots = [claim(engine, 60) for _ in range(3)]
     for start, stop in ((0, 1), (1, 6), (6, 47), (47, 60)):
         spans = [(slot, start, ids[start:stop]) for slot in slots]
-        got = model.logits(model.forward(Step.build(spans, "cpu"), cache)).view(3, stop - start, -1)
+        got = feed_all(engine, spans).view(3, stop - start, -1)
         assert torch.equal(got, whole[start:stop].expand_as(got)), (start, stop)
     facts = _memory.recall.__wrapped__(CPU, engine.settings.threads)[0]
     assert all(fact[0] != "fake" for fact in facts.values() if isinstance(fact, list))

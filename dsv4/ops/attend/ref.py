@@ -36,12 +36,17 @@ def attend(
 
     Raw keys of a query at p: positions max(0, p-window+1) .. p, of which those >= first are rows of `fresh`
     (this step's tokens) and older ones rows `slot*ring_size + j mod ring_size` of `ring`. Compressed keys:
-    `pool` rows listed in `rows` [T, S], -1 beyond the end of a list. Keys are the values too. The sink adds
-    to the denominator only. The output is rotated back by the query's position.
+    `pool` rows listed in `rows` [T, S], -1 meaning none. Keys are the values too. The sink adds to the
+    denominator only. The output is rotated back by the query's position.
     """
     out = torch.empty_like(q)
     where = [*zip(slots.tolist(), first.tolist(), positions.tolist(), strict=True)]
-    counts = [0] * len(where) if rows is None else (rows >= 0).sum(1).tolist()
+    counts = [0] * len(where)
+    if rows is not None:
+        is_there = rows >= 0
+        counts = is_there.sum(1).tolist()
+        if bool((is_there[:, 1:] > is_there[:, :-1]).any()):  # holes: what is there comes first
+            rows = rows.gather(1, (~is_there).byte().argsort(dim=1, stable=True))
     for (slot, start, block, width), group in groupby(
         range(len(where)), key=lambda t: (*where[t][:2], where[t][2] // BLOCK, padded(counts[t]))
     ):
