@@ -36,8 +36,8 @@ def attend(
 
     Raw keys of a query at p: positions max(0, p-window+1) .. p, of which those >= first are rows of `fresh`
     (this step's tokens) and older ones rows `slot*ring_size + j mod ring_size` of `ring`. Compressed keys:
-    `pool` rows listed in `rows` [T, S], -1 beyond the end of a list. Keys are the values too. The sink adds
-    to the denominator only. The output is rotated back by the query's position.
+    `pool` rows listed in `rows` [T, S], -1 meaning none. Keys are the values too. The sink adds to the
+    denominator only. The output is rotated back by the query's position.
     """
     out = torch.empty_like(q)
     where = [*zip(slots.tolist(), first.tolist(), positions.tolist(), strict=True)]
@@ -56,7 +56,8 @@ def attend(
         if pool is not None and rows is not None and width:
             # Where all see a part of what the last one sees, it is read once.
             is_shared = len(run) == 1 or _is_shared(rows[mine])
-            keys.append(pool.take(rows[run[-1], : seen[-1]] if is_shared else rows[mine][rows[mine] >= 0]))
+            listed = rows[run[-1]] if is_shared else rows[mine].flatten()
+            keys.append(pool.take(listed if len(listed) == seen[-1] else listed[listed >= 0]))
         decoded = decode(join(keys))
         columns = min(raw_columns(window), (block + 1) * BLOCK)
         base = (block + 1) * BLOCK - columns  # the position of the first column
@@ -73,8 +74,9 @@ def attend(
 
 
 def _is_shared(rows: Tensor) -> bool:
-    """Whether every list [T, S] is a beginning of the last."""
-    return bool(((rows == rows[-1]) | (rows < 0)).all())
+    """Whether every list [T, S] is a beginning of the last, and none has a gap."""
+    is_listed = rows >= 0
+    return bool(((rows == rows[-1]) | ~is_listed).all() and (is_listed[:, 1:] <= is_listed[:, :-1]).all())
 
 
 def raw_columns(window: int) -> int:
