@@ -130,6 +130,29 @@ def test_compressed_entries_beside_the_window() -> None:
     assert torch.equal(case.run(plain(pool), wider), got), "padding is not part of the softmax"
 
 
+@pytest.mark.parametrize("lists", ["beginnings", "different", "gaps", "long"])
+def test_a_query_alone_has_the_bits_it_has_in_a_prompt(lists: str) -> None:
+    """Entries that the queries of a block share, and entries of their own; blocks begin at 0, 32 and 64."""
+    whole, pool = Case([(0, 0, 70)]), plain(rand(90, WIDTH, seed=7))
+    chance = torch.Generator().manual_seed(1)
+    rows = torch.stack(
+        [torch.randperm(90, generator=chance)[: 70 if lists == "long" else 6] for _ in range(70)]
+    )
+    if lists == "beginnings":
+        rows = torch.arange(18).expand(70, 18).clone()
+        rows[torch.arange(18) >= torch.arange(1, 71).unsqueeze(1) // 4] = -1
+    elif lists == "gaps":
+        rows[torch.rand(rows.shape, generator=chance) < 0.4] = -1
+    got = whole.run(pool, rows)
+    for t in range(70):
+        alone = Case([(0, t, 1)])
+        for p in range(max(0, t - RING), t):
+            alone.ring.data[p % RING] = whole.keys[0][p]
+        alone.fresh.data[0] = whole.keys[0][t]
+        one = alone.run(pool, rows[t : t + 1], q=whole.q[t : t + 1])
+        assert torch.equal(one[0], got[t]), t
+
+
 def test_the_sink_is_in_the_denominator_only() -> None:
     """One key: the output is key / (1 + exp(sink - score)). A sink of -inf leaves the key itself."""
     case = Case([(0, 0, 1)])

@@ -61,7 +61,8 @@ def attend(
         if pool is not None and rows is not None and width:
             # Where all see a part of what the last one sees, it is read once.
             is_shared = len(run) == 1 or _is_shared(rows[mine])
-            keys.append(pool.take(rows[run[-1], : seen[-1]] if is_shared else rows[mine][rows[mine] >= 0]))
+            listed = rows[run[-1]] if is_shared else rows[mine].flatten()
+            keys.append(pool.take(listed if len(listed) == seen[-1] else listed[listed >= 0]))
         decoded = decode(join(keys))
         columns = min(raw_columns(window), (block + 1) * BLOCK)
         base = (block + 1) * BLOCK - columns  # the position of the first column
@@ -78,8 +79,9 @@ def attend(
 
 
 def _is_shared(rows: Tensor) -> bool:
-    """Whether every list [T, S] is a beginning of the last."""
-    return bool(((rows == rows[-1]) | (rows < 0)).all())
+    """Whether every list [T, S] is a beginning of the last, and none has a gap."""
+    is_listed = rows >= 0
+    return bool(((rows == rows[-1]) | ~is_listed).all() and (is_listed[:, 1:] <= is_listed[:, :-1]).all())
 
 
 def raw_columns(window: int) -> int:
