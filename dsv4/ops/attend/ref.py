@@ -41,12 +41,7 @@ def attend(
     """
     out = torch.empty_like(q)
     where = [*zip(slots.tolist(), first.tolist(), positions.tolist(), strict=True)]
-    counts = [0] * len(where)
-    if rows is not None:
-        is_there = rows >= 0
-        counts = is_there.sum(1).tolist()
-        if bool((is_there[:, 1:] > is_there[:, :-1]).any()):  # holes: what is there comes first
-            rows = rows.gather(1, (~is_there).byte().argsort(dim=1, stable=True))
+    counts = [0] * len(where) if rows is None else (rows >= 0).sum(1).tolist()
     for (slot, start, block, width), group in groupby(
         range(len(where)), key=lambda t: (*where[t][:2], where[t][2] // BLOCK, padded(counts[t]))
     ):
