@@ -391,3 +391,21 @@ def test_log_probs_are_the_models_own() -> None:
     wide = torch.randn(5000, generator=torch.Generator().manual_seed(0)) * 4
     assert float(log_probs(wide).double().exp().sum()) == pytest.approx(1, abs=5000 * 2.0**-24)
     assert bool((log_probs(wide)[wide.argsort()].diff() >= 0).all()), "the logits' order"
+
+
+ROWS = [
+    [1.0, 3.0, 3.0, -2.0],
+    [-0.0, 0.0, -1.0],
+    [math.inf, 1.0],
+    [0.0, math.nan, 9.0],
+    [-math.inf] * 3,
+    [-math.inf, -5.0],
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_the_short_way_of_greedy_rows_gives_what_the_long_one_does(row: list[float]) -> None:
+    """A mask that allows everything takes the long way."""
+    logits, settings = torch.tensor([row, row[::-1]]), torch.tensor([pack(), pack()])
+    everything = torch.full((2, 1), -1, dtype=torch.int32)
+    assert torch.equal(choose(logits, settings, None), choose(logits, settings, everything))
