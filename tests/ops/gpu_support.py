@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ops_support import check_close
@@ -32,6 +33,21 @@ SMALL = {
     "dsv4.ops.index.gpu.BLOCK": (32, 64, 4, 1),
     "dsv4.ops.mhc.gpu.TILE": (16, 64, 4, 1),
 }
+
+if IS_INTERPRETED:
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    interpreted_dot = InterpreterBuilder.create_dot
+
+    def wide_dot(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
+        """In float64: NumPy's float32 product shows a row's place in the tile on some CPUs."""
+        if a.data.dtype != np.float32 or b.data.dtype != np.float32:
+            return interpreted_dot(self, a, b, d, *precision)
+        product = a.data.astype(np.float64) @ b.data.astype(np.float64) + d.data
+        return TensorHandle(product.astype(d.data.dtype), d.dtype.scalar)
+
+    InterpreterBuilder.create_dot = wide_dot
+
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 
 
