@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from dsv4.config import ModelConfig
-from dsv4.kernels import sample
-from dsv4.kernels.matvec import Tasks, splits
-from dsv4.kernels.overlap import tensors_of
-from dsv4.kernels.shapes import MIX_WIDTH, attend_chunks, mix_chunks
+from dsv4.kernels.common.overlap import tensors_of
+from dsv4.kernels.common.shapes import MIX_WIDTH, attend_chunks, mix_chunks
+from dsv4.kernels.decode import sample
+from dsv4.kernels.decode.matvec import Tasks, splits
 
 ROWS = (1, 2, 4, 8, 16, 32)
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from dsv4.cache.store import Cache, LayerCache, Tail
 from dsv4.config import LayerSpec
-from dsv4.kernels import attend, choose, index, mhc, sample
-from dsv4.kernels.matvec import MatVec, Mixing, Product, Tasks
-from dsv4.kernels.overlap import Launch, Launcher, Names, check, tensors_of
-from dsv4.kernels.prepare import Pooling, prepare, queries
+from dsv4.kernels.common.overlap import Launch, Launcher, Names, check, tensors_of
+from dsv4.kernels.decode import attend, choose, index, mhc, sample
+from dsv4.kernels.decode.matvec import MatVec, Mixing, Product, Tasks
+from dsv4.kernels.decode.prepare import Pooling, prepare, queries
 from dsv4.model.buffers import Buffers
 from dsv4.model.bundle import Bundle
 from dsv4.model.model import Model

@@ -10,7 +10,7 @@ from dsv4.quant import codec
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 import triton.language as tl  # noqa: E402
 
-from dsv4.kernels import numbers  # noqa: E402
+from dsv4.kernels.common import numbers  # noqa: E402
 
 pytestmark = runs
 SIZE = 4096

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.kernels.rows import e8m0_value, turn
+from dsv4.kernels.prefill.rows import e8m0_value, turn
 from dsv4.quant.formats import KV_BLOCK, Format, QuantTensor, join
 
 # Heads of a program at most, keys of a block, warps, stages; by compute type.

@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.kernels import rows as row_kernels
-from dsv4.kernels.choose import select as choose
-from dsv4.kernels.rows import e2m1_value, e8m0_value
+from dsv4.kernels.decode.choose import select as choose
+from dsv4.kernels.prefill import rows as row_kernels
+from dsv4.kernels.prefill.rows import e2m1_value, e8m0_value
 from dsv4.ops.index import ref
 from dsv4.ops.index.ref import hadamard, pool_rows
 from dsv4.quant.formats import Format, QuantTensor

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dsv4.kernels import sample as kernels
+from dsv4.kernels.decode import sample as kernels
 from dsv4.ops.sample.ref import RESULT, log_probs, pack, unpack
 
 __all__ = ["choose", "log_probs", "pack", "unpack"]

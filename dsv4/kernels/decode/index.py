@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.kernels.numbers import launch, launch_dependents, product, wait_for_prerequisites
-from dsv4.kernels.overlap import launcher
+from dsv4.kernels.common.numbers import launch, launch_dependents, product, wait_for_prerequisites
+from dsv4.kernels.common.overlap import launcher
 from dsv4.quant.formats import Format, QuantTensor
 
 MAX_HEADS, MIN_CHANNELS, MAX_CHANNELS = 64, 32, 128  # what queries and keys of a program fit in registers

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.kernels.numbers import (
+from dsv4.kernels.common.numbers import (
     angles,
     e4m3_decode,
     launch,
@@ -21,10 +21,10 @@ from dsv4.kernels.numbers import (
     to_act,
     wait_for_prerequisites,
 )
-from dsv4.kernels.overlap import launcher
-from dsv4.kernels.prepare import rope_part
-from dsv4.kernels.shapes import attend_chunks as num_chunks
-from dsv4.kernels.shapes import chunk_keys
+from dsv4.kernels.common.overlap import launcher
+from dsv4.kernels.common.shapes import attend_chunks as num_chunks
+from dsv4.kernels.common.shapes import chunk_keys
+from dsv4.kernels.decode.prepare import rope_part
 from dsv4.quant.formats import QuantTensor
 
 HEADS = 16  # of one program: the smallest product of the tensor cores

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.kernels.numbers import (
+from dsv4.kernels.common.numbers import (
     angles,
     channels,
     e2m1_decode,
@@ -28,7 +28,7 @@ from dsv4.kernels.numbers import (
     to_act,
     wait_for_prerequisites,
 )
-from dsv4.kernels.overlap import launcher
+from dsv4.kernels.common.overlap import launcher
 from dsv4.quant.formats import Format, QuantTensor
 
 MAX_BLOCK = 16  # older rows of a block that are pooled at a time: 8 KB of values and of scores each

@@ -4,9 +4,9 @@ import ctypes
 
 from torch import Tensor
 
-from dsv4.kernels.build import call
-from dsv4.kernels.matvec import COLUMNS, FLOAT_COLUMNS, Tasks
-from dsv4.kernels.overlap import launcher
+from dsv4.kernels.common.build import call
+from dsv4.kernels.common.overlap import launcher
+from dsv4.kernels.decode.matvec import COLUMNS, FLOAT_COLUMNS, Tasks
 
 # Warps of a block, and keys of a lane: rows of as many entries are chosen from in registers.
 FEW = ((8, 5), (16, 8), (32, 8))

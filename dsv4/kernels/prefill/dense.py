@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.kernels import matvec
+from dsv4.kernels.decode import matvec
 from dsv4.quant.formats import Format, QuantTensor
 
 # A weight's row-major values [N, K], as a Tensor or a plain QuantTensor; or its tiles (tiles.Tiled).

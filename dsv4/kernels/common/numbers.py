@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dsv4.kernels.build import keep_shared_memory
+from dsv4.kernels.common.build import keep_shared_memory
 
 # Triton's interpreter truncates casts to bfloat16 and multiplies the bits of bfloat16 operands.
 INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)

@@ -5,7 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from dsv4.kernels.build import call
+from dsv4.kernels.common.build import call
 
 FLIGHTS = (4, 8)  # loads of 16 bytes that a thread has under way
 BLOCKS_PER_SM = 4  # of 512 threads: as many as an SM holds

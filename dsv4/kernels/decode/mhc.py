@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.kernels.build import call
-from dsv4.kernels.numbers import launch, launch_dependents, rounded, to_act, wait_for_prerequisites
-from dsv4.kernels.overlap import launcher
-from dsv4.kernels.shapes import MIX_CHUNK as CHUNK
-from dsv4.kernels.shapes import MIX_WIDTH as WIDTH
-from dsv4.kernels.shapes import mix_chunks as num_chunks
+from dsv4.kernels.common.build import call
+from dsv4.kernels.common.numbers import launch, launch_dependents, rounded, to_act, wait_for_prerequisites
+from dsv4.kernels.common.overlap import launcher
+from dsv4.kernels.common.shapes import MIX_CHUNK as CHUNK
+from dsv4.kernels.common.shapes import MIX_WIDTH as WIDTH
+from dsv4.kernels.common.shapes import mix_chunks as num_chunks
 
 STREAMS = 4
 ITEM, MAX_CHANNELS = 8, 8192  # of a stream: a thread of mix.cu takes up to two items

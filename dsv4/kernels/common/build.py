@@ -23,11 +23,16 @@ from torch import Tensor
 
 from dsv4.env import cache_folder
 from dsv4.errors import DeviceError
-from dsv4.kernels import driver
+from dsv4.kernels.common import driver
 
-HERE = Path(__file__).parent
-SOURCES = ("matvec", "unpack", "mix", "choose", "sample", "ceiling")
-FLAGS = ("-std=c++17", "--diag-suppress=128", f"-I{HERE}")
+HERE = Path(__file__).parents[1]
+# Which folder of kernels/ each lies in.
+SOURCES = {
+    **{"matvec": "decode", "mix": "decode", "choose": "decode", "sample": "decode"},
+    **{"unpack": "prefill", "ceiling": "common"},
+}
+FLAGS = ("-std=c++17", "--diag-suppress=128")
+INCLUDES = tuple(f"-I{HERE / folder}" for folder in ("common", "decode", "prefill"))
 TOOLKIT = Path("/usr/local/cuda")
 
 
@@ -88,7 +93,7 @@ def _run_nvrtc(library: Any, source: Path, arch: str) -> bytes:
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     text, name = source.read_text().encode(), source.name.encode()
     # There is no host here: a constexpr function without a word of where it runs is the device's.
-    flags = (*FLAGS, f"--gpu-architecture=sm_{arch}", "-default-device")
+    flags = (*FLAGS, *INCLUDES, f"--gpu-architecture=sm_{arch}", "-default-device")
     options = [flag.encode() for flag in flags]
 
     def check(code: int, what: str) -> None:
@@ -125,8 +130,8 @@ def _nvcc() -> Compiler | None:
 def _run_nvcc(nvcc: Path, source: Path, arch: str) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.cubin"
-        command = [str(nvcc), "-O3", *FLAGS, "-cubin", f"-arch=sm_{arch}", "-o", str(out), str(source)]
-        done = subprocess.run(command, capture_output=True, text=True)
+        command = [str(nvcc), "-O3", *FLAGS, *INCLUDES, "-cubin", f"-arch=sm_{arch}", "-o", str(out)]
+        done = subprocess.run([*command, str(source)], capture_output=True, text=True)
         if done.returncode:
             raise _failed("nvcc", source, arch, done.stderr or done.stdout)
         return out.read_bytes()
@@ -144,11 +149,15 @@ def architecture(device: torch.device) -> str:
     return f"{major}{minor}a" if major >= 9 else f"{major}{minor}"
 
 
+def source_path(name: str) -> Path:
+    return HERE / SOURCES[name] / f"{name}.cu"
+
+
 def compile_source(name: str, arch: str) -> Path:
     """The cubin of `name`.cu for that architecture, from the cache where it is there already."""
-    source, using = HERE / f"{name}.cu", compiler()
-    texts = [path.read_text() for path in (source, *sorted(HERE.glob("*.cuh")))]
-    known = (*texts, arch, *FLAGS[:-1], using.name, using.version)
+    source, using = source_path(name), compiler()
+    texts = [path.read_text() for path in (source, *sorted(HERE.glob("*/*.cuh")))]
+    known = (*texts, arch, *FLAGS, using.name, using.version)
     key = hashlib.sha256("\n".join(known).encode()).hexdigest()[:16]
     folder = cache_folder() / "kernels"
     target = folder / f"{name}-sm_{arch}-{key}.cubin"

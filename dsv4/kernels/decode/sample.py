@@ -5,8 +5,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from dsv4.kernels.build import call
-from dsv4.kernels.overlap import launcher
+from dsv4.kernels.common.build import call
+from dsv4.kernels.common.overlap import launcher
 
 WIDTH, RESULT, MAX_VOCAB = 8, 44, 1 << 18
 CLUSTER, THREADS = 8, 512  # blocks of a row, threads of a block

@@ -11,9 +11,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dsv4.kernels.build import call
-from dsv4.kernels.overlap import Touches, tensors_of
-from dsv4.kernels.tiles import CODE, SLICE, Tiled
+from dsv4.kernels.common.build import call
+from dsv4.kernels.common.overlap import Touches, tensors_of
+from dsv4.kernels.common.tiles import CODE, SLICE, Tiled
 
 MAX_SLICES, MAX_PASSES, MAX_SEGMENTS, COLUMNS, FLOAT_COLUMNS, STAGES = 8, 2, 16, 8, 2, 2
 MAX_DEPTH = MAX_PASSES * MAX_SLICES * SLICE  # columns of a weight whose product is one sum

@@ -1,0 +1,1 @@
+"""What kernels of decode steps and of prompts stand on: building, launching, tiles, numbers."""
