@@ -23,6 +23,7 @@ from dsv4.engine.scheduler import Scheduler
 from dsv4.engine.settings import Settings, cache_layout, check_memory, settle
 from dsv4.engine.stream import Stream
 from dsv4.errors import ConfigError, RequestError
+from dsv4.kernels.decode.sample import MAX_PENALISED
 from dsv4.model.bundle import Bundle, Numerics
 from dsv4.model.exact import settle_exact
 from dsv4.model.model import Model
@@ -139,7 +140,8 @@ class Engine:
         params, vocab = request.params, self.model_config.vocab_size
         if not request.ids:
             raise RequestError("the prompt is empty; give at least one token")
-        for what, ids in (("prompt id", request.ids), ("stop id", params.stop_ids)):
+        known = {"prompt id": request.ids, "stop id": params.stop_ids, "logit_bias id": params.logit_bias}
+        for what, ids in known.items():
             if bad := [i for i in ids if not isinstance(i, int) or not 0 <= i < vocab]:
                 raise RequestError(f"{what} {bad[0]!r} is outside the vocabulary of {vocab}")
         length, max_context = len(request.ids), self.settings.max_context
@@ -153,6 +155,10 @@ class Engine:
             raise RequestError("stop strings need a tokenizer.json in the model folder; use stop_ids")
         if (most := max(params.logprobs or 0, params.prompt_logprobs or 0)) > vocab:
             raise RequestError(f"logprobs asks for {most} alternatives of a vocabulary of {vocab}")
+        if params.is_penalised and self.settings.tiled and vocab > MAX_PENALISED:
+            raise RequestError(
+                f"penalties and logit_bias need a vocabulary of at most {MAX_PENALISED} on a GPU, not {vocab}"
+            )
         stop_ids = set(params.stop_ids)
         if not params.ignore_eos:
             stop_ids |= {self.model_config.eos_id, *(self.tokenizer.stop_ids if self.tokenizer else ())}

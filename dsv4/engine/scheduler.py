@@ -5,7 +5,7 @@ from typing import Any
 
 from dsv4.cache.prefix import PrefixCache
 from dsv4.cache.slots import Slots
-from dsv4.engine.plan import Claim, Plan, Restore, Save, Span
+from dsv4.engine.plan import Claim, Penalise, Plan, Restore, Save, Span
 from dsv4.engine.request import Sequence
 
 # Tokens a sequence must have room for beyond what it has to process, so that it does not soon have to pause.
@@ -30,6 +30,7 @@ class Scheduler:
         self.num_pauses = 0
         self._is_tight = False  # somebody was paused, and nobody has ended since
         self._restores: dict[int, int] = {}  # slot -> snapshot, not yet in a plan
+        self._penalties: dict[int, Penalise] = {}  # by slot, not yet in a plan
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -55,12 +56,15 @@ class Scheduler:
     def changes(self) -> dict[str, Any]:
         """What has changed in the cache since the last plan: the fields of a plan other than its spans."""
         restores = tuple(Restore(slot, handle) for slot, handle in self._restores.items())
+        penalties = tuple(self._penalties.values())
         self._restores.clear()
+        self._penalties.clear()
         return {
             "saves": tuple(Save(*save) for save in self.prefix.take_saves()),
             "free": self.slots.take_freed(),
             "claims": tuple(Claim(*claim) for claim in self.slots.take_claims()),
             "restores": restores,
+            "penalties": penalties,
             "drops": self.prefix.take_drops(),
         }
 
@@ -119,6 +123,8 @@ class Scheduler:
             s.slot, s.num_processed, s.node, s.fork = hit.slot, hit.position, hit.node, hit.fork
             if hit.snapshot is not None:
                 self._restores[hit.slot] = hit.snapshot
+            if s.request.params.is_penalised:
+                self._penalties[hit.slot] = s.penalties()
             if s.num_cached is None:
                 s.num_cached = hit.position
             self.running.append(self.waiting.popleft())
@@ -148,6 +154,7 @@ class Scheduler:
         self.running.remove(sequence)
         self.slots.release(sequence.slot)
         self._restores.pop(sequence.slot, None)
+        self._penalties.pop(sequence.slot, None)
         sequence.slot = sequence.node = None
 
     def finish(self, sequence: Sequence) -> None:
