@@ -231,7 +231,7 @@ def _combine_kernel(part_o_ptr, part_ml_ptr, sinks_ptr, cos_ptr, sin_ptr, positi
         part = tl.load(o + j[:, None].to(tl.int64) * (H * D) + c[None, :], mask=mask, other=0.0)
         x += tl.sum(weight[:, None] * part, 0)
     x = rounded(tl.div_rn(x, total), act)
-    x = rotate(x, cos, sin, BLOCK, act)
+    x = rotate(x, cos, sin, act)
     tl.store(out_ptr + (row * H + head) * D + c, x.to(act), mask=c < D)
 
 
