@@ -1,4 +1,4 @@
-"""Decode: what its Triton kernels share. PDL launches, rounding, norm, RoPE, Hadamard, cache formats.
+"""Decode step and prompts: what Triton kernels share. PDL, rounding, norm, RoPE, Hadamard, cache formats.
 
 Everything is float32 inside; "act values" are float32 numbers that the compute type can hold.
 """

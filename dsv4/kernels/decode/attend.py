@@ -1,4 +1,4 @@
-"""Decode: attention, split over keys (split-KV): parts, then their sum. Replaces ops.attend.ref.attend.
+"""Decode step: attention, split over keys (split-KV): parts, then their sum. Replaces ops.attend.ref.attend.
 
 Chunks are cut by key number: first the window's places, oldest first, then, in a new chunk, the compressed
 entries. A program takes one chunk for a few heads of one row. Where the reference rounds weights relative to

@@ -1,4 +1,4 @@
-"""Decode: between the projections and attention. Norms, RoPE, and all cache writes.
+"""Decode step: between the projections and attention. Norms, RoPE, and all cache writes.
 
 `prepare` replaces ops.norm, ops.qkv.entries + store, ops.compress.pool and ops.index.keys of one layer;
 `queries` replaces ops.qkv.queries and ops.index.queries. A row at position -1 is padding: it writes no cache.
