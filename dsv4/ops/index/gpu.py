@@ -67,7 +67,8 @@ def _scores_kernel(q, weights, data, scales, page_table, slots, positions, out, 
             )
             weight = tl.load(weights + t_at * heads + head, mask=head < heads, other=0.0)
             score = tl.dot(key, tl.trans(query), input_precision="ieee")
-            score = tl.sum(tl.maximum(score, 0.0) * weight[None, :], 1)
+            score = tl.maximum(score, 0.0, propagate_nan=tl.PropagateNan.ALL)
+            score = tl.sum(score * weight[None, :], 1)
             seen = (tl.load(positions + t) + 1) // ratio
             tl.store(out + t_at * cap + entry, score, mask=entry < seen)
         at = tl.min(tl.where(is_token & (token >= end) & (seen_by > begin), token, stop), 0)
