@@ -87,7 +87,7 @@ REFUSED = {
     "generate --model {model} --ids 1,x": "--ids '1,x': expected numbers separated by commas",
     "generate --model {model} --ids 1 --logit-bias 5": "--logit-bias '5': expected a token id and a number",
     "generate --model {model} --ids 1 --logit-bias 5=101": "logit_bias has 5: 101.0, expected token ids and",
-    "generate --model {model} --ids 1 --presence-penalty 3": "presence_penalty is 3.0, expected a number from",
+    "generate --model {model} --ids 1 --presence-penalty 3": "presence_penalty is 3.0, expected a number",
     "generate --model {model} --ids 300": "prompt id 300 is outside the vocabulary of 300",
     "generate --model {model} --ids ,": "the prompt is empty",
     "generate --model {model} hi --activations a5": "activations is 'a5', expected one of a16, a8, a4",
