@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
+from weakref import WeakValueDictionary
 
 from dsv4.cache.layout import SPARE
 from dsv4.cache.node import Node
@@ -36,7 +37,8 @@ class PrefixCache:
     def __init__(self, slots: Slots, max_snapshots: int) -> None:
         self.slots, self.max_snapshots = slots, max_snapshots
         self._page_tokens = slots.layout.page_tokens
-        self._roots: dict[str, Node] = {}
+        # A root lives as long as something is kept below it or a sequence stands at it.
+        self._roots: WeakValueDictionary[str, Node] = WeakValueDictionary()
         # A node is used together with its parents, they after it: the oldest one never has children.
         self._nodes: OrderedDict[Node, None] = OrderedDict()
         self._snapshots: OrderedDict[Node, int] = OrderedDict()

@@ -1,5 +1,6 @@
 """The prefix cache: a hit gives what a miss gives, bit for bit, whatever was kept, evicted or paused."""
 
+import gc
 import random
 from collections.abc import Callable
 
@@ -122,6 +123,22 @@ def test_owners_share_nothing(roomy: Engine, truth: Truth) -> None:
         found.append(done.cached_tokens)
         assert values(done) == truth.of(ids, 4)
     assert found == [0, 0, 512, 0, 512]
+
+
+def test_owners_with_nothing_kept_are_forgotten(roomy: Engine) -> None:
+    """Strangers who come once leave nothing behind, short prompts and evicted ones alike."""
+    roomy.prefix.clear()
+    gc.disable()  # nothing here needs it
+    try:
+        for number in range(30):
+            ids = tuple(text(600 if number % 5 == 0 else 3, number))
+            roomy.generate([Request(f"stranger-{number}", ids, GREEDY, f"owner {number}")])
+        kept = {f"owner {number}" for number in range(0, 30, 5)}
+        assert set(roomy.prefix._roots) <= kept and f"owner {25}" in roomy.prefix._roots
+        roomy.prefix.clear()
+        assert not roomy.prefix._roots
+    finally:
+        gc.enable()
 
 
 def test_other_models_and_settings_share_nothing(engine_for: Callable[..., Engine]) -> None:
