@@ -182,7 +182,7 @@ def test_names_and_rules_that_calls_cannot_have(tokenizer: Tokenizer) -> None:
     for format in ("frog", ["date"]):
         odd = {"a": {"type": "string", "format": format}}
         assert form(odd).grammar(tokenizer, False)
-        with pytest.raises(BadField, match="format .* cannot be enforced, expected one of date, time"):
+        with pytest.raises(BadField, match=r"format .* cannot be enforced, expected one of date, time"):
             form(odd, strict=True).grammar(tokenizer, False)
 
 
