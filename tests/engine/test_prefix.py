@@ -140,7 +140,7 @@ def test_nothing_is_kept_when_asked(alone: Engine) -> None:
 def test_paused_sequences_give_the_same_tokens(shared: Engine, truth: Truth) -> None:
     """Three that need 3 pages each share 7: somebody must wait for somebody."""
     pauses = shared.scheduler.num_pauses
-    prompts = [text(435, 20), text(440, 21), text(446, 22), text(20, 23)]
+    prompts = [text(435, 20), text(440, 21), text(446, 22), text(447, 23)]
     params = SamplingParams(max_tokens=80, temperature=0, logprobs=5, ignore_eos=True)
     done = run(shared, prompts, params)
     assert shared.scheduler.num_pauses > pauses
