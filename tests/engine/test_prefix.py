@@ -27,7 +27,8 @@ def alone(engine_for: Callable[..., Engine]) -> Engine:
 @pytest.fixture(scope="module")
 def shared(engine_for: Callable[..., Engine]) -> Engine:
     """Few snapshots and few pages: what is kept is soon evicted, and who runs is soon paused."""
-    return engine_for("official", max_context=1100, max_batch=3, prefix_snapshots=4, cache_pages=7, chunk=300)
+    options = {"max_context": 1100, "max_batch": 3, "prefix_snapshots": 4, "cache_pages": 7, "chunk": 300}
+    return engine_for("official", **options, max_stall_ms=60_000)  # who pauses must not depend on a clock
 
 
 @pytest.fixture(scope="module")
