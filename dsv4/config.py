@@ -199,6 +199,7 @@ class EngineConfig:
     max_context: int | None = None
     max_batch: int = 8
     chunk: int | None = None
+    max_stall_ms: int = 100
     threads: int | None = None
     no_graph: bool = False
     no_overlap: bool = False
@@ -210,9 +211,9 @@ class EngineConfig:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(allowed)}")
-        for name in ("max_batch", "chunk", "max_context", "threads", "cache_pages"):
+        for name in ("max_batch", "max_stall_ms", "chunk", "max_context", "threads", "cache_pages"):
             value = getattr(self, name)
-            if value is None and name != "max_batch":
+            if value is None and name not in ("max_batch", "max_stall_ms"):
                 continue
             if type(value) is not int or value < 1:
                 raise ConfigError(f"{name} is {value!r}, expected an integer of at least 1")

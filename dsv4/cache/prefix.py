@@ -112,11 +112,13 @@ class PrefixCache:
         boundary = stop // self._page_tokens * self._page_tokens
         return boundary if boundary > start else stop
 
-    def keep(self, slot: int, node: Node, ids: tuple[int, ...], end: int, position: int) -> Node:
+    def keep(
+        self, slot: int, node: Node, ids: tuple[int, ...], end: int, position: int, saves: bool = True
+    ) -> Node:
         """Enter the page of `slot` that ends at `end` and holds `ids`, after those of `node`; -> its node.
 
         The slot has come to `position`, and a step launched ahead to one more. If that is too far past
-        `end`, the page is kept without a snapshot.
+        `end`, or without `saves`, the page is kept without a snapshot.
         """
         if not self.max_snapshots or node.is_gone:
             return node
@@ -127,7 +129,7 @@ class PrefixCache:
             self.slots.pool.keep(page)
             self._nodes[child] = None
         self._use(child)
-        if child not in self._snapshots and position + 1 - end <= SPARE:
+        if saves and child not in self._snapshots and position + 1 - end <= SPARE:
             handle = self._snapshots[child] = next(self._handles)
             self._saves[handle] = (slot, end)
             while len(self._snapshots) > self.max_snapshots:
@@ -135,6 +137,10 @@ class PrefixCache:
                 self._drop(handle)
                 self._prune(oldest)
         return child
+
+    def is_saved(self, node: Node) -> bool:
+        """Whether a prompt can go on after this node's page."""
+        return node in self._snapshots
 
     def _prune(self, node: Node) -> None:
         """Nobody can resume here, nor further down: give up what lies between this and the next one above."""

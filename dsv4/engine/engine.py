@@ -3,6 +3,7 @@
 import itertools
 import operator
 import secrets
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -17,6 +18,7 @@ from dsv4.config import EngineConfig
 from dsv4.engine.eager import Eager
 from dsv4.engine.grammar import Grammars
 from dsv4.engine.output import Output
+from dsv4.engine.pace import Pace
 from dsv4.engine.request import Completion, Delta, FinishReason, Request, SamplingParams, Sequence
 from dsv4.engine.runner import Executor, Result, Runner
 from dsv4.engine.scheduler import Scheduler
@@ -72,6 +74,7 @@ class Engine:
         self.slots = Slots(layout)
         self.prefix = PrefixCache(self.slots, config.prefix_snapshots)
         self.scheduler = Scheduler(self.slots, self.prefix, s.chunk, executor.same_bits)
+        self.pace = Pace(config.max_stall_ms / 1000, s.chunk)
         self.grammars = Grammars(tokenizer, bundle.config.vocab_size)
         self._outputs: dict[str, Output] = {}
         self._running: dict[int, Output] = {}  # the same by sequence number
@@ -176,7 +179,8 @@ class Engine:
 
     def step(self) -> list[Delta]:
         """One pass of every running sequence; what came out."""
-        plan = self.scheduler.plan()
+        began = time.perf_counter()
+        plan = self.scheduler.plan(self.pace.limit)
         if not plan.spans and self.scheduler.waiting:
             self.runner.apply(plan, self._mask)  # what it moves in the cache must not be lost
             raise RequestError(
@@ -192,6 +196,11 @@ class Engine:
             self.scheduler.restart()
             self.runner.forget()
             raise
+        self.pace.note(
+            tokens=sum(len(span.ids) for span in plan.prefill),
+            num_decoded=len(plan.decode),
+            seconds=time.perf_counter() - began,
+        )
         for result in results:
             output = self._running[result.sequence]
             output.sequence.prompt += result.prompt
