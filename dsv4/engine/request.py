@@ -133,6 +133,7 @@ class Sequence:
     node: Node | None = None
     fork: int = 0
     num_cached: int | None = None
+    found: Any = None  # cache.shelf.Found: what files have of its prompt
     matcher: Any = None  # engine.grammar.Matcher, for a request with a grammar
 
     @property

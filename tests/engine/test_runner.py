@@ -3,14 +3,18 @@
 import itertools
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from fake_device import PAGE, VOCAB, FakeDevice, choice
+from fake_device import PAGE, VOCAB, WINDOW, FakeDevice, choice
 
+from dsv4.cache.folder import PrefixFolder
 from dsv4.cache.layout import CacheLayout
 from dsv4.cache.prefix import PrefixCache
+from dsv4.cache.shelf import Shelf
 from dsv4.cache.slots import Slots
 from dsv4.config import preset
+from dsv4.engine.keep import Arrivals
 from dsv4.engine.plan import Claim, Plan, Restore, Sampling, Save, Span
 from dsv4.engine.request import Request, SamplingParams, Sequence
 from dsv4.engine.runner import Runner, no_masks
@@ -34,13 +38,21 @@ class Loop:
         pages: int | None = None,
         snapshots: int = 6,
         same_bits: bool = False,
+        folder: Path | None = None,
+        folder_bytes: int = 1 << 20,
     ) -> None:
         layout = SmallPages(preset("tiny"), Format.KV8, Format.MXFP4, 4, context, slots, 0, snapshots, pages)
         self.device = FakeDevice(slots)
-        self.runner = Runner(self.device)  # type: ignore[arg-type]
+        self.said: list[str] = []
+        shelf = None
+        if folder is not None:
+            files = PrefixFolder(folder, f"{int(same_bits):032x}", folder_bytes, self.said.append)
+            shelf = Shelf(files, PAGE, PAGE, lambda position: WINDOW, pin_memory=False)
+        self.runner = Runner(self.device, shelf)  # type: ignore[arg-type]
         self.slots = Slots(layout)
-        self.prefix = PrefixCache(self.slots, snapshots)
+        self.prefix = PrefixCache(self.slots, snapshots, shelf)
         self.scheduler = Scheduler(self.slots, self.prefix, chunk=20, same_bits=same_bits)
+        self.arrivals = Arrivals(self.scheduler, self.prefix)
         self.numbers = itertools.count()
         self.alive: dict[int, Sequence] = {}
         self.done: list[Sequence] = []
@@ -52,7 +64,7 @@ class Loop:
         s = Sequence(number, Request(f"r{number}", tuple(ids), params), number, max_tokens, frozenset())
         s.matcher = object() if grammar else None
         self.alive[number] = s
-        self.scheduler.add(s)
+        self.arrivals.add(s)
         return s
 
     def mask(self, number: int) -> bytes | None:
@@ -60,6 +72,7 @@ class Loop:
         return None if s is None else bytes([len(s.tokens), number % 7])
 
     def step(self) -> None:
+        self.arrivals.take()
         plan = self.scheduler.plan()
         assert Plan.from_bytes(plan.to_bytes()) == plan
         self.plans.append(plan)
@@ -86,7 +99,7 @@ class Loop:
 
     def end(self, s: Sequence, why: str) -> None:
         s.finish_reason = why  # type: ignore[assignment]
-        self.scheduler.finish(s)
+        self.arrivals.finish(s)
         self.done.append(self.alive.pop(s.number))
 
 
@@ -109,6 +122,36 @@ def test_every_sequence_is_as_if_alone(seed: int) -> None:
     chance = random.Random(seed)
     slots, pages, snapshots = chance.randint(1, 9), chance.choice([None, 26, 40]), chance.randint(0, 6)
     loop = Loop(slots=slots, pages=pages, snapshots=snapshots, same_bits=bool(seed % 2))
+    live(loop, chance)
+    assert len(loop.prefix._snapshots) <= snapshots
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_sequence_is_as_if_alone_with_files(seed: int, tmp_path: Path) -> None:
+    """The same, and several lives on one folder: pages come from files while others are copied and reused."""
+    chance = random.Random(seed)
+    cached = []
+    for life in range(4):
+        loop = Loop(
+            slots=chance.randint(1, 6),
+            pages=chance.choice([None, 26, 40]),
+            snapshots=chance.randint(1, 6),
+            same_bits=bool(seed % 2),
+            folder=tmp_path,
+            folder_bytes=chance.choice([1 << 20, 3000]),
+        )
+        submitted = live(loop, chance)
+        assert loop.prefix.shelf is not None
+        loop.device.finish()
+        loop.prefix.shelf.flush()
+        assert not [line for line in loop.said if "miss" in line or "written" in line], loop.said
+        cached.append((life, sum(s.num_cached or 0 for s in submitted)))
+    if seed == 0:
+        assert cached[1][1] > 0, cached
+
+
+def live(loop: Loop, chance: random.Random) -> list[Sequence]:
+    slots = loop.slots.num_free
     loop.device.fails = lambda what, spans: what == "prefill" and chance.random() < 0.03
     submitted, cancelled = [], set()
     for _ in range(120):
@@ -129,7 +172,7 @@ def test_every_sequence_is_as_if_alone(seed: int) -> None:
         assert [token.id for token in s.tokens] == expected(s), (s.number, s.finish_reason)
         assert s.finish_reason in ("stop", "error") or s.number in cancelled
     assert loop.slots.pool.num_available == loop.slots.pool.num_pages and loop.slots.num_free == slots
-    assert len(loop.prefix._snapshots) <= snapshots
+    return submitted
 
 
 def test_a_plan_is_carried_out_in_its_order() -> None:
