@@ -14,7 +14,7 @@ from dsv4.cache.store import Cache
 from dsv4.engine.eager import Eager, Pass
 from dsv4.engine.plan import Sampling, Span
 from dsv4.engine.runner import UNSEEN, Masks, Result
-from dsv4.kernels.ahead import Compiled
+from dsv4.kernels.common.ahead import Compiled
 from dsv4.model.buffers import graph_rows
 from dsv4.model.bundle import Bundle
 from dsv4.model.decode import Decoder

@@ -10,7 +10,7 @@ from dsv4.config import EngineConfig, ModelConfig
 from dsv4.device import OLDEST, Device, too_old
 from dsv4.engine.memory import gpu_memory, table_bytes
 from dsv4.errors import ConfigError, DeviceError
-from dsv4.kernels.build import architecture, compile_all
+from dsv4.kernels.common.build import architecture, compile_all
 from dsv4.model.buffers import graph_rows
 from dsv4.ops import IMPLEMENTATIONS, Ops
 from dsv4.quant.formats import Format
@@ -171,7 +171,7 @@ def _check_gpu(device: Device, model: ModelConfig, max_context: int) -> None:
         raise DeviceError("the GPU kernels need Triton, which is not installed: pip install triton")
     # These import Triton, which a machine without a GPU may lack.
     from dsv4.engine.sizes import check_sizes
-    from dsv4.kernels.ahead import check_triton
+    from dsv4.kernels.common.ahead import check_triton
 
     check_triton()
     check_sizes(model, max_context)

@@ -5,8 +5,8 @@ Runs once, before weights are read. Imports Triton, through the kernels it asks.
 
 from dsv4.config import ModelConfig
 from dsv4.errors import ConfigError
-from dsv4.kernels import attend, choose, index, matvec, mhc, sample
-from dsv4.kernels.tiles import ROWS as TILE_ROWS
+from dsv4.kernels.common.tiles import ROWS as TILE_ROWS
+from dsv4.kernels.decode import attend, choose, index, matvec, mhc, sample
 from dsv4.model.buffers import ROWS
 
 _K_STEP = 4  # a weight's columns come in fours

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dsv4.config import ModelConfig
-from dsv4.kernels.tiles import Bank, Tiled, empty
+from dsv4.kernels.common.tiles import Bank, Tiled, empty
 from dsv4.model.bundle import Weights
 from dsv4.model.params import Param, declare
 from dsv4.quant.formats import Format, QuantTensor

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dsv4.config import Activations, ModelConfig
-from dsv4.kernels.tiles import Bank, Tiled
+from dsv4.kernels.common.tiles import Bank, Tiled
 from dsv4.ops import Ops
 
 

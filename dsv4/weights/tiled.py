@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dsv4.config import ModelConfig
 from dsv4.errors import CheckpointError
-from dsv4.kernels.tiles import Bank, Tiled, empty, put, tile, tile_bytes
+from dsv4.kernels.common.tiles import Bank, Tiled, empty, put, tile, tile_bytes
 from dsv4.model.bundle import Weights
 from dsv4.quant.codec import decode
 from dsv4.quant.formats import Format, QuantTensor

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.kernels import dense, tiles
+from dsv4.kernels.common import tiles
+from dsv4.kernels.prefill import dense
 from dsv4.ops.attend import gpu as attend
 from dsv4.ops.compress import gpu as compress
 from dsv4.ops.experts import gpu as experts

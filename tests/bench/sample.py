@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dsv4.kernels.sample import sample
+from dsv4.kernels.decode.sample import sample
 from dsv4.ops.sample.ref import RESULT, pack
 
 VOCAB, REPEATS = 129280, 200

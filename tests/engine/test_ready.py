@@ -22,8 +22,9 @@ from dsv4.cache.layout import CacheLayout
 from dsv4.cache.store import Cache
 from dsv4.config import ModelConfig, preset
 from dsv4.errors import DeviceError
-from dsv4.kernels import rows, tiles
-from dsv4.kernels.ahead import check_triton, compile_ahead, noting
+from dsv4.kernels.common import tiles
+from dsv4.kernels.common.ahead import check_triton, compile_ahead, noting
+from dsv4.kernels.prefill import rows
 from dsv4.lab.synthetic import make_weights
 from dsv4.model.bundle import Bundle, Numerics, Weights
 from dsv4.model.model import Model
@@ -55,7 +56,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def unpacked(weight: Any, shape: tuple[int, ...], dtype: torch.dtype, parts: int) -> Tensor:
         return torch.empty(parts, *shape, dtype=dtype, device="meta")  # hundreds of megabytes elsewhere
 
-    monkeypatch.setattr("dsv4.kernels.dense._unpacked", unpacked)
+    monkeypatch.setattr("dsv4.kernels.prefill.dense._unpacked", unpacked)
     monkeypatch.setattr("dsv4.ops.index.gpu.choose", lambda scores, counts, out: None)
     monkeypatch.setattr(route, "_choose", chosen)
     with fake_hopper():

@@ -1,4 +1,4 @@
-// kernels/sample.cu and its arithmetic, compiled for the CPU.
+// kernels/decode/sample.cu and its arithmetic, compiled for the CPU.
 #include "emulator.h"
 #include "sample.cu"
 

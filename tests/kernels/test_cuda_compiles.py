@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from dsv4.errors import DeviceError
-from dsv4.kernels import build, ceiling, choose, driver, matvec, sample, tiles
-from dsv4.kernels.matvec import MatVec, Product, Tasks
+from dsv4.kernels.common import build, ceiling, driver, tiles
+from dsv4.kernels.decode import choose, matvec, sample
+from dsv4.kernels.decode.matvec import MatVec, Product, Tasks
 from dsv4.quant.formats import Format
 
 COMPILERS = {"NVRTC": build._nvrtc(), "nvcc": build._nvcc()}
@@ -33,7 +34,7 @@ def test_compiles_for_hopper(using: str, name: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(build, "compiler", lambda: found)
     path = build.compile_source(name, "90a")
     cubin = path.read_bytes()
-    kernels = re.findall(r"\b(\w+_kernel)(?:<|\()", (build.HERE / f"{name}.cu").read_text())
+    kernels = re.findall(r"\b(\w+_kernel)(?:<|\()", build.source_path(name).read_text())
     assert cubin.startswith(b"\x7fELF")
     assert {re.sub(r"^_Z\d+", "", s).split("_kernel")[0] + "_kernel" for s in build.symbols(cubin)} == set(
         kernels
@@ -57,13 +58,13 @@ def test_each_compiler_and_architecture_has_its_file(tmp_path: Path, monkeypatch
 
 
 def test_every_source_is_listed() -> None:
-    assert {path.stem for path in build.HERE.glob("*.cu")} == set(build.SOURCES)
+    assert {path.stem: path.parent.name for path in build.HERE.glob("*/*.cu")} == build.SOURCES
 
 
 def test_no_source_needs_a_header_that_wheels_may_lack() -> None:
     """stdint.h is nvcc's alone: NVRTC has none. What a host compiler takes of sample.cuh is for tests."""
     allowed = {"types.cuh": {"stdint.h"}, "sample.cuh": {"math.h", "stdint.h", "string.h"}}
-    for path in [*build.HERE.glob("*.cu"), *build.HERE.glob("*.cuh")]:
+    for path in [*build.HERE.glob("*/*.cu"), *build.HERE.glob("*/*.cuh")]:
         found = set(re.findall(r"#include <(.*)>", path.read_text()))
         assert found <= allowed.get(path.name, set()), path.name
 
@@ -74,7 +75,7 @@ def test_a_broken_source_is_one_sentence(using: str, tmp_path: Path, monkeypatch
     if found is None:
         pytest.skip(f"{using} was not found")
     (tmp_path / "broken.cu").write_text("__global__ void f() { this is not C++; }\n")
-    monkeypatch.setattr(build, "HERE", tmp_path)
+    monkeypatch.setattr(build, "source_path", lambda name: tmp_path / f"{name}.cu")
     monkeypatch.setattr(build, "compiler", lambda: found)
     with pytest.raises(
         DeviceError, match=rf"{using} could not compile broken\.cu for sm_90a: .*error"
@@ -172,7 +173,7 @@ def launch_sample() -> None:
 
 
 def launch_mix() -> None:
-    mhc = pytest.importorskip("dsv4.kernels.mhc")
+    mhc = pytest.importorskip("dsv4.kernels.decode.mhc")
     for dtype in (torch.float32, torch.bfloat16):
         x, streams = some(1, 64, dtype=dtype), some(1, 4, 64, dtype=dtype)
         partial, weight = some(1, mhc.num_chunks(64), mhc.WIDTH), some(64)

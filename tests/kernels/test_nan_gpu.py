@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.kernels import choose
-from dsv4.kernels.matvec import MatVec, Mixing, Product, Tasks, unpack
-from dsv4.kernels.tiles import empty, put, tile
+from dsv4.kernels.common.tiles import empty, put, tile
+from dsv4.kernels.decode import choose
+from dsv4.kernels.decode.matvec import MatVec, Mixing, Product, Tasks, unpack
 from dsv4.ops.mhc import ref as mhc_ref
 from dsv4.ops.norm.ref import rms_norm
 from dsv4.ops.route import ref as route_ref
 from dsv4.quant.codec import decode, encode_weight
 from dsv4.quant.formats import Format, QuantTensor
 
-mhc = pytest.importorskip("dsv4.kernels.mhc", reason="Triton is not installed")
+mhc = pytest.importorskip("dsv4.kernels.decode.mhc", reason="Triton is not installed")
 pytestmark = pytest.mark.gpu
 FORMATS = [Format.NVFP4, Format.MXFP4, Format.FP8, Format.BF16]
 ACTS = [torch.bfloat16, torch.float32]

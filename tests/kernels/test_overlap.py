@@ -17,14 +17,16 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from dsv4.cache.store import Cache
 from dsv4.config import preset
-from dsv4.kernels import attend, build, choose, index, matvec, mhc, prepare, sample
-from dsv4.kernels.overlap import Launch, Launcher, check
+from dsv4.kernels.common import build
+from dsv4.kernels.common.overlap import Launch, Launcher, check
+from dsv4.kernels.decode import attend, choose, index, matvec, mhc, prepare, sample
 from dsv4.lab.bench.decode import Wanted
 from dsv4.lab.synthetic import make_weights
 from dsv4.model.bundle import Bundle, Numerics
 from dsv4.model.decode import Decoder
 from dsv4.model.model import Model
 from dsv4.ops import IMPLEMENTATIONS, Ops
+from dsv4.ops.sample import gpu as sample_op
 from tests.support.triton_source import read
 
 pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="about sources, not about how they run")
@@ -197,7 +199,7 @@ WAIT = "wait_for_prerequisites();"
 
 def functions(name: str) -> dict[str, str]:
     """Functions of a CUDA source, comments taken out: name -> its head, then its body."""
-    text, out = COMMENT.sub("", (build.HERE / name).read_text()), {}
+    text, out = COMMENT.sub("", build.source_path(name).read_text()), {}
     depth, start, head = 0, 0, ""
     for at, letter in enumerate(text):
         if letter == "{":
@@ -224,9 +226,9 @@ def until_wait(function: str) -> str:
 @pytest.mark.parametrize(
     ("source", "names"),
     [
-        ("choose.cu", ["route_kernel", "select_few_kernel", "select_many_kernel"]),
-        ("mix.cu", ["close_kernel"]),
-        ("matvec.cu", ["matvec_kernel"]),
+        ("choose", ["route_kernel", "select_few_kernel", "select_many_kernel"]),
+        ("mix", ["close_kernel"]),
+        ("matvec", ["matvec_kernel"]),
     ],
 )
 def test_cuda_kernels_are_the_known_ones(source: str, names: list[str]) -> None:
@@ -237,10 +239,10 @@ def test_cuda_kernels_are_the_known_ones(source: str, names: list[str]) -> None:
 @pytest.mark.parametrize("name", ["route_kernel", "select_few_kernel", "select_many_kernel"])
 def test_choices_wait(name: str) -> None:
     """At the outermost level, before any way out; no input of the step is read before but through L2."""
-    early = until_wait(functions("choose.cu")[name])
+    early = until_wait(functions("choose")[name])
     assert early.count("{") == early.count("}") + 1, "the wait is inside a branch"
     assert "return;" not in early and "launch_dependents();" in early
-    choice = COMMENT.sub("", (build.HERE / "choose.cu").read_text()).split("struct Choice")[1].split("};")[0]
+    choice = COMMENT.sub("", build.source_path("choose").read_text()).split("struct Choice")[1].split("};")[0]
     methods = choice[choice.index("count(int row)") : choice.index("place(")]
     for text in (early, methods):
         assert not re.search(r"\b(ids|positions|slots|counts|pages|logits)\[", text), "through L1"
@@ -248,7 +250,7 @@ def test_choices_wait(name: str) -> None:
 
 def test_mix_close_waits() -> None:
     """A block goes one of two ways; each waits first, and has read weights alone."""
-    found = functions("mix.cu")
+    found = functions("mix")
     early = until_wait(found["close_kernel"])
     assert early.count("return;") == 1
     assert re.search(r"next_output\([^;]*\);\s*return;", early), "the only other way is next_output"
@@ -260,7 +262,7 @@ def test_mix_close_waits() -> None:
 
 
 def test_products_wait() -> None:
-    found = functions("matvec.cu")
+    found = functions("matvec")
     kernel, run = found["matvec_kernel"], found["run"]
     # The block that mixes waits; every other goes on to `run`.
     assert re.search(r"if \(work\.x < 0\) \{\s*wait_for_prerequisites\(\);", kernel)
@@ -283,10 +285,21 @@ def test_products_wait() -> None:
     assert re.findall(r"read_slice\(.*", early.split("has_slice =")[1]) == ["read_slice(warp, 0);"]
 
 
+def test_prompts_are_serial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a prompt launches of the decode kernels starts when the launch before it has ended."""
+    seen: list[Any] = []
+    monkeypatch.setattr(sample, "call", lambda *arguments, overlap, **how: seen.append(overlap))
+    monkeypatch.setattr(choose, "call", lambda *arguments, overlap, **how: seen.append(overlap))
+    sample_op.choose(torch.zeros(2, 40), torch.zeros(2, sample.WIDTH, dtype=torch.long), None)
+    rows = torch.zeros(2, 4, dtype=torch.int32)
+    choose.select(torch.zeros(2, 40), torch.zeros(2, dtype=torch.int32), rows)
+    assert seen == [False, False]
+
+
 def test_a_wait_that_moves_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """The scan itself: a wait behind a condition, and an early way out."""
-    text = (build.HERE / "choose.cu").read_text()
-    monkeypatch.setattr(build, "HERE", tmp_path)
+    text = build.source_path("choose").read_text()
+    monkeypatch.setattr(build, "source_path", lambda name: tmp_path / f"{name}.cu")
     for old, new in ((WAIT, "if (blockIdx.x) { " + WAIT + " }"), (WAIT, "if (!blockIdx.x) return;\n" + WAIT)):
         (tmp_path / "choose.cu").write_text(text.replace(old, new))
         with pytest.raises(AssertionError):

@@ -5,7 +5,7 @@ import torch
 from sample_support import make
 from torch import Tensor
 
-from dsv4.kernels.sample import sample
+from dsv4.kernels.decode.sample import sample
 from dsv4.ops.sample import gpu, ref
 
 pytestmark = pytest.mark.gpu

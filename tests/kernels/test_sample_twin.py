@@ -11,7 +11,7 @@ import torch
 from sample_support import make
 from torch import Tensor
 
-from dsv4.kernels.build import HERE
+from dsv4.kernels.common.build import INCLUDES
 from dsv4.ops.sample import ref
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on the PATH")
@@ -22,7 +22,7 @@ def twin(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     here, out = Path(__file__).parent, tmp_path_factory.mktemp("twin") / "twin.so"
     # Plain products and sums, as IEEE 754 has them; longjmp between stacks is what the emulator is about.
     flags = ["-O2", "-std=c++17", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-w"]
-    command = ["g++", *flags, f"-I{HERE}", f"-I{here}", "-o", str(out), str(here / "sample_twin.cpp")]
+    command = ["g++", *flags, *INCLUDES, f"-I{here}", "-o", str(out), str(here / "sample_twin.cpp")]
     subprocess.run(command, check=True, capture_output=True)
     loaded = ctypes.CDLL(str(out))
     loaded.worst_estimate.restype = ctypes.c_double

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from dsv4.kernels.matvec import COLUMNS, Tasks, _Segment, _share, splits
+from dsv4.kernels.decode.matvec import COLUMNS, Tasks, _Segment, _share, splits
 
 
 def segment(units: int, format: int = 0, warps: int = 8, halves: int = 1, routed: int = 0) -> _Segment:

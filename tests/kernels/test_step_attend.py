@@ -10,7 +10,7 @@ from dsv4.ops.index.ref import visible_rows
 from dsv4.quant.codec import encode_kv
 from dsv4.quant.formats import Format, QuantTensor
 
-kernels = pytest.importorskip("dsv4.kernels.attend", reason="Triton is not installed")
+kernels = pytest.importorskip("dsv4.kernels.decode.attend", reason="Triton is not installed")
 pytestmark = runs
 LONGEST, SLOTS = 2100, 4
 # What float32 sums in another order, and bfloat16 weights rounded relative to another maximum, can do.

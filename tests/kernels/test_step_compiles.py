@@ -11,8 +11,8 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from dsv4.config import ModelConfig, preset
-from dsv4.kernels import attend, index, mhc, prepare
-from dsv4.kernels.matvec import splits
+from dsv4.kernels.decode import attend, index, mhc, prepare
+from dsv4.kernels.decode.matvec import splits
 from dsv4.quant.formats import Format, QuantTensor, empty_rows
 from tests.aot import compiling
 

@@ -8,7 +8,7 @@ from dsv4.ops.index import ref
 from dsv4.quant.codec import decode, encode_kv, mxfp4_round
 from dsv4.quant.formats import Format
 
-kernels = pytest.importorskip("dsv4.kernels.index", reason="Triton is not installed")
+kernels = pytest.importorskip("dsv4.kernels.decode.index", reason="Triton is not installed")
 pytestmark = runs
 
 

@@ -5,15 +5,15 @@ import torch
 from step_support import DTYPES, blank, check, on_gpu, rand, runs, there
 from torch import Tensor
 
-from dsv4.kernels.matvec import MatVec, Mixing, Product
-from dsv4.kernels.tiles import tile
+from dsv4.kernels.common.tiles import tile
+from dsv4.kernels.decode.matvec import MatVec, Mixing, Product
 from dsv4.ops.linear import ref as linear
 from dsv4.ops.mhc import ref
 from dsv4.ops.norm.ref import rms_norm
 from dsv4.quant.codec import encode_weight
 from dsv4.quant.formats import Format, QuantTensor
 
-mhc = pytest.importorskip("dsv4.kernels.mhc", reason="Triton is not installed")
+mhc = pytest.importorskip("dsv4.kernels.decode.mhc", reason="Triton is not installed")
 pytestmark = runs
 N, M = 4, 24
 EPS, HC_EPS = 1e-6, 1e-6

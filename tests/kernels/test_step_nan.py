@@ -14,8 +14,8 @@ from dsv4.ops.qkv import ref as qkv
 from dsv4.quant.codec import decode, encode_kv, mxfp4_round
 from dsv4.quant.formats import Format, QuantTensor, empty_rows
 
-attend = pytest.importorskip("dsv4.kernels.attend", reason="Triton is not installed")
-from dsv4.kernels import index, prepare  # noqa: E402
+attend = pytest.importorskip("dsv4.kernels.decode.attend", reason="Triton is not installed")
+from dsv4.kernels.decode import index, prepare  # noqa: E402
 
 pytestmark = runs
 EPS, LONGEST, RING, NAN, INF = 1e-6, 256, 48, float("nan"), float("inf")

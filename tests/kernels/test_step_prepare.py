@@ -13,7 +13,7 @@ from dsv4.ops.norm.ref import rms_norm
 from dsv4.ops.qkv import ref as qkv
 from dsv4.quant.formats import Format, QuantTensor, empty_rows
 
-kernels = pytest.importorskip("dsv4.kernels.prepare", reason="Triton is not installed")
+kernels = pytest.importorskip("dsv4.kernels.decode.prepare", reason="Triton is not installed")
 pytestmark = runs
 EPS, SLOTS, PAGE, PAGES, SPARE = 1e-6, 5, 4, 12, 8
 LONGEST = 1024

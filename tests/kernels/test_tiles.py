@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dsv4.kernels.tiles import BRICK, SCALES, tile, tile_bytes
+from dsv4.kernels.common.tiles import BRICK, SCALES, tile, tile_bytes
 from dsv4.quant.codec import decode, e2m1_decode, e4m3_decode, e8m0_decode, encode_weight
 from dsv4.quant.formats import Format, QuantTensor
 

@@ -21,9 +21,9 @@ from dsv4.cache.store import Cache
 from dsv4.config import ModelConfig, preset
 from dsv4.engine.memory import RESERVED
 from dsv4.errors import ConfigError
-from dsv4.kernels import build
-from dsv4.kernels.overlap import tensors_of
-from dsv4.kernels.tiles import Bank, Tiled
+from dsv4.kernels.common import build
+from dsv4.kernels.common.overlap import tensors_of
+from dsv4.kernels.common.tiles import Bank, Tiled
 from dsv4.lab.bench import beside, prefill
 from dsv4.lab.bench import decode as bench
 from dsv4.lab.bench.cases import Case, Maker

@@ -33,7 +33,7 @@ MACHINE = {
 
 
 def test_the_read_kernel_adds_up_every_word() -> None:
-    from dsv4.kernels import ceiling
+    from dsv4.kernels.common import ceiling
 
     for count in (0, 4, 1028, 132 * 4 * 512 * 4 * 9 + 12):
         data = torch.randint(-(2**31), 2**31, (count,), device="cuda", dtype=torch.int64).int()

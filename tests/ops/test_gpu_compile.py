@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from dsv4.config import ModelConfig, preset
-from dsv4.kernels import experts, gemm, rows
+from dsv4.kernels.prefill import experts, gemm, rows
 from dsv4.ops.attend import gpu as attend_gpu
 from dsv4.ops.compress import gpu as compress_gpu
 from dsv4.ops.index import gpu as index_gpu

@@ -8,7 +8,7 @@ from gpu_support import DEVICE, DTYPES, IS_GPU, MARKS, near, tiled, tiled_bank, 
 from ops_support import rand
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from dsv4.kernels import dense
+from dsv4.kernels.prefill import dense
 from dsv4.ops.experts import gpu as experts_gpu
 from dsv4.ops.experts import ref as experts_ref
 from dsv4.ops.linear import gpu as linear_gpu

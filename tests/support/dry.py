@@ -9,8 +9,8 @@ import torch
 
 from dsv4.cache.store import Cache
 from dsv4.config import ModelConfig
-from dsv4.kernels import attend, choose, index, matvec, mhc, prepare, sample
-from dsv4.kernels.tiles import Tiled, empty
+from dsv4.kernels.common.tiles import Tiled, empty
+from dsv4.kernels.decode import attend, choose, index, matvec, mhc, prepare, sample
 from dsv4.lab import synthetic
 from dsv4.lab.bench.decode import Wanted
 from dsv4.model.bundle import Bundle, Numerics

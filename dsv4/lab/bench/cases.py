@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dsv4.cache.layout import CacheLayout
 from dsv4.config import ModelConfig
-from dsv4.kernels.tiles import Bank, Tiled, empty, put, tile
+from dsv4.kernels.common.tiles import Bank, Tiled, empty, put, tile
 from dsv4.lab.bench.decode import fill_rows
 from dsv4.lab.bench.subject import DTYPE, cache_layout, needed_bytes
 from dsv4.lab.synthetic import format_of

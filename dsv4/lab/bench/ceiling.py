@@ -7,7 +7,7 @@ import torch
 
 from dsv4.device import OLDEST, too_old
 from dsv4.errors import DeviceError
-from dsv4.kernels import ceiling
+from dsv4.kernels.common import ceiling
 
 READ_BYTES = 8 << 30
 MATMUL_SIZE = 8192

@@ -13,7 +13,7 @@ import torch
 from dsv4.cache.layout import CacheLayout
 from dsv4.config import preset
 from dsv4.errors import ConfigError
-from dsv4.kernels.matvec import MatVec
+from dsv4.kernels.decode.matvec import MatVec
 from dsv4.lab.bench.cases import Case, Made, Maker
 from dsv4.lab.bench.ceiling import timed
 from dsv4.lab.bench.decode import Session, Wanted

@@ -12,7 +12,7 @@ from dsv4.cache.layout import CacheLayout
 from dsv4.config import ModelConfig, preset
 from dsv4.engine.memory import gpu_memory
 from dsv4.errors import ConfigError
-from dsv4.kernels.tiles import ROWS, SLICE, Bank, Tiled, tile_bytes
+from dsv4.kernels.common.tiles import ROWS, SLICE, Bank, Tiled, tile_bytes
 from dsv4.lab.synthetic import LAYOUTS, format_of, make_weights, with_experts
 from dsv4.model.bundle import Bundle, Numerics, Weights
 from dsv4.model.params import Param, declare

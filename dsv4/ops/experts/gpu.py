@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.kernels import dense
-from dsv4.kernels import experts as kernels
+from dsv4.kernels.prefill import dense
+from dsv4.kernels.prefill import experts as kernels
 from dsv4.ops.experts.ref import Expert
 from dsv4.ops.linear.gpu import hold
 from dsv4.ops.linear.ref import round_input

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from dsv4.kernels import dense
-from dsv4.kernels.dense import Weight
-from dsv4.kernels.gemm import gemm
-from dsv4.kernels.tiles import Tiled, tile
+from dsv4.kernels.common.tiles import Tiled, tile
+from dsv4.kernels.prefill import dense
+from dsv4.kernels.prefill.dense import Weight
+from dsv4.kernels.prefill.gemm import gemm
 from dsv4.ops.linear.ref import Held, embed, round_input
 from dsv4.quant.formats import QuantTensor
 

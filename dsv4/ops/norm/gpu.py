@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from dsv4.kernels import rows
+from dsv4.kernels.prefill import rows
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from dsv4.kernels import rows
+from dsv4.kernels.prefill import rows
 from dsv4.ops.qkv import ref
 from dsv4.quant.formats import Format, QuantTensor
 

@@ -1,7 +1,7 @@
 """From logits to a token: filters, Gumbel-max, log-probabilities. A row's result depends on that row alone.
 
 Any machine chooses the same token and gives the same bits: what is inexact is double + - * / in one order,
-what is summed is an integer. kernels/sample.cuh has the same arithmetic.
+what is summed is an integer. kernels/decode/sample.cuh has the same arithmetic.
 """
 
 import math

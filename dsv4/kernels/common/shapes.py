@@ -1,0 +1,20 @@
+"""Decode step: into how many parts the step's kernels cut their work. Arithmetic only, without Triton."""
+
+import torch
+
+MIX_CHUNK = 32  # channels of each stream per program of mhc.mix_open
+MIX_WIDTH = 32  # columns of `partial`: the mixes that weight the streams, the sum of squares, the other mixes
+
+
+def mix_chunks(hidden_size: int) -> int:
+    return -(-hidden_size // MIX_CHUNK)
+
+
+def chunk_keys(act: torch.dtype) -> int:
+    """Keys of a chunk of attention. float32, with twice the bytes and no tensor cores, serves tests alone."""
+    return 64 if act is torch.bfloat16 else 16
+
+
+def attend_chunks(act: torch.dtype, window: int, max_entries: int) -> int:
+    """Chunks of a row that may see `max_entries` compressed entries (0: none)."""
+    return -(-window // chunk_keys(act)) + -(-max_entries // chunk_keys(act))

@@ -1,0 +1,166 @@
+"""Start: weights as GPU kernels want them, tiles of 16 rows in the order of tensor cores' registers."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4.errors import CheckpointError
+from dsv4.quant.codec import e8m0_decode
+from dsv4.quant.formats import FP8_TILE, MX_BLOCK, NV_BLOCK, Format, QuantTensor
+
+ROWS, SLICE = 16, 512
+# Bytes of one brick (16 rows, 512 columns) and of the scales beside it; matvec.cu knows the same numbers.
+BRICK = {Format.NVFP4: 4096, Format.MXFP4: 4096, Format.FP8: 8192, Format.BF16: 16384}
+SCALES = {Format.NVFP4: 512, Format.MXFP4: 256, Format.FP8: 16, Format.BF16: 0}
+CODE = {Format.NVFP4: 0, Format.MXFP4: 1, Format.FP8: 2, Format.BF16: 3}
+# Where the three magnitude bits and the sign of a lane's four codes lie in each half of a word.
+_MAGNITUDE, _SIGN = (9, 6, 3, 0), (15, 12, 14, 13)
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """`count` matrices [N, K], or pairs of them (gate and up), each multiplied by its float32 `factor`."""
+
+    format: Format
+    shape: tuple[int, int]
+    data: Tensor  # uint8 [count, units, slices, halves, brick]
+    scale: Tensor  # uint8 [count, units, slices, halves, scales of a brick]
+    factor: Tensor  # float32 [count, halves]
+    fits_bf16: bool = True
+
+    @property
+    def count(self) -> int:
+        return self.data.shape[0]
+
+    @property
+    def units(self) -> int:
+        return self.data.shape[1]
+
+    @property
+    def slices(self) -> int:
+        return self.data.shape[2]
+
+    @property
+    def halves(self) -> int:
+        return self.data.shape[3]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data.numel() + self.scale.numel() + 4 * self.factor.numel()
+
+    def span(self, first: int, stop: int) -> "Tiled":
+        """Matrices first .. stop-1, not copied."""
+        parts = (self.data[first:stop], self.scale[first:stop], self.factor[first:stop])
+        return Tiled(self.format, self.shape, *parts, self.fits_bf16)
+
+    def rows(self, start: int, stop: int) -> "Tiled":
+        """Rows start .. stop-1 of a single matrix, not copied; both on a tile's edge, or the end."""
+        assert self.count == 1 and self.halves == 1 and start % ROWS == 0
+        stop = min(stop, self.shape[0])
+        units = slice(start // ROWS, -(-stop // ROWS))
+        shape = (stop - start, self.shape[1])
+        return Tiled(
+            self.format, shape, self.data[:, units], self.scale[:, units], self.factor, self.fits_bf16
+        )
+
+
+@dataclass(frozen=True)
+class Bank:
+    """All experts of a layer (or the shared one alone): gate and up in pairs, and down."""
+
+    w13: Tiled
+    w2: Tiled
+
+
+def empty(
+    format: Format, shape: tuple[int, int], count: int, halves: int, device: str | torch.device
+) -> Tiled:
+    units, slices = -(-shape[0] // ROWS), -(-shape[1] // SLICE)
+    lead = (count, units, slices, halves)
+    return Tiled(
+        *(format, shape),
+        torch.empty(*lead, BRICK[format], dtype=torch.uint8, device=device),
+        torch.empty(*lead, SCALES[format], dtype=torch.uint8, device=device),
+        torch.empty(count, halves, dtype=torch.float32, device=device),
+    )
+
+
+def tile_bytes(format: Format, shape: tuple[int, int], halves: int = 1) -> int:
+    """What `empty` allocates for one matrix, or one pair."""
+    units, slices = -(-shape[0] // ROWS), -(-shape[1] // SLICE)
+    return units * slices * halves * (BRICK[format] + SCALES[format]) + 4 * halves
+
+
+def tile(weight: QuantTensor) -> Tiled:
+    """One weight in its tiles, on the device where its bytes are."""
+    out = empty(weight.format, weight.shape, 1, 1, weight.data.device)
+    fits = put(out, 0, 0, weight)
+    return Tiled(out.format, out.shape, out.data, out.scale, out.factor, fits)
+
+
+def put(to: Tiled, index: int, half: int, weight: QuantTensor) -> bool:
+    """Write `weight` as matrix `index` (and half) of a bank. -> whether BF16 holds its values exactly."""
+    assert weight.format is to.format and weight.shape == to.shape, (weight.format, weight.shape, to.shape)
+    if weight.shape[1] % 4:
+        raise CheckpointError(f"a weight of {weight.shape[1]} columns: the GPU kernels need a multiple of 4")
+    to.data[index, :, :, half] = _data(weight, to.units, to.slices)
+    to.factor[index, half] = weight.global_scale
+    if weight.format is Format.BF16:
+        return True
+    scale, fits = _scales(weight, to.units, to.slices)
+    to.scale[index, :, :, half] = scale
+    return fits
+
+
+def _padded(x: Tensor, rows: int, cols: int) -> Tensor:
+    return torch.nn.functional.pad(x, (0, cols - x.shape[1], 0, rows - x.shape[0]))
+
+
+def _data(weight: QuantTensor, units: int, slices: int) -> Tensor:
+    """[units, slices, brick] bytes. A lane is (g, t): rows g and g+8, columns 4t .. 4t+3 of every 16."""
+    if weight.format is Format.BF16:
+        plain = _padded(weight.data.view(torch.int16), units * ROWS, slices * SLICE)
+        # unit, half of the rows, g, slice, sixteen, t, pair of columns, column
+        parts = plain.view(units, 2, 8, slices, 32, 4, 2, 2)
+        ordered = parts.permute(0, 3, 4, 2, 5, 6, 1, 7).contiguous()
+        return ordered.view(torch.uint8).view(units, slices, -1)
+    if weight.format is Format.FP8:
+        codes = _padded(weight.data.view(torch.uint8), units * ROWS, slices * SLICE)
+        parts = codes.view(units, 2, 8, slices, 16, 2, 4, 2, 2)
+        return parts.permute(0, 3, 4, 2, 6, 5, 7, 1, 8).contiguous().view(units, slices, -1)
+    packed = _padded(weight.data, units * ROWS, slices * SLICE // 2)
+    # unit, half, g, slice, sixty-four, sixteen, four, pair of columns (one byte). A lane has four columns of
+    # each sixteen, or with NVFP4 one sixteen, which has one scale.
+    lanes = (5, 6) if weight.format is Format.NVFP4 else (6, 5)
+    parts = packed.view(units, 2, 8, slices, 8, 4, 4, 2).permute(0, 3, 4, 2, *lanes, 7, 1)
+    words = torch.zeros(parts.shape[:-2], dtype=torch.int32, device=packed.device)
+    for pair in range(2):
+        for half in range(2):
+            register = half + 2 * pair
+            both = parts[..., pair, half].int()
+            for column in range(2):
+                code = (both >> (4 * column)) & 15
+                words |= (code & 7) << (_MAGNITUDE[register] + 16 * column)
+                words |= (code >> 3) << (_SIGN[register] + 16 * column)
+    return words.contiguous().view(torch.uint8).view(units, slices, -1)
+
+
+def _scales(weight: QuantTensor, units: int, slices: int) -> tuple[Tensor, bool]:
+    """[units, slices, scales of a brick] bytes, and whether BF16 holds code times scale."""
+    assert weight.scale is not None
+    if weight.format is Format.FP8:
+        raw = weight.scale
+        scale = e8m0_decode(raw) if raw.dtype == torch.uint8 else raw.float()
+        mantissa, _ = torch.frexp(scale)
+        fits = bool(((mantissa.abs() == 0.5) | (scale == 0)).all())
+        rows = torch.arange(units, device=scale.device) * ROWS // FP8_TILE
+        wide = torch.nn.functional.pad(scale, (0, slices * 4 - scale.shape[1]))
+        return wide[rows].contiguous().view(torch.uint8).view(units, slices, 16), fits
+    block = NV_BLOCK if weight.format is Format.NVFP4 else MX_BLOCK
+    codes = _padded(weight.scale.view(torch.uint8), units * ROWS, slices * SLICE // block)
+    if weight.format is Format.NVFP4:  # unit, half, g, slice, load, t: a lane's own block of every load
+        parts = codes.view(units, 2, 8, slices, 8, 4).permute(0, 3, 2, 5, 4, 1)
+    else:  # unit, half, g, slice, t (the lane that keeps it), which of its two loads, block of that load
+        parts = codes.view(units, 2, 8, slices, 4, 2, 2).permute(0, 3, 2, 4, 5, 1, 6)
+    return parts.contiguous().view(units, slices, -1), True

@@ -1,0 +1,152 @@
+"""Decode step: launches choose.cu. Which experts, which entries. `select` serves prompts."""
+
+import ctypes
+
+from torch import Tensor
+
+from dsv4.kernels.common.build import call
+from dsv4.kernels.common.overlap import launcher
+from dsv4.kernels.decode.matvec import COLUMNS, FLOAT_COLUMNS, Tasks
+
+# Warps of a block, and keys of a lane: rows of as many entries are chosen from in registers.
+FEW = ((8, 5), (16, 8), (32, 8))
+CLUSTER = 8  # blocks that share a longer row
+MAX_SHARED = 232448 - 1024  # bytes of a block beside what it declares itself
+MAX_ENTRIES = CLUSTER * MAX_SHARED // 4  # of a row
+MAX_EXPERTS, MAX_CHOICES, MAX_PAIRS = 512, 32, 1024  # pairs: rows times choices
+
+
+class _Choice(ctypes.Structure):
+    _fields_ = (
+        ("scores", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("counts", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("ratio", ctypes.c_int),
+        ("page_table", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("pages", "page_entries", "topk")),
+        ("out", ctypes.c_void_p),
+    )
+
+
+@launcher(
+    reads=("logits",),
+    reads_early=("bias", "table", "ids"),
+    writes=("chosen", "tasks"),
+)
+def route(
+    logits: Tensor,
+    bias: Tensor | None,
+    table: Tensor | None,
+    ids: Tensor,
+    scale: float,
+    is_float: bool,
+    chosen: Tensor,
+    tasks: Tasks,
+    overlap: bool = True,
+) -> None:
+    """logits [T, E] float32; bias [E], or a table [V, K] by token id. -> chosen int32 [T, K] by rising
+    expert, and tasks with the weights. `is_float` says how many pairs a task may hold."""
+    rows, experts = logits.shape
+    assert experts <= MAX_EXPERTS and tasks.choices <= MAX_CHOICES, (experts, tasks.choices)
+    assert rows * tasks.choices <= MAX_PAIRS, (rows, tasks.choices)
+    many, single = 8 if experts <= 256 else 16, "true" if rows == 1 else "false"
+    call(
+        *("choose", f"route_kernel<{many}, {single}>", logits.device),
+        *(logits, bias, table, ids, rows, experts, tasks.choices, float(scale)),
+        *(FLOAT_COLUMNS if is_float else COLUMNS, chosen, tasks.weights, tasks.expert, tasks.pairs),
+        blocks=1,
+        threads=32 * many if rows == 1 else 512,
+        overlap=overlap,
+    )
+
+
+def select(scores: Tensor, counts: Tensor, out: Tensor) -> None:
+    """Prefill: scores [T, cap] float32, counts [T] int32 -> out [T, topk] int32: the best, rising; -1s."""
+    _select(
+        scores=scores,
+        counts=counts,
+        positions=None,
+        ratio=1,
+        page_table=None,
+        slots=None,
+        page_entries=1,
+        out=out,
+        overlap=False,
+    )
+
+
+@launcher(
+    reads=("scores", "page_table"),
+    reads_early=("positions", "slots", "page_table"),
+    writes=("out",),
+)
+def select_rows(
+    scores: Tensor,
+    positions: Tensor,
+    ratio: int,
+    page_table: Tensor,
+    slots: Tensor,
+    page_entries: int,
+    out: Tensor,
+    overlap: bool = True,
+) -> None:
+    """The same for the entries visible at each row's position, as places in the pool."""
+    _select(
+        scores=scores,
+        counts=None,
+        positions=positions,
+        ratio=ratio,
+        page_table=page_table,
+        slots=slots,
+        page_entries=page_entries,
+        out=out,
+        overlap=overlap,
+    )
+
+
+def _select(
+    scores: Tensor,
+    counts: Tensor | None,
+    positions: Tensor | None,
+    ratio: int,
+    page_table: Tensor | None,
+    slots: Tensor | None,
+    page_entries: int,
+    out: Tensor,
+    overlap: bool,
+) -> None:
+    pages = 1 if page_table is None else page_table.shape[1]
+    rows, capacity = out.shape[0], scores.shape[1]
+    choice = _Choice(
+        scores=scores.data_ptr(),
+        stride=scores.stride(0),
+        counts=_address(counts),
+        positions=_address(positions),
+        ratio=ratio,
+        page_table=_address(page_table),
+        slots=_address(slots),
+        pages=pages,
+        page_entries=page_entries,
+        topk=out.shape[1],
+        out=out.data_ptr(),
+    )
+    assert capacity <= MAX_ENTRIES, capacity
+    few = next((size for size in FEW if capacity <= size[0] * size[1] * 32), None)
+    if few is not None:
+        kernel, blocks, threads = f"select_few_kernel<{few[0]}, {few[1]}>", rows, 32 * few[0]
+        call("choose", kernel, scores.device, choice, blocks=blocks, threads=threads, overlap=overlap)
+        return
+    call(
+        *("choose", "select_many_kernel", scores.device, choice),
+        blocks=rows * CLUSTER,
+        threads=1024,
+        shared=-(-capacity // CLUSTER) * 4,
+        cluster=CLUSTER,
+        overlap=overlap,
+    )
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,522 @@
+// Decode step: y = x Wt for one to eight rows of x at a time, W in 4, 8 or 16 bits. Reads each weight once, at memory speed.
+//
+// A weight is cut in tiles of 16 rows and slices of 512 columns; one warp takes one slice of a tile, and eight
+// columns of x (the rows of a batch) ride along in the tensor core's n. What a tile holds lies in the order in
+// which the lanes of mma.m16n8k16 want it (tiles.py packs it), 16 bytes per lane and load. The sum over K has one
+// order whatever the batch: blocks of columns inside the tensor core along the slice, then the slices one after the
+// other. A column of the tensor core never sees its neighbours, so a row's result does not
+// depend on them.
+//
+// Eight slices are summed at a time. Of more (WIDE) a block makes two passes over its units, each over half of K: x of all
+// columns would not fit in shared memory. The sums of the first pass are the second's first summand, and the thread that
+// needs them has written them itself.
+#include "mix.cuh"
+#include "tiles.cuh"
+
+enum { AS_ACT = 0, AS_F32 = 1 };   // what y holds; pairs always give SwiGLU in the activations' type
+constexpr int MAX_SLICES = 8, MAX_PASSES = 2, MAX_SEGMENTS = 16;
+// A warp's weights come through shared memory, CHUNK bytes (8 loads) at a time, some chunks ahead.
+constexpr int CHUNK = 4096, CHUNK_LOADS = CHUNK / 512;
+// Parts of a float32 input: FP16 carries 11 bits, BF16 8.
+constexpr int COLUMNS = 8, PARTS = 4;
+// Items of four columns of x in a slice; a column's stride in shared memory keeps the lanes' banks apart, for reads of
+// one item or of two.
+constexpr int ITEMS = SLICE / 4, MAX_STRIDE = ITEMS + 4;
+template <int F> constexpr int STRIDE = F == NVFP4 ? ITEMS + 2 : MAX_STRIDE;
+
+// Shared memory of a block of WARPS: stages, sums of this turn and the last [warp][brick][column][row], barriers, then x.
+// Blocks of 8 warps are for a single row: two fit on a multiprocessor, and one computes while the other begins or ends.
+// A single row's x lies there for all passes.
+template <int WARPS, bool WIDE> struct Layout {
+    static constexpr bool SINGLE = WARPS == 8;
+    static constexpr int STAGES = 2;
+    static constexpr int BLOCKS = SINGLE ? 2 : 1, SUMS = SINGLE ? 16 : 16 * COLUMNS, TABLE = WARPS * 2 * SUMS;
+    static constexpr int TABLE_AT = WARPS * STAGES * CHUNK, BARRIERS_AT = TABLE_AT + 2 * TABLE * 4;
+    static constexpr int X_AT = BARRIERS_AT + WARPS * STAGES * 8, X_SLICES = MAX_SLICES * (SINGLE && WIDE ? MAX_PASSES : 1);
+    static constexpr int BYTES = X_AT + X_SLICES * ((SINGLE ? 1 : COLUMNS) * MAX_STRIDE * 8 + COLUMNS * 4);
+};
+
+struct Params {
+    Segment segments[MAX_SEGMENTS];
+    const int4* work;         // segment, first unit, units, task (routed) or group of eight rows
+    const int* task_expert;   // [tasks], -1 beyond the last
+    const int* task_pairs;    // [tasks][8], -1 beyond the last
+    const float* weights;     // [pairs] routing weights
+    int choices;              // experts per token
+    int rows;                 // of the batch
+    float limit;              // of the clamped SwiGLU
+    int triggers_late;        // launch_dependents comes after the wait
+    int early_stages, paced;  // a single row: chunks that a warp fetches before the wait; not all warps at once
+    Mixing mixing;            // beside the products, where a block's work says segment -1
+    const char* prefetch;     // what the next kernel reads first, prefetched to L2; may be null
+    int64_t prefetch_bytes;
+};
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+// Copy one chunk to shared memory without a register or a thread; `barrier` turns when all of it is there.
+__device__ __forceinline__ void fetch(uint32_t to, const void* from, uint32_t barrier) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(CHUNK) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(to), "l"(from), "r"(CHUNK), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void await(uint32_t barrier, uint32_t parity) {
+    asm volatile("{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra again;\n}"
+                 ::"r"(barrier), "r"(parity) : "memory");
+}
+// Waits for the warps of one group only. Where there are several passes, groups are few, and one number is everyone's:
+// that of __syncthreads is group 0's.
+constexpr int EVERYONE = 15;
+__device__ __forceinline__ void group_barrier(int group, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(group), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void mma_f16(float (&d)[4], const uint32_t (&a)[4], const uint2 b) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
+}
+
+__device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint2 b) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
+}
+
+__device__ __forceinline__ uint32_t times(uint32_t a, __half2 b) {
+    const __half2 v = __hmul2(*reinterpret_cast<__half2*>(&a), b);
+    return *reinterpret_cast<const uint32_t*>(&v);
+}
+
+// One load of a tile: 64, 32 or 16 columns. Four sums, so that the tensor core need not wait for itself; `block`
+// collects the open FP8 block. `x` is this lane's place in its slice of x.
+// NVFP4: code (as value * 2^-14) times E4M3 scale is exact in FP16, so the scale goes into the weight.
+template <int F>
+__device__ __forceinline__ void multiply(const uint4& w, int load, const uint2* x,
+                                         const Scales<F>& s, int lane, float (&sums)[4][4], float (&block)[4]) {
+    const uint32_t words[4] = {w.x, w.y, w.z, w.w};
+    uint32_t a[4];
+    float (&sum)[4] = sums[0];
+    if constexpr (F == NVFP4) {
+        // A lane has one block of 16 columns of rows g and g+8, so two scales; four columns of it at a time.
+        const uint32_t pair = e4m3x2((uint16_t)(s.word[load >> 1] >> (load & 1) * 16));
+        const __half2 scales = *reinterpret_cast<const __half2*>(&pair);
+        const __half2 low = __low2half2(scales), high = __high2half2(scales);
+        const uint4* items = reinterpret_cast<const uint4*>(x + load * 16);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const uint4 two = items[j >> 1];
+            e2m1(words[j], a);
+            a[0] = times(a[0], low); a[1] = times(a[1], high); a[2] = times(a[2], low); a[3] = times(a[3], high);
+            mma_f16(sums[j], a, j & 1 ? make_uint2(two.z, two.w) : make_uint2(two.x, two.y));
+        }
+    } else if constexpr (F == MXFP4) {
+        const uint32_t scales = __shfl_sync(~0u, s.word[load & 1], (lane & ~3) | (load >> 1));
+#pragma unroll
+        for (int j = 0; j < 4; j += 2) {
+            float d[4] = {0.f, 0.f, 0.f, 0.f};
+            e2m1(words[j], a);
+            mma_f16(d, a, x[(load * 4 + j) * 4]);
+            e2m1(words[j + 1], a);
+            mma_f16(d, a, x[(load * 4 + j + 1) * 4]);
+            const float l = e8m0((scales >> (j * 4)) & 255), h = e8m0((scales >> (16 + j * 4)) & 255);
+            sum[0] = fmaf(l, d[0], sum[0]); sum[1] = fmaf(l, d[1], sum[1]);
+            sum[2] = fmaf(h, d[2], sum[2]); sum[3] = fmaf(h, d[3], sum[3]);
+        }
+    } else if constexpr (F == FP8) {
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+            const uint32_t p = words[2 * m], q = words[2 * m + 1];
+            a[0] = e4m3x2(p & 0xFFFF); a[1] = e4m3x2(p >> 16);
+            a[2] = e4m3x2(q & 0xFFFF); a[3] = e4m3x2(q >> 16);
+            mma_f16(block, a, x[(load * 2 + m) * 4]);
+        }
+        if ((load & 3) == 3) {
+            const float scale = __uint_as_float(s.word[load >> 2]);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) { sum[i] = fmaf(scale, block[i], sum[i]); block[i] = 0.f; }
+        }
+    } else {
+        a[0] = words[0]; a[1] = words[1]; a[2] = words[2]; a[3] = words[3];
+        mma_bf16(sums[load & 3], a, x[load * 4]);
+    }
+}
+
+__device__ __forceinline__ uint32_t pack_f16(float a, float b) {
+    __half2 h = __floats2half2_rn(a, b);
+    return *reinterpret_cast<uint32_t*>(&h);
+}
+__device__ __forceinline__ uint32_t pack_bf16(float a, float b) {
+    __nv_bfloat162 h = __floats2bfloat162_rn(a, b);
+    return *reinterpret_cast<uint32_t*>(&h);
+}
+// The power of two that brings `peak` to [2^14, 2^15), FP16's upper end, as the exponent of its inverse.
+__device__ __forceinline__ int exponent(float peak) {
+    const int e = (__float_as_uint(peak) >> 23) & 255;
+    return e == 0 ? 127 : max(e, 15);
+}
+
+template <bool IS_F32> struct Item { using Four = uint2; };   // four columns of x
+template <> struct Item<true> { using Four = float4; };
+
+// Row `row` of x over the slice from column k0 on, zero beyond k: lane l holds columns 4l..4l+3 of every 128.
+template <bool IS_F32>
+__device__ __forceinline__ void read_x(const void* row, int k0, int k, int lane, typename Item<IS_F32>::Four (&v)[ITEMS / 32]) {
+    using Four = typename Item<IS_F32>::Four;
+    const Four* p = static_cast<const Four*>(row) + k0 / 4 + lane;
+#pragma unroll
+    for (int i = 0; i < ITEMS / 32; ++i) v[i] = k0 + 4 * (lane + 32 * i) < k ? __ldcg(p + 32 * i) : Four{};
+}
+
+// That, into `to` as the tensor core takes it: item i holds columns 4i..4i+3. float32 goes to PARTS columns, highest bits
+// first. Returns what undoes the scaling.
+template <bool IS_F16, bool IS_F32>
+__device__ __forceinline__ float put_x(const typename Item<IS_F32>::Four (&v)[ITEMS / 32], int lane, uint2* to) {
+    float peak = 0.f;
+    if constexpr (!IS_F32) {
+        if constexpr (!IS_F16) {
+#pragma unroll
+            for (int i = 0; i < ITEMS / 32; ++i) to[lane + 32 * i] = v[i];
+            return 1.f;
+        }
+#pragma unroll
+        for (int i = 0; i < ITEMS / 32; ++i) {
+            const float2 l = open_bf16(v[i].x), h = open_bf16(v[i].y);
+            peak = fmaxf(fmaxf(peak, fmaxf(fabsf(l.x), fabsf(l.y))), fmaxf(fabsf(h.x), fabsf(h.y)));
+        }
+        for (int i = 16; i; i >>= 1) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, i));
+        const int e = exponent(peak);
+        const float up = __uint_as_float((uint32_t)(268 - e) << 23);
+#pragma unroll
+        for (int i = 0; i < ITEMS / 32; ++i) {
+            const float2 l = open_bf16(v[i].x), h = open_bf16(v[i].y);
+            to[lane + 32 * i] = make_uint2(pack_f16(l.x * up, l.y * up), pack_f16(h.x * up, h.y * up));
+        }
+        return __uint_as_float((uint32_t)(e - 14) << 23);
+    } else {
+#pragma unroll
+        for (int i = 0; i < ITEMS / 32; ++i)
+            peak = fmaxf(fmaxf(peak, fmaxf(fabsf(v[i].x), fabsf(v[i].y))), fmaxf(fabsf(v[i].z), fabsf(v[i].w)));
+        for (int i = 16; i; i >>= 1) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, i));
+        const int e = IS_F16 ? exponent(peak) : 127 + 14;
+        const float up = __uint_as_float((uint32_t)(268 - e) << 23);
+        for (int i = 0; i < ITEMS / 32; ++i) {
+            float4 rest = make_float4(v[i].x * up, v[i].y * up, v[i].z * up, v[i].w * up);
+            for (int part = 0; part < (IS_F16 ? 2 : 3); ++part) {
+                const uint2 took = IS_F16 ? make_uint2(pack_f16(rest.x, rest.y), pack_f16(rest.z, rest.w))
+                                          : make_uint2(pack_bf16(rest.x, rest.y), pack_bf16(rest.z, rest.w));
+                to[part * MAX_STRIDE + lane + 32 * i] = took;
+                const float2 l = IS_F16 ? __half22float2(*reinterpret_cast<const __half2*>(&took.x)) : open_bf16(took.x);
+                const float2 h = IS_F16 ? __half22float2(*reinterpret_cast<const __half2*>(&took.y)) : open_bf16(took.y);
+                rest = make_float4(rest.x - l.x, rest.y - l.y, rest.z - h.x, rest.w - h.y);
+            }
+        }
+        return __uint_as_float((uint32_t)(e - 14) << 23);
+    }
+}
+
+// These keep a NaN; fminf and fmaxf would give the other number.
+__device__ __forceinline__ float at_most(float v, float limit) {
+    float out;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(v), "f"(limit));
+    return out;
+}
+__device__ __forceinline__ float at_least(float v, float limit) {
+    float out;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(v), "f"(limit));
+    return out;
+}
+template <bool IS_F32> __device__ __forceinline__ float as_act(float v) {
+    return IS_F32 ? v : __bfloat162float(__float2bfloat16_rn(v));
+}
+template <bool IS_F32> __device__ __forceinline__ void put_act(void* y, size_t at, float v) {
+    if constexpr (IS_F32) static_cast<float*>(y)[at] = v;
+    else static_cast<__nv_bfloat16*>(y)[at] = __float2bfloat16_rn(v);
+}
+
+// What a lane adds up when a turn ends: row r of brick h; row n of the weight.
+struct Lane {
+    int r, h, tile, n;
+    __device__ __forceinline__ Lane(int lane, int unit, int groups, bool paired)
+        : r(lane & 15), h(lane >> 4), tile(paired ? unit : unit + h * groups), n(tile * 16 + r) {}
+};
+
+template <int F, int WARPS, bool IS_F32, bool WIDE>
+__device__ __forceinline__ void run(const Params& p, const Segment& s, const int4 work, char* shared) {
+    constexpr int LOADS = Brick<F>::LOADS, SCALE = Brick<F>::SCALE, CHUNKS = LOADS / CHUNK_LOADS;
+    using At = Layout<WARPS, WIDE>;
+    constexpr int PER_GROUP = IS_F32 ? COLUMNS / PARTS : COLUMNS, STAGES = At::STAGES;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    const int groups = WARPS / s.warps, group = warp / s.warps, within = warp % s.warps;
+    const int halves = s.halves, end = work.y + work.z;
+    const bool idle = group >= groups;
+    int unit = work.y + group;
+
+    // The rows of x to be multiplied, of the batch or of the pairs that a task lists. Groups share them.
+    constexpr int X_STRIDE = IS_F32 ? MAX_STRIDE : STRIDE<F>;
+    const int stride = At::SINGLE ? 0 : X_STRIDE, slice_stride = stride ? COLUMNS * MAX_STRIDE : MAX_STRIDE;
+    uint2* x_table = reinterpret_cast<uint2*>(shared + At::X_AT);
+    float* undo_table = reinterpret_cast<float*>(x_table + (At::SINGLE && WIDE ? s.span : s.warps) * slice_stride);   // [slice][column]
+    typename Item<IS_F32>::Four some[ITEMS / 32];
+    const auto read_slice = [&](int i, int row) {   // slice i of the segment
+        read_x<IS_F32>(static_cast<const char*>(s.x) + (size_t)row * s.x_stride * (IS_F32 ? 4 : 2), (s.first_slice + i) * SLICE, s.k, lane, some);
+    };
+    const auto put_slice = [&](int i, int c) {   // to place i of the table, column c
+        const float undo = put_x<F != BF16, IS_F32>(some, lane, x_table + i * slice_stride + c * (IS_F32 ? PARTS : 1) * stride);
+        if (lane == 0) undo_table[i * COLUMNS + c] = undo;
+    };
+    const bool has_slice = At::SINGLE && warp < s.warps;   // of a single row's x a warp brings one slice, of every pass
+    // Up cannot fetch weights before its tasks are known, so it waits first; a single row's input is older and is read
+    // early. Down reads its tasks early: up, which triggers late, has waited for the router.
+    if (s.routed == 1) {
+        if (has_slice) read_slice(warp, 0);
+        wait_for_prerequisites();
+        launch_dependents();
+    }
+    // A task: its expert, and in lane i the row of y that column i belongs to, -1 beyond the last.
+    int expert = 0, place = -1;
+    if (s.routed) {
+        expert = __ldcg(p.task_expert + work.w);
+        if (At::SINGLE) place = lane ? -1 : work.w;
+        else if (lane < COLUMNS) place = __ldcg(p.task_pairs + work.w * COLUMNS + lane);
+        if (expert < 0) return;
+    } else if (lane < PER_GROUP && work.w * PER_GROUP + lane < p.rows) place = work.w * PER_GROUP + lane;
+    const int count = __popc(__ballot_sync(~0u, place >= 0));
+    // The bricks this warp reads: both halves of a unit lie together, the next unit `jump` bricks on.
+    const size_t first = (((size_t)expert * s.units + unit) * s.slices + s.first_slice + within) * halves;
+    const size_t jump = (size_t)groups * s.slices * halves - (halves - 1);
+    const uint8_t* scale = s.scale + first * SCALE;
+    const char* source = reinterpret_cast<const char*>(s.data) + first * (LOADS * 512);
+    const uint32_t stage = shared_address(shared) + warp * STAGES * CHUNK;
+    const uint32_t barriers = shared_address(shared) + At::BARRIERS_AT, barrier = barriers + warp * STAGES * 8;
+    // Where the next chunk to fetch lies: its brick's chunks and halves left, and the warp's units left.
+    const int units = idle || unit >= end ? 0 : (end - unit + groups - 1) / groups;
+    int chunks_left = CHUNKS, halves_left = halves, units_left = units;
+    if (WIDE && within + s.warps < s.span) units_left *= 2;
+    // From where a pass over the units ends to where the next begins, in bricks.
+    const auto back = [&] { return (int64_t)(s.warps - units * groups * s.slices) * halves; };
+    uint32_t fetched = 0;
+    const auto fetch_next = [&] {
+        if (units_left == 0) return;
+        if (lane == 0) fetch(stage + fetched % STAGES * CHUNK, source, barrier + fetched % STAGES * 8);
+        ++fetched;
+        source += CHUNK;
+        if (--chunks_left == 0) {
+            chunks_left = CHUNKS;
+            if (--halves_left == 0) {
+                halves_left = halves;
+                --units_left;
+                source += (jump - 1) * (LOADS * 512);
+                if (WIDE && units_left == units) source += back() * (LOADS * 512);
+            }
+        }
+    };
+    if (lane == 0) {
+        for (int i = 0; i < STAGES; ++i)
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier + i * 8) : "memory");
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncwarp();
+    // Weights are fetched before the wait. A single row's launch that is paced does so in three steps, since whatever the
+    // small kernels before it read would queue behind a burst: half of the warps' first chunks, the other half's, then all
+    // second ones.
+    if constexpr (At::SINGLE) {
+        if (p.paced) {
+            __syncthreads();   // all barriers are there
+            const int other = warp ^ WARPS / 2, its_unit = work.y + other / s.warps;
+            const bool fetches = other / s.warps < groups && its_unit < end, follows = warp > other;
+            const uint32_t its_barrier = barriers + other * STAGES * 8;
+            if (follows && fetches) await(its_barrier, 0);
+            if (units_left) {
+                fetch_next();
+                await(!follows && fetches ? its_barrier : barrier, 0);
+                fetch_next();
+            }
+        } else for (int i = 0; i < p.early_stages; ++i) fetch_next();
+    } else for (int i = 0; i < STAGES; ++i) fetch_next();
+    // The rest of a first brick of more chunks than stages comes as far as L2.
+    if (CHUNKS > STAGES && (!At::SINGLE || p.early_stages == STAGES) && lane == 0 && units_left)
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"((CHUNKS - STAGES) * CHUNK) : "memory");
+    Scales<F> now;
+    if (!idle && unit < end) now.load(scale, lane);
+    if (s.routed != 1) {
+        wait_for_prerequisites();
+        if (p.triggers_late) launch_dependents();
+    }
+    const auto bring_x = [&](int skipped, int slices) {   // all columns, by all warps
+        for (int c = 0; c < count; ++c) {
+            const int row = __shfl_sync(~0u, place, c) / (s.routed == 1 ? p.choices : 1);
+            for (int i = warp - c * slices % WARPS; i < slices; i += WARPS)
+                if (i >= 0) {
+                    read_slice(skipped + i, row);
+                    put_slice(i, c);
+                }
+        }
+    };
+    if constexpr (At::SINGLE) {
+        if (has_slice && s.routed != 1) read_slice(warp, s.routed ? work.w : 0);
+        for (int i = p.early_stages; i < STAGES; ++i) fetch_next();
+        if (has_slice) put_slice(warp, 0);
+        if constexpr (WIDE)
+            for (int i = warp + s.warps; has_slice && i < s.span; i += s.warps) {
+                read_slice(i, s.routed == 2 ? work.w : 0);
+                put_slice(i, 0);
+            }
+    } else bring_x(0, s.warps);
+    __syncthreads();
+    if (idle && (At::SINGLE || !WIDE)) return;   // the others bring x for the next pass too
+
+    // What the sums of a turn need: column i's routing weight in lane i, half a warp's factor.
+    const float routing = s.routed == 1 && place >= 0 ? __ldcg(p.weights + place) : 1.f;
+    const float factor = __ldg(s.factor + expert * halves + (halves == 2 ? lane >> 4 : 0)) * (F <= MXFP4 ? 16384.f : 1.f);
+    // A turn is two bricks: both halves of a unit, or two units.
+    const bool paired = halves == 2;
+    const auto row_of = [&](int at) {
+        return s.routed == 2 ? (size_t)(at / p.choices) * (p.choices + 1) + at % p.choices : (size_t)at;
+    };
+    const auto carry_of = [&](int at, const Lane& to) {   // between two passes; in y, if it holds float32 sums
+        return s.carry ? s.carry + ((size_t)at * halves + (paired ? to.h : 0)) * s.n + to.n
+                       : static_cast<float*>(s.y) + row_of(at) * s.y_stride + to.n;
+    };
+    uint32_t taken = 0;
+#pragma unroll 1
+    for (int pass = 0; pass < (WIDE ? MAX_PASSES : 1); ++pass) {
+        const int skipped = WIDE ? pass * s.warps : 0;
+        if (WIDE && skipped >= s.span) break;
+        const int slices = WIDE ? min(s.warps, s.span - skipped) : s.warps;
+        if constexpr (WIDE)
+            if (pass) {
+                // All have read the sums of the last turn, and x.
+                if constexpr (At::SINGLE) group_barrier(group, s.warps * 32);
+                else {
+                    group_barrier(EVERYONE, WARPS * 32);
+                    bring_x(skipped, slices);
+                    group_barrier(EVERYONE, WARPS * 32);
+                }
+                unit = work.y + group;
+            }
+        const bool multiplies = !WIDE || (!idle && within < slices);
+        const int x_place = within + (At::SINGLE ? skipped : 0);
+        const uint2* my_x = x_table + x_place * slice_stride + g * stride + (F == NVFP4 ? 4 * t : t);
+        constexpr int SHARE = IS_F32 ? PARTS : 1;
+        const float undo0 = multiplies ? undo_table[x_place * COLUMNS + 2 * t / SHARE] : 1.f;
+        const float undo1 = multiplies ? undo_table[x_place * COLUMNS + (2 * t + 1) / SHARE] : 1.f;
+        for (int turn = 0; unit < end && !(WIDE && idle); unit += paired ? groups : 2 * groups, ++turn) {
+            constexpr int MAX_CARRIED = At::SINGLE ? 1 : 2;   // columns of a warp, if there are several passes
+            float carried[MAX_CARRIED] = {};
+            if constexpr (WIDE)
+#pragma unroll
+                for (int i = 0; i < MAX_CARRIED; ++i) {
+                    if (pass == 0) break;
+                    const int c = (warp + turn) % s.warps + i * s.warps, at = __shfl_sync(~0u, place, c);
+                    const Lane to(lane, unit, groups, paired);
+                    if (c < count && to.tile < end && to.n < s.n) carried[i] = *carry_of(at, to);
+                }
+            float* table = reinterpret_cast<float*>(shared + At::TABLE_AT) + (turn & 1) * At::TABLE;
+            for (int sub = 0; multiplies && sub < 2 && (paired || unit + sub * groups < end); ++sub) {
+                scale += (paired && sub == 0 ? 1 : jump) * SCALE;
+                bool more = paired ? sub == 0 || unit + groups < end : unit + (sub + 1) * groups < end;
+                if constexpr (WIDE)
+                    if (!more && within + skipped + s.warps < s.span) {
+                        scale += back() * SCALE;
+                        more = true;
+                    }
+                float sums[4][4] = {}, block[4] = {0.f, 0.f, 0.f, 0.f};
+                Scales<F> next = now;
+                if (more) next.load(scale, lane);
+#pragma unroll
+                for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+                    const int at = taken % STAGES;
+                    await(barrier + at * 8, taken / STAGES & 1);
+                    const uint4* w = reinterpret_cast<const uint4*>(shared + (warp * STAGES + at) * CHUNK) + lane;
+#pragma unroll
+                    for (int i = 0; i < CHUNK_LOADS; ++i) multiply<F>(w[i * 32], chunk * CHUNK_LOADS + i, my_x, now, lane, sums, block);
+                    ++taken;
+                    __syncwarp();
+                    fetch_next();
+                }
+                now = next;
+                float sum[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sum[i] = (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]);
+                float* out = table + (warp * 2 + sub) * At::SUMS + g;   // [column][row]
+                if (!At::SINGLE || t == 0) {
+                    out[(2 * t) * 16] = sum[0] * undo0;
+                    out[(2 * t) * 16 + 8] = sum[2] * undo0;
+                }
+                if (!At::SINGLE) {
+                    out[(2 * t + 1) * 16] = sum[1] * undo1;
+                    out[(2 * t + 1) * 16 + 8] = sum[3] * undo1;
+                }
+            }
+            group_barrier(group, s.warps * 32);
+            // One warp per column, another one each turn; the others go on.
+            const Lane to(lane, unit, groups, paired);
+            const bool inside = to.tile < end && to.n < s.n;
+            for (int c = (warp + turn) % s.warps; c < count; c += s.warps) {
+                float total = 0.f;
+                if constexpr (WIDE) { total = carried[0]; carried[0] = carried[MAX_CARRIED - 1]; }
+                const float* in = table + (group * s.warps * 2 + to.h) * At::SUMS + to.r;
+#pragma unroll
+                for (int w = 0; w < MAX_SLICES; ++w)
+                    if (w < slices) {
+                        float whole = 0.f;
+                        if constexpr (IS_F32)
+                            for (int q = (F == BF16 ? 2 : 1); q >= 0; --q) whole += in[w * 2 * At::SUMS + (c * PARTS + q) * 16];
+                        else whole = in[w * 2 * At::SUMS + c * 16];
+                        total += whole;
+                    }
+                const int at = __shfl_sync(~0u, place, c);
+                if (WIDE && skipped + s.warps < s.span) {
+                    if (inside) *carry_of(at, to) = total;
+                    continue;
+                }
+                const float v = total * factor;
+                const size_t y_at = row_of(at) * s.y_stride + to.n;
+                if (paired) {
+                    const float weight = __shfl_sync(~0u, routing, c);
+                    const float gate = at_most(as_act<IS_F32>(v), p.limit);
+                    const float up = at_least(at_most(as_act<IS_F32>(__shfl_down_sync(~0u, v, 16)), p.limit), -p.limit);
+                    float hidden = gate / (1.f + expf(-gate)) * up;
+                    if (s.routed) hidden *= weight;
+                    if (to.h == 0 && inside) put_act<IS_F32>(s.y, y_at, hidden);
+                } else if (inside) {
+                    if (s.epilogue == AS_F32) static_cast<float*>(s.y)[y_at] = v;
+                    else put_act<IS_F32>(s.y, y_at, v);
+                }
+            }
+        }
+    }
+}
+
+template <int WARPS, bool IS_F32, bool WIDE>
+__global__ void __launch_bounds__(WARPS * 32, Layout<WARPS, WIDE>::BLOCKS) matvec_kernel(const __grid_constant__ Params p) {
+    extern __shared__ __align__(128) char shared[];
+    const int4 work = __ldg(p.work + blockIdx.x);
+    if (!p.triggers_late) launch_dependents();
+    if (work.x < 0) {
+        wait_for_prerequisites();
+        if (p.triggers_late) launch_dependents();
+        mix(p.mixing, p.rows);
+        return;
+    }
+    const Segment& s = p.segments[work.x];
+    for (int64_t at = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * 128; at < p.prefetch_bytes; at += (int64_t)gridDim.x * blockDim.x * 128)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(p.prefetch + at));
+    switch (s.format) {
+        case NVFP4: run<NVFP4, WARPS, IS_F32, WIDE>(p, s, work, shared); break;
+        case MXFP4: run<MXFP4, WARPS, IS_F32, WIDE>(p, s, work, shared); break;
+        case FP8: run<FP8, WARPS, IS_F32, WIDE>(p, s, work, shared); break;
+        case BF16: run<BF16, WARPS, IS_F32, WIDE>(p, s, work, shared); break;
+    }
+}
+
+// What matvec.py launches, with this much shared memory.
+static_assert(Layout<16, false>::BYTES == 231936 && Layout<16, true>::BYTES == 231936);
+static_assert(Layout<8, false>::BYTES == 76416 && Layout<8, true>::BYTES == 85120);
+template __global__ void matvec_kernel<16, true, false>(const __grid_constant__ Params);
+template __global__ void matvec_kernel<16, true, true>(const __grid_constant__ Params);
+template __global__ void matvec_kernel<16, false, false>(const __grid_constant__ Params);
+template __global__ void matvec_kernel<16, false, true>(const __grid_constant__ Params);
+template __global__ void matvec_kernel<8, false, false>(const __grid_constant__ Params);
+template __global__ void matvec_kernel<8, false, true>(const __grid_constant__ Params);

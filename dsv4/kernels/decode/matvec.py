@@ -1,0 +1,319 @@
+"""Decode step: launches matvec.cu. Several weights in one grid, each with its input and output.
+
+`unpack` is for prefill: weights in tiles as rows again.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dsv4.kernels.common.build import call
+from dsv4.kernels.common.overlap import Touches, tensors_of
+from dsv4.kernels.common.tiles import CODE, SLICE, Tiled
+
+MAX_SLICES, MAX_PASSES, MAX_SEGMENTS, COLUMNS, FLOAT_COLUMNS, STAGES = 8, 2, 16, 8, 2, 2
+MAX_DEPTH = MAX_PASSES * MAX_SLICES * SLICE  # columns of a weight whose product is one sum
+MAX_MIXED = 256  # rows that a block mixes, one per thread
+# Bytes of a block of so many warps, for one or more passes; matvec.cu holds them against its layout.
+SHARED = {(16, False): 231936, (16, True): 231936, (8, False): 76416, (8, True): 85120}
+
+
+class _Segment(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("data", "scale", "factor", "x", "y", "carry")),
+        *((name, ctypes.c_int) for name in ("format", "halves", "units", "slices", "first_slice", "span")),
+        *((name, ctypes.c_int) for name in ("warps", "n", "k", "x_stride", "y_stride", "epilogue", "routed")),
+    )
+
+
+class _Mixing(ctypes.Structure):
+    _fields_ = (
+        ("comb", ctypes.c_void_p),
+        ("iters", ctypes.c_int),
+        ("eps", ctypes.c_float),
+    )
+
+
+class _Params(ctypes.Structure):
+    _fields_ = (
+        ("segments", _Segment * MAX_SEGMENTS),
+        *((name, ctypes.c_void_p) for name in ("work", "task_expert", "task_pairs", "weights")),
+        ("choices", ctypes.c_int),
+        ("rows", ctypes.c_int),
+        ("limit", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("triggers_late", "early_stages", "paced")),
+        ("mixing", _Mixing),
+        ("prefetch", ctypes.c_void_p),
+        ("prefetch_bytes", ctypes.c_int64),
+    )
+
+
+# rows: x and y are rows of the batch. up: a bank's experts, x by token, y by pair (token, choice).
+# down: x by pair, y by token and choice, with one place more per token (the shared expert's).
+Who = Literal["rows", "up", "down"]
+
+
+@dataclass(frozen=True)
+class Product:
+    """y = x Wt, rounded to y's type. `splits` > 1 (split-K): y [splits, ...] float32, to be summed."""
+
+    weight: Tiled
+    x: Tensor
+    y: Tensor
+    who: Who = "rows"
+    x_stride: int = 0  # values from row to row; 0: the columns of the weight
+    y_stride: int = 0
+    splits: int = 1
+
+    @property
+    def passes(self) -> int:
+        """How often a block walks its units, each time over a part of K."""
+        return -(-self._span // MAX_SLICES)
+
+    @property
+    def _span(self) -> int:
+        """Slices of one sum."""
+        return -(-self.weight.slices // self.splits)
+
+    @property
+    def carry_row(self) -> int:
+        """float32 numbers that a row of y keeps between two passes, elsewhere than in y."""
+        in_y = self.y.dtype == torch.float32 and self.weight.halves == 1
+        return 0 if self.passes == 1 or in_y else self.weight.halves * self.weight.shape[0]
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """Which expert meets which pairs: written by the router, at most one task per pair."""
+
+    expert: Tensor  # int32 [pairs]
+    pairs: Tensor  # int32 [pairs, 8]
+    weights: Tensor  # float32 [pairs]
+    choices: int
+
+    @classmethod
+    def empty(cls, rows: int, choices: int, device: str | torch.device) -> "Tasks":
+        pairs = rows * choices
+        integers = {"dtype": torch.int32, "device": device}
+        return cls(
+            torch.full((pairs,), -1, **integers),  # type: ignore[call-overload]
+            torch.full((pairs, COLUMNS), -1, **integers),  # type: ignore[call-overload]
+            torch.zeros(pairs, device=device),
+            choices,
+        )
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """Sinkhorn's rounds on what mhc.mix_close left in `comb` [T, 4, 4], in place, beside the products."""
+
+    comb: Tensor
+    iters: int
+    eps: float
+
+
+def splits(k: int) -> int:
+    """Split-K: into how many separately stored sums a product over K columns is cut, so that none takes more
+    than one pass."""
+    slices = -(-k // SLICE)
+    return -(-slices // MAX_SLICES)
+
+
+class MatVec:
+    """One launch, planned once: `rows` of the batch, products that run together, their share of the GPU."""
+
+    def __init__(
+        self,
+        products: list[Product],
+        rows: int,
+        tasks: Tasks | None = None,
+        limit: float = 0.0,
+        blocks: int | None = None,
+        prefetch: Tensor | None = None,
+        mixing: Mixing | None = None,
+        carry: Tensor | None = None,
+        triggers_late: bool = False,
+        early_stages: int = STAGES,
+        paced: bool = False,
+        overlap: bool = True,
+    ) -> None:
+        """`prefetch`: a few megabytes that the next kernel reads, brought to L2 meanwhile.
+
+        `carry`: float32 scratch for products that take more than one pass (`Product.carry_row`).
+
+        `triggers_late`: launch_dependents comes after the wait. A "down" reads its tasks early, so "up"
+        always triggers late.
+
+        For a single row: `early_stages`, how many chunks of 4 KiB each warp fetches before the wait (fewer
+        where blocks start only when their input is about to be there: it would queue behind them), or
+        `paced`: all, but not at once, for a launch that small kernels precede.
+        """
+        device = products[0].x.device
+        self.device, self.is_float = device, products[0].x.dtype == torch.float32
+        self.overlap, self.is_single = overlap, rows == 1 and not self.is_float
+        self.keep = (products, tasks, prefetch, mixing)  # the launch holds raw pointers into these
+        self.is_wide = any(product.passes > 1 for product in products)
+        self.carry = carry if any(product.carry_row for product in products) else None
+        triggers_late |= any(product.who == "up" for product in products)
+        params = _Params(rows=rows, limit=limit, triggers_late=triggers_late, early_stages=STAGES)
+        params.choices = tasks.choices if tasks else 1
+        assert early_stages == STAGES or not paced, "a paced launch fetches all chunks early"
+        if self.is_single:
+            params.early_stages, params.paced = early_stages, paced
+        if tasks:
+            params.task_expert, params.task_pairs = tasks.expert.data_ptr(), tasks.pairs.data_ptr()
+            params.weights = tasks.weights.data_ptr()
+        if prefetch is not None:
+            params.prefetch, params.prefetch_bytes = prefetch.data_ptr(), prefetch.nbytes
+        segments: list[tuple[_Segment, Product]] = []
+        carried = 0
+        for product in products:
+            found = _segments(product)
+            segments += [(segment, product) for segment in found]
+            if product.carry_row:
+                assert carry is not None and carry.dtype == torch.float32, "no carry for two passes"
+                found[0].carry = carry.data_ptr() + 4 * carried
+                carried += product.carry_row * (rows if product.who == "rows" else rows * params.choices)
+        assert carry is None or carried <= carry.numel(), (carried, carry.shape)
+        assert len(segments) <= MAX_SEGMENTS, len(segments)
+        for i, (segment, _) in enumerate(segments):
+            params.segments[i] = segment
+        columns = FLOAT_COLUMNS if self.is_float else COLUMNS
+        if blocks is None:
+            per = 2 if self.is_single else 1  # as matvec.cu launches them
+            blocks = per * torch.cuda.get_device_properties(device).multi_processor_count
+        work = _share([s for s, _ in segments], rows, columns, tasks, blocks - (mixing is not None))
+        if mixing is not None:
+            assert mixing.comb.is_contiguous() and rows <= MAX_MIXED, (mixing.comb.shape, rows)
+            params.mixing = _Mixing(mixing.comb.data_ptr(), mixing.iters, mixing.eps)
+            work.insert(0, (-1, 0, 0, 0))
+        self.work = torch.tensor(work, dtype=torch.int32, device=device)
+        params.work = self.work.data_ptr()
+        self.params, self.blocks = params, len(work)
+
+    def launch(self) -> None:
+        warps = 8 if self.is_single else 16
+        kinds = f"{str(self.is_float).lower()}, {str(self.is_wide).lower()}"
+        call(
+            *("matvec", f"matvec_kernel<{warps}, {kinds}>", self.device, self.params),
+            blocks=self.blocks,
+            threads=32 * warps,
+            shared=SHARED[warps, self.is_wide],
+            overlap=self.overlap,
+        )
+
+    @property
+    def touches(self) -> Touches:
+        products, tasks, prefetch, mixing = self.keep
+        reads: list[Tensor] = []
+        early: list[Tensor] = [self.work]
+        for product in products:
+            weights = tensors_of(product.weight)
+            if product.who == "up":
+                reads += [*weights, *tensors_of(tasks)]
+                (early if self.is_single else reads).append(product.x)
+            else:
+                early += weights
+                reads.append(product.x)
+            if product.who == "down":
+                assert tasks is not None
+                early += [tasks.expert, tasks.pairs]
+        own = tensors_of((mixing and mixing.comb, self.carry))
+        return Touches(
+            reads=(*reads, *own),
+            reads_early=tuple(early),
+            writes=(*(product.y for product in products), *own),
+            prefetches=() if prefetch is None else (prefetch,),
+            triggers_late=bool(self.params.triggers_late),
+        )
+
+
+def _segment(weight: Tiled) -> _Segment:
+    n, k = weight.shape
+    return _Segment(
+        data=weight.data.data_ptr(),
+        scale=weight.scale.data_ptr(),
+        factor=weight.factor.data_ptr(),
+        format=CODE[weight.format],
+        halves=weight.halves,
+        units=weight.units,
+        slices=weight.slices,
+        n=n,
+        k=k,
+    )
+
+
+def _segments(product: Product) -> list[_Segment]:
+    """One per separately stored sum over K."""
+    weight, count = product.weight, product.splits
+    span, is_float = product._span, product.y.dtype == torch.float32
+    assert count == 1 or (is_float and product.y.shape[0] == count and weight.halves == 1), product.y.shape
+    assert product.passes <= MAX_PASSES, f"{weight.shape[1]} columns in {count} sums"
+    aligned = product.x.storage_offset() * product.x.element_size() % 16 == 0
+    assert aligned and (product.x_stride or weight.shape[1]) % 4 == 0 and weight.shape[1] % 4 == 0
+    out = []
+    for split in range(count):
+        segment = _segment(weight)
+        segment.first_slice = split * span
+        segment.span = min(span, weight.slices - split * span)
+        segment.warps = -(-segment.span // product.passes)
+        segment.x = product.x.data_ptr()
+        segment.y = (product.y[split] if count > 1 else product.y).data_ptr()
+        segment.x_stride = product.x_stride or weight.shape[1]
+        segment.y_stride = product.y_stride or weight.shape[0]
+        segment.epilogue = int(is_float)
+        segment.routed = {"rows": 0, "up": 1, "down": 2}[product.who]
+        out.append(segment)
+    return out
+
+
+def _share(
+    segments: list[_Segment], rows: int, columns: int, tasks: Tasks | None, blocks: int
+) -> list[tuple[int, int, int, int]]:
+    """Cut all units into runs, one per block: (segment, first unit, units, task or group of rows).
+
+    The runs have about equal bytes and all are resident at once. Experts of a batch are the exception: how
+    many tasks there will be is not known here, so each is cut alike and the hardware queues them.
+    """
+    per_load = (9, 8.5, 16, 32)  # bytes of a brick over 512, with its scales
+    repeats = [len(tasks.expert) if s.routed and tasks else -(-rows // columns) for s in segments]
+    if rows > 1 and any(s.routed for s in segments):
+        runs = [min(16, s.units) for s in segments]
+    else:
+        cost = [s.units * s.halves * s.span * per_load[s.format] for s in segments]
+        # Each repeat of a segment gets a block; the rest go where a run is longest.
+        runs = [1] * len(segments)
+        while True:
+            left = blocks - sum(n * r for n, r in zip(runs, repeats, strict=True))
+            fits = [i for i, r in enumerate(repeats) if r <= left and runs[i] < segments[i].units]
+            if not fits:
+                break
+            longest = max(fits, key=lambda i: cost[i] / runs[i])
+            runs[longest] += 1
+    out = []
+    for index, (s, n) in enumerate(zip(segments, runs, strict=True)):
+        cuts = [s.units * i // n for i in range(n + 1)]
+        for task in range(repeats[index]):
+            out += [(index, a, b - a, task) for a, b in pairwise(cuts) if b > a]
+    return out
+
+
+def unpack(weight: Tiled, out: Tensor) -> None:
+    """The values without factor, row-major: out [count * halves * N, K] BF16 or float32, w1 before w3."""
+    assert (
+        out.is_contiguous()
+        and out.numel() == weight.count * weight.halves * weight.shape[0] * weight.shape[1]
+    )
+    assert weight.data.is_contiguous() and weight.scale.is_contiguous()
+    act = "float" if out.dtype == torch.float32 else "__nv_bfloat16"
+    bricks = weight.count * weight.units * weight.slices * weight.halves
+    call(
+        *("unpack", f"unpack_kernel<{act}>", out.device),
+        *(_segment(weight), out, ctypes.c_int64(bricks)),
+        blocks=-(-bricks // 4),
+        threads=128,
+    )

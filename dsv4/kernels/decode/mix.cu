@@ -1,0 +1,164 @@
+// Decode step: what follows from the streams' sums with `fn`. The next input of a layer's half, which is the four streams
+// weighted and then normalised, by one block per row; by another what weights its output and, but for Sinkhorn's rounds,
+// mixes the streams.
+#include "mix.cuh"
+
+constexpr int THREADS = 512, WARPS = THREADS / 32, SQUARES = STREAMS;
+constexpr int WIDTH = 32;   // columns of `partial`: four mixes that weight the streams, the sum of squares, the other twenty
+constexpr int ITEM = 8, MAX_ITEMS = 2, COLUMNS = 8, MAX_PASSES = 2, MAX_CHUNKS = MAX_PASSES * THREADS / 4;   // mhc.py counts on them
+
+// The few numbers that everything waits for, by the hardware's own functions: a share is right to 2^-21 of one.
+// One over the root of the mean square of `count` numbers.
+__device__ __forceinline__ float inverse_size(float squares, int count, float eps) { return rsqrtf(__fdividef(squares, (float)count) + eps); }
+__device__ __forceinline__ float sigmoid(float v) { return __fdividef(1.f, 1.f + __expf(-v)); }
+
+struct Eight { float v[ITEM]; };
+__device__ __forceinline__ Eight read(const __nv_bfloat16* p) {
+    const uint4 w = __ldcg(reinterpret_cast<const uint4*>(p));
+    const uint32_t words[4] = {w.x, w.y, w.z, w.w};
+    Eight e;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) { e.v[2 * i] = __uint_as_float(words[i] << 16); e.v[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u); }
+    return e;
+}
+__device__ __forceinline__ Eight read(const float* p) {
+    const float4 a = __ldcg(reinterpret_cast<const float4*>(p)), b = __ldcg(reinterpret_cast<const float4*>(p) + 1);
+    return {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
+}
+__device__ __forceinline__ void write(__nv_bfloat16* p, const Eight& e) {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const __nv_bfloat162 h = __floats2bfloat162_rn(e.v[2 * i], e.v[2 * i + 1]);
+        words[i] = *reinterpret_cast<const uint32_t*>(&h);
+    }
+    *reinterpret_cast<uint4*>(p) = make_uint4(words[0], words[1], words[2], words[3]);
+}
+__device__ __forceinline__ void write(float* p, const Eight& e) {
+    reinterpret_cast<float4*>(p)[0] = make_float4(e.v[0], e.v[1], e.v[2], e.v[3]);
+    reinterpret_cast<float4*>(p)[1] = make_float4(e.v[4], e.v[5], e.v[6], e.v[7]);
+}
+__device__ __forceinline__ float rounded(float v, __nv_bfloat16) { return __bfloat162float(__float2bfloat16_rn(v)); }
+__device__ __forceinline__ float rounded(float v, float) { return v; }
+
+// gate and comb of one row: a warp adds up every WARPS-th chunk, a lane is a column.
+__device__ __forceinline__ void next_output(const float* partial, const float* base, const float* scale, float* gate, float* comb, int d,
+                                            int chunks, float norm_eps, float hc_eps) {
+    __shared__ float parts[WARPS][WIDTH];
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    const bool is_mix = lane > SQUARES && lane <= SQUARES + STREAMS + STREAMS * STREAMS;
+    const float its_scale = is_mix ? __ldg(scale + lane - 1) : 0.f, its_base = is_mix ? __ldg(base + lane - 1) : 0.f;
+    launch_dependents();
+    wait_for_prerequisites();
+    float v[MAX_CHUNKS / WARPS], total = 0.f;
+#pragma unroll
+    for (int i = 0; i < MAX_CHUNKS / WARPS; ++i) {
+        const int chunk = warp + i * WARPS;
+        v[i] = chunk < chunks && (is_mix || lane == SQUARES) ? __ldcg(partial + (size_t)chunk * WIDTH + lane) : 0.f;
+    }
+#pragma unroll
+    for (int i = 0; i < MAX_CHUNKS / WARPS; ++i) total += v[i];
+    parts[warp][lane] = total;
+    __syncthreads();
+    if (warp) return;
+    total = 0.f;
+#pragma unroll
+    for (int i = 0; i < WARPS; ++i) total += parts[i][lane];
+    const float logit = total * inverse_size(__shfl_sync(~0u, total, SQUARES), STREAMS * d, norm_eps) * its_scale + its_base;
+    if (is_mix && lane <= SQUARES + STREAMS) gate[lane - SQUARES - 1] = 2.f * sigmoid(logit);
+    // Lanes 0 to 15 are the matrix, four a row; each row's softmax.
+    float m = __shfl_sync(~0u, logit, (lane + SQUARES + STREAMS + 1) & 31);
+    const float top = fmaxf(fmaxf(m, __shfl_xor_sync(~0u, m, 1)), fmaxf(__shfl_xor_sync(~0u, m, 2), __shfl_xor_sync(~0u, m, 3)));
+    m = __expf(m - top);
+    const float pair = m + __shfl_xor_sync(~0u, m, 1);
+    const float sum = pair + __shfl_xor_sync(~0u, pair, 2);
+    if (lane < STREAMS * STREAMS) comb[lane] = __fdividef(m, sum) + hc_eps;
+}
+
+template <typename Act>
+__global__ void __launch_bounds__(THREADS) close_kernel(const float* partial, const float* base, const float* scale, const Act* streams,
+                                                        const float* weight, Act* x, float* gate, float* comb, int rows, int d, int chunks,
+                                                        float norm_eps, float hc_eps) {
+    __shared__ float parts[WARPS][COLUMNS], squares[WARPS];
+    const int row = blockIdx.x % rows;
+    partial += (size_t)row * chunks * WIDTH;
+    if (blockIdx.x >= rows) {
+        next_output(partial, base, scale, gate + row * STREAMS, comb + row * STREAMS * STREAMS, d, chunks, norm_eps, hc_eps);
+        return;
+    }
+    const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, column = lane % COLUMNS;
+    const float its_scale = column < STREAMS ? __ldg(scale + column) : 0.f, its_base = column < STREAMS ? __ldg(base + column) : 0.f;
+    Eight w[MAX_ITEMS], s[MAX_ITEMS][STREAMS];
+#pragma unroll
+    for (int i = 0; i < MAX_ITEMS; ++i)
+        if ((tid + i * THREADS) * ITEM < d) w[i] = read(weight + (tid + i * THREADS) * ITEM);
+    launch_dependents();
+    wait_for_prerequisites();
+    streams += (size_t)row * STREAMS * d;
+    // Four threads read the first eight columns of a chunk: the mixes that weight the streams, and the sum of squares.
+    float2 two[MAX_PASSES];
+#pragma unroll
+    for (int i = 0; i < MAX_PASSES; ++i) {
+        const int chunk = tid / 4 + i * (THREADS / 4);
+        const float2* from = reinterpret_cast<const float2*>(partial + (size_t)chunk * WIDTH) + tid % 4;
+        two[i] = chunk < chunks && tid % 4 <= SQUARES / 2 ? __ldcg(from) : make_float2(0.f, 0.f);
+    }
+#pragma unroll
+    for (int i = 0; i < MAX_ITEMS; ++i)
+#pragma unroll
+        for (int n = 0; n < STREAMS; ++n)
+            if ((tid + i * THREADS) * ITEM < d) s[i][n] = read(streams + (size_t)n * d + (tid + i * THREADS) * ITEM);
+    float even_column = two[0].x + two[1].x, odd_column = two[0].y + two[1].y;
+#pragma unroll
+    for (int i = 4; i < 32; i <<= 1) {
+        even_column += __shfl_xor_sync(~0u, even_column, i);
+        odd_column += __shfl_xor_sync(~0u, odd_column, i);
+    }
+    if (lane < 4) { parts[warp][2 * lane] = even_column; parts[warp][2 * lane + 1] = odd_column; }
+    __syncthreads();
+    float total = 0.f;
+#pragma unroll
+    for (int i = 0; i < WARPS / 4; ++i) total += parts[lane / COLUMNS * 4 + i][column];
+    total += __shfl_xor_sync(~0u, total, 8);
+    total += __shfl_xor_sync(~0u, total, 16);
+    const float inv = inverse_size(__shfl_sync(~0u, total, SQUARES), STREAMS * d, norm_eps);
+    const float share = sigmoid(total * inv * its_scale + its_base) + hc_eps;
+    float into[STREAMS];
+#pragma unroll
+    for (int n = 0; n < STREAMS; ++n) into[n] = __shfl_sync(~0u, share, n);
+    Eight y[MAX_ITEMS];
+    float square = 0.f;
+#pragma unroll
+    for (int i = 0; i < MAX_ITEMS; ++i)
+        if ((tid + i * THREADS) * ITEM < d)
+#pragma unroll
+            for (int k = 0; k < ITEM; ++k) {
+                float v = into[0] * s[i][0].v[k];
+#pragma unroll
+                for (int n = 1; n < STREAMS; ++n) v = fmaf(into[n], s[i][n].v[k], v);
+                y[i].v[k] = rounded(v, Act());
+                square = fmaf(y[i].v[k], y[i].v[k], square);
+            }
+#pragma unroll
+    for (int i = 1; i < 32; i <<= 1) square += __shfl_xor_sync(~0u, square, i);
+    if (lane == 0) squares[warp] = square;
+    __syncthreads();
+    square = squares[lane % WARPS];
+#pragma unroll
+    for (int i = 1; i < WARPS; i <<= 1) square += __shfl_xor_sync(~0u, square, i);
+    const float size = inverse_size(square, d, norm_eps);
+#pragma unroll
+    for (int i = 0; i < MAX_ITEMS; ++i)
+        if ((tid + i * THREADS) * ITEM < d) {
+#pragma unroll
+            for (int k = 0; k < ITEM; ++k) y[i].v[k] = w[i].v[k] * (y[i].v[k] * size);
+            write(x + (size_t)row * d + (tid + i * THREADS) * ITEM, y[i]);
+        }
+}
+
+// What mhc.py launches.
+static_assert(THREADS == 512);
+template __global__ void close_kernel<float>(const float*, const float*, const float*, const float*, const float*, float*, float*,
+                                             float*, int, int, int, float, float);
+template __global__ void close_kernel<__nv_bfloat16>(const float*, const float*, const float*, const __nv_bfloat16*, const float*,
+                                                     __nv_bfloat16*, float*, float*, int, int, int, float, float);

@@ -1,0 +1,88 @@
+"""Decode step: launches sample.cu, the next token of every row (ops/sample/ref.py). Ends prompts too."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from dsv4.kernels.common.build import call
+from dsv4.kernels.common.overlap import launcher
+
+WIDTH, RESULT, MAX_VOCAB = 8, 44, 1 << 18
+CLUSTER, THREADS = 8, 512  # blocks of a row, threads of a block
+MOST_HELD, BLOCK_BYTES = 18500, 25616  # logits in a block's shared memory, and what lies beside them
+
+
+class _Sampling(ctypes.Structure):
+    _fields_ = (
+        ("logits", ctypes.c_void_p),
+        ("vocab", ctypes.c_int),
+        *((name, ctypes.c_void_p) for name in ("settings", "mask", "out", "next_ids", "positions")),
+        *((name, ctypes.c_void_p) for name in ("slots", "latest")),
+        *((name, ctypes.c_int) for name in ("slice", "held")),
+    )
+
+
+@launcher(
+    reads=("logits", "settings", "mask", "positions", "slots"),
+    writes=("out", "settings", "next_ids", "positions", "latest"),
+)
+def sample(
+    logits: Tensor,
+    settings: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    next_ids: Tensor | None = None,
+    positions: Tensor | None = None,
+    slots: Tensor | None = None,
+    latest: Tensor | None = None,
+    overlap: bool = True,
+) -> None:
+    """logits [T, V] float32, settings [T, 8] int64, mask [T, ceil(V / 32)] int32 -> out int32 [T, 44].
+
+    With positions [T] int64, rows below 0 are padding and nothing of theirs is written; the others move on by
+    one position, and so does the index in their settings. next_ids [T] int64 get the ids, -1 where there is
+    none, and so does `latest` [S] int64 at the rows' `slots` [T] int64.
+    """
+    rows, vocab = logits.shape
+    assert vocab <= MAX_VOCAB, vocab
+    shapes: list[tuple[Tensor, tuple[int, ...], torch.dtype]]
+    shapes = [(logits, (rows, vocab), torch.float32), (settings, (rows, WIDTH), torch.int64)]
+    shapes += [(out, (rows, RESULT), torch.int32)]
+    shapes += [(mask, (rows, -(-vocab // 32)), torch.int32)] if mask is not None else []
+    shapes += [(each, (rows,), torch.int64) for each in (next_ids, positions, slots) if each is not None]
+    for tensor, shape, dtype in shapes:
+        assert tensor.shape == shape and tensor.dtype == dtype and tensor.is_contiguous(), (
+            tensor.shape,
+            shape,
+        )
+        assert tensor.device == logits.device, tensor.device
+    if not rows:
+        return
+    part = -(-vocab // (32 * CLUSTER)) * 32  # logits of a block
+    held = min(part, MOST_HELD)
+
+    def address(tensor: Tensor | None) -> int | None:
+        return None if tensor is None else tensor.data_ptr()
+
+    params = _Sampling(
+        logits=logits.data_ptr(),
+        vocab=vocab,
+        settings=settings.data_ptr(),
+        mask=address(mask),
+        out=out.data_ptr(),
+        next_ids=address(next_ids),
+        positions=address(positions),
+        slots=address(slots),
+        latest=address(latest),
+        slice=part,
+        held=held,
+    )
+    call(
+        *("sample", f"sample_kernel<{CLUSTER}, {THREADS}>", logits.device, params),
+        blocks=rows * CLUSTER,
+        threads=THREADS,
+        shared=BLOCK_BYTES + 4 * held,
+        cluster=CLUSTER,
+        overlap=overlap,
+    )

@@ -1,0 +1,1 @@
+"""Prompts: many tokens of few sequences, launched eagerly."""
