@@ -204,6 +204,8 @@ class EngineConfig:
     no_graph: bool = False
     no_overlap: bool = False
     prefix_snapshots: int = 64
+    prefix_dir: str | None = None
+    prefix_dir_bytes: int = 16 << 30
     cache_pages: int | None = None
     ops: tuple[tuple[str, str], ...] = ()
 
@@ -221,6 +223,10 @@ class EngineConfig:
             raise ConfigError(
                 f"prefix_snapshots is {self.prefix_snapshots!r}, expected 0 (no prefix cache) or more"
             )
+        if type(self.prefix_dir_bytes) is not int or self.prefix_dir_bytes < 1:
+            raise ConfigError(f"prefix_dir_bytes is {self.prefix_dir_bytes!r}, expected a number of bytes")
+        if self.prefix_dir is not None and not self.prefix_snapshots:
+            raise ConfigError("prefix_dir keeps what the prefix cache has, and prefix_snapshots 0 is none")
         if self.qat == "off" and self.cache == "fp8":
             raise ConfigError(
                 "cache fp8 is lossless only for values that were rounded to FP8 (qat on); "
