@@ -80,6 +80,14 @@ class Graphs(Eager):
         for decoder in self.decoders.values():
             decoder.run()
 
+    def prefill(self, spans: tuple[Span, ...]) -> Pass:
+        """Waited for inside a prompt too: chunks that queue up on the device are a stall nobody planned."""
+        made = super().prefill(spans)
+        if not made.sampled:
+            made.done = torch.cuda.Event()
+            made.done.record()
+        return made
+
     @torch.inference_mode()
     def decode(self, spans: tuple[Span, ...]) -> Pass:
         """One generated token of each sequence; with a grammar among them, sampling waits for its mask."""

@@ -84,6 +84,8 @@ def stress(
             running[submitted] = (which, engine.stream(engine.request(list(ids), params)))
             submitted += 1
         if engine.num_unfinished:
+            # Chunks beside others as no clock would choose them.
+            engine.pace.limit = chance.choice([7, 64, 256, 300, engine.settings.chunk])
             engine.step()
         for number, (which, stream) in list(running.items()):  # type: ignore[misc]
             if stream.output.sequence.finish_reason:
