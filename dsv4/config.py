@@ -191,6 +191,9 @@ class EngineConfig:
     max_batch: int = 8
     chunk: int | None = None
     threads: int | None = None
+    gpus: str | None = None
+    ranks: int = 1
+    rank_seconds: float = 20.0
     no_graph: bool = False
     no_overlap: bool = False
     prefix_snapshots: int = 64
@@ -201,9 +204,9 @@ class EngineConfig:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(allowed)}")
-        for name in ("max_batch", "chunk", "max_context", "threads", "cache_pages"):
+        for name in ("max_batch", "chunk", "max_context", "threads", "cache_pages", "ranks"):
             value = getattr(self, name)
-            if value is None and name != "max_batch":
+            if value is None and name not in ("max_batch", "ranks"):
                 continue
             if type(value) is not int or value < 1:
                 raise ConfigError(f"{name} is {value!r}, expected an integer of at least 1")
@@ -211,6 +214,10 @@ class EngineConfig:
             raise ConfigError(
                 f"prefix_snapshots is {self.prefix_snapshots!r}, expected 0 (no prefix cache) or more"
             )
+        if not 0.1 <= self.rank_seconds <= 3600:
+            raise ConfigError(f"rank_seconds is {self.rank_seconds!r}, expected 0.1 to 3600")
+        if self.gpus is not None and (self.ranks > 1 or self.device not in ("auto", "cuda")):
+            raise ConfigError("gpus names the devices itself; leave device and ranks out")
         if self.qat == "off" and self.cache == "fp8":
             raise ConfigError(
                 "cache fp8 is lossless only for values that were rounded to FP8 (qat on); "

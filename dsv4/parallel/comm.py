@@ -4,6 +4,7 @@ Sums are made of float32 parts in a balanced tree: first of a rank's own parts, 
 parts are a subtree, so the sum has the same bits for every number of ranks, and on all of them.
 """
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -11,7 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dsv4.errors import DeviceError
+
 LOCAL = "127.0.0.1"
+
+
+class PeerError(DeviceError):
+    """Another rank is gone, or kept this one waiting for too long."""
 
 
 class Comm(Protocol):
@@ -52,19 +59,24 @@ class Alone:
 
 
 class Group:
-    """Ranks that meet at a store; gloo on a CPU, NCCL on GPUs.
+    """Ranks of this machine, which meet at a file; gloo on a CPU, NCCL on GPUs.
 
-    A collective that a peer keeps waiting raises RuntimeError after `seconds`, one whose peer died, at once.
+    A collective that a peer keeps waiting raises PeerError after `seconds`, one whose peer died, at once.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, seconds: float) -> None:
+    def __init__(self, file: str, rank: int, size: int, device: torch.device, seconds: float) -> None:
         self.size = size
+        store = dist.FileStore(file, size)
+        store.set_timeout(timedelta(seconds=seconds))
         kind: Any = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
         options = kind.Options() if device.type == "cuda" else kind._Options()
         options._timeout = timedelta(seconds=seconds)
         if device.type == "cpu":
             options._devices = [kind.create_device(hostname=LOCAL)]
-        self._group = kind(store, rank, size, options)
+        try:
+            self._group = kind(store, rank, size, options)
+        except RuntimeError as error:
+            raise PeerError(f"ranks do not find each other: {_first_line(error)}") from None
 
     def sum_parts(self, parts: Tensor) -> Tensor:
         return tree_sum(self._gather(tree_sum(parts)).transpose(0, 1))
@@ -75,22 +87,26 @@ class Group:
     def sum_disjoint(self, values: Tensor) -> Tensor:
         # As integers: 0 + x is x for every bit pattern, which it is not for -0.0.
         flat = values.contiguous().view(torch.int32)
-        self._group.allreduce([flat], dist.AllreduceOptions()).wait()
+        self._wait(self._group.allreduce, [flat], dist.AllreduceOptions())
         return flat.view(values.dtype)
 
     def _gather(self, own: Tensor) -> Tensor:
         """[...] of each rank -> [size, ...]."""
         own = own.contiguous()
         out = own.new_empty(self.size, *own.shape)
-        self._group.allgather([list(out.unbind(0))], [own]).wait()
+        self._wait(self._group.allgather, [list(out.unbind(0))], [own])
         return out
 
+    @staticmethod
+    def _wait(collective: Callable[..., dist.Work], *arguments: object) -> None:
+        try:
+            collective(*arguments).wait()
+        except RuntimeError as error:
+            raise PeerError(_first_line(error)) from None
 
-def host_store(size: int, seconds: float) -> tuple[dist.Store, int]:
-    """Where ranks of this machine meet, and its port; rank 0 makes it."""
-    store = dist.TCPStore(LOCAL, 0, size, True, timedelta(seconds=seconds), wait_for_workers=False)
-    return store, store.port
+    def close(self) -> None:
+        self._group.shutdown()
 
 
-def join_store(port: int, size: int, seconds: float) -> dist.Store:
-    return dist.TCPStore(LOCAL, port, size, False, timedelta(seconds=seconds))
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
