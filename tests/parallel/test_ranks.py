@@ -1,4 +1,4 @@
-"""Several ranks on a CPU give the bits of one: all formats, layer kinds, chunks, batches, prefixes, cancels."""
+"""Several ranks on a CPU give the bits of one: all formats, layers, chunks, batches, prefixes, cancels."""
 
 from pathlib import Path
 
