@@ -207,6 +207,8 @@ class EngineConfig:
     no_graph: bool = False
     no_overlap: bool = False
     prefix_snapshots: int = 64
+    prefix_dir: str | None = None
+    prefix_dir_bytes: int = 16 << 30
     cache_pages: int | None = None
     ops: tuple[tuple[str, str], ...] = ()
 
@@ -229,6 +231,10 @@ class EngineConfig:
             raise ConfigError(f"rank_seconds is {self.rank_seconds!r}, expected 0.1 to 3600")
         if self.gpus is not None and (self.ranks > 1 or self.device not in ("auto", "cuda")):
             raise ConfigError("gpus names the devices itself; leave device and ranks out")
+        if type(self.prefix_dir_bytes) is not int or self.prefix_dir_bytes < 1:
+            raise ConfigError(f"prefix_dir_bytes is {self.prefix_dir_bytes!r}, expected a number of bytes")
+        if self.prefix_dir is not None and not self.prefix_snapshots:
+            raise ConfigError("prefix_dir keeps what the prefix cache has, and prefix_snapshots 0 is none")
         if self.qat == "off" and self.cache == "fp8":
             raise ConfigError(
                 "cache fp8 is lossless only for values that were rounded to FP8 (qat on); "

@@ -10,7 +10,6 @@ from dsv4.cache.store import Cache
 from dsv4.config import EngineConfig
 from dsv4.device import Device
 from dsv4.engine.eager import Eager
-from dsv4.engine.runner import Executor
 from dsv4.engine.settings import Settings, cache_layout, check_memory, settle
 from dsv4.errors import ConfigError
 from dsv4.model.bundle import Bundle, Numerics, Weights
@@ -57,6 +56,8 @@ class Prepared:
     def make(cls, path: Path, config: EngineConfig, rank: int, devices: list[str]) -> "Prepared":
         """`config` is settled by rank 0: what depends on free memory is the same on all of them."""
         size = len(devices)
+        if size > 1 and config.prefix_dir is not None:
+            raise ConfigError(f"prefix_dir keeps what one rank has, and there are {size}; leave it out")
         checkpoint = Checkpoint.open(path).shard(rank, size)
         settings = settle(replace(config, device=devices[rank], gpus=None), checkpoint, size)
         if rank == 0 or settings.device.kind == "cuda":
@@ -99,7 +100,7 @@ class Prepared:
 
 def make_executor(
     bundle: Bundle, settings: Settings, config: EngineConfig, compiled: Compiled | None = None
-) -> tuple[Model, Executor]:
+) -> tuple[Model, Eager]:
     """The model and its cache on this rank's device. `compiled` is told of kernels on a GPU."""
     s, device = settings, settings.device.torch_name
     layout = cache_layout(bundle.config, s, config, bundle.weights.num_mtp_layers)

@@ -4,6 +4,7 @@ import itertools
 import operator
 import secrets
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +14,10 @@ from dsv4.cache.slots import Slots
 from dsv4.config import EngineConfig
 from dsv4.engine.build import Compiled, Prepared, make_executor, rank_devices
 from dsv4.engine.grammar import Grammars
+from dsv4.engine.keep import Arrivals, make_shelf
 from dsv4.engine.output import Output
 from dsv4.engine.pace import Pace
+from dsv4.engine.plan import Plan
 from dsv4.engine.ranks import Leader, Ranks
 from dsv4.engine.request import Completion, Delta, FinishReason, Request, SamplingParams, Sequence
 from dsv4.engine.runner import Result, Runner
@@ -48,11 +51,16 @@ class Engine:
         self.settings = s = settings
         layout = cache_layout(bundle.config, s, config, bundle.weights.num_mtp_layers)
         self.model, executor = make_executor(bundle, s, config, compiled)
-        self.ranks, self.runner = ranks, Leader(executor, ranks) if ranks else Runner(executor)
+        # What comes up while it runs; called from any thread. Whoever has a log puts its own function here.
+        self.notices: list[str] = []
+        self.notify: Callable[[str], object] = self.notices.append
+        shelf = make_shelf(config, s, bundle, executor.cache, lambda what: self.notify(what))
+        self.ranks, self.runner = ranks, Leader(executor, ranks) if ranks else Runner(executor, shelf)
         self.slots = Slots(layout)
-        self.prefix = PrefixCache(self.slots, config.prefix_snapshots)
+        self.prefix = PrefixCache(self.slots, config.prefix_snapshots, shelf)
         self.scheduler = Scheduler(self.slots, self.prefix, s.chunk, executor.same_bits)
         self.pace = Pace(config.max_stall_ms / 1000, s.chunk)
+        self.arrivals = Arrivals(self.scheduler, self.prefix)
         self.grammars = Grammars(tokenizer, bundle.config.vocab_size)
         self._outputs: dict[str, Output] = {}
         self._running: dict[int, Output] = {}  # the same by sequence number
@@ -143,7 +151,7 @@ class Engine:
             sequence.matcher = self.grammars.matcher(params.grammar)
         output = Output(sequence, self.tokenizer)
         self._outputs[request.id] = self._running[sequence.number] = output
-        self.scheduler.add(sequence)
+        self.arrivals.add(sequence)
 
     def next_number(self) -> int:
         """A sequence's number, which names it wherever a slot could be somebody else's by now."""
@@ -152,6 +160,7 @@ class Engine:
     def step(self) -> list[Delta]:
         """One pass of every running sequence; what came out."""
         began = time.perf_counter()
+        self.arrivals.take()
         plan = self.scheduler.plan(self.pace.limit)
         if not plan.spans and self.scheduler.waiting:
             self.runner.apply(plan, self._mask)  # what it moves in the cache must not be lost
@@ -187,12 +196,14 @@ class Engine:
         for delta in deltas:
             if delta.finish_reason and delta.finish_reason != "error":
                 self._drop(delta.request_id)
+        if not self._outputs and self.prefix.has_copies:  # no next plan would carry them
+            self.runner.apply(Plan(**self.scheduler.changes()), self._mask)
         return deltas
 
     def _drop(self, request_id: str) -> None:
         sequence = self._outputs.pop(request_id).sequence
         del self._running[sequence.number]
-        self.scheduler.finish(sequence)
+        self.arrivals.finish(sequence)
 
     def _mask(self, number: int) -> bytes | None:
         """The tokens that a sequence's grammar allows next, as bits."""
