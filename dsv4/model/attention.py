@@ -6,7 +6,7 @@ from dsv4.cache.store import LayerCache
 from dsv4.config import LayerSpec
 from dsv4.model.bundle import Bundle
 from dsv4.model.compressor import Compressor
-from dsv4.model.indexer import Indexer
+from dsv4.model.indexer import Indexer, visible
 from dsv4.model.rope import Rope
 from dsv4.model.step import Step
 
@@ -39,11 +39,12 @@ class Attention:
         o = ops.attend.attend(
             *(q, fresh, cache.ring, step.slots, step.positions, step.first, c.window, cache.ring_rows),
             *(cache.entries, rows, self.sinks, cos, sin),
+            *(page_table, self.spec.ratio, cache.page_entries),
         )
         step.see(self.name, "o", o)
         # The ring is overwritten only now: queries of a long chunk still read what lay before it.
         tokens, ring_at = step.remaining(cache.ring_rows)
-        cache.ring.put(ring_at, fresh if tokens is None else fresh.take(tokens))
+        ops.qkv.put(cache.ring, ring_at, fresh, tokens)
 
         grouped = o.reshape(o.shape[0], c.o_groups, c.heads_per_group * c.head_dim)
         y = self.wo_b(ops.linear.grouped(grouped, self.wo_a))
@@ -53,7 +54,8 @@ class Attention:
     def _compressed_rows(
         self, x: Tensor, q_low: Tensor, step: Step, cache: LayerCache, page_table: Tensor
     ) -> Tensor | None:
-        """Close blocks, then list the pool rows each query attends to; entries are written before read."""
+        """Close blocks, then list the pool rows each query attends to (None: all that it sees, if any);
+        entries are written before read."""
         if self.compressor is None:
             return None
         assert cache.tail is not None and cache.entries is not None
@@ -63,7 +65,8 @@ class Attention:
         if rows.shape[0]:
             at_block = step.block_rotation(self.rope, ratio)
             kv = ops.qkv.entries(pooled, self.compressor.norm, *at_block, c.norm_eps)
-            cache.entries.put(rows, ops.qkv.store(kv, c.rope_dim, cache.entries.format, self.numerics.qat))
+            stored = ops.qkv.store(kv, c.rope_dim, cache.entries.format, self.numerics.qat)
+            ops.qkv.put(cache.entries, rows, stored)
         if self.indexer is not None:
             return self.indexer(x, q_low, rows, step, cache, page_table)
-        return step.visible_rows(ops.index, ratio, cache.page_entries, page_table)
+        return visible(ops, step, ratio, cache.page_entries, page_table)

@@ -57,7 +57,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return torch.empty(parts, *shape, dtype=dtype, device="meta")  # hundreds of megabytes elsewhere
 
     monkeypatch.setattr("dsv4.kernels.prefill.dense._unpacked", unpacked)
-    monkeypatch.setattr("dsv4.ops.index.gpu.choose", lambda scores, counts, out: None)
+    monkeypatch.setattr("dsv4.ops.index.gpu.choose", lambda **arguments: None)
     monkeypatch.setattr(route, "_choose", chosen)
     with fake_hopper():
         yield
