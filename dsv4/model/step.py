@@ -33,7 +33,7 @@ Span = tuple[int, int, Sequence[int]]  # slot, start position, token ids
 
 
 def columns(spans: Sequence[Span], size: int) -> Tensor:
-    """[5, size] on the host: ids, positions, slots, first and last positions; rows beyond have position -1."""
+    """[5, size] on the host: ids, positions, slots, first and last positions; padding has position -1."""
     out = torch.zeros(5, size, dtype=torch.long)
     out[1] = -1
     row = 0
@@ -47,7 +47,8 @@ def columns(spans: Sequence[Span], size: int) -> Tensor:
 
 def closings(spans: Sequence[Span], ratio: int) -> list[int]:
     """Tokens that complete a block of `ratio`."""
-    out, row = [], 0
+    out: list[int] = []
+    row = 0
     for _, start, tokens in spans:
         out += range(row + (ratio - 1 - start) % ratio, row + len(tokens), ratio)
         row += len(tokens)
@@ -81,14 +82,13 @@ class Step:
     known: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def build(
-        cls, spans: Sequence[Span], device: str | torch.device, tap: Tap | None = None
-    ) -> "Step":
+    def build(cls, spans: Sequence[Span], device: str | torch.device, tap: Tap | None = None) -> "Step":
         """spans: (slot, start position, token ids) per sequence."""
         assert len({slot for slot, _, tokens in spans if tokens}) == sum(bool(t) for _, _, t in spans)
         table = send(columns(spans, sum(len(tokens) for _, _, tokens in spans)), device)
         longest = max((start + len(tokens) for _, start, tokens in spans), default=0)
-        return cls(*table, longest=longest, spans=tuple(spans), tap=tap)
+        ids, positions, slots, first, last = table
+        return cls(ids, positions, slots, first, last, longest, tuple(spans), tap=tap)
 
     def see(self, name: str, part: str, value: Tensor) -> None:
         """Show an intermediate result to whoever looks; almost always nobody does."""
@@ -131,6 +131,14 @@ class Step:
         """[T, S] pool rows of every entry a token may attend to, -1 beyond; `index` is the op."""
         return index.visible_rows(page_table, self.slots, self.positions, ratio, page_entries)
 
+    def spread(self, chosen: Tensor) -> Tensor:
+        """Choices of experts [T, K]: padding takes those of the first token, which are read anyway."""
+        return chosen if self.lists is None else torch.where(self._is_token(), chosen, chosen[:1])
+
+    @once
+    def _is_token(self) -> Tensor:
+        return (self.positions >= 0).unsqueeze(1)
+
     @once
     def remaining(self, size: int) -> tuple[Tensor | None, Tensor]:
         """Tokens that remain in rings of `size` rows after this step (None: all), and their rows.
@@ -144,7 +152,8 @@ class Step:
             return None, torch.where(remains, rows, -1)
         if all(len(tokens) <= size for _, _, tokens in self.spans):
             return None, rows
-        kept, row = [], 0
+        kept: list[int] = []
+        row = 0
         for _, _, tokens in self.spans:
             row += len(tokens)
             kept += range(row - min(size, len(tokens)), row)

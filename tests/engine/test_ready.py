@@ -132,7 +132,7 @@ def test_every_stored_format(checkpoint: Callable[..., Path], format: str, dtype
     opened = Checkpoint.open(checkpoint(format))
     model, cache = build(opened.config, load_tiled(opened, "cpu"), dtype, 1024)
     warm = check_covered(model, cache, awkward(opened.config, 1024, LENGTHS))
-    assert len({name for name, _ in warm}) >= 17, "a kernel of prompts was not launched at all"
+    assert len({name for name, _ in warm}) >= 16, "a kernel of prompts was not launched at all"
 
 
 @pytest.mark.parametrize("layout", ["modelopt", "nvfp4"])

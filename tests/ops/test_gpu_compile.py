@@ -22,7 +22,7 @@ from dsv4.quant.formats import Format, QuantTensor, empty_rows
 from tests.aot import compiling
 
 pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="compiles; nothing to interpret")
-TENSOR_CORES = {"_gemm_kernel", "_up_kernel", "_down_kernel", "_mixes_kernel", "direct", "by page"}
+TENSOR_CORES = {"_gemm_kernel", "_up_kernel", "_down_kernel", "_mixes_kernel", "listed", "by page"}
 TENSOR_CORES |= {"_attend_kernel", "_scores_kernel"}
 
 
@@ -73,12 +73,12 @@ def launch_all(c: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
         q = act(t, heads, width)
         arguments = (q, fresh, ring, longs, longs, longs, 128, 136, pool, ints(t, topk), meta(heads), *turns)
         attend_gpu.attend(*arguments)
-        out["direct"] = out.pop("_attend_kernel")
+        out["listed"] = out.pop("_attend_kernel")
         attend_gpu.attend(*arguments[:9], None, *arguments[10:], ints(8, 64), 128, 2)
         out["by page"] = out.pop("_attend_kernel")
-        before, attend_gpu.DIRECT_TOKENS = attend_gpu.DIRECT_TOKENS, 0
+        before, attend_gpu.DECODED_BYTES = attend_gpu.DECODED_BYTES, 0
         attend_gpu.attend(*arguments)
-        attend_gpu.DIRECT_TOKENS = before
+        attend_gpu.DECODED_BYTES = before
         qkv_gpu.put(ring, longs, fresh)
         keys = store(Format.MXFP4, 4096, 128, 0, dtype)
         index_gpu._scores(act(t, 64, 128), meta(t, 64), keys, ints(8, 64), longs, longs, meta(t, 2048), 4, 64)
@@ -91,7 +91,7 @@ def launch_all(c: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
 )
 def test_kernels_compile_for_sm_90(name: str, dtype: torch.dtype) -> None:
     kernels = launch_all(preset(name), dtype)
-    assert len(kernels) == 21
+    assert len(kernels) == 22
     for kind, kernel in kernels.items():
         assert kernel.asm["cubin"] and kernel.metadata.shared <= 227 << 10, kind
         if dtype == torch.bfloat16 and kind in TENSOR_CORES:

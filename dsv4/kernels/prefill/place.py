@@ -1,4 +1,4 @@
-"""Rows of this step to their places in the cache; a place of -1 is none. One launch for a store of two tensors."""
+"""Rows of this step to their places in the cache; -1 is no place. One launch for a store of two tensors."""
 
 import torch
 import triton
@@ -14,14 +14,14 @@ def _copy(store, fresh, row, token, width, B: tl.constexpr):  # type: ignore[no-
         tl.store(store + row * width + col, value, mask=col < width)
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows", "tokens"])
-def _place_kernel(rows, tokens, store, fresh, width, other, other_fresh, other_width,  # type: ignore[no-untyped-def]
-                  HAS_TOKENS: tl.constexpr, HAS_OTHER: tl.constexpr, B: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["has_tokens"], do_not_specialize_on_alignment=["rows", "tokens"])
+def _place_kernel(rows, tokens, has_tokens, store, fresh, width, other, other_fresh, other_width,  # type: ignore[no-untyped-def]
+                  HAS_OTHER: tl.constexpr, B: tl.constexpr):  # fmt: skip
     place = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + place)
     if row >= 0:
         token = place
-        if HAS_TOKENS:
+        if has_tokens:
             token = tl.load(tokens + place)
         _copy(store, fresh, row, token, width, B)
         if HAS_OTHER:
@@ -36,15 +36,15 @@ def place(
     rows: Tensor,
     tokens: Tensor | None,
 ) -> None:
-    """store[rows[i]] = fresh[tokens[i]], and the same in `other`; tokens None: fresh[i]. Rows are moved whole."""
+    """store[rows[i]] = fresh[tokens[i]], or fresh[i] where tokens is None; and the same in `other`."""
     if not rows.shape[0]:
         return
     into, of, width = _words(store, fresh)
     others = (into, of, 0) if other is None or other_fresh is None else _words(other, other_fresh)
     assert rows.dtype == torch.long and (tokens is None or tokens.dtype == torch.long)
     _place_kernel[(rows.shape[0],)](
-        *(rows, rows if tokens is None else tokens, into, of, width, *others),
-        **{"HAS_TOKENS": tokens is not None, "HAS_OTHER": other is not None, "B": 256, "num_warps": 4},
+        *(rows, rows if tokens is None else tokens, int(tokens is not None), into, of, width, *others),
+        **{"HAS_OTHER": other is not None, "B": 256, "num_warps": 4},
     )
 
 

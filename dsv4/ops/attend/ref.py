@@ -42,9 +42,9 @@ def attend(
 
     Raw keys of a query at p: positions max(0, p-window+1) .. p, of which those >= first are rows of `fresh`
     (this step's tokens) and older ones rows `slot*ring_size + j mod ring_size` of `ring`. Compressed keys:
-    `pool` rows listed in `rows` [T, S], -1 meaning none, or without a list all that are visible, found through
-    the page table [S, P]. Keys are the values too. The sink adds to the
-    denominator only. The output is rotated back by the query's position.
+    `pool` rows listed in `rows` [T, S], -1 meaning none; without a list all that are visible, found through
+    the page table [S, P]. Keys are the values too. The sink adds to the denominator only. The output is
+    rotated back by the query's position.
     """
     if pool is not None and rows is None:
         assert page_table is not None

@@ -68,6 +68,6 @@ def put(
     scores: Tensor,
     tokens: Tensor | None = None,
 ) -> None:
-    """Keep these tokens' rows (None: all) in the tail [S, L, ...], at `rows`, each slot * L + position mod L."""
+    """Keep these tokens' rows (None: all) in the tail [S, L, ...]: at slot * L + position mod L."""
     for tail, fresh in ((tail_values, values), (tail_scores, scores)):
         tail.flatten(0, 1).index_copy_(0, rows, fresh if tokens is None else fresh[tokens])

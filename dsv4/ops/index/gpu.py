@@ -27,8 +27,8 @@ MAX_PROGRAMS = 264
 def _scores_kernel(q, weights, data, scales, page_table, slots, positions, out, tokens, heads, width,  # type: ignore[no-untyped-def]
                    cap, pages, page_entries, ratio, topk, IS_MXFP4: tl.constexpr, Q: tl.constexpr,
                    B: tl.constexpr, H: tl.constexpr, W: tl.constexpr):  # fmt: skip
-    """out[t, c] = sum over heads of relu(q . key c) * weight, for entries c that token t sees; tokens that see
-    no more than topk have no choice and may be passed over."""
+    """out[t, c] = sum over heads of relu(q . key c) * weight, for entries c that token t sees; tokens that
+    see no more than topk have no choice and may be passed over."""
     start, stop = tl.program_id(0) * Q, tl.minimum(tl.program_id(0) * Q + Q, tokens)
     head, col = tl.arange(0, H), tl.arange(0, W)
     token = start + tl.arange(0, Q)
@@ -146,7 +146,7 @@ def _scores(
     page_entries: int,
     topk: int = 0,
 ) -> None:
-    """out [T, cap]: the score of every entry that a token sees, if more than topk; nothing is written beyond."""
+    """out [T, cap]: the score of every entry that a token sees, if more than topk; nothing beyond."""
     tokens, heads, width = q.shape
     cap = out.shape[1]
     num_queries, num_keys, warps, stages = BLOCK[q.dtype]

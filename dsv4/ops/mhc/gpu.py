@@ -1,5 +1,5 @@
-"""Hyper-connections in Triton: the mixes' product with the norm's sum in one read of the streams, a few channels
-per program; then, token by token, what they become and the weighted sum. Parts are added in one order."""
+"""Hyper-connections in Triton: the mixes' product with the norm's sum in one read of the streams, in parts of
+some channels; then, token by token, what they become and the weighted sum. Parts are added in one order."""
 
 import torch
 import triton
@@ -117,7 +117,7 @@ def _post_kernel(x, streams, gate, comb, out, depth, row, stream, N: tl.constexp
 
 
 def _partial(streams: Tensor, fn: Tensor) -> tuple[Tensor, Tensor]:
-    """Each part's product with its rows of fn [N*D, M] -> [T, parts, M], and its sum of squares [T, parts]."""
+    """Each part's product with its rows of fn [N*D, M] -> [T, parts, M]; its sum of squares [T, parts]."""
     tokens, n, depth = streams.shape
     m = fn.shape[1]
     assert streams.stride(2) == 1 and fn.is_contiguous() and n & (n - 1) == 0

@@ -1,0 +1,87 @@
+"""A short prompt step on a GPU: Model.forward over a fixed number of tokens, recorded as one graph.
+
+The tokens of any sequences, at any positions, are put into fixed inputs; the rest is padding, at position -1.
+What a kernel does ends with what its tokens see, so that one graph serves every context.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.store import Cache
+from dsv4.model.model import Model
+from dsv4.model.step import Span, Step, closings, columns
+
+SIZES = (16, 32, 64, 128, 256, 512)
+MAX_SEQUENCES = 16  # of a step: their blocks that close need places
+
+
+def prompt_sizes(chunk: int) -> list[int]:
+    """Of the steps for prompts that are read in chunks of so many tokens."""
+    return [size for size in SIZES if size < 2 * chunk]
+
+
+class Prompt:
+    """The step for up to `size` tokens of up to MAX_SEQUENCES sequences."""
+
+    def __init__(self, model: Model, cache: Cache, size: int) -> None:
+        self.model, self.cache, self.size = model, cache, size
+        ratios = sorted({layer.ratio for layer in model.config.layers if layer.ratio})
+        # A sequence of n tokens closes at most n // ratio + 1 blocks.
+        self.places = {ratio: size // ratio + MAX_SEQUENCES for ratio in ratios}
+        self.inputs = self._packed(()).to(cache.page_table.device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.streams: Tensor | None = None  # [T, N, D], what the graph leaves
+
+    def fits(self, spans: Sequence[Span]) -> bool:
+        return len(spans) <= MAX_SEQUENCES and sum(len(ids) for _, _, ids in spans) <= self.size
+
+    def _packed(self, spans: Sequence[Span]) -> Tensor:
+        """What the host loads, in one copy: the tokens' columns, and the blocks that close."""
+        parts = [columns(spans, self.size).flatten()]
+        for ratio, places in self.places.items():
+            part = torch.full((places,), -1, dtype=torch.long)
+            closing = closings(spans, ratio)
+            part[: len(closing)] = torch.tensor(closing, dtype=torch.long)
+            parts.append(part)
+        return torch.cat(parts)
+
+    def _step(self) -> Step:
+        table, *lists = self.inputs.split([5 * self.size, *self.places.values()])
+        ids, positions, slots, first, last = table.view(5, self.size)
+        return Step(
+            ids=ids,
+            positions=positions,
+            slots=slots,
+            first=first,
+            last=last,
+            longest=self.cache.layout.max_context,
+            lists=dict(zip(self.places, lists, strict=True)),
+        )
+
+    def load(self, spans: Sequence[Span]) -> None:
+        assert self.fits(spans), f"{len(spans)} sequences in a step of {self.size} tokens"
+        self.inputs.copy_(self._packed(spans).pin_memory(), non_blocking=True)
+
+    def run(self) -> None:
+        """Launch by launch."""
+        self.streams = self.model.forward(self._step(), self.cache)
+
+    def capture(self, pool: Any) -> None:
+        """Record the launches, when each has run once, in memory that steps of other sizes use too."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            self.run()
+        self.graph = graph
+
+    def __call__(self, spans: Sequence[Span]) -> Tensor:
+        """streams [T, N, D] of the tokens, valid until the next step of any size."""
+        self.load(spans)
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            self.run()
+        assert self.streams is not None
+        return self.streams[: sum(len(ids) for _, _, ids in spans)]
