@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsv4.cache.store import Cache
 from dsv4.model.model import Model
-from dsv4.model.step import Span, Step, closings, columns
+from dsv4.model.step import Span, Step, closings, columns, send
 
 SIZES = (16, 32, 64, 128, 256, 512)
 MAX_SEQUENCES = 16  # of a step: their blocks that close need places
@@ -63,7 +63,7 @@ class Prompt:
 
     def load(self, spans: Sequence[Span]) -> None:
         assert self.fits(spans), f"{len(spans)} sequences in a step of {self.size} tokens"
-        self.inputs.copy_(self._packed(spans).pin_memory(), non_blocking=True)
+        self.inputs.copy_(send(self._packed(spans), self.inputs.device))
 
     def run(self) -> None:
         """Launch by launch."""
