@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.kernels.prefill.rows import e8m0_value
+from dsv4.kernels.common.numbers import e4m3_decode, power
 from dsv4.quant.formats import KV_BLOCK, Format, QuantTensor
 
 # Entries are found by the page table here, without a list.
@@ -34,11 +34,10 @@ def _decoded(data, rest, scales, is_key, width, nope, item, act: tl.constexpr, I
         code = tl.load(data[:, None, None] + col, mask=is_code, other=0)
         has_scale = is_key[:, None] & (block * 64 < nope)[None, :]
         scale = tl.load(scales[:, None] + block[None, :], mask=has_scale, other=127)
-        value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-        value = value * e8m0_value(scale.to(tl.int32))[:, :, None]
+        value = e4m3_decode(code) * power(scale.to(tl.int32))[:, :, None]
         is_rest = is_key[:, None, None] & (col >= nope) & (col < width)
-        turned = tl.load(rest[:, None, None] + nope // item + col - nope, mask=is_rest, other=0.0)
-        key = tl.where(col < nope, value.to(act), turned.to(act))
+        rotary = tl.load(rest[:, None, None] + nope // item + col - nope, mask=is_rest, other=0.0)
+        key = tl.where(col < nope, value.to(act), rotary.to(act))
         return tl.reshape(key, (B, W))
     else:
         col = tl.arange(0, W)

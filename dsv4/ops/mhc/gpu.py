@@ -12,12 +12,12 @@ __all__ = ["head", "mixes", "post", "pre", "sinkhorn"]
 
 # Tokens and depth of a product's tile, warps, stages; by the streams' type.
 TILE = {torch.bfloat16: (64, 64, 4, 3), torch.float32: (32, 32, 4, 2)}
-_PART = 512  # channels of a stream that a program multiplies
+_PART = 256  # channels of a stream that a program multiplies
 _CHANNELS = 1024  # of a program that adds streams up
 
 
 @triton.jit(do_not_specialize=["count"])
-def _mixes_kernel(streams, fn, partial, squares, count, depth, mixes, row, stream,  # type: ignore[no-untyped-def]
+def _mixes_kernel(streams, fn, partial, squares, count, depth, row, stream, mixes: tl.constexpr,  # type: ignore[no-untyped-def]
                   PART: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, M: tl.constexpr):  # fmt: skip
     """Part p of stream n: partial[t, n, p] = its channels times their rows of fn [N*D, M]; squares[t, n, p]:
     their sum of squares."""
@@ -127,7 +127,7 @@ def _partial(streams: Tensor, fn: Tensor) -> tuple[Tensor, Tensor]:
     if tokens:
         bt, bk, warps, stages = TILE[streams.dtype]
         _mixes_kernel[(triton.cdiv(tokens, bt), n, parts)](
-            *(streams, fn, partial, squares, tokens, depth, m, streams.stride(0), streams.stride(1)),
+            *(streams, fn, partial, squares, tokens, depth, streams.stride(0), streams.stride(1), m),
             **{"PART": _PART, "BT": bt, "BK": bk, "M": max(16, triton.next_power_of_2(m))},
             **{"num_warps": warps, "num_stages": stages},
         )
