@@ -1,4 +1,4 @@
-"""A prompt step padded for a graph against the same tokens in a step of their own: bit for bit, and the cache."""
+"""A prompt step padded for a graph against the same tokens in a step of their own: the same bits."""
 
 import random
 from dataclasses import replace
