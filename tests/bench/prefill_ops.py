@@ -3,8 +3,8 @@
     PYTHONPATH=. python tests/bench/prefill_ops.py --tokens 16,64,256,1024,8192 --contexts 4096,131072,1040000
 
 For each number of tokens and each context before them one table: microseconds of an op (several calls in a
-graph, where it can be captured), uses in a forward pass of 43 layers, milliseconds of a pass, and the floor: the
-larger of what must be read and written at 4.4 TB/s and arithmetic at 780 TFLOP/s. The last line adds up.
+graph, where it can be captured), uses in a forward pass of 43 layers, milliseconds of a pass, and the floor:
+the larger of what must be read and written at 4.4 TB/s and arithmetic at 780 TFLOP/s. The last line adds up.
 `--products` times the products too (once for each number of tokens, with `--experts` 192), `--variants` other
 tiles, which count for nothing.
 """
