@@ -1,4 +1,4 @@
-"""Rows of this step to their places in the cache; -1 is no place. One launch for a store of two tensors."""
+"""Prompts: rows of a step to their places in the cache, -1 being none; a store of two tensors in one launch."""
 
 import torch
 import triton
