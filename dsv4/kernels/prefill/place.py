@@ -1,4 +1,4 @@
-"""Prompts: rows of a step to their places in the cache, -1 being none; a store of two tensors in one launch."""
+"""Prompts: rows of a step to their places in the cache, -1 being none; a store of two tensors at once."""
 
 import torch
 import triton
