@@ -29,9 +29,9 @@ class Attention:
         cos, sin = step.rotation(self.rope)
         q_low = ops.norm.rms_norm(self.wq_a(x), self.q_norm, c.norm_eps)
         q = self.wq_b(q_low).unflatten(1, (c.num_heads, c.head_dim))
-        q = ops.qkv.queries(q, cos, sin, c.norm_eps)
         kv = ops.qkv.entries(self.wkv(x), self.kv_norm, cos, sin, c.norm_eps)
-        step.see(self.name, "q", q)
+        if step.tap is not None:
+            step.see(self.name, "q", ops.qkv.queries(q, cos, sin, c.norm_eps))
         step.see(self.name, "kv", kv)
         fresh = ops.qkv.store(kv, c.rope_dim, cache.ring.format, self.numerics.qat)
 
@@ -53,6 +53,7 @@ class Attention:
             page_table=page_table,
             ratio=self.spec.ratio,
             page_entries=cache.page_entries,
+            eps=c.norm_eps,
         )
         step.see(self.name, "o", o)
         # The ring is overwritten only now: queries of a long chunk still read what lay before it.

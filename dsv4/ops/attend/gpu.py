@@ -47,8 +47,9 @@ def _decoded(data, rest, scales, is_key, width, nope, item, act: tl.constexpr, I
 
 @triton.jit
 def _meet(q, key, is_key, scale, peak, total, out):  # type: ignore[no-untyped-def]
-    """One block of keys [B, W] that are the values too: the running softmax of q [H, W] goes on."""
-    score = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
+    """One block of keys [B, W] that are the values too: the running softmax of q [H, W] goes on, its scores
+    times scale [H]."""
+    score = tl.dot(q, tl.trans(key), input_precision="ieee") * scale[:, None]
     score = tl.where(is_key[None, :], score, -float("inf"))
     higher = tl.maximum(peak, tl.max(score, 1))
     shrink = tl.exp(peak - higher)
@@ -65,10 +66,11 @@ def _meet(q, key, is_key, scale, peak, total, out):  # type: ignore[no-untyped-d
 def _attend_kernel(q, ring, ring_rest, ring_scales, fresh, fresh_rest, fresh_scales, pool, pool_rest,  # type: ignore[no-untyped-def]
                    pool_scales, rows, page_table, slots, positions, first, sinks, cos, sin, out, tokens,
                    heads, width, nope, window, ring_size, ring_rows, list_width, ratio, page_entries, pages,
-                   row_items, row_scales, item, scale, HAS_POOL: tl.constexpr, IS_LISTED: tl.constexpr,
-                   IS_JOINED: tl.constexpr, IS_KV8: tl.constexpr, H: tl.constexpr, B: tl.constexpr,
-                   W: tl.constexpr, R: tl.constexpr):  # fmt: skip
-    """IS_JOINED: `ring` points to the rows of all three, one store after the other, as values."""
+                   row_items, row_scales, item, scale, eps, IS_RAW: tl.constexpr, HAS_POOL: tl.constexpr,
+                   IS_LISTED: tl.constexpr, IS_JOINED: tl.constexpr, IS_KV8: tl.constexpr, H: tl.constexpr,
+                   B: tl.constexpr, W: tl.constexpr, R: tl.constexpr):  # fmt: skip
+    """IS_RAW: q is to be normed and rotated. IS_JOINED: `ring` points to the rows of all three, one store
+    after the other, as values."""
     token = tl.program_id(0)
     long_token = token.to(tl.int64)
     head = tl.program_id(1) * H + tl.arange(0, H)
@@ -76,7 +78,29 @@ def _attend_kernel(q, ring, ring_rest, ring_scales, fresh, fresh_rest, fresh_sca
     act: tl.constexpr = out.dtype.element_ty
     here = (head < heads)[:, None] & (col < width)[None, :]
     q_at = head[:, None] * width + col[None, :]
-    query = tl.load(q + long_token * heads * width + q_at, mask=here, other=0.0)
+    # The last channels turn in pairs, with the position before the keys are met, against it at the end.
+    half = (width - nope) // 2
+    pair = tl.arange(0, R)
+    turns = (head < heads)[:, None] & (pair < half)[None, :]
+    pair_at = long_token * heads * width + head[:, None] * width + nope + 2 * pair[None, :]
+    score_scale = tl.zeros((H,), tl.float32) + scale
+    if IS_RAW:
+        c = tl.load(cos + token * half + pair, mask=pair < half, other=1.0)[None, :]
+        s = tl.load(sin + token * half + pair, mask=pair < half, other=0.0)[None, :]
+        # The turned pairs go by way of `out`: among registers they would be exchanged with other threads.
+        a = tl.load(q + pair_at, mask=turns, other=0.0).to(tl.float32)
+        b = tl.load(q + pair_at + 1, mask=turns, other=0.0).to(tl.float32)
+        tl.store(out + pair_at, (a * c - b * s).to(act), mask=turns)
+        tl.store(out + pair_at + 1, (a * s + b * c).to(act), mask=turns)
+        tl.debug_barrier()
+        source = tl.where(col < nope, q, out) + long_token * heads * width
+        query = tl.load(source[None, :] + q_at, mask=here, other=0.0)
+        wide = tl.where((col < nope)[None, :], query, 0.0).to(tl.float32)
+        square = tl.sum(wide * wide, 1) + tl.sum(a * a + b * b, 1)
+        # The norm's factor is a head's own: it goes with the scores.
+        score_scale *= tl.div_rn(tl.zeros_like(square) + 1.0, tl.sqrt_rn(square * (1.0 / width) + eps))
+    else:
+        query = tl.load(q + long_token * heads * width + q_at, mask=here, other=0.0)
     slot, position = tl.load(slots + token), tl.load(positions + token).to(tl.int32)
     start = tl.load(first + token).to(tl.int32)
     table = page_table + slot * pages
@@ -137,22 +161,18 @@ def _attend_kernel(q, ring, ring_rest, ring_scales, fresh, fresh_rest, fresh_sca
                 rest = tl.where(number < near, rest, pool_rest + far * row_items)
                 scales = tl.where(number < near, scales, pool_scales + far * row_scales)
             key = _decoded(data, rest, scales, is_key, width, nope, item, act, IS_KV8, B, W)
-        peak, total, result = _meet(query, key, is_key, scale, peak, total, result)
-    result = tl.div_rn(result, tl.broadcast_to(total[:, None], (H, W)))
+        peak, total, result = _meet(query, key, is_key, score_scale, peak, total, result)
+    result *= tl.div_rn(tl.full((H,), 1.0, tl.float32), total)[:, None]
     tl.store(out + long_token * heads * width + q_at, result.to(act), mask=here)
     # Rotated back in place, when all threads have written: beside the sums of a whole row of heads the pairs
     # would take registers that are not there.
     tl.debug_barrier()
-    half = (width - nope) // 2
-    pair = tl.arange(0, R)
-    turns = (head < heads)[:, None] & (pair < half)[None, :]
     c = tl.load(cos + token * half + pair, mask=pair < half, other=1.0)[None, :]
     s = tl.load(sin + token * half + pair, mask=pair < half, other=0.0)[None, :]
-    at = out + long_token * heads * width + head[:, None] * width + nope + 2 * pair[None, :]
-    a = tl.load(at, mask=turns, other=0.0).to(tl.float32)
-    b = tl.load(at + 1, mask=turns, other=0.0).to(tl.float32)
-    tl.store(at, (a * c + b * s).to(act), mask=turns)
-    tl.store(at + 1, (b * c - a * s).to(act), mask=turns)
+    a = tl.load(out + pair_at, mask=turns, other=0.0).to(tl.float32)
+    b = tl.load(out + pair_at + 1, mask=turns, other=0.0).to(tl.float32)
+    tl.store(out + pair_at, (a * c + b * s).to(act), mask=turns)
+    tl.store(out + pair_at + 1, (b * c - a * s).to(act), mask=turns)
 
 
 @triton.jit
@@ -221,6 +241,7 @@ def attend(
     page_table: Tensor | None = None,
     ratio: int = 0,
     page_entries: int = 0,
+    eps: float | None = None,
 ) -> Tensor:
     """A token at position -1 attends to nothing."""
     tokens, heads, width = q.shape
@@ -249,8 +270,8 @@ def attend(
         *(tokens, heads, width, width - 2 * half, window, ring_size, ring.shape[0]),
         *(listed.shape[1] if is_listed else 0, ratio or 1, page_entries or 1),
         *(table.shape[1] if page_table is not None else 0, *_row_sizes(ring, dtype)),
-        *(q.element_size(), width**-0.5),
-        **{"HAS_POOL": pool is not None, "IS_LISTED": is_listed},
+        *(q.element_size(), width**-0.5, eps or 0.0),
+        **{"IS_RAW": eps is not None, "HAS_POOL": pool is not None, "IS_LISTED": is_listed},
         **{"IS_JOINED": joined is not None, "IS_KV8": ring.format is Format.KV8},
         **{"H": block_heads, "B": keys, "W": max(64, triton.next_power_of_2(width))},
         **{"R": triton.next_power_of_2(half), "num_warps": warps, "num_stages": stages},

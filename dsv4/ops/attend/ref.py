@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 from dsv4.ops._exact import cast, exp, padded, rotate, total
 from dsv4.ops._product import batch_product, zeros
 from dsv4.ops.index.ref import visible_rows
+from dsv4.ops.qkv.ref import queries
 from dsv4.quant.codec import decode
 from dsv4.quant.formats import QuantTensor, join
 
@@ -37,8 +38,9 @@ def attend(
     page_table: Tensor | None = None,
     ratio: int = 0,
     page_entries: int = 0,
+    eps: float | None = None,
 ) -> Tensor:
-    """q [T, H, D] -> o [T, H, D].
+    """q [T, H, D] -> o [T, H, D]. With `eps`, q is as its product left it: qkv.queries comes first.
 
     Raw keys of a query at p: positions max(0, p-window+1) .. p, of which those >= first are rows of `fresh`
     (this step's tokens) and older ones rows `slot*ring_size + j mod ring_size` of `ring`. Compressed keys:
@@ -46,6 +48,8 @@ def attend(
     the page table [S, P]. Keys are the values too. The sink adds to the denominator only. The output is
     rotated back by the query's position.
     """
+    if eps is not None:
+        q = queries(q, cos, sin, eps)
     if pool is not None and rows is None:
         assert page_table is not None
         rows = visible_rows(page_table, slots, positions, ratio, page_entries)
