@@ -21,8 +21,9 @@ from dsv4.model.buffers import graph_rows
 from dsv4.model.bundle import Bundle
 from dsv4.model.decode import Decoder
 from dsv4.model.model import Model
-from dsv4.model.prompt import Prompt, prompt_sizes
+from dsv4.model.prompt import Prompt
 from dsv4.model.step import Span as Tokens
+from dsv4.model.step import prompt_sizes
 from dsv4.model.warm import warm_up
 from dsv4.ops.sample.ref import MAX_TOP
 

@@ -14,13 +14,7 @@ from dsv4.cache.store import Cache
 from dsv4.model.model import Model
 from dsv4.model.step import Span, Step, closings, columns, send
 
-SIZES = (16, 32, 64, 128, 256, 512)
 MAX_SEQUENCES = 16  # of a step: their blocks that close need places
-
-
-def prompt_sizes(chunk: int) -> list[int]:
-    """Of the steps for prompts that are read in chunks of so many tokens."""
-    return [size for size in SIZES if size < 2 * chunk]
 
 
 class Prompt:

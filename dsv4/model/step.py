@@ -32,6 +32,15 @@ def once(method: Method) -> Method:
 Span = tuple[int, int, Sequence[int]]  # slot, start position, token ids
 
 
+# Tokens of the prompt steps that are recorded as graphs (prompt.py).
+SIZES = (16, 32, 64, 128, 256, 512)
+
+
+def prompt_sizes(chunk: int) -> list[int]:
+    """Of the steps for prompts that are read in chunks of so many tokens."""
+    return [size for size in SIZES if size < 2 * chunk]
+
+
 def columns(spans: Sequence[Span], size: int) -> Tensor:
     """[5, size] on the host: ids, positions, slots, first and last positions; padding has position -1."""
     out = torch.zeros(5, size, dtype=torch.long)
