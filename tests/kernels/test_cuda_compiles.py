@@ -155,7 +155,9 @@ def launch_route() -> None:
 
 def launch_select() -> None:
     for capacity in (1000, 4000, 8000, 20000):
-        choose.select(some(2, capacity), some(2, dtype=torch.int32), some(2, 512, dtype=torch.int32))
+        longs, table = some(2, dtype=torch.long), some(2, 9, dtype=torch.int32)
+        out = some(2, 512, dtype=torch.int32)
+        choose.select_rows(some(2, capacity), longs, 4, table, longs, 64, out, mixed=True)
 
 
 def launch_sample() -> None:

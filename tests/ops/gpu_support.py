@@ -92,6 +92,7 @@ def _select(
     page_entries: int,
     out: Tensor,
     overlap: bool,
+    mixed: bool,
 ) -> None:
     out.fill_(-1)
     for t, count in enumerate(((positions + 1) // ratio).tolist()):

@@ -197,5 +197,6 @@ def select(
             page_entries=page_entries,
             out=out[part],
             overlap=False,
+            mixed=True,
         )
     return out
