@@ -29,7 +29,8 @@ HERE = Path(__file__).parents[1]
 # Which folder of kernels/ each lies in.
 SOURCES = {
     **{"matvec": "decode", "mix": "decode", "choose": "decode", "sample": "decode"},
-    **{"unpack": "prefill", "ceiling": "common"},
+    **{"unpack": "prefill", "pack": "prefill", "ceiling": "common"},
+    **{f"product_{format}": "prefill" for format in ("nvfp4", "mxfp4", "fp8", "bf16")},
 }
 FLAGS = ("-std=c++17", "--diag-suppress=128")
 INCLUDES = tuple(f"-I{HERE / folder}" for folder in ("common", "decode", "prefill"))

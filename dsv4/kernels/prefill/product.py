@@ -1,0 +1,293 @@
+"""Launches product.cuh and pack.cu: prompts times weights in tiles, experts by a list of tiles made on the device.
+
+Nothing here waits for the device, and no launch depends on what is there: all can be captured in a graph.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4.kernels.common.build import call
+from dsv4.kernels.common.tiles import BRICK, SLICE, Tiled
+from dsv4.quant.formats import Format
+
+# Numbers of product.cuh and pack.cu.
+ROW_GROUP, UNITS, BLOCKS_K, THREADS, CONSUMERS, MAX_ROWS, MAX_STAGES = 8, 8, 4, 384, 256, 128, 16
+SLICE_BYTES, GROUP_STRIDE, EXCHANGE_BYTES = 8224, 2080, 16384
+SORT_THREADS = MAX_EXPERTS = 512
+SHARED_BYTES = 227 << 10
+# How x is held for a format, and product.cuh's name of the format.
+MODE = {Format.NVFP4: 0, Format.FP8: 1, Format.MXFP4: 2, Format.BF16: 2}
+NUMBER = {Format.NVFP4: 0, Format.MXFP4: 1, Format.FP8: 2, Format.BF16: 3}
+# Rows of a tile, at most: FP8 has one sum more in registers.
+CAPS = (16, 32, 64, 128)
+MAX_CAP = {Format.NVFP4: 128, Format.MXFP4: 128, Format.FP8: 64, Format.BF16: 128}
+
+
+class _Product(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("data", "scale", "factor", "x", "y", "carry")),
+        *((name, ctypes.c_void_p) for name in ("tiles", "num_tiles", "places", "weights")),
+        *((name, ctypes.c_int64) for name in ("y_row", "y_matrix")),
+        *((name, ctypes.c_int) for name in ("units", "slices", "halves", "n")),
+        *((name, ctypes.c_int) for name in ("matrices", "rows", "rows_padded", "cap", "part")),
+        *((name, ctypes.c_int) for name in ("is_f32", "has_factors", "w_stages", "x_stages", "x_stage_bytes")),
+        ("limit", ctypes.c_float),
+    )
+
+
+class _Packing(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "out", "tokens", "num_groups")),
+        *((name, ctypes.c_int64) for name in ("x_row", "x_matrix")),
+        *((name, ctypes.c_int) for name in ("groups", "slices", "k", "rows", "rows_padded")),
+    )
+
+
+class _Sorting(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("ids", "weights", "tokens", "places", "row_weights")),
+        *((name, ctypes.c_void_p) for name in ("tiles", "counts")),
+        *((name, ctypes.c_int) for name in ("pairs", "choices", "experts", "cap")),
+    )
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Rows of x as the products of one mode read them: [matrices] times `rows`, each padded to eight."""
+
+    data: Tensor  # uint8 [groups, slices, SLICE_BYTES]
+    mode: int
+    matrices: int
+    rows: int
+    k: int
+
+    @property
+    def rows_padded(self) -> int:
+        return _padded(self.rows)
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """Pairs of token and choice by expert. `capacity`: rows there can be, each expert's padded to eight."""
+
+    tokens: Tensor  # int32 [capacity], -1: none
+    places: Tensor  # int32 [capacity] token * choices + rank of the choice by expert
+    weights: Tensor  # float32 [capacity]
+    tiles: Tensor  # int32 [tiles, 4] expert, first row, rows
+    counts: Tensor  # int32 [2] tiles, groups of eight rows
+    cap: int
+
+    @property
+    def capacity(self) -> int:
+        return self.tokens.shape[0]
+
+
+def _padded(rows: int) -> int:
+    return -(-rows // ROW_GROUP) * ROW_GROUP
+
+
+def cap_for(rows: int) -> int:
+    """The smallest tile that takes so many rows, or the largest."""
+    return next((cap for cap in CAPS if rows <= cap), CAPS[-1])
+
+
+def sort(ids: Tensor, weights: Tensor, experts: int, max_cap: int) -> Sorted:
+    """ids, weights [T, K]: the chosen of `experts`. `max_cap`: rows of a tile, at most."""
+    pairs, choices = ids.numel(), ids.shape[1]
+    assert ids.dtype == torch.long and ids.is_contiguous() and weights.dtype == torch.float32
+    assert weights.is_contiguous() and experts <= MAX_EXPERTS, experts
+    # An expert has pairs / experts rows on average: four times that is rarely more than one tile.
+    cap = min(max_cap, cap_for(min(ids.shape[0], 4 * pairs // experts)))
+    capacity = min(pairs, -(-pairs // ROW_GROUP) + experts) * ROW_GROUP
+    most_tiles = min(pairs, pairs // cap + experts)
+    integers = {"dtype": torch.int32, "device": ids.device}
+    out = Sorted(
+        tokens=torch.empty(capacity, **integers),  # type: ignore[call-overload]
+        places=torch.empty(capacity, **integers),  # type: ignore[call-overload]
+        weights=torch.empty(capacity, device=ids.device),
+        tiles=torch.empty(most_tiles, 4, **integers),  # type: ignore[call-overload]
+        counts=torch.empty(2, **integers),  # type: ignore[call-overload]
+        cap=cap,
+    )
+    sorting = _Sorting(
+        ids=ids.data_ptr(),
+        weights=weights.data_ptr(),
+        tokens=out.tokens.data_ptr(),
+        places=out.places.data_ptr(),
+        row_weights=out.weights.data_ptr(),
+        tiles=out.tiles.data_ptr(),
+        counts=out.counts.data_ptr(),
+        pairs=pairs,
+        choices=choices,
+        experts=experts,
+        cap=cap,
+    )
+    call("pack", "sort_kernel", ids.device, sorting, blocks=1, threads=SORT_THREADS)
+    return out
+
+
+def pack(x: Tensor, format: Format, by: Sorted | None = None, gathers: bool = True) -> Packed:
+    """x [T, G, K] BF16, for weights of `format`; or the rows of `by`, of x [T, K] or already in its order."""
+    rows, matrices, k = x.shape if by is None else (by.capacity, 1, x.shape[-1])
+    assert x.dtype == torch.bfloat16 and x.stride(-1) == 1 and k % 4 == 0, (x.shape, x.dtype)
+    assert x.data_ptr() % 8 == 0 and all(s % 4 == 0 for s in x.stride()[:-1]), x.stride()
+    slices, groups = -(-k // SLICE), matrices * _padded(rows) // ROW_GROUP
+    out = torch.empty(groups, slices, SLICE_BYTES, dtype=torch.uint8, device=x.device)
+    packing = _Packing(
+        x=x.data_ptr(),
+        out=out.data_ptr(),
+        x_row=x.stride(0),
+        x_matrix=x.stride(1) if by is None else 0,
+        groups=groups,
+        slices=slices,
+        k=k,
+        rows=rows,
+        rows_padded=_padded(rows),
+    )
+    if by is not None:
+        packing.tokens = by.tokens.data_ptr() if gathers else None
+        packing.num_groups = by.counts.data_ptr() + 4
+    mode = MODE[format]
+    call("pack", f"pack_kernel<{mode}>", x.device, packing, blocks=-(-groups * slices // 4), threads=128)
+    return Packed(data=out, mode=mode, matrices=matrices, rows=rows, k=k)
+
+
+def product(x: Packed, weight: Tiled, y: Tensor, parts: int = 1) -> None:
+    """x [T, G, K], weight [G*N, K] -> y [T, G, N], BF16 or float32. `parts`: as decode's split-K."""
+    rows, matrices, n = y.shape
+    assert weight.count == 1 and weight.halves == 1 and y.stride(2) == 1, (weight.count, y.stride())
+    assert (x.rows, x.matrices) == (rows, matrices) and weight.shape == (matrices * n, x.k), weight.shape
+    assert matrices == 1 or n % 16 == 0, f"{n} rows of a group: a tile has 16"
+    _launch(
+        x,
+        weight,
+        y,
+        units=weight.units // matrices,
+        n=n,
+        cap=min(cap_for(rows), MAX_CAP[weight.format]),
+        y_row=y.stride(0),
+        y_matrix=y.stride(1),
+        parts=parts,
+        has_factors=False,
+    )
+
+
+def gate_up(x: Packed, weight: Tiled, y: Tensor, limit: float, by: Sorted | None, weights: Tensor | None) -> None:
+    """y [rows, I] <- weights * silu(min(gate, limit)) * clamp(up), of pairs [I, K] of all experts, or one."""
+    assert weight.halves == 2 and y.dtype == torch.bfloat16 and y.stride(1) == 1
+    _launch_bank(x, weight, y, by, limit=limit, weights=weights)
+
+
+def down(x: Packed, weight: Tiled, y: Tensor, by: Sorted | None) -> None:
+    """y [T * K, D] <- rows of x in the order of `by` times their expert's [D, I], by `by.places`."""
+    assert weight.halves == 1 and y.stride(1) == 1
+    _launch_bank(x, weight, y, by, places=None if by is None else by.places)
+
+
+def _launch_bank(
+    x: Packed,
+    weight: Tiled,
+    y: Tensor,
+    by: Sorted | None,
+    limit: float = 0.0,
+    weights: Tensor | None = None,
+    places: Tensor | None = None,
+) -> None:
+    assert weight.shape[1] == x.k and (by is not None or weight.count == 1)
+    cap = min(cap_for(x.rows) if by is None else by.cap, MAX_CAP[weight.format])
+    assert by is None or by.cap == cap, "tiles are larger than this format's"
+    _launch(
+        x,
+        weight,
+        y,
+        units=weight.units,
+        n=weight.shape[0],
+        cap=cap,
+        y_row=y.stride(0),
+        y_matrix=0,
+        limit=limit,
+        by=by,
+        weights=weights,
+        places=places,
+        has_factors=True,
+    )
+
+
+def stages(format: Format, cap: int) -> tuple[int, int]:
+    """Stages of the rings of W and of x. x needs no more of them than W, and comes from L2."""
+    w_bytes, x_bytes = UNITS * BRICK[format] // BLOCKS_K, cap // ROW_GROUP * GROUP_STRIDE
+    free = SHARED_BYTES - EXCHANGE_BYTES - 4 * MAX_STAGES * 8
+    x_stages = {16: 16, 32: 10, 64: 6, 128: 4}[cap]
+    while x_stages > 3 and (free - x_stages * x_bytes) // w_bytes < min(x_stages, 4):
+        x_stages -= 1
+    return min(MAX_STAGES, (free - x_stages * x_bytes) // w_bytes), x_stages
+
+
+def _launch(
+    x: Packed,
+    weight: Tiled,
+    y: Tensor,
+    units: int,
+    n: int,
+    cap: int,
+    y_row: int,
+    y_matrix: int,
+    has_factors: bool,
+    parts: int = 1,
+    limit: float = 0.0,
+    by: Sorted | None = None,
+    weights: Tensor | None = None,
+    places: Tensor | None = None,
+) -> None:
+    device = y.device
+    assert MODE[weight.format] == x.mode, f"x is packed for another format than {weight.format}"
+    assert y.dtype in (torch.bfloat16, torch.float32), y.dtype
+    assert weight.data.is_contiguous() and weight.scale.is_contiguous()
+    w_stages, x_stages = stages(weight.format, cap)
+    blocks = torch.cuda.get_device_properties(device).multi_processor_count
+    carry = torch.empty(blocks, MAX_ROWS // 2, CONSUMERS, device=device) if parts > 1 else None
+    params = _Product(
+        data=weight.data.data_ptr(),
+        scale=weight.scale.data_ptr(),
+        factor=weight.factor.data_ptr(),
+        x=x.data.data_ptr(),
+        y=y.data_ptr(),
+        carry=None if carry is None else carry.data_ptr(),
+        tiles=None if by is None else by.tiles.data_ptr(),
+        num_tiles=None if by is None else by.counts.data_ptr(),
+        places=None if places is None else places.data_ptr(),
+        weights=None if weights is None else weights.data_ptr(),
+        y_row=y_row,
+        y_matrix=y_matrix,
+        units=units,
+        slices=weight.slices,
+        halves=weight.halves,
+        n=n,
+        matrices=x.matrices,
+        rows=x.rows,
+        rows_padded=x.rows_padded,
+        cap=cap,
+        part=-(-weight.slices // parts),
+        is_f32=y.dtype == torch.float32,
+        has_factors=has_factors,
+        w_stages=w_stages,
+        x_stages=x_stages,
+        x_stage_bytes=cap // ROW_GROUP * GROUP_STRIDE,
+        limit=limit,
+    )
+    if by is None:
+        tiles_m = -(-units * weight.halves // UNITS)
+        blocks = min(blocks, x.matrices * -(-x.rows // cap) * tiles_m)
+    shared = w_stages * UNITS * BRICK[weight.format] // BLOCKS_K + x_stages * params.x_stage_bytes
+    call(
+        f"product_{weight.format.value}",
+        f"product_kernel<{NUMBER[weight.format]}>",
+        device,
+        params,
+        blocks=blocks,
+        threads=THREADS,
+        shared=shared + EXCHANGE_BYTES + 4 * MAX_STAGES * 8,
+    )
