@@ -2,7 +2,7 @@
 //
 // W is the left operand of wgmma: a warp's 16x16 fragment is what the tiles hold (tiles.py). Rows of x are the columns of
 // the product, 16 to 128 at a time, in shared memory, where pack.cu has put them in the order of the tensor core.
-// A block has 128 rows of W (of pairs: 64 of each half). Two warps fetch W and x into two rings, two warpgroups multiply.
+// A block has 128 rows of W (of pairs: 64 of each half). Four warps fetch W and x into two rings, two warpgroups multiply.
 //
 // The arithmetic is that of decode (matvec.cu): FP16 products with x scaled by a power of two per slice, one sum per slice
 // inside the tensor core, then the slices one after the other. Neither the number of rows nor their places enter a sum.
@@ -13,9 +13,12 @@
 constexpr int UNITS = 8, BLOCK_K = 128, BLOCKS_K = SLICE / BLOCK_K;
 constexpr int CONSUMERS = UNITS * 32, THREADS = CONSUMERS + 128;
 constexpr int MAX_ROWS = 128;
-// Eight rows of x over BLOCK_K columns; at the end of a slice what undoes their scaling, 8 floats.
-constexpr int GROUP_BYTES = 8 * BLOCK_K * 2, UNDO_BYTES = 32, GROUP_STRIDE = GROUP_BYTES + UNDO_BYTES;
-constexpr int SLICE_BYTES = BLOCKS_K * GROUP_BYTES + UNDO_BYTES;
+// Eight rows of x over BLOCK_K columns, then eight floats, in a slice's last block what undoes their scaling.
+constexpr int EIGHT_BYTES = 8 * BLOCK_K * 2, EIGHT_STRIDE = EIGHT_BYTES + 32;
+// Rows of x come in groups: one copy for a block of columns. A thread takes about 100 cycles for a copy of any size.
+constexpr int ROW_GROUP = 16, GROUP_STRIDE = ROW_GROUP / 8 * EIGHT_STRIDE;
+// W comes as 4 KiB of each unit: 512 columns of 4 bits, 128 of 16.
+constexpr int W_COPY = 4096, W_STAGE = UNITS * W_COPY, X_WARPS = 3;
 constexpr int EXCHANGE_BYTES = 2 * 4 * (MAX_ROWS / 16) * 2 * 32 * 4;   // gate and up change hands
 constexpr int MAX_STAGES = 16;
 
@@ -23,7 +26,7 @@ struct Product {
     const char* data;       // the tiles of W, as in Segment
     const uint8_t* scale;
     const float* factor;
-    const char* x;          // packed: [groups of 8 rows][slices][SLICE_BYTES]
+    const char* x;          // packed: [groups of rows][slices][blocks of columns][GROUP_STRIDE]
     void* y;
     float* carry;           // [blocks][MAX_ROWS / 2][CONSUMERS]: what is summed before the last part of a split-K
     const int4* tiles;      // matrix, first row, rows; null: `rows` of each matrix, one after the other
@@ -87,7 +90,8 @@ __device__ __forceinline__ void release(uint32_t barrier, int lane) {
 }
 
 template <int F> constexpr bool IS_BF16 = F == MXFP4 || F == BF16;
-template <int F> constexpr int UNIT_BYTES = Brick<F>::LOADS * 512 / BLOCKS_K;   // a unit's share of a stage
+template <int F> constexpr int UNIT_BYTES = Brick<F>::LOADS * 512 / BLOCKS_K;   // of a unit in a block of columns
+template <int F> constexpr int W_BLOCKS = W_COPY / UNIT_BYTES<F>;               // of columns in a stage of W
 
 __device__ __forceinline__ uint32_t times_bf16(uint32_t a, uint32_t b) {
     uint32_t out;
@@ -159,7 +163,7 @@ struct Consumer {
     int warp, lane;
 };
 
-// A part of a split-K joins those before it; each thread has its own place. Not inlined: it needs registers.
+// A part of a split-K joins those before it; each thread has its own place.
 template <int N>
 __device__ __forceinline__ void put_carry(float* carry, float (&total)[N / 2], float factor, bool is_first) {
 #pragma unroll
@@ -182,8 +186,8 @@ __device__ __forceinline__ void sum_tile(Consumer& c, const Tile& tile, float (&
     const uint8_t* scale = p.scale + brick * Brick<F>::SCALE;
     const int scale_step = p.halves * Brick<F>::SCALE;
     const float factor = __ldg(p.factor + (p.has_factors ? tile.matrix * p.halves : 0) + half) * (F == NVFP4 ? 16384.f : 1.f);
-    const char* w_base = c.shared + (c.w_at - shared_address(c.shared)) + c.warp * UNIT_BYTES<F> + lane * 16;
-    const char* x_base = c.shared + (c.x_at - shared_address(c.shared)) + GROUP_BYTES + (lane & 3) * 8;   // what undoes scaling
+    const char* w_base = c.shared + (c.w_at - shared_address(c.shared)) + c.warp * W_COPY + lane * 16;
+    const char* x_base = c.shared + (c.x_at - shared_address(c.shared)) + EIGHT_BYTES + (lane & 3) * 8;   // what undoes scaling
     float* carry = p.carry + ((size_t)blockIdx.x * (MAX_ROWS / 2)) * CONSUMERS + threadIdx.x;
 
     float sums[N / 2];
@@ -194,17 +198,14 @@ __device__ __forceinline__ void sum_tile(Consumer& c, const Tile& tile, float (&
     Scales<F> now, next;   // `now` is rotated: what this block of columns needs comes first
     now.load(scale, lane);
     const auto decode_next = [&](int chunk, int block) {
-        if (chunk == 0) c.w.await_full();
-        decode<F>(reinterpret_cast<const uint4*>(w_base + c.w.stage * (UNITS * UNIT_BYTES<F>)), chunk, block, now, lane, a[chunk]);
-        if (chunk == 1) {
-            release(c.w.empty + c.w.stage * 8, lane);
-            c.w.next();
-        }
+        if (chunk == 0 && block % W_BLOCKS<F> == 0) c.w.await_full();
+        const char* w = w_base + c.w.stage * W_STAGE + block % W_BLOCKS<F> * UNIT_BYTES<F>;
+        decode<F>(reinterpret_cast<const uint4*>(w), chunk, block, now, lane, a[chunk]);
     };
     decode_next(0, 0);
     // One block of columns: multiplied, while the next one is decoded (unless it `ends` the tile).
     const auto multiply_block = [&](int block, bool closes, bool ends) {
-        const uint64_t matrix = wgmma_matrix(c.x_at + c.x.stage * p.x_stage_bytes, GROUP_STRIDE);
+        const uint64_t matrix = wgmma_matrix(c.x_at + c.x.stage * p.x_stage_bytes, EIGHT_STRIDE);
         const float by = __uint_as_float(now.word[0]);   // of FP8
         c.x.await_full();
 #pragma unroll
@@ -214,6 +215,11 @@ __device__ __forceinline__ void sum_tile(Consumer& c, const Tile& tile, float (&
             for (int j = 0; j < 4; ++j)
                 wgmma<IS_BF16<F>>(sums, a[chunk][j], matrix + (chunk * 4 + j) * (256 >> 4), j || chunk || (F != FP8 && block));
             wgmma_commit();
+            // Only now a load from shared memory has certainly ended: BF16 goes into a product as it is.
+            if (chunk == 1 && block % W_BLOCKS<F> == W_BLOCKS<F> - 1) {
+                release(c.w.empty + c.w.stage * 8, lane);
+                c.w.next();
+            }
             wgmma_wait<1>();   // the other fragments are free
             if (chunk == 0) {
                 // The stage before this one has been multiplied with.
@@ -245,7 +251,7 @@ __device__ __forceinline__ void sum_tile(Consumer& c, const Tile& tile, float (&
         const float(&from)[N / 2] = *reinterpret_cast<const float(*)[N / 2]>(F == FP8 ? blocks : sums);
 #pragma unroll
         for (int i = 0; i < N / 8; ++i) {
-            const float2 by = *reinterpret_cast<const float2*>(undo + i * GROUP_STRIDE);
+            const float2 by = *reinterpret_cast<const float2*>(undo + i * EIGHT_STRIDE);
             total[4 * i] = fmaf(from[4 * i], by.x, total[4 * i]);
             total[4 * i + 1] = fmaf(from[4 * i + 1], by.y, total[4 * i + 1]);
             total[4 * i + 2] = fmaf(from[4 * i + 2], by.x, total[4 * i + 2]);
@@ -369,40 +375,41 @@ template <int F>
 __device__ __forceinline__ void fetch_w(const Product& p, Ring ring, uint32_t to, int lane) {
     const bool paired = p.halves == 2;
     const Items items(p);
+    constexpr int BRICK = Brick<F>::LOADS * 512;
     for (int item = blockIdx.x; item < items.total; item += gridDim.x) {
         const Tile tile = items[item];
         const int unit = tile.unit + (paired ? lane & 3 : lane), half = paired ? lane >> 2 & 1 : 0;
         const bool fetches = lane < UNITS && unit < p.units;
-        const uint32_t bytes = __popc(__ballot_sync(~0u, fetches)) * UNIT_BYTES<F>;
-        const char* from = p.data + ((((size_t)tile.matrix * p.units + unit) * p.slices) * p.halves + half) * (Brick<F>::LOADS * 512);
-        for (int slice = 0; slice < p.slices; ++slice, from += (size_t)p.halves * (Brick<F>::LOADS * 512))
+        const uint32_t bytes = __popc(__ballot_sync(~0u, fetches)) * W_COPY;
+        const char* from = p.data + ((((size_t)tile.matrix * p.units + unit) * p.slices) * p.halves + half) * BRICK;
+        for (int slice = 0; slice < p.slices; ++slice, from += (size_t)p.halves * BRICK)
 #pragma unroll 1
-            for (int block = 0; block < BLOCKS_K; ++block) {
+            for (int at = 0; at < BRICK; at += W_COPY) {
                 ring.await_empty();
                 if (lane == 0) ring.expect(bytes);
                 __syncwarp();
-                if (fetches) ring.fetch(to + (ring.stage * UNITS + lane) * UNIT_BYTES<F>, from + block * UNIT_BYTES<F>, UNIT_BYTES<F>);
+                if (fetches) ring.fetch(to + ring.stage * W_STAGE + lane * W_COPY, from + at, W_COPY);
                 ring.next();
             }
     }
 }
 
-__device__ __forceinline__ void fetch_x(const Product& p, Ring ring, uint32_t to, int lane) {
+// `part`: of the X_WARPS that share a stage's groups.
+__device__ __forceinline__ void fetch_x(const Product& p, Ring ring, uint32_t to, int lane, int part) {
     const Items items(p);
+    const int group = lane * X_WARPS + part;
     for (int item = blockIdx.x; item < items.total; item += gridDim.x) {
         const Tile tile = items[item];
-        const int groups = (tile.rows + 7) / 8;
-        const char* from = p.x + ((size_t)(tile.first / 8) + lane) * p.slices * SLICE_BYTES;
-        for (int slice = 0; slice < p.slices; ++slice, from += SLICE_BYTES)
+        const int groups = (tile.rows + ROW_GROUP - 1) / ROW_GROUP, blocks = p.slices * BLOCKS_K;
+        const char* from = p.x + ((size_t)(tile.first / ROW_GROUP) + group) * blocks * GROUP_STRIDE;
 #pragma unroll 1
-            for (int block = 0; block < BLOCKS_K; ++block) {
-                const uint32_t bytes = GROUP_BYTES + (block == BLOCKS_K - 1 ? UNDO_BYTES : 0);
-                ring.await_empty();
-                if (lane == 0) ring.expect(groups * bytes);
-                __syncwarp();
-                if (lane < groups) ring.fetch(to + ring.stage * p.x_stage_bytes + lane * GROUP_STRIDE, from + block * GROUP_BYTES, bytes);
-                ring.next();
-            }
+        for (int block = 0; block < blocks; ++block, from += GROUP_STRIDE) {
+            ring.await_empty();
+            if (part == 0 && lane == 0) ring.expect(groups * GROUP_STRIDE);
+            __syncwarp();
+            if (group < groups) ring.fetch(to + ring.stage * p.x_stage_bytes + group * GROUP_STRIDE, from, GROUP_STRIDE);
+            ring.next();
+        }
     }
 }
 
@@ -411,7 +418,7 @@ template <int F>
 __global__ void __launch_bounds__(THREADS, 1) product_kernel(const __grid_constant__ Product p) {
     extern __shared__ __align__(128) char shared[];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    const uint32_t w_at = shared_address(shared), x_at = w_at + p.w_stages * (UNITS * UNIT_BYTES<F>);
+    const uint32_t w_at = shared_address(shared), x_at = w_at + p.w_stages * W_STAGE;
     const uint32_t exchange_at = x_at + p.x_stages * p.x_stage_bytes, barriers = exchange_at + EXCHANGE_BYTES;
     if (threadIdx.x < 4 * MAX_STAGES) {   // full: the fetching warp arrives; empty: all consumers' warps do
         const int count = threadIdx.x / MAX_STAGES % 2 ? UNITS : 1;
@@ -425,9 +432,9 @@ __global__ void __launch_bounds__(THREADS, 1) product_kernel(const __grid_consta
         if (warp == UNITS) {
             if (p.tiles) wait_for_prerequisites();   // weights are older than any launch, the list of tiles is not
             fetch_w<F>(p, w, w_at, lane);
-        } else if (warp == UNITS + 1) {
+        } else {
             wait_for_prerequisites();
-            fetch_x(p, x, x_at, lane);
+            fetch_x(p, x, x_at, lane, warp - UNITS - 1);
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from dsv4.kernels.common.build import call
-from dsv4.kernels.common.tiles import BRICK, SLICE, Tiled
+from dsv4.kernels.common.tiles import SLICE, Tiled
 from dsv4.quant.formats import Format
 
 # Numbers of product.cuh and pack.cu.
-ROW_GROUP, UNITS, BLOCKS_K, THREADS, CONSUMERS, MAX_ROWS, MAX_STAGES = 8, 8, 4, 384, 256, 128, 16
-SLICE_BYTES, GROUP_STRIDE, EXCHANGE_BYTES = 8224, 2080, 16384
+ROW_GROUP, UNITS, BLOCKS_K, THREADS, CONSUMERS, MAX_ROWS, MAX_STAGES = 16, 8, 4, 384, 256, 128, 16
+GROUP_STRIDE, W_STAGE, EXCHANGE_BYTES = 4160, 32768, 16384
 SORT_THREADS = MAX_EXPERTS = 512
 SHARED_BYTES = 227 << 10
 # How x is held for a format, and product.cuh's name of the format.
@@ -40,25 +40,24 @@ class _Product(ctypes.Structure):
 
 class _Packing(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "out", "tokens", "num_groups")),
+        *((name, ctypes.c_void_p) for name in ("x", "out", "pairs", "num_groups")),
         *((name, ctypes.c_int64) for name in ("x_row", "x_matrix")),
-        *((name, ctypes.c_int) for name in ("groups", "slices", "k", "rows", "rows_padded")),
+        *((name, ctypes.c_int) for name in ("groups", "slices", "k", "rows", "rows_padded", "choices")),
     )
 
 
 class _Sorting(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("ids", "weights", "tokens", "places", "row_weights")),
-        *((name, ctypes.c_void_p) for name in ("tiles", "counts")),
-        *((name, ctypes.c_int) for name in ("pairs", "choices", "experts", "cap")),
+        *((name, ctypes.c_void_p) for name in ("ids", "weights", "rows", "row_weights", "tiles", "counts")),
+        *((name, ctypes.c_int) for name in ("pairs", "cap")),
     )
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Rows of x as the products of one mode read them: [matrices] times `rows`, each padded to eight."""
+    """Rows of x as the products of one mode read them: [matrices] times `rows`, each padded to groups."""
 
-    data: Tensor  # uint8 [groups, slices, SLICE_BYTES]
+    data: Tensor  # uint8 [groups, slices, BLOCKS_K, GROUP_STRIDE]
     mode: int
     matrices: int
     rows: int
@@ -71,18 +70,18 @@ class Packed:
 
 @dataclass(frozen=True)
 class Sorted:
-    """Pairs of token and choice by expert. `capacity`: rows there can be, each expert's padded to eight."""
+    """Pairs of token and choice by expert. `capacity`: rows there can be, each expert's padded to groups."""
 
-    tokens: Tensor  # int32 [capacity], -1: none
-    places: Tensor  # int32 [capacity] token * choices + rank of the choice by expert
+    pairs: Tensor  # int32 [capacity] token * choices + choice, -1: none
     weights: Tensor  # float32 [capacity]
     tiles: Tensor  # int32 [tiles, 4] expert, first row, rows
-    counts: Tensor  # int32 [2] tiles, groups of eight rows
-    cap: int
+    counts: Tensor  # int32 [2] tiles, groups of rows
+    choices: int
+    cap: int  # rows of a tile, at most
 
     @property
     def capacity(self) -> int:
-        return self.tokens.shape[0]
+        return self.pairs.shape[0]
 
 
 def _padded(rows: int) -> int:
@@ -105,24 +104,21 @@ def sort(ids: Tensor, weights: Tensor, experts: int, max_cap: int) -> Sorted:
     most_tiles = min(pairs, pairs // cap + experts)
     integers = {"dtype": torch.int32, "device": ids.device}
     out = Sorted(
-        tokens=torch.empty(capacity, **integers),  # type: ignore[call-overload]
-        places=torch.empty(capacity, **integers),  # type: ignore[call-overload]
+        pairs=torch.empty(capacity, **integers),  # type: ignore[call-overload]
         weights=torch.empty(capacity, device=ids.device),
         tiles=torch.empty(most_tiles, 4, **integers),  # type: ignore[call-overload]
         counts=torch.empty(2, **integers),  # type: ignore[call-overload]
+        choices=choices,
         cap=cap,
     )
     sorting = _Sorting(
         ids=ids.data_ptr(),
         weights=weights.data_ptr(),
-        tokens=out.tokens.data_ptr(),
-        places=out.places.data_ptr(),
+        rows=out.pairs.data_ptr(),
         row_weights=out.weights.data_ptr(),
         tiles=out.tiles.data_ptr(),
         counts=out.counts.data_ptr(),
         pairs=pairs,
-        choices=choices,
-        experts=experts,
         cap=cap,
     )
     call("pack", "sort_kernel", ids.device, sorting, blocks=1, threads=SORT_THREADS)
@@ -135,7 +131,7 @@ def pack(x: Tensor, format: Format, by: Sorted | None = None, gathers: bool = Tr
     assert x.dtype == torch.bfloat16 and x.stride(-1) == 1 and k % 4 == 0, (x.shape, x.dtype)
     assert x.data_ptr() % 8 == 0 and all(s % 4 == 0 for s in x.stride()[:-1]), x.stride()
     slices, groups = -(-k // SLICE), matrices * _padded(rows) // ROW_GROUP
-    out = torch.empty(groups, slices, SLICE_BYTES, dtype=torch.uint8, device=x.device)
+    out = torch.empty(groups, slices, BLOCKS_K, GROUP_STRIDE, dtype=torch.uint8, device=x.device)
     packing = _Packing(
         x=x.data_ptr(),
         out=out.data_ptr(),
@@ -146,12 +142,13 @@ def pack(x: Tensor, format: Format, by: Sorted | None = None, gathers: bool = Tr
         k=k,
         rows=rows,
         rows_padded=_padded(rows),
+        choices=1 if by is None else by.choices,
     )
     if by is not None:
-        packing.tokens = by.tokens.data_ptr() if gathers else None
+        packing.pairs = by.pairs.data_ptr() if gathers else None
         packing.num_groups = by.counts.data_ptr() + 4
     mode = MODE[format]
-    call("pack", f"pack_kernel<{mode}>", x.device, packing, blocks=-(-groups * slices // 4), threads=128)
+    call("pack", f"pack_kernel<{mode}>", x.device, packing, blocks=-(-groups * slices // 2), threads=128)
     return Packed(data=out, mode=mode, matrices=matrices, rows=rows, k=k)
 
 
@@ -182,9 +179,9 @@ def gate_up(x: Packed, weight: Tiled, y: Tensor, limit: float, by: Sorted | None
 
 
 def down(x: Packed, weight: Tiled, y: Tensor, by: Sorted | None) -> None:
-    """y [T * K, D] <- rows of x in the order of `by` times their expert's [D, I], by `by.places`."""
+    """y [T * K, D], by pair <- rows of x in the order of `by` times their expert's [D, I]."""
     assert weight.halves == 1 and y.stride(1) == 1
-    _launch_bank(x, weight, y, by, places=None if by is None else by.places)
+    _launch_bank(x, weight, y, by, places=None if by is None else by.pairs)
 
 
 def _launch_bank(
@@ -217,13 +214,12 @@ def _launch_bank(
 
 
 def stages(format: Format, cap: int) -> tuple[int, int]:
-    """Stages of the rings of W and of x. x needs no more of them than W, and comes from L2."""
-    w_bytes, x_bytes = UNITS * BRICK[format] // BLOCKS_K, cap // ROW_GROUP * GROUP_STRIDE
+    """Stages of the rings of W and of x: of W as much as fits, of x some blocks of 128 columns."""
+    deep, wide = {16: (12, 6), 32: (8, 5), 64: (6, 4), 128: (4, 3)}[cap]
+    # A stage of W is 128 columns of BF16, but 256 or 512 of the others.
+    x_stages = wide if format is Format.BF16 else deep
     free = SHARED_BYTES - EXCHANGE_BYTES - 4 * MAX_STAGES * 8
-    x_stages = {16: 16, 32: 10, 64: 6, 128: 4}[cap]
-    while x_stages > 3 and (free - x_stages * x_bytes) // w_bytes < min(x_stages, 4):
-        x_stages -= 1
-    return min(MAX_STAGES, (free - x_stages * x_bytes) // w_bytes), x_stages
+    return (free - x_stages * cap // ROW_GROUP * GROUP_STRIDE) // W_STAGE, x_stages
 
 
 def _launch(
@@ -281,7 +277,7 @@ def _launch(
     if by is None:
         tiles_m = -(-units * weight.halves // UNITS)
         blocks = min(blocks, x.matrices * -(-x.rows // cap) * tiles_m)
-    shared = w_stages * UNITS * BRICK[weight.format] // BLOCKS_K + x_stages * params.x_stage_bytes
+    shared = w_stages * W_STAGE + x_stages * params.x_stage_bytes
     call(
         f"product_{weight.format.value}",
         f"product_kernel<{NUMBER[weight.format]}>",
