@@ -36,11 +36,20 @@ __global__ void __launch_bounds__(128, 5) pack_kernel(const __grid_constant__ Pa
         if (pair >= 0) from = p.x + pair / p.choices * p.x_row;
     } else if (row % p.rows_padded < p.rows) from = p.x + row % p.rows_padded * p.x_row + row / p.rows_padded * p.x_matrix;
     uint2 v[ITEMS];
+    if (MODE == FP16_BY_64 && p.k % 8 == 0) {   // rows begin at a multiple of 16 bytes
 #pragma unroll
-    for (int i = 0; i < ITEMS; ++i) {
-        const int column = slice * SLICE + (MODE == FP16_BY_64 ? i / 4 * 64 + t * 16 + i % 4 * 4 : i * 16 + t * 4);
-        v[i] = from && column < p.k ? __ldcg(reinterpret_cast<const uint2*>(from + column)) : make_uint2(0, 0);
-    }
+        for (int i = 0; i < ITEMS; i += 2) {
+            const int column = slice * SLICE + i / 4 * 64 + t * 16 + i % 4 * 4;
+            const uint4 two = from && column < p.k ? __ldcg(reinterpret_cast<const uint4*>(from + column)) : make_uint4(0, 0, 0, 0);
+            v[i] = make_uint2(two.x, two.y);
+            v[i + 1] = make_uint2(two.z, two.w);
+        }
+    } else
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            const int column = slice * SLICE + (MODE == FP16_BY_64 ? i / 4 * 64 + t * 16 + i % 4 * 4 : i * 16 + t * 4);
+            v[i] = from && column < p.k ? __ldcg(reinterpret_cast<const uint2*>(from + column)) : make_uint2(0, 0);
+        }
     float undo = 1.f;
     if constexpr (MODE != BF16_BY_16) {
         // Of BF16 without signs the larger is the larger integer (a NaN makes its row NaN, whatever the scale).
@@ -83,38 +92,42 @@ struct Sorting {
 };
 
 // Pairs of token and choice by expert, each expert's rows from a multiple of a group on, in the pairs' order.
-// One block: a warp has a run of pairs and counts them by expert, a thread has an expert.
+// A block places its run of pairs, cut into runs of a warp. It counts all pairs to know where: blocks do not talk.
 __global__ void __launch_bounds__(SORT_WARPS * 32) sort_kernel(const __grid_constant__ Sorting p) {
-    __shared__ int begin[SORT_WARPS][MAX_EXPERTS];   // counts, then the next row of a warp's pairs
+    __shared__ int next[SORT_WARPS][MAX_EXPERTS];   // counts, then the next row of a warp's pairs
+    __shared__ int totals[MAX_EXPERTS], earlier[MAX_EXPERTS];   // of all pairs, of those of blocks before this one
     __shared__ int2 sums[SORT_WARPS];
     wait_for_prerequisites();
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, expert = threadIdx.x;
-    for (int w = 0; w < SORT_WARPS; ++w) begin[w][expert] = 0;
+    for (int w = 0; w < SORT_WARPS; ++w) next[w][expert] = 0;
+    totals[expert] = earlier[expert] = 0;
     __syncthreads();
     constexpr int AHEAD = 8;   // loads in flight
-    const int run = (p.pairs + SORT_WARPS * 32 - 1) / (SORT_WARPS * 32) * 32, first = warp * run, stop = min(p.pairs, first + run);
     int ids[AHEAD];
-    const auto load = [&](int at) {
+    const auto load = [&](int at, int stop, int step) {
 #pragma unroll
-        for (int i = 0; i < AHEAD; ++i) ids[i] = at + i * 32 + lane < stop ? (int)__ldg(p.ids + at + i * 32 + lane) : MAX_EXPERTS;
+        for (int i = 0; i < AHEAD; ++i) ids[i] = at + i * step < stop ? (int)__ldg(p.ids + at + i * step) : MAX_EXPERTS;
     };
-    for (int at = first; at < stop; at += AHEAD * 32) {
-        load(at);
+    const int run = (p.pairs + gridDim.x * MAX_EXPERTS - 1) / (gridDim.x * MAX_EXPERTS) * 32;   // of a warp
+    const int first = (blockIdx.x * SORT_WARPS + warp) * run, stop = min(p.pairs, first + run), of_block = blockIdx.x * SORT_WARPS * run;
+    for (int at = threadIdx.x; at < p.pairs; at += AHEAD * MAX_EXPERTS) {
+        load(at, p.pairs, MAX_EXPERTS);
 #pragma unroll
-        for (int i = 0; i < AHEAD; ++i) {
-            const uint32_t same = __match_any_sync(~0u, ids[i]);
-            if (ids[i] < MAX_EXPERTS && lane == __ffs(same) - 1) begin[warp][ids[i]] += __popc(same);
-            __syncwarp();
-        }
+        for (int i = 0; i < AHEAD; ++i)
+            if (ids[i] < MAX_EXPERTS) {
+                atomicAdd(&totals[ids[i]], 1);
+                if (at + i * MAX_EXPERTS < of_block) atomicAdd(&earlier[ids[i]], 1);
+            }
+    }
+    for (int at = first; at < stop; at += AHEAD * 32) {
+        load(at + lane, stop, 32);
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i)
+            if (ids[i] < MAX_EXPERTS) atomicAdd(&next[warp][ids[i]], 1);
     }
     __syncthreads();
-    int count = 0;
-    for (int w = 0; w < SORT_WARPS; ++w) {
-        const int own = begin[w][expert];
-        begin[w][expert] = count;
-        count += own;
-    }
     // Sums over the experts before: x counts groups of rows, y tiles.
+    const int count = totals[expert];
     const int2 own = make_int2((count + ROW_GROUP - 1) / ROW_GROUP, (count + p.cap - 1) / p.cap);
     int2 before = own;
     for (int i = 1; i < 32; i *= 2) {
@@ -124,32 +137,39 @@ __global__ void __launch_bounds__(SORT_WARPS * 32) sort_kernel(const __grid_cons
     if (lane == 31) sums[warp] = before;
     __syncthreads();
     for (int w = 0; w < warp; ++w) { before.x += sums[w].x; before.y += sums[w].y; }
-    if (expert == MAX_EXPERTS - 1) { p.counts[0] = before.y; p.counts[1] = before.x; }
+    if (blockIdx.x == 0 && expert == MAX_EXPERTS - 1) { p.counts[0] = before.y; p.counts[1] = before.x; }
     before.x -= own.x; before.y -= own.y;
     const int row = before.x * ROW_GROUP;
-    for (int i = 0; i < own.y; ++i) p.tiles[before.y + i] = make_int4(expert, row + i * p.cap, min(p.cap, count - i * p.cap), 0);
-    for (int i = count; i < own.x * ROW_GROUP; ++i) {
-        p.rows[row + i] = -1;
-        p.row_weights[row + i] = 0.f;
+    if (expert % gridDim.x == blockIdx.x) {
+        for (int i = 0; i < own.y; ++i) p.tiles[before.y + i] = make_int4(expert, row + i * p.cap, min(p.cap, count - i * p.cap), 0);
+        for (int i = count; i < own.x * ROW_GROUP; ++i) {
+            p.rows[row + i] = -1;
+            p.row_weights[row + i] = 0.f;
+        }
     }
-    for (int w = 0; w < SORT_WARPS; ++w) begin[w][expert] += row;
+    int at_row = row + earlier[expert];
+    for (int w = 0; w < SORT_WARPS; ++w) {
+        const int its = next[w][expert];
+        next[w][expert] = at_row;
+        at_row += its;
+    }
     __syncthreads();
     for (int at = first; at < stop; at += AHEAD * 32) {
-        load(at);
+        load(at + lane, stop, 32);
         float weights[AHEAD];
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) weights[i] = ids[i] < MAX_EXPERTS ? __ldg(p.weights + at + i * 32 + lane) : 0.f;
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
             const uint32_t same = __match_any_sync(~0u, ids[i]);
-            const int earlier = __popc(same & ((1u << lane) - 1));
-            const int to = ids[i] < MAX_EXPERTS ? begin[warp][ids[i]] + earlier : 0;
+            const int rank = __popc(same & ((1u << lane) - 1));
             if (ids[i] < MAX_EXPERTS) {
+                const int to = next[warp][ids[i]] + rank;
                 p.rows[to] = at + i * 32 + lane;
                 p.row_weights[to] = weights[i];
             }
             __syncwarp();
-            if (ids[i] < MAX_EXPERTS && earlier == 0) begin[warp][ids[i]] += __popc(same);
+            if (ids[i] < MAX_EXPERTS && rank == 0) next[warp][ids[i]] += __popc(same);
             __syncwarp();
         }
     }

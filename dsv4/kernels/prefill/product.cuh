@@ -19,8 +19,8 @@ constexpr int EIGHT_BYTES = 8 * BLOCK_K * 2, EIGHT_STRIDE = EIGHT_BYTES + 32;
 constexpr int ROW_GROUP = 16, GROUP_STRIDE = ROW_GROUP / 8 * EIGHT_STRIDE;
 // W comes as 4 KiB of each unit: 512 columns of 4 bits, 128 of 16.
 constexpr int W_COPY = 4096, W_STAGE = UNITS * W_COPY, X_WARPS = 3;
-constexpr int EXCHANGE_BYTES = 2 * 4 * (MAX_ROWS / 16) * 2 * 32 * 4;   // gate and up change hands
-constexpr int MAX_STAGES = 16;
+constexpr int EXCHANGE_ROW = 2 * 4 * 2 * 32 * 4 / 16;   // bytes per row of a tile: gate and up change hands
+constexpr int MAX_STAGES = 16, SMALL_CAP = 32;
 
 struct Product {
     const char* data;       // the tiles of W, as in Segment
@@ -414,12 +414,13 @@ __device__ __forceinline__ void fetch_x(const Product& p, Ring ring, uint32_t to
 }
 
 // Shared memory: ring of W, ring of x, what is exchanged, barriers (W full, W empty, x full, x empty).
-template <int F>
-__global__ void __launch_bounds__(THREADS, 1) product_kernel(const __grid_constant__ Product p) {
+// IS_SMALL: two blocks on a multiprocessor, for tiles of few rows, which wait for latencies.
+template <int F, bool IS_SMALL>
+__global__ void __launch_bounds__(THREADS, IS_SMALL ? 2 : 1) product_kernel(const __grid_constant__ Product p) {
     extern __shared__ __align__(128) char shared[];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const uint32_t w_at = shared_address(shared), x_at = w_at + p.w_stages * W_STAGE;
-    const uint32_t exchange_at = x_at + p.x_stages * p.x_stage_bytes, barriers = exchange_at + EXCHANGE_BYTES;
+    const uint32_t exchange_at = x_at + p.x_stages * p.x_stage_bytes, barriers = exchange_at + p.cap * EXCHANGE_ROW;
     if (threadIdx.x < 4 * MAX_STAGES) {   // full: the fetching warp arrives; empty: all consumers' warps do
         const int count = threadIdx.x / MAX_STAGES % 2 ? UNITS : 1;
         asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barriers + threadIdx.x * 8), "r"(count) : "memory");
@@ -428,7 +429,7 @@ __global__ void __launch_bounds__(THREADS, 1) product_kernel(const __grid_consta
     __syncthreads();
     const Ring w(barriers, p.w_stages), x(barriers + 2 * MAX_STAGES * 8, p.x_stages);
     if (warp >= UNITS) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(IS_SMALL ? 32 : 40));
         if (warp == UNITS) {
             if (p.tiles) wait_for_prerequisites();   // weights are older than any launch, the list of tiles is not
             fetch_w<F>(p, w, w_at, lane);
@@ -437,7 +438,7 @@ __global__ void __launch_bounds__(THREADS, 1) product_kernel(const __grid_consta
             fetch_x(p, x, x_at, lane, warp - UNITS - 1);
         }
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(IS_SMALL ? 104 : 232));
         wait_for_prerequisites();
         Consumer c{p, shared, w_at, x_at, w, x, warp, lane};
         uint32_t* exchange = reinterpret_cast<uint32_t*>(shared + (exchange_at - w_at));
@@ -445,9 +446,11 @@ __global__ void __launch_bounds__(THREADS, 1) product_kernel(const __grid_consta
         for (int item = blockIdx.x; item < items.total; item += gridDim.x) {
             const Tile tile = items[item];
             if (tile.rows <= 16) multiply_tile<F, 16>(c, tile, exchange);
-            else if (tile.rows <= 32) multiply_tile<F, 32>(c, tile, exchange);
-            else if (tile.rows <= 64) multiply_tile<F, 64>(c, tile, exchange);
-            else if constexpr (F != FP8) multiply_tile<F, 128>(c, tile, exchange);   // FP8 has one sum more
+            else if (IS_SMALL || tile.rows <= 32) multiply_tile<F, 32>(c, tile, exchange);
+            else if constexpr (!IS_SMALL) {
+                if (F == FP8 || tile.rows <= 64) multiply_tile<F, 64>(c, tile, exchange);
+                else if constexpr (F != FP8) multiply_tile<F, 128>(c, tile, exchange);   // FP8 has one sum more
+            }
         }
     }
 }

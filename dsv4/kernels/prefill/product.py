@@ -14,10 +14,11 @@ from dsv4.kernels.common.tiles import SLICE, Tiled
 from dsv4.quant.formats import Format
 
 # Numbers of product.cuh and pack.cu.
-ROW_GROUP, UNITS, BLOCKS_K, THREADS, CONSUMERS, MAX_ROWS, MAX_STAGES = 16, 8, 4, 384, 256, 128, 16
-GROUP_STRIDE, W_STAGE, EXCHANGE_BYTES = 4160, 32768, 16384
+ROW_GROUP, UNITS, BLOCKS_K, THREADS, CONSUMERS, MAX_ROWS = 16, 8, 4, 384, 256, 128
+GROUP_STRIDE, W_STAGE, EXCHANGE_ROW_BYTES, BARRIER_BYTES = 4160, 32768, 128, 512
 SORT_THREADS = MAX_EXPERTS = 512
-SHARED_BYTES = 227 << 10
+MAX_SORT_BLOCKS = 32
+SMALL_CAP = 32
 # How x is held for a format, and product.cuh's name of the format.
 MODE = {Format.NVFP4: 0, Format.FP8: 1, Format.MXFP4: 2, Format.BF16: 2}
 NUMBER = {Format.NVFP4: 0, Format.MXFP4: 1, Format.FP8: 2, Format.BF16: 3}
@@ -121,7 +122,8 @@ def sort(ids: Tensor, weights: Tensor, experts: int, max_cap: int) -> Sorted:
         pairs=pairs,
         cap=cap,
     )
-    call("pack", "sort_kernel", ids.device, sorting, blocks=1, threads=SORT_THREADS)
+    blocks = min(MAX_SORT_BLOCKS, -(-pairs // SORT_THREADS))
+    call("pack", "sort_kernel", ids.device, sorting, blocks=blocks, threads=SORT_THREADS)
     return out
 
 
@@ -213,13 +215,35 @@ def _launch_bank(
     )
 
 
-def stages(format: Format, cap: int) -> tuple[int, int]:
-    """Stages of the rings of W and of x: of W as much as fits, of x some blocks of 128 columns."""
-    deep, wide = {16: (12, 6), 32: (8, 5), 64: (6, 4), 128: (4, 3)}[cap]
-    # A stage of W is 128 columns of BF16, but 256 or 512 of the others.
-    x_stages = wide if format is Format.BF16 else deep
-    free = SHARED_BYTES - EXCHANGE_BYTES - 4 * MAX_STAGES * 8
-    return (free - x_stages * cap // ROW_GROUP * GROUP_STRIDE) // W_STAGE, x_stages
+@dataclass(frozen=True)
+class Rings:
+    """How shared memory is used: stages of W and of x, for tiles of `cap` rows."""
+
+    cap: int
+    w_stages: int
+    x_stages: int
+
+    @property
+    def is_small(self) -> bool:
+        """Two blocks on a multiprocessor: few rows wait for memory and for latencies, not for products."""
+        return self.cap <= SMALL_CAP
+
+    @property
+    def x_stage_bytes(self) -> int:
+        return self.cap // ROW_GROUP * GROUP_STRIDE
+
+    @property
+    def shared_bytes(self) -> int:
+        rings = self.w_stages * W_STAGE + self.x_stages * self.x_stage_bytes
+        return rings + self.cap * EXCHANGE_ROW_BYTES + BARRIER_BYTES
+
+
+def rings(format: Format, cap: int) -> Rings:
+    """A stage of W is 128 columns of BF16, but 256 or 512 of the others; one of x is 128 columns."""
+    if cap <= SMALL_CAP:
+        return Rings(cap, w_stages=2, x_stages={16: 8, 32: 4}[cap])
+    deep, wide = {64: ((3, 6), (4, 4)), 128: ((2, 4), (3, 3))}[cap]
+    return Rings(cap, *(wide if format is Format.BF16 else deep))
 
 
 def _launch(
@@ -242,8 +266,8 @@ def _launch(
     assert MODE[weight.format] == x.mode, f"x is packed for another format than {weight.format}"
     assert y.dtype in (torch.bfloat16, torch.float32), y.dtype
     assert weight.data.is_contiguous() and weight.scale.is_contiguous()
-    w_stages, x_stages = stages(weight.format, cap)
-    blocks = torch.cuda.get_device_properties(device).multi_processor_count
+    ring = rings(weight.format, cap)
+    blocks = torch.cuda.get_device_properties(device).multi_processor_count * (2 if ring.is_small else 1)
     carry = torch.empty(blocks, MAX_ROWS // 2, CONSUMERS, device=device) if parts > 1 else None
     params = _Product(
         data=weight.data.data_ptr(),
@@ -269,21 +293,20 @@ def _launch(
         part=-(-weight.slices // parts),
         is_f32=y.dtype == torch.float32,
         has_factors=has_factors,
-        w_stages=w_stages,
-        x_stages=x_stages,
-        x_stage_bytes=cap // ROW_GROUP * GROUP_STRIDE,
+        w_stages=ring.w_stages,
+        x_stages=ring.x_stages,
+        x_stage_bytes=ring.x_stage_bytes,
         limit=limit,
     )
     if by is None:
         tiles_m = -(-units * weight.halves // UNITS)
         blocks = min(blocks, x.matrices * -(-x.rows // cap) * tiles_m)
-    shared = w_stages * W_STAGE + x_stages * params.x_stage_bytes
     call(
         f"product_{weight.format.value}",
-        f"product_kernel<{NUMBER[weight.format]}>",
+        f"product_kernel<{NUMBER[weight.format]}, {str(ring.is_small).lower()}>",
         device,
         params,
         blocks=blocks,
         threads=THREADS,
-        shared=shared + EXCHANGE_BYTES + 4 * MAX_STAGES * 8,
+        shared=ring.shared_bytes,
     )
