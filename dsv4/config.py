@@ -74,6 +74,15 @@ class ModelConfig:
     def heads_per_group(self) -> int:
         return self.num_heads // self.o_groups
 
+    @property
+    def index_factor(self) -> float:
+        """What the weights of index heads are multiplied by."""
+        return self.index_dim**-0.5 * self.index_heads**-0.5
+
+    def selects(self, ratio: int, tokens: int) -> bool:
+        """Whether a CSA query over so many tokens chooses among its entries; else it takes them all."""
+        return tokens // ratio > self.index_topk
+
     @classmethod
     def load(cls, path: str | Path) -> "ModelConfig":
         """Read `config.json` (a file, or the folder that holds it)."""
@@ -190,6 +199,7 @@ class EngineConfig:
     max_context: int | None = None
     max_batch: int = 8
     chunk: int | None = None
+    max_stall_ms: int = 100
     threads: int | None = None
     no_graph: bool = False
     no_overlap: bool = False
@@ -201,9 +211,9 @@ class EngineConfig:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(allowed)}")
-        for name in ("max_batch", "chunk", "max_context", "threads", "cache_pages"):
+        for name in ("max_batch", "max_stall_ms", "chunk", "max_context", "threads", "cache_pages"):
             value = getattr(self, name)
-            if value is None and name != "max_batch":
+            if value is None and name not in ("max_batch", "max_stall_ms"):
                 continue
             if type(value) is not int or value < 1:
                 raise ConfigError(f"{name} is {value!r}, expected an integer of at least 1")

@@ -21,6 +21,7 @@ _HELP = {
     "max_context": "tokens one sequence may reach; sizes the cache",
     "max_batch": "sequences that run at the same time",
     "chunk": "prompt tokens processed per step; default: 512 on a CPU, 4096 on a GPU",
+    "max_stall_ms": "how long a step may take that reads a prompt while others wait for a token",
     "threads": "CPU threads; default: what suits the model's size",
     "no_graph": "on a GPU, launch a step's kernels one by one: the same tokens, slower, for debugging",
     "no_overlap": "on a GPU, overlap no kernels of a step (no PDL): the same tokens, slower, for debugging",
@@ -29,7 +30,7 @@ _HELP = {
 }
 _TYPES: dict[str, Any] = {
     **{"max_context": int | None, "threads": int | None, "cache_pages": int | None},
-    **{"max_batch": int, "chunk": int | None, "prefix_snapshots": int},
+    **{"max_batch": int, "chunk": int | None, "max_stall_ms": int, "prefix_snapshots": int},
     **{"no_graph": bool, "no_overlap": bool},
 }
 

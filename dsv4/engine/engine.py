@@ -3,6 +3,7 @@
 import itertools
 import operator
 import secrets
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -17,12 +18,14 @@ from dsv4.config import EngineConfig
 from dsv4.engine.eager import Eager
 from dsv4.engine.grammar import Grammars
 from dsv4.engine.output import Output
+from dsv4.engine.pace import Pace
 from dsv4.engine.request import Completion, Delta, FinishReason, Request, SamplingParams, Sequence
 from dsv4.engine.runner import Executor, Result, Runner
 from dsv4.engine.scheduler import Scheduler
 from dsv4.engine.settings import Settings, cache_layout, check_memory, settle
 from dsv4.engine.stream import Stream
 from dsv4.errors import ConfigError, RequestError
+from dsv4.kernels.decode.sample import MAX_PENALISED
 from dsv4.model.bundle import Bundle, Numerics
 from dsv4.model.exact import settle_exact
 from dsv4.model.model import Model
@@ -71,6 +74,7 @@ class Engine:
         self.slots = Slots(layout)
         self.prefix = PrefixCache(self.slots, config.prefix_snapshots)
         self.scheduler = Scheduler(self.slots, self.prefix, s.chunk, executor.same_bits)
+        self.pace = Pace(config.max_stall_ms / 1000, s.chunk)
         self.grammars = Grammars(tokenizer, bundle.config.vocab_size)
         self._outputs: dict[str, Output] = {}
         self._running: dict[int, Output] = {}  # the same by sequence number
@@ -139,7 +143,8 @@ class Engine:
         params, vocab = request.params, self.model_config.vocab_size
         if not request.ids:
             raise RequestError("the prompt is empty; give at least one token")
-        for what, ids in (("prompt id", request.ids), ("stop id", params.stop_ids)):
+        known = {"prompt id": request.ids, "stop id": params.stop_ids, "logit_bias id": params.logit_bias}
+        for what, ids in known.items():
             if bad := [i for i in ids if not isinstance(i, int) or not 0 <= i < vocab]:
                 raise RequestError(f"{what} {bad[0]!r} is outside the vocabulary of {vocab}")
         length, max_context = len(request.ids), self.settings.max_context
@@ -153,6 +158,10 @@ class Engine:
             raise RequestError("stop strings need a tokenizer.json in the model folder; use stop_ids")
         if (most := max(params.logprobs or 0, params.prompt_logprobs or 0)) > vocab:
             raise RequestError(f"logprobs asks for {most} alternatives of a vocabulary of {vocab}")
+        if params.is_penalised and self.settings.tiled and vocab > MAX_PENALISED:
+            raise RequestError(
+                f"penalties and logit_bias need a vocabulary of at most {MAX_PENALISED} on a GPU, not {vocab}"
+            )
         stop_ids = set(params.stop_ids)
         if not params.ignore_eos:
             stop_ids |= {self.model_config.eos_id, *(self.tokenizer.stop_ids if self.tokenizer else ())}
@@ -170,7 +179,8 @@ class Engine:
 
     def step(self) -> list[Delta]:
         """One pass of every running sequence; what came out."""
-        plan = self.scheduler.plan()
+        began = time.perf_counter()
+        plan = self.scheduler.plan(self.pace.limit)
         if not plan.spans and self.scheduler.waiting:
             self.runner.apply(plan, self._mask)  # what it moves in the cache must not be lost
             raise RequestError(
@@ -186,6 +196,11 @@ class Engine:
             self.scheduler.restart()
             self.runner.forget()
             raise
+        self.pace.note(
+            tokens=sum(len(span.ids) for span in plan.prefill),
+            num_decoded=len(plan.decode),
+            seconds=time.perf_counter() - began,
+        )
         for result in results:
             output = self._running[result.sequence]
             output.sequence.prompt += result.prompt

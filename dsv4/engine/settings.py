@@ -149,7 +149,7 @@ def check_memory(settings: Settings, config: EngineConfig, checkpoint: Checkpoin
     else:
         weights, beside = (
             checkpoint.held_bytes(settings.dense),
-            table_bytes(layout.config, layout.max_context),
+            table_bytes(layout.config, layout.max_context, layout.num_slots),
         )
         lower = "lower max_batch or max_context" + (", or use weights packed" if settings.dense else "")
     cache = layout.store_bytes()

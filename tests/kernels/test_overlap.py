@@ -26,6 +26,7 @@ from dsv4.model.bundle import Bundle, Numerics
 from dsv4.model.decode import Decoder
 from dsv4.model.model import Model
 from dsv4.ops import IMPLEMENTATIONS, Ops
+from dsv4.ops.sample import gpu as sample_op
 from tests.support.triton_source import read
 
 pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="about sources, not about how they run")
@@ -282,6 +283,17 @@ def test_products_wait() -> None:
     assert "if (expert < 0) return;" in early
     assert not re.search(r"put_act|s\.y|put_slice\(|p\.weights", early.split("has_slice =")[1])
     assert re.findall(r"read_slice\(.*", early.split("has_slice =")[1]) == ["read_slice(warp, 0);"]
+
+
+def test_prompts_are_serial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a prompt launches of the decode kernels starts when the launch before it has ended."""
+    seen: list[Any] = []
+    monkeypatch.setattr(sample, "call", lambda *arguments, overlap, **how: seen.append(overlap))
+    monkeypatch.setattr(choose, "call", lambda *arguments, overlap, **how: seen.append(overlap))
+    sample_op.choose(torch.zeros(2, 40), torch.zeros(2, sample.WIDTH, dtype=torch.long), None)
+    rows = torch.zeros(2, 4, dtype=torch.int32)
+    choose.select(torch.zeros(2, 40), torch.zeros(2, dtype=torch.int32), rows)
+    assert seen == [False, False]
 
 
 def test_a_wait_that_moves_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -1,4 +1,4 @@
-// What a weight in tiles is (tiles.py packs it), and how its codes become numbers. For all that multiplies with them.
+// Decode step and prompts: what a weight in tiles is (tiles.py packs it), and how its codes become numbers.
 #pragma once
 #include "launch.cuh"
 
