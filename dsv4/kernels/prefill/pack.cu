@@ -1,4 +1,4 @@
-// Prefill: rows of x as product.cu reads them, and which expert meets which rows.
+// Prompts: rows of x as product.cu reads them, and which expert meets which rows.
 #include "tiles.cuh"
 
 constexpr int ITEMS = SLICE / 16;            // of four columns: what a lane has of a row's slice
@@ -12,7 +12,7 @@ struct Packing {
     const int* pairs;       // [rows] token * choices + choice, -1: none; null: `rows` of each matrix, padded
     const int* num_groups;  // on the device; null: `groups`
     int64_t x_row, x_matrix;
-    int groups, slices, k, rows, rows_padded, choices;
+    int groups, slices, k, rows, rows_padded, choices, is_wide;
 };
 
 __device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) {   // of two pairs of 16 bits
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(128, 5) pack_kernel(const __grid_constant__ Pa
         if (pair >= 0) from = p.x + pair / p.choices * p.x_row;
     } else if (row % p.rows_padded < p.rows) from = p.x + row % p.rows_padded * p.x_row + row / p.rows_padded * p.x_matrix;
     uint2 v[ITEMS];
-    if (MODE == FP16_BY_64 && p.k % 8 == 0) {   // rows begin at a multiple of 16 bytes
+    if (MODE == FP16_BY_64 && p.is_wide) {   // rows of x begin and end at a multiple of 16 bytes
 #pragma unroll
         for (int i = 0; i < ITEMS; i += 2) {
             const int column = slice * SLICE + i / 4 * 64 + t * 16 + i % 4 * 4;
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(128, 5) pack_kernel(const __grid_constant__ Pa
 constexpr int SORT_WARPS = 16, MAX_EXPERTS = SORT_WARPS * 32;
 
 struct Sorting {
-    const int64_t* ids;     // [pairs] the chosen experts
+    const int64_t* ids;     // [pairs] the chosen experts, -1: none
     const float* weights;   // [pairs]
     int* rows;              // [rows] the pair of a sorted row, -1: none
     float* row_weights;     // [rows]
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(SORT_WARPS * 32) sort_kernel(const __grid_cons
     int ids[AHEAD];
     const auto load = [&](int at, int stop, int step) {
 #pragma unroll
-        for (int i = 0; i < AHEAD; ++i) ids[i] = at + i * step < stop ? (int)__ldg(p.ids + at + i * step) : MAX_EXPERTS;
+        for (int i = 0; i < AHEAD; ++i) ids[i] = at + i * step < stop ? min((uint32_t)__ldg(p.ids + at + i * step), (uint32_t)MAX_EXPERTS) : MAX_EXPERTS;
     };
     const int run = (p.pairs + gridDim.x * MAX_EXPERTS - 1) / (gridDim.x * MAX_EXPERTS) * 32;   // of a warp
     const int first = (blockIdx.x * SORT_WARPS + warp) * run, stop = min(p.pairs, first + run), of_block = blockIdx.x * SORT_WARPS * run;

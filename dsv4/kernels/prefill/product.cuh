@@ -1,4 +1,4 @@
-// Prefill: y = x Wt for many rows of x, W in 4, 8 or 16 bits, decoded in registers: no copy of W in BF16 is made.
+// Prompts: y = x Wt for many rows of x, W in 4, 8 or 16 bits, decoded in registers: no copy of W in BF16 is made.
 //
 // W is the left operand of wgmma: a warp's 16x16 fragment is what the tiles hold (tiles.py). Rows of x are the columns of
 // the product, 16 to 128 at a time, in shared memory, where pack.cu has put them in the order of the tensor core.
@@ -19,7 +19,7 @@ constexpr int EIGHT_BYTES = 8 * BLOCK_K * 2, EIGHT_STRIDE = EIGHT_BYTES + 32;
 constexpr int ROW_GROUP = 16, GROUP_STRIDE = ROW_GROUP / 8 * EIGHT_STRIDE;
 // W comes as 4 KiB of each unit: 512 columns of 4 bits, 128 of 16.
 constexpr int W_COPY = 4096, W_STAGE = UNITS * W_COPY, X_WARPS = 3;
-constexpr int EXCHANGE_ROW = 2 * 4 * 2 * 32 * 4 / 16;   // bytes per row of a tile: gate and up change hands
+constexpr int EXCHANGE_ROW = 2 * 2 * 4 * 2 * 32 * 4 / 16;   // bytes per row of a tile: gate and up change hands
 constexpr int MAX_STAGES = 16, SMALL_CAP = 32;
 
 struct Product {
@@ -328,20 +328,16 @@ __device__ __forceinline__ void store_pairs(const Consumer& c, const Tile& tile,
     const Product& p = c.p;
     constexpr int HALF = N / 16;
     const int mine = c.warp >> 2, g = c.lane >> 2, t = c.lane & 3, m = (tile.unit + (c.warp & 3)) * 16;
-    uint32_t* out = exchange + ((mine ^ 1) * 4 + (c.warp & 3)) * (HALF * 64) + c.lane;
-    const uint32_t* in = exchange + c.warp * (HALF * 64) + c.lane;
-    uint32_t kept[HALF][2];
+    // [who finishes][gate, up][warp][group of eight rows of x][half of the rows of W][lane]
+    const auto at = [&](int whose, int kind) { return exchange + ((whose * 2 + kind) * 4 + (c.warp & 3)) * (HALF * 64) + c.lane; };
 #pragma unroll
-    for (int i = 0; i < HALF; ++i)
+    for (int i = 0; i < N / 8; ++i)
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const uint32_t low = pack_bf16(total[4 * i + 2 * h], total[4 * i + 2 * h + 1]);
-            const uint32_t high = pack_bf16(total[4 * (i + HALF) + 2 * h], total[4 * (i + HALF) + 2 * h + 1]);
-            kept[i][h] = mine ? high : low;
-            out[(i * 2 + h) * 32] = mine ? low : high;
-        }
+        for (int h = 0; h < 2; ++h)
+            at(i / HALF, mine)[(i % HALF * 2 + h) * 32] = pack_bf16(total[4 * i + 2 * h], total[4 * i + 2 * h + 1]);
     consumer_barrier();
-#pragma unroll
+    const uint32_t *gates = at(mine, 0), *ups = at(mine, 1);
+#pragma unroll 1
     for (int i = 0; i < HALF; ++i) {
         const int group = (mine * HALF + i) * 8;
         float2 by = make_float2(1.f, 1.f);
@@ -349,8 +345,7 @@ __device__ __forceinline__ void store_pairs(const Consumer& c, const Tile& tile,
         uint32_t hidden[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const float2 own = open_bf16(kept[i][h]), other = open_bf16(in[(i * 2 + h) * 32]);
-            const float2 gate = mine ? other : own, up = mine ? own : other;
+            const float2 gate = open_bf16(gates[(i * 2 + h) * 32]), up = open_bf16(ups[(i * 2 + h) * 32]);
             float v = swiglu(gate.x, up.x, p.limit), w = swiglu(gate.y, up.y, p.limit);
             if (p.weights) { v *= by.x; w *= by.y; }
             hidden[h] = transposed(pack_bf16(v, w));

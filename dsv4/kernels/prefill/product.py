@@ -1,4 +1,4 @@
-"""Launches product.cuh and pack.cu: prompts times weights in tiles, experts by a list of tiles made on the device.
+"""Prompts: launches product.cuh and pack.cu. Weights in tiles, experts by a list of tiles made on the device.
 
 Nothing here waits for the device, and no launch depends on what is there: all can be captured in a graph.
 """
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4.kernels.common.build import call
+from dsv4.kernels.common.build import HOPPER, architecture, call
 from dsv4.kernels.common.tiles import SLICE, Tiled
 from dsv4.quant.formats import Format
 
 # Numbers of product.cuh and pack.cu.
 ROW_GROUP, UNITS, BLOCKS_K, THREADS, CONSUMERS, MAX_ROWS = 16, 8, 4, 384, 256, 128
-GROUP_STRIDE, W_STAGE, EXCHANGE_ROW_BYTES, BARRIER_BYTES = 4160, 32768, 128, 512
+GROUP_STRIDE, W_STAGE, EXCHANGE_ROW_BYTES, BARRIER_BYTES = 4160, 32768, 256, 512
 SORT_THREADS = MAX_EXPERTS = 512
 MAX_SORT_BLOCKS = 32
 SMALL_CAP = 32
@@ -34,7 +34,10 @@ class _Product(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("y_row", "y_matrix")),
         *((name, ctypes.c_int) for name in ("units", "slices", "halves", "n")),
         *((name, ctypes.c_int) for name in ("matrices", "rows", "rows_padded", "cap", "part")),
-        *((name, ctypes.c_int) for name in ("is_f32", "has_factors", "w_stages", "x_stages", "x_stage_bytes")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("is_f32", "has_factors", "w_stages", "x_stages", "x_stage_bytes")
+        ),
         ("limit", ctypes.c_float),
     )
 
@@ -43,7 +46,10 @@ class _Packing(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "out", "pairs", "num_groups")),
         *((name, ctypes.c_int64) for name in ("x_row", "x_matrix")),
-        *((name, ctypes.c_int) for name in ("groups", "slices", "k", "rows", "rows_padded", "choices")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("groups", "slices", "k", "rows", "rows_padded", "choices", "is_wide")
+        ),
     )
 
 
@@ -85,6 +91,16 @@ class Sorted:
         return self.pairs.shape[0]
 
 
+def serves(x: Tensor, weight: object) -> bool:
+    """Whether x times this weight is a product of this file: BF16 and tiles, on Hopper (wgmma)."""
+    return (
+        x.dtype == torch.bfloat16
+        and isinstance(weight, Tiled)
+        and x.is_cuda
+        and architecture(x.device) == HOPPER
+    )
+
+
 def _padded(rows: int) -> int:
     return -(-rows // ROW_GROUP) * ROW_GROUP
 
@@ -95,7 +111,7 @@ def cap_for(rows: int) -> int:
 
 
 def sort(ids: Tensor, weights: Tensor, experts: int, max_cap: int) -> Sorted:
-    """ids, weights [T, K]: the chosen of `experts`. `max_cap`: rows of a tile, at most."""
+    """ids (-1: none), weights [T, K]: the chosen of `experts`. `max_cap`: rows of a tile, at most."""
     pairs, choices = ids.numel(), ids.shape[1]
     assert ids.dtype == torch.long and ids.is_contiguous() and weights.dtype == torch.float32
     assert weights.is_contiguous() and experts <= MAX_EXPERTS, experts
@@ -145,6 +161,7 @@ def pack(x: Tensor, format: Format, by: Sorted | None = None, gathers: bool = Tr
         rows=rows,
         rows_padded=_padded(rows),
         choices=1 if by is None else by.choices,
+        is_wide=k % 8 == 0 and x.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in x.stride()[:-1]),
     )
     if by is not None:
         packing.pairs = by.pairs.data_ptr() if gathers else None
@@ -174,13 +191,20 @@ def product(x: Packed, weight: Tiled, y: Tensor, parts: int = 1) -> None:
     )
 
 
-def gate_up(x: Packed, weight: Tiled, y: Tensor, limit: float, by: Sorted | None, weights: Tensor | None) -> None:
+def gate_up(
+    x: Packed, weight: Tiled, y: Tensor, limit: float, by: Sorted | None = None, weights: Tensor | None = None
+) -> None:
     """y [rows, I] <- weights * silu(min(gate, limit)) * clamp(up), of pairs [I, K] of all experts, or one."""
     assert weight.halves == 2 and y.dtype == torch.bfloat16 and y.stride(1) == 1
+    if weights is not None:
+        assert weights.dtype == torch.float32 and weights.stride(0) == 1, (weights.dtype, weights.stride())
+        # The kernel reads them in pairs, up to the end of a group.
+        missing = x.rows_padded - weights.shape[0]
+        weights = torch.nn.functional.pad(weights, (0, missing)) if missing else weights
     _launch_bank(x, weight, y, by, limit=limit, weights=weights)
 
 
-def down(x: Packed, weight: Tiled, y: Tensor, by: Sorted | None) -> None:
+def down(x: Packed, weight: Tiled, y: Tensor, by: Sorted | None = None) -> None:
     """y [T * K, D], by pair <- rows of x in the order of `by` times their expert's [D, I]."""
     assert weight.halves == 1 and y.stride(1) == 1
     _launch_bank(x, weight, y, by, places=None if by is None else by.pairs)

@@ -1,4 +1,4 @@
-// Prefill: product.cuh with BF16 weights. A source of its own, so that formats compile side by side.
+// Prompts: product.cuh with BF16 weights. A source of its own, so that formats compile side by side.
 #include "product.cuh"
 
 template __global__ void product_kernel<BF16, false>(const __grid_constant__ Product);

@@ -1,4 +1,4 @@
-// Prefill: product.cuh with FP8 weights. A source of its own, so that formats compile side by side.
+// Prompts: product.cuh with FP8 weights. A source of its own, so that formats compile side by side.
 #include "product.cuh"
 
 template __global__ void product_kernel<FP8, false>(const __grid_constant__ Product);

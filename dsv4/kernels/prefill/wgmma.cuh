@@ -1,4 +1,4 @@
-// Hopper's asynchronous product of a warpgroup: D [64, N] += A [64, 16] B [16, N], A in registers, B in shared memory.
+// Prompts: Hopper's asynchronous product of a warpgroup: D [64, N] += A [64, 16] B [16, N], A in registers, B in shared memory.
 #pragma once
 #include "types.cuh"
 
