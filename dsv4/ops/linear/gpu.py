@@ -1,10 +1,15 @@
-"""Products by Triton on weights unpacked into scratch: for prompts, where a weight meets many rows."""
+"""Products for prompts, where a weight meets many rows.
+
+BF16 on Hopper: weights are decoded in registers (product.cuh). Else, float32 among it, they are unpacked into
+scratch and multiplied by Triton.
+"""
 
 import torch
 from torch import Tensor
 
 from dsv4.kernels.common.tiles import Tiled, tile
 from dsv4.kernels.prefill import dense
+from dsv4.kernels.prefill import product as prompts
 from dsv4.kernels.prefill.dense import Weight
 from dsv4.kernels.prefill.gemm import gemm
 from dsv4.ops.linear.ref import Held, embed, round_input
@@ -42,6 +47,9 @@ def grouped(x: Tensor, weights: list[Held]) -> Tensor:
 def product(x: Tensor, weight: Weight, y: Tensor) -> None:
     """x [T, G, K], weight [G*N, K] -> y [T, G, N]. With one group, a large weight goes in slices of rows."""
     if not y.numel():
+        return
+    if prompts.serves(x, weight):
+        prompts.product(prompts.pack(x, weight.format), weight, y)
         return
     groups, cols = y.shape[1:]
     depth = x.shape[2]
