@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.kernels.common.tiles import Bank
 from dsv4.kernels.prefill import dense
 from dsv4.kernels.prefill import experts as kernels
 from dsv4.kernels.prefill import product as prompts
@@ -24,33 +23,41 @@ __all__ = ["ffn", "hold", "routed"]
 GROUP = 16
 
 
-def ffn(x: Tensor, expert: Expert, limit: float, activations: str, weight: Tensor | None = None) -> Tensor:
-    """`expert` may also be a bank of one."""
+def ffn(
+    x: Tensor, expert: Expert, limit: float, activations: str, weight: Tensor | None = None, parts: int = 1
+) -> Tensor:
+    """`expert` may also be a bank of one. One part, of x's type."""
     count = x.shape[0]
     if not count:
-        return torch.empty_like(x)
-    if hasattr(expert, "w13") and prompts.serves(x, expert.w13):
-        return _shared(x, expert, limit, activations, weight)
+        return torch.empty_like(x).unsqueeze(1)
+    if prompts.serves(x, getattr(expert, "w13", None)):
+        return _shared(x, expert, limit, activations, weight).unsqueeze(1)
     tokens = torch.arange(count, dtype=torch.int32, device=x.device)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     experts = expert if hasattr(expert, "w13") else [expert]
     _run(x, y, experts, [count], tokens, None, weight, limit, activations)
-    return y
+    return y.unsqueeze(1)
 
 
 def routed(
-    x: Tensor, ids: Tensor, weights: Tensor, experts: list[Expert], limit: float, activations: str
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: list[Expert],
+    limit: float,
+    activations: str,
+    parts: int = 1,
 ) -> Tensor:
-    """`experts` may also be a bank: w13 and w2, each the tiles of all experts."""
+    """`experts` may also be a bank: w13 and w2, each the tiles of all experts. One part."""
     tokens, k = ids.shape
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     if not ids.numel():
-        return out.zero_()
+        return out.zero_().unsqueeze(1)
     y = x.new_empty(tokens * k, x.shape[1])
-    if hasattr(experts, "w13") and prompts.serves(x, experts.w13):
+    if prompts.serves(x, getattr(experts, "w13", None)):
         _sorted(x, y, ids, weights, experts, limit, activations)
         kernels.sum_choices(y.view(tokens, k, -1), ids.contiguous(), out)
-        return out
+        return out.unsqueeze(1)
     chosen = ids.flatten()
     order = chosen.argsort(stable=True)
     count = experts.w13.count if hasattr(experts, "w13") else len(experts)
@@ -62,11 +69,11 @@ def routed(
         *(limit, activations),
     )
     kernels.sum_choices(y.view(tokens, k, -1), ids.contiguous(), out)
-    return out
+    return out.unsqueeze(1)
 
 
 def _sorted(
-    x: Tensor, y: Tensor, ids: Tensor, weights: Tensor, bank: Bank, limit: float, activations: str
+    x: Tensor, y: Tensor, ids: Tensor, weights: Tensor, bank: Any, limit: float, activations: str
 ) -> None:
     """y [T * K, D], by token and choice: what each chosen expert makes of its token."""
     up, down = bank.w13, bank.w2
@@ -80,12 +87,9 @@ def _sorted(
     prompts.down(packed, down, y, by)
 
 
-def _shared(x: Tensor, bank: Bank, limit: float, activations: str, weight: Tensor | None) -> Tensor:
+def _shared(x: Tensor, bank: Any, limit: float, activations: str, weight: Tensor | None) -> Tensor:
     up, down = bank.w13, bank.w2
-    hidden, y = (
-        x.new_empty(x.shape[0], up.shape[0]),
-        torch.empty_like(x, memory_format=torch.contiguous_format),
-    )
+    hidden, y = x.new_empty(x.shape[0], up.shape[0]), x.new_empty(x.shape)
     packed = prompts.pack(round_input(x, activations).unsqueeze(1), up.format)
     prompts.gate_up(packed, up, hidden, limit, weights=weight)
     packed = prompts.pack(round_input(hidden, activations).unsqueeze(1), down.format)

@@ -4,10 +4,14 @@ BF16 on Hopper: weights are decoded in registers (product.cuh). Else, float32 am
 scratch and multiplied by Triton.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from dsv4.kernels.common.tiles import Tiled, tile
+from dsv4.kernels.decode.matvec import splits
 from dsv4.kernels.prefill import dense
 from dsv4.kernels.prefill import product as prompts
 from dsv4.kernels.prefill.dense import Weight
@@ -15,7 +19,26 @@ from dsv4.kernels.prefill.gemm import gemm
 from dsv4.ops.linear.ref import Held, embed, round_input
 from dsv4.quant.formats import QuantTensor
 
-__all__ = ["embed", "grouped", "hold", "linear", "round_input"]
+__all__ = ["embed", "grouped", "hold", "linear", "partial", "prepare", "round_input"]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """x [T, K], and packed for the products that have met it."""
+
+    x: Tensor
+    packed: dict[tuple[str, int], prompts.Packed]  # by activations and mode
+
+    def pack(self, weight: Tiled, activations: str) -> prompts.Packed:
+        key = (activations, prompts.MODE[weight.format])
+        if key not in self.packed:
+            rounded = round_input(self.x, activations).contiguous()
+            self.packed[key] = prompts.pack(rounded.unsqueeze(1), weight.format)
+        return self.packed[key]
+
+
+def prepare(x: Tensor) -> Any:
+    return Prepared(x, {})
 
 
 def hold(weight: QuantTensor, device: str) -> Tiled:
@@ -23,11 +46,33 @@ def hold(weight: QuantTensor, device: str) -> Tiled:
     return tile(weight)
 
 
-def linear(x: Tensor, weight: Held, activations: str = "a16", out_dtype: torch.dtype | None = None) -> Tensor:
-    """On this backend a weight held as values is [N, K]."""
-    x = round_input(x, activations).contiguous()
+def linear(
+    x: Tensor,
+    weight: Held,
+    activations: str = "a16",
+    out_dtype: torch.dtype | None = None,
+    parts: int = 1,
+) -> Tensor:
+    """On this backend a weight held as values is [N, K]. A row of it has the same bits in any weight."""
+    return _linear(x, weight, activations, out_dtype, sums=1)
+
+
+def partial(x: Tensor, weight: Held, activations: str, parts: int, is_alone: bool) -> Tensor:
+    """One part. It adds up what the decode step's split-K has as separate sums."""
+    dtype = x.dtype if is_alone else torch.float32
+    return _linear(x, weight, activations, dtype, sums=splits(weight.shape[1])).unsqueeze(1)
+
+
+def _linear(
+    x: Tensor | Prepared, weight: Weight, activations: str, out_dtype: torch.dtype | None, sums: int
+) -> Tensor:
+    ready = x if isinstance(x, Prepared) else Prepared(x, {})
+    x = ready.x
     y = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype or x.dtype, device=x.device)
-    product(x.unsqueeze(1), weight, y.unsqueeze(1))
+    if y.numel() and prompts.serves(x, weight):
+        prompts.product(ready.pack(weight, activations), weight, y.unsqueeze(1), sums)
+    else:
+        product(round_input(x, activations).contiguous().unsqueeze(1), weight, y.unsqueeze(1))
     return y
 
 
