@@ -19,12 +19,13 @@ MAX_SEQUENCES = 16  # of a step: their blocks that close need places
 
 
 def never_waits(model: Model) -> bool:
-    """Whether no layer asks the host anything, as a graph cannot: other products than Hopper's ask how many
-    tokens each expert has, and rounded activations are the reference's steps."""
+    """Whether no layer asks the host or another rank anything, as a graph cannot: other products than Hopper's
+    ask how many tokens each expert has, and rounded activations are the reference's steps."""
     x = torch.empty(0, dtype=model.numerics.dtype, device=model.embedding.data.device)
     banks = [bank for block in model.blocks for bank in (block.moe.experts, block.moe.shared)]
     are_served = all(hasattr(bank, "w13") and serves(x, bank.w13) for bank in banks)
-    return are_served and model.numerics.activations == "a16" and set(model.ops.names().values()) == {"gpu"}
+    is_alone = model.mesh.size == 1 and model.numerics.activations == "a16"
+    return are_served and is_alone and set(model.ops.names().values()) == {"gpu"}
 
 
 class Prompt:
