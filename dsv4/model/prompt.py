@@ -19,7 +19,7 @@ MAX_SEQUENCES = 16  # of a step: their blocks that close need places
 
 
 def never_waits(model: Model) -> bool:
-    """Whether no layer asks the host or another rank anything, as a graph cannot: other products than Hopper's
+    """Whether no layer asks host or other ranks anything, as a graph cannot: other products than Hopper's
     ask how many tokens each expert has, and rounded activations are the reference's steps."""
     x = torch.empty(0, dtype=model.numerics.dtype, device=model.embedding.data.device)
     banks = [bank for block in model.blocks for bank in (block.moe.experts, block.moe.shared)]
