@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
+from weakref import WeakValueDictionary
 
 from dsv4.cache.folder import chain
 from dsv4.cache.layout import SPARE
@@ -49,7 +50,8 @@ class PrefixCache:
     def __init__(self, slots: Slots, max_snapshots: int, shelf: Shelf | None = None) -> None:
         self.slots, self.max_snapshots, self.shelf = slots, max_snapshots, shelf
         self._page_tokens = slots.layout.page_tokens
-        self._roots: dict[str, Node] = {}
+        # A root lives as long as something is kept below it or a sequence stands at it.
+        self._roots: WeakValueDictionary[str, Node] = WeakValueDictionary()
         # A node is used together with its parents, they after it: the oldest one never has children.
         self._nodes: OrderedDict[Node, None] = OrderedDict()
         self._snapshots: OrderedDict[Node, int] = OrderedDict()
@@ -210,11 +212,13 @@ class PrefixCache:
         boundary = stop // self._page_tokens * self._page_tokens
         return boundary if boundary > start else stop
 
-    def keep(self, slot: int, node: Node, ids: tuple[int, ...], end: int, position: int) -> Node:
+    def keep(
+        self, slot: int, node: Node, ids: tuple[int, ...], end: int, position: int, saves: bool = True
+    ) -> Node:
         """Enter the page of `slot` that ends at `end` and holds `ids`, after those of `node`; -> its node.
 
         The slot has come to `position`, and a step launched ahead to one more. If that is too far past
-        `end`, the page is kept without a snapshot.
+        `end`, or without `saves`, the page is kept without a snapshot.
         """
         if not self.max_snapshots or node.is_gone:
             return node
@@ -224,12 +228,16 @@ class PrefixCache:
             self._new_pages.append(child)
         self._use(child)
         self._used.setdefault(child, False)
-        if child not in self._snapshots and position + 1 - end <= SPARE:
+        if saves and child not in self._snapshots and position + 1 - end <= SPARE:
             handle = self._snapshots[child] = next(self._handles)
             self._saves[handle] = (slot, end)
             self._new_snapshots[handle] = (child, end)
             self._evict_snapshots()
         return child
+
+    def is_saved(self, node: Node) -> bool:
+        """Whether a prompt can go on after this node's page."""
+        return node in self._snapshots
 
     def _enter(self, node: Node, ids: tuple[int, ...], page: int) -> Node:
         child = node.children[ids] = Node(node, ids, page, key=chain(node.key, ids) if self.shelf else b"")

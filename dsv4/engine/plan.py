@@ -21,6 +21,7 @@ class Sampling:
     index: int = 0
     num_top: int = -1  # alternatives to report; -1: no log-probabilities at all
     masked: bool = False  # a grammar's mask comes before the choice is made
+    penalties: int = -1  # the slot whose penalties apply; -1: none
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,23 @@ class Restore:
 
 
 @dataclass(frozen=True)
+class Penalise:
+    """What the slot's new owner is penalised by. The device notes further tokens by itself, by position.
+
+    `ids` are the tokens there are, where they count; `bias_ids` and `biases` go together.
+    """
+
+    slot: int
+    presence: float
+    frequency: float
+    repetition: float
+    bias_ids: tuple[int, ...]
+    biases: tuple[float, ...]
+    num_prompt: int
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Copy:
     """Between the cache and the shelf (cache/shelf.py), where it has a number that is never used twice: the
     contents of pages, or those of a snapshot at a position."""
@@ -93,6 +111,7 @@ class Plan:
     claims: tuple[Claim, ...] = ()
     copies_in: tuple[Copy, ...] = ()
     restores: tuple[Restore, ...] = ()
+    penalties: tuple[Penalise, ...] = ()
     drops: tuple[int, ...] = ()  # handles of snapshots
     prefill: tuple[Span, ...] = ()
     decode: tuple[Span, ...] = ()  # one generated token each

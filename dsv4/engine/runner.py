@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from dsv4.cache.shelf import Landing, Shelf
-from dsv4.engine.plan import Copy, Plan, Span
+from dsv4.engine.plan import Copy, Penalise, Plan, Span
 from dsv4.engine.request import Token
 from dsv4.errors import Dsv4Error
 from dsv4.model.step import Tap
@@ -52,6 +52,7 @@ class Executor(Protocol):
     def save(self, handle: int, slot: int, position: int) -> None: ...
     def set_pages(self, slot: int, pages: tuple[int, ...]) -> None: ...
     def restore(self, slot: int, handle: int) -> None: ...
+    def penalise(self, how: Penalise) -> None: ...
     def drop(self, handle: int) -> None: ...
     def read_pages(self, pages: tuple[int, ...]) -> Landing: ...
     def write_pages(self, pages: tuple[int, ...], values: Tensor) -> None: ...
@@ -77,17 +78,21 @@ class Runner:
 
     def apply(self, plan: Plan, masks: Masks) -> list[Result]:
         """Carry out the plan, launch the next step ahead, wait for the plan's results."""
-        self._move(plan)
-        expected, ahead = self._expected, self._ahead
-        self._expected, self._ahead = {}, []
+        # A slot that was freed takes its row launched ahead with it: the same sequence may come back to other
+        # pages, and the row's entries went to those it had.
+        freed = {self._owner.get(slot) for slot in plan.free}
+        expected = {number: at for number, at in self._expected.items() if number not in freed}
+        ahead, self._expected, self._ahead = self._ahead, {}, []
         order = {span.sequence: place for place, span in enumerate(plan.spans)}
         failed: list[Result] = []
         launched: list[Launched] = []
         rest = tuple(s for s in plan.decode if expected.get(s.sequence) != (s.start, s.ids[0]))
         kept = {span.sequence for span in plan.decode} - {span.sequence for span in rest}
         taken = [step for step in ahead if any(span.sequence in kept for span in step.spans)]
+        # Before anything moves: rows that have ended are sampled with the others, by what is in their slots.
         taken = [step for step in taken if self._sample(step, masks, failed)]
         failed = [result for result in failed if result.sequence in kept]
+        self._move(plan)
         if plan.prefill:
             launched += self._launch(self.executor.prefill, plan.prefill, masks, failed)
         for part in self._parts(rest):
@@ -111,15 +116,14 @@ class Runner:
         return self.executor.study(span, tap, next_ids)
 
     def _move(self, plan: Plan) -> None:
-        """Everything but the spans. A slot that was freed takes its row launched ahead with it: the same
-        sequence may come back to other pages, and the row's entries went to those it had."""
+        """Everything but the spans."""
         device = self.executor
         for save in plan.saves:
             device.save(save.handle, save.slot, save.position)
         for copy in plan.copies_out:
             self._copy_out(copy)
         for slot in plan.free:
-            self._expected.pop(self._owner.pop(slot, -1), None)
+            self._owner.pop(slot, None)
         for claim in plan.claims:
             assert self._owner.get(claim.slot, claim.sequence) == claim.sequence, claim
             self._owner[claim.slot] = claim.sequence
@@ -128,6 +132,8 @@ class Runner:
             self._copy_in(copy)
         for restore in plan.restores:
             device.restore(restore.slot, restore.handle)
+        for how in plan.penalties:
+            device.penalise(how)
         for handle in plan.drops:
             device.drop(handle)
         for span in plan.spans:
@@ -215,6 +221,14 @@ class Runner:
     def forget(self) -> None:
         """All slots are free and nothing is on its way: after an interrupted plan (Scheduler.restart)."""
         self._owner, self._expected, self._ahead = {}, {}, []
+
+
+class Member(Runner):
+    """One rank of several: a pass that fails here has not failed on the others, so it ends them all."""
+
+    def _attempt(self, spans: tuple[Span, ...], call: Callable[[], object]) -> list[Result]:
+        call()
+        return []
 
 
 def no_masks(sequence: int) -> bytes | None:

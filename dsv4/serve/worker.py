@@ -52,10 +52,14 @@ class Link:
     def send(self, message: Message) -> None:
         self._socket.sendall(frame(message))
 
-    def receive(self, seconds: float | None) -> list[ToEngine] | None:
-        """The messages that arrive within that time (None: until some do); None: the other end is gone."""
+    def receive(self, seconds: float | None, alarm: socket.socket | None = None) -> list[ToEngine] | None:
+        """The messages that arrive within that time (None: until some do, or the alarm goes off).
+
+        None: the other end is gone.
+        """
         bodies: list[bytes] = []
-        while select.select([self._socket], [], [], seconds)[0]:
+        waited = [self._socket] if alarm is None else [self._socket, alarm]
+        while self._socket in select.select(waited, [], [], seconds)[0]:
             data = self._socket.recv(_READ_BYTES)
             if not data:
                 return None
@@ -83,7 +87,11 @@ class Worker:
 
     def run(self) -> None:
         """Until the other end closes the link."""
-        while (messages := self.link.receive(self._patience)) is not None:
+        ranks = self.engine.ranks
+        alarm = ranks.alarm if ranks else None
+        while (messages := self.link.receive(self._patience, alarm)) is not None:
+            if ranks:
+                ranks.check()
             for message in messages:
                 self._handle(message)
             self._take_compiled()

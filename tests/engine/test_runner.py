@@ -59,9 +59,13 @@ class Loop:
         self.done: list[Sequence] = []
         self.plans: list[Plan] = []
 
-    def add(self, ids: list[int], max_tokens: int, temperature: float, grammar: bool) -> Sequence:
+    def add(
+        self, ids: list[int], max_tokens: int, temperature: float, grammar: bool, presence: float = 0.0
+    ) -> Sequence:
         number = next(self.numbers)
-        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=number)
+        params = SamplingParams(
+            max_tokens=max_tokens, temperature=temperature, seed=number, presence_penalty=presence
+        )
         s = Sequence(number, Request(f"r{number}", tuple(ids), params), number, max_tokens, frozenset())
         s.matcher = object() if grammar else None
         self.alive[number] = s
@@ -72,9 +76,9 @@ class Loop:
         s = self.alive.get(number)
         return None if s is None else bytes([len(s.tokens), number % 7])
 
-    def step(self) -> None:
+    def step(self, limit: int | None = None) -> None:
         self.arrivals.take()
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(limit)
         assert Plan.from_bytes(plan.to_bytes()) == plan
         self.plans.append(plan)
         samples = {s.sequence for s in plan.spans if s.end == self.alive[s.sequence].num_known}
@@ -110,7 +114,8 @@ def expected(s: Sequence) -> list[int]:
     for index in range(len(s.tokens)):
         mask = bytes([index, s.number % 7]) if s.matcher else None
         sampling = Sampling(temperature=s.request.params.temperature, seed=s.seed, index=index)
-        out.append(choice(ids + out, sampling, mask))
+        presence = s.request.params.presence_penalty
+        out.append(choice(ids + out, sampling, mask, (presence, *ids, *out) if presence else None))
     return out
 
 
@@ -119,7 +124,8 @@ STEMS = [[random.Random(n).randrange(VOCAB) for _ in range(64)] for n in range(3
 
 @pytest.mark.parametrize("seed", range(40))
 def test_every_sequence_is_as_if_alone(seed: int) -> None:
-    """Arrivals, cancels, pauses, evictions, shared prefixes, grammars and failures while steps run ahead."""
+    """Arrivals, cancels, pauses, evictions, shared prefixes, grammars, penalties and failures while steps run
+    ahead."""
     chance = random.Random(seed)
     slots, pages, snapshots = chance.randint(1, 9), chance.choice([None, 26, 40]), chance.randint(0, 6)
     loop = Loop(slots=slots, pages=pages, snapshots=snapshots, same_bits=bool(seed % 2))
@@ -159,13 +165,14 @@ def live(loop: Loop, chance: random.Random) -> None:
             stem = chance.choice(STEMS)[: chance.choice([1, 7, 8, 9, 16, 30, 48])]
             ids = stem + [chance.randrange(VOCAB) for _ in range(chance.choice([0, 1, 5]))]
             temperature = chance.choice([0.0, 0.7])
-            submitted.append(loop.add(ids, chance.choice([1, 2, 9, 100]), temperature, chance.random() < 0.2))
+            grammar, presence = chance.random() < 0.2, chance.choice([0.0, 0.5, 1.5])
+            submitted.append(loop.add(ids, chance.choice([1, 2, 9, 100]), temperature, grammar, presence))
         if loop.alive and chance.random() < 0.05:
             s = chance.choice(list(loop.alive.values()))
             cancelled.add(s.number)
             loop.end(s, "cancelled")
         if loop.alive:
-            loop.step()
+            loop.step(chance.choice([None, 1, 3, 8, 19]))
     while loop.alive:
         loop.step()
     for s in submitted:
