@@ -4,8 +4,8 @@ BF16 on Hopper: weights are decoded in registers (product.cuh). Else, float32 am
 scratch and multiplied by Triton.
 """
 
+import typing
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ class Prepared:
 
 def prepare(x: Tensor) -> Tensor:
     """In the place of a tensor: `linear` alone takes it."""
-    return cast(Tensor, Prepared(x, {}))
+    return typing.cast(Tensor, Prepared(x, {}))
 
 
 def hold(weight: QuantTensor, device: str) -> Tiled:
