@@ -21,14 +21,12 @@ from dsv4.model.buffers import graph_rows
 from dsv4.model.bundle import Bundle
 from dsv4.model.decode import Decoder
 from dsv4.model.model import Model
-from dsv4.model.prompt import Prompt
+from dsv4.model.prompt import Prompt, never_waits
 from dsv4.model.step import Span as Tokens
 from dsv4.model.step import prompt_sizes
 from dsv4.model.warm import warm_up
 from dsv4.ops.sample.ref import MAX_TOP
 
-# The experts' products ask the host how many tokens each has, which a graph cannot.
-RECORDS_PROMPTS = False
 # (sequence, slot, position, sampling) of each row that a decoder's buffers hold.
 Rows = list[tuple[int, int, int, Sampling | None]]
 
@@ -75,7 +73,7 @@ class Graphs(Eager):
                 overlap=overlap,
             )
         self.prompts: list[Prompt] = []  # by rising size
-        if use_graphs and RECORDS_PROMPTS and set(model.ops.names().values()) == {"gpu"}:
+        if use_graphs and never_waits(model):
             self.prompts = [Prompt(model, cache, size) for size in prompt_sizes(chunk)]
         prompts = [prompt.size for prompt in self.prompts]
         warm_up(model, cache, chunk, self._run_padding, prompts, compiled)

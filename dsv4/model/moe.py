@@ -34,7 +34,7 @@ class Moe:
             chosen, weights = ops.route.by_hash(x, self.gate, self.table[ids], c.route_scale)
         else:
             chosen, weights = ops.route.by_score(x, self.gate, self.bias, c.experts_per_token, c.route_scale)
-        chosen = step.spread(chosen)
+        chosen = step.choices(chosen)
         step.see(self.name, "chosen", chosen)
         step.see(self.name, "weights", weights)
         routed = ops.experts.routed(

@@ -140,9 +140,9 @@ class Step:
         """[T, S] pool rows of every entry a token may attend to, -1 beyond; `index` is the op."""
         return index.visible_rows(page_table, self.slots, self.positions, ratio, page_entries)
 
-    def spread(self, chosen: Tensor) -> Tensor:
-        """Choices of experts [T, K]: padding takes those of the first token, which are read anyway."""
-        return chosen if self.lists is None else torch.where(self._is_token(), chosen, chosen[:1])
+    def choices(self, chosen: Tensor) -> Tensor:
+        """Experts [T, K] that are wanted: -1, none, for padding."""
+        return chosen if self.lists is None else torch.where(self._is_token(), chosen, -1)
 
     @once
     def _is_token(self) -> Tensor:

@@ -48,7 +48,8 @@ def routed(
     activations: str,
     parts: int = 1,
 ) -> Tensor:
-    """`experts` may also be a bank: w13 and w2, each the tiles of all experts. Summed by choice, as in decode. One part."""
+    """`experts` may also be a bank: w13 and w2, each the tiles of all experts. Summed by
+    choice, as in decode. One part."""
     tokens, k = ids.shape
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     if not ids.numel():
