@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4.cache.shelf import Landing
 from dsv4.cache.store import Cache
 from dsv4.engine.logprobs import read_token, sorted_token
 from dsv4.engine.plan import Penalise, Sampling, Span
@@ -65,6 +66,27 @@ class Eager:
             ids=how.ids,
         )
         self.penalties[how.slot, : len(row)].copy_(self.send(torch.tensor(row, dtype=torch.int32)))
+
+    def read_pages(self, pages: tuple[int, ...]) -> Landing:
+        return self._landing(self.cache.read_pages(self.send(torch.tensor(pages))))
+
+    def write_pages(self, pages: tuple[int, ...], values: Tensor) -> None:
+        self.cache.write_pages(self.send(torch.tensor(pages)), values.to(self.device, non_blocking=True))
+
+    def read_snapshot(self, handle: int) -> Landing:
+        return self._landing(self.cache.read_snapshot(handle).unsqueeze(0))
+
+    def write_snapshot(self, handle: int, position: int, values: Tensor) -> None:
+        self.cache.write_snapshot(handle, position, values.to(self.device, non_blocking=True))
+
+    def _landing(self, values: Tensor) -> Landing:
+        if not self.is_cuda:
+            return Landing(values)
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return Landing(host, done)
 
     @torch.inference_mode()
     def prefill(self, spans: tuple[Span, ...]) -> Pass:

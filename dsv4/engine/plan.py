@@ -87,15 +87,29 @@ class Penalise:
 
 
 @dataclass(frozen=True)
+class Copy:
+    """Between the cache and the shelf (cache/shelf.py), where it has a number that is never used twice: the
+    contents of pages, or those of a snapshot at a position."""
+
+    number: int
+    pages: tuple[int, ...] = ()
+    snapshot: int = -1
+    position: int = 0
+
+
+@dataclass(frozen=True)
 class Plan:
     """Carried out in the order of the fields, on one stream.
 
-    Saves come first: what an earlier step left in a slot is kept before anybody else gets the slot.
+    Saves and copies out come first: what an earlier step left in a slot or a page is kept before anybody else
+    gets it.
     """
 
     saves: tuple[Save, ...] = ()
+    copies_out: tuple[Copy, ...] = ()
     free: tuple[int, ...] = ()  # slots whose sequences have ended or paused
     claims: tuple[Claim, ...] = ()
+    copies_in: tuple[Copy, ...] = ()
     restores: tuple[Restore, ...] = ()
     penalties: tuple[Penalise, ...] = ()
     drops: tuple[int, ...] = ()  # handles of snapshots

@@ -5,7 +5,7 @@ from typing import Any
 
 from dsv4.cache.prefix import PrefixCache
 from dsv4.cache.slots import Slots
-from dsv4.engine.plan import Claim, Penalise, Plan, Restore, Save, Span
+from dsv4.engine.plan import Claim, Copy, Penalise, Plan, Restore, Save, Span
 from dsv4.engine.request import Sequence
 
 # Tokens a sequence must have room for beyond what it has to process, so that it does not soon have to pause.
@@ -89,8 +89,10 @@ class Scheduler:
         self._penalties.clear()
         return {
             "saves": tuple(Save(*save) for save in self.prefix.take_saves()),
+            "copies_out": tuple(Copy(*copy) for copy in self.prefix.take_copies_out()),
             "free": self.slots.take_freed(),
             "claims": tuple(Claim(*claim) for claim in self.slots.take_claims()),
+            "copies_in": tuple(Copy(*copy) for copy in self.prefix.take_copies_in()),
             "restores": restores,
             "penalties": penalties,
             "drops": self.prefix.take_drops(),
@@ -161,9 +163,10 @@ class Scheduler:
             # A prompt whose tokens are to be scored is processed in full, once.
             reuse = s.request.params.prompt_logprobs is None or bool(s.tokens)
             ids = s.span(0, s.num_known if self.same_bits else s.num_prompt)
-            hit = self.prefix.claim(s.number, s.request.owner, ids, tokens, reuse)
+            hit = self.prefix.claim(s.number, s.request.owner, ids, tokens, reuse, s.found)
             if hit is None:
                 return
+            s.found = None
             s.slot, s.num_processed, s.node, s.fork = hit.slot, hit.position, hit.node, hit.fork
             s.num_saved = hit.position
             if hit.snapshot is not None:

@@ -358,6 +358,8 @@ class EngineProcess:
     def _take(self, life: _Life, message: FromEngine) -> None:
         if isinstance(message, Stepped):
             self.status = message.status
+            for notice in message.notices:
+                self._log(f"engine: {notice}")
             for id in message.started:
                 if ticket := life.tickets.get(id):
                     ticket.take_start()

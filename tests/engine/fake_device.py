@@ -6,10 +6,14 @@ early, gives another token than the sequence alone would have had.
 """
 
 import hashlib
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
+from dsv4.cache.shelf import Landing
 from dsv4.engine.plan import Penalise, Sampling, Span
 from dsv4.engine.request import Token
 from dsv4.engine.runner import UNSEEN, Masks, Result
@@ -34,6 +38,13 @@ class Step:
     is_sampled: bool
     histories: list[list[int]] = field(default_factory=list)
     tokens: list[int | None] = field(default_factory=list)
+
+
+class Flag(threading.Event):
+    """A copy that arrives when the device comes to it."""
+
+    def synchronize(self) -> None:
+        assert self.wait(60)
 
 
 class FakeDevice:
@@ -89,6 +100,47 @@ class FakeDevice:
 
     def drop(self, handle: int) -> None:
         self._later("drop", handle)(lambda: self.snapshots.pop(handle, None))
+
+    def read_pages(self, pages: tuple[int, ...]) -> Landing:
+        landing = Landing(torch.zeros(len(pages), PAGE, dtype=torch.uint8), Flag())
+
+        def run() -> None:
+            for row, page in enumerate(pages):
+                held = self._pages.get(page, {})
+                landing.values[row] = torch.tensor([held.get(at, 255) for at in range(PAGE)])
+            landing.done.set()
+
+        self._later("read pages", pages)(run)
+        return landing
+
+    def write_pages(self, pages: tuple[int, ...], values: torch.Tensor) -> None:
+        def run() -> None:
+            for page, row in zip(pages, values.tolist(), strict=True):
+                self._pages[page] = dict(enumerate(row))
+
+        self._later("write pages", pages)(run)
+
+    def read_snapshot(self, handle: int) -> Landing:
+        landing = Landing(torch.zeros(1, WINDOW, dtype=torch.uint8), Flag())
+
+        def run() -> None:
+            landing.values[0] = torch.tensor(list(self.snapshots[handle].values()))
+            landing.done.set()
+
+        self._later("read snapshot", handle)(run)
+        return landing
+
+    def write_snapshot(self, handle: int, position: int, values: torch.Tensor) -> None:
+        def run() -> None:
+            assert handle not in self.snapshots
+            self.snapshots[handle] = dict(enumerate(values.tolist(), position - WINDOW))
+
+        self._later("write snapshot", handle, position)(run)
+
+    def finish(self) -> None:
+        """Everything that is still on its way."""
+        while self._queue:
+            self._queue.popleft()()
 
     def prefill(self, spans: tuple[Span, ...]) -> Step:
         return self._launch("prefill", spans)
