@@ -100,7 +100,11 @@ def batch(
             if tally.done == total:
                 pass
             elif ray:
-                from dsv4.serve.ray_batch import run_on_ray
+                try:
+                    from dsv4.serve.ray_batch import run_on_ray
+                except ModuleNotFoundError as error:
+                    why = f"{error.name} is not installed; --ray needs it: pip install 'dsv4[ray]'"
+                    raise ConfigError(why) from None
 
                 run_on_ray(
                     job=job,
