@@ -83,6 +83,7 @@ def test_killed_and_resumed_it_is_the_same_file(undisturbed: bytes, source: Path
     assert target.read_bytes() == undisturbed
 
 
+@pytest.mark.slow
 def test_engine_that_dies_changes_nothing(undisturbed: bytes, source: Path) -> None:
     made: list[bytes] = []
 
