@@ -33,14 +33,8 @@ from dsv4.text.tokenizer import Tokenizer
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 # Of the engine's settings, those that change no token.
 _ALIKE = {
-    "max_batch",
-    "chunk",
-    "max_stall_ms",
-    "threads",
-    "no_graph",
-    "no_overlap",
-    "prefix_snapshots",
-    "cache_pages",
+    *("max_batch", "chunk", "max_stall_ms", "threads", "rank_seconds", "no_graph", "no_overlap"),
+    *("prefix_snapshots", "prefix_dir", "prefix_dir_bytes", "cache_pages"),
 }
 # How often a request is tried when the engine dies under it, and how long a new engine may take.
 MAX_TRIES, RESTART_SECONDS = 3, 600.0
