@@ -25,9 +25,13 @@ def line(number: int, url: str = "/v1/chat/completions", **body: Any) -> str:
 
 
 def requests(count: int) -> list[str]:
-    """Greedy, sampled without a seed, with logprobs, several answers, calls, other routes, bad lines."""
+    """Greedy, sampled without a seed, with logprobs, several answers, calls, other routes, bad lines; after
+    the first sixty, short ones only."""
     made = []
     for number in range(count):
+        if number >= 60:
+            made.append(line(number, "/v1/completions", prompt=f"{number} boats", max_tokens=1 + number % 4))
+            continue
         ask: dict[str, Any] = {"messages": [{"role": "user", "content": f"What is {number} + {number * 7}?"}]}
         ask |= {"max_tokens": 3 + number % 5, "thinking": {"type": "disabled"}}
         kind = number % 10
