@@ -96,7 +96,7 @@ class Job:
     async def pieces(self, patience: float = math.inf) -> list[tuple[int, Piece]]:
         """All pieces that there are, as soon as one says anything; none at the end. See Ticket.next."""
         while deltas := await self.ticket.next(patience):
-            found = []
+            found: list[tuple[int, Piece]] = []
             for index, delta in deltas:
                 if delta.finish_reason == "error" and found:
                     self.ticket.fail(RequestError(delta.error))  # after what came before it
