@@ -97,7 +97,7 @@ def _down_kernel(x, w, factor, y, places, tiles, width, depth, w_part, w_expert,
 
 @triton.jit
 def _sum_kernel(y, out, width, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """out[t] = y[t*K] + y[t*K + 1] + ..., in this order."""
+    """out[t] = y[t*K] + y[t*K + 1] + ..., in this order, which is the decode step's."""
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = col < width
