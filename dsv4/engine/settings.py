@@ -10,6 +10,7 @@ from dsv4.config import EngineConfig, ModelConfig
 from dsv4.device import OLDEST, Device, too_old
 from dsv4.engine.memory import gpu_memory, table_bytes
 from dsv4.errors import ConfigError, DeviceError
+from dsv4.kernels.common.architectures import capability
 from dsv4.kernels.common.build import architecture, compile_all
 from dsv4.model.buffers import graph_rows
 from dsv4.ops import IMPLEMENTATIONS, Ops
@@ -174,8 +175,9 @@ def _check_gpu(device: Device, model: ModelConfig, max_context: int) -> None:
     from dsv4.kernels.common.ahead import check_triton
 
     check_triton()
-    check_sizes(model, max_context)
-    compile_all(architecture(torch.device(device.torch_name)))
+    gpu = torch.device(device.torch_name)
+    check_sizes(model, max_context, capability(gpu))
+    compile_all(architecture(gpu))
 
 
 def _why_reference(config: EngineConfig, cache: str) -> str | None:

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4.kernels.common.architectures import tile
 from dsv4.kernels.prefill.rows import e8m0_value, turn
 from dsv4.quant.formats import KV_BLOCK, Format, QuantTensor, join
 
@@ -158,7 +159,7 @@ def attend(
     if not tokens:
         return out
     q, dtype = q.contiguous(), q.dtype
-    most, keys, warps, stages = BLOCK[dtype]
+    most, keys, warps, stages = tile("prefill attend", BLOCK, dtype, q.device)
     raw = decoded([ring, fresh], dtype)
     has_pool = pool is not None and rows is not None and rows.shape[1] > 0
     entries, listed, ends = raw, slots, slots
