@@ -12,6 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from dsv4.config import ModelConfig, preset
+from dsv4.kernels.common import quantize
 from dsv4.kernels.decode import attend, index, mhc, prepare
 from dsv4.kernels.decode.matvec import splits
 from dsv4.quant.formats import Format, QuantTensor, empty_rows
@@ -87,6 +88,16 @@ def launch_attend(c: ModelConfig, act: torch.dtype) -> None:
     attend.combine(part_o, part_ml, empty(c.num_heads), cos, cos, numbers(), out)
 
 
+def launch_quantize(c: ModelConfig, act: torch.dtype) -> None:
+    x, u = empty(T, c.hidden_size, dtype=act), empty(T, c.o_groups * c.o_rank, dtype=act)
+    for activations in ("a8", "a4"):
+        quantize.round_values(u, u, activations)
+    quantize.round_values(x, x, "a4", empty(c.hidden_size), c.norm_eps, x)
+    quantize.swiglu_values(empty(T, 2 * c.expert_width, dtype=act), empty(T), c.swiglu_limit, "a4")
+    quantize.pack(x, is_tiled=True)
+    quantize.swiglu_pack(empty(T, 2 * c.expert_width, dtype=act), empty(T), c.swiglu_limit)
+
+
 CASES = [
     ("flash", torch.bfloat16, 90),
     ("pro", torch.bfloat16, 90),
@@ -100,7 +111,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("launch", [launch_mhc, launch_prepare, launch_index, launch_attend])
+@pytest.mark.parametrize("launch", [launch_mhc, launch_prepare, launch_index, launch_attend, launch_quantize])
 @pytest.mark.parametrize(("name", "act", "capability"), CASES)
 def test_compiles(
     launch: Callable[[ModelConfig, torch.dtype], None], name: str, act: torch.dtype, capability: int
