@@ -144,6 +144,7 @@ def check_memory(settings: Settings, config: EngineConfig, checkpoint: Checkpoin
             dtype=settings.dtype,
             graph_rows=graph_rows(config.max_batch),
             chunk=settings.chunk,
+            activations=config.activations,
         )
         weights, beside = need.weights, need.beside_weights - layout.store_bytes()
         lower = "lower max_batch, max_context or chunk"
@@ -184,8 +185,6 @@ def _why_reference(config: EngineConfig, cache: str) -> str | None:
     """What the GPU kernels do not serve, if anything."""
     if config.ops:
         return "a choice of ops"
-    if config.activations != "a16":
-        return f"activations {config.activations}"
     if config.qat == "off":
         return "qat off"
     return f"cache {cache}" if cache != "fp8" else None
