@@ -74,6 +74,15 @@ class ModelConfig:
     def heads_per_group(self) -> int:
         return self.num_heads // self.o_groups
 
+    @property
+    def index_factor(self) -> float:
+        """What the weights of index heads are multiplied by."""
+        return self.index_dim**-0.5 * self.index_heads**-0.5
+
+    def selects(self, ratio: int, tokens: int) -> bool:
+        """Whether a CSA query over so many tokens chooses among its entries; else it takes them all."""
+        return tokens // ratio > self.index_topk
+
     @classmethod
     def load(cls, path: str | Path) -> "ModelConfig":
         """Read `config.json` (a file, or the folder that holds it)."""

@@ -107,6 +107,20 @@ def test_backends_have_the_signatures_of_the_reference(op: str) -> None:
                 assert signature == reference[name], f"{op}.{backend}.{name}"
 
 
+def test_kernels_say_when_they_run() -> None:
+    phases = {
+        "decode": ("Decode step: ",),
+        "prefill": ("Prompts: ",),
+        "common": ("Decode step and prompts: ", "Decode step: ", "Prompts: ", "Start: ", "Bench: "),
+    }
+    for folder, begins in phases.items():
+        paths = sorted((PACKAGE / "kernels" / folder).glob("*.*"))
+        assert paths
+        for path in paths:
+            first = path.read_text().splitlines()[0].removeprefix('"""').removeprefix("// ")
+            assert first.startswith(begins), f"{path.name}: {first!r} does not begin with one of {begins}"
+
+
 def test_spine_stays_small() -> None:
     assert len((PACKAGE / "model" / "model.py").read_text().splitlines()) <= 200
     assert len((PACKAGE / "engine" / "engine.py").read_text().splitlines()) <= 300

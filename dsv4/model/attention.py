@@ -37,8 +37,19 @@ class Attention:
 
         rows = self._compressed_rows(x, q_low, step, cache, page_table)
         o = ops.attend.attend(
-            *(q, fresh, cache.ring, step.slots, step.positions, step.first, c.window, cache.ring_rows),
-            *(cache.entries, rows, self.sinks, cos, sin),
+            q=q,
+            fresh=fresh,
+            ring=cache.ring,
+            slots=step.slots,
+            positions=step.positions,
+            first=step.first,
+            window=c.window,
+            ring_size=cache.ring_rows,
+            pool=cache.entries,
+            rows=rows,
+            sinks=self.sinks,
+            cos=cos,
+            sin=sin,
         )
         step.see(self.name, "o", o)
         # The ring is overwritten only now: queries of a long chunk still read what lay before it.

@@ -58,7 +58,7 @@ class Buffers:
         # Each layer kind has its own number of places for compressed entries.
         entries = [0] + [capacity // layer.ratio for layer in c.layers if layer.kind == "hca"]
         csa = [capacity // layer.ratio for layer in c.layers if layer.kind == "csa"]
-        self.selects = bool(csa) and max(csa) > c.index_topk
+        self.selects = any(c.selects(layer.ratio, capacity) for layer in c.layers if layer.kind == "csa")
         entries += [min(c.index_topk, e) if self.selects else e for e in csa]
         self.index_scores = wide(rows, max(csa) if self.selects else 1)
         self.chosen_rows = torch.full((rows, c.index_topk), -1, dtype=torch.int32, device=device)

@@ -21,6 +21,7 @@ from dsv4.kernels.decode.matvec import MatVec, Mixing, Product, Tasks
 from dsv4.kernels.decode.prepare import Pooling, prepare, queries
 from dsv4.model.buffers import Buffers
 from dsv4.model.bundle import Bundle
+from dsv4.model.mhc import wide_scale
 from dsv4.model.model import Model
 from dsv4.model.rope import Rope
 from dsv4.quant.formats import QuantTensor
@@ -135,11 +136,8 @@ class Decoder:
         How they mix with its output is finished by a later launch; None at the head, which has none.
         """
         b, f, c = self.b, self.buffers, self.config
-        scale, n = b.plain(f"{name}_scale"), c.num_streams
-        counts = torch.tensor((n, n, n * n)[: len(scale)], device=scale.device)
         fn, base, weight = b.plain(f"{name}_fn"), b.plain(f"{name}_base"), b.plain(norm)
-        wide = scale.repeat_interleave(counts)
-        gate, comb = (None, None) if fn.shape[0] == n else (f.gate, f.comb)
+        gate, comb = (None, None) if fn.shape[0] == c.num_streams else (f.gate, f.comb)
         self._add(
             "mhc open",
             mhc.mix_open,
@@ -155,7 +153,7 @@ class Decoder:
             mhc.mix_close,
             partial=f.partial,
             base=base,
-            scale=wide,
+            scale=wide_scale(b.plain(f"{name}_scale"), c.num_streams),
             streams=f.streams,
             weight=weight,
             x=f.x,
@@ -302,7 +300,7 @@ class Decoder:
             out=f.index_scores,
             ratio=spec.ratio,
             page_entries=layer.page_entries,
-            factor=c.index_dim**-0.5 * c.index_heads**-0.5,
+            factor=c.index_factor,
         )
         self._add(
             "index select",

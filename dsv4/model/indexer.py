@@ -30,14 +30,21 @@ class Indexer:
             norm, format = self.compressor.norm, cache.keys.format
             cache.keys.put(rows, index.keys(pooled, norm, *at_block, c.norm_eps, qat, format))
 
-        if step.longest // ratio <= c.index_topk:  # every visible entry is taken, whatever its score
+        if not c.selects(ratio, step.longest):
             return step.visible_rows(index, ratio, cache.page_entries, page_table)
         q = self.wq_b(q_low).unflatten(1, (c.index_heads, c.index_dim))
         q = index.queries(q, *step.rotation(self.rope), qat)
-        weights = self.weights_proj(x).float() * (c.index_dim**-0.5 * c.index_heads**-0.5)
+        weights = self.weights_proj(x).float() * c.index_factor
         selected = index.select(
-            *(q, weights, cache.keys, page_table, step.slots, step.positions),
-            *(ratio, cache.page_entries, c.index_topk),
+            q=q,
+            weights=weights,
+            pool=cache.keys,
+            page_table=page_table,
+            slots=step.slots,
+            positions=step.positions,
+            ratio=ratio,
+            page_entries=cache.page_entries,
+            topk=c.index_topk,
         )
         step.see(self.name, "selected", selected)
         return selected

@@ -7,15 +7,19 @@ from dsv4.model.bundle import Bundle
 from dsv4.model.step import Step
 
 
+def wide_scale(scale: Tensor, num_streams: int) -> Tensor:
+    """A value for each mix, of scales stored once for each kind: x, gate, comb. A head has the first only."""
+    n = num_streams
+    counts = torch.tensor((n, n, n * n)[: len(scale)], device=scale.device)
+    return scale.repeat_interleave(counts)
+
+
 class HyperConnection:
     def __init__(self, b: Bundle, name: str) -> None:
         self.ops, self.config, self.name = b.ops, b.config, name
         self.fn = b.plain(f"{name}_fn").t().contiguous()  # [N*D, mixes]
         self.base = b.plain(f"{name}_base")
-        scale, n = b.plain(f"{name}_scale"), b.config.num_streams
-        # Stored once for each kind of mix: x, gate, comb; a head has the first only.
-        counts = torch.tensor((n, n, n * n)[: len(scale)], device=scale.device)
-        self.scale = scale.repeat_interleave(counts)
+        self.scale = wide_scale(b.plain(f"{name}_scale"), b.config.num_streams)
 
     def pre(self, streams: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
         """streams [T, N, D] -> x [T, D], gate [T, N], comb [T, N, N]."""

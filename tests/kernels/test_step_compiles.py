@@ -59,6 +59,7 @@ def launch_prepare(c: ModelConfig, act: torch.dtype) -> None:
         prepare.prepare(
             *(q_low, empty(c.q_rank), q_low, kv, empty(c.head_dim), ring, c.window + 8, cos, cos),
             *(numbers(), numbers(), c.norm_eps, table, 256 // max(ratio, 1), ratio, entries, keys),
+            *((None, "a16") if ratio else (q_low, "a4")),
         )
     q = empty(T, c.num_heads, c.head_dim, dtype=act)
     for iq in (None, empty(T, c.index_heads, c.index_dim, dtype=act)):
@@ -92,6 +93,8 @@ def launch_quantize(c: ModelConfig, act: torch.dtype) -> None:
     x, u = empty(T, c.hidden_size, dtype=act), empty(T, c.o_groups * c.o_rank, dtype=act)
     for activations in ("a8", "a4"):
         quantize.round_values(u, u, activations)
+    widest = empty(T, quantize.MAX_CHANNELS, dtype=act)
+    quantize.round_values(widest, widest, "a4")
     quantize.round_values(x, x, "a4", empty(c.hidden_size), c.norm_eps, x)
     quantize.swiglu_values(empty(T, 2 * c.expert_width, dtype=act), empty(T), c.swiglu_limit, "a4")
     quantize.pack(x, is_tiled=True)

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from dsv4.kernels.common import quantize
 
 pytestmark = runs
-WIDTHS = [96, 512] if IS_INTERPRETED else [96, 512, 1536, 2048, 4096, 7168, 16384]
+WIDTHS = [96, 512] if IS_INTERPRETED else [96, 512, 1536, 2048, 4096, 7168, 16384, 65536]
 
 
 def hostile(width: int, dtype: torch.dtype) -> Tensor:

@@ -214,6 +214,20 @@ def test_select_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(got.cpu().long(), want)
 
 
+def test_a_score_that_is_nan_shows() -> None:
+    """Of a query, of a key's scale: relu does not make it zero. (The interpreter's relu never did.)"""
+    pages = Pages([8], 32, Format.MXFP4, torch.float32)
+    assert pages.pool.scale is not None
+    where = (pages.table, torch.zeros(2, dtype=torch.long), torch.tensor([30, 31]))
+    q, weights, out = rand(2, 3, 32, seed=1), torch.ones(2, 3), torch.zeros(2, 8, device=DEVICE)
+    q[0, 1, 5] = math.nan
+    pages.pool.scale[int(pages.table[0, 0]) * PAGE + 4, 0] = 255
+    index_gpu._scores(*to(q, weights), move(pages.pool), *to(*where), out, RATIO, PAGE)
+    want = torch.zeros(2, 8, dtype=torch.bool)
+    want[0, :7] = want[1, 4] = True
+    assert torch.equal(torch.isnan(out.cpu()), want)
+
+
 def test_visible_rows() -> None:
     pages = Pages([70, 9], 32, Format.F32, torch.float32)
     slots, positions = torch.tensor([0, 0, 1, 1, 0]), torch.tensor([0, 3, 35, 2, 279])

@@ -1,1 +1,1 @@
-"""What kernels of decode steps and of prompts stand on: building, launching, tiles, numbers."""
+"""Decode step and prompts: what their kernels stand on. Building, launching, tiles, numbers."""

@@ -1,4 +1,4 @@
-"""Compiles Triton kernels before they are needed: runs when an engine starts, never in a step.
+"""Start: compiles Triton kernels before they are needed.
 
 `compile_ahead` walks through the given work once without launching a Triton kernel, notes what it would have
 launched, and compiles and loads all of that in threads. Knows nothing of models.

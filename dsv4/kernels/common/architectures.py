@@ -1,4 +1,5 @@
-"""The GPUs that kernels are built for: what a block may take there, and where a tile differs from the usual.
+"""Decode step and prompts: the GPUs that kernels are built for, what a block may take there, and where a tile
+differs from the usual.
 
 Tiles stand in a table beside their kernel, chosen by measurement on Hopper. The exceptions of other GPUs are
 all here; tests/kernels/test_architectures.py holds every kernel against every GPU's limits.

@@ -1,4 +1,4 @@
-"""Builds `.cu` files, once per source, architecture and compiler, and launches what is in them.
+"""Start: builds `.cu` files, once per source, architecture and compiler, and launches what is in them.
 
 The compiler is NVRTC, which torch's CUDA wheels bring along, else nvcc. Either gives a cubin, which the
 driver loads. Sources hold device code alone and need no headers but their own: no CUDA toolkit is needed.

@@ -1,4 +1,4 @@
-// Reads memory and does nothing else: the speed that every other kernel is held against.
+// Bench: reads memory and does nothing else: the speed that every other kernel is held against.
 #include "tiles.cuh"
 
 __device__ __forceinline__ uint32_t words(const uint4& v) { return v.x + v.y + v.z + v.w; }

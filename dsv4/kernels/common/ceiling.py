@@ -1,4 +1,4 @@
-"""Launches ceiling.cu: reads a tensor once and adds up its words."""
+"""Bench: launches ceiling.cu: reads a tensor once and adds up its words."""
 
 import ctypes
 

@@ -1,4 +1,4 @@
-"""Loads cubins and launches their kernels through the CUDA driver's own interface. Knows no source."""
+"""Decode step and prompts: loads cubins and launches their kernels through the driver. Knows no source."""
 
 import ctypes
 from dataclasses import dataclass, field

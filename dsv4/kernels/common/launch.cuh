@@ -1,4 +1,4 @@
-// Programmatic dependent launch (PDL): with `overlap` (build.py) a kernel may start while the one before it still runs.
+// Decode step and prompts: programmatic dependent launch (PDL): with `overlap` (build.py) a kernel may start while the one before it still runs.
 #pragma once
 #include "types.cuh"
 

@@ -1,4 +1,4 @@
-"""Decode: what its Triton kernels share. PDL launches, rounding, norm, RoPE, Hadamard, cache formats.
+"""Decode step and prompts: what Triton kernels share. PDL, rounding, norm, RoPE, Hadamard, cache formats.
 
 Everything is float32 inside; "act values" are float32 numbers that the compute type can hold.
 """
@@ -94,19 +94,26 @@ def angles(cos_ptr, sin_ptr, position, sign, start, HALF: tl.constexpr, SIZE: tl
 
 
 @triton.jit
-def rotate(x, cos, sin, SIZE: tl.constexpr, ACT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """ops._exact.rotate of x [SIZE], act values."""
-    a, b = tl.split(tl.reshape(x, (SIZE // 2, 2)))
-    return rounded(tl.reshape(tl.join(a * cos - b * sin, a * sin + b * cos), (SIZE,)), ACT)
+def rotate(x, cos, sin, ACT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """ops._exact.rotate of x [..., D], act values, by cos and sin [..., D / 2]."""
+    a, b = tl.split(tl.reshape(x, cos.shape + (2,)))
+    return rounded(tl.reshape(tl.join(a * cos - b * sin, a * sin + b * cos), x.shape), ACT)
+
+
+@triton.constexpr_function
+def num_bits(size: int) -> int:
+    return size.bit_length()
 
 
 @triton.jit
-def hadamard(x, D: tl.constexpr, STEPS: tl.constexpr, ACT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """ops.index.ref.hadamard of x [D], D = 2**STEPS, in the same order of additions."""
-    for _ in tl.static_range(STEPS):
-        a, b = tl.split(tl.reshape(x, (D // 2, 2)))
-        x = tl.reshape(tl.trans(tl.join(a + b, a - b)), (D,))
-    return rounded(x * (D**-0.5), ACT)
+def hadamard(x, ACT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """ops.index.ref.hadamard of x [..., D], D a power of two, in the same order of additions."""
+    size: tl.constexpr = x.shape[-1]
+    # Each step transforms the lowest bit of the channel's number and moves it to the top.
+    for _ in tl.static_range(num_bits(size) - 1):
+        a, b = tl.split(tl.reshape(x, x.shape[:-1] + (size // 2, 2)))
+        x = tl.reshape(tl.trans(tl.join(a + b, a - b)), x.shape)
+    return rounded(x * (size**-0.5), ACT)
 
 
 @triton.jit
@@ -130,11 +137,11 @@ def power(code):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def block_scale(blocks, floor, share):  # type: ignore[no-untyped-def]
-    """blocks [B, N], finite or NaN -> E8M0 codes (int32) [B] of p2ceil(amax * share); with a NaN, 255.
+    """blocks [..., N], finite or NaN -> E8M0 codes (int32) [...] of p2ceil(amax * share); with a NaN, 255.
 
     As integers, the bits of NaN are above those of every number.
     """
-    top = tl.max(blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    top = tl.max(blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF, -1)
     scale = p2ceil(tl.maximum(top.to(tl.float32, bitcast=True), floor) * share)
     return tl.where(top > 0x7F800000, 255, scale)
 
@@ -177,11 +184,11 @@ def e2m1_decode(code):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def mxfp4_blocks(x, D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """x [D] -> E2M1 codes [D / 32, 32] and E8M0 codes [D / 32], both int32. D is a multiple of 32."""
-    blocks = tl.reshape(finite(x), (D // 32, 32))
+def mxfp4_blocks(x):  # type: ignore[no-untyped-def]
+    """x [..., D] -> E2M1 codes [..., D / 32, 32] and E8M0 codes [..., D / 32], int32. 32 divides D."""
+    blocks = tl.reshape(finite(x), x.shape[:-1] + (x.shape[-1] // 32, 32))
     scale = block_scale(blocks, 6.0 * 2.0**-126, 1.0 / 6.0)
-    return e2m1_encode(blocks * power(254 - scale)[:, None]), scale
+    return e2m1_encode(blocks * tl.expand_dims(power(254 - scale), -1)), scale
 
 
 @triton.jit
@@ -206,7 +213,7 @@ def put_kv8(x, data_ptr, rope_ptr, scale_ptr, row, NOPE: tl.constexpr, ROPE: tl.
 @triton.jit
 def put_mxfp4(x, data_ptr, scale_ptr, row, D: tl.constexpr):  # type: ignore[no-untyped-def]
     """codec.encode_kv of x [D] into one row of an MXFP4 store."""
-    codes, scale = mxfp4_blocks(x, D)
+    codes, scale = mxfp4_blocks(x)
     low, high = tl.split(tl.reshape(codes, (D // 2, 2)))
     tl.store(data_ptr + row * (D // 2) + tl.arange(0, D // 2), (low | (high << 4)).to(tl.uint8))
     tl.store(scale_ptr + row * (D // 32) + tl.arange(0, D // 32), scale.to(tl.uint8))

@@ -1,6 +1,6 @@
-"""What each launch of a decode step touches, and when; proves that programmatic dependent launch is safe.
+"""Start: what each launch of a decode step touches, and when; proves that PDL is safe.
 
-Runs when a step is built. Knows buffers by name only: neither kernels nor a GPU.
+Knows buffers by name only: neither kernels nor a GPU.
 
 With programmatic dependent launch (PDL) a kernel starts when every block of the launch before it has executed
 launch_dependents or has exited. Its griddepcontrol.wait returns when that launch is complete and its writes

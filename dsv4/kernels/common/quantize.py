@@ -1,4 +1,4 @@
-"""Activations as quantised products see them: rows in FP8 (a8) or NVFP4 (a4), scales found on the device.
+"""Decode step and prompts: activations as quantised products see them, rows in FP8 (a8) or NVFP4 (a4).
 
 `round_values` replaces ops.linear.ref.round_input: it gives the values that the codes stand for, in the
 compute type, so that every product takes them. `pack` gives the codes, for tensor cores that multiply FP4.
@@ -33,7 +33,7 @@ from dsv4.quant.formats import FP8_TILE, NV_BLOCK
 
 # What a kernel makes of a row; `a16` leaves it as it is.
 HOW = {"a16": 0, "a8": 8, "a4": 4}
-MAX_CHANNELS = 16384  # of a row, which one program holds
+MAX_CHANNELS = 65536  # of a row, which one program holds
 SCALE_ROWS, SCALE_COLUMNS = 128, 4  # a tile of the 32_4_4 layout
 
 
@@ -190,8 +190,8 @@ def _size(width: int, block: int) -> int:
 
 
 def _warps(size: int) -> int:
-    """Sixteen values of a thread, up to eight warps."""
-    return min(8, max(1, size // 512))
+    """Sixteen values of a thread, up to 32 warps."""
+    return min(32, max(1, size // 512))
 
 
 @launcher(reads=("x",), reads_early=("norm_weight",), writes=("out", "normed"))

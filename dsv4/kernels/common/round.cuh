@@ -1,4 +1,4 @@
-// Activations as a product in FP8 (a8) or NVFP4 (a4) sees them, bit for bit codec.py's; quantize.py does the same in Triton.
+// Decode step: activations as a product in FP8 (a8) or NVFP4 (a4) sees them, bit for bit codec.py's; quantize.py does the same in Triton.
 // A thread has eight neighbouring channels, lanes side by side sixteen, and so on. What lies beyond the row is zero.
 #pragma once
 #include "types.cuh"

@@ -1,4 +1,4 @@
-"""Decode: into how many parts the step's kernels cut their work. Arithmetic only, without Triton."""
+"""Decode step: into how many parts the step's kernels cut their work. Arithmetic only, without Triton."""
 
 import torch
 

@@ -1,4 +1,4 @@
-// What a weight in tiles is (tiles.py packs it), and how its codes become numbers. For matvec.cu and unpack.cu.
+// Decode step and prompts: what a weight in tiles is (tiles.py packs it), and how its codes become numbers. For matvec.cu and unpack.cu.
 #pragma once
 #include "launch.cuh"
 

@@ -1,4 +1,4 @@
-"""Weights as the GPU kernels want them: tiles of 16 rows in the order of the tensor core's registers."""
+"""Start: weights as GPU kernels want them, tiles of 16 rows in the order of tensor cores' registers."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-// Integers of a known size, and of FP16 and BF16 what the kernels use: NVRTC has no headers, and CUDA's own come with the
+// Decode step and prompts: integers of a known size, and of FP16 and BF16 what the kernels use. NVRTC has no headers, and CUDA's own come with the
 // toolkit. Names and results are those of stdint.h, cuda_fp16.h and cuda_bf16.h.
 #pragma once
 #ifdef __CUDACC_RTC__

@@ -1,4 +1,4 @@
-"""Decode: attention, split over keys (split-KV): parts, then their sum. Replaces ops.attend.ref.attend.
+"""Decode step: attention, split over keys (split-KV): parts, then their sum. Replaces ops.attend.ref.attend.
 
 Chunks are cut by key number: first the window's places, oldest first, then, in a new chunk, the compressed
 entries. A program takes one chunk for a few heads of one row. Where the reference rounds weights relative to
@@ -231,7 +231,7 @@ def _combine_kernel(part_o_ptr, part_ml_ptr, sinks_ptr, cos_ptr, sin_ptr, positi
         part = tl.load(o + j[:, None].to(tl.int64) * (H * D) + c[None, :], mask=mask, other=0.0)
         x += tl.sum(weight[:, None] * part, 0)
     x = rounded(tl.div_rn(x, total), act)
-    x = rotate(x, cos, sin, BLOCK, act)
+    x = rotate(x, cos, sin, act)
     tl.store(out_ptr + (row * H + head) * D + c, x.to(act), mask=c < D)
 
 

@@ -1,4 +1,4 @@
-// Decode: the choices of a step, one block per decision: experts of the rows, entries to attend to.
+// Decode step: the choices of a step, one block per decision: experts of the rows, entries to attend to.
 // `select` serves prompts too.
 #include "launch.cuh"
 

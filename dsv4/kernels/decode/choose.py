@@ -1,4 +1,4 @@
-"""Decode: launches choose.cu. Which experts, which entries. `select` serves prompts."""
+"""Decode step: launches choose.cu. Which experts, which entries. `select` serves prompts."""
 
 import ctypes
 

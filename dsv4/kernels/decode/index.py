@@ -1,4 +1,4 @@
-"""Decode: scores of a CSA layer's index keys for each row. Replaces the product in index.select."""
+"""Decode step: scores of a CSA layer's index keys for each row. Replaces the product in index.select."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-// Decode: y = x Wt for one to eight rows of x at a time, W in 4, 8 or 16 bits. Reads each weight once, at memory speed.
+// Decode step: y = x Wt for one to eight rows of x at a time, W in 4, 8 or 16 bits. Reads each weight once, at memory speed.
 //
 // A weight is cut in tiles of 16 rows and slices of 512 columns; one warp takes one slice of a tile, and eight
 // columns of x (the rows of a batch) ride along in the tensor core's n. What a tile holds lies in the order in

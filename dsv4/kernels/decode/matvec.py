@@ -1,4 +1,4 @@
-"""Decode: launches matvec.cu. Several weights in one grid, each with its input and output.
+"""Decode step: launches matvec.cu. Several weights in one grid, each with its input and output.
 
 `unpack` is for prefill: weights in tiles as rows again.
 """

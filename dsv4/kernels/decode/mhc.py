@@ -1,4 +1,4 @@
-"""Decode: hyper-connections, two launches per site. Replaces ops.mhc.ref and the norm after it.
+"""Decode step: hyper-connections, two launches per site. Replaces ops.mhc.ref and the norm after it.
 
 `mix_open` puts the last output back into the streams and multiplies them with `fn`, a few channels per
 program; `mix_close` (mix.cu) adds the parts up and makes the next input. Four streams, as in every V4 model.

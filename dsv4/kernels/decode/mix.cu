@@ -1,5 +1,6 @@
-// What follows from the streams' sums with `fn`: the next input of a layer's half, which is the four streams weighted and
-// then normalised, by one block per row; by another what weights its output and, but for Sinkhorn's rounds, mixes the streams.
+// Decode step: what follows from the streams' sums with `fn`. The next input of a layer's half, which is the four streams
+// weighted and then normalised, by one block per row; by another what weights its output and, but for Sinkhorn's rounds,
+// mixes the streams.
 #include "mix.cuh"
 #include "round.cuh"
 

@@ -1,4 +1,4 @@
-// Sinkhorn's rounds over the four streams' mixing matrices of a step. They take longer than any kernel between two
+// Decode step: Sinkhorn's rounds over the four streams' mixing matrices of a step. They take longer than any kernel between two
 // products and are wanted much later, so a block of matvec.cu does them beside its products.
 #pragma once
 #include "launch.cuh"

@@ -1,4 +1,4 @@
-"""Decode: between the projections and attention. Norms, RoPE, and all cache writes.
+"""Decode step: between the projections and attention. Norms, RoPE, and all cache writes.
 
 `prepare` replaces ops.norm, ops.qkv.entries + store, ops.compress.pool and ops.index.keys of one layer;
 `queries` replaces ops.qkv.queries and ops.index.queries. A row at position -1 is padding: it writes no cache.
@@ -137,7 +137,7 @@ def _entry(x, weight, data_ptr, rope_ptr, scale_ptr, row, cos, sin, eps, D: tl.c
            SIZE: tl.constexpr, ROPE: tl.constexpr, ROW: tl.constexpr, ROPE_ROW: tl.constexpr,
            SCALES: tl.constexpr, ACT: tl.constexpr):  # fmt: skip
     """x [SIZE] -> a KV8 row: qkv.entries, then qkv.store."""
-    x = rotate(norm(rounded(x, ACT), weight, eps, D, ACT), cos, sin, SIZE, ACT)
+    x = rotate(norm(rounded(x, ACT), weight, eps, D, ACT), cos, sin, ACT)
     put_kv8(x, data_ptr, rope_ptr, scale_ptr, row, D - ROPE, ROPE, ROW, ROPE_ROW, SCALES, SIZE, ACT)
 
 
@@ -152,8 +152,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
         RQ: tl.constexpr, RQ_SIZE: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr,
         ROW: tl.constexpr, ROPE_ROW: tl.constexpr, SCALES: tl.constexpr, RING: tl.constexpr,
         RATIO: tl.constexpr, OVERLAP: tl.constexpr, PAGE: tl.constexpr, TAIL: tl.constexpr,
-        DI: tl.constexpr, STEPS: tl.constexpr, ITAIL: tl.constexpr,
-        BLOCK: tl.constexpr, HOW: tl.constexpr):  # fmt: skip
+        DI: tl.constexpr, ITAIL: tl.constexpr, BLOCK: tl.constexpr, HOW: tl.constexpr):  # fmt: skip
     act: tl.constexpr = q_out_ptr.dtype.element_ty
     launch_dependents()
     role = tl.program_id(0)
@@ -192,8 +191,8 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
             y = _pool(ivalues_ptr, iscores_ptr, ivalues_step, iscores_step, iape_ptr, itail_values_ptr,
                       itail_scores_ptr, row, slot, pos, RATIO, OVERLAP, ITAIL, DI, DI, BLOCK)  # fmt: skip
             if (pos + 1) % RATIO == 0:
-                y = rotate(norm(rounded(y, act), key_weight, eps, DI, act), key_cos, key_sin, DI, act)
-                put_mxfp4(hadamard(y, DI, STEPS, act), iout_ptr, iout_scale_ptr, entry, DI)
+                y = rotate(norm(rounded(y, act), key_weight, eps, DI, act), key_cos, key_sin, act)
+                put_mxfp4(hadamard(y, act), iout_ptr, iout_scale_ptr, entry, DI)
         else:
             wait_for_prerequisites()
     else:
@@ -322,7 +321,6 @@ def prepare(
             PAGE=page_entries,
             TAIL=0 if entries is None else entries.tail_values.shape[1],
             DI=di,
-            STEPS=max(di.bit_length() - 1, 0),
             ITAIL=0 if keys is None else keys.tail_values.shape[1],
             BLOCK=min(MAX_BLOCK, triton.next_power_of_2(max(1, ratio * m - 1))),
             HOW=HOW[activations],
@@ -331,8 +329,7 @@ def prepare(
 
 @triton.jit
 def _queries_kernel(q_ptr, iq_ptr, cos_ptr, sin_ptr, positions_ptr, eps, H: tl.constexpr, D: tl.constexpr,  # type: ignore[no-untyped-def]
-                    SIZE: tl.constexpr, HI: tl.constexpr, DI: tl.constexpr, STEPS: tl.constexpr,
-                    HALF: tl.constexpr):  # fmt: skip
+                    SIZE: tl.constexpr, HI: tl.constexpr, DI: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
     act: tl.constexpr = q_ptr.dtype.element_ty
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -345,14 +342,14 @@ def _queries_kernel(q_ptr, iq_ptr, cos_ptr, sin_ptr, positions_ptr, eps, H: tl.c
         wait_for_prerequisites()
         launch_dependents()
         x = norm(channels(q, D, SIZE).to(tl.float32), None, eps, D, act)
-        tl.store(q + c, rotate(x, cos, sin, SIZE, act).to(act), mask=c < D)
+        tl.store(q + c, rotate(x, cos, sin, act).to(act), mask=c < D)
     elif HI > 0:
         iq = iq_ptr + (row * HI + head - H) * DI + tl.arange(0, DI)
         key_cos, key_sin = angles(cos_ptr, sin_ptr, pos, 1.0, DI - 2 * HALF, HALF, DI)
         wait_for_prerequisites()
         launch_dependents()
-        y = rotate(tl.load(iq).to(tl.float32), key_cos, key_sin, DI, act)
-        codes, scale = mxfp4_blocks(hadamard(y, DI, STEPS, act), DI)
+        y = rotate(tl.load(iq).to(tl.float32), key_cos, key_sin, act)
+        codes, scale = mxfp4_blocks(hadamard(y, act))
         y = tl.reshape(e2m1_decode(codes) * power(scale)[:, None], (DI,))
         tl.store(iq, to_act(y, act))
     else:
@@ -397,6 +394,5 @@ def queries(
             SIZE=triton.next_power_of_2(d),
             HI=hi,
             DI=di,
-            STEPS=max(di.bit_length() - 1, 0),
             HALF=cos.shape[1],
         )

@@ -1,4 +1,5 @@
-// The next token of each row, as ops/sample/ref.py chooses it, bit for bit: one cluster of blocks per row, one launch.
+// Decode step: the next token of each row, as ops/sample/ref.py chooses it, bit for bit. One cluster of blocks per row, one
+// launch. Ends prompts too.
 //
 // A row's logits are cut in slices, one per block; a thread reads the same tokens in every pass, so a slice needs no barriers.
 // Nothing is sorted: what is wanted from the top (a count, or a weight) is found by histograms over ever smaller ranges of places

@@ -1,4 +1,4 @@
-// The arithmetic of ops/sample/ref.py, one number at a time. Doubles are added, multiplied and divided one operation after the
+// Decode step: the arithmetic of ops/sample/ref.py, one number at a time. Doubles are added, multiplied and divided one operation after the
 // other, never fused, so that a GPU, a CPU and torch give the same bits. A host compiler takes this file too (with
 // -ffp-contract=off): that is how it is tested without a GPU.
 #pragma once

@@ -1,4 +1,4 @@
-"""Decode, and ends of prompts: launches sample.cu, the next token of every row (as in ops/sample/ref.py)."""
+"""Decode step: launches sample.cu, the next token of every row (ops/sample/ref.py). Ends prompts too."""
 
 import ctypes
 

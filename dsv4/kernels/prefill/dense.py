@@ -1,4 +1,4 @@
-"""Weights as the tensor cores read them: row-major [parts, N, K] in the compute type, unpacked into scratch.
+"""Prompts: weights as tensor cores read them, row-major [parts, N, K] in the compute type, in scratch.
 
 A float32 weight enters a BF16 product as a sum of BF16 parts; the parts' products are added up.
 """

@@ -1,5 +1,6 @@
-"""Products of tokens with the experts they chose, many experts in one launch: gate and up fused with SwiGLU,
-down, and the sum over a token's choices. The rows of an expert are neighbours; a tile never mixes experts."""
+"""Prompts: products of tokens with the experts they chose, many experts in one launch: gate and up fused with
+SwiGLU, down, and the sum over a token's choices. The rows of an expert are neighbours; a tile never mixes
+experts."""
 
 import torch
 import triton

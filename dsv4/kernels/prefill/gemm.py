@@ -1,4 +1,4 @@
-"""y = x Wᵀ in tiles of one fixed shape: an output row is the same bits in whatever company it is computed.
+"""Prompts: y = x Wᵀ in tiles of one fixed shape. A row has the same bits in whatever company it is computed.
 
 Hence also, here and in the other kernels of prompts: a number that follows the batch is not specialised on,
 nor the alignment of a pointer that does. One and the same machine code then serves every batch, and all of it

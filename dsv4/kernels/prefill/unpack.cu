@@ -1,4 +1,4 @@
-// Prefill: weights in tiles as rows of BF16 or float32 again, since many rows are multiplied with each.
+// Prompts: weights in tiles as rows of BF16 or float32 again, since many rows are multiplied with each.
 #include "tiles.cuh"
 
 // Four or eight neighbours of a row at once, of which `left` are inside it; rows begin at a multiple of four.

@@ -7,7 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4.kernels.common.architectures import tile
-from dsv4.kernels.prefill.rows import e8m0_value, turn
+from dsv4.kernels.common.numbers import e4m3_decode, power
+from dsv4.kernels.prefill.rows import rotate_part
 from dsv4.quant.formats import KV_BLOCK, Format, QuantTensor, join
 
 # Heads of a program at most, keys of a block, warps, stages; by compute type.
@@ -28,13 +29,12 @@ def _decoded(data, rest, scales, row, is_key, width, nope, rest_row, scale_row, 
         code = tl.load(data + row[:, None, None] * (rest_row * item) + col, mask=is_code, other=0)
         has_scale = is_key[:, None] & (block * 64 < nope)[None, :]
         scale = tl.load(scales + row[:, None] * scale_row + block[None, :], mask=has_scale, other=127)
-        value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-        value = value * e8m0_value(scale.to(tl.int32))[:, :, None]
+        value = e4m3_decode(code) * power(scale.to(tl.int32))[:, :, None]
         is_rest = is_key[:, None, None] & (col >= nope) & (col < width)
-        turned = tl.load(
+        rotary = tl.load(
             rest + row[:, None, None] * rest_row + nope // item + col - nope, mask=is_rest, other=0.0
         )
-        key = tl.where(col < nope, value.to(act), turned.to(act))
+        key = tl.where(col < nope, value.to(act), rotary.to(act))
         return tl.reshape(key, (B, W))
     else:
         col = tl.arange(0, W)
@@ -103,16 +103,17 @@ def _attend_kernel(q, raw, raw_rest, raw_scales, pool, pool_rest, pool_scales, r
 
 
 @triton.jit(do_not_specialize=["count"])
-def _turn_kernel(x, cos, sin, count, width, heads, rope, R: tl.constexpr, W: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rotate_kernel(x, cos, sin, count, width, heads, rope, R: tl.constexpr, W: tl.constexpr):  # type: ignore[no-untyped-def]
     """Rotate the last `rope` channels of x [T, H, D] in place. On its own: beside the sums of a whole row of
     heads it would take registers that are not there."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     col = tl.arange(0, W)
+    act: tl.constexpr = x.dtype.element_ty
     at = x + row[:, None] * width + width - rope + col[None, :]
     inside = (row < count)[:, None] & (col < rope)[None, :]
     value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    value = turn(value, cos, sin, row // heads, 0, rope, row < count, R, W)
-    tl.store(at, value.to(x.dtype.element_ty), mask=inside)
+    value = rotate_part(value, cos, sin, tl.minimum(row, count - 1) // heads, 0, rope, act)
+    tl.store(at, value.to(act), mask=inside)
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -184,7 +185,7 @@ def attend(
         **{"num_warps": warps, "num_stages": stages},
     )
     rope, count = 2 * cos.shape[1], tokens * heads
-    _turn_kernel[(triton.cdiv(count, 32),)](
+    _rotate_kernel[(triton.cdiv(count, 32),)](
         *(out, cos.contiguous(), -sin, count, width, heads, rope),
         **{"R": 32, "W": triton.next_power_of_2(rope), "num_warps": 4},
     )

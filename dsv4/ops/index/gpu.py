@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4.kernels.common.numbers import e2m1_decode, power
 from dsv4.kernels.decode.choose import select as choose
 from dsv4.kernels.prefill import rows as row_kernels
-from dsv4.kernels.prefill.rows import e2m1_value, e8m0_value
 from dsv4.ops.index import ref
 from dsv4.ops.index.ref import hadamard, pool_rows
 from dsv4.quant.formats import Format, QuantTensor
@@ -55,7 +55,7 @@ def _scores_kernel(q, weights, data, scales, page_table, slots, positions, out, 
             scale = tl.load(
                 scales + row[:, None] * tl.cdiv(width, 32) + block[None, :], mask=inside, other=127
             )
-            key = e2m1_value(code) * e8m0_value(scale.to(tl.int32))[:, :, None]
+            key = e2m1_decode(code) * power(scale.to(tl.int32))[:, :, None]
             key = tl.reshape(key, (B, W)).to(act)
         else:
             inside = is_entry[:, None] & (col < width)[None, :]
@@ -67,7 +67,8 @@ def _scores_kernel(q, weights, data, scales, page_table, slots, positions, out, 
             )
             weight = tl.load(weights + t_at * heads + head, mask=head < heads, other=0.0)
             score = tl.dot(key, tl.trans(query), input_precision="ieee")
-            score = tl.sum(tl.maximum(score, 0.0) * weight[None, :], 1)
+            score = tl.maximum(score, 0.0, propagate_nan=tl.PropagateNan.ALL)
+            score = tl.sum(score * weight[None, :], 1)
             seen = (tl.load(positions + t) + 1) // ratio
             tl.store(out + t_at * cap + entry, score, mask=entry < seen)
         at = tl.min(tl.where(is_token & (token >= end) & (seen_by > begin), token, stop), 0)

@@ -1,4 +1,4 @@
-"""Sampling for all rows in one launch."""
+"""Sampling for all rows in one launch. For prompts: one by one, so without PDL."""
 
 import torch
 from torch import Tensor
@@ -11,5 +11,5 @@ __all__ = ["choose", "log_probs", "pack", "unpack"]
 
 def choose(logits: Tensor, settings: Tensor, mask: Tensor | None) -> Tensor:
     out = torch.empty(logits.shape[0], RESULT, dtype=torch.int32, device=logits.device)
-    kernels.sample(logits, settings, mask, out)
+    kernels.sample(logits, settings, mask, out, overlap=False)
     return out
