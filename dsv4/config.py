@@ -199,10 +199,16 @@ class EngineConfig:
     max_context: int | None = None
     max_batch: int = 8
     chunk: int | None = None
+    max_stall_ms: int = 100
     threads: int | None = None
+    gpus: str | None = None
+    ranks: int = 1
+    rank_seconds: float = 20.0
     no_graph: bool = False
     no_overlap: bool = False
     prefix_snapshots: int = 64
+    prefix_dir: str | None = None
+    prefix_dir_bytes: int = 16 << 30
     cache_pages: int | None = None
     ops: tuple[tuple[str, str], ...] = ()
 
@@ -210,9 +216,10 @@ class EngineConfig:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(allowed)}")
-        for name in ("max_batch", "chunk", "max_context", "threads", "cache_pages"):
+        needed = ("max_batch", "max_stall_ms", "ranks")
+        for name in (*needed, "chunk", "max_context", "threads", "cache_pages"):
             value = getattr(self, name)
-            if value is None and name != "max_batch":
+            if value is None and name not in needed:
                 continue
             if type(value) is not int or value < 1:
                 raise ConfigError(f"{name} is {value!r}, expected an integer of at least 1")
@@ -220,6 +227,14 @@ class EngineConfig:
             raise ConfigError(
                 f"prefix_snapshots is {self.prefix_snapshots!r}, expected 0 (no prefix cache) or more"
             )
+        if not 0.1 <= self.rank_seconds <= 3600:
+            raise ConfigError(f"rank_seconds is {self.rank_seconds!r}, expected 0.1 to 3600")
+        if self.gpus is not None and (self.ranks > 1 or self.device not in ("auto", "cuda")):
+            raise ConfigError("gpus names the devices itself; leave device and ranks out")
+        if type(self.prefix_dir_bytes) is not int or self.prefix_dir_bytes < 1:
+            raise ConfigError(f"prefix_dir_bytes is {self.prefix_dir_bytes!r}, expected a number of bytes")
+        if self.prefix_dir is not None and not self.prefix_snapshots:
+            raise ConfigError("prefix_dir keeps what the prefix cache has, and prefix_snapshots 0 is none")
         if self.qat == "off" and self.cache == "fp8":
             raise ConfigError(
                 "cache fp8 is lossless only for values that were rounded to FP8 (qat on); "

@@ -2,7 +2,7 @@
 
 Token, position and sampling settings of a row live on the device and move on by themselves: when the same
 rows go on, the next step is one graph replay. `latest` has the last choice of every slot, so that other rows
-can be put together before the host has seen their tokens.
+can be put together before the host has seen their tokens; a slot's tokens lie beside its penalties.
 """
 
 from dataclasses import replace
@@ -15,6 +15,7 @@ from dsv4.engine.eager import Eager, Pass
 from dsv4.engine.plan import Sampling, Span
 from dsv4.engine.runner import UNSEEN, Masks, Result
 from dsv4.kernels.common.ahead import Compiled
+from dsv4.kernels.decode.sample import MAX_PENALISED
 from dsv4.model.buffers import graph_rows
 from dsv4.model.bundle import Bundle
 from dsv4.model.decode import Decoder
@@ -58,7 +59,15 @@ class Graphs(Eager):
         self.decoders: dict[int, Decoder] = {}
         self._holds: dict[int, Rows] = {}  # by number of rows: what the decoder's buffers hold now
         for rows in sizes:
-            self.decoders[rows] = Decoder(b, model, cache, rows, self.latest, overlap)
+            self.decoders[rows] = Decoder(
+                b=b,
+                model=model,
+                cache=cache,
+                rows=rows,
+                latest=self.latest,
+                penalties=self.penalties if b.config.vocab_size <= MAX_PENALISED else None,
+                overlap=overlap,
+            )
         warm_up(model, cache, chunk, self._run_padding, compiled)
         with torch.inference_mode():
             self._run_padding()
@@ -70,6 +79,14 @@ class Graphs(Eager):
         """Every decode step launch by launch, on rows that are not in use: the cache stays as it is."""
         for decoder in self.decoders.values():
             decoder.run()
+
+    def prefill(self, spans: tuple[Span, ...]) -> Pass:
+        """Waited for inside a prompt too: chunks that queue up on the device are a stall nobody planned."""
+        made = super().prefill(spans)
+        if not made.sampled:
+            made.done = torch.cuda.Event()
+            made.done.record()
+        return made
 
     @torch.inference_mode()
     def decode(self, spans: tuple[Span, ...]) -> Pass:

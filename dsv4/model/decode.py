@@ -51,9 +51,11 @@ class Decoder:
         cache: Cache,
         rows: int,
         latest: Tensor | None = None,
+        penalties: Tensor | None = None,
         overlap: bool = True,
     ) -> None:
         """`latest` [slots]: where the last choice of every slot is kept, for all decoders of an engine.
+        `penalties` [slots, HISTORY + max_context]: of every slot, likewise.
         `overlap`: launches with PDL, checked here to give what serial ones give."""
         c = b.config
         self.latest = latest
@@ -96,6 +98,7 @@ class Decoder:
             positions=f.positions,
             slots=f.slots,
             latest=latest,
+            penalties=penalties,
         )
         check(self.launches, between=state)
 
