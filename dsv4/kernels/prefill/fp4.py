@@ -138,7 +138,7 @@ def product(
 ) -> None:
     """x [T, K] times w [N, K] -> y [T, N] of any type; scales of x plain.
 
-    With `tiles` [n, 3] int32 (matrix, first row, the row after its last), w holds matrices first, first+1, ...
+    With `tiles` [n, 3] int32 (matrix, first row, the row after its last), w has matrices first, first+1, ...
     and w.factor those of all. Row p reads x[tokens[p]] and writes y[places[p]] (None: p).
     """
     cols, depth = w.codes.shape[1], 2 * w.codes.shape[2]
