@@ -5,7 +5,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import msgspec
@@ -42,6 +42,16 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
 
 
+@dataclass(frozen=True)
+class Replay:
+    """In the scope of a request that must give the same bytes whenever it is run: what else would be drawn by
+    lot or read from a clock. What was in the cache is not told, since that depends on when it ran."""
+
+    id: str
+    created: int
+    seed: int
+
+
 class AnyShape(Protocol):
     """What an API makes of pieces: events of a stream, or a whole answer."""
 
@@ -65,6 +75,7 @@ class Job:
     num_prompt: int  # tokens of all prompts
     num_prompts: int
     note: dict[str, Any]  # for the log line
+    tells_cached: bool = True
     began: float = field(default_factory=time.monotonic)
     first: float | None = None
     texts: list[str] = field(default_factory=list)  # of the answers, where they are logged
@@ -91,12 +102,13 @@ class Job:
 
     @property
     def usage(self) -> Usage:
-        return Usage.of(self.num_prompt, self.answers, self.num_prompts)
+        usage = Usage.of(self.num_prompt, self.answers, self.num_prompts)
+        return usage if self.tells_cached else replace(usage, cached=0)
 
     async def pieces(self, patience: float = math.inf) -> list[tuple[int, Piece]]:
         """All pieces that there are, as soon as one says anything; none at the end. See Ticket.next."""
         while deltas := await self.ticket.next(patience):
-            found = []
+            found: list[tuple[int, Piece]] = []
             for index, delta in deltas:
                 if delta.finish_reason == "error" and found:
                     self.ticket.fail(RequestError(delta.error))  # after what came before it

@@ -27,7 +27,7 @@ def round_input(x: Tensor, activations: str) -> Tensor:
 
 
 def prepare(x: Tensor) -> Any:
-    """x [T, K] for several `linear`s, which alone take it: a backend may keep beside x what each makes of it."""
+    """x [T, K] for several `linear`s, which alone take it: a backend may keep what each makes of it."""
     return x
 
 
