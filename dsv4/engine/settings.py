@@ -10,7 +10,7 @@ from dsv4.config import EngineConfig, ModelConfig
 from dsv4.device import OLDEST, Device, too_old
 from dsv4.engine.memory import gpu_memory, table_bytes
 from dsv4.errors import ConfigError, DeviceError
-from dsv4.kernels.common.architectures import capability
+from dsv4.kernels.common.architectures import capability, standing
 from dsv4.kernels.common.build import architecture, compile_all
 from dsv4.model.buffers import graph_rows
 from dsv4.ops import IMPLEMENTATIONS, Ops
@@ -183,6 +183,7 @@ def _check_gpu(device: Device, model: ModelConfig, max_context: int) -> None:
 
     check_triton()
     gpu = torch.device(device.torch_name)
+    standing(capability(gpu))
     check_sizes(model, max_context, capability(gpu))
     compile_all(architecture(gpu))
 

@@ -5,6 +5,7 @@ import torch
 from step_support import IS_INTERPRETED
 from test_cuda_compiles import LAUNCHES, launched, needs_compiler
 
+from dsv4.errors import DeviceError
 from dsv4.kernels.common import architectures, build
 from dsv4.kernels.common.architectures import ARCHITECTURES, REGISTERS, TILES, Architecture
 from tests.support.cubin import resources
@@ -52,3 +53,11 @@ def test_a_tile_is_the_usual_one_or_the_exception(monkeypatch: pytest.MonkeyPatc
             for dtype, tile in usual.items():
                 want = TILES.get((kernel, gpu // 10 * 10), {}).get(dtype, tile)
                 assert architectures.tile(kernel, usual, dtype, torch.device("cpu")) == want
+
+
+def test_what_is_known_of_a_gpu() -> None:
+    assert "measured on such" in architectures.standing(90)
+    for capability in (100, 103, 120, 121):
+        assert "built for, not yet measured on" in architectures.standing(capability)
+    with pytest.raises(DeviceError, match=r"capability 11\.0: .* built for 9\.0, 10\.0, 10\.3, 12\.0, 12\.1"):
+        architectures.standing(110)

@@ -11,6 +11,8 @@ from functools import cache
 
 import torch
 
+from dsv4.errors import DeviceError
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -57,6 +59,19 @@ def capability(device: torch.device) -> int:
         return 90
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+def standing(found: int) -> str:
+    """One line: what is known of the kernels on a GPU of this compute capability. Others are refused."""
+    gpu = ARCHITECTURES.get(found)
+    if gpu is None:
+        known = ", ".join(str(c / 10) for c in ARCHITECTURES)
+        raise DeviceError(
+            f"compute capability {found / 10}: the kernels are built for {known}; use --device cpu"
+        )
+    if gpu.was_measured:
+        return "kernels measured on such a GPU"
+    return "kernels built for, not yet measured on, this GPU: run dsv4 doctor first"
 
 
 def has_room(device: torch.device) -> bool:
