@@ -204,13 +204,17 @@ class EngineConfig:
     no_overlap: bool = False
     prefix_snapshots: int = 64
     cache_pages: int | None = None
+    spill: str = "auto"
+    expert_memory: int | None = None
     ops: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(allowed)}")
-        for name in ("max_batch", "chunk", "max_context", "threads", "cache_pages"):
+        if self.spill not in ("off", "auto") and not str(self.spill).isdecimal():
+            raise ConfigError(f"spill is {self.spill!r}, expected off, auto or a number of experts per layer")
+        for name in ("max_batch", "chunk", "max_context", "threads", "cache_pages", "expert_memory"):
             value = getattr(self, name)
             if value is None and name != "max_batch":
                 continue

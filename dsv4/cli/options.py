@@ -25,10 +25,17 @@ _HELP = {
     "no_graph": "on a GPU, launch a step's kernels one by one: the same tokens, slower, for debugging",
     "no_overlap": "on a GPU, overlap no kernels of a step (no PDL): the same tokens, slower, for debugging",
     "prefix_snapshots": "places from which a prompt with a known beginning can go on; 0: no prefix cache",
+    "spill": "experts in pinned host memory: off, auto (what does not fit on the GPU) or N of every layer",
+    "expert_memory": "bytes of GPU memory that experts may take; default: all that is left",
     "cache_pages": "pages of the cache, one per 256 tokens; default: enough for max-batch x max-context",
 }
 _TYPES: dict[str, Any] = {
-    **{"max_context": int | None, "threads": int | None, "cache_pages": int | None},
+    **{
+        "max_context": int | None,
+        "threads": int | None,
+        "cache_pages": int | None,
+        "expert_memory": int | None,
+    },
     **{"max_batch": int, "chunk": int | None, "prefix_snapshots": int},
     **{"no_graph": bool, "no_overlap": bool},
 }

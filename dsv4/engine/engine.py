@@ -21,6 +21,7 @@ from dsv4.engine.request import Completion, Delta, FinishReason, Request, Sampli
 from dsv4.engine.runner import Executor, Result, Runner
 from dsv4.engine.scheduler import Scheduler
 from dsv4.engine.settings import Settings, cache_layout, check_memory, settle
+from dsv4.engine.spill import make_placement
 from dsv4.engine.stream import Stream
 from dsv4.errors import ConfigError, RequestError
 from dsv4.model.bundle import Bundle, Numerics
@@ -96,24 +97,25 @@ class Engine:
                 "rows; the tokenizer belongs to another model"
             )
         settings = settle(config, checkpoint)
-        check_memory(settings, config, checkpoint)
+        split = check_memory(settings, config, checkpoint)
         # Decoding small blocks of rows is done before a second thread has woken up (measured: docs/log.md).
         torch.set_num_threads(1)
         if settings.tiled:
-            weights = load_tiled(checkpoint, settings.device.torch_name, progress)
+            device = settings.device.torch_name
+            placement = None if split is None else make_placement(split, None, device)
+            weights = load_tiled(checkpoint, device, progress, placement)
         else:
             weights = checkpoint.load(settings.dense, settings.device.torch_name, progress)
         torch.set_num_threads(settings.threads)
         numerics = Numerics(settings.dtype, config.activations, config.qat == "on")
         bundle = Bundle(checkpoint.config, weights, settings.ops, numerics)
-        notes = checkpoint.inventory.notes
+        notes = checkpoint.inventory.notes + (() if split is None else (split.note,))
         if not settings.tiled:
-            device = torch.device(settings.device.torch_name)
             notes += settle_exact(
                 config=checkpoint.config,
                 num_mtp_layers=weights.num_mtp_layers,
                 max_context=settings.max_context,
-                device=device,
+                device=torch.device(settings.device.torch_name),
                 threads=settings.threads,
             ).notes
         return cls(bundle, settings, config, tokenizer, notes, compiled)

@@ -15,6 +15,7 @@ from torch import Tensor
 from dsv4.cache.store import Cache, LayerCache, Tail
 from dsv4.config import LayerSpec
 from dsv4.kernels.common.overlap import Launch, Launcher, Names, check, tensors_of
+from dsv4.kernels.common.places import Placement
 from dsv4.kernels.decode import attend, choose, index, mhc, sample
 from dsv4.kernels.decode.matvec import MatVec, Mixing, Product, Tasks
 from dsv4.kernels.decode.prepare import Pooling, prepare, queries
@@ -28,12 +29,14 @@ from dsv4.quant.formats import QuantTensor
 Send = Callable[[Tensor], Tensor]  # a host tensor to the device, without waiting
 
 
-def _names(f: Buffers, cache: Cache) -> Names:
+def _names(f: Buffers, cache: Cache, placement: Placement | None) -> Names:
     """Everything that a step, or anybody between two steps, writes."""
     names = Names()
     for name, held in vars(f).items():
         names.add(name, *tensors_of(held))
     names.add("page_table", cache.page_table)
+    if placement is not None:
+        names.add("places", placement.table)
     for number, layer in enumerate(cache.layers):
         for part in ("ring", "entries", "tail", "keys", "key_tail"):
             names.add(f"layers.{number}.{part}", *tensors_of(getattr(layer, part)))
@@ -67,7 +70,7 @@ class Decoder:
         )
         self.overlap = overlap
         self.launches: list[Launch] = []
-        self.names = _names(f, cache)
+        self.names = _names(f, cache, b.weights.placement)
         state = self.names.known
         self.graphs: dict[bool, torch.cuda.CUDAGraph] = {}  # with and without the choice of tokens
         self._add("embed", mhc.embed, ids=f.ids, table=model.embedding.data, streams=f.streams)
