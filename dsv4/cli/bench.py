@@ -54,6 +54,8 @@ PLOT_EPILOG = """
   dsv4 bench plot out.jsonl speed.png
 """
 
+SPILLED_CHUNK = 512  # prompt tokens of a step where experts spill: what longer ones need would hold experts
+
 Model = Annotated[Path | None, typer.Argument(help="model folder; default: the embedded model")]
 Synthetic = Annotated[
     str | None, typer.Option(metavar="NAME", help="random weights of flash, pro or tiny instead of a folder")
@@ -165,8 +167,8 @@ def _decode(subject: "Subject", wanted: "Wanted", profiled: bool, swept: bool, s
     layout = wanted.layout(subject.config)
     free, _ = torch.cuda.mem_get_info(device)
     # An engine with its prompts comes after the bare steps, and experts that spill leave room for it.
-    with_prompts = other_bytes(layout, wanted.rows, min(wanted.context, GPU_CHUNK))
-    split = subject.split(spill, with_prompts, free)
+    chunk = GPU_CHUNK if spill == "off" else SPILLED_CHUNK
+    split = subject.split(spill, other_bytes(layout, wanted.rows, min(wanted.context, chunk)), free)
     if split is None:
         check_fits(subject, other_bytes(layout, wanted.rows), free)
     with torch.inference_mode():
@@ -190,7 +192,7 @@ def _decode(subject: "Subject", wanted: "Wanted", profiled: bool, swept: bool, s
         line |= _machine(device)
         del session
         with err.status("decoding through the engine"):
-            line["engine"] = speeds(bundle, wanted.batch, wanted.context, wanted.steps, timing.median)
+            line["engine"] = speeds(bundle, wanted.batch, wanted.context, wanted.steps, timing.median, chunk)
         _show_engine(line["engine"])
         if swept:
             line |= _sweep(bundle, wanted, ceiling, device)

@@ -15,13 +15,14 @@ from dsv4.cache.slots import Slots
 from dsv4.cache.store import Cache
 from dsv4.config import EngineConfig
 from dsv4.engine.eager import Eager
+from dsv4.engine.frequency import checksum
 from dsv4.engine.grammar import Grammars
 from dsv4.engine.output import Output
 from dsv4.engine.request import Completion, Delta, FinishReason, Request, SamplingParams, Sequence
 from dsv4.engine.runner import Executor, Result, Runner
 from dsv4.engine.scheduler import Scheduler
 from dsv4.engine.settings import Settings, cache_layout, check_memory, settle
-from dsv4.engine.spill import make_placement
+from dsv4.engine.spill import place_experts
 from dsv4.engine.stream import Stream
 from dsv4.errors import ConfigError, RequestError
 from dsv4.model.bundle import Bundle, Numerics
@@ -47,8 +48,10 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         notes: tuple[str, ...] = (),
         compiled: Compiled | None = None,
+        counted_as: str | None = None,
     ) -> None:
-        """Around loaded weights; `load` is the usual way to one. `compiled` is told of kernels on a GPU."""
+        """Around loaded weights; `load` is the usual way to one. `compiled` is told of kernels on a GPU;
+        `counted_as`: the model under which choices of experts are kept there."""
         self.config, self.model_config, self.tokenizer, self.notes = config, bundle.config, tokenizer, notes
         self.settings = s = settings
         layout = cache_layout(bundle.config, s, config, bundle.weights.num_mtp_layers)
@@ -67,6 +70,7 @@ class Engine:
                 use_graphs=not config.no_graph,
                 overlap=not config.no_overlap,
                 compiled=compiled,
+                counted_as=counted_as,
             )
         self.runner = Runner(executor)
         self.slots = Slots(layout)
@@ -100,16 +104,17 @@ class Engine:
         split = check_memory(settings, config, checkpoint)
         # Decoding small blocks of rows is done before a second thread has woken up (measured: docs/log.md).
         torch.set_num_threads(1)
+        notes, counted_as = checkpoint.inventory.notes, checksum(checkpoint) if settings.tiled else None
         if settings.tiled:
             device = settings.device.torch_name
-            placement = None if split is None else make_placement(split, None, device)
+            placement, said = place_experts(split, counted_as, device)
+            notes += said
             weights = load_tiled(checkpoint, device, progress, placement)
         else:
             weights = checkpoint.load(settings.dense, settings.device.torch_name, progress)
         torch.set_num_threads(settings.threads)
         numerics = Numerics(settings.dtype, config.activations, config.qat == "on")
         bundle = Bundle(checkpoint.config, weights, settings.ops, numerics)
-        notes = checkpoint.inventory.notes + (() if split is None else (split.note,))
         if not settings.tiled:
             notes += settle_exact(
                 config=checkpoint.config,
@@ -118,7 +123,7 @@ class Engine:
                 device=torch.device(settings.device.torch_name),
                 threads=settings.threads,
             ).notes
-        return cls(bundle, settings, config, tokenizer, notes, compiled)
+        return cls(bundle, settings, config, tokenizer, notes, compiled, counted_as)
 
     def request(
         self, prompt: str | list[int] | tuple[int, ...], params: SamplingParams | None = None

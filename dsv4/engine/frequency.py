@@ -5,17 +5,23 @@ A file is whole or not there. One that is damaged, or another model's, is ignore
 
 import hashlib
 import json
+import logging
 import os
 import tempfile
 from pathlib import Path
+from threading import Thread
+
+import torch
+from torch import Tensor
 
 from dsv4.env import cache_folder
 from dsv4.errors import ConfigError
 from dsv4.weights.load import Checkpoint
 
 Counts = list[list[float]]
-# A run's counts are added to what is left of the earlier ones: half of them after so many decoded tokens.
-HALF_LIFE = 1_000_000
+# New counts are added to what is left of the earlier ones: half of them after so many choices of a layer.
+HALF_LIFE = 6_000_000
+EVERY = 1024  # decode steps from one look at the device's counts to the next
 _VERSION = 1
 
 
@@ -39,12 +45,11 @@ def _digest(counts: Counts) -> str:
     return hashlib.sha256(json.dumps(counts).encode()).hexdigest()
 
 
-def write_counts(path: Path, model: str, counts: Counts, tokens: float) -> None:
+def write_counts(path: Path, model: str, counts: Counts) -> None:
     """Atomically: a process that is killed leaves the old file or the new one."""
     body = {
         "version": _VERSION,
         "model": model,
-        "tokens": tokens,
         "counts": counts,
         "digest": _digest(counts),
     }
@@ -97,11 +102,11 @@ def known_counts(model: str, layers: int, experts: int) -> tuple[Counts | None, 
     return counts, None
 
 
-def merged(before: Counts | None, new: Counts, tokens: float) -> Counts:
-    """The old counts, decayed by the new ones' tokens, and the new ones."""
+def merged(before: Counts | None, new: Counts) -> Counts:
+    """The old counts, decayed by as many choices as are new, and the new ones."""
     if before is None:
         return new
-    left = 0.5 ** (tokens / HALF_LIFE)
+    left = 0.5 ** (sum(new[0]) / HALF_LIFE)
     return [[left * a + b for a, b in zip(*rows, strict=True)] for rows in zip(before, new, strict=True)]
 
 
@@ -109,3 +114,46 @@ def coverage(counts: Counts, resident: int) -> float:
     """The share of choices that the `resident` most frequent experts of all layers cover."""
     ranked = sorted((count for row in counts for count in row), reverse=True)
     return sum(ranked[:resident]) / max(sum(ranked), 1e-9)
+
+
+class Recorder:
+    """Brings the device's counts to the model's file now and then. Nothing waits: a copy is looked at when it
+    has arrived, and a thread writes the file."""
+
+    def __init__(self, counts: Tensor, model: str) -> None:
+        """counts: int32 [layers, experts] on a GPU, which decode steps add to."""
+        self.model, self._counts = model, counts
+        self._seen = torch.zeros(counts.shape, dtype=torch.int64)
+        self._landed = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=counts.is_cuda)
+        self._done: torch.cuda.Event | None = None
+        self._steps = 0
+        self._writer: Thread | None = None
+
+    def step(self) -> None:
+        """After each decode step, on its stream."""
+        self._steps += 1
+        if self._done is None and self._steps % EVERY == 0:
+            self._landed.copy_(self._counts, non_blocking=True)
+            self._done = torch.cuda.Event()
+            self._done.record()
+        elif self._done is not None and self._done.query():
+            self._done = None
+            self._write()
+
+    def _write(self) -> None:
+        if self._writer is not None and self._writer.is_alive():
+            return  # the next copy has these choices too
+        now = self._landed.long()
+        new = (now - self._seen) % (1 << 32)  # the device's numbers wrap around
+        self._seen = now
+        self._writer = Thread(target=save_counts, args=(self.model, new.tolist()), daemon=True)
+        self._writer.start()
+
+
+def save_counts(model: str, new: list[list[int]]) -> None:
+    """Add a run's choices to what the model's file has; one that cannot be used is replaced."""
+    counts, _ = known_counts(model, len(new), len(new[0]))
+    try:
+        write_counts(counts_path(model), model, merged(counts, [list(map(float, row)) for row in new]))
+    except OSError as error:
+        logging.getLogger(__name__).warning("choices of experts could not be kept: %s", error)

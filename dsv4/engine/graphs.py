@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dsv4.cache.store import Cache
 from dsv4.engine.eager import Eager, Pass
+from dsv4.engine.frequency import Recorder
 from dsv4.engine.plan import Sampling, Span
 from dsv4.engine.runner import UNSEEN, Masks, Result
 from dsv4.kernels.common.ahead import Compiled
@@ -48,17 +49,26 @@ class Graphs(Eager):
         use_graphs: bool,
         overlap: bool,
         compiled: Compiled | None = None,
+        counted_as: str | None = None,
     ) -> None:
-        """Every kernel that can run is compiled and loaded here; `compiled` is told how far that has come."""
+        """Every kernel that can run is compiled and loaded here; `compiled` is told how far that has come.
+
+        `counted_as`: the model's checksum, under which the choices of experts are kept; None: nowhere.
+        """
         device = cache.page_table.device
         super().__init__(model, cache, str(device))
         sizes = graph_rows(max_batch)
         self.max_rows = sizes[-1]
         self.latest = torch.zeros(cache.layout.num_slots, dtype=torch.long, device=device)
+        counts = None
+        if counted_as is not None:
+            shape = (b.config.num_layers, b.config.num_experts)
+            counts = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.recorder = None if counts is None else Recorder(counts, str(counted_as))
         self.decoders: dict[int, Decoder] = {}
         self._holds: dict[int, Rows] = {}  # by number of rows: what the decoder's buffers hold now
         for rows in sizes:
-            self.decoders[rows] = Decoder(b, model, cache, rows, self.latest, overlap)
+            self.decoders[rows] = Decoder(b, model, cache, rows, self.latest, overlap, counts)
         warm_up(model, cache, chunk, self._run_padding, compiled)
         with torch.inference_mode():
             self._run_padding()
@@ -84,6 +94,8 @@ class Graphs(Eager):
             decoder.load(tokens, self.packed(samplings), self.send, take_latest=any(unseen))
         is_masked = any(sampling.masked for sampling in samplings)
         decoder.step(samples=not is_masked)
+        if self.recorder is not None:
+            self.recorder.step()
         self._holds[size] = [] if is_masked else _following(spans)
         made = Pass(spans, None, decoder=decoder)
         if any(s.wants_logits for s in spans) or any(c.num_top > MAX_TOP for c in samplings):

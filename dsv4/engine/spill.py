@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dsv4.engine.frequency import known_counts
 from dsv4.errors import ConfigError
 from dsv4.kernels.common.places import Form, Placement, Slots, place
 
@@ -108,3 +109,16 @@ def make_placement(
     slot_of, num_resident, num_spilled = place(choose_resident(split, counts), num_spare=(0, 0))
     slots = Slots(split.form, num_resident, num_spilled, device)
     return Placement(split.form, split.names, slot_of, slots)
+
+
+def place_experts(
+    split: Split | None, model: str | None, device: str | torch.device
+) -> tuple[Placement | None, tuple[str, ...]]:
+    """By what was recorded of the model of this checksum, else evenly; and what there is to say about it."""
+    if split is None:
+        return None, ()
+    counts, why = None, None
+    if model is not None:
+        counts, why = known_counts(model, len(split.names), split.num_experts)
+    notes = (split.note,) if why is None else (split.note, why)
+    return make_placement(split, counts, device), notes

@@ -54,8 +54,10 @@ class Decoder:
         rows: int,
         latest: Tensor | None = None,
         overlap: bool = True,
+        counts: Tensor | None = None,
     ) -> None:
         """`latest` [slots]: where the last choice of every slot is kept, for all decoders of an engine.
+        `counts` int32 [layers, experts]: grow by every expert that a row chooses, likewise.
         `overlap`: launches with PDL, checked here to give what serial ones give."""
         c = b.config
         self.latest = latest
@@ -82,7 +84,7 @@ class Decoder:
             mixing = self._site(f"{name}.hc_ffn", f"{name}.ffn_norm", f.y)
             last = number == c.num_layers - 1
             next_fn = b.plain("hc_head_fn" if last else f"layers.{number + 1}.hc_attn_fn")
-            self._moe(f"{name}.ffn", spec, mixing, next_fn)
+            self._moe(f"{name}.ffn", spec, mixing, next_fn, None if counts is None else counts[number])
             mixed = f.moe
         self._site("hc_head", "norm", mixed)
         self._product("head", [Product(b.tiled("head"), f.x, f.logits)])
@@ -332,7 +334,9 @@ class Decoder:
             out=f.o,
         )
 
-    def _moe(self, name: str, spec: LayerSpec, mixing: Mixing | None, next_fn: Tensor) -> None:
+    def _moe(
+        self, name: str, spec: LayerSpec, mixing: Mixing | None, next_fn: Tensor, counts: Tensor | None
+    ) -> None:
         b, f, c = self.b, self.buffers, self.config
         bank, shared = b.bank(f"{name}.experts"), b.bank(f"{name}.shared_experts")
         assert bank is not None and shared is not None
@@ -356,6 +360,8 @@ class Decoder:
             is_float=self.dtype == torch.float32,
             chosen=f.chosen,
             tasks=f.tasks,
+            positions=f.positions,
+            counts=counts,
         )
         self._product("experts up", [Product(bank.w13, f.x, f.hidden, "up")], f.tasks, mixing=mixing)
         last = f.moe[:, c.experts_per_token :]

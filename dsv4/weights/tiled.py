@@ -64,7 +64,7 @@ def tiled_source_bytes(source: Source) -> int:
     shape, kind = source.param.shape, source.param.kind
     if kind in ("plain", "table") or source.param.name == "embed":
         return held_bytes(source, dense=False)
-    return tile_bytes(_format(source), (shape[0], shape[1]))
+    return tile_bytes(tiled_format(source), (shape[0], shape[1]))
 
 
 def expert_bytes(checkpoint: Checkpoint) -> int:
@@ -84,7 +84,7 @@ def expert_form(checkpoint: Checkpoint) -> tuple[Form, list[str]]:
     for source in checkpoint.inventory.sources:
         if _is_routed(source):
             names[source.param.name.rsplit(".", 2)[0]] = None
-            formats.setdefault(_format(source), source.param.name)
+            formats.setdefault(tiled_format(source), source.param.name)
     if len(formats) > 1:
         found = ", ".join(f"{name} is {format}" for format, name in formats.items())
         raise CheckpointError(
@@ -94,7 +94,7 @@ def expert_form(checkpoint: Checkpoint) -> tuple[Form, list[str]]:
     return Form(next(iter(formats)), c.expert_width, c.hidden_size), list(names)
 
 
-def _format(source: Source) -> Format:
+def tiled_format(source: Source) -> Format:
     """F32 linears are refused where their values do not fit BF16, so they are held in that."""
     assert source.format is not None
     if source.format is Format.F32 or (
@@ -117,7 +117,7 @@ def _stored(held: QuantTensor, source: Source) -> QuantTensor:
             f"{source.weight.name} in {source.weight.file.name} holds NaN; "
             "the checkpoint is damaged: download or convert it again"
         )
-    format = _format(source)
+    format = tiled_format(source)
     if format is held.format:
         return held
     values = decode(held)

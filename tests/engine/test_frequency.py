@@ -17,6 +17,7 @@ from dsv4.engine.frequency import (
     known_counts,
     merged,
     read_counts,
+    save_counts,
     write_counts,
 )
 from dsv4.errors import ConfigError
@@ -33,17 +34,17 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_counts_come_back() -> None:
     assert known_counts("m", 2, 3) == (None, None)
-    write_counts(counts_path("m"), "m", COUNTS, 12.0)
+    write_counts(counts_path("m"), "m", COUNTS)
     assert known_counts("m", 2, 3) == (COUNTS, None)
     assert [p.name for p in counts_path("m").parent.iterdir()] == ["m.json"], "no traces"
 
 
 def test_what_is_not_this_models_is_ignored_with_a_sentence() -> None:
     path = counts_path("m")
-    write_counts(path, "another", COUNTS, 12.0)
+    write_counts(path, "another", COUNTS)
     counts, why = known_counts("m", 2, 3)
     assert counts is None and why is not None and "counts the experts of another model" in why
-    write_counts(path, "m", COUNTS, 12.0)
+    write_counts(path, "m", COUNTS)
     counts, why = known_counts("m", 2, 4)
     assert counts is None and why is not None and "other numbers of layers or experts" in why
     whole = path.read_text()
@@ -60,7 +61,7 @@ def test_a_killed_process_leaves_a_whole_file(tmp_path: Path) -> None:
     path = counts_path("m")
     code = (
         "from pathlib import Path; from dsv4.engine.frequency import write_counts\n"
-        f"for i in range(10**9): write_counts(Path({str(path)!r}), 'm', [[float(i)] * 2000] * 20, i)"
+        f"for i in range(10**9): write_counts(Path({str(path)!r}), 'm', [[float(i)] * 2000] * 20)"
     )
     for pause in (0.0, 0.013, 0.031):
         writer = subprocess.Popen([sys.executable, "-c", code], env=dict(os.environ))
@@ -76,9 +77,20 @@ def test_a_killed_process_leaves_a_whole_file(tmp_path: Path) -> None:
 
 
 def test_old_counts_decay() -> None:
-    assert merged(None, COUNTS, 5.0) == COUNTS
-    half = merged([[4.0, 4.0, 4.0], [0.0, 0.0, 8.0]], COUNTS, HALF_LIFE)
-    assert half == [[3.0, 2.0, 7.5], [2.0, 2.0, 4.0]]
+    assert merged(None, COUNTS) == COUNTS
+    new = [[HALF_LIFE / 2, HALF_LIFE / 2, 0.0], [2.0, 2.0, 0.0]]
+    half = merged([[4.0, 4.0, 4.0], [0.0, 0.0, 8.0]], new)
+    assert half == [[2 + HALF_LIFE / 2, 2 + HALF_LIFE / 2, 2.0], [2.0, 2.0, 4.0]]
+
+
+def test_a_run_is_added_to_the_file() -> None:
+    save_counts("m", [[1, 2], [0, 3]])
+    save_counts("m", [[1, 0], [0, 1]])
+    counts, _ = known_counts("m", 2, 2)
+    assert counts is not None and [[round(value, 3) for value in row] for row in counts] == [[2, 2], [0, 4]]
+    counts_path("m").write_text("broken")
+    save_counts("m", [[1, 0], [0, 1]])
+    assert known_counts("m", 2, 2)[0] == [[1.0, 0.0], [0.0, 1.0]]
 
 
 def test_coverage() -> None:

@@ -49,10 +49,10 @@ def test_tables_by_token_follow_it_too() -> None:
 
 def test_a_file_of_counts_is_a_law(tmp_path: Path) -> None:
     path = tmp_path / "counts.json"
-    write_counts(path, "some", [[float(e) for e in range(256)] for _ in range(2)], 1.0)
+    write_counts(path, "some", [[float(e) for e in range(256)] for _ in range(2)])
     share = shares(str(path), FLASH)
     assert torch.equal(share[0].argsort(), torch.arange(256)) and float(share.min()) > 0
-    write_counts(path, "some", [[1.0] * 4], 1.0)
+    write_counts(path, "some", [[1.0] * 4])
     with pytest.raises(ConfigError, match="counts 1 layers of 4 experts, the model has 2 of 256"):
         shares(str(path), FLASH)
 
