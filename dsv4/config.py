@@ -199,13 +199,20 @@ class EngineConfig:
     max_context: int | None = None
     max_batch: int = 8
     chunk: int | None = None
+    max_stall_ms: int = 100
     threads: int | None = None
+    gpus: str | None = None
+    ranks: int = 1
+    rank_seconds: float = 20.0
     no_graph: bool = False
     no_overlap: bool = False
     prefix_snapshots: int = 64
+    prefix_dir: str | None = None
+    prefix_dir_bytes: int = 16 << 30
     cache_pages: int | None = None
     spill: str = "auto"
     expert_memory: int | None = None
+    swap_share: float = 0.1
     ops: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
@@ -214,9 +221,12 @@ class EngineConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(allowed)}")
         if self.spill not in ("off", "auto") and not str(self.spill).isdecimal():
             raise ConfigError(f"spill is {self.spill!r}, expected off, auto or a number of experts per layer")
-        for name in ("max_batch", "chunk", "max_context", "threads", "cache_pages", "expert_memory"):
+        if not isinstance(self.swap_share, int | float) or not 0 <= self.swap_share <= 1:
+            raise ConfigError(f"swap_share is {self.swap_share!r}, expected a share from 0 to 1")
+        needed = ("max_batch", "max_stall_ms", "ranks")
+        for name in (*needed, "chunk", "max_context", "threads", "cache_pages", "expert_memory"):
             value = getattr(self, name)
-            if value is None and name != "max_batch":
+            if value is None and name not in needed:
                 continue
             if type(value) is not int or value < 1:
                 raise ConfigError(f"{name} is {value!r}, expected an integer of at least 1")
@@ -224,6 +234,14 @@ class EngineConfig:
             raise ConfigError(
                 f"prefix_snapshots is {self.prefix_snapshots!r}, expected 0 (no prefix cache) or more"
             )
+        if not 0.1 <= self.rank_seconds <= 3600:
+            raise ConfigError(f"rank_seconds is {self.rank_seconds!r}, expected 0.1 to 3600")
+        if self.gpus is not None and (self.ranks > 1 or self.device not in ("auto", "cuda")):
+            raise ConfigError("gpus names the devices itself; leave device and ranks out")
+        if type(self.prefix_dir_bytes) is not int or self.prefix_dir_bytes < 1:
+            raise ConfigError(f"prefix_dir_bytes is {self.prefix_dir_bytes!r}, expected a number of bytes")
+        if self.prefix_dir is not None and not self.prefix_snapshots:
+            raise ConfigError("prefix_dir keeps what the prefix cache has, and prefix_snapshots 0 is none")
         if self.qat == "off" and self.cache == "fp8":
             raise ConfigError(
                 "cache fp8 is lossless only for values that were rounded to FP8 (qat on); "

@@ -19,7 +19,7 @@ LAYERS: list[set[str]] = [
     {"config", "config_json", "device", "models"},
     {"quant", "text"},
     {"kernels"},
-    {"ops", "cache"},
+    {"ops", "cache", "parallel"},
     {"model"},
     {"weights"},
     {"engine"},

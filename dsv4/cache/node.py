@@ -12,3 +12,4 @@ class Node:
     page: int = -1
     children: dict[tuple[int, ...], "Node"] = field(default_factory=dict)
     is_gone: bool = False
+    key: bytes = b""  # of its file, where prefixes are kept in a folder

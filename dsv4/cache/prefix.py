@@ -7,14 +7,25 @@ nothing is found by chance. A page in the tree is held by reference; it can be g
 holds it. A hit ends at a snapshot, since windows and tails cannot be made from pages. Knows ids, not text.
 """
 
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
+from weakref import WeakValueDictionary
 
+from dsv4.cache.folder import chain
 from dsv4.cache.layout import SPARE
 from dsv4.cache.node import Node
+from dsv4.cache.shelf import Found, Shelf
 from dsv4.cache.slots import Slots
+
+# Pages that come from the folder in one copy: bounds what it takes of the device's memory.
+COPY_PAGES = 64
+
+
+# The fields of a plan's Copy: number on the shelf, pages or a snapshot's handle, its position.
+CopyFields = tuple[int, tuple[int, ...], int, int]
 
 
 @dataclass(frozen=True)
@@ -31,23 +42,37 @@ class Hit:
 
 
 class PrefixCache:
-    """Least recently used first out, pages and snapshots each; with `max_snapshots` 0 nothing is kept."""
+    """Least recently used first out, pages and snapshots each; with `max_snapshots` 0 nothing is kept.
 
-    def __init__(self, slots: Slots, max_snapshots: int) -> None:
-        self.slots, self.max_snapshots = slots, max_snapshots
+    With a `shelf`, what is kept here is also kept in files, and what they have can be put in.
+    """
+
+    def __init__(self, slots: Slots, max_snapshots: int, shelf: Shelf | None = None) -> None:
+        self.slots, self.max_snapshots, self.shelf = slots, max_snapshots, shelf
         self._page_tokens = slots.layout.page_tokens
-        self._roots: dict[str, Node] = {}
+        # A root lives as long as something is kept below it or a sequence stands at it.
+        self._roots: WeakValueDictionary[str, Node] = WeakValueDictionary()
         # A node is used together with its parents, they after it: the oldest one never has children.
         self._nodes: OrderedDict[Node, None] = OrderedDict()
         self._snapshots: OrderedDict[Node, int] = OrderedDict()
         self._handles = count()
         self._saves: dict[int, tuple[int, int]] = {}  # handle -> slot, position: not yet in a plan
         self._drops: list[int] = []
+        # What is to be written, to be put in, or counts as used; not yet in a plan.
+        self._new_pages: list[Node] = []
+        self._new_snapshots: dict[int, tuple[Node, int]] = {}  # handle -> node, position
+        self._copies_in: list[CopyFields] = []
+        self._used: dict[Node, bool] = {}  # whether its snapshot was
         slots.pool.reclaim = self._reclaim
 
     @property
     def num_snapshots(self) -> int:
         return len(self._snapshots)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether a plan should carry something to the shelf."""
+        return self.shelf is not None and bool(self._new_pages or self._new_snapshots)
 
     def take_saves(self) -> tuple[tuple[int, int, int], ...]:
         """(handle, slot, position) of the snapshots to make, since this was last asked."""
@@ -61,29 +86,102 @@ class PrefixCache:
         self._drops.clear()
         return drops
 
+    def take_copies_out(self) -> tuple[CopyFields, ...]:
+        """Pages and snapshots to copy to the shelf, since this was last asked."""
+        pages, snapshots, used = self._new_pages, self._new_snapshots, self._used
+        self._new_pages, self._new_snapshots, self._used = [], {}, {}
+        if self.shelf is None:
+            return ()
+        now = time.time_ns()
+
+        def when(node: Node) -> int:
+            """A page is used with its parents, they after it: others never need the oldest file."""
+            return now - 1000 * len(_line(node))
+
+        copies: list[CopyFields] = []
+        if pages:
+            number = self.shelf.expect("page", [node.key for node in pages], [when(node) for node in pages])
+            copies.append((number, tuple(node.page for node in pages), -1, 0))
+        for handle, (node, position) in snapshots.items():
+            copies.append((self.shelf.expect("snapshot", [node.key], [when(node)]), (), handle, position))
+        for node, with_snapshot in used.items():
+            line = _line(node)
+            self.shelf.use(
+                keys=[above.key for above in line],
+                used_ns=[now - 1000 * depth for depth in range(1, len(line) + 1)],
+                snapshot=node.key if with_snapshot else None,
+            )
+        return tuple(copies)
+
+    def take_copies_in(self) -> tuple[CopyFields, ...]:
+        """Pages and snapshots to put in from the shelf, since this was last asked."""
+        copies = tuple(self._copies_in)
+        self._copies_in.clear()
+        return copies
+
+    def known(self, owner: str, ids: Sequence[int]) -> tuple[int, int]:
+        """How many pages of a prompt are here, and how many of them up to a snapshot."""
+        path = self._path(owner, ids)
+        return len(path), self._saved(path)
+
+    def _saved(self, path: list[Node]) -> int:
+        return max((depth for depth, node in enumerate(path, 1) if node in self._snapshots), default=0)
+
     def claim(
-        self, sequence: int, owner: str, ids: Sequence[int], tokens: int, reuse: bool = True
+        self,
+        sequence: int,
+        owner: str,
+        ids: Sequence[int],
+        tokens: int,
+        reuse: bool = True,
+        found: Found | None = None,
     ) -> Hit | None:
         """A slot for `tokens` tokens that begin with `ids`, or None while the cache is full.
 
-        At least one of `ids` is left to process, for the logits after it; without `reuse` all are.
+        At least one of `ids` is left to process, for the logits after it; without `reuse` all are. What was
+        `found` in files is used where it reaches further than what is here, and follows it.
         """
         path = self._path(owner, ids) if reuse else []
-        saved = max((depth for depth, node in enumerate(path, 1) if node in self._snapshots), default=0)
-        pages = [node.page for node in path[:saved]]
-        slot = self.slots.claim(sequence, tokens, pages)
+        saved = self._saved(path)
+        if found is not None and (not reuse or found.depth <= saved or found.first > len(path)):
+            found = None
+        saved = found.depth if found else saved
+        slot = self.slots.claim(sequence, tokens, [node.page for node in path[:saved]])
         if slot is None:
             return None
         path = [node for node in path if not node.is_gone]  # the claim may have needed their pages
+        if found is not None:
+            path = self._put_in(found, slot, path, owner, ids)
         node = path[saved - 1] if saved else self._root(owner)
         if saved:
             self._snapshots.move_to_end(node)
+            self._used[node] = True
         self._use(path[-1] if path else node)
         fork = len(path) * self._page_tokens if len(path) > saved else 0
         return Hit(slot, saved * self._page_tokens, node, fork, self._snapshots[node] if saved else None)
 
+    def _put_in(
+        self, found: Found, slot: int, path: list[Node], owner: str, ids: Sequence[int]
+    ) -> list[Node]:
+        """Enter what was found into the slot's own pages and the tree; -> all nodes of the prompt there."""
+        assert self.shelf is not None
+        begin, size = len(path), self._page_tokens
+        for start in range(begin * size, found.depth * size, size):
+            node = path[-1] if path else self._root(owner)
+            path.append(self._enter(node, tuple(ids[start : start + size]), self.slots.page_at(slot, start)))
+        pages = [node.page for node in path[begin : found.depth]]
+        for at in range(0, len(pages), COPY_PAGES):
+            rows = found.pages[begin - found.first + at :][:COPY_PAGES]
+            self._copies_in.append((self.shelf.offer(rows), tuple(pages[at : at + COPY_PAGES]), -1, 0))
+        handle = self._snapshots[path[found.depth - 1]] = next(self._handles)
+        self._copies_in.append((self.shelf.offer(found.snapshot), (), handle, found.depth * size))
+        self._evict_snapshots()
+        return [node for node in path if not node.is_gone]
+
     def _root(self, owner: str) -> Node:
-        return self._roots.setdefault(owner, Node(None))
+        return self._roots.setdefault(
+            owner, Node(None, key=self.shelf.folder.root(owner) if self.shelf else b"")
+        )
 
     def _path(self, owner: str, ids: Sequence[int]) -> list[Node]:
         path: list[Node] = []
@@ -110,29 +208,44 @@ class PrefixCache:
         boundary = stop // self._page_tokens * self._page_tokens
         return boundary if boundary > start else stop
 
-    def keep(self, slot: int, node: Node, ids: tuple[int, ...], end: int, position: int) -> Node:
+    def keep(
+        self, slot: int, node: Node, ids: tuple[int, ...], end: int, position: int, saves: bool = True
+    ) -> Node:
         """Enter the page of `slot` that ends at `end` and holds `ids`, after those of `node`; -> its node.
 
         The slot has come to `position`, and a step launched ahead to one more. If that is too far past
-        `end`, the page is kept without a snapshot.
+        `end`, or without `saves`, the page is kept without a snapshot.
         """
         if not self.max_snapshots or node.is_gone:
             return node
         child = node.children.get(ids)
         if child is None:
-            page = self.slots.page_at(slot, end - 1)
-            child = node.children[ids] = Node(node, ids, page)
-            self.slots.pool.keep(page)
-            self._nodes[child] = None
+            child = self._enter(node, ids, self.slots.page_at(slot, end - 1))
+            self._new_pages.append(child)
         self._use(child)
-        if child not in self._snapshots and position + 1 - end <= SPARE:
+        self._used.setdefault(child, False)
+        if saves and child not in self._snapshots and position + 1 - end <= SPARE:
             handle = self._snapshots[child] = next(self._handles)
             self._saves[handle] = (slot, end)
-            while len(self._snapshots) > self.max_snapshots:
-                oldest, handle = self._snapshots.popitem(last=False)
-                self._drop(handle)
-                self._prune(oldest)
+            self._new_snapshots[handle] = (child, end)
+            self._evict_snapshots()
         return child
+
+    def is_saved(self, node: Node) -> bool:
+        """Whether a prompt can go on after this node's page."""
+        return node in self._snapshots
+
+    def _enter(self, node: Node, ids: tuple[int, ...], page: int) -> Node:
+        child = node.children[ids] = Node(node, ids, page, key=chain(node.key, ids) if self.shelf else b"")
+        self.slots.pool.keep(page)
+        self._nodes[child] = None
+        return child
+
+    def _evict_snapshots(self) -> None:
+        while len(self._snapshots) > self.max_snapshots:
+            oldest, handle = self._snapshots.popitem(last=False)
+            self._drop(handle)
+            self._prune(oldest)
 
     def _prune(self, node: Node) -> None:
         """Nobody can resume here, nor further down: give up what lies between this and the next one above."""
@@ -147,6 +260,7 @@ class PrefixCache:
     def _drop(self, handle: int) -> None:
         if self._saves.pop(handle, None) is None:  # else it was never made
             self._drops.append(handle)
+        self._new_snapshots.pop(handle, None)
 
     def _remove(self, node: Node) -> None:
         assert node.parent is not None and not node.children
@@ -167,6 +281,21 @@ class PrefixCache:
                 count -= 1
 
     def clear(self) -> None:
-        """Forget everything; running sequences go on."""
+        """Forget everything; running sequences go on. Files stay: what they hold was there before."""
         for node in list(self._nodes):
             self._remove(node)
+        self._new_pages.clear()
+        self._used.clear()
+        self._copies_in.clear()
+        if self.shelf is not None:
+            self.shelf.clear()
+
+
+def _line(node: Node) -> list[Node]:
+    """The pages from the root to this one."""
+    line: list[Node] = []
+    step: Node | None = node
+    while step is not None and step.parent is not None:
+        line.append(step)
+        step = step.parent
+    return line[::-1]

@@ -48,6 +48,12 @@ def generate(
     top_k: Annotated[int, typer.Option(help="0: all")] = 0,
     top_p: Annotated[float, typer.Option()] = 1.0,
     min_p: Annotated[float, typer.Option()] = 0.0,
+    presence_penalty: Annotated[float, typer.Option(help="of tokens that have come, once")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="of tokens that have come, each time")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="above 1: of the prompt's tokens too")] = 1.0,
+    logit_bias: Annotated[
+        list[str] | None, typer.Option(help="added to a token's logit, e.g. 17=-100; repeatable")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="default: a new one each time")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="end before this text; repeatable")] = None,
     stop_id: Annotated[list[int] | None, typer.Option(help="end after this token id; repeatable")] = None,
@@ -66,8 +72,20 @@ def generate(
     from dsv4.engine.request import SamplingParams
 
     params = SamplingParams(
-        *(max_tokens, temperature, top_k, top_p, min_p, seed, tuple(stop_id or ()), tuple(stop or ())),
-        *(ignore_eos, logprobs),
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        stop_ids=tuple(stop_id or ()),
+        stop=tuple(stop or ()),
+        ignore_eos=ignore_eos,
+        logprobs=logprobs,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        repetition_penalty=repetition_penalty,
+        logit_bias=dict(map(_parse_bias, logit_bias or ())),
     )
     if thinking and not chat:
         raise RequestError("--thinking goes with --chat; a plain prompt is continued as it is")
@@ -103,6 +121,14 @@ def _parse_ids(text: str) -> list[int]:
         return [int(part) for part in text.replace(",", " ").split()]
     except ValueError:
         raise RequestError(f"--ids {text!r}: expected numbers separated by commas, e.g. 0,17,42") from None
+
+
+def _parse_bias(text: str) -> tuple[int, float]:
+    id, _, bias = text.partition("=")
+    try:
+        return int(id), float(bias)
+    except ValueError:
+        raise RequestError(f"--logit-bias {text!r}: expected a token id and a number, e.g. 17=-100") from None
 
 
 def _text_request(

@@ -145,6 +145,7 @@ def load_engine(model: Path | None, config: "EngineConfig") -> "Engine":
         model = model_folder(model)
         with load_bars(f"loading {model.resolve().name}") as (read, compiled):
             engine = Engine.load(model, config, read, compiled)
-    for note in engine.notes:
+    for note in (*engine.notes, *engine.notices):
         say("note", "yellow", note)
+    engine.notify = lambda what: say("note", "yellow", what)
     return engine

@@ -7,15 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4.cache.shelf import Landing
 from dsv4.cache.store import Cache
 from dsv4.engine.logprobs import read_token, sorted_token
-from dsv4.engine.plan import Sampling, Span
+from dsv4.engine.plan import Penalise, Sampling, Span
 from dsv4.engine.request import Token
 from dsv4.engine.runner import Masks, Result
 from dsv4.errors import DeviceError
 from dsv4.model.model import Model
 from dsv4.model.step import Step, Tap
-from dsv4.ops.sample.ref import MAX_TOP
+from dsv4.ops.sample.ref import HISTORY, MAX_TOP, pack_penalties
 
 # Rows of logits made at a time: a long prompt's would take a gigabyte.
 _ROWS = 64
@@ -52,6 +53,40 @@ class Eager:
         self.sampler = model.ops.sample
         self.save, self.restore, self.drop = cache.save, cache.restore, cache.drop
         self.set_pages = cache.set_pages
+        shape = cache.layout.num_slots, HISTORY + cache.layout.max_context
+        self.penalties = torch.zeros(shape, dtype=torch.int32, device=device)
+
+    def penalise(self, how: Penalise) -> None:
+        row = pack_penalties(
+            presence=how.presence,
+            frequency=how.frequency,
+            repetition=how.repetition,
+            bias=list(zip(how.bias_ids, how.biases, strict=True)),
+            num_prompt=how.num_prompt,
+            ids=how.ids,
+        )
+        self.penalties[how.slot, : len(row)].copy_(self.send(torch.tensor(row, dtype=torch.int32)))
+
+    def read_pages(self, pages: tuple[int, ...]) -> Landing:
+        return self._landing(self.cache.read_pages(self.send(torch.tensor(pages))))
+
+    def write_pages(self, pages: tuple[int, ...], values: Tensor) -> None:
+        self.cache.write_pages(self.send(torch.tensor(pages)), values.to(self.device, non_blocking=True))
+
+    def read_snapshot(self, handle: int) -> Landing:
+        return self._landing(self.cache.read_snapshot(handle).unsqueeze(0))
+
+    def write_snapshot(self, handle: int, position: int, values: Tensor) -> None:
+        self.cache.write_snapshot(handle, position, values.to(self.device, non_blocking=True))
+
+    def _landing(self, values: Tensor) -> Landing:
+        if not self.is_cuda:
+            return Landing(values)
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return Landing(host, done)
 
     @torch.inference_mode()
     def prefill(self, spans: tuple[Span, ...]) -> Pass:
@@ -70,6 +105,9 @@ class Eager:
         return made
 
     def decode(self, spans: tuple[Span, ...]) -> Pass:
+        for span in spans:
+            if span.sampling is not None and span.sampling.penalties >= 0:
+                self.penalties[span.slot, HISTORY + span.start] = span.ids[0]
         return self.prefill(spans)
 
     def _score(self, made: Pass, streams: Tensor, span: Span) -> None:
@@ -101,6 +139,7 @@ class Eager:
                 num_top=min(s.num_top, MAX_TOP),
                 forced=forced[i] if forced else -1,
                 has_mask=s.masked,
+                penalties=s.penalties,
             )
             for i, s in enumerate(samplings)
         ]
@@ -114,7 +153,9 @@ class Eager:
     def choose(self, made: Pass, mask: Tensor | None) -> None:
         if made.logits is not None:
             samplings = [span.sampling for span in made.sampled if span.sampling]
-            self.land(made, self.sampler.choose(made.logits, self.send(self.packed(samplings)), mask))
+            penalties = self.penalties if any(s.penalties >= 0 for s in samplings) else None
+            settings = self.send(self.packed(samplings))
+            self.land(made, self.sampler.choose(made.logits, settings, mask, penalties))
 
     def land(self, made: Pass, out: Tensor) -> None:
         """Result rows int32 [R, RESULT], on their way to the host."""

@@ -3,38 +3,34 @@
 import itertools
 import operator
 import secrets
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from dsv4.cache.prefix import PrefixCache
 from dsv4.cache.slots import Slots
-from dsv4.cache.store import Cache
 from dsv4.config import EngineConfig
-from dsv4.engine.eager import Eager
-from dsv4.engine.frequency import checksum
+from dsv4.engine.build import Compiled, Prepared, make_executor, rank_devices
 from dsv4.engine.grammar import Grammars
+from dsv4.engine.keep import Arrivals, make_shelf
 from dsv4.engine.output import Output
+from dsv4.engine.pace import Pace
+from dsv4.engine.plan import Plan
+from dsv4.engine.ranks import Leader, Ranks
 from dsv4.engine.request import Completion, Delta, FinishReason, Request, SamplingParams, Sequence
-from dsv4.engine.runner import Executor, Result, Runner
+from dsv4.engine.runner import Result, Runner
 from dsv4.engine.scheduler import Scheduler
-from dsv4.engine.settings import Settings, cache_layout, check_memory, settle
-from dsv4.engine.spill import place_experts
+from dsv4.engine.settings import Settings, cache_layout
 from dsv4.engine.stream import Stream
 from dsv4.errors import ConfigError, RequestError
-from dsv4.model.bundle import Bundle, Numerics
-from dsv4.model.exact import settle_exact
-from dsv4.model.model import Model
+from dsv4.kernels.decode.sample import MAX_PENALISED
+from dsv4.model.bundle import Bundle
 from dsv4.models import embedded
+from dsv4.parallel.mesh import Mesh
 from dsv4.text.tokenizer import Tokenizer
-from dsv4.weights.load import Checkpoint, Progress
-from dsv4.weights.tiled import load_tiled
-
-# Kernels compiled so far, all of them, and the last one's name.
-Compiled = Callable[[int, int, str], None]
+from dsv4.weights.load import Progress
 
 
 class Engine:
@@ -48,34 +44,23 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         notes: tuple[str, ...] = (),
         compiled: Compiled | None = None,
-        counted_as: str | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        """Around loaded weights; `load` is the usual way to one. `compiled` is told of kernels on a GPU;
-        `counted_as`: the model under which choices of experts are kept there."""
+        """Around loaded weights; `load` is the usual way to one. `compiled` is told of kernels on a GPU."""
         self.config, self.model_config, self.tokenizer, self.notes = config, bundle.config, tokenizer, notes
         self.settings = s = settings
         layout = cache_layout(bundle.config, s, config, bundle.weights.num_mtp_layers)
-        self.model = Model(bundle, s.max_context, s.device.torch_name)
-        cache = Cache(layout, s.device.torch_name, s.dtype)
-        executor: Executor = Eager(self.model, cache, s.device.torch_name)
-        if s.tiled:
-            from dsv4.engine.graphs import Graphs  # imports Triton, which a machine without a GPU may lack
-
-            executor = Graphs(
-                b=bundle,
-                model=self.model,
-                cache=cache,
-                max_batch=config.max_batch,
-                chunk=s.chunk,
-                use_graphs=not config.no_graph,
-                overlap=not config.no_overlap,
-                compiled=compiled,
-                counted_as=counted_as,
-            )
-        self.runner = Runner(executor)
+        self.model, executor = make_executor(bundle, s, config, compiled)
+        # What comes up while it runs; called from any thread. Whoever has a log puts its own function here.
+        self.notices: list[str] = []
+        self.notify: Callable[[str], object] = self.notices.append
+        shelf = make_shelf(config, s, bundle, executor.cache, lambda what: self.notify(what))
+        self.ranks, self.runner = ranks, Leader(executor, ranks) if ranks else Runner(executor, shelf)
         self.slots = Slots(layout)
-        self.prefix = PrefixCache(self.slots, config.prefix_snapshots)
+        self.prefix = PrefixCache(self.slots, config.prefix_snapshots, shelf)
         self.scheduler = Scheduler(self.slots, self.prefix, s.chunk, executor.same_bits)
+        self.pace = Pace(config.max_stall_ms / 1000, s.chunk)
+        self.arrivals = Arrivals(self.scheduler, self.prefix)
         self.grammars = Grammars(tokenizer, bundle.config.vocab_size)
         self._outputs: dict[str, Output] = {}
         self._running: dict[int, Output] = {}  # the same by sequence number
@@ -92,38 +77,30 @@ class Engine:
     ) -> "Engine":
         """An engine for a model folder, else the embedded model; tokenizer.json, if there, gives it text."""
         path, config = embedded() if path is None else Path(path), config or EngineConfig()
-        checkpoint = Checkpoint.open(path)
         folder = path if path.is_dir() else path.parent
+        devices = rank_devices(config)
+        prepared = Prepared.make(path, config, 0, devices)
         tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").exists() else None
-        if tokenizer is not None and tokenizer.vocab_size > checkpoint.config.vocab_size:
+        rows = prepared.checkpoint.config.vocab_size
+        if tokenizer is not None and tokenizer.vocab_size > rows:
             raise ConfigError(
-                f"tokenizer.json has {tokenizer.vocab_size} ids, the model {checkpoint.config.vocab_size} "
+                f"tokenizer.json has {tokenizer.vocab_size} ids, the model {rows} "
                 "rows; the tokenizer belongs to another model"
             )
-        settings = settle(config, checkpoint)
-        split = check_memory(settings, config, checkpoint)
-        # Decoding small blocks of rows is done before a second thread has woken up (measured: docs/log.md).
-        torch.set_num_threads(1)
-        notes, counted_as = checkpoint.inventory.notes, checksum(checkpoint) if settings.tiled else None
-        if settings.tiled:
-            device = settings.device.torch_name
-            placement, said = place_experts(split, counted_as, device)
-            notes += said
-            weights = load_tiled(checkpoint, device, progress, placement)
-        else:
-            weights = checkpoint.load(settings.dense, settings.device.torch_name, progress)
-        torch.set_num_threads(settings.threads)
-        numerics = Numerics(settings.dtype, config.activations, config.qat == "on")
-        bundle = Bundle(checkpoint.config, weights, settings.ops, numerics)
-        if not settings.tiled:
-            notes += settle_exact(
-                config=checkpoint.config,
-                num_mtp_layers=weights.num_mtp_layers,
-                max_context=settings.max_context,
-                device=torch.device(settings.device.torch_name),
-                threads=settings.threads,
-            ).notes
-        return cls(bundle, settings, config, tokenizer, notes, compiled, counted_as)
+        ranks = Ranks(path, prepared.settled, devices) if len(devices) > 1 else None
+        with ExitStack() as undo:
+            if ranks:
+                undo.callback(ranks.stop)
+            weights, notes = prepared.load(progress)
+            bundle = prepared.bundle(weights, ranks.join() if ranks else Mesh())
+            engine = cls(bundle, prepared.settings, config, tokenizer, notes, compiled, ranks)
+            undo.pop_all()
+        return engine
+
+    def close(self) -> None:
+        """End the other ranks, if there are any; they also end with this process."""
+        if self.ranks:
+            self.ranks.stop()
 
     def request(
         self, prompt: str | list[int] | tuple[int, ...], params: SamplingParams | None = None
@@ -146,7 +123,8 @@ class Engine:
         params, vocab = request.params, self.model_config.vocab_size
         if not request.ids:
             raise RequestError("the prompt is empty; give at least one token")
-        for what, ids in (("prompt id", request.ids), ("stop id", params.stop_ids)):
+        known = {"prompt id": request.ids, "stop id": params.stop_ids, "logit_bias id": params.logit_bias}
+        for what, ids in known.items():
             if bad := [i for i in ids if not isinstance(i, int) or not 0 <= i < vocab]:
                 raise RequestError(f"{what} {bad[0]!r} is outside the vocabulary of {vocab}")
         length, max_context = len(request.ids), self.settings.max_context
@@ -160,6 +138,10 @@ class Engine:
             raise RequestError("stop strings need a tokenizer.json in the model folder; use stop_ids")
         if (most := max(params.logprobs or 0, params.prompt_logprobs or 0)) > vocab:
             raise RequestError(f"logprobs asks for {most} alternatives of a vocabulary of {vocab}")
+        if params.is_penalised and self.settings.tiled and vocab > MAX_PENALISED:
+            raise RequestError(
+                f"penalties and logit_bias need a vocabulary of at most {MAX_PENALISED} on a GPU, not {vocab}"
+            )
         stop_ids = set(params.stop_ids)
         if not params.ignore_eos:
             stop_ids |= {self.model_config.eos_id, *(self.tokenizer.stop_ids if self.tokenizer else ())}
@@ -169,7 +151,7 @@ class Engine:
             sequence.matcher = self.grammars.matcher(params.grammar)
         output = Output(sequence, self.tokenizer)
         self._outputs[request.id] = self._running[sequence.number] = output
-        self.scheduler.add(sequence)
+        self.arrivals.add(sequence)
 
     def next_number(self) -> int:
         """A sequence's number, which names it wherever a slot could be somebody else's by now."""
@@ -177,7 +159,9 @@ class Engine:
 
     def step(self) -> list[Delta]:
         """One pass of every running sequence; what came out."""
-        plan = self.scheduler.plan()
+        began = time.perf_counter()
+        self.arrivals.take()
+        plan = self.scheduler.plan(self.pace.limit)
         if not plan.spans and self.scheduler.waiting:
             self.runner.apply(plan, self._mask)  # what it moves in the cache must not be lost
             raise RequestError(
@@ -193,6 +177,11 @@ class Engine:
             self.scheduler.restart()
             self.runner.forget()
             raise
+        self.pace.note(
+            tokens=sum(len(span.ids) for span in plan.prefill),
+            num_decoded=len(plan.decode),
+            seconds=time.perf_counter() - began,
+        )
         for result in results:
             output = self._running[result.sequence]
             output.sequence.prompt += result.prompt
@@ -207,12 +196,14 @@ class Engine:
         for delta in deltas:
             if delta.finish_reason and delta.finish_reason != "error":
                 self._drop(delta.request_id)
+        if not self._outputs and self.prefix.has_copies:  # no next plan would carry them
+            self.runner.apply(Plan(**self.scheduler.changes()), self._mask)
         return deltas
 
     def _drop(self, request_id: str) -> None:
         sequence = self._outputs.pop(request_id).sequence
         del self._running[sequence.number]
-        self.scheduler.finish(sequence)
+        self.arrivals.finish(sequence)
 
     def _mask(self, number: int) -> bytes | None:
         """The tokens that a sequence's grammar allows next, as bits."""

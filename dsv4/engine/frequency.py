@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 
@@ -120,8 +121,11 @@ class Recorder:
     """Brings the device's counts to the model's file now and then. Nothing waits: a copy is looked at when it
     has arrived, and a thread writes the file."""
 
-    def __init__(self, counts: Tensor, model: str) -> None:
-        """counts: int32 [layers, experts] on a GPU, which decode steps add to."""
+    def __init__(
+        self, counts: Tensor, model: str | None, note: Callable[[Tensor], None] | None = None
+    ) -> None:
+        """counts: int32 [layers, experts] on a GPU, which decode steps add to. `note` is told of new ones."""
+        self._note = note
         self.model, self._counts = model, counts
         self._seen = torch.zeros(counts.shape, dtype=torch.int64)
         self._landed = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=counts.is_cuda)
@@ -146,6 +150,10 @@ class Recorder:
         now = self._landed.long()
         new = (now - self._seen) % (1 << 32)  # the device's numbers wrap around
         self._seen = now
+        if self._note is not None:
+            self._note(new)
+        if self.model is None:
+            return
         self._writer = Thread(target=save_counts, args=(self.model, new.tolist()), daemon=True)
         self._writer.start()
 

@@ -6,6 +6,8 @@ fuel, not by time: at compilation about a second, then at most some 20 ms per to
 
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from dsv4.errors import RequestError, TextError
@@ -47,14 +49,16 @@ class Matcher:
 
     def mask(self) -> bytes:
         """Bit i: whether token i may come next. llguidance gives more bytes than there are tokens for."""
-        bits: bytes = self._state.compute_bitmask()[: self._num_bytes]
+        with _own_failure():
+            bits: bytes = self._state.compute_bitmask()[: self._num_bytes]
         self._check()
         if not any(bits):
             raise RequestError("the output's grammar allows no token here; simplify it")
         return bits
 
     def accept(self, id: int) -> None:
-        self._state.consume_token(id)
+        with _own_failure():
+            self._state.consume_token(id)
         self._check()
 
     def _check(self) -> None:
@@ -105,7 +109,9 @@ class Grammars:
             max_grammar_size=MAX_GRAMMAR_SYMBOLS,
             verbose_errors=False,
         )
-        state = LLMatcher(self._all_words(), text, log_level=0, limits=limits)
+        words = self._all_words()
+        with _own_failure():
+            state = LLMatcher(words, text, log_level=0, limits=limits)
         if state.is_error():
             raise RequestError(f"the grammar cannot be used: {_short(state.get_error())}")
         return state
@@ -120,6 +126,17 @@ class Grammars:
                 wrapper = TokenizerWrapper(_Words(self._tokenizer, self._vocab_size))
                 self._words = LLTokenizer(wrapper, self._vocab_size, self._tokenizer.eos_id)
             return self._words
+
+
+@contextmanager
+def _own_failure() -> Iterator[None]:
+    """What llguidance raises is the error of its own request. A panic is one too, and no Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise RequestError(f"the output's grammar failed ({_short(str(error))}); simplify it") from error
 
 
 def _short(error: str) -> str:

@@ -2,7 +2,7 @@
 
 Token, position and sampling settings of a row live on the device and move on by themselves: when the same
 rows go on, the next step is one graph replay. `latest` has the last choice of every slot, so that other rows
-can be put together before the host has seen their tokens.
+can be put together before the host has seen their tokens; a slot's tokens lie beside its penalties.
 """
 
 from dataclasses import replace
@@ -15,7 +15,9 @@ from dsv4.engine.eager import Eager, Pass
 from dsv4.engine.frequency import Recorder
 from dsv4.engine.plan import Sampling, Span
 from dsv4.engine.runner import UNSEEN, Masks, Result
+from dsv4.engine.swap import Swapper
 from dsv4.kernels.common.ahead import Compiled
+from dsv4.kernels.decode.sample import MAX_PENALISED
 from dsv4.model.buffers import graph_rows
 from dsv4.model.bundle import Bundle
 from dsv4.model.decode import Decoder
@@ -49,26 +51,36 @@ class Graphs(Eager):
         use_graphs: bool,
         overlap: bool,
         compiled: Compiled | None = None,
-        counted_as: str | None = None,
+        swap_share: float = 0.0,
     ) -> None:
-        """Every kernel that can run is compiled and loaded here; `compiled` is told how far that has come.
-
-        `counted_as`: the model's checksum, under which the choices of experts are kept; None: nowhere.
-        """
+        """Every kernel that can run is compiled and loaded here; `compiled` is told how far that has come."""
         device = cache.page_table.device
         super().__init__(model, cache, str(device))
         sizes = graph_rows(max_batch)
         self.max_rows = sizes[-1]
         self.latest = torch.zeros(cache.layout.num_slots, dtype=torch.long, device=device)
-        counts = None
-        if counted_as is not None:
+        placement, counts = b.weights.placement, None
+        self.swapper: Swapper | None = None
+        if placement is not None and swap_share and 0 < placement.slots.num_resident < len(placement.slots):
+            self.swapper = Swapper(placement, swap_share)
+        if self.swapper is not None or b.weights.checksum is not None:
             shape = (b.config.num_layers, b.config.num_experts)
             counts = torch.zeros(shape, dtype=torch.int32, device=device)
-        self.recorder = None if counts is None else Recorder(counts, str(counted_as))
+        note = None if self.swapper is None else self.swapper.note
+        self.recorder = None if counts is None else Recorder(counts, b.weights.checksum, note)
         self.decoders: dict[int, Decoder] = {}
         self._holds: dict[int, Rows] = {}  # by number of rows: what the decoder's buffers hold now
         for rows in sizes:
-            self.decoders[rows] = Decoder(b, model, cache, rows, self.latest, overlap, counts)
+            self.decoders[rows] = Decoder(
+                b=b,
+                model=model,
+                cache=cache,
+                rows=rows,
+                latest=self.latest,
+                penalties=self.penalties if b.config.vocab_size <= MAX_PENALISED else None,
+                overlap=overlap,
+                counts=counts,
+            )
         warm_up(model, cache, chunk, self._run_padding, compiled)
         with torch.inference_mode():
             self._run_padding()
@@ -80,6 +92,14 @@ class Graphs(Eager):
         """Every decode step launch by launch, on rows that are not in use: the cache stays as it is."""
         for decoder in self.decoders.values():
             decoder.run()
+
+    def prefill(self, spans: tuple[Span, ...]) -> Pass:
+        """Waited for inside a prompt too: chunks that queue up on the device are a stall nobody planned."""
+        made = super().prefill(spans)
+        if not made.sampled:
+            made.done = torch.cuda.Event()
+            made.done.record()
+        return made
 
     @torch.inference_mode()
     def decode(self, spans: tuple[Span, ...]) -> Pass:
@@ -93,6 +113,8 @@ class Graphs(Eager):
             tokens = [(span.slot, span.start, span.ids[0]) for span in spans]
             decoder.load(tokens, self.packed(samplings), self.send, take_latest=any(unseen))
         is_masked = any(sampling.masked for sampling in samplings)
+        if self.swapper is not None:
+            self.swapper.between()
         decoder.step(samples=not is_masked)
         if self.recorder is not None:
             self.recorder.step()

@@ -10,6 +10,7 @@ from dsv4.cache.layout import CacheLayout
 from dsv4.config import ModelConfig
 from dsv4.model.buffers import buffer_bytes
 from dsv4.model.params import declare
+from dsv4.ops.sample.ref import HISTORY
 
 # Compiled kernels and graphs, and what the allocator rounds up or keeps between two sizes.
 RESERVED = 1 << 30
@@ -23,7 +24,7 @@ class Memory:
     cache: int  # pages of entries and index keys
     state: int  # windows and open blocks
     snapshots: int
-    tables: int  # rotations
+    tables: int  # rotations; penalties and tokens of every slot
     copies: int  # weights that the model keeps in a second form
     buffers: int  # of the decode steps
     workspace: int
@@ -55,16 +56,16 @@ def gpu_memory(
         cache=layout.pool_bytes(),
         state=layout.state_bytes(),
         snapshots=layout.max_snapshots * layout.snapshot_bytes(),
-        tables=table_bytes(c, layout.max_context),
+        tables=table_bytes(c, layout.max_context, layout.num_slots),
         copies=_copied_bytes(c, layout.num_mtp_layers),
         buffers=buffer_bytes(c, layout.max_context, dtype, sum(graph_rows)),
         workspace=prompt_bytes(c, min(chunk, layout.max_context)) if chunk else 0,
     )
 
 
-def table_bytes(c: ModelConfig, max_context: int) -> int:
-    """Two tables of float32 cosines and sines, for sliding and for compressed layers."""
-    return 2 * max_context * c.rope_dim * 4
+def table_bytes(c: ModelConfig, max_context: int, num_slots: int) -> int:
+    """Two tables of float32 cosines and sines, for sliding and for compressed layers; one of penalties."""
+    return 2 * max_context * c.rope_dim * 4 + num_slots * (HISTORY + max_context) * 4
 
 
 def _copied_bytes(c: ModelConfig, num_mtp_layers: int) -> int:

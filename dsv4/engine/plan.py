@@ -21,6 +21,7 @@ class Sampling:
     index: int = 0
     num_top: int = -1  # alternatives to report; -1: no log-probabilities at all
     masked: bool = False  # a grammar's mask comes before the choice is made
+    penalties: int = -1  # the slot whose penalties apply; -1: none
 
 
 @dataclass(frozen=True)
@@ -69,16 +70,48 @@ class Restore:
 
 
 @dataclass(frozen=True)
+class Penalise:
+    """What the slot's new owner is penalised by. The device notes further tokens by itself, by position.
+
+    `ids` are the tokens there are, where they count; `bias_ids` and `biases` go together.
+    """
+
+    slot: int
+    presence: float
+    frequency: float
+    repetition: float
+    bias_ids: tuple[int, ...]
+    biases: tuple[float, ...]
+    num_prompt: int
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Between the cache and the shelf (cache/shelf.py), where it has a number that is never used twice: the
+    contents of pages, or those of a snapshot at a position."""
+
+    number: int
+    pages: tuple[int, ...] = ()
+    snapshot: int = -1
+    position: int = 0
+
+
+@dataclass(frozen=True)
 class Plan:
     """Carried out in the order of the fields, on one stream.
 
-    Saves come first: what an earlier step left in a slot is kept before anybody else gets the slot.
+    Saves and copies out come first: what an earlier step left in a slot or a page is kept before anybody else
+    gets it.
     """
 
     saves: tuple[Save, ...] = ()
+    copies_out: tuple[Copy, ...] = ()
     free: tuple[int, ...] = ()  # slots whose sequences have ended or paused
     claims: tuple[Claim, ...] = ()
+    copies_in: tuple[Copy, ...] = ()
     restores: tuple[Restore, ...] = ()
+    penalties: tuple[Penalise, ...] = ()
     drops: tuple[int, ...] = ()  # handles of snapshots
     prefill: tuple[Span, ...] = ()
     decode: tuple[Span, ...] = ()  # one generated token each

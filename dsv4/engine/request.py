@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dsv4.cache.node import Node
-from dsv4.engine.plan import Sampling
+from dsv4.engine.plan import Penalise, Sampling
 from dsv4.errors import RequestError
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+MAX_BIAS = 1024  # entries of a request's logit_bias
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,11 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # how many alternatives to report beside each token; None: no logprobs at all
     prompt_logprobs: int | None = None  # the same for the tokens of the prompt
+    # Subtracted from the logits of tokens that were generated: once, and for every time.
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0  # divides logits above 0, multiplies others; of the prompt's tokens too
+    logit_bias: dict[int, float] = field(default_factory=dict)  # token id -> what is added, before all this
     grammar: str | None = None  # of the whole output, see engine/grammar.py
 
     def __post_init__(self) -> None:
@@ -41,6 +47,9 @@ class SamplingParams:
                 self.prompt_logprobs is None or _integer(self.prompt_logprobs, 0),
                 *("prompt_logprobs", "0 or more alternatives"),
             ),
+            (_within(self.presence_penalty, -2, 2), "presence_penalty", "a number from -2 to 2"),
+            (_within(self.frequency_penalty, -2, 2), "frequency_penalty", "a number from -2 to 2"),
+            (_within(self.repetition_penalty, 0.01, 100), "repetition_penalty", "a number from 0.01 to 100"),
             (_all(self.stop_ids, int) and all(i >= 0 for i in self.stop_ids), "stop_ids", "a tuple of ids"),
             (self.grammar is None or isinstance(self.grammar, str), "grammar", "a grammar as text"),
             (_all(self.stop, str) and all(self.stop), "stop", "a tuple of non-empty strings"),
@@ -48,6 +57,19 @@ class SamplingParams:
         for holds, name, expected in rules:
             if not holds:
                 raise RequestError(f"{name} is {getattr(self, name)!r}, expected {expected}")
+        if not isinstance(self.logit_bias, dict) or len(self.logit_bias) > MAX_BIAS:
+            found = len(self.logit_bias) if isinstance(self.logit_bias, dict) else repr(self.logit_bias)
+            raise RequestError(f"logit_bias has {found} entries, expected a dict of at most {MAX_BIAS}")
+        for id, bias in self.logit_bias.items():
+            if not _integer(id, 0) or not _within(bias, -100, 100):
+                raise RequestError(
+                    f"logit_bias has {id!r}: {bias!r}, expected token ids and numbers from -100 to 100"
+                )
+
+    @property
+    def is_penalised(self) -> bool:
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
+        return penalties != (0, 0, 1) or any(self.logit_bias.values())
 
 
 def _integer(value: object, low: int, end: float = math.inf) -> bool:
@@ -56,6 +78,10 @@ def _integer(value: object, low: int, end: float = math.inf) -> bool:
 
 def _number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _within(value: object, low: float, high: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
 
 
 def _all(values: object, kind: type) -> bool:
@@ -132,7 +158,10 @@ class Sequence:
     # Set by the scheduler: where the sequence stands among the cached prefixes, and what it found there.
     node: Node | None = None
     fork: int = 0
-    num_cached: int | None = None
+    num_cached: int | None = None  # None: never admitted
+    num_saved: int = 0  # where its last snapshot was made or found
+    num_passed: int = 0  # how often others went first, since it last had its turn
+    found: Any = None  # cache.shelf.Found: what files have of its prompt
     matcher: Any = None  # engine.grammar.Matcher, for a request with a grammar
 
     @property
@@ -161,6 +190,23 @@ class Sequence:
             index=position - self.num_prompt,
             num_top=-1 if p.logprobs is None else p.logprobs,
             masked=self.matcher is not None and position == self.num_known,
+            penalties=self.slot if p.is_penalised and self.slot is not None else -1,
+        )
+
+    def penalties(self) -> Penalise:
+        """Of a sequence that has just got its slot."""
+        p = self.request.params
+        assert self.slot is not None
+        counts = (p.presence_penalty, p.frequency_penalty, p.repetition_penalty) != (0, 0, 1)
+        return Penalise(
+            slot=self.slot,
+            presence=float(p.presence_penalty),
+            frequency=float(p.frequency_penalty),
+            repetition=float(p.repetition_penalty),
+            bias_ids=tuple(p.logit_bias),
+            biases=tuple(map(float, p.logit_bias.values())),
+            num_prompt=self.num_prompt,
+            ids=tuple(self.span(0, self.num_known)) if counts else (),
         )
 
     def to_score(self, start: int, stop: int) -> tuple[tuple[int, ...], int]:

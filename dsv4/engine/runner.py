@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from dsv4.engine.plan import Plan, Span
+from dsv4.cache.shelf import Landing, Shelf
+from dsv4.engine.plan import Copy, Penalise, Plan, Span
 from dsv4.engine.request import Token
 from dsv4.errors import Dsv4Error
 from dsv4.model.step import Tap
@@ -51,7 +52,12 @@ class Executor(Protocol):
     def save(self, handle: int, slot: int, position: int) -> None: ...
     def set_pages(self, slot: int, pages: tuple[int, ...]) -> None: ...
     def restore(self, slot: int, handle: int) -> None: ...
+    def penalise(self, how: Penalise) -> None: ...
     def drop(self, handle: int) -> None: ...
+    def read_pages(self, pages: tuple[int, ...]) -> Landing: ...
+    def write_pages(self, pages: tuple[int, ...], values: Tensor) -> None: ...
+    def read_snapshot(self, handle: int) -> Landing: ...
+    def write_snapshot(self, handle: int, position: int, values: Tensor) -> None: ...
     def prefill(self, spans: tuple[Span, ...]) -> Any: ...
     def decode(self, spans: tuple[Span, ...]) -> Any: ...
     def sample(self, launched: Any, masks: Masks) -> None: ...
@@ -63,8 +69,8 @@ class Executor(Protocol):
 
 
 class Runner:
-    def __init__(self, executor: Executor) -> None:
-        self.executor = executor
+    def __init__(self, executor: Executor, shelf: Shelf | None = None) -> None:
+        self.executor, self.shelf = executor, shelf
         self._owner: dict[int, int] = {}  # slot -> sequence
         self._ahead: list[Launched] = []
         # sequence -> (start, id) of its row launched ahead: the next plan's, if it goes on as expected
@@ -72,17 +78,21 @@ class Runner:
 
     def apply(self, plan: Plan, masks: Masks) -> list[Result]:
         """Carry out the plan, launch the next step ahead, wait for the plan's results."""
-        self._move(plan)
-        expected, ahead = self._expected, self._ahead
-        self._expected, self._ahead = {}, []
+        # A slot that was freed takes its row launched ahead with it: the same sequence may come back to other
+        # pages, and the row's entries went to those it had.
+        freed = {self._owner.get(slot) for slot in plan.free}
+        expected = {number: at for number, at in self._expected.items() if number not in freed}
+        ahead, self._expected, self._ahead = self._ahead, {}, []
         order = {span.sequence: place for place, span in enumerate(plan.spans)}
         failed: list[Result] = []
         launched: list[Launched] = []
         rest = tuple(s for s in plan.decode if expected.get(s.sequence) != (s.start, s.ids[0]))
         kept = {span.sequence for span in plan.decode} - {span.sequence for span in rest}
         taken = [step for step in ahead if any(span.sequence in kept for span in step.spans)]
+        # Before anything moves: rows that have ended are sampled with the others, by what is in their slots.
         taken = [step for step in taken if self._sample(step, masks, failed)]
         failed = [result for result in failed if result.sequence in kept]
+        self._move(plan)
         if plan.prefill:
             launched += self._launch(self.executor.prefill, plan.prefill, masks, failed)
         for part in self._parts(rest):
@@ -106,23 +116,42 @@ class Runner:
         return self.executor.study(span, tap, next_ids)
 
     def _move(self, plan: Plan) -> None:
-        """Everything but the spans. A slot that was freed takes its row launched ahead with it: the same
-        sequence may come back to other pages, and the row's entries went to those it had."""
+        """Everything but the spans."""
         device = self.executor
         for save in plan.saves:
             device.save(save.handle, save.slot, save.position)
+        for copy in plan.copies_out:
+            self._copy_out(copy)
         for slot in plan.free:
-            self._expected.pop(self._owner.pop(slot, -1), None)
+            self._owner.pop(slot, None)
         for claim in plan.claims:
             assert self._owner.get(claim.slot, claim.sequence) == claim.sequence, claim
             self._owner[claim.slot] = claim.sequence
             device.set_pages(claim.slot, claim.pages)
+        for copy in plan.copies_in:
+            self._copy_in(copy)
         for restore in plan.restores:
             device.restore(restore.slot, restore.handle)
+        for how in plan.penalties:
+            device.penalise(how)
         for handle in plan.drops:
             device.drop(handle)
         for span in plan.spans:
             assert self._owner[span.slot] == span.sequence, (span.slot, span.sequence, self._owner)
+
+    def _copy_out(self, copy: Copy) -> None:
+        assert self.shelf is not None
+        device = self.executor
+        landing = device.read_pages(copy.pages) if copy.pages else device.read_snapshot(copy.snapshot)
+        self.shelf.put(copy.number, landing)
+
+    def _copy_in(self, copy: Copy) -> None:
+        assert self.shelf is not None
+        values = self.shelf.take(copy.number)
+        if copy.pages:
+            self.executor.write_pages(copy.pages, values)
+        else:
+            self.executor.write_snapshot(copy.snapshot, copy.position, values)
 
     def _launch(
         self,
@@ -192,6 +221,14 @@ class Runner:
     def forget(self) -> None:
         """All slots are free and nothing is on its way: after an interrupted plan (Scheduler.restart)."""
         self._owner, self._expected, self._ahead = {}, {}, []
+
+
+class Member(Runner):
+    """One rank of several: a pass that fails here has not failed on the others, so it ends them all."""
+
+    def _attempt(self, spans: tuple[Span, ...], call: Callable[[], object]) -> list[Result]:
+        call()
+        return []
 
 
 def no_masks(sequence: int) -> bytes | None:

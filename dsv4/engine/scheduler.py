@@ -5,15 +5,23 @@ from typing import Any
 
 from dsv4.cache.prefix import PrefixCache
 from dsv4.cache.slots import Slots
-from dsv4.engine.plan import Claim, Plan, Restore, Save, Span
+from dsv4.engine.plan import Claim, Copy, Penalise, Plan, Restore, Save, Span
 from dsv4.engine.request import Sequence
 
 # Tokens a sequence must have room for beyond what it has to process, so that it does not soon have to pause.
 HEADROOM = 64
+# How often shorter prompts may go first: before the first one that waits, and before the oldest that is read.
+MAX_OVERTAKEN, MAX_PASSED = 8, 3
 
 
 class Scheduler:
-    """First come, first served. A sequence takes pages as it grows; when none is left, the youngest pauses.
+    """Short prompts go first, with a bound. A sequence takes pages as it grows; when none is left, the
+    youngest pauses.
+
+    Of those that wait, a shorter prompt is admitted before the first one MAX_OVERTAKEN times at most. Of
+    those admitted, the one with the least left to read goes first, but in one of MAX_PASSED + 1 steps it is
+    the oldest. A prompt has pages for all of it before its first token is read, so several that are half read
+    never wait for each other.
 
     A paused sequence gives up its slot and waits in front of all others; what it had processed is processed
     again later, as far as the prefix cache has not kept it.
@@ -30,37 +38,63 @@ class Scheduler:
         self.num_pauses = 0
         self._is_tight = False  # somebody was paused, and nobody has ended since
         self._restores: dict[int, int] = {}  # slot -> snapshot, not yet in a plan
+        self._penalties: dict[int, Penalise] = {}  # by slot, not yet in a plan
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
-    def plan(self) -> Plan:
+    def plan(self, limit: int | None = None) -> Plan:
+        """`limit`: prompt tokens of a step that somebody waits for; None: `chunk`, as of all other steps."""
         self._admit()
         self._grow()
         if not self.running:
             self._admit()
-        reading = {s.number: self._end_of_prompt(s) for s in self.running}
+        ends = {s.number: self._end_of_prompt(s) for s in self.running}
+        reading = [s for s in self.running if s.num_processed < ends[s.number]]
         decode = tuple(
-            self._span(s, s.num_processed + 1) for s in self.running if s.num_processed >= reading[s.number]
+            self._span(s, s.num_processed + 1) for s in self.running if s.num_processed >= ends[s.number]
         )
-        prefill, budget = [], self.chunk
-        for s in self.running:
-            start, end = s.num_processed, reading[s.number]
-            if start < end and budget:
-                stop = self.prefix.next_stop(start, min(end, start + budget), s.fork)
-                prefill.append(self._span(s, stop))
-                budget -= stop - start
+        left = {s.number: ends[s.number] - s.num_processed for s in reading}
+        budget = self.chunk
+        if limit is not None and (decode or (len(reading) > 1 and min(left.values()) <= limit)):
+            budget = min(budget, limit)
+        prefill = []
+        for s in self._in_turn(reading, left):
+            if not budget:
+                break
+            start = s.num_processed
+            stop = self.prefix.next_stop(start, min(ends[s.number], start + budget), s.fork)
+            prefill.append(self._span(s, stop))
+            budget -= stop - start
         return Plan(**self.changes(), prefill=tuple(prefill), decode=decode)
+
+    @staticmethod
+    def _in_turn(reading: list[Sequence], left: dict[int, int]) -> list[Sequence]:
+        """Who has the least left first; the oldest before all others if it was not first for long enough."""
+        if not reading:
+            return []
+        order = sorted(reading, key=lambda s: (left[s.number], s.number))
+        oldest = min(reading, key=lambda s: s.number)
+        if oldest.num_passed >= MAX_PASSED:
+            order.remove(oldest)
+            order.insert(0, oldest)
+        oldest.num_passed = 0 if order[0] is oldest else oldest.num_passed + 1
+        return order
 
     def changes(self) -> dict[str, Any]:
         """What has changed in the cache since the last plan: the fields of a plan other than its spans."""
         restores = tuple(Restore(slot, handle) for slot, handle in self._restores.items())
+        penalties = tuple(self._penalties.values())
         self._restores.clear()
+        self._penalties.clear()
         return {
             "saves": tuple(Save(*save) for save in self.prefix.take_saves()),
+            "copies_out": tuple(Copy(*copy) for copy in self.prefix.take_copies_out()),
             "free": self.slots.take_freed(),
             "claims": tuple(Claim(*claim) for claim in self.slots.take_claims()),
+            "copies_in": tuple(Copy(*copy) for copy in self.prefix.take_copies_in()),
             "restores": restores,
+            "penalties": penalties,
             "drops": self.prefix.take_drops(),
         }
 
@@ -104,24 +138,56 @@ class Scheduler:
             limit = span.end if self.same_bits else min(span.end, s.num_prompt)
             for end in range((span.start // size + 1) * size, limit + 1, size):
                 ids = tuple(s.span(end - size, end))
-                s.node = self.prefix.keep(s.slot, s.node, ids, end, s.num_processed)
+                s.node = self.prefix.keep(
+                    slot=s.slot,
+                    node=s.node,
+                    ids=ids,
+                    end=end,
+                    position=s.num_processed,
+                    saves=self._is_worth_saving(s, end),
+                )
+                if self.prefix.is_saved(s.node):
+                    s.num_saved = end
+
+    def _is_worth_saving(self, s: Sequence, end: int) -> bool:
+        """At the prompt's last page and after it, where prompts part, and otherwise once in a whole chunk:
+        small chunks beside others must not drive out everybody else's snapshots."""
+        size = self.slots.layout.page_tokens
+        stride = max(size, self.chunk // size * size)
+        return end + size > s.num_prompt or end == s.fork or end - s.num_saved >= stride
 
     def _admit(self) -> None:
         while self.waiting and self.slots.num_free and not (self._is_tight and self.running):
-            s = self.waiting[0]
+            s = self._next()
             tokens = min(s.num_prompt + s.max_tokens, s.num_known + HEADROOM)
             # A prompt whose tokens are to be scored is processed in full, once.
             reuse = s.request.params.prompt_logprobs is None or bool(s.tokens)
             ids = s.span(0, s.num_known if self.same_bits else s.num_prompt)
-            hit = self.prefix.claim(s.number, s.request.owner, ids, tokens, reuse)
+            hit = self.prefix.claim(s.number, s.request.owner, ids, tokens, reuse, s.found)
             if hit is None:
                 return
+            s.found = None
             s.slot, s.num_processed, s.node, s.fork = hit.slot, hit.position, hit.node, hit.fork
+            s.num_saved = hit.position
             if hit.snapshot is not None:
                 self._restores[hit.slot] = hit.snapshot
+            if s.request.params.is_penalised:
+                self._penalties[hit.slot] = s.penalties()
             if s.num_cached is None:
                 s.num_cached = hit.position
-            self.running.append(self.waiting.popleft())
+            if s is not self.waiting[0]:
+                self.waiting[0].num_passed += 1
+            s.num_passed = 0
+            self.waiting.remove(s)
+            self.running.append(s)
+
+    def _next(self) -> Sequence:
+        """The first one, if it was paused or overtaken often enough; else the first of the shortest, by pages
+        in powers of two, since a few tokens are no reason to overtake."""
+        first = self.waiting[0]
+        if first.num_cached is not None or first.num_passed >= MAX_OVERTAKEN:
+            return first
+        return min(self.waiting, key=lambda s: self.slots.pages_for(s.num_prompt).bit_length())
 
     def _grow(self) -> None:
         """A page for every sequence that has filled its last one."""
@@ -148,6 +214,7 @@ class Scheduler:
         self.running.remove(sequence)
         self.slots.release(sequence.slot)
         self._restores.pop(sequence.slot, None)
+        self._penalties.pop(sequence.slot, None)
         sequence.slot = sequence.node = None
 
     def finish(self, sequence: Sequence) -> None:

@@ -1,6 +1,6 @@
 """Settles every `auto` of an EngineConfig once, for this machine and checkpoint, and keeps the reasons."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 import torch
@@ -14,7 +14,7 @@ from dsv4.errors import ConfigError, DeviceError
 from dsv4.kernels.common.build import architecture, compile_all
 from dsv4.model.buffers import graph_rows
 from dsv4.ops import IMPLEMENTATIONS, Ops
-from dsv4.quant.formats import Format
+from dsv4.quant.formats import FP8_TILE, Format
 from dsv4.weights.load import Checkpoint
 from dsv4.weights.tiled import expert_bytes, expert_form, tiled_bytes
 
@@ -50,8 +50,12 @@ class Settings:
     choices: tuple[Choice, ...]
 
 
-def settle(config: EngineConfig, checkpoint: Checkpoint) -> Settings:
+def settle(config: EngineConfig, checkpoint: Checkpoint, ranks: int = 1) -> Settings:
+    """For one of so many ranks, whose shares `checkpoint` has."""
     device = Device.choose(config.device)
+    if device.kind == "cpu":
+        device = replace(device, memory_bytes=device.memory_bytes // ranks)  # one memory for all of them
+    _check_rounding(config, checkpoint.config, ranks)
     choices: list[Choice] = []
 
     def chosen(name: str, value: str, why: str) -> str:
@@ -92,7 +96,9 @@ def settle(config: EngineConfig, checkpoint: Checkpoint) -> Settings:
     if chunk is None and tiled:
         why = "a prompt's step reads all experts, whatever its length; longer ones would keep others waiting"
         chunk = int(chosen("chunk", str(GPU_CHUNK), why))
-    threads = config.threads or torch.get_num_threads()
+    if tiled and ranks > 1:
+        chosen("decode", "eager", "graphs of the decode kernels run on one GPU so far")
+    threads = config.threads or max(1, torch.get_num_threads() // ranks)
     if threads > MAX_THREADS:
         raise ConfigError(f"threads is {threads}, expected at most {MAX_THREADS}")
     if config.threads is None and device.kind == "cpu" and need < SMALL_MODEL_BYTES:
@@ -156,7 +162,7 @@ def check_memory(settings: Settings, config: EngineConfig, checkpoint: Checkpoin
     else:
         weights, beside = (
             checkpoint.held_bytes(settings.dense),
-            table_bytes(layout.config, layout.max_context),
+            table_bytes(layout.config, layout.max_context, layout.num_slots),
         )
         lower = "lower max_batch or max_context" + (", or use weights packed" if settings.dense else "")
     cache = layout.store_bytes()
@@ -202,6 +208,20 @@ def _check_gpu(device: Device, model: ModelConfig, max_context: int) -> None:
     check_triton()
     check_sizes(model, max_context)
     compile_all(architecture(torch.device(device.torch_name)))
+
+
+def _check_rounding(config: EngineConfig, c: ModelConfig, ranks: int) -> None:
+    """Inputs that ranks share must round as they would on one."""
+    if ranks > 1 and config.activations == "a4":
+        raise ConfigError(
+            f"activations a4 scale a row by all of it, and {ranks} ranks share it; use a16 or a8"
+        )
+    for name, width in (("expert_width", c.expert_width), ("o_groups x o_rank", c.o_groups * c.o_rank)):
+        if ranks > 1 and config.activations == "a8" and width // ranks % FP8_TILE:
+            raise ConfigError(
+                f"activations a8 round blocks of {FP8_TILE}, but {name} {width} over {ranks} ranks makes "
+                f"{width // ranks} each; use fewer ranks, or a16"
+            )
 
 
 def _why_reference(config: EngineConfig, cache: str) -> str | None:

@@ -26,6 +26,7 @@ class Split:
     names: tuple[str, ...]  # of the layers' banks
     num_experts: int  # of a layer
     num_resident: int
+    has_spare: bool = True  # one slot more in each memory, by way of which experts change places
 
     @property
     def num_spilled(self) -> int:
@@ -34,11 +35,11 @@ class Split:
     @property
     def gpu_bytes(self) -> int:
         entries = len(self.names) * self.num_experts * ENTRY_BYTES
-        return self.num_resident * self.form.num_bytes + entries
+        return (self.num_resident + self.has_spare) * self.form.num_bytes + entries
 
     @property
     def host_bytes(self) -> int:
-        return self.num_spilled * self.form.num_bytes
+        return (self.num_spilled + self.has_spare) * self.form.num_bytes
 
     @property
     def note(self) -> str:
@@ -72,7 +73,7 @@ def find_split(
     limit = room if expert_memory is None else min(room, expert_memory)
     entries = total * ENTRY_BYTES
     resident = max(0, limit - entries) // form.num_bytes
-    return None if resident >= total else Split(form, tuple(names), num_experts, resident)
+    return None if resident >= total else Split(form, tuple(names), num_experts, max(0, resident - 1))
 
 
 def check_host(split: Split, free: int) -> None:
@@ -106,7 +107,8 @@ def make_placement(
     split: Split, counts: Sequence[Sequence[float]] | None, device: str | torch.device
 ) -> Placement:
     """Room for all experts, still without weights."""
-    slot_of, num_resident, num_spilled = place(choose_resident(split, counts), num_spare=(0, 0))
+    spare = int(split.has_spare)
+    slot_of, num_resident, num_spilled = place(choose_resident(split, counts), num_spare=(spare, spare))
     slots = Slots(split.form, num_resident, num_spilled, device)
     return Placement(split.form, split.names, slot_of, slots)
 

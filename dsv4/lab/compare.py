@@ -38,6 +38,8 @@ PARTS = {
 }
 LAST_PART = "hc_ffn.streams"
 MAX_TOKENS = 1 << 20
+# Settings of the engine that change no value: not for a comparison.
+_ALIKE = {"ops", "max_context", "max_batch", "chunk", "max_stall_ms"}
 
 
 @dataclass(frozen=True)
@@ -286,7 +288,7 @@ def check_alike(a: ModelConfig, b: ModelConfig) -> None:
 
 def parse_settings(text: str) -> EngineConfig:
     """`activations=a8,op.attend=ref` -> an EngineConfig; names are its fields, and op.NAME."""
-    names = {each.name for each in fields(EngineConfig)} - {"ops", "max_context", "max_batch", "chunk"}
+    names = {each.name for each in fields(EngineConfig)} - _ALIKE
     values: dict[str, Any] = {}
     ops: list[tuple[str, str]] = []
     for item in filter(None, (item.strip() for item in text.split(","))):

@@ -256,7 +256,7 @@ class Plan:
             cache=layout.pool_bytes(),
             state=layout.state_bytes(),
             snapshots=w.snapshots * layout.snapshot_bytes(),
-            tables=table_bytes(self.demand.config, w.context),
+            tables=table_bytes(self.demand.config, w.context, self.slots),
             copies=0,
             buffers=0,
             workspace=self._reference_bytes,

@@ -15,11 +15,13 @@ class Attention:
     def __init__(self, b: Bundle, name: str, spec: LayerSpec, rope: Rope) -> None:
         self.ops, self.config, self.numerics, self.spec, self.rope = b.ops, b.config, b.numerics, spec, rope
         self.name = name
-        self.wq_a, self.wq_b = b.linear(f"{name}.wq_a"), b.linear(f"{name}.wq_b")
-        self.wkv, self.wo_b = b.linear(f"{name}.wkv"), b.linear(f"{name}.wo_b")
+        # Ranks share the heads, whole output groups of them; entries and their selection are on each.
+        self.num_heads, groups = b.config.num_heads // b.mesh.size, b.config.o_groups // b.mesh.size
+        self.wq_a, self.wq_b = b.linear(f"{name}.wq_a"), b.linear(f"{name}.wq_b", parts=b.num_parts)
+        self.wkv, self.wo_b = b.linear(f"{name}.wkv"), b.summed(f"{name}.wo_b")
         self.q_norm, self.kv_norm = b.plain(f"{name}.q_norm"), b.plain(f"{name}.kv_norm")
         self.sinks = b.plain(f"{name}.attn_sink")
-        self.wo_a = b.grouped(f"{name}.wo_a", b.config.o_groups)
+        self.wo_a = b.grouped(f"{name}.wo_a", groups)
         self.compressor = Compressor(b, f"{name}.compressor", spec) if spec.ratio else None
         self.indexer = Indexer(b, f"{name}.indexer", spec, rope) if spec.kind == "csa" else None
 
@@ -28,7 +30,7 @@ class Attention:
         c, ops = self.config, self.ops
         cos, sin = step.rotation(self.rope)
         q_low = ops.norm.rms_norm(self.wq_a(x), self.q_norm, c.norm_eps)
-        q = self.wq_b(q_low).unflatten(1, (c.num_heads, c.head_dim))
+        q = self.wq_b(q_low).unflatten(1, (self.num_heads, c.head_dim))
         q = ops.qkv.queries(q, cos, sin, c.norm_eps)
         kv = ops.qkv.entries(self.wkv(x), self.kv_norm, cos, sin, c.norm_eps)
         step.see(self.name, "q", q)
@@ -56,7 +58,7 @@ class Attention:
         tokens, ring_at = step.remaining(cache.ring_rows)
         cache.ring.put(ring_at, fresh if tokens is None else fresh.take(tokens))
 
-        grouped = o.reshape(o.shape[0], c.o_groups, c.heads_per_group * c.head_dim)
+        grouped = o.reshape(o.shape[0], -1, c.heads_per_group * c.head_dim)
         y = self.wo_b(ops.linear.grouped(grouped, self.wo_a))
         step.see(self.name, "out", y)
         return y

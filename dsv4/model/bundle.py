@@ -1,7 +1,7 @@
 """What a layer is built from: its weights by official name, the chosen ops, and the numeric options."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,7 +10,10 @@ from torch import Tensor
 from dsv4.config import Activations, ModelConfig
 from dsv4.kernels.common.places import Placement
 from dsv4.kernels.common.tiles import Bank, Tiled
+from dsv4.model.params import num_parts
 from dsv4.ops import Ops
+from dsv4.ops._exact import cast
+from dsv4.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -27,21 +30,30 @@ class Weights:
     """Loaded tensors by official name: Tensor, QuantTensor, or on a GPU Tiled and a Bank per layer's experts.
 
     `quantised` names the linears that were stored in 8 or 4 bits. `placement`: where routed experts lie, if
-    not all of them are in GPU memory.
+    not all of them are in GPU memory. `checksum`: the model under which choices of experts are kept.
     """
 
     tensors: Mapping[str, Any]
     quantised: frozenset[str]
     num_mtp_layers: int
     placement: Placement | None = None
+    checksum: str | None = None
 
 
 @dataclass(frozen=True)
 class Bundle:
+    """`weights` are this rank's shares; `config` is the whole model's."""
+
     config: ModelConfig
     weights: Weights
     ops: Ops
     numerics: Numerics
+    mesh: Mesh = field(default_factory=Mesh)
+
+    @property
+    def num_parts(self) -> int:
+        """Of the sums that ranks share, this rank's."""
+        return num_parts(self.config) // self.mesh.size
 
     def plain(self, name: str) -> Tensor:
         tensor = self.weights.tensors[name]
@@ -59,11 +71,18 @@ class Bundle:
         assert held is None or isinstance(held, Bank)
         return held
 
-    def linear(self, name: str, rounds_input: bool = True) -> "Linear":
-        """`rounds_input`: whether the reference rounds this linear's input when the weight is quantised."""
-        held = self.weights.tensors[name]
-        active = rounds_input and name in self.weights.quantised
-        return Linear(self.ops, held, self.numerics.activations if active else "a16")
+    def linear(self, name: str, rounds_input: bool = True, parts: int = 1) -> "Linear":
+        """`rounds_input`: whether the reference rounds this linear's input when the weight is quantised.
+
+        `parts`: `num_parts` of a weight whose rows ranks share.
+        """
+        activations = self.activations_of(name) if rounds_input else "a16"
+        return Linear(self.ops, self.weights.tensors[name], activations, parts)
+
+    def summed(self, name: str) -> "Summed":
+        """A linear whose columns ranks share."""
+        held, activations = self.weights.tensors[name], self.activations_of(name)
+        return Summed(self.ops, held, activations, self.num_parts, self.mesh)
 
     def grouped(self, name: str, groups: int) -> Any:
         """The weight's rows in equal groups, each a weight of its own; in tiles, all of them in one."""
@@ -81,11 +100,28 @@ class Bundle:
 
 @dataclass(frozen=True)
 class Linear:
-    """A bias-free linear layer: x [T, K] -> [T, N]."""
+    """A bias-free linear layer: x [T, K] -> [T, N], of these N a rank's share."""
 
     ops: Ops
     held: Any
     activations: str
+    parts: int = 1
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        return self.ops.linear.linear(x, self.held, self.activations, out_dtype)
+        return self.ops.linear.linear(x, self.held, self.activations, out_dtype, self.parts)
+
+
+@dataclass(frozen=True)
+class Summed:
+    """A linear layer of whose input each rank has a share: x [T, K / ranks] -> [T, N] on all of them."""
+
+    ops: Ops
+    held: Any
+    activations: str
+    parts: int
+    mesh: Mesh
+
+    def __call__(self, x: Tensor) -> Tensor:
+        is_alone = self.mesh.size == 1
+        y = self.ops.linear.partial(x, self.held, self.activations, self.parts, is_alone)
+        return cast(self.mesh.comm.sum_parts(y), x.dtype)

@@ -53,10 +53,12 @@ class Decoder:
         cache: Cache,
         rows: int,
         latest: Tensor | None = None,
+        penalties: Tensor | None = None,
         overlap: bool = True,
         counts: Tensor | None = None,
     ) -> None:
         """`latest` [slots]: where the last choice of every slot is kept, for all decoders of an engine.
+        `penalties` [slots, HISTORY + max_context]: of every slot, likewise.
         `counts` int32 [layers, experts]: grow by every expert that a row chooses, likewise.
         `overlap`: launches with PDL, checked here to give what serial ones give."""
         c = b.config
@@ -99,6 +101,7 @@ class Decoder:
             positions=f.positions,
             slots=f.slots,
             latest=latest,
+            penalties=penalties,
         )
         check(self.launches, between=state)
 

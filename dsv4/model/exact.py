@@ -5,10 +5,19 @@ from dataclasses import dataclass, replace
 import torch
 
 from dsv4.config import ModelConfig
-from dsv4.model.params import declare
+from dsv4.model.params import Param, declare, num_parts
 from dsv4.ops import _exact
 from dsv4.ops._memory import recall, remember
-from dsv4.ops._product import Product, Shape, batch_name, is_one_call, settle
+from dsv4.ops._product import (
+    BATCHED,
+    Product,
+    Shape,
+    batch_name,
+    columns_name,
+    has_free_columns,
+    is_one_call,
+    settle,
+)
 from dsv4.ops.attend.ref import BLOCK, raw_columns
 from dsv4.ops.mhc.ref import sinkhorn
 
@@ -30,19 +39,34 @@ class Exact:
 
 
 def settle_exact(
-    config: ModelConfig, num_mtp_layers: int, max_context: int, device: torch.device, threads: int
+    config: ModelConfig,
+    num_mtp_layers: int,
+    max_context: int,
+    device: torch.device,
+    threads: int,
+    ranks: int = 1,
 ) -> Exact:
     """Measure what is not remembered, with that many threads in use, and remember it."""
     listed, scored = _entries(config, max_context)
-    products = settle(
-        weight_shapes(config, num_mtp_layers) | attention_shapes(config, listed, scored), device, threads
-    )
+    shapes = weight_shapes(config, num_mtp_layers, ranks) | attention_shapes(config, listed, scored)
+    products = settle(shapes, device, threads)
     at_once = {f.__name__: f.__dict__["is_independent"](device, threads) for f in FUNCTIONS}
     for count in listed:
-        keys, heads, width = raw_columns(config.window) + count, config.num_heads, config.head_dim
+        keys, heads = raw_columns(config.window) + count, config.num_heads // ranks
+        width = config.head_dim
         for depth, columns, is_turned in ((width, keys, True), (keys, width, False)):
             batch = (heads, depth, columns, is_turned)
             at_once[batch_name(*batch)] = is_one_call(*batch, device, threads)
+    parts = num_parts(config) // ranks
+    for param in _kinds(config, num_mtp_layers) if parts > 1 else ():
+        width, depth = param.local_shape(ranks) if len(param.shape) > 1 else (0, 0)
+        if param.shard == "columns":
+            for height in BATCHED:
+                batch = (height, depth // parts, width, False)
+                at_once[batch_name(*batch)] = is_one_call(*batch, device, threads)
+        elif param.shard == "rows" and param.kind == "linear" and param.name != "embed":
+            runs = (depth, width, width // parts)
+            at_once[columns_name(*runs)] = has_free_columns(*runs, device, threads)
     facts = {name: [p.library, p.heights, p.why] for name, p in products.items()} | at_once
     notes = (recall(device, threads)[1], remember(device, threads, facts))
     return Exact(
@@ -50,17 +74,21 @@ def settle_exact(
     )
 
 
-def weight_shapes(config: ModelConfig, num_mtp_layers: int) -> set[Shape]:
-    """Every product with a weight."""
+def weight_shapes(config: ModelConfig, num_mtp_layers: int, ranks: int = 1) -> set[Shape]:
+    """Every product with a weight, or with one rank's share of it."""
     shapes: set[Shape] = set()
-    # One layer of each kind has them all; a large model declares tens of thousands of experts.
-    kinds = replace(config, layers=tuple(dict.fromkeys(config.layers)))
-    for param in declare(kinds, num_mtp_layers):
+    parts = num_parts(config) // ranks
+    for param in _kinds(config, num_mtp_layers):
         if param.name.endswith("_fn") or param.kind in ("linear", "grouped"):
-            width, depth = param.shape
-            width = width // config.o_groups if param.kind == "grouped" else width
-            shapes.add((depth, width, (width, 1)))
+            width, depth = param.local_shape(ranks)
+            width = width * ranks // config.o_groups if param.kind == "grouped" else width
+            shapes.add((depth // parts if param.shard == "columns" else depth, width, (width, 1)))
     return shapes
+
+
+def _kinds(config: ModelConfig, num_mtp_layers: int) -> list[Param]:
+    """One layer of each kind has all shapes; a large model declares tens of thousands of experts."""
+    return declare(replace(config, layers=tuple(dict.fromkeys(config.layers))), num_mtp_layers)
 
 
 def attention_shapes(config: ModelConfig, listed: list[int], scored: list[int]) -> set[Shape]:

@@ -16,7 +16,7 @@ from dsv4.quant.formats import QuantTensor
 class Model:
     def __init__(self, b: Bundle, max_positions: int, device: str | torch.device) -> None:
         c = b.config
-        self.ops, self.config, self.numerics = b.ops, c, b.numerics
+        self.ops, self.config, self.numerics, self.mesh = b.ops, c, b.numerics, b.mesh
         plain = Rope(c.rope_theta, c.rope_dim, None, max_positions, device)
         compressed = Rope(c.compress_rope_theta, c.rope_dim, c.yarn, max_positions, device)
         embed = b.weights.tensors["embed"]
@@ -28,12 +28,18 @@ class Model:
         ]
         self.hc_head = HyperConnection(b, "hc_head")
         self.norm = b.plain("norm")
-        self.head = b.linear("head", rounds_input=False)
+        self.head = b.linear("head", rounds_input=False, parts=b.num_parts)
         self.mtp = [Mtp(b, f"mtp.{index}", plain) for index in range(b.weights.num_mtp_layers)]
 
     def embed(self, ids: Tensor) -> Tensor:
-        """[T] -> [T, D]."""
-        return self.ops.linear.embed(ids, self.embedding, self.numerics.dtype)
+        """[T] -> [T, D]; ranks share the rows of the table."""
+        if self.mesh.size == 1:
+            return self.ops.linear.embed(ids, self.embedding, self.numerics.dtype)
+        rows = self.embedding.shape[0]
+        here = ids - self.mesh.rank * rows
+        is_here = (here >= 0) & (here < rows)
+        found = self.ops.linear.embed(here.where(is_here, 0), self.embedding, self.numerics.dtype)
+        return self.mesh.comm.sum_disjoint(found.masked_fill(~is_here.unsqueeze(1), 0))
 
     @torch.inference_mode()
     def forward(self, step: Step, cache: Cache) -> Tensor:
@@ -47,7 +53,11 @@ class Model:
     def logits(self, streams: Tensor) -> Tensor:
         """streams [R, N, D] of the rows that need them -> float32 [R, V]."""
         hidden = self.ops.norm.rms_norm(self.hc_head.head(streams), self.norm, self.config.norm_eps)
-        return self.head(hidden, torch.float32)
+        return self._vocabulary(hidden)
+
+    def _vocabulary(self, hidden: Tensor) -> Tensor:
+        """[R, D], normalised -> float32 [R, V] on every rank; each has computed its share."""
+        return self.mesh.comm.gather_columns(self.head(hidden, torch.float32))
 
     @torch.inference_mode()
     def draft(
@@ -58,4 +68,4 @@ class Model:
         streams, hidden = self.mtp[depth](
             streams, self.embed(next_ids), next_ids, step, layer, cache.page_table
         )
-        return streams, self.head(hidden, torch.float32)
+        return streams, self._vocabulary(hidden)

@@ -7,11 +7,13 @@ from dsv4.errors import CheckpointError
 from dsv4.model.bundle import Bundle
 from dsv4.model.step import Step
 from dsv4.ops._exact import cast
+from dsv4.parallel.comm import tree_sum
 
 
 class Moe:
     def __init__(self, b: Bundle, name: str, spec: LayerSpec) -> None:
         self.ops, self.config, self.name = b.ops, b.config, name
+        self.parts, self.comm = b.num_parts, b.mesh.comm  # ranks share the width of every expert
         tensors = b.weights.tensors
         self.gate = tensors[f"{name}.gate"]
         self.table = b.plain(f"{name}.gate.tid2eid") if spec.hash_routed else None
@@ -34,11 +36,26 @@ class Moe:
             chosen, weights = ops.route.by_score(x, self.gate, self.bias, c.experts_per_token, c.route_scale)
         step.see(self.name, "chosen", chosen)
         step.see(self.name, "weights", weights)
-        routed = ops.experts.routed(x, chosen, weights, self.experts, c.swiglu_limit, self.activations)
-        shared = ops.experts.ffn(x, self.shared, c.swiglu_limit, self.shared_activations)
-        step.see(self.name, "routed", routed)
-        step.see(self.name, "shared", shared)
-        y = cast(routed + shared.float(), x.dtype)
+        routed = ops.experts.routed(
+            x=x,
+            ids=chosen,
+            weights=weights,
+            experts=self.experts,
+            limit=c.swiglu_limit,
+            activations=self.activations,
+            parts=self.parts,
+        )
+        shared = ops.experts.ffn(
+            x=x,
+            expert=self.shared,
+            limit=c.swiglu_limit,
+            activations=self.shared_activations,
+            parts=self.parts,
+        )
+        if step.tap is not None:
+            step.see(self.name, "routed", tree_sum(routed))
+            step.see(self.name, "shared", tree_sum(shared))
+        y = cast(self.comm.sum_parts(routed + shared.float()), x.dtype)
         step.see(self.name, "out", y)
         return y
 

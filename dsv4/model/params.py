@@ -1,14 +1,21 @@
-"""Every weight of the model declared once: official name, shape, how it may be stored, what it belongs to."""
+"""Every weight of the model declared once: official name, shape, storage, component, how ranks share it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from dsv4.config import LayerSpec, ModelConfig
+from dsv4.errors import ConfigError
 
 # linear: may be quantised. grouped: likewise, one product per output group, never with a rounded input; the
 # reference turns it to BF16 when it is stored in FP8.
 # plain: BF16 or F32 on disk, used as float32. table: integers.
 Kind = Literal["linear", "grouped", "plain", "table"]
+# How tensor-parallel ranks share a weight [N, K]: each has all of it, an equal run of its rows (heads,
+# groups, expert width, vocabulary), or an equal run of its columns (ranks add up their products).
+Shard = Literal["whole", "rows", "columns"]
+# Sums over shared columns are made of this many equal parts, added in a balanced tree: one rank adds in the
+# order of eight. A model whose sizes do not divide by it has fewer parts, and at most so many ranks.
+PARTS = 8
 
 
 @dataclass(frozen=True)
@@ -20,14 +27,56 @@ class Param:
     kind: Kind
     component: str
     expert: int | None = None
+    shard: Shard = "whole"
+
+    def span(self, rank: int, size: int) -> tuple[int, int]:
+        """First and last + 1 of the rows, or columns, that belong to a rank."""
+        assert self.shard != "whole"
+        share = self.shape[0 if self.shard == "rows" else 1] // size
+        return rank * share, (rank + 1) * share
+
+    def local_shape(self, size: int) -> tuple[int, ...]:
+        """Of one rank's share."""
+        if self.shard == "whole":
+            return self.shape
+        if self.shard == "rows":
+            return (self.shape[0] // size, *self.shape[1:])
+        return (self.shape[0], self.shape[1] // size)
+
+
+def num_parts(c: ModelConfig) -> int:
+    """Parts of the sums that ranks share: the most ranks that the model splits over."""
+    return next(parts for parts in (8, 4, 2, 1) if not _undivided(c, parts))
+
+
+def _undivided(c: ModelConfig, size: int) -> list[str]:
+    sizes = (("o_groups", c.o_groups), ("expert_width", c.expert_width), ("vocab_size", c.vocab_size))
+    return [f"{name} {value}" for name, value in sizes if value % size]
+
+
+def check_ranks(c: ModelConfig, size: int) -> None:
+    """Refuse a number of ranks that the model's sizes do not split over."""
+    most = num_parts(c)
+    allowed = " or ".join(str(ranks) for ranks in (1, 2, 4, 8) if ranks <= most)
+    if size not in (1, 2, 4, PARTS):
+        raise ConfigError(f"{size} ranks cannot share this model; use {allowed}")
+    if wrong := _undivided(c, size):
+        raise ConfigError(f"{', '.join(wrong)} do not split over {size} ranks; use {allowed}")
 
 
 def block_params(c: ModelConfig, prefix: str, spec: LayerSpec) -> list[Param]:
     """One trunk layer or draft block."""
     d, n, out = c.hidden_size, c.num_streams, []
 
-    def add(name: str, shape: tuple[int, ...], kind: Kind, component: str, expert: int | None = None) -> None:
-        out.append(Param(f"{prefix}.{name}", shape, kind, component, expert))
+    def add(
+        name: str,
+        shape: tuple[int, ...],
+        kind: Kind,
+        component: str,
+        expert: int | None = None,
+        shard: Shard = "whole",
+    ) -> None:
+        out.append(Param(f"{prefix}.{name}", shape, kind, component, expert, shard))
 
     add("attn_norm", (d,), "plain", "norm")
     add("ffn_norm", (d,), "plain", "norm")
@@ -39,12 +88,13 @@ def block_params(c: ModelConfig, prefix: str, spec: LayerSpec) -> list[Param]:
 
     add("attn.wq_a", (c.q_rank, d), "linear", "attention")
     add("attn.q_norm", (c.q_rank,), "plain", "norm")
-    add("attn.wq_b", (c.num_heads * c.head_dim, c.q_rank), "linear", "attention")
+    add("attn.wq_b", (c.num_heads * c.head_dim, c.q_rank), "linear", "attention", shard="rows")
     add("attn.wkv", (c.head_dim, d), "linear", "attention")
     add("attn.kv_norm", (c.head_dim,), "plain", "norm")
-    add("attn.wo_a", (c.o_groups * c.o_rank, c.heads_per_group * c.head_dim), "grouped", "attention")
-    add("attn.wo_b", (d, c.o_groups * c.o_rank), "linear", "attention")
-    add("attn.attn_sink", (c.num_heads,), "plain", "norm")
+    group = (c.o_groups * c.o_rank, c.heads_per_group * c.head_dim)
+    add("attn.wo_a", group, "grouped", "attention", shard="rows")
+    add("attn.wo_b", (d, c.o_groups * c.o_rank), "linear", "attention", shard="columns")
+    add("attn.attn_sink", (c.num_heads,), "plain", "norm", shard="rows")
 
     halves = 2 if spec.kind == "csa" else 1
     if spec.ratio:
@@ -67,17 +117,17 @@ def block_params(c: ModelConfig, prefix: str, spec: LayerSpec) -> list[Param]:
         add("ffn.gate.tid2eid", (c.vocab_size, c.experts_per_token), "table", "hash table")
     else:
         add("ffn.gate.bias", (c.num_experts,), "plain", "gate")
-    for w, shape in _expert_shapes(c):
-        add(f"ffn.shared_experts.{w}", shape, "linear", "shared experts")
+    for w, shape, shard in _expert_shapes(c):
+        add(f"ffn.shared_experts.{w}", shape, "linear", "shared experts", shard=shard)
     for expert in range(c.num_experts):
-        for w, shape in _expert_shapes(c):
-            add(f"ffn.experts.{expert}.{w}", shape, "linear", "routed experts", expert)
+        for w, shape, shard in _expert_shapes(c):
+            add(f"ffn.experts.{expert}.{w}", shape, "linear", "routed experts", expert, shard)
     return out
 
 
-def _expert_shapes(c: ModelConfig) -> tuple[tuple[str, tuple[int, int]], ...]:
+def _expert_shapes(c: ModelConfig) -> tuple[tuple[str, tuple[int, int], Shard], ...]:
     up, down = (c.expert_width, c.hidden_size), (c.hidden_size, c.expert_width)
-    return (("w1", up), ("w3", up), ("w2", down))
+    return (("w1", up, "rows"), ("w3", up, "rows"), ("w2", down, "columns"))
 
 
 def _head_mix(c: ModelConfig, prefix: str, component: str) -> list[Param]:
@@ -93,8 +143,8 @@ def declare(c: ModelConfig, num_mtp_layers: int) -> list[Param]:
     """All weights of a model with that many draft blocks, in the order they are loaded."""
     d = c.hidden_size
     out = [
-        Param("embed", (c.vocab_size, d), "linear", "embedding"),
-        Param("head", (c.vocab_size, d), "linear", "head"),
+        Param("embed", (c.vocab_size, d), "linear", "embedding", shard="rows"),
+        Param("head", (c.vocab_size, d), "linear", "head", shard="rows"),
         Param("norm", (d,), "plain", "norm"),
         *_head_mix(c, "", "mhc"),
     ]
@@ -103,7 +153,7 @@ def declare(c: ModelConfig, num_mtp_layers: int) -> list[Param]:
     for index in range(num_mtp_layers):
         prefix = f"mtp.{index}"
         block = block_params(c, prefix, LayerSpec("sliding", 0, False))
-        out += [Param(p.name, p.shape, p.kind, "mtp", p.expert) for p in block]
+        out += [replace(p, component="mtp") for p in block]
         out += [Param(f"{prefix}.{name}", (d, d), "linear", "mtp") for name in ("e_proj", "h_proj")]
         out += [Param(f"{prefix}.{name}", (d,), "plain", "mtp") for name in ("enorm", "hnorm", "norm")]
         out += _head_mix(c, f"{prefix}.", "mtp")

@@ -23,6 +23,8 @@ PART = 1 << 21
 BUDGET = 1 << 28
 # Multiplications up to which products are worth a batch: larger ones take longer than their calls.
 SMALL = 1 << 20
+# Heights at which the parts of a sum are multiplied in one batch: a generated token, an expert's few rows.
+BATCHED = (1, 4)
 ALIGNMENT = 64
 
 
@@ -139,6 +141,55 @@ def measure_batch(height: int, depth: int, width: int, is_turned: bool, device: 
     w = torch.empty_strided((32, depth, width), (depth * width, *part.stride()), device=device).copy_(part)
     want = row_product(rows, part)[order].view(32, height, width)
     return all(torch.equal(torch.bmm(x[:batch], w[:batch]), want[:batch]) for batch in (1, 2, 3, 8, 17, 32))
+
+
+def column_product(x: Tensor, w: Tensor, parts: int) -> Tensor:
+    """As row_product, with the bits of products with each of `parts` equal runs of w's columns.
+
+    So a rank that holds some of the runs gives their columns the bits that one with all of them gives.
+    """
+    depth, width = w.shape
+    if parts == 1 or has_free_columns(depth, width, width // parts, x.device, torch.get_num_threads()):
+        return row_product(x, w)
+    return torch.cat([row_product(x, part) for part in w.split(width // parts, dim=1)], dim=1)
+
+
+def split_product(x: Tensor, w: Tensor, parts: int) -> Tensor:
+    """x [T, K] times w [K, N], each of `parts` equal runs of K by itself -> [T, parts, N]."""
+    rows, (depth, width) = x.shape[0], w.shape
+    if parts == 1:
+        return row_product(x, w).unsqueeze(1)
+    x, w = x.reshape(rows, parts, depth // parts), w.view(parts, depth // parts, width)
+    if rows in BATCHED:
+        return batch_product(x.transpose(0, 1), w).transpose(0, 1)
+    return torch.stack([row_product(x[:, part], w[part]) for part in range(parts)], dim=1)
+
+
+@cache
+def has_free_columns(depth: int, width: int, run: int, device: torch.device, threads: int) -> bool:
+    """Whether a product with all columns has the bits of products with runs of so many of them."""
+    known = _memory.recall(device, threads)[0].get(columns_name(depth, width, run))
+    return measure_columns(depth, width, run, device) if known is None else known
+
+
+def columns_name(depth: int, width: int, run: int) -> str:
+    return f"columns of {depth}x{width} by {run}"
+
+
+def measure_columns(depth: int, width: int, run: int, device: torch.device) -> bool:
+    """Columns are multiplied in pieces of a few widths: each, in several places of the widest."""
+    most = _columns(depth) if depth * width > PART else width
+    pieces = {min(size, most) for size in (width, run)} | {(size - 1) % most + 1 for size in (width, run)}
+    widest = max(pieces)
+    rows, w = _hard_rows(depth, widest, (widest, 1), device)
+    whole = row_product(rows, w)
+    for size in pieces - {widest}:
+        last = widest - size
+        for first in {0, min(run, last), last // 2 // size * size, last}:
+            part = slice(first, first + size)
+            if not torch.equal(row_product(rows, w[:, part].contiguous()), whole[:, part]):
+                return False
+    return True
 
 
 def _columns(depth: int) -> int:

@@ -197,6 +197,7 @@ class Routes:
         shape: AnyShape,
         answers: list[ChatAnswer] | list[PlainAnswer],
     ) -> Response:
+        check_ids(body.logit_bias or (), ticket.ready.vocab_size, "logit_bias")
         ticket.submit(prompts, asked.params, request.scope["owner"])
         note = request.scope["note"]
         if self.service.logs_texts:

@@ -1,6 +1,6 @@
 """What a checked body asks of the engine: how to think, how to sample, what form to keep. Knows no routes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,7 +94,7 @@ def check_fits(
         )
 
 
-def check_ids(ids: Sequence[int], vocab_size: int, field: str) -> None:
+def check_ids(ids: Iterable[int], vocab_size: int, field: str) -> None:
     if bad := [id for id in ids if not 0 <= id < vocab_size]:
         raise BadField(f"{field}: id {bad[0]} is outside the vocabulary of {vocab_size}", field)
 
@@ -170,11 +170,6 @@ def _params(
 ) -> list[SamplingParams]:
     if body.seed is not None and not -(1 << 63) <= body.seed < 1 << 64:
         raise BadField(f"seed is {body.seed}, expected a 64-bit integer", "seed")
-    for name, nothing in (("presence_penalty", 0), ("frequency_penalty", 0), ("repetition_penalty", 1)):
-        if (value := getattr(body, name)) not in (None, nothing):
-            raise BadField(f"{name} is {value:g}; penalties are not there yet, expected {nothing}", name)
-    if any((body.logit_bias or {}).values()):
-        raise BadField("logit_bias is not there yet, expected none", "logit_bias")
     if body.ignore_eos and grammar is not None:
         raise BadField("ignore_eos goes on where the form of the answer ends; give one of them", "ignore_eos")
     return [
@@ -189,6 +184,10 @@ def _params(
             ignore_eos=bool(body.ignore_eos),
             logprobs=logprobs,
             grammar=grammar,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+            logit_bias=body.logit_bias or {},
         )
         for index in range(body.n or 1)
     ]

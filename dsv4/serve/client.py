@@ -175,6 +175,7 @@ class _Life:
     ready: Ready | None = None
     tickets: dict[str, Ticket] = field(default_factory=dict)
     began: dict[str, float] = field(default_factory=dict)  # sequences that run, since when
+    latest: dict[str, float] = field(default_factory=dict)  # when a sequence's last token came
     heard: float = field(default_factory=time.monotonic)  # when the last message came
     stalled: str = ""
 
@@ -199,6 +200,7 @@ class EngineProcess:
         self.stall_seconds = stall_seconds
         self._mean_seconds = 1.0  # that a sequence holds its place, the later ones counting more
         self.status = Status()
+        self.on_gap: Callable[[float], None] = lambda seconds: None  # between two tokens of a sequence
         self.num_restarts = 0
         self._log, self._progress = log, progress
         self._life: _Life | None = None
@@ -259,6 +261,7 @@ class EngineProcess:
         """Nobody waits for this sequence any more."""
         if self._life and self._life.tickets.pop(id, None):
             self._life.began.pop(id, None)
+            self._life.latest.pop(id, None)
             self.send(Cancel(id))
 
     def refuse_new(self, why: str) -> None:
@@ -355,6 +358,8 @@ class EngineProcess:
     def _take(self, life: _Life, message: FromEngine) -> None:
         if isinstance(message, Stepped):
             self.status = message.status
+            for notice in message.notices:
+                self._log(f"engine: {notice}")
             for id in message.started:
                 if ticket := life.tickets.get(id):
                     ticket.take_start()
@@ -364,6 +369,7 @@ class EngineProcess:
                 tickets = life.tickets
                 ticket = tickets.pop(delta.request_id, None) if ended else tickets.get(delta.request_id)
                 if ticket is not None:
+                    self._take_gap(life, delta)
                     ticket.take(delta)
                 if ended and (began := life.began.pop(delta.request_id, None)):
                     self._mean_seconds += (time.monotonic() - began - self._mean_seconds) / MEAN_OVER
@@ -381,6 +387,13 @@ class EngineProcess:
                 self._first_ready.set_result(message)
         elif isinstance(message, Failed):
             raise ConfigError(message.error)
+
+    def _take_gap(self, life: _Life, delta: Delta) -> None:
+        last = life.latest.pop(delta.request_id, None)
+        if last is not None and delta.token is not None:
+            self.on_gap(life.heard - last)
+        if delta.finish_reason is None:
+            life.latest[delta.request_id] = life.heard
 
     @staticmethod
     def _fail_all(life: _Life, error: Dsv4Error) -> None:

@@ -32,12 +32,8 @@ def openapi(name: str, max_context: int, vocab_size: int) -> dict[str, Any]:
     id = {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}
     ids = {"type": "array", "items": id, "minItems": 1, "maxItems": max_context}
     texts = {"type": "array", "items": {"type": "string"}, "minItems": 1}
-    # What the types cannot say: it is the model's, or not there yet.
+    # What the types cannot say: it is the model's, or not there.
     own: dict[str, Any] = {
-        "presence_penalty": {"enum": [0]},
-        "frequency_penalty": {"enum": [0]},
-        "repetition_penalty": {"enum": [1]},
-        "logit_bias": {"type": "object", "maxProperties": 0},
         "previous_response_id": {"type": "null"},
         "model": {"enum": [name]},
         "max_tokens": length,

@@ -6,6 +6,8 @@ from dsv4.serve.client import EngineProcess
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.012, 0.02, 0.04, 0.1, 0.25, 1, 5)
+# Around the default of --max-stall-ms too.
+_GAP_SECONDS = (0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.08, 0.1, 0.12, 0.15, 0.25, 0.5, 1, 2.5, 10)
 
 
 class Metrics:
@@ -19,8 +21,15 @@ class Metrics:
             "dsv4_time_to_first_token_seconds", "from the request", buckets=_SECONDS, registry=registry
         )
         self.per_token = Histogram(
-            "dsv4_time_per_token_seconds", "after the first", buckets=_TOKEN_SECONDS, registry=registry
+            "dsv4_time_per_token_seconds",
+            "after the first, mean of an answer",
+            buckets=_TOKEN_SECONDS,
+            registry=registry,
         )
+        between = Histogram(
+            "dsv4_time_between_tokens_seconds", "every one", buckets=_GAP_SECONDS, registry=registry
+        )
+        engine.on_gap = between.observe
         for name, help, value in (
             ("dsv4_sequences_running", "that hold pages", lambda: engine.status.running),
             ("dsv4_sequences_waiting", "in the engine's queue", lambda: engine.status.waiting),

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from dsv4.engine.request import MAX_BIAS
 from dsv4.errors import RequestError
 
 MAX_BODY_BYTES = 10 << 20
@@ -29,6 +30,8 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Count = Annotated[int, Meta(ge=1, le=MAX_INT)]
 Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
 Alternatives = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
@@ -236,8 +239,8 @@ class Body(Strict, frozen=True, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=MAX_BIAS)] | None = None
 
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -332,6 +335,8 @@ def parse(kind: type[Kind], data: bytes) -> Kind:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `")
+        if path.startswith("key` in `"):
+            message, path = message.replace("Expected", "Expected keys of", 1), path.removeprefix("key` in `")
         param = path.rstrip("`").removeprefix("$").removeprefix(".") or None
         if message.startswith("Object contains unknown field `"):
             name = message.split("`")[1]

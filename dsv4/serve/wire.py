@@ -86,12 +86,13 @@ class Refused(Message, frozen=True):
 class Stepped(Message, frozen=True):
     """What one step gave to all requests; the last delta of a request has a finish reason.
 
-    `started` are the requests that have left the queue.
+    `started` are the requests that have left the queue, `notices` lines for the log.
     """
 
     deltas: list[Delta]
     status: Status
     started: list[str] = []
+    notices: list[str] = []
 
 
 ToEngine = Start | Submit | Cancel

@@ -52,10 +52,14 @@ class Link:
     def send(self, message: Message) -> None:
         self._socket.sendall(frame(message))
 
-    def receive(self, seconds: float | None) -> list[ToEngine] | None:
-        """The messages that arrive within that time (None: until some do); None: the other end is gone."""
+    def receive(self, seconds: float | None, alarm: socket.socket | None = None) -> list[ToEngine] | None:
+        """The messages that arrive within that time (None: until some do, or the alarm goes off).
+
+        None: the other end is gone.
+        """
         bodies: list[bytes] = []
-        while select.select([self._socket], [], [], seconds)[0]:
+        waited = [self._socket] if alarm is None else [self._socket, alarm]
+        while self._socket in select.select(waited, [], [], seconds)[0]:
             data = self._socket.recv(_READ_BYTES)
             if not data:
                 return None
@@ -75,14 +79,19 @@ class Worker:
 
     def status(self) -> Status:
         scheduler, pages = self.engine.scheduler, self.engine.slots.pool
+        waiting = len(self.engine.arrivals.waiting)
         return Status(
-            *(len(scheduler.running), len(scheduler.waiting), pages.num_available, pages.num_pages),
+            *(len(scheduler.running), waiting, pages.num_available, pages.num_pages),
             *(pages.num_idle, scheduler.num_pauses),
         )
 
     def run(self) -> None:
         """Until the other end closes the link."""
-        while (messages := self.link.receive(self._patience)) is not None:
+        ranks = self.engine.ranks
+        alarm = ranks.alarm if ranks else None
+        while (messages := self.link.receive(self._patience, alarm)) is not None:
+            if ranks:
+                ranks.check()
             for message in messages:
                 self._handle(message)
             self._take_compiled()
@@ -92,13 +101,19 @@ class Worker:
             started = self._take_started()
             # After every step, also one that gave nothing: silence means that the engine hangs.
             if steps or messages or started:
-                self.link.send(Stepped(deltas, self.status(), started))
+                self.link.send(Stepped(deltas, self.status(), started, self.take_notices()))
+
+    def take_notices(self) -> list[str]:
+        """Lines that other threads may add to meanwhile."""
+        notices = self.engine.notices[:]
+        del self.engine.notices[: len(notices)]
+        return notices
 
     def _take_started(self) -> list[str]:
         if not self._queued:
             return []
         # Of the deltas too: an answer of one token may have come and gone within the step.
-        waiting = {sequence.request.id for sequence in self.engine.scheduler.waiting}
+        waiting = {sequence.request.id for sequence in self.engine.arrivals.waiting}
         started = [id for id in self._queued if id not in waiting]
         self._queued &= waiting
         return started
@@ -190,7 +205,13 @@ def main(descriptor: int) -> None:
         worker, settings = Worker(link, engine), engine.settings
         config, vocab_size = engine.config, engine.model_config.vocab_size
         link.send(
-            Ready(settings.max_context, config.max_batch, vocab_size, list(engine.notes), worker.status())
+            Ready(
+                max_context=settings.max_context,
+                max_batch=config.max_batch,
+                vocab_size=vocab_size,
+                notes=[*engine.notes, *worker.take_notices()],
+                status=worker.status(),
+            )
         )
         worker.run()
     except (BrokenPipeError, ConnectionResetError):

@@ -13,7 +13,7 @@ from dsv4.errors import CheckpointError
 from dsv4.model.params import Param, declare
 from dsv4.quant.formats import FP8_TILE, MX_BLOCK, NV_BLOCK, Format, QuantTensor
 from dsv4.weights.names import fused_name, has_weight_suffix, hf_name, resaved_name
-from dsv4.weights.reader import Entry, Reader
+from dsv4.weights.reader import DTYPES, Entry, Reader
 
 # Calibration constants of activations: never part of a weight, known and passed over.
 _CALIBRATION = ("input_scale", "input_global_scale")
@@ -21,9 +21,20 @@ _CALIBRATION = ("input_scale", "input_global_scale")
 _DRAFT_COPIES = re.compile(r"mtp\.\d+\.(embed\..*|emb\..*|head\.weight)")
 
 
+# Rows and columns per scale.
+_TILES: dict[Format | None, tuple[int, int]] = {
+    Format.FP8: (FP8_TILE, FP8_TILE),
+    Format.MXFP4: (1, MX_BLOCK),
+    Format.NVFP4: (1, NV_BLOCK),
+}
+
+
 @dataclass(frozen=True)
 class Source:
-    """Where and how one parameter is stored. Row offsets are nonzero inside fused expert tensors."""
+    """Where and how one parameter is stored, or a rank's share of it: `param` has the share's shape.
+
+    Row offsets are nonzero inside fused expert tensors and in shares, `col` in shares of columns.
+    """
 
     param: Param
     format: Format | None  # None: a plain tensor or table
@@ -33,6 +44,7 @@ class Source:
     is_reciprocal: bool = False
     row: int = 0
     scale_row: int = 0
+    col: int = 0
     calibration_bytes: int = 0  # stored beside the weight, never read
 
     @property
@@ -40,27 +52,60 @@ class Source:
         return self.format is not None and not self.format.is_plain
 
     @property
+    def tile(self) -> tuple[int, int]:
+        """Rows and columns that have one scale."""
+        return _TILES.get(self.format, (1, 1))
+
+    @property
     def num_bytes(self) -> int:
-        """Stored bytes of this parameter with its companions (its share of a fused tensor)."""
-        stored_rows = math.prod(self.weight.shape[:-1])
-        share = self.param.shape[0] if len(self.weight.shape) == 3 else stored_rows
-        total = sum(e.num_bytes * share // stored_rows for e in (self.weight, self.scale) if e)
-        total += self.global_scale.num_bytes if self.global_scale else 0
-        return total + self.calibration_bytes
+        """Stored bytes of this parameter, or share, with its companions."""
+        *rows, cols = self.param.shape
+        codes = DTYPES[self.weight.dtype][0] * math.prod(rows) * (cols // self.codes_per_byte)
+        if self.scale is not None:
+            tiles = -(-rows[0] // self.tile[0]) * -(-cols // self.tile[1])
+            codes += DTYPES[self.scale.dtype][0] * tiles
+        codes += self.global_scale.num_bytes if self.global_scale else 0
+        return codes + self.calibration_bytes
+
+    @property
+    def codes_per_byte(self) -> int:
+        return 2 if self.format in (Format.MXFP4, Format.NVFP4) else 1
+
+    def shard(self, rank: int, size: int) -> "Source":
+        """A rank's share. Scales are never cut: sizes that would need it are refused."""
+        param = self.param
+        if size == 1 or param.shard == "whole":
+            return self
+        first, stop = param.span(rank, size)
+        by_rows = param.shard == "rows"
+        unit = self.tile[0 if by_rows else 1]
+        if (stop - first) % unit:
+            whole = param.shape[0 if by_rows else 1]
+            raise CheckpointError(
+                f"{self.weight.name}: {whole} {param.shard} over {size} ranks make {stop - first} each, but "
+                f"{self.format} shares a scale among {unit}; use fewer ranks, or convert the weight"
+            )
+        share = replace(param, shape=param.local_shape(size))
+        if by_rows:
+            return replace(
+                self, param=share, row=self.row + first, scale_row=self.scale_row + first // self.tile[0]
+            )
+        return replace(self, param=share, col=first)
 
     def read_rows(self, reader: Reader, start: int, stop: int) -> QuantTensor:
         """Rows [start, stop) as stored; for FP8, start must lie on a tile."""
         assert self.format is not None
-        data = reader.read(self.weight.name, self.row + start, self.row + stop)
-        shape = (stop - start, self.param.shape[1])
+        cols = self.param.shape[1]
+        shape = (stop - start, cols)
+        place, width = self.col // self.codes_per_byte, cols // self.codes_per_byte
+        data = reader.read(self.weight.name, self.row + start, self.row + stop, place, place + width)
         if self.scale is None:
             return QuantTensor(self.format, data, shape)
-        if self.format is Format.FP8:
-            assert start % FP8_TILE == 0
-            first, last = start // FP8_TILE, -(-stop // FP8_TILE)
-        else:
-            first, last = start, stop
-        scale = reader.read(self.scale.name, self.scale_row + first, self.scale_row + last)
+        high, wide = self.tile
+        assert start % high == 0
+        first, last = self.scale_row + start // high, self.scale_row - (-stop // high)
+        place = self.col // wide
+        scale = reader.read(self.scale.name, first, last, place, place - (-cols // wide))
         if scale.dtype == torch.bfloat16:
             scale = scale.float()
         return QuantTensor(self.format, data, shape, scale, self.read_global_scale(reader))
@@ -74,7 +119,8 @@ class Source:
         return value
 
     def read_plain(self, reader: Reader) -> Tensor:
-        return reader.read(self.weight.name).reshape(self.param.shape)
+        rows = self.param.shape[0]
+        return reader.read(self.weight.name, self.row, self.row + rows).reshape(self.param.shape)
 
 
 @dataclass(frozen=True)
@@ -89,6 +135,10 @@ class Inventory:
     @property
     def num_bytes(self) -> int:
         return sum(source.num_bytes for source in self.sources)
+
+    def shard(self, rank: int, size: int) -> "Inventory":
+        """A rank's shares."""
+        return replace(self, sources=tuple(source.shard(rank, size) for source in self.sources))
 
 
 def take_inventory(entries: Mapping[str, Entry], config: ModelConfig) -> Inventory:
@@ -216,7 +266,7 @@ class _Finder:
         shape = (self.num_experts, parts * rows, param.shape[1])
         found = self.settle(param, shape, weight, scale, None)
         row = (param.expert * parts + place[1]) * rows
-        tile_rows = FP8_TILE if found.format is Format.FP8 else 1
+        tile_rows = found.tile[0]
         if rows % tile_rows:
             raise _wrong(weight, "rows per expert", rows, f"a multiple of {tile_rows}, the scale's tile")
         return replace(found, row=row, scale_row=row // tile_rows)
@@ -231,7 +281,7 @@ class _Finder:
     ) -> Source:
         """Check a stored linear of that logical shape (3 dimensions if experts are fused) and its scales."""
         *lead, rows, cols = shape
-        format, tile, scale_types = _format_of(weight, scale, global_scale)
+        format, scale_types = _format_of(weight, scale, global_scale)
         stored = cols // 2 if format in (Format.MXFP4, Format.NVFP4) else cols
         if weight.shape != (*lead, rows, stored):
             raise _wrong(weight, "shape", list(weight.shape), [*lead, rows, stored])
@@ -241,7 +291,7 @@ class _Finder:
             raise _wrong(weight, "dtype", weight.dtype, "BF16 or F32")
         if scale is None:
             return Source(param, format, weight)
-        tile_rows, tile_cols = tile
+        tile_rows, tile_cols = _TILES[format]
         want = (*lead, -(-rows // tile_rows), -(-cols // tile_cols))
         if scale.shape != want:
             raise _wrong(
@@ -258,32 +308,32 @@ class _Finder:
 
 def _format_of(
     weight: Entry, scale: Entry | None, global_scale: Entry | None
-) -> tuple[Format, tuple[int, int], tuple[str, ...]]:
-    """-> format, rows and columns per scale, allowed dtypes of the scale."""
+) -> tuple[Format, tuple[str, ...]]:
+    """-> format, allowed dtypes of the scale."""
     if scale is None:
         if weight.dtype not in ("BF16", "F32") or global_scale is not None:
             raise CheckpointError(
                 f"{weight.name} is {weight.dtype} without a block scale; expected BF16 or F32, or one of "
                 ".scale, .weight_scale, .weight_scale_inv beside it: the checkpoint is incomplete"
             )
-        return (Format.BF16 if weight.dtype == "BF16" else Format.F32), (1, 1), ()
+        return (Format.BF16 if weight.dtype == "BF16" else Format.F32), ()
     if weight.dtype == "F8_E4M3":
         if global_scale is not None:
             raise CheckpointError(
                 f"{weight.name} is F8_E4M3 with {scale.name} and {global_scale.name}; expected one scale for "
                 "8-bit weights: convert the checkpoint again"
             )
-        return Format.FP8, (FP8_TILE, FP8_TILE), ("F8_E8M0", "F32", "BF16")
+        return Format.FP8, ("F8_E8M0", "F32", "BF16")
     if weight.dtype not in ("U8", "I8"):
         raise _wrong(weight, "dtype", weight.dtype, "F8_E4M3, U8 or I8 (it has a block scale)")
     if global_scale is not None:
-        return Format.NVFP4, (1, NV_BLOCK), ("F8_E4M3",)
+        return Format.NVFP4, ("F8_E4M3",)
     if scale.dtype == "F8_E4M3":
         raise CheckpointError(
             f"{weight.name} has E4M3 block scales (NVFP4) but no .weight_scale_2 or .weight_global_scale; "
             "its magnitude is unknown without it: the checkpoint is incomplete"
         )
-    return Format.MXFP4, (1, MX_BLOCK), ("F8_E8M0", "U8")
+    return Format.MXFP4, ("F8_E8M0", "U8")
 
 
 def _wrong(entry: Entry, what: str, found: object, expected: object) -> CheckpointError:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from dsv4.config import ModelConfig
 from dsv4.errors import CheckpointError
 from dsv4.model.bundle import Weights
+from dsv4.model.params import check_ranks
 from dsv4.quant.codec import decode, has_nan_scale
 from dsv4.quant.formats import FP8_TILE, MX_BLOCK, NV_BLOCK, Format, QuantTensor
 from dsv4.weights.detect import Inventory, Source, take_inventory
@@ -36,6 +37,11 @@ class Checkpoint:
         config = ModelConfig.load(path.parent if path.is_file() else path)
         reader = Reader(path)
         return cls(config, reader, take_inventory(reader.entries, config))
+
+    def shard(self, rank: int, size: int) -> "Checkpoint":
+        """A rank's shares of the weights; sizes that do not split are refused."""
+        check_ranks(self.config, size)
+        return replace(self, inventory=self.inventory.shard(rank, size))
 
     def held_bytes(self, dense: bool) -> int:
         """Memory that `load` takes, to the byte."""

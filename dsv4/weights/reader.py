@@ -2,6 +2,7 @@
 
 import json
 import math
+import mmap
 import os
 import threading
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -138,6 +140,7 @@ class Reader:
         self.folder = path if path.is_dir() else path.parent
         self._open: dict[Path, BinaryIO] = {}
         self._lock = threading.Lock()
+        self.num_read = 0  # bytes of tensors, so far
         self.entries: dict[str, Entry] = {}
         files, index = _files_of(path)
         for file in files:
@@ -175,40 +178,72 @@ class Reader:
             file.close()
         self._open.clear()
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows [start, stop) of the tensor, leading dimensions flattened; scalars and vectors whole.
+    def read(
+        self, name: str, start: int = 0, stop: int | None = None, first: int = 0, last: int | None = None
+    ) -> Tensor:
+        """Rows [start, stop) of the tensor, leading dimensions flattened, of them columns [first, last).
 
         Plain file reads, not a memory map: only what is asked for takes memory. Threads may read at once.
         """
         entry = self.entries[name]
         itemsize, dtype = DTYPES[entry.dtype]
-        if len(entry.shape) < 2:
-            shape, offset = entry.shape, 0
-        else:
-            rows, cols = math.prod(entry.shape[:-1]), entry.shape[-1]
-            stop = rows if stop is None else stop
-            assert 0 <= start <= stop <= rows
-            shape, offset = (stop - start, cols), start * cols * itemsize
-        buffer = torch.empty(math.prod(shape) * itemsize, dtype=torch.uint8)
-        self.fill(entry, entry.start + offset, buffer.numpy().data)
+        is_matrix = len(entry.shape) > 1
+        rows = math.prod(entry.shape[:-1]) if is_matrix else math.prod(entry.shape)
+        cols = entry.shape[-1] if is_matrix else 1
+        stop, last = rows if stop is None else stop, cols if last is None else last
+        assert 0 <= start <= stop <= rows and 0 <= first <= last <= cols, (name, start, stop, first, last)
+        buffer = torch.empty((stop - start) * (last - first) * itemsize, dtype=torch.uint8)
+        offset, line = entry.start + start * cols * itemsize, cols * itemsize
+        if last - first == cols:
+            self.fill(entry, offset, buffer.numpy().data)
+        elif buffer.numel():
+            self._fill_columns(entry, offset, line, slice(first * itemsize, last * itemsize), buffer)
+        shape = (stop - start, last - first) if is_matrix else (stop - start,) if entry.shape else ()
         return buffer.view(dtype).reshape(shape)
+
+    def _fill_columns(self, entry: Entry, offset: int, line: int, part: slice, target: Tensor) -> None:
+        """The same bytes of every line from `offset` on: mapped, because a call for each would take long."""
+        rows = target.numel() // (part.stop - part.start)
+        begin = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        with self._lock:
+            file = self._file(entry)
+            self.num_read += target.numel()
+        try:
+            with mmap.mmap(file, offset - begin + rows * line, access=mmap.ACCESS_READ, offset=begin) as map:
+                lines = np.frombuffer(map, np.uint8, rows * line, offset - begin).reshape(rows, line)
+                target.numpy().reshape(rows, -1)[:] = lines[:, part]
+                del lines  # a map that is looked at cannot be closed
+        except ValueError:  # longer than the file
+            raise CheckpointError(f"{entry.file} ended while reading {entry.name!r}; {AGAIN}") from None
+        except OSError as error:
+            raise _unreadable(entry, error) from None
+
+    def _file(self, entry: Entry) -> int:
+        """The descriptor of the entry's file; the lock is held."""
+        if entry.file not in self._open:
+            try:
+                self._open[entry.file] = entry.file.open("rb", buffering=0)
+            except OSError as error:
+                raise _unreadable(entry, error) from None
+        return self._open[entry.file].fileno()
 
     def fill(self, entry: Entry, offset: int, target: memoryview) -> None:
         """Bytes of the entry's file from `offset` on, exactly as many as the target holds."""
+        with self._lock:
+            file, done = self._file(entry), 0
+            self.num_read += len(target)
         try:
-            with self._lock:
-                if entry.file not in self._open:
-                    self._open[entry.file] = entry.file.open("rb", buffering=0)
-                file, done = self._open[entry.file].fileno(), 0
             while done < len(target):
                 count = os.preadv(file, [target[done:]], offset + done)
                 if not count:
                     raise CheckpointError(f"{entry.file} ended while reading {entry.name!r}; {AGAIN}")
                 done += count
         except OSError as error:
-            raise CheckpointError(
-                f"{entry.file} cannot be read at {entry.name!r}: {error.strerror or error}"
-            ) from None
+            raise _unreadable(entry, error) from None
+
+
+def _unreadable(entry: Entry, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{entry.file} cannot be read at {entry.name!r}: {error.strerror or error}")
 
 
 def _files_of(path: Path) -> tuple[list[Path], dict[str, str] | None]:

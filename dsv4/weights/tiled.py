@@ -147,9 +147,10 @@ def _put_expert(
     if placement is not None and placed and bank is None:
         bank = tensors[name] = placement.bank(name)
     elif bank is None:
-        c, device = config, held.data.device
-        up = empty(held.format, (c.expert_width, c.hidden_size), count, 2, device)
-        down = empty(held.format, (c.hidden_size, c.expert_width), count, 1, device)
+        hidden, device = config.hidden_size, held.data.device
+        width = held.shape[1] if part == "w2" else held.shape[0]  # of this rank
+        up = empty(held.format, (width, hidden), count, 2, device)
+        down = empty(held.format, (hidden, width), count, 1, device)
         bank = tensors[name] = Bank(up, down)
     assert isinstance(bank, Bank)
     to = getattr(bank, part)

@@ -4,12 +4,13 @@ python tests/bench/sample.py
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from dsv4.kernels.decode.sample import sample
-from dsv4.ops.sample.ref import RESULT, pack
+from dsv4.ops.sample.ref import HISTORY, RESULT, pack, pack_penalties
 
 VOCAB, REPEATS = 129280, 200
 KINDS = {
@@ -62,6 +63,16 @@ def main() -> None:
         for name, kind in KINDS.items():
             settings = torch.tensor([pack(**kind, seed=row) for row in range(32)]).cuda()  # type: ignore[arg-type]
             line(name, sample, logits, settings, mask, out, ids, positions)
+        for context in (1000, 30000, 300000):
+            row = pack_penalties(presence=0.5, repetition=1.1, num_prompt=context)
+            penalties = torch.randint(VOCAB, (32, HISTORY + context + 5000), generator=generator).int()
+            penalties[:, : len(row)] = torch.tensor(row)
+            for name, temperature in (("greedy", 0.0), ("T 0.7", 0.7)):
+                rows = [pack(temperature=temperature, seed=row, penalties=row) for row in range(32)]
+                penalised = partial(sample, penalties=penalties.cuda())
+                settings = torch.tensor(rows).cuda()
+                name += f", penalties of {context} tokens"
+                line(name, penalised, logits, settings, mask, out, ids, positions)
 
 
 if __name__ == "__main__":

@@ -168,6 +168,23 @@ def test_generate_from_ids(model: Path, engine: Engine) -> None:
     assert [json.loads(line)["ids"] for line in lines] == [done.ids for done in want]
 
 
+def test_generate_with_penalties(model: Path, engine: Engine) -> None:
+    how = SamplingParams(**PARAMS, frequency_penalty=2, repetition_penalty=1.5, logit_bias={7: 4, 9: 3})
+    flags = (
+        "--frequency-penalty",
+        2,
+        "--repetition-penalty",
+        1.5,
+        "--logit-bias",
+        "7=4",
+        "--logit-bias",
+        "9=3",
+    )
+    given = ("generate", "--model", model, "--ids", "0,17", *GENERATE, "--json")
+    want = engine.generate([[0, 17]], how)[0].ids
+    assert json.loads(ok(*given, *flags))["ids"] == want != json.loads(ok(*given))["ids"]
+
+
 def test_generate_logprobs(model: Path, engine: Engine) -> None:
     want = engine.generate([[0, 17]], SamplingParams(**PARAMS, logprobs=2))[0]
     given = ("generate", "--model", model, "--ids", "0,17", *GENERATE, "--logprobs", 2)

@@ -6,20 +6,29 @@ early, gives another token than the sequence alone would have had.
 """
 
 import hashlib
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from dsv4.engine.plan import Sampling, Span
+import torch
+
+from dsv4.cache.shelf import Landing
+from dsv4.engine.plan import Penalise, Sampling, Span
 from dsv4.engine.request import Token
 from dsv4.engine.runner import UNSEEN, Masks, Result
 
 PAGE, WINDOW, VOCAB = 8, 3, 50
 
 
-def choice(history: Sequence[int], sampling: Sampling, mask: bytes | None = None) -> int:
+def choice(
+    history: Sequence[int],
+    sampling: Sampling,
+    mask: bytes | None = None,
+    penalties: tuple[object, ...] | None = None,
+) -> int:
     seed = (sampling.seed, sampling.index) if sampling.temperature else ()
-    digest = hashlib.sha256(repr((tuple(history), seed, mask)).encode()).digest()
+    digest = hashlib.sha256(repr((tuple(history), seed, mask, penalties)).encode()).digest()
     return int.from_bytes(digest[:4], "little") % VOCAB
 
 
@@ -29,6 +38,13 @@ class Step:
     is_sampled: bool
     histories: list[list[int]] = field(default_factory=list)
     tokens: list[int | None] = field(default_factory=list)
+
+
+class Flag(threading.Event):
+    """A copy that arrives when the device comes to it."""
+
+    def synchronize(self) -> None:
+        assert self.wait(60)
 
 
 class FakeDevice:
@@ -44,6 +60,8 @@ class FakeDevice:
         self._ring: dict[int, dict[int, int]] = {slot: {} for slot in range(slots)}
         self._latest: dict[int, int] = {}
         self.snapshots: dict[int, dict[int, int]] = {}
+        self._penalties: dict[int, Penalise] = {}
+        self._noted: dict[int, dict[int, int]] = {slot: {} for slot in range(slots)}
 
     def _later(self, *record: object) -> Callable[[Callable[[], None]], None]:
         self.log.append(record)
@@ -71,8 +89,58 @@ class FakeDevice:
 
         self._later("restore", slot, handle)(run)
 
+    def penalise(self, how: Penalise) -> None:
+        """What its last owner left behind stays where it is."""
+
+        def run() -> None:
+            self._penalties[how.slot] = how
+            self._noted[how.slot].update(enumerate(how.ids))
+
+        self._later("penalise", how.slot)(run)
+
     def drop(self, handle: int) -> None:
         self._later("drop", handle)(lambda: self.snapshots.pop(handle, None))
+
+    def read_pages(self, pages: tuple[int, ...]) -> Landing:
+        landing = Landing(torch.zeros(len(pages), PAGE, dtype=torch.uint8), Flag())
+
+        def run() -> None:
+            for row, page in enumerate(pages):
+                held = self._pages.get(page, {})
+                landing.values[row] = torch.tensor([held.get(at, 255) for at in range(PAGE)])
+            landing.done.set()
+
+        self._later("read pages", pages)(run)
+        return landing
+
+    def write_pages(self, pages: tuple[int, ...], values: torch.Tensor) -> None:
+        def run() -> None:
+            for page, row in zip(pages, values.tolist(), strict=True):
+                self._pages[page] = dict(enumerate(row))
+
+        self._later("write pages", pages)(run)
+
+    def read_snapshot(self, handle: int) -> Landing:
+        landing = Landing(torch.zeros(1, WINDOW, dtype=torch.uint8), Flag())
+
+        def run() -> None:
+            landing.values[0] = torch.tensor(list(self.snapshots[handle].values()))
+            landing.done.set()
+
+        self._later("read snapshot", handle)(run)
+        return landing
+
+    def write_snapshot(self, handle: int, position: int, values: torch.Tensor) -> None:
+        def run() -> None:
+            assert handle not in self.snapshots
+            self.snapshots[handle] = dict(enumerate(values.tolist(), position - WINDOW))
+
+        self._later("write snapshot", handle, position)(run)
+
+    def finish(self) -> None:
+        """Everything that is still on its way."""
+        while self._queue:
+            self._queue.popleft()()
 
     def prefill(self, spans: tuple[Span, ...]) -> Step:
         return self._launch("prefill", spans)
@@ -94,6 +162,8 @@ class FakeDevice:
                     page = self._table[span.slot][p // PAGE]
                     self._pages.setdefault(page, {})[p % PAGE] = id
                     self._ring[span.slot][p % (WINDOW + 8)] = (p, id)
+                if what == "decode" and span.sampling and span.sampling.penalties >= 0:
+                    self._noted[span.slot][span.start] = ids[0]
                 step.histories.append(self._read(span.slot, span.end))
             if samples:
                 self._choose(step, {})
@@ -112,8 +182,18 @@ class FakeDevice:
         for span, history in zip(step.spans, step.histories, strict=True):
             token = None
             if span.sampling is not None:
-                token = self._latest[span.slot] = choice(history, span.sampling, masks.get(span.sequence))
+                token = choice(history, span.sampling, masks.get(span.sequence), self._penalised(span))
+                self._latest[span.slot] = token
             step.tokens.append(token)
+
+    def _penalised(self, span: Span) -> tuple[object, ...] | None:
+        assert span.sampling is not None
+        if span.sampling.penalties < 0:
+            return None
+        assert span.sampling.penalties == span.slot
+        how, noted = self._penalties[span.slot], self._noted[span.slot]
+        assert how.num_prompt + span.sampling.index == span.end
+        return (how.presence, *(noted.get(p, -1) for p in range(span.end)))
 
     def sample(self, step: Step, masks: Masks) -> None:
         assert not step.is_sampled

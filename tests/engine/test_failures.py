@@ -2,13 +2,14 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from fake_device import VOCAB
 from test_runner import Loop, expected, never_seven
 
-from dsv4 import Engine
+from dsv4 import Engine, EngineConfig, SamplingParams
 from dsv4.engine.plan import Sampling, Span
 
 
@@ -137,6 +138,38 @@ def test_interrupted_prompt_goes_on_as_alone(engine_for: Callable[..., Engine]) 
         engine.step()
     executor.fetch = real
     assert stream.completion().tokens == alone.tokens
+
+
+class PanicException(BaseException):
+    """As Rust's panics come to Python: no Exception."""
+
+
+@pytest.mark.parametrize("error", [ValueError("odd"), RuntimeError("Already borrowed"), PanicException("!")])
+@pytest.mark.parametrize("call", ["compute_bitmask", "consume_token"])
+def test_a_grammar_that_fails_ends_its_own_request(error: BaseException, call: str) -> None:
+    """Whatever llguidance raises in the middle of an answer; an interrupt is not the grammar's."""
+    engine = Engine.load(None, EngineConfig(max_context=256, max_batch=2))
+    free = SamplingParams(max_tokens=4, temperature=0)
+    alone = engine.generate(["Once"], free)[0].tokens
+    held = engine.request("Once", replace(free, grammar="start: /.*/"))
+    streams = [engine.stream(held), engine.stream(engine.request("Once", free))]
+    engine.step()
+    matcher = streams[0].output.sequence.matcher
+    real, raised = matcher._state, [error]
+
+    class State:
+        def __getattr__(self, name: str) -> object:
+            if name == call:
+                raise raised[0]
+            return getattr(real, name)
+
+    matcher._state = State()
+    delta = next(delta for delta in engine.step() if delta.request_id == held.id)
+    assert delta.finish_reason == "error" and "grammar failed" in delta.error
+    assert streams[1].completion().tokens == alone and engine.slots.num_free == 2
+    raised[0] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        matcher.mask() if call == "compute_bitmask" else matcher.accept(5)
 
 
 class FakeDecoder:

@@ -1,5 +1,6 @@
 """The prefix cache: a hit gives what a miss gives, bit for bit, whatever was kept, evicted or paused."""
 
+import gc
 import random
 from collections.abc import Callable
 
@@ -27,7 +28,8 @@ def alone(engine_for: Callable[..., Engine]) -> Engine:
 @pytest.fixture(scope="module")
 def shared(engine_for: Callable[..., Engine]) -> Engine:
     """Few snapshots and few pages: what is kept is soon evicted, and who runs is soon paused."""
-    return engine_for("official", max_context=1100, max_batch=3, prefix_snapshots=4, cache_pages=7, chunk=300)
+    options = {"max_context": 1100, "max_batch": 3, "prefix_snapshots": 4, "cache_pages": 7, "chunk": 300}
+    return engine_for("official", **options, max_stall_ms=60_000)  # who pauses must not depend on a clock
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +126,22 @@ def test_owners_share_nothing(roomy: Engine, truth: Truth) -> None:
     assert found == [0, 0, 512, 0, 512]
 
 
+def test_owners_with_nothing_kept_are_forgotten(roomy: Engine) -> None:
+    """Strangers who come once leave nothing behind, short prompts and evicted ones alike."""
+    roomy.prefix.clear()
+    gc.disable()  # nothing here needs it
+    try:
+        for number in range(30):
+            ids = tuple(text(600 if number % 5 == 0 else 3, number))
+            roomy.generate([Request(f"stranger-{number}", ids, GREEDY, f"owner {number}")])
+        kept = {f"owner {number}" for number in range(0, 30, 5)}
+        assert set(roomy.prefix._roots) <= kept and f"owner {25}" in roomy.prefix._roots
+        roomy.prefix.clear()
+        assert not roomy.prefix._roots
+    finally:
+        gc.enable()
+
+
 def test_other_models_and_settings_share_nothing(engine_for: Callable[..., Engine]) -> None:
     """What is kept belongs to one engine, which has one model and one set of settings."""
     ids, engines = text(400, 12), [engine_for("official"), engine_for("official", cache="f32")]
@@ -140,7 +158,7 @@ def test_nothing_is_kept_when_asked(alone: Engine) -> None:
 def test_paused_sequences_give_the_same_tokens(shared: Engine, truth: Truth) -> None:
     """Three that need 3 pages each share 7: somebody must wait for somebody."""
     pauses = shared.scheduler.num_pauses
-    prompts = [text(435, 20), text(440, 21), text(446, 22), text(20, 23)]
+    prompts = [text(435, 20), text(440, 21), text(446, 22), text(447, 23)]
     params = SamplingParams(max_tokens=80, temperature=0, logprobs=5, ignore_eos=True)
     done = run(shared, prompts, params)
     assert shared.scheduler.num_pauses > pauses

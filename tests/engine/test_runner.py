@@ -3,15 +3,20 @@
 import itertools
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from fake_device import PAGE, VOCAB, FakeDevice, choice
+import torch
+from fake_device import PAGE, VOCAB, WINDOW, FakeDevice, choice
 
+from dsv4.cache.folder import PrefixFolder
 from dsv4.cache.layout import CacheLayout
 from dsv4.cache.prefix import PrefixCache
+from dsv4.cache.shelf import Shelf
 from dsv4.cache.slots import Slots
 from dsv4.config import preset
-from dsv4.engine.plan import Claim, Plan, Restore, Sampling, Save, Span
+from dsv4.engine.keep import Arrivals
+from dsv4.engine.plan import Claim, Copy, Plan, Restore, Sampling, Save, Span
 from dsv4.engine.request import Request, SamplingParams, Sequence
 from dsv4.engine.runner import Runner, no_masks
 from dsv4.engine.scheduler import Scheduler
@@ -34,33 +39,46 @@ class Loop:
         pages: int | None = None,
         snapshots: int = 6,
         same_bits: bool = False,
+        folder: Path | None = None,
+        folder_bytes: int = 1 << 20,
     ) -> None:
         layout = SmallPages(preset("tiny"), Format.KV8, Format.MXFP4, 4, context, slots, 0, snapshots, pages)
         self.device = FakeDevice(slots)
-        self.runner = Runner(self.device)  # type: ignore[arg-type]
+        self.said: list[str] = []
+        shelf = None
+        if folder is not None:
+            files = PrefixFolder(folder, f"{int(same_bits):032x}", folder_bytes, self.said.append)
+            shelf = Shelf(files, PAGE, PAGE, lambda position: WINDOW, pin_memory=False)
+        self.runner = Runner(self.device, shelf)  # type: ignore[arg-type]
         self.slots = Slots(layout)
-        self.prefix = PrefixCache(self.slots, snapshots)
+        self.prefix = PrefixCache(self.slots, snapshots, shelf)
         self.scheduler = Scheduler(self.slots, self.prefix, chunk=20, same_bits=same_bits)
+        self.arrivals = Arrivals(self.scheduler, self.prefix)
         self.numbers = itertools.count()
         self.alive: dict[int, Sequence] = {}
         self.done: list[Sequence] = []
         self.plans: list[Plan] = []
 
-    def add(self, ids: list[int], max_tokens: int, temperature: float, grammar: bool) -> Sequence:
+    def add(
+        self, ids: list[int], max_tokens: int, temperature: float, grammar: bool, presence: float = 0.0
+    ) -> Sequence:
         number = next(self.numbers)
-        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=number)
+        params = SamplingParams(
+            max_tokens=max_tokens, temperature=temperature, seed=number, presence_penalty=presence
+        )
         s = Sequence(number, Request(f"r{number}", tuple(ids), params), number, max_tokens, frozenset())
         s.matcher = object() if grammar else None
         self.alive[number] = s
-        self.scheduler.add(s)
+        self.arrivals.add(s)
         return s
 
     def mask(self, number: int) -> bytes | None:
         s = self.alive.get(number)
         return None if s is None else bytes([len(s.tokens), number % 7])
 
-    def step(self) -> None:
-        plan = self.scheduler.plan()
+    def step(self, limit: int | None = None) -> None:
+        self.arrivals.take()
+        plan = self.scheduler.plan(limit)
         assert Plan.from_bytes(plan.to_bytes()) == plan
         self.plans.append(plan)
         samples = {s.sequence for s in plan.spans if s.end == self.alive[s.sequence].num_known}
@@ -86,7 +104,7 @@ class Loop:
 
     def end(self, s: Sequence, why: str) -> None:
         s.finish_reason = why  # type: ignore[assignment]
-        self.scheduler.finish(s)
+        self.arrivals.finish(s)
         self.done.append(self.alive.pop(s.number))
 
 
@@ -96,7 +114,8 @@ def expected(s: Sequence) -> list[int]:
     for index in range(len(s.tokens)):
         mask = bytes([index, s.number % 7]) if s.matcher else None
         sampling = Sampling(temperature=s.request.params.temperature, seed=s.seed, index=index)
-        out.append(choice(ids + out, sampling, mask))
+        presence = s.request.params.presence_penalty
+        out.append(choice(ids + out, sampling, mask, (presence, *ids, *out) if presence else None))
     return out
 
 
@@ -105,10 +124,40 @@ STEMS = [[random.Random(n).randrange(VOCAB) for _ in range(64)] for n in range(3
 
 @pytest.mark.parametrize("seed", range(40))
 def test_every_sequence_is_as_if_alone(seed: int) -> None:
-    """Arrivals, cancels, pauses, evictions, shared prefixes, grammars and failures while steps run ahead."""
+    """Arrivals, cancels, pauses, evictions, shared prefixes, grammars, penalties and failures while steps run
+    ahead."""
     chance = random.Random(seed)
     slots, pages, snapshots = chance.randint(1, 9), chance.choice([None, 26, 40]), chance.randint(0, 6)
     loop = Loop(slots=slots, pages=pages, snapshots=snapshots, same_bits=bool(seed % 2))
+    live(loop, chance)
+    assert len(loop.prefix._snapshots) <= snapshots
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_sequence_is_as_if_alone_with_files(seed: int, tmp_path: Path) -> None:
+    """The same, and several lives on one folder: pages come from files while others are copied and reused."""
+    chance = random.Random(seed)
+    copied = 0
+    for _ in range(4):
+        loop = Loop(
+            slots=chance.randint(1, 6),
+            pages=chance.choice([None, 26, 40]),
+            snapshots=chance.randint(1, 6),
+            same_bits=bool(seed % 2),
+            folder=tmp_path,
+            folder_bytes=chance.choice([1 << 20, 3000]),
+        )
+        live(loop, chance)
+        assert loop.prefix.shelf is not None
+        loop.device.finish()
+        loop.prefix.shelf.flush()
+        assert not [line for line in loop.said if "miss" in line or "written" in line], loop.said
+        copied += sum(len(copy.pages) for plan in loop.plans for copy in plan.copies_in)
+    assert copied > 0, "something came from files"
+
+
+def live(loop: Loop, chance: random.Random) -> None:
+    slots = loop.slots.num_free
     loop.device.fails = lambda what, spans: what == "prefill" and chance.random() < 0.03
     submitted, cancelled = [], set()
     for _ in range(120):
@@ -116,41 +165,51 @@ def test_every_sequence_is_as_if_alone(seed: int) -> None:
             stem = chance.choice(STEMS)[: chance.choice([1, 7, 8, 9, 16, 30, 48])]
             ids = stem + [chance.randrange(VOCAB) for _ in range(chance.choice([0, 1, 5]))]
             temperature = chance.choice([0.0, 0.7])
-            submitted.append(loop.add(ids, chance.choice([1, 2, 9, 100]), temperature, chance.random() < 0.2))
+            grammar, presence = chance.random() < 0.2, chance.choice([0.0, 0.5, 1.5])
+            submitted.append(loop.add(ids, chance.choice([1, 2, 9, 100]), temperature, grammar, presence))
         if loop.alive and chance.random() < 0.05:
             s = chance.choice(list(loop.alive.values()))
             cancelled.add(s.number)
             loop.end(s, "cancelled")
         if loop.alive:
-            loop.step()
+            loop.step(chance.choice([None, 1, 3, 8, 19]))
     while loop.alive:
         loop.step()
     for s in submitted:
         assert [token.id for token in s.tokens] == expected(s), (s.number, s.finish_reason)
         assert s.finish_reason in ("stop", "error") or s.number in cancelled
     assert loop.slots.pool.num_available == loop.slots.pool.num_pages and loop.slots.num_free == slots
-    assert len(loop.prefix._snapshots) <= snapshots
 
 
-def test_a_plan_is_carried_out_in_its_order() -> None:
+def test_a_plan_is_carried_out_in_its_order(tmp_path: Path) -> None:
     device = FakeDevice(4)
     runner = Runner(device)  # type: ignore[arg-type]
-    runner.apply(Plan(claims=(Claim(2, 5, (1,)),), prefill=(Span(5, 2, 0, (1, 2)),)), no_masks)
+    runner.apply(Plan(claims=(Claim(2, 5, (1,)),), prefill=(Span(5, 2, 0, (1, 2, 3)),)), no_masks)
     device.log.clear()
+    shelf = runner.shelf = Shelf(
+        PrefixFolder(tmp_path, 32 * "0", 1 << 20, print), PAGE, PAGE, lambda position: WINDOW, False
+    )
+    for number, kind in enumerate(("page", "snapshot")):
+        assert shelf.expect(kind, [bytes(32)], [1]) == number  # type: ignore[arg-type]
+    assert shelf.offer(torch.zeros(2, PAGE, dtype=torch.uint8)) == 2
+    assert shelf.offer(torch.zeros(WINDOW, dtype=torch.uint8)) == 3
     plan = Plan(
-        saves=(Save(9, 2, 2),),
+        saves=(Save(9, 2, 3),),
+        copies_out=(Copy(0, pages=(1,)), Copy(1, snapshot=9, position=3)),
         free=(2,),
         claims=(Claim(2, 6, (1, 3)), Claim(0, 7, (2,))),
+        copies_in=(Copy(2, pages=(4, 5)), Copy(3, snapshot=8, position=8)),
         restores=(Restore(0, 9),),
         drops=(9,),
-        prefill=(Span(7, 0, 2, (4,), Sampling(), ahead=True),),
+        prefill=(Span(7, 0, 3, (4,), Sampling(), ahead=True),),
         decode=(Span(6, 2, 0, (3,), Sampling()),),
     )
     runner.apply(plan, no_masks)
     assert [entry[0] for entry in device.log] == [
-        *("save", "pages", "pages", "restore", "drop", "prefill", "decode", "decode", "fetch", "fetch")
+        *("save", "read pages", "read snapshot", "pages", "pages", "write pages", "write snapshot"),
+        *("restore", "drop", "prefill", "decode", "decode", "fetch", "fetch"),
     ]
-    assert device.log[7] == ("decode", ((7, 0, 3, (-1,)),)), "the next step of 7 is launched before a fetch"
+    assert device.log[11] == ("decode", ((7, 0, 4, (-1,)),)), "the next step of 7 is launched before a fetch"
 
 
 def rows(loop: Loop) -> list[tuple[tuple[int, int], ...]]:

@@ -189,6 +189,11 @@ inline void __syncwarp() { emulator::meet(emulator::my_warp().barrier, 32); }
 template <typename T> T __ldcg(const T* p) { return *p; }
 inline int __ffs(uint32_t n) { return __builtin_ffs((int)n); }
 inline uint32_t atomicAdd(uint32_t* p, uint32_t v) { return (*p += v) - v; }
+inline uint32_t atomicOr(uint32_t* p, uint32_t v) {
+    const uint32_t before = *p;
+    *p |= v;
+    return before;
+}
 
 inline uint32_t __reduce_max_sync(uint32_t, uint32_t v) {
     uint32_t all[32];

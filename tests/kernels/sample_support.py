@@ -6,7 +6,7 @@ import random
 import torch
 from torch import Tensor
 
-from dsv4.ops.sample.ref import pack
+from dsv4.ops.sample.ref import HISTORY, pack, pack_penalties
 
 LARGEST = 3.4028234663852886e38
 
@@ -71,3 +71,34 @@ def make(rows: int, vocab: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
         if rng.random() < 0.1:
             mask[row] = 0
     return logits, settings, mask.int()
+
+
+def _penalties(rng: random.Random, vocab: int, context: int) -> tuple[list[int], int]:
+    """A row of penalties and the index of the token to choose."""
+    end = rng.randint(1, context)
+    num_prompt = rng.randint(1, end)
+    few = [rng.randrange(vocab) for _ in range(rng.choice((1, 3, 50)))]
+    ids = [rng.choice(few) if rng.random() < 0.7 else rng.randrange(vocab) for _ in range(context)]
+    biased = rng.sample(range(vocab), min(vocab, rng.choice((0, 0, 1, 5, 200, 1024))))
+    row = pack_penalties(
+        presence=rng.choice((0.0, 0.0, 0.5, -2.0, rng.uniform(-2, 2))),
+        frequency=rng.choice((0.0, 0.0, 0.1, 2.0, rng.uniform(-2, 2))),
+        repetition=rng.choice((1.0, 1.0, 1.1, 0.01, 100.0, rng.uniform(0.5, 2))),
+        bias=[(id, rng.choice((-100.0, 100.0, 1.5, rng.uniform(-3, 3)))) for id in biased],
+        num_prompt=num_prompt,
+        ids=ids,
+    )
+    return row, end - num_prompt
+
+
+def add_penalties(settings: Tensor, vocab: int, seed: int, context: int = 300) -> Tensor:
+    """Penalties [rows, HISTORY + context] in another order than the rows, which are told which is theirs."""
+    rng = random.Random(seed)
+    table = torch.empty(len(settings), HISTORY + context, dtype=torch.int32)
+    for row, slot in enumerate(rng.sample(range(len(settings)), len(settings))):
+        packed, index = _penalties(rng, vocab, context)
+        table[slot] = torch.tensor(packed, dtype=torch.int32)
+        settings[row, 4] = index
+        if rng.random() < 0.8:
+            settings[row, 6] += (slot + 1) << 33
+    return table

@@ -13,6 +13,10 @@ void noise(uint64_t seed, int64_t index, int64_t n, double* out) {
     const uint64_t base = noise_base(seed, (uint64_t)index);
     for (int64_t i = 0; i < n; ++i) out[i] = gumbel(random_bits(base, (int)i));
 }
+void penalise(const float* logits, const float* bias, const uint32_t* seen, int64_t n, float presence, float frequency,
+              float repetition, float* out) {
+    for (int64_t i = 0; i < n; ++i) out[i] = penalised(logits[i], bias[i], seen[i], {presence, frequency, repetition});
+}
 // By how much the estimates of keys are off, with these random bits.
 double worst_estimate(const float* values, float best, double temperature, const int64_t* bits, int64_t n) {
     double worst = 0;
@@ -32,10 +36,14 @@ void orders(const double* values, int64_t n, uint64_t* out) {
 }
 
 const char* sample(int cluster, const float* logits, int rows, int vocab, int64_t* settings, const uint32_t* mask, int* out,
-                   int64_t* next_ids, int64_t* positions, int most_held, unsigned seed) {
+                   int64_t* next_ids, int64_t* positions, int* penalties, int penalty_width, int most_held, unsigned seed) {
     constexpr int THREADS = 64;
     const int slice = ((vocab + cluster - 1) / cluster + 31) / 32 * 32;
-    const Sampling p = {logits, vocab, settings, mask, out, next_ids, positions, nullptr, nullptr, slice, min(slice, most_held)};
+    Sampling p = {logits, vocab, settings, mask, out, next_ids, positions};
+    p.penalties = penalties;
+    p.penalty_width = penalty_width;
+    p.slice = slice;
+    p.held = min(slice, most_held);
     for (int row = 0; row < rows; ++row) {
         const char* problem =
             cluster == 8 ? emulator::run(row * 8, 8, THREADS, sizeof(Memory<8, THREADS>) + p.held * 4, seed, [&] { sample_kernel<8, THREADS>(p); })

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from sample_support import make
+from sample_support import add_penalties, make
 from torch import Tensor
 
-from dsv4.kernels.decode.sample import sample
+from dsv4.kernels.decode.sample import MAX_PENALISED, sample
 from dsv4.ops.sample import gpu, ref
 
 pytestmark = pytest.mark.gpu
@@ -42,6 +42,57 @@ def test_rows_of_all_kinds(vocab: int, rows: int, seed: int) -> None:
     # The reference itself gives the same on a GPU, and a mask that was promised and is not there is visible.
     check(ref.choose(*device), want, settings)
     check(gpu.choose(device[0], device[1], None), ref.choose(logits, settings, None), settings)
+
+
+@pytest.mark.parametrize(("vocab", "rows"), [(100, 200), (4096, 200), (129280, 60), (MAX_PENALISED, 16)])
+def test_penalties(vocab: int, rows: int) -> None:
+    logits, settings, mask = make(rows, vocab, seed=vocab)
+    penalties = add_penalties(settings, vocab, seed=vocab, context=5000)
+    want = ref.choose(logits, settings, mask, penalties)
+    device = (logits.cuda(), settings.cuda(), mask.cuda(), penalties.cuda())
+    check(gpu.choose(*device), want, settings)
+    check(ref.choose(*device), want, settings)
+    assert torch.equal(device[3].cpu(), penalties), "without ids nothing is noted"
+
+
+def test_a_graph_notes_its_inputs() -> None:
+    """Steps of one graph with penalties: every choice counts from the step after it on."""
+    rows, vocab = 32, 129280
+    logits, settings, mask = make(rows, vocab, seed=15)
+    logits = torch.where(logits < torch.inf, logits, 0.0).clamp_min(-1e30)
+    settings[:, 7] = -1
+    settings[:, 6] &= ~(1 << 32)
+    penalties = add_penalties(settings, vocab, seed=16, context=400)
+    penalties[:, 3], penalties[:, 4], settings[:, 4] = 7, 0, 3
+    penalties[:, 1] = torch.tensor([1.5]).view(torch.int32)  # frequency: choices change
+    inputs = torch.arange(rows) * 3
+    state = [tensor.cuda() for tensor in (logits, settings, mask, penalties)]
+    out, next_ids, positions = poisoned(rows), inputs.cuda(), torch.full((rows,), 9).cuda()
+
+    def run() -> None:
+        sample(*state[:3], out, next_ids, positions, penalties=state[3])
+
+    before = [tensor.clone() for tensor in (state[1], state[3], next_ids, positions)]
+    run()
+    for tensor, value in zip((state[1], state[3], next_ids, positions), before, strict=True):
+        tensor.copy_(value)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    slots = (settings[:, 6] >> 33) - 1
+    seen = set()
+    for step in range(20):
+        graph.replay()
+        for row in (slots >= 0).nonzero().flatten().tolist():
+            penalties[slots[row], ref.HISTORY + 7 + 3 + step - 1] = inputs[row]
+        want = ref.choose(logits, settings, mask, penalties)
+        check(out, want, settings)
+        assert torch.equal(state[3].cpu(), penalties)
+        inputs = want[:, 0].long()
+        assert torch.equal(next_ids.cpu(), inputs)
+        seen.add(tuple(inputs.tolist()))
+        settings[:, 4] += 1
+    assert len(seen) > 10
 
 
 def test_no_rows() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from sample_support import make
+from sample_support import add_penalties, make
 from torch import Tensor
 
 from dsv4.kernels.common.build import INCLUDES
@@ -128,7 +128,7 @@ def test_the_kernel_chooses_what_the_reference_does(
         out = torch.full((rows, ref.RESULT), 0x5A5A5A5A, dtype=torch.int32)
         problem = twin.sample(
             *(cluster, at(logits), rows, vocab, at(settings), at(mask if has_mask else None), at(out)),
-            *(at(None), at(None), most_held, 1 + vocab),
+            *(at(None), at(None), at(None), 0, most_held, 1 + vocab),
         )
         assert problem == b""
         wrong = (out != want).any(1).nonzero().flatten().tolist()
@@ -142,7 +142,8 @@ def test_rows_in_use_move_on_and_padding_stays(twin: ctypes.CDLL) -> None:
     before, next_ids = settings.clone(), torch.full((40,), 77)
     out, moved = torch.full((40, ref.RESULT), 99, dtype=torch.int32), positions.clone()
     problem = twin.sample(
-        *(2, at(logits), 40, 100, at(settings), at(mask), at(out), at(next_ids), at(moved), 18500, 3)
+        *(2, at(logits), 40, 100, at(settings), at(mask), at(out), at(next_ids), at(moved)),
+        *(at(None), 0, 18500, 3),
     )
     assert problem == b""
     is_padding = positions < 0
@@ -152,3 +153,81 @@ def test_rows_in_use_move_on_and_padding_stays(twin: ctypes.CDLL) -> None:
     assert torch.equal(moved, positions + ~is_padding)
     before[:, 4] += ~is_padding
     assert torch.equal(settings, before)
+
+
+def test_penalties_of_single_tokens(twin: ctypes.CDLL) -> None:
+    """One number at a time, as Python's own float32 arithmetic has it."""
+    logits, _, _ = make(1, 5000, seed=21)
+    rng = torch.Generator().manual_seed(2)
+    bias = torch.randn(5000, generator=rng) * 50
+    count = torch.randint(0, 5, (5000,), generator=rng)
+    in_prompt = torch.rand(5000, generator=rng) < 0.3
+    seen = (count + (in_prompt.long() << 31)).to(torch.int32)
+    for presence, frequency, repetition in ((0.5, 0.25, 1.3), (-2.0, 2.0, 0.01), (0.0, 0.0, 100.0)):
+        out = torch.empty(5000)
+        numbers = [ctypes.c_float(number) for number in (presence, frequency, repetition)]
+        twin.penalise(at(logits), at(bias), at(seen), ctypes.c_int64(5000), *numbers, at(out))
+        v = logits[0] + bias
+        repeated = torch.where(v > 0, v / repetition, v * repetition)
+        v = torch.where((count > 0) | in_prompt, repeated, v) - torch.tensor(frequency) * count.float()
+        v = torch.where(count > 0, v - presence, v)
+        want = torch.where(
+            logits[0] > -math.inf, v.clamp(-3.4028234663852886e38, 3.4028234663852886e38), logits[0]
+        )
+        assert torch.equal(out.nan_to_num(7.5), want.nan_to_num(7.5))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "vocab", "rows"), [(2, 7, 100), (2, 100, 150), (2, 1500, 200), (8, 4096, 30)]
+)
+def test_the_kernel_penalises_as_the_reference_does(
+    twin: ctypes.CDLL, cluster: int, vocab: int, rows: int
+) -> None:
+    logits, settings, mask = make(rows, vocab, seed=vocab + 1)
+    penalties = add_penalties(settings, vocab, seed=vocab)
+    want, before = ref.choose(logits, settings, mask, penalties), penalties.clone()
+    plain = settings.clone()
+    plain[:, 6] &= (1 << 33) - 1
+    assert bool((ref.choose(logits, plain, mask)[:, 0] != want[:, 0]).any()), "penalties matter"
+    out = torch.full((rows, ref.RESULT), 0x5A5A5A5A, dtype=torch.int32)
+    problem = twin.sample(
+        *(cluster, at(logits), rows, vocab, at(settings), at(mask), at(out), at(None), at(None)),
+        *(at(penalties), penalties.shape[1], 18500, 1 + vocab),
+    )
+    assert problem == b""
+    wrong = (out != want).any(1).nonzero().flatten().tolist()
+    assert not wrong, f"row {wrong[0]}: {out[wrong[0]].tolist()}, expected {want[wrong[0]].tolist()}"
+    assert torch.equal(penalties, before), "without ids nothing is noted"
+
+
+def test_inputs_are_noted_in_the_history(twin: ctypes.CDLL) -> None:
+    """Four steps in a row: each row's input lies in its history afterwards, and nothing else has changed."""
+    rows, vocab = 30, 100
+    logits, settings, mask = make(rows, vocab, seed=5)
+    logits = torch.where(logits < math.inf, logits, 0.0).clamp_min(-1e30)
+    settings[:, 7] = -1
+    settings[:, 6] &= ~(1 << 32)  # no masks
+    penalties = add_penalties(settings, vocab, seed=6)
+    settings[:, 4] = settings[:, 4].clamp_max(200)
+    penalties[:, 3] = 1 + torch.arange(rows) % 50  # prompts
+    positions = torch.zeros(rows, dtype=torch.long)
+    positions[4:9] = -1
+    next_ids = torch.arange(rows) % vocab
+    known, how = penalties.clone(), settings.clone()
+    out = torch.empty((rows, ref.RESULT), dtype=torch.int32)
+    for step in range(4):
+        inputs = next_ids.clone()
+        problem = twin.sample(
+            *(2, at(logits), rows, vocab, at(settings), at(mask), at(out), at(next_ids), at(positions)),
+            *(at(penalties), penalties.shape[1], 18500, step),
+        )
+        assert problem == b""
+        for row in range(rows):
+            slot = (int(how[row, 6]) >> 33) - 1
+            if positions[row] >= 0 and slot >= 0:
+                known[slot, ref.HISTORY + int(known[slot, 3]) + int(how[row, 4]) - 1] = inputs[row]
+        want = ref.choose(logits, how, mask, known)
+        in_use = positions >= 0
+        assert torch.equal(out[in_use], want[in_use]) and torch.equal(penalties, known)
+        assert torch.equal(next_ids, torch.where(in_use, want[:, 0].long(), inputs))
+        how[:, 4] += in_use

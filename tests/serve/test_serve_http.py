@@ -140,6 +140,23 @@ def test_echo_scores_the_prompt(server: Server) -> None:
     assert offsets[: len(logprobs.text_offset)] == logprobs.text_offset
 
 
+def test_penalties_and_biases(server: Server) -> None:
+    def texts(**wishes: Any) -> list[str]:
+        how = {"temperature": 0, "max_tokens": 50, **wishes}
+        extra = {"repetition_penalty": how.pop("repetition_penalty", 1), "ignore_eos": True}
+        made = server.client.completions.create(model="tiny", prompt="Once", **how, extra_body=extra)
+        return [choice.text for choice in made.choices]
+
+    sampled: dict[str, Any] = {"temperature": 2, "seed": 3}
+    (plain,) = texts(**sampled)
+    (forced,) = texts(logit_bias={"70": 100})
+    assert len(set(forced)) == 1 and len(forced) == 50
+    wishes: dict[str, Any] = {"presence_penalty": 2, "frequency_penalty": 1.5, "repetition_penalty": 2}
+    assert all(texts(**sampled, **{name: value}) != [plain] for name, value in wishes.items())
+    both = texts(n=2, **sampled, **wishes)
+    assert both == texts(**sampled, **wishes) + texts(temperature=2, seed=4, **wishes)
+
+
 def test_several_prompts(server: Server) -> None:
     prompts = ["Once upon", "The boat", "What is"]
     options: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 5}
@@ -287,7 +304,7 @@ CHAT = {"messages": QUESTION, "max_tokens": 4}
         ({**CHAT, "response_format": json_schema({"$ref": "https://x.org/a.json"})}, 400, "grammar"),
         ({**CHAT, "response_format": json_schema({"type": "string", "pattern": "("})}, 400, "grammar"),
         ({**CHAT, "response_format": json_schema({"enum": ["x" * 70_000]})}, 400, "bytes as JSON"),
-        ({**CHAT, "presence_penalty": 0.5}, 400, "presence_penalty"),
+        ({**CHAT, "presence_penalty": "much"}, 400, "presence_penalty"),
         ({**CHAT, "thinking": {"type": "enabled"}, "reasoning_effort": "none"}, 400, "give one"),
         (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400, "JSON"),
         (b'{"messages": [{"role": ' + b"[" * 100_000, 400, "JSON"),

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 from dsv4 import Engine, SamplingParams
 from dsv4.engine.request import Completion
@@ -25,9 +26,22 @@ def cases(count: int, vocab: int, page: int, seed: int = 0) -> list[Case]:
             seed=number,
             logprobs=chance.choice([None, 0, 3]),
             ignore_eos=True,
+            **penalties(chance, vocab),
         )
         made.append((tuple(ids), params))
     return made
+
+
+def penalties(chance: random.Random, vocab: int) -> dict[str, Any]:
+    """Of two requests in five: enough to change what is chosen."""
+    if chance.random() < 0.6:
+        return {}
+    return {
+        "presence_penalty": chance.choice([0.0, 0.9, -0.5]),
+        "frequency_penalty": chance.choice([0.0, 0.7, -0.2]),
+        "repetition_penalty": chance.choice([1.0, 1.3]),
+        "logit_bias": {chance.randrange(5, vocab): chance.choice([-100.0, 2.5, 4.0]) for _ in range(20)},
+    }
 
 
 def growing(count: int, vocab: int, page: int, seed: int = 0) -> list[Case]:
@@ -36,7 +50,13 @@ def growing(count: int, vocab: int, page: int, seed: int = 0) -> list[Case]:
     made = []
     for number in range(count):
         ids = [chance.randrange(5, vocab) for _ in range(page - 70)]
-        params = SamplingParams(max_tokens=100, temperature=0.7 * (number % 2), seed=number, ignore_eos=True)
+        params = SamplingParams(
+            max_tokens=100,
+            temperature=0.7 * (number % 2),
+            seed=number,
+            ignore_eos=True,
+            **penalties(chance, vocab),
+        )
         made.append((tuple(ids), params))
     return made
 
@@ -64,6 +84,8 @@ def stress(
             running[submitted] = (which, engine.stream(engine.request(list(ids), params)))
             submitted += 1
         if engine.num_unfinished:
+            # Chunks beside others as no clock would choose them.
+            engine.pace.limit = chance.choice([7, 64, 256, 300, engine.settings.chunk])
             engine.step()
         for number, (which, stream) in list(running.items()):  # type: ignore[misc]
             if stream.output.sequence.finish_reason:

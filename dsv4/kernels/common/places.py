@@ -143,6 +143,16 @@ class Placement:
         is_cuda = self.table.is_cuda
         self.table.copy_(host.pin_memory() if is_cuda else host, non_blocking=is_cuda)
 
+    def move(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        """(layer, expert, slot): they lie there already, and steps from here on look for them there."""
+        first, is_cuda = self.slots.first.data_ptr(), self.table.is_cuda
+        for layer, expert, slot in moves:
+            self.slot_of[layer][expert] = slot
+            place_of = torch.tensor(self.slots[slot].data_ptr() - first)
+            self.table[layer, expert].copy_(
+                place_of.pin_memory() if is_cuda else place_of, non_blocking=is_cuda
+            )
+
     def bank(self, name: str) -> Bank:
         """All experts of a layer, for the kernels."""
         layer = self.names.index(name)

@@ -11,6 +11,8 @@
 
 enum { CHOSEN, NOT_FINITE, NONE_ALLOWED };   // status
 constexpr int WIDTH = 8, MAX_TOP = 20, RESULT = 4 + 2 * MAX_TOP;
+// Of a row of penalties, as ops/sample/ref.py has it.
+constexpr int MAX_BIAS = 1024, BIAS_IDS = 8, BIASES = BIAS_IDS + MAX_BIAS, HISTORY = BIASES + MAX_BIAS;
 constexpr int BUCKETS = 1 << COARSE, LISTED = 256, BATCH = 32;
 // Logits of a block in shared memory, so that all of it stays below 99 KiB; further ones are read again from the L2 cache.
 constexpr int MOST_HELD = 18500, BLOCK_BYTES = 25616;
@@ -25,6 +27,8 @@ struct Sampling {
     int64_t* positions;     // [rows], -1: padding; or null
     const int64_t* slots;   // [rows], or null
     int64_t* latest;        // [slots], or null
+    int* penalties;         // [slots][penalty_width], or null
+    int penalty_width;
     int slice, held;        // logits of a block, and how many of them are in shared memory
 };
 
@@ -103,6 +107,45 @@ template <int CLUSTER, int THREADS> struct Row {
 #pragma unroll 8
         for (int i = tid; i < min(mine, held); i += THREADS)
             if (!is_allowed(start + i)) values[i] = -INFINITY;
+    }
+
+    // Penalises the slice, all of which must fit in shared memory. There lie, in the logits' place, first the counts of the `end`
+    // tokens before this one; the last of them is `latest` where it is not yet in the table.
+    __device__ void penalise(const int* table, int end, int latest) {
+        constexpr int EACH = MAX_BIAS / THREADS;
+        const Penalties how = {bits_as<float>(__ldcg(table)), bits_as<float>(__ldcg(table + 1)), bits_as<float>(__ldcg(table + 2))};
+        const int num_prompt = __ldcg(table + 3), first = __ldcg(table + 4), num_bias = __ldcg(table + 5);
+        uint32_t* seen = (uint32_t*)values;
+#pragma unroll 1
+        for (int i = tid; i < mine; i += THREADS) seen[i] = 0;
+        __syncthreads();
+#pragma unroll 1
+        for (int64_t i = (int64_t)first + tid; i < end; i += THREADS) {
+            const int at = (i == end - 1 && latest >= 0 ? latest : __ldcg(table + HISTORY + i)) - start;
+            if (at < 0 || at >= mine) continue;
+            if (i < num_prompt) atomicOr(seen + at, IN_PROMPT);
+            else atomicAdd(seen + at, 1u);
+        }
+        __syncthreads();
+        int biased[EACH];   // places in the slice
+        uint32_t biased_seen[EACH];
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            const int entry = tid + i * THREADS, at = entry < num_bias ? __ldcg(table + BIAS_IDS + entry) - start : -1;
+            biased[i] = at < mine ? at : -1;
+            biased_seen[i] = biased[i] >= 0 ? seen[at] : 0;
+        }
+        __syncthreads();
+#pragma unroll 4
+        for (int i = tid; i < mine; i += THREADS) values[i] = penalised(read(logits + i), 0.f, seen[i], how);
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < EACH; ++i)
+            if (biased[i] >= 0) {
+                const float bias = bits_as<float>(__ldcg(table + BIASES + tid + i * THREADS));
+                values[biased[i]] = penalised(read(logits + biased[i]), bias, biased_seen[i], how);
+            }
+        __syncthreads();
     }
 
     // The largest or the sum over all threads of the cluster; all learn it. Two places alternate: one is written again only
@@ -295,7 +338,9 @@ template <int CLUSTER, int THREADS> __global__ void __launch_bounds__(THREADS) s
     const double temperature = bits_as<double>(__ldcg(settings));
     const int64_t asked = __ldcg(settings + 6), forced = __ldcg(settings + 7);
     const int num_top = min((int)(uint32_t)asked, MAX_TOP);
-    const bool is_masked = asked >> 32 & 1 && forced < 0, is_simple = temperature == 0 && num_top < 0 && forced < 0;
+    const int penalised_as = forced < 0 ? (int)(asked >> 33) - 1 : -1;   // row of the penalties
+    const bool is_masked = asked >> 32 & 1 && forced < 0;
+    const bool is_simple = temperature == 0 && num_top < 0 && forced < 0 && penalised_as < 0;
     if (position < 0) {   // padding
         __syncwarp();
         all_wait();
@@ -342,8 +387,8 @@ template <int CLUSTER, int THREADS> __global__ void __launch_bounds__(THREADS) s
     const bool is_finite = ends[1] != ~uint64_t(0);
     int status = !is_finite ? NOT_FINITE : ends[0] == 0 || forced >= p.vocab ? NONE_ALLOWED : CHOSEN;
     int id = status != CHOSEN ? -1 : forced >= 0 ? (int)forced : (int)~(uint32_t)ends[0];
-    const float best = value_of((uint32_t)(ends[0] >> 32)), best_of_all = value_of((uint32_t)(ends[1] >> 32));
-    const float lowest = value_of(~(uint32_t)ends[2]);
+    const float best_of_all = value_of((uint32_t)(ends[1] >> 32));
+    float best = value_of((uint32_t)(ends[0] >> 32)), lowest = value_of(~(uint32_t)ends[2]);
 
     double log_total = 0;
     int listed = 0;
@@ -366,6 +411,29 @@ template <int CLUSTER, int THREADS> __global__ void __launch_bounds__(THREADS) s
                     out[4 + rank] = id_at(s.places[i]);
                     out[4 + MAX_TOP + rank] = bits_as<int>(logprob_of(value_at(s.places[i]), best_of_all, log_total));
                 }
+        }
+    }
+
+    int* latest_place = nullptr;   // of the row's input in its history
+    if (penalised_as >= 0) {
+        int* table = p.penalties + (size_t)penalised_as * p.penalty_width;
+        const int end = __ldcg(table + 3) + (int)__ldcg(settings + 4);
+        latest_place = table + HISTORY + end - 1;
+        if (status == CHOSEN) {
+            r.penalise(table, end, p.next_ids ? (int)__ldcg(p.next_ids + row) : -1);
+            top_allowed = -INFINITY;
+            low_end = INFINITY;
+#pragma unroll 1
+            for (int i = tid; i < mine; i += THREADS) {
+                const float v = r.values[i];
+                if (v > -INFINITY) low_end = fminf(low_end, v);
+                if (v > top_allowed && (!is_masked || r.is_allowed(start + i))) { top_allowed = v; top_allowed_id = start + i; }
+            }
+            uint64_t both[2] = {key_of(top_allowed, top_allowed_id), (uint32_t)~order_of(low_end)};
+            r.template all<false>(both);
+            id = (int)~(uint32_t)both[0];
+            best = value_of((uint32_t)(both[0] >> 32));
+            lowest = value_of(~(uint32_t)both[1]);
         }
     }
 
@@ -421,6 +489,7 @@ template <int CLUSTER, int THREADS> __global__ void __launch_bounds__(THREADS) s
         out[1] = has_logprob ? bits_as<int>(logprob_of(read(p.logits + (size_t)row * p.vocab + id), best_of_all, log_total)) : -1;
         out[2] = status;
         out[3] = 0;
+        if (latest_place && p.next_ids) *latest_place = (int)p.next_ids[row];
         if (p.next_ids) p.next_ids[row] = id;
         if (p.latest) p.latest[p.slots[row]] = id;
         if (p.positions) {

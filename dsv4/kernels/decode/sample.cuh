@@ -23,11 +23,17 @@ template <typename To, typename From> BOTH To bits_as(From from) {
 BOTH double add(double a, double b) { return __dadd_rn(a, b); }
 BOTH double mul(double a, double b) { return __dmul_rn(a, b); }
 BOTH double div(double a, double b) { return __ddiv_rn(a, b); }
+BOTH float add(float a, float b) { return __fadd_rn(a, b); }
+BOTH float mul(float a, float b) { return __fmul_rn(a, b); }
+BOTH float div(float a, float b) { return __fdiv_rn(a, b); }
 BOTH int leading_zeros(uint64_t n) { return __clzll((long long)n); }
 #else
 BOTH double add(double a, double b) { return a + b; }
 BOTH double mul(double a, double b) { return a * b; }
 BOTH double div(double a, double b) { return a / b; }
+BOTH float add(float a, float b) { return a + b; }
+BOTH float mul(float a, float b) { return a * b; }
+BOTH float div(float a, float b) { return a / b; }
 BOTH int leading_zeros(uint64_t n) { return n ? __builtin_clzll(n) : 64; }
 #endif
 
@@ -105,6 +111,21 @@ BOTH uint64_t needed_of(uint64_t total, double top_p) {
     return (uint64_t)(needed < 1 ? 1 : needed > most ? most : needed);
 }
 BOTH int64_t least_weight(double min_p) { return (int64_t)ceil(mul(min_p, (double)ONE)); }
+
+// `seen`: how often a token was generated, and whether the prompt has it.
+constexpr uint32_t IN_PROMPT = 1u << 31;
+struct Penalties {
+    float presence, frequency, repetition;
+};
+BOTH float penalised(float logit, float bias, uint32_t seen, const Penalties& how) {
+    if (!(logit > -INFINITY)) return logit;
+    const uint32_t count = seen & ~IN_PROMPT;
+    float v = add(add(logit, 0.f), bias);
+    if (seen) v = v > 0.f ? div(v, how.repetition) : mul(v, how.repetition);
+    v = add(v, -mul(how.frequency, (float)count));
+    if (count) v = add(v, -how.presence);
+    return add(fminf(fmaxf(v, -3.4028234663852886e38f), 3.4028234663852886e38f), 0.f);   // finite ones stay finite
+}
 
 // Estimates in float32 of keys, to leave the exact ones to few tokens. Errors, for x >= MIN_X: 1.7e-7 of the polynomial and a few
 // 2^-24 relative to E, so absolute in g = -ln E; |g| < 37 with its exponent's product rounded: 3e-6; x rounded: 45 * 2^-24; the

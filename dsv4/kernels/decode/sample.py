@@ -11,6 +11,7 @@ from dsv4.kernels.common.overlap import launcher
 WIDTH, RESULT, MAX_VOCAB = 8, 44, 1 << 18
 CLUSTER, THREADS = 8, 512  # blocks of a row, threads of a block
 MOST_HELD, BLOCK_BYTES = 18500, 25616  # logits in a block's shared memory, and what lies beside them
+MAX_PENALISED = CLUSTER * (MOST_HELD // 32 * 32)  # a vocabulary that shared memory holds
 
 
 class _Sampling(ctypes.Structure):
@@ -18,14 +19,14 @@ class _Sampling(ctypes.Structure):
         ("logits", ctypes.c_void_p),
         ("vocab", ctypes.c_int),
         *((name, ctypes.c_void_p) for name in ("settings", "mask", "out", "next_ids", "positions")),
-        *((name, ctypes.c_void_p) for name in ("slots", "latest")),
-        *((name, ctypes.c_int) for name in ("slice", "held")),
+        *((name, ctypes.c_void_p) for name in ("slots", "latest", "penalties")),
+        *((name, ctypes.c_int) for name in ("penalty_width", "slice", "held")),
     )
 
 
 @launcher(
-    reads=("logits", "settings", "mask", "positions", "slots"),
-    writes=("out", "settings", "next_ids", "positions", "latest"),
+    reads=("logits", "settings", "mask", "next_ids", "positions", "slots", "penalties"),
+    writes=("out", "settings", "next_ids", "positions", "latest", "penalties"),
 )
 def sample(
     logits: Tensor,
@@ -36,13 +37,16 @@ def sample(
     positions: Tensor | None = None,
     slots: Tensor | None = None,
     latest: Tensor | None = None,
+    penalties: Tensor | None = None,
     overlap: bool = True,
 ) -> None:
-    """logits [T, V] float32, settings [T, 8] int64, mask [T, ceil(V / 32)] int32 -> out int32 [T, 44].
+    """logits [T, V] float32, settings [T, 8] int64, mask [T, ceil(V / 32)] int32, penalties [S, HISTORY + C]
+    int32 -> out int32 [T, 44].
 
     With positions [T] int64, rows below 0 are padding and nothing of theirs is written; the others move on by
     one position, and so does the index in their settings. next_ids [T] int64 get the ids, -1 where there is
-    none, and so does `latest` [S] int64 at the rows' `slots` [T] int64.
+    none, and so does `latest` [S] int64 at the rows' `slots` [T] int64. What they held before, the rows'
+    inputs, is the last token of their histories, and is noted there.
     """
     rows, vocab = logits.shape
     assert vocab <= MAX_VOCAB, vocab
@@ -57,6 +61,8 @@ def sample(
             shape,
         )
         assert tensor.device == logits.device, tensor.device
+    assert penalties is None or (penalties.dtype == torch.int32 and penalties.is_contiguous())
+    assert penalties is None or vocab <= MAX_PENALISED, vocab
     if not rows:
         return
     part = -(-vocab // (32 * CLUSTER)) * 32  # logits of a block
@@ -75,6 +81,8 @@ def sample(
         positions=address(positions),
         slots=address(slots),
         latest=address(latest),
+        penalties=address(penalties),
+        penalty_width=0 if penalties is None else penalties.shape[1],
         slice=part,
         held=held,
     )

@@ -18,26 +18,34 @@ __all__ = ["ffn", "hold", "routed"]
 GROUP = 16
 
 
-def ffn(x: Tensor, expert: Expert, limit: float, activations: str, weight: Tensor | None = None) -> Tensor:
-    """`expert` may also be a bank of one."""
+def ffn(
+    x: Tensor, expert: Expert, limit: float, activations: str, weight: Tensor | None = None, parts: int = 1
+) -> Tensor:
+    """`expert` may also be a bank of one. One part, of x's type."""
     count = x.shape[0]
     if not count:
-        return torch.empty_like(x)
+        return torch.empty_like(x).unsqueeze(1)
     tokens = torch.arange(count, dtype=torch.int32, device=x.device)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     experts = expert if hasattr(expert, "w13") else [expert]
     _run(x, y, experts, [count], tokens, None, weight, limit, activations)
-    return y
+    return y.unsqueeze(1)
 
 
 def routed(
-    x: Tensor, ids: Tensor, weights: Tensor, experts: list[Expert], limit: float, activations: str
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: list[Expert],
+    limit: float,
+    activations: str,
+    parts: int = 1,
 ) -> Tensor:
-    """`experts` may also be a bank: w13 and w2, each the tiles of all experts."""
+    """`experts` may also be a bank: w13 and w2, each the tiles of all experts. One part."""
     tokens, k = ids.shape
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     if not ids.numel():
-        return out.zero_()
+        return out.zero_().unsqueeze(1)
     chosen = ids.flatten()
     order = chosen.argsort(stable=True)
     # A choice's rank among its token's: results lie token by token, by rising expert.
@@ -55,7 +63,7 @@ def routed(
         *(limit, activations),
     )
     kernels.sum_choices(y.view(tokens, k, -1), out)
-    return out
+    return out.unsqueeze(1)
 
 
 def _run(

@@ -1,11 +1,13 @@
 """Clamped SwiGLU experts: the routed ones, chosen per token, and the shared one."""
 
+from collections.abc import Callable
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from dsv4.ops._exact import cast, row_product, silu, total
+from dsv4.ops._exact import cast, silu, total
+from dsv4.ops._product import column_product, split_product
 from dsv4.ops.linear.ref import Held, dense, round_input
 
 Expert = tuple[Held, Held, Held]  # w1 (gate), w3 (up), w2 (down)
@@ -13,17 +15,32 @@ Expert = tuple[Held, Held, Held]  # w1 (gate), w3 (up), w2 (down)
 FEW = 4
 
 
-def ffn(x: Tensor, expert: Expert, limit: float, activations: str, weight: Tensor | None = None) -> Tensor:
-    """x [T, D] -> [T, D]. `weight` [T], the routing weight, enters before the down projection."""
-    return _ffn(x, [expert], [x.shape[0]], limit, activations, weight)
+def ffn(
+    x: Tensor, expert: Expert, limit: float, activations: str, weight: Tensor | None = None, parts: int = 1
+) -> Tensor:
+    """x [T, D] -> float32 [T, parts, D], one for each of `parts` equal runs of the width, to be added up.
+
+    `weight` [T], the routing weight, enters before the down projection. A backend may give fewer parts, and
+    round them to x's type.
+    """
+    return _ffn(x, [expert], [x.shape[0]], limit, activations, weight, parts)
 
 
 def routed(
-    x: Tensor, ids: Tensor, weights: Tensor, experts: list[Expert], limit: float, activations: str
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: list[Expert],
+    limit: float,
+    activations: str,
+    parts: int = 1,
 ) -> Tensor:
-    """x [T, D], ids [T, K], weights [T, K] -> float32 [T, D]: the chosen summed by rising expert id."""
+    """x [T, D], ids [T, K], weights [T, K] -> float32 [T, parts, D] as above: the chosen summed by rising id.
+
+    What an expert gives stays float32, since ranks that share its width add up parts of it.
+    """
     if not ids.numel():
-        return torch.zeros_like(x, dtype=torch.float32)
+        return x.new_zeros((x.shape[0], parts, x.shape[1]), dtype=torch.float32)
     chosen, k = ids.flatten().tolist(), ids.shape[1]
     # Choices token*K + k of all tokens, expert by expert; the first again where an expert has few.
     choices: list[int] = []
@@ -39,29 +56,46 @@ def routed(
     places = [at[choice] for choice in sorted(by_expert, key=lambda choice: choice // k)]
     choice, place = torch.tensor(choices, device=x.device), torch.tensor(places, device=x.device)
     y = _ffn(
-        *(x.index_select(0, choice // k), [experts[expert] for expert, _ in counts], [n for _, n in counts]),
-        *(limit, activations, weights.flatten().index_select(0, choice)),
-    )
-    return total(y.index_select(0, place).float().view(-1, k, x.shape[1]), 1)
+        x=x.index_select(0, choice // k),
+        experts=[experts[expert] for expert, _ in counts],
+        counts=[count for _, count in counts],
+        limit=limit,
+        activations=activations,
+        weight=weights.flatten().index_select(0, choice),
+        parts=parts,
+    ).index_select(0, place)
+    return torch.stack([total(part.reshape(x.shape[0], k, x.shape[1]), 1) for part in y.unbind(1)], dim=1)
 
 
 def _ffn(
-    x: Tensor, experts: list[Expert], counts: list[int], limit: float, activations: str, weight: Tensor | None
+    x: Tensor,
+    experts: list[Expert],
+    counts: list[int],
+    limit: float,
+    activations: str,
+    weight: Tensor | None,
+    parts: int,
 ) -> Tensor:
     """The first counts[0] rows of x go through experts[0], and so on."""
     w1, w3, w2 = zip(*experts, strict=True)
     x_in = round_input(x, activations).float()
-    gate = cast(_products(x_in, w1, counts), x.dtype).float().clamp(max=limit)
-    up = cast(_products(x_in, w3, counts), x.dtype).float().clamp(-limit, limit)
+    gate = cast(_products(column_product, x_in, w1, counts, parts), x.dtype).float().clamp(max=limit)
+    up = cast(_products(column_product, x_in, w3, counts, parts), x.dtype).float().clamp(-limit, limit)
     hidden = silu(gate) * up
     if weight is not None:
         hidden = weight.unsqueeze(1) * hidden
     hidden = round_input(cast(hidden, x.dtype), activations).float()
-    return cast(_products(hidden, w2, counts), x.dtype)
+    return _products(split_product, hidden, w2, counts, parts)
 
 
-def _products(x: Tensor, weights: tuple[Held, ...], counts: list[int]) -> Tensor:
+def _products(
+    product: Callable[[Tensor, Tensor, int], Tensor],
+    x: Tensor,
+    weights: tuple[Held, ...],
+    counts: list[int],
+    parts: int,
+) -> Tensor:
     if len(weights) == 1:
-        return row_product(x, dense(weights[0]))
-    parts = zip(x.split(counts), weights, strict=True)
-    return torch.cat([row_product(part, dense(weight)) for part, weight in parts])
+        return product(x, dense(weights[0]), parts)
+    rows = zip(x.split(counts), weights, strict=True)
+    return torch.cat([product(part, dense(weight), parts) for part, weight in rows])

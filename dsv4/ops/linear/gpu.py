@@ -10,7 +10,7 @@ from dsv4.kernels.prefill.gemm import gemm
 from dsv4.ops.linear.ref import Held, embed, round_input
 from dsv4.quant.formats import QuantTensor
 
-__all__ = ["embed", "grouped", "hold", "linear", "round_input"]
+__all__ = ["embed", "grouped", "hold", "linear", "partial", "round_input"]
 
 
 def hold(weight: QuantTensor, device: str) -> Tiled:
@@ -18,12 +18,23 @@ def hold(weight: QuantTensor, device: str) -> Tiled:
     return tile(weight)
 
 
-def linear(x: Tensor, weight: Held, activations: str = "a16", out_dtype: torch.dtype | None = None) -> Tensor:
-    """On this backend a weight held as values is [N, K]."""
+def linear(
+    x: Tensor,
+    weight: Held,
+    activations: str = "a16",
+    out_dtype: torch.dtype | None = None,
+    parts: int = 1,
+) -> Tensor:
+    """On this backend a weight held as values is [N, K]. A row of it has the same bits in any weight."""
     x = round_input(x, activations).contiguous()
     y = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype or x.dtype, device=x.device)
     product(x.unsqueeze(1), weight, y.unsqueeze(1))
     return y
+
+
+def partial(x: Tensor, weight: Held, activations: str, parts: int, is_alone: bool) -> Tensor:
+    """One part."""
+    return linear(x, weight, activations, x.dtype if is_alone else torch.float32).unsqueeze(1)
 
 
 def grouped(x: Tensor, weights: list[Held]) -> Tensor:

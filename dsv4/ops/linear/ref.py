@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from dsv4.ops._exact import cast, row_product
+from dsv4.ops._exact import cast
+from dsv4.ops._product import column_product, split_product
 from dsv4.quant.codec import decode, fp8_round, nvfp4_round
 from dsv4.quant.formats import FP8_TILE, Format, QuantTensor
 
@@ -23,10 +24,28 @@ def round_input(x: Tensor, activations: str) -> Tensor:
     return nvfp4_round(x) if activations == "a4" else x
 
 
-def linear(x: Tensor, weight: Held, activations: str = "a16", out_dtype: torch.dtype | None = None) -> Tensor:
-    """x [T, K] -> [T, N]; float32 accumulation, one rounding to `out_dtype` (default: x's dtype)."""
-    y = row_product(round_input(x, activations).float(), dense(weight))
+def linear(
+    x: Tensor,
+    weight: Held,
+    activations: str = "a16",
+    out_dtype: torch.dtype | None = None,
+    parts: int = 1,
+) -> Tensor:
+    """x [T, K] -> [T, N]; float32 accumulation, one rounding to `out_dtype` (default: x's dtype).
+
+    The bits are those of `parts` products with equal runs of the weight's rows, however ranks share these.
+    """
+    y = column_product(round_input(x, activations).float(), dense(weight), parts)
     return cast(y, out_dtype or x.dtype)
+
+
+def partial(x: Tensor, weight: Held, activations: str, parts: int, is_alone: bool) -> Tensor:
+    """x [T, K] -> float32 [T, parts, N]: products with equal runs of K, for the caller to add up.
+
+    A backend may give fewer parts: then its sums have another order. One that gives a single part, to which
+    no other rank adds (`is_alone`), may round it to x's type.
+    """
+    return split_product(round_input(x, activations).float(), dense(weight), parts)
 
 
 def grouped(x: Tensor, weights: list[Held]) -> Tensor:

@@ -9,7 +9,7 @@ from dsv4.ops.sample.ref import RESULT, log_probs, pack, unpack
 __all__ = ["choose", "log_probs", "pack", "unpack"]
 
 
-def choose(logits: Tensor, settings: Tensor, mask: Tensor | None) -> Tensor:
+def choose(logits: Tensor, settings: Tensor, mask: Tensor | None, penalties: Tensor | None = None) -> Tensor:
     out = torch.empty(logits.shape[0], RESULT, dtype=torch.int32, device=logits.device)
-    kernels.sample(logits, settings, mask, out, overlap=False)
+    kernels.sample(logits=logits, settings=settings, mask=mask, out=out, penalties=penalties, overlap=False)
     return out

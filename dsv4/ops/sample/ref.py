@@ -6,6 +6,7 @@ what is summed is an integer. kernels/decode/sample.cuh has the same arithmetic.
 
 import math
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,8 +14,15 @@ from torch import Tensor
 
 # Settings of a row, int64: 0 temperature, 1 top_p, 2 min_p (bits of doubles), 3 seed (bits of a uint64),
 # 4 index of the generated token, 5 top_k (0: all), 6 num_top in the low 32 bits (-1: no logprobs) and bit 32:
-# has a mask, 7 forced (a token whose logprob is asked, such as a prompt's next one; -1: choose).
+# has a mask, from bit 33 on the row of the penalties + 1 (0: none), 7 forced (a token whose logprob is asked,
+# such as a prompt's next one; -1: choose).
 WIDTH = 8
+# Penalties of a slot, int32: 0 presence, 1 frequency, 2 repetition (bits of float32), 3 num_prompt, 4 where
+# the tokens begin that count, 5 num_bias, 6 and 7 zero, then MAX_BIAS ids, the bits of their biases, and from
+# HISTORY on the id at each position of the sequence.
+MAX_BIAS = 1024
+_HEAD = 8
+HISTORY = _HEAD + 2 * MAX_BIAS
 MAX_TOP = 20
 # Result of a row, int32: 0 id, 1 bits of its float32 logprob, 2 status, 3 zero, then MAX_TOP ids, best first,
 # and the bits of their logprobs. -1 where there is none: as the bits of a logprob, that is NaN.
@@ -27,7 +35,8 @@ _EXP = tuple(1 / math.factorial(n) for n in range(12, -1, -1))
 _LOG = tuple(2 / n for n in range(21, 0, -2))
 _SQRT2 = 1.4142135623730951
 _ONE = 1 << 44  # the best token's weight
-_PLAIN = 0xFFFFFFFF  # column 6 without logprobs and mask
+_PLAIN = 0xFFFFFFFF  # column 6 without logprobs, mask and penalties
+_LARGEST = torch.finfo(torch.float32).max
 
 
 class Choice(NamedTuple):
@@ -49,12 +58,32 @@ def pack(
     num_top: int = -1,
     forced: int = -1,
     has_mask: bool = False,
+    penalties: int = -1,
 ) -> list[int]:
-    """The settings of one row. Temperature 0 is greedy; seed is below 2**64."""
+    """The settings of one row. Temperature 0 is greedy; seed is below 2**64; `penalties` is a slot."""
     assert -1 <= num_top <= MAX_TOP, num_top
     doubles = struct.unpack("<3q", struct.pack("<3d", temperature, top_p, min_p))
-    asked = int(has_mask) << 32 | num_top & 0xFFFFFFFF
+    asked = (penalties + 1) << 33 | int(has_mask) << 32 | num_top & 0xFFFFFFFF
     return [*doubles, _signed(seed), index, min(top_k, MAX_VOCAB), asked, forced]
+
+
+def pack_penalties(
+    presence: float = 0.0,
+    frequency: float = 0.0,
+    repetition: float = 1.0,
+    bias: Sequence[tuple[int, float]] = (),
+    num_prompt: int = 0,
+    ids: Sequence[int] = (),
+) -> list[int]:
+    """The beginning of a row of penalties; `bias` has each id once, `ids` are the tokens there are."""
+    assert len(bias) <= MAX_BIAS and len({id for id, _ in bias}) == len(bias), len(bias)
+    counts_generated = presence != 0 or frequency != 0
+    first = 0 if repetition != 1 else num_prompt if counts_generated else (1 << 31) - 1
+    values = [presence, frequency, repetition, *(value for _, value in bias)]
+    bits = struct.unpack(f"<{len(values)}i", struct.pack(f"<{len(values)}f", *values))
+    rest = [0] * (MAX_BIAS - len(bias))
+    head = [*bits[:3], num_prompt, first, len(bias), 0, 0]
+    return [*head, *(id for id, _ in bias), *rest, *bits[3:], *rest, *ids]
 
 
 def unpack(row: list[int]) -> Choice:
@@ -66,15 +95,17 @@ def unpack(row: list[int]) -> Choice:
     )
 
 
-def choose(logits: Tensor, settings: Tensor, mask: Tensor | None) -> Tensor:
-    """logits [T, V] float32, settings [T, 8] int64, mask [T, ceil(V / 32)] int32: bits of the allowed tokens
-    (read where a row's settings say that it has one) -> int32 [T, 44].
+def choose(logits: Tensor, settings: Tensor, mask: Tensor | None, penalties: Tensor | None = None) -> Tensor:
+    """logits [T, V] float32, settings [T, 8] int64, mask [T, ceil(V / 32)] int32: bits of the allowed tokens,
+    penalties [S, HISTORY + C] int32 (both read where a row's settings say that it has them) -> int32 [T, 44].
 
-    Temperature 0: the largest allowed logit. Otherwise filters fix what is kept, in this order: mask; top-k,
+    First the logits are penalised (see `penalised`). Temperature 0: the largest allowed logit. Otherwise
+    filters fix what is kept, in this order: mask; top-k,
     the k largest; top-p, the smallest set of these that has the share top_p of their weight; min-p, weights
     of at least min_p times the best one's. Then the largest x + g wins, x = (logit - best) / temperature,
     g the token's Gumbel noise by seed and index. Ties always go to the lower id. A logit of -inf is never
-    chosen or listed. Logprobs are of the model's own distribution, before temperature, filters and mask.
+    chosen or listed. Logprobs are of the model's own distribution, before penalties, temperature, filters and
+    mask.
     """
     rows, vocab = logits.shape
     assert logits.dtype == torch.float32 and settings.shape == (rows, WIDTH) and vocab <= MAX_VOCAB
@@ -94,11 +125,13 @@ def choose(logits: Tensor, settings: Tensor, mask: Tensor | None) -> Tensor:
     status = torch.where((finite | (z == -torch.inf)).all(1), status, NOT_FINITE)
     is_chosen = status == CHOSEN
 
-    ids = torch.where(allowed, z, -torch.inf).argmax(1)
+    x = _all_penalised(logits, settings, penalties) if penalties is not None else z
+    values = torch.where(allowed, x, -torch.inf)
+    ids = values.argmax(1)
     ids = torch.where(forced >= 0, forced, ids)
     draws = is_chosen & (temperature[:, 0] > 0) & (forced < 0)
     if draws.any():
-        values = torch.where(allowed, z, -torch.inf)[draws]
+        values = values[draws]
         x = (values - values.amax(1, keepdim=True)) / temperature[draws]
         weight = _weight(x)
         kept = _best(values, weight, settings[draws, 5:6], top_p[draws])
@@ -120,6 +153,40 @@ def choose(logits: Tensor, settings: Tensor, mask: Tensor | None) -> Tensor:
         for first, values in ((4, top.int()), (4 + MAX_TOP, logprobs.gather(1, top))):
             result[asked, first : first + top.shape[1]] = torch.where(is_listed, values, -1)
     return result
+
+
+def penalised(logits: Tensor, penalties: Tensor, index: int) -> Tensor:
+    """logits [V] float32, penalties [HISTORY + C]: for the generated token of that index -> float32 [V].
+
+    One float32 operation after the other, the bias first. Repetition is of all tokens before it; presence and
+    frequency are of the generated ones. A finite logit stays finite.
+    """
+    presence, frequency, repetition = penalties[:3].view(torch.float32)
+    num_prompt, first, num_bias = penalties[3:6].tolist()
+    biased = penalties[_HEAD : _HEAD + num_bias].long()
+    bias = penalties[_HEAD + MAX_BIAS : _HEAD + MAX_BIAS + num_bias].view(torch.float32)
+    history = penalties[HISTORY : HISTORY + num_prompt + index]
+    count = torch.bincount(history[max(first, num_prompt) :], minlength=len(logits)).float()
+    v = logits + 0.0
+    v[biased] += bias
+    v = torch.where(
+        torch.bincount(history[first:], minlength=len(logits)) > 0,
+        torch.where(v > 0, v / repetition, v * repetition),
+        v,
+    )
+    v = v - frequency * count
+    v = torch.where(count > 0, v - presence, v)
+    return torch.where(logits > -torch.inf, v.clamp(-_LARGEST, _LARGEST), -torch.inf)
+
+
+def _all_penalised(logits: Tensor, settings: Tensor, penalties: Tensor) -> Tensor:
+    """Double [T, V]; rows without penalties, and forced ones, as they are."""
+    out = logits.double() + 0.0
+    rows = ((settings[:, 6] >> 33 > 0) & (settings[:, 7] < 0)).nonzero().flatten().tolist()
+    for row in rows:
+        index, asked = settings[row, 4].item(), settings[row, 6].item()
+        out[row] = penalised(logits[row], penalties[(int(asked) >> 33) - 1], int(index)).double() + 0.0
+    return out
 
 
 def _greedy(logits: Tensor) -> Tensor:

@@ -1,0 +1,136 @@
+"""From a model folder to a rank's executor: what rank 0 and all others do alike. Knows no scheduler."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from dsv4.cache.store import Cache
+from dsv4.config import EngineConfig
+from dsv4.device import Device
+from dsv4.engine.eager import Eager
+from dsv4.engine.frequency import checksum
+from dsv4.engine.settings import Settings, cache_layout, check_memory, settle
+from dsv4.engine.spill import Split, place_experts
+from dsv4.errors import ConfigError
+from dsv4.model.bundle import Bundle, Numerics, Weights
+from dsv4.model.exact import settle_exact
+from dsv4.model.model import Model
+from dsv4.parallel.mesh import Mesh
+from dsv4.weights.load import Checkpoint, Progress
+from dsv4.weights.tiled import load_tiled
+
+# Kernels compiled so far, all of them, and the last one's name.
+Compiled = Callable[[int, int, str], None]
+
+
+def rank_devices(config: EngineConfig) -> list[str]:
+    """The device of each rank."""
+    if config.gpus is None:
+        if config.ranks > 1 and (found := Device.choose(config.device)).kind != "cpu":
+            raise ConfigError(
+                f"ranks {config.ranks} is for a CPU, and the engine runs on {found.name}; "
+                f"use --gpus {config.ranks}, or --device cpu"
+            )
+        return [config.device] * config.ranks
+    numbers = [part.strip() for part in config.gpus.split(",")]
+    if not all(number.isdigit() and len(number) < 5 for number in numbers) or len({*numbers}) < len(numbers):
+        raise ConfigError(f"gpus {config.gpus!r}: expected how many, or which ones: 2 or 0,1")
+    if len(numbers) == 1:
+        numbers = [str(number) for number in range(int(numbers[0]))]
+    if not numbers:
+        raise ConfigError("gpus 0: expected at least one; use --device cpu for none")
+    return [Device.choose(f"cuda:{number}").torch_name for number in numbers]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A rank's share of a checkpoint, checked against the machine; no weight has been read yet."""
+
+    checkpoint: Checkpoint
+    settings: Settings
+    config: EngineConfig
+    rank: int
+    size: int
+    split: Split | None = None  # experts between GPU and host memory; None: all are with the other weights
+
+    @classmethod
+    def make(cls, path: Path, config: EngineConfig, rank: int, devices: list[str]) -> "Prepared":
+        """`config` is settled by rank 0: what depends on free memory is the same on all of them."""
+        size = len(devices)
+        if size > 1 and config.prefix_dir is not None:
+            raise ConfigError(f"prefix_dir keeps what one rank has, and there are {size}; leave it out")
+        checkpoint = Checkpoint.open(path).shard(rank, size)
+        settings = settle(replace(config, device=devices[rank], gpus=None), checkpoint, size)
+        split = None
+        if size > 1 and config.spill not in ("off", "auto"):
+            raise ConfigError(
+                f"spill {config.spill} is for one GPU, and there are {size} ranks; leave it out"
+            )
+        if rank == 0 or settings.device.kind == "cuda":
+            split = check_memory(settings, replace(config, spill="off") if size > 1 else config, checkpoint)
+        return cls(checkpoint, settings, config, rank, size, split)
+
+    @property
+    def settled(self) -> EngineConfig:
+        """For the other ranks: with what depends on this machine's state decided."""
+        s = self.settings
+        weights = self.config.weights if s.tiled else "dense" if s.dense else "packed"
+        return replace(self.config, weights=weights, threads=s.threads, max_context=s.max_context)
+
+    def load(self, progress: Progress | None = None) -> tuple[Weights, tuple[str, ...]]:
+        """The weights, and notes on what was found."""
+        s = self.settings
+        # Decoding small blocks of rows is done before a second thread has woken up (measured: docs/log.md).
+        torch.set_num_threads(1)
+        notes = self.checkpoint.inventory.notes
+        if s.tiled:
+            model = checksum(self.checkpoint)
+            placement, said = place_experts(self.split, model, s.device.torch_name)
+            notes += said
+            weights = load_tiled(self.checkpoint, s.device.torch_name, progress, placement)
+            weights = replace(weights, checksum=model)
+        else:
+            weights = self.checkpoint.load(s.dense, s.device.torch_name, progress)
+        torch.set_num_threads(s.threads)
+        if not s.tiled:
+            notes += settle_exact(
+                config=self.checkpoint.config,
+                num_mtp_layers=weights.num_mtp_layers,
+                max_context=s.max_context,
+                device=torch.device(s.device.torch_name),
+                threads=s.threads,
+                ranks=self.size,
+            ).notes
+        return weights, notes
+
+    def bundle(self, weights: Weights, mesh: Mesh) -> Bundle:
+        numerics = Numerics(self.settings.dtype, self.config.activations, self.config.qat == "on")
+        return Bundle(self.checkpoint.config, weights, self.settings.ops, numerics, mesh)
+
+
+def make_executor(
+    bundle: Bundle, settings: Settings, config: EngineConfig, compiled: Compiled | None = None
+) -> tuple[Model, Eager]:
+    """The model and its cache on this rank's device. `compiled` is told of kernels on a GPU."""
+    s, device = settings, settings.device.torch_name
+    layout = cache_layout(bundle.config, s, config, bundle.weights.num_mtp_layers)
+    model = Model(bundle, s.max_context, device)
+    cache = Cache(layout, device, s.dtype)
+    if not s.tiled or bundle.mesh.size > 1:
+        return model, Eager(model, cache, device)
+    from dsv4.engine.graphs import Graphs  # imports Triton, which a machine without a GPU may lack
+
+    graphs = Graphs(
+        b=bundle,
+        model=model,
+        cache=cache,
+        max_batch=config.max_batch,
+        chunk=s.chunk,
+        use_graphs=not config.no_graph,
+        overlap=not config.no_overlap,
+        compiled=compiled,
+        swap_share=config.swap_share,
+    )
+    return model, graphs

@@ -1,0 +1,276 @@
+"""Rank 0's side of several ranks: starts them, tells them every plan, ends all when one is gone or late."""
+
+import json
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch import Tensor
+
+from dsv4.config import EngineConfig
+from dsv4.engine.plan import Plan
+from dsv4.engine.runner import Executor, Masks, Member, Result
+from dsv4.errors import DeviceError, Dsv4Error, RequestError
+from dsv4.model.step import Tap
+from dsv4.parallel.channel import Channel, Closed, Kind
+from dsv4.parallel.comm import Group, PeerError
+from dsv4.parallel.mesh import Mesh
+
+# How long a rank that waited in vain may take to say so: those that say nothing are the late ones.
+LAST_WORDS_SECONDS = 1.5
+
+
+@dataclass
+class _Peer:
+    rank: int
+    process: subprocess.Popen[bytes]
+    channel: Channel
+    is_loaded: bool = False
+    has_waited: bool = False  # it ended because of another rank
+    is_gone: bool = False
+
+
+class Ranks:
+    """The processes of ranks 1, 2, ... on this machine. They end with this object, and with this process."""
+
+    def __init__(self, path: Path, config: EngineConfig, devices: list[str]) -> None:
+        self.size, self.seconds, self._device = len(devices), config.rank_seconds, devices[0]
+        self._folder = tempfile.mkdtemp(prefix="dsv4-ranks-")
+        self._file = str(Path(self._folder) / "store")
+        # The kernel ends a rank with the thread that started it: one that lives as long as the ranks.
+        started: Future[list[_Peer]] = Future()
+        arguments = (weakref.ref(self), self.size, self.seconds, started)
+        threading.Thread(target=_watch, args=arguments, daemon=True).start()
+        self._changed = threading.Condition()
+        self._reason = ""  # why the ranks were ended
+        self._is_stopping = False
+        self._comm: Group | None = None
+        # Readable once a rank is lost, for who waits for something else.
+        self.alarm, self._ring = socket.socketpair()
+        self._peers = started.result()
+        self._end = weakref.finalize(self, _end, self._peers, self._folder)
+        for peer in self._peers:
+            start = {
+                **{"path": str(path.resolve()), "config": asdict(config), "rank": peer.rank},
+                **{"devices": devices, "file": self._file},
+            }
+            peer.channel.send(Kind.START, json.dumps(start).encode())
+
+    def join(self) -> Mesh:
+        """Until all have loaded their shares; then they meet."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._reason or all(peer.is_loaded for peer in self._peers))
+        self.check()
+        self.tell(Kind.JOIN)
+        try:
+            self._comm = Group(self._file, 0, self.size, torch.device(self._device), self.seconds)
+        except PeerError as error:
+            raise self.lost(error) from None
+        return Mesh(0, self.size, self._comm)
+
+    def check(self) -> None:
+        """Raise if the ranks were ended."""
+        if self._reason:
+            raise DeviceError(f"{self._reason}; all {self.size} ranks were ended: start the engine anew")
+
+    def tell(self, kind: Kind, body: bytes = b"") -> None:
+        """Send to all; a rank that does not take it is late or gone."""
+        self.check()
+        for peer in self._peers:
+            try:
+                peer.channel.send(kind, body)
+            except TimeoutError:
+                self._lose(f"rank {peer.rank} took nothing for {self.seconds:g} s")
+                self.check()
+            except Closed as error:
+                raise self.lost(PeerError(str(error))) from None
+
+    def lost(self, error: Exception) -> DeviceError:
+        """After a failed plan: what to tell the user, with the number of the rank that caused it."""
+        if isinstance(error, PeerError):
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._reason or all(peer.has_waited for peer in self._peers), LAST_WORDS_SECONDS
+                )
+            silent = [str(peer.rank) for peer in self._peers if not peer.has_waited]
+            if silent:
+                self._lose(f"rank {' and '.join(silent)} did not answer for {self.seconds:g} s")
+            else:
+                self._lose(f"rank 0 kept the others waiting for {self.seconds:g} s")
+        else:
+            self._lose(f"the step failed on rank 0: {str(error).strip().splitlines()[0]}")
+        try:
+            self.check()
+        except DeviceError as made:
+            return made
+        raise AssertionError("a reason was just set")
+
+    def _lose(self, reason: str) -> None:
+        with self._changed:
+            if self._reason or self._is_stopping:
+                return
+            self._reason = reason
+            self._changed.notify_all()
+        for peer in self._peers:
+            peer.process.kill()
+        with suppress(OSError):
+            self._ring.send(b"!")
+
+    def take(self, peer: _Peer, kind: Kind, body: bytes) -> None:
+        """What a rank says; called by the watching thread."""
+        with self._changed:
+            peer.is_loaded |= kind is Kind.LOADED
+            peer.has_waited |= kind is Kind.WAITED
+            self._changed.notify_all()
+        if kind is Kind.FAILED:
+            self._lose(f"rank {peer.rank}: {body.decode(errors='replace')}")
+
+    def take_end(self, peer: _Peer) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            peer.process.wait(1)
+        with self._changed:
+            peer.is_gone = True
+        if not peer.has_waited:
+            code = peer.process.returncode
+            how = "still runs" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
+            self._lose(f"rank {peer.rank} has died ({how})")
+
+    def stop(self) -> None:
+        """End the other ranks, now."""
+        with self._changed:
+            self._is_stopping = True
+            self._reason = self._reason or "the engine was closed"
+        self._end()
+        if self._comm is not None:
+            self._comm.close()
+        self.alarm.close()
+        self._ring.close()
+
+
+def _end(peers: list[_Peer], folder: str) -> None:
+    for peer in peers:
+        peer.process.kill()
+    for peer in peers:
+        peer.process.wait()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _launch(rank: int, seconds: float) -> _Peer:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        # The same import path as ours, and not the working directory, which `-m` would put in front of it.
+        path = f"import sys; sys.path[:] = {sys.path!r}"
+        code = f"{path}; from dsv4.engine.follow import main; main({theirs.fileno()})"
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", code], pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL
+        )
+    return _Peer(rank, process, Channel(ours, seconds))
+
+
+def _watch(ranks: "weakref.ref[Ranks]", size: int, seconds: float, started: "Future[list[_Peer]]") -> None:
+    """Starts the ranks, then hears what they say and when they end.
+
+    Holds no Ranks while it waits, so that one can be dropped.
+    """
+    peers: list[_Peer] = []
+    try:
+        for rank in range(1, size):
+            peers.append(_launch(rank, seconds))
+    except OSError as error:
+        for peer in peers:
+            peer.process.kill()
+            peer.process.wait()
+        why = f"the process of rank {len(peers) + 1} cannot be started ({error.strerror or error})"
+        started.set_exception(DeviceError(why))
+        return
+    started.set_result(peers)
+    poll, by_file = select.poll(), {peer.channel.fileno(): peer for peer in peers}
+    for file in by_file:
+        poll.register(file, select.POLLIN)
+    while by_file:
+        for file, _ in poll.poll():
+            peer = by_file[file]
+            try:
+                kind, body = peer.channel.receive()
+            except (DeviceError, OSError):
+                poll.unregister(file)
+                del by_file[file]
+                if owner := ranks():
+                    owner.take_end(peer)
+            else:
+                if owner := ranks():
+                    owner.take(peer, kind, body)
+            owner = None
+    for peer in peers:
+        peer.channel.close()
+
+
+class Leader(Member):
+    """Rank 0's runner: every rank applies what it applies."""
+
+    def __init__(self, executor: Executor, ranks: Ranks) -> None:
+        super().__init__(executor)
+        self.ranks = ranks
+
+    def apply(self, plan: Plan, masks: Masks) -> list[Result]:
+        def told(sequence: int) -> bytes | None:
+            bits = masks(sequence)
+            self.ranks.tell(Kind.MASK, bits or b"")
+            return bits
+
+        with _uninterrupted(), self._ending_all():
+            self.ranks.tell(Kind.PLAN, plan.to_bytes())
+            return super().apply(plan, told)
+
+    def study(
+        self, plan: Plan, tap: Tap | None = None, next_ids: list[int] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        if tap is not None:
+            raise RequestError(f"what is inside a layer lies on {self.ranks.size} ranks; look at it with one")
+        body = json.dumps({"plan": plan.to_bytes().decode(), "next_ids": next_ids}).encode()
+        with _uninterrupted(), self._ending_all():
+            self.ranks.tell(Kind.STUDY, body)
+            return super().study(plan, tap, next_ids)
+
+    def forget(self) -> None:
+        super().forget()
+        # After a loss there is nobody left to tell; the next plan says why.
+        with suppress(DeviceError):
+            self.ranks.tell(Kind.FORGET)
+
+    @contextmanager
+    def _ending_all(self) -> Iterator[None]:
+        """Ranks that do not all come to the end of a plan can never meet again."""
+        try:
+            yield
+        except (RuntimeError, MemoryError, Dsv4Error) as error:
+            raise self.ranks.lost(error) from error
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C takes effect when all ranks have finished the plan."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    asked: list[tuple[int, FrameType | None]] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: asked.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if asked and callable(before):
+        before(*asked[0])

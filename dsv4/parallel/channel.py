@@ -1,0 +1,72 @@
+"""From rank 0 to another rank of this machine and back: bounded frames over a socket pair. No pickle."""
+
+import socket
+import struct
+from enum import IntEnum
+
+from dsv4.errors import DeviceError
+
+HEADER = struct.Struct("!BI")
+MAX_BYTES = 64 << 20
+
+
+class Kind(IntEnum):
+    """What a frame holds. Rank 0 sends the first six, the others answer with the rest."""
+
+    START = 0  # what to load, JSON
+    JOIN = 1  # all ranks have loaded: meet
+    PLAN = 2  # a plan to apply
+    STUDY = 3  # a plan to study, JSON
+    MASK = 4  # the tokens that a grammar allows, as bits; empty: all
+    FORGET = 5  # the last plan was interrupted
+    LOADED = 6
+    WAITED = 7  # another rank is gone or late; it ends with this
+    FAILED = 8  # why this rank ends, text
+
+
+class Closed(DeviceError):
+    """The other end is gone."""
+
+
+class Channel:
+    """Whole frames in and out. `seconds`: the longest that the other end may take to accept one."""
+
+    def __init__(self, sock: socket.socket, seconds: float | None = None) -> None:
+        self._socket = sock
+        sock.settimeout(seconds)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, kind: Kind, body: bytes = b"") -> None:
+        """Raises TimeoutError, or Closed."""
+        if len(body) > MAX_BYTES:
+            raise DeviceError(f"a message of {len(body)} bytes to another rank, expected at most {MAX_BYTES}")
+        try:
+            self._socket.sendall(HEADER.pack(kind, len(body)) + body)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise Closed(f"the other rank is gone ({error.strerror or error})") from None
+
+    def receive(self) -> tuple[Kind, bytes]:
+        """The next frame; waits for it. Raises Closed."""
+        kind, size = HEADER.unpack(self._take(HEADER.size))
+        if size > MAX_BYTES or kind not in iter(Kind):
+            raise DeviceError(f"a damaged message between ranks: kind {kind}, {size} bytes")
+        return Kind(kind), self._take(size)
+
+    def _take(self, size: int) -> bytes:
+        buffer = bytearray()
+        while len(buffer) < size:
+            try:
+                data = self._socket.recv(min(size - len(buffer), 1 << 20))
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                raise Closed("the other rank is gone")
+            buffer += data
+        return bytes(buffer)
+
+    def close(self) -> None:
+        self._socket.close()

@@ -1,0 +1,112 @@
+"""What ranks tell each other during a step, in the same order on each: the only caller of torch.distributed.
+
+Sums are made of float32 parts in a balanced tree: first of a rank's own parts, then of the ranks'. A rank's
+parts are a subtree, so the sum has the same bits for every number of ranks, and on all of them.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dsv4.errors import DeviceError
+
+LOCAL = "127.0.0.1"
+
+
+class PeerError(DeviceError):
+    """Another rank is gone, or kept this one waiting for too long."""
+
+
+class Comm(Protocol):
+    """Collectives: each rank calls the same ones in the same order."""
+
+    def sum_parts(self, parts: Tensor) -> Tensor:
+        """[T, P, D], P a power of two -> [T, D]: the parts of all ranks, added up."""
+        ...
+
+    def gather_columns(self, columns: Tensor) -> Tensor:
+        """[T, n] of each rank -> [T, size * n], rank by rank."""
+        ...
+
+    def sum_disjoint(self, values: Tensor) -> Tensor:
+        """Rows that one rank has and the others have as zeros -> the rows, bit for bit."""
+        ...
+
+
+def tree_sum(parts: Tensor) -> Tensor:
+    """[T, P, D] -> [T, D]: neighbours first."""
+    while (count := parts.shape[1]) > 1:
+        assert count % 2 == 0, parts.shape
+        parts = parts[:, 0::2] + parts[:, 1::2]
+    return parts[:, 0]
+
+
+class Alone:
+    """A world of one: what it sends comes back."""
+
+    def sum_parts(self, parts: Tensor) -> Tensor:
+        return tree_sum(parts)
+
+    def gather_columns(self, columns: Tensor) -> Tensor:
+        return columns
+
+    def sum_disjoint(self, values: Tensor) -> Tensor:
+        return values
+
+
+class Group:
+    """Ranks of this machine, which meet at a file; gloo on a CPU, NCCL on GPUs.
+
+    A collective that a peer keeps waiting raises PeerError after `seconds`, one whose peer died, at once.
+    """
+
+    def __init__(self, file: str, rank: int, size: int, device: torch.device, seconds: float) -> None:
+        self.size = size
+        store = dist.FileStore(file, size)
+        store.set_timeout(timedelta(seconds=seconds))
+        kind: Any = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
+        options = kind.Options() if device.type == "cuda" else kind._Options()
+        options._timeout = timedelta(seconds=seconds)
+        if device.type == "cpu":
+            options._devices = [kind.create_device(hostname=LOCAL)]
+        try:
+            self._group = kind(store, rank, size, options)
+        except RuntimeError as error:
+            raise PeerError(f"ranks do not find each other: {_first_line(error)}") from None
+
+    def sum_parts(self, parts: Tensor) -> Tensor:
+        return tree_sum(self._gather(tree_sum(parts)).transpose(0, 1))
+
+    def gather_columns(self, columns: Tensor) -> Tensor:
+        return self._gather(columns).transpose(0, 1).flatten(1)
+
+    def sum_disjoint(self, values: Tensor) -> Tensor:
+        # As integers: 0 + x is x for every bit pattern, which it is not for -0.0.
+        flat = values.contiguous().view(torch.int32)
+        self._wait(self._group.allreduce, [flat], dist.AllreduceOptions())
+        return flat.view(values.dtype)
+
+    def _gather(self, own: Tensor) -> Tensor:
+        """[...] of each rank -> [size, ...]."""
+        own = own.contiguous()
+        out = own.new_empty(self.size, *own.shape)
+        self._wait(self._group.allgather, [list(out.unbind(0))], [own])
+        return out
+
+    @staticmethod
+    def _wait(collective: Callable[..., dist.Work], *arguments: object) -> None:
+        try:
+            collective(*arguments).wait()
+        except RuntimeError as error:
+            raise PeerError(_first_line(error)) from None
+
+    def close(self) -> None:
+        self._group.shutdown()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

@@ -1,0 +1,91 @@
+"""Several ranks on a CPU give the bits of one: all formats, layers, chunks, batches, prefixes, cancels."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from ranks_support import engine_on, rank_pids
+
+from dsv4 import Engine, SamplingParams
+from dsv4.engine.trial import Trial
+from dsv4.errors import ConfigError, RequestError
+from dsv4.lab.score import score_ids
+from dsv4.models import EMBEDDED
+from tests.parallel.test_shards import RANKS, WIDE
+from tests.support.checkpoints import write_model
+from tests.support.stress import cases, stress, truth
+
+IDS = [(7 * i + i // 9) % WIDE.vocab_size for i in range(150)]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("ranks")
+    return {style: write_model(root / style, style, WIDE) for style in RANKS}
+
+
+def logits(engine: Engine) -> dict[str, torch.Tensor]:
+    """Of a prompt in one chunk, tokens one by one, and the draft block."""
+    return score_ids(engine, IDS, 140, mtp=bool(engine.model.mtp))
+
+
+@pytest.mark.parametrize(
+    ("style", "ranks", "options"),
+    [
+        ("bf16", 4, {}),
+        ("modelopt", 2, {}),
+        ("official", 2, {"activations": "a8"}),
+        ("hfnvfp4", 2, {"weights": "packed"}),
+        ("fp8", 2, {"compute_dtype": "bfloat16"}),
+    ],
+)
+def test_logits(folders: dict[str, Path], style: str, ranks: int, options: dict[str, object]) -> None:
+    with engine_on(folders[style], 1, **options) as alone:
+        want = logits(alone)
+    with engine_on(folders[style], ranks, **options) as engine:
+        assert len(rank_pids()) == ranks - 1
+        got = logits(engine)
+    assert rank_pids() == []
+    assert got.keys() == want.keys()
+    for name in want:
+        assert torch.equal(got[name], want[name]), name
+
+
+def test_random_arrivals(folders: dict[str, Path]) -> None:
+    """Batches, chunks, prefix hits, snapshots, pauses, cancels: each answer against its run alone."""
+    options = {"chunk": 96, "max_context": 1280, "prefix_snapshots": 6, "cache_pages": 7}
+    with engine_on(folders["modelopt"], 1, **options) as alone:
+        wanted = cases(4, WIDE.vocab_size, page=256)
+        answers = truth(alone, wanted)
+    with engine_on(folders["modelopt"], 2, **options) as engine:
+        assert stress(engine, wanted, answers, requests=8) > 5
+        assert engine.prefix.num_snapshots > 0
+        with pytest.raises(RequestError, match="lies on 2 ranks"), Trial(engine, 16) as trial:
+            trial.read([1, 2, 3], tap=lambda name, part, value: None)
+        assert engine.generate([[1, 2, 3]], SamplingParams(max_tokens=3))[0].ids, "the ranks are still there"
+
+
+def test_grammar_and_sampling() -> None:
+    """A mask is computed on rank 0 and known to all; the embedded model splits over two."""
+    pytest.importorskip("llguidance")
+    params = SamplingParams(max_tokens=12, temperature=0.9, seed=5, grammar='start: /[ab]{9}/ "."')
+    plain = SamplingParams(max_tokens=9, temperature=0.7, top_p=0.9, seed=1, logprobs=3)
+    results = []
+    for ranks in (1, 2):
+        with engine_on(None, ranks) as engine:
+            requests = [engine.request("Once upon", params), engine.request("What is", plain)]
+            results.append([(c.text, c.tokens) for c in engine.generate(requests)])
+    assert results[0] == results[1]
+    assert results[0][0][0].endswith(".") and set(results[0][0][0]) <= set("ab.")
+
+
+def test_refusals(folders: dict[str, Path]) -> None:
+    for options, words in (
+        ({"ranks": 4, "folder": EMBEDDED}, "o_groups 2 do not split over 4 ranks; use 1 or 2"),
+        ({"ranks": 2, "activations": "a4"}, "activations a4 scale a row by all of it"),
+        ({"ranks": 4, "activations": "a8"}, "expert_width 256 over 4 ranks makes 64 each"),
+    ):
+        folder, given = options.pop("folder", folders["bf16"]), dict(options)  # type: ignore[attr-defined]
+        with pytest.raises(ConfigError, match=words), engine_on(folder, given.pop("ranks"), **given):  # type: ignore[arg-type]
+            pass
+    assert rank_pids() == []

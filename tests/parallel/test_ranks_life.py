@@ -1,0 +1,113 @@
+"""A rank is killed, stopped or fails: an error with its number within seconds, and no process is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import openai
+import pytest
+from ranks_support import SECONDS, children, engine_on, is_running, rank_pids, wait
+
+from dsv4 import Engine, SamplingParams
+from dsv4.errors import DeviceError
+from tests.serve.serve_support import STORY, Server, worker_pid
+
+LONG = SamplingParams(max_tokens=450, temperature=0, ignore_eos=True)
+
+
+def loses(engine: Engine, act: object, words: str) -> float:
+    """Run until the ranks are lost -> seconds from the act, which runs beside the third step."""
+    began: list[float] = []
+
+    def later() -> None:
+        began.append(time.monotonic())
+        act()  # type: ignore[operator]
+
+    engine.submit(engine.request([1, 2, 3], LONG))
+    for _ in range(3):
+        engine.step()
+    threading.Timer(0.1, later).start()
+    with pytest.raises(DeviceError, match=words):
+        while True:
+            engine.step()
+    return time.monotonic() - began[0]
+
+
+def test_killed_rank() -> None:
+    with engine_on(None, 2) as engine:
+        (rank,) = rank_pids()
+        assert loses(engine, lambda: os.kill(rank, signal.SIGKILL), r"rank 1 has died \(signal 9\)") < 5
+        wait(lambda: rank_pids() == [], 5)
+        with pytest.raises(DeviceError, match="start the engine anew"):
+            engine.step()
+
+
+def test_rank_that_sleeps() -> None:
+    with engine_on(None, 2, rank_seconds=2.0) as engine:
+        (rank,) = rank_pids()
+        took = loses(engine, lambda: os.kill(rank, signal.SIGSTOP), "rank 1 did not answer for 2 s")
+        assert 1.5 < took < 10
+        wait(lambda: rank_pids() == [], 5)
+
+
+def test_killed_rank_zero_leaves_nobody() -> None:
+    """Whatever the others do at that moment: one of them is stopped, and ends all the same."""
+    code = (
+        "import sys; from dsv4 import Engine, EngineConfig, SamplingParams\n"
+        "engine = Engine.load(None, EngineConfig(device='cpu', ranks=2, threads=1))\n"
+        "print('ready', flush=True)\n"
+        "sys.stdin.read(1)\n"
+        "engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2000, ignore_eos=True))"
+    )
+    for is_stopped in (False, True):
+        with subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as zero:
+            assert zero.stdout is not None and zero.stdin is not None
+            assert zero.stdout.readline() == "ready\n"
+            (rank,) = rank_pids(zero.pid)
+            zero.stdin.write("x")
+            zero.stdin.flush()
+            time.sleep(0.5)
+            if is_stopped:
+                os.kill(rank, signal.SIGSTOP)
+            zero.kill()
+            wait(lambda rank=rank: not is_running(rank), 5)
+
+
+def test_server_comes_back(tmp_path: Path) -> None:
+    """Under load and idle: clients get an error, and the server serves again."""
+    with Server(tmp_path, "--device", "cpu", "--ranks", 2, "--threads", 1) as server:
+        errors: list[Exception] = []
+
+        def ask() -> None:
+            try:
+                list(server.chat(STORY, max_tokens=400, stream=True))
+            except openai.APIError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        wait(lambda: server.gauge("dsv4_sequences_running") == 1, SECONDS)
+        first = worker_pid(server)
+        (rank,) = rank_pids(first)
+        os.kill(rank, signal.SIGKILL)
+        thread.join(5)
+        assert len(errors) == 1 and "died" in str(errors[0])
+        wait(lambda: not is_running(first) and not is_running(rank), 5)
+        wait(lambda: server.raw("GET", "/ready")[0] == 200, SECONDS)
+        assert "rank 1 has died (signal 9)" in server.log
+
+        second = worker_pid(server)
+        (rank,) = rank_pids(second)
+        os.kill(rank, signal.SIGKILL)  # nobody asks for anything
+        wait(lambda: not is_running(second), 5)
+        wait(lambda: server.raw("GET", "/ready")[0] == 200, SECONDS)
+        assert server.chat(max_tokens=5).choices[0].message
+        last = [worker_pid(server), *rank_pids(worker_pid(server))]
+    wait(lambda: not any(map(is_running, last)), 10)
+    assert children(os.getpid()) == []

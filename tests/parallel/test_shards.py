@@ -1,0 +1,103 @@
+"""A rank's shares: together they are the weights, a rank reads no other bytes, scales are never cut."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4.config import LayerSpec, ModelConfig, preset
+from dsv4.errors import CheckpointError, ConfigError
+from dsv4.model.params import check_ranks, declare, num_parts
+from dsv4.quant.codec import decode
+from dsv4.quant.formats import QuantTensor
+from dsv4.weights.load import Checkpoint
+from tests.support.checkpoints import write_model
+
+# Widths of 256: eight blocks of 32, two FP8 tiles.
+WIDE = replace(
+    preset("tiny"),
+    **{"hidden_size": 128, "vocab_size": 256, "num_heads": 8, "o_groups": 8, "head_dim": 64, "rope_dim": 16},
+    **{"num_experts": 3, "expert_width": 256, "index_heads": 2, "o_rank": 32, "num_streams": 2},
+    layers=(LayerSpec("sliding", 0, True), LayerSpec("csa", 4, False), LayerSpec("hca", 128, False)),
+)
+RANKS = {"bf16": 8, "hf-bf16": 4, "modelopt": 2, "official": 2, "ct": 2, "hfnvfp4": 2, "fp8": 2}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("shards")
+    return {style: write_model(root / style, style, WIDE) for style in RANKS}
+
+
+def values(held: object) -> Tensor:
+    return decode(held) if isinstance(held, QuantTensor) else held  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize("style", RANKS)
+def test_shares_make_up_the_weights(folders: dict[str, Path], style: str, dense: bool) -> None:
+    size = RANKS[style]
+    checkpoint = Checkpoint.open(folders[style])
+    whole = checkpoint.load(dense)
+    shares = [checkpoint.shard(rank, size).load(dense) for rank in range(size)]
+    for param in declare(WIDE, whole.num_mtp_layers):
+        parts = [values(share.tensors[param.name]) for share in shares]
+        want = values(whole.tensors[param.name])
+        is_turned = dense and param.kind in ("linear", "grouped") and param.name != "embed"
+        if param.shard == "whole":
+            assert all(torch.equal(part, want) for part in parts), param.name
+        else:
+            axis = (param.shard == "columns") != is_turned
+            assert torch.equal(torch.cat(parts, dim=int(axis)), want), param.name
+    assert all(share.quantised == whole.quantised for share in shares)
+
+
+@pytest.mark.parametrize("style", RANKS)
+def test_a_rank_reads_its_share(folders: dict[str, Path], style: str) -> None:
+    size = RANKS[style]
+    checkpoint = Checkpoint.open(folders[style])
+    split = {p.name for p in declare(WIDE, 1) if p.shard != "whole"}
+    sources = checkpoint.inventory.sources
+    share = sum(s.num_bytes / (size if s.param.name in split else 1) for s in sources)
+    assert share < 0.75 * checkpoint.inventory.num_bytes, "what is split must weigh something here"
+    for rank in range(size):
+        own = checkpoint.shard(rank, size)
+        before = own.reader.num_read
+        own.load(dense=False)
+        assert own.reader.num_read - before <= 1.01 * share
+        assert own.inventory.num_bytes <= 1.01 * share
+
+
+def test_scales_are_not_cut(folders: dict[str, Path]) -> None:
+    checkpoint = Checkpoint.open(folders["official"])
+    with pytest.raises(CheckpointError, match=r"over 4 ranks make 64 each, but fp8 shares a scale among 128"):
+        checkpoint.shard(0, 4)
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "words"),
+    [
+        (preset("flash"), 3, "3 ranks cannot share this model; use 1 or 2 or 4 or 8"),
+        (preset("flash"), 16, "16 ranks cannot share"),
+        (preset("tiny"), 4, "o_groups 2 do not split over 4 ranks; use 1 or 2"),
+        (replace(WIDE, vocab_size=252), 8, "vocab_size 252 do not split over 8 ranks; use 1 or 2 or 4"),
+    ],
+)
+def test_sizes_that_do_not_divide(config: ModelConfig, size: int, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_ranks(config, size)
+
+
+def test_published_models_split_over_eight() -> None:
+    for name in ("flash", "pro"):
+        config = preset(name)
+        assert num_parts(config) == 8
+        for param in declare(replace(config, layers=config.layers[:3], num_experts=1), 1):
+            for size in (2, 4, 8):
+                shape = param.local_shape(size)
+                if param.shard == "columns":
+                    assert shape[1] % 128 == 0, (param.name, shape)
+                elif param.shard == "rows" and param.name not in ("embed", "head", "attn_sink"):
+                    assert shape[0] % 128 == 0 or len(shape) == 1, (param.name, shape)
