@@ -24,11 +24,6 @@ class Tail:
     def num_rows(self) -> int:
         return self.values.shape[1]
 
-    def put(self, tokens: Tensor | None, rows: Tensor, values: Tensor, scores: Tensor) -> None:
-        """Write these tokens (None: all) at `rows`, each slot * num_rows + position mod num_rows."""
-        for store, fresh in ((self.values, values), (self.scores, scores)):
-            store.flatten(0, 1).index_copy_(0, rows, fresh if tokens is None else fresh[tokens])
-
 
 @dataclass(frozen=True)
 class LayerCache:

@@ -15,6 +15,7 @@ from dsv4.engine.request import Token
 from dsv4.engine.runner import Masks, Result
 from dsv4.errors import DeviceError
 from dsv4.model.model import Model
+from dsv4.model.step import Span as Tokens
 from dsv4.model.step import Step, Tap
 from dsv4.ops.sample.ref import HISTORY, MAX_TOP, pack_penalties
 
@@ -90,8 +91,7 @@ class Eager:
 
     @torch.inference_mode()
     def prefill(self, spans: tuple[Span, ...]) -> Pass:
-        step = Step.build([(span.slot, span.start, list(span.ids)) for span in spans], self.device)
-        streams = self.model.forward(step, self.cache)
+        streams = self.read([(span.slot, span.start, span.ids) for span in spans])
         made, row, last = Pass(spans, None), 0, []
         for span in spans:
             self._score(made, streams[row : row + len(span.ids)], span)
@@ -99,10 +99,14 @@ class Eager:
             if span.sampling is not None:
                 last.append(row - 1)
         if last:
-            made.logits = self.model.logits(streams[last])
+            made.logits = self.model.logits(streams.index_select(0, self.send(torch.tensor(last))))
         if not any(span.sampling.masked for span in made.sampled if span.sampling):
             self.choose(made, None)
         return made
+
+    def read(self, spans: list[Tokens]) -> Tensor:
+        """streams [T, N, D] of these tokens after the last block."""
+        return self.model.forward(Step.build(spans, self.device), self.cache)
 
     def decode(self, spans: tuple[Span, ...]) -> Pass:
         for span in spans:
@@ -199,7 +203,7 @@ class Eager:
 
     @torch.inference_mode()
     def study(self, span: Span, tap: Tap | None, next_ids: list[int] | None) -> tuple[Tensor, Tensor | None]:
-        step = Step.build([(span.slot, span.start, list(span.ids))], self.device, tap)
+        step = Step.build([(span.slot, span.start, span.ids)], self.device, tap)
         streams = self.model.forward(step, self.cache)
         logits = self.model.logits(streams)
         if next_ids is None:

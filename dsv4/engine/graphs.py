@@ -1,4 +1,4 @@
-"""The device's primitives on a GPU: generated tokens as one graph per number of rows, without a host wait.
+"""The device's primitives on a GPU: generated tokens, and short prompts, as one graph per number of rows.
 
 Token, position and sampling settings of a row live on the device and move on by themselves: when the same
 rows go on, the next step is one graph replay. `latest` has the last choice of every slot, so that other rows
@@ -16,12 +16,16 @@ from dsv4.engine.frequency import Recorder
 from dsv4.engine.plan import Sampling, Span
 from dsv4.engine.runner import UNSEEN, Masks, Result
 from dsv4.engine.swap import Swapper
+from dsv4.errors import DeviceError
 from dsv4.kernels.common.ahead import Compiled
 from dsv4.kernels.decode.sample import MAX_PENALISED
 from dsv4.model.buffers import graph_rows
 from dsv4.model.bundle import Bundle
 from dsv4.model.decode import Decoder
 from dsv4.model.model import Model
+from dsv4.model.prompt import Prompt, never_waits
+from dsv4.model.step import Span as Tokens
+from dsv4.model.step import prompt_sizes
 from dsv4.model.warm import warm_up
 from dsv4.ops.sample.ref import MAX_TOP
 
@@ -81,17 +85,41 @@ class Graphs(Eager):
                 overlap=overlap,
                 counts=counts,
             )
-        warm_up(model, cache, chunk, self._run_padding, compiled)
+        self.prompts: list[Prompt] = []  # by rising size
+        if use_graphs and never_waits(model):
+            self.prompts = [Prompt(model, cache, size) for size in prompt_sizes(chunk)]
+        prompts = [prompt.size for prompt in self.prompts]
+        warm_up(model, cache, chunk, self._run_padding, prompts, compiled)
         with torch.inference_mode():
             self._run_padding()
             torch.cuda.synchronize(device)
             for decoder in self.decoders.values() if use_graphs else ():
                 decoder.capture()
+            self._record_prompts()
 
     def _run_padding(self) -> None:
         """Every decode step launch by launch, on rows that are not in use: the cache stays as it is."""
         for decoder in self.decoders.values():
             decoder.run()
+
+    def _record_prompts(self) -> None:
+        """The largest first: the others find memory enough in its pool."""
+        pool = torch.cuda.graph_pool_handle()
+        for prompt in reversed(self.prompts):
+            try:
+                prompt.run()
+                torch.cuda.synchronize(self.device)
+                prompt.capture(pool)
+            except torch.OutOfMemoryError as error:
+                raise DeviceError(
+                    f"the GPU's memory does not hold a prompt step of {prompt.size} tokens beside the rest "
+                    f"({str(error).splitlines()[0]}); lower max_batch or max_context, or use --no-graph"
+                ) from error
+
+    def read(self, spans: list[Tokens]) -> Tensor:
+        """The smallest step that holds them all, else launch by launch: the same kernels, the same bits."""
+        prompt = next((prompt for prompt in self.prompts if prompt.fits(spans)), None)
+        return super().read(spans) if prompt is None else prompt(spans)
 
     def prefill(self, spans: tuple[Span, ...]) -> Pass:
         """Waited for inside a prompt too: chunks that queue up on the device are a stall nobody planned."""

@@ -10,6 +10,7 @@ from dsv4.cache.layout import CacheLayout
 from dsv4.config import ModelConfig
 from dsv4.model.buffers import buffer_bytes
 from dsv4.model.params import declare
+from dsv4.model.step import prompt_sizes
 from dsv4.ops.sample.ref import HISTORY
 
 # Compiled kernels and graphs, and what the allocator rounds up or keeps between two sizes.
@@ -60,6 +61,7 @@ def gpu_memory(
         copies=_copied_bytes(c, layout.num_mtp_layers),
         buffers=buffer_bytes(c, layout.max_context, dtype, sum(graph_rows)),
         workspace=prompt_bytes(c, min(chunk, layout.max_context)) if chunk else 0,
+        reserved=RESERVED + (recorded_bytes(layout, dtype, chunk) if chunk and graph_rows else 0),
     )
 
 
@@ -79,9 +81,23 @@ def _copied_bytes(c: ModelConfig, num_mtp_layers: int) -> int:
     )
 
 
+def _row_bytes(c: ModelConfig) -> int:
+    """Of one token in a prompt's step."""
+    row = 16 * c.num_streams * c.hidden_size + 12 * c.num_heads * c.head_dim
+    return row + 8 * c.experts_per_token * c.hidden_size
+
+
+def recorded_bytes(layout: CacheLayout, dtype: torch.dtype, chunk: int) -> int:
+    """What the recorded prompt steps keep: all share the memory of the largest. Beside its rows, those are a
+    layer's entries as values and the scores of its index keys (ops/attend/gpu.py, ops/index/gpu.py)."""
+    c, size = layout.config, max(prompt_sizes(chunk), default=0)
+    entries = max((layout.num_pages * layout.page_entries(s) for s in layout.layers if s.ratio), default=0)
+    scored = max((layout.max_context // s.ratio for s in layout.layers if s.kind == "csa"), default=0)
+    decoded = min(entries * c.head_dim * dtype.itemsize, 512 << 20)
+    return size * _row_bytes(c) + decoded + min(4 * size * scored, 256 << 20)
+
+
 def prompt_bytes(c: ModelConfig, tokens: int) -> int:
     """What a step of so many prompt tokens takes and gives back on a GPU: an estimate on the safe side."""
-    row = 16 * c.num_streams * c.hidden_size + 12 * c.num_heads * c.head_dim
-    row += 8 * c.experts_per_token * c.hidden_size
     unpacked = 4 * 16 * 3 * 2 * c.expert_width * c.hidden_size  # sixteen experts at a time, and as much again
-    return row * tokens + min(unpacked, 3 << 30)
+    return _row_bytes(c) * tokens + min(unpacked, 3 << 30)

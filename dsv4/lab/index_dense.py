@@ -18,6 +18,7 @@ def select(
     ratio: int,
     page_entries: int,
     topk: int,
+    longest: int | None = None,
 ) -> Tensor:
     """[T, S] pool rows of all visible entries in order, -1 beyond; `topk` and the scores are not used."""
     return visible_rows(page_table, slots, positions, ratio, page_entries)

@@ -24,6 +24,7 @@ def select(
     ratio: int,
     page_entries: int,
     topk: int,
+    longest: int | None = None,
 ) -> Tensor:
     """[T, S] pool rows of `topk` visible entries in order, -1 beyond; every choice is equally likely.
 

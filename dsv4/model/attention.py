@@ -6,7 +6,7 @@ from dsv4.cache.store import LayerCache
 from dsv4.config import LayerSpec
 from dsv4.model.bundle import Bundle
 from dsv4.model.compressor import Compressor
-from dsv4.model.indexer import Indexer
+from dsv4.model.indexer import Indexer, visible
 from dsv4.model.rope import Rope
 from dsv4.model.step import Step
 
@@ -29,11 +29,12 @@ class Attention:
         """x [T, D], normalised -> [T, D]."""
         c, ops = self.config, self.ops
         cos, sin = step.rotation(self.rope)
-        q_low = ops.norm.rms_norm(self.wq_a(x), self.q_norm, c.norm_eps)
+        x = ops.linear.prepare(x)
+        q_low = ops.linear.prepare(ops.norm.rms_norm(self.wq_a(x), self.q_norm, c.norm_eps))
         q = self.wq_b(q_low).unflatten(1, (self.num_heads, c.head_dim))
-        q = ops.qkv.queries(q, cos, sin, c.norm_eps)
         kv = ops.qkv.entries(self.wkv(x), self.kv_norm, cos, sin, c.norm_eps)
-        step.see(self.name, "q", q)
+        if step.tap is not None:
+            step.see(self.name, "q", ops.qkv.queries(q, cos, sin, c.norm_eps))
         step.see(self.name, "kv", kv)
         fresh = ops.qkv.store(kv, c.rope_dim, cache.ring.format, self.numerics.qat)
 
@@ -52,11 +53,15 @@ class Attention:
             sinks=self.sinks,
             cos=cos,
             sin=sin,
+            page_table=page_table,
+            ratio=self.spec.ratio,
+            page_entries=cache.page_entries,
+            eps=c.norm_eps,
         )
         step.see(self.name, "o", o)
         # The ring is overwritten only now: queries of a long chunk still read what lay before it.
         tokens, ring_at = step.remaining(cache.ring_rows)
-        cache.ring.put(ring_at, fresh if tokens is None else fresh.take(tokens))
+        ops.qkv.put(cache.ring, ring_at, fresh, tokens)
 
         grouped = o.reshape(o.shape[0], -1, c.heads_per_group * c.head_dim)
         y = self.wo_b(ops.linear.grouped(grouped, self.wo_a))
@@ -66,7 +71,8 @@ class Attention:
     def _compressed_rows(
         self, x: Tensor, q_low: Tensor, step: Step, cache: LayerCache, page_table: Tensor
     ) -> Tensor | None:
-        """Close blocks, then list the pool rows each query attends to; entries are written before read."""
+        """Close blocks, then list the pool rows each query attends to (None: all that it sees, if any);
+        entries are written before read."""
         if self.compressor is None:
             return None
         assert cache.tail is not None and cache.entries is not None
@@ -76,7 +82,8 @@ class Attention:
         if rows.shape[0]:
             at_block = step.block_rotation(self.rope, ratio)
             kv = ops.qkv.entries(pooled, self.compressor.norm, *at_block, c.norm_eps)
-            cache.entries.put(rows, ops.qkv.store(kv, c.rope_dim, cache.entries.format, self.numerics.qat))
+            stored = ops.qkv.store(kv, c.rope_dim, cache.entries.format, self.numerics.qat)
+            ops.qkv.put(cache.entries, rows, stored)
         if self.indexer is not None:
             return self.indexer(x, q_low, rows, step, cache, page_table)
-        return step.visible_rows(ops.index, ratio, cache.page_entries, page_table)
+        return visible(ops, step, ratio, cache.page_entries, page_table)

@@ -30,5 +30,6 @@ class Compressor:
             *(ratio, self.spec.kind == "csa"),
         )
         step.see(self.name, "pooled", pooled)
-        tail.put(*step.remaining(tail.num_rows), values, scores)
+        tokens, rows = step.remaining(tail.num_rows)
+        self.ops.compress.put(tail.values, tail.scores, rows, values, scores, tokens)
         return closing, pooled.to(self.dtype)

@@ -34,6 +34,7 @@ class Moe:
             chosen, weights = ops.route.by_hash(x, self.gate, self.table[ids], c.route_scale)
         else:
             chosen, weights = ops.route.by_score(x, self.gate, self.bias, c.experts_per_token, c.route_scale)
+        chosen = step.choices(chosen)
         step.see(self.name, "chosen", chosen)
         step.see(self.name, "weights", weights)
         routed = ops.experts.routed(
@@ -55,7 +56,7 @@ class Moe:
         if step.tap is not None:
             step.see(self.name, "routed", tree_sum(routed))
             step.see(self.name, "shared", tree_sum(shared))
-        y = cast(self.comm.sum_parts(routed + shared.float()), x.dtype)
+        y = cast(self.comm.sum_parts(routed + shared), x.dtype)  # in float32, the routed experts' type
         step.see(self.name, "out", y)
         return y
 

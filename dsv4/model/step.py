@@ -1,6 +1,6 @@
 """One forward pass: which tokens, of which sequences, at which positions, and which cache rows they meet."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from types import ModuleType
@@ -29,9 +29,55 @@ def once(method: Method) -> Method:
     return ask  # type: ignore[return-value]
 
 
+Span = tuple[int, int, Sequence[int]]  # slot, start position, token ids
+
+
+# Tokens of the prompt steps that are recorded as graphs (prompt.py).
+SIZES = (16, 32, 64, 128, 256, 512)
+
+
+def prompt_sizes(chunk: int) -> list[int]:
+    """Of the steps for prompts that are read in chunks of so many tokens."""
+    return [size for size in SIZES if size < 2 * chunk]
+
+
+def columns(spans: Sequence[Span], size: int) -> Tensor:
+    """[5, size] on the host: ids, positions, slots, first and last positions; padding has position -1."""
+    out = torch.zeros(5, size, dtype=torch.long)
+    out[1] = -1
+    row = 0
+    for slot, start, tokens in spans:
+        mine, row = slice(row, row + len(tokens)), row + len(tokens)
+        out[0, mine] = torch.tensor(tokens, dtype=torch.long)
+        out[1, mine] = torch.arange(start, start + len(tokens))
+        out[2, mine], out[3, mine], out[4, mine] = slot, start, start + len(tokens) - 1
+    return out
+
+
+def closings(spans: Sequence[Span], ratio: int) -> list[int]:
+    """Tokens that complete a block of `ratio`."""
+    out: list[int] = []
+    row = 0
+    for _, start, tokens in spans:
+        out += range(row + (ratio - 1 - start) % ratio, row + len(tokens), ratio)
+        row += len(tokens)
+    return out
+
+
+def send(values: Tensor, device: str | torch.device) -> Tensor:
+    """A host tensor on the device, without waiting for what that does."""
+    if torch.device(device).type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class Step:
-    """T tokens of one or more sequences; a sequence's tokens are neighbours, in order of position."""
+    """T tokens of one or more sequences; a sequence's tokens are neighbours, in order of position.
+
+    What a layer asks about them comes from the host's integers: no answer waits for the device. In a graph
+    (`lists`) it comes from the device: any sequences, padded with tokens at position -1, which touch nothing.
+    """
 
     ids: Tensor  # [T] token ids
     positions: Tensor  # [T]
@@ -39,23 +85,19 @@ class Step:
     first: Tensor  # [T] position of the sequence's first token in this step
     last: Tensor  # [T] position of its last token in this step
     longest: int  # tokens of the longest sequence, those of this step included
+    spans: tuple[Span, ...] = ()
+    lists: Mapping[int, Tensor] | None = None  # in a graph: `closing` by ratio, -1 beyond the last
     tap: Tap | None = None
     known: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def build(
-        cls, spans: list[tuple[int, int, list[int]]], device: str | torch.device, tap: Tap | None = None
-    ) -> "Step":
+    def build(cls, spans: Sequence[Span], device: str | torch.device, tap: Tap | None = None) -> "Step":
         """spans: (slot, start position, token ids) per sequence."""
-        rows: list[tuple[int, int, int, int, int]] = []
-        for slot, start, tokens in spans:
-            end = start + len(tokens) - 1
-            rows += [(id, start + i, slot, start, end) for i, id in enumerate(tokens)]
         assert len({slot for slot, _, tokens in spans if tokens}) == sum(bool(t) for _, _, t in spans)
-        columns = torch.tensor(rows, dtype=torch.long, device=device).reshape(-1, 5).t().contiguous()
-        ids, positions, slots, first, last = columns
+        table = send(columns(spans, sum(len(tokens) for _, _, tokens in spans)), device)
         longest = max((start + len(tokens) for _, start, tokens in spans), default=0)
-        return cls(ids, positions, slots, first, last, longest, tap)
+        ids, positions, slots, first, last = table
+        return cls(ids, positions, slots, first, last, longest, tuple(spans), tap=tap)
 
     def see(self, name: str, part: str, value: Tensor) -> None:
         """Show an intermediate result to whoever looks; almost always nobody does."""
@@ -74,33 +116,55 @@ class Step:
 
     @once
     def closing(self, ratio: int) -> Tensor:
-        """[C] tokens that complete a block of `ratio`."""
-        return ((self.positions + 1) % ratio == 0).nonzero().squeeze(1)
+        """[C] tokens that complete a block of `ratio`; in a graph -1 beyond the last."""
+        if self.lists is not None:
+            return self.lists[ratio]
+        return send(torch.tensor(closings(self.spans, ratio), dtype=torch.long), self.ids.device)
 
     @once
     def block_rotation(self, rope: Rope, ratio: int) -> tuple[Tensor, Tensor]:
         """cos and sin at the first positions of the blocks that end now."""
-        return rope(self.positions[self.closing(ratio)] + 1 - ratio)
+        return rope((self.positions[self.closing(ratio)] + 1 - ratio).clamp(min=0))
 
     @once
     def entry_rows(self, ratio: int, page_entries: int, page_table: Tensor) -> Tensor:
-        """[C] pool rows of the entries made of the blocks that end now; page_table [S, P]."""
+        """[C] pool rows of the entries made of the blocks that end now, -1 for none; page_table [S, P]."""
         closing = self.closing(ratio)
         block = self.positions[closing] // ratio
         page = page_table[self.slots[closing], block // page_entries].long()
-        return page * page_entries + block % page_entries
+        rows = page * page_entries + block % page_entries
+        return rows if self.lists is None else torch.where(closing >= 0, rows, -1)
 
     @once
     def visible_rows(self, index: ModuleType, ratio: int, page_entries: int, page_table: Tensor) -> Tensor:
         """[T, S] pool rows of every entry a token may attend to, -1 beyond; `index` is the op."""
         return index.visible_rows(page_table, self.slots, self.positions, ratio, page_entries)
 
+    def choices(self, chosen: Tensor) -> Tensor:
+        """Experts [T, K] that are wanted: -1, none, for padding."""
+        return chosen if self.lists is None else torch.where(self._is_token(), chosen, -1)
+
+    @once
+    def _is_token(self) -> Tensor:
+        return (self.positions >= 0).unsqueeze(1)
+
     @once
     def remaining(self, size: int) -> tuple[Tensor | None, Tensor]:
         """Tokens that remain in rings of `size` rows after this step (None: all), and their rows.
 
-        A ring holds one row per slot and position mod size, so each row is named at most once.
+        A ring holds one row per slot and position mod size, so each row is named at most once. In a graph a
+        token that does not remain has row -1.
         """
         rows = self.slots * size + self.positions % size
-        tokens = (self.positions > self.last - size).nonzero().squeeze(1)
-        return (None, rows) if len(tokens) == len(rows) else (tokens, rows[tokens])
+        if self.lists is not None:
+            remains = (self.positions >= 0) & (self.positions > self.last - size)
+            return None, torch.where(remains, rows, -1)
+        if all(len(tokens) <= size for _, _, tokens in self.spans):
+            return None, rows
+        kept: list[int] = []
+        row = 0
+        for _, _, tokens in self.spans:
+            row += len(tokens)
+            kept += range(row - min(size, len(tokens)), row)
+        which = send(torch.tensor(kept, dtype=torch.long), self.ids.device)
+        return which, rows[which]

@@ -1,7 +1,7 @@
 """Makes a model ready before the first request: every kernel of prompts compiled and loaded."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from dsv4.kernels.common import build
 from dsv4.kernels.common.ahead import Compiled, compile_ahead
 from dsv4.kernels.common.tiles import Bank, Tiled
 from dsv4.model.model import Model
+from dsv4.model.prompt import Prompt
 from dsv4.model.step import Step
 
 
@@ -68,25 +69,32 @@ def warm_up(
     cache: Cache,
     chunk: int,
     decode: Callable[[], None] | None = None,
+    sizes: Sequence[int] = (),
     progress: Compiled | None = None,
 ) -> int:
     """Load the CUDA kernels, compile and load all Triton kernels, then run prompts, up to `chunk` tokens.
 
     For an engine in which nothing runs yet: slot 0 and page 0 are written to, as by a sequence that ended.
-    `decode` launches every decode step once, on padding; its kernels are compiled with the others. The last
-    prompt takes as much memory as any can: too little shows here. -> variants compiled, or found on disk.
+    `decode` launches every decode step once, on padding; its kernels are compiled with the others, and so are
+    those of prompt steps of fixed `sizes`. The last prompt takes as much memory as any can: too little shows
+    here. -> variants compiled, or found on disk.
     """
     max_context = cache.layout.max_context
     steps, small = spans(model.config, max_context), one_of_each(model, cache)
 
-    def everything() -> None:
+    def prompts() -> None:
         run_spans(*small, steps)
+        for size in sizes:
+            Prompt(*small, size).run()
+
+    def everything() -> None:
+        prompts()
         if decode is not None:
             decode()
 
     build.load_all(cache.page_table.device)
     num_kernels = compile_ahead(everything, progress)
-    run_spans(*small, steps)
+    prompts()
     run_spans(model, cache, [(0, min(chunk, max_context))])
     torch.cuda.synchronize(cache.page_table.device)
     return num_kernels

@@ -22,6 +22,18 @@ _SHARED = ("$defs", "definitions")
 _OBJECT = _ANNOTATIONS | {"properties", "required", "additionalProperties", "$schema", "$id", *_SHARED}
 _COMBINING = ("$ref", "allOf", "anyOf", "oneOf")
 _MAX_ALTERNATIVES = 32
+_DATE = "[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])"
+_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+# What a string's format means where a call is strict; calls have it without JSON's quotes.
+_FORMATS = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
+    "uuid": "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
+    "email": r"[A-Za-z0-9._%+-]{1,64}@([A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.){1,8}[A-Za-z]{2,63}",
+    "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
+}
 
 
 @dataclass(frozen=True)
@@ -157,7 +169,13 @@ class _Writer:
         if strict and "pattern" in schema:
             limits.append(_regex(_whole_pattern(schema["pattern"], at)))
         if strict and "format" in schema:
-            raise BadField(f"{at}: format cannot be enforced on a string; leave it out or strict", "tools")
+            if str(schema["format"]) not in _FORMATS:
+                raise BadField(
+                    f"{at}: format {schema['format']!r} cannot be enforced, expected one of "
+                    f"{', '.join(_FORMATS)}; leave it out or strict",
+                    "tools",
+                )
+            limits.append(_regex(_FORMATS[str(schema["format"])]))
         if not limits:
             return "STRING_END"
         terminal = self._new_rule("LIMITED")

@@ -1,12 +1,15 @@
-"""Times every GPU op at V4-Flash's sizes on a prompt chunk.
+"""Times every GPU op at V4-Flash's sizes on a prompt chunk, by the GPU's clock.
 
-    PYTHONPATH=. python tests/bench/prefill_ops.py [tokens, 8192] [experts, 192]
+    PYTHONPATH=. python tests/bench/prefill_ops.py --tokens 16,64,256,1024,8192 --contexts 4096,131072,1040000
 
-One row per op and use: milliseconds (median), uses in a forward pass of 43 layers, TFLOP/s of the products
-and GB/s of what must be read and written at least. Rows of no use compare settings. The last line adds up.
+For each number of tokens and each context before them one table: microseconds of an op (several calls in a
+graph, where it can be captured), uses in a forward pass of 43 layers, milliseconds of a pass, and the floor:
+the larger of what must be read and written at 4.4 TB/s and arithmetic at 780 TFLOP/s. The last line adds up.
+`--products` times the products too (once for each number of tokens, with `--experts` 192), `--variants` other
+tiles, which count for nothing.
 """
 
-import sys
+import argparse
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -52,28 +55,54 @@ def tiled(format: Format, rows: int, cols: int, count: int = 1, halves: int = 1)
 
 
 class Table:
-    def __init__(self, tokens: int) -> None:
-        self.tokens, self.total = tokens, 0.0
-        print(f"{'op':44} {'ms':>9} {'per pass':>9} {'ms/pass':>9} {'TFLOP/s':>9} {'GB/s':>8}")
+    def __init__(self, tokens: int, title: str) -> None:
+        self.tokens, self.total, self.floor = tokens, 0.0, 0.0
+        print(f"\n{title}")
+        print(f"{'op':44} {'us':>9} {'uses':>5} {'ms/pass':>9} {'floor':>9} {'TFLOP/s':>8} {'GB/s':>7}")
 
     def row(self, name: str, uses: int, flop: float, num_bytes: float, call: Callable[..., Any], *args: Any,
             **more: Any) -> None:  # fmt: skip
         try:
-            times = []
-            for repeat in range(9):
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                call(*args, **more)
-                torch.cuda.synchronize()
-                if repeat >= 2:
-                    times.append(1e3 * (time.perf_counter() - start))
+            us = microseconds(lambda: call(*args, **more))
         except Exception as error:  # noqa: BLE001  # the other rows are still worth having
             print(f"{name:44} {type(error).__name__}: {str(error)[:120]!r}", flush=True)
             return
-        ms = sorted(times)[len(times) // 2]
-        self.total += ms * uses
-        rates = f"{flop / ms / 1e9:9.1f} {num_bytes / ms / 1e6:8.0f}"
-        print(f"{name:44} {ms:9.3f} {uses:9d} {ms * uses:9.1f} {rates}", flush=True)
+        floor = max(num_bytes / 4.4e6, flop / 780e6)
+        self.total += us * uses / 1e3
+        self.floor += floor * uses / 1e3
+        rates = f"{flop / us / 1e6:8.1f} {num_bytes / us / 1e3:7.0f}"
+        print(
+            f"{name:44} {us:9.1f} {uses:5d} {us * uses / 1e3:9.2f} {floor * uses / 1e3:9.2f} {rates}",
+            flush=True,
+        )
+
+    def end(self) -> None:
+        print(f"a pass: {self.total:.2f} ms, floor {self.floor:.2f} ms")
+
+
+def microseconds(call: Callable[[], Any]) -> float:
+    """Median of seven replays of eight calls; of single calls by the host's clock where a graph cannot be."""
+    for _ in range(2):
+        call()
+    torch.cuda.synchronize()
+    graph: torch.cuda.CUDAGraph | None = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            for _ in range(8):
+                call()
+    except RuntimeError:
+        graph = None
+    times = []
+    for _ in range(7):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        if graph is not None:
+            graph.replay()
+        else:
+            call()
+        torch.cuda.synchronize()
+        times.append(1e6 * (time.perf_counter() - start) / (8 if graph is not None else 1))
+    return sorted(times)[3]
 
 
 def product(table: Table, name: str, uses: int, rows: int, cols: int, format: Format, **more: Any) -> None:
@@ -142,18 +171,19 @@ def streams_and_norms(table: Table) -> None:
 
 
 class Prompt:
-    """One sequence from position 0, in shuffled pages, its entries and index keys in pools twice as large."""
+    """Tokens after `context` others, in shuffled pages, its entries and index keys in pools of that size."""
 
-    def __init__(self, tokens: int) -> None:
-        self.positions = torch.arange(tokens, device="cuda")
-        self.slots, self.first = torch.zeros_like(self.positions), torch.zeros_like(self.positions)
+    def __init__(self, tokens: int, context: int) -> None:
+        self.tokens, self.length = tokens, context + tokens
+        self.positions = torch.arange(context, self.length, device="cuda")
+        self.slots, self.first = torch.zeros_like(self.positions), torch.full_like(self.positions, context)
         angle = rand(tokens, ROPE // 2, dtype=F32)
         self.turns = (angle.cos(), angle.sin())
-        self.pages = -(-tokens // 256)
-        self.page_table = torch.randperm(2 * self.pages, device="cuda")[: self.pages].view(1, -1).int()
+        self.pages = -(-self.length // 256)
+        self.page_table = torch.randperm(self.pages, device="cuda").view(1, -1).int()
 
-    def visible(self, ratio: int) -> Tensor:
-        return index.visible_rows(self.page_table, self.slots, self.positions, ratio, 256 // ratio)
+    def closing(self, ratio: int) -> Tensor:
+        return ((self.positions + 1) % ratio == 0).nonzero().squeeze(1)
 
 
 def entries(table: Table, p: Prompt) -> None:
@@ -162,41 +192,53 @@ def entries(table: Table, p: Prompt) -> None:
     table.row("qkv queries", LAYERS, 0, 4.0 * q.numel(), qkv.queries, q, *p.turns, 1e-6)
     table.row("qkv entries", LAYERS, 0, 4.0 * kv.numel(), qkv.entries, kv, ones, *p.turns, 1e-6)
     table.row("qkv store", LAYERS, 0, 3.0 * kv.numel(), qkv.store, kv, ROPE, Format.KV8, True)
+    fresh = qkv.store(kv, ROPE, Format.KV8, True)
+    ring = empty_rows(Format.KV8, WINDOW + 8, WIDTH, ROPE, ACT, "cuda")
+    kept = p.positions[-(WINDOW + 8) :] % (WINDOW + 8)
+    last = torch.arange(t, device="cuda")[-(WINDOW + 8) :]
+    table.row("qkv put (ring)", LAYERS, 0, 1168.0 * len(kept), qkv.put, ring, kept, fresh, last)
     for ratio, uses, columns in ((4, CSA, 2 * WIDTH), (128, HCA, WIDTH), (4, CSA, 2 * INDEX_DIM)):
+        tail = 2 * ratio + 8
         rows = [rand(t, columns, dtype=F32) for _ in range(2)]
-        rows += [rand(1, 2 * ratio + 8, columns, dtype=F32) for _ in range(2)]
-        closing = ((p.positions + 1) % ratio == 0).nonzero().squeeze(1)
+        rows += [rand(1, tail, columns, dtype=F32) for _ in range(2)]
+        closing = p.closing(ratio)
         where = (closing, p.slots, p.positions, p.first, ratio, ratio == 4)
-        name = f"compress pool, ratio {ratio}, {columns} wide"
-        table.row(name, uses, 0, 8.0 * t * columns, compress.pool, *rows, *where)
-        table.row(f"index visible_rows, ratio {ratio}", 1, 0, 4.0 * t * (t // ratio), p.visible, ratio)
+        name = f"ratio {ratio}, {columns} wide"
+        table.row(f"compress pool, {name}", uses, 0, 8.0 * t * columns, compress.pool, *rows, *where)
+        last, at = torch.arange(t, device="cuda")[-tail:], p.positions[-tail:] % tail
+        moved = (rows[2], rows[3], at, rows[0], rows[1], last)
+        table.row(f"compress put, {name}", uses, 0, 16.0 * len(at) * columns, compress.put, *moved)
 
 
-def selection(table: Table, p: Prompt) -> None:
+def selection(table: Table, p: Prompt, variants: bool) -> None:
     t = table.tokens
-    q, weights = rand(t, INDEX_HEADS, INDEX_DIM), rand(t, INDEX_HEADS, dtype=F32)
-    table.row("index queries", CSA, 0, 4.0 * q.numel(), index.queries, q, *p.turns, True)
     pooled, turns = rand(t // 4, INDEX_DIM), [turn[: t // 4] for turn in p.turns]
     ones = torch.ones(INDEX_DIM, device="cuda")
     table.row("index keys", CSA, 0, 0, index.keys, pooled, ones, *turns, 1e-6, True, Format.MXFP4)
-    keys = empty_rows(Format.MXFP4, 2 * p.pages * 64, INDEX_DIM, 0, ACT, "cuda")
+    if p.length // 4 <= TOPK:
+        return
+    q, weights = rand(t, INDEX_HEADS, INDEX_DIM), rand(t, INDEX_HEADS, dtype=F32)
+    table.row("index queries", CSA, 0, 4.0 * q.numel(), index.queries, q, *p.turns, True)
+    keys = empty_rows(Format.MXFP4, p.pages * 64, INDEX_DIM, 0, ACT, "cuda")
     keys.data.random_(0, 256)
     assert keys.scale is not None
     keys.scale.fill_(127)
-    flop = 2.0 * INDEX_HEADS * INDEX_DIM * float(((p.positions + 1) // 4).sum())
+    seen = float(((p.positions + 1) // 4).sum())
+    flop, moved = 2.0 * INDEX_HEADS * INDEX_DIM * seen, 68.0 * (p.length // 4) + 8.0 * seen
     where = (keys, p.page_table, p.slots, p.positions)
-    table.row("index select", CSA, flop, 0, index.select, q, weights, *where, 4, 64, TOPK)
-    scores = torch.empty(t, t // 4, device="cuda")
+    table.row("index select", CSA, flop, moved, index.select, q, weights, *where, 4, 64, TOPK, p.length)
+    rows = min(t, max(32, index.SCORE_BYTES // p.length))
+    scores = torch.empty(rows, p.length // 4, device="cuda")
+    part = (q[:rows], weights[:rows], keys, p.page_table, p.slots[:rows], p.positions[:rows], scores, 4, 64)
     kept = index.BLOCK[ACT]
-    for block in (kept, (32, 64, 4, 3), (64, 128, 4, 3), (32, 128, 8, 3), (32, 128, 4, 2)):
+    for block in (kept, *((32, 64, 4, 3), (64, 128, 4, 3), (32, 128, 8, 3), (16, 128, 4, 3))[: 4 * variants]):
         index.BLOCK[ACT] = block
-        table.row(
-            f"(index scores alone {block})", 0, flop, 0, index._scores, q, weights, *where, scores, 4, 64
-        )
+        share = flop * rows / t
+        table.row(f"(index scores of {rows} {block})", 0, share, 0, index._scores, *part, TOPK)
     index.BLOCK[ACT] = kept
 
 
-def attention(table: Table, p: Prompt) -> None:
+def attention(table: Table, p: Prompt, variants: bool) -> None:
     t = table.tokens
     q, sinks = rand(t, HEADS, WIDTH), rand(HEADS, dtype=F32)
     fresh = qkv.store(rand(t, WIDTH), ROPE, Format.KV8, True)
@@ -204,50 +246,74 @@ def attention(table: Table, p: Prompt) -> None:
     near = (q, fresh, ring, p.slots, p.positions, p.first, WINDOW, WINDOW + 8)
     window = float((p.positions + 1).clamp(max=WINDOW).sum())
 
-    def row(name: str, uses: int, pool: QuantTensor | None, rows: Tensor | None) -> None:
-        keys = window + (0.0 if rows is None else float((rows >= 0).sum()))
-        table.row(
-            name, uses, 4.0 * HEADS * WIDTH * keys, 0, attend.attend, *near, pool, rows, sinks, *p.turns
-        )
+    def row(name: str, uses: int, pool: QuantTensor | None, rows: Tensor | None, ratio: int = 0) -> None:
+        keys, read = window, 0.0
+        if ratio:
+            seen = (p.positions + 1) // ratio
+            keys += float((seen if rows is None else seen.clamp(max=TOPK)).sum())
+            read = 584.0 * min(float(seen.max()), keys)
+        flop, moved = 4.0 * HEADS * WIDTH * keys, 4.0 * q.numel() + read
+        more = (p.page_table, ratio, 256 // ratio) if ratio else ()
+        table.row(name, uses, flop, moved, attend.attend, *near, pool, rows, sinks, *p.turns, *more)
 
     row("attend sliding", LAYERS - CSA - HCA, None, None)
-    few = p.visible(128)
-    row("attend hca", HCA, qkv.store(rand(4 * p.pages, WIDTH), ROPE, Format.KV8, True), few)
-    many, pool = p.visible(4), qkv.store(rand(128 * p.pages, WIDTH), ROPE, Format.KV8, True)
-    if many.shape[1] > TOPK:
-        spare = ((p.positions + 1) // 4 - TOPK).clamp(min=0).unsqueeze(1)
-        start = (torch.rand(t, 1, device="cuda") * spare).long()
-        many = many.gather(1, start + torch.arange(TOPK, device="cuda"))
-    row("attend csa", CSA, pool, many)
+    row("attend hca", HCA, qkv.store(rand(2 * p.pages, WIDTH), ROPE, Format.KV8, True), None, 128)
+    pool, rows = qkv.store(rand(64 * p.pages, WIDTH), ROPE, Format.KV8, True), None
+    if p.length // 4 > TOPK:
+        start = (
+            torch.rand(t, 1, device="cuda") * ((p.positions + 1) // 4 - TOPK).clamp(min=0).unsqueeze(1)
+        ).long()
+        entry = start + torch.arange(TOPK, device="cuda")
+        rows = p.page_table[0][entry // 64] * 64 + (entry % 64).int()
+        rows = torch.where(entry < ((p.positions + 1) // 4).unsqueeze(1), rows, -1).contiguous()
+    row("attend csa", CSA, pool, rows, 4)
     kept, attend.DECODED_BYTES = attend.DECODED_BYTES, 0
-    row("attend csa, decoding in the kernel", 0, pool, many)
+    row("(attend csa, decoding in the kernel)", 0, pool, rows, 4)
     attend.DECODED_BYTES, kept_block = kept, attend.BLOCK[ACT]
-    for block in (
-        (64, 32, 8, 2),
-        (64, 32, 8, 3),
-        (64, 64, 8, 1),
-        (32, 64, 8, 2),
-        (32, 64, 4, 2),
-        (32, 32, 4, 3),
-    ):
+    for block in ((64, 32, 8, 2), (64, 32, 8, 3), (64, 64, 8, 3), (64, 64, 16, 2), (64, 128, 8, 2))[
+        : 5 * variants
+    ]:
         attend.BLOCK[ACT] = block
-        row(f"attend csa, heads keys warps stages {block}", 0, pool, many)
+        row(f"(attend csa {block})", 0, pool, rows, 4)
     attend.BLOCK[ACT] = kept_block
 
 
+def mixes(table: Table) -> None:
+    """Other tiles of the mixes' product."""
+    streams, fn = rand(table.tokens, STREAMS, D), 0.01 * rand(STREAMS * D, 24, dtype=F32)
+    kept, size = (mhc.TILE[ACT], mhc._PART), 2.0 * streams.numel()
+    for part in (256, 512):
+        for tile in ((64, 64, 4, 3), (64, 128, 4, 2), (64, 32, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3)):
+            mhc.TILE[ACT], mhc._PART = tile, part
+            table.row(f"(mhc products {tile} of {part})", 0, 0, size, mhc._partial, streams, fn)
+    mhc.TILE[ACT], mhc._PART = kept
+
+
 def main() -> None:
-    sizes = [int(value) for value in sys.argv[1:]]
-    tokens, count = (sizes + [8192, 192][len(sizes) :])[:2]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tokens", default="16,64,256,1024,8192")
+    parser.add_argument("--contexts", default="4096,131072,1040000")
+    parser.add_argument("--experts", type=int, default=192)
+    parser.add_argument("--products", action="store_true")
+    parser.add_argument("--variants", action="store_true")
+    options = parser.parse_args()
     torch.manual_seed(0)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {tokens} tokens, {count} experts")
-    table, prompt = Table(tokens), Prompt(tokens)
-    products(table)
-    experts_and_route(table, count)
-    streams_and_norms(table)
-    entries(table, prompt)
-    selection(table, prompt)
-    attention(table, prompt)
-    print(f"a pass: {table.total:.0f} ms of ops, {1e3 * tokens / table.total:.0f} tokens/s")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {options.experts} experts")
+    for tokens in map(int, options.tokens.split(",")):
+        if options.products:
+            table = Table(tokens, f"{tokens} tokens, products")
+            products(table)
+            experts_and_route(table, options.experts)
+            table.end()
+        for context in map(int, options.contexts.split(",")):
+            table, prompt = Table(tokens, f"{tokens} tokens after {context}"), Prompt(tokens, context)
+            streams_and_norms(table)
+            if options.variants:
+                mixes(table)
+            entries(table, prompt)
+            selection(table, prompt, options.variants)
+            attention(table, prompt, options.variants)
+            table.end()
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return torch.empty(parts, *shape, dtype=dtype, device="meta")  # hundreds of megabytes elsewhere
 
     monkeypatch.setattr("dsv4.kernels.prefill.dense._unpacked", unpacked)
-    monkeypatch.setattr("dsv4.ops.index.gpu.choose", lambda scores, counts, out: None)
+    monkeypatch.setattr("dsv4.ops.index.gpu.choose", lambda **arguments: None)
     monkeypatch.setattr(route, "_choose", chosen)
     with fake_hopper():
         yield
@@ -132,7 +132,7 @@ def test_every_stored_format(checkpoint: Callable[..., Path], format: str, dtype
     opened = Checkpoint.open(checkpoint(format))
     model, cache = build(opened.config, load_tiled(opened, "cpu"), dtype, 1024)
     warm = check_covered(model, cache, awkward(opened.config, 1024, LENGTHS))
-    assert len({name for name, _ in warm}) >= 17, "a kernel of prompts was not launched at all"
+    assert len({name for name, _ in warm}) >= 16, "a kernel of prompts was not launched at all"
 
 
 @pytest.mark.parametrize("layout", ["modelopt", "nvfp4"])

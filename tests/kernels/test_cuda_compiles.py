@@ -19,6 +19,7 @@ from dsv4.errors import DeviceError
 from dsv4.kernels.common import build, ceiling, driver, tiles
 from dsv4.kernels.decode import choose, matvec, sample
 from dsv4.kernels.decode.matvec import MatVec, Product, Tasks
+from dsv4.kernels.prefill import product
 from dsv4.quant.formats import Format
 
 COMPILERS = {"NVRTC": build._nvrtc(), "nvcc": build._nvcc()}
@@ -155,7 +156,9 @@ def launch_route() -> None:
 
 def launch_select() -> None:
     for capacity in (1000, 4000, 8000, 20000):
-        choose.select(some(2, capacity), some(2, dtype=torch.int32), some(2, 512, dtype=torch.int32))
+        longs, table = some(2, dtype=torch.long), some(2, 9, dtype=torch.int32)
+        out = some(2, 512, dtype=torch.int32)
+        choose.select_rows(some(2, capacity), longs, 4, table, longs, 64, out, mixed=True)
 
 
 def launch_sample() -> None:
@@ -190,6 +193,17 @@ def launch_products() -> None:
             MatVec([Product(weight, x, y)], rows, blocks=4).launch()
 
 
+def launch_prompts() -> None:
+    x, ids = some(20, 512, dtype=torch.bfloat16), some(20, 2, dtype=torch.long)
+    by = product.sort(ids, some(20, 2), 7, 128)
+    for format in product.NUMBER:
+        up = tiles.empty(format, (32, 512), 7, 2, "cpu")
+        product.gate_up(product.pack(x, format, by), up, some(by.capacity, 32, dtype=torch.bfloat16), 1.0, by)
+        for rows in (20, 50):
+            weight, y = tiles.empty(format, (32, 512), 1, 1, "cpu"), some(rows, 1, 32)
+            product.product(product.pack(some(rows, 1, 512, dtype=torch.bfloat16), format), weight, y)
+
+
 def launch_read() -> None:
     for flight in ceiling.FLIGHTS:
         ceiling.read(some(64), some(1, dtype=torch.int32), flight)
@@ -197,7 +211,8 @@ def launch_read() -> None:
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "launch", [launch_route, launch_select, launch_sample, launch_mix, launch_products, launch_read]
+    "launch",
+    [launch_route, launch_select, launch_sample, launch_mix, launch_products, launch_prompts, launch_read],
 )
 def test_arguments_are_what_the_kernels_take(
     launch: Callable[[], None], monkeypatch: pytest.MonkeyPatch

@@ -241,11 +241,25 @@ def test_select(count: int, topk: int) -> None:
     scores[4, : count // 2] = -torch.inf
     counts = torch.tensor([count, max(1, count - 1), count, count, count], dtype=torch.int32, device="cuda")
     out = torch.full((rows, topk), -7, dtype=torch.int32, device="cuda")
-    choose.select(scores, counts, out)
+    table, slots = torch.zeros(1, 1, dtype=torch.int32, device="cuda"), torch.zeros_like(counts).long()
+    choose.select_rows(scores, counts.long() - 1, 1, table, slots, scores.shape[1], out)
     for row in range(rows):
         n = int(counts[row])
         want = route_ref.top_indices(scores[row, :n].cpu(), min(topk, n)).sort().values.tolist()
         assert out[row].tolist() == want + [-1] * (topk - len(want)), row
+
+
+def test_select_of_rows_with_few_entries_and_with_many() -> None:
+    """Each row as in a launch for rows of its kind, though none has the capacity's number of entries."""
+    counts, topk = [5, 512, 513, 8192, 8193, 20000, 0, 70000], 512
+    scores = torch.randn(len(counts), 100000, device="cuda")
+    positions = torch.tensor(counts, device="cuda") - 1
+    table, slots = torch.zeros(1, 1, dtype=torch.int32, device="cuda"), torch.zeros_like(positions)
+    out = torch.full((len(counts), topk), -7, dtype=torch.int32, device="cuda")
+    choose.select_rows(scores, positions, 1, table, slots, scores.shape[1], out, overlap=False, mixed=True)
+    for row, n in enumerate(counts):
+        want = route_ref.top_indices(scores[row, :n].cpu(), min(topk, n)).sort().values.tolist()
+        assert out[row].tolist() == want + [-1] * (topk - len(want)), n
 
 
 def test_select_through_pages() -> None:

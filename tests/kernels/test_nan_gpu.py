@@ -152,7 +152,8 @@ def test_select(count: int, topk: int) -> None:
     scores[3, 5:9].view(torch.int32).fill_(-1)  # a NaN with every bit set
     scores[3, 20] = -INF
     out = torch.full((4, topk), -7, dtype=torch.int32, device="cuda")
-    choose.select(scores, torch.full((4,), count, dtype=torch.int32, device="cuda"), out)
+    table, slots = torch.zeros(1, 1, dtype=torch.int32, device="cuda"), torch.zeros(4, device="cuda").long()
+    choose.select_rows(scores, torch.full_like(slots, count - 1), 1, table, slots, count, out)
     want = route_ref.top_indices(scores.cpu(), topk).sort(1).values
     assert torch.equal(out.cpu().long(), want)
 

@@ -28,8 +28,9 @@ from dsv4.model.bundle import Bundle, Numerics
 from dsv4.model.decode import Decoder
 from dsv4.model.model import Model
 from dsv4.ops import IMPLEMENTATIONS, Ops
+from dsv4.ops.index import gpu as index_op
 from dsv4.ops.sample import gpu as sample_op
-from dsv4.quant.formats import Format
+from dsv4.quant.formats import Format, empty_rows
 from tests.support.triton_source import read
 
 pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="about sources, not about how they run")
@@ -305,8 +306,10 @@ def test_prompts_are_serial(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sample, "call", lambda *arguments, overlap, **how: seen.append(overlap))
     monkeypatch.setattr(choose, "call", lambda *arguments, overlap, **how: seen.append(overlap))
     sample_op.choose(torch.zeros(2, 40), torch.zeros(2, sample.WIDTH, dtype=torch.long), None)
-    rows = torch.zeros(2, 4, dtype=torch.int32)
-    choose.select(torch.zeros(2, 40), torch.zeros(2, dtype=torch.int32), rows)
+    monkeypatch.setattr(index_op, "_scores", lambda *arguments: None)
+    keys = empty_rows(Format.MXFP4, 64, 32)
+    longs, table = torch.zeros(2, dtype=torch.long), torch.zeros(1, 4, dtype=torch.int32)
+    index_op.select(torch.zeros(2, 3, 32), torch.zeros(2, 3), keys, table, longs, longs, 4, 16, 5, 256)
     assert seen == [False, False]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from dsv4.kernels.common.places import Form, Placement, Slots, place
 from dsv4.kernels.common.tiles import Bank, Tiled, empty, put
 from dsv4.kernels.decode.matvec import MatVec, Product, Tasks, unpack
+from dsv4.ops.experts import gpu as experts_op
 from dsv4.quant.codec import encode_weight
 from dsv4.quant.formats import Format, QuantTensor
 
@@ -177,3 +178,22 @@ def unpacked(weight: Tiled) -> Tensor:
     out = torch.full((weight.count * weight.halves * n, k), torch.nan, device="cuda")
     unpack(weight, out)
     return out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize("tokens", [3, 400])
+def test_prompts_do_not_depend_on_the_place(format: Format, tokens: int) -> None:
+    """All experts of a prompt in one launch: several tiles of rows for an expert, and few rows."""
+    form = Form(format, WIDTH, HIDDEN)
+    placed = placements(form, "cuda")
+    torch.manual_seed(4)
+    x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
+    ids = torch.rand(tokens, EXPERTS, device="cuda").argsort(1)[:, :2].contiguous()
+    weights = torch.rand(tokens, 2, device="cuda")
+    for layer, whole in enumerate(filled(form, placed, "cuda")):
+        want = experts_op.routed(x, ids, weights, whole, 1.5, "a16")  # type: ignore[arg-type]
+        assert not bool(want.isnan().any())
+        for placement in placed:
+            bank = placement.bank(NAMES[layer])
+            assert torch.equal(experts_op.routed(x, ids, weights, bank, 1.5, "a16"), want)  # type: ignore[arg-type]

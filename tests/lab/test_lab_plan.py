@@ -130,7 +130,10 @@ def storages(value: object, seen: set[int] | None = None) -> Iterator[torch.Unty
 
 
 def held_by(engine: Engine) -> int:
-    found = {s.data_ptr(): s.nbytes() for s in storages([engine.model, cache_of(engine)]) if s.nbytes()}
+    table = engine.runner.executor.penalties  # type: ignore[attr-defined]
+    found = {
+        s.data_ptr(): s.nbytes() for s in storages([engine.model, cache_of(engine), table]) if s.nbytes()
+    }
     return sum(found.values())
 
 

@@ -72,7 +72,7 @@ def test_a_synthetic_model_that_spills() -> None:
     assert whole is None and subject.split("auto", 10, subject.weight_bytes + 10) is None
     size = Form(Format.MXFP4, c.expert_width, c.hidden_size).num_bytes
     split = subject.split("auto", 10, subject.weight_bytes + 10 - routed // 2 * size)
-    assert split is not None and abs(split.num_spilled - routed // 2) <= 1
+    assert split is not None and 0 <= split.num_spilled - routed // 2 <= 2  # a slot is spare
     weights = subject.load(torch.device("cpu"), split=split)
     placement, share = weights.placement, shares("zipf:1", c)
     assert placement is not None

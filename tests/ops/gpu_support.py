@@ -83,11 +83,25 @@ def _unpack(weight: StandIn, out: Tensor) -> None:
     out.copy_(weight.data.reshape(out.shape))
 
 
-def _select(scores: Tensor, counts: Tensor, out: Tensor) -> None:
+def _select(
+    scores: Tensor,
+    positions: Tensor,
+    ratio: int,
+    page_table: Tensor,
+    slots: Tensor,
+    page_entries: int,
+    out: Tensor,
+    overlap: bool,
+    mixed: bool,
+) -> None:
     out.fill_(-1)
-    for t, count in enumerate(counts.tolist()):
-        best = scores[t, :count].sort(descending=True, stable=True).indices[: out.shape[1]].sort().values
-        out[t, : len(best)] = best.int()
+    for t, count in enumerate(((positions + 1) // ratio).tolist()):
+        best = torch.arange(count)
+        if count > out.shape[1]:  # else there may be no scores
+            order = scores[t, :count].sort(descending=True, stable=True).indices
+            best = order[: out.shape[1]].sort().values
+        pages = page_table[slots[t], best // page_entries]
+        out[t, : len(best)] = pages * page_entries + (best % page_entries).int()
 
 
 def use_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
-FILES = ["test_gpu_products.py", "test_gpu_rows.py", "test_gpu_attend.py"]
+FILES = ["test_gpu_products.py", "test_gpu_rows.py", "test_gpu_attend.py", "test_gpu_prompt.py"]
 
 
 def test_all() -> None:

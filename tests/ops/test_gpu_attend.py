@@ -15,7 +15,7 @@ from dsv4.ops.attend import ref as attend_ref
 from dsv4.ops.index import gpu as index_gpu
 from dsv4.ops.index import ref as index_ref
 from dsv4.quant.codec import encode_kv
-from dsv4.quant.formats import Format, QuantTensor
+from dsv4.quant.formats import Format, QuantTensor, join
 
 pytestmark = MARKS
 # The value product's weights are rounded by 2^-9 each, relative to another maximum than the reference's, and
@@ -116,6 +116,43 @@ def test_attend(
     if has_pool:
         wider[9] = torch.cat((wider[9], torch.full((9, 70), -1)), dim=1).int()
         assert torch.equal(run(wider), got), "padding changes no bit"
+
+
+@DTYPES
+@pytest.mark.parametrize("is_decoded", [True, False])
+def test_every_visible_entry_through_the_page_table(
+    is_decoded: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a list: as with one of all that a query sees. Padding attends to nothing and changes no bit."""
+    if not is_decoded:
+        monkeypatch.setattr(attend_gpu, "DECODED_BYTES", 0)
+    case = Case([(1, 60, 3), (0, 3, 2)], dtype)
+    case.pool = encode_kv(rand(50, 80, seed=2).to(dtype), 16, Format.KV8)
+    table = torch.tensor([[3, 0, 7, 9], [8, 2, 5, 1]], dtype=torch.int32)
+    arguments = case.arguments(True)
+    arguments[9] = index_ref.visible_rows(table, case.slots, case.positions, 4, 5)
+    listed = run(arguments)
+    arguments[9] = None
+    arguments += [table, 4, 5]
+    assert torch.equal(run(arguments), listed)
+    near(listed, attend_ref.attend(*arguments), dtype, "all", share=ROUNDED)
+    padded = [*arguments]
+    for i, value in ((0, 1.0), (3, 0), (4, -1), (5, 0), (11, 1.0), (12, 0.0)):
+        more = torch.full((2, *padded[i].shape[1:]), value, dtype=padded[i].dtype)
+        padded[i] = torch.cat((padded[i], more))
+    padded[1] = join([padded[1], padded[1].span(0, 2)])
+    assert torch.equal(run(padded)[:5], listed)
+
+
+@DTYPES
+def test_queries_as_their_product_left_them(dtype: torch.dtype) -> None:
+    """Norm and rotation inside: within a rounding of q of the reference, which rounds once more."""
+    case = Case(SPANS, dtype)
+    arguments = [*case.arguments(True), None, 0, 0, 1e-6]
+    got = run(arguments)
+    near(got, attend_ref.attend(*arguments), dtype, "raw", share=2 * ROUNDED)
+    alone = run([*case.arguments(True, only=4), None, 0, 0, 1e-6])
+    assert torch.equal(alone[0], got[4])
 
 
 @pytest.mark.parametrize("format", [Format.F32, Format.BF16])

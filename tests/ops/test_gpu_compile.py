@@ -16,13 +16,14 @@ from dsv4.ops.attend import gpu as attend_gpu
 from dsv4.ops.compress import gpu as compress_gpu
 from dsv4.ops.index import gpu as index_gpu
 from dsv4.ops.mhc import gpu as mhc_gpu
+from dsv4.ops.qkv import gpu as qkv_gpu
 from dsv4.ops.route import gpu as route_gpu
 from dsv4.quant.formats import Format, QuantTensor, empty_rows
 from tests.aot import compiling
 
 pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="compiles; nothing to interpret")
-TENSOR_CORES = {"_gemm_kernel", "_up_kernel", "_down_kernel", "_mixes_kernel", "attend", "_attend_kernel"}
-TENSOR_CORES |= {"_scores_kernel"}
+TENSOR_CORES = {"_gemm_kernel", "_up_kernel", "_down_kernel", "_mixes_kernel", "listed", "by page"}
+TENSOR_CORES |= {"_attend_kernel", "_scores_kernel"}
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -72,13 +73,16 @@ def launch_all(c: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
         q = act(t, heads, width)
         arguments = (q, fresh, ring, longs, longs, longs, 128, 136, pool, ints(t, topk), meta(heads), *turns)
         attend_gpu.attend(*arguments)
-        out["attend"] = out.pop("_attend_kernel")
+        out["listed"] = out.pop("_attend_kernel")
+        attend_gpu.attend(*arguments[:9], None, *arguments[10:], ints(8, 64), 128, 2)
+        out["by page"] = out.pop("_attend_kernel")
         before, attend_gpu.DECODED_BYTES = attend_gpu.DECODED_BYTES, 0
         attend_gpu.attend(*arguments)
         attend_gpu.DECODED_BYTES = before
+        qkv_gpu.put(ring, longs, fresh)
         keys = store(Format.MXFP4, 4096, 128, 0, dtype)
         index_gpu._scores(act(t, 64, 128), meta(t, 64), keys, ints(8, 64), longs, longs, meta(t, 2048), 4, 64)
-        index_gpu._to_rows(ints(t, topk), ints(8, 64), longs, longs, ints(t, topk), 4, 64)
+        index_gpu._listed(ints(8, 64), longs, longs, 4, 64, 512)
     return out
 
 

@@ -18,8 +18,9 @@ from dsv4.ops.sample.ref import (
     NOT_FINITE,
     RESULT,
     Choice,
+    _gumbel,
     _log,
-    _noise,
+    _uniform,
     _weight,
     choose,
     log_probs,
@@ -28,6 +29,10 @@ from dsv4.ops.sample.ref import (
 )
 
 ONE = 1 << 44
+
+
+def noise(seed: Tensor, index: Tensor, vocab: int) -> Tensor:
+    return _gumbel(_uniform(seed, index, vocab))
 
 
 def logits_of(*probs: float) -> Tensor:
@@ -87,7 +92,7 @@ def test_logarithms_are_accurate_relative_to_themselves() -> None:
 def test_noise_is_gumbel_and_independent_over_token_index_and_seed() -> None:
     """Mean, variance and 64 bins of 250,000 numbers, and correlation with each neighbour: 5 deviations."""
     index = torch.arange(500)
-    for g in (_noise(torch.full((500,), 7), index, 500), _noise(index, torch.full((500,), 3), 500)):
+    for g in (noise(torch.full((500,), 7), index, 500), noise(index, torch.full((500,), 3), 500)):
         n = g.numel()
         assert abs(float(g.mean()) - 0.5772156649) < 5 * math.sqrt(math.pi**2 / 6 / n)
         assert abs(float(g.var()) - math.pi**2 / 6) < 5 * math.sqrt(22 / 5 * math.pi**4 / 36 / n)
@@ -102,7 +107,7 @@ def test_noise_is_gumbel_and_independent_over_token_index_and_seed() -> None:
 
 def test_noise_of_all_seeds_and_indices_is_finite() -> None:
     seeds = torch.tensor([0, -1, 1 << 62, -(1 << 63)])
-    assert bool(torch.isfinite(_noise(seeds, torch.tensor([0, 10**6, 1 << 40, -1]), 1000)).all())
+    assert bool(torch.isfinite(noise(seeds, torch.tensor([0, 10**6, 1 << 40, -1]), 1000)).all())
 
 
 def test_greedy_takes_the_largest_and_of_ties_the_lower_id() -> None:

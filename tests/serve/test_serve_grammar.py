@@ -179,10 +179,11 @@ def test_names_and_rules_that_calls_cannot_have(tokenizer: Tokenizer) -> None:
     for bad in (form({'a"b': {}}), form({}, name="<"), form({"a": 5}), form(7)):
         with pytest.raises(BadField):
             bad.grammar(tokenizer, False)
-    date = {"a": {"type": "string", "format": "date"}}
-    assert form(date).grammar(tokenizer, False)
-    with pytest.raises(BadField, match="format cannot be enforced"):
-        form(date, strict=True).grammar(tokenizer, False)
+    for format in ("frog", ["date"]):
+        odd = {"a": {"type": "string", "format": format}}
+        assert form(odd).grammar(tokenizer, False)
+        with pytest.raises(BadField, match=r"format .* cannot be enforced, expected one of date, time"):
+            form(odd, strict=True).grammar(tokenizer, False)
 
 
 X, Y = {"x": {"type": "integer"}}, {"y": {"type": "string"}}
@@ -238,6 +239,27 @@ def test_limits_of_strings_in_calls(tokenizer: Tokenizer, grammars: Grammars) ->
     for text, is_allowed in (("ab", True), ("a/bc", True), ("a", False), ("abcde", False), ("AB", False)):
         ids = turn(tokenizer, "hm", "", [("f", {"a": text})])
         assert (follow(grammars.matcher(grammar), ids) == len(ids)) == is_allowed, text
+
+
+FORMATS = {
+    "date": (["2026-02-28", "0001-12-31"], ["2026-2-28", "2026-13-01", "2026-01-32", "28.2.2026"]),
+    "time": (["23:59:59Z", "00:00:00.5+01:00"], ["24:00:00Z", "12:00Z", "12:00:00"]),
+    "date-time": (["2026-02-28T12:30:00Z"], ["2026-02-28", "2026-02-28 12:30:00Z"]),
+    "uuid": (["123e4567-e89b-12d3-a456-426614174000"], ["123e4567e89b12d3a456426614174000", "123e4567-e89b"]),
+    "email": (["a.b+c@x-y.example.org"], ["a@b", "@x.org", "a b@x.org", "a@-x.org"]),
+    "ipv4": (["0.0.0.0", "255.10.99.1"], ["256.0.0.1", "1.2.3", "01.2.3.4"]),
+}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_formats_of_strings_in_strict_calls(tokenizer: Tokenizer, grammars: Grammars, format: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "format": format}}, "required": ["a"]}
+    tool = {"function": {"name": "f", "parameters": schema, "strict": True}}
+    grammar = Form(tools=[tool], must_call=True).grammar(tokenizer, True)
+    good, bad = FORMATS[format]
+    for text in (*good, *bad):
+        ids = turn(tokenizer, "hm", "", [("f", {"a": text})])
+        assert (follow(grammars.matcher(grammar), ids) == len(ids)) is (text in good), text
 
 
 def test_contents_of_other_forms(tokenizer: Tokenizer, grammars: Grammars) -> None:

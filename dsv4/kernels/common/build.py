@@ -29,8 +29,12 @@ HERE = Path(__file__).parents[1]
 # Which folder of kernels/ each lies in.
 SOURCES = {
     **{"matvec": "decode", "mix": "decode", "choose": "decode", "sample": "decode"},
-    **{"unpack": "prefill", "ceiling": "common"},
+    **{"unpack": "prefill", "pack": "prefill", "ceiling": "common"},
+    **{f"product_{format}": "prefill" for format in ("nvfp4", "mxfp4", "fp8", "bf16")},
 }
+# These are for one architecture alone.
+HOPPER = "90a"
+ONLY = {name: HOPPER for name in SOURCES if name.startswith("product")}
 FLAGS = ("-std=c++17", "--diag-suppress=128")
 INCLUDES = tuple(f"-I{HERE / folder}" for folder in ("common", "decode", "prefill"))
 TOOLKIT = Path("/usr/local/cuda")
@@ -153,6 +157,10 @@ def source_path(name: str) -> Path:
     return HERE / SOURCES[name] / f"{name}.cu"
 
 
+def sources(arch: str) -> list[str]:
+    return [name for name in SOURCES if ONLY.get(name, arch) == arch]
+
+
 def compile_source(name: str, arch: str) -> Path:
     """The cubin of `name`.cu for that architecture, from the cache where it is there already."""
     source, using = source_path(name), compiler()
@@ -174,10 +182,11 @@ def compile_source(name: str, arch: str) -> Path:
 
 def compile_all(arch: str, progress: Callable[[int, int, str], None] | None = None) -> None:
     """Every source, side by side."""
-    with ThreadPoolExecutor(len(SOURCES)) as pool:
-        for done, name in enumerate(pool.map(lambda name: (compile_source(name, arch), name)[1], SOURCES), 1):
+    names = sources(arch)
+    with ThreadPoolExecutor(len(names)) as pool:
+        for done, name in enumerate(pool.map(lambda name: (compile_source(name, arch), name)[1], names), 1):
             if progress is not None:
-                progress(done, len(SOURCES), f"{name}.cu")
+                progress(done, len(names), f"{name}.cu")
 
 
 def mangled(kernel: str) -> str:
@@ -219,7 +228,7 @@ def _kernel(source: str, kernel: str, device: torch.device) -> driver.Kernel:
 def load_all(device: torch.device) -> None:
     """Build and load every kernel, so that no later launch has to."""
     compile_all(architecture(device))
-    for source in SOURCES:
+    for source in sources(architecture(device)):
         _module(source, device)
 
 

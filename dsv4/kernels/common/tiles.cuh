@@ -1,4 +1,4 @@
-// Decode step and prompts: what a weight in tiles is (tiles.py packs it), and how its codes become numbers. For matvec.cu and unpack.cu.
+// Decode step and prompts: what a weight in tiles is (tiles.py packs it), and how its codes become numbers.
 #pragma once
 #include "launch.cuh"
 
@@ -76,8 +76,46 @@ template <int F> struct Scales {
             word[0] = v.x; word[1] = v.y; word[2] = v.z; word[3] = v.w;
         }
     }
+    // NVFP4 and FP8 have one word for 128 columns: the next one comes first.
+    __device__ __forceinline__ void rotate() {
+        if constexpr (F == NVFP4 || F == FP8) { word[0] = word[1]; word[1] = word[2]; word[2] = word[3]; }
+    }
 };
 
 __device__ __forceinline__ float2 open_bf16(uint32_t v) {
     return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xFFFF0000u));
+}
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ void await(uint32_t barrier, uint32_t parity) {
+    asm volatile("{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra again;\n}"
+                 ::"r"(barrier), "r"(parity) : "memory");
+}
+__device__ __forceinline__ uint32_t times(uint32_t a, __half2 b) {
+    const __half2 v = __hmul2(*reinterpret_cast<__half2*>(&a), b);
+    return *reinterpret_cast<const uint32_t*>(&v);
+}
+__device__ __forceinline__ uint32_t pack_f16(float a, float b) {
+    __half2 h = __floats2half2_rn(a, b);
+    return *reinterpret_cast<uint32_t*>(&h);
+}
+__device__ __forceinline__ uint32_t pack_bf16(float a, float b) {
+    __nv_bfloat162 h = __floats2bfloat162_rn(a, b);
+    return *reinterpret_cast<uint32_t*>(&h);
+}
+// The power of two that brings `peak` to [2^14, 2^15), FP16's upper end, as the exponent of its inverse.
+__device__ __forceinline__ int exponent(float peak) {
+    const int e = (__float_as_uint(peak) >> 23) & 255;
+    return e == 0 ? 127 : max(e, 15);
+}
+// These keep a NaN; fminf and fmaxf would give the other number.
+__device__ __forceinline__ float at_most(float v, float limit) {
+    float out;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(v), "f"(limit));
+    return out;
+}
+__device__ __forceinline__ float at_least(float v, float limit) {
+    float out;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(v), "f"(limit));
+    return out;
 }

@@ -134,24 +134,23 @@ __global__ void __launch_bounds__(512) route_kernel(
     for (int task = running + threadIdx.x; task < pairs; task += blockDim.x) task_expert[task] = -1;
 }
 
-// The `topk` largest of a row's first `count` scores, the lower index on a tie, in rising order; -1 beyond. With a
-// page table, places in the pool instead of entry numbers. The key of the last one taken is found two bits at a time
-// by counting.
+// The `topk` largest of a row's first `count` scores, the lower index on a tie, in rising order, as places in the pool;
+// -1 beyond. The key of the last one taken is found two bits at a time by counting.
 struct Choice {
     const float* scores;        // [rows][stride]
     int64_t stride;
-    const int* counts;          // [rows], or null: by position and ratio
     const int64_t* positions;   // [rows]
     int ratio;
-    const int* page_table;      // [slots][pages], or null
+    const int* page_table;      // [slots][pages]
     const int64_t* slots;       // [rows]
     int pages, page_entries, topk;
+    int fewest, most;           // entries of a row that this launch chooses from; other rows are another launch's
     int* out;                   // [rows][topk]
 
-    __device__ __forceinline__ int count(int row) const { return counts ? __ldcg(counts + row) : (int)((__ldcg(positions + row) + 1) / ratio); }
-    __device__ __forceinline__ const int* pages_of(int row) const { return page_table ? page_table + __ldcg(slots + row) * pages : nullptr; }
+    __device__ __forceinline__ int count(int row) const { return (int)((__ldcg(positions + row) + 1) / ratio); }
+    __device__ __forceinline__ const int* pages_of(int row) const { return page_table + __ldcg(slots + row) * pages; }
     __device__ __forceinline__ int place(const int* table, int entry) const {
-        return table ? table[entry / page_entries] * page_entries + entry % page_entries : entry;
+        return table[entry / page_entries] * page_entries + entry % page_entries;
     }
 };
 
@@ -179,12 +178,13 @@ __global__ void __launch_bounds__(WARPS * 32) select_few_kernel(const Choice p) 
     const int row = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, start = warp * KEYS * 32 + lane;
     const int count = p.count(row), topk = p.topk;
     const int* pages = p.pages_of(row);
-    if (pages && p.pages <= PAGES) {
+    if (p.pages <= PAGES) {
         for (int i = threadIdx.x; i < p.pages; i += WARPS * 32) table[i] = __ldcg(pages + i);
         pages = table;
     }
     int* to = p.out + (size_t)row * topk;
     wait_for_prerequisites();
+    if (count > p.most) return;
     __syncthreads();
     if (count <= topk) {
         for (int i = threadIdx.x; i < topk; i += WARPS * 32) to[i] = i < count ? p.place(pages, i) : -1;
@@ -274,7 +274,8 @@ __global__ void __launch_bounds__(THREADS) select_many_kernel(const Choice p) {
     const int* pages = p.pages_of(row);
     int* to = p.out + (size_t)row * topk;
     wait_for_prerequisites();
-    if (count <= topk) {   // the same for all blocks of the row
+    if (count < p.fewest) return;   // the same for all blocks of the row
+    if (count <= topk) {
         for (int i = block * THREADS + tid; i < topk; i += THREADS * CLUSTER) to[i] = i < count ? p.place(pages, i) : -1;
         return;
     }

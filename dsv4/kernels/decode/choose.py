@@ -1,4 +1,4 @@
-"""Decode step: launches choose.cu. Which experts, which entries. `select` serves prompts."""
+"""Decode step: launches choose.cu. Which experts, which entries. `select_rows` serves prompts too."""
 
 import ctypes
 
@@ -20,12 +20,11 @@ class _Choice(ctypes.Structure):
     _fields_ = (
         ("scores", ctypes.c_void_p),
         ("stride", ctypes.c_int64),
-        ("counts", ctypes.c_void_p),
         ("positions", ctypes.c_void_p),
         ("ratio", ctypes.c_int),
         ("page_table", ctypes.c_void_p),
         ("slots", ctypes.c_void_p),
-        *((name, ctypes.c_int) for name in ("pages", "page_entries", "topk")),
+        *((name, ctypes.c_int) for name in ("pages", "page_entries", "topk", "fewest", "most")),
         ("out", ctypes.c_void_p),
     )
 
@@ -67,21 +66,6 @@ def route(
     )
 
 
-def select(scores: Tensor, counts: Tensor, out: Tensor) -> None:
-    """Prefill: scores [T, cap] float32, counts [T] int32 -> out [T, topk] int32: the best, rising; -1s."""
-    _select(
-        scores=scores,
-        counts=counts,
-        positions=None,
-        ratio=1,
-        page_table=None,
-        slots=None,
-        page_entries=1,
-        out=out,
-        overlap=False,
-    )
-
-
 @launcher(
     reads=("scores", "page_table"),
     reads_early=("positions", "slots", "page_table"),
@@ -96,53 +80,37 @@ def select_rows(
     page_entries: int,
     out: Tensor,
     overlap: bool = True,
+    mixed: bool = False,
 ) -> None:
-    """The same for the entries visible at each row's position, as places in the pool."""
-    _select(
-        scores=scores,
-        counts=None,
-        positions=positions,
-        ratio=ratio,
-        page_table=page_table,
-        slots=slots,
-        page_entries=page_entries,
-        out=out,
-        overlap=overlap,
-    )
-
-
-def _select(
-    scores: Tensor,
-    counts: Tensor | None,
-    positions: Tensor | None,
-    ratio: int,
-    page_table: Tensor | None,
-    slots: Tensor | None,
-    page_entries: int,
-    out: Tensor,
-    overlap: bool,
-) -> None:
-    pages = 1 if page_table is None else page_table.shape[1]
+    """scores [T, cap] float32 of the entries visible at a row's position -> out [T, topk] int32: the places
+    of the best in the pool, by rising entry; -1s. `mixed`: where some rows have few entries and others many,
+    each kind has a launch of its own."""
     rows, capacity = out.shape[0], scores.shape[1]
     choice = _Choice(
         scores=scores.data_ptr(),
         stride=scores.stride(0),
-        counts=_address(counts),
-        positions=_address(positions),
+        positions=positions.data_ptr(),
         ratio=ratio,
-        page_table=_address(page_table),
-        slots=_address(slots),
-        pages=pages,
+        page_table=page_table.data_ptr(),
+        slots=slots.data_ptr(),
+        pages=page_table.shape[1],
         page_entries=page_entries,
         topk=out.shape[1],
+        fewest=0,
+        most=capacity,
         out=out.data_ptr(),
     )
     assert capacity <= MAX_ENTRIES, capacity
     few = next((size for size in FEW if capacity <= size[0] * size[1] * 32), None)
+    if few is None and mixed:
+        few = FEW[-1]
+        choice.most = few[0] * few[1] * 32
     if few is not None:
         kernel, blocks, threads = f"select_few_kernel<{few[0]}, {few[1]}>", rows, 32 * few[0]
         call("choose", kernel, scores.device, choice, blocks=blocks, threads=threads, overlap=overlap)
-        return
+        if choice.most >= capacity:
+            return
+        choice.fewest, choice.most = choice.most + 1, capacity
     call(
         *("choose", "select_many_kernel", scores.device, choice),
         blocks=rows * CLUSTER,
@@ -151,7 +119,3 @@ def _select(
         cluster=CLUSTER,
         overlap=overlap,
     )
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

@@ -52,17 +52,11 @@ struct Params {
     int64_t prefetch_bytes;
 };
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
-
 // Copy one chunk to shared memory without a register or a thread; `barrier` turns when all of it is there.
 __device__ __forceinline__ void fetch(uint32_t to, const void* from, uint32_t barrier) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(CHUNK) : "memory");
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(to), "l"(from), "r"(CHUNK), "r"(barrier) : "memory");
-}
-__device__ __forceinline__ void await(uint32_t barrier, uint32_t parity) {
-    asm volatile("{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra again;\n}"
-                 ::"r"(barrier), "r"(parity) : "memory");
 }
 // Waits for the warps of one group only. Where there are several passes, groups are few, and one number is everyone's:
 // that of __syncthreads is group 0's.
@@ -83,20 +77,14 @@ __device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], 
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
 }
 
-__device__ __forceinline__ uint32_t times(uint32_t a, __half2 b) {
-    const __half2 v = __hmul2(*reinterpret_cast<__half2*>(&a), b);
-    return *reinterpret_cast<const uint32_t*>(&v);
-}
-
-// One load of a tile: 64, 32 or 16 columns. Four sums, so that the tensor core need not wait for itself; `block`
-// collects the open FP8 block. `x` is this lane's place in its slice of x.
+// One load of a tile: 64, 32 or 16 columns. One sum, in the order of product.cuh, so that a token's numbers are the same in
+// a prompt; `block` collects the open FP8 block. `x` is this lane's place in its slice of x.
 // NVFP4: code (as value * 2^-14) times E4M3 scale is exact in FP16, so the scale goes into the weight.
 template <int F>
 __device__ __forceinline__ void multiply(const uint4& w, int load, const uint2* x,
-                                         const Scales<F>& s, int lane, float (&sums)[4][4], float (&block)[4]) {
+                                         const Scales<F>& s, int lane, float (&sum)[4], float (&block)[4]) {
     const uint32_t words[4] = {w.x, w.y, w.z, w.w};
     uint32_t a[4];
-    float (&sum)[4] = sums[0];
     if constexpr (F == NVFP4) {
         // A lane has one block of 16 columns of rows g and g+8, so two scales; four columns of it at a time.
         const uint32_t pair = e4m3x2((uint16_t)(s.word[load >> 1] >> (load & 1) * 16));
@@ -108,7 +96,7 @@ __device__ __forceinline__ void multiply(const uint4& w, int load, const uint2* 
             const uint4 two = items[j >> 1];
             e2m1(words[j], a);
             a[0] = times(a[0], low); a[1] = times(a[1], high); a[2] = times(a[2], low); a[3] = times(a[3], high);
-            mma_f16(sums[j], a, j & 1 ? make_uint2(two.z, two.w) : make_uint2(two.x, two.y));
+            mma_f16(sum, a, j & 1 ? make_uint2(two.z, two.w) : make_uint2(two.x, two.y));
         }
     } else if constexpr (F == MXFP4) {
         const uint32_t scales = __shfl_sync(~0u, s.word[load & 1], (lane & ~3) | (load >> 1));
@@ -138,22 +126,8 @@ __device__ __forceinline__ void multiply(const uint4& w, int load, const uint2* 
         }
     } else {
         a[0] = words[0]; a[1] = words[1]; a[2] = words[2]; a[3] = words[3];
-        mma_bf16(sums[load & 3], a, x[load * 4]);
+        mma_bf16(sum, a, x[load * 4]);
     }
-}
-
-__device__ __forceinline__ uint32_t pack_f16(float a, float b) {
-    __half2 h = __floats2half2_rn(a, b);
-    return *reinterpret_cast<uint32_t*>(&h);
-}
-__device__ __forceinline__ uint32_t pack_bf16(float a, float b) {
-    __nv_bfloat162 h = __floats2bfloat162_rn(a, b);
-    return *reinterpret_cast<uint32_t*>(&h);
-}
-// The power of two that brings `peak` to [2^14, 2^15), FP16's upper end, as the exponent of its inverse.
-__device__ __forceinline__ int exponent(float peak) {
-    const int e = (__float_as_uint(peak) >> 23) & 255;
-    return e == 0 ? 127 : max(e, 15);
 }
 
 template <bool IS_F32> struct Item { using Four = uint2; };   // four columns of x
@@ -215,17 +189,6 @@ __device__ __forceinline__ float put_x(const typename Item<IS_F32>::Four (&v)[IT
     }
 }
 
-// These keep a NaN; fminf and fmaxf would give the other number.
-__device__ __forceinline__ float at_most(float v, float limit) {
-    float out;
-    asm("min.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(v), "f"(limit));
-    return out;
-}
-__device__ __forceinline__ float at_least(float v, float limit) {
-    float out;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(v), "f"(limit));
-    return out;
-}
 template <bool IS_F32> __device__ __forceinline__ float as_act(float v) {
     return IS_F32 ? v : __bfloat162float(__float2bfloat16_rn(v));
 }
@@ -422,7 +385,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
                         scale += back() * SCALE;
                         more = true;
                     }
-                float sums[4][4] = {}, block[4] = {0.f, 0.f, 0.f, 0.f};
+                float sum[4] = {}, block[4] = {};
                 Scales<F> next = now;
                 if (more) next.load(scale, lane);
 #pragma unroll
@@ -431,15 +394,12 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
                     await(barrier + at * 8, taken / STAGES & 1);
                     const uint4* w = reinterpret_cast<const uint4*>(shared + (warp * STAGES + at) * CHUNK) + lane;
 #pragma unroll
-                    for (int i = 0; i < CHUNK_LOADS; ++i) multiply<F>(w[i * 32], chunk * CHUNK_LOADS + i, my_x, now, lane, sums, block);
+                    for (int i = 0; i < CHUNK_LOADS; ++i) multiply<F>(w[i * 32], chunk * CHUNK_LOADS + i, my_x, now, lane, sum, block);
                     ++taken;
                     __syncwarp();
                     fetch_next();
                 }
                 now = next;
-                float sum[4];
-#pragma unroll
-                for (int i = 0; i < 4; ++i) sum[i] = (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]);
                 float* out = table + (warp * 2 + sub) * At::SUMS + g;   // [column][row]
                 if (!At::SINGLE || t == 0) {
                     out[(2 * t) * 16] = sum[0] * undo0;

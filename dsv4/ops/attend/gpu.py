@@ -1,5 +1,8 @@
 """Prompt attention in Triton: one program per token and group of heads, keys gathered in blocks, a running
-softmax in one fixed order of blocks. A block without keys changes no bit, hence padding of `rows` neither."""
+softmax in one fixed order of blocks. A block without keys changes no bit, hence padding of `rows` neither.
+Nothing depends on how many entries there can be: a program ends with those that its token sees."""
+
+from typing import Any
 
 import torch
 import triton
@@ -7,44 +10,46 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4.kernels.common.numbers import e4m3_decode, power
-from dsv4.kernels.prefill.rows import rotate_part
-from dsv4.quant.formats import KV_BLOCK, Format, QuantTensor, join
+from dsv4.quant.formats import KV_BLOCK, Format, QuantTensor
 
+# Entries are found by the page table here, without a list.
+WANTS_LISTS = False
 # Heads of a program at most, keys of a block, warps, stages; by compute type.
 BLOCK = {torch.bfloat16: (64, 64, 8, 2), torch.float32: (16, 16, 4, 1)}
-# Decoded pools up to this size are made once per call: the kernel then copies rows instead of decoding them
-# anew for every query. The values are the same.
+# Up to this size, raw keys and those rows of the pool that a query may see are decoded once per call: the
+# kernel then copies rows instead of decoding them anew for every query. The values are the same.
 DECODED_BYTES = 512 << 20
+_PROGRAMS = 528  # that decode a pool: four for each SM of an H200
 
 
 @triton.jit
-def _decoded(data, rest, scales, row, is_key, width, nope, rest_row, scale_row, item,  # type: ignore[no-untyped-def]
-             act: tl.constexpr, IS_KV8: tl.constexpr, B: tl.constexpr, W: tl.constexpr):  # fmt: skip
-    """Rows `row` [B] of a store as [B, W] of type `act`, zero where there is no key or no channel."""
+def _decoded(data, rest, scales, is_key, width, nope, item, act: tl.constexpr, IS_KV8: tl.constexpr,  # type: ignore[no-untyped-def]
+             B: tl.constexpr, W: tl.constexpr):  # fmt: skip
+    """Stored rows, each by pointers [B] to its values, to the same as items of type `act` and to its scales,
+    as [B, W] of type `act`, zero where there is no key or no channel."""
     if IS_KV8:
         block, within = tl.arange(0, W // 64), tl.arange(0, 64)
         col = (block[:, None] * 64 + within[None, :])[None, :, :]
         is_code = is_key[:, None, None] & (col < nope)
-        code = tl.load(data + row[:, None, None] * (rest_row * item) + col, mask=is_code, other=0)
+        code = tl.load(data[:, None, None] + col, mask=is_code, other=0)
         has_scale = is_key[:, None] & (block * 64 < nope)[None, :]
-        scale = tl.load(scales + row[:, None] * scale_row + block[None, :], mask=has_scale, other=127)
+        scale = tl.load(scales[:, None] + block[None, :], mask=has_scale, other=127)
         value = e4m3_decode(code) * power(scale.to(tl.int32))[:, :, None]
         is_rest = is_key[:, None, None] & (col >= nope) & (col < width)
-        rotary = tl.load(
-            rest + row[:, None, None] * rest_row + nope // item + col - nope, mask=is_rest, other=0.0
-        )
+        rotary = tl.load(rest[:, None, None] + nope // item + col - nope, mask=is_rest, other=0.0)
         key = tl.where(col < nope, value.to(act), rotary.to(act))
         return tl.reshape(key, (B, W))
     else:
         col = tl.arange(0, W)
         inside = is_key[:, None] & (col < width)[None, :]
-        return tl.load(data + row[:, None] * width + col[None, :], mask=inside, other=0.0).to(act)
+        return tl.load(data[:, None] + col[None, :], mask=inside, other=0.0).to(act)
 
 
 @triton.jit
 def _meet(q, key, is_key, scale, peak, total, out):  # type: ignore[no-untyped-def]
-    """One block of keys [B, W] that are the values too: the running softmax of q [H, W] goes on."""
-    score = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
+    """One block of keys [B, W] that are the values too: the running softmax of q [H, W] goes on, its scores
+    times scale [H]."""
+    score = tl.dot(q, tl.trans(key), input_precision="ieee") * scale[:, None]
     score = tl.where(is_key[None, :], score, -float("inf"))
     higher = tl.maximum(peak, tl.max(score, 1))
     shrink = tl.exp(peak - higher)
@@ -55,88 +60,168 @@ def _meet(q, key, is_key, scale, peak, total, out):  # type: ignore[no-untyped-d
 
 
 @triton.jit(
-    do_not_specialize=["list_width", "ring_rows"],
-    do_not_specialize_on_alignment=["slots", "positions", "first", "ends"],
+    do_not_specialize=["list_width", "ratio", "page_entries", "pages", "ring_rows", "tokens"],
+    do_not_specialize_on_alignment=["slots", "positions", "first"],
 )
-def _attend_kernel(q, raw, raw_rest, raw_scales, pool, pool_rest, pool_scales, rows, ends,  # type: ignore[no-untyped-def]
-                   slots, positions, first, sinks, out, heads, width, nope, window, ring_size,
-                   ring_rows, list_width, raw_row, raw_scale_row, pool_row, pool_scale_row, item, scale,
-                   HAS_POOL: tl.constexpr, RAW_KV8: tl.constexpr, POOL_KV8: tl.constexpr,
-                   H: tl.constexpr, B: tl.constexpr, W: tl.constexpr):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
+def _attend_kernel(q, ring, ring_rest, ring_scales, fresh, fresh_rest, fresh_scales, pool, pool_rest,  # type: ignore[no-untyped-def]
+                   pool_scales, rows, page_table, slots, positions, first, sinks, cos, sin, out, tokens,
+                   heads, width, nope, window, ring_size, ring_rows, list_width, ratio, page_entries, pages,
+                   row_items, row_scales, item, scale, eps, IS_RAW: tl.constexpr, HAS_POOL: tl.constexpr,
+                   IS_LISTED: tl.constexpr, IS_JOINED: tl.constexpr, IS_KV8: tl.constexpr, H: tl.constexpr,
+                   B: tl.constexpr, W: tl.constexpr, R: tl.constexpr):  # fmt: skip
+    """IS_RAW: q is to be normed and rotated. IS_JOINED: `ring` points to the rows of all three, one store
+    after the other, as values."""
+    token = tl.program_id(0)
+    long_token = token.to(tl.int64)
     head = tl.program_id(1) * H + tl.arange(0, H)
     col = tl.arange(0, W)
     act: tl.constexpr = out.dtype.element_ty
     here = (head < heads)[:, None] & (col < width)[None, :]
-    q_at = token * heads * width + head[:, None] * width + col[None, :]
-    query = tl.load(q + q_at, mask=here, other=0.0)
-    slot, position, start = tl.load(slots + token), tl.load(positions + token), tl.load(first + token)
+    q_at = head[:, None] * width + col[None, :]
+    # The last channels turn in pairs, with the position before the keys are met, against it at the end.
+    half = (width - nope) // 2
+    pair = tl.arange(0, R)
+    turns = (head < heads)[:, None] & (pair < half)[None, :]
+    pair_at = long_token * heads * width + head[:, None] * width + nope + 2 * pair[None, :]
+    score_scale = tl.zeros((H,), tl.float32) + scale
+    if IS_RAW:
+        c = tl.load(cos + token * half + pair, mask=pair < half, other=1.0)[None, :]
+        s = tl.load(sin + token * half + pair, mask=pair < half, other=0.0)[None, :]
+        # The turned pairs go by way of `out`: among registers they would be exchanged with other threads.
+        a = tl.load(q + pair_at, mask=turns, other=0.0).to(tl.float32)
+        b = tl.load(q + pair_at + 1, mask=turns, other=0.0).to(tl.float32)
+        tl.store(out + pair_at, (a * c - b * s).to(act), mask=turns)
+        tl.store(out + pair_at + 1, (a * s + b * c).to(act), mask=turns)
+        tl.debug_barrier()
+        source = tl.where(col < nope, q, out) + long_token * heads * width
+        query = tl.load(source[None, :] + q_at, mask=here, other=0.0)
+        wide = tl.where((col < nope)[None, :], query, 0.0).to(tl.float32)
+        square = tl.sum(wide * wide, 1) + tl.sum(a * a + b * b, 1)
+        # The norm's factor is a head's own: it goes with the scores.
+        score_scale *= tl.div_rn(tl.zeros_like(square) + 1.0, tl.sqrt_rn(square * (1.0 / width) + eps))
+    else:
+        query = tl.load(q + long_token * heads * width + q_at, mask=here, other=0.0)
+    slot, position = tl.load(slots + token), tl.load(positions + token).to(tl.int32)
+    start = tl.load(first + token).to(tl.int32)
+    table = page_table + slot * pages
+    list_at = rows + long_token * list_width
+    ring_base = slot.to(tl.int32) * ring_size
 
     # The sink takes part as a key without a value. Its limits keep differences of infinities away.
     sink = tl.load(sinks + head, mask=head < heads, other=0.0)
     peak = tl.minimum(tl.maximum(sink, -1e30), 1e30)
     total = tl.where(sink > -1e30, 1.0, 0.0)
     result = tl.zeros((H, W), tl.float32)
-    for block in range(0, window, B):
-        key_at = position - window + 1 + block + tl.arange(0, B)
-        is_key = (key_at >= 0) & (key_at <= position)
-        of_ring = slot * ring_size + tl.maximum(key_at, 0) % ring_size
-        row = tl.where(key_at >= start, ring_rows + token - (position - key_at), of_ring)
-        row = tl.where(is_key, row, 0)
-        key = _decoded(raw, raw_rest, raw_scales, row, is_key, width, nope, raw_row, raw_scale_row, item,
-                       act, RAW_KV8, B, W)  # fmt: skip
-        peak, total, result = _meet(query, key, is_key, scale, peak, total, result)
+    near = tl.cdiv(window, B)  # blocks of raw keys; those of the pool follow
+    end = 0  # of the entries
     if HAS_POOL:
-        for block in range(0, tl.load(ends + token), B):
-            place = block + tl.arange(0, B)
-            listed = tl.load(rows + token * list_width + place, mask=place < list_width, other=-1).to(
-                tl.int64
-            )
-            is_key = listed >= 0
-            row = tl.where(is_key, listed, 0)
-            key = _decoded(pool, pool_rest, pool_scales, row, is_key, width, nope, pool_row, pool_scale_row,
-                           item, act, POOL_KV8, B, W)  # fmt: skip
-            peak, total, result = _meet(query, key, is_key, scale, peak, total, result)
-    result = tl.div_rn(result, tl.broadcast_to(total[:, None], (H, W)))
-    tl.store(out + q_at, result.to(act), mask=here)
+        end = (position + 1) // ratio
+        if IS_LISTED:  # the place after the last one listed
+            end = 0
+            for begin in range(0, list_width, 512):
+                place = begin + tl.arange(0, 512)
+                listed = tl.load(list_at + place, mask=place < list_width, other=-1).to(tl.int32)
+                end = tl.maximum(end, tl.max(tl.where(listed >= 0, place + 1, 0), 0))
+    for number in range(tl.maximum(window - 1 - position, 0) // B, near + tl.cdiv(end, B)):
+        place = number * B + tl.arange(0, B)
+        key_at = position - window + 1 + place
+        is_fresh = key_at >= start
+        row = tl.where(is_fresh, token - (position - key_at), ring_base + tl.maximum(key_at, 0) % ring_size)
+        is_key = (place < window) & (key_at >= 0)
+        if IS_JOINED:
+            row += tl.where(is_fresh, ring_rows, 0)
+        if HAS_POOL:
+            entry = place - near * B
+            if IS_LISTED:
+                inside = (entry >= 0) & (entry < list_width)
+                entry_row = tl.load(list_at + entry, mask=inside, other=-1).to(tl.int32)
+                is_entry = entry_row >= 0
+            else:
+                is_entry = (entry >= 0) & (entry < end)
+                page = tl.load(table + entry // page_entries, mask=is_entry, other=0)
+                entry_row = page * page_entries + entry % page_entries
+            if IS_JOINED:
+                entry_row += ring_rows + tokens
+            is_key = tl.where(number < near, is_key, is_entry)
+            row = tl.where(number < near, row, entry_row)
+        row = tl.where(is_key, row, 0)
+        if IS_JOINED:
+            inside = is_key[:, None] & (col < width)[None, :]
+            key = tl.load(ring + (row * width)[:, None] + col[None, :], mask=inside, other=0.0)
+        else:
+            far = row.to(tl.int64)
+            row_bytes = row_items
+            if IS_KV8:
+                row_bytes = row_items * item
+            data = tl.where(is_fresh, fresh + far * row_bytes, ring + far * row_bytes)
+            rest = tl.where(is_fresh, fresh_rest + far * row_items, ring_rest + far * row_items)
+            scales = tl.where(is_fresh, fresh_scales + far * row_scales, ring_scales + far * row_scales)
+            if HAS_POOL:
+                data = tl.where(number < near, data, pool + far * row_bytes)
+                rest = tl.where(number < near, rest, pool_rest + far * row_items)
+                scales = tl.where(number < near, scales, pool_scales + far * row_scales)
+            key = _decoded(data, rest, scales, is_key, width, nope, item, act, IS_KV8, B, W)
+        peak, total, result = _meet(query, key, is_key, score_scale, peak, total, result)
+    result *= tl.div_rn(tl.full((H,), 1.0, tl.float32), total)[:, None]
+    tl.store(out + long_token * heads * width + q_at, result.to(act), mask=here)
+    # Rotated back in place, when all threads have written: beside the sums of a whole row of heads the pairs
+    # would take registers that are not there.
+    tl.debug_barrier()
+    c = tl.load(cos + token * half + pair, mask=pair < half, other=1.0)[None, :]
+    s = tl.load(sin + token * half + pair, mask=pair < half, other=0.0)[None, :]
+    a = tl.load(out + pair_at, mask=turns, other=0.0).to(tl.float32)
+    b = tl.load(out + pair_at + 1, mask=turns, other=0.0).to(tl.float32)
+    tl.store(out + pair_at, (a * c + b * s).to(act), mask=turns)
+    tl.store(out + pair_at + 1, (b * c - a * s).to(act), mask=turns)
 
 
-@triton.jit(do_not_specialize=["count"])
-def _rotate_kernel(x, cos, sin, count, width, heads, rope, R: tl.constexpr, W: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rotate the last `rope` channels of x [T, H, D] in place. On its own: beside the sums of a whole row of
-    heads it would take registers that are not there."""
-    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    col = tl.arange(0, W)
-    act: tl.constexpr = x.dtype.element_ty
-    at = x + row[:, None] * width + width - rope + col[None, :]
-    inside = (row < count)[:, None] & (col < rope)[None, :]
-    value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    value = rotate_part(value, cos, sin, tl.minimum(row, count - 1) // heads, 0, rope, act)
-    tl.store(at, value.to(act), mask=inside)
-
-
-@triton.jit(do_not_specialize=["width"])
-def _ends_kernel(rows, ends, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """ends[t]: the place after the last row listed for token t."""
-    token = tl.program_id(0).to(tl.int64)
-    end = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, width, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        listed = tl.load(rows + token * width + place, mask=place < width, other=-1)
-        end = tl.where(listed >= 0, place + 1, end)
-    tl.store(ends + token, tl.max(end, 0))
-
-
-@triton.jit(do_not_specialize=["count"])
-def _decode_kernel(data, rest, scales, out, width, nope, rest_row, scale_row, item, count,  # type: ignore[no-untyped-def]
-                   B: tl.constexpr, W: tl.constexpr):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+@triton.jit
+def _decode_rows(data, rest, scales, out, row, is_row, to, width, nope, item, row_items, row_scales,  # type: ignore[no-untyped-def]
+                 B: tl.constexpr, W: tl.constexpr):  # fmt: skip
     act: tl.constexpr = out.dtype.element_ty
-    value = _decoded(data, rest, scales, row, row < count, width, nope, rest_row, scale_row, item,
-                     act, True, B, W)  # fmt: skip
+    value = _decoded(data + row * (row_items * item), rest + row * row_items, scales + row * row_scales,
+                     is_row, width, nope, item, act, True, B, W)  # fmt: skip
     col = tl.arange(0, W)
-    inside = (row < count)[:, None] & (col < width)[None, :]
-    tl.store(out + row[:, None] * width + col[None, :], value, mask=inside)
+    tl.store(out + to[:, None] * width + col[None, :], value, mask=is_row[:, None] & (col < width)[None, :])
+
+
+@triton.jit(do_not_specialize=["count", "at"])
+def _decode_kernel(data, rest, scales, out, at, count, width, nope, item, row_items, row_scales,  # type: ignore[no-untyped-def]
+                   B: tl.constexpr, W: tl.constexpr):  # fmt: skip
+    """All rows of a store, to rows `at` and on."""
+    row = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+    _decode_rows(data, rest, scales, out, row, row < count, at + row, width, nope, item, row_items,
+                 row_scales, B, W)  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["tokens", "at", "ratio", "page_entries", "pages"],
+    do_not_specialize_on_alignment=["slots", "positions"],
+)
+def _decode_seen_kernel(data, rest, scales, out, at, page_table, slots, positions, tokens, ratio,  # type: ignore[no-untyped-def]
+                        page_entries, pages, width, nope, item, row_items, row_scales, T: tl.constexpr,
+                        B: tl.constexpr, W: tl.constexpr):  # fmt: skip
+    """The rows of a pool that the last token of each sequence sees; row r to row at + r."""
+    for begin in range(0, tokens, T):
+        token = begin + tl.arange(0, T)
+        is_last = token < tokens
+        slot_of = tl.load(slots + token, mask=is_last, other=-1)
+        position = tl.load(positions + token, mask=is_last, other=-1)
+        is_more = token + 1 < tokens
+        next_slot = tl.load(slots + token + 1, mask=is_more, other=-1)
+        next_position = tl.load(positions + token + 1, mask=is_more, other=-1)
+        is_last = is_last & (position >= 0) & ((next_slot != slot_of) | (next_position < 0))
+        last = tl.min(tl.where(is_last, token, tokens), 0)
+        while last < tokens:
+            count = ((tl.load(positions + last) + 1) // ratio).to(tl.int32)
+            table = page_table + tl.load(slots + last) * pages
+            for first in range(tl.program_id(0) * B, count, tl.num_programs(0) * B):
+                entry = first + tl.arange(0, B)
+                page = tl.load(table + entry // page_entries, mask=entry < count, other=0).to(tl.int64)
+                row = page * page_entries + entry % page_entries
+                _decode_rows(data, rest, scales, out, row, entry < count, at + row, width, nope, item,
+                             row_items, row_scales, B, W)  # fmt: skip
+            last = tl.min(tl.where(is_last & (token > last), token, tokens), 0)
 
 
 def attend(
@@ -153,62 +238,70 @@ def attend(
     sinks: Tensor,
     cos: Tensor,
     sin: Tensor,
+    page_table: Tensor | None = None,
+    ratio: int = 0,
+    page_entries: int = 0,
+    eps: float | None = None,
 ) -> Tensor:
+    """A token at position -1 attends to nothing."""
     tokens, heads, width = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not tokens:
         return out
     q, dtype = q.contiguous(), q.dtype
     most, keys, warps, stages = BLOCK[dtype]
-    raw = decoded([ring, fresh], dtype)
-    has_pool = pool is not None and rows is not None and rows.shape[1] > 0
-    entries, listed, ends = raw, slots, slots
-    if has_pool:
-        assert pool is not None and rows is not None
-        small = pool.shape[0] * width * q.element_size() <= DECODED_BYTES
-        entries, listed = decoded([pool], dtype) if small else pool, rows.contiguous()
-        ends = torch.empty(tokens, dtype=torch.int32, device=q.device)
-        _ends_kernel[(tokens,)](listed, ends, listed.shape[1], BLOCK=512, num_warps=4)
+    half, is_listed = cos.shape[1], rows is not None
+    assert pool is None or is_listed or (page_table is not None and ratio and page_entries)
+    stores = [ring, fresh] if pool is None else [ring, fresh, pool]
+    joined = None
+    count = sum(store.shape[0] for store in stores)
+    if ring.format is Format.KV8 and count * width * dtype.itemsize <= DECODED_BYTES:
+        where = None if page_table is None else (page_table, slots, positions, ratio, page_entries)
+        joined = decoded(stores, dtype, where)
+    entries = ring if pool is None else pool
+    data = [joined] * 9
+    if joined is None:
+        data = [tensor for store in (ring, fresh, entries) for tensor in _pointers(store, dtype)]
+    listed = slots if rows is None else rows.contiguous()
+    table = slots if page_table is None else page_table
     block_heads = max(16, min(most, triton.next_power_of_2(heads)))
     _attend_kernel[(tokens, triton.cdiv(heads, block_heads))](
-        *(q, *_pointers(raw, dtype), *_pointers(entries, dtype), listed, ends, slots, positions, first),
-        *(sinks, out, heads, width, width - fresh.rope_dim),
-        *(window, ring_size, ring.shape[0], listed.shape[1] if has_pool else 0),
-        *(*_row_sizes(raw, dtype), *_row_sizes(entries, dtype), q.element_size(), width**-0.5),
-        **{
-            "HAS_POOL": has_pool,
-            "RAW_KV8": raw.format is Format.KV8,
-            "POOL_KV8": entries.format is Format.KV8,
-        },
+        *(q, *data, listed, table, slots, positions, first, sinks, cos.contiguous(), sin.contiguous(), out),
+        *(tokens, heads, width, width - 2 * half, window, ring_size, ring.shape[0]),
+        *(listed.shape[1] if is_listed else 0, ratio or 1, page_entries or 1),
+        *(table.shape[1] if page_table is not None else 0, *_row_sizes(ring, dtype)),
+        *(q.element_size(), width**-0.5, eps or 0.0),
+        **{"IS_RAW": eps is not None, "HAS_POOL": pool is not None, "IS_LISTED": is_listed},
+        **{"IS_JOINED": joined is not None, "IS_KV8": ring.format is Format.KV8},
         **{"H": block_heads, "B": keys, "W": max(64, triton.next_power_of_2(width))},
-        **{"num_warps": warps, "num_stages": stages},
-    )
-    rope, count = 2 * cos.shape[1], tokens * heads
-    _rotate_kernel[(triton.cdiv(count, 32),)](
-        *(out, cos.contiguous(), -sin, count, width, heads, rope),
-        **{"R": 32, "W": triton.next_power_of_2(rope), "num_warps": 4},
+        **{"R": triton.next_power_of_2(half), "num_warps": warps, "num_stages": stages},
     )
     return out
 
 
-def decoded(stores: list[QuantTensor], dtype: torch.dtype) -> QuantTensor:
-    """Rows of stores kept alike, one after the other; KV8 becomes the compute type, which holds them."""
-    if stores[0].format is not Format.KV8:
-        return join(stores) if len(stores) > 1 else stores[0]
-    total, width = sum(store.shape[0] for store in stores), stores[0].shape[1]
-    plain = torch.empty(total, width, dtype=dtype, device=stores[0].data.device)
-    block, w, start = 16, max(64, triton.next_power_of_2(width)), 0
-    for store in stores:
+def decoded(stores: list[QuantTensor], dtype: torch.dtype, seen: tuple[Any, ...] | None) -> Tensor:
+    """Rows of KV8 stores one after the other, in the compute type, which holds them: [rows, D]. Of the third,
+    the pool, only what the tokens of `seen` (page_table, slots, positions, ratio, page_entries) see."""
+    width = stores[0].shape[1]
+    nope = width - stores[0].rope_dim
+    out = torch.empty(sum(s.shape[0] for s in stores), width, dtype=dtype, device=stores[0].data.device)
+    block, at = {"B": 16, "W": max(64, triton.next_power_of_2(width)), "num_warps": 4}, 0
+    for number, store in enumerate(stores):
         count = store.shape[0]
-        if count:
-            _decode_kernel[(triton.cdiv(count, block),)](
-                *(*_pointers(store, dtype), plain[start:], width, width - store.rope_dim),
-                *(*_row_sizes(store, dtype), plain.element_size(), count),
-                **{"B": block, "W": w, "num_warps": 4},
+        sizes = (width, nope, dtype.itemsize, *_row_sizes(store, dtype))
+        if number == 2 and seen is not None:
+            table, slots, positions, ratio, page_entries = seen
+            _decode_seen_kernel[(min(_PROGRAMS, triton.cdiv(count, 16)),)](
+                *(*_pointers(store, dtype), out, at, table, slots, positions, positions.shape[0], ratio),
+                *(page_entries, table.shape[1], *sizes),
+                **{"T": 512, **block},
             )
-        start += count
-    format = Format.BF16 if dtype == torch.bfloat16 else Format.F32
-    return QuantTensor(format, plain, (total, width))
+        elif count:
+            _decode_kernel[(triton.cdiv(count, 16),)](
+                *(*_pointers(store, dtype), out, at, count, *sizes), **block
+            )
+        at += count
+    return out
 
 
 def _pointers(store: QuantTensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

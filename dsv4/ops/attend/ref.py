@@ -9,9 +9,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from dsv4.ops._exact import cast, exp, padded, rotate, total
 from dsv4.ops._product import batch_product, zeros
+from dsv4.ops.index.ref import visible_rows
+from dsv4.ops.qkv.ref import queries
 from dsv4.quant.codec import decode
 from dsv4.quant.formats import QuantTensor, join
 
+# Whether to list every visible entry for `attend`: here a list serves all layers of a kind.
+WANTS_LISTS = True
 # Queries of one sequence at positions 32n .. 32n+31 share a tile of raw keys. A key's column follows from the
 # query's position, however a prompt was cut: a query's products have one shape, wherever it is computed.
 BLOCK = 32
@@ -31,14 +35,24 @@ def attend(
     sinks: Tensor,
     cos: Tensor,
     sin: Tensor,
+    page_table: Tensor | None = None,
+    ratio: int = 0,
+    page_entries: int = 0,
+    eps: float | None = None,
 ) -> Tensor:
-    """q [T, H, D] -> o [T, H, D].
+    """q [T, H, D] -> o [T, H, D]. With `eps`, q is as its product left it: qkv.queries comes first.
 
     Raw keys of a query at p: positions max(0, p-window+1) .. p, of which those >= first are rows of `fresh`
     (this step's tokens) and older ones rows `slot*ring_size + j mod ring_size` of `ring`. Compressed keys:
-    `pool` rows listed in `rows` [T, S], -1 meaning none. Keys are the values too. The sink adds to the
-    denominator only. The output is rotated back by the query's position.
+    `pool` rows listed in `rows` [T, S], -1 meaning none; without a list all that are visible, found through
+    the page table [S, P]. Keys are the values too. The sink adds to the denominator only. The output is
+    rotated back by the query's position.
     """
+    if eps is not None:
+        q = queries(q, cos, sin, eps)
+    if pool is not None and rows is None:
+        assert page_table is not None
+        rows = visible_rows(page_table, slots, positions, ratio, page_entries)
     out = torch.empty_like(q)
     where = [*zip(slots.tolist(), first.tolist(), positions.tolist(), strict=True)]
     counts = [0] * len(where) if rows is None else (rows >= 0).sum(1).tolist()

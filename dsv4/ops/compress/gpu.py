@@ -5,9 +5,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4.kernels.prefill.place import place
 from dsv4.ops.compress.ref import rows_at
 
-__all__ = ["pool", "rows_at"]
+__all__ = ["pool", "put", "rows_at"]
 
 
 @triton.jit(do_not_specialize_on_alignment=["closing", "slots", "positions", "first"])
@@ -15,6 +16,8 @@ def _pool_kernel(values, scores, tail_values, tail_scores, closing, slots, posit
                  width, columns, tail_rows, span, ratio, HAS_OVERLAP: tl.constexpr,
                  R: tl.constexpr, C: tl.constexpr):  # fmt: skip
     token = tl.load(closing + tl.program_id(0))
+    if token < 0:  # a graph's list is padded
+        return
     col = tl.program_id(1) * C + tl.arange(0, C)
     row = tl.arange(0, R)
     slot, position, start = tl.load(slots + token), tl.load(positions + token), tl.load(first + token)
@@ -64,3 +67,15 @@ def pool(
             **{"HAS_OVERLAP": overlap, "R": r, "C": c, "num_warps": 4},
         )
     return out
+
+
+def put(
+    tail_values: Tensor,
+    tail_scores: Tensor,
+    rows: Tensor,
+    values: Tensor,
+    scores: Tensor,
+    tokens: Tensor | None = None,
+) -> None:
+    """A row of -1 is none: a graph's lists are padded."""
+    place(tail_values, values, tail_scores, scores, rows, tokens)

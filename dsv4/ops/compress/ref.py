@@ -58,3 +58,16 @@ def pool(
         s = torch.cat((s[:, :ratio, :d], s[:, ratio:, d:]), dim=1)
     weight = exp(s - s.amax(1, keepdim=True))
     return total(weight * v, 1) / total(weight, 1)
+
+
+def put(
+    tail_values: Tensor,
+    tail_scores: Tensor,
+    rows: Tensor,
+    values: Tensor,
+    scores: Tensor,
+    tokens: Tensor | None = None,
+) -> None:
+    """Keep these tokens' rows (None: all) in the tail [S, L, ...]: at slot * L + position mod L."""
+    for tail, fresh in ((tail_values, values), (tail_scores, scores)):
+        tail.flatten(0, 1).index_copy_(0, rows, fresh if tokens is None else fresh[tokens])

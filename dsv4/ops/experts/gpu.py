@@ -1,5 +1,9 @@
-"""Experts by grouped Triton products: pairs of token and choice sorted by expert, a few experts unpacked at a
-time. The counts come to the host once, so that experts nobody chose cost nothing."""
+"""Experts of prompts: pairs of token and choice sorted by expert, then many experts in one launch.
+
+BF16 on Hopper: all of it on the device, without a wait (product.cuh). Else, float32 among it, by Triton, a
+few experts unpacked at a time; there the counts come to the host once, so that experts nobody
+chose cost nothing.
+"""
 
 from typing import Any
 
@@ -8,6 +12,7 @@ from torch import Tensor
 
 from dsv4.kernels.prefill import dense
 from dsv4.kernels.prefill import experts as kernels
+from dsv4.kernels.prefill import product as prompts
 from dsv4.ops.experts.ref import Expert
 from dsv4.ops.linear.gpu import hold
 from dsv4.ops.linear.ref import round_input
@@ -25,6 +30,8 @@ def ffn(
     count = x.shape[0]
     if not count:
         return torch.empty_like(x).unsqueeze(1)
+    if prompts.serves(x, getattr(expert, "w13", None)):
+        return _shared(x, expert, limit, activations, weight).unsqueeze(1)
     tokens = torch.arange(count, dtype=torch.int32, device=x.device)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     experts = expert if hasattr(expert, "w13") else [expert]
@@ -46,24 +53,48 @@ def routed(
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     if not ids.numel():
         return out.zero_().unsqueeze(1)
+    y = x.new_empty(tokens * k, x.shape[1])
+    if prompts.serves(x, getattr(experts, "w13", None)):
+        _sorted(x, y, ids, weights, experts, limit, activations)
+        kernels.sum_choices(y.view(tokens, k, -1), ids.contiguous(), out)
+        return out.unsqueeze(1)
     chosen = ids.flatten()
     order = chosen.argsort(stable=True)
-    # A choice's rank among its token's: results lie token by token, by rising expert.
-    before = ids.unsqueeze(1) < ids.unsqueeze(2)
-    earlier = torch.ones(k, k, dtype=torch.bool, device=ids.device).tril(-1)
-    rank = (before | ((ids.unsqueeze(1) == ids.unsqueeze(2)) & earlier)).sum(2)
-    places = (torch.arange(tokens, device=ids.device).unsqueeze(1) * k + rank).flatten()[order]
     count = experts.w13.count if hasattr(experts, "w13") else len(experts)
     # Not bincount, which waits for the GPU once more.
     zeros = torch.zeros(count, dtype=torch.long, device=ids.device)
     counts = zeros.scatter_add_(0, chosen, torch.ones_like(chosen)).tolist()
-    y = x.new_empty(tokens * k, x.shape[1])
     _run(
-        *(x, y, experts, counts, (order // k).int(), places.int(), weights.flatten()[order]),
+        *(x, y, experts, counts, (order // k).int(), order.int(), weights.flatten()[order]),
         *(limit, activations),
     )
-    kernels.sum_choices(y.view(tokens, k, -1), out)
+    kernels.sum_choices(y.view(tokens, k, -1), ids.contiguous(), out)
     return out.unsqueeze(1)
+
+
+def _sorted(
+    x: Tensor, y: Tensor, ids: Tensor, weights: Tensor, bank: Any, limit: float, activations: str
+) -> None:
+    """y [T * K, D], by token and choice: what each chosen expert makes of its token."""
+    up, down = bank.w13, bank.w2
+    cap = min(prompts.MAX_CAP[up.format], prompts.MAX_CAP[down.format])
+    by = prompts.sort(ids.long().contiguous(), weights.contiguous(), up.count, cap)
+    hidden = x.new_empty(by.capacity, up.shape[0])
+    packed = prompts.pack(round_input(x, activations), up.format, by)
+    prompts.gate_up(packed, up, hidden, limit, by, by.weights)
+    del packed
+    packed = prompts.pack(round_input(hidden, activations), down.format, by, gathers=False)
+    prompts.down(packed, down, y, by)
+
+
+def _shared(x: Tensor, bank: Any, limit: float, activations: str, weight: Tensor | None) -> Tensor:
+    up, down = bank.w13, bank.w2
+    hidden, y = x.new_empty(x.shape[0], up.shape[0]), x.new_empty(x.shape)
+    packed = prompts.pack(round_input(x, activations).unsqueeze(1), up.format)
+    prompts.gate_up(packed, up, hidden, limit, weights=weight)
+    packed = prompts.pack(round_input(hidden, activations).unsqueeze(1), down.format)
+    prompts.down(packed, down, y)
+    return y
 
 
 def _run(

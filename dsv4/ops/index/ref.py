@@ -82,10 +82,12 @@ def select(
     ratio: int,
     page_entries: int,
     topk: int,
+    longest: int | None = None,
 ) -> Tensor:
     """q [T, H, d], weights [T, H] float32 -> [T, S] pool rows of the chosen entries in order, -1 beyond.
 
     score = sum over heads of relu(q . key) * weight. Only visible entries compete; a score may be negative.
+    `longest`: no position reaches it, for backends that would have to ask the device.
     """
     rows: list[Tensor] = []
     visible = (positions + 1) // ratio

@@ -1,16 +1,44 @@
-"""Products by Triton on weights unpacked into scratch: for prompts, where a weight meets many rows."""
+"""Products for prompts, where a weight meets many rows.
+
+BF16 on Hopper: weights are decoded in registers (product.cuh). Else, float32 among it, they are unpacked into
+scratch and multiplied by Triton.
+"""
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsv4.kernels.common.tiles import Tiled, tile
+from dsv4.kernels.decode.matvec import splits
 from dsv4.kernels.prefill import dense
+from dsv4.kernels.prefill import product as prompts
 from dsv4.kernels.prefill.dense import Weight
 from dsv4.kernels.prefill.gemm import gemm
 from dsv4.ops.linear.ref import Held, embed, round_input
 from dsv4.quant.formats import QuantTensor
 
-__all__ = ["embed", "grouped", "hold", "linear", "partial", "round_input"]
+__all__ = ["embed", "grouped", "hold", "linear", "partial", "prepare", "round_input"]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """x [T, K], and packed for the products that have met it."""
+
+    x: Tensor
+    packed: dict[tuple[str, int], prompts.Packed]  # by activations and mode
+
+    def pack(self, weight: Tiled, activations: str) -> prompts.Packed:
+        key = (activations, prompts.MODE[weight.format])
+        if key not in self.packed:
+            rounded = round_input(self.x, activations).contiguous()
+            self.packed[key] = prompts.pack(rounded.unsqueeze(1), weight.format)
+        return self.packed[key]
+
+
+def prepare(x: Tensor) -> Any:
+    return Prepared(x, {})
 
 
 def hold(weight: QuantTensor, device: str) -> Tiled:
@@ -26,15 +54,26 @@ def linear(
     parts: int = 1,
 ) -> Tensor:
     """On this backend a weight held as values is [N, K]. A row of it has the same bits in any weight."""
-    x = round_input(x, activations).contiguous()
-    y = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype or x.dtype, device=x.device)
-    product(x.unsqueeze(1), weight, y.unsqueeze(1))
-    return y
+    return _linear(x, weight, activations, out_dtype, sums=1)
 
 
 def partial(x: Tensor, weight: Held, activations: str, parts: int, is_alone: bool) -> Tensor:
-    """One part."""
-    return linear(x, weight, activations, x.dtype if is_alone else torch.float32).unsqueeze(1)
+    """One part. It adds up what the decode step's split-K has as separate sums."""
+    dtype = x.dtype if is_alone else torch.float32
+    return _linear(x, weight, activations, dtype, sums=splits(weight.shape[1])).unsqueeze(1)
+
+
+def _linear(
+    x: Tensor | Prepared, weight: Weight, activations: str, out_dtype: torch.dtype | None, sums: int
+) -> Tensor:
+    ready = x if isinstance(x, Prepared) else Prepared(x, {})
+    x = ready.x
+    y = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype or x.dtype, device=x.device)
+    if y.numel() and prompts.serves(x, weight):
+        prompts.product(ready.pack(weight, activations), weight, y.unsqueeze(1), sums)
+    else:
+        product(round_input(x, activations).contiguous().unsqueeze(1), weight, y.unsqueeze(1))
+    return y
 
 
 def grouped(x: Tensor, weights: list[Held]) -> Tensor:
@@ -53,6 +92,9 @@ def grouped(x: Tensor, weights: list[Held]) -> Tensor:
 def product(x: Tensor, weight: Weight, y: Tensor) -> None:
     """x [T, G, K], weight [G*N, K] -> y [T, G, N]. With one group, a large weight goes in slices of rows."""
     if not y.numel():
+        return
+    if prompts.serves(x, weight):
+        prompts.product(prompts.pack(x, weight.format), weight, y)
         return
     groups, cols = y.shape[1:]
     depth = x.shape[2]

@@ -24,6 +24,11 @@ def round_input(x: Tensor, activations: str) -> Tensor:
     return nvfp4_round(x) if activations == "a4" else x
 
 
+def prepare(x: Tensor) -> Tensor:
+    """x [T, K] for several linears: a backend may keep beside it what they would each make of it."""
+    return x
+
+
 def linear(
     x: Tensor,
     weight: Held,

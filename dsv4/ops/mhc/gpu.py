@@ -1,5 +1,5 @@
-"""Hyper-connections in Triton: the mixes' product with the norm's sum in one read of the streams, Sinkhorn
-for many tokens in one program, then the weighted sums. Each stream's part of a product is added in order."""
+"""Hyper-connections in Triton: the mixes' product with the norm's sum in one read of the streams, in parts of
+some channels; then, token by token, what they become and the weighted sum. Parts are added in one order."""
 
 import torch
 import triton
@@ -11,23 +11,25 @@ from dsv4.ops.mhc.ref import sinkhorn
 __all__ = ["head", "mixes", "post", "pre", "sinkhorn"]
 
 # Tokens and depth of a product's tile, warps, stages; by the streams' type.
-TILE = {torch.bfloat16: (64, 128, 4, 3), torch.float32: (32, 32, 4, 2)}
-_TOKENS = 64  # of a program that finishes mixes
+TILE = {torch.bfloat16: (64, 64, 4, 3), torch.float32: (32, 32, 4, 2)}
+_PART = 256  # channels of a stream that a program multiplies
 _CHANNELS = 1024  # of a program that adds streams up
 
 
 @triton.jit(do_not_specialize=["count"])
-def _mixes_kernel(streams, fn, partial, squares, count, depth, mixes, row, stream,  # type: ignore[no-untyped-def]
-                  N: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, M: tl.constexpr):  # fmt: skip
-    """partial[t, n] = streams[t, n] times its rows of fn [N*D, M]; squares[t, n]: its sum of squares."""
-    n = tl.program_id(1)
+def _mixes_kernel(streams, fn, partial, squares, count, depth, row, stream, mixes: tl.constexpr,  # type: ignore[no-untyped-def]
+                  PART: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, M: tl.constexpr):  # fmt: skip
+    """Part p of stream n: partial[t, n, p] = its channels times their rows of fn [N*D, M]; squares[t, n, p]:
+    their sum of squares."""
+    n, p = tl.program_id(1), tl.program_id(2)
+    parts = tl.num_programs(1) * tl.num_programs(2)
     token = tl.program_id(0) * BT + tl.arange(0, BT)
-    k, m = tl.arange(0, BK), tl.arange(0, M)
+    k, m = p * PART + tl.arange(0, BK), tl.arange(0, M)
     x_at = streams + tl.minimum(token, count - 1).to(tl.int64)[:, None] * row + n * stream + k[None, :]
     fn_at = fn + (n * depth + k)[:, None] * mixes + m[None, :]
     total = tl.zeros((BT, M), tl.float32)
     square = tl.zeros((BT, BK), tl.float32)
-    for start in range(0, depth, BK):
+    for start in range(0, PART, BK):
         inside = k < depth - start
         x = tl.load(x_at + start, mask=inside[None, :], other=0.0)
         w = tl.load(fn_at + start * mixes, mask=inside[:, None] & (m < mixes)[None, :], other=0.0)
@@ -44,19 +46,19 @@ def _mixes_kernel(streams, fn, partial, squares, count, depth, mixes, row, strea
             total = tl.dot(x, low, total)
         else:
             total = tl.dot(x, w, total, input_precision="ieee")
-    at = (token.to(tl.int64) * N + n)[:, None] * mixes + m[None, :]
+    part = token.to(tl.int64) * parts + n * tl.num_programs(2) + p
+    at = part[:, None] * mixes + m[None, :]
     tl.store(partial + at, total, mask=(token < count)[:, None] & (m < mixes)[None, :])
-    tl.store(squares + token.to(tl.int64) * N + n, tl.sum(square, 1), mask=token < count)
+    tl.store(squares + part, tl.sum(square, 1), mask=token < count)
 
 
 @triton.jit
-def _logits(partial, token, inv, scale, base, inside, first, mixes, N: tl.constexpr, C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[R, C] logits of the mixes first .. first+C-1: the streams' parts in order, norm, scale, base."""
-    m = first + tl.arange(0, C)
-    total = tl.load(partial + (token * N)[:, None] * mixes + m[None, :], mask=inside, other=0.0)
-    for n in tl.static_range(1, N):
-        total += tl.load(partial + (token * N + n)[:, None] * mixes + m[None, :], mask=inside, other=0.0)
-    return total * inv[:, None] * tl.load(scale + m)[None, :] + tl.load(base + m)[None, :]
+def _logits(partial, token, inv, scale, base, first, mixes, parts, P: tl.constexpr, C: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[C] logits of the mixes first .. first+C-1: the sum of their parts, norm, scale, base."""
+    part, m = tl.arange(0, P), first + tl.arange(0, C)
+    at = partial + (token * parts + part)[:, None] * mixes + m[None, :]
+    total = tl.sum(tl.load(at, mask=(part < parts)[:, None], other=0.0), 0)
+    return total * inv * tl.load(scale + m) + tl.load(base + m)
 
 
 @triton.jit
@@ -64,43 +66,38 @@ def _sigmoid(x):  # type: ignore[no-untyped-def]
     return tl.div_rn(tl.zeros_like(x) + 1.0, 1.0 + tl.exp(-x))
 
 
-@triton.jit(do_not_specialize=["count"])
-def _finish_kernel(partial, squares, scale, base, into, gate, comb, count, mixes, share, norm_eps, eps,  # type: ignore[no-untyped-def]
-                   iters, IS_HEAD: tl.constexpr, R: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    n, pair = tl.arange(0, N), tl.arange(0, N * N)
-    inside = (token < count)[:, None]
-    square = tl.load(squares + token * N, mask=token < count, other=0.0)
-    for stream in tl.static_range(1, N):
-        square += tl.load(squares + token * N + stream, mask=token < count, other=0.0)
-    inv = tl.div_rn(tl.zeros_like(square) + 1.0, tl.sqrt_rn(norm_eps + square * share))
-    shares = _sigmoid(_logits(partial, token, inv, scale, base, inside, 0, mixes, N, N))
-    tl.store(into + token[:, None] * N + n[None, :], shares + eps, mask=inside)
-    if not IS_HEAD:
-        shares = _sigmoid(_logits(partial, token, inv, scale, base, inside, N, mixes, N, N))
-        tl.store(gate + token[:, None] * N + n[None, :], shares * 2.0, mask=inside)
-        z = _logits(partial, token, inv, scale, base, inside, 2 * N, mixes, N, N * N)
-        z = tl.reshape(z, (R, N, N))
-        z = tl.exp(z - tl.max(z, 2)[:, :, None])
-        z = tl.div_rn(z, tl.broadcast_to(tl.sum(z, 2)[:, :, None], (R, N, N))) + eps
-        z = tl.div_rn(z, tl.broadcast_to((tl.sum(z, 1) + eps)[:, None, :], (R, N, N)))
-        for _ in range(iters - 1):
-            z = tl.div_rn(z, tl.broadcast_to((tl.sum(z, 2) + eps)[:, :, None], (R, N, N)))
-            z = tl.div_rn(z, tl.broadcast_to((tl.sum(z, 1) + eps)[:, None, :], (R, N, N)))
-        at = token[:, None] * (N * N) + pair[None, :]
-        tl.store(comb + at, tl.reshape(z, (R, N * N)), mask=inside)
-
-
-@triton.jit
-def _weighted_kernel(streams, into, out, depth, row, stream, N: tl.constexpr, C: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["parts"])
+def _finish_kernel(partial, squares, scale, base, streams, out, gate, comb, depth, row, stream, mixes,  # type: ignore[no-untyped-def]
+                   parts, share, norm_eps, eps, iters, N: tl.constexpr, P: tl.constexpr,
+                   C: tl.constexpr):  # fmt: skip
+    """One token: the weighted sum of its streams and, in a program of its own, the mixes of the output."""
     token = tl.program_id(0).to(tl.int64)
-    col = tl.program_id(1) * C + tl.arange(0, C)
-    inside = col < depth
-    total = tl.zeros((C,), tl.float32)
-    for n in tl.static_range(N):
-        x = tl.load(streams + token * row + n * stream + col, mask=inside, other=0.0).to(tl.float32)
-        total += tl.load(into + token * N + n) * x
-    tl.store(out + token * depth + col, total.to(out.dtype.element_ty), mask=inside)
+    part, n = tl.arange(0, P), tl.arange(0, N)
+    square = tl.sum(tl.load(squares + token * parts + part, mask=part < parts, other=0.0), 0)
+    inv = tl.div_rn(1.0, tl.sqrt_rn(norm_eps + square * share))
+    if tl.program_id(1) == 0:
+        shares = _sigmoid(_logits(partial, token, inv, scale, base, 0, mixes, parts, P, N)) + eps
+        for first in range(0, depth, C):
+            col = first + tl.arange(0, C)
+            x = tl.load(
+                streams + token * row + n[:, None] * stream + col[None, :],
+                mask=(col < depth)[None, :],
+                other=0.0,
+            )
+            total = tl.sum(shares[:, None] * x.to(tl.float32), 0)
+            tl.store(out + token * depth + col, total.to(out.dtype.element_ty), mask=col < depth)
+    else:
+        shares = _sigmoid(_logits(partial, token, inv, scale, base, N, mixes, parts, P, N))
+        tl.store(gate + token * N + n, shares * 2.0)
+        z = _logits(partial, token, inv, scale, base, 2 * N, mixes, parts, P, N * N)
+        z = tl.reshape(z, (N, N))
+        z = tl.exp(z - tl.max(z, 1)[:, None])
+        z = tl.div_rn(z, tl.broadcast_to(tl.sum(z, 1)[:, None], (N, N))) + eps
+        z = tl.div_rn(z, tl.broadcast_to((tl.sum(z, 0) + eps)[None, :], (N, N)))
+        for _ in range(iters - 1):
+            z = tl.div_rn(z, tl.broadcast_to((tl.sum(z, 1) + eps)[:, None], (N, N)))
+            z = tl.div_rn(z, tl.broadcast_to((tl.sum(z, 0) + eps)[None, :], (N, N)))
+        tl.store(comb + token * (N * N) + n[:, None] * N + n[None, :], z)
 
 
 @triton.jit
@@ -120,17 +117,18 @@ def _post_kernel(x, streams, gate, comb, out, depth, row, stream, N: tl.constexp
 
 
 def _partial(streams: Tensor, fn: Tensor) -> tuple[Tensor, Tensor]:
-    """Each stream's part of the product with fn [N*D, M] -> [T, N, M], and its sum of squares [T, N]."""
+    """Each part's product with its rows of fn [N*D, M] -> [T, parts, M]; its sum of squares [T, parts]."""
     tokens, n, depth = streams.shape
     m = fn.shape[1]
     assert streams.stride(2) == 1 and fn.is_contiguous() and n & (n - 1) == 0
-    partial = torch.empty(tokens, n, m, device=streams.device)
-    squares = torch.empty(tokens, n, device=streams.device)
+    parts = triton.cdiv(depth, _PART)
+    partial = torch.empty(tokens, n * parts, m, device=streams.device)
+    squares = torch.empty(tokens, n * parts, device=streams.device)
     if tokens:
         bt, bk, warps, stages = TILE[streams.dtype]
-        _mixes_kernel[(triton.cdiv(tokens, bt), n)](
-            *(streams, fn, partial, squares, tokens, depth, m, streams.stride(0), streams.stride(1)),
-            **{"N": n, "BT": bt, "BK": bk, "M": max(16, triton.next_power_of_2(m))},
+        _mixes_kernel[(triton.cdiv(tokens, bt), n, parts)](
+            *(streams, fn, partial, squares, tokens, depth, streams.stride(0), streams.stride(1), m),
+            **{"PART": _PART, "BT": bt, "BK": bk, "M": max(16, triton.next_power_of_2(m))},
             **{"num_warps": warps, "num_stages": stages},
         )
     return partial, squares
@@ -138,11 +136,8 @@ def _partial(streams: Tensor, fn: Tensor) -> tuple[Tensor, Tensor]:
 
 def mixes(streams: Tensor, fn: Tensor, norm_eps: float) -> Tensor:
     partial, squares = _partial(streams, fn)
-    total, square = partial[:, 0], squares[:, 0]
-    for n in range(1, streams.shape[1]):
-        total, square = total + partial[:, n], square + squares[:, n]
-    mean = square * (1 / streams[0].numel() if streams.numel() else 1.0) + norm_eps
-    return total * mean.rsqrt().unsqueeze(1)
+    mean = squares.sum(1) * (1 / streams[0].numel() if streams.numel() else 1.0) + norm_eps
+    return partial.sum(1) * mean.rsqrt().unsqueeze(1)
 
 
 def _finish(
@@ -157,18 +152,15 @@ def _finish(
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens, n, depth = streams.shape
     partial, squares = _partial(streams, fn)
-    into, gate = torch.empty_like(squares), torch.empty_like(squares)
+    gate = torch.empty(tokens, n, device=streams.device)
     comb = torch.empty(tokens, n, n, device=streams.device)
     out = torch.empty(tokens, depth, dtype=streams.dtype, device=streams.device)
     if tokens:
-        _finish_kernel[(triton.cdiv(tokens, _TOKENS),)](
-            *(partial, squares, scale, base, into, gate, comb, tokens, fn.shape[1], 1 / (n * depth)),
+        _finish_kernel[(tokens, 1 if is_head else 2)](
+            *(partial, squares, scale, base, streams, out, gate, comb, depth),
+            *(streams.stride(0), streams.stride(1), fn.shape[1], squares.shape[1], 1 / (n * depth)),
             *(norm_eps, eps, iters),
-            **{"IS_HEAD": is_head, "R": _TOKENS, "N": n, "num_warps": 2},
-        )
-        _weighted_kernel[(tokens, triton.cdiv(depth, _CHANNELS))](
-            *(streams, into, out, depth, streams.stride(0), streams.stride(1)),
-            **{"N": n, "C": _CHANNELS, "num_warps": 4},
+            **{"N": n, "P": triton.next_power_of_2(squares.shape[1]), "C": _CHANNELS, "num_warps": 4},
         )
     return out, gate, comb
 

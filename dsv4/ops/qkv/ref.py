@@ -28,3 +28,8 @@ def store(kv: Tensor, rope_dim: int, format: Format, qat: bool) -> QuantTensor:
         nope = kv.shape[1] - rope_dim
         kv = torch.cat((fp8_round(kv[:, :nope], KV_BLOCK), kv[:, nope:]), dim=1)
     return encode_kv(kv, rope_dim, format)
+
+
+def put(store: QuantTensor, rows: Tensor, values: QuantTensor, tokens: Tensor | None = None) -> None:
+    """store[rows] = values[tokens], all of them where tokens is None; in place."""
+    store.put(rows, values if tokens is None else values.take(tokens))

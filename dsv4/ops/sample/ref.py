@@ -133,11 +133,12 @@ def choose(logits: Tensor, settings: Tensor, mask: Tensor | None, penalties: Ten
     if draws.any():
         values = values[draws]
         x = (values - values.amax(1, keepdim=True)) / temperature[draws]
-        weight = _weight(x)
-        kept = _best(values, weight, settings[draws, 5:6], top_p[draws])
-        kept &= weight >= torch.ceil(min_p[draws] * _ONE).long()
-        noise = _noise(settings[draws, 3], settings[draws, 4], vocab)
-        ids[draws] = torch.where(kept, x + noise, -torch.inf).argmax(1)
+        if bool((settings[draws, 5:6] > 0).any() | (top_p[draws] < 1).any() | (min_p[draws] > 0).any()):
+            weight = _weight(x)
+            kept = _best(values, weight, settings[draws, 5:6], top_p[draws])
+            kept &= weight >= torch.ceil(min_p[draws] * _ONE).long()
+            x = torch.where(kept, x, -torch.inf)
+        ids[draws] = _largest_key(x, settings[draws, 3], settings[draws, 4])
 
     result = torch.full((rows, RESULT), -1, dtype=torch.int32, device=logits.device)
     result[:, 0] = torch.where(is_chosen, ids, -1)
@@ -251,12 +252,27 @@ def _log(y: Tensor) -> Tensor:
     return e * _LN2_HIGH + (s * log + e * _LN2_LOW)
 
 
-def _noise(seed: Tensor, index: Tensor, vocab: int) -> Tensor:
-    """Gumbel noise, double [T, V], of the tokens at that index [T] of requests with that seed [T]."""
+def _largest_key(x: Tensor, seed: Tensor, index: Tensor) -> Tensor:
+    """The id of each row's largest x + noise, x at most 0. Exact keys are made only for those that a
+    library's logarithm, whichever it is, finds near the largest."""
+    u = _uniform(seed, index, x.shape[1])
+    estimate = x - torch.log(-torch.log1p(-u))
+    is_near = estimate >= estimate.amax(1, keepdim=True) - 1e-6
+    keys = torch.full_like(x, -torch.inf)
+    keys[is_near] = x[is_near] + _gumbel(u[is_near])
+    return keys.argmax(1)
+
+
+def _gumbel(u: Tensor) -> Tensor:
+    """Gumbel noise of uniform numbers."""
+    return -_log(-_log(1 - u))
+
+
+def _uniform(seed: Tensor, index: Tensor, vocab: int) -> Tensor:
+    """Double [T, V], multiples of 2**-53 above 0 and below 1, by the requests' seeds and indices [T]."""
     base = _mix(_mix(seed + _GOLDEN) + index * _ODD)
     hashed = _mix(base.unsqueeze(1) + torch.arange(1, vocab + 1, device=seed.device) * _GOLDEN)
-    n = _shift(hashed, 11).clamp_min(1)
-    return -_log(-_log(1 - n.double() * 2.0**-53))
+    return _shift(hashed, 11).clamp_min(1).double() * 2.0**-53
 
 
 def _mix(z: Tensor) -> Tensor:

@@ -1,0 +1,180 @@
+// Prompts: rows of x as product.cu reads them, and which expert meets which rows.
+#include "tiles.cuh"
+
+constexpr int ITEMS = SLICE / 16;            // of four columns: what a lane has of a row's slice
+// As product.cuh has it: eight rows over 128 columns and eight floats; two of these side by side.
+constexpr int EIGHT_BYTES = 2048, EIGHT_STRIDE = EIGHT_BYTES + 32, ROW_GROUP = 16, GROUP_STRIDE = 2 * EIGHT_STRIDE, BLOCKS_K = 4;
+enum { FP16_BY_64 = 0, FP16_BY_16 = 1, BF16_BY_16 = 2 };   // how numbers are held, and the columns that mix
+
+struct Packing {
+    const __nv_bfloat16* x;
+    char* out;              // [groups][slices][BLOCKS_K][GROUP_STRIDE]
+    const int* pairs;       // [rows] token * choices + choice, -1: none; null: `rows` of each matrix, padded
+    const int* num_groups;  // on the device; null: `groups`
+    int64_t x_row, x_matrix;
+    int groups, slices, k, rows, rows_padded, choices, is_wide;
+};
+
+__device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) {   // of two pairs of 16 bits
+    uint32_t out;
+    asm("max.u16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+    return out;
+}
+
+// A warp has eight rows of one slice; lane (r, t) writes its words of row r side by side with the others.
+// FP16: as matvec.cu's put_x, scaled by a power of two per row and slice.
+template <int MODE>
+__global__ void __launch_bounds__(128, 5) pack_kernel(const __grid_constant__ Packing p) {
+    wait_for_prerequisites();
+    const int lane = threadIdx.x & 31, r = lane >> 2, t = lane & 3;
+    const int at = blockIdx.x * 4 + (threadIdx.x >> 5), eight = at / p.slices, slice = at % p.slices;
+    if (eight >= 2 * (p.num_groups ? __ldcg(p.num_groups) : p.groups)) return;
+    const int row = eight * 8 + r;
+    const __nv_bfloat16* from = nullptr;
+    if (p.pairs) {
+        const int pair = __ldcg(p.pairs + row);
+        if (pair >= 0) from = p.x + pair / p.choices * p.x_row;
+    } else if (row % p.rows_padded < p.rows) from = p.x + row % p.rows_padded * p.x_row + row / p.rows_padded * p.x_matrix;
+    uint2 v[ITEMS];
+    if (MODE == FP16_BY_64 && p.is_wide) {   // rows of x begin and end at a multiple of 16 bytes
+#pragma unroll
+        for (int i = 0; i < ITEMS; i += 2) {
+            const int column = slice * SLICE + i / 4 * 64 + t * 16 + i % 4 * 4;
+            const uint4 two = from && column < p.k ? __ldcg(reinterpret_cast<const uint4*>(from + column)) : make_uint4(0, 0, 0, 0);
+            v[i] = make_uint2(two.x, two.y);
+            v[i + 1] = make_uint2(two.z, two.w);
+        }
+    } else
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            const int column = slice * SLICE + (MODE == FP16_BY_64 ? i / 4 * 64 + t * 16 + i % 4 * 4 : i * 16 + t * 4);
+            v[i] = from && column < p.k ? __ldcg(reinterpret_cast<const uint2*>(from + column)) : make_uint2(0, 0);
+        }
+    float undo = 1.f;
+    if constexpr (MODE != BF16_BY_16) {
+        // Of BF16 without signs the larger is the larger integer (a NaN makes its row NaN, whatever the scale).
+        uint32_t peaks = 0;
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) peaks = larger(larger(peaks, v[i].x & 0x7FFF7FFF), v[i].y & 0x7FFF7FFF);
+        peaks = larger(peaks, peaks >> 16);
+        peaks = larger(peaks, __shfl_xor_sync(~0u, peaks, 1));
+        peaks = larger(peaks, __shfl_xor_sync(~0u, peaks, 2));
+        const float peak = __uint_as_float(peaks << 16);
+        const int e = exponent(peak);
+        const float up = __uint_as_float((uint32_t)(268 - e) << 23);
+        undo = __uint_as_float((uint32_t)(e - 14) << 23);
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            const float2 l = open_bf16(v[i].x), h = open_bf16(v[i].y);
+            v[i] = make_uint2(pack_f16(l.x * up, l.y * up), pack_f16(h.x * up, h.y * up));
+        }
+    }
+    char* to = p.out + ((size_t)(eight / 2) * p.slices + slice) * (BLOCKS_K * GROUP_STRIDE) + eight % 2 * EIGHT_STRIDE;
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+        uint32_t* words = reinterpret_cast<uint32_t*>(to + i / 8 * GROUP_STRIDE) + i % 8 * 64 + lane;
+        words[0] = v[i].x;
+        words[32] = v[i].y;
+    }
+    if (t == 0) reinterpret_cast<float*>(to + (BLOCKS_K - 1) * GROUP_STRIDE + EIGHT_BYTES)[r] = undo;
+}
+
+constexpr int SORT_WARPS = 16, MAX_EXPERTS = SORT_WARPS * 32;
+
+struct Sorting {
+    const int64_t* ids;     // [pairs] the chosen experts, -1: none
+    const float* weights;   // [pairs]
+    int* rows;              // [rows] the pair of a sorted row, -1: none
+    float* row_weights;     // [rows]
+    int4* tiles;            // expert, first row, rows
+    int* counts;            // number of tiles, of groups of rows
+    int pairs, cap;
+};
+
+// Pairs of token and choice by expert, each expert's rows from a multiple of a group on, in the pairs' order.
+// A block places its run of pairs, cut into runs of a warp. It counts all pairs to know where: blocks do not talk.
+__global__ void __launch_bounds__(SORT_WARPS * 32) sort_kernel(const __grid_constant__ Sorting p) {
+    __shared__ int next[SORT_WARPS][MAX_EXPERTS];   // counts, then the next row of a warp's pairs
+    __shared__ int totals[MAX_EXPERTS], earlier[MAX_EXPERTS];   // of all pairs, of those of blocks before this one
+    __shared__ int2 sums[SORT_WARPS];
+    wait_for_prerequisites();
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, expert = threadIdx.x;
+    for (int w = 0; w < SORT_WARPS; ++w) next[w][expert] = 0;
+    totals[expert] = earlier[expert] = 0;
+    __syncthreads();
+    constexpr int AHEAD = 8;   // loads in flight
+    int ids[AHEAD];
+    const auto load = [&](int at, int stop, int step) {
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) ids[i] = at + i * step < stop ? min((uint32_t)__ldg(p.ids + at + i * step), (uint32_t)MAX_EXPERTS) : MAX_EXPERTS;
+    };
+    const int run = (p.pairs + gridDim.x * MAX_EXPERTS - 1) / (gridDim.x * MAX_EXPERTS) * 32;   // of a warp
+    const int first = (blockIdx.x * SORT_WARPS + warp) * run, stop = min(p.pairs, first + run), of_block = blockIdx.x * SORT_WARPS * run;
+    for (int at = threadIdx.x; at < p.pairs; at += AHEAD * MAX_EXPERTS) {
+        load(at, p.pairs, MAX_EXPERTS);
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i)
+            if (ids[i] < MAX_EXPERTS) {
+                atomicAdd(&totals[ids[i]], 1);
+                if (at + i * MAX_EXPERTS < of_block) atomicAdd(&earlier[ids[i]], 1);
+            }
+    }
+    for (int at = first; at < stop; at += AHEAD * 32) {
+        load(at + lane, stop, 32);
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i)
+            if (ids[i] < MAX_EXPERTS) atomicAdd(&next[warp][ids[i]], 1);
+    }
+    __syncthreads();
+    // Sums over the experts before: x counts groups of rows, y tiles.
+    const int count = totals[expert];
+    const int2 own = make_int2((count + ROW_GROUP - 1) / ROW_GROUP, (count + p.cap - 1) / p.cap);
+    int2 before = own;
+    for (int i = 1; i < 32; i *= 2) {
+        const int x = __shfl_up_sync(~0u, before.x, i), y = __shfl_up_sync(~0u, before.y, i);
+        if (lane >= i) { before.x += x; before.y += y; }
+    }
+    if (lane == 31) sums[warp] = before;
+    __syncthreads();
+    for (int w = 0; w < warp; ++w) { before.x += sums[w].x; before.y += sums[w].y; }
+    if (blockIdx.x == 0 && expert == MAX_EXPERTS - 1) { p.counts[0] = before.y; p.counts[1] = before.x; }
+    before.x -= own.x; before.y -= own.y;
+    const int row = before.x * ROW_GROUP;
+    if (expert % gridDim.x == blockIdx.x) {
+        for (int i = 0; i < own.y; ++i) p.tiles[before.y + i] = make_int4(expert, row + i * p.cap, min(p.cap, count - i * p.cap), 0);
+        for (int i = count; i < own.x * ROW_GROUP; ++i) {
+            p.rows[row + i] = -1;
+            p.row_weights[row + i] = 0.f;
+        }
+    }
+    int at_row = row + earlier[expert];
+    for (int w = 0; w < SORT_WARPS; ++w) {
+        const int its = next[w][expert];
+        next[w][expert] = at_row;
+        at_row += its;
+    }
+    __syncthreads();
+    for (int at = first; at < stop; at += AHEAD * 32) {
+        load(at + lane, stop, 32);
+        float weights[AHEAD];
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) weights[i] = ids[i] < MAX_EXPERTS ? __ldg(p.weights + at + i * 32 + lane) : 0.f;
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+            const uint32_t same = __match_any_sync(~0u, ids[i]);
+            const int rank = __popc(same & ((1u << lane) - 1));
+            if (ids[i] < MAX_EXPERTS) {
+                const int to = next[warp][ids[i]] + rank;
+                p.rows[to] = at + i * 32 + lane;
+                p.row_weights[to] = weights[i];
+            }
+            __syncwarp();
+            if (ids[i] < MAX_EXPERTS && rank == 0) next[warp][ids[i]] += __popc(same);
+            __syncwarp();
+        }
+    }
+}
+
+template __global__ void pack_kernel<FP16_BY_64>(const __grid_constant__ Packing);
+template __global__ void pack_kernel<FP16_BY_16>(const __grid_constant__ Packing);
+template __global__ void pack_kernel<BF16_BY_16>(const __grid_constant__ Packing);

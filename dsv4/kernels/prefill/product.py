@@ -1,0 +1,338 @@
+"""Prompts: launches product.cuh and pack.cu. Weights in tiles, experts by a list of tiles made on the device.
+
+Nothing here waits for the device, and no launch depends on what is there: all can be captured in a graph.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4.kernels.common.build import HOPPER, architecture, call
+from dsv4.kernels.common.tiles import SLICE, Tiled
+from dsv4.quant.formats import Format
+
+# Numbers of product.cuh and pack.cu.
+ROW_GROUP, UNITS, BLOCKS_K, THREADS, CONSUMERS, MAX_ROWS = 16, 8, 4, 384, 256, 128
+GROUP_STRIDE, W_STAGE, EXCHANGE_ROW_BYTES, BARRIER_BYTES = 4160, 32768, 256, 512
+SORT_THREADS = MAX_EXPERTS = 512
+MAX_SORT_BLOCKS = 32
+SMALL_CAP = 32
+# How x is held for a format, and product.cuh's name of the format.
+MODE = {Format.NVFP4: 0, Format.FP8: 1, Format.MXFP4: 2, Format.BF16: 2}
+NUMBER = {Format.NVFP4: 0, Format.MXFP4: 1, Format.FP8: 2, Format.BF16: 3}
+# Rows of a tile, at most: FP8 has one sum more in registers.
+CAPS = (16, 32, 64, 128)
+MAX_CAP = {Format.NVFP4: 128, Format.MXFP4: 128, Format.FP8: 64, Format.BF16: 128}
+
+
+class _Product(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("data", "scale", "homes", "factor", "x", "y", "carry")),
+        *((name, ctypes.c_void_p) for name in ("tiles", "num_tiles", "places", "weights")),
+        *((name, ctypes.c_int64) for name in ("y_row", "y_matrix")),
+        *((name, ctypes.c_int) for name in ("units", "slices", "halves", "n")),
+        *((name, ctypes.c_int) for name in ("matrices", "rows", "rows_padded", "cap", "part")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("is_f32", "has_factors", "w_stages", "x_stages", "x_stage_bytes")
+        ),
+        ("limit", ctypes.c_float),
+    )
+
+
+class _Packing(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "out", "pairs", "num_groups")),
+        *((name, ctypes.c_int64) for name in ("x_row", "x_matrix")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("groups", "slices", "k", "rows", "rows_padded", "choices", "is_wide")
+        ),
+    )
+
+
+class _Sorting(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("ids", "weights", "rows", "row_weights", "tiles", "counts")),
+        *((name, ctypes.c_int) for name in ("pairs", "cap")),
+    )
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Rows of x as the products of one mode read them: [matrices] times `rows`, each padded to groups."""
+
+    data: Tensor  # uint8 [groups, slices, BLOCKS_K, GROUP_STRIDE]
+    mode: int
+    matrices: int
+    rows: int
+    k: int
+
+    @property
+    def rows_padded(self) -> int:
+        return _padded(self.rows)
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """Pairs of token and choice by expert. `capacity`: rows there can be, each expert's padded to groups."""
+
+    pairs: Tensor  # int32 [capacity] token * choices + choice, -1: none
+    weights: Tensor  # float32 [capacity]
+    tiles: Tensor  # int32 [tiles, 4] expert, first row, rows
+    counts: Tensor  # int32 [2] tiles, groups of rows
+    choices: int
+    cap: int  # rows of a tile, at most
+
+    @property
+    def capacity(self) -> int:
+        return self.pairs.shape[0]
+
+
+def serves(x: Tensor, weight: object) -> bool:
+    """Whether x times this weight is a product of this file: BF16 and tiles, on Hopper (wgmma)."""
+    return (
+        x.dtype == torch.bfloat16
+        and isinstance(weight, Tiled)
+        and x.is_cuda
+        and architecture(x.device) == HOPPER
+    )
+
+
+def _padded(rows: int) -> int:
+    return -(-rows // ROW_GROUP) * ROW_GROUP
+
+
+def cap_for(rows: int) -> int:
+    """The smallest tile that takes so many rows, or the largest."""
+    return next((cap for cap in CAPS if rows <= cap), CAPS[-1])
+
+
+def sort(ids: Tensor, weights: Tensor, experts: int, max_cap: int) -> Sorted:
+    """ids (-1: none), weights [T, K]: the chosen of `experts`. `max_cap`: rows of a tile, at most."""
+    pairs, choices = ids.numel(), ids.shape[1]
+    assert ids.dtype == torch.long and ids.is_contiguous() and weights.dtype == torch.float32
+    assert weights.is_contiguous() and experts <= MAX_EXPERTS, experts
+    # Few rows an expert: two small tiles are faster than one large (32 rows on average: 819 us against 879).
+    average = pairs / experts
+    cap = min(max_cap, cap_for(ids.shape[0]), 16 if average <= 4 else 32 if average <= 40 else MAX_ROWS)
+    capacity = min(pairs, -(-pairs // ROW_GROUP) + experts) * ROW_GROUP
+    most_tiles = min(pairs, pairs // cap + experts)
+    integers = {"dtype": torch.int32, "device": ids.device}
+    out = Sorted(
+        pairs=torch.empty(capacity, **integers),  # type: ignore[call-overload]
+        weights=torch.empty(capacity, device=ids.device),
+        tiles=torch.empty(most_tiles, 4, **integers),  # type: ignore[call-overload]
+        counts=torch.empty(2, **integers),  # type: ignore[call-overload]
+        choices=choices,
+        cap=cap,
+    )
+    sorting = _Sorting(
+        ids=ids.data_ptr(),
+        weights=weights.data_ptr(),
+        rows=out.pairs.data_ptr(),
+        row_weights=out.weights.data_ptr(),
+        tiles=out.tiles.data_ptr(),
+        counts=out.counts.data_ptr(),
+        pairs=pairs,
+        cap=cap,
+    )
+    blocks = min(MAX_SORT_BLOCKS, -(-pairs // SORT_THREADS))
+    call("pack", "sort_kernel", ids.device, sorting, blocks=blocks, threads=SORT_THREADS)
+    return out
+
+
+def pack(x: Tensor, format: Format, by: Sorted | None = None, gathers: bool = True) -> Packed:
+    """x [T, G, K] BF16, for weights of `format`; or the rows of `by`, of x [T, K] or already in its order."""
+    rows, matrices, k = x.shape if by is None else (by.capacity, 1, x.shape[-1])
+    assert x.dtype == torch.bfloat16 and x.stride(-1) == 1 and k % 4 == 0, (x.shape, x.dtype)
+    assert x.data_ptr() % 8 == 0 and all(s % 4 == 0 for s in x.stride()[:-1]), x.stride()
+    slices, groups = -(-k // SLICE), matrices * _padded(rows) // ROW_GROUP
+    out = torch.empty(groups, slices, BLOCKS_K, GROUP_STRIDE, dtype=torch.uint8, device=x.device)
+    packing = _Packing(
+        x=x.data_ptr(),
+        out=out.data_ptr(),
+        x_row=x.stride(0),
+        x_matrix=x.stride(1) if by is None else 0,
+        groups=groups,
+        slices=slices,
+        k=k,
+        rows=rows,
+        rows_padded=_padded(rows),
+        choices=1 if by is None else by.choices,
+        is_wide=k % 8 == 0 and x.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in x.stride()[:-1]),
+    )
+    if by is not None:
+        packing.pairs = by.pairs.data_ptr() if gathers else None
+        packing.num_groups = by.counts.data_ptr() + 4
+    mode = MODE[format]
+    call("pack", f"pack_kernel<{mode}>", x.device, packing, blocks=-(-groups * slices // 2), threads=128)
+    return Packed(data=out, mode=mode, matrices=matrices, rows=rows, k=k)
+
+
+def product(x: Packed, weight: Tiled, y: Tensor, parts: int = 1) -> None:
+    """x [T, G, K], weight [G*N, K] -> y [T, G, N], BF16 or float32. `parts`: as decode's split-K."""
+    rows, matrices, n = y.shape
+    assert weight.count == 1 and weight.halves == 1 and y.stride(2) == 1, (weight.count, y.stride())
+    assert (x.rows, x.matrices) == (rows, matrices) and weight.shape == (matrices * n, x.k), weight.shape
+    assert matrices == 1 or n % 16 == 0, f"{n} rows of a group: a tile has 16"
+    _launch(
+        x,
+        weight,
+        y,
+        units=weight.units // matrices,
+        n=n,
+        cap=min(cap_for(rows), MAX_CAP[weight.format]),
+        y_row=y.stride(0),
+        y_matrix=y.stride(1),
+        parts=parts,
+        has_factors=False,
+    )
+
+
+def gate_up(
+    x: Packed, weight: Tiled, y: Tensor, limit: float, by: Sorted | None = None, weights: Tensor | None = None
+) -> None:
+    """y [rows, I] <- weights * silu(min(gate, limit)) * clamp(up), of pairs [I, K] of all experts, or one."""
+    assert weight.halves == 2 and y.dtype == torch.bfloat16 and y.stride(1) == 1
+    if weights is not None:
+        assert weights.dtype == torch.float32 and weights.stride(0) == 1, (weights.dtype, weights.stride())
+        # The kernel reads them in pairs, up to the end of a group.
+        missing = x.rows_padded - weights.shape[0]
+        weights = torch.nn.functional.pad(weights, (0, missing)) if missing else weights
+    _launch_bank(x, weight, y, by, limit=limit, weights=weights)
+
+
+def down(x: Packed, weight: Tiled, y: Tensor, by: Sorted | None = None) -> None:
+    """y [T * K, D], by pair <- rows of x in the order of `by` times their expert's [D, I]."""
+    assert weight.halves == 1 and y.stride(1) == 1
+    _launch_bank(x, weight, y, by, places=None if by is None else by.pairs)
+
+
+def _launch_bank(
+    x: Packed,
+    weight: Tiled,
+    y: Tensor,
+    by: Sorted | None,
+    limit: float = 0.0,
+    weights: Tensor | None = None,
+    places: Tensor | None = None,
+) -> None:
+    assert weight.shape[1] == x.k and (by is not None or weight.count == 1)
+    cap = min(cap_for(x.rows) if by is None else by.cap, MAX_CAP[weight.format])
+    assert by is None or by.cap == cap, "tiles are larger than this format's"
+    _launch(
+        x,
+        weight,
+        y,
+        units=weight.units,
+        n=weight.shape[0],
+        cap=cap,
+        y_row=y.stride(0),
+        y_matrix=0,
+        limit=limit,
+        by=by,
+        weights=weights,
+        places=places,
+        has_factors=True,
+    )
+
+
+@dataclass(frozen=True)
+class Rings:
+    """How shared memory is used: stages of W and of x, for tiles of `cap` rows."""
+
+    cap: int
+    w_stages: int
+    x_stages: int
+
+    @property
+    def is_small(self) -> bool:
+        """Two blocks on a multiprocessor: few rows wait for memory and for latencies, not for products."""
+        return self.cap <= SMALL_CAP
+
+    @property
+    def x_stage_bytes(self) -> int:
+        return self.cap // ROW_GROUP * GROUP_STRIDE
+
+    @property
+    def shared_bytes(self) -> int:
+        rings = self.w_stages * W_STAGE + self.x_stages * self.x_stage_bytes
+        return rings + self.cap * EXCHANGE_ROW_BYTES + BARRIER_BYTES
+
+
+def rings(format: Format, cap: int) -> Rings:
+    """A stage of W is 128 columns of BF16, but 256 or 512 of the others; one of x is 128 columns."""
+    if cap <= SMALL_CAP:
+        return Rings(cap, w_stages=2, x_stages={16: 8, 32: 4}[cap])
+    deep, wide = {64: ((3, 6), (4, 4)), 128: ((2, 4), (3, 3))}[cap]
+    return Rings(cap, *(wide if format is Format.BF16 else deep))
+
+
+def _launch(
+    x: Packed,
+    weight: Tiled,
+    y: Tensor,
+    units: int,
+    n: int,
+    cap: int,
+    y_row: int,
+    y_matrix: int,
+    has_factors: bool,
+    parts: int = 1,
+    limit: float = 0.0,
+    by: Sorted | None = None,
+    weights: Tensor | None = None,
+    places: Tensor | None = None,
+) -> None:
+    device = y.device
+    assert MODE[weight.format] == x.mode, f"x is packed for another format than {weight.format}"
+    assert y.dtype in (torch.bfloat16, torch.float32), y.dtype
+    assert weight.data.is_contiguous() and weight.scale.is_contiguous()
+    ring = rings(weight.format, cap)
+    blocks = torch.cuda.get_device_properties(device).multi_processor_count * (2 if ring.is_small else 1)
+    carry = torch.empty(blocks, MAX_ROWS // 2, CONSUMERS, device=device) if parts > 1 else None
+    params = _Product(
+        data=weight.data.data_ptr(),
+        scale=weight.scale.data_ptr(),
+        homes=None if weight.places is None else weight.places.data_ptr(),
+        factor=weight.factor.data_ptr(),
+        x=x.data.data_ptr(),
+        y=y.data_ptr(),
+        carry=None if carry is None else carry.data_ptr(),
+        tiles=None if by is None else by.tiles.data_ptr(),
+        num_tiles=None if by is None else by.counts.data_ptr(),
+        places=None if places is None else places.data_ptr(),
+        weights=None if weights is None else weights.data_ptr(),
+        y_row=y_row,
+        y_matrix=y_matrix,
+        units=units,
+        slices=weight.slices,
+        halves=weight.halves,
+        n=n,
+        matrices=x.matrices,
+        rows=x.rows,
+        rows_padded=x.rows_padded,
+        cap=cap,
+        part=-(-weight.slices // parts),
+        is_f32=y.dtype == torch.float32,
+        has_factors=has_factors,
+        w_stages=ring.w_stages,
+        x_stages=ring.x_stages,
+        x_stage_bytes=ring.x_stage_bytes,
+        limit=limit,
+    )
+    if by is None:
+        tiles_m = -(-units * weight.halves // UNITS)
+        blocks = min(blocks, x.matrices * -(-x.rows // cap) * tiles_m)
+    call(
+        f"product_{weight.format.value}",
+        f"product_kernel<{NUMBER[weight.format]}, {str(ring.is_small).lower()}>",
+        device,
+        params,
+        blocks=blocks,
+        threads=THREADS,
+        shared=ring.shared_bytes,
+    )

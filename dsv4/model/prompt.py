@@ -1,0 +1,92 @@
+"""A short prompt step on a GPU: Model.forward over a fixed number of tokens, recorded as one graph.
+
+The tokens of any sequences, at any positions, are put into fixed inputs; the rest is padding, at position -1.
+What a kernel does ends with what its tokens see, so that one graph serves every context.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.store import Cache
+from dsv4.kernels.prefill.product import serves
+from dsv4.model.model import Model
+from dsv4.model.step import Span, Step, closings, columns, send
+
+MAX_SEQUENCES = 16  # of a step: their blocks that close need places
+
+
+def never_waits(model: Model) -> bool:
+    """Whether no layer asks host or other ranks anything, as a graph cannot: other products than Hopper's
+    ask how many tokens each expert has, and rounded activations are the reference's steps."""
+    x = torch.empty(0, dtype=model.numerics.dtype, device=model.embedding.data.device)
+    banks = [bank for block in model.blocks for bank in (block.moe.experts, block.moe.shared)]
+    are_served = all(hasattr(bank, "w13") and serves(x, bank.w13) for bank in banks)
+    is_alone = model.mesh.size == 1 and model.numerics.activations == "a16"
+    return are_served and is_alone and set(model.ops.names().values()) == {"gpu"}
+
+
+class Prompt:
+    """The step for up to `size` tokens of up to MAX_SEQUENCES sequences."""
+
+    def __init__(self, model: Model, cache: Cache, size: int) -> None:
+        self.model, self.cache, self.size = model, cache, size
+        ratios = sorted({layer.ratio for layer in model.config.layers if layer.ratio})
+        # A sequence of n tokens closes at most n // ratio + 1 blocks.
+        self.places = {ratio: size // ratio + MAX_SEQUENCES for ratio in ratios}
+        self.inputs = self._packed(()).to(cache.page_table.device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.streams: Tensor | None = None  # [T, N, D], what the graph leaves
+
+    def fits(self, spans: Sequence[Span]) -> bool:
+        return len(spans) <= MAX_SEQUENCES and sum(len(ids) for _, _, ids in spans) <= self.size
+
+    def _packed(self, spans: Sequence[Span]) -> Tensor:
+        """What the host loads, in one copy: the tokens' columns, and the blocks that close."""
+        parts = [columns(spans, self.size).flatten()]
+        for ratio, places in self.places.items():
+            part = torch.full((places,), -1, dtype=torch.long)
+            closing = closings(spans, ratio)
+            part[: len(closing)] = torch.tensor(closing, dtype=torch.long)
+            parts.append(part)
+        return torch.cat(parts)
+
+    def _step(self) -> Step:
+        table, *lists = self.inputs.split([5 * self.size, *self.places.values()])
+        ids, positions, slots, first, last = table.view(5, self.size)
+        return Step(
+            ids=ids,
+            positions=positions,
+            slots=slots,
+            first=first,
+            last=last,
+            longest=self.cache.layout.max_context,
+            lists=dict(zip(self.places, lists, strict=True)),
+        )
+
+    def load(self, spans: Sequence[Span]) -> None:
+        assert self.fits(spans), f"{len(spans)} sequences in a step of {self.size} tokens"
+        self.inputs.copy_(send(self._packed(spans), self.inputs.device))
+
+    def run(self) -> None:
+        """Launch by launch."""
+        self.streams = self.model.forward(self._step(), self.cache)
+
+    def capture(self, pool: Any) -> None:
+        """Record the launches, when each has run once, in memory that steps of other sizes use too."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            self.run()
+        self.graph = graph
+
+    def __call__(self, spans: Sequence[Span]) -> Tensor:
+        """streams [T, N, D] of the tokens, valid until the next step of any size."""
+        self.load(spans)
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            self.run()
+        assert self.streams is not None
+        return self.streams[: sum(len(ids) for _, _, ids in spans)]
