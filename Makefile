@@ -7,7 +7,7 @@ BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 JOBS ?= 2
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-ray lint clean
 
 demo: .venv/core
 	$(BIN)/dsv4 generate --chat --thinking --temperature 0 --stats "Tell me a short story about a rabbit."
@@ -15,6 +15,9 @@ demo: .venv/core
 
 test: lint
 	$(BIN)/python -m pytest -n $(JOBS)
+
+test-ray: .venv/ray
+	$(BIN)/python -m pytest -m ray tests/serve/test_ray.py
 
 lint: .venv/dev
 	$(BIN)/ruff check .
@@ -30,6 +33,10 @@ lint: .venv/dev
 
 .venv/dev: .venv/core requirements-dev.txt
 	$(PIP) -r requirements-dev.txt
+	@touch $@
+
+.venv/ray: .venv/dev requirements-ray.txt
+	$(PIP) -r requirements-ray.txt
 	@touch $@
 
 clean:

@@ -23,6 +23,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
         if item.get_closest_marker("slow") and config.getoption("-m") != "slow":
             item.add_marker(pytest.mark.skip(reason="minutes: run it with -m slow"))
+        if item.get_closest_marker("ray") and config.getoption("-m") != "ray":
+            item.add_marker(pytest.mark.skip(reason="needs Ray: make test-ray"))
 
 
 def small_config() -> ModelConfig:

@@ -81,7 +81,12 @@ class PrefixCache:
         return saves
 
     def take_drops(self) -> tuple[int, ...]:
-        """Handles of the snapshots that nobody can ask for any more, since this was last asked."""
+        """Handles of the snapshots that nobody can ask for any more, since this was last asked.
+
+        Last of all: what claims have put in may be too many, and the oldest may be one they restore, whose
+        save is in the same plan.
+        """
+        self._evict_snapshots()
         drops = tuple(self._drops)
         self._drops.clear()
         return drops
@@ -175,8 +180,7 @@ class PrefixCache:
             self._copies_in.append((self.shelf.offer(rows), tuple(pages[at : at + COPY_PAGES]), -1, 0))
         handle = self._snapshots[path[found.depth - 1]] = next(self._handles)
         self._copies_in.append((self.shelf.offer(found.snapshot), (), handle, found.depth * size))
-        self._evict_snapshots()
-        return [node for node in path if not node.is_gone]
+        return path
 
     def _root(self, owner: str) -> Node:
         return self._roots.setdefault(

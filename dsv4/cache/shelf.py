@@ -20,8 +20,9 @@ from dsv4.cache.folder import Kind, PrefixFolder, chain
 
 # Copies that wait to be written: more are not kept, so that a slow disk slows nobody down.
 MAX_UNWRITTEN_BYTES = 256 << 20
-# What was read for prompts that have no slot yet: further reads wait.
+# What was read for prompts that have no slot yet: further reads wait, for so long.
 MAX_FOUND_BYTES = 1 << 30
+MAX_FOUND_SECONDS = 10.0
 _POLL_SECONDS = 0.01
 
 
@@ -169,9 +170,10 @@ class Shelf:
     def _make_found(self, first: int, depth: int) -> Found:
         snapshot = self._snapshot_bytes(depth * self.page_tokens)
         need = (depth - first) * self.page_bytes + snapshot
-        while held := sum(found.num_bytes for found in list(self._found)):
-            if held + need <= MAX_FOUND_BYTES:
-                break
+        end = time.monotonic() + MAX_FOUND_SECONDS
+        while (held := sum(found.num_bytes for found in list(self._found))) and held + need > MAX_FOUND_BYTES:
+            if time.monotonic() > end:
+                raise MemoryError(f"{held} bytes of others wait for slots")
             time.sleep(_POLL_SECONDS)
         pages = torch.empty(depth - first, self.page_bytes, dtype=torch.uint8, pin_memory=self._pin_memory)
         found = Found(first, pages, torch.empty(snapshot, dtype=torch.uint8, pin_memory=self._pin_memory))

@@ -7,6 +7,7 @@ import sys
 import typer
 
 from dsv4.cli import (
+    batch,
     bench,
     chat,
     compare,
@@ -38,6 +39,7 @@ for command in (
     generate,
     chat,
     serve,
+    batch,
     score,
     eval,
     inspect,

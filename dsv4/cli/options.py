@@ -45,7 +45,7 @@ _TYPES: dict[str, Any] = {
 }
 
 
-def engine_options(command: Callable[..., None]) -> Callable[..., None]:
+def engine_options(command: Callable[..., None], **defaults: Any) -> Callable[..., None]:
     """Give a command all engine flags; its parameter `config` becomes the EngineConfig made from them."""
     flags = []
     for field in fields(EngineConfig):
@@ -60,7 +60,7 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
             # A flag that says no has no opposite.
             names = (f"--{field.name.replace('_', '-')}",) if field.name.startswith("no_") else ()
             kind = Annotated[_TYPES.get(field.name, str), typer.Option(*names, help=_HELP[field.name])]
-            default = field.default
+            default = defaults.get(field.name, field.default)
         flags.append(
             inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
         )

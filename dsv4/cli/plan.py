@@ -30,8 +30,10 @@ def plan(
     gpus: Annotated[str | None, typer.Option(help="2xH200, RTX5090, ...; default: this machine")] = None,
     context: Annotated[int | None, typer.Option(help="tokens per sequence; default: as the engine's")] = None,
     batch: Annotated[int, typer.Option(help="sequences at the same time")] = 8,
-    tp: Annotated[int | None, typer.Option(help="GPUs that share each layer's linears and the head")] = None,
-    ep: Annotated[int | None, typer.Option(help="GPUs that share the routed experts")] = None,
+    tp: Annotated[
+        int | None, typer.Option(help="GPUs that share every layer, its experts' width too")
+    ] = None,
+    ep: Annotated[int | None, typer.Option(help="groups of GPUs that have whole experts each")] = None,
     format: Annotated[
         str | None, typer.Option(help="of flash, pro, tiny: modelopt (default), official, bf16, ...")
     ] = None,
@@ -44,10 +46,14 @@ def plan(
     records: Annotated[
         Path | None, typer.Option(help="folder of recorded benchmark lines; default: the package's own")
     ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="also 1, 2, 4 and 8 of each GPU that models are planned for")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Show what a model needs per GPU, whether it fits, what else would, and the speed of light."""
     from dsv4.lab.gpus import parse, this_machine
+    from dsv4.lab.links import SHARE, SHARE_SOURCE
     from dsv4.lab.plan import Demand, Plan, Wanted, default_context, describe
     from dsv4.lab.records import SHIPPED, best
 
@@ -64,11 +70,22 @@ def plan(
         made = Plan.make(demand, machine or this_machine(), wanted)
         record = best(records or SHIPPED, made.machine.name)
         report = made.report()
-    report = {"model": title, **report, "recorded": vars(record) if record else None}
+    share, source = (record.share, record.where) if record else (SHARE, SHARE_SOURCE)
+    predicted = made.predicted(share) if made.machine.count > 1 else None
+    report = {
+        **{"model": title, **report, "recorded": vars(record) if record else None},
+        "predicted": {"tokens_per_second": predicted, "share": share, "share_source": source},
+    }
+    if compare:
+        report["sets"] = _sets(made, share)
     if json:
         print_json(report)
         return
     _show(title, made, report, record)
+    if made.machine.count > 1:
+        _show_predicted(made, predicted, source)
+    if compare:
+        _show_sets(report["sets"], source)
     if made.machine.is_too_old:
         reference = "there the reference runs, far from these speeds"
         say("note", "yellow", f"{made.machine.name} {too_old(made.machine.capability)}; {reference}")
@@ -153,6 +170,62 @@ def _show_theory(made: "Plan", which: str) -> None:
         each = f", {_rate(rate / count)} each" if count > 1 else ""
         read = f"reads {size(made.read_bytes(count))} per step"
         out.print(f"in theory     {which}batch {count} {read}: at most {_rate(rate)} tokens/s{each}")
+
+
+def _show_predicted(made: "Plan", predicted: tuple[float, float] | None, source: str) -> None:
+    """Not measured: what one GPU was measured to reach, and what others have published of their links."""
+    said = made.communication()
+    if predicted is None or said["all_reduce_us"] is None:
+        out.print(f"predicted     nothing: no all-reduce of {made.machine.name} is published", markup=False)
+        return
+    each = f"{said['all_reduces']} all-reduces of {size(said['message_bytes'])}"
+    out.print(
+        f"per token     {each}, {said['all_reduce_us']:.1f} us each ({said['source']}); "
+        f"each GPU sends {size(said['sent_bytes'])}",
+        markup=False,
+    )
+    low, high = predicted
+    out.print(
+        f"predicted     batch 1: {_rate(low)} to {_rate(high)} tokens/s (the bandwidth is used {source})",
+        markup=False,
+    )
+
+
+def _sets(made: "Plan", share: float) -> list[dict[str, Any]]:
+    from dsv4.lab.gpus import known
+    from dsv4.lab.plan import Plan, Wanted
+
+    w, rows = made.wanted, []
+    free = Wanted(context=w.context, batch=w.batch, cache=w.cache, chunk=w.chunk, snapshots=w.snapshots)
+    for name in ("H200", "B200", "RTX PRO 6000"):
+        for count in (1, 2, 4, 8):
+            plan = Plan.make(made.demand, known(name, count), free)
+            rows.append(
+                {
+                    **{"name": name, "count": count, "tp": plan.tp, "fits": plan.fits},
+                    **{"total_bytes": plan.total_bytes, "read_bytes": plan.read_bytes(1)},
+                    **{"all_reduce_us": plan.communication()["all_reduce_us"]},
+                    "tokens_per_second": plan.predicted(share),
+                }
+            )
+    return rows
+
+
+def _show_sets(rows: list[dict[str, Any]], source: str) -> None:
+    table = Table("GPUs", "each holds", "reads per token", "all-reduce", "tokens/s", box=None, pad_edge=False)
+    for row in rows:
+        low, high = row["tokens_per_second"]
+        speed = _rate(high) if row["count"] == 1 else f"{_rate(low)} to {_rate(high)}"
+        table.add_row(
+            f"{row['count']} x {row['name']}",
+            size(row["total_bytes"]) + ("" if row["fits"] else ", does not fit"),
+            size(row["read_bytes"]),
+            f"{row['all_reduce_us']:.1f} us" if row["count"] > 1 else "",
+            speed if row["fits"] else "",
+        )
+    out.print()
+    out.print(table)
+    out.print(f"batch 1, predicted: the bandwidth is used {source}; several GPUs are not built", markup=False)
 
 
 def _rate(value: float) -> str:

@@ -5,7 +5,7 @@ import os
 import sys
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -15,6 +15,9 @@ from dsv4.cli.show import bytes_bar, err, model_folder, say
 from dsv4.config import EngineConfig
 from dsv4.errors import ConfigError
 
+if TYPE_CHECKING:
+    from dsv4.serve.server import ServerConfig
+
 EPILOG = """
 [bold]Examples[/]
 
@@ -23,6 +26,8 @@ EPILOG = """
   dsv4 serve ./model --port 9000 --max-batch 16 --max-context 16384
 
   dsv4 serve ./model --host 0.0.0.0 --api-key-file keys.txt
+
+  dsv4 serve ./model --ray --replicas 2 --max-replicas 8 --gpus-per-replica 1
 
 [bold]Then[/]
 
@@ -90,6 +95,10 @@ def serve(
     isolate_by_key: Annotated[
         bool, typer.Option(help="share cached prefixes only among requests with the same key")
     ] = False,
+    ray: Annotated[bool, typer.Option("--ray", help="as replicas behind Ray Serve, on its cluster")] = False,
+    replicas: Annotated[int, typer.Option(help="with --ray: engines, at least")] = 1,
+    max_replicas: Annotated[int | None, typer.Option(help="with --ray: engines, at most")] = None,
+    gpus_per_replica: Annotated[float, typer.Option(help="with --ray: 0 on machines without one")] = 0,
     *,
     config: EngineConfig,
 ) -> None:
@@ -128,6 +137,10 @@ def serve(
     folder = model_folder(model)
     if api_key_file is None and host not in LOCAL_NAMES:
         say("note", "yellow", f"whoever reaches {host} can use the model; ask for keys with --api-key-file")
+    if ray:
+        scale = {"replicas": replicas, "max_replicas": max_replicas, "gpus_per_replica": gpus_per_replica}
+        _serve_on_ray(folder, config, server_config, scale)
+        return
     with ExitStack() as stack:
         update = stack.enter_context(bytes_bar(f"loading {folder.resolve().name}"))
 
@@ -136,6 +149,18 @@ def serve(
             err.print(escape(line), style="dim")
 
         serve(folder, config, server_config, log, update)
+
+
+def _serve_on_ray(
+    folder: Path, config: EngineConfig, server_config: "ServerConfig", scale: dict[str, Any]
+) -> None:
+    try:
+        from dsv4.serve.ray_serve import Scale, serve_on_ray
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error.name} is not installed; --ray needs it: pip install 'dsv4[ray]'") from None
+    if server_config.tls_cert is not None or server_config.cors_origins:
+        raise ConfigError("--tls-cert and --cors-origins are for a proxy in front of Ray; leave them out")
+    serve_on_ray(folder, config, server_config, Scale(**scale))
 
 
 def register(app: typer.Typer) -> None:

@@ -19,7 +19,6 @@ from dsv4.errors import ConfigError
 from dsv4.kernels.common.places import Form
 from dsv4.lab.gpus import (
     HOST_BANDWIDTH,
-    HOST_MEASURED_ON,
     HOST_MEMORY,
     MAX_GPUS,
     NAMES,
@@ -28,8 +27,10 @@ from dsv4.lab.gpus import (
 )
 from dsv4.lab.init import contents
 from dsv4.lab.inspect import Component, active_share, components
+from dsv4.lab.links import LINKS
+from dsv4.lab.spilled import spill_figures
 from dsv4.model.buffers import graph_rows
-from dsv4.model.params import Param
+from dsv4.model.params import Param, check_ranks, num_parts
 from dsv4.ops._exact import padded
 from dsv4.ops.attend.ref import BLOCK, raw_columns
 from dsv4.quant.formats import Format
@@ -40,14 +41,13 @@ from dsv4.weights.tiled import tiled_format, tiled_source_bytes
 
 PRESETS = ("flash", "pro", "tiny")
 MAX_BATCH = 1 << 20
-# Each output group of heads is a weight of its own, so these split over tensor-parallel GPUs; so do the rows
-# of the shared expert and of the vocabulary. One key/value head, compressors and routers are on every GPU.
-_SPLIT = (".wq_b", ".wo_a", ".wo_b", ".attn_sink")
+# All-reduces of a layer: after attention and after the experts; of a step: the embedding and the choice.
+PER_LAYER, PER_STEP = 2, 2
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Bytes by who holds them: one expert's GPU, all tensor-parallel GPUs in parts, or every GPU in full."""
+    """Bytes by who holds them: of the routed experts a share, in parts on all ranks, or on each in full."""
 
     experts: int = 0
     split: int = 0
@@ -67,6 +67,7 @@ class Demand:
     dense: Shares
     packed: Shares
     tiled: Shares  # as a GPU holds them
+    padded: dict[int, Shares]  # the same by number of ranks, all of them together: tiles are not cut
     read_stored: Shares  # of these, what decoding touches; of the experts all, whichever are chosen
     read_dense: Shares
     largest_linear: int
@@ -76,12 +77,26 @@ class Demand:
     def of(cls, config: ModelConfig, inventory: Inventory) -> "Demand":
         sums = {name: Counter[str]() for name in ("dense", "packed", "tiled", "read_stored", "read_dense")}
         largest = 0
+        padded = {n: Counter[str]() for n in (2, 4, 8) if n <= num_parts(config)}
+        known_bytes: dict[Any, int] = {}
         for source in inventory.sources:
             param, where = source.param, _holder(source.param)
             dense = held_bytes(source, dense=True)
             sums["dense"][where] += dense
             sums["packed"][where] += held_bytes(source, dense=False)
             sums["tiled"][where] += tiled_source_bytes(source)
+            for ranks, counts in padded.items():
+                stored = (
+                    source.format,
+                    source.scale and source.scale.dtype,
+                    param.kind,
+                    param.name == "embed",
+                )
+                key = (ranks, stored, param.shape, param.shard)
+                if key not in known_bytes:
+                    share = replace(source, param=replace(param, shape=param.local_shape(ranks)))
+                    known_bytes[key] = tiled_source_bytes(share) * (1 if param.shard == "whole" else ranks)
+                counts[where] += known_bytes[key]
             if active_share(param.component, config):
                 sums["read_stored"][where] += source.num_bytes
                 sums["read_dense"][where] += dense
@@ -93,9 +108,10 @@ class Demand:
             config=config,
             num_mtp_layers=inventory.num_mtp_layers,
             components=parts,
-            **shares,
+            padded={1: shares["tiled"]} | {ranks: Shares(**counts) for ranks, counts in padded.items()},
             largest_linear=largest,
-            expert_format=_format_of_experts(inventory),
+            expert_format=next(tiled_format(s) for s in inventory.sources if s.param.expert is not None),
+            **shares,
         )
 
     @property
@@ -104,12 +120,10 @@ class Demand:
 
 
 def _holder(param: Param) -> str:
-    """The field of `Shares` that the parameter counts to."""
+    """The field of `Shares` that the parameter counts to, by the rules of model/params.py."""
     if param.expert is not None:
         return "experts"
-    is_split = param.name in ("embed", "head") or ".shared_experts." in param.name
-    is_split = is_split or (param.name.endswith(_SPLIT) and ".indexer." not in param.name)
-    return "split" if is_split else "copied"
+    return "copied" if param.shard == "whole" else "split"
 
 
 def describe(model: str, format: str | None) -> tuple[str, ModelConfig, Inventory]:
@@ -130,7 +144,8 @@ def describe(model: str, format: str | None) -> tuple[str, ModelConfig, Inventor
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is asked for. `tp`, `ep`: GPUs that share a layer's linears, and its experts; None: the usual."""
+    """What is asked for. `tp`: GPUs that share each layer. `ep`: groups of GPUs that have whole experts each,
+    whose width the GPUs of a group share. None: `tp` as large as the layers allow, experts by width."""
 
     context: int
     batch: int
@@ -176,15 +191,14 @@ class Plan:
             raise ConfigError(f"context {wanted.context} exceeds the model's {c.max_positions} positions")
         if wanted.weights != "auto" and not machine.is_cpu:
             raise ConfigError(f"weights {wanted.weights} is for a CPU; on a GPU use weights auto")
-        tp = math.gcd(count, c.o_groups) if wanted.tp is None else wanted.tp
-        ep = count if wanted.ep is None else wanted.ep
+        tp = math.gcd(count, num_parts(c)) if wanted.tp is None else wanted.tp
+        ep = max(1, count // tp) if wanted.ep is None else wanted.ep
         for name, value in (("tp", tp), ("ep", ep)):
             if count % value:
                 raise ConfigError(
                     f"{name} {value} does not divide the {count} GPUs; use a divisor of {count}"
                 )
-        if c.o_groups % tp:
-            raise ConfigError(f"{c.o_groups} groups of heads do not split over tp {tp}; use a divisor")
+        check_ranks(c, tp)
         return cls(demand, machine, wanted, tp, min(ep, c.num_experts))
 
     @property
@@ -197,9 +211,14 @@ class Plan:
         return -(-self.wanted.batch // self.replicas)
 
     @property
+    def width_ranks(self) -> int:
+        """GPUs that share the width of an expert."""
+        return max(1, min(self.tp, self.machine.count // self.ep))
+
+    @property
     def expert_share(self) -> float:
         experts = self.demand.config.num_experts
-        return -(-experts // self.ep) / experts
+        return -(-experts // self.ep) / experts / self.width_ranks
 
     @property
     def is_dense(self) -> bool:
@@ -236,8 +255,10 @@ class Plan:
 
     @property
     def weight_bytes(self) -> int:
-        on_cpu = self.demand.dense if self.is_dense else self.demand.packed
-        held = on_cpu if self.machine.is_cpu else self.demand.tiled
+        if self.machine.is_cpu:
+            held = self.demand.dense if self.is_dense else self.demand.packed
+        else:
+            held = replace(self.demand.padded[self.tp], experts=self.demand.padded[self.width_ranks].experts)
         return held.per_gpu(self.expert_share, self.tp)
 
     @cached_property
@@ -315,8 +336,8 @@ class Plan:
         """What the engine takes: with experts in host memory, if they have to lie there."""
         if self.spill is None:
             return self.memory
-        host = self.spill.host_bytes
-        return replace(self.memory, weights=self.memory.weights - host, host=host)
+        gone = (self.spill.num_spilled - self.spill.has_spare) * self.spill.form.num_bytes
+        return replace(self.memory, weights=self.memory.weights - gone, host=self.spill.host_bytes)
 
     def spilled_rate(self, batch: int, share: float = 1.0, hit_rate: float | None = None) -> float:
         """Tokens per second with `spill`, GPU memory at that share of its speed, PCIe as measured; hits as
@@ -337,7 +358,34 @@ class Plan:
         chosen = 1 - (1 - c.experts_per_token / c.num_experts) ** max(1.0, tokens)
         sequences = -(-batch // self.replicas)
         cache = sequences * self.layout.read_bytes(self.wanted.context)
-        return read.per_gpu(chosen / self.ep, self.tp) + cache
+        return read.per_gpu(chosen / self.ep / self.width_ranks, self.tp) + cache
+
+    @property
+    def num_all_reduces(self) -> int:
+        """Of one step."""
+        return PER_LAYER * self.demand.config.num_layers + PER_STEP if self.tp > 1 else 0
+
+    @property
+    def message_bytes(self) -> int:
+        """That each GPU adds to a sum, for one token: float32."""
+        return 4 * self.demand.config.hidden_size
+
+    def predicted(self, share: float) -> tuple[float, float] | None:
+        """Tokens/s of one sequence, at least and at most; None where no latency is known.
+
+        `share`: of the read bandwidth, what one GPU reaches. At least: what it loses stays in full on each of
+        several. At most: it shrinks with what a GPU reads.
+        """
+        link = LINKS.get(self.machine.name)
+        if link is None:
+            return None
+        waits = self.num_all_reduces * link.all_reduce_us(self.tp, self.message_bytes) * 1e-6
+        alone = Plan.make(
+            self.demand, replace(self.machine, count=1), replace(self.wanted, tp=None, ep=None)
+        ).read_bytes(1)
+        lost = alone / self.machine.bandwidth * (1 / share - 1)
+        reads = self.read_bytes(1) / self.machine.bandwidth
+        return 1 / (reads + lost + waits), 1 / (reads / share + waits)
 
     def tokens_per_second(self, batch: int) -> float:
         """The speed of light: memory at full speed, arithmetic and communication for nothing."""
@@ -381,19 +429,18 @@ class Plan:
         out["machine"]["count"] = self.machine.count
         if self.machine.count > 1:
             out["in_theory"] = {"built": False, "tp": self.tp, "ep": self.ep, **self._figures()}
+            out["in_theory"]["communication"] = self.communication()
         return out
 
-    def _spill_figures(self) -> dict[str, Any] | None:
-        if self.spill is None:
-            return None
+    def communication(self) -> dict[str, Any]:
+        """Of one token of one sequence, on each GPU."""
+        link = LINKS.get(self.machine.name)
         return {
-            **{"experts": self.spill.num_spilled, "host_bytes": self.spill.host_bytes},
-            "resident_share": self.spill.share,
-            **{"host_bandwidth": HOST_BANDWIDTH, "host_bandwidth_measured_on": HOST_MEASURED_ON},
-            "tokens_per_second_uniform": {
-                "one": self.spilled_rate(1),
-                "batch": self.spilled_rate(self.wanted.batch),
-            },
+            "all_reduces": self.num_all_reduces,
+            "message_bytes": self.message_bytes,
+            "sent_bytes": self.num_all_reduces * self.message_bytes * (self.tp - 1),
+            "all_reduce_us": link.all_reduce_us(self.tp, self.message_bytes) if link else None,
+            "source": link.source if link else None,
         }
 
     def _figures(self) -> dict[str, Any]:
@@ -412,7 +459,7 @@ class Plan:
             "active_bytes_per_token": sum(part.active_bytes for part in self.demand.components),
             "per_gpu": {**vars(self.held), "total": self.held.total},
             "fits": self.fits or self.spill is not None,
-            "spill": self._spill_figures(),
+            "spill": None if self.spill is None else spill_figures(self),
             "sequence_bytes": one.sequence_bytes(w.context),
             "cache_bytes_per_token": cache_growth(one),
             "read_bytes": {"one": self.read_bytes(1), "batch": self.read_bytes(w.batch)},
@@ -429,11 +476,6 @@ class Plan:
                 "gpus": sets,
             }
         return out
-
-
-def _format_of_experts(inventory: Inventory) -> Format:
-    """The format that experts of layers are held in; of several the first, and then none can spill."""
-    return next(tiled_format(s) for s in inventory.sources if s.param.expert is not None)
 
 
 def cache_growth(layout: CacheLayout) -> float:

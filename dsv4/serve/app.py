@@ -2,9 +2,9 @@
 
 import asyncio
 import json
-import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,14 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
+from dsv4.engine.request import SamplingParams
 from dsv4.serve.answer import ChatAnswer, Echo, PlainAnswer
 from dsv4.serve.anthropic import CountBody, MessagesBody, MessagesShape
 from dsv4.serve.ask import Asked, ask_chat, ask_completion, check_fits, check_ids
 from dsv4.serve.client import Ticket
 from dsv4.serve.describe import openapi
 from dsv4.serve.gate import Gate, json_response, read_body
-from dsv4.serve.job import AnyShape, EventStream, Job, Service, unless_gone
+from dsv4.serve.job import AnyShape, EventStream, Job, Replay, Service, unless_gone
 from dsv4.serve.openai import ChatShape, HttpError, PlainShape
 from dsv4.serve.prompt import beside
 from dsv4.serve.responses import ResponsesBody, ResponsesShape
@@ -118,7 +119,7 @@ class Routes:
 
     async def responses(self, request: Request) -> Response:
         body = await self._body(request, ResponsesBody)
-        shape = ResponsesShape(self._id(request), self.service.name, body)
+        shape = ResponsesShape(self._id(request), _created(request), self.service.name, body)
         return await self._turn(request, body.chat(), shape)
 
     async def _turn(self, request: Request, body: ChatBody, shape: AnyShape) -> Response:
@@ -127,7 +128,7 @@ class Routes:
         ticket = self._reserve(request, len(asked.params))
         segments = await beside(request.scope["size"], segments_of, body.messages, body.offered, asked)
         ids = await self._ids(ticket, segments, asked, "messages")
-        call_id = f"call_{secrets.token_hex(8)}"
+        call_id = f"call_{self._id(request)[:16]}"
         answers = [
             ChatAnswer(
                 self.tokenizer,
@@ -198,7 +199,8 @@ class Routes:
         answers: list[ChatAnswer] | list[PlainAnswer],
     ) -> Response:
         check_ids(body.logit_bias or (), ticket.ready.vocab_size, "logit_bias")
-        ticket.submit(prompts, asked.params, request.scope["owner"])
+        replay: Replay | None = request.scope.get("replay")
+        ticket.submit(prompts, _seeded(asked.params, replay), request.scope["owner"])
         note = request.scope["note"]
         if self.service.logs_texts:
             texts = [await asyncio.to_thread(self.tokenizer.decode, ids) for ids in prompts]
@@ -211,6 +213,7 @@ class Routes:
             num_prompt=sum(map(len, prompts)),
             num_prompts=len(prompts),
             note=note,
+            tells_cached=replay is None,
         )
         request.scope["stack"].enter_context(job)
         outcome: list[dict[str, Any]] = []
@@ -230,7 +233,7 @@ class Routes:
 
     def _head(self, request: Request, prefix: str) -> dict[str, Any]:
         id = f"{prefix}-{self._id(request)}"
-        return {"id": id, "created": int(time.time()), "model": self.service.name}
+        return {"id": id, "created": _created(request), "model": self.service.name}
 
     # What does not.
 
@@ -286,6 +289,20 @@ class Routes:
 
     async def metrics(self, request: Request) -> Response:
         return Response(self.service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+def _created(request: Request) -> int:
+    replay: Replay | None = request.scope.get("replay")
+    return replay.created if replay else int(time.time())
+
+
+def _seeded(params: list[SamplingParams], replay: Replay | None) -> list[SamplingParams]:
+    if replay is None:
+        return params
+    return [
+        one if one.seed is not None else replace(one, seed=(replay.seed + index) % (1 << 64))
+        for index, one in enumerate(params)
+    ]
 
 
 def make_app(service: Service) -> ASGIApp:

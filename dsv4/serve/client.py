@@ -9,10 +9,10 @@ others do not notice.
 import asyncio
 import contextlib
 import itertools
+import math
 import socket
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -75,9 +75,10 @@ class Ticket:
         self._has_started = self.is_submitted = False
         self._open = set(ids)
         self._unanswered = set(ids)
-        self._deltas: deque[tuple[int, Delta]] = deque()
+        self._deltas: list[tuple[int, Delta]] = []
         self._error: Dsv4Error | None = None
         self._changed = asyncio.Event()
+        self._alarm: asyncio.TimerHandle | None = None
 
     def __enter__(self) -> "Ticket":
         return self
@@ -102,30 +103,54 @@ class Ticket:
         if self._error is not None:
             raise self._error
 
-    async def next(self) -> tuple[int, Delta] | None:
-        """The next delta; None when all sequences have ended."""
-        while True:
-            if self._deltas:
-                return self._deltas.popleft()
-            if self._error is not None:
-                raise self._error
-            if not self._open:
-                return None
-            await self._wait()
+    async def next(self, patience: float = math.inf) -> list[tuple[int, Delta]]:
+        """All deltas that there are, as soon as there are some; none when all sequences have ended.
 
-    async def _wait(self) -> None:
+        TimeoutError: nothing came for so many seconds; ask again.
+        """
+        end = asyncio.get_running_loop().time() + patience
+        while not self._deltas and self._error is None and self._open:
+            if await self._wait(end) >= end and not self._deltas:
+                raise TimeoutError
+        if not self._deltas and self._error is not None:
+            raise self._error
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    async def _wait(self, until: float = math.inf) -> float:
+        """Until something has changed, or that time has come; -> the time."""
+        loop = asyncio.get_running_loop()
+        deadline = self._deadline if self._has_started else min(self._deadline, self._queue_deadline)
+        self._ring_at(min(deadline, until), loop)
         self._changed.clear()
-        end = self._deadline if self._has_started else min(self._deadline, self._queue_deadline)
-        try:
-            async with asyncio.timeout_at(end):
-                await self._changed.wait()
-        except TimeoutError:
-            if end == self._deadline:
-                why = f"the answer took longer than the {self._engine.request_seconds:g} s allowed"
-                self.fail(TooSlow(why))
-            else:
-                why = f"nothing was free for {self._engine.queue_seconds:g} s, the longest a request may wait"
-                self.fail(Busy(f"{why}; try again later", self._engine.retry_seconds))
+        await self._changed.wait()
+        now = loop.time()
+        if now < deadline:
+            return now
+        if deadline == self._deadline:
+            why = f"the answer took longer than the {self._engine.request_seconds:g} s allowed"
+            self.fail(TooSlow(why))
+        else:
+            why = f"nothing was free for {self._engine.queue_seconds:g} s, the longest a request may wait"
+            self.fail(Busy(f"{why}; try again later", self._engine.retry_seconds))
+        return now
+
+    def _ring_at(self, time: float, loop: asyncio.AbstractEventLoop) -> None:
+        """Something changes by then. An earlier alarm stays, since tokens are more frequent than alarms: who
+        wakes too early waits again."""
+
+        def ring() -> None:
+            self._alarm = None
+            self._changed.set()
+
+        if self._alarm is None or self._alarm.when() > time:
+            self._stop_alarm()
+            self._alarm = loop.call_at(time, ring)
+
+    def _stop_alarm(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
 
     def cancel(self, index: int) -> None:
         """End one sequence; its pages are free within one step."""
@@ -133,6 +158,7 @@ class Ticket:
 
     def close(self) -> None:
         """End what has not ended."""
+        self._stop_alarm()
         for id in list(self._open):
             self._drop(id)
 
@@ -147,6 +173,7 @@ class Ticket:
     def fail(self, error: Dsv4Error) -> None:
         self._error = self._error or error
         self.close()
+        self._changed.set()
 
     def take_start(self) -> None:
         self._has_started = True

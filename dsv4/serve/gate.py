@@ -49,7 +49,8 @@ class Gate:
         if scope["type"] != "http":
             return
         began, path = time.monotonic(), scope["path"]
-        note = scope["note"] = {"id": f"req_{secrets.token_hex(12)}"}
+        replay = scope.get("replay")
+        note = scope["note"] = {"id": f"req_{replay.id if replay else secrets.token_hex(12)}"}
         given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
         if re.fullmatch(r"[\w.:-]{1,128}", given, re.ASCII):
             note["client_id"] = given

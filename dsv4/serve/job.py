@@ -2,16 +2,18 @@
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from dsv4.errors import Dsv4Error
+from dsv4.engine.request import Delta
+from dsv4.errors import Dsv4Error, RequestError
 from dsv4.serve.answer import ChatAnswer, Piece, PlainAnswer
 from dsv4.serve.client import EngineProcess, Ticket
 from dsv4.serve.metrics import Metrics
@@ -40,6 +42,16 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
 
 
+@dataclass(frozen=True)
+class Replay:
+    """In the scope of a request that must give the same bytes whenever it is run: what else would be drawn by
+    lot or read from a clock. What was in the cache is not told, since that depends on when it ran."""
+
+    id: str
+    created: int
+    seed: int
+
+
 class AnyShape(Protocol):
     """What an API makes of pieces: events of a stream, or a whole answer."""
 
@@ -63,6 +75,7 @@ class Job:
     num_prompt: int  # tokens of all prompts
     num_prompts: int
     note: dict[str, Any]  # for the log line
+    tells_cached: bool = True
     began: float = field(default_factory=time.monotonic)
     first: float | None = None
     texts: list[str] = field(default_factory=list)  # of the answers, where they are logged
@@ -89,50 +102,60 @@ class Job:
 
     @property
     def usage(self) -> Usage:
-        return Usage.of(self.num_prompt, self.answers, self.num_prompts)
+        usage = Usage.of(self.num_prompt, self.answers, self.num_prompts)
+        return usage if self.tells_cached else replace(usage, cached=0)
 
-    async def next(self) -> tuple[int, Piece] | None:
-        """The next piece that says anything; None at the end. May be cancelled, and asked again."""
-        while (found := await self.ticket.next()) is not None:
-            index, delta = found
-            answer = self.answers[index]
-            if answer.finish_reason is not None:
-                continue  # tokens that were under way when a stop string was met
-            if self.first is None:
-                self.first = time.monotonic()
-                self.service.metrics.first_token.observe(self.first - self.began)
-            piece = answer.push(delta)
-            if self.service.logs_texts:
-                self.texts.append(delta.text)
-            if answer.finish_reason is not None:
-                self.ticket.cancel(index)
-            if not piece.is_empty:
-                return index, piece
-        return None
+    async def pieces(self, patience: float = math.inf) -> list[tuple[int, Piece]]:
+        """All pieces that there are, as soon as one says anything; none at the end. See Ticket.next."""
+        while deltas := await self.ticket.next(patience):
+            found: list[tuple[int, Piece]] = []
+            for index, delta in deltas:
+                if delta.finish_reason == "error" and found:
+                    self.ticket.fail(RequestError(delta.error))  # after what came before it
+                    return found
+                piece = self._piece(index, delta)
+                if piece is not None and not piece.is_empty:
+                    found.append((index, piece))
+            if found:
+                return found
+        return []
+
+    def _piece(self, index: int, delta: Delta) -> Piece | None:
+        answer = self.answers[index]
+        if answer.finish_reason is not None:
+            return None  # a token that was under way when a stop string was met
+        if self.first is None:
+            self.first = time.monotonic()
+            self.service.metrics.first_token.observe(self.first - self.began)
+        piece = answer.push(delta)
+        if self.service.logs_texts:
+            self.texts.append(delta.text)
+        if answer.finish_reason is not None:
+            self.ticket.cancel(index)
+        return piece
 
     async def whole(self) -> dict[str, Any]:
         pieces: list[list[Piece]] = [[] for _ in self.answers]
-        while (found := await self.next()) is not None:
-            pieces[found[0]].append(found[1])
+        while found := await self.pieces():
+            for index, piece in found:
+                pieces[index].append(piece)
         return self.shape.whole(pieces, self.usage)
 
-    async def events(self, send: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
-        """Every event to `send`, which waits for slow clients; None where there is nothing for long."""
-        for event in self.shape.opening(self.usage):
-            await send(event)
+    async def events(self, send: Callable[[list[dict[str, Any]]], Coroutine[Any, Any, None]]) -> None:
+        """All events to `send`, which waits for slow clients; an empty list where nothing came for long."""
+        if opening := self.shape.opening(self.usage):
+            await send(opening)
         while True:
             try:
-                async with asyncio.timeout(KEEP_ALIVE_SECONDS):
-                    found = await self.next()
+                found = await self.pieces(KEEP_ALIVE_SECONDS)
             except TimeoutError:
-                await send(None)
+                await send([])
                 continue
-            if found is None:
+            if not found:
                 break
-            for event in self.shape.chunks(*found):
-                await send(event)
-        for event in self.shape.closing(self.usage):
-            await send(event)
+            await send([event for index, piece in found for event in self.shape.chunks(index, piece)])
+        if closing := self.shape.closing(self.usage):
+            await send(closing)
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Any]) -> bool:
@@ -154,6 +177,11 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Any]) -> bool:
         await asyncio.gather(worker, watcher, return_exceptions=True)
 
 
+def _event(value: dict[str, Any]) -> bytes:
+    name = f"event: {value['type']}\n".encode() if "type" in value else b""
+    return name + b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
 class EventStream(Response):
     """Server-sent events of a job; an error after the start is an event too."""
 
@@ -167,24 +195,20 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         shape = self.job.shape
 
-        async def event(value: dict[str, Any] | bytes | None) -> None:
-            if value is None:
-                lines = b": waiting"
-            elif isinstance(value, bytes):
-                lines = b"data: " + value
-            else:
-                name = f"event: {value['type']}\n".encode() if "type" in value else b""
-                lines = name + b"data: " + msgspec.json.encode(value)
-            await send({"type": "http.response.body", "body": lines + b"\n\n", "more_body": True})
+        async def write(body: bytes, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+
+        async def write_events(events: list[dict[str, Any]]) -> None:
+            await write(b"".join(map(_event, events)) or b": waiting\n\n")
 
         async def stream() -> None:
             try:
-                await self.job.events(event)
+                await self.job.events(write_events)
                 if shape.end is not None:
-                    await event(shape.end)
+                    await write(b"data: " + shape.end + b"\n\n")
             except Dsv4Error as error:
-                await event(shape.error(error))
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+                await write(_event(shape.error(error)))
+            await write(b"", more=False)
 
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         if not await unless_gone(receive, stream()):

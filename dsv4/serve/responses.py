@@ -2,7 +2,6 @@
 
 import base64
 import binascii
-import time
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -221,14 +220,14 @@ def _thought(item: ReasoningItem, at: int) -> str:
 class ResponsesShape:
     end: bytes | None = None
 
-    def __init__(self, id: str, model: str, body: ResponsesBody) -> None:
+    def __init__(self, id: str, created: int, model: str, body: ResponsesBody) -> None:
         self._id, self._body, self._blocks, self._number = id, body, Blocks(), 0
         shown = msgspec.to_builtins(body)
         kept = ("instructions", "max_output_tokens", "temperature", "top_p", "metadata", "user")
         self._head = {
             "id": f"resp_{id}",
             "object": "response",
-            "created_at": int(time.time()),
+            "created_at": created,
             "model": model,
             "error": None,
             **{key: shown[key] for key in kept},

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -256,6 +257,8 @@ async def _serve(
     try:
         await asyncio.wait((http, load), return_when=asyncio.FIRST_COMPLETED)
         if load.done() and not closing:
+            gc.collect()
+            gc.freeze()  # what is there stays: never look through it again
             for note in load.result().notes:
                 log(f"engine: {note}")
             log(f"server: {name} is ready at {url(sock, 'https' if tls else 'http')}/v1")

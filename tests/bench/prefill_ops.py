@@ -270,9 +270,8 @@ def attention(table: Table, p: Prompt, variants: bool) -> None:
     kept, attend.DECODED_BYTES = attend.DECODED_BYTES, 0
     row("(attend csa, decoding in the kernel)", 0, pool, rows, 4)
     attend.DECODED_BYTES, kept_block = kept, attend.BLOCK[ACT]
-    for block in ((64, 32, 8, 2), (64, 32, 8, 3), (64, 64, 8, 3), (64, 64, 16, 2), (64, 128, 8, 2))[
-        : 5 * variants
-    ]:
+    others = ((64, 64, 8, 2), (64, 64, 8, 3), (64, 32, 8, 3), (64, 32, 8, 7), (64, 16, 8, 7))
+    for block in others if variants else ():
         attend.BLOCK[ACT] = block
         row(f"(attend csa {block})", 0, pool, rows, 4)
     attend.BLOCK[ACT] = kept_block

@@ -80,14 +80,14 @@ def serve(port: int) -> None:
     run(EMBEDDED, EngineConfig(), config, lambda line: None, lambda done, total: None)
 
 
-async def request(reader: Any, writer: Any, stream: bool, path: str = "/v1/completions") -> list[float]:
-    """-> seconds: in (until the engine has it), out (for each token, or for the last of a whole answer)."""
-    body = json.dumps({"prompt": PROMPT, "max_tokens": TOKENS, "stream": stream}).encode()
-    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
+async def request(reader: Any, writer: Any) -> tuple[float, list[tuple[float, bytes]]]:
+    """-> when it began, and what came when; it is read later, so that reading delays no other stream."""
+    body = json.dumps({"prompt": PROMPT, "max_tokens": TOKENS, "stream": True}).encode()
+    lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
     lines += [f"Content-Length: {len(body)}", "", ""]
     began = time.monotonic()
     writer.write("\r\n".join(lines).encode() + body)
-    times: list[float] = []
+    got: list[tuple[float, bytes]] = []
     header = await reader.readuntil(b"\r\n\r\n")
     assert b" 200 " in header, header
     while True:
@@ -95,22 +95,27 @@ async def request(reader: Any, writer: Any, stream: bool, path: str = "/v1/compl
         data = await reader.readexactly(size + 2)
         now = time.monotonic()
         if not size:
-            return times
+            return began, got
+        got.append((now, data))
+
+
+def read_times(began: float, got: list[tuple[float, bytes]]) -> list[float]:
+    """Seconds: in (until the engine has it), then out, for each token."""
+    times: list[float] = []
+    for now, data in got:
         for line in data.split(b"\n\n"):
             if line.strip().startswith(b"data: {"):
-                text = json.loads(line.strip()[6:])["choices"][0]["text"]
-                made = float(text)
-                if not times:
-                    times.append(made - began)
-                times.append(now - made)
+                made = float(json.loads(line.strip()[6:])["choices"][0]["text"])
+                times += [now - made] if times else [made - began, now - made]
+    return times
 
 
 async def measure(port: int, streams: int, seconds: float) -> dict[str, Any]:
-    async def client() -> list[list[float]]:
+    async def client() -> list[tuple[float, list[tuple[float, bytes]]]]:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         done, end = [], time.monotonic() + seconds
         while time.monotonic() < end:
-            done.append(await request(reader, writer, True))
+            done.append(await request(reader, writer))
             await asyncio.sleep(random.uniform(0, 0.3))  # or all would come at once, and wait for each other
         writer.close()
         return done
@@ -124,7 +129,8 @@ async def measure(port: int, streams: int, seconds: float) -> dict[str, Any]:
         await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
         health.append(time.monotonic() - began)
     writer.close()
-    found = [times for part in await asyncio.gather(*(client() for _ in range(streams))) for times in part]
+    parts = await asyncio.gather(*(client() for _ in range(streams)))
+    found = [read_times(*one) for part in parts for one in part]
     inward, outward = [times[0] for times in found], [out for times in found for out in times[1:]]
     overhead = [times[0] + times[1] for times in found]
 

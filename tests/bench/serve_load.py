@@ -1,9 +1,10 @@
 """Many clients at once against `dsv4 serve` on the embedded model, and a plain Transformers loop beside it.
 
 python tests/bench/serve_load.py [--clients 64] [--seconds 300]: random lengths, streams and whole answers,
-cancels, disconnects, wrong bodies. Every completed greedy answer must equal the same request run alone on a
-server without prefix cache or batching; no error but the planned ones (400 for wrong bodies, 429 for a full
-queue); memory flat after warm-up; all pages free at the end. The last line is JSON.
+cancels, disconnects, wrong bodies, penalties, seeds, grammars, prefixes in files. Every completed answer must
+equal the same request run alone on a server without prefix cache or batching; no error but the planned ones
+(400 for wrong bodies, 429 for a full queue); memory flat after warm-up; all pages free at the end. The last
+line is JSON.
 """
 
 import argparse
@@ -41,8 +42,19 @@ WARM_UP = 0.2  # share of the time after which memory must be flat
 MEMORY_SECONDS = 1.0
 
 
+# What a request asks for beside its text, in turns.
+MIXED: list[dict[str, Any]] = [
+    {},
+    {"presence_penalty": 0.7, "frequency_penalty": 0.4},
+    {"temperature": 0.8, "top_p": 0.9, "seed": 11},
+    {"logit_bias": {"73": -100, "400": 5}},
+    {"repetition_penalty": 1.3, "stop": ["."]},
+    {"temperature": 1.2, "min_p": 0.05, "seed": 12, "presence_penalty": -0.5},
+]
+
+
 def requests(chance: random.Random, max_tokens: int) -> list[dict[str, Any]]:
-    """A fixed set of greedy requests; a third of them begin alike for more than a page."""
+    """A fixed set of requests, greedy or with a seed; a third of them begin alike for more than a page."""
     shared = " ".join(chance.choice(WORDS) for _ in range(320))
     made: list[dict[str, Any]] = []
     for number in range(NUM_REQUESTS):
@@ -55,6 +67,9 @@ def requests(chance: random.Random, max_tokens: int) -> list[dict[str, Any]]:
             thinking = {"type": "enabled" if number % 4 else "disabled"}
             body |= {"messages": [{"role": "user", "content": text}], "thinking": thinking}
             body["path"] = "/v1/chat/completions"
+            if number % 8 == 0:
+                body["response_format"] = {"type": "json_object"}
+        body |= MIXED[number % len(MIXED)]
         made.append(body)
     return made
 
@@ -256,6 +271,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         options = ("--max-batch", args.max_batch, "--max-queue", 40, "--queue-seconds", 100)
         options += ("--cache-pages", args.cache_pages)
+        # Small enough that files are evicted too.
+        options += ("--prefix-dir", f"{name}/kept", "--prefix-dir-bytes", 20_000_000)
         with Server(Path(name), *options, "--prefix-snapshots", 16) as server:
             pids = {"http": server.process.pid, "engine": worker_pid(server)}
             load = Load(server.port, truth, bodies)

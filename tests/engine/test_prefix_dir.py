@@ -262,6 +262,24 @@ def test_a_slow_disk_keeps_less_and_slows_nobody(
     assert len(engine.notices) == 1 and "the disk is too slow" in engine.notices[0]
 
 
+def test_what_was_read_for_prompts_without_a_slot_is_limited(
+    kept: Callable[..., Engine], alone: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One slot, three prompts: what the first has found leaves no room, and the others do without."""
+    monkeypatch.setattr("dsv4.cache.shelf.MAX_FOUND_BYTES", 1000)
+    monkeypatch.setattr("dsv4.cache.shelf.MAX_FOUND_SECONDS", 0.05)
+    prompts = [text(300, seed) for seed in (14, 15, 16)]
+    flushed(kept()).generate(prompts, GREEDY)
+    engine = kept(max_batch=1)
+    streams = [engine.stream(engine.request(ids, GREEDY)) for ids in prompts]
+    for _, found in list(engine.arrivals._reading.items()):
+        found.result()
+    done = [stream.completion() for stream in streams]
+    assert [one.cached_tokens for one in done] == [256, 0, 0]
+    assert [values(one) for one in done] == [values(run(alone, ids)) for ids in prompts]
+    assert len(engine.notices) == 1 and "bytes of others wait for slots" in engine.notices[0]
+
+
 def test_settings_that_keep_nothing_are_refused(kept: Callable[..., Engine], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="prefix_snapshots 0 is none"):
         kept(prefix_snapshots=0)

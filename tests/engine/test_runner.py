@@ -321,3 +321,30 @@ def test_rows_beyond_one_pass_run_in_parts() -> None:
     while loop.alive:
         loop.step()
     assert [[t.id for t in s.tokens] for s in sequences] == [expected(s) for s in sequences]
+
+
+def test_what_a_claim_restores_is_not_evicted_by_the_next_claim(tmp_path: Path) -> None:
+    """One plan saves a snapshot, restores it for a prompt, and evicts it for another, which is in files."""
+    old, new = STEMS[0], STEMS[1]
+    for _ in range(2):  # the second finds `new` in files
+        loop = Loop(slots=4, snapshots=1, folder=tmp_path)
+        first = never_seven(loop, 1, 1, 1)[0]
+        loop.step()
+        assert loop.prefix.shelf is not None and first.finish_reason == "stop"
+        if list(tmp_path.rglob("*.snapshot")):
+            break
+        loop.add(new[:17], 1, 0.0, False)
+        while loop.alive:
+            loop.step()
+        loop.runner.apply(Plan(**loop.scheduler.changes()), no_masks)
+        loop.device.finish()
+        loop.prefix.shelf.flush()
+    loop.add(old[:8], 1, 0.0, False)
+    loop.step()  # its page's snapshot is to be saved in the next plan
+    a, b = loop.add(old[:9], 2, 0.0, False), loop.add(new[:17], 2, 0.0, False)
+    for _, found in list(loop.arrivals._reading.items()):
+        assert found.result() is None or found.result().depth == 2
+    while loop.alive:
+        loop.step()
+    assert (a.num_cached, b.num_cached) == (8, 16)
+    assert [t.id for t in a.tokens] == expected(a) and [t.id for t in b.tokens] == expected(b)

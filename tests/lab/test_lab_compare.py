@@ -175,9 +175,9 @@ def test_what_is_not_finite_is_located(value: float, model: Path, recording: Rec
         routed = block.moe.ops.experts.routed
 
         @staticmethod
-        def ffn(x: Tensor, *arguments: Any) -> Tensor:
-            y = right(x, *arguments).clone()
-            y[17, 5] = value
+        def ffn(**arguments: Any) -> Tensor:
+            y = right(**arguments).clone()
+            y[17, 0, 5] = value
             return y
 
     block.moe.ops = replace(block.moe.ops, experts=Experts)
@@ -210,8 +210,8 @@ def test_single_tokens_are_looked_at_too(model: Path) -> None:
         ffn = right.ffn
 
         @staticmethod
-        def routed(x: Tensor, *arguments: Any) -> Tensor:
-            return right.routed(x, *arguments) * (1.1 if x.shape[0] == 1 else 1.0)
+        def routed(x: Tensor, **arguments: Any) -> Tensor:
+            return right.routed(x=x, **arguments) * (1.1 if x.shape[0] == 1 else 1.0)
 
     moe.ops = replace(moe.ops, experts=Experts)
     found = compare(wanted, engine, IDS, 3, limit=1e-3)

@@ -23,10 +23,15 @@ from dsv4.engine.memory import prompt_bytes
 from dsv4.engine.settings import GPU_CHUNK
 from dsv4.errors import ConfigError
 from dsv4.lab.gpus import NAMES, Machine, known, measure_bandwidth, parse, this_machine
+from dsv4.lab.init import contents
+from dsv4.lab.links import LINKS
 from dsv4.lab.plan import Demand, Plan, Wanted, describe
 from dsv4.lab.records import best
 from dsv4.model.step import Step
+from dsv4.weights.detect import take_inventory
 from dsv4.weights.load import Checkpoint
+from dsv4.weights.reader import Entry
+from dsv4.weights.tiled import tiled_source_bytes
 from tests.support.feeding import cache_of, claim
 
 ROOMY = Machine("a CPU", 1, 1 << 40, 1e10, "made up", is_cpu=True)
@@ -100,9 +105,9 @@ def test_published_cache_sizes(model: str, context: int) -> None:
     # The cache depends on the config alone, so no list of a million tensors is needed.
     needed = replace(demand("tiny", "official"), config=preset(model))
     for cache_format, want in zip(("fp8", "bf16"), SEQUENCES[model, context], strict=True):
-        made = Plan.make(needed, parse("8xB300"), Wanted(context, 1, cache=cache_format))
+        made = Plan.make(needed, parse("B300"), Wanted(context, 1, cache=cache_format))
         assert made.report()["sequence_bytes"] == want
-    made = Plan.make(needed, parse("8xB300"), Wanted(context, 1))
+    made = Plan.make(needed, parse("B300"), Wanted(context, 1))
     assert round(made.layout.read_bytes(context) / 1e6, 1) == CACHE_READ[model, context]
     assert int(made.report()["cache_bytes_per_token"]) == {"flash": 3514, "pro": 5031}[model]
 
@@ -130,11 +135,9 @@ def storages(value: object, seen: set[int] | None = None) -> Iterator[torch.Unty
 
 
 def held_by(engine: Engine) -> int:
-    table = engine.runner.executor.penalties  # type: ignore[attr-defined]
-    found = {
-        s.data_ptr(): s.nbytes() for s in storages([engine.model, cache_of(engine), table]) if s.nbytes()
-    }
-    return sum(found.values())
+    executor: Any = engine.runner.executor
+    held = [engine.model, executor.cache, executor.penalties]
+    return sum({s.data_ptr(): s.nbytes() for s in storages(held) if s.nbytes()}.values())
 
 
 def odd() -> ModelConfig:
@@ -290,17 +293,20 @@ def test_the_smallest_set_is_the_first_that_fits() -> None:
 
 
 def test_how_gpus_share_the_weights() -> None:
-    """Experts by number, heads and vocabulary in parts, everything else on each GPU; the cache with it."""
+    """Experts' width, heads and vocabulary in parts, everything else on each GPU; the cache with it."""
     one = plan("flash", "modelopt", "B300", 8192, 8)
     both = plan("flash", "modelopt", "2xB300", 8192, 8)
     held = one.demand.tiled
-    assert both.weight_bytes == held.experts // 2 + held.split // 2 + held.copied
+    # Beside halves of the tiles, each GPU has the global scale of every weight.
+    halves = held.experts // 2 + held.split // 2 + held.copied
+    assert both.weight_bytes == pytest.approx(halves, rel=1e-5)
     assert both.layout.store_bytes() == one.layout.store_bytes()
     experts_only = plan("flash", "modelopt", "2xB300", 8192, 8, tp=1, ep=2)
     assert experts_only.weight_bytes == held.experts // 2 + held.split + held.copied
     assert experts_only.layout.num_slots == 4
-    heads_only = plan("flash", "modelopt", "2xB300", 8192, 8, tp=2, ep=1)
-    assert heads_only.weight_bytes == held.experts + held.split // 2 + held.copied
+    whole_experts = plan("flash", "modelopt", "2xB300", 8192, 8, tp=2, ep=2)
+    assert (whole_experts.width_ranks, both.width_ranks) == (1, 2)
+    assert whole_experts.weight_bytes == pytest.approx(halves, rel=1e-5)
     # 256 experts over three GPUs: one of them holds 86.
     three = plan("flash", "modelopt", "3xB300", 8192, 8)
     assert three.tp == 1 and three.weight_bytes == held.experts * 86 // 256 + held.split + held.copied
@@ -397,7 +403,7 @@ def test_the_verdict_is_about_this_engine() -> None:
     assert made.fits and not report["fits"] and report["gpus_used"] == 1
     assert report["per_gpu"]["total"] > report["machine"]["memory_bytes"]
     theory = report["in_theory"]
-    assert theory["fits"] and not theory["built"] and (theory["tp"], theory["ep"]) == (8, 8)
+    assert theory["fits"] and not theory["built"] and (theory["tp"], theory["ep"]) == (8, 1)
     assert theory["per_gpu"]["total"] < report["per_gpu"]["total"] / 4
     assert not report["machine"]["was_run_on"] and known("H200", 1).was_run_on
     shown = ok("plan", "tiny", "--gpus", "4xH200", "--context", 512, "--batch", 2)
@@ -410,6 +416,41 @@ def test_the_verdict_is_about_this_engine() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["flash", "pro"])
+def test_ranks_hold_what_is_planned(name: str) -> None:
+    """The plan's bytes of one GPU are those of the shares that a rank would load; none is cut in a scale."""
+    whole = preset(name)
+    few = replace(whole, layers=whole.layers[:4], num_experts=8)
+    config, _, tensors = contents(few, "modelopt")
+    entries = {t.name: Entry(t.name, t.dtype, t.shape, Path("x"), 0, t.num_bytes) for t in tensors}
+    inventory = take_inventory(entries, config)
+    for size in (1, 2, 4, 8):
+        made = Plan.make(Demand.of(config, inventory), known("H200", size), Wanted(512, 1))
+        held = [sum(map(tiled_source_bytes, inventory.shard(rank, size).sources)) for rank in range(size)]
+        assert (made.tp, made.ep) == (size, 1) and len({*held}) == 1
+        assert made.weight_bytes == pytest.approx(held[0], rel=1e-3), size
+
+
+def test_prediction() -> None:
+    """Between everything lost stays and everything shrinks; latencies are those published, and named."""
+    one, two = (plan("flash", "modelopt", f"{n}xH200", 4096, 1) for n in (1, 2))
+    measured = one.predicted(0.5)
+    assert measured is not None and measured[0] == pytest.approx(measured[1])
+    assert measured[0] == pytest.approx(one.tokens_per_second(1) / 2), "one GPU waits for nobody"
+    said = two.communication()
+    assert said["all_reduces"] == 2 * 43 + 2 and said["message_bytes"] == 16384
+    assert said["sent_bytes"] == 88 * 16384 and 3.9 < said["all_reduce_us"] < 4.5
+    low, high = two.predicted(0.5) or (0, 0)
+    assert measured[0] < low < high < two.tokens_per_second(1)
+    waits = 88 * said["all_reduce_us"] * 1e-6
+    assert 1 / high == pytest.approx(2 / two.tokens_per_second(1) + waits)
+    # A push sends a vector to every other GPU: eight cards wait longer than four, two less.
+    times = [LINKS["RTX PRO 6000"].all_reduce_us(n, 16384) for n in (1, 2, 4, 8)]
+    assert times[0] == 0 and times == sorted(times) and times[2] == 7.2
+    shown = ok("plan", "tiny", "--gpus", "2xH200", "--context", 512, "--batch", 1, "--compare")
+    assert "predicted     batch 1:" in shown and "8 x RTX PRO 6000" in shown and "sglang pull 2904" in shown
+
+
 REFUSED = {
     "": "Missing argument 'model'",
     "{folder}/missing": "/missing does not exist",
@@ -420,7 +461,7 @@ REFUSED = {
     f"tiny --gpus {'9' * 5000}xH200": "expected 1 to 1024 of them",
     "tiny --gpus H200 --records {folder}/missing": "/missing is not a folder; give one with *.jsonl files",
     "tiny --gpus 2xH200 --tp 3": "tp 3 does not divide the 2 GPUs",
-    "tiny --gpus 4xH200 --tp 4": "2 groups of heads do not split over tp 4",
+    "tiny --gpus 4xH200 --tp 4": "o_groups 2 do not split over 4 ranks; use 1 or 2",
     "tiny --gpus 4xH200 --ep 3": "ep 3 does not divide the 4 GPUs",
     "tiny --gpus H200 --ep 0": "ep is 0, expected at least 1",
     "tiny --gpus H200 --context 0": "context is 0, expected at least 1",
@@ -444,14 +485,10 @@ def test_one_h200_holds_flash_with_some_experts_in_host_memory() -> None:
     report, split = made.report(), made.spill
     assert split is not None and not made.fits and report["fits"]
     assert 5e9 < split.host_bytes < 25e9 and made.held.total <= made.machine.memory_bytes
-    assert made.held.total + 2 * split.form.num_bytes > made.machine.memory_bytes, (
-        "as many as fit are resident"
-    )
-    assert (
-        made.held.weights + made.held.host
-        == made.memory.weights
-        == report["per_gpu"]["weights"] + split.host_bytes
-    )
+    assert made.held.total + 2 * split.form.num_bytes > made.machine.memory_bytes, "as many as fit"
+    # A slot of each memory is spare.
+    both = made.held.weights + made.held.host - 2 * split.form.num_bytes
+    assert both == made.memory.weights and report["per_gpu"]["weights"] == made.held.weights
     theory = made.tokens_per_second(1)
     assert made.spilled_rate(1) < made.spilled_rate(1, hit_rate=0.985) < made.spilled_rate(1, hit_rate=1.0)
     assert abs(made.spilled_rate(1, hit_rate=1.0) / theory - 1) < 1e-9

@@ -52,7 +52,7 @@ def launch_all(c: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
             act(t, d), act(1, 4, 2 * inner, d), meta(4, 2), act(t, inner), ints(t), meta(t), tiles, 1.0, 0
         )
         experts.down(act(t, inner), act(1, 4, d, inner), meta(4, 1), act(t, d), ints(t), tiles, 0)
-        experts.sum_choices(act(50, 6, d), meta(50, d))
+        experts.sum_choices(act(50, 6, d), meta(50, 6, dtype=torch.long), meta(50, d))
         rows.norm(act(t, d), meta(d), 1e-6)
         out["norm"] = out.pop("_rows_kernel")
         rows.norm_rotate(act(t, heads, width), None, *turns, 1e-6)

@@ -114,7 +114,8 @@ def test_routed(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) 
     weights = rand(tokens, k, seed=9).abs()
     want = experts_ref.routed(x, ids, weights, e.stored, 1.5, "a16")[:, 0]
     got = experts_gpu.routed(*to(x, ids, weights), e.bank, 1.5, "a16")[:, 0]
-    near(got, want, dtype, f"routed {kind}", ulps=4)
+    # In BF16 each choice is rounded: 2^-9 of it, and choices may cancel.
+    near(got, want, dtype, f"routed {kind}", ulps=4, share=k * 2.0**-8)
     if kind == "nvfp4" and not (IS_GPU and dtype == torch.bfloat16):  # tuples are unpacked, a bank is not
         assert torch.equal(experts_gpu.routed(*to(x, ids, weights), e.tuples, 1.5, "a16")[:, 0], got)
     for t in (0, 17) if IS_GPU else (0,):
@@ -130,10 +131,10 @@ def test_shared_expert(activations: str, dtype: torch.dtype) -> None:
     e = Experts("nvfp4", count=1, width=48)
     x, w = (2 * rand(9, 96)).to(dtype), rand(9, seed=1)
     for weights in (None, w):
-        want = experts_ref.ffn(x, e.stored[0], 1.5, activations, weights)[:, 0]
+        want = experts_ref.ffn(x, e.stored[0], 1.5, activations, weights)[:, 0].to(dtype)
         moved = None if weights is None else weights.to(DEVICE)
         one = experts_gpu.ffn(*to(x), e.tuples[0], 1.5, "a16")[:, 0]
-        near(one, experts_ref.ffn(x, e.stored[0], 1.5, "a16")[:, 0], dtype, "no bank", ulps=4)
+        near(one, experts_ref.ffn(x, e.stored[0], 1.5, "a16")[:, 0].to(dtype), dtype, "no bank", ulps=4)
         got = experts_gpu.ffn(*to(x), e.bank, 1.5, activations, moved)[:, 0]
         if activations == "a16":
             near(got, want, dtype, "shared", ulps=4)

@@ -224,10 +224,33 @@ def test_caller_that_does_not_read_loses_its_ticket() -> None:
         assert not engine.forgotten
         ticket.take(Delta("s1", Token(0), ""))
         assert sorted(engine.forgotten) == ["s1", "s2"]
-        for number in range(MAX_BUFFERED_DELTAS):
-            assert await ticket.next() == (0, Delta("s1", Token(number), ""))
+        assert await ticket.next() == [
+            (0, Delta("s1", Token(number), "")) for number in range(MAX_BUFFERED_DELTAS)
+        ]
         with pytest.raises(TooSlow, match="not read in time"):
             await ticket.next()
+
+    asyncio.run(run())
+
+
+def test_a_silent_ticket_can_be_asked_again() -> None:
+    """Patience ends, deltas come, patience again: each in its time, with one alarm at most."""
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        ticket = Ticket(Engine(), ["s1"], READY, loop.time())  # type: ignore[arg-type]
+        ticket.take_start()
+        for number in range(3):
+            began = loop.time()
+            with pytest.raises(TimeoutError):
+                await ticket.next(0.05)
+            assert 0.05 <= loop.time() - began < 1
+            loop.call_later(0.03, ticket.take, Delta("s1", Token(number), ""))
+            assert await ticket.next(10) == [(0, Delta("s1", Token(number), ""))]
+        ticket.take(Delta("s1", Token(9), "", "stop"))
+        assert len(await ticket.next()) == 1 and await ticket.next() == []
+        ticket.close()
+        assert ticket._alarm is None
 
     asyncio.run(run())
 

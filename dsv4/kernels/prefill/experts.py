@@ -96,19 +96,13 @@ def _down_kernel(x, w, factor, y, places, tiles, width, depth, w_part, w_expert,
 
 
 @triton.jit
-def _sum_kernel(y, ids, out, width, K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """out[t] = the sum of y[t*K] .. y[t*K + K-1] by rising expert."""
+def _sum_kernel(y, out, width, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """out[t] = y[t*K] + y[t*K + 1] + ..., in this order, which is the decode step's."""
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = col < width
-    k = tl.arange(0, P)
-    expert = tl.load(ids + token * K + k, mask=k < K, other=2**31 - 1).to(tl.int32)
-    same = expert[:, None] == expert[None, :]
-    is_before = (expert[None, :] < expert[:, None]) | (same & (k[None, :] < k[:, None]))
-    rank = tl.sum(is_before.to(tl.int32), 1)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for place in tl.static_range(K):
-        choice = tl.sum(tl.where(rank == place, k, 0), 0)
+    total = tl.load(y + token * K * width + col, mask=inside, other=0.0).to(tl.float32)
+    for choice in tl.static_range(1, K):
         total += tl.load(y + (token * K + choice) * width + col, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * width + col, total, mask=inside)
 
@@ -163,10 +157,8 @@ def down(
     )
 
 
-def sum_choices(y: Tensor, ids: Tensor, out: Tensor) -> None:
-    """y [T, K, D], of experts ids [T, K] -> out [T, D] float32, summed by rising expert."""
-    tokens, k, width = y.shape
-    assert ids.is_contiguous() and ids.shape == (tokens, k), (ids.shape, y.shape)
-    block = min(1024, triton.next_power_of_2(width))
-    grid = (tokens, triton.cdiv(width, block))
-    _sum_kernel[grid](y, ids, out, width, K=k, P=triton.next_power_of_2(k), BLOCK=block, num_warps=4)
+def sum_choices(y: Tensor, out: Tensor) -> None:
+    """y [T, K, D] -> out [T, D] float32."""
+    block = min(1024, triton.next_power_of_2(y.shape[2]))
+    grid = (y.shape[0], triton.cdiv(y.shape[2], block))
+    _sum_kernel[grid](y, out, y.shape[2], K=y.shape[1], BLOCK=block, num_warps=4)

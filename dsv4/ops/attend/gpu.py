@@ -2,8 +2,6 @@
 softmax in one fixed order of blocks. A block without keys changes no bit, hence padding of `rows` neither.
 Nothing depends on how many entries there can be: a program ends with those that its token sees."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +13,7 @@ from dsv4.quant.formats import KV_BLOCK, Format, QuantTensor
 # Entries are found by the page table here, without a list.
 WANTS_LISTS = False
 # Heads of a program at most, keys of a block, warps, stages; by compute type.
-BLOCK = {torch.bfloat16: (64, 64, 8, 2), torch.float32: (16, 16, 4, 1)}
+BLOCK = {torch.bfloat16: (64, 32, 8, 5), torch.float32: (16, 16, 4, 1)}
 # Up to this size, raw keys and those rows of the pool that a query may see are decoded once per call: the
 # kernel then copies rows instead of decoding them anew for every query. The values are the same.
 DECODED_BYTES = 512 << 20
@@ -176,22 +174,27 @@ def _attend_kernel(q, ring, ring_rest, ring_scales, fresh, fresh_rest, fresh_sca
 
 
 @triton.jit
-def _decode_rows(data, rest, scales, out, row, is_row, to, width, nope, item, row_items, row_scales,  # type: ignore[no-untyped-def]
-                 B: tl.constexpr, W: tl.constexpr):  # fmt: skip
+def _store_rows(data, rest, scales, out, is_row, to, width, nope, item, B: tl.constexpr, W: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Stored rows, each by pointers, as values in rows `to`."""
     act: tl.constexpr = out.dtype.element_ty
-    value = _decoded(data + row * (row_items * item), rest + row * row_items, scales + row * row_scales,
-                     is_row, width, nope, item, act, True, B, W)  # fmt: skip
+    value = _decoded(data, rest, scales, is_row, width, nope, item, act, True, B, W)
     col = tl.arange(0, W)
     tl.store(out + to[:, None] * width + col[None, :], value, mask=is_row[:, None] & (col < width)[None, :])
 
 
-@triton.jit(do_not_specialize=["count", "at"])
-def _decode_kernel(data, rest, scales, out, at, count, width, nope, item, row_items, row_scales,  # type: ignore[no-untyped-def]
-                   B: tl.constexpr, W: tl.constexpr):  # fmt: skip
-    """All rows of a store, to rows `at` and on."""
-    row = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
-    _decode_rows(data, rest, scales, out, row, row < count, at + row, width, nope, item, row_items,
-                 row_scales, B, W)  # fmt: skip
+@triton.jit(do_not_specialize=["ring_rows", "count"])
+def _decode_raw_kernel(ring, ring_rest, ring_scales, fresh, fresh_rest, fresh_scales, out, ring_rows, count,  # type: ignore[no-untyped-def]
+                       width, nope, item, row_items, row_scales, B: tl.constexpr,
+                       W: tl.constexpr):  # fmt: skip
+    """All rows of the ring, then this step's."""
+    to = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+    is_ring = to < ring_rows
+    row = tl.where(is_ring, to, to - ring_rows)
+    row_bytes = row_items * item
+    _store_rows(tl.where(is_ring, ring + row * row_bytes, fresh + row * row_bytes),
+                tl.where(is_ring, ring_rest + row * row_items, fresh_rest + row * row_items),
+                tl.where(is_ring, ring_scales + row * row_scales, fresh_scales + row * row_scales),
+                out, to < count, to, width, nope, item, B, W)  # fmt: skip
 
 
 @triton.jit(
@@ -219,8 +222,9 @@ def _decode_seen_kernel(data, rest, scales, out, at, page_table, slots, position
                 entry = first + tl.arange(0, B)
                 page = tl.load(table + entry // page_entries, mask=entry < count, other=0).to(tl.int64)
                 row = page * page_entries + entry % page_entries
-                _decode_rows(data, rest, scales, out, row, entry < count, at + row, width, nope, item,
-                             row_items, row_scales, B, W)  # fmt: skip
+                _store_rows(data + row * (row_items * item), rest + row * row_items,
+                            scales + row * row_scales, out, entry < count, at + row, width, nope, item,
+                            B, W)  # fmt: skip
             last = tl.min(tl.where(is_last & (token > last), token, tokens), 0)
 
 
@@ -252,13 +256,10 @@ def attend(
     most, keys, warps, stages = BLOCK[dtype]
     half, is_listed = cos.shape[1], rows is not None
     assert pool is None or is_listed or (page_table is not None and ratio and page_entries)
-    stores = [ring, fresh] if pool is None else [ring, fresh, pool]
-    joined = None
-    count = sum(store.shape[0] for store in stores)
-    if ring.format is Format.KV8 and count * width * dtype.itemsize <= DECODED_BYTES:
-        where = None if page_table is None else (page_table, slots, positions, ratio, page_entries)
-        joined = decoded(stores, dtype, where)
-    entries = ring if pool is None else pool
+    entries, joined = ring if pool is None else pool, None
+    kept = ring.shape[0] + (0 if pool is None else pool.shape[0])
+    if ring.format is Format.KV8 and kept * width * dtype.itemsize <= DECODED_BYTES:
+        joined = _joined(ring, fresh, pool, dtype, page_table, slots, positions, ratio, page_entries)
     data = [joined] * 9
     if joined is None:
         data = [tensor for store in (ring, fresh, entries) for tensor in _pointers(store, dtype)]
@@ -279,28 +280,36 @@ def attend(
     return out
 
 
-def decoded(stores: list[QuantTensor], dtype: torch.dtype, seen: tuple[Any, ...] | None) -> Tensor:
-    """Rows of KV8 stores one after the other, in the compute type, which holds them: [rows, D]. Of the third,
-    the pool, only what the tokens of `seen` (page_table, slots, positions, ratio, page_entries) see."""
-    width = stores[0].shape[1]
-    nope = width - stores[0].rope_dim
-    out = torch.empty(sum(s.shape[0] for s in stores), width, dtype=dtype, device=stores[0].data.device)
-    block, at = {"B": 16, "W": max(64, triton.next_power_of_2(width)), "num_warps": 4}, 0
-    for number, store in enumerate(stores):
-        count = store.shape[0]
-        sizes = (width, nope, dtype.itemsize, *_row_sizes(store, dtype))
-        if number == 2 and seen is not None:
-            table, slots, positions, ratio, page_entries = seen
-            _decode_seen_kernel[(min(_PROGRAMS, triton.cdiv(count, 16)),)](
-                *(*_pointers(store, dtype), out, at, table, slots, positions, positions.shape[0], ratio),
-                *(page_entries, table.shape[1], *sizes),
-                **{"T": 512, **block},
-            )
-        elif count:
-            _decode_kernel[(triton.cdiv(count, 16),)](
-                *(*_pointers(store, dtype), out, at, count, *sizes), **block
-            )
-        at += count
+def _joined(
+    ring: QuantTensor,
+    fresh: QuantTensor,
+    pool: QuantTensor | None,
+    dtype: torch.dtype,
+    page_table: Tensor | None,
+    slots: Tensor,
+    positions: Tensor,
+    ratio: int,
+    page_entries: int,
+) -> Tensor:
+    """Rows of KV8 stores one after the other, in the compute type, which holds them: [rows, D]. Of a pool
+    with a page table only what the tokens see."""
+    width, raw = ring.shape[1], ring.shape[0] + fresh.shape[0]
+    count = raw + (0 if pool is None else pool.shape[0])
+    out = torch.empty(count, width, dtype=dtype, device=ring.data.device)
+    sizes = (width, width - ring.rope_dim, dtype.itemsize, *_row_sizes(ring, dtype))
+    block = {"B": 16, "W": max(64, triton.next_power_of_2(width)), "num_warps": 4}
+    both = (*_pointers(ring, dtype), *_pointers(fresh, dtype))
+    _decode_raw_kernel[(triton.cdiv(raw, 16),)](*both, out, ring.shape[0], raw, *sizes, **block)
+    if pool is not None and page_table is None:
+        rows = pool.shape[0]
+        both = (*_pointers(pool, dtype), *_pointers(pool, dtype))
+        _decode_raw_kernel[(triton.cdiv(rows, 16),)](*both, out[raw:], rows, rows, *sizes, **block)
+    elif pool is not None and page_table is not None:
+        _decode_seen_kernel[(min(_PROGRAMS, triton.cdiv(count, 16)),)](
+            *(*_pointers(pool, dtype), out, raw, page_table, slots, positions, positions.shape[0]),
+            *(ratio, page_entries, page_table.shape[1], *sizes),
+            **{"T": 512, **block},
+        )
     return out
 
 

@@ -48,7 +48,8 @@ def routed(
     activations: str,
     parts: int = 1,
 ) -> Tensor:
-    """`experts` may also be a bank: w13 and w2, each the tiles of all experts. One part."""
+    """`experts` may also be a bank: w13 and w2, each the tiles of all experts. Summed by
+    choice, as in decode. One part."""
     tokens, k = ids.shape
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     if not ids.numel():
@@ -56,7 +57,7 @@ def routed(
     y = x.new_empty(tokens * k, x.shape[1])
     if prompts.serves(x, getattr(experts, "w13", None)):
         _sorted(x, y, ids, weights, experts, limit, activations)
-        kernels.sum_choices(y.view(tokens, k, -1), ids.contiguous(), out)
+        kernels.sum_choices(y.view(tokens, k, -1), out)
         return out.unsqueeze(1)
     chosen = ids.flatten()
     order = chosen.argsort(stable=True)
@@ -68,7 +69,7 @@ def routed(
         *(x, y, experts, counts, (order // k).int(), order.int(), weights.flatten()[order]),
         *(limit, activations),
     )
-    kernels.sum_choices(y.view(tokens, k, -1), ids.contiguous(), out)
+    kernels.sum_choices(y.view(tokens, k, -1), out)
     return out.unsqueeze(1)
 
 

@@ -1,5 +1,7 @@
 """y = x Wᵀ for a weight in any format. The contract of every linear backend."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,8 +26,8 @@ def round_input(x: Tensor, activations: str) -> Tensor:
     return nvfp4_round(x) if activations == "a4" else x
 
 
-def prepare(x: Tensor) -> Tensor:
-    """x [T, K] for several linears: a backend may keep beside it what they would each make of it."""
+def prepare(x: Tensor) -> Any:
+    """x [T, K] for several `linear`s, which alone take it: a backend may keep what each makes of it."""
     return x
 
 

@@ -1,0 +1,144 @@
+"""`dsv4 batch`: a file of requests in OpenAI's batch format, answered line by line."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dsv4.cli.options import engine_options
+from dsv4.cli.show import count_bar, model_folder, out, print_json, say
+from dsv4.config import EngineConfig
+from dsv4.errors import ConfigError
+
+EPILOG = """
+[bold]Examples[/]
+
+  dsv4 batch in.jsonl out.jsonl
+
+  dsv4 batch in.jsonl out.jsonl --model ./model --max-batch 32 --json
+
+  dsv4 batch in.jsonl out.jsonl --ray --replicas 4 --gpus-per-replica 1
+
+[bold]A line of the input[/]
+
+  {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": \\[...]}}
+
+Killed at any time, the same command goes on where it was, and the output is the same to the byte.
+"""
+# Nobody waits for a token of a batch, so prompts are read in whole chunks.
+MAX_STALL_MS = 600_000
+
+
+def batch(
+    source: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="requests, one per line")],
+    target: Annotated[Path, typer.Argument(metavar="OUT.jsonl", help="answers, in the same order")],
+    model: Annotated[Path | None, typer.Option(help="model folder; default: the embedded model")] = None,
+    name: Annotated[str, typer.Option("--served-model-name", help="as in the requests' `model`")] = "",
+    parallel: Annotated[int | None, typer.Option(help="requests under way; default: 4 x --max-batch")] = None,
+    thinking: Annotated[bool, typer.Option(help="think first, where a request does not say")] = True,
+    max_thinking: Annotated[int | None, typer.Option(help="tokens a thought may have")] = None,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="over Ray Data, on the cluster RAY_ADDRESS names")
+    ] = False,
+    replicas: Annotated[int, typer.Option(help="with --ray: engines at the same time")] = 1,
+    gpus_per_replica: Annotated[float, typer.Option(help="with --ray: 0 on machines without one")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object at the end")] = False,
+    *,
+    config: EngineConfig,
+) -> None:
+    """Answer a file of requests. Bad lines become lines with an error; the others do not notice.
+
+    Seeds and ids are made from the lines, so a run that was killed and started again gives the same file.
+    """
+    try:
+        from dsv4.serve.batch import Job, Output, read_lines, run
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{error.name} is not installed; a batch needs it: pip install 'dsv4[serve]'"
+        ) from None
+    for label, value in (
+        ("--parallel", parallel),
+        ("--replicas", replicas),
+        ("--max-thinking", max_thinking),
+    ):
+        if value is not None and value < 1:
+            raise ConfigError(f"{label} is {value}, expected 1 or more")
+    total = sum(1 for _ in read_lines(source))
+    if target.exists() and target.samefile(source):
+        raise ConfigError(f"{target} is the input too; name another file for the answers")
+    job = Job(
+        folder=model_folder(model).resolve(),
+        engine=config,
+        name=name,
+        thinking=thinking,
+        max_thinking=max_thinking,
+        created=int(source.stat().st_mtime),
+    )
+    with Output(target) as output:
+        tally = output.resume(read_lines(source), job.fingerprint())
+        if tally.before:
+            say("note", "yellow", f"{tally.before} of {total} lines are there already; going on")
+
+        def rest() -> Iterator[tuple[int, bytes]]:
+            return islice(enumerate(read_lines(source)), tally.before, None)
+
+        with count_bar("answering") as update:
+
+            def take(line: bytes) -> None:
+                output.write(line)
+                tally.count(line)
+                update(tally.done, total)
+
+            def log(line: str) -> None:
+                say("note", "yellow", line)
+
+            many = parallel or 4 * config.max_batch
+            if tally.done == total:
+                pass
+            elif ray:
+                try:
+                    from dsv4.serve.ray_batch import run_on_ray
+                except ModuleNotFoundError as error:
+                    why = f"{error.name} is not installed; --ray needs it: pip install 'dsv4[ray]'"
+                    raise ConfigError(why) from None
+
+                run_on_ray(
+                    job=job,
+                    items=rest(),
+                    parallel=many,
+                    replicas=replicas,
+                    gpus_per_replica=gpus_per_replica,
+                    take=take,
+                )
+            else:
+                asyncio.run(run(job, rest(), many, take, log, lambda done, total: None))
+    _show(tally, total, source, target, json)
+
+
+def _show(tally: Any, total: int, source: Path, target: Path, json: bool) -> None:
+    seconds = time.monotonic() - tally.began
+    found = {
+        "input": str(source),
+        "output": str(target),
+        "lines": total,
+        "answered_before": tally.before,
+        "failed": tally.failed,
+        "prompt_tokens": tally.prompt_tokens,
+        "completion_tokens": tally.completion_tokens,
+        "seconds": round(seconds, 2),
+    }
+    if json:
+        print_json(found)
+    else:
+        out.print(
+            f"{total} lines, {tally.failed} of them with an error; {tally.prompt_tokens:,} tokens in prompts "
+            f"and {tally.completion_tokens:,} generated; {seconds:.1f} s"
+        )
+
+
+def register(app: typer.Typer) -> None:
+    app.command(epilog=EPILOG)(engine_options(batch, max_stall_ms=MAX_STALL_MS))

@@ -1,0 +1,154 @@
+"""`dsv4 batch`: the server's answers without a server, the same bytes however often it was killed."""
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from batch_support import finish, kill_at, lines_of, requests
+from serve_support import Server
+
+from dsv4.config import EngineConfig
+from dsv4.errors import ConfigError
+from dsv4.models import EMBEDDED
+from dsv4.serve.batch import Answerer, Job, Output, answering, in_order, read_lines, run
+
+COUNT = 30
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("batch") / "in.jsonl"
+    path.write_text("\n\n".join(requests(COUNT)))  # blank lines ask for nothing, and the last line has no end
+    return path
+
+
+def job_of(source: Path, **options: object) -> Job:
+    engine = EngineConfig(max_context=1024, max_batch=4, max_stall_ms=600_000)
+    return Job(EMBEDDED, engine, created=int(source.stat().st_mtime), **options)  # type: ignore[arg-type]
+
+
+def answers(source: Path) -> bytes:
+    made: list[bytes] = []
+    asyncio.run(
+        run(job_of(source), enumerate(read_lines(source)), 8, made.append, print, lambda done, total: None)
+    )
+    return b"".join(made)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(source: Path) -> bytes:
+    return answers(source)
+
+
+def test_every_line_is_answered_in_order(undisturbed: bytes, source: Path) -> None:
+    found = [json.loads(line) for line in undisturbed.splitlines()]
+    asked = list(read_lines(source))
+    assert len(found) == len(asked) == COUNT
+    for number, (line, one) in enumerate(zip(asked, found, strict=True)):
+        assert set(one) == {"id", "custom_id", "response", "error"} and one["id"].startswith("batch_req_")
+        if number == 7:
+            assert one["custom_id"] is None and one["response"] is None, "the line is no JSON"
+            assert "not valid JSON" in one["error"]["message"]
+            continue
+        assert one["custom_id"] == json.loads(line)["custom_id"]
+        if number == 17:
+            assert one["response"] is None and "/v1/nothing" in one["error"]["message"]
+        elif number == 27:
+            assert one["error"] is None and one["response"]["status_code"] == 400
+            assert "messages" in one["response"]["body"]["error"]["message"]
+        else:
+            assert one["response"]["status_code"] == 200, one
+            assert one["response"]["request_id"].removeprefix("req_") in one["response"]["body"]["id"]
+    call = found[3]["response"]["body"]["choices"][0]["message"]["tool_calls"][0]
+    assert call["function"]["name"] == "add"
+    assert len(found[1]["response"]["body"]["choices"]) == 2
+    assert len({one["id"] for one in found}) == COUNT
+
+
+def test_killed_and_resumed_it_is_the_same_file(undisturbed: bytes, source: Path, tmp_path: Path) -> None:
+    """In another process, with another batch size, and with a last line that was cut in the middle."""
+    target = tmp_path / "out.jsonl"
+    kill_at(9, source, target)
+    assert undisturbed.startswith(target.read_bytes()[: target.read_bytes().rfind(b"\n") + 1])
+    kept = lines_of(target)
+    with target.open("ab") as file:
+        file.write(b'{"id":"batch_req_')
+    summary = finish(source, target, "--max-batch", 2, "--parallel", 3)
+    assert target.read_bytes() == undisturbed
+    assert summary["answered_before"] == kept and summary["lines"] == COUNT and summary["failed"] == 3
+    assert finish(source, target)["answered_before"] == COUNT, "and there is nothing left to do"
+    assert target.read_bytes() == undisturbed
+
+
+@pytest.mark.slow
+def test_engine_that_dies_changes_nothing(undisturbed: bytes, source: Path) -> None:
+    made: list[bytes] = []
+
+    async def go() -> None:
+        async with answering(job_of(source), print, lambda done, total: None) as answerer:
+            assert isinstance(answerer, Answerer)
+            async for line in in_order(enumerate(read_lines(source)), answerer.answer, 6):
+                made.append(line)
+                if len(made) == 5:
+                    assert answerer.engine._life is not None
+                    os.kill(answerer.engine._life.process.pid, signal.SIGKILL)
+            assert answerer.engine.num_restarts == 1
+
+    asyncio.run(go())
+    assert b"".join(made) == undisturbed
+
+
+def test_bodies_are_those_of_the_server(undisturbed: bytes, source: Path, tmp_path: Path) -> None:
+    """Where the answer depends on the body alone: everything but ids, times and what was cached."""
+    with Server(tmp_path) as server:
+        for line, made in zip(read_lines(source), undisturbed.splitlines(), strict=True):
+            answer = json.loads(made)["response"]
+            asked = json.loads(line) if answer else {"body": {}}
+            if asked["body"].get("temperature") != 0 and (answer is None or answer["status_code"] == 200):
+                continue
+            status, body, _ = server.post(asked["url"], asked["body"])
+            assert status == answer["status_code"]
+            assert body.get("choices") == answer["body"].get("choices")
+            assert body.get("error") == answer["body"].get("error")
+
+
+def test_output_of_something_else_is_not_touched(undisturbed: bytes, source: Path, tmp_path: Path) -> None:
+    target, lines = tmp_path / "out.jsonl", undisturbed.splitlines(keepends=True)
+    wanted = job_of(source).fingerprint()
+    for content in (b"hello\n", lines[1], undisturbed + lines[0]):
+        target.write_bytes(content)
+        with Output(target) as output, pytest.raises(ConfigError, match="is not the answer to that line"):
+            output.resume(read_lines(source), wanted)
+        assert target.read_bytes() == content
+    target.write_bytes(lines[0])
+    with Output(target) as output:
+        other = job_of(source, thinking=False).fingerprint()
+        with pytest.raises(ConfigError, match="these settings"):
+            output.resume(read_lines(source), other)
+        with pytest.raises(ConfigError, match="another run"):
+            Output(target)
+
+
+def test_a_slow_line_holds_back_a_bounded_number() -> None:
+    async def go() -> None:
+        begun: list[int] = []
+        gate = asyncio.Event()
+
+        async def answer(number: int, line: bytes) -> bytes:
+            begun.append(number)
+            if number == 0:
+                await gate.wait()
+            return b"%d" % number
+
+        made = in_order(((at, b"") for at in range(1000)), answer, 4)
+        first = asyncio.ensure_future(anext(made))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert len(begun) == 32 and not first.done()
+        gate.set()
+        assert [await first, *[line async for line in made]] == [b"%d" % at for at in range(1000)]
+
+    asyncio.run(go())
