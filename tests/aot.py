@@ -1,4 +1,4 @@
-"""Compiles for sm_90, without a GPU, the kernels that launchers would launch for given (meta) tensors."""
+"""Compiles, without a GPU, the kernels that launchers would launch for given (meta) tensors."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,22 +7,30 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from dsv4.kernels.common import architectures
+from tests.support.cubin import resources
+
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 
 @contextmanager
-def compiling(then: Callable[[str, Any], None]) -> Iterator[None]:
-    """Inside, a launch compiles the kernel and calls `then` with its name and what came out."""
+def compiling(then: Callable[[str, Any], None], capability: int = 90) -> Iterator[None]:
+    """Inside, a launch compiles the kernel and calls `then` with its name and what came out, for a GPU of
+    that compute capability, with the tiles chosen there."""
     kind = triton.runtime.jit.JITFunction
-    before = kind.run
-    kind.run = lambda self, *args, **kwargs: then(self.fn.__name__, compile_launch(self, args, kwargs))
+    before = kind.run, architectures.capability
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> None:
+        then(self.fn.__name__, compile_launch(self, args, kwargs, capability))
+
+    kind.run, architectures.capability = run, lambda device: capability
     try:
         yield
     finally:
-        kind.run = before
+        kind.run, architectures.capability = before
 
 
-def compile_launch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def compile_launch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capability: int = 90) -> Any:
     """The kernel for these arguments, specialised as a launch would: on multiples of 16 and on ones."""
     names = [p.name for p in function.params]
     given = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
@@ -43,5 +51,14 @@ def compile_launch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         if is_even:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = triton.compiler.ASTSource(function, signature, constants, attributes)
-    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+    target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
     return triton.compile(source, target=target, options=options)
+
+
+def check_fits(name: str, made: Any, capability: int) -> None:
+    """A block of the compiled kernel against what that GPU gives one."""
+    found = resources(made.asm["cubin"], made.metadata.name)
+    threads = 32 * made.metadata.num_warps
+    assert made.metadata.shared <= architectures.ARCHITECTURES[capability].block_shared, (name, found)
+    # Registers are given out in eights.
+    assert -(-found.registers // 8) * 8 * threads <= architectures.REGISTERS, (name, found)

@@ -41,6 +41,10 @@ def info(
         "threads": torch.get_num_threads(),
         "ops": ops,
     }
+    if chosen.kind == "cuda":
+        from dsv4.kernels.common.architectures import capability, standing
+
+        facts["kernels"] = standing(capability(torch.device(chosen.torch_name)))
     exact = None
     if chosen.kind == "cpu":
         from dsv4.config import ModelConfig
@@ -59,6 +63,8 @@ def info(
     out.print(f"dsv4 {__version__}, Python {facts['python']}, torch {facts['torch']}")
     out.print(f"device   {chosen.torch_name} ({chosen.name}): {chosen.why}")
     out.print(f"memory   {size(chosen.memory_bytes)} free, {facts['threads']} threads")
+    if "kernels" in facts:
+        out.print(f"kernels  {facts['kernels']}")
     out.print("ops")
     for op, backend in ops.items():
         slow = (

@@ -47,7 +47,12 @@ class Memory:
 
 
 def gpu_memory(
-    weights: int, layout: CacheLayout, dtype: torch.dtype, graph_rows: Sequence[int], chunk: int
+    weights: int,
+    layout: CacheLayout,
+    dtype: torch.dtype,
+    graph_rows: Sequence[int],
+    chunk: int,
+    activations: str = "a16",
 ) -> Memory:
     """`weights`: their bytes in tiles. `graph_rows`: of every decode step that is recorded. `chunk`: prompt
     tokens of a step, 0 where no prompt is read."""
@@ -59,7 +64,7 @@ def gpu_memory(
         snapshots=layout.max_snapshots * layout.snapshot_bytes(),
         tables=table_bytes(c, layout.max_context, layout.num_slots),
         copies=_copied_bytes(c, layout.num_mtp_layers),
-        buffers=buffer_bytes(c, layout.max_context, dtype, sum(graph_rows)),
+        buffers=buffer_bytes(c, layout.max_context, dtype, sum(graph_rows), activations),
         workspace=prompt_bytes(c, min(chunk, layout.max_context)) if chunk else 0,
         reserved=RESERVED + (recorded_bytes(layout, dtype, chunk) if chunk and graph_rows else 0),
     )

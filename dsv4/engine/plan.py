@@ -6,7 +6,8 @@ drive one device or several. A sequence is named by its number, which is never u
 
 import json
 from dataclasses import dataclass, fields
-from typing import Any, get_args, get_type_hints
+from functools import cache
+from typing import Any, get_args, get_origin, get_type_hints
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class Plan:
         return self.prefill + self.decode
 
     def to_bytes(self) -> bytes:
-        return json.dumps(_plain(self), separators=(",", ":")).encode()
+        return json.dumps(self, separators=(",", ":"), default=_values).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Plan":
@@ -130,23 +131,36 @@ class Plan:
         return made
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    if hasattr(value, "__dataclass_fields__"):
-        return [_plain(getattr(value, field.name)) for field in fields(value)]
-    return value
+def _values(part: Any) -> list[Any]:
+    kind: Any = type(part)
+    return [getattr(part, name) for name, _ in _fields(kind)]
+
+
+@cache
+def _fields(kind: Any) -> tuple[tuple[str, Any], ...]:
+    """Names and annotated types; a plan is read in every step of every rank, and typing is slow."""
+    hints = get_type_hints(kind)
+    return tuple((field.name, hints[field.name]) for field in fields(kind))
+
+
+@cache
+def _item_of(kind: Any) -> Any:
+    """The item of a tuple[item, ...]; None for all else."""
+    arguments = get_args(kind)
+    return arguments[0] if get_origin(kind) is tuple else None
 
 
 def _typed(kind: Any, value: Any) -> Any:
-    """The inverse of `_plain` for a value of that annotated type."""
+    """A value of that annotated type from what JSON made of it; nothing else passes."""
+    if type(value) is kind or (kind is float and type(value) is int):
+        return value
     if kind == Sampling | None:
         return None if value is None else _typed(Sampling, value)
-    if hasattr(kind, "__dataclass_fields__"):
-        hints = get_type_hints(kind)
-        names = [field.name for field in fields(kind)]
-        return kind(**{name: _typed(hints[name], item) for name, item in zip(names, value, strict=True)})
-    if arguments := get_args(kind):  # tuple[item, ...]
-        return tuple(_typed(arguments[0], item) for item in value)
-    assert type(value) is kind or (kind is float and type(value) is int), (kind, value)
-    return value
+    item = _item_of(kind)
+    if item is None:
+        parts = zip(_fields(kind), value, strict=True)
+        return kind(*[one if type(one) is hint else _typed(hint, one) for (_, hint), one in parts])
+    if item is int:
+        assert {*map(type, value)} <= {int}, (kind, value)
+        return tuple(value)
+    return tuple([_typed(item, one) for one in value])

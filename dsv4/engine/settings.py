@@ -11,6 +11,7 @@ from dsv4.device import OLDEST, Device, available_memory, too_old
 from dsv4.engine.memory import gpu_memory, table_bytes
 from dsv4.engine.spill import Split, check_host, find_split
 from dsv4.errors import ConfigError, DeviceError
+from dsv4.kernels.common.architectures import capability, standing
 from dsv4.kernels.common.build import architecture, compile_all
 from dsv4.model.buffers import graph_rows
 from dsv4.ops import IMPLEMENTATIONS, Ops
@@ -153,6 +154,7 @@ def check_memory(settings: Settings, config: EngineConfig, checkpoint: Checkpoin
             dtype=settings.dtype,
             graph_rows=graph_rows(config.max_batch),
             chunk=settings.chunk,
+            activations=config.activations,
         )
         weights, beside = need.weights, need.beside_weights - layout.store_bytes()
         split = _split(config, checkpoint, free - need.total)
@@ -206,8 +208,10 @@ def _check_gpu(device: Device, model: ModelConfig, max_context: int) -> None:
     from dsv4.kernels.common.ahead import check_triton
 
     check_triton()
-    check_sizes(model, max_context)
-    compile_all(architecture(torch.device(device.torch_name)))
+    gpu = torch.device(device.torch_name)
+    standing(capability(gpu))
+    check_sizes(model, max_context, capability(gpu))
+    compile_all(architecture(gpu))
 
 
 def _check_rounding(config: EngineConfig, c: ModelConfig, ranks: int) -> None:
@@ -228,8 +232,6 @@ def _why_reference(config: EngineConfig, cache: str) -> str | None:
     """What the GPU kernels do not serve, if anything."""
     if config.ops:
         return "a choice of ops"
-    if config.activations != "a16":
-        return f"activations {config.activations}"
     if config.qat == "off":
         return "qat off"
     return f"cache {cache}" if cache != "fp8" else None

@@ -13,18 +13,19 @@ _K_STEP = 4  # a weight's columns come in fours
 _ALIGNED = 8  # values from which a product may read its input: 16 bytes of BF16
 
 
-def check_sizes(c: ModelConfig, max_context: int = 0) -> None:
-    """`max_context`: tokens of a sequence that the cache is made for."""
-    if found := problems(c, max_context):
+def check_sizes(c: ModelConfig, max_context: int = 0, capability: int = 90) -> None:
+    """`max_context`: tokens of a sequence that the cache is made for. `capability`: of the GPU, as 90."""
+    if found := problems(c, max_context, capability):
         raise ConfigError(f"the GPU kernels cannot run a model of {'; '.join(found)}; use --device cpu")
 
 
-def problems(c: ModelConfig, max_context: int = 0) -> list[str]:
+def problems(c: ModelConfig, max_context: int = 0, capability: int = 90) -> list[str]:
     """Each size that is wrong: its name, its value and what was expected."""
     group, depth = c.heads_per_group * c.head_dim, matvec.MAX_DEPTH
     output, deepest = c.o_groups * c.o_rank, matvec.MAX_SEGMENTS * matvec.MAX_SLICES * matvec.SLICE
     key_least = max(index.MIN_CHANNELS, c.rope_dim)
     entries = max((max_context // layer.ratio for layer in c.layers if layer.kind == "csa"), default=0)
+    most_entries = choose.max_entries(capability)
     most_chosen = min(choose.MAX_PAIRS // ROWS[-1], choose.MAX_CHOICES)
     wrong = [
         (c.num_streams != mhc.STREAMS, f"{c.num_streams} streams, expected {mhc.STREAMS}"),
@@ -72,9 +73,9 @@ def problems(c: ModelConfig, max_context: int = 0) -> list[str]:
             f"a vocabulary of {c.vocab_size}, expected at most {sample.MAX_VOCAB}",
         ),
         (
-            entries > choose.MAX_ENTRIES,
+            entries > most_entries,
             f"{entries} compressed entries to select from (max_context {max_context}), expected at most "
-            f"{choose.MAX_ENTRIES}",
+            f"{most_entries}",
         ),
     ]
     return [text for is_wrong, text in wrong if is_wrong]

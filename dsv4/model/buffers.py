@@ -1,5 +1,7 @@
 """What a decode step writes, for a fixed number of rows; and how much memory that is. Without Triton."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,13 @@ class Buffers:
     """Everything a step of `rows` rows writes, shared by all layers."""
 
     def __init__(
-        self, c: ModelConfig, rows: int, max_context: int, dtype: torch.dtype, device: str | torch.device
+        self,
+        c: ModelConfig,
+        rows: int,
+        max_context: int,
+        dtype: torch.dtype,
+        device: str | torch.device,
+        activations: str = "a16",
     ) -> None:
         capacity = max_context
 
@@ -36,6 +44,10 @@ class Buffers:
         self.mask = torch.zeros(rows, -(-c.vocab_size // 32), dtype=torch.int32, device=device)
         self.out = torch.zeros(rows, sample.RESULT, dtype=torch.int32, device=device)
         self.streams, self.x = act(rows, n, d), act(rows, d)
+        # x and q_low as quantised products see them.
+        rounds = activations != "a16"
+        self.x_in = act(rows, d) if rounds else None
+        self.q_in = act(rows, c.q_rank) if rounds else None
         self.partial = wide(rows, mix_chunks(d), MIX_WIDTH)
         self.gate, self.comb = wide(rows, n), wide(rows, n, n)
         self.q_raw, self.q_low, self.kv = act(rows, c.q_rank), act(rows, c.q_rank), act(rows, c.head_dim)
@@ -57,8 +69,11 @@ class Buffers:
         self.gate_logits = wide(rows, c.num_experts)
         self.chosen = torch.zeros(rows, c.experts_per_token, dtype=torch.int32, device=device)
         self.tasks = Tasks.empty(rows, c.experts_per_token, device)
-        self.hidden = act(rows * c.experts_per_token, c.expert_width)
-        self.shared_hidden = act(rows, c.expert_width)
+        # Of a token's choices, then of the shared expert: side by side, to be rounded in one launch.
+        pairs, step = rows * c.experts_per_token, 8 // math.gcd(8, c.expert_width)
+        shared_at = -(-pairs // step) * step  # a product's input is aligned to 16 bytes
+        self.all_hidden = act(shared_at + rows, c.expert_width)
+        self.hidden, self.shared_hidden = self.all_hidden[:pairs], self.all_hidden[shared_at:]
         self.moe = act(rows, c.experts_per_token + 1, d)
         self.logits = wide(rows, c.vocab_size)
         # What each row of a launch may have to keep between two passes over the K columns of its weights.
@@ -85,8 +100,11 @@ def graph_rows(max_batch: int) -> list[int]:
     return [*(rows for rows in ROWS if rows < max_batch), *enough[:1]]
 
 
-def buffer_bytes(c: ModelConfig, max_context: int, dtype: torch.dtype, rows: int) -> int:
+def buffer_bytes(
+    c: ModelConfig, max_context: int, dtype: torch.dtype, rows: int, activations: str = "a16"
+) -> int:
     """What `Buffers` allocates: each row as much as the next."""
-    held = tensors_of(list(vars(Buffers(c, 1, max_context, dtype, "meta")).values()))
+    one = Buffers(c=c, rows=1, max_context=max_context, dtype=dtype, device="meta", activations=activations)
+    held = tensors_of(list(vars(one).values()))
     of_memory = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held}
     return rows * sum(of_memory.values())

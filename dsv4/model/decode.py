@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dsv4.cache.store import Cache, LayerCache, Tail
 from dsv4.config import LayerSpec
+from dsv4.kernels.common import quantize
 from dsv4.kernels.common.overlap import Launch, Launcher, Names, check, tensors_of
 from dsv4.kernels.common.places import Placement
 from dsv4.kernels.decode import attend, choose, index, mhc, sample
@@ -71,6 +72,7 @@ class Decoder:
             max_context=cache.layout.max_context,
             dtype=self.dtype,
             device=cache.page_table.device,
+            activations=b.numerics.activations,
         )
         self.overlap = overlap
         self.launches: list[Launch] = []
@@ -124,6 +126,18 @@ class Decoder:
         )
         self.launches.append(self.names.launch(name, planned.launch, planned.touches))
 
+    def _input(self, weight: str, plain: Tensor, rounded: Tensor | None) -> Tensor:
+        """What the product with this weight reads, of an input that is kept in both forms."""
+        if self.b.activations_of(weight) == "a16":
+            return plain
+        assert rounded is not None
+        return rounded
+
+    def _round(self, x: Tensor) -> None:
+        """In place: all products that read x are quantised."""
+        activations = self.b.numerics.activations
+        self._add("round", quantize.round_values, x=x, out=x, activations=activations)
+
     def _site(self, name: str, norm: str, y: Tensor | None) -> Mixing | None:
         """The last site's output goes into the streams; they give the next input, normalised.
 
@@ -155,6 +169,8 @@ class Decoder:
             comb=comb,
             norm_eps=c.norm_eps,
             hc_eps=c.hc_eps,
+            x_in=f.x_in if gate is not None else None,  # the head's input is never rounded
+            activations=b.numerics.activations if gate is not None else "a16",
         )
         return Mixing(f.comb, c.sinkhorn_iters, c.hc_eps) if gate is not None else None
 
@@ -162,10 +178,9 @@ class Decoder:
         self, name: str, spec: LayerSpec, layer: LayerCache, rope: Rope, mixing: Mixing | None
     ) -> None:
         b, f, c, cache = self.b, self.buffers, self.config, self.cache
-        x = f.x
         products = [
-            Product(b.tiled(f"{name}.wq_a"), x, f.q_raw),
-            Product(b.tiled(f"{name}.wkv"), x, f.kv),
+            Product(b.tiled(weight), self._input(weight, f.x, f.x_in), y)
+            for weight, y in ((f"{name}.wq_a", f.q_raw), (f"{name}.wkv", f.kv))
         ]
         entry_pool = key_pool = None
         if layer.entries is not None and layer.tail is not None:
@@ -188,7 +203,7 @@ class Decoder:
             )
         selects = spec.kind == "csa" and f.selects
         if selects:
-            products.append(Product(b.tiled(f"{name}.indexer.weights_proj"), x, f.index_weights))
+            products.append(Product(b.tiled(f"{name}.indexer.weights_proj"), f.x, f.index_weights))
         self._product("projections", products, paced=True)
         self._add(
             "prepare",
@@ -210,10 +225,11 @@ class Decoder:
             ratio=spec.ratio,
             entries=entry_pool,
             keys=key_pool,
+            q_in=f.q_in,
+            activations=b.numerics.activations,
         )
-        products = [Product(b.tiled(f"{name}.wq_b"), f.q_low, f.q)]
-        if selects:
-            products.append(Product(b.tiled(f"{name}.indexer.wq_b"), f.q_low, f.iq))
+        wanted = [(f"{name}.wq_b", f.q)] + [(f"{name}.indexer.wq_b", f.iq)] * selects
+        products = [Product(b.tiled(w), self._input(w, f.q_low, f.q_in), y) for w, y in wanted]
         wo_a, wo_b = b.tiled(f"{name}.wo_a"), b.tiled(f"{name}.wo_b")
         self._product("queries up", products, mixing=mixing, paced=True)
         self._add(
@@ -244,6 +260,8 @@ class Decoder:
             ],
             paced=True,
         )
+        if b.activations_of(f"{name}.wo_b") != "a16":
+            self._round(f.u)
         y, parts = f.y.transpose(0, 1), f.y.shape[1]
         out = Product(wo_b, f.u, y if parts > 1 else y[0], y_stride=parts * c.hidden_size, splits=parts)
         # wo_b cannot be resident beside wo_a (shared memory): fetched early, its weights would only delay x.
@@ -343,11 +361,13 @@ class Decoder:
         b, f, c = self.b, self.buffers, self.config
         bank, shared = b.bank(f"{name}.experts"), b.bank(f"{name}.shared_experts")
         assert bank is not None and shared is not None
+        # Experts of a layer are stored alike (moe.py).
+        routed_w1, shared_w1 = f"{name}.experts.0.w1", f"{name}.shared_experts.w1"
         self._product(
             "gate, shared up",
             [
                 Product(b.tiled(f"{name}.gate"), f.x, f.gate_logits),
-                Product(shared.w13, f.x, f.shared_hidden),
+                Product(shared.w13, self._input(shared_w1, f.x, f.x_in), f.shared_hidden),
             ],
             triggers_late=True,  # "experts up" reads its input early
             paced=True,
@@ -366,7 +386,11 @@ class Decoder:
             positions=f.positions,
             counts=counts,
         )
-        self._product("experts up", [Product(bank.w13, f.x, f.hidden, "up")], f.tasks, mixing=mixing)
+        x = self._input(routed_w1, f.x, f.x_in)
+        self._product("experts up", [Product(bank.w13, x, f.hidden, "up")], f.tasks, mixing=mixing)
+        rounds = [b.activations_of(weight) != "a16" for weight in (routed_w1, shared_w1)]
+        if any(rounds):
+            self._round(f.all_hidden if all(rounds) else f.hidden if rounds[0] else f.shared_hidden)
         last = f.moe[:, c.experts_per_token :]
         self._product(
             "experts down",

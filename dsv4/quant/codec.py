@@ -133,10 +133,15 @@ def nvfp4_rows(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
     return codes.flatten(-2)[..., : x.shape[-1]], scale
 
 
+def nvfp4_global(x: Tensor) -> Tensor:
+    """[..., K] -> [..., 1], each row's amax / (6*448); 1 for zeros, for what that makes zero, and for NaN."""
+    share = _finite(x.float()).abs().amax(-1, keepdim=True) / NV_RANGE
+    return torch.where(share > 0, share, torch.ones_like(share))
+
+
 def nvfp4_round(x: Tensor) -> Tensor:
-    """Run-time NVFP4 of activations: the global scale is each row's amax / (6*448), 1 for a row of zeros."""
-    amax = _finite(x.float()).abs().amax(-1, keepdim=True)
-    global_scale = torch.where(amax > 0, amax / NV_RANGE, torch.ones_like(amax))
+    """Quantise and dequantise as activations are at run time: each row has a global scale of its own."""
+    global_scale = nvfp4_global(x)
     codes, scale = nvfp4_rows(x, global_scale)
     values = _blocks(e2m1_decode(codes), NV_BLOCK) * (e4m3_decode(scale) * global_scale).unsqueeze(-1)
     return values.flatten(-2)[..., : x.shape[-1]].to(x.dtype)

@@ -19,7 +19,7 @@ from dsv4.lab.init import STYLES
 from dsv4.lab.score import score_ids, score_text
 from dsv4.ops import IMPLEMENTATIONS
 
-COMMANDS = ("generate", "chat", "score", "eval", "inspect", "info", "init")
+COMMANDS = ("generate", "chat", "batch", "score", "eval", "inspect", "info", "init")
 
 
 @pytest.fixture(scope="module")

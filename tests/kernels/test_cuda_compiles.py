@@ -3,10 +3,9 @@ kernel is what the kernel takes."""
 
 import ctypes
 import re
-import struct
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +15,12 @@ import torch
 from torch import Tensor
 
 from dsv4.errors import DeviceError
-from dsv4.kernels.common import build, ceiling, driver, tiles
+from dsv4.kernels.common import architectures, build, ceiling, driver, tiles
 from dsv4.kernels.decode import choose, matvec, sample
 from dsv4.kernels.decode.matvec import MatVec, Product, Tasks
 from dsv4.kernels.prefill import product
 from dsv4.quant.formats import Format
+from tests.support.cubin import parameter_sizes
 
 COMPILERS = {"NVRTC": build._nvrtc(), "nvcc": build._nvcc()}
 needs_compiler = pytest.mark.skipif(not any(COMPILERS.values()), reason="neither NVRTC nor nvcc was found")
@@ -115,33 +115,6 @@ def test_mangled_names(kernel: str, want: str) -> None:
     assert build.find(kernel, ["_Z1fIfEvv", "_Z2ab", "_Z1h", f"{want}vPKf"]) == f"{want}vPKf"
 
 
-def parameter_sizes(cubin: bytes, symbol: str) -> list[int]:
-    """Bytes of each parameter, from what the compiler tells the driver of a kernel."""
-    at, count, names = (
-        struct.unpack_from("<Q", cubin, 0x28)[0],
-        struct.unpack_from("<H", cubin, 0x3C)[0],
-        struct.unpack_from("<H", cubin, 0x3E)[0],
-    )
-    headers = [struct.unpack_from("<IIQQQQIIQQ", cubin, at + 64 * i) for i in range(count)]
-    strings = cubin[headers[names][4] :]
-    sizes: dict[int, int] = {}
-    for header in headers:
-        if strings[header[0] : strings.index(b"\0", header[0])].decode() != f".nv.info.{symbol}":
-            continue
-        info = cubin[header[4] : header[4] + header[5]]
-        place = 0
-        while place < len(info):
-            form, attribute, size = struct.unpack_from("<BBH", info, place)
-            place += 4
-            if form != 4:
-                continue
-            if attribute == 0x17:  # index, ordinal, offset, then the size above other bits
-                _, ordinal, _, rest = struct.unpack_from("<IHHI", info, place)
-                sizes[ordinal] = rest >> 18
-            place += size
-    return [sizes[i] for i in range(len(sizes))]
-
-
 def some(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.zeros(*shape, dtype=dtype)
 
@@ -155,7 +128,8 @@ def launch_route() -> None:
 
 
 def launch_select() -> None:
-    for capacity in (1000, 4000, 8000, 20000):
+    most = choose.max_entries(architectures.capability(torch.device("cpu")))
+    for capacity in (1000, 4000, 8000, most):
         longs, table = some(2, dtype=torch.long), some(2, 9, dtype=torch.int32)
         out = some(2, 512, dtype=torch.int32)
         choose.select_rows(some(2, capacity), longs, 4, table, longs, 64, out, mixed=True)
@@ -188,6 +162,7 @@ def launch_products() -> None:
     weight = tiles.empty(Format.NVFP4, (32, 512), 1, 1, "cpu")
     for dtype in (torch.float32, torch.bfloat16):
         matvec.unpack(weight, some(32, 512, dtype=dtype))
+        matvec.unpack_codes(weight, some(32, 256, dtype=torch.uint8), some(32, 32, dtype=torch.uint8))
         for rows in (1, 3):
             x, y = some(rows, 512, dtype=dtype), some(rows, 32, dtype=dtype)
             MatVec([Product(weight, x, y)], rows, blocks=4).launch()
@@ -209,19 +184,29 @@ def launch_read() -> None:
         ceiling.read(some(64), some(1, dtype=torch.int32), flight)
 
 
-@needs_compiler
-@pytest.mark.parametrize(
-    "launch",
-    [launch_route, launch_select, launch_sample, launch_mix, launch_products, launch_prompts, launch_read],
-)
-def test_arguments_are_what_the_kernels_take(
-    launch: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[tuple[str, str, list[int]]] = []
+LAUNCHES = [launch_route, launch_select, launch_sample, launch_mix]
+LAUNCHES += [launch_products, launch_prompts, launch_read]
+
+
+@dataclass(frozen=True)
+class Launch:
+    source: str
+    kernel: str
+    parameters: list[int]  # bytes of each
+    threads: int
+    shared: int
+
+
+def launched(launch: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """What it would launch on a GPU."""
+    seen = []
 
     def kernel(source: str, name: str, device: torch.device) -> Any:
-        def note(device: torch.device, arguments: tuple[Any, ...], *how: Any) -> None:
-            seen.append((source, name, [ctypes.sizeof(driver._value(a)) for a in arguments]))
+        def note(
+            device: torch.device, arguments: tuple[Any, ...], blocks: int, threads: int, shared: int, *_: Any
+        ) -> None:
+            parameters = [ctypes.sizeof(driver._value(argument)) for argument in arguments]
+            seen.append(Launch(source, name, parameters, threads, shared))
 
         return SimpleNamespace(launch=note)
 
@@ -231,6 +216,15 @@ def test_arguments_are_what_the_kernels_take(
     )
     launch()
     assert seen
-    for source, name, sizes in seen:
-        cubin = build.compile_source(source, "90a").read_bytes()
-        assert parameter_sizes(cubin, build.find(name, build.symbols(cubin))) == sizes, (source, name)
+    return seen
+
+
+@needs_compiler
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_arguments_are_what_the_kernels_take(
+    launch: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for found in launched(launch, monkeypatch):
+        cubin = build.compile_source(found.source, "90a").read_bytes()
+        symbol = build.find(found.kernel, build.symbols(cubin))
+        assert parameter_sizes(cubin, symbol) == found.parameters, found

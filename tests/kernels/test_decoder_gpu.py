@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from dsv4.cache.store import Cache
-from dsv4.config import ModelConfig, preset
+from dsv4.config import Activations, ModelConfig, preset
 from dsv4.lab.bench.decode import Wanted, fill
 from dsv4.lab.synthetic import make_weights, with_experts
 from dsv4.model.bundle import Bundle, Numerics
@@ -36,9 +36,10 @@ MANY = replace(
 )
 
 
-def bundle_of(config: ModelConfig, layout: str) -> Bundle:
+def bundle_of(config: ModelConfig, layout: str, activations: Activations = "a16") -> Bundle:
     ops = Ops.choose("cuda", **dict.fromkeys(IMPLEMENTATIONS, "gpu"))
-    return Bundle(config, make_weights(config, layout, "cuda"), ops, Numerics(torch.bfloat16, "a16", True))
+    numerics = Numerics(torch.bfloat16, activations, True)
+    return Bundle(config, make_weights(config, layout, "cuda"), ops, numerics)
 
 
 class Running:
@@ -76,17 +77,21 @@ class Running:
 
 # At these positions entries are selected.
 @pytest.mark.parametrize(
-    ("config", "layout", "position"),
+    ("config", "layout", "position", "activations"),
     [
-        *((TINY, "modelopt", 300), (CUT, "nvfp4", 2500), (CUT, "modelopt", 2500)),
-        *((CUT_PRO, "nvfp4", 4500), (CUT_PRO, "modelopt", 4500)),
-        *((WIDE, "modelopt", 300), (WIDE, "nvfp4", 300), (MANY, "modelopt", 300)),
+        *((TINY, "modelopt", 300, "a16"), (CUT, "nvfp4", 2500, "a16"), (CUT, "modelopt", 2500, "a16")),
+        *((CUT_PRO, "nvfp4", 4500, "a16"), (CUT_PRO, "modelopt", 4500, "a16")),
+        *((WIDE, "modelopt", 300, "a16"), (WIDE, "nvfp4", 300, "a16"), (MANY, "modelopt", 300, "a16")),
+        *((CUT, "nvfp4", 2500, "a4"), (CUT, "modelopt", 2500, "a8"), (CUT_PRO, "nvfp4", 4500, "a4")),
+        *((WIDE, "nvfp4", 300, "a4"), (MANY, "modelopt", 300, "a8")),
     ],
 )
 @pytest.mark.parametrize("rows", [1, 2, 8, 32])
-def test_the_same_bits(config: ModelConfig, layout: str, position: int, rows: int) -> None:
+def test_the_same_bits(
+    config: ModelConfig, layout: str, position: int, activations: Activations, rows: int
+) -> None:
     """140 tokens, in which blocks of every length close, launched without a pause between steps."""
-    bundle, steps, results = bundle_of(config, layout), 140, []
+    bundle, steps, results = bundle_of(config, layout, activations), 140, []
     with torch.inference_mode():
         for overlap, graph in product((True, False), repeat=2):
             run = Running(bundle, rows, position, overlap, graph)
@@ -139,10 +144,11 @@ def _embedding(run: Running, bundle: Bundle, row: int, slot: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("plant", [_ring, _infinite_ring, _entry, _tail, _embedding])
-def test_nan_shows_in_its_row(plant: Plant, rows: int) -> None:
+@pytest.mark.parametrize("activations", ["a16", "a8", "a4"])
+def test_nan_shows_in_its_row(plant: Plant, rows: int, activations: Activations) -> None:
     """In the cache or the input of one row: that row's logits are NaN and its next token is none; the others'
     are what they are without it."""
-    bundle, row = bundle_of(TINY, "modelopt"), rows - 1
+    bundle, row = bundle_of(TINY, "modelopt", activations), rows - 1
     with torch.inference_mode():
         # The block of 128 closes at 255, so that its tail is read and its entry attended to at once.
         clean = Running(bundle, rows, 255, overlap=True, graph=False).step()

@@ -16,9 +16,9 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from dsv4.cache.store import Cache
-from dsv4.config import preset
+from dsv4.config import Activations, preset
 from dsv4.engine.spill import Split, make_placement
-from dsv4.kernels.common import build
+from dsv4.kernels.common import build, quantize
 from dsv4.kernels.common.overlap import Launch, Launcher, check
 from dsv4.kernels.common.places import Form, Placement
 from dsv4.kernels.decode import attend, choose, index, matvec, mhc, prepare, sample
@@ -37,13 +37,18 @@ pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="about sources, not about
 TINY = preset("tiny")  # every layer kind, hash and learned routing, entries that are selected
 
 
-def step(monkeypatch: pytest.MonkeyPatch, rows: int, placement: Placement | None = None) -> Decoder:
+def step(
+    monkeypatch: pytest.MonkeyPatch,
+    rows: int,
+    activations: Activations = "a16",
+    placement: Placement | None = None,
+) -> Decoder:
     """The real list of launches; none can be launched here."""
     sizes = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: sizes)
     ops = Ops.choose("cuda", **dict.fromkeys(IMPLEMENTATIONS, "gpu"))
     weights = make_weights(TINY, "modelopt", "cpu", placement=placement)
-    bundle = Bundle(TINY, weights, ops, Numerics(torch.bfloat16, "a16", True))
+    bundle = Bundle(TINY, weights, ops, Numerics(torch.bfloat16, activations, True))
     layout = Wanted(600, rows).layout(TINY)
     cache = Cache(layout, "cpu", torch.bfloat16)
     counts = torch.zeros(TINY.num_layers, TINY.num_experts, dtype=torch.int32)
@@ -54,15 +59,15 @@ def test_places_are_read_by_products_of_experts_alone(monkeypatch: pytest.Monkey
     """The table may change between two steps: a step that reads it early has been checked with that."""
     names = [f"layers.{layer}.ffn.experts" for layer in range(TINY.num_layers)]
     split = Split(Form(Format.NVFP4, TINY.expert_width, TINY.hidden_size), tuple(names), TINY.num_experts, 9)
-    made = step(monkeypatch, 1, make_placement(split, None, "cpu"))
+    made = step(monkeypatch, 1, placement=make_placement(split, None, "cpu"))
     readers = {launch.name for launch in made.launches if "places" in (*launch.reads, *launch.reads_early)}
     assert readers == {"experts up", "experts down"}
     assert not any("places" in launch.writes for launch in made.launches)
 
 
-@pytest.fixture(params=[1, 4])
+@pytest.fixture(params=[(1, "a16"), (4, "a16"), (1, "a4"), (4, "a4")], ids=lambda p: f"{p[0]}-{p[1]}")
 def decoder(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Decoder:
-    return step(monkeypatch, request.param)
+    return step(monkeypatch, *request.param)
 
 
 def checked(decoder: Decoder, change: Callable[[Launch], Launch]) -> None:
@@ -118,7 +123,7 @@ def test_the_step_is_safe(decoder: Decoder) -> None:
         ("embed", r"prepare .* reads .* before its PDL wait, but (sample|what came before the step)"),
         ("queries", r"(attend|index scores).* reads layers\.\d\.(ring|keys) .* prepare"),
         ("experts up", r"experts down .* reads tasks .* route"),
-        ("gate, shared up", r"experts up .* reads x .* mhc close"),
+        ("gate, shared up", r"experts up .* reads x(_in)? .* mhc close"),
     ],
 )
 def test_each_late_trigger_is_needed(decoder: Decoder, name: str, problem: str) -> None:
@@ -133,7 +138,7 @@ def test_each_late_trigger_is_needed(decoder: Decoder, name: str, problem: str) 
     [
         *(("projections", "x", "mhc close"), ("mhc open", "comb", "experts up|queries up")),
         *(("attend csa", "chosen_rows", "index select"), ("combine", "part_o", "attend")),
-        *(("prepare", "kv", "projections"), ("experts down", "hidden", "experts up")),
+        *(("prepare", "kv", "projections"), ("experts down", "all_hidden", "experts up|round")),
         *(("head", "x", "mhc close"), ("sample", "logits", "head"), ("embed", "inputs", "sample|before")),
     ],
 )
@@ -154,7 +159,7 @@ def test_declarations_are_what_triton_sources_do(decoder: Decoder, monkeypatch: 
     def note(kernel: Any, grid: Any, num_warps: int, overlap: bool, **arguments: Any) -> None:
         seen.append((kernel, arguments))
 
-    for module in (mhc, prepare, index, attend):
+    for module in (mhc, prepare, index, attend, quantize):
         monkeypatch.setattr(module, "launch", note)
     for module in (mhc, choose, matvec, sample):
         monkeypatch.setattr(module, "call", lambda *arguments, **how: None)
@@ -188,7 +193,8 @@ def test_declarations_are_what_triton_sources_do(decoder: Decoder, monkeypatch: 
             *((declared[kind], launch.reads_early), (declared[f"{kind} stores"], launch.writes)),
         ):
             to |= {layer.sub("", buffer) for buffer in buffers}
-    kinds = ("embed", "open", "prepare", "queries", "scores", "attend", "combine")
+    kinds = ["embed", "open", "prepare", "queries", "scores", "attend", "combine"]
+    kinds += ["values"] * (decoder.buffers.x_in is not None)
     assert used.keys() == {f"_{kind}_kernel{part}" for kind in kinds for part in ("", " stores")}
     assert used == declared, "declared in vain"
 
@@ -196,7 +202,7 @@ def test_declarations_are_what_triton_sources_do(decoder: Decoder, monkeypatch: 
 def test_every_tensor_of_a_launcher_is_declared() -> None:
     found = [
         value
-        for module in (mhc, prepare, index, attend, choose, sample)
+        for module in (mhc, prepare, index, attend, choose, sample, quantize)
         for value in vars(module).values()
         if isinstance(value, Launcher)
     ]

@@ -1,4 +1,5 @@
-"""Every kernel of the step compiles for sm_90 without a GPU: bfloat16 at published sizes, float32 tiny."""
+"""Every kernel of the step compiles without a GPU, and fits on each that it is built for: bfloat16 at
+published sizes, float32 tiny."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,14 +12,14 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from dsv4.config import ModelConfig, preset
+from dsv4.kernels.common import quantize
 from dsv4.kernels.decode import attend, index, mhc, prepare
 from dsv4.kernels.decode.matvec import splits
 from dsv4.quant.formats import Format, QuantTensor, empty_rows
-from tests.aot import compiling
+from tests.aot import check_fits, compiling
 
 pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="an interpreted function is not compiled")
 T, SLOTS, ROWS = 1, 2, 256
-MAX_SHARED = 227 * 1024
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -58,6 +59,7 @@ def launch_prepare(c: ModelConfig, act: torch.dtype) -> None:
         prepare.prepare(
             *(q_low, empty(c.q_rank), q_low, kv, empty(c.head_dim), ring, c.window + 8, cos, cos),
             *(numbers(), numbers(), c.norm_eps, table, 256 // max(ratio, 1), ratio, entries, keys),
+            *((None, "a16") if ratio else (q_low, "a4")),
         )
     q = empty(T, c.num_heads, c.head_dim, dtype=act)
     for iq in (None, empty(T, c.index_heads, c.index_dim, dtype=act)):
@@ -87,17 +89,42 @@ def launch_attend(c: ModelConfig, act: torch.dtype) -> None:
     attend.combine(part_o, part_ml, empty(c.num_heads), cos, cos, numbers(), out)
 
 
-@pytest.mark.parametrize("launch", [launch_mhc, launch_prepare, launch_index, launch_attend])
-@pytest.mark.parametrize(
-    ("name", "act"), [("flash", torch.bfloat16), ("pro", torch.bfloat16), ("tiny", torch.float32)]
-)
-def test_compiles(launch: Callable[[ModelConfig, torch.dtype], None], name: str, act: torch.dtype) -> None:
+def launch_quantize(c: ModelConfig, act: torch.dtype) -> None:
+    x, u = empty(T, c.hidden_size, dtype=act), empty(T, c.o_groups * c.o_rank, dtype=act)
+    for activations in ("a8", "a4"):
+        quantize.round_values(u, u, activations)
+    widest = empty(T, quantize.MAX_CHANNELS, dtype=act)
+    quantize.round_values(widest, widest, "a4")
+    quantize.round_values(x, x, "a4", empty(c.hidden_size), c.norm_eps, x)
+    quantize.swiglu_values(empty(T, 2 * c.expert_width, dtype=act), empty(T), c.swiglu_limit, "a4")
+    quantize.pack(x, is_tiled=True)
+    quantize.swiglu_pack(empty(T, 2 * c.expert_width, dtype=act), empty(T), c.swiglu_limit)
+
+
+CASES = [
+    ("flash", torch.bfloat16, 90),
+    ("pro", torch.bfloat16, 90),
+    ("tiny", torch.float32, 90),
+    ("flash", torch.bfloat16, 100),
+    ("flash", torch.bfloat16, 120),
+    pytest.param("pro", torch.bfloat16, 100, marks=pytest.mark.slow),
+    pytest.param("flash", torch.bfloat16, 103, marks=pytest.mark.slow),
+    pytest.param("pro", torch.bfloat16, 120, marks=pytest.mark.slow),
+    pytest.param("flash", torch.bfloat16, 121, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("launch", [launch_mhc, launch_prepare, launch_index, launch_attend, launch_quantize])
+@pytest.mark.parametrize(("name", "act", "capability"), CASES)
+def test_compiles(
+    launch: Callable[[ModelConfig, torch.dtype], None], name: str, act: torch.dtype, capability: int
+) -> None:
     found: list[tuple[str, Any]] = []
-    with compiling(lambda kernel, made: found.append((kernel, made))):
+    with compiling(lambda kernel, made: found.append((kernel, made)), capability):
         launch(preset(name), act)
     assert found
     for kernel, made in found:
-        assert made.asm["cubin"] and made.metadata.shared <= MAX_SHARED, kernel
+        check_fits(kernel, made, capability)
         ptx = made.asm["ptx"]
         # The two products run on tensor cores, and keys are read 16 bytes at a time.
         if kernel == "_scores_kernel" or (kernel == "_attend_kernel" and act is torch.bfloat16):

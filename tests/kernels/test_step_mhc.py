@@ -109,6 +109,39 @@ def test_head(rows: int, d: int, parts: int, dtype: torch.dtype) -> None:
 
 
 @on_gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activations", ["a8", "a4"])
+@pytest.mark.parametrize(("rows", "d", "parts"), WHOLE)
+def test_input_of_quantised_products(
+    rows: int, d: int, parts: int, activations: str, dtype: torch.dtype
+) -> None:
+    """x is what it is without; beside it lies x as the reference rounds it, bit for bit."""
+    streams, weight = rand(rows, N, d, seed=3, dtype=dtype), 30 * rand(d, seed=4)
+    streams[0, 0, 1] = 3e4
+    fn, base, scale = site(d, M)
+    held, partial = there(streams), blank(rows, mhc.num_chunks(d), mhc.WIDTH)
+    mhc.mix_open(None, None, None, held, there(fn), partial)
+    want, _, _ = close(partial, base, scale, held, weight)
+    x, x_in = blank(rows, d, dtype=dtype), blank(rows, d, dtype=dtype)
+    mhc.mix_close(
+        partial=partial,
+        base=there(base),
+        scale=there(scale),
+        streams=held,
+        weight=there(weight),
+        x=x,
+        gate=blank(rows, N),
+        comb=blank(rows, N, N),
+        norm_eps=EPS,
+        hc_eps=HC_EPS,
+        x_in=x_in,
+        activations=activations,
+    )
+    assert torch.equal(x, want)
+    assert torch.equal(x_in.cpu(), linear.round_input(x.cpu(), activations))
+
+
+@on_gpu
 def test_extreme_logits() -> None:
     """Sinkhorn of a matrix far from even, and shares at both ends."""
     streams, weight = rand(2, N, 64, seed=3), rand(64, seed=4)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dsv4.ops.compress import ref as compress
 from dsv4.ops.index import ref as index
+from dsv4.ops.linear.ref import round_input
 from dsv4.ops.norm.ref import rms_norm
 from dsv4.ops.qkv import ref as qkv
 from dsv4.quant.formats import Format, QuantTensor, empty_rows
@@ -101,15 +102,17 @@ def test_prepare(
     if di:
         keys = pooling(rows, di, ratio, m, noise(empty_rows(Format.MXFP4, PAGES * PAGE, di), 6), 20)
 
-    given_ring, q_out = moved(ring), blank(rows, rank, dtype=dtype)
+    given_ring, q_out, q_in = moved(ring), blank(rows, rank, dtype=dtype), blank(rows, rank, dtype=dtype)
+    activations = "a4" if overlap else "a8"
     given = [p if p is None else placed(p) for p in (entries, keys)]
     wide_there = there(wide)
     kernels.prepare(
         *(wide_there[:, :rank], there(q_norm), q_out, wide_there[:, rank + 1 :], there(kv_norm)),
         *(given_ring, ring_rows, there(cos), there(sin), there(slots), there(positions), EPS),
-        *(there(page_table), PAGE, ratio, *given),
+        *(there(page_table), PAGE, ratio, *given, q_in, activations),
     )
 
+    assert torch.equal(q_in.cpu(), round_input(q_out.cpu(), activations))
     check(q_out, rms_norm(q_low.to(dtype), q_norm, EPS), "q_low", ulps=2)
     live = positions >= 0
     ring_at = (slots * ring_rows + positions % ring_rows)[live]

@@ -1,5 +1,5 @@
-"""Every Triton kernel of the GPU backends compiles for sm_90 where there is no GPU, with the tensor cores'
-and asynchronous instructions that the large ones live from."""
+"""Every Triton kernel of the GPU backends compiles where there is no GPU, with the tensor cores' and
+asynchronous instructions that the large ones live from, and fits on each GPU that it is built for."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from dsv4.ops.mhc import gpu as mhc_gpu
 from dsv4.ops.qkv import gpu as qkv_gpu
 from dsv4.ops.route import gpu as route_gpu
 from dsv4.quant.formats import Format, QuantTensor, empty_rows
-from tests.aot import compiling
+from tests.aot import check_fits, compiling
 
 pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="compiles; nothing to interpret")
 TENSOR_CORES = {"_gemm_kernel", "_up_kernel", "_down_kernel", "_mixes_kernel", "listed", "by page"}
@@ -34,7 +34,7 @@ def store(format: Format, count: int, width: int, rope: int, dtype: torch.dtype)
     return empty_rows(format, count, width, rope, dtype, "meta")
 
 
-def launch_all(c: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+def launch_all(c: ModelConfig, dtype: torch.dtype, capability: int) -> dict[str, Any]:
     """Each kernel once, in BF16 at the model's sizes; float32, without tensor cores, compiles long there."""
     out: dict[str, Any] = {}
     t, d, n, heads, width, rope = 300, c.hidden_size, 4, c.num_heads, c.head_dim, c.rope_dim
@@ -45,14 +45,14 @@ def launch_all(c: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     ints = lambda *shape: meta(*shape, dtype=torch.int32)  # noqa: E731
     longs = meta(t, dtype=torch.long)
     turns = (meta(t, rope // 2), meta(t, rope // 2))
-    with compiling(out.__setitem__):
+    with compiling(out.__setitem__, capability):
         gemm.gemm(act(t, 1, d), act(1, 1, 1024, d), act(t, 1, 1024), meta(1))
         tiles = ints(9, 3)
         experts.gate_up(
             act(t, d), act(1, 4, 2 * inner, d), meta(4, 2), act(t, inner), ints(t), meta(t), tiles, 1.0, 0
         )
         experts.down(act(t, inner), act(1, 4, d, inner), meta(4, 1), act(t, d), ints(t), tiles, 0)
-        experts.sum_choices(act(50, 6, d), meta(50, 6, dtype=torch.long), meta(50, d))
+        experts.sum_choices(act(50, 6, d), meta(50, d))
         rows.norm(act(t, d), meta(d), 1e-6)
         out["norm"] = out.pop("_rows_kernel")
         rows.norm_rotate(act(t, heads, width), None, *turns, 1e-6)
@@ -86,14 +86,29 @@ def launch_all(c: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     return out
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("flash", torch.bfloat16), ("pro", torch.bfloat16), ("flash", torch.float32)]
-)
-def test_kernels_compile_for_sm_90(name: str, dtype: torch.dtype) -> None:
-    kernels = launch_all(preset(name), dtype)
+CASES = [
+    ("flash", torch.bfloat16, 90),
+    ("pro", torch.bfloat16, 90),
+    ("flash", torch.float32, 90),
+    ("flash", torch.bfloat16, 100),
+    ("flash", torch.bfloat16, 120),
+    pytest.param("pro", torch.bfloat16, 100, marks=pytest.mark.slow),
+    pytest.param("flash", torch.float32, 100, marks=pytest.mark.slow),
+    pytest.param("flash", torch.bfloat16, 103, marks=pytest.mark.slow),
+    pytest.param("pro", torch.bfloat16, 120, marks=pytest.mark.slow),
+    pytest.param("flash", torch.float32, 120, marks=pytest.mark.slow),
+    pytest.param("flash", torch.bfloat16, 121, marks=pytest.mark.slow),
+]
+INSTRUCTION = {90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
+
+
+@pytest.mark.parametrize(("name", "dtype", "capability"), CASES)
+def test_kernels_compile(name: str, dtype: torch.dtype, capability: int) -> None:
+    kernels = launch_all(preset(name), dtype, capability)
     assert len(kernels) == 22
     for kind, kernel in kernels.items():
-        assert kernel.asm["cubin"] and kernel.metadata.shared <= 227 << 10, kind
+        check_fits(kind, kernel, capability)
         if dtype == torch.bfloat16 and kind in TENSOR_CORES:
-            assert "wgmma.mma_async" in kernel.asm["ptx"], f"{kind} does without Hopper's tensor cores"
+            instruction = INSTRUCTION[capability // 10 * 10]
+            assert instruction in kernel.asm["ptx"], f"{kind} does without the tensor cores"
             assert "cp.async" in kernel.asm["ptx"], f"{kind} waits for its loads"

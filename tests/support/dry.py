@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from dsv4.cache.store import Cache
-from dsv4.config import ModelConfig
+from dsv4.config import Activations, ModelConfig
+from dsv4.kernels.common import quantize
 from dsv4.kernels.common.tiles import Tiled, empty
 from dsv4.kernels.decode import attend, choose, index, matvec, mhc, prepare, sample
 from dsv4.lab import synthetic
@@ -34,18 +35,19 @@ def planned(
     dtype: torch.dtype = torch.bfloat16,
     context: int = 600,
     layout: str = "modelopt",
+    activations: Activations = "a16",
 ) -> Decoder:
     """The step, each launch planned and asked for once: whatever a launcher asserts has been asserted."""
     with pytest.MonkeyPatch.context() as patch:
         sizes = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
         patch.setattr(torch.cuda, "get_device_properties", lambda device: sizes)
         patch.setattr(synthetic, "_random", _unmade)
-        for module in (mhc, prepare, index, attend):
+        for module in (mhc, prepare, index, attend, quantize):
             patch.setattr(module, "launch", lambda kernel, grid, num_warps, overlap, **arguments: None)
         for module in (mhc, choose, matvec, sample):
             patch.setattr(module, "call", lambda *arguments, **how: None)
         ops = Ops.choose("cuda", **dict.fromkeys(IMPLEMENTATIONS, "gpu"))
-        bundle = Bundle(c, synthetic.make_weights(c, layout, "cpu"), ops, Numerics(dtype, "a16", True))
+        bundle = Bundle(c, synthetic.make_weights(c, layout, "cpu"), ops, Numerics(dtype, activations, True))
         stored = replace(Wanted(context, rows).layout(c), rope_itemsize=dtype.itemsize)
         model = Model(bundle, stored.max_context, "cpu")
         decoder = Decoder(bundle, model, Cache(stored, "cpu", dtype), rows)

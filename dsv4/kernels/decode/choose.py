@@ -4,6 +4,8 @@ import ctypes
 
 from torch import Tensor
 
+from dsv4.kernels.common import architectures
+from dsv4.kernels.common.architectures import ARCHITECTURES
 from dsv4.kernels.common.build import call
 from dsv4.kernels.common.overlap import launcher
 from dsv4.kernels.decode.matvec import COLUMNS, FLOAT_COLUMNS, Tasks
@@ -11,9 +13,13 @@ from dsv4.kernels.decode.matvec import COLUMNS, FLOAT_COLUMNS, Tasks
 # Warps of a block, and keys of a lane: rows of as many entries are chosen from in registers.
 FEW = ((8, 5), (16, 8), (32, 8))
 CLUSTER = 8  # blocks that share a longer row
-MAX_SHARED = 232448 - 1024  # bytes of a block beside what it declares itself
-MAX_ENTRIES = CLUSTER * MAX_SHARED // 4  # of a row
+DECLARED_SHARED = 1024  # bytes that choose.cu may declare itself
 MAX_EXPERTS, MAX_CHOICES, MAX_PAIRS = 512, 32, 1024  # pairs: rows times choices
+
+
+def max_entries(capability: int) -> int:
+    """Of a row: what a cluster's blocks hold in shared memory."""
+    return CLUSTER * (ARCHITECTURES[capability].block_shared - DECLARED_SHARED) // 4
 
 
 class _Choice(ctypes.Structure):
@@ -100,7 +106,7 @@ def select_rows(
         most=capacity,
         out=out.data_ptr(),
     )
-    assert capacity <= MAX_ENTRIES, capacity
+    assert capacity <= max_entries(architectures.capability(scores.device)), capacity
     few = next((size for size in FEW if capacity <= size[0] * size[1] * 32), None)
     if few is None and mixed:
         few = FEW[-1]

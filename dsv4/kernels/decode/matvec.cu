@@ -15,8 +15,12 @@
 
 enum { AS_ACT = 0, AS_F32 = 1 };   // what y holds; pairs always give SwiGLU in the activations' type
 constexpr int MAX_SLICES = 8, MAX_PASSES = 2, MAX_SEGMENTS = 16;
-// A warp's weights come through shared memory, CHUNK bytes (8 loads) at a time, some chunks ahead.
-constexpr int CHUNK = 4096, CHUNK_LOADS = CHUNK / 512;
+// sm_120 gives a block 99 KiB of shared memory instead of 227 (architectures.py).
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr bool IS_SMALL = true;
+#else
+constexpr bool IS_SMALL = false;
+#endif
 // Parts of a float32 input: FP16 carries 11 bits, BF16 8.
 constexpr int COLUMNS = 8, PARTS = 4;
 // Items of four columns of x in a slice; a column's stride in shared memory keeps the lanes' banks apart, for reads of
@@ -24,12 +28,13 @@ constexpr int COLUMNS = 8, PARTS = 4;
 constexpr int ITEMS = SLICE / 4, MAX_STRIDE = ITEMS + 4;
 template <int F> constexpr int STRIDE = F == NVFP4 ? ITEMS + 2 : MAX_STRIDE;
 
-// Shared memory of a block of WARPS: stages, sums of this turn and the last [warp][brick][column][row], barriers, then x.
+// A warp's weights come through shared memory, CHUNK bytes at a time, some chunks ahead.
+// Shared memory of a block: stages, sums of this turn and the last [warp][brick][column][row], barriers, then x.
 // Blocks of 8 warps are for a single row: two fit on a multiprocessor, and one computes while the other begins or ends.
 // A single row's x lies there for all passes.
-template <int WARPS, bool WIDE> struct Layout {
-    static constexpr bool SINGLE = WARPS == 8;
-    static constexpr int STAGES = 2;
+template <bool IS_SINGLE, bool WIDE> struct Layout {
+    static constexpr bool SINGLE = IS_SINGLE;
+    static constexpr int WARPS = SINGLE || IS_SMALL ? 8 : 16, CHUNK = !SINGLE && IS_SMALL ? 1024 : 4096, STAGES = 2;
     static constexpr int BLOCKS = SINGLE ? 2 : 1, SUMS = SINGLE ? 16 : 16 * COLUMNS, TABLE = WARPS * 2 * SUMS;
     static constexpr int TABLE_AT = WARPS * STAGES * CHUNK, BARRIERS_AT = TABLE_AT + 2 * TABLE * 4;
     static constexpr int X_AT = BARRIERS_AT + WARPS * STAGES * 8, X_SLICES = MAX_SLICES * (SINGLE && WIDE ? MAX_PASSES : 1);
@@ -53,7 +58,7 @@ struct Params {
 };
 
 // Copy one chunk to shared memory without a register or a thread; `barrier` turns when all of it is there.
-__device__ __forceinline__ void fetch(uint32_t to, const void* from, uint32_t barrier) {
+template <int CHUNK> __device__ __forceinline__ void fetch(uint32_t to, const void* from, uint32_t barrier) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(CHUNK) : "memory");
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(to), "l"(from), "r"(CHUNK), "r"(barrier) : "memory");
@@ -204,10 +209,11 @@ struct Lane {
         : r(lane & 15), h(lane >> 4), tile(paired ? unit : unit + h * groups), n(tile * 16 + r) {}
 };
 
-template <int F, int WARPS, bool IS_F32, bool WIDE>
+template <int F, bool SINGLE, bool IS_F32, bool WIDE>
 __device__ __forceinline__ void run(const Params& p, const Segment& s, const int4 work, char* shared) {
-    constexpr int LOADS = Brick<F>::LOADS, SCALE = Brick<F>::SCALE, CHUNKS = LOADS / CHUNK_LOADS;
-    using At = Layout<WARPS, WIDE>;
+    constexpr int LOADS = Brick<F>::LOADS, SCALE = Brick<F>::SCALE;
+    using At = Layout<SINGLE, WIDE>;
+    constexpr int WARPS = At::WARPS, CHUNK = At::CHUNK, CHUNK_LOADS = CHUNK / 512, CHUNKS = LOADS / CHUNK_LOADS;
     constexpr int PER_GROUP = IS_F32 ? COLUMNS / PARTS : COLUMNS, STAGES = At::STAGES;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const int groups = WARPS / s.warps, group = warp / s.warps, within = warp % s.warps;
@@ -262,7 +268,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     uint32_t fetched = 0;
     const auto fetch_next = [&] {
         if (units_left == 0) return;
-        if (lane == 0) fetch(stage + fetched % STAGES * CHUNK, source, barrier + fetched % STAGES * 8);
+        if (lane == 0) fetch<CHUNK>(stage + fetched % STAGES * CHUNK, source, barrier + fetched % STAGES * 8);
         ++fetched;
         source += CHUNK;
         if (--chunks_left == 0) {
@@ -450,8 +456,8 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     }
 }
 
-template <int WARPS, bool IS_F32, bool WIDE>
-__global__ void __launch_bounds__(WARPS * 32, Layout<WARPS, WIDE>::BLOCKS) matvec_kernel(const __grid_constant__ Params p) {
+template <bool SINGLE, bool IS_F32, bool WIDE>
+__global__ void __launch_bounds__(Layout<SINGLE, WIDE>::WARPS * 32, Layout<SINGLE, WIDE>::BLOCKS) matvec_kernel(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) char shared[];
     const int4 work = __ldg(p.work + blockIdx.x);
     if (!p.triggers_late) launch_dependents();
@@ -465,19 +471,19 @@ __global__ void __launch_bounds__(WARPS * 32, Layout<WARPS, WIDE>::BLOCKS) matve
     for (int64_t at = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * 128; at < p.prefetch_bytes; at += (int64_t)gridDim.x * blockDim.x * 128)
         asm volatile("prefetch.global.L2 [%0];" ::"l"(p.prefetch + at));
     switch (s.format) {
-        case NVFP4: run<NVFP4, WARPS, IS_F32, WIDE>(p, s, work, shared); break;
-        case MXFP4: run<MXFP4, WARPS, IS_F32, WIDE>(p, s, work, shared); break;
-        case FP8: run<FP8, WARPS, IS_F32, WIDE>(p, s, work, shared); break;
-        case BF16: run<BF16, WARPS, IS_F32, WIDE>(p, s, work, shared); break;
+        case NVFP4: run<NVFP4, SINGLE, IS_F32, WIDE>(p, s, work, shared); break;
+        case MXFP4: run<MXFP4, SINGLE, IS_F32, WIDE>(p, s, work, shared); break;
+        case FP8: run<FP8, SINGLE, IS_F32, WIDE>(p, s, work, shared); break;
+        case BF16: run<BF16, SINGLE, IS_F32, WIDE>(p, s, work, shared); break;
     }
 }
 
 // What matvec.py launches, with this much shared memory.
-static_assert(Layout<16, false>::BYTES == 231936 && Layout<16, true>::BYTES == 231936);
-static_assert(Layout<8, false>::BYTES == 76416 && Layout<8, true>::BYTES == 85120);
-template __global__ void matvec_kernel<16, true, false>(const __grid_constant__ Params);
-template __global__ void matvec_kernel<16, true, true>(const __grid_constant__ Params);
-template __global__ void matvec_kernel<16, false, false>(const __grid_constant__ Params);
-template __global__ void matvec_kernel<16, false, true>(const __grid_constant__ Params);
-template __global__ void matvec_kernel<8, false, false>(const __grid_constant__ Params);
-template __global__ void matvec_kernel<8, false, true>(const __grid_constant__ Params);
+static_assert(Layout<false, false>::BYTES == (IS_SMALL ? 100736 : 231936) && Layout<false, true>::BYTES == Layout<false, false>::BYTES);
+static_assert(Layout<true, false>::BYTES == 76416 && Layout<true, true>::BYTES == 85120);
+template __global__ void matvec_kernel<false, true, false>(const __grid_constant__ Params);
+template __global__ void matvec_kernel<false, true, true>(const __grid_constant__ Params);
+template __global__ void matvec_kernel<false, false, false>(const __grid_constant__ Params);
+template __global__ void matvec_kernel<false, false, true>(const __grid_constant__ Params);
+template __global__ void matvec_kernel<true, false, false>(const __grid_constant__ Params);
+template __global__ void matvec_kernel<true, false, true>(const __grid_constant__ Params);

@@ -11,15 +11,19 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dsv4.kernels.common.architectures import has_room
 from dsv4.kernels.common.build import call
 from dsv4.kernels.common.overlap import Touches, tensors_of
 from dsv4.kernels.common.tiles import CODE, SLICE, Tiled
+from dsv4.quant.formats import NV_BLOCK, Format
 
 MAX_SLICES, MAX_PASSES, MAX_SEGMENTS, COLUMNS, FLOAT_COLUMNS, STAGES = 8, 2, 16, 8, 2, 2
 MAX_DEPTH = MAX_PASSES * MAX_SLICES * SLICE  # columns of a weight whose product is one sum
 MAX_MIXED = 256  # rows that a block mixes, one per thread
-# Bytes of a block of so many warps, for one or more passes; matvec.cu holds them against its layout.
-SHARED = {(16, False): 231936, (16, True): 231936, (8, False): 76416, (8, True): 85120}
+# Warps of a block and bytes of its shared memory; matvec.cu holds them against its layout. A batch's block
+# has half the warps where the GPU has less shared memory. A single row's, with one pass, and with more:
+BATCH = {True: (16, 231936), False: (8, 100736)}
+SINGLE = {False: (8, 76416), True: (8, 85120)}
 
 
 class _Segment(ctypes.Structure):
@@ -184,7 +188,7 @@ class MatVec:
             params.segments[i] = segment
         columns = FLOAT_COLUMNS if self.is_float else COLUMNS
         if blocks is None:
-            per = 2 if self.is_single else 1  # as matvec.cu launches them
+            per = 2 if self.is_single and has_room(device) else 1  # that a multiprocessor holds
             blocks = per * torch.cuda.get_device_properties(device).multi_processor_count
         work = _share([s for s, _ in segments], rows, columns, tasks, blocks - (mixing is not None))
         if mixing is not None:
@@ -196,13 +200,13 @@ class MatVec:
         self.params, self.blocks = params, len(work)
 
     def launch(self) -> None:
-        warps = 8 if self.is_single else 16
-        kinds = f"{str(self.is_float).lower()}, {str(self.is_wide).lower()}"
+        warps, shared = SINGLE[self.is_wide] if self.is_single else BATCH[has_room(self.device)]
+        kinds = ", ".join(str(kind).lower() for kind in (self.is_single, self.is_float, self.is_wide))
         call(
-            *("matvec", f"matvec_kernel<{warps}, {kinds}>", self.device, self.params),
+            *("matvec", f"matvec_kernel<{kinds}>", self.device, self.params),
             blocks=self.blocks,
             threads=32 * warps,
-            shared=SHARED[warps, self.is_wide],
+            shared=shared,
             overlap=self.overlap,
         )
 
@@ -315,6 +319,24 @@ def unpack(weight: Tiled, out: Tensor) -> None:
     call(
         *("unpack", f"unpack_kernel<{act}>", out.device),
         *(_segment(weight), out, ctypes.c_int64(bricks)),
+        blocks=-(-bricks // 4),
+        threads=128,
+    )
+
+
+def unpack_codes(weight: Tiled, codes: Tensor, scales: Tensor) -> None:
+    """NVFP4 without factor, row-major: codes [count * halves * N, K/2], E4M3 scales [..., K/16], uint8."""
+    rows, k = weight.count * weight.halves * weight.shape[0], weight.shape[1]
+    assert weight.format is Format.NVFP4 and k % NV_BLOCK == 0, (weight.format, weight.shape)
+    assert codes.numel() == rows * k // 2 and scales.numel() == rows * k // NV_BLOCK, (
+        codes.shape,
+        scales.shape,
+    )
+    assert codes.is_contiguous() and scales.is_contiguous() and weight.data.is_contiguous()
+    bricks = weight.count * weight.units * weight.slices * weight.halves
+    call(
+        *("unpack", "codes_kernel", codes.device),
+        *(_segment(weight), codes, scales, ctypes.c_int64(bricks)),
         blocks=-(-bricks // 4),
         threads=128,
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 from dsv4.kernels.common.build import call
 from dsv4.kernels.common.numbers import launch, launch_dependents, rounded, to_act, wait_for_prerequisites
 from dsv4.kernels.common.overlap import launcher
+from dsv4.kernels.common.quantize import HOW
 from dsv4.kernels.common.shapes import MIX_CHUNK as CHUNK
 from dsv4.kernels.common.shapes import MIX_WIDTH as WIDTH
 from dsv4.kernels.common.shapes import mix_chunks as num_chunks
@@ -151,7 +152,7 @@ def mix_open(
 @launcher(
     reads=("partial", "streams"),
     reads_early=("base", "scale", "weight"),
-    writes=("x", "gate", "comb"),
+    writes=("x", "x_in", "gate", "comb"),
 )
 def mix_close(
     partial: Tensor,
@@ -164,10 +165,13 @@ def mix_close(
     comb: Tensor | None,
     norm_eps: float,
     hc_eps: float,
+    x_in: Tensor | None = None,
+    activations: str = "a16",
     overlap: bool = True,
 ) -> None:
     """What mix_open left in `partial` -> x [T, D] (mhc.pre, then rms_norm), gate [T, N], comb [T, N, N].
 
+    x_in [T, D]: x as quantised products see it, round_input(x, activations); None with a16.
     base, scale [M] (scale repeated for each mix), weight [D], all float32. gate and comb None: mhc.head.
     comb is what Sinkhorn's rounds start from; a product's launch does them (matvec.Mixing).
     """
@@ -177,12 +181,13 @@ def mix_close(
     assert n == STREAMS and base.shape == scale.shape == (mixes,), (streams.shape, base.shape, scale.shape)
     assert (gate is None) == (comb is None) and partial.shape == (rows, chunks, WIDTH), partial.shape
     assert d % ITEM == 0 and d <= MAX_CHANNELS, f"{d} channels"
+    assert (x_in is None) == (activations == "a16"), activations
     if rows:
         act = "float" if x.dtype == torch.float32 else "__nv_bfloat16"
         call(
             *("mix", f"close_kernel<{act}>", x.device),
-            *(partial, base, scale, streams, weight, x, gate, comb),
-            *(rows, d, chunks, norm_eps, hc_eps),
+            *(partial, base, scale, streams, weight, x, x_in, gate, comb),
+            *(rows, d, chunks, norm_eps, hc_eps, HOW[activations]),
             blocks=rows if gate is None else 2 * rows,
             threads=512,
             overlap=overlap,

@@ -2,6 +2,7 @@
 // weighted and then normalised, by one block per row; by another what weights its output and, but for Sinkhorn's rounds,
 // mixes the streams.
 #include "mix.cuh"
+#include "round.cuh"
 
 constexpr int THREADS = 512, WARPS = THREADS / 32, SQUARES = STREAMS;
 constexpr int WIDTH = 32;   // columns of `partial`: four mixes that weight the streams, the sum of squares, the other twenty
@@ -77,9 +78,10 @@ __device__ __forceinline__ void next_output(const float* partial, const float* b
 
 template <typename Act>
 __global__ void __launch_bounds__(THREADS) close_kernel(const float* partial, const float* base, const float* scale, const Act* streams,
-                                                        const float* weight, Act* x, float* gate, float* comb, int rows, int d, int chunks,
-                                                        float norm_eps, float hc_eps) {
+                                                        const float* weight, Act* x, Act* x_in, float* gate, float* comb, int rows,
+                                                        int d, int chunks, float norm_eps, float hc_eps, int how) {
     __shared__ float parts[WARPS][COLUMNS], squares[WARPS];
+    __shared__ uint32_t tops[WARPS];
     const int row = blockIdx.x % rows;
     partial += (size_t)row * chunks * WIDTH;
     if (blockIdx.x >= rows) {
@@ -154,11 +156,34 @@ __global__ void __launch_bounds__(THREADS) close_kernel(const float* partial, co
             for (int k = 0; k < ITEM; ++k) y[i].v[k] = w[i].v[k] * (y[i].v[k] * size);
             write(x + (size_t)row * d + (tid + i * THREADS) * ITEM, y[i]);
         }
+    if (how == A16) return;
+    // The same as quantised products want it.
+    uint32_t top = 0;
+#pragma unroll
+    for (int i = 0; i < MAX_ITEMS; ++i)
+#pragma unroll
+        for (int k = 0; k < ITEM; ++k) {
+            y[i].v[k] = (tid + i * THREADS) * ITEM < d ? rounded(y[i].v[k], Act()) : 0.f;
+            top = max(top, magnitude(y[i].v[k]));
+        }
+    if (how == A4) {
+        for (int i = 1; i < 32; i <<= 1) top = max(top, __shfl_xor_sync(~0u, top, i));
+        if (lane == 0) tops[warp] = top;
+        __syncthreads();
+        top = tops[lane % WARPS];
+        for (int i = 1; i < WARPS; i <<= 1) top = max(top, __shfl_xor_sync(~0u, top, i));
+    }
+#pragma unroll
+    for (int i = 0; i < MAX_ITEMS; ++i) {
+        if (how == A4) round_a4(y[i].v, top);
+        else round_a8(y[i].v);
+        if ((tid + i * THREADS) * ITEM < d) write(x_in + (size_t)row * d + (tid + i * THREADS) * ITEM, y[i]);
+    }
 }
 
 // What mhc.py launches.
 static_assert(THREADS == 512);
 template __global__ void close_kernel<float>(const float*, const float*, const float*, const float*, const float*, float*, float*,
-                                             float*, int, int, int, float, float);
+                                             float*, float*, int, int, int, float, float, int);
 template __global__ void close_kernel<__nv_bfloat16>(const float*, const float*, const float*, const __nv_bfloat16*, const float*,
-                                                     __nv_bfloat16*, float*, float*, int, int, int, float, float);
+                                                     __nv_bfloat16*, __nv_bfloat16*, float*, float*, int, int, int, float, float, int);

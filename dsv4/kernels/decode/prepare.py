@@ -29,7 +29,8 @@ from dsv4.kernels.common.numbers import (
     wait_for_prerequisites,
 )
 from dsv4.kernels.common.overlap import launcher
-from dsv4.quant.formats import Format, QuantTensor
+from dsv4.kernels.common.quantize import HOW, round_row
+from dsv4.quant.formats import FP8_TILE, Format, QuantTensor
 
 MAX_BLOCK = 16  # older rows of a block that are pooled at a time: 8 KB of values and of scores each
 
@@ -119,13 +120,16 @@ def _entry_row(page_table_ptr, slot, pos, pages, RATIO: tl.constexpr, PAGE: tl.c
 
 
 @triton.jit
-def _low(x_ptr, weight_ptr, out_ptr, eps, D: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _low(x_ptr, weight_ptr, out_ptr, in_ptr, at, eps, D: tl.constexpr, SIZE: tl.constexpr, HOW: tl.constexpr):  # type: ignore[no-untyped-def]
     act: tl.constexpr = out_ptr.dtype.element_ty
     c = tl.arange(0, SIZE)
     weight = channels(weight_ptr, D, SIZE)
     wait_for_prerequisites()
     x = rounded(channels(x_ptr, D, SIZE).to(tl.float32), act)
-    tl.store(out_ptr + c, norm(x, weight, eps, D, act).to(act), mask=c < D)
+    x = norm(x, weight, eps, D, act)
+    tl.store(out_ptr + at + c, x.to(act), mask=c < D)
+    if in_ptr is not None:
+        tl.store(in_ptr + at + c, to_act(round_row(x, HOW, SIZE, act), act), mask=c < D)
 
 
 @triton.jit
@@ -139,7 +143,7 @@ def _entry(x, weight, data_ptr, rope_ptr, scale_ptr, row, cos, sin, eps, D: tl.c
 
 @triton.jit
 def _prepare_kernel(  # type: ignore[no-untyped-def]
-        q_ptr, q_step, q_norm_ptr, q_out_ptr, kv_ptr, kv_step, kv_norm_ptr, ring_ptr, ring_rope_ptr,
+        q_ptr, q_step, q_norm_ptr, q_out_ptr, q_in_ptr, kv_ptr, kv_step, kv_norm_ptr, ring_ptr, ring_rope_ptr,
         ring_scale_ptr, cos_ptr, sin_ptr, slots_ptr, positions_ptr, eps, page_table_ptr, pages,
         values_ptr, values_step, scores_ptr, scores_step, ape_ptr, tail_values_ptr, tail_scores_ptr,
         norm_ptr, out_ptr, out_rope_ptr, out_scale_ptr,
@@ -148,8 +152,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
         RQ: tl.constexpr, RQ_SIZE: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr,
         ROW: tl.constexpr, ROPE_ROW: tl.constexpr, SCALES: tl.constexpr, RING: tl.constexpr,
         RATIO: tl.constexpr, OVERLAP: tl.constexpr, PAGE: tl.constexpr, TAIL: tl.constexpr,
-        DI: tl.constexpr, ITAIL: tl.constexpr,
-        BLOCK: tl.constexpr):  # fmt: skip
+        DI: tl.constexpr, ITAIL: tl.constexpr, BLOCK: tl.constexpr, HOW: tl.constexpr):  # fmt: skip
     act: tl.constexpr = q_out_ptr.dtype.element_ty
     launch_dependents()
     role = tl.program_id(0)
@@ -157,7 +160,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     pos = tl.load(positions_ptr + row, cache_modifier=".cg").to(tl.int32)
     slot = tl.load(slots_ptr + row, cache_modifier=".cg")
     if role == 0:
-        _low(q_ptr + row * q_step, q_norm_ptr, q_out_ptr + row * RQ, eps, RQ, RQ_SIZE)
+        _low(q_ptr + row * q_step, q_norm_ptr, q_out_ptr, q_in_ptr, row * RQ, eps, RQ, RQ_SIZE, HOW)
     elif pos >= 0:
         if role == 1:
             weight = channels(kv_norm_ptr, D, SIZE)
@@ -235,7 +238,7 @@ _POOLED = ("tail_values", "tail_scores", "ape", "norm")
         *(f"{pool}.{name}" for pool in ("entries", "keys") for name in _POOLED),
     ),
     writes=(
-        *("q_low_out", "ring", "entries.tail_values", "entries.tail_scores", "entries.out"),
+        *("q_low_out", "q_in", "ring", "entries.tail_values", "entries.tail_scores", "entries.out"),
         *("keys.tail_values", "keys.tail_scores", "keys.out"),
     ),
 )
@@ -257,12 +260,15 @@ def prepare(
     ratio: int = 0,
     entries: Pooling | None = None,
     keys: Pooling | None = None,
+    q_in: Tensor | None = None,
+    activations: str = "a16",
     overlap: bool = True,
 ) -> None:
     """q_low [T, Rq] -> normed; kv [T, d] -> the ring; compressor rows -> tails, and closed blocks -> pools.
 
     q_low and kv may be columns of a wider matrix, also of float32: they are rounded to the compute type,
-    that of q_low_out, first. cos, sin [positions, r/2]; page_table [S, P] int32. `entries` where the layer
+    that of q_low_out, first. q_in [T, Rq]: q_low_out as quantised products see it, None with a16.
+    cos, sin [positions, r/2]; page_table [S, P] int32. `entries` where the layer
     has a ratio, `keys` beside it where the previous block takes part (CSA).
     """
     rows, width = q_low_out.shape
@@ -272,6 +278,7 @@ def prepare(
     assert ring.scale is not None and cos.shape[1] * 2 == rope, (cos.shape, rope)
     m = 1 if entries is None else entries.values.shape[1] // d
     di = 0 if keys is None else keys.norm.shape[0]
+    assert (q_in is None) == (activations == "a16") and (q_in is None or q_in.is_contiguous()), activations
     assert di == 0 or (di >= max(32, rope) and di & (di - 1) == 0), f"index keys of {di} channels"
     if rows:
         launch(
@@ -283,6 +290,7 @@ def prepare(
             q_step=q_low.stride(0),
             q_norm_ptr=q_norm,
             q_out_ptr=q_low_out,
+            q_in_ptr=q_in,
             kv_ptr=kv,
             kv_step=kv.stride(0),
             kv_norm_ptr=kv_norm,
@@ -300,7 +308,7 @@ def prepare(
             out_rope_ptr=None if entries is None else rope_part(entries.out, act),
             **_pooling(keys, prefix="i"),
             RQ=width,
-            RQ_SIZE=triton.next_power_of_2(width),
+            RQ_SIZE=max(FP8_TILE, triton.next_power_of_2(width)),
             D=d,
             SIZE=max(64, triton.next_power_of_2(d)),
             ROPE=rope,
@@ -315,6 +323,7 @@ def prepare(
             DI=di,
             ITAIL=0 if keys is None else keys.tail_values.shape[1],
             BLOCK=min(MAX_BLOCK, triton.next_power_of_2(max(1, ratio * m - 1))),
+            HOW=HOW[activations],
         )
 
 

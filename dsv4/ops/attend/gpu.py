@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4.kernels.common.architectures import tile
 from dsv4.kernels.common.numbers import e4m3_decode, power
 from dsv4.quant.formats import KV_BLOCK, Format, QuantTensor
 
@@ -253,7 +254,7 @@ def attend(
     if not tokens:
         return out
     q, dtype = q.contiguous(), q.dtype
-    most, keys, warps, stages = BLOCK[dtype]
+    most, keys, warps, stages = tile("prefill attend", BLOCK, dtype, q.device)
     half, is_listed = cos.shape[1], rows is not None
     assert pool is None or is_listed or (page_table is not None and ratio and page_entries)
     entries, joined = ring if pool is None else pool, None

@@ -14,8 +14,7 @@ from dsv4.kernels.prefill import dense
 from dsv4.kernels.prefill import experts as kernels
 from dsv4.kernels.prefill import product as prompts
 from dsv4.ops.experts.ref import Expert
-from dsv4.ops.linear.gpu import hold
-from dsv4.ops.linear.ref import round_input
+from dsv4.ops.linear.gpu import hold, round_input
 
 __all__ = ["ffn", "hold", "routed"]
 

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4.kernels.common import quantize
 from dsv4.kernels.common.tiles import Tiled, tile
 from dsv4.kernels.decode.matvec import splits
 from dsv4.kernels.prefill import dense
 from dsv4.kernels.prefill import product as prompts
 from dsv4.kernels.prefill.dense import Weight
 from dsv4.kernels.prefill.gemm import gemm
-from dsv4.ops.linear.ref import Held, embed, round_input
+from dsv4.ops.linear.ref import Held, embed
 from dsv4.quant.formats import QuantTensor
 
 __all__ = ["embed", "grouped", "hold", "linear", "partial", "prepare", "round_input"]
@@ -44,6 +45,15 @@ def prepare(x: Tensor) -> Any:
 def hold(weight: QuantTensor, device: str) -> Tiled:
     """For `dsv4 doctor`: a weight, which is on the device already, as a model holds it there."""
     return tile(weight)
+
+
+def round_input(x: Tensor, activations: str) -> Tensor:
+    if activations == "a16":
+        return x
+    flat = x.reshape(-1, x.shape[-1])
+    out = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
+    quantize.round_values(flat, out, activations, overlap=False)
+    return out.view(x.shape)
 
 
 def linear(

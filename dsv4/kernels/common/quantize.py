@@ -1,0 +1,323 @@
+"""Decode step and prompts: activations as quantised products see them, rows in FP8 (a8) or NVFP4 (a4).
+
+`round_values` replaces ops.linear.ref.round_input: it gives the values that the codes stand for, in the
+compute type, so that every product takes them. `pack` gives the codes, for tensor cores that multiply FP4.
+Either may be fused with what makes the row: RMSNorm (ops.norm), or an expert's clamped SwiGLU (ops.experts).
+Everything of a row is found in one program from that row alone: company changes nothing.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4.kernels.common.numbers import (
+    INTERPRETED,
+    block_scale,
+    channels,
+    e4m3_decode,
+    e4m3_encode,
+    finite,
+    launch,
+    launch_dependents,
+    norm,
+    power,
+    rounded,
+    to_act,
+    wait_for_prerequisites,
+)
+from dsv4.kernels.common.overlap import launcher
+from dsv4.quant.formats import FP8_TILE, NV_BLOCK
+
+# What a kernel makes of a row; `a16` leaves it as it is.
+HOW = {"a16": 0, "a8": 8, "a4": 4}
+MAX_CHANNELS = 65536  # of a row, which one program holds
+SCALE_ROWS, SCALE_COLUMNS = 128, 4  # a tile of the 32_4_4 layout
+
+
+@triton.jit
+def nvfp4_scales(blocks):  # type: ignore[no-untyped-def]
+    """blocks [B, 16] of a row, finite or NaN -> E4M3 codes [B] and the row's global scale, as the codec's.
+
+    As integers, the bits of NaN are above those of every number. A row with NaN has global scale 1.
+    """
+    tops = tl.max(blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    top = tl.max(tops, 0)
+    share = tl.div_rn(top.to(tl.float32, bitcast=True), 2688.0)
+    scale = tl.where((share > 0) & (top < 0x7F800000), share, 1.0)
+    wanted = tl.div_rn(tops.to(tl.float32, bitcast=True), 6.0 * scale)
+    # A comparison instead of a maximum: NaN stays.
+    return e4m3_encode(tl.where(wanted < 0.001953125, 0.001953125, wanted)), scale
+
+
+@triton.jit
+def _quotients(blocks, unit, scale, B: tl.constexpr):  # type: ignore[no-untyped-def]
+    """blocks [B, 16] / unit [B, 1], rounded as a division is; `scale` tells how large `unit` is.
+
+    A block's one reciprocal, and Markstein's corrections: exact where nothing under- or overflows, in five
+    instructions instead of a division's dozen.
+    """
+    wide = tl.broadcast_to(unit, (B, 16))
+    if INTERPRETED:  # which knows no fused multiply-add
+        return tl.div_rn(blocks, wide)
+    if (scale > 2.0**-80) & (scale < 2.0**80):
+        inverse = tl.broadcast_to(tl.div_rn(1.0, unit), (B, 16))
+        q = blocks * inverse
+        q = tl.fma(tl.fma(-q, wide, blocks), inverse, q)
+        q = tl.fma(tl.fma(-q, wide, blocks), inverse, q)
+    else:
+        q = tl.div_rn(blocks, wide)
+    return q
+
+
+@triton.jit
+def e2m1_round(q):  # type: ignore[no-untyped-def]
+    """The E2M1 value next to q, ties to even, saturating at 6; the sign of zero stays.
+
+    1.5 * 2^22 times the power of two below |q|, at least 1, has ulps as wide as E2M1's steps there.
+    """
+    sign = q.to(tl.int32, bitcast=True) & -0x80000000
+    q = tl.minimum(tl.maximum(q, -6.0), 6.0)
+    bits = tl.maximum(tl.abs(q), 1.0).to(tl.int32, bitcast=True)
+    magic = (((bits & 0x7F800000) + (22 << 23)) | 0x400000).to(tl.float32, bitcast=True)
+    value = ((q + magic) - magic).to(tl.int32, bitcast=True)
+    return ((value & 0x7FFFFFFF) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def nvfp4_values(blocks, scales, scale, B: tl.constexpr):  # type: ignore[no-untyped-def]
+    """E2M1 values [B, 16], and what one of each block is worth [B, 1]."""
+    # The interpreter decodes the code of NaN as a number.
+    unit = tl.where(scales == 0x7F, float("nan"), e4m3_decode(scales) * scale)[:, None]
+    return e2m1_round(_quotients(blocks, unit, scale, B)), unit
+
+
+@triton.jit
+def _code(value):  # type: ignore[no-untyped-def]
+    """E2M1 value -> its code (int32): numbers.e2m1_decode backwards."""
+    bits = (value * 1.1754943508222875e-38).to(tl.int32, bitcast=True)
+    return ((bits >> 22) & 7) | ((bits >> 28) & 8)
+
+
+@triton.jit
+def round_row(x, HOW: tl.constexpr, SIZE: tl.constexpr, ACT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """x [SIZE], act values, zero beyond the row -> act values after quantisation and back."""
+    if HOW == 8:
+        blocks = tl.reshape(finite(x), (SIZE // 128, 128))
+        scale = block_scale(blocks, 1e-4, 1.0 / 448.0)
+        codes = e4m3_encode(blocks * power(254 - scale)[:, None])
+        x = tl.reshape(e4m3_decode(codes) * power(scale)[:, None], (SIZE,))
+    elif HOW == 4:
+        blocks = tl.reshape(finite(x), (SIZE // 16, 16))
+        scales, scale = nvfp4_scales(blocks)
+        values, unit = nvfp4_values(blocks, scales, scale, SIZE // 16)
+        x = rounded(tl.reshape(values * unit, (SIZE,)), ACT)
+    return x
+
+
+@triton.jit
+def swiglu(gate, up, weight, limit, ACT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """ops.experts.ref: gate and up are rounded before they are clamped. Comparisons keep NaN."""
+    gate, up = rounded(gate, ACT), rounded(up, ACT)
+    gate = tl.where(gate > limit, limit, gate)
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    return rounded(weight * (tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up), ACT)
+
+
+@triton.jit
+def _row(x_ptr, row, x_row, weight_ptr, eps, K: tl.constexpr, SIZE: tl.constexpr, NORM: tl.constexpr,  # type: ignore[no-untyped-def]
+         SWIGLU: tl.constexpr, ACT: tl.constexpr):  # fmt: skip
+    """The row to be quantised, act values [SIZE]. `eps`: of the norm, or the limit of SwiGLU."""
+    if NORM:
+        weight = channels(weight_ptr, K, SIZE)
+    wait_for_prerequisites()
+    x = channels(x_ptr + row * x_row, K, SIZE).to(tl.float32)
+    if NORM:
+        x = norm(x, weight, eps, K, ACT)
+    if SWIGLU:
+        factor = 1.0 if weight_ptr is None else tl.load(weight_ptr + row)
+        x = swiglu(x, channels(x_ptr + row * x_row + K, K, SIZE).to(tl.float32), factor, eps, ACT)
+    return x
+
+
+@triton.jit
+def _values_kernel(x_ptr, x_row, weight_ptr, eps, made_ptr, out_ptr, out_row,  # type: ignore[no-untyped-def]
+                   K: tl.constexpr, SIZE: tl.constexpr, NORM: tl.constexpr, SWIGLU: tl.constexpr,
+                   HOW: tl.constexpr):  # fmt: skip
+    act: tl.constexpr = out_ptr.dtype.element_ty
+    launch_dependents()
+    row, c = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
+    x = _row(x_ptr, row, x_row, weight_ptr, eps, K, SIZE, NORM, SWIGLU, act)
+    if made_ptr is not None:
+        tl.store(made_ptr + row * K + c, to_act(x, act), mask=c < K)
+    tl.store(out_ptr + row * out_row + c, to_act(round_row(x, HOW, SIZE, act), act), mask=c < K)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _pack_kernel(x_ptr, x_row, weight_ptr, eps, codes_ptr, scales_ptr, global_ptr, count,  # type: ignore[no-untyped-def]
+                 K: tl.constexpr, SIZE: tl.constexpr, NORM: tl.constexpr, SWIGLU: tl.constexpr,
+                 IS_TILED: tl.constexpr):  # fmt: skip
+    """Rows from `count` on are padding of the last tile of scales: zero."""
+    launch_dependents()
+    row, block, pair = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE // 16), tl.arange(0, SIZE // 2)
+    act: tl.constexpr = x_ptr.dtype.element_ty
+    source = tl.minimum(row, count - 1)
+    x = _row(x_ptr, source, x_row, weight_ptr, eps, K, SIZE, NORM, SWIGLU, act)
+    blocks = tl.reshape(finite(x), (SIZE // 16, 16))
+    scales, scale = nvfp4_scales(blocks)
+    values, _ = nvfp4_values(blocks, scales, scale, SIZE // 16)
+    low, high = tl.split(tl.reshape(_code(values), (SIZE // 2, 2)))
+    is_row = row < count
+    tl.store(
+        codes_ptr + row * (K // 2) + pair, (low | (high << 4)).to(tl.uint8), mask=is_row & (pair < K // 2)
+    )
+    tl.store(global_ptr + row, scale, mask=is_row)
+    width: tl.constexpr = (K + 15) // 16
+    if IS_TILED:
+        padded: tl.constexpr = (width + 3) // 4 * 4
+        at = (row // 128 * (padded // 4) + block // 4) * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4
+        scales = tl.where(is_row & (block < width), scales, 0).to(tl.uint8)
+        tl.store(scales_ptr + at, scales, mask=block < padded)
+    else:
+        tl.store(scales_ptr + row * width + block, scales, mask=is_row & (block < width))
+
+
+def _size(width: int, block: int) -> int:
+    assert 0 < width <= MAX_CHANNELS, width
+    return max(block, triton.next_power_of_2(width))
+
+
+def _warps(size: int) -> int:
+    """Sixteen values of a thread, up to 32 warps."""
+    return min(32, max(1, size // 512))
+
+
+@launcher(reads=("x",), reads_early=("norm_weight",), writes=("out", "normed"))
+def round_values(
+    x: Tensor,
+    out: Tensor,
+    activations: str,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    normed: Tensor | None = None,
+    overlap: bool = True,
+) -> None:
+    """x [T, K] -> out [T, K], which may be x. With `norm_weight` [K], of the normalised row, which goes to
+    `normed` too if that is given."""
+    rows, width = out.shape
+    assert x.shape == out.shape and x.stride(1) == out.stride(1) == 1 and x.dtype == out.dtype
+    assert normed is None or (normed.shape == out.shape and normed.is_contiguous())
+    if rows:
+        size = _size(width, FP8_TILE)
+        launch(
+            _values_kernel,
+            grid=(rows,),
+            num_warps=_warps(size),
+            overlap=overlap,
+            x_ptr=x,
+            x_row=x.stride(0),
+            weight_ptr=norm_weight,
+            eps=eps,
+            made_ptr=normed,
+            out_ptr=out,
+            out_row=out.stride(0),
+            K=width,
+            SIZE=size,
+            NORM=norm_weight is not None,
+            SWIGLU=False,
+            HOW=HOW[activations],
+        )
+
+
+def swiglu_values(x: Tensor, weights: Tensor | None, limit: float, activations: str) -> Tensor:
+    """x [P, 2I], gate beside up; weights [P] of routing -> [P, I], rounded as the down product wants it."""
+    rows, width = x.shape[0], x.shape[1] // 2
+    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    assert x.stride(1) == 1
+    if rows:
+        size = _size(width, FP8_TILE)
+        launch(
+            _values_kernel,
+            grid=(rows,),
+            num_warps=_warps(size),
+            overlap=False,
+            x_ptr=x,
+            x_row=x.stride(0),
+            weight_ptr=weights,
+            eps=limit,
+            made_ptr=None,
+            out_ptr=out,
+            out_row=width,
+            K=width,
+            SIZE=size,
+            NORM=False,
+            SWIGLU=True,
+            HOW=HOW[activations],
+        )
+    return out
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Rows of NVFP4 as FP4 tensor cores read them: value = code * block scale * global scale."""
+
+    codes: Tensor  # uint8 [T, K/2], even channels in the low half
+    scales: Tensor  # uint8, E4M3: [T, ceil(K/16)], or flat in the 32_4_4 layout (codec.swizzle_32_4_4)
+    factor: Tensor  # float32 [T], the global scales
+
+    @classmethod
+    def empty(cls, rows: int, width: int, device: torch.device, is_tiled: bool = False) -> "Packed":
+        blocks = -(-width // NV_BLOCK)
+        padded = -(-rows // SCALE_ROWS) * SCALE_ROWS * (-(-blocks // SCALE_COLUMNS) * SCALE_COLUMNS)
+        return cls(
+            codes=torch.empty(rows, width // 2, dtype=torch.uint8, device=device),
+            scales=torch.empty((padded,) if is_tiled else (rows, blocks), dtype=torch.uint8, device=device),
+            factor=torch.empty(rows, device=device),
+        )
+
+
+def pack(
+    x: Tensor,
+    is_tiled: bool = False,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> Packed:
+    """x [T, K], K even, or its norm -> codes. `is_tiled`: scales in the 32_4_4 layout, padded with zeros."""
+    return _pack(x, x.shape[1], is_tiled, norm_weight, eps, is_swiglu=False)
+
+
+def swiglu_pack(x: Tensor, weights: Tensor | None, limit: float, is_tiled: bool = False) -> Packed:
+    """x [P, 2I], gate beside up -> codes of the hidden rows [P, I]."""
+    return _pack(x, x.shape[1] // 2, is_tiled, weights, limit, is_swiglu=True)
+
+
+def _pack(
+    x: Tensor, width: int, is_tiled: bool, weight: Tensor | None, eps: float, is_swiglu: bool
+) -> Packed:
+    rows = x.shape[0]
+    assert x.stride(1) == 1 and width % 2 == 0, (x.shape, x.stride())
+    out = Packed.empty(rows, width, x.device, is_tiled)
+    if rows:
+        size = _size(width, 64)
+        launch(
+            _pack_kernel,
+            grid=(-(-rows // SCALE_ROWS) * SCALE_ROWS if is_tiled else rows,),
+            num_warps=_warps(size),
+            overlap=False,
+            x_ptr=x,
+            x_row=x.stride(0),
+            weight_ptr=weight,
+            eps=eps,
+            codes_ptr=out.codes,
+            scales_ptr=out.scales,
+            global_ptr=out.factor,
+            count=rows,
+            K=width,
+            SIZE=size,
+            NORM=weight is not None and not is_swiglu,
+            SWIGLU=is_swiglu,
+            IS_TILED=is_tiled,
+        )
+    return out

@@ -1,0 +1,68 @@
+// Decode step: activations as a product in FP8 (a8) or NVFP4 (a4) sees them, bit for bit codec.py's; quantize.py does the same in Triton.
+// A thread has eight neighbouring channels, lanes side by side sixteen, and so on. What lies beyond the row is zero.
+#pragma once
+#include "types.cuh"
+
+enum { A16 = 0, A4 = 4, A8 = 8 };
+constexpr int ROUNDED = 8;
+
+// Magnitude as bits: those of NaN are above every number's. Infinity becomes the largest float.
+__device__ __forceinline__ uint32_t magnitude(float v) {
+    const uint32_t bits = __float_as_uint(v) & 0x7FFFFFFFu;
+    return bits == 0x7F800000u ? 0x7F7FFFFFu : bits;
+}
+__device__ __forceinline__ float finite(float v) { return __uint_as_float(magnitude(v) | (__float_as_uint(v) & 0x80000000u)); }
+
+// The largest of a thread's channels, and of the `lanes` (a power of two) that share a block with it.
+__device__ __forceinline__ uint32_t largest(const float (&v)[ROUNDED], int lanes) {
+    uint32_t top = 0;
+#pragma unroll
+    for (int i = 0; i < ROUNDED; ++i) top = max(top, magnitude(v[i]));
+    for (int i = 1; i < lanes; i <<= 1) top = max(top, __shfl_xor_sync(~0u, top, i));
+    return top;
+}
+
+// Nearest E4M3 value, ties to even, saturating at 448; NaN stays.
+__device__ __forceinline__ float2 e4m3_round(float a, float b) {
+    uint16_t codes;
+    uint32_t halves;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(b), "f"(a));
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
+    return __half22float2(__half2{halves});
+}
+
+// Nearest E2M1 value, ties to even, saturating at 6; the sign of zero stays. 1.5 * 2^22 times the power of two below |q|,
+// at least 1, has ulps as wide as E2M1's steps there.
+__device__ __forceinline__ float e2m1_round(float q) {
+    const uint32_t sign = __float_as_uint(q) & 0x80000000u;
+    q = fminf(fmaxf(q, -6.f), 6.f);
+    const uint32_t bits = __float_as_uint(fmaxf(fabsf(q), 1.f));
+    const float magic = __uint_as_float(((bits & 0x7F800000u) + (22u << 23)) | 0x400000u);
+    const float value = __fsub_rn(__fadd_rn(q, magic), magic);
+    return __uint_as_float((__float_as_uint(value) & 0x7FFFFFFFu) | sign);
+}
+
+// NVFP4; `row`: the magnitude of the row's largest.
+__device__ __forceinline__ void round_a4(float (&v)[ROUNDED], uint32_t row) {
+    const float share = __fdiv_rn(__uint_as_float(row), 2688.f);
+    const float scale = share > 0.f ? share : 1.f;   // zeros, and NaN
+    const float wanted = __fdiv_rn(__uint_as_float(largest(v, 2)), 6.f * scale);
+    const float unit = e4m3_round(wanted < 0.001953125f ? 0.001953125f : wanted, 0.f).x * scale;
+#pragma unroll
+    for (int i = 0; i < ROUNDED; ++i) v[i] = e2m1_round(__fdiv_rn(finite(v[i]), unit)) * unit;
+}
+
+// FP8 in blocks of 128 with power-of-two scales.
+__device__ __forceinline__ void round_a8(float (&v)[ROUNDED]) {
+    const uint32_t top = largest(v, 16);
+    const uint32_t wanted = __float_as_uint(fmaxf(__uint_as_float(top), 1e-4f) * (float)(1. / 448.));
+    const uint32_t code = (wanted + 0x7FFFFFu) >> 23;
+    const bool is_nan = top > 0x7F800000u;
+    const float unit = __uint_as_float(is_nan ? 0x7FC00000u : code << 23), inverse = __uint_as_float((254u - code) << 23);
+#pragma unroll
+    for (int i = 0; i < ROUNDED; i += 2) {
+        const float2 two = e4m3_round(finite(v[i]) * inverse, finite(v[i + 1]) * inverse);
+        v[i] = two.x * unit;
+        v[i + 1] = two.y * unit;
+    }
+}

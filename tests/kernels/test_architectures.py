@@ -1,0 +1,63 @@
+"""Every kernel for every GPU that it is built for: it compiles, and a block fits on a multiprocessor."""
+
+import pytest
+import torch
+from step_support import IS_INTERPRETED
+from test_cuda_compiles import LAUNCHES, launched, needs_compiler
+
+from dsv4.errors import DeviceError
+from dsv4.kernels.common import architectures, build
+from dsv4.kernels.common.architectures import ARCHITECTURES, REGISTERS, TILES, Architecture
+from tests.support.cubin import resources
+
+pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="compiles; nothing to interpret")
+# The twins of these differ in name alone, as far as these kernels are concerned.
+SLOW = {103, 121}
+EACH = [
+    pytest.param(a, id=f"sm_{a.name}", marks=[pytest.mark.slow] if a.capability in SLOW else [])
+    for a in ARCHITECTURES.values()
+]
+FREE_SHARED = 48 << 10  # bytes that a kernel may declare itself, whichever GPU
+MAX_FRAME = 64  # bytes of a thread that may be spilled
+
+
+@needs_compiler
+@pytest.mark.parametrize("gpu", EACH)
+@pytest.mark.parametrize("source", build.SOURCES)
+def test_cuda_kernels_fit(source: str, gpu: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
+    if build.ONLY.get(source, gpu.name) != gpu.name:
+        pytest.skip(f"{source}.cu is for sm_{build.ONLY[source]} alone; elsewhere Triton's products run")
+    cubin = build.compile_source(source, gpu.name).read_bytes()
+    symbols = build.symbols(cubin)
+    assert symbols
+    of = {symbol: resources(cubin, symbol) for symbol in symbols}
+    for symbol, found in of.items():
+        assert found.frame <= MAX_FRAME and found.shared <= FREE_SHARED and found.registers <= 255, symbol
+    monkeypatch.setattr(architectures, "capability", lambda device: gpu.capability)
+    launches = [item for launch in LAUNCHES for item in launched(launch, monkeypatch)]
+    mine = [launch for launch in launches if launch.source == source]
+    assert mine
+    for launch in mine:
+        found = of[build.find(launch.kernel, symbols)]
+        # Registers are given out in eights.
+        assert -(-found.registers // 8) * 8 * launch.threads <= REGISTERS, (launch, found)
+        assert launch.shared + found.shared <= gpu.block_shared, (launch, found)
+
+
+def test_a_tile_is_the_usual_one_or_the_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = {torch.bfloat16: (1,), torch.float32: (2,)}
+    assert {family for _, family in TILES} <= {capability // 10 * 10 for capability in ARCHITECTURES}
+    for kernel in {kernel for kernel, _ in TILES} | {"another"}:
+        for gpu in ARCHITECTURES:
+            monkeypatch.setattr(architectures, "capability", lambda device, gpu=gpu: gpu)
+            for dtype, tile in usual.items():
+                want = TILES.get((kernel, gpu // 10 * 10), {}).get(dtype, tile)
+                assert architectures.tile(kernel, usual, dtype, torch.device("cpu")) == want
+
+
+def test_what_is_known_of_a_gpu() -> None:
+    assert "measured on such" in architectures.standing(90)
+    for capability in (100, 103, 120, 121):
+        assert "built for, not yet measured on" in architectures.standing(capability)
+    with pytest.raises(DeviceError, match=r"capability 11\.0: .* built for 9\.0, 10\.0, 10\.3, 12\.0, 12\.1"):
+        architectures.standing(110)
