@@ -210,14 +210,21 @@ class EngineConfig:
     prefix_dir: str | None = None
     prefix_dir_bytes: int = 16 << 30
     cache_pages: int | None = None
+    spill: str = "auto"
+    expert_memory: int | None = None
+    swap_share: float = 0.1
     ops: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(allowed)}")
+        if self.spill not in ("off", "auto") and not str(self.spill).isdecimal():
+            raise ConfigError(f"spill is {self.spill!r}, expected off, auto or a number of experts per layer")
+        if not isinstance(self.swap_share, int | float) or not 0 <= self.swap_share <= 1:
+            raise ConfigError(f"swap_share is {self.swap_share!r}, expected a share from 0 to 1")
         needed = ("max_batch", "max_stall_ms", "ranks")
-        for name in (*needed, "chunk", "max_context", "threads", "cache_pages"):
+        for name in (*needed, "chunk", "max_context", "threads", "cache_pages", "expert_memory"):
             value = getattr(self, name)
             if value is None and name not in needed:
                 continue

@@ -8,11 +8,13 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from dsv4.cli.experts import spill_rows
 from dsv4.cli.show import bytes_bar, count_bar, err, model_folder, out, print_json, say, size
 
 if TYPE_CHECKING:
     import torch
 
+    from dsv4.engine.spill import Split
     from dsv4.lab.bench.decode import Wanted
     from dsv4.lab.bench.ops import Result
     from dsv4.lab.bench.profile import Profile
@@ -25,6 +27,8 @@ DECODE_EPILOG = """
   dsv4 bench decode --synthetic flash --experts 192 --layout nvfp4 --context 4096
 
   dsv4 bench decode --synthetic flash --batch 8 --profile --save bench/results/h200.jsonl
+
+  dsv4 bench decode --synthetic flash --experts 256 --layout official --spill auto --routing zipf:1
 
   dsv4 bench decode ./DeepSeek-V4-Flash --plot speed.png
 """
@@ -50,6 +54,8 @@ PLOT_EPILOG = """
   dsv4 bench plot out.jsonl speed.png
 """
 
+SPILLED_CHUNK = 512  # prompt tokens of a step where experts spill: what longer ones need would hold experts
+
 Model = Annotated[Path | None, typer.Argument(help="model folder; default: the embedded model")]
 Synthetic = Annotated[
     str | None, typer.Option(metavar="NAME", help="random weights of flash, pro or tiny instead of a folder")
@@ -59,7 +65,10 @@ Experts = Annotated[
 ]
 Layers = Annotated[int | None, typer.Option(help="of --synthetic: the first N layers only")]
 Layout = Annotated[
-    str | None, typer.Option(help="of --synthetic: modelopt (FP8 but for experts, default) or nvfp4")
+    str | None,
+    typer.Option(
+        help="of --synthetic: modelopt (FP8, experts NVFP4; default), official (FP8, experts MXFP4) or nvfp4"
+    ),
 ]
 Save = Annotated[
     Path | None, typer.Option(help="append the last line to this .jsonl file, for dsv4 plan --records")
@@ -92,10 +101,17 @@ def decode(
     beside_transformers: Annotated[
         bool, typer.Option("--beside-transformers", help="also Hugging Face's: random, same sizes, 4 layers")
     ] = False,
+    spill: Annotated[
+        str, typer.Option(help="experts in host memory: off, auto (what does not fit) or N of every layer")
+    ] = "off",
+    routing: Annotated[
+        str | None,
+        typer.Option(help="of --synthetic: choices of experts by uniform, zipf:S or a file of counts"),
+    ] = None,
     save: Save = None,
 ) -> None:
     """Time decode steps, each one graph replay, then requests through the engine. Ends in one JSON line."""
-    from dsv4.config import preset
+    from dsv4.config import EngineConfig, preset
     from dsv4.errors import ConfigError
     from dsv4.lab import plot as plots
     from dsv4.lab.bench import beside
@@ -109,13 +125,14 @@ def decode(
         layers = beside.LAYERS if layers is None else layers
         experts = min(beside.EXPERTS, preset(synthetic).num_experts) if experts is None else experts
         beside.check(context)
-    subject = _subject(model, synthetic, experts, layers, layout)
+    EngineConfig(spill=spill)  # refuses other words
+    subject = _subject(model, synthetic, experts, layers, layout, routing)
     wanted.layout(subject.config)  # refuses what the model's positions do not allow
     if save is not None:
         check_target(save, subject.is_whole)
     if plot is not None:
         plots.check(plot)
-    line = _decode(subject, wanted, profile, sweep or plot is not None)
+    line = _decode(subject, wanted, profile, sweep or plot is not None, spill)
     if plot is not None:
         _draw(line, plot)
     if beside_transformers:
@@ -124,18 +141,24 @@ def decode(
 
 
 def _subject(
-    model: Path | None, name: str | None, experts: int | None, layers: int | None, layout: str | None
+    model: Path | None,
+    name: str | None,
+    experts: int | None,
+    layers: int | None,
+    layout: str | None,
+    routing: str | None = None,
 ) -> "Subject":
     from dsv4.lab.bench.subject import choose
 
-    return choose(model_folder(model) if name is None else model, name, experts, layers, layout)
+    return choose(model_folder(model) if name is None else model, name, experts, layers, layout, routing)
 
 
-def _decode(subject: "Subject", wanted: "Wanted", profiled: bool, swept: bool) -> dict[str, Any]:
+def _decode(subject: "Subject", wanted: "Wanted", profiled: bool, swept: bool, spill: str) -> dict[str, Any]:
     import torch
 
-    from dsv4.lab.bench.ceiling import gpu, measure_read
-    from dsv4.lab.bench.decode import Session, figures
+    from dsv4.engine.settings import GPU_CHUNK
+    from dsv4.lab.bench.ceiling import gpu, measure_host_read, measure_read
+    from dsv4.lab.bench.decode import Session, figures, spill_figures
     from dsv4.lab.bench.engine import speeds
     from dsv4.lab.bench.profile import profile
     from dsv4.lab.bench.subject import Reads, check_fits, other_bytes
@@ -143,17 +166,24 @@ def _decode(subject: "Subject", wanted: "Wanted", profiled: bool, swept: bool) -
     device = gpu()
     layout = wanted.layout(subject.config)
     free, _ = torch.cuda.mem_get_info(device)
-    check_fits(subject, other_bytes(layout, wanted.rows), free)
+    # An engine with its prompts comes after the bare steps, and experts that spill leave room for it.
+    chunk = GPU_CHUNK if spill == "off" else SPILLED_CHUNK
+    split = subject.split(spill, other_bytes(layout, wanted.rows, min(wanted.context, chunk)), free)
+    if split is None:
+        check_fits(subject, other_bytes(layout, wanted.rows), free)
     with torch.inference_mode():
         with err.status("measuring the read ceiling"):
             ceiling = measure_read(device)
-        bundle = _load(subject, device)
+            host_rate = measure_host_read(device) if split is not None else 0.0
+        bundle = _load(subject, device, split)
         with err.status("compiling, filling the cache, recording the graph"):
             session = Session(bundle, wanted, device)
         with err.status("decoding"):
             timing = session.time()
         reads = Reads.of(bundle.weights.tensors, subject.config.num_layers)
         line = {"bench": "decode", **subject.facts(), **figures(timing, wanted, layout, reads, ceiling)}
+        if split is not None:
+            line["spill"] = spill_figures(timing, reads, split, line["read_bytes"], host_rate)
         _show_decode(line)
         if profiled:
             found = profile(session)
@@ -162,7 +192,7 @@ def _decode(subject: "Subject", wanted: "Wanted", profiled: bool, swept: bool) -
         line |= _machine(device)
         del session
         with err.status("decoding through the engine"):
-            line["engine"] = speeds(bundle, wanted.batch, wanted.context, wanted.steps, timing.median)
+            line["engine"] = speeds(bundle, wanted.batch, wanted.context, wanted.steps, timing.median, chunk)
         _show_engine(line["engine"])
         if swept:
             line |= _sweep(bundle, wanted, ceiling, device)
@@ -342,12 +372,12 @@ def _show_result(result: "Result") -> None:
     out.print(f"{what} {result.us:12,.1f} {share}", markup=False)
 
 
-def _load(subject: "Subject", device: "torch.device") -> "Bundle":
+def _load(subject: "Subject", device: "torch.device", split: "Split | None" = None) -> "Bundle":
     if subject.checkpoint is None:
         with err.status(f"making {size(subject.weight_bytes)} of weights"):
-            return subject.bundle(device)
+            return subject.bundle(device, split=split)
     with bytes_bar(f"loading {subject.title}") as update:
-        return subject.bundle(device, update)
+        return subject.bundle(device, update, split)
 
 
 def _machine(device: "torch.device") -> dict[str, Any]:
@@ -402,6 +432,7 @@ def _show_decode(line: dict[str, Any]) -> None:
             ),
             ("share", f"{line['share']:.1%}", "of the read ceiling"),
             ("kernels", str(line["kernels_per_step"]), "per step"),
+            *spill_rows(line.get("spill")),
         ],
     )
 

@@ -29,6 +29,9 @@ _HELP = {
     "no_graph": "on a GPU, launch a step's kernels one by one: the same tokens, slower, for debugging",
     "no_overlap": "on a GPU, overlap no kernels of a step (no PDL): the same tokens, slower, for debugging",
     "prefix_snapshots": "places from which a prompt with a known beginning can go on; 0: no prefix cache",
+    "spill": "experts in pinned host memory: off, auto (what does not fit on the GPU) or N of every layer",
+    "swap_share": "of PCIe's bandwidth, for experts that change places as they become hot or cold; 0: none",
+    "expert_memory": "bytes of GPU memory that experts may take; default: all that is left",
     "prefix_dir": "a folder for the prefix cache, which then survives restarts; it holds traces of prompts",
     "prefix_dir_bytes": "what that folder may take; the least recently used files go first",
     "cache_pages": "pages of the cache, one per 256 tokens; default: enough for max-batch x max-context",
@@ -37,7 +40,7 @@ _TYPES: dict[str, Any] = {
     **{"max_context": int | None, "threads": int | None, "cache_pages": int | None},
     **{"max_batch": int, "chunk": int | None, "max_stall_ms": int, "prefix_snapshots": int},
     **{"gpus": str | None, "ranks": int, "rank_seconds": float},
-    **{"prefix_dir": str | None, "prefix_dir_bytes": int},
+    **{"expert_memory": int | None, "swap_share": float, "prefix_dir": str | None, "prefix_dir_bytes": int},
     **{"no_graph": bool, "no_overlap": bool},
 }
 

@@ -103,8 +103,10 @@ def _show(title: str, made: "Plan", report: dict[str, Any], record: "Record | No
     one = f" on one {machine.name}" if machine.count > 1 else ""
     free = machine.memory_bytes - today.total_bytes
     found = f"fits{one}, {size(free)} free" if today.fits else f"does not fit{one}, {size(-free)} too much"
+    if today.spill is not None:
+        found = f"fits{one} with {size(today.spill.host_bytes)} of experts in pinned host memory"
     more = "; this engine runs on one GPU so far" if machine.count > 1 else ""
-    out.print(f"verdict  {found}{more}\n", style="bold" if today.fits else "bold red", markup=False)
+    out.print(f"verdict  {found}{more}\n", style="bold" if report["fits"] else "bold red", markup=False)
     slots = f"{today.slots} sequence{'s' if today.slots > 1 else ''}"
     table = Table("memory", "bytes", "", box=None, pad_edge=False)
     for name, what in (
@@ -121,8 +123,10 @@ def _show(title: str, made: "Plan", report: dict[str, Any], record: "Record | No
         if per_gpu[name]:
             table.add_row(name, size(per_gpu[name]), what)
     table.add_row("[bold]total[/]", f"[bold]{size(per_gpu['total'])}[/]", f"of {size(machine.memory_bytes)}")
+    if per_gpu["host"]:
+        table.add_row("beside", size(per_gpu["host"]), "experts in pinned host memory")
     out.print(table)
-    if not today.fits:
+    if not report["fits"]:
         _show_instead(report["instead"], w.context, w.batch)
     growth = report["cache_bytes_per_token"]
     out.print(f"\none sequence  {size(report['sequence_bytes'])} of cache, {growth:,.0f} B per further token")
@@ -134,6 +138,8 @@ def _show(title: str, made: "Plan", report: dict[str, Any], record: "Record | No
         )
     elif not record:
         out.print(f"measured      no run on {machine.name} is recorded", markup=False)
+    if today.spill is not None:
+        _show_spill(today, record)
     if today.fits or machine.count == 1:
         _show_theory(today, "one, " if machine.count > 1 else "")
     if machine.count > 1:
@@ -141,6 +147,20 @@ def _show(title: str, made: "Plan", report: dict[str, Any], record: "Record | No
         each = f"{size(made.total_bytes)} on each GPU, {fits}"
         out.print(f"\nnot built     {machine.label}, tp {made.tp}, ep {made.ep}: {each}", markup=False)
         _show_theory(made, f"{machine.count}, ")
+
+
+def _show_spill(made: "Plan", record: "Record | None") -> None:
+    """Beside GPU memory at its recorded speed, or at best, what PCIe costs."""
+    from dsv4.lab.gpus import HOST_BANDWIDTH, HOST_MEASURED_ON
+
+    spill = made.spill
+    assert spill is not None
+    share, of = (record.share, "as recorded") if record else (1.0, "at best")
+    rates = {"uniform routing": None, "98.5 % hits": 0.985}
+    said = ", ".join(f"{n} {_rate(made.spilled_rate(1, share, hits))}" for n, hits in rates.items())
+    where = f"PCIe {HOST_BANDWIDTH / 1e9:.0f} GB/s (measured on {HOST_MEASURED_ON})"
+    out.print(f"spilled       {spill.num_spilled:,} experts, {1 - spill.share:.1%} of all", markup=False)
+    out.print(f"estimated     {said} tokens/s; GPU memory {of}, {where}", markup=False)
 
 
 def _show_theory(made: "Plan", which: str) -> None:

@@ -10,7 +10,9 @@ from dsv4.cache.store import Cache
 from dsv4.config import EngineConfig
 from dsv4.device import Device
 from dsv4.engine.eager import Eager
+from dsv4.engine.frequency import checksum
 from dsv4.engine.settings import Settings, cache_layout, check_memory, settle
+from dsv4.engine.spill import Split, place_experts
 from dsv4.errors import ConfigError
 from dsv4.model.bundle import Bundle, Numerics, Weights
 from dsv4.model.exact import settle_exact
@@ -51,6 +53,7 @@ class Prepared:
     config: EngineConfig
     rank: int
     size: int
+    split: Split | None = None  # experts between GPU and host memory; None: all are with the other weights
 
     @classmethod
     def make(cls, path: Path, config: EngineConfig, rank: int, devices: list[str]) -> "Prepared":
@@ -60,9 +63,14 @@ class Prepared:
             raise ConfigError(f"prefix_dir keeps what one rank has, and there are {size}; leave it out")
         checkpoint = Checkpoint.open(path).shard(rank, size)
         settings = settle(replace(config, device=devices[rank], gpus=None), checkpoint, size)
+        split = None
+        if size > 1 and config.spill not in ("off", "auto"):
+            raise ConfigError(
+                f"spill {config.spill} is for one GPU, and there are {size} ranks; leave it out"
+            )
         if rank == 0 or settings.device.kind == "cuda":
-            check_memory(settings, config, checkpoint)
-        return cls(checkpoint, settings, config, rank, size)
+            split = check_memory(settings, replace(config, spill="off") if size > 1 else config, checkpoint)
+        return cls(checkpoint, settings, config, rank, size, split)
 
     @property
     def settled(self) -> EngineConfig:
@@ -76,12 +84,16 @@ class Prepared:
         s = self.settings
         # Decoding small blocks of rows is done before a second thread has woken up (measured: docs/log.md).
         torch.set_num_threads(1)
+        notes = self.checkpoint.inventory.notes
         if s.tiled:
-            weights = load_tiled(self.checkpoint, s.device.torch_name, progress)
+            model = checksum(self.checkpoint)
+            placement, said = place_experts(self.split, model, s.device.torch_name)
+            notes += said
+            weights = load_tiled(self.checkpoint, s.device.torch_name, progress, placement)
+            weights = replace(weights, checksum=model)
         else:
             weights = self.checkpoint.load(s.dense, s.device.torch_name, progress)
         torch.set_num_threads(s.threads)
-        notes = self.checkpoint.inventory.notes
         if not s.tiled:
             notes += settle_exact(
                 config=self.checkpoint.config,
@@ -119,5 +131,6 @@ def make_executor(
         use_graphs=not config.no_graph,
         overlap=not config.no_overlap,
         compiled=compiled,
+        swap_share=config.swap_share,
     )
     return model, graphs

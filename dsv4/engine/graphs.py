@@ -12,8 +12,10 @@ from torch import Tensor
 
 from dsv4.cache.store import Cache
 from dsv4.engine.eager import Eager, Pass
+from dsv4.engine.frequency import Recorder
 from dsv4.engine.plan import Sampling, Span
 from dsv4.engine.runner import UNSEEN, Masks, Result
+from dsv4.engine.swap import Swapper
 from dsv4.errors import DeviceError
 from dsv4.kernels.common.ahead import Compiled
 from dsv4.kernels.decode.sample import MAX_PENALISED
@@ -53,6 +55,7 @@ class Graphs(Eager):
         use_graphs: bool,
         overlap: bool,
         compiled: Compiled | None = None,
+        swap_share: float = 0.0,
     ) -> None:
         """Every kernel that can run is compiled and loaded here; `compiled` is told how far that has come."""
         device = cache.page_table.device
@@ -60,6 +63,15 @@ class Graphs(Eager):
         sizes = graph_rows(max_batch)
         self.max_rows = sizes[-1]
         self.latest = torch.zeros(cache.layout.num_slots, dtype=torch.long, device=device)
+        placement, counts = b.weights.placement, None
+        self.swapper: Swapper | None = None
+        if placement is not None and swap_share and 0 < placement.slots.num_resident < len(placement.slots):
+            self.swapper = Swapper(placement, swap_share)
+        if self.swapper is not None or b.weights.checksum is not None:
+            shape = (b.config.num_layers, b.config.num_experts)
+            counts = torch.zeros(shape, dtype=torch.int32, device=device)
+        note = None if self.swapper is None else self.swapper.note
+        self.recorder = None if counts is None else Recorder(counts, b.weights.checksum, note)
         self.decoders: dict[int, Decoder] = {}
         self._holds: dict[int, Rows] = {}  # by number of rows: what the decoder's buffers hold now
         for rows in sizes:
@@ -71,6 +83,7 @@ class Graphs(Eager):
                 latest=self.latest,
                 penalties=self.penalties if b.config.vocab_size <= MAX_PENALISED else None,
                 overlap=overlap,
+                counts=counts,
             )
         self.prompts: list[Prompt] = []  # by rising size
         if use_graphs and never_waits(model):
@@ -128,7 +141,11 @@ class Graphs(Eager):
             tokens = [(span.slot, span.start, span.ids[0]) for span in spans]
             decoder.load(tokens, self.packed(samplings), self.send, take_latest=any(unseen))
         is_masked = any(sampling.masked for sampling in samplings)
+        if self.swapper is not None:
+            self.swapper.between()
         decoder.step(samples=not is_masked)
+        if self.recorder is not None:
+            self.recorder.step()
         self._holds[size] = [] if is_masked else _following(spans)
         made = Pass(spans, None, decoder=decoder)
         if any(s.wants_logits for s in spans) or any(c.num_top > MAX_TOP for c in samplings):

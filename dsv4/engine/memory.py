@@ -30,10 +30,11 @@ class Memory:
     buffers: int  # of the decode steps
     workspace: int
     reserved: int = RESERVED
+    host: int = 0  # weights in pinned host memory: not the GPU's, so not in the total
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(getattr(self, field.name) for field in fields(self) if field.name != "host")
 
     @property
     def at_rest(self) -> int:

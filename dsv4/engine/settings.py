@@ -7,8 +7,9 @@ import torch
 
 from dsv4.cache.layout import CacheLayout
 from dsv4.config import EngineConfig, ModelConfig
-from dsv4.device import OLDEST, Device, too_old
+from dsv4.device import OLDEST, Device, available_memory, too_old
 from dsv4.engine.memory import gpu_memory, table_bytes
+from dsv4.engine.spill import Split, check_host, find_split
 from dsv4.errors import ConfigError, DeviceError
 from dsv4.kernels.common.architectures import capability, standing
 from dsv4.kernels.common.build import architecture, compile_all
@@ -16,7 +17,7 @@ from dsv4.model.buffers import graph_rows
 from dsv4.ops import IMPLEMENTATIONS, Ops
 from dsv4.quant.formats import FP8_TILE, Format
 from dsv4.weights.load import Checkpoint
-from dsv4.weights.tiled import tiled_bytes
+from dsv4.weights.tiled import expert_bytes, expert_form, tiled_bytes
 
 DEFAULT_CONTEXT = 32768
 # Prompt tokens of a step.
@@ -139,10 +140,13 @@ def cache_layout(model: ModelConfig, s: Settings, config: EngineConfig, num_mtp_
     )
 
 
-def check_memory(settings: Settings, config: EngineConfig, checkpoint: Checkpoint) -> None:
-    """Refuse before anything is read: an allocation that fails later, or swaps, would be a worse answer."""
+def check_memory(settings: Settings, config: EngineConfig, checkpoint: Checkpoint) -> Split | None:
+    """Refuse before anything is read: an allocation that fails later, or swaps, would be a worse answer.
+
+    -> how experts are split between GPU and host memory; None: all are where the other weights are.
+    """
     layout = cache_layout(checkpoint.config, settings, config, checkpoint.inventory.num_mtp_layers)
-    free = settings.device.memory_bytes
+    free, split = settings.device.memory_bytes, None
     if settings.tiled:
         need = gpu_memory(
             weights=tiled_bytes(checkpoint),
@@ -153,6 +157,9 @@ def check_memory(settings: Settings, config: EngineConfig, checkpoint: Checkpoin
             activations=config.activations,
         )
         weights, beside = need.weights, need.beside_weights - layout.store_bytes()
+        split = _split(config, checkpoint, free - need.total)
+        if split is not None:
+            weights += split.gpu_bytes - expert_bytes(checkpoint)
         lower = "lower max_batch, max_context or chunk"
     else:
         weights, beside = (
@@ -167,6 +174,25 @@ def check_memory(settings: Settings, config: EngineConfig, checkpoint: Checkpoin
             f"{layout.max_context} tokens {cache / 1e9:.1f} GB and what steps need {beside / 1e9:.1f} GB, "
             f"but {free / 1e9:.1f} GB of memory are free; {lower}"
         )
+    if split is not None:
+        check_host(split, available_memory())
+    return split
+
+
+def _split(config: EngineConfig, checkpoint: Checkpoint, left: int) -> Split | None:
+    """`left`: what is free when everything is on the GPU; negative where that is not so."""
+    wants = config.spill.isdecimal() or config.expert_memory is not None
+    if config.spill == "off" or (left >= 0 and not wants):
+        return None
+    form, names = expert_form(checkpoint)
+    return find_split(
+        spill=config.spill,
+        expert_memory=config.expert_memory,
+        form=form,
+        names=names,
+        num_experts=checkpoint.config.num_experts,
+        room=left + expert_bytes(checkpoint),
+    )
 
 
 def _check_gpu(device: Device, model: ModelConfig, max_context: int) -> None:

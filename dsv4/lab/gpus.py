@@ -57,6 +57,10 @@ _KNOWN: dict[str, tuple[int, float, str, tuple[int, int]]] = {
     "RTX 5090": (32607, 1.792e12, "data sheet", (12, 0)),
 }
 NAMES = tuple(_KNOWN)
+# Bytes per second that a kernel reads of pinned host memory over PCIe 5.0 x16, and where that was measured.
+HOST_BANDWIDTH, HOST_MEASURED_ON = 52e9, "H200"
+# Host memory that the machine around a GPU is taken to have for experts; an engine looks what there is.
+HOST_MEMORY = 128 << 30
 RUN_ON = ("H200",)
 
 

@@ -14,11 +14,21 @@ from dsv4.cache.layout import CacheLayout
 from dsv4.config import EngineConfig, ModelConfig, preset
 from dsv4.engine.memory import Memory, gpu_memory, table_bytes
 from dsv4.engine.settings import DEFAULT_CHUNK, DEFAULT_CONTEXT, GPU_CHUNK, fits_dense
+from dsv4.engine.spill import Split, find_split
 from dsv4.errors import ConfigError
-from dsv4.lab.gpus import MAX_GPUS, NAMES, Machine, known
+from dsv4.kernels.common.places import Form
+from dsv4.lab.gpus import (
+    HOST_BANDWIDTH,
+    HOST_MEMORY,
+    MAX_GPUS,
+    NAMES,
+    Machine,
+    known,
+)
 from dsv4.lab.init import contents
 from dsv4.lab.inspect import Component, active_share, components
 from dsv4.lab.links import LINKS
+from dsv4.lab.spilled import spill_figures
 from dsv4.model.buffers import graph_rows
 from dsv4.model.params import Param, check_ranks, num_parts
 from dsv4.ops._exact import padded
@@ -27,7 +37,7 @@ from dsv4.quant.formats import Format
 from dsv4.weights.detect import Inventory, take_inventory
 from dsv4.weights.load import Checkpoint, held_bytes
 from dsv4.weights.reader import Entry
-from dsv4.weights.tiled import tiled_source_bytes
+from dsv4.weights.tiled import tiled_format, tiled_source_bytes
 
 PRESETS = ("flash", "pro", "tiny")
 MAX_BATCH = 1 << 20
@@ -61,6 +71,7 @@ class Demand:
     read_stored: Shares  # of these, what decoding touches; of the experts all, whichever are chosen
     read_dense: Shares
     largest_linear: int
+    expert_format: Format
 
     @classmethod
     def of(cls, config: ModelConfig, inventory: Inventory) -> "Demand":
@@ -99,6 +110,7 @@ class Demand:
             components=parts,
             padded={1: shares["tiled"]} | {ranks: Shares(**counts) for ranks, counts in padded.items()},
             largest_linear=largest,
+            expert_format=next(tiled_format(s) for s in inventory.sources if s.param.expert is not None),
             **shares,
         )
 
@@ -301,7 +313,41 @@ class Plan:
 
     @property
     def fits(self) -> bool:
+        """With every weight on the GPU."""
         return self.total_bytes <= self.machine.memory_bytes
+
+    @cached_property
+    def spill(self) -> Split | None:
+        """Experts in pinned host memory, where that makes one GPU do."""
+        c, m = self.demand.config, self.machine
+        if self.fits or m.is_cpu or m.is_too_old or m.count > 1:
+            return None
+        names = [f"layers.{layer}.ffn.experts" for layer in range(c.num_layers)]
+        form = Form(self.demand.expert_format, c.expert_width, c.hidden_size)
+        experts = form.num_bytes * len(names) * c.num_experts
+        room = m.memory_bytes - self.total_bytes + experts
+        split = find_split("auto", None, form, names, c.num_experts, room)
+        if split is None or split.gpu_bytes > room or split.host_bytes > HOST_MEMORY:
+            return None
+        return split
+
+    @property
+    def held(self) -> Memory:
+        """What the engine takes: with experts in host memory, if they have to lie there."""
+        if self.spill is None:
+            return self.memory
+        gone = (self.spill.num_spilled - self.spill.has_spare) * self.spill.form.num_bytes
+        return replace(self.memory, weights=self.memory.weights - gone, host=self.spill.host_bytes)
+
+    def spilled_rate(self, batch: int, share: float = 1.0, hit_rate: float | None = None) -> float:
+        """Tokens per second with `spill`, GPU memory at that share of its speed, PCIe as measured; hits as
+        with uniform routing, or as given."""
+        assert self.spill is not None
+        c = self.demand.config
+        chosen = c.num_experts * (1 - (1 - c.experts_per_token / c.num_experts) ** batch)
+        misses = 1 - (self.spill.share if hit_rate is None else hit_rate)
+        over_pcie = misses * chosen * c.num_layers * self.spill.form.num_bytes
+        return batch / (batch / self.tokens_per_second(batch) / share + over_pcie / HOST_BANDWIDTH)
 
     def read_bytes(self, batch: int) -> int:
         """What one GPU reads to decode one token of each of `batch` sequences, all at full context."""
@@ -411,8 +457,9 @@ class Plan:
             "stored_bytes": self.demand.stored_bytes,
             "components": {part.name: part.total_bytes for part in self.demand.components},
             "active_bytes_per_token": sum(part.active_bytes for part in self.demand.components),
-            "per_gpu": {**vars(self.memory), "total": self.total_bytes},
-            "fits": self.fits,
+            "per_gpu": {**vars(self.held), "total": self.held.total},
+            "fits": self.fits or self.spill is not None,
+            "spill": None if self.spill is None else spill_figures(self),
             "sequence_bytes": one.sequence_bytes(w.context),
             "cache_bytes_per_token": cache_growth(one),
             "read_bytes": {"one": self.read_bytes(1), "batch": self.read_bytes(w.batch)},

@@ -7,13 +7,16 @@ import torch
 from torch import Tensor
 
 from dsv4.config import ModelConfig
+from dsv4.kernels.common.places import Placement
 from dsv4.kernels.common.tiles import Bank, Tiled, empty
 from dsv4.model.bundle import Weights
 from dsv4.model.params import Param, declare
 from dsv4.quant.formats import Format, QuantTensor
 
-# The format of each component. modelopt: as ModelOpt publishes (c1). nvfp4: every large linear in 4 bits.
+# The format of each component. modelopt: as ModelOpt publishes (c1). official: as DeepSeek publishes. nvfp4:
+# every large linear in 4 bits.
 LAYOUTS = {
+    "official": {"routed experts": Format.MXFP4, "other": Format.FP8},
     "modelopt": {"routed experts": Format.NVFP4, "other": Format.FP8},
     "nvfp4": {"routed experts": Format.NVFP4, "other": Format.NVFP4},
 }
@@ -31,15 +34,24 @@ def format_of(param: Param, layout: str) -> Format:
     return Format.BF16 if small else kinds.get(param.component, kinds["other"])
 
 
-def make_weights(config: ModelConfig, layout: str, device: str, seed: int = 0) -> Weights:
-    """Plausible values: products keep the size of their inputs. Without a draft block."""
+def make_weights(
+    config: ModelConfig, layout: str, device: str, seed: int = 0, placement: Placement | None = None
+) -> Weights:
+    """Plausible values: products keep the size of their inputs. Without a draft block.
+
+    With `placement` routed experts are made where it has them.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     tensors: dict[str, Tensor | QuantTensor | Tiled | Bank] = {}
     quantised = set()
     for param in declare(config, 0):
         if param.expert is not None or param.component == "shared experts":
             name = param.name.rsplit(".", 2 if param.expert is not None else 1)[0]
-            if name not in tensors:
+            if placement is not None and name in placement.names:
+                if name not in tensors:
+                    tensors[name] = placement.bank(name)
+                    _fill_placed(placement, name, generator)
+            elif name not in tensors:
                 count = config.num_experts if param.expert is not None else 1
                 up, down = (
                     (config.expert_width, config.hidden_size),
@@ -64,7 +76,7 @@ def make_weights(config: ModelConfig, layout: str, device: str, seed: int = 0) -
         else:
             shape = (param.shape[0], param.shape[1])
             tensors[param.name] = _random(format_of(param, layout), shape, 1, 1, device, generator)
-    return Weights(tensors, frozenset(quantised), 0)
+    return Weights(tensors, frozenset(quantised), 0, placement)
 
 
 def _plain(param: Param, device: str, generator: torch.Generator) -> Tensor:
@@ -79,14 +91,33 @@ def _plain(param: Param, device: str, generator: torch.Generator) -> Tensor:
 def _random(
     format: Format, shape: tuple[int, int], count: int, halves: int, device: str, generator: torch.Generator
 ) -> Tiled:
-    """Random codes; the factor makes a row of K weights have the length of one."""
     out = empty(format, shape, count, halves, device)
-    want = shape[1] ** -0.5
+    _fill(out, generator)
+    return out
+
+
+def _fill_placed(placement: Placement, name: str, generator: torch.Generator) -> None:
+    """Made on the device that has the generator, then copied to where the expert lies."""
+    form, device = placement.form, generator.device
+    held = torch.empty(1, form.num_bytes, dtype=torch.uint8, device=device)
+    made = form.bank(held, torch.empty(1, 2, device=device), torch.empty(1, 1, device=device))
+    for expert in range(placement.num_experts):
+        at = placement.expert(name, expert)
+        for part, to in ((made.w13, at.w13), (made.w2, at.w2)):
+            _fill(part, generator)
+            to.factor.copy_(part.factor)
+            to.data.copy_(part.data)
+            to.scale.copy_(part.scale)
+
+
+def _fill(out: Tiled, generator: torch.Generator) -> None:
+    """Random codes; the factor makes a row of K weights have the length of one."""
+    format, want = out.format, out.shape[1] ** -0.5
     if format is Format.BF16:
         out.data.view(torch.bfloat16).normal_(0, want, generator=generator)
         out.factor.fill_(1.0)
-        return out
-    for part in out.data.view(count, -1):  # one at a time: random_ of 100 GB needs no second copy
+        return
+    for part in out.data.view(out.count, -1):  # one at a time: random_ of 100 GB needs no second copy
         part.random_(0, 256, generator=generator)
     if format is Format.FP8:
         out.data.bitwise_and_(0b10111111)  # below 2, so never NaN
@@ -98,4 +129,3 @@ def _random(
         out.scale.random_(low, high, generator=generator)
         rms = math.sqrt(7.4) * 1.1
     out.factor.fill_(want / rms)
-    return out

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dsv4.config import Activations, ModelConfig
+from dsv4.kernels.common.places import Placement
 from dsv4.kernels.common.tiles import Bank, Tiled
 from dsv4.model.params import num_parts
 from dsv4.ops import Ops
@@ -28,12 +29,15 @@ class Numerics:
 class Weights:
     """Loaded tensors by official name: Tensor, QuantTensor, or on a GPU Tiled and a Bank per layer's experts.
 
-    `quantised` names the linears that were stored in 8 or 4 bits.
+    `quantised` names the linears that were stored in 8 or 4 bits. `placement`: where routed experts lie, if
+    not all of them are in GPU memory. `checksum`: the model under which choices of experts are kept.
     """
 
     tensors: Mapping[str, Any]
     quantised: frozenset[str]
     num_mtp_layers: int
+    placement: Placement | None = None
+    checksum: str | None = None
 
 
 @dataclass(frozen=True)

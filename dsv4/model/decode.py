@@ -16,6 +16,7 @@ from dsv4.cache.store import Cache, LayerCache, Tail
 from dsv4.config import LayerSpec
 from dsv4.kernels.common import quantize
 from dsv4.kernels.common.overlap import Launch, Launcher, Names, check, tensors_of
+from dsv4.kernels.common.places import Placement
 from dsv4.kernels.decode import attend, choose, index, mhc, sample
 from dsv4.kernels.decode.matvec import MatVec, Mixing, Product, Tasks
 from dsv4.kernels.decode.prepare import Pooling, prepare, queries
@@ -29,12 +30,14 @@ from dsv4.quant.formats import QuantTensor
 Send = Callable[[Tensor], Tensor]  # a host tensor to the device, without waiting
 
 
-def _names(f: Buffers, cache: Cache) -> Names:
+def _names(f: Buffers, cache: Cache, placement: Placement | None) -> Names:
     """Everything that a step, or anybody between two steps, writes."""
     names = Names()
     for name, held in vars(f).items():
         names.add(name, *tensors_of(held))
     names.add("page_table", cache.page_table)
+    if placement is not None:
+        names.add("places", placement.table)
     for number, layer in enumerate(cache.layers):
         for part in ("ring", "entries", "tail", "keys", "key_tail"):
             names.add(f"layers.{number}.{part}", *tensors_of(getattr(layer, part)))
@@ -53,9 +56,11 @@ class Decoder:
         latest: Tensor | None = None,
         penalties: Tensor | None = None,
         overlap: bool = True,
+        counts: Tensor | None = None,
     ) -> None:
         """`latest` [slots]: where the last choice of every slot is kept, for all decoders of an engine.
         `penalties` [slots, HISTORY + max_context]: of every slot, likewise.
+        `counts` int32 [layers, experts]: grow by every expert that a row chooses, likewise.
         `overlap`: launches with PDL, checked here to give what serial ones give."""
         c = b.config
         self.latest = latest
@@ -71,7 +76,7 @@ class Decoder:
         )
         self.overlap = overlap
         self.launches: list[Launch] = []
-        self.names = _names(f, cache)
+        self.names = _names(f, cache, b.weights.placement)
         state = self.names.known
         self.graphs: dict[bool, torch.cuda.CUDAGraph] = {}  # with and without the choice of tokens
         self._add("embed", mhc.embed, ids=f.ids, table=model.embedding.data, streams=f.streams)
@@ -83,7 +88,7 @@ class Decoder:
             mixing = self._site(f"{name}.hc_ffn", f"{name}.ffn_norm", f.y)
             last = number == c.num_layers - 1
             next_fn = b.plain("hc_head_fn" if last else f"layers.{number + 1}.hc_attn_fn")
-            self._moe(f"{name}.ffn", spec, mixing, next_fn)
+            self._moe(f"{name}.ffn", spec, mixing, next_fn, None if counts is None else counts[number])
             mixed = f.moe
         self._site("hc_head", "norm", mixed)
         self._product("head", [Product(b.tiled("head"), f.x, f.logits)])
@@ -350,7 +355,9 @@ class Decoder:
             out=f.o,
         )
 
-    def _moe(self, name: str, spec: LayerSpec, mixing: Mixing | None, next_fn: Tensor) -> None:
+    def _moe(
+        self, name: str, spec: LayerSpec, mixing: Mixing | None, next_fn: Tensor, counts: Tensor | None
+    ) -> None:
         b, f, c = self.b, self.buffers, self.config
         bank, shared = b.bank(f"{name}.experts"), b.bank(f"{name}.shared_experts")
         assert bank is not None and shared is not None
@@ -376,6 +383,8 @@ class Decoder:
             is_float=self.dtype == torch.float32,
             chosen=f.chosen,
             tasks=f.tasks,
+            positions=f.positions,
+            counts=counts,
         )
         x = self._input(routed_w1, f.x, f.x_in)
         self._product("experts up", [Product(bank.w13, x, f.hidden, "up")], f.tasks, mixing=mixing)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dsv4.config import ModelConfig
 from dsv4.errors import CheckpointError
+from dsv4.kernels.common.places import Form, Placement
 from dsv4.kernels.common.tiles import Bank, Tiled, empty, put, tile, tile_bytes
 from dsv4.model.bundle import Weights
 from dsv4.quant.codec import decode
@@ -21,9 +22,15 @@ _PLACE = {"w1": ("w13", 0), "w3": ("w13", 1), "w2": ("w2", 0)}
 
 
 def load_tiled(
-    checkpoint: Checkpoint, device: str | torch.device, progress: Progress | None = None
+    checkpoint: Checkpoint,
+    device: str | torch.device,
+    progress: Progress | None = None,
+    placement: Placement | None = None,
 ) -> Weights:
-    """As Checkpoint.load, with Tiled for linears and one Bank per layer's experts."""
+    """As Checkpoint.load, with Tiled for linears and one Bank per layer's experts.
+
+    With `placement` each routed expert is written where it will lie; nothing is held twice.
+    """
     tensors: dict[str, Tensor | QuantTensor | Tiled | Bank] = {}
     total, done = checkpoint.inventory.num_bytes, 0
     sources = checkpoint.inventory.sources
@@ -38,14 +45,14 @@ def load_tiled(
                     device,
                 )
                 if match := _EXPERT.fullmatch(name):
-                    _put_expert(tensors, match, held, source, checkpoint.config)
+                    _put_expert(tensors, match, held, source, checkpoint.config, placement)
                 else:
                     tensors[name] = tile(held)
             done += source.num_bytes
             if progress:
                 progress(done, total)
     quantised = frozenset(s.param.name for s in sources if s.is_quantised)
-    return Weights(tensors, quantised, checkpoint.inventory.num_mtp_layers)
+    return Weights(tensors, quantised, checkpoint.inventory.num_mtp_layers, placement)
 
 
 def tiled_bytes(checkpoint: Checkpoint) -> int:
@@ -57,10 +64,37 @@ def tiled_source_bytes(source: Source) -> int:
     shape, kind = source.param.shape, source.param.kind
     if kind in ("plain", "table") or source.param.name == "embed":
         return held_bytes(source, dense=False)
-    return tile_bytes(_format(source), (shape[0], shape[1]))
+    return tile_bytes(tiled_format(source), (shape[0], shape[1]))
 
 
-def _format(source: Source) -> Format:
+def expert_bytes(checkpoint: Checkpoint) -> int:
+    """Of `tiled_bytes` what the layers' routed experts take."""
+    return sum(tiled_source_bytes(s) for s in checkpoint.inventory.sources if _is_routed(s))
+
+
+def _is_routed(source: Source) -> bool:
+    """An expert of a layer; not one of a draft."""
+    return source.param.expert is not None and source.param.name.startswith("layers.")
+
+
+def expert_form(checkpoint: Checkpoint) -> tuple[Form, list[str]]:
+    """The form of the layers' routed experts, and the names of their banks."""
+    names: dict[str, None] = {}
+    formats: dict[Format, str] = {}
+    for source in checkpoint.inventory.sources:
+        if _is_routed(source):
+            names[source.param.name.rsplit(".", 2)[0]] = None
+            formats.setdefault(tiled_format(source), source.param.name)
+    if len(formats) > 1:
+        found = ", ".join(f"{name} is {format}" for format, name in formats.items())
+        raise CheckpointError(
+            f"experts can lie in host memory where all are stored alike, but {found}; use --spill off"
+        )
+    c = checkpoint.config
+    return Form(next(iter(formats)), c.expert_width, c.hidden_size), list(names)
+
+
+def tiled_format(source: Source) -> Format:
     """F32 linears are refused where their values do not fit BF16, so they are held in that."""
     assert source.format is not None
     if source.format is Format.F32 or (
@@ -83,7 +117,7 @@ def _stored(held: QuantTensor, source: Source) -> QuantTensor:
             f"{source.weight.name} in {source.weight.file.name} holds NaN; "
             "the checkpoint is damaged: download or convert it again"
         )
-    format = _format(source)
+    format = tiled_format(source)
     if format is held.format:
         return held
     values = decode(held)
@@ -103,12 +137,16 @@ def _put_expert(
     held: QuantTensor,
     source: Source,
     config: ModelConfig,
+    placement: Placement | None,
 ) -> None:
     name, number, which = match.groups()
     count = config.num_experts if number is not None else 1
     part, half = _PLACE[which]
     bank = tensors.get(name)
-    if bank is None:
+    placed = placement is not None and name in placement.names
+    if placement is not None and placed and bank is None:
+        bank = tensors[name] = placement.bank(name)
+    elif bank is None:
         hidden, device = config.hidden_size, held.data.device
         width = held.shape[1] if part == "w2" else held.shape[0]  # of this rank
         up = empty(held.format, (width, hidden), count, 2, device)
@@ -121,5 +159,9 @@ def _put_expert(
             f"{source.weight.name} is {held.format} and other experts of the layer are {to.format}; the GPU "
             "kernels need one format per layer: convert the checkpoint, or use --device cpu"
         )
-    if not put(to, int(number or 0), half, held):
+    if placement is not None and placed:
+        fits = put(getattr(placement.expert(name, int(number)), part), 0, half, held)
+    else:
+        fits = put(to, int(number or 0), half, held)
+    if not fits:
         tensors[name] = replace(bank, **{part: replace(to, fits_bf16=False)})

@@ -17,8 +17,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from dsv4.cache.store import Cache
 from dsv4.config import Activations, preset
+from dsv4.engine.spill import Split, make_placement
 from dsv4.kernels.common import build, quantize
 from dsv4.kernels.common.overlap import Launch, Launcher, check
+from dsv4.kernels.common.places import Form, Placement
 from dsv4.kernels.decode import attend, choose, index, matvec, mhc, prepare, sample
 from dsv4.lab.bench.decode import Wanted
 from dsv4.lab.synthetic import make_weights
@@ -35,16 +37,32 @@ pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="about sources, not about
 TINY = preset("tiny")  # every layer kind, hash and learned routing, entries that are selected
 
 
-def step(monkeypatch: pytest.MonkeyPatch, rows: int, activations: Activations = "a16") -> Decoder:
+def step(
+    monkeypatch: pytest.MonkeyPatch,
+    rows: int,
+    activations: Activations = "a16",
+    placement: Placement | None = None,
+) -> Decoder:
     """The real list of launches; none can be launched here."""
     sizes = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: sizes)
     ops = Ops.choose("cuda", **dict.fromkeys(IMPLEMENTATIONS, "gpu"))
-    weights = make_weights(TINY, "modelopt", "cpu")
+    weights = make_weights(TINY, "modelopt", "cpu", placement=placement)
     bundle = Bundle(TINY, weights, ops, Numerics(torch.bfloat16, activations, True))
     layout = Wanted(600, rows).layout(TINY)
     cache = Cache(layout, "cpu", torch.bfloat16)
-    return Decoder(bundle, Model(bundle, layout.max_context, "cpu"), cache, rows)
+    counts = torch.zeros(TINY.num_layers, TINY.num_experts, dtype=torch.int32)
+    return Decoder(bundle, Model(bundle, layout.max_context, "cpu"), cache, rows, counts=counts)
+
+
+def test_places_are_read_by_products_of_experts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table may change between two steps: a step that reads it early has been checked with that."""
+    names = [f"layers.{layer}.ffn.experts" for layer in range(TINY.num_layers)]
+    split = Split(Form(Format.NVFP4, TINY.expert_width, TINY.hidden_size), tuple(names), TINY.num_experts, 9)
+    made = step(monkeypatch, 1, placement=make_placement(split, None, "cpu"))
+    readers = {launch.name for launch in made.launches if "places" in (*launch.reads, *launch.reads_early)}
+    assert readers == {"experts up", "experts down"}
+    assert not any("places" in launch.writes for launch in made.launches)
 
 
 @pytest.fixture(params=[(1, "a16"), (4, "a16"), (1, "a4"), (4, "a4")], ids=lambda p: f"{p[0]}-{p[1]}")

@@ -12,14 +12,14 @@ BLOCKS_PER_SM = 4  # of 512 threads: as many as an SM holds
 
 
 def read(data: Tensor, total: Tensor, flight: int) -> None:
-    """data: whole 16 bytes on the GPU; total [1] int32 grows by the sum of its 32-bit words, modulo 2^32."""
+    """data: whole 16 bytes, on the GPU or pinned; total [1] int32 grows by the sum of its 32-bit words."""
     num_bytes = data.numel() * data.element_size()
     assert data.is_contiguous() and num_bytes % 16 == 0 and flight in FLIGHTS, (num_bytes, flight)
     assert total.dtype == torch.int32 and total.numel() == 1
-    blocks = BLOCKS_PER_SM * torch.cuda.get_device_properties(data.device).multi_processor_count
+    blocks = BLOCKS_PER_SM * torch.cuda.get_device_properties(total.device).multi_processor_count
     arguments = (data, ctypes.c_int64(num_bytes // 16), total)
     call(
-        *("ceiling", f"read_kernel<{flight}>", data.device, *arguments),
+        *("ceiling", f"read_kernel<{flight}>", total.device, *arguments),
         blocks=blocks,
         threads=512,
         overlap=False,

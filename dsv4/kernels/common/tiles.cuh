@@ -8,6 +8,7 @@ constexpr int SLICE = 512;
 struct Segment {            // one weight, or a bank of experts, and what it is multiplied with
     const uint4* data;      // [count][units][slices][halves][brick]
     const uint8_t* scale;   // beside it
+    const int64_t* places;  // [count] bytes from `data` and `scale` on to each matrix's own; null: one follows the other
     const float* factor;    // [count][halves]
     const void* x;          // rows of x_stride values
     void* y;                // rows of y_stride values

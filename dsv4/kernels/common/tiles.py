@@ -1,6 +1,7 @@
 """Start: weights as GPU kernels want them, tiles of 16 rows in the order of tensor cores' registers."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,7 +21,11 @@ _MAGNITUDE, _SIGN = (9, 6, 3, 0), (15, 12, 14, 13)
 
 @dataclass(frozen=True)
 class Tiled:
-    """`count` matrices [N, K], or pairs of them (gate and up), each multiplied by its float32 `factor`."""
+    """`count` matrices [N, K], or pairs of them (gate and up), each multiplied by its float32 `factor`.
+
+    They follow one another in `data` and `scale`; or, with `places`, each lies that many bytes from where
+    `data` and `scale` begin, wherever that is (places.py).
+    """
 
     format: Format
     shape: tuple[int, int]
@@ -28,10 +33,11 @@ class Tiled:
     scale: Tensor  # uint8 [count, units, slices, halves, scales of a brick]
     factor: Tensor  # float32 [count, halves]
     fits_bf16: bool = True
+    places: Tensor | None = None  # int64 [count]
 
     @property
     def count(self) -> int:
-        return self.data.shape[0]
+        return self.factor.shape[0]
 
     @property
     def units(self) -> int:
@@ -47,22 +53,25 @@ class Tiled:
 
     @property
     def num_bytes(self) -> int:
-        return self.data.numel() + self.scale.numel() + 4 * self.factor.numel()
+        """Of all matrices, wherever they lie."""
+        _, *rest = self.data.shape
+        one = math.prod(rest) + math.prod(self.scale.shape[1:])
+        return self.count * one + 4 * self.factor.numel()
 
     def span(self, first: int, stop: int) -> "Tiled":
         """Matrices first .. stop-1, not copied."""
-        parts = (self.data[first:stop], self.scale[first:stop], self.factor[first:stop])
-        return Tiled(self.format, self.shape, *parts, self.fits_bf16)
+        if self.places is not None:
+            return replace(self, factor=self.factor[first:stop], places=self.places[first:stop])
+        data, scale, factor = self.data[first:stop], self.scale[first:stop], self.factor[first:stop]
+        return replace(self, data=data, scale=scale, factor=factor)
 
     def rows(self, start: int, stop: int) -> "Tiled":
         """Rows start .. stop-1 of a single matrix, not copied; both on a tile's edge, or the end."""
-        assert self.count == 1 and self.halves == 1 and start % ROWS == 0
+        assert self.count == 1 and self.halves == 1 and self.places is None and start % ROWS == 0
         stop = min(stop, self.shape[0])
         units = slice(start // ROWS, -(-stop // ROWS))
         shape = (stop - start, self.shape[1])
-        return Tiled(
-            self.format, shape, self.data[:, units], self.scale[:, units], self.factor, self.fits_bf16
-        )
+        return replace(self, shape=shape, data=self.data[:, units], scale=self.scale[:, units])
 
 
 @dataclass(frozen=True)

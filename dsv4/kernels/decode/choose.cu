@@ -24,7 +24,8 @@ __device__ __forceinline__ float expert_score(float logit) { return sqrtf(fmaxf(
 template <int MANY, bool SINGLE>
 __global__ void __launch_bounds__(512) route_kernel(
     const float* logits, const float* bias, const int64_t* table, const int64_t* ids, int rows, int experts, int choices,
-    float route_scale, int per_task, int* chosen, float* weights, int* task_expert, int* task_pairs) {
+    float route_scale, int per_task, const int64_t* positions, int* counts, int* chosen, float* weights, int* task_expert,
+    int* task_pairs) {
     __shared__ int pair_expert[MAX_PAIRS];
     __shared__ int warp_total[32];
     __shared__ float scores[SINGLE ? 32 * MANY : 1];
@@ -84,6 +85,8 @@ __global__ void __launch_bounds__(512) route_kernel(
             const int pair = row * choices + place;
             pair_expert[pair] = mine;
             chosen[pair] = mine;
+            // How often each expert is chosen; rows of padding do not count.
+            if (counts && __ldcg(positions + row) >= 0) atomicAdd(counts + mine, 1);
             weights[pair] = mine_score / total * route_scale;
         }
     }
@@ -348,7 +351,7 @@ __global__ void __launch_bounds__(THREADS) select_many_kernel(const Choice p) {
 static_assert(CLUSTER == 8 && THREADS == 1024);
 #define ROUTE(MANY, SINGLE)                                                                                                     \
     template __global__ void route_kernel<MANY, SINGLE>(const float*, const float*, const int64_t*, const int64_t*, int, int, int, \
-                                                        float, int, int*, float*, int*, int*);
+                                                        float, int, const int64_t*, int*, int*, float*, int*, int*);
 ROUTE(8, true) ROUTE(16, true) ROUTE(8, false) ROUTE(16, false)
 template __global__ void select_few_kernel<8, 5>(const Choice);
 template __global__ void select_few_kernel<16, 8>(const Choice);

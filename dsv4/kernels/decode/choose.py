@@ -36,9 +36,9 @@ class _Choice(ctypes.Structure):
 
 
 @launcher(
-    reads=("logits",),
+    reads=("logits", "positions", "counts"),
     reads_early=("bias", "table", "ids"),
-    writes=("chosen", "tasks"),
+    writes=("chosen", "tasks", "counts"),
 )
 def route(
     logits: Tensor,
@@ -49,18 +49,23 @@ def route(
     is_float: bool,
     chosen: Tensor,
     tasks: Tasks,
+    positions: Tensor | None = None,
+    counts: Tensor | None = None,
     overlap: bool = True,
 ) -> None:
     """logits [T, E] float32; bias [E], or a table [V, K] by token id. -> chosen int32 [T, K] by rising
-    expert, and tasks with the weights. `is_float` says how many pairs a task may hold."""
+    expert, and tasks with the weights. `is_float` says how many pairs a task may hold. `counts` int32 [E]
+    grow by the choices of rows whose `positions` are not negative."""
     rows, experts = logits.shape
     assert experts <= MAX_EXPERTS and tasks.choices <= MAX_CHOICES, (experts, tasks.choices)
     assert rows * tasks.choices <= MAX_PAIRS, (rows, tasks.choices)
+    assert counts is None or (positions is not None and counts.shape == (experts,)), "whose choices count"
     many, single = 8 if experts <= 256 else 16, "true" if rows == 1 else "false"
     call(
         *("choose", f"route_kernel<{many}, {single}>", logits.device),
         *(logits, bias, table, ids, rows, experts, tasks.choices, float(scale)),
-        *(FLOAT_COLUMNS if is_float else COLUMNS, chosen, tasks.weights, tasks.expert, tasks.pairs),
+        *(FLOAT_COLUMNS if is_float else COLUMNS, positions, counts),
+        *(chosen, tasks.weights, tasks.expert, tasks.pairs),
         blocks=1,
         threads=32 * many if rows == 1 else 512,
         overlap=overlap,

@@ -252,10 +252,11 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     } else if (lane < PER_GROUP && work.w * PER_GROUP + lane < p.rows) place = work.w * PER_GROUP + lane;
     const int count = __popc(__ballot_sync(~0u, place >= 0));
     // The bricks this warp reads: both halves of a unit lie together, the next unit `jump` bricks on.
-    const size_t first = (((size_t)expert * s.units + unit) * s.slices + s.first_slice + within) * halves;
+    const int64_t place_of_expert = s.places ? __ldcg(s.places + expert) : 0;
+    const size_t first = (((size_t)(s.places ? 0 : expert) * s.units + unit) * s.slices + s.first_slice + within) * halves;
     const size_t jump = (size_t)groups * s.slices * halves - (halves - 1);
-    const uint8_t* scale = s.scale + first * SCALE;
-    const char* source = reinterpret_cast<const char*>(s.data) + first * (LOADS * 512);
+    const uint8_t* scale = s.scale + place_of_expert + first * SCALE;
+    const char* source = reinterpret_cast<const char*>(s.data) + place_of_expert + first * (LOADS * 512);
     const uint32_t stage = shared_address(shared) + warp * STAGES * CHUNK;
     const uint32_t barriers = shared_address(shared) + At::BARRIERS_AT, barrier = barriers + warp * STAGES * 8;
     // Where the next chunk to fetch lies: its brick's chunks and halves left, and the warp's units left.

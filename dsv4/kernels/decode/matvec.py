@@ -28,7 +28,7 @@ SINGLE = {False: (8, 76416), True: (8, 85120)}
 
 class _Segment(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("data", "scale", "factor", "x", "y", "carry")),
+        *((name, ctypes.c_void_p) for name in ("data", "scale", "places", "factor", "x", "y", "carry")),
         *((name, ctypes.c_int) for name in ("format", "halves", "units", "slices", "first_slice", "span")),
         *((name, ctypes.c_int) for name in ("warps", "n", "k", "x_stride", "y_stride", "epilogue", "routed")),
     )
@@ -241,6 +241,7 @@ def _segment(weight: Tiled) -> _Segment:
     return _Segment(
         data=weight.data.data_ptr(),
         scale=weight.scale.data_ptr(),
+        places=None if weight.places is None else weight.places.data_ptr(),
         factor=weight.factor.data_ptr(),
         format=CODE[weight.format],
         halves=weight.halves,
@@ -312,7 +313,7 @@ def unpack(weight: Tiled, out: Tensor) -> None:
         out.is_contiguous()
         and out.numel() == weight.count * weight.halves * weight.shape[0] * weight.shape[1]
     )
-    assert weight.data.is_contiguous() and weight.scale.is_contiguous()
+    assert weight.places is not None or (weight.data.is_contiguous() and weight.scale.is_contiguous())
     act = "float" if out.dtype == torch.float32 else "__nv_bfloat16"
     bricks = weight.count * weight.units * weight.slices * weight.halves
     call(

@@ -52,7 +52,7 @@ def _parts(wide: Tensor, dtype: torch.dtype, parts: int) -> Tensor:
 
 def _unpacked(weight: Weight, shape: tuple[int, ...], dtype: torch.dtype, parts: int) -> Tensor:
     wide = dtype if parts == 1 else torch.float32
-    out = torch.empty(shape, dtype=wide, device=weight.data.device)
+    out = torch.empty(shape, dtype=wide, device=weight.factor.device)
     matvec.unpack(weight, out)
     return _parts(out, dtype, parts)
 

@@ -25,6 +25,7 @@ constexpr int MAX_STAGES = 16, SMALL_CAP = 32;
 struct Product {
     const char* data;       // the tiles of W, as in Segment
     const uint8_t* scale;
+    const int64_t* homes;   // [matrices] bytes from `data` and `scale` on to each one's own; null: one follows the other
     const float* factor;
     const char* x;          // packed: [groups of rows][slices][blocks of columns][GROUP_STRIDE]
     void* y;
@@ -45,6 +46,10 @@ struct Product {
 };
 
 struct Tile { int matrix, first, rows, unit; };   // rows of packed x; the block's first unit
+
+// Where a matrix's bricks begin: bytes beyond `data` and `scale`, or bricks.
+__device__ __forceinline__ int64_t home_of(const Product& p, int matrix) { return p.homes ? __ldcg(p.homes + matrix) : 0; }
+__device__ __forceinline__ size_t first_unit(const Product& p, int matrix) { return p.homes ? 0 : (size_t)matrix * p.units; }
 
 struct Items {   // what a block works through
     int tiles_m, total, tiles_per_matrix;
@@ -182,8 +187,8 @@ __device__ __forceinline__ void sum_tile(Consumer& c, const Tile& tile, float (&
     // A warp's unit; of pairs, the second warpgroup has the other half.
     const bool paired = p.halves == 2;
     const int unit = min(tile.unit + (paired ? c.warp & 3 : c.warp), p.units - 1), half = paired ? c.warp >> 2 : 0;
-    const size_t brick = (((size_t)tile.matrix * p.units + unit) * p.slices) * p.halves + half;
-    const uint8_t* scale = p.scale + brick * Brick<F>::SCALE;
+    const size_t brick = ((first_unit(p, tile.matrix) + unit) * p.slices) * p.halves + half;
+    const uint8_t* scale = p.scale + home_of(p, tile.matrix) + brick * Brick<F>::SCALE;
     const int scale_step = p.halves * Brick<F>::SCALE;
     const float factor = __ldg(p.factor + (p.has_factors ? tile.matrix * p.halves : 0) + half) * (F == NVFP4 ? 16384.f : 1.f);
     const char* w_base = c.shared + (c.w_at - shared_address(c.shared)) + c.warp * W_COPY + lane * 16;
@@ -376,7 +381,8 @@ __device__ __forceinline__ void fetch_w(const Product& p, Ring ring, uint32_t to
         const int unit = tile.unit + (paired ? lane & 3 : lane), half = paired ? lane >> 2 & 1 : 0;
         const bool fetches = lane < UNITS && unit < p.units;
         const uint32_t bytes = __popc(__ballot_sync(~0u, fetches)) * W_COPY;
-        const char* from = p.data + ((((size_t)tile.matrix * p.units + unit) * p.slices) * p.halves + half) * BRICK;
+        const size_t brick = ((first_unit(p, tile.matrix) + unit) * p.slices) * p.halves + half;
+        const char* from = p.data + home_of(p, tile.matrix) + brick * BRICK;
         for (int slice = 0; slice < p.slices; ++slice, from += (size_t)p.halves * BRICK)
 #pragma unroll 1
             for (int at = 0; at < BRICK; at += W_COPY) {

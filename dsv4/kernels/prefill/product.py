@@ -29,7 +29,7 @@ MAX_CAP = {Format.NVFP4: 128, Format.MXFP4: 128, Format.FP8: 64, Format.BF16: 12
 
 class _Product(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("data", "scale", "factor", "x", "y", "carry")),
+        *((name, ctypes.c_void_p) for name in ("data", "scale", "homes", "factor", "x", "y", "carry")),
         *((name, ctypes.c_void_p) for name in ("tiles", "num_tiles", "places", "weights")),
         *((name, ctypes.c_int64) for name in ("y_row", "y_matrix")),
         *((name, ctypes.c_int) for name in ("units", "slices", "halves", "n")),
@@ -297,6 +297,7 @@ def _launch(
     params = _Product(
         data=weight.data.data_ptr(),
         scale=weight.scale.data_ptr(),
+        homes=None if weight.places is None else weight.places.data_ptr(),
         factor=weight.factor.data_ptr(),
         x=x.data.data_ptr(),
         y=y.data_ptr(),

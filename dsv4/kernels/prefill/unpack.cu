@@ -28,8 +28,11 @@ __device__ __forceinline__ void unpack_brick(const Segment& s, int64_t brick, Ou
     const int64_t unit = brick / s.halves / s.slices, matrix = unit / s.units;
     const int tile = unit % s.units, g = lane >> 2, t = lane & 3;
     Scales<F> scales;
-    scales.load(s.scale + brick * Brick<F>::SCALE, lane);
-    const uint4* data = s.data + brick * (Brick<F>::LOADS * 32) + lane;
+    // Of matrices with places, the brick's number in its own.
+    const int64_t place = s.places ? __ldcg(s.places + matrix) : 0;
+    const int64_t at = s.places ? brick - matrix * s.units * s.slices * s.halves : brick;
+    scales.load(s.scale + place + at * Brick<F>::SCALE, lane);
+    const uint4* data = s.data + place / 16 + at * (Brick<F>::LOADS * 32) + lane;
     Out* out = y + matrix * s.n * s.halves * s.k;
 #pragma unroll
     for (int load = 0; load < Brick<F>::LOADS; ++load) {

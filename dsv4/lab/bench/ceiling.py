@@ -10,6 +10,7 @@ from dsv4.errors import DeviceError
 from dsv4.kernels.common import ceiling
 
 READ_BYTES = 8 << 30
+HOST_BYTES = 1 << 28
 MATMUL_SIZE = 8192
 ROUNDS = 10
 
@@ -62,6 +63,14 @@ def _read_rate(device: torch.device) -> float:
             )
         best = min(best, *timed(partial(ceiling.read, data, total, flight), ROUNDS))
     return num_bytes / best * 1e3
+
+
+def measure_host_read(device: torch.device) -> float:
+    """Bytes per second that a kernel reads of pinned host memory, the fastest of several passes."""
+    data = torch.empty(HOST_BYTES, dtype=torch.uint8, pin_memory=True).fill_(1)
+    total = torch.zeros(1, dtype=torch.int32, device=device)
+    times = timed(partial(ceiling.read, data, total, ceiling.FLIGHTS[0]), ROUNDS, warm=1)
+    return HOST_BYTES / min(times) * 1e3
 
 
 def _forget(device: torch.device) -> None:

@@ -79,16 +79,18 @@ def speed(engine: Engine, kind: str, batch: int, context: int, steps: int) -> Sp
     return Speed(kind, batch, count / seconds)
 
 
-def speeds(bundle: Bundle, batch: int, context: int, steps: int, step_ms: float) -> dict[str, Any]:
+def speeds(
+    bundle: Bundle, batch: int, context: int, steps: int, step_ms: float, chunk: int = GPU_CHUNK
+) -> dict[str, Any]:
     """Tokens per second of each kind of request through a new engine, and the share of the bare step's.
 
-    `step_ms`: of the bare step, at `context` tokens. Where no engine fits beside the weights, `left_out` says
-    why.
+    `step_ms`: of the bare step, at `context` tokens; `chunk`: prompt tokens of a step. Where no engine fits
+    beside the weights, `left_out` says why.
     """
     prompt = min(context, MAX_PROMPT, bundle.config.max_positions - steps - WARM - 1)
     capacity = min(bundle.config.max_positions, -(-(prompt + steps + WARM + 1) // 256) * 256)
     config = EngineConfig(
-        device="cuda", max_batch=batch, max_context=capacity, prefix_snapshots=0, chunk=min(prompt, GPU_CHUNK)
+        device="cuda", max_batch=batch, max_context=capacity, prefix_snapshots=0, chunk=min(prompt, chunk)
     )
     settings = settings_of(bundle, config)
     gc.collect()  # a decoder's launches refer to it, and it to them

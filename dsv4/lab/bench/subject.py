@@ -10,16 +10,21 @@ import torch
 
 from dsv4.cache.layout import CacheLayout
 from dsv4.config import ModelConfig, preset
+from dsv4.device import available_memory
 from dsv4.engine.memory import gpu_memory
+from dsv4.engine.spill import Split, check_host, find_split, make_placement
 from dsv4.errors import ConfigError
+from dsv4.kernels.common.places import Form
 from dsv4.kernels.common.tiles import ROWS, SLICE, Bank, Tiled, tile_bytes
+from dsv4.lab.routing import apply as follow
+from dsv4.lab.routing import shares
 from dsv4.lab.synthetic import LAYOUTS, format_of, make_weights, with_experts
 from dsv4.model.bundle import Bundle, Numerics, Weights
 from dsv4.model.params import Param, declare
 from dsv4.ops import IMPLEMENTATIONS, Ops
 from dsv4.quant.formats import Format
 from dsv4.weights.load import Checkpoint, Progress
-from dsv4.weights.tiled import load_tiled, tiled_bytes
+from dsv4.weights.tiled import expert_bytes, expert_form, load_tiled, tiled_bytes
 
 DTYPE = torch.bfloat16
 RESIDENT = 192  # experts of a synthetic model that are made by default, if it has as many
@@ -35,31 +40,70 @@ class Subject:
     weight_bytes: int
     whole_layers: int  # of the model as published
     checkpoint: Checkpoint | None = None
+    routing: str | None = None  # law of a synthetic router (lab/routing.py)
 
     @property
     def is_whole(self) -> bool:
         """Whether all its layers are there: a record of fewer says nothing about the model."""
         return self.config.num_layers == self.whole_layers
 
-    def load(self, device: torch.device, progress: Progress | None = None) -> Weights:
+    def load(
+        self, device: torch.device, progress: Progress | None = None, split: Split | None = None
+    ) -> Weights:
+        """`split`: experts between GPU and host memory, the most frequent on the GPU where that is known."""
+        share = None if self.routing is None else shares(self.routing, self.config)
+        placement = None
+        if split is not None:
+            placement = make_placement(split, None if share is None else share.tolist(), device)
         if self.checkpoint is not None:
-            return load_tiled(self.checkpoint, device, progress)
-        return make_weights(self.config, self.layout, str(device))
+            return load_tiled(self.checkpoint, device, progress, placement)
+        weights = make_weights(self.config, self.layout, str(device), placement=placement)
+        if share is not None:
+            follow(weights.tensors, share, self.config)
+        return weights
 
-    def bundle(self, device: torch.device, progress: Progress | None = None) -> Bundle:
+    def bundle(
+        self, device: torch.device, progress: Progress | None = None, split: Split | None = None
+    ) -> Bundle:
         """The weights with the GPU backend of every op."""
         ops = Ops.choose("cuda", **dict.fromkeys(IMPLEMENTATIONS, "gpu"))
-        return Bundle(self.config, self.load(device, progress), ops, Numerics(DTYPE, "a16", True))
+        return Bundle(self.config, self.load(device, progress, split), ops, Numerics(DTYPE, "a16", True))
+
+    def split(self, spill: str, others: int, free: int) -> Split | None:
+        """How experts are divided when `others` bytes beside the weights are needed; None: all on the GPU."""
+        fits = self.weight_bytes + others <= free
+        if spill == "off" or (spill == "auto" and fits):
+            return None
+        if self.checkpoint is not None:
+            (form, names), experts = expert_form(self.checkpoint), expert_bytes(self.checkpoint)
+        else:
+            c, routed = self.config, [p for p in declare(self.config, 0) if p.expert is not None]
+            form = Form(format_of(routed[0], self.layout), c.expert_width, c.hidden_size)
+            names = [f"layers.{layer}.ffn.experts" for layer in range(c.num_layers)]
+            experts = sum(_held(param, self.layout) for param in routed)
+        room = free - others - (self.weight_bytes - experts)
+        split = find_split(spill, None, form, names, self.config.num_experts, room)
+        if split is not None:
+            if split.gpu_bytes > room:
+                raise ConfigError(
+                    f"experts on the GPU take {split.gpu_bytes / 1e9:.1f} GB and {max(room, 0) / 1e9:.1f} GB "
+                    "are left for them; use --spill auto, or lower --context or --batch"
+                )
+            check_host(split, available_memory())
+        return split
 
     def facts(self) -> dict[str, Any]:
         c = self.config
         return {
             **{"model": self.title, "is_synthetic": self.checkpoint is None, "layout": self.layout},
             **{"layers": c.num_layers, "experts": c.num_experts},
+            **({} if self.routing is None else {"routing": self.routing}),
         }
 
 
-def synthetic(name: str, experts: int | None, layers: int | None, layout: str) -> Subject:
+def synthetic(
+    name: str, experts: int | None, layers: int | None, layout: str, routing: str | None = None
+) -> Subject:
     """A published model's sizes with that many experts and layers; None: as many as usual, and all."""
     whole = preset(name)
     if layout not in LAYOUTS:
@@ -73,7 +117,10 @@ def synthetic(name: str, experts: int | None, layers: int | None, layout: str) -
     if layers is not None and not 1 <= layers <= whole.num_layers:
         raise ConfigError(f"layers is {layers}, expected 1 to {whole.num_layers} (all of {name})")
     config = replace(with_experts(whole, experts), layers=whole.layers[:layers])
-    return Subject(name, config, layout, synthetic_bytes(config, layout), whole.num_layers)
+    if routing is not None:
+        shares(routing, config)  # refuses what is no law
+    size = synthetic_bytes(config, layout)
+    return Subject(name, config, layout, size, whole.num_layers, routing=routing)
 
 
 def of_folder(folder: Path) -> Subject:
@@ -83,15 +130,21 @@ def of_folder(folder: Path) -> Subject:
 
 
 def choose(
-    model: Path | None, name: str | None, experts: int | None, layers: int | None, layout: str | None
+    model: Path | None,
+    name: str | None,
+    experts: int | None,
+    layers: int | None,
+    layout: str | None,
+    routing: str | None = None,
 ) -> Subject:
     """The model folder, or the synthetic model of that name: one of them, and options that go with it."""
     if name is not None:
         if model is not None:
             raise ConfigError(f"both {model} and --synthetic {name} are given; measure one of them")
-        return synthetic(name, experts, layers, layout or "modelopt")
+        return synthetic(name, experts, layers, layout or "modelopt", routing)
     assert model is not None
-    for option, value in (("experts", experts), ("layers", layers), ("layout", layout)):
+    given = {"experts": experts, "layers": layers, "layout": layout, "routing": routing}
+    for option, value in given.items():
         if value is not None:
             raise ConfigError(f"--{option} goes with --synthetic; {model} is measured as it is")
     return of_folder(model)

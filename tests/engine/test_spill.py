@@ -1,0 +1,114 @@
+"""Experts that do not fit on the GPU: how many, which, what is refused; loaded without a second copy."""
+
+import pytest
+import torch
+
+from dsv4.config import EngineConfig
+from dsv4.engine.engine import Engine
+from dsv4.engine.request import SamplingParams
+from dsv4.engine.spill import (
+    ENTRY_BYTES,
+    HOST_RESERVE,
+    Split,
+    check_host,
+    choose_resident,
+    find_split,
+    make_placement,
+)
+from dsv4.errors import ConfigError
+from dsv4.kernels.common.places import Form
+from dsv4.kernels.common.tiles import Bank
+from dsv4.models import embedded
+from dsv4.quant.formats import Format
+from dsv4.weights.load import Checkpoint
+from dsv4.weights.tiled import expert_bytes, expert_form, load_tiled
+
+FORM, NAMES = Form(Format.MXFP4, 64, 128), ("layers.0.ffn.experts", "layers.1.ffn.experts")
+
+
+def found(spill: str, room: int, expert_memory: int | None = None) -> Split | None:
+    return find_split(spill, expert_memory, FORM, NAMES, num_experts=8, room=room)
+
+
+def test_how_many_are_resident() -> None:
+    size, entries = FORM.num_bytes, 16 * ENTRY_BYTES
+    assert found("auto", room=16 * size + entries) is None, "all fit"
+    for left in (14, 7, 1):  # one slot of each memory stays empty: by way of it experts change places
+        split = found("auto", room=(left + 1) * size + entries + size - 1)
+        assert split is not None and (split.num_resident, split.num_spilled) == (left, 16 - left)
+        assert split.gpu_bytes == (left + 1) * size + entries and split.host_bytes == (17 - left) * size
+    assert found("off", room=0) is None and found("0", room=0) is None
+    assert (split := found("3", room=10**12)) is not None and split.num_spilled == 6
+    assert (split := found("auto", 10**12, expert_memory=5 * size + entries)) and split.num_resident == 4
+    assert (split := found("auto", -(10**9))) is not None and split.num_resident == 0
+    with pytest.raises(ConfigError, match="spill is 9, but a layer has 8 experts"):
+        found("9", room=0)
+
+
+def test_which_are_resident() -> None:
+    split = Split(FORM, NAMES, num_experts=8, num_resident=7)
+    evenly = choose_resident(split, None)
+    assert [sum(layer) for layer in evenly] == [4, 3]
+    counts = [[0.0] * 8, [float(e) for e in range(8)]]
+    counts[0][2] = 6.5
+    by_count = choose_resident(split, counts)
+    assert [e for e in range(8) if by_count[0][e]] == [2]
+    assert [e for e in range(8) if by_count[1][e]] == [2, 3, 4, 5, 6, 7]
+
+
+def test_host_memory_is_refused_with_the_numbers() -> None:
+    split = Split(Form(Format.MXFP4, 2048, 4096), NAMES, num_experts=256, num_resident=12)
+    check_host(split, split.host_bytes + HOST_RESERVE)
+    with pytest.raises(
+        ConfigError, match=r"500 of 512 experts .* take 6\.7 GB; 3\.0 GB are free, of which 4\.3 GB"
+    ):
+        check_host(split, 3 * 10**9)
+
+
+@pytest.mark.parametrize("value", ["all", "-1", "1.5", ""])
+def test_a_spill_that_is_no_number_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match="expected off, auto or a number of experts per layer"):
+        EngineConfig(spill=value)
+
+
+def test_loaded_experts_are_those_of_a_whole_load() -> None:
+    """In every placement an expert's bytes are where the table says; other weights are as before."""
+    checkpoint = Checkpoint.open(embedded())
+    form, names = expert_form(checkpoint)
+    experts = checkpoint.config.num_experts
+    assert expert_bytes(checkpoint) >= len(names) * experts * (form.num_bytes - 4 * 256)
+    whole = load_tiled(checkpoint, "cpu")
+    for resident in (0, len(names) * experts // 3, len(names) * experts):
+        split = Split(form, tuple(names), experts, resident)
+        placement = make_placement(split, None, "cpu")
+        got = load_tiled(Checkpoint.open(embedded()), "cpu", placement=placement)
+        assert got.placement is placement and got.tensors.keys() == whole.tensors.keys()
+        assert sum(placement.num_resident(layer) for layer in range(len(names))) == resident
+        for name in names:
+            bank = whole.tensors[name]
+            assert isinstance(bank, Bank)
+            for e in range(experts):
+                one = placement.expert(name, e)
+                for part, want in ((one.w13, bank.w13), (one.w2, bank.w2)):
+                    assert torch.equal(part.data[0], want.data[e]) and torch.equal(
+                        part.factor[0], want.factor[e]
+                    )
+                    assert torch.equal(part.scale[0], want.scale[e])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spill", ["1", "3", "all"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_tokens_do_not_depend_on_the_place(spill: str, dtype: str) -> None:
+    """The embedded model: prompts and generated tokens, several sequences at once."""
+    experts = Checkpoint.open(embedded()).config.num_experts
+    spill = str(experts) if spill == "all" else spill
+    prompts = [[1, 5, 9, 12, 7] * 9, [3, 4], list(range(2, 120))]
+
+    def generated(spill: str) -> list[list[tuple[int, float | None]]]:
+        config = EngineConfig(device="cuda", compute_dtype=dtype, max_context=512, max_batch=4, spill=spill)
+        engine = Engine.load(None, config)
+        params = SamplingParams(max_tokens=40, temperature=0.0, logprobs=1)
+        return [[(t.id, t.logprob) for t in c.tokens] for c in engine.generate(prompts, params)]
+
+    assert generated(spill) == generated("off")
