@@ -27,7 +27,7 @@ class Memory:
     snapshots: int
     tables: int  # rotations; penalties and tokens of every slot
     copies: int  # weights that the model keeps in a second form
-    buffers: int  # of the decode steps
+    buffers: int  # of the decode steps, and what recorded prompt steps leave
     workspace: int
     reserved: int = RESERVED
     host: int = 0  # weights in pinned host memory: not the GPU's, so not in the total
@@ -64,7 +64,8 @@ def gpu_memory(
         snapshots=layout.max_snapshots * layout.snapshot_bytes(),
         tables=table_bytes(c, layout.max_context, layout.num_slots),
         copies=_copied_bytes(c, layout.num_mtp_layers),
-        buffers=buffer_bytes(c, layout.max_context, dtype, sum(graph_rows), activations),
+        buffers=buffer_bytes(c, layout.max_context, dtype, sum(graph_rows), activations)
+        + (result_bytes(c, dtype, chunk) if graph_rows and activations == "a16" else 0),
         workspace=prompt_bytes(c, min(chunk, layout.max_context)) if chunk else 0,
         reserved=RESERVED + (recorded_bytes(layout, dtype, chunk) if chunk and graph_rows else 0),
     )
@@ -90,6 +91,12 @@ def _row_bytes(c: ModelConfig) -> int:
     """Of one token in a prompt's step."""
     row = 16 * c.num_streams * c.hidden_size + 12 * c.num_heads * c.head_dim
     return row + 8 * c.experts_per_token * c.hidden_size
+
+
+def result_bytes(c: ModelConfig, dtype: torch.dtype, chunk: int) -> int:
+    """The streams that each recorded prompt step leaves: in bfloat16, where steps are recorded."""
+    rows = sum(prompt_sizes(chunk)) if dtype == torch.bfloat16 else 0
+    return rows * c.num_streams * c.hidden_size * dtype.itemsize
 
 
 def recorded_bytes(layout: CacheLayout, dtype: torch.dtype, chunk: int) -> int:

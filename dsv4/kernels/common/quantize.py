@@ -67,6 +67,7 @@ def _quotients(blocks, unit, scale, B: tl.constexpr):  # type: ignore[no-untyped
         q = blocks * inverse
         q = tl.fma(tl.fma(-q, wide, blocks), inverse, q)
         q = tl.fma(tl.fma(-q, wide, blocks), inverse, q)
+        q = tl.where(blocks == 0.0, blocks, q)  # the corrections lose the sign of zero
     else:
         q = tl.div_rn(blocks, wide)
     return q
