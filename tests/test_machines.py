@@ -54,7 +54,13 @@ def test_one_thread(tmp_path: Path, setting: str) -> None:
     run(tmp_path, setting, 1, (*OPS, *ENGINE, GOLDEN[SETTINGS.index(setting) % len(GOLDEN)]))
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        setting if "AVX2" in setting.upper() else pytest.param(setting, marks=pytest.mark.slow)
+        for setting in SETTINGS
+    ],
+)
 def test_two_threads(tmp_path: Path, setting: str) -> None:
     run(tmp_path, setting, 2, OPS)
 

@@ -194,6 +194,7 @@ def test_holds_after_a_failed_load() -> None:
 
     g = Graphs.__new__(Graphs)
     g.sampler, g._holds, g.decoders = ref, {}, {1: FakeDecoder(1)}
+    g.swapper = g.recorder = None
     g.send = lambda t: t
     g.land = lambda made, out: setattr(made, "out", out)
     d = g.decoders[1]

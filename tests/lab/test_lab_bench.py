@@ -52,6 +52,7 @@ from dsv4.model.bundle import Bundle, Numerics
 from dsv4.model.decode import Decoder
 from dsv4.model.model import Model
 from dsv4.ops import IMPLEMENTATIONS, Ops
+from dsv4.ops.sample.ref import HISTORY
 from dsv4.quant.codec import decode
 from dsv4.quant.formats import QuantTensor
 
@@ -63,7 +64,7 @@ REFUSED = {
     "decode --synthetic flash --experts 300": "experts is 300, expected 6 (chosen per token) to 256",
     "decode --synthetic flash --experts 5": "experts is 5, expected 6",
     "decode --synthetic flash --layers 44": "layers is 44, expected 1 to 43",
-    "decode --synthetic flash --layout int4": "unknown layout 'int4'; use one of modelopt, nvfp4",
+    "decode --synthetic flash --layout int4": "unknown layout 'int4'; use one of official, modelopt, nvfp4",
     "decode {folder} --synthetic flash": "both",
     "decode {folder} --experts 8": "--experts goes with --synthetic",
     "decode {folder} --layout nvfp4": "--layout goes with --synthetic",
@@ -73,7 +74,7 @@ REFUSED = {
     "decode --synthetic tiny --batch 33": "batch is 33, expected 1 to 32",
     "decode --synthetic tiny --steps 0": "steps is 0, expected at least 1",
     "decode --synthetic tiny --steps 70000": "70000 steps need",
-    "decode --synthetic tiny --max-context 4096": "max_context is 4096, expected 4245",
+    "decode --synthetic tiny --max-context 4096": "max_context is 4096, expected 4269",
     "decode --synthetic tiny --save x.json": "x.json: dsv4 plan reads records from *.jsonl",
     "decode --synthetic tiny --save no/such/x.jsonl": "its folder must exist",
     "decode --synthetic tiny --layers 2 --save x.jsonl": "--save keeps figures of whole models",
@@ -150,6 +151,7 @@ def test_everything_else_takes_what_was_computed() -> None:
     ropes = {id(b.attention.rope): b.attention.rope for b in model.blocks}.values()
     held += [t for rope in ropes for t in (rope.cos, rope.sin)] + [cache.page_table]
     held += [site.fn for b in model.blocks for site in (b.hc_attn, b.hc_ffn)] + [model.hc_head.fn]
+    held += [torch.zeros(layout.num_slots, HISTORY + layout.max_context, dtype=torch.int32)]  # of penalties
     rows = [q for layer in cache.layers for q in (layer.ring, layer.entries, layer.keys) if q is not None]
     assert other_bytes(layout, wanted.rows) - RESERVED == sum(map(size_of, held + rows))
 
