@@ -114,7 +114,7 @@ def _show(title: str, made: "Plan", report: dict[str, Any], record: "Record | No
         ("cache", f"{slots} of {w.context:,} tokens, {w.cache}"),
         ("state", "windows and open blocks"),
         ("snapshots", f"{w.snapshots} of prompts' beginnings, as they are made"),
-        ("tables", "rotations"),
+        ("tables", "rotations, penalties"),
         ("copies", "weights in a second form, for prompts"),
         ("buffers", "of decode steps"),
         ("workspace", f"estimate, {made.chunk} tokens per step"),

@@ -33,7 +33,7 @@ def rank_devices(config: EngineConfig) -> list[str]:
                 f"ranks {config.ranks} is for a CPU, and the engine runs on {found.name}; "
                 f"use --gpus {config.ranks}, or --device cpu"
             )
-        return [config.device] * config.ranks
+        return ["cpu"] * config.ranks if config.ranks > 1 else [config.device]
     numbers = [part.strip() for part in config.gpus.split(",")]
     if not all(number.isdigit() and len(number) < 5 for number in numbers) or len({*numbers}) < len(numbers):
         raise ConfigError(f"gpus {config.gpus!r}: expected how many, or which ones: 2 or 0,1")

@@ -6,7 +6,8 @@ import pytest
 import torch
 from ranks_support import engine_on, rank_pids
 
-from dsv4 import Engine, SamplingParams
+from dsv4 import Engine, EngineConfig, SamplingParams
+from dsv4.engine.build import rank_devices
 from dsv4.engine.trial import Trial
 from dsv4.errors import ConfigError, RequestError
 from dsv4.lab.score import score_ids
@@ -89,3 +90,9 @@ def test_refusals(folders: dict[str, Path]) -> None:
         with pytest.raises(ConfigError, match=words), engine_on(folder, given.pop("ranks"), **given):  # type: ignore[arg-type]
             pass
     assert rank_pids() == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, ranks are asked for by --gpus")
+def test_ranks_of_no_named_device_are_the_cpu() -> None:
+    assert rank_devices(EngineConfig(ranks=2)) == ["cpu", "cpu"]
+    assert rank_devices(EngineConfig()) == ["auto"]

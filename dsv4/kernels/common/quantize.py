@@ -207,9 +207,31 @@ def round_values(
 ) -> None:
     """x [T, K] -> out [T, K], which may be x. With `norm_weight` [K], of the normalised row, which goes to
     `normed` too if that is given."""
-    rows, width = out.shape
     assert x.shape == out.shape and x.stride(1) == out.stride(1) == 1 and x.dtype == out.dtype
     assert normed is None or (normed.shape == out.shape and normed.is_contiguous())
+    _values(x=x, out=out, activations=activations, weight=norm_weight, eps=eps, made=normed, overlap=overlap)
+
+
+def swiglu_values(x: Tensor, weights: Tensor | None, limit: float, activations: str) -> Tensor:
+    """x [P, 2I], gate beside up; weights [P] of routing -> [P, I], rounded as the down product wants it."""
+    out = torch.empty(x.shape[0], x.shape[1] // 2, dtype=x.dtype, device=x.device)
+    assert x.stride(1) == 1
+    _values(x=x, out=out, activations=activations, weight=weights, eps=limit, is_swiglu=True)
+    return out
+
+
+def _values(
+    *,
+    x: Tensor,
+    out: Tensor,
+    activations: str,
+    weight: Tensor | None,
+    eps: float,
+    made: Tensor | None = None,
+    is_swiglu: bool = False,
+    overlap: bool = False,
+) -> None:
+    rows, width = out.shape
     if rows:
         size = _size(width, FP8_TILE)
         launch(
@@ -219,45 +241,17 @@ def round_values(
             overlap=overlap,
             x_ptr=x,
             x_row=x.stride(0),
-            weight_ptr=norm_weight,
+            weight_ptr=weight,
             eps=eps,
-            made_ptr=normed,
+            made_ptr=made,
             out_ptr=out,
             out_row=out.stride(0),
             K=width,
             SIZE=size,
-            NORM=norm_weight is not None,
-            SWIGLU=False,
+            NORM=weight is not None and not is_swiglu,
+            SWIGLU=is_swiglu,
             HOW=HOW[activations],
         )
-
-
-def swiglu_values(x: Tensor, weights: Tensor | None, limit: float, activations: str) -> Tensor:
-    """x [P, 2I], gate beside up; weights [P] of routing -> [P, I], rounded as the down product wants it."""
-    rows, width = x.shape[0], x.shape[1] // 2
-    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
-    assert x.stride(1) == 1
-    if rows:
-        size = _size(width, FP8_TILE)
-        launch(
-            _values_kernel,
-            grid=(rows,),
-            num_warps=_warps(size),
-            overlap=False,
-            x_ptr=x,
-            x_row=x.stride(0),
-            weight_ptr=weights,
-            eps=limit,
-            made_ptr=None,
-            out_ptr=out,
-            out_row=width,
-            K=width,
-            SIZE=size,
-            NORM=False,
-            SWIGLU=True,
-            HOW=HOW[activations],
-        )
-    return out
 
 
 @dataclass(frozen=True)
