@@ -64,6 +64,11 @@ class Prepared:
         checkpoint = Checkpoint.open(path).shard(rank, size)
         settings = settle(replace(config, device=devices[rank], gpus=None), checkpoint, size)
         split = None
+        if not settings.tiled and (config.spill not in ("off", "auto") or config.expert_memory is not None):
+            raise ConfigError(
+                "spill and expert_memory share experts between a GPU with kernels and host memory, and this "
+                f"engine runs on {settings.device.torch_name} without; leave them out"
+            )
         if size > 1 and config.spill not in ("off", "auto"):
             raise ConfigError(
                 f"spill {config.spill} is for one GPU, and there are {size} ranks; leave it out"

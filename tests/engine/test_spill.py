@@ -1,5 +1,7 @@
 """Experts that do not fit on the GPU: how many, which, what is refused; loaded without a second copy."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -112,3 +114,9 @@ def test_tokens_do_not_depend_on_the_place(spill: str, dtype: str) -> None:
         return [[(t.id, t.logprob) for t in c.tokens] for c in engine.generate(prompts, params)]
 
     assert generated(spill) == generated("off")
+
+
+@pytest.mark.parametrize("options", [{"spill": "3"}, {"expert_memory": 1000}])
+def test_without_a_gpus_kernels_it_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="leave them out"):
+        Engine.load(None, EngineConfig(device="cpu", **options))
