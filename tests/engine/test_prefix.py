@@ -219,7 +219,7 @@ def test_snapshots_take_what_is_planned(roomy: Engine) -> None:
     roomy.generate([text(300, 1)], GREEDY)
     snapshot = cache_of(roomy).snapshots[next(iter(roomy.prefix._snapshots.values()))]
     assert snapshot.num_bytes == roomy.slots.layout.snapshot_bytes()
-    assert torch.is_tensor(snapshot.windows[0].data)
+    assert torch.is_tensor(snapshot.window.data)
 
 
 def test_prompt_tokens_are_scored_whatever_is_cached(roomy: Engine, shared: Engine) -> None:
