@@ -89,7 +89,9 @@ def attend(
         "attend_kernel",
         q.device,
         params,
-        blocks=tokens * heads // HEADS,
+        blocks=min(
+            tokens * heads // HEADS, torch.cuda.get_device_properties(q.device).multi_processor_count
+        ),
         threads=THREADS,
         shared=SHARED_BYTES,
     )

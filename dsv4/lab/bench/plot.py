@@ -40,7 +40,7 @@ def draw_first_tokens(
                 **{"xytext": (0, 8 if above else -14), "textcoords": "offset points", "ha": "center"},
                 **{"color": colour, "fontsize": 8},
             )
-        axes.annotate(name, (x[0], y[0]), xytext=(-8, 0), textcoords="offset points", ha="right", va="center",
+        axes.annotate(name, (x[-1], y[-1]), xytext=(10, 0), textcoords="offset points", ha="left", va="center",
                       color=colour, fontsize=9.5)  # fmt: skip
     every = sorted({*before, *after})
     axes.set_xscale("log", base=2)
