@@ -89,9 +89,7 @@ def attend(
         "attend_kernel",
         q.device,
         params,
-        blocks=min(
-            tokens * heads // HEADS, torch.cuda.get_device_properties(q.device).multi_processor_count
-        ),
+        blocks=min(tokens * heads // HEADS, torch.cuda.get_device_properties(q.device).multi_processor_count),
         threads=THREADS,
         shared=SHARED_BYTES,
     )

@@ -40,8 +40,11 @@ def draw_first_tokens(
                 **{"xytext": (0, 8 if above else -14), "textcoords": "offset points", "ha": "center"},
                 **{"color": colour, "fontsize": 8},
             )
-        axes.annotate(name, (x[-1], y[-1]), xytext=(10, 0), textcoords="offset points", ha="left", va="center",
-                      color=colour, fontsize=9.5)  # fmt: skip
+        axes.annotate(
+            *(name, (x[-1], y[-1])),
+            **{"xytext": (10, 0), "textcoords": "offset points", "ha": "left", "va": "center"},
+            **{"color": colour, "fontsize": 9.5},
+        )
     every = sorted({*before, *after})
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
