@@ -70,6 +70,7 @@ def engine_of(bundle: Bundle, args: argparse.Namespace) -> Engine:
             max_batch=8 if args.stall else 1,
             max_context=args.max_context,
             prefix_snapshots=args.snapshots,
+            chunk=args.chunk,
         ),
     )
 
@@ -111,6 +112,7 @@ def main() -> None:
     parser.add_argument("--turns", default="", help="tokens@context, with commas")
     parser.add_argument("--max-context", type=int, default=16384)
     parser.add_argument("--snapshots", type=int, default=8)
+    parser.add_argument("--chunk", type=int)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--stall", action="store_true")
     parser.add_argument("--beside-transformers", action="store_true")

@@ -93,9 +93,17 @@ __device__ __forceinline__ int row_of(const Attend& p, const Where& at, int plac
 
 // The place after the last one listed.
 __device__ __forceinline__ int listed(const Attend& p, int token, int lane) {
+    constexpr int AHEAD = 16;   // loads in flight
+    const int* rows = p.rows + (int64_t)token * p.list_width;
     int end = 0;
-    for (int place = lane; place < p.list_width; place += 32)
-        if (__ldg(p.rows + (int64_t)token * p.list_width + place) >= 0) end = place + 1;
+    for (int begin = lane; begin < p.list_width + lane; begin += AHEAD * 32) {
+        int row[AHEAD];
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) row[i] = begin + i * 32 < p.list_width ? __ldg(rows + begin + i * 32) : -1;
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i)
+            if (row[i] >= 0) end = begin + i * 32 + 1;
+    }
     return __reduce_max_sync(~0u, end);
 }
 
