@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from dsv4.kernels.common.staging import READ_IN_PLACE, Staging
 from dsv4.model.rope import Rope
 
 # Looks at intermediate results: whose (`layers.3.attn`), which (`q`), and the tensor, not to be changed.
@@ -36,9 +37,11 @@ Span = tuple[int, int, Sequence[int]]  # slot, start position, token ids
 SIZES = (16, 32, 64, 128, 256, 512)
 
 
-def prompt_sizes(chunk: int) -> list[int]:
-    """Of the steps for prompts that are read in chunks of so many tokens."""
-    return [size for size in SIZES if size < 2 * chunk]
+def prompt_sizes(chunk: int, spills: bool = False) -> list[int]:
+    """Of the steps for prompts that are read in chunks of so many tokens; longer ones copy spilled experts
+    ahead, which is no graph."""
+    most = READ_IN_PLACE if spills else SIZES[-1]
+    return [size for size in SIZES if size < 2 * chunk and size <= most]
 
 
 def columns(spans: Sequence[Span], size: int) -> Tensor:
@@ -88,6 +91,7 @@ class Step:
     spans: tuple[Span, ...] = ()
     lists: Mapping[int, Tensor] | None = None  # in a graph: `closing` by ratio, -1 beyond the last
     tap: Tap | None = None
+    staging: Staging | None = None  # experts copied ahead to the GPU, if they are in this step
     known: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod

@@ -1,6 +1,5 @@
 """Decoding timed step by step: one graph replay per token, on a cache filled with plausible values."""
 
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +8,8 @@ import torch
 from dsv4.cache.layout import CacheLayout
 from dsv4.cache.store import Cache
 from dsv4.config import ModelConfig
-from dsv4.engine.spill import Split
 from dsv4.errors import ConfigError, DeviceError
+from dsv4.lab.bench.spilled import all_resident
 from dsv4.lab.bench.subject import DTYPE, Reads, cache_layout
 from dsv4.model.buffers import ROWS
 from dsv4.model.bundle import Bundle
@@ -177,23 +176,13 @@ class Session:
         return tuple(events[i].elapsed_time(events[i + 1]) for i in range(steps))
 
     def _resident_ms(self, steps: int) -> float | None:
-        """The median step with every spilled expert's place borrowed from a resident one: wrong numbers, at
-        the speed of GPU memory alone. Sequences begin anew."""
-        placement = self.placement
-        assert placement is not None
-        here = [slot for layer in placement.slot_of for slot in layer if placement.slots.is_resident(slot)]
-        if not here:
-            return None
-        kept = placement.slot_of
-        lent = itertools.cycle(here)
-        placement.slot_of = [
-            [slot if placement.slots.is_resident(slot) else next(lent) for slot in layer] for layer in kept
-        ]
-        placement.publish()
-        self._place()
-        times = self._times(steps)
-        placement.slot_of = kept
-        placement.publish()
+        """The median step at the speed of GPU memory alone. Sequences begin anew."""
+        assert self.placement is not None
+        with all_resident(self.placement) as is_so:
+            if not is_so:
+                return None
+            self._place()
+            times = self._times(steps)
         return sorted(times)[len(times) // 2]
 
     def _choices(self) -> tuple[tuple[float, ...], tuple[float, ...], float]:
@@ -242,27 +231,3 @@ def figures(
         "share": round(rate / ceiling, 4),
         "kernels_per_step": timing.kernels,
     }
-
-
-def spill_figures(
-    timing: Timing, reads: Reads, split: Split, gpu_bytes: float, host_rate: float
-) -> dict[str, Any]:
-    """What lies in host memory and what reading it costs. `gpu_bytes`: that a step reads in all; `host_rate`:
-    bytes per second that a kernel reads of pinned memory at best."""
-    pcie = sum(n * each for n, each in zip(timing.spilled, reads.per_expert, strict=True))
-    out: dict[str, Any] = {
-        **{"spilled_experts": split.num_spilled, "host_bytes": split.host_bytes},
-        **{"resident_share": round(split.share, 4), "hit_rate": round(timing.hit_rate, 5)},
-        "pcie_bytes_per_step": round(pcie),
-        "host_ceiling_gb_per_second": round(host_rate / 1e9, 1),
-    }
-    if timing.resident_ms is not None:
-        extra = timing.median - timing.resident_ms
-        explained = timing.resident_ms + pcie / host_rate * 1e3
-        out |= {
-            "ms_all_resident": round(timing.resident_ms, 4),
-            "gpu_gb_per_second": round(gpu_bytes / timing.resident_ms / 1e6, 1),
-            "pcie_gb_per_second": round(pcie / extra / 1e6, 1) if extra > 0 else None,
-            "explained_ms": round(explained, 4),
-        }
-    return out
