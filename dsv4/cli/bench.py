@@ -261,7 +261,7 @@ def _one(
     reads, layout = Reads.of(bundle.weights.tensors, subject.config.num_layers), wanted.layout(subject.config)
     line = {"bench": "decode", **subject.facts(), **figures(timing, wanted, layout, reads, rates[0])}
     if split is not None:
-        line["spill"] = spill_figures(timing, reads, split, line["read_bytes"], rates[1])
+        line["spill"] = spill_figures(timing, reads, split, line["read_bytes"], rates)
     show_decode(line)
     if profiled:
         found = profile(session)

@@ -113,7 +113,7 @@ def spill_rows(spill: dict[str, Any] | None) -> list[tuple[str, str, str]]:
         ("over PCIe", read, f"at best {spill['host_ceiling_gb_per_second']:,.1f} GB/s"),
     ]
     if "explained_ms" in spill:
-        note = f"all resident {spill['ms_all_resident']:.3f} ms, and PCIe at its best"
+        note = f"all resident {spill['ms_all_resident']:.3f} ms, PCIe at its best, both at once if they can"
         rows.append(("explained", f"{spill['explained_ms']:.3f} ms", note))
     return rows
 

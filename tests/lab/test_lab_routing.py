@@ -110,11 +110,21 @@ def test_a_synthetic_model_that_spills() -> None:
 
 def test_figures_of_a_step_that_reads_host_memory() -> None:
     reads = Reads(always=10**9, per_expert=(10**7, 10**7))
-    timing = Timing((7.0, 7.0, 7.0), (6.0, 6.0), 100, 30, (1.0, 3.0), 1 - 4 / 12, resident_ms=6.2)
+    timing = Timing(
+        milliseconds=(7.0, 7.0, 7.0),
+        distinct=(6.0, 6.0),
+        position=100,
+        kernels=30,
+        spilled=(1.0, 3.0),
+        hit_rate=1 - 4 / 12,
+        resident_ms=6.2,
+        beside=(5.0, 1.0),
+    )
     split = Split(Form(Format.MXFP4, 2048, 4096), ("a", "b"), 256, 472)
-    found = spill_figures(timing, reads, split, gpu_bytes=1.12e9, host_rate=5e10)
+    found = spill_figures(timing, reads, split, gpu_bytes=1.12e9, rates=(4e12, 5e10))
     assert found["pcie_bytes_per_step"] == 4 * 10**7 and found["spilled_experts"] == 40
-    assert found["explained_ms"] == 7.0 and found["pcie_gb_per_second"] == 50.0
+    assert found["explained_ms"] == round(7.0 - 0.01 - 0.015, 4) and found["pcie_gb_per_second"] == 50.0
+    assert found["explained_share"] == round(found["explained_ms"] / 7.0, 4)
     assert found["hit_rate"] == 0.66667 and found["resident_share"] == round(472 / 512, 4)
 
 

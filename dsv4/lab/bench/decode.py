@@ -112,6 +112,7 @@ class Timing:
     spilled: tuple[float, ...] = ()  # of the distinct ones, those in host memory
     hit_rate: float = 1.0  # of all choices, those whose expert is in GPU memory
     resident_ms: float | None = None  # the same step with every expert in GPU memory
+    beside: tuple[float, ...] = ()  # of the distinct ones, those in GPU memory beside some that are not
 
     @property
     def median(self) -> float:
@@ -153,7 +154,7 @@ class Session:
         """Warm up, time, then look at what the following steps choose."""
         steps = self.wanted.steps
         times = self._times(steps)
-        distinct, spilled, hit_rate = self._choices()
+        distinct, spilled, beside, hit_rate = self._choices()
         if not bool(torch.isfinite(self.decoder.buffers.logits[: self.wanted.batch]).all()):
             raise DeviceError(
                 "the logits hold NaN or infinity, so the step is wrong and its time means nothing"
@@ -161,7 +162,16 @@ class Session:
         position = self.wanted.start(self.config) + WARM + steps // 2
         resident_ms = self._resident_ms(steps) if self.placement is not None else None
         kernels = len(self.decoder.launches)
-        return Timing(times, distinct, position, kernels, spilled, hit_rate, resident_ms)
+        return Timing(
+            milliseconds=times,
+            distinct=distinct,
+            position=position,
+            kernels=kernels,
+            spilled=spilled,
+            hit_rate=hit_rate,
+            resident_ms=resident_ms,
+            beside=beside,
+        )
 
     def _times(self, steps: int) -> tuple[float, ...]:
         for _ in range(WARM):
@@ -185,11 +195,11 @@ class Session:
             times = self._times(steps)
         return sorted(times)[len(times) // 2]
 
-    def _choices(self) -> tuple[tuple[float, ...], tuple[float, ...], float]:
-        """Distinct experts per layer, those of them in host memory, and the hit rate: means over some steps,
-        which run launch by launch."""
+    def _choices(self) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...], float]:
+        """Distinct experts per layer, those of them in host memory, those beside such, and the hit rate:
+        means over some steps, which run launch by launch."""
         f, batch = self.decoder.buffers, self.wanted.batch
-        distinct, spilled, hits, total = [], [], 0, 0
+        distinct, spilled, beside, hits, total = [], [], [], 0, 0
         for _ in range(COUNTED):
             of_step = []
             for launch in self.decoder.launches:
@@ -199,13 +209,14 @@ class Session:
             assert len(of_step) == self.config.num_layers, f"{len(of_step)} launches named {ROUTE}"
             distinct.append([len(set(chosen)) for chosen in of_step])
             spilled.append([len({e for e in c if self._is_spilled(i, e)}) for i, c in enumerate(of_step)])
+            beside.append([d - s if s else 0 for d, s in zip(distinct[-1], spilled[-1], strict=True)])
             total += sum(map(len, of_step))
             hits += sum(not self._is_spilled(i, e) for i, c in enumerate(of_step) for e in c)
         means = [
             tuple(sum(layer) / COUNTED for layer in zip(*counts, strict=True))
-            for counts in (distinct, spilled)
+            for counts in (distinct, spilled, beside)
         ]
-        return means[0], means[1], hits / total
+        return means[0], means[1], means[2], hits / total
 
     def _is_spilled(self, layer: int, expert: int) -> bool:
         placement = self.placement

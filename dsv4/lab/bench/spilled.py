@@ -53,11 +53,19 @@ def divide(subject: Subject, wanted: "Wanted", spill: str, free: int) -> tuple[S
 
 
 def spill_figures(
-    timing: "Timing", reads: Reads, split: Split, gpu_bytes: float, host_rate: float
+    timing: "Timing", reads: Reads, split: Split, gpu_bytes: float, rates: tuple[float, float]
 ) -> dict[str, Any]:
-    """What lies in host memory and what reading it costs. `gpu_bytes`: that a step reads in all; `host_rate`:
-    bytes per second that a kernel reads of pinned memory at best."""
-    pcie = sum(n * each for n, each in zip(timing.spilled, reads.per_expert, strict=True))
+    """What lies in host memory and what reading it costs. `gpu_bytes`: that a step reads in all; `rates`:
+    bytes per second that a kernel reads of GPU and of pinned host memory at best.
+
+    Explained: what the step takes with everything resident, and host memory at its best, less what a launch
+    reads of GPU memory meanwhile, and no longer reads there.
+    """
+    gpu_rate, host_rate = rates
+    pcie, beside = (
+        sum(n * each for n, each in zip(counts, reads.per_expert, strict=True))
+        for counts in (timing.spilled, timing.beside)
+    )
     out: dict[str, Any] = {
         **{"spilled_experts": split.num_spilled, "host_bytes": split.host_bytes},
         **{"resident_share": round(split.share, 4), "hit_rate": round(timing.hit_rate, 5)},
@@ -66,12 +74,13 @@ def spill_figures(
     }
     if timing.resident_ms is not None:
         extra = timing.median - timing.resident_ms
-        explained = timing.resident_ms + pcie / host_rate * 1e3
+        explained = timing.resident_ms + (pcie / host_rate - (pcie + beside) / gpu_rate) * 1e3
         out |= {
             "ms_all_resident": round(timing.resident_ms, 4),
             "gpu_gb_per_second": round(gpu_bytes / timing.resident_ms / 1e6, 1),
             "pcie_gb_per_second": round(pcie / extra / 1e6, 1) if extra > 0 else None,
             "explained_ms": round(explained, 4),
+            "explained_share": round(explained / timing.median, 4),
         }
     return out
 
