@@ -87,7 +87,8 @@ class Graphs(Eager):
             )
         self.prompts: list[Prompt] = []  # by rising size
         if use_graphs and never_waits(model):
-            self.prompts = [Prompt(model, cache, size) for size in prompt_sizes(chunk)]
+            sizes = prompt_sizes(chunk, spills=model.staging is not None)
+            self.prompts = [Prompt(model, cache, size) for size in sizes]
         prompts = [prompt.size for prompt in self.prompts]
         warm_up(model, cache, chunk, self._run_padding, prompts, compiled)
         with torch.inference_mode():

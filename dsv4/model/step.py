@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from dsv4.kernels.common.staging import READ_IN_PLACE, Staging
 from dsv4.model.rope import Rope
 
 # Looks at intermediate results: whose (`layers.3.attn`), which (`q`), and the tensor, not to be changed.
@@ -45,9 +46,11 @@ class Mark(NamedTuple):
 SIZES = (16, 32, 64, 128, 256, 512, 768, 1024)
 
 
-def prompt_sizes(chunk: int) -> list[int]:
-    """Of the steps for prompts that are read in chunks of so many tokens."""
-    return [size for size in SIZES if size < 2 * chunk]
+def prompt_sizes(chunk: int, spills: bool = False) -> list[int]:
+    """Of the steps for prompts that are read in chunks of so many tokens; longer ones copy spilled experts
+    ahead, which is no graph."""
+    most = READ_IN_PLACE if spills else SIZES[-1]
+    return [size for size in SIZES if size < 2 * chunk and size <= most]
 
 
 def columns(spans: Sequence[Span], size: int, mark: Mark | None = None) -> Tensor:
@@ -103,6 +106,7 @@ class Step:
     marked: Tensor | None = None  # [T] in a graph that can mark: the position before which the state is left
     mark_slot: int = 0  # there: where it is left
     tap: Tap | None = None
+    staging: Staging | None = None  # experts copied ahead to the GPU, if they are in this step
     known: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
