@@ -11,7 +11,7 @@ from dsv4.config import EngineConfig
 from dsv4.device import Device
 from dsv4.engine.eager import Eager
 from dsv4.engine.frequency import checksum
-from dsv4.engine.settings import Settings, cache_layout, fit, settle
+from dsv4.engine.settings import Settings, cache_layout, check_memory, settle
 from dsv4.engine.spill import Split, place_experts
 from dsv4.errors import ConfigError
 from dsv4.model.bundle import Bundle, Numerics, Weights
@@ -74,7 +74,7 @@ class Prepared:
                 f"spill {config.spill} is for one GPU, and there are {size} ranks; leave it out"
             )
         if rank == 0 or settings.device.kind == "cuda":
-            settings, split = fit(settings, replace(config, spill="off") if size > 1 else config, checkpoint)
+            split = check_memory(settings, replace(config, spill="off") if size > 1 else config, checkpoint)
         return cls(checkpoint, settings, config, rank, size, split)
 
     @property
