@@ -9,13 +9,10 @@ from dsv4.config import EngineConfig
 from dsv4.engine.engine import Engine
 from dsv4.engine.request import SamplingParams
 from dsv4.engine.spill import (
-    COPY_RATE,
     ENTRY_BYTES,
     HOST_RESERVE,
-    PROMPT_RATE,
     Drafts,
     Split,
-    balanced_chunk,
     check_host,
     choose_resident,
     find_split,
@@ -72,28 +69,6 @@ def test_drafts_are_the_first_to_go() -> None:
     assert find_split("auto", None, FORM, MANY, 8, 10**9, drafts) is None, "all fit"
     placed, _ = place_experts(split, None, "cpu")
     assert [p.names for p in placed] == [MANY, drafts.names] and placed[1].slots.num_resident == 0
-
-
-def test_prompt_steps_are_as_long_as_copying_takes() -> None:
-    """Of 1,024, 2,048 and 4,096 tokens; longer ones spill more."""
-
-    def chunk(spilled: dict[int, int]) -> tuple[int, str]:
-        form = Form(Format.MXFP4, 2048, 4096)
-        whole = 256 * len(NAMES)
-        return balanced_chunk(
-            lambda size: Split(form, NAMES, 256, whole - spilled[size]) if spilled[size] else None, 4096
-        )
-
-    per_token = COPY_RATE / PROMPT_RATE / Form(Format.MXFP4, 2048, 4096).num_bytes
-    few, some = (int(per_token * tokens) for tokens in (1024, 2048))
-    many = int(per_token * 4096)
-    assert chunk({1024: 0, 2048: 0, 4096: 0})[0] == 4096
-    assert chunk({1024: 0, 2048: 0, 4096: 3})[0] == 2048, "the longest beside which all fit"
-    assert chunk({1024: few, 2048: few, 4096: few})[0] == 1024
-    assert chunk({1024: few + 1, 2048: some, 4096: some})[0] == 2048
-    found, why = chunk({1024: many, 2048: many, 4096: many})
-    assert found == 4096 and "as long as copying" in why
-    assert "takes longer than a step" in chunk({1024: 510, 2048: 510, 4096: 510})[1] or many >= 510
 
 
 def test_which_are_resident() -> None:
