@@ -17,9 +17,9 @@ from torch import Tensor
 from dsv4.config import preset
 from dsv4.errors import DeviceError
 from dsv4.kernels.common import architectures, build, ceiling, driver, tiles
-from dsv4.kernels.decode import choose, matvec, sample
+from dsv4.kernels.decode import choose, sample
 from dsv4.kernels.decode.matvec import MatVec, Product, Tasks
-from dsv4.kernels.prefill import product
+from dsv4.kernels.prefill import product, unpack
 from dsv4.quant.formats import Format
 from tests.support.cubin import parameter_sizes
 
@@ -175,8 +175,8 @@ def launch_exchange() -> None:
 def launch_products() -> None:
     weight = tiles.empty(Format.NVFP4, (32, 512), 1, 1, "cpu")
     for dtype in (torch.float32, torch.bfloat16):
-        matvec.unpack(weight, some(32, 512, dtype=dtype))
-        matvec.unpack_codes(weight, some(32, 256, dtype=torch.uint8), some(32, 32, dtype=torch.uint8))
+        unpack.unpack(weight, some(32, 512, dtype=dtype))
+        unpack.unpack_codes(weight, some(32, 256, dtype=torch.uint8), some(32, 32, dtype=torch.uint8))
         for rows in (1, 3):
             x, y = some(rows, 512, dtype=dtype), some(rows, 32, dtype=dtype)
             MatVec([Product(weight, x, y)], rows, blocks=4).launch()
