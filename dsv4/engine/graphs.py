@@ -89,8 +89,8 @@ class Graphs(Eager):
         if use_graphs and never_waits(model):
             sizes = prompt_sizes(chunk, spills=model.staging is not None)
             self.prompts = [Prompt(model, cache, size) for size in sizes]
-        prompts = [prompt.size for prompt in self.prompts]
-        warm_up(model, cache, chunk, self._run_padding, prompts, compiled)
+        self.prompt_sizes = tuple(prompt.size for prompt in self.prompts)
+        warm_up(model, cache, chunk, self._run_padding, self.prompt_sizes, compiled)
         with torch.inference_mode():
             self._run_padding()
             torch.cuda.synchronize(device)
