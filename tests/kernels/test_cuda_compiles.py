@@ -19,7 +19,7 @@ from dsv4.errors import DeviceError
 from dsv4.kernels.common import architectures, build, ceiling, driver, tiles
 from dsv4.kernels.decode import choose, sample
 from dsv4.kernels.decode.matvec import MatVec, Product, Tasks
-from dsv4.kernels.prefill import product, unpack
+from dsv4.kernels.prefill import attend, product, unpack
 from dsv4.quant.formats import Format
 from tests.support.cubin import parameter_sizes
 
@@ -193,13 +193,38 @@ def launch_prompts() -> None:
             product.product(product.pack(some(rows, 1, 512, dtype=torch.bfloat16), format), weight, y)
 
 
+def launch_attend() -> None:
+    q, keys, angles = some(3, 64, 512, dtype=torch.bfloat16), some(9, 512, dtype=torch.bfloat16), some(3, 32)
+    longs, table = some(3, dtype=torch.long), some(1, 2, dtype=torch.int32)
+    attend.attend(
+        q=q,
+        keys=keys,
+        out=torch.empty_like(q),
+        slots=longs,
+        positions=longs,
+        first=longs,
+        window=128,
+        ring_size=136,
+        ring_rows=4,
+        has_pool=True,
+        rows=None,
+        page_table=table,
+        ratio=4,
+        page_entries=64,
+        sinks=some(64),
+        cos=angles,
+        sin=angles,
+        eps=1e-6,
+    )
+
+
 def launch_read() -> None:
     for flight in ceiling.FLIGHTS:
         ceiling.read(some(64), some(1, dtype=torch.int32), flight)
 
 
 LAUNCHES = [launch_route, launch_select, launch_sample, launch_mix]
-LAUNCHES += [launch_exchange, launch_products, launch_prompts, launch_read]
+LAUNCHES += [launch_exchange, launch_products, launch_prompts, launch_attend, launch_read]
 
 
 @dataclass(frozen=True)

@@ -169,6 +169,7 @@ def test_an_engine_takes_what_was_planned(
     engine = Engine.load(tmp_path / "model", EngineConfig(**options))  # type: ignore[arg-type]
     checkpoint = Checkpoint.open(tmp_path / "model")
     needed = Demand.of(checkpoint.config, checkpoint.inventory)
+    # Snapshots are made when prompts have been read; a state beside those of slots is there at once.
     made = Plan.make(needed, ROOMY, Wanted(context, batch, weights=weights, cache=cache))
     predicted = made.memory.at_rest
     taken = held_by(engine)
