@@ -8,7 +8,7 @@ import torch
 
 from dsv4.cache.layout import CacheLayout
 from dsv4.config import ModelConfig
-from dsv4.model.buffers import buffer_bytes
+from dsv4.model.buffers import buffer_bytes, inbox_bytes
 from dsv4.model.params import declare
 from dsv4.model.step import prompt_sizes
 from dsv4.ops.sample.ref import HISTORY
@@ -53,9 +53,10 @@ def gpu_memory(
     graph_rows: Sequence[int],
     chunk: int,
     activations: str = "a16",
+    ranks: int = 1,
 ) -> Memory:
     """`weights`: their bytes in tiles. `graph_rows`: of every decode step that is recorded. `chunk`: prompt
-    tokens of a step, 0 where no prompt is read."""
+    tokens of a step, 0 where no prompt is read. `ranks`: of so many this is one."""
     c = layout.config
     return Memory(
         weights=weights,
@@ -64,7 +65,8 @@ def gpu_memory(
         snapshots=layout.max_snapshots * layout.snapshot_bytes(),
         tables=table_bytes(c, layout.max_context, layout.num_slots),
         copies=_copied_bytes(c, layout.num_mtp_layers),
-        buffers=buffer_bytes(c, layout.max_context, dtype, sum(graph_rows), activations)
+        buffers=buffer_bytes(c, layout.max_context, dtype, sum(graph_rows), activations, ranks)
+        + inbox_bytes(c, max(graph_rows, default=0), ranks)
         + (result_bytes(c, dtype, chunk) if graph_rows and activations == "a16" else 0),
         workspace=prompt_bytes(c, min(chunk, layout.max_context)) if chunk else 0,
         reserved=RESERVED + (recorded_bytes(layout, dtype, chunk) if chunk and graph_rows else 0),

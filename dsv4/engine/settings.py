@@ -140,7 +140,9 @@ def cache_layout(model: ModelConfig, s: Settings, config: EngineConfig, num_mtp_
     )
 
 
-def check_memory(settings: Settings, config: EngineConfig, checkpoint: Checkpoint) -> Split | None:
+def check_memory(
+    settings: Settings, config: EngineConfig, checkpoint: Checkpoint, ranks: int = 1
+) -> Split | None:
     """Refuse before anything is read: an allocation that fails later, or swaps, would be a worse answer.
 
     -> how experts are split between GPU and host memory; None: all are where the other weights are.
@@ -155,6 +157,7 @@ def check_memory(settings: Settings, config: EngineConfig, checkpoint: Checkpoin
             graph_rows=graph_rows(config.max_batch),
             chunk=settings.chunk,
             activations=config.activations,
+            ranks=ranks,
         )
         weights, beside = need.weights, need.beside_weights - layout.store_bytes()
         split = _split(config, checkpoint, free - need.total)

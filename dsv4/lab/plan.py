@@ -271,6 +271,7 @@ class Plan:
                 dtype=torch.bfloat16,
                 graph_rows=graph_rows(self.slots),
                 chunk=self.chunk,
+                ranks=self.tp,
             )
         return Memory(
             weights=self.weight_bytes,

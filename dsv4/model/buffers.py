@@ -9,6 +9,7 @@ from dsv4.config import ModelConfig
 from dsv4.kernels.common.overlap import tensors_of
 from dsv4.kernels.common.shapes import MIX_WIDTH, attend_chunks, mix_chunks
 from dsv4.kernels.decode import sample
+from dsv4.kernels.decode.exchange import inbox_places
 from dsv4.kernels.decode.matvec import Tasks, splits
 
 ROWS = (1, 2, 4, 8, 16, 32)
@@ -103,6 +104,11 @@ def graph_rows(max_batch: int) -> list[int]:
     """Of each graph that an engine for so many sequences makes; the last takes as many as graphs may."""
     enough = [rows for rows in ROWS if rows >= max_batch]
     return [*(rows for rows in ROWS if rows < max_batch), *enough[:1]]
+
+
+def inbox_bytes(c: ModelConfig, rows: int, ranks: int) -> int:
+    """What the other ranks' kernels write to, for steps of up to so many rows."""
+    return 0 if ranks == 1 else 8 * ranks * inbox_places(rows, c.hidden_size, c.vocab_size // ranks)
 
 
 def buffer_bytes(

@@ -187,7 +187,7 @@ class Decoder:
             self._add("mhc open", mhc.mix_open, y=y, gate=f.gate, comb=f.comb, **into)
         elif y is None:
             table = self.model.embedding.data
-            self._exchange("embed", exchange.embed_open, ids=f.ids, table=table, **into)
+            self._exchange("mhc open", exchange.embed_open, ids=f.ids, table=table, **into)
         else:
             self._exchange("mhc open", exchange.mix_open, y=y, gate=f.gate, comb=f.comb, **into)
 

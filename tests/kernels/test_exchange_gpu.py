@@ -12,9 +12,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from dsv4.kernels.common import build
 from dsv4.kernels.common.shapes import MIX_WIDTH, mix_chunks
 from dsv4.kernels.decode import exchange
-from dsv4.kernels.decode.exchange import GONE, Peers, inbox_places
+from dsv4.kernels.decode.exchange import Peers, inbox_places
 from dsv4.ops.mhc import ref
 from dsv4.parallel.comm import tree_sum
+from dsv4.parallel.inbox import GONE
 
 pytestmark = pytest.mark.gpu
 N, M = 4, 24

@@ -144,11 +144,11 @@ struct Gather {
     uint32_t tag;
 };
 
-__device__ __forceinline__ void gather(const Gather& p, int block) {
+__device__ __forceinline__ void gather(const Gather& p, int block, int threads) {
     launch_dependents();
     wait_for_prerequisites();
     const int size = p.peers.size;
-    const int64_t total = (int64_t)p.rows * p.count, step = (int64_t)p.blocks * GATHER_THREADS, start = (int64_t)block * GATHER_THREADS + threadIdx.x;
+    const int64_t total = (int64_t)p.rows * p.count, step = (int64_t)p.blocks * threads, start = (int64_t)block * threads + threadIdx.x;
     for (int64_t i = start; i < total; i += step) {
         const float v = __ldcg(p.share + i);
         for (int to = 0; to < size; ++to)
@@ -169,7 +169,7 @@ template <typename Act> __global__ void __launch_bounds__(OPEN_THREADS, 4) open_
     __shared__ Shared s;
     open(p, blockIdx.x, s);
 }
-__global__ void __launch_bounds__(GATHER_THREADS, 2) gather_kernel(const __grid_constant__ Gather p) { gather(p, blockIdx.x); }
+__global__ void __launch_bounds__(GATHER_THREADS, 2) gather_kernel(const __grid_constant__ Gather p) { gather(p, blockIdx.x, GATHER_THREADS); }
 
 template __global__ void open_kernel<float>(const __grid_constant__ Open<float>);
 template __global__ void open_kernel<__nv_bfloat16>(const __grid_constant__ Open<__nv_bfloat16>);

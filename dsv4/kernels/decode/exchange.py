@@ -17,7 +17,6 @@ from dsv4.kernels.common.shapes import MIX_CHUNK, MIX_WIDTH, mix_chunks
 MAX_RANKS, STREAMS, TURNS = 8, 4, 2
 OPEN_THREADS, OPEN_BLOCKS = 128, 4  # of a block, and blocks that a multiprocessor surely holds
 GATHER_THREADS, GATHER_BLOCKS = 256, 2
-GONE = -1  # in Peers.ended: the host knows that a rank is gone
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Peers:
     vocab: int  # of one rank
     inbox: Tensor  # int64 [ranks, places], by sender; empty places are 0
     addresses: tuple[int, ...]  # of each rank's inbox, from this rank's part on
-    ended: Tensor  # int32 [1], pinned: 0, or whom a step waited for in vain, + 1, or GONE
+    ended: Tensor  # int32 [1], pinned: 0; whom a step waited for in vain, + 1; or -1: the host ends the wait
     seconds: float  # that it waits
 
     def __post_init__(self) -> None:
