@@ -90,6 +90,8 @@ class Prepared:
     def load(self, progress: Progress | None = None) -> tuple[Weights, tuple[str, ...]]:
         """The weights, and notes on what was found."""
         s = self.settings
+        if s.device.kind == "cuda":
+            torch.cuda.set_device(s.device.torch_name)  # kernels run on the thread's current device
         # Decoding small blocks of rows is done before a second thread has woken up (measured: docs/log.md).
         torch.set_num_threads(1)
         notes = self.checkpoint.inventory.notes

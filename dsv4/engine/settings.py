@@ -97,8 +97,6 @@ def settle(config: EngineConfig, checkpoint: Checkpoint, ranks: int = 1) -> Sett
     if chunk is None and tiled:
         why = "a prompt's step reads all experts, whatever its length; longer ones would keep others waiting"
         chunk = int(chosen("chunk", str(GPU_CHUNK), why))
-    if tiled and ranks > 1:
-        chosen("decode", "eager", "graphs of the decode kernels run on one GPU so far")
     threads = config.threads or max(1, torch.get_num_threads() // ranks)
     if threads > MAX_THREADS:
         raise ConfigError(f"threads is {threads}, expected at most {MAX_THREADS}")

@@ -362,6 +362,11 @@ class Plan:
         return read.per_gpu(chosen / self.ep / self.width_ranks, self.tp) + cache
 
     @property
+    def is_built(self) -> bool:
+        """Whether this engine shares a model so: all GPUs share each layer, experts by their width."""
+        return self.tp == self.machine.count and self.ep == 1
+
+    @property
     def num_all_reduces(self) -> int:
         """Of one step."""
         return PER_LAYER * self.demand.config.num_layers + PER_STEP if self.tp > 1 else 0
@@ -418,18 +423,18 @@ class Plan:
 
     @property
     def today(self) -> "Plan":
-        """What this engine does with the machine: it runs on one device."""
+        """What was run: this engine on one device."""
         if self.machine.count == 1:
             return self
         alone = replace(self.machine, count=1)
         return Plan.make(self.demand, alone, replace(self.wanted, tp=None, ep=None))
 
     def report(self) -> dict[str, Any]:
-        """As plain data, for `--json`: what this engine does today, then what several GPUs could."""
+        """As plain data, for `--json`: this engine on one GPU, then what several could."""
         out = self.today._figures()
         out["machine"]["count"] = self.machine.count
         if self.machine.count > 1:
-            out["in_theory"] = {"built": False, "tp": self.tp, "ep": self.ep, **self._figures()}
+            out["in_theory"] = {"built": self.is_built, "tp": self.tp, "ep": self.ep, **self._figures()}
             out["in_theory"]["communication"] = self.communication()
         return out
 

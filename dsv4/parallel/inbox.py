@@ -25,10 +25,13 @@ def open_inbox(
 ) -> Inbox:
     """Of zeros. All ranks call this; nobody may push before all have returned. Raises RuntimeError where a
     GPU cannot reach another's memory."""
-    memory = torch._C._distributed_c10d._SymmetricMemory
-    shape = (size, places)
-    memory.set_group_info(name, rank, size, dist.PrefixStore("inbox", store))
-    own = memory.empty_strided_p2p(shape, (places, 1), torch.int64, device, name)
+    c10d: Any = torch._C._distributed_c10d
+    memory, shape = c10d._SymmetricMemory, (size, places)
+    # Where ranks meet is looked up by the name of a group.
+    group: Any = dist.ProcessGroup(dist.PrefixStore("inbox", store), rank, size)
+    group._set_group_name(name)
+    c10d._register_process_group(name, group)
+    own = memory.empty_strided_p2p(shape, (places, 1), torch.int64, device)
     own.zero_()
     torch.cuda.synchronize(device)
     handle = memory.rendezvous(own, name)

@@ -392,7 +392,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert here["context"] == 32768 and here["machine"]["bandwidth_source"] == "measured"
     too_much = dsv4("plan", "tiny", "--gpus", "2xRTX5090", "--context", 65536, "--batch", 65536)
     assert too_much.code == 0 and "does not fit" in too_much.out and "would do" in too_much.out
-    assert "this engine runs on one GPU so far" in too_much.out
+    assert "several GPUs (--gpus) are built, and were never run" in too_much.out
     assert "nothing was ever run on RTX 5090" in too_much.err
 
 
@@ -403,16 +403,13 @@ def test_the_verdict_is_about_this_engine() -> None:
     assert made.fits and not report["fits"] and report["gpus_used"] == 1
     assert report["per_gpu"]["total"] > report["machine"]["memory_bytes"]
     theory = report["in_theory"]
-    assert theory["fits"] and not theory["built"] and (theory["tp"], theory["ep"]) == (8, 1)
+    assert theory["fits"] and theory["built"] and (theory["tp"], theory["ep"]) == (8, 1)
     assert theory["per_gpu"]["total"] < report["per_gpu"]["total"] / 4
     assert not report["machine"]["was_run_on"] and known("H200", 1).was_run_on
     shown = ok("plan", "tiny", "--gpus", "4xH200", "--context", 512, "--batch", 2)
-    verdict, not_built = shown.index("verdict  fits on one H200"), shown.index("not built     4 x H200")
+    verdict, not_run = shown.index("verdict  fits on one H200"), shown.index("not built     4 x H200")
     assert (
-        verdict
-        < shown.index("in theory     one, batch 1")
-        < not_built
-        < shown.index("in theory     4, batch")
+        verdict < shown.index("in theory     one, batch 1") < not_run < shown.index("in theory     4, batch")
     )
 
 

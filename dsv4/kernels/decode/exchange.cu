@@ -1,4 +1,4 @@
-// Decode step on several ranks: the all-reduce inside the first half of a hyper-connection (what mhc.mix_open does for one rank), and
+// Decode step: on several ranks the all-reduce inside the first half of a hyper-connection (what mhc.mix_open does for one rank), and
 // the gather of the logits. exchange.cuh says why they are safe.
 #include "exchange.cuh"
 

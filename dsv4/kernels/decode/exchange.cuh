@@ -1,4 +1,4 @@
-// Decode step on several ranks: how numbers pass between them inside a graph. A rank pushes into the inboxes of the others, in their
+// Decode step: how numbers pass between several ranks inside a graph. A rank pushes into the inboxes of the others, in their
 // memory (peer pointers), and takes what lies in its own. There is no barrier and no counter: a packet is one word of 8 bytes,
 // number and tag, so whoever sees the tag has the number, and the taker empties the place.
 //

@@ -1,5 +1,4 @@
-"""Decode step on several ranks: launches exchange.cu, which pushes to the other ranks' memory and takes from
-this one's.
+"""Decode step: launches exchange.cu, which pushes to the other ranks' memory and takes from this one's.
 
 An inbox holds, for each sender, two places per channel of every row, for sums in turn, then one per logit.
 """
