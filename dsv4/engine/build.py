@@ -11,7 +11,7 @@ from dsv4.config import EngineConfig
 from dsv4.device import Device
 from dsv4.engine.eager import Eager
 from dsv4.engine.frequency import checksum
-from dsv4.engine.settings import Settings, cache_layout, check_memory, settle
+from dsv4.engine.settings import Settings, cache_layout, fit, settle
 from dsv4.engine.spill import Split, place_experts
 from dsv4.errors import ConfigError
 from dsv4.kernels.decode.exchange import Peers, inbox_places
@@ -77,7 +77,7 @@ class Prepared:
             )
         if rank == 0 or settings.device.kind == "cuda":
             its_config = replace(config, spill="off") if size > 1 else config
-            split = check_memory(settings, its_config, checkpoint, size)
+            settings, split = fit(settings, its_config, checkpoint, size)
         return cls(checkpoint, settings, config, rank, size, split)
 
     @property
@@ -97,9 +97,9 @@ class Prepared:
         notes = self.checkpoint.inventory.notes
         if s.tiled:
             model = checksum(self.checkpoint)
-            placement, said = place_experts(self.split, model, s.device.torch_name)
+            placed, said = place_experts(self.split, model, s.device.torch_name)
             notes += said
-            weights = load_tiled(self.checkpoint, s.device.torch_name, progress, placement)
+            weights = load_tiled(self.checkpoint, s.device.torch_name, progress, *placed)
             weights = replace(weights, checksum=model)
         else:
             weights = self.checkpoint.load(s.dense, s.device.torch_name, progress)
@@ -126,7 +126,7 @@ def make_executor(
     """The model and its cache on this rank's device. `compiled` is told of kernels on a GPU."""
     s, device = settings, settings.device.torch_name
     layout = cache_layout(bundle.config, s, config, bundle.weights.num_mtp_layers)
-    model = Model(bundle, s.max_context, device)
+    model = Model(bundle, s.max_context, device, copies_ahead=not config.no_overlap)
     cache = Cache(layout, device, s.dtype)
     if not s.tiled:
         return model, Eager(model, cache, device)
