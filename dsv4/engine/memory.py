@@ -62,7 +62,9 @@ def gpu_memory(
     """`weights`: their bytes in tiles. `graph_rows`: of every decode step that is recorded. `chunk`: prompt
     tokens of a step, 0 where no prompt is read; `unpacks`: whether it unpacks weights (`unpacks_weights`).
     `spills`: whether experts lie in host memory. `ranks`: of so many this is one."""
-    c, sizes = layout.config, prompt_sizes(chunk, spills) if dtype == torch.bfloat16 and graph_rows else []
+    c, sizes = layout.config, []
+    if dtype == torch.bfloat16 and graph_rows and ranks == 1:  # a prompt's step on several is not recorded
+        sizes = prompt_sizes(chunk, spills)
     return Memory(
         weights=weights,
         cache=layout.pool_bytes(),
