@@ -173,7 +173,6 @@ def _show_spill(made: "Plan", record: "Record | None", found: dict[str, Any]) ->
     out.print(f"spilled       {spill.num_spilled:,} experts, {1 - spill.share:.1%} of all", markup=False)
     out.print(f"estimated     {said} tokens/s; GPU memory {of}, {where}", markup=False)
     out.print(f"routing       {found['counts']}", markup=False)
-    out.print(f"prompts       {made.chunk:,} tokens per step: {found['chunk_why']}", markup=False)
 
 
 def _show_theory(made: "Plan", which: str) -> None:

@@ -11,7 +11,7 @@ from dsv4.config import EngineConfig
 from dsv4.device import Device
 from dsv4.engine.eager import Eager
 from dsv4.engine.frequency import checksum
-from dsv4.engine.settings import Settings, cache_layout, fit, settle
+from dsv4.engine.settings import Settings, cache_layout, check_memory, settle
 from dsv4.engine.spill import Split, place_experts
 from dsv4.errors import ConfigError
 from dsv4.kernels.decode.exchange import Peers, inbox_places
@@ -79,7 +79,7 @@ class Prepared:
             )
         if rank == 0 or settings.device.kind == "cuda":
             its_config = replace(config, spill="off") if size > 1 else config
-            settings, split = fit(settings, its_config, checkpoint, size)
+            split = check_memory(settings, its_config, checkpoint, size)
         return cls(checkpoint, settings, config, rank, size, split)
 
     @property

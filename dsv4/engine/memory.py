@@ -115,8 +115,8 @@ def _row_bytes(c: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def result_bytes(c: ModelConfig, dtype: torch.dtype, sizes: Sequence[int]) -> int:
-    """The streams that each recorded prompt step leaves."""
-    return sum(sizes) * c.num_streams * c.hidden_size * dtype.itemsize
+    """The streams that recorded prompt steps leave, all in one place."""
+    return max(sizes, default=0) * c.num_streams * c.hidden_size * dtype.itemsize
 
 
 def step_bytes(layout: CacheLayout, dtype: torch.dtype, tokens: int) -> int:

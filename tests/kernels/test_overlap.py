@@ -57,7 +57,7 @@ def step(
     layout = Wanted(600, rows).layout(TINY)
     cache = Cache(layout, "cpu", torch.bfloat16)
     counts = torch.zeros(TINY.num_layers, TINY.num_experts, dtype=torch.int32)
-    model = Model(bundle, layout.max_context, "cpu")
+    model = Model(bundle, layout.max_context, "cpu", copies_ahead=False)
     return Decoder(bundle, model, cache, rows, counts=counts, peers=peers)
 
 

@@ -178,7 +178,7 @@ def _scales(weight: QuantTensor, units: int, slices: int) -> tuple[Tensor, bool]
 def codes_of(weight: Tiled) -> tuple[Tensor, Tensor]:
     """The codes [count, halves, N, K/2] and scales [count, halves, N, K/16] that NVFP4 tiles were made of.
 
-    For tests and for reading: matvec.unpack_codes does it on a GPU.
+    For tests and for reading: prefill.unpack does it on a GPU.
     """
     assert weight.format is Format.NVFP4
     (n, k), lead = weight.shape, (weight.count, weight.units, weight.slices, weight.halves)
