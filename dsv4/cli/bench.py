@@ -14,6 +14,7 @@ from dsv4.cli.show import bytes_bar, count_bar, err, model_folder, out, print_js
 if TYPE_CHECKING:
     import torch
 
+    from dsv4.config import Activations
     from dsv4.engine.spill import Split
     from dsv4.lab.bench.decode import Wanted
     from dsv4.lab.bench.ops import Result
@@ -277,17 +278,18 @@ def prefill(
     chunk: Annotated[int, typer.Option(help="prompt tokens processed per step")] = 8192,
     context: Annotated[int, typer.Option(help="tokens before the prompt, filled synthetically")] = 0,
     rounds: Annotated[int, typer.Option(help="how often the prompt is timed")] = 3,
+    activations: Annotated[str, typer.Option(help="a16, a8 or a4")] = "a16",
     save: Save = None,
 ) -> None:
     """Time a prompt through the ops' GPU backends. The last line is one JSON object."""
     import torch
 
     from dsv4.lab.bench.ceiling import gpu, measure_matmul
-    from dsv4.lab.bench.prefill import Wanted, figures, measure
+    from dsv4.lab.bench.prefill import Wanted, check_activations, figures, measure
     from dsv4.lab.bench.record import check_target
     from dsv4.lab.bench.subject import check_fits
 
-    wanted = Wanted(tokens, chunk, context, rounds)
+    wanted = Wanted(tokens, chunk, context, rounds, check_activations(activations))
     subject = _subject(model, synthetic, experts, layers, layout)
     others = wanted.other_bytes(subject.config)
     if save is not None:
@@ -297,12 +299,12 @@ def prefill(
     with torch.inference_mode():
         with err.status("measuring a matrix product"):
             matmul = measure_matmul(device)
-        bundle = _load(subject, device)
+        bundle = _load(subject, device, activations=wanted.activations)
         with err.status("reading the prompt"):
             times = measure(bundle, wanted, device)
     line = {"bench": "prefill", **subject.facts(), **figures(times, wanted, subject.config, matmul)}
     _table(
-        f"prefill: {_title(line)}, {tokens:,} tokens after {context:,}, chunks of {chunk:,}",
+        f"prefill: {_title(line)}, {activations}, {tokens:,} tokens after {context:,}, chunks of {chunk:,}",
         [
             ("prompt", f"{line['ms']:,.1f} ms", f"median of {rounds}, slowest {line['ms_slowest']:,.1f} ms"),
             ("speed", f"{line['tokens_per_second']:,.0f} tokens/s", ""),
@@ -372,12 +374,17 @@ def _show_result(result: "Result") -> None:
     out.print(f"{what} {result.us:12,.1f} {share}", markup=False)
 
 
-def _load(subject: "Subject", device: "torch.device", split: "Split | None" = None) -> "Bundle":
+def _load(
+    subject: "Subject",
+    device: "torch.device",
+    split: "Split | None" = None,
+    activations: "Activations" = "a16",
+) -> "Bundle":
     if subject.checkpoint is None:
         with err.status(f"making {size(subject.weight_bytes)} of weights"):
-            return subject.bundle(device, split=split)
+            return subject.bundle(device, split=split, activations=activations)
     with bytes_bar(f"loading {subject.title}") as update:
-        return subject.bundle(device, update, split)
+        return subject.bundle(device, update, split, activations)
 
 
 def _machine(device: "torch.device") -> dict[str, Any]:

@@ -4,13 +4,13 @@ import math
 import statistics
 import time
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from dsv4.cache.layout import CacheLayout
 from dsv4.cache.store import Cache
-from dsv4.config import ModelConfig
+from dsv4.config import Activations, ModelConfig
 from dsv4.errors import ConfigError, DeviceError
 from dsv4.lab.bench.decode import fill
 from dsv4.lab.bench.subject import DTYPE, cache_layout, other_bytes
@@ -18,6 +18,13 @@ from dsv4.model.bundle import Bundle
 from dsv4.model.model import Model
 from dsv4.model.params import declare
 from dsv4.model.step import Step
+
+
+def check_activations(name: str) -> Activations:
+    for known in get_args(Activations):
+        if name == known:
+            return known
+    raise ConfigError(f"activations is {name!r}, expected one of {', '.join(get_args(Activations))}")
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,7 @@ class Wanted:
     chunk: int = 8192
     context: int = 0
     rounds: int = 3
+    activations: Activations = "a16"
 
     def __post_init__(self) -> None:
         for name, least in (("tokens", 1), ("chunk", 1), ("context", 0), ("rounds", 1)):
@@ -108,6 +116,7 @@ def figures(times: list[float], wanted: Wanted, config: ModelConfig, matmul: flo
     rate = flops(config, wanted.context, wanted.tokens) / median
     return {
         **{"tokens": wanted.tokens, "chunk": wanted.chunk, "context": wanted.context},
+        "activations": wanted.activations,
         **{"rounds": wanted.rounds, "ms": round(1e3 * median, 2), "ms_slowest": round(1e3 * max(times), 2)},
         "tokens_per_second": round(wanted.tokens / median, 1),
         "tflops": round(rate / 1e12, 2),

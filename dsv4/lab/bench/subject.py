@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dsv4.cache.layout import CacheLayout
-from dsv4.config import ModelConfig, preset
+from dsv4.config import Activations, ModelConfig, preset
 from dsv4.device import available_memory
 from dsv4.engine.memory import gpu_memory
 from dsv4.engine.spill import Split, check_host, find_split, make_placement
@@ -63,11 +63,17 @@ class Subject:
         return weights
 
     def bundle(
-        self, device: torch.device, progress: Progress | None = None, split: Split | None = None
+        self,
+        device: torch.device,
+        progress: Progress | None = None,
+        split: Split | None = None,
+        activations: Activations = "a16",
     ) -> Bundle:
         """The weights with the GPU backend of every op."""
         ops = Ops.choose("cuda", **dict.fromkeys(IMPLEMENTATIONS, "gpu"))
-        return Bundle(self.config, self.load(device, progress, split), ops, Numerics(DTYPE, "a16", True))
+        return Bundle(
+            self.config, self.load(device, progress, split), ops, Numerics(DTYPE, activations, True)
+        )
 
     def split(self, spill: str, others: int, free: int) -> Split | None:
         """How experts are divided when `others` bytes beside the weights are needed; None: all on the GPU."""
