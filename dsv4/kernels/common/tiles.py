@@ -15,7 +15,7 @@ ROWS, SLICE = 16, 512
 BRICK = {Format.NVFP4: 4096, Format.MXFP4: 4096, Format.FP8: 8192, Format.BF16: 16384}
 SCALES = {Format.NVFP4: 512, Format.MXFP4: 256, Format.FP8: 16, Format.BF16: 0}
 CODE = {Format.NVFP4: 0, Format.MXFP4: 1, Format.FP8: 2, Format.BF16: 3}
-# product_8.cuh: how far, in powers of two, a scale may lie below its row's largest, and the least that one is.
+# product_8.cuh: how far, in powers of two, a scale may lie below its row's largest, and the least of those.
 FP8_SPAN, FP8_LEAST = 16, 30
 # Where the three magnitude bits and the sign of a lane's four codes lie in each half of a word.
 _MAGNITUDE, _SIGN = (9, 6, 3, 0), (15, 12, 14, 13)
