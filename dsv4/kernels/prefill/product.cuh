@@ -56,11 +56,12 @@ struct Tile { int matrix, first, rows, unit; };   // rows of packed x; the block
 __device__ __forceinline__ int64_t home_of(const Product& p, int matrix) { return p.homes ? __ldcg(p.homes + matrix) : 0; }
 __device__ __forceinline__ size_t first_unit(const Product& p, int matrix) { return p.homes ? 0 : (size_t)matrix * p.units; }
 
-struct Items {   // what a block works through
+template <int CLUSTER> struct Items {   // what a block works through; those of a cluster have the same rows of x
     int tiles_m, total, tiles_per_matrix;
     const Product& p;
     __device__ __forceinline__ Items(const Product& p) : p(p) {
-        tiles_m = (p.units * p.halves + UNITS - 1) / UNITS;
+        constexpr int OF_CLUSTER = CLUSTER * UNITS;
+        tiles_m = (p.units * p.halves + OF_CLUSTER - 1) / OF_CLUSTER * CLUSTER;   // the last may have no unit
         tiles_per_matrix = (p.rows + p.cap - 1) / p.cap;
         total = (p.tiles ? __ldcg(p.num_tiles) : p.matrices * tiles_per_matrix) * tiles_m;
     }
@@ -92,11 +93,26 @@ struct Ring {   // a place in a ring of stages
         asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                      ::"r"(to), "l"(from), "r"(bytes), "r"(full + stage * 8) : "memory");
     }
+    // To the same place, and the same barrier, of every block of the cluster.
+    template <int CLUSTER> __device__ __forceinline__ void fetch_for_all(uint32_t to, const void* from, uint32_t bytes) const {
+        if constexpr (CLUSTER == 1) fetch(to, from, bytes);
+        else
+            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
+                         ::"r"(to), "l"(from), "r"(bytes), "r"(full + stage * 8), "h"((uint16_t)((1 << CLUSTER) - 1)) : "memory");
+    }
 };
-// A warp is done with a stage.
-__device__ __forceinline__ void release(uint32_t barrier, int lane) {
+// A warp is done with a stage; where a cluster's blocks fill each other's, all of them hear it.
+template <int CLUSTER = 1> __device__ __forceinline__ void release(uint32_t barrier, int lane) {
     __syncwarp();
-    if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+    if constexpr (CLUSTER == 1) {
+        if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+    } else if (lane < CLUSTER)
+        asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nmbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}"
+                     ::"r"(barrier), "r"(lane) : "memory");
+}
+template <int CLUSTER> __device__ __forceinline__ void sync_cluster() {
+    if constexpr (CLUSTER == 1) __syncthreads();
+    else asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 struct Consumer {
@@ -113,12 +129,29 @@ __device__ __forceinline__ uint32_t transposed(uint32_t v) {   // of 8x8 numbers
     return out;
 }
 
-// Eight rows of y (lane >> 2 is one), numbers m and m+1 of each.
+// Of pairs, two warps of a warpgroup have gate and two up: no warpgroup waits for the other.
+__device__ __forceinline__ int unit_of(const Product& p, int warp) { return p.halves == 2 ? (warp >> 2) * 2 + (warp & 1) : warp; }
+__device__ __forceinline__ int half_of(const Product& p, int warp) { return p.halves == 2 ? warp >> 1 & 1 : 0; }
+
+// Numbers m and m+1 of a row of y.
 __device__ __forceinline__ void put_pair(__nv_bfloat16* y, uint32_t v, int m, int n) {
     if (m + 1 < n && (reinterpret_cast<uintptr_t>(y + m) & 3) == 0) *reinterpret_cast<uint32_t*>(y + m) = v;
     else {
         if (m < n) y[m] = {(uint16_t)v};
         if (m + 1 < n) y[m + 1] = {(uint16_t)(v >> 16)};
+    }
+}
+// Numbers m .. m+15 of eight rows of y (lane >> 2 is one): a lane has two of each half, and writes four of one.
+__device__ __forceinline__ void put_row(__nv_bfloat16* y, uint32_t low, uint32_t high, int m, int t, int n, bool is_row) {
+    const bool odd = t & 1;
+    const uint32_t other = __shfl_xor_sync(~0u, odd ? low : high, 1);
+    const uint2 four = odd ? make_uint2(other, high) : make_uint2(low, other);
+    if (!is_row) return;
+    m += odd ? 8 + 2 * (t - 1) : 2 * t;
+    if (m + 3 < n && (reinterpret_cast<uintptr_t>(y + m) & 7) == 0) *reinterpret_cast<uint2*>(y + m) = four;
+    else {
+        put_pair(y, four.x, m, n);
+        put_pair(y, four.y, m + 2, n);
     }
 }
 __device__ __forceinline__ int64_t row_of_y(const Product& p, const Tile& tile, int row) {
@@ -144,10 +177,8 @@ __device__ __forceinline__ void store_tile(const Consumer& c, const Tile& tile, 
     for (int i = 0; i < N / 8; ++i) {
         const uint32_t low = transposed(pack_bf16(total[4 * i], total[4 * i + 1])), high = transposed(pack_bf16(total[4 * i + 2], total[4 * i + 3]));
         const int row = i * 8 + g;
-        if (row >= tile.rows) continue;
-        __nv_bfloat16* to = y + row_of_y(p, tile, row) * p.y_row;
-        put_pair(to, low, m + 2 * t, p.n);
-        put_pair(to, high, m + 8 + 2 * t, p.n);
+        const bool is_row = row < tile.rows;
+        put_row(is_row ? y + row_of_y(p, tile, row) * p.y_row : y, low, high, m, t, p.n, is_row);
     }
 }
 
@@ -156,22 +187,23 @@ __device__ __forceinline__ float swiglu(float gate, float up, float limit) {
     up = at_least(at_most(up, limit), -limit);
     return gate / (1.f + expf(-gate)) * up;
 }
-__device__ __forceinline__ void consumer_barrier() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
+// Of the two warps that have gate and up of one unit.
+__device__ __forceinline__ void pair_barrier(int unit) { asm volatile("bar.sync %0, 64;" ::"r"(1 + unit) : "memory"); }
 
-// One warpgroup has gate, the other up of the same rows: each finishes half of the rows of x.
+// One warp has gate, another up of the same rows: each finishes half of the rows of x.
 template <int N>
 __device__ __forceinline__ void store_pairs(const Consumer& c, const Tile& tile, float (&total)[N / 2], uint32_t* exchange) {
     const Product& p = c.p;
     constexpr int HALF = N / 16;
-    const int mine = c.warp >> 2, g = c.lane >> 2, t = c.lane & 3, m = (tile.unit + (c.warp & 3)) * 16;
-    // [who finishes][gate, up][warp][group of eight rows of x][half of the rows of W][lane]
-    const auto at = [&](int whose, int kind) { return exchange + ((whose * 2 + kind) * 4 + (c.warp & 3)) * (HALF * 64) + c.lane; };
+    const int mine = half_of(p, c.warp), unit = unit_of(p, c.warp), g = c.lane >> 2, t = c.lane & 3, m = (tile.unit + unit) * 16;
+    // [who finishes][gate, up][unit][group of eight rows of x][half of the rows of W][lane]
+    const auto at = [&](int whose, int kind) { return exchange + ((whose * 2 + kind) * 4 + unit) * (HALF * 64) + c.lane; };
 #pragma unroll
     for (int i = 0; i < N / 8; ++i)
 #pragma unroll
         for (int h = 0; h < 2; ++h)
             at(i / HALF, mine)[(i % HALF * 2 + h) * 32] = pack_bf16(total[4 * i + 2 * h], total[4 * i + 2 * h + 1]);
-    consumer_barrier();
+    pair_barrier(unit);
     const uint32_t *gates = at(mine, 0), *ups = at(mine, 1);
 #pragma unroll 1
     for (int i = 0; i < HALF; ++i) {
@@ -186,12 +218,11 @@ __device__ __forceinline__ void store_pairs(const Consumer& c, const Tile& tile,
             if (p.weights) { v *= by.x; w *= by.y; }
             hidden[h] = transposed(pack_bf16(v, w));
         }
-        if (group + g >= tile.rows) continue;
-        __nv_bfloat16* to = static_cast<__nv_bfloat16*>(p.y) + row_of_y(p, tile, group + g) * p.y_row;
-        put_pair(to, hidden[0], m + 2 * t, p.n);
-        put_pair(to, hidden[1], m + 8 + 2 * t, p.n);
+        __nv_bfloat16* y = static_cast<__nv_bfloat16*>(p.y);
+        const bool is_row = group + g < tile.rows;
+        put_row(is_row ? y + row_of_y(p, tile, group + g) * p.y_row : y, hidden[0], hidden[1], m, t, p.n, is_row);
     }
-    consumer_barrier();   // all have read what was exchanged
+    pair_barrier(unit);   // both have read what was exchanged
 }
 
 template <class Sum, int N>
@@ -203,17 +234,16 @@ __device__ __forceinline__ void multiply_tile(Consumer& c, const Tile& tile, uin
 }
 
 // `part`: of the WARPS that share a stage's copies.
-template <int F, int WARPS>
+template <int F, int WARPS, int CLUSTER>
 __device__ __forceinline__ void fetch_w(const Product& p, Ring ring, uint32_t to, int lane, int part) {
-    const bool paired = p.halves == 2;
-    const Items items(p);
+    const Items<CLUSTER> items(p);
     constexpr int BRICK = Brick<F>::LOADS * 512;
     const int number = lane * WARPS + part;   // of the copy
     for (int item = blockIdx.x; item < items.total; item += gridDim.x) {
         const Tile tile = items[item];
-        const int unit = tile.unit + (paired ? number & 3 : number), half = paired ? number >> 2 & 1 : 0;
+        const int unit = tile.unit + unit_of(p, number), half = half_of(p, number);
         const bool fetches = number < UNITS && unit < p.units;
-        const uint32_t bytes = p.halves * min(UNITS / p.halves, p.units - tile.unit) * W_COPY;
+        const uint32_t bytes = p.halves * max(0, min(UNITS / p.halves, p.units - tile.unit)) * W_COPY;
         const size_t brick = ((first_unit(p, tile.matrix) + unit) * p.slices) * p.halves + half;
         const char* from = p.data + home_of(p, tile.matrix) + brick * BRICK;
         for (int slice = 0; slice < p.slices; ++slice, from += (size_t)p.halves * BRICK)
@@ -228,10 +258,11 @@ __device__ __forceinline__ void fetch_w(const Product& p, Ring ring, uint32_t to
     }
 }
 
-template <class X, int WARPS>
+// A block fetches its share of a stage for all blocks of the cluster.
+template <class X, int WARPS, int CLUSTER>
 __device__ __forceinline__ void fetch_x(const Product& p, Ring ring, uint32_t to, int lane, int part) {
-    const Items items(p);
-    const int group = lane * WARPS + part;
+    const Items<CLUSTER> items(p);
+    const int group = (lane * WARPS + part) * CLUSTER + blockIdx.x % CLUSTER;
     for (int item = blockIdx.x; item < items.total; item += gridDim.x) {
         const Tile tile = items[item];
         const int groups = (tile.rows + ROW_GROUP - 1) / ROW_GROUP, blocks = p.slices * X::BLOCKS;
@@ -241,7 +272,8 @@ __device__ __forceinline__ void fetch_x(const Product& p, Ring ring, uint32_t to
             ring.await_empty();
             if (part == 0 && lane == 0) ring.expect(groups * X::GROUP_STRIDE);
             __syncwarp();
-            if (group < groups) ring.fetch(to + ring.stage * p.x_stage_bytes + group * X::GROUP_STRIDE, from, X::GROUP_STRIDE);
+            if (group < groups)
+                ring.fetch_for_all<CLUSTER>(to + ring.stage * p.x_stage_bytes + group * X::GROUP_STRIDE, from, X::GROUP_STRIDE);
             ring.next();
         }
     }
@@ -250,34 +282,35 @@ __device__ __forceinline__ void fetch_x(const Product& p, Ring ring, uint32_t to
 // Shared memory: ring of W, ring of x, what is exchanged, barriers (W full, W empty, x full, x empty).
 // IS_SMALL: two blocks on a multiprocessor, for tiles of few rows, which wait for latencies.
 template <class Sum, bool IS_SMALL> __device__ __forceinline__ void multiply(const Product& p) {
+    constexpr int CLUSTER = Sum::CLUSTER;
     extern __shared__ __align__(128) char shared[];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const uint32_t w_at = shared_address(shared), x_at = w_at + p.w_stages * W_STAGE;
     const uint32_t exchange_at = x_at + p.x_stages * p.x_stage_bytes;
     const uint32_t barriers = exchange_at + (p.halves == 2 ? p.cap * EXCHANGE_ROW : 0);
-    if (threadIdx.x < 4 * MAX_STAGES) {   // full: the fetching warp arrives; empty: all consumers' warps do
-        const int count = threadIdx.x / MAX_STAGES % 2 ? UNITS : 1;
+    if (threadIdx.x < 4 * MAX_STAGES) {   // full: the fetching warp arrives; empty: all consumers' warps do, for x the cluster's
+        const int which = threadIdx.x / MAX_STAGES, count = which == 3 ? CLUSTER * UNITS : which == 1 ? UNITS : 1;
         asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barriers + threadIdx.x * 8), "r"(count) : "memory");
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    __syncthreads();
+    sync_cluster<CLUSTER>();
     const Ring w(barriers, p.w_stages), x(barriers + 2 * MAX_STAGES * 8, p.x_stages);
     if (warp >= UNITS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(IS_SMALL ? 32 : 40));
         const int part = warp - UNITS;
         if (part < Sum::W_WARPS) {
             if (p.tiles) wait_for_prerequisites();   // weights are older than any launch, the list of tiles is not
-            fetch_w<Sum::FORMAT, Sum::W_WARPS>(p, w, w_at, lane, part);
+            fetch_w<Sum::FORMAT, Sum::W_WARPS, CLUSTER>(p, w, w_at, lane, part);
         } else {
             wait_for_prerequisites();
-            fetch_x<typename Sum::X, FETCHERS - Sum::W_WARPS>(p, x, x_at, lane, part - Sum::W_WARPS);
+            fetch_x<typename Sum::X, FETCHERS - Sum::W_WARPS, CLUSTER>(p, x, x_at, lane, part - Sum::W_WARPS);
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(IS_SMALL ? 104 : 232));
         wait_for_prerequisites();
         Consumer c{p, shared, w_at, x_at, w, x, warp, lane};
         uint32_t* exchange = reinterpret_cast<uint32_t*>(shared + (exchange_at - w_at));
-        const Items items(p);
+        const Items<CLUSTER> items(p);
         for (int item = blockIdx.x; item < items.total; item += gridDim.x) {
             const Tile tile = items[item];
             if (tile.rows <= 16) multiply_tile<Sum, 16>(c, tile, exchange);
@@ -288,4 +321,5 @@ template <class Sum, bool IS_SMALL> __device__ __forceinline__ void multiply(con
             }
         }
     }
+    if constexpr (CLUSTER > 1) sync_cluster<CLUSTER>();   // a block stays until nobody writes into its shared memory
 }

@@ -84,13 +84,11 @@ __device__ __forceinline__ void put_carry(float* carry, float (&total)[N / 2], f
 }
 
 // The sums of one tile's 64 rows of W (of a warpgroup) and N rows of x.
-template <int F, int N>
+template <int F, int N, int CLUSTER>
 __device__ __forceinline__ void sum_16(Consumer& c, const Tile& tile, float (&total)[N / 2]) {
     const Product& p = c.p;
     const int lane = c.lane;
-    // A warp's unit; of pairs, the second warpgroup has the other half.
-    const bool paired = p.halves == 2;
-    const int unit = min(tile.unit + (paired ? c.warp & 3 : c.warp), p.units - 1), half = paired ? c.warp >> 2 : 0;
+    const int unit = min(tile.unit + unit_of(p, c.warp), p.units - 1), half = half_of(p, c.warp);
     const size_t brick = ((first_unit(p, tile.matrix) + unit) * p.slices) * p.halves + half;
     const uint8_t* scale = p.scale + home_of(p, tile.matrix) + brick * Brick<F>::SCALE;
     const int scale_step = p.halves * Brick<F>::SCALE;
@@ -132,7 +130,7 @@ __device__ __forceinline__ void sum_16(Consumer& c, const Tile& tile, float (&to
             wgmma_wait<1>();   // the other fragments are free
             if (chunk == 0) {
                 // The stage before this one has been multiplied with.
-                if (F != FP8 && block) release(c.x.empty + (c.x.stage ? c.x.stage - 1 : c.x.stages - 1) * 8, lane);
+                if (F != FP8 && block) release<CLUSTER>(c.x.empty + (c.x.stage ? c.x.stage - 1 : c.x.stages - 1) * 8, lane);
                 decode_next(1, block);
             } else if (!closes || !ends) {
                 if (closes) now = next;
@@ -144,7 +142,7 @@ __device__ __forceinline__ void sum_16(Consumer& c, const Tile& tile, float (&to
             wgmma_wait<0>();
 #pragma unroll
             for (int i = 0; i < N / 2; ++i) blocks[i] = block ? fmaf(by, sums[i], blocks[i]) : by * sums[i];
-            if (!closes) release(c.x.empty + c.x.stage * 8, lane);
+            if (!closes) release<CLUSTER>(c.x.empty + c.x.stage * 8, lane);
         }
         if (!closes) c.x.next();
     };
@@ -166,7 +164,7 @@ __device__ __forceinline__ void sum_16(Consumer& c, const Tile& tile, float (&to
             total[4 * i + 2] = fmaf(from[4 * i + 2], by.x, total[4 * i + 2]);
             total[4 * i + 3] = fmaf(from[4 * i + 3], by.y, total[4 * i + 3]);
         }
-        release(c.x.empty + c.x.stage * 8, lane);
+        release<CLUSTER>(c.x.empty + c.x.stage * 8, lane);
         c.x.next();
         if (--left == 0 && !last) {   // a part of a split-K ends
             put_carry<N>(carry, total, factor, slice < p.part);
@@ -180,12 +178,14 @@ __device__ __forceinline__ void sum_16(Consumer& c, const Tile& tile, float (&to
     }
 }
 
-template <int F> struct Sum16 {
+template <int F, bool IS_SMALL> struct Sum16 {
     using X = X16;
-    static constexpr int FORMAT = F, W_WARPS = 1, MAX_N = F == FP8 ? 64 : 128;   // FP8 has one sum more
-    template <int N> static __device__ __forceinline__ void tile(Consumer& c, const Tile& tile, float (&total)[N / 2]) { sum_16<F, N>(c, tile, total); }
+    static constexpr int FORMAT = F, W_WARPS = 1, CLUSTER = IS_SMALL ? 1 : 2, MAX_N = F == FP8 ? 64 : 128;   // FP8 has one sum more
+    template <int N> static __device__ __forceinline__ void tile(Consumer& c, const Tile& tile, float (&total)[N / 2]) {
+        sum_16<F, N, CLUSTER>(c, tile, total);
+    }
 };
 
 template <int F, bool IS_SMALL> __global__ void __launch_bounds__(THREADS, IS_SMALL ? 2 : 1) product_kernel(const __grid_constant__ Product p) {
-    multiply<Sum16<F>, IS_SMALL>(p);
+    multiply<Sum16<F, IS_SMALL>, IS_SMALL>(p);
 }

@@ -26,25 +26,27 @@ template <int F> struct Weights8;
 template <> struct Weights8<FP8> {
     static constexpr Operands TYPES = E4M3_E4M3;
     Scales<FP8> now, next;
-    float by, factor;
+    float by[2], factor;   // the scale of 128 columns, even and odd
     __device__ __forceinline__ void begin(const uint8_t* scale, float f, int lane) {
         next.load(scale, lane);
         factor = f;
     }
     __device__ __forceinline__ void prefetch(const uint8_t* scale, int lane) { next.load(scale, lane); }
-    __device__ __forceinline__ void start(int) { now = next; }
+    __device__ __forceinline__ void start(int) {
+        now = next;
+        by[0] = __uint_as_float(now.word[0]);
+    }
+    __device__ __forceinline__ void rotate(int block) { by[block & 1] = __uint_as_float(now.word[block]); }
     template <int N> __device__ __forceinline__ void follow(float (&)[N]) const {}
-    __device__ __forceinline__ void decode(const uint4* w, int chunk, int, int, uint32_t (&a)[2][4]) {
+    __device__ __forceinline__ void decode(const uint4* w, int, int, uint32_t (&a)[4][4]) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const uint4 v = w[(chunk * 2 + i) * 32];
+        for (int i = 0; i < 4; ++i) {
+            const uint4 v = w[i * 32];
             a[i][0] = __byte_perm(v.x, v.y, 0x5410); a[i][1] = __byte_perm(v.x, v.y, 0x7632);
             a[i][2] = __byte_perm(v.z, v.w, 0x5410); a[i][3] = __byte_perm(v.z, v.w, 0x7632);
         }
     }
-    __device__ __forceinline__ void open_block() { by = __uint_as_float(now.word[0]); }
-    __device__ __forceinline__ void close_block() { now.rotate(); }
-    __device__ __forceinline__ float2 scaled(float2 x) const { return make_float2(by * x.x, by * x.y); }
+    __device__ __forceinline__ float2 scaled(float2 x, int odd) const { return make_float2(by[odd] * x.x, by[odd] * x.y); }
     __device__ __forceinline__ float finished(float v, int) const { return v * (factor * (float)(1 << X_SHIFT)); }
 };
 
@@ -82,110 +84,127 @@ template <> struct Weights8<MXFP4> {
 #pragma unroll
             for (int row = 0; row < 2; ++row) powers[i][row] = (larger16(rows[i][row], least[row]) - least[row]) << 10;
     }
-    // The sums before this slice, in units of the new top.
+    // The sums before this slice, in units of the new top. A branch around it would make the compiler serialise the products.
     template <int N> __device__ __forceinline__ void follow(float (&total)[N]) const {
-        if (!__any_sync(~0u, tops != before)) return;
         const float down[2] = {power_of_two((int)(before & 0xFFFF) - (int)(tops & 0xFFFF)), power_of_two((int)(before >> 16) - (int)(tops >> 16))};
 #pragma unroll
         for (int i = 0; i < N; ++i) total[i] *= down[i >> 1 & 1];
     }
-    __device__ __forceinline__ void decode(const uint4* w, int chunk, int block, int lane, uint32_t (&a)[2][4]) {
-        const uint4 v = w[chunk * 32];
-        const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+    __device__ __forceinline__ void rotate(int) {}
+    __device__ __forceinline__ void decode(const uint4* w, int block, int lane, uint32_t (&a)[4][4]) {
         const int from = (lane & ~3) | block;
-        const uint32_t g = __shfl_sync(~0u, powers[chunk][0], from), h = __shfl_sync(~0u, powers[chunk][1], from);
-        const __half2 of_g = *reinterpret_cast<const __half2*>(&g), of_h = *reinterpret_cast<const __half2*>(&h);
-        const __half2 by[2][2] = {{__low2half2(of_g), __low2half2(of_h)}, {__high2half2(of_g), __high2half2(of_h)}};
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {   // sixteen columns
-            uint32_t f16[4];   // v * 2^-14
-            e2m1(words[j], f16);
+        for (int chunk = 0; chunk < 2; ++chunk) {   // 64 columns
+            const uint4 v = w[chunk * 32];
+            const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+            const uint32_t g = __shfl_sync(~0u, powers[chunk][0], from), h = __shfl_sync(~0u, powers[chunk][1], from);
+            const __half2 of_g = *reinterpret_cast<const __half2*>(&g), of_h = *reinterpret_cast<const __half2*>(&h);
+            const __half2 by[2][2] = {{__low2half2(of_g), __low2half2(of_h)}, {__high2half2(of_g), __high2half2(of_h)}};
 #pragma unroll
-            for (int i = 0; i < 4; ++i) f16[i] = times(f16[i], by[j >> 1][i & 1]);
-            // The upper byte of an FP16 number is an E5M2 number, here the same one.
-            a[j >> 1][j % 2 * 2] = __byte_perm(f16[0], f16[2], 0x7531);
-            a[j >> 1][j % 2 * 2 + 1] = __byte_perm(f16[1], f16[3], 0x7531);
+            for (int j = 0; j < 4; ++j) {   // sixteen columns
+                uint32_t f16[4];   // v * 2^-14
+                e2m1(words[j], f16);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) f16[i] = times(f16[i], by[j >> 1][i & 1]);
+                // The upper byte of an FP16 number is an E5M2 number, here the same one.
+                a[chunk * 2 + (j >> 1)][j % 2 * 2] = __byte_perm(f16[0], f16[2], 0x7531);
+                a[chunk * 2 + (j >> 1)][j % 2 * 2 + 1] = __byte_perm(f16[1], f16[3], 0x7531);
+            }
         }
     }
-    __device__ __forceinline__ void open_block() {}
-    __device__ __forceinline__ void close_block() {}
-    __device__ __forceinline__ float2 scaled(float2 x) const { return x; }
+    __device__ __forceinline__ float2 scaled(float2 x, int) const { return x; }
     // `row`: 0 or 1, of g and g+8.
     __device__ __forceinline__ float finished(float v, int row) const {
         return v * power_of_two((int)(tops >> 16 * row & 0xFFFF) - 128) * (factor * (float)(1 << X_SHIFT));
     }
 };
 
-// The sums of one tile's 64 rows of W (of a warpgroup) and N rows of x.
-template <int F, int N>
+// The sums of one tile's 64 rows of W (of a warpgroup) and N rows of x, in two halves of these: while one is added to the
+// total, the tensor core multiplies the other.
+template <int F, int N, int CLUSTER>
 __device__ __forceinline__ void sum_8(Consumer& c, const Tile& tile, float (&total)[N / 2]) {
     constexpr int BLOCKS = SLICE / 128, OF_STAGE = X8::COLUMNS / 128;   // of 128 columns: in a slice, in a stage of x
     constexpr int UNIT_BYTES = Brick<F>::LOADS * 512 / BLOCKS, W_BLOCKS = W_COPY / UNIT_BYTES;
+    constexpr int CHAINS = N >= 64 ? 2 : 1, PART = N / 2 / CHAINS, EIGHTS = N / 8 / CHAINS;
     const Product& p = c.p;
     const int lane = c.lane;
-    // A warp's unit; of pairs, the second warpgroup has the other half.
-    const bool paired = p.halves == 2;
-    const int unit = min(tile.unit + (paired ? c.warp & 3 : c.warp), p.units - 1), half = paired ? c.warp >> 2 : 0;
+    const int unit = min(tile.unit + unit_of(p, c.warp), p.units - 1), half = half_of(p, c.warp);
     const size_t brick = ((first_unit(p, tile.matrix) + unit) * p.slices) * p.halves + half;
     const uint8_t* scale = p.scale + home_of(p, tile.matrix) + brick * Brick<F>::SCALE;
     const int scale_step = p.halves * Brick<F>::SCALE;
     const char* w_base = c.shared + (c.w_at - shared_address(c.shared)) + c.warp * W_COPY + lane * 16;
     const char* x_base = c.shared + (c.x_at - shared_address(c.shared)) + X8::EIGHT_BYTES + (lane & 3) * 8;   // the scales of x
 
-    float sums[N / 2];
+    float sums[CHAINS][PART];
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) total[i] = 0.f;
-    uint32_t a[2][2][4];   // [64 columns][32 columns]
+    uint32_t a[2][4][4];   // [block, even and odd][32 columns]
     Weights8<F> weights;
     weights.begin(scale, __ldg(p.factor + (p.has_factors ? tile.matrix * p.halves : 0) + half), lane);
     weights.start(lane);
-    const auto decode_next = [&](int chunk, int block) {
-        if (chunk == 0 && block % W_BLOCKS == 0) c.w.await_full();
-        const char* w = w_base + c.w.stage * W_STAGE + block % W_BLOCKS * UNIT_BYTES;
-        weights.decode(reinterpret_cast<const uint4*>(w), chunk, block, lane, a[chunk]);
+    const auto decode = [&](int block) {
+        if (block % W_BLOCKS == 0) c.w.await_full();
+        const uint4* w = reinterpret_cast<const uint4*>(w_base + c.w.stage * W_STAGE + block % W_BLOCKS * UNIT_BYTES);
+        weights.decode(w, block, lane, a[block & 1]);
     };
-    decode_next(0, 0);
+    const auto multiply = [&](int chain, int block) {
+        const uint64_t matrix = wgmma_matrix(c.x_at + c.x.stage * p.x_stage_bytes + chain * EIGHTS * X8::EIGHT_STRIDE, X8::EIGHT_STRIDE);
+        wgmma_fence();
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            wgmma<Weights8<F>::TYPES>(sums[chain], a[block & 1][j], matrix + (block % OF_STAGE * 1024 + j * 256 >> 4), j);
+        wgmma_commit();
+    };
+    const auto add = [&](int chain, int block, int stage) {
+        const char* scales = x_base + stage * p.x_stage_bytes + block % OF_STAGE * 32 + chain * EIGHTS * X8::EIGHT_STRIDE;
+#pragma unroll
+        for (int i = 0; i < EIGHTS; ++i) {
+            const float2 by = weights.scaled(*reinterpret_cast<const float2*>(scales + i * X8::EIGHT_STRIDE), block & 1);
+            float* to = total + chain * PART + 4 * i;
+            to[0] = fmaf(sums[chain][4 * i], by.x, to[0]);
+            to[1] = fmaf(sums[chain][4 * i + 1], by.y, to[1]);
+            to[2] = fmaf(sums[chain][4 * i + 2], by.x, to[2]);
+            to[3] = fmaf(sums[chain][4 * i + 3], by.y, to[3]);
+        }
+    };
+    decode(0);
 #pragma unroll 1
     for (int slice = 0; slice < p.slices; ++slice) {
         const bool last = slice + 1 == p.slices;
         if (!last) weights.prefetch(scale += scale_step, lane);
+        int before = 0;   // the stage of x that the block before has
 #pragma unroll
         for (int block = 0; block < BLOCKS; ++block) {
-            const bool closes = block == BLOCKS - 1;
-            const uint32_t x_stage = c.x.stage * p.x_stage_bytes;
-            const uint64_t matrix = wgmma_matrix(c.x_at + x_stage, X8::EIGHT_STRIDE) + block % OF_STAGE * (1024 >> 4);
-            if (block % OF_STAGE == 0) c.x.await_full();
-            weights.open_block();
-#pragma unroll
-            for (int chunk = 0; chunk < 2; ++chunk) {
-                wgmma_fence();
-#pragma unroll
-                for (int j = 0; j < 2; ++j) wgmma<Weights8<F>::TYPES>(sums, a[chunk][j], matrix + (chunk * 2 + j) * (256 >> 4), j || chunk);
-                wgmma_commit();
-                if (chunk == 1 && block % W_BLOCKS == W_BLOCKS - 1) {
-                    release(c.w.empty + c.w.stage * 8, lane);
-                    c.w.next();
-                }
-                wgmma_wait<1>();   // the other fragments are free
-                if (chunk == 0) decode_next(1, block);
-                else if (!closes || !last) {
-                    if (closes) weights.start(lane);
-                    else weights.close_block();
-                    decode_next(0, closes ? 0 : block + 1);
-                }
+            const bool closes = block == BLOCKS - 1, opens_stage = block % OF_STAGE == 0, closes_stage = block % OF_STAGE == OF_STAGE - 1;
+            if (opens_stage) c.x.await_full();
+            multiply(0, block);
+            // A load from shared memory has certainly ended once a product has used what it brought.
+            if (block % W_BLOCKS == W_BLOCKS - 1) {
+                release(c.w.empty + c.w.stage * 8, lane);
+                c.w.next();
             }
-            wgmma_wait<0>();
-            const char* scales = x_base + x_stage + block % OF_STAGE * 32;
-#pragma unroll
-            for (int i = 0; i < N / 8; ++i) {
-                const float2 by = weights.scaled(*reinterpret_cast<const float2*>(scales + i * X8::EIGHT_STRIDE));
-                total[4 * i] = fmaf(sums[4 * i], by.x, total[4 * i]);
-                total[4 * i + 1] = fmaf(sums[4 * i + 1], by.y, total[4 * i + 1]);
-                total[4 * i + 2] = fmaf(sums[4 * i + 2], by.x, total[4 * i + 2]);
-                total[4 * i + 3] = fmaf(sums[4 * i + 3], by.y, total[4 * i + 3]);
+            if constexpr (CHAINS == 2) {
+                if (block) {
+                    wgmma_wait<1>();
+                    add(1, block - 1, before);
+                    if (opens_stage) release<CLUSTER>(c.x.empty + before * 8, lane);
+                }
+                multiply(1, block);
             }
-            if (block % OF_STAGE == OF_STAGE - 1) {
-                release(c.x.empty + c.x.stage * 8, lane);
+            if (!closes || !last) {
+                if (closes) weights.start(lane);
+                else weights.rotate(block + 1);
+                decode(closes ? 0 : block + 1);
+            }
+            wgmma_wait<CHAINS - 1>();
+            add(0, block, c.x.stage);
+            if (CHAINS == 2 && closes) {   // a slice ends alone: what is in flight around a loop, the compiler would wait for
+                wgmma_wait<0>();
+                add(1, block, c.x.stage);
+            }
+            before = c.x.stage;
+            if (closes_stage) {
+                if (CHAINS == 1 || closes) release<CLUSTER>(c.x.empty + c.x.stage * 8, lane);
                 c.x.next();
             }
         }
@@ -195,12 +214,14 @@ __device__ __forceinline__ void sum_8(Consumer& c, const Tile& tile, float (&tot
     for (int i = 0; i < N / 2; ++i) total[i] = weights.finished(total[i], i >> 1 & 1);
 }
 
-template <int F> struct Sum8 {
+template <int F, bool IS_SMALL> struct Sum8 {
     using X = X8;
-    static constexpr int FORMAT = F, W_WARPS = 2, MAX_N = 128;
-    template <int N> static __device__ __forceinline__ void tile(Consumer& c, const Tile& tile, float (&total)[N / 2]) { sum_8<F, N>(c, tile, total); }
+    static constexpr int FORMAT = F, W_WARPS = 2, CLUSTER = IS_SMALL ? 1 : 2, MAX_N = 128;
+    template <int N> static __device__ __forceinline__ void tile(Consumer& c, const Tile& tile, float (&total)[N / 2]) {
+        sum_8<F, N, CLUSTER>(c, tile, total);
+    }
 };
 
 template <int F, bool IS_SMALL> __global__ void __launch_bounds__(THREADS, IS_SMALL ? 2 : 1) product_kernel(const __grid_constant__ Product p) {
-    multiply<Sum8<F>, IS_SMALL>(p);
+    multiply<Sum8<F, IS_SMALL>, IS_SMALL>(p);
 }

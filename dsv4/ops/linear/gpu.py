@@ -1,7 +1,7 @@
 """Products for prompts, where a weight meets many rows.
 
-BF16 on Hopper: weights are decoded in registers (product.cuh); a8 on FP8 tensor cores. Else, float32 among it,
-they are unpacked into scratch and multiplied by Triton.
+BF16 on Hopper: weights are decoded in registers (product.cuh); a8 runs on FP8 tensor cores. Else, float32
+among it, they are unpacked into scratch and multiplied by Triton.
 """
 
 from dataclasses import dataclass
