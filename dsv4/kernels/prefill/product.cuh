@@ -56,12 +56,11 @@ struct Tile { int matrix, first, rows, unit; };   // rows of packed x; the block
 __device__ __forceinline__ int64_t home_of(const Product& p, int matrix) { return p.homes ? __ldcg(p.homes + matrix) : 0; }
 __device__ __forceinline__ size_t first_unit(const Product& p, int matrix) { return p.homes ? 0 : (size_t)matrix * p.units; }
 
-template <int CLUSTER> struct Items {   // what a block works through; those of a cluster have the same rows of x
+struct Items {   // what a block works through
     int tiles_m, total, tiles_per_matrix;
     const Product& p;
     __device__ __forceinline__ Items(const Product& p) : p(p) {
-        constexpr int OF_CLUSTER = CLUSTER * UNITS;
-        tiles_m = (p.units * p.halves + OF_CLUSTER - 1) / OF_CLUSTER * CLUSTER;   // the last may have no unit
+        tiles_m = (p.units * p.halves + UNITS - 1) / UNITS;
         tiles_per_matrix = (p.rows + p.cap - 1) / p.cap;
         total = (p.tiles ? __ldcg(p.num_tiles) : p.matrices * tiles_per_matrix) * tiles_m;
     }
@@ -93,26 +92,11 @@ struct Ring {   // a place in a ring of stages
         asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                      ::"r"(to), "l"(from), "r"(bytes), "r"(full + stage * 8) : "memory");
     }
-    // To the same place, and the same barrier, of every block of the cluster.
-    template <int CLUSTER> __device__ __forceinline__ void fetch_for_all(uint32_t to, const void* from, uint32_t bytes) const {
-        if constexpr (CLUSTER == 1) fetch(to, from, bytes);
-        else
-            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
-                         ::"r"(to), "l"(from), "r"(bytes), "r"(full + stage * 8), "h"((uint16_t)((1 << CLUSTER) - 1)) : "memory");
-    }
 };
-// A warp is done with a stage; where a cluster's blocks fill each other's, all of them hear it.
-template <int CLUSTER = 1> __device__ __forceinline__ void release(uint32_t barrier, int lane) {
+// A warp is done with a stage.
+__device__ __forceinline__ void release(uint32_t barrier, int lane) {
     __syncwarp();
-    if constexpr (CLUSTER == 1) {
-        if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-    } else if (lane < CLUSTER)
-        asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nmbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}"
-                     ::"r"(barrier), "r"(lane) : "memory");
-}
-template <int CLUSTER> __device__ __forceinline__ void sync_cluster() {
-    if constexpr (CLUSTER == 1) __syncthreads();
-    else asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 struct Consumer {
@@ -234,16 +218,16 @@ __device__ __forceinline__ void multiply_tile(Consumer& c, const Tile& tile, uin
 }
 
 // `part`: of the WARPS that share a stage's copies.
-template <int F, int WARPS, int CLUSTER>
+template <int F, int WARPS>
 __device__ __forceinline__ void fetch_w(const Product& p, Ring ring, uint32_t to, int lane, int part) {
-    const Items<CLUSTER> items(p);
+    const Items items(p);
     constexpr int BRICK = Brick<F>::LOADS * 512;
     const int number = lane * WARPS + part;   // of the copy
     for (int item = blockIdx.x; item < items.total; item += gridDim.x) {
         const Tile tile = items[item];
         const int unit = tile.unit + unit_of(p, number), half = half_of(p, number);
         const bool fetches = number < UNITS && unit < p.units;
-        const uint32_t bytes = p.halves * max(0, min(UNITS / p.halves, p.units - tile.unit)) * W_COPY;
+        const uint32_t bytes = p.halves * min(UNITS / p.halves, p.units - tile.unit) * W_COPY;
         const size_t brick = ((first_unit(p, tile.matrix) + unit) * p.slices) * p.halves + half;
         const char* from = p.data + home_of(p, tile.matrix) + brick * BRICK;
         for (int slice = 0; slice < p.slices; ++slice, from += (size_t)p.halves * BRICK)
@@ -258,11 +242,10 @@ __device__ __forceinline__ void fetch_w(const Product& p, Ring ring, uint32_t to
     }
 }
 
-// A block fetches its share of a stage for all blocks of the cluster.
-template <class X, int WARPS, int CLUSTER>
+template <class X, int WARPS>
 __device__ __forceinline__ void fetch_x(const Product& p, Ring ring, uint32_t to, int lane, int part) {
-    const Items<CLUSTER> items(p);
-    const int group = (lane * WARPS + part) * CLUSTER + blockIdx.x % CLUSTER;
+    const Items items(p);
+    const int group = lane * WARPS + part;
     for (int item = blockIdx.x; item < items.total; item += gridDim.x) {
         const Tile tile = items[item];
         const int groups = (tile.rows + ROW_GROUP - 1) / ROW_GROUP, blocks = p.slices * X::BLOCKS;
@@ -272,8 +255,7 @@ __device__ __forceinline__ void fetch_x(const Product& p, Ring ring, uint32_t to
             ring.await_empty();
             if (part == 0 && lane == 0) ring.expect(groups * X::GROUP_STRIDE);
             __syncwarp();
-            if (group < groups)
-                ring.fetch_for_all<CLUSTER>(to + ring.stage * p.x_stage_bytes + group * X::GROUP_STRIDE, from, X::GROUP_STRIDE);
+            if (group < groups) ring.fetch(to + ring.stage * p.x_stage_bytes + group * X::GROUP_STRIDE, from, X::GROUP_STRIDE);
             ring.next();
         }
     }
@@ -282,35 +264,34 @@ __device__ __forceinline__ void fetch_x(const Product& p, Ring ring, uint32_t to
 // Shared memory: ring of W, ring of x, what is exchanged, barriers (W full, W empty, x full, x empty).
 // IS_SMALL: two blocks on a multiprocessor, for tiles of few rows, which wait for latencies.
 template <class Sum, bool IS_SMALL> __device__ __forceinline__ void multiply(const Product& p) {
-    constexpr int CLUSTER = Sum::CLUSTER;
     extern __shared__ __align__(128) char shared[];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const uint32_t w_at = shared_address(shared), x_at = w_at + p.w_stages * W_STAGE;
     const uint32_t exchange_at = x_at + p.x_stages * p.x_stage_bytes;
     const uint32_t barriers = exchange_at + (p.halves == 2 ? p.cap * EXCHANGE_ROW : 0);
-    if (threadIdx.x < 4 * MAX_STAGES) {   // full: the fetching warp arrives; empty: all consumers' warps do, for x the cluster's
-        const int which = threadIdx.x / MAX_STAGES, count = which == 3 ? CLUSTER * UNITS : which == 1 ? UNITS : 1;
+    if (threadIdx.x < 4 * MAX_STAGES) {   // full: the fetching warp arrives; empty: all consumers' warps do
+        const int count = threadIdx.x / MAX_STAGES % 2 ? UNITS : 1;
         asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barriers + threadIdx.x * 8), "r"(count) : "memory");
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    sync_cluster<CLUSTER>();
+    __syncthreads();
     const Ring w(barriers, p.w_stages), x(barriers + 2 * MAX_STAGES * 8, p.x_stages);
     if (warp >= UNITS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(IS_SMALL ? 32 : 40));
         const int part = warp - UNITS;
         if (part < Sum::W_WARPS) {
             if (p.tiles) wait_for_prerequisites();   // weights are older than any launch, the list of tiles is not
-            fetch_w<Sum::FORMAT, Sum::W_WARPS, CLUSTER>(p, w, w_at, lane, part);
+            fetch_w<Sum::FORMAT, Sum::W_WARPS>(p, w, w_at, lane, part);
         } else {
             wait_for_prerequisites();
-            fetch_x<typename Sum::X, FETCHERS - Sum::W_WARPS, CLUSTER>(p, x, x_at, lane, part - Sum::W_WARPS);
+            fetch_x<typename Sum::X, FETCHERS - Sum::W_WARPS>(p, x, x_at, lane, part - Sum::W_WARPS);
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(IS_SMALL ? 104 : 232));
         wait_for_prerequisites();
         Consumer c{p, shared, w_at, x_at, w, x, warp, lane};
         uint32_t* exchange = reinterpret_cast<uint32_t*>(shared + (exchange_at - w_at));
-        const Items<CLUSTER> items(p);
+        const Items items(p);
         for (int item = blockIdx.x; item < items.total; item += gridDim.x) {
             const Tile tile = items[item];
             if (tile.rows <= 16) multiply_tile<Sum, 16>(c, tile, exchange);
@@ -321,5 +302,4 @@ template <class Sum, bool IS_SMALL> __device__ __forceinline__ void multiply(con
             }
         }
     }
-    if constexpr (CLUSTER > 1) sync_cluster<CLUSTER>();   // a block stays until nobody writes into its shared memory
 }

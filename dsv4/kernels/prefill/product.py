@@ -377,18 +377,15 @@ def _launch(
         x_stage_bytes=ring.x_stage_bytes,
         limit=limit,
     )
-    # Blocks of a cluster share the rows of x that each fetches.
-    cluster = 1 if ring.is_small else 2
     if by is None:
-        tiles_m = -(-units * weight.halves // (UNITS * cluster)) * cluster
+        tiles_m = -(-units * weight.halves // UNITS)
         blocks = min(blocks, x.matrices * -(-x.rows // cap) * tiles_m)
     call(
         f"product_{'a8_' if x.mode.is_fp8 else ''}{weight.format.value}",
         f"product_kernel<{NUMBER[weight.format]}, {str(ring.is_small).lower()}>",
         device,
         params,
-        blocks=blocks // cluster * cluster,
+        blocks=blocks,
         threads=THREADS,
         shared=ring.shared_bytes,
-        cluster=cluster,
     )

@@ -84,7 +84,7 @@ __device__ __forceinline__ void put_carry(float* carry, float (&total)[N / 2], f
 }
 
 // The sums of one tile's 64 rows of W (of a warpgroup) and N rows of x.
-template <int F, int N, int CLUSTER>
+template <int F, int N>
 __device__ __forceinline__ void sum_16(Consumer& c, const Tile& tile, float (&total)[N / 2]) {
     const Product& p = c.p;
     const int lane = c.lane;
@@ -130,7 +130,7 @@ __device__ __forceinline__ void sum_16(Consumer& c, const Tile& tile, float (&to
             wgmma_wait<1>();   // the other fragments are free
             if (chunk == 0) {
                 // The stage before this one has been multiplied with.
-                if (F != FP8 && block) release<CLUSTER>(c.x.empty + (c.x.stage ? c.x.stage - 1 : c.x.stages - 1) * 8, lane);
+                if (F != FP8 && block) release(c.x.empty + (c.x.stage ? c.x.stage - 1 : c.x.stages - 1) * 8, lane);
                 decode_next(1, block);
             } else if (!closes || !ends) {
                 if (closes) now = next;
@@ -142,7 +142,7 @@ __device__ __forceinline__ void sum_16(Consumer& c, const Tile& tile, float (&to
             wgmma_wait<0>();
 #pragma unroll
             for (int i = 0; i < N / 2; ++i) blocks[i] = block ? fmaf(by, sums[i], blocks[i]) : by * sums[i];
-            if (!closes) release<CLUSTER>(c.x.empty + c.x.stage * 8, lane);
+            if (!closes) release(c.x.empty + c.x.stage * 8, lane);
         }
         if (!closes) c.x.next();
     };
@@ -164,7 +164,7 @@ __device__ __forceinline__ void sum_16(Consumer& c, const Tile& tile, float (&to
             total[4 * i + 2] = fmaf(from[4 * i + 2], by.x, total[4 * i + 2]);
             total[4 * i + 3] = fmaf(from[4 * i + 3], by.y, total[4 * i + 3]);
         }
-        release<CLUSTER>(c.x.empty + c.x.stage * 8, lane);
+        release(c.x.empty + c.x.stage * 8, lane);
         c.x.next();
         if (--left == 0 && !last) {   // a part of a split-K ends
             put_carry<N>(carry, total, factor, slice < p.part);
@@ -178,14 +178,14 @@ __device__ __forceinline__ void sum_16(Consumer& c, const Tile& tile, float (&to
     }
 }
 
-template <int F, bool IS_SMALL> struct Sum16 {
+template <int F> struct Sum16 {
     using X = X16;
-    static constexpr int FORMAT = F, W_WARPS = 1, CLUSTER = IS_SMALL ? 1 : 2, MAX_N = F == FP8 ? 64 : 128;   // FP8 has one sum more
+    static constexpr int FORMAT = F, W_WARPS = 1, MAX_N = F == FP8 ? 64 : 128;   // FP8 has one sum more
     template <int N> static __device__ __forceinline__ void tile(Consumer& c, const Tile& tile, float (&total)[N / 2]) {
-        sum_16<F, N, CLUSTER>(c, tile, total);
+        sum_16<F, N>(c, tile, total);
     }
 };
 
 template <int F, bool IS_SMALL> __global__ void __launch_bounds__(THREADS, IS_SMALL ? 2 : 1) product_kernel(const __grid_constant__ Product p) {
-    multiply<Sum16<F, IS_SMALL>, IS_SMALL>(p);
+    multiply<Sum16<F>, IS_SMALL>(p);
 }

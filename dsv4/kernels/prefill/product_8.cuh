@@ -121,7 +121,7 @@ template <> struct Weights8<MXFP4> {
 
 // The sums of one tile's 64 rows of W (of a warpgroup) and N rows of x, in two halves of these: while one is added to the
 // total, the tensor core multiplies the other.
-template <int F, int N, int CLUSTER>
+template <int F, int N>
 __device__ __forceinline__ void sum_8(Consumer& c, const Tile& tile, float (&total)[N / 2]) {
     constexpr int BLOCKS = SLICE / 128, OF_STAGE = X8::COLUMNS / 128;   // of 128 columns: in a slice, in a stage of x
     constexpr int UNIT_BYTES = Brick<F>::LOADS * 512 / BLOCKS, W_BLOCKS = W_COPY / UNIT_BYTES;
@@ -187,7 +187,7 @@ __device__ __forceinline__ void sum_8(Consumer& c, const Tile& tile, float (&tot
                 if (block) {
                     wgmma_wait<1>();
                     add(1, block - 1, before);
-                    if (opens_stage) release<CLUSTER>(c.x.empty + before * 8, lane);
+                    if (opens_stage) release(c.x.empty + before * 8, lane);
                 }
                 multiply(1, block);
             }
@@ -204,7 +204,7 @@ __device__ __forceinline__ void sum_8(Consumer& c, const Tile& tile, float (&tot
             }
             before = c.x.stage;
             if (closes_stage) {
-                if (CHAINS == 1 || closes) release<CLUSTER>(c.x.empty + c.x.stage * 8, lane);
+                if (CHAINS == 1 || closes) release(c.x.empty + c.x.stage * 8, lane);
                 c.x.next();
             }
         }
@@ -214,14 +214,14 @@ __device__ __forceinline__ void sum_8(Consumer& c, const Tile& tile, float (&tot
     for (int i = 0; i < N / 2; ++i) total[i] = weights.finished(total[i], i >> 1 & 1);
 }
 
-template <int F, bool IS_SMALL> struct Sum8 {
+template <int F> struct Sum8 {
     using X = X8;
-    static constexpr int FORMAT = F, W_WARPS = 2, CLUSTER = IS_SMALL ? 1 : 2, MAX_N = 128;
+    static constexpr int FORMAT = F, W_WARPS = 2, MAX_N = 128;
     template <int N> static __device__ __forceinline__ void tile(Consumer& c, const Tile& tile, float (&total)[N / 2]) {
-        sum_8<F, N, CLUSTER>(c, tile, total);
+        sum_8<F, N>(c, tile, total);
     }
 };
 
 template <int F, bool IS_SMALL> __global__ void __launch_bounds__(THREADS, IS_SMALL ? 2 : 1) product_kernel(const __grid_constant__ Product p) {
-    multiply<Sum8<F, IS_SMALL>, IS_SMALL>(p);
+    multiply<Sum8<F>, IS_SMALL>(p);
 }
