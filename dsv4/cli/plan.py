@@ -46,6 +46,9 @@ def plan(
     records: Annotated[
         Path | None, typer.Option(help="folder of recorded benchmark lines; default: the package's own")
     ] = None,
+    counts: Annotated[
+        Path | None, typer.Option(help="how often experts were chosen; default: the model's own, if any")
+    ] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="also 1, 2, 4 and 8 of each GPU that models are planned for")
     ] = False,
@@ -56,6 +59,7 @@ def plan(
     from dsv4.lab.links import SHARE, SHARE_SOURCE
     from dsv4.lab.plan import Demand, Plan, Wanted, default_context, describe
     from dsv4.lab.records import SHIPPED, best
+    from dsv4.lab.spilled import recorded, spill_figures
 
     if records is not None and not records.is_dir():
         raise ConfigError(
@@ -70,6 +74,9 @@ def plan(
         made = Plan.make(demand, machine or this_machine(), wanted)
         record = best(records or SHIPPED, made.machine.name)
         report = made.report()
+        chosen, whose = recorded(model, counts, config)
+        if made.today.spill is not None:
+            report["spill"] = {**spill_figures(made.today, chosen), "counts": whose}
     share, source = (record.share, record.where) if record else (SHARE, SHARE_SOURCE)
     predicted = made.predicted(share) if made.machine.count > 1 else None
     report = {
@@ -105,7 +112,7 @@ def _show(title: str, made: "Plan", report: dict[str, Any], record: "Record | No
     found = f"fits{one}, {size(free)} free" if today.fits else f"does not fit{one}, {size(-free)} too much"
     if today.spill is not None:
         found = f"fits{one} with {size(today.spill.host_bytes)} of experts in pinned host memory"
-    more = "; this engine runs on one GPU so far" if machine.count > 1 else ""
+    more = "; several GPUs (--gpus) are built, and were never run" if machine.count > 1 else ""
     out.print(f"verdict  {found}{more}\n", style="bold" if report["fits"] else "bold red", markup=False)
     slots = f"{today.slots} sequence{'s' if today.slots > 1 else ''}"
     table = Table("memory", "bytes", "", box=None, pad_edge=False)
@@ -117,7 +124,7 @@ def _show(title: str, made: "Plan", report: dict[str, Any], record: "Record | No
         ("tables", "rotations, penalties"),
         ("copies", "weights in a second form, for prompts"),
         ("buffers", "of decode steps"),
-        ("workspace", f"estimate, {made.chunk} tokens per step"),
+        ("workspace", f"estimate, {today.chunk} tokens per step"),
         ("reserved", "estimate, compiled kernels and graphs"),
     ):
         if per_gpu[name]:
@@ -139,28 +146,33 @@ def _show(title: str, made: "Plan", report: dict[str, Any], record: "Record | No
     elif not record:
         out.print(f"measured      no run on {machine.name} is recorded", markup=False)
     if today.spill is not None:
-        _show_spill(today, record)
+        _show_spill(today, record, report["spill"])
     if today.fits or machine.count == 1:
         _show_theory(today, "one, " if machine.count > 1 else "")
     if machine.count > 1:
         fits = "fits" if made.fits else "does not fit"
         each = f"{size(made.total_bytes)} on each GPU, {fits}"
-        out.print(f"\nnot built     {machine.label}, tp {made.tp}, ep {made.ep}: {each}", markup=False)
+        state = "never run" if made.is_built else "not built"
+        out.print(f"\n{state}     {machine.label}, tp {made.tp}, ep {made.ep}: {each}", markup=False)
         _show_theory(made, f"{machine.count}, ")
 
 
-def _show_spill(made: "Plan", record: "Record | None") -> None:
+def _show_spill(made: "Plan", record: "Record | None", found: dict[str, Any]) -> None:
     """Beside GPU memory at its recorded speed, or at best, what PCIe costs."""
     from dsv4.lab.gpus import HOST_BANDWIDTH, HOST_MEASURED_ON
+    from dsv4.lab.spilled import rate
 
     spill = made.spill
     assert spill is not None
     share, of = (record.share, "as recorded") if record else (1.0, "at best")
-    rates = {"uniform routing": None, "98.5 % hits": 0.985}
-    said = ", ".join(f"{n} {_rate(made.spilled_rate(1, share, hits))}" for n, hits in rates.items())
+    hits, rates = found["hit_rate_recorded"], {"uniform routing": None, "98.5 % hits": 0.985}
+    if hits is not None:
+        rates = {"uniform routing": None, f"recorded routing ({hits:.1%} hits)": hits}
+    said = ", ".join(f"{name} {_rate(rate(made, 1, share, each))}" for name, each in rates.items())
     where = f"PCIe {HOST_BANDWIDTH / 1e9:.0f} GB/s (measured on {HOST_MEASURED_ON})"
     out.print(f"spilled       {spill.num_spilled:,} experts, {1 - spill.share:.1%} of all", markup=False)
     out.print(f"estimated     {said} tokens/s; GPU memory {of}, {where}", markup=False)
+    out.print(f"routing       {found['counts']}", markup=False)
 
 
 def _show_theory(made: "Plan", which: str) -> None:
@@ -225,7 +237,9 @@ def _show_sets(rows: list[dict[str, Any]], source: str) -> None:
         )
     out.print()
     out.print(table)
-    out.print(f"batch 1, predicted: the bandwidth is used {source}; several GPUs are not built", markup=False)
+    out.print(
+        f"batch 1, predicted: the bandwidth is used {source}; several GPUs were never run", markup=False
+    )
 
 
 def _rate(value: float) -> str:
@@ -240,7 +254,7 @@ def _show_instead(instead: dict[str, Any], context: int, batch: int) -> None:
     if not instead["context"] and not instead["batch"]:
         out.print("would fit     nothing here: weights and workspace alone are too large")
     sets = ", ".join(f"{each['count']} x {each['name']}" for each in instead["gpus"])
-    out.print(f"in theory     would do: {sets or 'no set of known GPUs'} (several are not built)")
+    out.print(f"in theory     would do: {sets or 'no set of known GPUs'} (several were never run)")
 
 
 def register(app: typer.Typer) -> None:

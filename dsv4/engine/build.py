@@ -14,6 +14,8 @@ from dsv4.engine.frequency import checksum
 from dsv4.engine.settings import Settings, cache_layout, check_memory, settle
 from dsv4.engine.spill import Split, place_experts
 from dsv4.errors import ConfigError
+from dsv4.kernels.decode.exchange import Peers, inbox_places
+from dsv4.model.buffers import graph_rows
 from dsv4.model.bundle import Bundle, Numerics, Weights
 from dsv4.model.exact import settle_exact
 from dsv4.model.model import Model
@@ -74,7 +76,8 @@ class Prepared:
                 f"spill {config.spill} is for one GPU, and there are {size} ranks; leave it out"
             )
         if rank == 0 or settings.device.kind == "cuda":
-            split = check_memory(settings, replace(config, spill="off") if size > 1 else config, checkpoint)
+            its_config = replace(config, spill="off") if size > 1 else config
+            split = check_memory(settings, its_config, checkpoint, size)
         return cls(checkpoint, settings, config, rank, size, split)
 
     @property
@@ -87,14 +90,16 @@ class Prepared:
     def load(self, progress: Progress | None = None) -> tuple[Weights, tuple[str, ...]]:
         """The weights, and notes on what was found."""
         s = self.settings
+        if s.device.kind == "cuda":
+            torch.cuda.set_device(s.device.torch_name)  # kernels run on the thread's current device
         # Decoding small blocks of rows is done before a second thread has woken up (measured: docs/log.md).
         torch.set_num_threads(1)
         notes = self.checkpoint.inventory.notes
         if s.tiled:
             model = checksum(self.checkpoint)
-            placement, said = place_experts(self.split, model, s.device.torch_name)
+            placed, said = place_experts(self.split, model, s.device.torch_name)
             notes += said
-            weights = load_tiled(self.checkpoint, s.device.torch_name, progress, placement)
+            weights = load_tiled(self.checkpoint, s.device.torch_name, progress, *placed)
             weights = replace(weights, checksum=model)
         else:
             weights = self.checkpoint.load(s.dense, s.device.torch_name, progress)
@@ -121,9 +126,12 @@ def make_executor(
     """The model and its cache on this rank's device. `compiled` is told of kernels on a GPU."""
     s, device = settings, settings.device.torch_name
     layout = cache_layout(bundle.config, s, config, bundle.weights.num_mtp_layers)
-    model = Model(bundle, s.max_context, device)
+    model = Model(bundle, s.max_context, device, copies_ahead=not config.no_overlap)
     cache = Cache(layout, device, s.dtype)
-    if not s.tiled or bundle.mesh.size > 1:
+    if not s.tiled:
+        return model, Eager(model, cache, device)
+    peers = None
+    if bundle.mesh.size > 1 and (peers := find_peers(bundle, config)) is None:
         return model, Eager(model, cache, device)
     from dsv4.engine.graphs import Graphs  # imports Triton, which a machine without a GPU may lack
 
@@ -137,5 +145,25 @@ def make_executor(
         overlap=not config.no_overlap,
         compiled=compiled,
         swap_share=config.swap_share,
+        peers=peers,
     )
     return model, graphs
+
+
+def find_peers(bundle: Bundle, config: EngineConfig) -> Peers | None:
+    """The other ranks' memory, for the kernels of decode steps; None: they are out of reach."""
+    c, mesh = bundle.config, bundle.mesh
+    rows, vocab = graph_rows(config.max_batch)[-1], c.vocab_size // mesh.size
+    inbox = mesh.comm.inbox(inbox_places(rows, c.hidden_size, vocab))
+    if inbox is None:
+        return None
+    return Peers(
+        rank=mesh.rank,
+        rows=rows,
+        hidden=c.hidden_size,
+        vocab=vocab,
+        inbox=inbox.own,
+        addresses=inbox.addresses,
+        ended=inbox.ended,
+        seconds=config.rank_seconds,
+    )

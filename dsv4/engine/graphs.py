@@ -18,16 +18,18 @@ from dsv4.engine.runner import UNSEEN, Masks, Result
 from dsv4.engine.swap import Swapper
 from dsv4.errors import DeviceError
 from dsv4.kernels.common.ahead import Compiled
+from dsv4.kernels.decode.exchange import Peers
 from dsv4.kernels.decode.sample import MAX_PENALISED
 from dsv4.model.buffers import graph_rows
 from dsv4.model.bundle import Bundle
 from dsv4.model.decode import Decoder
 from dsv4.model.model import Model
 from dsv4.model.prompt import Prompt, never_waits
+from dsv4.model.step import Mark, prompt_sizes
 from dsv4.model.step import Span as Tokens
-from dsv4.model.step import prompt_sizes
 from dsv4.model.warm import warm_up
 from dsv4.ops.sample.ref import MAX_TOP
+from dsv4.parallel.comm import PeerError
 
 # (sequence, slot, position, sampling) of each row that a decoder's buffers hold.
 Rows = list[tuple[int, int, int, Sampling | None]]
@@ -56,6 +58,7 @@ class Graphs(Eager):
         overlap: bool,
         compiled: Compiled | None = None,
         swap_share: float = 0.0,
+        peers: Peers | None = None,
     ) -> None:
         """Every kernel that can run is compiled and loaded here; `compiled` is told how far that has come."""
         device = cache.page_table.device
@@ -67,7 +70,9 @@ class Graphs(Eager):
         self.swapper: Swapper | None = None
         if placement is not None and swap_share and 0 < placement.slots.num_resident < len(placement.slots):
             self.swapper = Swapper(placement, swap_share)
-        if self.swapper is not None or b.weights.checksum is not None:
+        self.peers = peers
+        # Ranks choose the same experts: one keeps count.
+        if self.swapper is not None or (b.weights.checksum is not None and b.mesh.rank == 0):
             shape = (b.config.num_layers, b.config.num_experts)
             counts = torch.zeros(shape, dtype=torch.int32, device=device)
         note = None if self.swapper is None else self.swapper.note
@@ -84,10 +89,12 @@ class Graphs(Eager):
                 penalties=self.penalties if b.config.vocab_size <= MAX_PENALISED else None,
                 overlap=overlap,
                 counts=counts,
+                peers=peers,
             )
         self.prompts: list[Prompt] = []  # by rising size
         if use_graphs and never_waits(model):
-            self.prompts = [Prompt(model, cache, size) for size in prompt_sizes(chunk)]
+            sizes = prompt_sizes(chunk, spills=model.staging is not None)
+            self.prompts = [Prompt(model, cache, size) for size in sizes]
         prompts = [prompt.size for prompt in self.prompts]
         warm_up(model, cache, chunk, self._run_padding, prompts, compiled)
         with torch.inference_mode():
@@ -116,10 +123,10 @@ class Graphs(Eager):
                     f"({str(error).splitlines()[0]}); lower max_batch or max_context, or use --no-graph"
                 ) from error
 
-    def read(self, spans: list[Tokens]) -> Tensor:
+    def read(self, spans: list[Tokens], mark: Mark | None = None) -> Tensor:
         """The smallest step that holds them all, else launch by launch: the same kernels, the same bits."""
         prompt = next((prompt for prompt in self.prompts if prompt.fits(spans)), None)
-        return super().read(spans) if prompt is None else prompt(spans)
+        return super().read(spans, mark) if prompt is None else prompt(spans, mark)
 
     def prefill(self, spans: tuple[Span, ...]) -> Pass:
         """Waited for inside a prompt too: chunks that queue up on the device are a stall nobody planned."""
@@ -176,4 +183,7 @@ class Graphs(Eager):
     def fetch(self, launched: Pass) -> list[Result]:
         if launched.done is not None:
             launched.done.synchronize()
+        if self.peers is not None and (ended := int(self.peers.ended)):
+            late = f"rank {ended - 1} sent nothing for {self.peers.seconds:g} s"
+            raise PeerError(late if ended > 0 else "another rank is gone")
         return super().fetch(launched)

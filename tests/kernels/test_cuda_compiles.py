@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4.config import preset
 from dsv4.errors import DeviceError
 from dsv4.kernels.common import architectures, build, ceiling, driver, tiles
 from dsv4.kernels.decode import choose, matvec, sample
@@ -158,6 +159,19 @@ def launch_mix() -> None:
         mhc.mix_close(partial, some(24), some(24), streams, weight, x, gate, comb, 1e-6, 1e-6)
 
 
+def launch_exchange() -> None:
+    exchange = pytest.importorskip("dsv4.kernels.decode.exchange")
+    echo = pytest.importorskip("dsv4.lab.bench.echo")
+    config = replace(preset("tiny"), hidden_size=64)
+    peers = echo.echo_peers(config, 2, 2, torch.device("cpu"))
+    fn, partial, ids = some(24, 256), some(2, 2, 32), some(2, dtype=torch.long)
+    for dtype in (torch.float32, torch.bfloat16):
+        streams, table = some(2, 4, 64, dtype=dtype), some(256, 64, dtype=dtype)
+        exchange.embed_open(peers, 0, ids, table, streams, fn, partial)
+        exchange.mix_open(peers, 1, some(2, 3, 64), some(2, 4), some(2, 4, 4), streams, fn, partial)
+    exchange.gather(peers, 2, some(2, 256), some(2, 512))
+
+
 def launch_products() -> None:
     weight = tiles.empty(Format.NVFP4, (32, 512), 1, 1, "cpu")
     for dtype in (torch.float32, torch.bfloat16):
@@ -187,7 +201,7 @@ def launch_read() -> None:
 
 
 LAUNCHES = [launch_route, launch_select, launch_sample, launch_mix]
-LAUNCHES += [launch_products, launch_prompts, launch_read]
+LAUNCHES += [launch_exchange, launch_products, launch_prompts, launch_read]
 
 
 @dataclass(frozen=True)
