@@ -1,6 +1,6 @@
 # make demo: the engine at work on the embedded model.  make test: everything CI runs.
 # make test-slow: before a release, what takes minutes.
-# Both make their own environment in .venv with pinned versions, the demo the core alone; nothing else is needed.
+# All use the environment in .venv, made with pinned versions, for the demo the core alone; nothing else is needed.
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null && echo $$p && break; done)

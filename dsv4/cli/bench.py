@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from dsv4.cli.bench_ranks import EPILOG as RANKS_EPILOG
+from dsv4.cli.bench_ranks import ranks
 from dsv4.cli.bench_show import (
     copied_rows,
     show_decode,
@@ -22,6 +24,7 @@ from dsv4.cli.show import bytes_bar, count_bar, err, model_folder, out, print_js
 if TYPE_CHECKING:
     import torch
 
+    from dsv4.config import Activations
     from dsv4.engine.spill import Split
     from dsv4.lab.bench.decode import Wanted
     from dsv4.lab.bench.subject import Subject
@@ -156,7 +159,7 @@ def decode(
     if beside_transformers:
         lines[0] |= _beside(subject, runs[0][1], lines[0])
     for line in lines:
-        _finish(line, save)
+        finish(line, save)
 
 
 def _subject(
@@ -266,7 +269,7 @@ def _one(
         found = profile(session)
         show_profile(found)
         line["profile"] = found.as_dict()
-    return {**line, **_machine(device)}
+    return {**line, **machine_of(device)}
 
 
 def _sweep(bundle: "Bundle", wanted: "Wanted", ceiling: float, device: "torch.device") -> dict[str, Any]:
@@ -352,6 +355,7 @@ def prefill(
         str | None,
         typer.Option(help="of --synthetic: choices of experts by uniform, zipf:S or a file of counts"),
     ] = None,
+    activations: Annotated[str, typer.Option(help="a16, a8 or a4")] = "a16",
     save: Save = None,
 ) -> None:
     """Time a prompt through the ops' GPU backends. The last line is one JSON object."""
@@ -359,12 +363,12 @@ def prefill(
 
     from dsv4.config import EngineConfig
     from dsv4.lab.bench.ceiling import gpu, measure_matmul
-    from dsv4.lab.bench.prefill import Wanted, figures, measure
+    from dsv4.lab.bench.prefill import Wanted, check_activations, figures, measure
     from dsv4.lab.bench.record import check_target
     from dsv4.lab.bench.spilled import prompt_figures
     from dsv4.lab.bench.subject import check_fits
 
-    wanted = Wanted(tokens, chunk, context, rounds)
+    wanted = Wanted(tokens, chunk, context, rounds, check_activations(activations))
     EngineConfig(spill=spill)  # refuses other words
     subject = _subject(model, synthetic, experts, layers, layout, routing)
     others = wanted.other_bytes(subject.config)
@@ -378,14 +382,14 @@ def prefill(
     with torch.inference_mode():
         with err.status("measuring a matrix product"):
             matmul = measure_matmul(device)
-        bundle = _load(subject, device, split)
+        bundle = _load(subject, device, split, wanted.activations)
         with err.status("reading the prompt"):
             times, resident = measure(bundle, wanted, device)
     line = {"bench": "prefill", **subject.facts(), **figures(times, wanted, subject.config, matmul)}
     if split is not None:
         line["spill"] = prompt_figures(split, line["ms"] / 1e3, resident, -(-tokens // chunk))
     show_rows(
-        f"prefill: {title_of(line)}, {tokens:,} tokens after {context:,}, chunks of {chunk:,}",
+        f"prefill: {title_of(line)}, {activations}, {tokens:,} tokens after {context:,}, chunks of {chunk:,}",
         [
             ("prompt", f"{line['ms']:,.1f} ms", f"median of {rounds}, slowest {line['ms_slowest']:,.1f} ms"),
             ("speed", f"{line['tokens_per_second']:,.0f} tokens/s", ""),
@@ -397,7 +401,7 @@ def prefill(
             *copied_rows(line.get("spill")),
         ],
     )
-    _finish({**line, **_machine(device)}, save)
+    finish({**line, **machine_of(device)}, save)
 
 
 def ops(
@@ -441,26 +445,31 @@ def ops(
         "refused": sum(bool(result.refused) for result in results),
         "results": [result.as_dict() for result in results],
     }
-    _finish({**line, **_machine(device)}, save)
+    finish({**line, **machine_of(device)}, save)
     if line["refused"]:
         raise typer.Exit(1)
 
 
-def _load(subject: "Subject", device: "torch.device", split: "Split | None" = None) -> "Bundle":
+def _load(
+    subject: "Subject",
+    device: "torch.device",
+    split: "Split | None" = None,
+    activations: "Activations" = "a16",
+) -> "Bundle":
     if subject.checkpoint is None:
         with err.status(f"making {size(subject.weight_bytes)} of weights"):
-            return subject.bundle(device, split=split)
+            return subject.bundle(device, split=split, activations=activations)
     with bytes_bar(f"loading {subject.title}") as update:
-        return subject.bundle(device, update, split)
+        return subject.bundle(device, update, split, activations)
 
 
-def _machine(device: "torch.device") -> dict[str, Any]:
+def machine_of(device: "torch.device") -> dict[str, Any]:
     from dsv4.lab.bench.record import machine, run
 
     return {**machine(device), **run(sys.argv[1:])}
 
 
-def _finish(line: dict[str, Any], save: Path | None) -> None:
+def finish(line: dict[str, Any], save: Path | None) -> None:
     """The machine, then the last line; kept where asked for."""
     from dsv4.lab.bench.record import append
 
@@ -474,7 +483,7 @@ def _finish(line: dict[str, Any], save: Path | None) -> None:
 
 
 def _help(context: typer.Context) -> None:
-    """Measure speed on a GPU: decoding, prefill, single ops."""
+    """Measure speed on a GPU: decoding, prefill, single ops, one rank of several."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
@@ -486,4 +495,5 @@ def register(app: typer.Typer) -> None:
     group.command(epilog=PREFILL_EPILOG)(prefill)
     group.command(epilog=OPS_EPILOG)(ops)
     group.command(epilog=PLOT_EPILOG)(plot)
+    group.command(epilog=RANKS_EPILOG)(ranks)
     app.add_typer(group, name="bench")

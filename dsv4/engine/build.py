@@ -61,6 +61,8 @@ class Prepared:
     def make(cls, path: Path, config: EngineConfig, rank: int, devices: list[str]) -> "Prepared":
         """`config` is settled by rank 0: what depends on free memory is the same on all of them."""
         size = len(devices)
+        if size > 1 and devices[rank] != "cpu":
+            torch.cuda.set_device(devices[rank])  # else every rank makes a context on the first GPU
         if size > 1 and config.prefix_dir is not None:
             raise ConfigError(f"prefix_dir keeps what one rank has, and there are {size}; leave it out")
         checkpoint = Checkpoint.open(path).shard(rank, size)
@@ -123,7 +125,17 @@ class Prepared:
 def make_executor(
     bundle: Bundle, settings: Settings, config: EngineConfig, compiled: Compiled | None = None
 ) -> tuple[Model, Eager]:
-    """The model and its cache on this rank's device. `compiled` is told of kernels on a GPU."""
+    """The model and its cache on this rank's device, when all ranks have theirs.
+
+    `compiled` is told of kernels on a GPU."""
+    made = _make_executor(bundle, settings, config, compiled)
+    bundle.mesh.comm.begin()
+    return made
+
+
+def _make_executor(
+    bundle: Bundle, settings: Settings, config: EngineConfig, compiled: Compiled | None
+) -> tuple[Model, Eager]:
     s, device = settings, settings.device.torch_name
     layout = cache_layout(bundle.config, s, config, bundle.weights.num_mtp_layers)
     model = Model(bundle, s.max_context, device, copies_ahead=not config.no_overlap)

@@ -94,9 +94,11 @@ class Graphs(Eager):
         self.prompts: list[Prompt] = []  # by rising size
         if use_graphs and never_waits(model):
             sizes = prompt_sizes(chunk, spills=model.staging is not None)
-            self.prompts = [Prompt(model, cache, size) for size in sizes]
-        prompts = [prompt.size for prompt in self.prompts]
-        warm_up(model, cache, chunk, self._run_padding, prompts, compiled)
+            streams = (b.config.num_streams, b.config.hidden_size)
+            out = torch.empty(max(sizes, default=0), *streams, dtype=b.numerics.dtype, device=device)
+            self.prompts = [Prompt(model, cache, size, out) for size in sizes]
+        self.prompt_sizes = tuple(prompt.size for prompt in self.prompts)
+        warm_up(model, cache, chunk, self._run_padding, self.prompt_sizes, compiled)
         with torch.inference_mode():
             self._run_padding()
             torch.cuda.synchronize(device)

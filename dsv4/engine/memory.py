@@ -62,7 +62,9 @@ def gpu_memory(
     """`weights`: their bytes in tiles. `graph_rows`: of every decode step that is recorded. `chunk`: prompt
     tokens of a step, 0 where no prompt is read; `unpacks`: whether it unpacks weights (`unpacks_weights`).
     `spills`: whether experts lie in host memory. `ranks`: of so many this is one."""
-    c, sizes = layout.config, prompt_sizes(chunk, spills) if dtype == torch.bfloat16 and graph_rows else []
+    c, sizes = layout.config, []
+    if dtype == torch.bfloat16 and graph_rows and ranks == 1:  # a prompt's step on several is not recorded
+        sizes = prompt_sizes(chunk, spills)
     return Memory(
         weights=weights,
         cache=layout.pool_bytes(),
@@ -113,8 +115,8 @@ def _row_bytes(c: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def result_bytes(c: ModelConfig, dtype: torch.dtype, sizes: Sequence[int]) -> int:
-    """The streams that each recorded prompt step leaves."""
-    return sum(sizes) * c.num_streams * c.hidden_size * dtype.itemsize
+    """The streams that recorded prompt steps leave, all in one place."""
+    return max(sizes, default=0) * c.num_streams * c.hidden_size * dtype.itemsize
 
 
 def step_bytes(layout: CacheLayout, dtype: torch.dtype, tokens: int) -> int:

@@ -438,7 +438,7 @@ class Plan:
         return {
             "all_reduces": self.num_all_reduces,
             "message_bytes": self.message_bytes,
-            "sent_bytes": self.num_all_reduces * self.message_bytes * (self.tp - 1),
+            "sent_bytes": 2 * self.num_all_reduces * self.message_bytes * (self.tp - 1),  # with tags
             "all_reduce_us": link.all_reduce_us(self.tp, self.message_bytes) if link else None,
             "source": link.source if link else None,
         }

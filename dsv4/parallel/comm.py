@@ -17,6 +17,7 @@ from dsv4.errors import DeviceError
 from dsv4.parallel.inbox import GONE, Inbox, open_inbox
 
 LOCAL = "127.0.0.1"
+START_SECONDS = 600.0  # until all ranks have compiled and recorded what they run, each at its pace
 logger = logging.getLogger("dsv4.parallel")
 
 
@@ -43,6 +44,10 @@ class Comm(Protocol):
         """Of so many packets from each rank; None, on all ranks, where one cannot reach another's memory."""
         ...
 
+    def begin(self) -> None:
+        """When this rank is ready: waits for the others, for the last time patiently."""
+        ...
+
 
 def tree_sum(parts: Tensor) -> Tensor:
     """[T, P, D] -> [T, D]: neighbours first."""
@@ -58,6 +63,9 @@ class Alone:
     def inbox(self, places: int) -> Inbox | None:
         return None
 
+    def begin(self) -> None:
+        pass
+
     def sum_parts(self, parts: Tensor) -> Tensor:
         return tree_sum(parts)
 
@@ -71,13 +79,14 @@ class Alone:
 class Group:
     """Ranks of this machine, which meet at a file; NCCL on GPUs of their own, else gloo.
 
-    A collective that a peer keeps waiting raises PeerError after `seconds`, one whose peer died, at once.
+    A collective that a peer keeps waiting raises PeerError after `seconds`, from `begin` on; one whose peer
+    died, at once.
     """
 
     def __init__(self, file: str, rank: int, devices: list[str], seconds: float) -> None:
         """`devices`: of each rank."""
         self.rank, self.size, self._name = rank, len(devices), file
-        self._device = torch.device(devices[rank])
+        self._device, self._seconds = torch.device(devices[rank]), seconds
         self._inbox: Inbox | None = None
         self._store = store = dist.FileStore(file, self.size)
         store.set_timeout(timedelta(seconds=seconds))
@@ -85,7 +94,7 @@ class Group:
         is_nccl = self._device.type == "cuda" and len({*devices}) == self.size
         kind: Any = dist.ProcessGroupNCCL if is_nccl else dist.ProcessGroupGloo
         options = kind.Options() if is_nccl else kind._Options()
-        options._timeout = timedelta(seconds=seconds)
+        options._timeout = timedelta(seconds=max(seconds, START_SECONDS))
         if not is_nccl:
             options._devices = [kind.create_device(hostname=LOCAL)]
         try:
@@ -118,6 +127,10 @@ class Group:
             return None
         self._inbox = found
         return found
+
+    def begin(self) -> None:
+        self._gather(torch.zeros(1, device=self._device))
+        self._group._set_default_timeout(timedelta(seconds=self._seconds))
 
     def abandon(self) -> None:
         """A rank is gone: steps that wait for it need not. From any thread."""

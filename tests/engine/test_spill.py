@@ -1,5 +1,7 @@
 """Experts that do not fit on the GPU: how many, which, what is refused; loaded without a second copy."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +27,8 @@ from dsv4.kernels.common.tiles import Bank
 from dsv4.models import embedded
 from dsv4.quant.formats import Format
 from dsv4.weights.load import Checkpoint
-from dsv4.weights.tiled import expert_bytes, expert_form, load_tiled
+from dsv4.weights.tiled import draft_form, expert_bytes, expert_form, load_tiled
+from tests.support.checkpoints import SMALL, write_model
 
 FORM, NAMES = Form(Format.MXFP4, 64, 128), ("layers.0.ffn.experts", "layers.1.ffn.experts")
 
@@ -120,6 +123,31 @@ def test_loaded_experts_are_those_of_a_whole_load() -> None:
                         part.factor[0], want.factor[e]
                     )
                     assert torch.equal(part.scale[0], want.scale[e])
+
+
+def test_drafts_are_loaded_where_they_lie(tmp_path: Path) -> None:
+    """Those of a whole load, expert by expert, in host memory alone; the layers' beside them."""
+    write_model(tmp_path, "modelopt", replace(SMALL, num_mtp_layers=1))
+    checkpoint = Checkpoint.open(tmp_path)
+    whole = load_tiled(checkpoint, "cpu")
+    (form, names), draft = expert_form(checkpoint), draft_form(checkpoint)
+    experts = checkpoint.config.num_experts
+    assert draft is not None and draft[1] == ["mtp.0.ffn.experts"]
+    drafts = Drafts(draft[0], tuple(draft[1]), experts)
+    split = Split(form, tuple(names), experts, len(names) * experts // 2, drafts=drafts)
+    placed, _ = place_experts(split, None, "cpu")
+    got = load_tiled(Checkpoint.open(tmp_path), "cpu", None, *placed)
+    assert (
+        got.drafts is placed[1] and got.placement is placed[0] and got.tensors.keys() == whole.tensors.keys()
+    )
+    bank = whole.tensors["mtp.0.ffn.experts"]
+    assert isinstance(bank, Bank)
+    for e in range(experts):
+        assert not placed[1].slots.is_resident(placed[1].slot_of[0][e])
+        one = placed[1].expert("mtp.0.ffn.experts", e)
+        for part, want in ((one.w13, bank.w13), (one.w2, bank.w2)):
+            assert torch.equal(part.data[0], want.data[e]) and torch.equal(part.scale[0], want.scale[e])
+            assert torch.equal(part.factor[0], want.factor[e])
 
 
 @pytest.mark.gpu

@@ -17,9 +17,9 @@ from torch import Tensor
 from dsv4.config import preset
 from dsv4.errors import DeviceError
 from dsv4.kernels.common import architectures, build, ceiling, driver, tiles
-from dsv4.kernels.decode import choose, matvec, sample
+from dsv4.kernels.decode import choose, sample
 from dsv4.kernels.decode.matvec import MatVec, Product, Tasks
-from dsv4.kernels.prefill import product
+from dsv4.kernels.prefill import attend, product, unpack
 from dsv4.quant.formats import Format
 from tests.support.cubin import parameter_sizes
 
@@ -175,8 +175,8 @@ def launch_exchange() -> None:
 def launch_products() -> None:
     weight = tiles.empty(Format.NVFP4, (32, 512), 1, 1, "cpu")
     for dtype in (torch.float32, torch.bfloat16):
-        matvec.unpack(weight, some(32, 512, dtype=dtype))
-        matvec.unpack_codes(weight, some(32, 256, dtype=torch.uint8), some(32, 32, dtype=torch.uint8))
+        unpack.unpack(weight, some(32, 512, dtype=dtype))
+        unpack.unpack_codes(weight, some(32, 256, dtype=torch.uint8), some(32, 32, dtype=torch.uint8))
         for rows in (1, 3):
             x, y = some(rows, 512, dtype=dtype), some(rows, 32, dtype=dtype)
             MatVec([Product(weight, x, y)], rows, blocks=4).launch()
@@ -185,12 +185,39 @@ def launch_products() -> None:
 def launch_prompts() -> None:
     x, ids = some(20, 512, dtype=torch.bfloat16), some(20, 2, dtype=torch.long)
     by = product.sort(ids, some(20, 2), 7, 128)
-    for format in product.NUMBER:
-        up = tiles.empty(format, (32, 512), 7, 2, "cpu")
-        product.gate_up(product.pack(x, format, by), up, some(by.capacity, 32, dtype=torch.bfloat16), 1.0, by)
+    ways = [(format, "a16") for format in product.NUMBER] + [(format, "a8") for format in product.IN_FP8]
+    for format, activations in ways:
+        up, hidden = tiles.empty(format, (32, 512), 7, 2, "cpu"), some(by.capacity, 32, dtype=torch.bfloat16)
+        product.gate_up(product.pack(x, up, activations, by), up, hidden, 1.0, by)
         for rows in (20, 50):
             weight, y = tiles.empty(format, (32, 512), 1, 1, "cpu"), some(rows, 1, 32)
-            product.product(product.pack(some(rows, 1, 512, dtype=torch.bfloat16), format), weight, y)
+            many = some(rows, 1, 512, dtype=torch.bfloat16)
+            product.product(product.pack(many, weight, activations), weight, y)
+
+
+def launch_attend() -> None:
+    q, keys, angles = some(3, 64, 512, dtype=torch.bfloat16), some(9, 512, dtype=torch.bfloat16), some(3, 32)
+    longs, table = some(3, dtype=torch.long), some(1, 2, dtype=torch.int32)
+    attend.attend(
+        q=q,
+        keys=keys,
+        out=torch.empty_like(q),
+        slots=longs,
+        positions=longs,
+        first=longs,
+        window=128,
+        ring_size=136,
+        ring_rows=4,
+        has_pool=True,
+        rows=None,
+        page_table=table,
+        ratio=4,
+        page_entries=64,
+        sinks=some(64),
+        cos=angles,
+        sin=angles,
+        eps=1e-6,
+    )
 
 
 def launch_read() -> None:
@@ -199,7 +226,7 @@ def launch_read() -> None:
 
 
 LAUNCHES = [launch_route, launch_select, launch_sample, launch_mix]
-LAUNCHES += [launch_exchange, launch_products, launch_prompts, launch_read]
+LAUNCHES += [launch_exchange, launch_products, launch_prompts, launch_attend, launch_read]
 
 
 @dataclass(frozen=True)

@@ -169,8 +169,8 @@ def test_an_engine_takes_what_was_planned(
     engine = Engine.load(tmp_path / "model", EngineConfig(**options))  # type: ignore[arg-type]
     checkpoint = Checkpoint.open(tmp_path / "model")
     needed = Demand.of(checkpoint.config, checkpoint.inventory)
-    # Snapshots are made when prompts have been read.
-    made = Plan.make(needed, ROOMY, Wanted(context, batch, weights=weights, cache=cache, snapshots=0))
+    # Snapshots are made when prompts have been read; a state beside those of slots is there at once.
+    made = Plan.make(needed, ROOMY, Wanted(context, batch, weights=weights, cache=cache))
     predicted = made.memory.at_rest
     taken = held_by(engine)
     assert abs(predicted - taken) <= 0.001 * taken, f"planned {predicted:,}, taken {taken:,}"
@@ -336,7 +336,9 @@ def test_a_gpu_is_planned_as_its_engine_runs() -> None:
     assert made.memory.workspace == step
     without = plan("flash", "modelopt", "2xH200", 32768, 8, snapshots=0)
     held = made.report()["per_gpu"]["snapshots"]
-    assert held == 64 * made.layout.snapshot_bytes() == made.total_bytes - without.total_bytes > 0
+    # Where snapshots are made there is one state more, which a step leaves at a place it has passed.
+    passed = made.layout.state_bytes() - without.layout.state_bytes()
+    assert held == 64 * made.layout.snapshot_bytes() == made.total_bytes - without.total_bytes - passed > 0
 
 
 def test_no_machine_is_taken_to_have_host_memory_for_pro() -> None:
@@ -441,7 +443,7 @@ def test_prediction() -> None:
     assert measured[0] == pytest.approx(one.tokens_per_second(1) / 2), "one GPU waits for nobody"
     said = two.communication()
     assert said["all_reduces"] == 2 * 43 + 2 and said["message_bytes"] == 16384
-    assert said["sent_bytes"] == 88 * 16384 and 3.9 < said["all_reduce_us"] < 4.5
+    assert said["sent_bytes"] == 88 * 2 * 16384 and 3.9 < said["all_reduce_us"] < 4.5
     low, high = two.predicted(0.5) or (0, 0)
     assert measured[0] < low < high < two.tokens_per_second(1)
     waits = 88 * said["all_reduce_us"] * 1e-6

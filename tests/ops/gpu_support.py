@@ -109,7 +109,7 @@ def use_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """What CUDA C++ does, where there is no GPU; and small tiles, which are interpreted faster."""
     if IS_GPU:
         return
-    monkeypatch.setattr("dsv4.kernels.decode.matvec.unpack", _unpack)
+    monkeypatch.setattr("dsv4.kernels.prefill.unpack.unpack", _unpack)
     monkeypatch.setattr("dsv4.ops.index.gpu.choose", _select)
     for name, tile in SMALL.items():
         monkeypatch.setattr(name, dict.fromkeys((torch.float32, torch.bfloat16), tile))
@@ -121,7 +121,7 @@ def _bank(groups: list[list[QuantTensor]]) -> Any:
     if IS_GPU:
         bank = tiles.empty(one.format, one.shape, len(groups), len(groups[0]), DEVICE)
         fits = [tiles.put(bank, i, h, move(w)) for i, group in enumerate(groups) for h, w in enumerate(group)]
-        return replace(bank, fits_bf16=all(fits))
+        return replace(bank, fits_bf16=all(f.bf16 for f in fits), fits_fp8=all(f.fp8 for f in fits))
     data = torch.stack([torch.stack([decode(replace(w, global_scale=1.0)) for w in g]) for g in groups])
     factor = torch.tensor([[w.global_scale for w in group] for group in groups])
     return StandIn(one.format, one.shape, data, factor, bool((data.bfloat16().float() == data).all()))

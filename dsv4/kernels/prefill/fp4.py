@@ -17,7 +17,7 @@ from dsv4.kernels.common.architectures import ARCHITECTURES
 from dsv4.kernels.common.numbers import e2m1_decode, e4m3_decode
 from dsv4.kernels.common.quantize import Packed
 from dsv4.kernels.common.tiles import Tiled
-from dsv4.kernels.decode.matvec import unpack_codes
+from dsv4.kernels.prefill.unpack import unpack_codes
 from dsv4.quant.formats import NV_BLOCK, Format
 
 # Rows, columns and depth of a tile, warps, stages; tensor memory (sm_100) takes 128 rows at a time.

@@ -31,6 +31,9 @@ class Echo:
     def inbox(self, places: int) -> None:
         return None
 
+    def begin(self) -> None:
+        pass
+
 
 def echo_peers(config: ModelConfig, size: int, rows: int, device: torch.device) -> Peers:
     """Rank 0 of `size`. What it pushes to a rank falls where that rank would push to it."""
