@@ -7,7 +7,6 @@ import typer
 from rich.table import Table
 
 from dsv4.cli.show import err, out, print_json, say, size
-from dsv4.device import too_old
 from dsv4.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -94,6 +93,8 @@ def plan(
     if compare:
         _show_sets(report["sets"], source)
     if made.machine.is_too_old:
+        from dsv4.device import too_old
+
         reference = "there the reference runs, far from these speeds"
         say("note", "yellow", f"{made.machine.name} {too_old(made.machine.capability)}; {reference}")
     if not made.machine.was_run_on:

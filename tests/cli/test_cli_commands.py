@@ -4,6 +4,8 @@ import hashlib
 import json
 import math
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,12 @@ def test_the_module_is_the_program() -> None:
 
 def files(folder: Path) -> dict[str, str]:
     return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir()}
+
+
+def test_the_command_line_does_not_wait_for_torch() -> None:
+    """Nor does the server's HTTP process hold it: 200 MB."""
+    code = "import dsv4.cli.main, dsv4.serve.server, sys; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_init_is_reproducible(tmp_path: Path) -> None:
