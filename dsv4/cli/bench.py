@@ -24,6 +24,7 @@ from dsv4.cli.show import bytes_bar, count_bar, err, model_folder, out, print_js
 if TYPE_CHECKING:
     import torch
 
+    from dsv4.config import Activations
     from dsv4.engine.spill import Split
     from dsv4.lab.bench.decode import Wanted
     from dsv4.lab.bench.subject import Subject
@@ -354,6 +355,7 @@ def prefill(
         str | None,
         typer.Option(help="of --synthetic: choices of experts by uniform, zipf:S or a file of counts"),
     ] = None,
+    activations: Annotated[str, typer.Option(help="a16, a8 or a4")] = "a16",
     save: Save = None,
 ) -> None:
     """Time a prompt through the ops' GPU backends. The last line is one JSON object."""
@@ -361,12 +363,12 @@ def prefill(
 
     from dsv4.config import EngineConfig
     from dsv4.lab.bench.ceiling import gpu, measure_matmul
-    from dsv4.lab.bench.prefill import Wanted, figures, measure
+    from dsv4.lab.bench.prefill import Wanted, check_activations, figures, measure
     from dsv4.lab.bench.record import check_target
     from dsv4.lab.bench.spilled import prompt_figures
     from dsv4.lab.bench.subject import check_fits
 
-    wanted = Wanted(tokens, chunk, context, rounds)
+    wanted = Wanted(tokens, chunk, context, rounds, check_activations(activations))
     EngineConfig(spill=spill)  # refuses other words
     subject = _subject(model, synthetic, experts, layers, layout, routing)
     others = wanted.other_bytes(subject.config)
@@ -380,14 +382,14 @@ def prefill(
     with torch.inference_mode():
         with err.status("measuring a matrix product"):
             matmul = measure_matmul(device)
-        bundle = _load(subject, device, split)
+        bundle = _load(subject, device, split, wanted.activations)
         with err.status("reading the prompt"):
             times, resident = measure(bundle, wanted, device)
     line = {"bench": "prefill", **subject.facts(), **figures(times, wanted, subject.config, matmul)}
     if split is not None:
         line["spill"] = prompt_figures(split, line["ms"] / 1e3, resident, -(-tokens // chunk))
     show_rows(
-        f"prefill: {title_of(line)}, {tokens:,} tokens after {context:,}, chunks of {chunk:,}",
+        f"prefill: {title_of(line)}, {activations}, {tokens:,} tokens after {context:,}, chunks of {chunk:,}",
         [
             ("prompt", f"{line['ms']:,.1f} ms", f"median of {rounds}, slowest {line['ms_slowest']:,.1f} ms"),
             ("speed", f"{line['tokens_per_second']:,.0f} tokens/s", ""),
@@ -448,12 +450,17 @@ def ops(
         raise typer.Exit(1)
 
 
-def _load(subject: "Subject", device: "torch.device", split: "Split | None" = None) -> "Bundle":
+def _load(
+    subject: "Subject",
+    device: "torch.device",
+    split: "Split | None" = None,
+    activations: "Activations" = "a16",
+) -> "Bundle":
     if subject.checkpoint is None:
         with err.status(f"making {size(subject.weight_bytes)} of weights"):
-            return subject.bundle(device, split=split)
+            return subject.bundle(device, split=split, activations=activations)
     with bytes_bar(f"loading {subject.title}") as update:
-        return subject.bundle(device, update, split)
+        return subject.bundle(device, update, split, activations)
 
 
 def machine_of(device: "torch.device") -> dict[str, Any]:

@@ -153,7 +153,10 @@ def _open(
     blocks = chunks * programs
     assert blocks <= OPEN_BLOCKS * _multiprocessors(device), f"{chunks} chunks of {d} channels"
     call(
-        *("exchange", f"open_kernel<{act}>", device, params),
+        "exchange",
+        f"open_kernel<{act}>",
+        device,
+        params,
         blocks=blocks,
         threads=OPEN_THREADS,
         overlap=overlap,
@@ -231,7 +234,10 @@ def gather(peers: Peers, number: int, share: Tensor, logits: Tensor, overlap: bo
         tag=_tag(number, rows),
     )
     call(
-        *("exchange", "gather_kernel", logits.device, params),
+        "exchange",
+        "gather_kernel",
+        logits.device,
+        params,
         blocks=blocks,
         threads=GATHER_THREADS,
         overlap=overlap,

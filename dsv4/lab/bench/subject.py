@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dsv4.cache.layout import CacheLayout
-from dsv4.config import ModelConfig, preset
+from dsv4.config import Activations, ModelConfig, preset
 from dsv4.device import OLDEST, available_memory
 from dsv4.engine.memory import gpu_memory, unpacks_weights
 from dsv4.engine.spill import Split, check_host, choose_resident, find_split, make_placement
@@ -77,13 +77,17 @@ class Subject:
         return replace(self, routing=routing)
 
     def bundle(
-        self, device: torch.device, progress: Progress | None = None, split: Split | None = None
+        self,
+        device: torch.device,
+        progress: Progress | None = None,
+        split: Split | None = None,
+        activations: Activations = "a16",
     ) -> Bundle:
         """The weights with the GPU backend of every op."""
         ops = Ops.choose("cuda", **dict.fromkeys(IMPLEMENTATIONS, "gpu"))
         mesh = Mesh() if self.ranks == 1 else Mesh(0, self.ranks, Echo(self.ranks))
         weights = self.load(device, progress, split)
-        return Bundle(self.config, weights, ops, Numerics(DTYPE, "a16", True), mesh)
+        return Bundle(self.config, weights, ops, Numerics(DTYPE, activations, True), mesh)
 
     def split(self, spill: str, others: int, free: int) -> Split | None:
         """How experts are divided when `others` bytes beside the weights are needed; None: all on the GPU."""

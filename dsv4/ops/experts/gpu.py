@@ -77,22 +77,22 @@ def _sorted(
 ) -> None:
     """y [T * K, D], by token and choice: what each chosen expert makes of its token."""
     up, down = bank.w13, bank.w2
-    cap = min(prompts.MAX_CAP[up.format], prompts.MAX_CAP[down.format])
+    cap = min(prompts.max_cap(w, prompts.mode_of(w, activations)) for w in (up, down))
     by = prompts.sort(ids.long().contiguous(), weights.contiguous(), up.count, cap)
     hidden = x.new_empty(by.capacity, up.shape[0])
-    packed = prompts.pack(round_input(x, activations), up.format, by)
+    packed = prompts.pack(x, up, activations, by)
     prompts.gate_up(packed, up, hidden, limit, by, by.weights)
     del packed
-    packed = prompts.pack(round_input(hidden, activations), down.format, by, gathers=False)
+    packed = prompts.pack(hidden, down, activations, by, gathers=False)
     prompts.down(packed, down, y, by)
 
 
 def _shared(x: Tensor, bank: Any, limit: float, activations: str, weight: Tensor | None) -> Tensor:
     up, down = bank.w13, bank.w2
     hidden, y = x.new_empty(x.shape[0], up.shape[0]), x.new_empty(x.shape)
-    packed = prompts.pack(round_input(x, activations).unsqueeze(1), up.format)
+    packed = prompts.pack(x.contiguous().unsqueeze(1), up, activations)
     prompts.gate_up(packed, up, hidden, limit, weights=weight)
-    packed = prompts.pack(round_input(hidden, activations).unsqueeze(1), down.format)
+    packed = prompts.pack(hidden.unsqueeze(1), down, activations)
     prompts.down(packed, down, y)
     return y
 

@@ -1,7 +1,7 @@
 """Products for prompts, where a weight meets many rows.
 
-BF16 on Hopper: weights are decoded in registers (product.cuh). Else, float32 among it, they are unpacked into
-scratch and multiplied by Triton.
+BF16 on Hopper: weights are decoded in registers (product.cuh); a8 runs on FP8 tensor cores. Else, float32
+among it, they are unpacked into scratch and multiplied by Triton.
 """
 
 from dataclasses import dataclass
@@ -28,13 +28,12 @@ class Prepared:
     """x [T, K], and packed for the products that have met it."""
 
     x: Tensor
-    packed: dict[tuple[str, int], prompts.Packed]  # by activations and mode
+    packed: dict[tuple[str, prompts.Mode], prompts.Packed]  # by activations and mode
 
     def pack(self, weight: Tiled, activations: str) -> prompts.Packed:
-        key = (activations, prompts.MODE[weight.format])
+        key = (activations, prompts.mode_of(weight, activations))
         if key not in self.packed:
-            rounded = round_input(self.x, activations).contiguous()
-            self.packed[key] = prompts.pack(rounded.unsqueeze(1), weight.format)
+            self.packed[key] = prompts.pack(self.x.contiguous().unsqueeze(1), weight, activations)
         return self.packed[key]
 
 
@@ -68,7 +67,7 @@ def linear(
 
 
 def partial(x: Tensor, weight: Held, activations: str, parts: int, is_alone: bool) -> Tensor:
-    """One part. It adds up what the decode step's split-K has as separate sums."""
+    """One part. In 16 bits it adds up what the decode step's split-K has as separate sums."""
     dtype = x.dtype if is_alone else torch.float32
     return _linear(x, weight, activations, dtype, sums=splits(weight.shape[1])).unsqueeze(1)
 
@@ -104,7 +103,7 @@ def product(x: Tensor, weight: Weight, y: Tensor) -> None:
     if not y.numel():
         return
     if prompts.serves(x, weight):
-        prompts.product(prompts.pack(x, weight.format), weight, y)
+        prompts.product(prompts.pack(x, weight), weight, y)
         return
     groups, cols = y.shape[1:]
     depth = x.shape[2]
