@@ -65,7 +65,7 @@ def gpu_memory(
         tables=table_bytes(c, layout.max_context, layout.num_slots),
         copies=_copied_bytes(c, layout.num_mtp_layers),
         buffers=buffer_bytes(c, layout.max_context, dtype, sum(graph_rows), activations)
-        + (result_bytes(c, dtype, chunk) if graph_rows and activations == "a16" else 0),
+        + (result_bytes(c, dtype, chunk) if graph_rows else 0),
         workspace=prompt_bytes(c, min(chunk, layout.max_context)) if chunk else 0,
         reserved=RESERVED + (recorded_bytes(layout, dtype, chunk) if chunk and graph_rows else 0),
     )

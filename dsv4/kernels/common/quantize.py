@@ -157,7 +157,7 @@ def _values_kernel(x_ptr, x_row, weight_ptr, eps, made_ptr, out_ptr, out_row,  #
 
 
 @triton.jit(do_not_specialize=["count"])
-def _pack_kernel(x_ptr, x_row, weight_ptr, eps, codes_ptr, scales_ptr, global_ptr, count,  # type: ignore[no-untyped-def]
+def _pack_kernel(x_ptr, x_row, weight_ptr, eps, made_ptr, codes_ptr, scales_ptr, global_ptr, count,  # type: ignore[no-untyped-def]
                  K: tl.constexpr, SIZE: tl.constexpr, NORM: tl.constexpr, SWIGLU: tl.constexpr,
                  IS_TILED: tl.constexpr):  # fmt: skip
     """Rows from `count` on are padding of the last tile of scales: zero."""
@@ -166,11 +166,14 @@ def _pack_kernel(x_ptr, x_row, weight_ptr, eps, codes_ptr, scales_ptr, global_pt
     act: tl.constexpr = x_ptr.dtype.element_ty
     source = tl.minimum(row, count - 1)
     x = _row(x_ptr, source, x_row, weight_ptr, eps, K, SIZE, NORM, SWIGLU, act)
+    is_row = row < count
+    if made_ptr is not None:
+        c = tl.arange(0, SIZE)
+        tl.store(made_ptr + row * K + c, to_act(x, act), mask=is_row & (c < K))
     blocks = tl.reshape(finite(x), (SIZE // 16, 16))
     scales, scale = nvfp4_scales(blocks)
     values, _ = nvfp4_values(blocks, scales, scale, SIZE // 16)
     low, high = tl.split(tl.reshape(_code(values), (SIZE // 2, 2)))
-    is_row = row < count
     tl.store(
         codes_ptr + row * (K // 2) + pair, (low | (high << 4)).to(tl.uint8), mask=is_row & (pair < K // 2)
     )
@@ -232,6 +235,7 @@ def _values(
     overlap: bool = False,
 ) -> None:
     rows, width = out.shape
+    assert weight is None or weight.is_contiguous(), weight.stride()
     if rows:
         size = _size(width, FP8_TILE)
         launch(
@@ -278,9 +282,12 @@ def pack(
     is_tiled: bool = False,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
+    normed: Tensor | None = None,
 ) -> Packed:
-    """x [T, K], K even, or its norm -> codes. `is_tiled`: scales in the 32_4_4 layout, padded with zeros."""
-    return _pack(x, x.shape[1], is_tiled, norm_weight, eps, is_swiglu=False)
+    """x [T, K], K even, or its norm, which goes to `normed` too if that is given -> codes. `is_tiled`: scales
+    in the 32_4_4 layout, padded with zeros."""
+    assert normed is None or (normed.shape == x.shape and normed.is_contiguous())
+    return _pack(x, x.shape[1], is_tiled, norm_weight, eps, is_swiglu=False, made=normed)
 
 
 def swiglu_pack(x: Tensor, weights: Tensor | None, limit: float, is_tiled: bool = False) -> Packed:
@@ -289,10 +296,17 @@ def swiglu_pack(x: Tensor, weights: Tensor | None, limit: float, is_tiled: bool 
 
 
 def _pack(
-    x: Tensor, width: int, is_tiled: bool, weight: Tensor | None, eps: float, is_swiglu: bool
+    x: Tensor,
+    width: int,
+    is_tiled: bool,
+    weight: Tensor | None,
+    eps: float,
+    is_swiglu: bool,
+    made: Tensor | None = None,
 ) -> Packed:
     rows = x.shape[0]
     assert x.stride(1) == 1 and width % 2 == 0, (x.shape, x.stride())
+    assert weight is None or weight.is_contiguous(), weight.stride()
     out = Packed.empty(rows, width, x.device, is_tiled)
     if rows:
         size = _size(width, 64)
@@ -305,6 +319,7 @@ def _pack(
             x_row=x.stride(0),
             weight_ptr=weight,
             eps=eps,
+            made_ptr=made,
             codes_ptr=out.codes,
             scales_ptr=out.scales,
             global_ptr=out.factor,

@@ -84,7 +84,7 @@ __device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], 
 
 // One load of a tile: 64, 32 or 16 columns. One sum, in the order of product.cuh, so that a token's numbers are the same in
 // a prompt; `block` collects the open FP8 block. `x` is this lane's place in its slice of x.
-// NVFP4: code (as value * 2^-14) times E4M3 scale is exact in FP16, so the scale goes into the weight.
+// NVFP4: code (as e2m1 gives it) times E4M3 scale is exact in FP16, so the scale goes into the weight.
 template <int F>
 __device__ __forceinline__ void multiply(const uint4& w, int load, const uint2* x,
                                          const Scales<F>& s, int lane, float (&sum)[4], float (&block)[4]) {
@@ -338,7 +338,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
 
     // What the sums of a turn need: column i's routing weight in lane i, half a warp's factor.
     const float routing = s.routed == 1 && place >= 0 ? __ldcg(p.weights + place) : 1.f;
-    const float factor = __ldg(s.factor + expert * halves + (halves == 2 ? lane >> 4 : 0)) * (F <= MXFP4 ? 16384.f : 1.f);
+    const float factor = __ldg(s.factor + expert * halves + (halves == 2 ? lane >> 4 : 0)) * (F <= MXFP4 ? E2M1_UNIT : 1.f);
     // A turn is two bricks: both halves of a unit, or two units.
     const bool paired = halves == 2;
     const auto row_of = [&](int at) {

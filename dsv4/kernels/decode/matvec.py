@@ -15,7 +15,6 @@ from dsv4.kernels.common.architectures import has_room
 from dsv4.kernels.common.build import call
 from dsv4.kernels.common.overlap import Touches, tensors_of
 from dsv4.kernels.common.tiles import CODE, SLICE, Tiled
-from dsv4.quant.formats import NV_BLOCK, Format
 
 MAX_SLICES, MAX_PASSES, MAX_SEGMENTS, COLUMNS, FLOAT_COLUMNS, STAGES = 8, 2, 16, 8, 2, 2
 MAX_DEPTH = MAX_PASSES * MAX_SLICES * SLICE  # columns of a weight whose product is one sum
@@ -319,24 +318,6 @@ def unpack(weight: Tiled, out: Tensor) -> None:
     call(
         *("unpack", f"unpack_kernel<{act}>", out.device),
         *(_segment(weight), out, ctypes.c_int64(bricks)),
-        blocks=-(-bricks // 4),
-        threads=128,
-    )
-
-
-def unpack_codes(weight: Tiled, codes: Tensor, scales: Tensor) -> None:
-    """NVFP4 without factor, row-major: codes [count * halves * N, K/2], E4M3 scales [..., K/16], uint8."""
-    rows, k = weight.count * weight.halves * weight.shape[0], weight.shape[1]
-    assert weight.format is Format.NVFP4 and k % NV_BLOCK == 0, (weight.format, weight.shape)
-    assert codes.numel() == rows * k // 2 and scales.numel() == rows * k // NV_BLOCK, (
-        codes.shape,
-        scales.shape,
-    )
-    assert codes.is_contiguous() and scales.is_contiguous() and weight.data.is_contiguous()
-    bricks = weight.count * weight.units * weight.slices * weight.halves
-    call(
-        *("unpack", "codes_kernel", codes.device),
-        *(_segment(weight), codes, scales, ctypes.c_int64(bricks)),
         blocks=-(-bricks // 4),
         threads=128,
     )
