@@ -1,6 +1,7 @@
 """`dsv4 bench`: how fast a GPU decodes, reads prompts and runs single ops, beside what it could at best."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -70,6 +71,7 @@ Layout = Annotated[
         help="of --synthetic: modelopt (FP8, experts NVFP4; default), official (FP8, experts MXFP4) or nvfp4"
     ),
 ]
+Rounding = Annotated[str, typer.Option(help="inputs of quantised linears: a16, a8 or a4")]
 Save = Annotated[
     Path | None, typer.Option(help="append the last line to this .jsonl file, for dsv4 plan --records")
 ]
@@ -108,6 +110,7 @@ def decode(
         str | None,
         typer.Option(help="of --synthetic: choices of experts by uniform, zipf:S or a file of counts"),
     ] = None,
+    activations: Rounding = "a16",
     save: Save = None,
 ) -> None:
     """Time decode steps, each one graph replay, then requests through the engine. Ends in one JSON line."""
@@ -126,7 +129,7 @@ def decode(
         experts = min(beside.EXPERTS, preset(synthetic).num_experts) if experts is None else experts
         beside.check(context)
     EngineConfig(spill=spill)  # refuses other words
-    subject = _subject(model, synthetic, experts, layers, layout, routing)
+    subject = _subject(model, synthetic, experts, layers, layout, routing, activations)
     wanted.layout(subject.config)  # refuses what the model's positions do not allow
     if save is not None:
         check_target(save, subject.is_whole)
@@ -147,10 +150,13 @@ def _subject(
     layers: int | None,
     layout: str | None,
     routing: str | None = None,
+    activations: str = "a16",
 ) -> "Subject":
+    from dsv4.config import EngineConfig
     from dsv4.lab.bench.subject import choose
 
-    return choose(model_folder(model) if name is None else model, name, experts, layers, layout, routing)
+    found = choose(model_folder(model) if name is None else model, name, experts, layers, layout, routing)
+    return replace(found, activations=EngineConfig(activations=activations).activations)  # type: ignore[arg-type]
 
 
 def _decode(subject: "Subject", wanted: "Wanted", profiled: bool, swept: bool, spill: str) -> dict[str, Any]:
@@ -277,6 +283,7 @@ def prefill(
     chunk: Annotated[int, typer.Option(help="prompt tokens processed per step")] = 8192,
     context: Annotated[int, typer.Option(help="tokens before the prompt, filled synthetically")] = 0,
     rounds: Annotated[int, typer.Option(help="how often the prompt is timed")] = 3,
+    activations: Rounding = "a16",
     save: Save = None,
 ) -> None:
     """Time a prompt through the ops' GPU backends. The last line is one JSON object."""
@@ -288,7 +295,7 @@ def prefill(
     from dsv4.lab.bench.subject import check_fits
 
     wanted = Wanted(tokens, chunk, context, rounds)
-    subject = _subject(model, synthetic, experts, layers, layout)
+    subject = _subject(model, synthetic, experts, layers, layout, activations=activations)
     others = wanted.other_bytes(subject.config)
     if save is not None:
         check_target(save, subject.is_whole)
@@ -401,7 +408,8 @@ def _finish(line: dict[str, Any], save: Path | None) -> None:
 
 def _title(line: dict[str, Any]) -> str:
     kind = "synthetic" if line["is_synthetic"] else "from its folder"
-    return f"{line['model']}, {line['layout']}, {line['layers']} layers, {line['experts']} experts, {kind}"
+    sizes = f"{line['layers']} layers, {line['experts']} experts"
+    return f"{line['model']}, {line['layout']}, {line.get('activations', 'a16')}, {sizes}, {kind}"
 
 
 def _table(title: str, rows: list[tuple[str, str, str]]) -> None:

@@ -75,7 +75,10 @@ def make_weights(
             tensors["embed"] = QuantTensor(Format.BF16, data, (param.shape[0], param.shape[1]))
         else:
             shape = (param.shape[0], param.shape[1])
-            tensors[param.name] = _random(format_of(param, layout), shape, 1, 1, device, generator)
+            format = format_of(param, layout)
+            tensors[param.name] = _random(format, shape, 1, 1, device, generator)
+            if not format.is_plain:
+                quantised.add(param.name)
     return Weights(tensors, frozenset(quantised), 0, placement)
 
 

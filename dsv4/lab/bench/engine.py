@@ -101,6 +101,7 @@ def speeds(
         dtype=settings.dtype,
         graph_rows=graph_rows(batch),
         chunk=settings.chunk,
+        activations=bundle.numerics.activations,
     )
     free, _ = torch.cuda.mem_get_info()
     found: dict[str, Any] = {"context": prompt}

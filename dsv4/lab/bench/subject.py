@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dsv4.cache.layout import CacheLayout
-from dsv4.config import ModelConfig, preset
+from dsv4.config import Activations, ModelConfig, preset
 from dsv4.device import available_memory
 from dsv4.engine.memory import gpu_memory
 from dsv4.engine.spill import Split, check_host, find_split, make_placement
@@ -41,6 +41,7 @@ class Subject:
     whole_layers: int  # of the model as published
     checkpoint: Checkpoint | None = None
     routing: str | None = None  # law of a synthetic router (lab/routing.py)
+    activations: Activations = "a16"
 
     @property
     def is_whole(self) -> bool:
@@ -67,7 +68,8 @@ class Subject:
     ) -> Bundle:
         """The weights with the GPU backend of every op."""
         ops = Ops.choose("cuda", **dict.fromkeys(IMPLEMENTATIONS, "gpu"))
-        return Bundle(self.config, self.load(device, progress, split), ops, Numerics(DTYPE, "a16", True))
+        numerics = Numerics(DTYPE, self.activations, qat=True)
+        return Bundle(self.config, self.load(device, progress, split), ops, numerics)
 
     def split(self, spill: str, others: int, free: int) -> Split | None:
         """How experts are divided when `others` bytes beside the weights are needed; None: all on the GPU."""
@@ -96,7 +98,7 @@ class Subject:
         c = self.config
         return {
             **{"model": self.title, "is_synthetic": self.checkpoint is None, "layout": self.layout},
-            **{"layers": c.num_layers, "experts": c.num_experts},
+            **{"layers": c.num_layers, "experts": c.num_experts, "activations": self.activations},
             **({} if self.routing is None else {"routing": self.routing}),
         }
 
