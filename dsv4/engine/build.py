@@ -61,7 +61,7 @@ class Prepared:
         size = len(devices)
         if size > 1 and config.prefix_dir is not None:
             raise ConfigError(f"prefix_dir keeps what one rank has, and there are {size}; leave it out")
-        checkpoint = Checkpoint.open(path).shard(rank, size)
+        checkpoint = Checkpoint.open(path).shard(rank, size).with_head(config.head, size)
         settings = settle(replace(config, device=devices[rank], gpus=None), checkpoint, size)
         split = None
         if not settings.tiled and (config.spill not in ("off", "auto") or config.expert_memory is not None):
