@@ -26,7 +26,7 @@ SETS, LAUNCHES, ROUNDS = 4, 8, 7
 WIDTHS = {"q_low": 1024, "hidden": 2048, "x": 4096, "wo_b's input": 8192}
 
 
-def microseconds(run: Callable[[int], None]) -> float:
+def microseconds(run: Callable[[int], object]) -> float:
     """Of one launch, in graphs of several, the median."""
     for i in range(SETS):
         run(i)
@@ -70,7 +70,7 @@ def copy_ceiling() -> float:
     """GB/s."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
-    return 2 * source.numel() / microseconds(lambda i: target.copy_(source) and None) / 1e3
+    return 2 * source.numel() / microseconds(lambda i: target.copy_(source)) / 1e3
 
 
 def measure(count: int, width: int, ceiling: float) -> list[dict[str, object]]:
@@ -85,7 +85,7 @@ def measure(count: int, width: int, ceiling: float) -> list[dict[str, object]]:
     lines = []
 
     def timed(what: str, size: float, run: Callable[[int], object], beside: float | None = None) -> float:
-        line = Line(what, width, microseconds(lambda i: run(i) and None), size)
+        line = Line(what, width, microseconds(run), size)
         lines.append(line.show(ceiling, beside))
         return line.us
 
