@@ -4,7 +4,9 @@
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+# Modules are compiled once, when they are first imported: of those installed, few are.
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 JOBS ?= 2
 
 .PHONY: demo test test-ray lint clean
@@ -14,7 +16,7 @@ demo: .venv/core
 	$(BIN)/dsv4 generate --chat --thinking --temperature 0 --stats "What is 27 + 58?"
 
 test: lint
-	$(BIN)/python -m pytest -n $(JOBS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 test-ray: .venv/ray
 	$(BIN)/python -m pytest -m ray tests/serve/test_ray.py

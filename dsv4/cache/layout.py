@@ -40,8 +40,31 @@ class CacheLayout:
         return self.config.layers + (LayerSpec("sliding", 0, False),) * self.num_mtp_layers
 
     @property
+    def kinds(self) -> list[tuple[LayerSpec, int]]:
+        """Layers that compress, by kind and ratio: the first of each, and how many there are."""
+        alike = [(layer.kind, layer.ratio) for layer in self.layers if layer.ratio]
+        first = {(layer.kind, layer.ratio): layer for layer in reversed(self.layers) if layer.ratio}
+        return [(first[kind], alike.count(kind)) for kind in sorted(first)]
+
+    @property
     def ring_rows(self) -> int:
         return self.config.window + SPARE
+
+    @property
+    def num_states(self) -> int:
+        """Rings and tails of a layer: those of slots and, where snapshots are made, one for a state that a
+        step has passed."""
+        return self.num_slots + bool(self.max_snapshots)
+
+    @property
+    def layer_rows(self) -> int:
+        """Rows of a layer's rings, padded: whatever a row's bytes are, a layer's begin at 16 of them."""
+        return -(-self.num_states * self.ring_rows // 16) * 16
+
+    @property
+    def least_before_mark(self) -> int:
+        """Tokens that a step must read before a page's end for the state there to be kept."""
+        return max(self.config.window - 1, *(spec.ratio for spec, _ in self.kinds), 1)
 
     @property
     def page_tokens(self) -> int:
@@ -78,10 +101,13 @@ class CacheLayout:
             return d // 2 + -(-d // MX_BLOCK)
         return d * (2 if self.key_format is Format.BF16 else 4)
 
-    def tail_width(self, layer: LayerSpec) -> int:
-        """Columns of all tails of a layer: with overlap both halves, and the indexer's beside the entry's."""
+    def tail_widths(self, layer: LayerSpec) -> tuple[int, ...]:
+        """Columns of the tails of a layer: with overlap both halves, and the indexer's beside the entry's."""
         c = self.config
-        return 2 * (c.head_dim + c.index_dim) if layer.kind == "csa" else c.head_dim
+        return (2 * c.head_dim, 2 * c.index_dim) if layer.kind == "csa" else (c.head_dim,)
+
+    def tail_width(self, layer: LayerSpec) -> int:
+        return sum(self.tail_widths(layer))
 
     def tail_bytes(self) -> int:
         """float32 tails (values and scores) of one sequence, as long as the reference's: without drafts."""
@@ -123,11 +149,12 @@ class CacheLayout:
 
     def state_bytes(self) -> int:
         """Rings, tails and the page table of all slots: hardly grows with the context."""
-        total = len(self.layers) * self.ring_rows * self.entry_bytes + self.pages_per_sequence * 4
+        total = len(self.layers) * self.layer_rows * self.entry_bytes
+        total += self.num_slots * self.pages_per_sequence * 4
         for layer in self.layers:
             if layer.ratio:
-                total += self.tail_rows(layer) * 2 * 4 * self.tail_width(layer)
-        return self.num_slots * total
+                total += self.num_states * self.tail_rows(layer) * 2 * 4 * self.tail_width(layer)
+        return total
 
     def snapshot_bytes(self) -> int:
         """One snapshot at the end of a page, where all blocks are closed: windows, and rows for overlap."""

@@ -203,22 +203,21 @@ class PrefixCache:
             self._nodes.move_to_end(step)
             step = step.parent
 
-    def next_stop(self, start: int, stop: int, fork: int) -> int:
-        """Where a run from `start` to `stop` should end instead, for its pages to be of use to others."""
-        if not self.max_snapshots:
-            return stop
-        if start < fork < stop:
-            return fork
-        boundary = stop // self._page_tokens * self._page_tokens
-        return boundary if boundary > start else stop
-
     def keep(
-        self, slot: int, node: Node, ids: tuple[int, ...], end: int, position: int, saves: bool = True
+        self,
+        slot: int,
+        node: Node,
+        ids: tuple[int, ...],
+        end: int,
+        position: int,
+        saves: bool = True,
+        is_marked: bool = False,
     ) -> Node:
         """Enter the page of `slot` that ends at `end` and holds `ids`, after those of `node`; -> its node.
 
-        The slot has come to `position`, and a step launched ahead to one more. If that is too far past
-        `end`, or without `saves`, the page is kept without a snapshot.
+        The slot has come to `position`, and a step launched ahead to one more. If that is too far past `end`
+        and the state there `is_marked` in no other place, or without `saves`, the page is kept without a
+        snapshot.
         """
         if not self.max_snapshots or node.is_gone:
             return node
@@ -228,9 +227,9 @@ class PrefixCache:
             self._new_pages.append(child)
         self._use(child)
         self._used.setdefault(child, False)
-        if saves and child not in self._snapshots and position + 1 - end <= SPARE:
+        if saves and child not in self._snapshots and (is_marked or position + 1 - end <= SPARE):
             handle = self._snapshots[child] = next(self._handles)
-            self._saves[handle] = (slot, end)
+            self._saves[handle] = (self.slots.layout.num_slots if is_marked else slot, end)
             self._new_snapshots[handle] = (child, end)
             self._evict_snapshots()
         return child

@@ -45,19 +45,15 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything but the compressed entries that a sequence needs to go on at `position` (per layer)."""
+    """Everything but the compressed entries that a sequence needs to go on at `position`, of all layers."""
 
     position: int
-    windows: tuple[QuantTensor, ...]
-    tails: tuple[tuple[Tensor, ...], ...]
+    window: QuantTensor  # layer by layer
+    tails: tuple[Tensor, ...]
 
     @property
     def parts(self) -> list[Tensor]:
-        """All its tensors, layer by layer: the window, its scales if it has some, the tails."""
-        out: list[Tensor | None] = []
-        for window, tails in zip(self.windows, self.tails, strict=True):
-            out += [window.data, window.scale, *tails]
-        return [part for part in out if part is not None]
+        return [part for part in (self.window.data, self.window.scale, *self.tails) if part is not None]
 
     @property
     def num_bytes(self) -> int:
@@ -65,41 +61,56 @@ class Snapshot:
 
 
 class Cache:
-    """All state of all running sequences. A sequence is a slot: rows in every ring and tail, and pages.
+    """All state of all running sequences. A sequence is a slot: rows in every ring and tail, and pages. One
+    slot more, without pages, is where a step leaves a sequence's state at a place it has passed.
 
     One owner writes here (engine/runner.py), in the order of its plans; the model does so inside a step.
+    Rings and tails of all layers lie in a few tensors, so that a snapshot is a few copies.
     """
 
     def __init__(self, layout: CacheLayout, device: str | torch.device, dtype: torch.dtype) -> None:
         assert dtype.itemsize == layout.rope_itemsize, (dtype, layout.rope_itemsize)
-        self.layout = layout
-        self.page_table = torch.zeros(
-            layout.num_slots, layout.pages_per_sequence, dtype=torch.int32, device=device
-        )
-        self.layers = [self._layer(spec, device, dtype) for spec in layout.layers]
+        self.layout = lay = layout
+        c = lay.config
+        self.page_table = torch.zeros(lay.num_slots, lay.pages_per_sequence, dtype=torch.int32, device=device)
+        rows = len(lay.layers) * lay.layer_rows
+        self._rings = empty_rows(lay.kv_format, rows, c.head_dim, c.rope_dim, dtype, device)
+        # By kind and ratio, of all such layers: values before scores, the index keys' after the entries'.
+        self._tails = {
+            (spec.kind, spec.ratio): [
+                torch.zeros(count, lay.num_states, lay.tail_rows(spec), width, device=device)
+                for width in lay.tail_widths(spec)
+                for _ in ("values", "scores")
+            ]
+            for spec, count in lay.kinds
+        }
+        self.layers = [self._layer(number, device, dtype) for number in range(len(lay.layers))]
         self.snapshots: dict[int, Snapshot] = {}  # by the handles of plans
         # Every layer's entries and keys as uint8 [num_pages, bytes of a page].
         self._pools = [pool.reshape(layout.num_pages, -1).view(torch.uint8) for pool in self._paged()]
 
-    def _layer(self, spec: LayerSpec, device: str | torch.device, dtype: torch.dtype) -> LayerCache:
-        lay, c = self.layout, self.layout.config
-
-        def tail(width: int) -> Tail:
-            shape = (lay.num_slots, lay.tail_rows(spec), width)
-            return Tail(torch.zeros(shape, device=device), torch.zeros(shape, device=device))
-
-        slots = lay.num_slots * lay.ring_rows
-        ring = empty_rows(lay.kv_format, slots, c.head_dim, c.rope_dim, dtype, device)
+    def _layer(self, number: int, device: str | torch.device, dtype: torch.dtype) -> LayerCache:
+        lay, c, spec = self.layout, self.layout.config, self.layout.layers[number]
+        begin = number * lay.layer_rows
+        ring = self._rings.span(begin, begin + lay.num_states * lay.ring_rows)
         if not spec.ratio:
             return LayerCache(spec, ring, lay.ring_rows)
         rows = lay.num_pages * lay.page_entries(spec)
         entries = empty_rows(lay.kv_format, rows, c.head_dim, c.rope_dim, dtype, device)
+        kind = (spec.kind, spec.ratio)
+        place = sum((before.kind, before.ratio) == kind for before in lay.layers[:number])
+        tails = [tail[place] for tail in self._tails[kind]]
         if spec.kind == "hca":
-            return LayerCache(spec, ring, lay.ring_rows, lay.page_entries(spec), entries, tail(c.head_dim))
-        keys = empty_rows(lay.key_format, rows, c.index_dim, 0, dtype, device)
+            return LayerCache(spec, ring, lay.ring_rows, lay.page_entries(spec), entries, Tail(*tails))
         return LayerCache(
-            *(spec, ring, lay.ring_rows, lay.page_entries(spec), entries),
-            *(tail(2 * c.head_dim), keys, tail(2 * c.index_dim)),
+            spec=spec,
+            ring=ring,
+            ring_rows=lay.ring_rows,
+            page_entries=lay.page_entries(spec),
+            entries=entries,
+            tail=Tail(*tails[:2]),
+            keys=empty_rows(lay.key_format, rows, c.index_dim, 0, dtype, device),
+            key_tail=Tail(*tails[2:]),
         )
 
     def set_pages(self, slot: int, pages: tuple[int, ...]) -> None:
@@ -111,36 +122,29 @@ class Cache:
     def _span(self, start: int, stop: int) -> Tensor:
         return torch.arange(max(0, start), stop, device=self.page_table.device)
 
+    def _window_rows(self, slot: int, position: int) -> Tensor:
+        """Rows of all layers' rings that hold the window before `position`, layer by layer."""
+        lay = self.layout
+        at = slot * lay.ring_rows + self._span(position - lay.config.window + 1, position) % lay.ring_rows
+        layer = self._span(0, len(lay.layers)) * lay.layer_rows
+        return (layer.unsqueeze(1) + at).flatten()
+
     def save(self, handle: int, slot: int, position: int) -> None:
         """Keep what `slot` needs besides its entries to go on after `position` processed tokens."""
         assert handle not in self.snapshots, f"snapshot {handle} exists"
-        windows, tails = [], []
-        for layer in self.layers:
-            span = self._span(position - self.layout.config.window + 1, position)
-            windows.append(layer.ring.take(slot * layer.ring_rows + span % layer.ring_rows))
-            kept = []
-            for tail in layer.tails:
-                for start, stop, halves in self._tail_spans(layer, position):
-                    at = self._span(start, stop) % tail.num_rows
-                    width = tail.values.shape[2] // halves
-                    kept += [tail.values[slot, at, :width].clone(), tail.scores[slot, at, :width].clone()]
-            tails.append(tuple(kept))
-        self.snapshots[handle] = Snapshot(position, tuple(windows), tuple(tails))
+        window = self._rings.take(self._window_rows(slot, position))
+        tails = [
+            tail[:, slot].index_select(1, at)[:, :, :width].contiguous()
+            for tail, at, width in self._tail_rows(position)
+        ]
+        self.snapshots[handle] = Snapshot(position, window, tuple(tails))
 
     def restore(self, slot: int, handle: int) -> None:
         """Make `slot` as it was at the snapshot's position; its pages must hold the entries before it."""
         snapshot = self.snapshots[handle]
-        position = snapshot.position
-        for layer, window, kept in zip(self.layers, snapshot.windows, snapshot.tails, strict=True):
-            span = self._span(position - self.layout.config.window + 1, position)
-            layer.ring.put(slot * layer.ring_rows + span % layer.ring_rows, window)
-            parts = iter(kept)
-            for tail in layer.tails:
-                for start, stop, halves in self._tail_spans(layer, position):
-                    at = self._span(start, stop) % tail.num_rows
-                    width = tail.values.shape[2] // halves
-                    tail.values[slot, at, :width] = next(parts)
-                    tail.scores[slot, at, :width] = next(parts)
+        self._rings.put(self._window_rows(slot, snapshot.position), snapshot.window)
+        for (tail, at, width), kept in zip(self._tail_rows(snapshot.position), snapshot.tails, strict=True):
+            tail[:, slot, :, :width].index_copy_(1, at, kept)
 
     def _paged(self) -> list[Tensor]:
         stores = [store for layer in self.layers for store in (layer.entries, layer.keys) if store]
@@ -166,49 +170,44 @@ class Cache:
     def write_snapshot(self, handle: int, position: int, values: Tensor) -> None:
         """Make the snapshot that `read_snapshot` gave."""
         assert handle not in self.snapshots, f"snapshot {handle} exists"
-        windows, tails, at = [], [], 0
-        for layer, shapes in zip(self.layers, self._snapshot_shapes(position), strict=True):
-            parts = []
-            for shape, dtype in shapes:
-                end = at + math.prod(shape) * dtype.itemsize
-                # Cloned: a part may begin where its type cannot.
-                parts.append(values[at:end].clone().view(dtype).reshape(shape))
-                at = end
-            data, *rest = parts
-            scale = None if layer.ring.scale is None else rest.pop(0)
-            shape = (data.shape[0], layer.ring.shape[1])
-            windows.append(replace(layer.ring, data=data, scale=scale, shape=shape))
-            tails.append(tuple(rest))
+        parts, at = [], 0
+        for shape, dtype in self._snapshot_shapes(position):
+            end = at + math.prod(shape) * dtype.itemsize
+            # Cloned: a part may begin where its type cannot.
+            parts.append(values[at:end].clone().view(dtype).reshape(shape))
+            at = end
         assert at == values.shape[0]
-        self.snapshots[handle] = Snapshot(position, tuple(windows), tuple(tails))
+        data, *rest = parts
+        scale = None if self._rings.scale is None else rest.pop(0)
+        window = replace(self._rings, data=data, scale=scale, shape=(data.shape[0], self._rings.shape[1]))
+        self.snapshots[handle] = Snapshot(position, window, tuple(rest))
 
     def snapshot_bytes(self, position: int) -> int:
-        shapes = self._snapshot_shapes(position)
-        return sum(math.prod(shape) * dtype.itemsize for layer in shapes for shape, dtype in layer)
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._snapshot_shapes(position))
 
-    def _snapshot_shapes(self, position: int) -> list[Shapes]:
-        """Shape and type of every tensor of a snapshot, layer by layer, in the order of `Snapshot.parts`."""
-        rows = min(position, self.layout.config.window - 1)
-        out = []
-        for layer in self.layers:
-            ring = (part for part in (layer.ring.data, layer.ring.scale) if part is not None)
-            shapes: Shapes = [((rows, part.shape[1]), part.dtype) for part in ring]
-            for tail in layer.tails:
-                for start, stop, halves in self._tail_spans(layer, position):
-                    shape = (stop - start, tail.values.shape[2] // halves)
-                    shapes += [(shape, torch.float32)] * 2
-            out.append(shapes)
-        return out
+    def _snapshot_shapes(self, position: int) -> Shapes:
+        """Shape and type of every tensor of a snapshot, in the order of `Snapshot.parts`."""
+        rows = len(self.layers) * min(position, self.layout.config.window - 1)
+        ring = (part for part in (self._rings.data, self._rings.scale) if part is not None)
+        shapes: Shapes = [((rows, part.shape[1]), part.dtype) for part in ring]
+        for tail, at, width in self._tail_rows(position):
+            shapes.append(((tail.shape[0], at.shape[0], width), torch.float32))
+        return shapes
 
-    def _tail_spans(self, layer: LayerCache, position: int) -> list[tuple[int, int, int]]:
-        """(start, stop, 1): open-block rows in full; with overlap, the first halves (2) of the last closed
-        block."""
-        ratio = layer.spec.ratio
-        opened = position // ratio * ratio
-        spans = [(opened, position, 1)]
-        if layer.spec.kind == "csa":
-            spans.append((max(0, opened - ratio), opened, 2))
-        return spans
+    def _tail_rows(self, position: int) -> list[tuple[Tensor, Tensor, int]]:
+        """(a tail of all layers of a kind, its rows, how many of its columns) of what a sequence needs: rows
+        of the open block in full; with overlap, the first halves of the last closed block."""
+        found = []
+        for spec, _ in self.layout.kinds:
+            tails, opened = self._tails[spec.kind, spec.ratio], position // spec.ratio * spec.ratio
+            spans = [(opened, position, 1)]
+            if spec.kind == "csa":
+                spans.append((max(0, opened - spec.ratio), opened, 2))
+            for start, stop, halves in spans:
+                if start < stop:
+                    at = self._span(start, stop) % self.layout.tail_rows(spec)
+                    found += [(tail, at, tail.shape[3] // halves) for tail in tails]
+        return found
 
     def drop(self, handle: int) -> None:
         """A snapshot that was never made, because a plan was interrupted, is dropped too."""

@@ -1,24 +1,30 @@
 """`dsv4 bench`: how fast a GPU decodes, reads prompts and runs single ops, beside what it could at best."""
 
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
-from dsv4.cli.experts import spill_rows
-from dsv4.cli.show import bytes_bar, count_bar, err, model_folder, out, print_json, say, size
+from dsv4.cli.bench_show import (
+    copied_rows,
+    show_decode,
+    show_engine,
+    show_profile,
+    show_result,
+    show_rows,
+    title_of,
+)
+from dsv4.cli.show import bytes_bar, count_bar, err, model_folder, out, print_json, size
 
 if TYPE_CHECKING:
     import torch
 
     from dsv4.engine.spill import Split
     from dsv4.lab.bench.decode import Wanted
-    from dsv4.lab.bench.ops import Result
-    from dsv4.lab.bench.profile import Profile
     from dsv4.lab.bench.subject import Subject
     from dsv4.model.bundle import Bundle
 
@@ -29,7 +35,7 @@ DECODE_EPILOG = """
 
   dsv4 bench decode --synthetic flash --batch 8 --profile --save bench/results/h200.jsonl
 
-  dsv4 bench decode --synthetic flash --experts 256 --layout official --spill auto --routing zipf:1
+  dsv4 bench decode --synthetic flash --experts 256 --layout official --spill auto --routing uniform,zipf:1
 
   dsv4 bench decode ./DeepSeek-V4-Flash --plot speed.png
 """
@@ -40,6 +46,8 @@ PREFILL_EPILOG = """
   dsv4 bench prefill --synthetic flash --tokens 8192
 
   dsv4 bench prefill ./DeepSeek-V4-Flash --tokens 32768 --chunk 8192
+
+  dsv4 bench prefill --synthetic flash --experts 256 --layout official --spill auto
 """
 OPS_EPILOG = """
 [bold]Examples[/]
@@ -54,8 +62,6 @@ PLOT_EPILOG = """
 
   dsv4 bench plot out.jsonl speed.png
 """
-
-SPILLED_CHUNK = 512  # prompt tokens of a step where experts spill: what longer ones need would hold experts
 
 Model = Annotated[Path | None, typer.Argument(help="model folder; default: the embedded model")]
 Synthetic = Annotated[
@@ -72,6 +78,9 @@ Layout = Annotated[
     ),
 ]
 Rounding = Annotated[str, typer.Option(help="inputs of quantised linears: a16, a8 or a4")]
+Spill = Annotated[
+    str, typer.Option(help="experts in host memory: off, auto (what does not fit) or N of every layer")
+]
 Save = Annotated[
     Path | None, typer.Option(help="append the last line to this .jsonl file, for dsv4 plan --records")
 ]
@@ -86,7 +95,9 @@ def decode(
     context: Annotated[
         int, typer.Option(help="tokens before the first; the cache is filled synthetically")
     ] = 4096,
-    batch: Annotated[int, typer.Option(help="sequences that decode together, 1 to 32")] = 1,
+    batch: Annotated[
+        str, typer.Option(help="sequences that decode together, 1 to 32; several measurements: 1,8")
+    ] = "1",
     steps: Annotated[int, typer.Option(help="tokens of each sequence that are timed")] = 128,
     max_context: Annotated[
         int | None, typer.Option(help="tokens the cache is made for; default: as many as are needed")
@@ -103,17 +114,19 @@ def decode(
     beside_transformers: Annotated[
         bool, typer.Option("--beside-transformers", help="also Hugging Face's: random, same sizes, 4 layers")
     ] = False,
-    spill: Annotated[
-        str, typer.Option(help="experts in host memory: off, auto (what does not fit) or N of every layer")
-    ] = "off",
+    spill: Spill = "off",
     routing: Annotated[
         str | None,
-        typer.Option(help="of --synthetic: choices of experts by uniform, zipf:S or a file of counts"),
+        typer.Option(
+            help="of --synthetic: choices of experts by uniform, zipf:S or a file of counts; or several: a,b"
+        ),
     ] = None,
+    bare: Annotated[bool, typer.Option("--bare", help="steps alone, nothing through the engine")] = False,
     activations: Rounding = "a16",
     save: Save = None,
 ) -> None:
-    """Time decode steps, each one graph replay, then requests through the engine. Ends in one JSON line."""
+    """Time decode steps, each one graph replay, then requests through the engine. Ends in one JSON line for
+    each batch and routing."""
     from dsv4.config import EngineConfig, preset
     from dsv4.errors import ConfigError
     from dsv4.lab import plot as plots
@@ -121,7 +134,10 @@ def decode(
     from dsv4.lab.bench.decode import Wanted
     from dsv4.lab.bench.record import check_target
 
-    wanted = Wanted(context, batch, steps, max_context)
+    batches, laws = _numbers(batch), [None] if routing is None else routing.split(",")
+    runs = [(law, Wanted(context, number, steps, max_context)) for law in laws for number in batches]
+    if len(runs) > 1 and (sweep or plot is not None or beside_transformers):
+        raise ConfigError("--sweep, --plot and --beside-transformers go with one --batch and one --routing")
     if beside_transformers:
         if synthetic is None:
             raise ConfigError("--beside-transformers compares random models; add --synthetic flash")
@@ -129,18 +145,21 @@ def decode(
         experts = min(beside.EXPERTS, preset(synthetic).num_experts) if experts is None else experts
         beside.check(context)
     EngineConfig(spill=spill)  # refuses other words
-    subject = _subject(model, synthetic, experts, layers, layout, routing, activations)
-    wanted.layout(subject.config)  # refuses what the model's positions do not allow
+    for law in reversed(laws):  # each is refused if it is none
+        subject = _subject(model, synthetic, experts, layers, layout, law, activations)
+    for _, wanted in runs:
+        wanted.layout(subject.config)  # refuses what the model's positions do not allow
     if save is not None:
         check_target(save, subject.is_whole)
     if plot is not None:
         plots.check(plot)
-    line = _decode(subject, wanted, profile, sweep or plot is not None, spill)
+    lines = _decode(subject, runs, profile, sweep or plot is not None, spill, bare)
     if plot is not None:
-        _draw(line, plot)
+        _draw(lines[0], plot)
     if beside_transformers:
-        line |= _beside(subject, wanted, line)
-    _finish(line, save)
+        lines[0] |= _beside(subject, runs[0][1], lines[0])
+    for line in lines:
+        _finish(line, save)
 
 
 def _subject(
@@ -159,50 +178,102 @@ def _subject(
     return replace(found, activations=EngineConfig(activations=activations).activations)  # type: ignore[arg-type]
 
 
-def _decode(subject: "Subject", wanted: "Wanted", profiled: bool, swept: bool, spill: str) -> dict[str, Any]:
+def _numbers(text: str) -> list[int]:
+    from dsv4.errors import ConfigError
+
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and len(part) < 9 for part in parts):
+        raise ConfigError(f"batch is {text!r}, expected a number, or several as in 1,8")
+    return [int(part) for part in parts]
+
+
+def _decode(
+    subject: "Subject",
+    runs: "list[tuple[str | None, Wanted]]",
+    profiled: bool,
+    swept: bool,
+    spill: str,
+    bare: bool,
+) -> list[dict[str, Any]]:
+    """A line for each law of routing and what is wanted of it; the weights are made once."""
     import torch
 
-    from dsv4.engine.settings import GPU_CHUNK
     from dsv4.lab.bench.ceiling import gpu, measure_host_read, measure_read
-    from dsv4.lab.bench.decode import Session, figures, spill_figures
-    from dsv4.lab.bench.engine import speeds
-    from dsv4.lab.bench.profile import profile
-    from dsv4.lab.bench.subject import Reads, check_fits, other_bytes
+    from dsv4.lab.bench.spilled import divide
 
     device = gpu()
-    layout = wanted.layout(subject.config)
     free, _ = torch.cuda.mem_get_info(device)
-    # An engine with its prompts comes after the bare steps, and experts that spill leave room for it.
-    chunk = GPU_CHUNK if spill == "off" else SPILLED_CHUNK
-    split = subject.split(spill, other_bytes(layout, wanted.rows, min(wanted.context, chunk)), free)
-    if split is None:
-        check_fits(subject, other_bytes(layout, wanted.rows), free)
+    split, chunk = divide(subject, max((w for _, w in runs), key=lambda w: w.batch), spill, free)
+    lines = []
     with torch.inference_mode():
         with err.status("measuring the read ceiling"):
             ceiling = measure_read(device)
             host_rate = measure_host_read(device) if split is not None else 0.0
+        began = time.perf_counter()
         bundle = _load(subject, device, split)
-        with err.status("compiling, filling the cache, recording the graph"):
-            session = Session(bundle, wanted, device)
-        with err.status("decoding"):
-            timing = session.time()
-        reads = Reads.of(bundle.weights.tensors, subject.config.num_layers)
-        line = {"bench": "decode", **subject.facts(), **figures(timing, wanted, layout, reads, ceiling)}
-        if split is not None:
-            line["spill"] = spill_figures(timing, reads, split, line["read_bytes"], host_rate)
-        _show_decode(line)
-        if profiled:
-            found = profile(session)
-            _show_profile(found)
-            line["profile"] = found.as_dict()
-        line |= _machine(device)
-        del session
-        with err.status("decoding through the engine"):
-            line["engine"] = speeds(bundle, wanted.batch, wanted.context, wanted.steps, timing.median, chunk)
-        _show_engine(line["engine"])
-        if swept:
-            line |= _sweep(bundle, wanted, ceiling, device)
-    return line
+        made = {"load_seconds": round(time.perf_counter() - began, 1)}
+        for routing, wanted in runs:
+            if routing is not None and routing != subject.routing:
+                subject = subject.reroute(bundle.weights, split, routing)
+            line = _one(subject, bundle, wanted, split, (ceiling, host_rate), profiled, device) | made
+            if not bare:
+                with err.status("decoding through the engine"):
+                    line["engine"] = _speeds(bundle, wanted, line["ms_per_token"], chunk)
+                show_engine(line["engine"])
+            if swept:
+                line |= _sweep(bundle, wanted, ceiling, device)
+            lines.append(line)
+    return lines
+
+
+def _speeds(bundle: "Bundle", wanted: "Wanted", step_ms: float, chunk: int) -> dict[str, Any]:
+    from dsv4.lab.bench.engine import speeds
+
+    return speeds(
+        bundle=bundle,
+        batch=wanted.batch,
+        context=wanted.context,
+        steps=wanted.steps,
+        step_ms=step_ms,
+        chunk=chunk,
+    )
+
+
+def _one(
+    subject: "Subject",
+    bundle: "Bundle",
+    wanted: "Wanted",
+    split: "Split | None",
+    rates: tuple[float, float],
+    profiled: bool,
+    device: "torch.device",
+) -> dict[str, Any]:
+    """Bare steps. `rates`: bytes per second that a kernel reads of GPU and of host memory at best."""
+    import gc
+
+    import torch
+
+    from dsv4.lab.bench.decode import Session, figures
+    from dsv4.lab.bench.profile import profile
+    from dsv4.lab.bench.spilled import spill_figures
+    from dsv4.lab.bench.subject import Reads
+
+    gc.collect()  # a decoder's launches refer to it, and it to them
+    torch.cuda.empty_cache()
+    with err.status("compiling, filling the cache, recording the graph"):
+        session = Session(bundle, wanted, device)
+    with err.status("decoding"):
+        timing = session.time()
+    reads, layout = Reads.of(bundle.weights.tensors, subject.config.num_layers), wanted.layout(subject.config)
+    line = {"bench": "decode", **subject.facts(), **figures(timing, wanted, layout, reads, rates[0])}
+    if split is not None:
+        line["spill"] = spill_figures(timing, reads, split, line["read_bytes"], rates)
+    show_decode(line)
+    if profiled:
+        found = profile(session)
+        show_profile(found)
+        line["profile"] = found.as_dict()
+    return {**line, **_machine(device)}
 
 
 def _sweep(bundle: "Bundle", wanted: "Wanted", ceiling: float, device: "torch.device") -> dict[str, Any]:
@@ -230,7 +301,7 @@ def _draw(line: dict[str, Any], path: Path) -> None:
     from dsv4.lab.bench.plot import draw_speed
 
     when = f"{line['device_name']}, {line['date'][:10]}; written above: share of the read ceiling"
-    draw_speed(path, line["over_context"], line["over_batch"], f"Decoding {_title(line)}", when)
+    draw_speed(path, line["over_context"], line["over_batch"], f"Decoding {title_of(line)}", when)
 
 
 def plot(
@@ -259,7 +330,7 @@ def _beside(subject: "Subject", wanted: "Wanted", line: dict[str, Any]) -> dict[
     with err.status("decoding with Transformers"):
         theirs = beside.measure(subject.config, wanted.context, wanted.batch, device)
     times = theirs["ms_per_token"] / line["ms_per_token"]
-    _table(
+    show_rows(
         f"\nbeside Transformers {theirs['version']}: {line['layers']} layers, {line['experts']} experts",
         [
             ("theirs", f"{theirs['ms_per_token']:.3f} ms", "per token, bfloat16, eager"),
@@ -283,33 +354,46 @@ def prefill(
     chunk: Annotated[int, typer.Option(help="prompt tokens processed per step")] = 8192,
     context: Annotated[int, typer.Option(help="tokens before the prompt, filled synthetically")] = 0,
     rounds: Annotated[int, typer.Option(help="how often the prompt is timed")] = 3,
+    spill: Spill = "off",
+    routing: Annotated[
+        str | None,
+        typer.Option(help="of --synthetic: choices of experts by uniform, zipf:S or a file of counts"),
+    ] = None,
     activations: Rounding = "a16",
     save: Save = None,
 ) -> None:
     """Time a prompt through the ops' GPU backends. The last line is one JSON object."""
     import torch
 
+    from dsv4.config import EngineConfig
     from dsv4.lab.bench.ceiling import gpu, measure_matmul
     from dsv4.lab.bench.prefill import Wanted, figures, measure
     from dsv4.lab.bench.record import check_target
+    from dsv4.lab.bench.spilled import prompt_figures
     from dsv4.lab.bench.subject import check_fits
 
     wanted = Wanted(tokens, chunk, context, rounds)
-    subject = _subject(model, synthetic, experts, layers, layout, activations=activations)
+    EngineConfig(spill=spill)  # refuses other words
+    subject = _subject(model, synthetic, experts, layers, layout, routing, activations)
     others = wanted.other_bytes(subject.config)
     if save is not None:
         check_target(save, subject.is_whole)
     device = gpu()
-    check_fits(subject, others, torch.cuda.mem_get_info(device)[0])
+    free, _ = torch.cuda.mem_get_info(device)
+    split = subject.split(spill, others, free)
+    if split is None:
+        check_fits(subject, others, free)
     with torch.inference_mode():
         with err.status("measuring a matrix product"):
             matmul = measure_matmul(device)
-        bundle = _load(subject, device)
+        bundle = _load(subject, device, split)
         with err.status("reading the prompt"):
-            times = measure(bundle, wanted, device)
+            times, resident = measure(bundle, wanted, device)
     line = {"bench": "prefill", **subject.facts(), **figures(times, wanted, subject.config, matmul)}
-    _table(
-        f"prefill: {_title(line)}, {tokens:,} tokens after {context:,}, chunks of {chunk:,}",
+    if split is not None:
+        line["spill"] = prompt_figures(split, line["ms"] / 1e3, resident, -(-tokens // chunk))
+    show_rows(
+        f"prefill: {title_of(line)}, {tokens:,} tokens after {context:,}, chunks of {chunk:,}",
         [
             ("prompt", f"{line['ms']:,.1f} ms", f"median of {rounds}, slowest {line['ms_slowest']:,.1f} ms"),
             ("speed", f"{line['tokens_per_second']:,.0f} tokens/s", ""),
@@ -318,6 +402,7 @@ def prefill(
                 *("share", f"{line['matmul_share']:.1%}"),
                 f"of {line['matmul_tflops']:,.0f} TFLOP/s: a BF16 product of 8192 x 8192 x 8192, just now",
             ),
+            *copied_rows(line.get("spill")),
         ],
     )
     _finish({**line, **_machine(device)}, save)
@@ -356,7 +441,7 @@ def ops(
         out.print(f"{'model':6} {'op':24} {'backend':8} {'case':42} {'µs':>12} {'floor µs':>9} {'share':>6}")
         for result in measure(wished, read, matmul, device):
             results.append(result)
-            _show_result(result)
+            show_result(result)
     line = {
         **{"bench": "ops", "models": list(wished.presets), "tokens": tokens, "experts": experts},
         **{"context": context, "layout": layout, "ceiling_gb_per_second": round(read / 1e9, 1)},
@@ -367,16 +452,6 @@ def ops(
     _finish({**line, **_machine(device)}, save)
     if line["refused"]:
         raise typer.Exit(1)
-
-
-def _show_result(result: "Result") -> None:
-    what = f"{result.model:6} {result.op:24} {result.backend:8} {result.name:42}"
-    if result.refused or result.us is None:
-        out.print(f"{what} [bold red]not timed[/]: {escape(result.refused)}")
-        return
-    floor = result.floor_us
-    share = f"{floor:9.1f} {floor / result.us:6.1%} of {result.bound}" if floor else f"{'':16} {result.bound}"
-    out.print(f"{what} {result.us:12,.1f} {share}", markup=False)
 
 
 def _load(subject: "Subject", device: "torch.device", split: "Split | None" = None) -> "Bundle":
@@ -404,83 +479,6 @@ def _finish(line: dict[str, Any], save: Path | None) -> None:
     print_json(line)
     if save is not None:
         append(save, line)
-
-
-def _title(line: dict[str, Any]) -> str:
-    kind = "synthetic" if line["is_synthetic"] else "from its folder"
-    sizes = f"{line['layers']} layers, {line['experts']} experts"
-    return f"{line['model']}, {line['layout']}, {line.get('activations', 'a16')}, {sizes}, {kind}"
-
-
-def _table(title: str, rows: list[tuple[str, str, str]]) -> None:
-    out.print(title, style="bold", markup=False)
-    table = Table("", "", "", box=None, pad_edge=False, show_header=False)
-    for name, value, note in rows:
-        table.add_row(name, f"[bold]{value}[/]", f"[dim]{note}[/]")
-    out.print(table)
-
-
-def _show_decode(line: dict[str, Any]) -> None:
-    experts = f"{line['distinct_experts']:g} distinct experts per layer"
-    parts = f"weights {size(line['weight_bytes'])} ({experts}), cache {size(line['cache_bytes'])}"
-    _table(
-        f"decode: {_title(line)}, context {line['context']:,}, batch {line['batch']}",
-        [
-            (
-                "per token",
-                f"{line['ms_per_token']:.3f} ms",
-                f"median of {line['steps']}, p99 {line['ms_per_token_p99']:.3f} ms",
-            ),
-            ("speed", f"{line['tokens_per_second']:,.1f} tokens/s", "the bare step, all sequences together"),
-            ("read", size(line["read_bytes"]), f"per step: {parts}"),
-            (
-                "rate",
-                f"{line['gb_per_second']:,.0f} GB/s",
-                f"of {line['ceiling_gb_per_second']:,.0f} GB/s read at best, just now",
-            ),
-            ("share", f"{line['share']:.1%}", "of the read ceiling"),
-            ("kernels", str(line["kernels_per_step"]), "per step"),
-            *spill_rows(line.get("spill")),
-        ],
-    )
-
-
-def _show_engine(found: dict[str, Any]) -> None:
-    """What a user gets."""
-    title = f"\nthrough the engine, {found['context']:,} tokens before"
-    if "left_out" in found:
-        say("note", "yellow", f"{title.strip()}: left out, {found['left_out']}")
-        return
-    kinds = [kind for kind in found if f"{kind}_share" in found]
-    _table(
-        title,
-        [
-            (kind, f"{found[kind]:,.1f} tokens/s", f"{found[f'{kind}_share']:.1%} of the bare step's")
-            for kind in kinds
-        ],
-    )
-
-
-def _show_profile(found: "Profile") -> None:
-    total = found.busy_us + found.gap_us
-    if not found.is_named:
-        say("note", "yellow", "there were more kernels than launches, so they are told by their own names")
-    out.print(f"\nkernels {found.busy_us:,.0f} µs and gaps {found.gap_us:,.0f} µs per step", style="bold")
-    table = Table(
-        "launch", "layers", *("", "each µs", "gap µs", "ms per step", "share"), box=None, pad_edge=False
-    )
-    for column in table.columns[2:]:
-        column.justify = "right"
-    ordered = sorted(found.by_both.items(), key=lambda item: -item[1].busy_us - item[1].gap_us)
-    rows = [(name, kind, share) for (name, kind), share in ordered]
-    rows += [("all of a kind", kind, share) for kind, share in found.kinds.items()]
-    for name, kind, share in rows:
-        both = share.busy_us + share.gap_us
-        table.add_row(
-            *(escape(name), kind, f"{share.count:g} x", f"{share.busy_us / share.count:.2f}"),
-            *(f"{share.gap_us / share.count:.2f}", f"{both / 1e3:.3f}", f"{both / total:.1%}"),
-        )
-    out.print(table)
 
 
 def _help(context: typer.Context) -> None:

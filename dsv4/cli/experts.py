@@ -1,7 +1,7 @@
 """`dsv4 experts`: how often each expert of a model was chosen, and what a given memory would hit."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -64,26 +64,6 @@ def experts(
         bar = "█" * round(WIDTH * row["hit_rate"])
         table.add_row(f"{row['resident_share']:.0%}", size(int(row["bytes"])), f"{row['hit_rate']:.2%}", bar)
     out.print(table)
-
-
-def spill_rows(spill: dict[str, Any] | None) -> list[tuple[str, str, str]]:
-    """Of `dsv4 bench decode`: what spilled experts cost."""
-    if spill is None:
-        return []
-    read = f"{size(spill['pcie_bytes_per_step'])} per step"
-    rows = [
-        ("in host memory", size(spill["host_bytes"]), f"{spill['spilled_experts']:,} experts"),
-        (
-            "hit rate",
-            f"{spill['hit_rate']:.2%}",
-            f"with {spill['resident_share']:.1%} of the experts resident",
-        ),
-        ("over PCIe", read, f"at best {spill['host_ceiling_gb_per_second']:,.1f} GB/s"),
-    ]
-    if "explained_ms" in spill:
-        note = f"all resident {spill['ms_all_resident']:.3f} ms, and PCIe at its best"
-        rows.append(("explained", f"{spill['explained_ms']:.3f} ms", note))
-    return rows
 
 
 def register(app: typer.Typer) -> None:

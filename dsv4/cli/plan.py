@@ -46,6 +46,9 @@ def plan(
     records: Annotated[
         Path | None, typer.Option(help="folder of recorded benchmark lines; default: the package's own")
     ] = None,
+    counts: Annotated[
+        Path | None, typer.Option(help="how often experts were chosen; default: the model's own, if any")
+    ] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="also 1, 2, 4 and 8 of each GPU that models are planned for")
     ] = False,
@@ -56,6 +59,7 @@ def plan(
     from dsv4.lab.links import SHARE, SHARE_SOURCE
     from dsv4.lab.plan import Demand, Plan, Wanted, default_context, describe
     from dsv4.lab.records import SHIPPED, best
+    from dsv4.lab.spilled import recorded, spill_figures
 
     if records is not None and not records.is_dir():
         raise ConfigError(
@@ -70,6 +74,9 @@ def plan(
         made = Plan.make(demand, machine or this_machine(), wanted)
         record = best(records or SHIPPED, made.machine.name)
         report = made.report()
+        chosen, whose = recorded(model, counts, config)
+        if made.today.spill is not None:
+            report["spill"] = {**spill_figures(made.today, chosen), "counts": whose}
     share, source = (record.share, record.where) if record else (SHARE, SHARE_SOURCE)
     predicted = made.predicted(share) if made.machine.count > 1 else None
     report = {
@@ -117,7 +124,7 @@ def _show(title: str, made: "Plan", report: dict[str, Any], record: "Record | No
         ("tables", "rotations, penalties"),
         ("copies", "weights in a second form, for prompts"),
         ("buffers", "of decode steps"),
-        ("workspace", f"estimate, {made.chunk} tokens per step"),
+        ("workspace", f"estimate, {today.chunk} tokens per step"),
         ("reserved", "estimate, compiled kernels and graphs"),
     ):
         if per_gpu[name]:
@@ -139,7 +146,7 @@ def _show(title: str, made: "Plan", report: dict[str, Any], record: "Record | No
     elif not record:
         out.print(f"measured      no run on {machine.name} is recorded", markup=False)
     if today.spill is not None:
-        _show_spill(today, record)
+        _show_spill(today, record, report["spill"])
     if today.fits or machine.count == 1:
         _show_theory(today, "one, " if machine.count > 1 else "")
     if machine.count > 1:
@@ -149,18 +156,23 @@ def _show(title: str, made: "Plan", report: dict[str, Any], record: "Record | No
         _show_theory(made, f"{machine.count}, ")
 
 
-def _show_spill(made: "Plan", record: "Record | None") -> None:
+def _show_spill(made: "Plan", record: "Record | None", found: dict[str, Any]) -> None:
     """Beside GPU memory at its recorded speed, or at best, what PCIe costs."""
     from dsv4.lab.gpus import HOST_BANDWIDTH, HOST_MEASURED_ON
+    from dsv4.lab.spilled import rate
 
     spill = made.spill
     assert spill is not None
     share, of = (record.share, "as recorded") if record else (1.0, "at best")
-    rates = {"uniform routing": None, "98.5 % hits": 0.985}
-    said = ", ".join(f"{n} {_rate(made.spilled_rate(1, share, hits))}" for n, hits in rates.items())
+    hits, rates = found["hit_rate_recorded"], {"uniform routing": None, "98.5 % hits": 0.985}
+    if hits is not None:
+        rates = {"uniform routing": None, f"recorded routing ({hits:.1%} hits)": hits}
+    said = ", ".join(f"{name} {_rate(rate(made, 1, share, each))}" for name, each in rates.items())
     where = f"PCIe {HOST_BANDWIDTH / 1e9:.0f} GB/s (measured on {HOST_MEASURED_ON})"
     out.print(f"spilled       {spill.num_spilled:,} experts, {1 - spill.share:.1%} of all", markup=False)
     out.print(f"estimated     {said} tokens/s; GPU memory {of}, {where}", markup=False)
+    out.print(f"routing       {found['counts']}", markup=False)
+    out.print(f"prompts       {made.chunk:,} tokens per step: {found['chunk_why']}", markup=False)
 
 
 def _show_theory(made: "Plan", which: str) -> None:

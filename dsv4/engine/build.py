@@ -11,7 +11,7 @@ from dsv4.config import EngineConfig
 from dsv4.device import Device
 from dsv4.engine.eager import Eager
 from dsv4.engine.frequency import checksum
-from dsv4.engine.settings import Settings, cache_layout, check_memory, settle
+from dsv4.engine.settings import Settings, cache_layout, fit, settle
 from dsv4.engine.spill import Split, place_experts
 from dsv4.errors import ConfigError
 from dsv4.model.bundle import Bundle, Numerics, Weights
@@ -74,7 +74,7 @@ class Prepared:
                 f"spill {config.spill} is for one GPU, and there are {size} ranks; leave it out"
             )
         if rank == 0 or settings.device.kind == "cuda":
-            split = check_memory(settings, replace(config, spill="off") if size > 1 else config, checkpoint)
+            settings, split = fit(settings, replace(config, spill="off") if size > 1 else config, checkpoint)
         return cls(checkpoint, settings, config, rank, size, split)
 
     @property
@@ -92,9 +92,9 @@ class Prepared:
         notes = self.checkpoint.inventory.notes
         if s.tiled:
             model = checksum(self.checkpoint)
-            placement, said = place_experts(self.split, model, s.device.torch_name)
+            placed, said = place_experts(self.split, model, s.device.torch_name)
             notes += said
-            weights = load_tiled(self.checkpoint, s.device.torch_name, progress, placement)
+            weights = load_tiled(self.checkpoint, s.device.torch_name, progress, *placed)
             weights = replace(weights, checksum=model)
         else:
             weights = self.checkpoint.load(s.dense, s.device.torch_name, progress)
@@ -121,7 +121,7 @@ def make_executor(
     """The model and its cache on this rank's device. `compiled` is told of kernels on a GPU."""
     s, device = settings, settings.device.torch_name
     layout = cache_layout(bundle.config, s, config, bundle.weights.num_mtp_layers)
-    model = Model(bundle, s.max_context, device)
+    model = Model(bundle, s.max_context, device, copies_ahead=not config.no_overlap)
     cache = Cache(layout, device, s.dtype)
     if not s.tiled or bundle.mesh.size > 1:
         return model, Eager(model, cache, device)

@@ -15,8 +15,8 @@ from dsv4.engine.request import Token
 from dsv4.engine.runner import Masks, Result
 from dsv4.errors import DeviceError
 from dsv4.model.model import Model
+from dsv4.model.step import Mark, Step, Tap
 from dsv4.model.step import Span as Tokens
-from dsv4.model.step import Step, Tap
 from dsv4.ops.sample.ref import HISTORY, MAX_TOP, pack_penalties
 
 # Rows of logits made at a time: a long prompt's would take a gigabyte.
@@ -91,7 +91,7 @@ class Eager:
 
     @torch.inference_mode()
     def prefill(self, spans: tuple[Span, ...]) -> Pass:
-        streams = self.read([(span.slot, span.start, span.ids) for span in spans])
+        streams = self.read([(span.slot, span.start, span.ids) for span in spans], self._mark(spans))
         made, row, last = Pass(spans, None), 0, []
         for span in spans:
             self._score(made, streams[row : row + len(span.ids)], span)
@@ -104,9 +104,14 @@ class Eager:
             self.choose(made, None)
         return made
 
-    def read(self, spans: list[Tokens]) -> Tensor:
+    def _mark(self, spans: tuple[Span, ...]) -> Mark | None:
+        marks = [Mark(s.slot, s.mark, self.cache.layout.num_slots) for s in spans if s.mark]
+        assert len(marks) <= 1, f"{len(marks)} marks in a step"
+        return marks[0] if marks else None
+
+    def read(self, spans: list[Tokens], mark: Mark | None = None) -> Tensor:
         """streams [T, N, D] of these tokens after the last block."""
-        return self.model.forward(Step.build(spans, self.device), self.cache)
+        return self.model.forward(Step.build(spans, self.device, mark=mark), self.cache)
 
     def decode(self, spans: tuple[Span, ...]) -> Pass:
         for span in spans:

@@ -24,8 +24,8 @@ from dsv4.model.bundle import Bundle
 from dsv4.model.decode import Decoder
 from dsv4.model.model import Model
 from dsv4.model.prompt import Prompt, never_waits
+from dsv4.model.step import Mark, prompt_sizes
 from dsv4.model.step import Span as Tokens
-from dsv4.model.step import prompt_sizes
 from dsv4.model.warm import warm_up
 from dsv4.ops.sample.ref import MAX_TOP
 
@@ -87,7 +87,8 @@ class Graphs(Eager):
             )
         self.prompts: list[Prompt] = []  # by rising size
         if use_graphs and never_waits(model):
-            self.prompts = [Prompt(model, cache, size) for size in prompt_sizes(chunk)]
+            sizes = prompt_sizes(chunk, spills=model.staging is not None)
+            self.prompts = [Prompt(model, cache, size) for size in sizes]
         prompts = [prompt.size for prompt in self.prompts]
         warm_up(model, cache, chunk, self._run_padding, prompts, compiled)
         with torch.inference_mode():
@@ -116,10 +117,10 @@ class Graphs(Eager):
                     f"({str(error).splitlines()[0]}); lower max_batch or max_context, or use --no-graph"
                 ) from error
 
-    def read(self, spans: list[Tokens]) -> Tensor:
+    def read(self, spans: list[Tokens], mark: Mark | None = None) -> Tensor:
         """The smallest step that holds them all, else launch by launch: the same kernels, the same bits."""
         prompt = next((prompt for prompt in self.prompts if prompt.fits(spans)), None)
-        return super().read(spans) if prompt is None else prompt(spans)
+        return super().read(spans, mark) if prompt is None else prompt(spans, mark)
 
     def prefill(self, spans: tuple[Span, ...]) -> Pass:
         """Waited for inside a prompt too: chunks that queue up on the device are a stall nobody planned."""

@@ -15,6 +15,8 @@ from dsv4.ops.sample.ref import HISTORY
 
 # Compiled kernels and graphs, and what the allocator rounds up or keeps between two sizes.
 RESERVED = 1 << 30
+# What a prompt's step takes, beside what was counted: small results, and rounding.
+MARGIN = 1.15
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,13 @@ def gpu_memory(
     graph_rows: Sequence[int],
     chunk: int,
     activations: str = "a16",
+    unpacks: bool = False,
+    spills: bool = False,
 ) -> Memory:
     """`weights`: their bytes in tiles. `graph_rows`: of every decode step that is recorded. `chunk`: prompt
-    tokens of a step, 0 where no prompt is read."""
-    c = layout.config
+    tokens of a step, 0 where no prompt is read; `unpacks`: whether it unpacks weights (`unpacks_weights`).
+    `spills`: whether experts lie in host memory."""
+    c, sizes = layout.config, prompt_sizes(chunk, spills) if dtype == torch.bfloat16 and graph_rows else []
     return Memory(
         weights=weights,
         cache=layout.pool_bytes(),
@@ -65,9 +70,9 @@ def gpu_memory(
         tables=table_bytes(c, layout.max_context, layout.num_slots),
         copies=_copied_bytes(c, layout.num_mtp_layers),
         buffers=buffer_bytes(c, layout.max_context, dtype, sum(graph_rows), activations)
-        + (result_bytes(c, dtype, chunk) if graph_rows else 0),
-        workspace=prompt_bytes(c, min(chunk, layout.max_context)) if chunk else 0,
-        reserved=RESERVED + (recorded_bytes(layout, dtype, chunk) if chunk and graph_rows else 0),
+        + result_bytes(c, dtype, sizes),
+        workspace=prompt_bytes(layout, dtype, chunk, unpacks) if chunk else 0,
+        reserved=RESERVED + (step_bytes(layout, dtype, max(sizes)) if chunk and sizes else 0),
     )
 
 
@@ -87,29 +92,43 @@ def _copied_bytes(c: ModelConfig, num_mtp_layers: int) -> int:
     )
 
 
-def _row_bytes(c: ModelConfig) -> int:
-    """Of one token in a prompt's step."""
-    row = 16 * c.num_streams * c.hidden_size + 12 * c.num_heads * c.head_dim
-    return row + 8 * c.experts_per_token * c.hidden_size
+def unpacks_weights(dtype: torch.dtype, capability: tuple[int, int]) -> bool:
+    """Whether a prompt's products unpack weights; on Hopper, in bfloat16, they decode them in registers."""
+    return dtype != torch.bfloat16 or capability[0] != 9
 
 
-def result_bytes(c: ModelConfig, dtype: torch.dtype, chunk: int) -> int:
-    """The streams that each recorded prompt step leaves: in bfloat16, where steps are recorded."""
-    rows = sum(prompt_sizes(chunk)) if dtype == torch.bfloat16 else 0
-    return rows * c.num_streams * c.hidden_size * dtype.itemsize
+def _row_bytes(c: ModelConfig, dtype: torch.dtype) -> int:
+    """Of one token in a prompt's step: in attention or among the experts, whichever has more at a time."""
+    heads, hidden, choices = c.num_heads * c.head_dim, c.hidden_size, c.experts_per_token
+    # The streams; the input, normalised, packed for weights of two kinds.
+    always = c.num_streams * hidden + 4 * hidden
+    # Queries and what becomes of them, packed too, and the product of that; or the indexer's.
+    indexer = 2 * c.index_heads * c.index_dim + 4 * c.head_dim
+    attention = heads + max(2 * heads + c.o_groups * c.o_rank, indexer)
+    # Of every choice the input, what lies between its products, and the result; their float32 sum.
+    experts = choices * (2 * hidden + c.expert_width) + 4 * hidden // dtype.itemsize
+    return dtype.itemsize * (always + max(attention, experts))
 
 
-def recorded_bytes(layout: CacheLayout, dtype: torch.dtype, chunk: int) -> int:
-    """What the recorded prompt steps keep: all share the memory of the largest. Beside its rows, those are a
-    layer's entries as values and the scores of its index keys (ops/attend/gpu.py, ops/index/gpu.py)."""
-    c, size = layout.config, max(prompt_sizes(chunk), default=0)
+def result_bytes(c: ModelConfig, dtype: torch.dtype, sizes: Sequence[int]) -> int:
+    """The streams that each recorded prompt step leaves."""
+    return sum(sizes) * c.num_streams * c.hidden_size * dtype.itemsize
+
+
+def step_bytes(layout: CacheLayout, dtype: torch.dtype, tokens: int) -> int:
+    """What a prompt's step of so many tokens takes beside weights. Recorded steps keep it: all share the
+    memory of the largest. Beside its rows, those are a layer's entries as values and the scores of its index
+    keys (ops/attend/gpu.py, ops/index/gpu.py)."""
+    c = layout.config
     entries = max((layout.num_pages * layout.page_entries(s) for s in layout.layers if s.ratio), default=0)
     scored = max((layout.max_context // s.ratio for s in layout.layers if s.kind == "csa"), default=0)
-    decoded = min(entries * c.head_dim * dtype.itemsize, 512 << 20)
-    return size * _row_bytes(c) + decoded + min(4 * size * scored, 256 << 20)
+    decoded = min((entries + tokens) * c.head_dim * dtype.itemsize, 512 << 20)
+    return int(MARGIN * _row_bytes(c, dtype) * tokens) + decoded + min(4 * tokens * scored, 256 << 20)
 
 
-def prompt_bytes(c: ModelConfig, tokens: int) -> int:
+def prompt_bytes(layout: CacheLayout, dtype: torch.dtype, chunk: int, unpacks: bool) -> int:
     """What a step of so many prompt tokens takes and gives back on a GPU: an estimate on the safe side."""
-    unpacked = 4 * 16 * 3 * 2 * c.expert_width * c.hidden_size  # sixteen experts at a time, and as much again
-    return _row_bytes(c) * tokens + min(unpacked, 3 << 30)
+    c = layout.config
+    # Sixteen experts at a time, and as much again.
+    unpacked = 4 * 16 * 3 * 2 * c.expert_width * c.hidden_size if unpacks else 0
+    return step_bytes(layout, dtype, min(chunk, layout.max_context)) + min(unpacked, 3 << 30)

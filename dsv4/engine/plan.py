@@ -36,6 +36,7 @@ class Span:
     sampling: Sampling | None = None  # None: no token is wanted after the last one (inside a prompt)
     wants_logits: bool = False  # the row's logits beside the token
     ahead: bool = False  # the sequence has pages for one token more: the next step may be launched ahead
+    mark: int = 0  # a position within, whose state is to be left in the slot after all others; 0: none
     # Prompt log-probabilities: the token that followed each scored one, from row `score_from` on.
     score: tuple[int, ...] = ()
     score_from: int = 0

@@ -58,15 +58,30 @@ class Scheduler:
         budget = self.chunk
         if limit is not None and (decode or (len(reading) > 1 and min(left.values()) <= limit)):
             budget = min(budget, limit)
-        prefill = []
+        prefill: list[Span] = []
         for s in self._in_turn(reading, left):
             if not budget:
                 break
-            start = s.num_processed
-            stop = self.prefix.next_stop(start, min(ends[s.number], start + budget), s.fork)
-            prefill.append(self._span(s, stop))
+            start, can_mark = s.num_processed, not any(span.mark for span in prefill)
+            stop, mark = self._cut(s, min(ends[s.number], start + budget), can_mark)
+            prefill.append(self._span(s, stop, mark))
             budget -= stop - start
         return Plan(**self.changes(), prefill=tuple(prefill), decode=decode)
+
+    def _cut(self, s: Sequence, stop: int, can_mark: bool) -> tuple[int, int]:
+        """Where a run up to `stop` should end instead, for its pages to be of use to others, and the page's
+        end within it at which its state is marked (0: none). One run of a step can have a mark."""
+        start, layout = s.num_processed, self.slots.layout
+        if not self.prefix.max_snapshots:
+            return stop, 0
+        if start < s.fork < stop:
+            return s.fork, 0
+        boundary = stop // layout.page_tokens * layout.page_tokens
+        if not start < boundary < stop or not self._is_worth_saving(s, boundary):
+            return stop, 0
+        if can_mark and boundary - start >= layout.least_before_mark:
+            return stop, boundary
+        return boundary, 0
 
     @staticmethod
     def _in_turn(reading: list[Sequence], left: dict[int, int]) -> list[Sequence]:
@@ -105,7 +120,7 @@ class Scheduler:
         is_reading = s.num_processed < max(s.num_prompt, s.num_known - 1)
         return s.num_known if is_reading else s.num_processed
 
-    def _span(self, s: Sequence, stop: int) -> Span:
+    def _span(self, s: Sequence, stop: int, mark: int = 0) -> Span:
         assert s.slot is not None
         start = s.num_processed
         score, first = s.to_score(start, stop)
@@ -121,6 +136,7 @@ class Scheduler:
             # Decode always chooses; where the token is known already, nobody looks.
             sampling=s.sampling(stop) if is_last or is_generated else None,
             ahead=ahead,
+            mark=mark,
             score=score,
             score_from=first,
             score_top=s.request.params.prompt_logprobs or 0,
@@ -145,6 +161,7 @@ class Scheduler:
                     end=end,
                     position=s.num_processed,
                     saves=self._is_worth_saving(s, end),
+                    is_marked=end == span.mark,
                 )
                 if self.prefix.is_saved(s.node):
                     s.num_saved = end

@@ -1,6 +1,7 @@
 """Settles every `auto` of an EngineConfig once, for this machine and checkpoint, and keeps the reasons."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib.util import find_spec
 
 import torch
@@ -8,16 +9,17 @@ import torch
 from dsv4.cache.layout import CacheLayout
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.device import OLDEST, Device, available_memory, too_old
-from dsv4.engine.memory import gpu_memory, table_bytes
-from dsv4.engine.spill import Split, check_host, find_split
+from dsv4.engine.memory import Memory, gpu_memory, table_bytes, unpacks_weights
+from dsv4.engine.spill import Drafts, Split, balanced_chunk, check_host, find_split
 from dsv4.errors import ConfigError, DeviceError
 from dsv4.kernels.common.architectures import capability, standing
 from dsv4.kernels.common.build import architecture, compile_all
+from dsv4.kernels.common.places import Form
 from dsv4.model.buffers import graph_rows
 from dsv4.ops import IMPLEMENTATIONS, Ops
 from dsv4.quant.formats import FP8_TILE, Format
 from dsv4.weights.load import Checkpoint
-from dsv4.weights.tiled import expert_bytes, expert_form, tiled_bytes
+from dsv4.weights.tiled import draft_form, expert_bytes, expert_form, tiled_bytes
 
 DEFAULT_CONTEXT = 32768
 # Prompt tokens of a step.
@@ -95,8 +97,7 @@ def settle(config: EngineConfig, checkpoint: Checkpoint, ranks: int = 1) -> Sett
 
     chunk = config.chunk
     if chunk is None and tiled:
-        why = "a prompt's step reads all experts, whatever its length; longer ones would keep others waiting"
-        chunk = int(chosen("chunk", str(GPU_CHUNK), why))
+        chunk = GPU_CHUNK
     if tiled and ranks > 1:
         chosen("decode", "eager", "graphs of the decode kernels run on one GPU so far")
     threads = config.threads or max(1, torch.get_num_threads() // ranks)
@@ -140,59 +141,113 @@ def cache_layout(model: ModelConfig, s: Settings, config: EngineConfig, num_mtp_
     )
 
 
-def check_memory(settings: Settings, config: EngineConfig, checkpoint: Checkpoint) -> Split | None:
+def fit(settings: Settings, config: EngineConfig, checkpoint: Checkpoint) -> tuple[Settings, Split | None]:
     """Refuse before anything is read: an allocation that fails later, or swaps, would be a worse answer.
 
-    -> how experts are split between GPU and host memory; None: all are where the other weights are.
+    -> the settings, with the length of prompt steps that suits the memory; and how experts are split between
+    GPU and host memory, None: all are where the other weights are.
     """
+    if not settings.tiled:
+        _check_plain(settings, config, checkpoint)
+        return settings, None
+    needs = _Needs(settings, config, checkpoint)
+    if config.chunk is None:
+        chunk, why = balanced_chunk(needs.split, settings.chunk)
+        choices = (*settings.choices, Choice("chunk", str(chunk), why))
+        settings = replace(settings, chunk=chunk, choices=choices)
+    split = needs.split(settings.chunk)
+    need = needs.memory(settings.chunk, spills=split is not None)
+    weights = need.weights
+    if split is not None:
+        weights += split.gpu_bytes - needs.experts - split.draft_bytes
+    beside = need.beside_weights - needs.layout.store_bytes()
+    _refuse(settings, needs.layout, weights, beside, "lower max_batch, max_context or chunk")
+    if split is not None:
+        check_host(split, available_memory())
+    return settings, split
+
+
+def _check_plain(settings: Settings, config: EngineConfig, checkpoint: Checkpoint) -> None:
     layout = cache_layout(checkpoint.config, settings, config, checkpoint.inventory.num_mtp_layers)
-    free, split = settings.device.memory_bytes, None
-    if settings.tiled:
-        need = gpu_memory(
-            weights=tiled_bytes(checkpoint),
-            layout=layout,
-            dtype=settings.dtype,
-            graph_rows=graph_rows(config.max_batch),
-            chunk=settings.chunk,
-            activations=config.activations,
-        )
-        weights, beside = need.weights, need.beside_weights - layout.store_bytes()
-        split = _split(config, checkpoint, free - need.total)
-        if split is not None:
-            weights += split.gpu_bytes - expert_bytes(checkpoint)
-        lower = "lower max_batch, max_context or chunk"
-    else:
-        weights, beside = (
-            checkpoint.held_bytes(settings.dense),
-            table_bytes(layout.config, layout.max_context, layout.num_slots),
-        )
-        lower = "lower max_batch or max_context" + (", or use weights packed" if settings.dense else "")
-    cache = layout.store_bytes()
+    tables = table_bytes(layout.config, layout.max_context, layout.num_slots)
+    lower = "lower max_batch or max_context" + (", or use weights packed" if settings.dense else "")
+    _refuse(settings, layout, checkpoint.held_bytes(settings.dense), tables, lower)
+
+
+def _refuse(settings: Settings, layout: CacheLayout, weights: int, beside: int, lower: str) -> None:
+    """What does not fit. `beside`: neither weights nor cache."""
+    cache, free = layout.store_bytes(), settings.device.memory_bytes
     if weights + cache + beside > free:
         raise ConfigError(
             f"the weights take {weights / 1e9:.1f} GB, the cache of {layout.num_slots} sequences of "
             f"{layout.max_context} tokens {cache / 1e9:.1f} GB and what steps need {beside / 1e9:.1f} GB, "
             f"but {free / 1e9:.1f} GB of memory are free; {lower}"
         )
-    if split is not None:
-        check_host(split, available_memory())
-    return split
 
 
-def _split(config: EngineConfig, checkpoint: Checkpoint, left: int) -> Split | None:
-    """`left`: what is free when everything is on the GPU; negative where that is not so."""
-    wants = config.spill.isdecimal() or config.expert_memory is not None
-    if config.spill == "off" or (left >= 0 and not wants):
-        return None
-    form, names = expert_form(checkpoint)
-    return find_split(
-        spill=config.spill,
-        expert_memory=config.expert_memory,
-        form=form,
-        names=names,
-        num_experts=checkpoint.config.num_experts,
-        room=left + expert_bytes(checkpoint),
-    )
+@dataclass(frozen=True)
+class _Needs:
+    """What an engine takes of a GPU, and how that depends on the length of its prompt steps."""
+
+    settings: Settings
+    config: EngineConfig
+    checkpoint: Checkpoint
+
+    @cached_property
+    def layout(self) -> CacheLayout:
+        return cache_layout(
+            self.checkpoint.config, self.settings, self.config, self.checkpoint.inventory.num_mtp_layers
+        )
+
+    @cached_property
+    def weights(self) -> int:
+        return tiled_bytes(self.checkpoint)
+
+    @cached_property
+    def experts(self) -> int:
+        """Of these bytes, those of routed experts."""
+        return expert_bytes(self.checkpoint)
+
+    @cached_property
+    def form(self) -> tuple[Form, list[str]]:
+        return expert_form(self.checkpoint)
+
+    @cached_property
+    def drafts(self) -> Drafts | None:
+        found = draft_form(self.checkpoint)
+        return found and Drafts(found[0], tuple(found[1]), self.checkpoint.config.num_experts)
+
+    def memory(self, chunk: int, spills: bool) -> Memory:
+        """With all weights on the GPU; `spills`: of an engine some of whose experts lie elsewhere."""
+        dtype, name = self.settings.dtype, self.settings.device.torch_name
+        found = torch.cuda.get_device_capability(name) if torch.cuda.is_available() else OLDEST
+        return gpu_memory(
+            weights=self.weights,
+            layout=self.layout,
+            dtype=dtype,
+            graph_rows=graph_rows(self.config.max_batch),
+            chunk=chunk,
+            activations=self.config.activations,
+            unpacks=unpacks_weights(dtype, found),
+            spills=spills,
+        )
+
+    def split(self, chunk: int) -> Split | None:
+        """None where all experts lie on the GPU."""
+        config, free = self.config, self.settings.device.memory_bytes
+        wants = config.spill.isdecimal() or config.expert_memory is not None
+        if config.spill == "off" or (not wants and self.memory(chunk, spills=False).total <= free):
+            return None
+        form, names = self.form
+        return find_split(
+            spill=config.spill,
+            expert_memory=config.expert_memory,
+            form=form,
+            names=names,
+            num_experts=self.checkpoint.config.num_experts,
+            room=free - self.memory(chunk, spills=True).total + self.experts,
+            drafts=self.drafts,
+        )
 
 
 def _check_gpu(device: Device, model: ModelConfig, max_context: int) -> None:

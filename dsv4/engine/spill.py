@@ -3,7 +3,8 @@
 Knows numbers only: bytes that are free, and how often each expert was chosen.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,24 @@ from dsv4.kernels.common.places import Form, Placement, Slots, place
 ENTRY_BYTES = 8 + 3 * 4
 # Host memory that is left to everything else.
 HOST_RESERVE = 4 << 30
+# GPU memory, at most, for experts that prompts copy ahead.
+MAX_STAGED_BYTES = 2 << 30
+# Chunks that prompts may be cut into where experts spill. Measured on an H200: bytes per second of its copy
+# engine, prompt tokens per second with all experts resident.
+CHUNKS, COPY_RATE, PROMPT_RATE = (1024, 2048, 4096), 55e9, 11_000
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """The draft blocks' experts: no step reads them, so they are the first to lie in host memory."""
+
+    form: Form
+    names: tuple[str, ...]
+    num_experts: int
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.names) * self.num_experts * self.form.num_bytes
 
 
 @dataclass(frozen=True)
@@ -27,26 +46,41 @@ class Split:
     num_experts: int  # of a layer
     num_resident: int
     has_spare: bool = True  # one slot more in each memory, by way of which experts change places
+    drafts: Drafts | None = None
 
     @property
     def num_spilled(self) -> int:
         return len(self.names) * self.num_experts - self.num_resident
 
     @property
+    def num_staged(self) -> int:
+        """Slots of the ring that prompts copy spilled experts to: those of two layers, as far as that leaves
+        memory to others."""
+        two_layers = 2 * math.ceil(self.num_spilled / len(self.names))
+        most = min(self.num_resident // 4, MAX_STAGED_BYTES // self.form.num_bytes)
+        return min(two_layers, most) if self.has_spare else 0
+
+    @property
     def gpu_bytes(self) -> int:
-        entries = len(self.names) * self.num_experts * ENTRY_BYTES
-        return (self.num_resident + self.has_spare) * self.form.num_bytes + entries
+        entries = 2 * len(self.names) * self.num_experts * ENTRY_BYTES  # prompts have their own table
+        return (self.num_resident + self.has_spare + self.num_staged) * self.form.num_bytes + entries
+
+    @property
+    def draft_bytes(self) -> int:
+        return 0 if self.drafts is None else self.drafts.num_bytes
 
     @property
     def host_bytes(self) -> int:
-        return (self.num_spilled + self.has_spare) * self.form.num_bytes
+        return (self.num_spilled + self.has_spare) * self.form.num_bytes + self.draft_bytes
 
     @property
     def note(self) -> str:
         """For whoever starts an engine."""
+        more = f"; so do {self.draft_bytes / 1e9:.1f} GB of draft blocks, which no step reads"
         return (
             f"{self.num_spilled:,} of {self.num_spilled + self.num_resident:,} experts "
-            f"({self.host_bytes / 1e9:.1f} GB) lie in pinned host memory and are read over PCIe"
+            f"({(self.host_bytes - self.draft_bytes) / 1e9:.1f} GB) lie in pinned host memory and are read "
+            f"over PCIe{more if self.drafts else ''}"
         )
 
     @property
@@ -56,9 +90,16 @@ class Split:
 
 
 def find_split(
-    spill: str, expert_memory: int | None, form: Form, names: Sequence[str], num_experts: int, room: int
+    spill: str,
+    expert_memory: int | None,
+    form: Form,
+    names: Sequence[str],
+    num_experts: int,
+    room: int,
+    drafts: Drafts | None = None,
 ) -> Split | None:
-    """None where nothing spills. `room`: bytes of GPU memory that everything else leaves to routed experts.
+    """None where nothing spills. `room`: bytes of GPU memory that everything else leaves to routed experts,
+    those of `drafts` being there as well.
 
     `spill`: "off", "auto" (what does not fit), or how many of every layer. `expert_memory`: at most so much.
     """
@@ -69,11 +110,37 @@ def find_split(
         if int(spill) > num_experts:
             raise ConfigError(f"spill is {spill}, but a layer has {num_experts} experts")
         resident = len(names) * (num_experts - int(spill))
-        return Split(form, tuple(names), num_experts, resident) if int(spill) else None
-    limit = room if expert_memory is None else min(room, expert_memory)
-    entries = total * ENTRY_BYTES
-    resident = max(0, limit - entries) // form.num_bytes
-    return None if resident >= total else Split(form, tuple(names), num_experts, max(0, resident - 1))
+        return Split(form, tuple(names), num_experts, resident, drafts=drafts) if int(spill) else None
+    most = math.inf if expert_memory is None else expert_memory
+    if total * (form.num_bytes + ENTRY_BYTES) <= min(room, most):
+        return None
+    limit = min(room + (0 if drafts is None else drafts.num_bytes), most)
+    resident = max(0, min(total, int(limit // form.num_bytes)))
+    while True:
+        split = Split(form, tuple(names), num_experts, resident, drafts=drafts)
+        if not resident or split.gpu_bytes <= limit:
+            return split
+        resident -= 1
+
+
+def balanced_chunk(split_of: Callable[[int], Split | None], default: int) -> tuple[int, str]:
+    """How many prompt tokens a step has, and why. `split_of`: the split with steps of so many.
+
+    What longer steps take of the GPU's memory holds experts otherwise, and shorter ones wait for PCIe: all
+    that spilled is copied once for each. So the shortest that is computed no faster than it is copied.
+    """
+    if split_of(default) is None:
+        return default, "a prompt's step reads all experts, whatever its length; longer ones keep others back"
+    for chunk in reversed(CHUNKS):
+        if chunk < default and split_of(chunk) is None:
+            return chunk, "all experts fit on the GPU beside steps of this length, and not beside longer ones"
+    for chunk in CHUNKS:
+        split = split_of(chunk)
+        spilled = 0 if split is None else split.num_spilled * split.form.num_bytes
+        if spilled / COPY_RATE <= chunk / PROMPT_RATE:
+            found = f"{spilled / 1e9:.1f} GB of experts"
+            return chunk, f"the shortest step that takes as long as copying {found} from host memory for it"
+    return default, "copying experts from host memory takes longer than a step; longer ones keep others back"
 
 
 def check_host(split: Split, free: int) -> None:
@@ -108,19 +175,26 @@ def make_placement(
 ) -> Placement:
     """Room for all experts, still without weights."""
     spare = int(split.has_spare)
-    slot_of, num_resident, num_spilled = place(choose_resident(split, counts), num_spare=(spare, spare))
+    slot_of, num_resident, num_spilled = place(
+        choose_resident(split, counts), num_spare=(spare + split.num_staged, spare)
+    )
     slots = Slots(split.form, num_resident, num_spilled, device)
     return Placement(split.form, split.names, slot_of, slots)
 
 
 def place_experts(
     split: Split | None, model: str | None, device: str | torch.device
-) -> tuple[Placement | None, tuple[str, ...]]:
-    """By what was recorded of the model of this checksum, else evenly; and what there is to say about it."""
+) -> tuple[list[Placement], tuple[str, ...]]:
+    """The layers' experts by what was recorded of the model of this checksum, else evenly; those of drafts;
+    and what there is to say about it. Empty where all lie with the other weights."""
     if split is None:
-        return None, ()
+        return [], ()
     counts, why = None, None
     if model is not None:
         counts, why = known_counts(model, len(split.names), split.num_experts)
     notes = (split.note,) if why is None else (split.note, why)
-    return make_placement(split, counts, device), notes
+    placed = [make_placement(split, counts, device)]
+    if (drafts := split.drafts) is not None:
+        slot_of, _, count = place([[False] * drafts.num_experts] * len(drafts.names), num_spare=(0, 0))
+        placed.append(Placement(drafts.form, drafts.names, slot_of, Slots(drafts.form, 0, count, device)))
+    return placed, notes

@@ -6,6 +6,7 @@ switched between two steps. What they left is spare, and is not written before t
 have ended. Nothing here waits.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ class Swapper:
         cold = flat.where(may_go.flatten(), torch.tensor(torch.inf)).topk(count, largest=False)
         self._wanted = []
         for above, h, below, c in zip(*(x.tolist() for x in (*hot, *cold)), strict=True):
-            if above <= below * WORTH + MARGIN:
+            if math.isinf(above) or math.isinf(below) or above <= below * WORTH + MARGIN:
                 break
             self._wanted.append(Pair(*divmod(h, experts), *divmod(c, experts)))
 

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,12 @@ import torch
 
 from dsv4.cache.layout import CacheLayout
 from dsv4.config import EngineConfig, ModelConfig, preset
-from dsv4.engine.memory import Memory, gpu_memory, table_bytes
+from dsv4.engine.memory import Memory, table_bytes, unpacks_weights
+from dsv4.engine.memory import gpu_memory as memory_of
 from dsv4.engine.settings import DEFAULT_CHUNK, DEFAULT_CONTEXT, GPU_CHUNK, fits_dense
-from dsv4.engine.spill import Split, find_split
+from dsv4.engine.spill import Split, balanced_chunk
 from dsv4.errors import ConfigError
-from dsv4.kernels.common.places import Form
 from dsv4.lab.gpus import (
-    HOST_BANDWIDTH,
-    HOST_MEMORY,
     MAX_GPUS,
     NAMES,
     Machine,
@@ -28,7 +26,7 @@ from dsv4.lab.gpus import (
 from dsv4.lab.init import contents
 from dsv4.lab.inspect import Component, active_share, components
 from dsv4.lab.links import LINKS
-from dsv4.lab.spilled import spill_figures
+from dsv4.lab.spilled import spill_figures, split_of
 from dsv4.model.buffers import graph_rows
 from dsv4.model.params import Param, check_ranks, num_parts
 from dsv4.ops._exact import padded
@@ -72,6 +70,7 @@ class Demand:
     read_dense: Shares
     largest_linear: int
     expert_format: Format
+    draft_format: Format | None  # None: no draft block, or experts in several formats
 
     @classmethod
     def of(cls, config: ModelConfig, inventory: Inventory) -> "Demand":
@@ -110,13 +109,20 @@ class Demand:
             components=parts,
             padded={1: shares["tiled"]} | {ranks: Shares(**counts) for ranks, counts in padded.items()},
             largest_linear=largest,
-            expert_format=next(tiled_format(s) for s in inventory.sources if s.param.expert is not None),
+            expert_format=_formats(inventory, "layers.")[0],
+            draft_format=drafts[0] if len(drafts := _formats(inventory, "mtp.")) == 1 else None,
             **shares,
         )
 
     @property
     def stored_bytes(self) -> int:
         return sum(part.total_bytes for part in self.components)
+
+
+def _formats(inventory: Inventory, of: str) -> list[Format]:
+    """Of routed experts."""
+    sources = (s for s in inventory.sources if s.param.expert is not None and s.param.name.startswith(of))
+    return list({tiled_format(source): None for source in sources})
 
 
 def _holder(param: Param) -> str:
@@ -240,9 +246,16 @@ class Plan:
         """Of the compute type the engine chooses: float32 on a CPU, bfloat16 on a GPU."""
         return 4 if self.machine.is_cpu else 2
 
-    @property
+    @cached_property
     def chunk(self) -> int:
-        return self.wanted.chunk or (DEFAULT_CHUNK if self.machine.is_cpu else GPU_CHUNK)
+        return self.wanted.chunk or self.chosen_chunk[0]
+
+    @cached_property
+    def chosen_chunk(self) -> tuple[int, str]:
+        """Prompt tokens of a step as an engine chooses them, and why."""
+        if self.machine.is_cpu:
+            return DEFAULT_CHUNK, "a CPU's"
+        return balanced_chunk(partial(split_of, self), GPU_CHUNK)
 
     @property
     def layout(self) -> CacheLayout:
@@ -261,17 +274,23 @@ class Plan:
             held = replace(self.demand.padded[self.tp], experts=self.demand.padded[self.width_ranks].experts)
         return held.per_gpu(self.expert_share, self.tp)
 
+    def gpu_memory(self, chunk: int, spills: bool) -> Memory:
+        return memory_of(
+            weights=self.weight_bytes,
+            layout=self.layout,
+            dtype=torch.bfloat16,
+            graph_rows=graph_rows(self.slots),
+            chunk=chunk,
+            unpacks=unpacks_weights(torch.bfloat16, self.machine.capability),
+            spills=spills,
+        )
+
     @cached_property
     def memory(self) -> Memory:
+        """With every weight on the GPU."""
         layout, w = self.layout, self.wanted
         if not self.machine.is_cpu:
-            return gpu_memory(
-                weights=self.weight_bytes,
-                layout=layout,
-                dtype=torch.bfloat16,
-                graph_rows=graph_rows(self.slots),
-                chunk=self.chunk,
-            )
+            return self.gpu_memory(self.chunk, spills=False)
         return Memory(
             weights=self.weight_bytes,
             cache=layout.pool_bytes(),
@@ -319,35 +338,17 @@ class Plan:
     @cached_property
     def spill(self) -> Split | None:
         """Experts in pinned host memory, where that makes one GPU do."""
-        c, m = self.demand.config, self.machine
-        if self.fits or m.is_cpu or m.is_too_old or m.count > 1:
-            return None
-        names = [f"layers.{layer}.ffn.experts" for layer in range(c.num_layers)]
-        form = Form(self.demand.expert_format, c.expert_width, c.hidden_size)
-        experts = form.num_bytes * len(names) * c.num_experts
-        room = m.memory_bytes - self.total_bytes + experts
-        split = find_split("auto", None, form, names, c.num_experts, room)
-        if split is None or split.gpu_bytes > room or split.host_bytes > HOST_MEMORY:
-            return None
-        return split
+        return None if self.fits else split_of(self, self.chunk)
 
-    @property
+    @cached_property
     def held(self) -> Memory:
         """What the engine takes: with experts in host memory, if they have to lie there."""
         if self.spill is None:
             return self.memory
-        gone = (self.spill.num_spilled - self.spill.has_spare) * self.spill.form.num_bytes
-        return replace(self.memory, weights=self.memory.weights - gone, host=self.spill.host_bytes)
-
-    def spilled_rate(self, batch: int, share: float = 1.0, hit_rate: float | None = None) -> float:
-        """Tokens per second with `spill`, GPU memory at that share of its speed, PCIe as measured; hits as
-        with uniform routing, or as given."""
-        assert self.spill is not None
-        c = self.demand.config
-        chosen = c.num_experts * (1 - (1 - c.experts_per_token / c.num_experts) ** batch)
-        misses = 1 - (self.spill.share if hit_rate is None else hit_rate)
-        over_pcie = misses * chosen * c.num_layers * self.spill.form.num_bytes
-        return batch / (batch / self.tokens_per_second(batch) / share + over_pcie / HOST_BANDWIDTH)
+        memory, form = self.gpu_memory(self.chunk, spills=True), self.spill.form
+        gone = self.spill.num_spilled - self.spill.num_staged - self.spill.has_spare
+        weights = memory.weights - gone * form.num_bytes - self.spill.draft_bytes
+        return replace(memory, weights=weights, host=self.spill.host_bytes)
 
     def read_bytes(self, batch: int) -> int:
         """What one GPU reads to decode one token of each of `batch` sequences, all at full context."""

@@ -30,7 +30,8 @@ class Weights:
     """Loaded tensors by official name: Tensor, QuantTensor, or on a GPU Tiled and a Bank per layer's experts.
 
     `quantised` names the linears that were stored in 8 or 4 bits. `placement`: where routed experts lie, if
-    not all of them are in GPU memory. `checksum`: the model under which choices of experts are kept.
+    not all of them are in GPU memory; `drafts`: where those of draft blocks do. `checksum`: the model under
+    which choices of experts are kept.
     """
 
     tensors: Mapping[str, Any]
@@ -38,6 +39,7 @@ class Weights:
     num_mtp_layers: int
     placement: Placement | None = None
     checksum: str | None = None
+    drafts: Placement | None = None
 
 
 @dataclass(frozen=True)

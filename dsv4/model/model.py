@@ -1,9 +1,12 @@
 """THE SPINE: embed, expand to streams, run the blocks, mix the streams, norm, head. And the draft blocks."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from dsv4.cache.store import Cache
+from dsv4.kernels.common.staging import READ_IN_PLACE, Staging
 from dsv4.model.block import Block
 from dsv4.model.bundle import Bundle
 from dsv4.model.mhc import HyperConnection
@@ -14,8 +17,11 @@ from dsv4.quant.formats import QuantTensor
 
 
 class Model:
-    def __init__(self, b: Bundle, max_positions: int, device: str | torch.device) -> None:
-        c = b.config
+    def __init__(
+        self, b: Bundle, max_positions: int, device: str | torch.device, copies_ahead: bool = True
+    ) -> None:
+        """`copies_ahead`: of experts in host memory, for long prompt steps; else they are read in place."""
+        c, placement = b.config, b.weights.placement
         self.ops, self.config, self.numerics, self.mesh = b.ops, c, b.numerics, b.mesh
         plain = Rope(c.rope_theta, c.rope_dim, None, max_positions, device)
         compressed = Rope(c.compress_rope_theta, c.rope_dim, c.yarn, max_positions, device)
@@ -29,6 +35,9 @@ class Model:
         self.hc_head = HyperConnection(b, "hc_head")
         self.norm = b.plain("norm")
         self.head = b.linear("head", rounds_input=False, parts=b.num_parts)
+        self.staging: Staging | None = None
+        if placement is not None and placement.staging and copies_ahead:
+            self.staging = Staging(placement)
         self.mtp = [Mtp(b, f"mtp.{index}", plain) for index in range(b.weights.num_mtp_layers)]
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -44,6 +53,17 @@ class Model:
     @torch.inference_mode()
     def forward(self, step: Step, cache: Cache) -> Tensor:
         """All tokens of the step -> residual streams [T, N, D] after the last block."""
+        if self.stages(step.ids.shape[0]) and step.lists is None:
+            assert self.staging is not None
+            with self.staging.step() as staging:
+                return self._blocks(replace(step, staging=staging), cache)
+        return self._blocks(step, cache)
+
+    def stages(self, tokens: int) -> bool:
+        """Whether a step of so many tokens copies experts of host memory ahead."""
+        return self.staging is not None and tokens > READ_IN_PLACE
+
+    def _blocks(self, step: Step, cache: Cache) -> Tensor:
         streams = self.embed(step.ids).unsqueeze(1).expand(-1, self.config.num_streams, -1)
         for block, layer in zip(self.blocks, cache.layers, strict=False):
             streams = block(streams, step.ids, step, layer, cache.page_table)

@@ -47,15 +47,18 @@ class Moe:
         chosen = step.choices(chosen)
         step.see(self.name, "chosen", chosen)
         step.see(self.name, "weights", weights)
+        staging, bank = step.staging, f"{self.name}.experts"
         routed = ops.experts.routed(
             x=x,
             ids=chosen,
             weights=weights,
-            experts=self.experts,
+            experts=self.experts if staging is None else staging.take(bank),
             limit=c.swiglu_limit,
             activations=self.activations,
             parts=self.parts,
         )
+        if staging is not None:
+            staging.give_back(bank)
         if step.tap is not None:
             step.see(self.name, "routed", tree_sum(routed))
             step.see(self.name, "shared", tree_sum(shared))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsv4.cache.store import Cache
 from dsv4.model.model import Model
-from dsv4.model.step import Span, Step, closings, columns, send
+from dsv4.model.step import Mark, Span, Step, closings, columns, send
 
 MAX_SEQUENCES = 16  # of a step: their blocks that close need places
 
@@ -45,9 +45,9 @@ class Prompt:
     def fits(self, spans: Sequence[Span]) -> bool:
         return len(spans) <= MAX_SEQUENCES and sum(len(ids) for _, _, ids in spans) <= self.size
 
-    def _packed(self, spans: Sequence[Span]) -> Tensor:
+    def _packed(self, spans: Sequence[Span], mark: Mark | None = None) -> Tensor:
         """What the host loads, in one copy: the tokens' columns, and the blocks that close."""
-        parts = [columns(spans, self.size).flatten()]
+        parts = [columns(spans, self.size, mark).flatten()]
         for ratio, places in self.places.items():
             part = torch.full((places,), -1, dtype=torch.long)
             closing = closings(spans, ratio)
@@ -56,21 +56,24 @@ class Prompt:
         return torch.cat(parts)
 
     def _step(self) -> Step:
-        table, *lists = self.inputs.split([5 * self.size, *self.places.values()])
-        ids, positions, slots, first, last = table.view(5, self.size)
+        table, *lists = self.inputs.split([6 * self.size, *self.places.values()])
+        ids, positions, slots, first, last, marked = table.view(6, self.size)
+        layout = self.cache.layout
         return Step(
             ids=ids,
             positions=positions,
             slots=slots,
             first=first,
             last=last,
-            longest=self.cache.layout.max_context,
+            longest=layout.max_context,
             lists=dict(zip(self.places, lists, strict=True)),
+            marked=marked if layout.num_states > layout.num_slots else None,
+            mark_slot=layout.num_slots,
         )
 
-    def load(self, spans: Sequence[Span]) -> None:
+    def load(self, spans: Sequence[Span], mark: Mark | None = None) -> None:
         assert self.fits(spans), f"{len(spans)} sequences in a step of {self.size} tokens"
-        self.inputs.copy_(send(self._packed(spans), self.inputs.device))
+        self.inputs.copy_(send(self._packed(spans, mark), self.inputs.device))
 
     def run(self) -> None:
         """Launch by launch."""
@@ -83,9 +86,9 @@ class Prompt:
             self.run()
         self.graph = graph
 
-    def __call__(self, spans: Sequence[Span]) -> Tensor:
+    def __call__(self, spans: Sequence[Span], mark: Mark | None = None) -> Tensor:
         """streams [T, N, D] of the tokens, valid until the next step of any size."""
-        self.load(spans)
+        self.load(spans, mark)
         if self.graph is not None:
             self.graph.replay()
         else:

@@ -4,11 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from dsv4.kernels.common.staging import READ_IN_PLACE, Staging
 from dsv4.model.rope import Rope
 
 # Looks at intermediate results: whose (`layers.3.attn`), which (`q`), and the tensor, not to be changed.
@@ -32,18 +33,30 @@ def once(method: Method) -> Method:
 Span = tuple[int, int, Sequence[int]]  # slot, start position, token ids
 
 
-# Tokens of the prompt steps that are recorded as graphs (prompt.py).
-SIZES = (16, 32, 64, 128, 256, 512)
+class Mark(NamedTuple):
+    """The state of the sequence in `slot` before `position`, which the step passes, is left in slot `to`."""
+
+    slot: int
+    position: int
+    to: int
 
 
-def prompt_sizes(chunk: int) -> list[int]:
-    """Of the steps for prompts that are read in chunks of so many tokens."""
-    return [size for size in SIZES if size < 2 * chunk]
+# Tokens of the prompt steps that are recorded as graphs (prompt.py): up to where launching takes the host as
+# long as the GPU needs.
+SIZES = (16, 32, 64, 128, 256, 512, 768, 1024)
 
 
-def columns(spans: Sequence[Span], size: int) -> Tensor:
-    """[5, size] on the host: ids, positions, slots, first and last positions; padding has position -1."""
-    out = torch.zeros(5, size, dtype=torch.long)
+def prompt_sizes(chunk: int, spills: bool = False) -> list[int]:
+    """Of the steps for prompts that are read in chunks of so many tokens; longer ones copy spilled experts
+    ahead, which is no graph."""
+    most = READ_IN_PLACE if spills else SIZES[-1]
+    return [size for size in SIZES if size < 2 * chunk and size <= most]
+
+
+def columns(spans: Sequence[Span], size: int, mark: Mark | None = None) -> Tensor:
+    """[6, size] on the host: ids, positions, slots, first and last positions, and the marked one (0: none);
+    padding has position -1."""
+    out = torch.zeros(6, size, dtype=torch.long)
     out[1] = -1
     row = 0
     for slot, start, tokens in spans:
@@ -51,6 +64,8 @@ def columns(spans: Sequence[Span], size: int) -> Tensor:
         out[0, mine] = torch.tensor(tokens, dtype=torch.long)
         out[1, mine] = torch.arange(start, start + len(tokens))
         out[2, mine], out[3, mine], out[4, mine] = slot, start, start + len(tokens) - 1
+        if mark is not None and mark.slot == slot:
+            out[5, mine] = mark.position
     return out
 
 
@@ -86,18 +101,28 @@ class Step:
     last: Tensor  # [T] position of its last token in this step
     longest: int  # tokens of the longest sequence, those of this step included
     spans: tuple[Span, ...] = ()
+    mark: Mark | None = None
     lists: Mapping[int, Tensor] | None = None  # in a graph: `closing` by ratio, -1 beyond the last
+    marked: Tensor | None = None  # [T] in a graph that can mark: the position before which the state is left
+    mark_slot: int = 0  # there: where it is left
     tap: Tap | None = None
+    staging: Staging | None = None  # experts copied ahead to the GPU, if they are in this step
     known: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def build(cls, spans: Sequence[Span], device: str | torch.device, tap: Tap | None = None) -> "Step":
+    def build(
+        cls,
+        spans: Sequence[Span],
+        device: str | torch.device,
+        tap: Tap | None = None,
+        mark: Mark | None = None,
+    ) -> "Step":
         """spans: (slot, start position, token ids) per sequence."""
         assert len({slot for slot, _, tokens in spans if tokens}) == sum(bool(t) for _, _, t in spans)
         table = send(columns(spans, sum(len(tokens) for _, _, tokens in spans)), device)
         longest = max((start + len(tokens) for _, start, tokens in spans), default=0)
-        ids, positions, slots, first, last = table
-        return cls(ids, positions, slots, first, last, longest, tuple(spans), tap=tap)
+        ids, positions, slots, first, last, _ = table
+        return cls(ids, positions, slots, first, last, longest, tuple(spans), mark, tap=tap)
 
     def see(self, name: str, part: str, value: Tensor) -> None:
         """Show an intermediate result to whoever looks; almost always nobody does."""
@@ -153,18 +178,33 @@ class Step:
         """Tokens that remain in rings of `size` rows after this step (None: all), and their rows.
 
         A ring holds one row per slot and position mod size, so each row is named at most once. In a graph a
-        token that does not remain has row -1.
+        token that does not remain has row -1. Tokens before a mark have a row in its slot too.
         """
-        rows = self.slots * size + self.positions % size
         if self.lists is not None:
-            remains = (self.positions >= 0) & (self.positions > self.last - size)
-            return None, torch.where(remains, rows, -1)
-        if all(len(tokens) <= size for _, _, tokens in self.spans):
-            return None, rows
-        kept: list[int] = []
+            return self._remaining_of_graph(size)
+        if self.mark is None and all(len(tokens) <= size for _, _, tokens in self.spans):
+            return None, self.slots * size + self.positions % size
+        kept: list[tuple[int, int]] = []
         row = 0
-        for _, _, tokens in self.spans:
+        for slot, start, tokens in self.spans:
+            ends = [(start + len(tokens), slot)]
+            if self.mark is not None and self.mark.slot == slot:
+                assert start < self.mark.position <= start + len(tokens), self.mark
+                ends.append((self.mark.position, self.mark.to))
+            for end, to in ends:
+                which = range(max(start, end - size), end)
+                kept += [(row + p - start, to * size + p % size) for p in which]
             row += len(tokens)
-            kept += range(row - min(size, len(tokens)), row)
-        which = send(torch.tensor(kept, dtype=torch.long), self.ids.device)
-        return which, rows[which]
+        both = send(torch.tensor(kept, dtype=torch.long).t().contiguous(), self.ids.device)
+        return both[0], both[1]
+
+    def _remaining_of_graph(self, size: int) -> tuple[Tensor | None, Tensor]:
+        at = self.positions % size
+        remains = (self.positions >= 0) & (self.positions > self.last - size)
+        rows = torch.where(remains, self.slots * size + at, -1)
+        if self.marked is None:
+            return None, rows
+        is_before = (self.positions >= 0) & (self.positions < self.marked)
+        is_before &= self.positions >= self.marked - size
+        tokens = torch.arange(len(rows), device=rows.device).repeat(2)
+        return tokens, torch.cat((rows, torch.where(is_before, self.mark_slot * size + at, -1)))

@@ -37,7 +37,7 @@ def one_of_each(model: Model, cache: Cache) -> tuple[Model, Cache]:
     for number, block in enumerate(model.blocks):
         first.setdefault((block.attention.spec, *_weights(block)), number)
     small, its_cache = copy.copy(model), copy.copy(cache)
-    small.blocks = [model.blocks[number] for number in first.values()]
+    small.blocks, small.staging = [model.blocks[number] for number in first.values()], None
     its_cache.layers = [cache.layers[number] for number in first.values()]
     return small, its_cache
 

@@ -185,7 +185,7 @@ def signature(thought: str) -> str:
 
 
 class MessagesShape:
-    end: bytes | None = None
+    end = b""
 
     def __init__(self, id: str, model: str) -> None:
         self._head = {"id": id, "type": "message", "role": "assistant", "model": model}

@@ -20,7 +20,7 @@ from dsv4.serve.ask import Asked, ask_chat, ask_completion, check_fits, check_id
 from dsv4.serve.client import Ticket
 from dsv4.serve.describe import openapi
 from dsv4.serve.gate import Gate, json_response, read_body
-from dsv4.serve.job import AnyShape, EventStream, Job, Replay, Service, unless_gone
+from dsv4.serve.job import AnyShape, EventStream, Job, Replay, Service
 from dsv4.serve.openai import ChatShape, HttpError, PlainShape
 from dsv4.serve.prompt import beside
 from dsv4.serve.responses import ResponsesBody, ResponsesShape
@@ -216,17 +216,10 @@ class Routes:
             tells_cached=replay is None,
         )
         request.scope["stack"].enter_context(job)
-        outcome: list[dict[str, Any]] = []
-
-        async def start() -> None:
-            await ticket.started()
-            if not body.stream:
-                outcome.append(await job.whole())
-
-        if not await unless_gone(request.receive, start()):
-            note["gone"] = "yes"
-            return Response(status_code=499)
-        return json_response(outcome[0]) if outcome else EventStream(job)
+        watcher = asyncio.create_task(job.watch(request.receive))
+        request.scope["stack"].callback(watcher.cancel)
+        await ticket.started()
+        return EventStream(job) if body.stream else json_response(await job.whole())
 
     def _id(self, request: Request) -> str:
         return request.scope["note"]["id"].removeprefix("req_")

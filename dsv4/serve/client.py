@@ -20,10 +20,10 @@ from dsv4.config import EngineConfig
 from dsv4.engine.request import Delta, Request, SamplingParams
 from dsv4.errors import ConfigError, Dsv4Error, RequestError
 from dsv4.serve.wire import (
-    HEADER,
     Accepted,
     Cancel,
     Failed,
+    Frames,
     FromEngine,
     Loading,
     Message,
@@ -34,7 +34,6 @@ from dsv4.serve.wire import (
     Stepped,
     Submit,
     WireError,
-    body_size,
     frame,
     from_engine,
     read,
@@ -42,6 +41,7 @@ from dsv4.serve.wire import (
 
 MAX_BUFFERED_DELTAS = 8192
 MAX_UNSENT_BYTES = 64 << 20
+_READ_BYTES = 1 << 20
 # After a process that died before it was ready: wait, longer each time.
 MAX_RESTART_SECONDS = 30.0
 STOP_SECONDS = 10.0
@@ -85,6 +85,11 @@ class Ticket:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all deltas were taken and none will come, for no other reason than that all have ended."""
+        return not (self._open or self._deltas or self._error)
 
     def submit(self, prompts: list[tuple[int, ...]], params: list[SamplingParams], owner: str) -> None:
         """One sequence per prompt and entry of `params`, the prompt's entries one after the other."""
@@ -329,7 +334,7 @@ class EngineProcess:
                 try:
                     self.send(Start(self.model, self.config))
                     await self._read(life)
-                except (asyncio.IncompleteReadError, OSError):
+                except OSError:
                     pass  # the process has ended, or is about to
                 except (WireError, ConfigError) as error:
                     if self._first_ready.done():
@@ -376,11 +381,12 @@ class EngineProcess:
             self._stopping.set()
 
     async def _read(self, life: _Life) -> None:
-        while True:
-            header = await life.reader.readexactly(HEADER.size)
-            message = read(from_engine, await life.reader.readexactly(body_size(header)))
+        """Until the other end closes."""
+        frames = Frames()
+        while data := await life.reader.read(_READ_BYTES):
             life.heard = time.monotonic()
-            self._take(life, message)
+            for body in frames.push(data):
+                self._take(life, read(from_engine, body))
 
     def _take(self, life: _Life, message: FromEngine) -> None:
         if isinstance(message, Stepped):

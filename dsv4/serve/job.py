@@ -1,10 +1,9 @@
 """One request for tokens on its way: tickets to pieces, whole or as server-sent events. Knows no routes."""
 
-import asyncio
 import json
 import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -17,7 +16,7 @@ from dsv4.errors import Dsv4Error, RequestError
 from dsv4.serve.answer import ChatAnswer, Piece, PlainAnswer
 from dsv4.serve.client import EngineProcess, Ticket
 from dsv4.serve.metrics import Metrics
-from dsv4.serve.openai import Usage
+from dsv4.serve.openai import HttpError, Usage
 from dsv4.serve.prompt import Encoder
 
 # A stream that is silent for so long says that it is still there: proxies and clients give up on silence.
@@ -55,7 +54,7 @@ class Replay:
 class AnyShape(Protocol):
     """What an API makes of pieces: events of a stream, or a whole answer."""
 
-    end: bytes | None  # what the last event says, if there is one
+    end: bytes  # of a stream, after the last event
 
     def opening(self, usage: Usage) -> list[dict[str, Any]]: ...
     def chunks(self, index: int, piece: Piece) -> list[dict[str, Any]]: ...
@@ -141,40 +140,21 @@ class Job:
                 pieces[index].append(piece)
         return self.shape.whole(pieces, self.usage)
 
-    async def events(self, send: Callable[[list[dict[str, Any]]], Coroutine[Any, Any, None]]) -> None:
-        """All events to `send`, which waits for slow clients; an empty list where nothing came for long."""
-        if opening := self.shape.opening(self.usage):
-            await send(opening)
-        while True:
-            try:
-                found = await self.pieces(KEEP_ALIVE_SECONDS)
-            except TimeoutError:
-                await send([])
-                continue
-            if not found:
-                break
-            await send([event for index, piece in found for event in self.shape.chunks(index, piece)])
-        if closing := self.shape.closing(self.usage):
-            await send(closing)
+    async def events(self) -> list[dict[str, Any]]:
+        """The next ones; none where nothing came for long, and with the last all that ends the stream."""
+        try:
+            found = await self.pieces(KEEP_ALIVE_SECONDS)
+        except TimeoutError:
+            return []
+        events = [event for index, piece in found for event in self.shape.chunks(index, piece)]
+        return events + self.shape.closing(self.usage) if self.ticket.is_over else events
 
-
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Any]) -> bool:
-    """Runs `work`; if the client goes away first, cancels it and returns False."""
-
-    async def gone() -> None:
+    async def watch(self, receive: Receive) -> None:
+        """Ends the sequences, and so the request, when the client goes away."""
         while (await receive())["type"] != "http.disconnect":
             pass
-
-    worker, watcher = asyncio.ensure_future(work), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if worker.done():
-            worker.result()
-        return worker.done()
-    finally:
-        for task in (worker, watcher):
-            task.cancel()
-        await asyncio.gather(worker, watcher, return_exceptions=True)
+        self.note["gone"] = "yes"
+        self.ticket.fail(HttpError(499, "the client went away"))
 
 
 def _event(value: dict[str, Any]) -> bytes:
@@ -193,23 +173,18 @@ class EventStream(Response):
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        shape = self.job.shape
+        job, shape, ticket = self.job, self.job.shape, self.job.ticket
 
-        async def write(body: bytes, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": body, "more_body": more})
-
-        async def write_events(events: list[dict[str, Any]]) -> None:
-            await write(b"".join(map(_event, events)) or b": waiting\n\n")
-
-        async def stream() -> None:
-            try:
-                await self.job.events(write_events)
-                if shape.end is not None:
-                    await write(b"data: " + shape.end + b"\n\n")
-            except Dsv4Error as error:
-                await write(_event(shape.error(error)))
-            await write(b"", more=False)
+        async def write(events: list[dict[str, Any]], end: bytes | None = None) -> None:
+            body = (b"".join(map(_event, events)) or b": waiting\n\n") + (end or b"")
+            await send({"type": "http.response.body", "body": body, "more_body": end is None})
 
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        if not await unless_gone(receive, stream()):
-            self.job.note["gone"] = "yes"
+        try:
+            if opening := shape.opening(job.usage):
+                await write(opening)
+            while not ticket.is_over:
+                events = await job.events()
+                await write(events, shape.end if ticket.is_over else None)
+        except Dsv4Error as error:
+            await write([shape.error(error)], b"")

@@ -74,7 +74,7 @@ class Shape:
     """What OpenAI's first two endpoints have in common; `head` is what every object of one answer carries."""
 
     name = chunk_name = ""
-    end: bytes | None = b"[DONE]"
+    end = b"data: [DONE]\n\n"
 
     def __init__(self, head: dict[str, Any], count: int, with_logprobs: bool, with_usage: bool) -> None:
         self.head, self.count, self.with_logprobs, self.with_usage = head, count, with_logprobs, with_usage

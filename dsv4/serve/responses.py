@@ -218,7 +218,7 @@ def _thought(item: ReasoningItem, at: int) -> str:
 
 
 class ResponsesShape:
-    end: bytes | None = None
+    end = b""
 
     def __init__(self, id: str, created: int, model: str, body: ResponsesBody) -> None:
         self._id, self._body, self._blocks, self._number = id, body, Blocks(), 0

@@ -35,10 +35,12 @@ def load_tiled(
     device: str | torch.device,
     progress: Progress | None = None,
     placement: Placement | None = None,
+    drafts: Placement | None = None,
 ) -> Weights:
     """As Checkpoint.load, with Tiled for linears and one Bank per layer's experts.
 
-    With `placement` each routed expert is written where it will lie; nothing is held twice.
+    With `placement` each routed expert is written where it will lie, with `drafts` those of draft blocks;
+    nothing is held twice.
     """
     tensors: dict[str, Tensor | QuantTensor | Tiled | Bank] = {}
     total, done = checkpoint.inventory.num_bytes, 0
@@ -56,14 +58,15 @@ def load_tiled(
                 if checkpoint.is_recoded(source):
                     held = recode(held)
                 if match := _EXPERT.fullmatch(name):
-                    _put_expert(tensors, match, held, source, checkpoint.config, placement)
+                    where = next((p for p in (placement, drafts) if p and match[1] in p.names), None)
+                    _put_expert(tensors, match, held, source, checkpoint.config, where)
                 else:
                     tensors[name] = tile(held)
             done += source.num_bytes
             if progress:
                 progress(done, total)
     quantised = frozenset(s.param.name for s in sources if s.is_quantised)
-    return Weights(tensors, quantised, checkpoint.inventory.num_mtp_layers, placement)
+    return Weights(tensors, quantised, checkpoint.inventory.num_mtp_layers, placement, drafts=drafts)
 
 
 def tiled_bytes(checkpoint: Checkpoint) -> int:
@@ -87,26 +90,39 @@ def expert_bytes(checkpoint: Checkpoint) -> int:
     return sum(tiled_source_bytes(s) for s in checkpoint.inventory.sources if _is_routed(s))
 
 
-def _is_routed(source: Source) -> bool:
-    """An expert of a layer; not one of a draft."""
-    return source.param.expert is not None and source.param.name.startswith("layers.")
+def _is_routed(source: Source, of: str = "layers.") -> bool:
+    """An expert of a layer, or of a draft."""
+    return source.param.expert is not None and source.param.name.startswith(of)
 
 
 def expert_form(checkpoint: Checkpoint) -> tuple[Form, list[str]]:
     """The form of the layers' routed experts, and the names of their banks."""
-    names: dict[str, None] = {}
-    formats: dict[Format, str] = {}
-    for source in checkpoint.inventory.sources:
-        if _is_routed(source):
-            names[source.param.name.rsplit(".", 2)[0]] = None
-            formats.setdefault(tiled_format(source), source.param.name)
+    formats, names = _formats(checkpoint, "layers.")
     if len(formats) > 1:
         found = ", ".join(f"{name} is {format}" for format, name in formats.items())
         raise CheckpointError(
             f"experts can lie in host memory where all are stored alike, but {found}; use --spill off"
         )
     c = checkpoint.config
-    return Form(next(iter(formats)), c.expert_width, c.hidden_size), list(names)
+    return Form(next(iter(formats)), c.expert_width, c.hidden_size), names
+
+
+def draft_form(checkpoint: Checkpoint) -> tuple[Form, list[str]] | None:
+    """The same of draft blocks; None without, or where their experts are not stored alike."""
+    formats, names = _formats(checkpoint, "mtp.")
+    c = checkpoint.config
+    return (Form(next(iter(formats)), c.expert_width, c.hidden_size), names) if len(formats) == 1 else None
+
+
+def _formats(checkpoint: Checkpoint, of: str) -> tuple[dict[Format, str], list[str]]:
+    """How routed experts are held, each way with the name of one; and the names of their banks."""
+    names: dict[str, None] = {}
+    formats: dict[Format, str] = {}
+    for source in checkpoint.inventory.sources:
+        if _is_routed(source, of):
+            names[source.param.name.rsplit(".", 2)[0]] = None
+            formats.setdefault(tiled_format(source), source.param.name)
+    return formats, list(names)
 
 
 def tiled_format(source: Source) -> Format:
@@ -158,8 +174,7 @@ def _put_expert(
     count = config.num_experts if number is not None else 1
     part, half = _PLACE[which]
     bank = tensors.get(name)
-    placed = placement is not None and name in placement.names
-    if placement is not None and placed and bank is None:
+    if placement is not None and bank is None:
         bank = tensors[name] = placement.bank(name)
     elif bank is None:
         hidden, device = config.hidden_size, held.data.device
@@ -174,7 +189,7 @@ def _put_expert(
             f"{source.weight.name} is {held.format} and other experts of the layer are {to.format}; the GPU "
             "kernels need one format per layer: convert the checkpoint, or use --device cpu"
         )
-    if placement is not None and placed:
+    if placement is not None:
         fits = put(getattr(placement.expert(name, int(number)), part), 0, half, held)
     else:
         fits = put(to, int(number or 0), half, held)

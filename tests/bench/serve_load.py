@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2 as httpx
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "serve")]
 

@@ -57,7 +57,9 @@ class FakeDevice:
         self._queue: deque[Callable[[], None]] = deque()
         self._table: dict[int, tuple[int, ...]] = {}
         self._pages: dict[int, dict[int, int]] = {}
-        self._ring: dict[int, dict[int, int]] = {slot: {} for slot in range(slots)}
+        # The last ring is for marks: what a step's own tokens leave before them.
+        self._marked = slots
+        self._ring: dict[int, dict[int, tuple[int, int]]] = {slot: {} for slot in range(slots + 1)}
         self._latest: dict[int, int] = {}
         self.snapshots: dict[int, dict[int, int]] = {}
         self._penalties: dict[int, Penalise] = {}
@@ -150,6 +152,7 @@ class FakeDevice:
         return self._launch("decode", spans)
 
     def _launch(self, what: str, spans: tuple[Span, ...]) -> Step:
+        assert sum(span.mark > 0 for span in spans) <= 1
         if self.fails(what, spans):
             raise RuntimeError(f"{what} failed")
         samples = not any(span.sampling and span.sampling.masked for span in spans)
@@ -162,6 +165,8 @@ class FakeDevice:
                     page = self._table[span.slot][p // PAGE]
                     self._pages.setdefault(page, {})[p % PAGE] = id
                     self._ring[span.slot][p % (WINDOW + 8)] = (p, id)
+                    if p < span.mark:
+                        self._ring[self._marked][p % (WINDOW + 8)] = (p, id)
                 if what == "decode" and span.sampling and span.sampling.penalties >= 0:
                     self._noted[span.slot][span.start] = ids[0]
                 step.histories.append(self._read(span.slot, span.end))

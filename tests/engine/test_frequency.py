@@ -1,9 +1,6 @@
 """Counts of chosen experts: whole or not there, of one model alone, decayed; what a memory would hit."""
 
-import os
-import signal
-import subprocess
-import sys
+import multiprocessing
 import time
 from pathlib import Path
 
@@ -56,21 +53,23 @@ def test_what_is_not_this_models_is_ignored_with_a_sentence() -> None:
             read_counts(path)
 
 
+def write_for_ever(path: Path) -> None:
+    for i in range(10**9):
+        write_counts(path, "m", [[float(i)] * 2000] * 20)
+
+
 def test_a_killed_process_leaves_a_whole_file(tmp_path: Path) -> None:
     """Somebody writes all the time and is killed at some time or other; readers never see a part."""
     path = counts_path("m")
-    code = (
-        "from pathlib import Path; from dsv4.engine.frequency import write_counts\n"
-        f"for i in range(10**9): write_counts(Path({str(path)!r}), 'm', [[float(i)] * 2000] * 20)"
-    )
     for pause in (0.0, 0.013, 0.031):
-        writer = subprocess.Popen([sys.executable, "-c", code], env=dict(os.environ))
+        writer = multiprocessing.get_context("fork").Process(target=write_for_ever, args=(path,))
+        writer.start()
         began = time.monotonic()
         while not path.exists() and time.monotonic() < began + 60:
             time.sleep(0.01)
         time.sleep(pause)
-        writer.send_signal(signal.SIGKILL)
-        writer.wait()
+        writer.kill()
+        writer.join()
         counts = read_counts(path, "m")
         assert len(counts) == 20 and len({value for row in counts for value in row}) == 1
         path.unlink()

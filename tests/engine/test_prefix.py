@@ -115,6 +115,20 @@ def test_a_snapshot_is_made_where_prompts_part(
     assert [values(d) for d in done] == [truth.of(tuple(ids), 4) for ids in prompts]
 
 
+def test_one_run_keeps_the_state_it_has_passed(engine_for: Callable[..., Engine], truth: Truth) -> None:
+    """A prompt is read whole, and later ones go on at its last page's end, 232 tokens before its own."""
+    engine = engine_for("official", max_context=1100, max_batch=3, chunk=2048)
+    base, runs = text(1000, 50), []
+    prefill = engine.runner.executor.prefill
+    engine.runner.executor.prefill = lambda spans: runs.append(spans) or prefill(spans)  # type: ignore[method-assign]
+    run(engine, [base])
+    assert [len(span.ids) for spans in runs[:1] for span in spans] == [1000]
+    prompts = [base, base[:800] + text(100, 51), base[:769]]
+    done = run(engine, prompts)
+    assert [d.cached_tokens for d in done] == [768, 768, 768]
+    assert [values(d) for d in done] == [truth.of(tuple(ids), 4) for ids in prompts]
+
+
 def test_owners_share_nothing(roomy: Engine, truth: Truth) -> None:
     roomy.prefix.clear()
     ids = tuple(text(600, 11))
@@ -219,7 +233,7 @@ def test_snapshots_take_what_is_planned(roomy: Engine) -> None:
     roomy.generate([text(300, 1)], GREEDY)
     snapshot = cache_of(roomy).snapshots[next(iter(roomy.prefix._snapshots.values()))]
     assert snapshot.num_bytes == roomy.slots.layout.snapshot_bytes()
-    assert torch.is_tensor(snapshot.windows[0].data)
+    assert torch.is_tensor(snapshot.window.data)
 
 
 def test_prompt_tokens_are_scored_whatever_is_cached(roomy: Engine, shared: Engine) -> None:

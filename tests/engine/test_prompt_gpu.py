@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,10 @@ from dsv4 import Engine, EngineConfig, SamplingParams
 from dsv4.engine.eager import Eager
 from dsv4.engine.plan import Sampling, Span
 from dsv4.engine.trial import Trial
-from tests.support.feeding import claim, release
+from dsv4.lab.bench.engine import around
+from dsv4.lab.bench.subject import synthetic
+from dsv4.model.step import Mark
+from tests.support.feeding import cache_of, claim, release
 
 pytestmark = pytest.mark.gpu
 IDS = [random.Random(3).randrange(300) for _ in range(700)]
@@ -51,7 +55,7 @@ def test_a_graph_or_launch_by_launch(checkpoint: Callable[..., Path]) -> None:
     assert isinstance(graphs, Eager) and getattr(graphs, "prompts", []), "short prompts are recorded"
     r, done = random.Random(5), [0, 0]
     pairs = [(claim(engine, 2000), claim(engine, 2000)) for _ in done]
-    for size in (16, 1, 3, 30, 40, 64, 100, 128, 200, 256, 300, 512):
+    for size in (16, 1, 3, 30, 40, 64, 100, 128, 200, 256, 300, 512, 700):
         first = r.randrange(0, size + 1)
         counts = [first, size - first]
         ids = [[r.randrange(300) for _ in range(count)] for count in counts]
@@ -89,6 +93,61 @@ def test_graph_or_not_gives_the_same_answers(checkpoint: Callable[..., Path]) ->
     engines = [load(checkpoint("modelopt"), no_graph=flag) for flag in (False, True)]
     answers = [[(c.tokens, c.prompt) for c in engine.generate(prompts, params)] for engine in engines]
     assert answers[0] == answers[1]
+
+
+@torch.inference_mode()
+def test_a_marked_state_is_the_slot_s_own(checkpoint: Callable[..., Path]) -> None:
+    """What a graph, or launches, leave beside the slots at a page's end is what a run to there leaves."""
+    engine = load(checkpoint("official"), compute_dtype="bfloat16")
+    graphs, cache = engine.runner.executor, cache_of(engine)
+    assert isinstance(graphs, Eager) and getattr(graphs, "prompts", [])
+    whole, cut = claim(engine, 2000), claim(engine, 2000)
+    spare = cache.layout.num_slots
+    for number, (start, mark, end) in enumerate([(0, 256, 300), (300, 512, 700), (700, 1792, 1800)]):
+        ids = [IDS[i % 700] for i in range(start, end)]
+        read = graphs.read if number != 1 else partial(Eager.read, graphs)
+        read([(whole, start, ids)], Mark(whole, mark, spare))
+        graphs.read([(cut, start, ids[: mark - start])])
+        cache.save(2 * number, spare, mark)
+        cache.save(2 * number + 1, cut, mark)
+        assert torch.equal(cache.read_snapshot(2 * number), cache.read_snapshot(2 * number + 1)), mark
+        graphs.read([(cut, mark, ids[mark - start :])])
+    release(engine, whole, cut)
+
+
+def test_flash_widths() -> None:
+    """Four layers of V4-Flash, every kind: chunks of 1, 7, 64, 300, 4,096 and whole, alone and among others,
+    hit and miss, in 4 and in 8 bits."""
+    chance = random.Random(1)
+    ids = [chance.randrange(129000) for _ in range(4300)]
+    for layout in ("nvfp4", "official"):
+        bundle = synthetic("flash", 16, 5, layout).bundle(torch.device("cuda:0"))
+        options = {"device": "cuda", "max_batch": 4, "max_context": 4864, "prefix_snapshots": 8}
+        engine = around(bundle, EngineConfig(**options))  # type: ignore[arg-type]
+        want = _last_logits(engine, ids, [4300])
+        for sizes in ([4096, *[1] * 200], [4096, *[7] * 30], [4096, *[64] * 5], [300] * 15):
+            assert torch.equal(_last_logits(engine, ids, sizes), want), sizes[:2]
+        params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True, logprobs=3)
+        alone = engine.generate([ids], params)[0]
+        others = [[chance.randrange(129000) for _ in range(count)] for count in (16, 300, 900)]
+        hit, *_ = engine.generate([ids, *others], params)
+        assert (hit.tokens, hit.cached_tokens) == (alone.tokens, 4096)
+        engine.prefix.clear()
+        miss, *_ = engine.generate([ids, *others], params)
+        assert (miss.tokens, miss.cached_tokens) == (alone.tokens, 0)
+
+
+def _last_logits(engine: Engine, ids: list[int], sizes: list[int]) -> Tensor:
+    """Of the last 100 tokens, read in chunks of these sizes."""
+    out, at = [], 0
+    with Trial(engine, len(ids)) as trial:
+        for size in sizes:
+            part = ids[at : at + size]
+            at += size
+            if part:
+                out.append(trial.read(part)[0][-100:])
+    assert at >= len(ids)
+    return torch.cat(out)[-100:]
 
 
 def test_memory_stays(checkpoint: Callable[..., Path]) -> None:

@@ -27,6 +27,7 @@ class SmallPages(CacheLayout):
     """Pages of a few tokens: a test then fills and shares many."""
 
     page_tokens = PAGE  # type: ignore[assignment]
+    least_before_mark = WINDOW  # type: ignore[assignment]
 
 
 class Loop:
@@ -117,6 +118,35 @@ def expected(s: Sequence) -> list[int]:
         presence = s.request.params.presence_penalty
         out.append(choice(ids + out, sampling, mask, (presence, *ids, *out) if presence else None))
     return out
+
+
+def test_a_prompt_is_read_in_one_run_and_kept_at_its_last_page() -> None:
+    """The state there is left beside the slots, and saved before the next step could leave another."""
+    loop, stem = Loop(slots=3), [random.Random(9).randrange(VOCAB) for _ in range(19)]
+    for _ in range(3):
+        loop.add(stem, 3, 0.0, grammar=False)
+        loop.add([*stem[:17], 3, 4], 3, 0.0, grammar=False)
+        while loop.alive:
+            loop.step()
+    runs = [(span.start, span.end, span.mark) for plan in loop.plans for span in plan.prefill]
+    # Of two in a step one has a mark; the other ends at the page's end, and goes on with what is left.
+    assert runs[0] == (0, 19, 16) and (16, 19, 0) in runs[-2:]
+    assert next(save.slot for plan in loop.plans for save in plan.saves) == 3
+    assert all(s.num_cached == 16 for s in loop.done[2:])
+    assert all([token.id for token in s.tokens] == expected(s) for s in loop.done)
+
+
+def test_a_mark_needs_a_window_before_it() -> None:
+    """A run that begins too near the page's end stops there instead."""
+    loop = Loop(slots=1)
+    loop.add([random.Random(8).randrange(VOCAB) for _ in range(19)], 1, 0.0, grammar=False)
+    for limit in (14, None):
+        loop.scheduler.chunk = limit or 20
+        loop.step()
+    assert [(span.start, span.end, span.mark) for plan in loop.plans for span in plan.prefill] == [
+        (0, 14, 8),
+        (14, 16, 0),
+    ]
 
 
 STEMS = [[random.Random(n).randrange(VOCAB) for _ in range(64)] for n in range(3)]

@@ -9,13 +9,18 @@ from dsv4.config import EngineConfig
 from dsv4.engine.engine import Engine
 from dsv4.engine.request import SamplingParams
 from dsv4.engine.spill import (
+    COPY_RATE,
     ENTRY_BYTES,
     HOST_RESERVE,
+    PROMPT_RATE,
+    Drafts,
     Split,
+    balanced_chunk,
     check_host,
     choose_resident,
     find_split,
     make_placement,
+    place_experts,
 )
 from dsv4.errors import ConfigError
 from dsv4.kernels.common.places import Form
@@ -28,23 +33,67 @@ from dsv4.weights.tiled import expert_bytes, expert_form, load_tiled
 FORM, NAMES = Form(Format.MXFP4, 64, 128), ("layers.0.ffn.experts", "layers.1.ffn.experts")
 
 
+MANY = tuple(f"layers.{layer}.ffn.experts" for layer in range(8))
+
+
 def found(spill: str, room: int, expert_memory: int | None = None) -> Split | None:
-    return find_split(spill, expert_memory, FORM, NAMES, num_experts=8, room=room)
+    return find_split(spill, expert_memory, FORM, MANY, num_experts=8, room=room)
 
 
 def test_how_many_are_resident() -> None:
-    size, entries = FORM.num_bytes, 16 * ENTRY_BYTES
-    assert found("auto", room=16 * size + entries) is None, "all fit"
-    for left in (14, 7, 1):  # one slot of each memory stays empty: by way of it experts change places
-        split = found("auto", room=(left + 1) * size + entries + size - 1)
-        assert split is not None and (split.num_resident, split.num_spilled) == (left, 16 - left)
-        assert split.gpu_bytes == (left + 1) * size + entries and split.host_bytes == (17 - left) * size
+    size, entries = FORM.num_bytes, 2 * 64 * ENTRY_BYTES
+    assert found("auto", room=64 * size + entries // 2) is None, "all fit"
+    for left in (56, 32, 8):  # one slot of each memory stays empty: by way of it experts change places
+        staged = min(2 * -(-(64 - left) // 8), left // 4)  # of two layers, for prompts
+        split = found("auto", room=(left + 1 + staged) * size + entries + size - 1)
+        assert split is not None and (split.num_resident, split.num_spilled) == (left, 64 - left)
+        assert split.num_staged == staged and split.gpu_bytes == (left + 1 + staged) * size + entries
+        assert split.host_bytes == (65 - left) * size
     assert found("off", room=0) is None and found("0", room=0) is None
-    assert (split := found("3", room=10**12)) is not None and split.num_spilled == 6
-    assert (split := found("auto", 10**12, expert_memory=5 * size + entries)) and split.num_resident == 4
+    assert (split := found("3", room=10**12)) is not None and split.num_spilled == 24
+    limited = found("auto", 10**12, expert_memory=(4 + 1 + 1) * size + entries)
+    assert limited is not None and (limited.num_resident, limited.num_staged) == (4, 1)
     assert (split := found("auto", -(10**9))) is not None and split.num_resident == 0
     with pytest.raises(ConfigError, match="spill is 9, but a layer has 8 experts"):
         found("9", room=0)
+
+
+def test_drafts_are_the_first_to_go() -> None:
+    """No step reads them: what they leave holds experts of the layers."""
+    drafts = Drafts(Form(Format.NVFP4, 64, 128), ("mtp.0.ffn.experts",), 8)
+    room = 40 * FORM.num_bytes
+    without = find_split("auto", None, FORM, MANY, 8, room)
+    split = find_split("auto", None, FORM, MANY, 8, room, drafts)
+    assert split is not None and without is not None
+    assert split.num_resident > without.num_resident
+    assert split.gpu_bytes <= room + drafts.num_bytes < split.gpu_bytes + 2 * FORM.num_bytes
+    assert split.host_bytes == (split.num_spilled + 1) * FORM.num_bytes + drafts.num_bytes
+    assert "of draft blocks, which no step reads" in split.note and "draft" not in without.note
+    assert find_split("auto", None, FORM, MANY, 8, 10**9, drafts) is None, "all fit"
+    placed, _ = place_experts(split, None, "cpu")
+    assert [p.names for p in placed] == [MANY, drafts.names] and placed[1].slots.num_resident == 0
+
+
+def test_prompt_steps_are_as_long_as_copying_takes() -> None:
+    """Of 1,024, 2,048 and 4,096 tokens; longer ones spill more."""
+
+    def chunk(spilled: dict[int, int]) -> tuple[int, str]:
+        form = Form(Format.MXFP4, 2048, 4096)
+        whole = 256 * len(NAMES)
+        return balanced_chunk(
+            lambda size: Split(form, NAMES, 256, whole - spilled[size]) if spilled[size] else None, 4096
+        )
+
+    per_token = COPY_RATE / PROMPT_RATE / Form(Format.MXFP4, 2048, 4096).num_bytes
+    few, some = (int(per_token * tokens) for tokens in (1024, 2048))
+    many = int(per_token * 4096)
+    assert chunk({1024: 0, 2048: 0, 4096: 0})[0] == 4096
+    assert chunk({1024: 0, 2048: 0, 4096: 3})[0] == 2048, "the longest beside which all fit"
+    assert chunk({1024: few, 2048: few, 4096: few})[0] == 1024
+    assert chunk({1024: few + 1, 2048: some, 4096: some})[0] == 2048
+    found, why = chunk({1024: many, 2048: many, 4096: many})
+    assert found == 4096 and "as long as copying" in why
+    assert "takes longer than a step" in chunk({1024: 510, 2048: 510, 4096: 510})[1] or many >= 510
 
 
 def test_which_are_resident() -> None:

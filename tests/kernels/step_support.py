@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dsv4.quant.codec import decode
 from dsv4.quant.formats import QuantTensor
+from tests.support.interpreter import quicken
 
 # Triton decides at import whether its functions are interpreted, so that happens in a process of its own,
 # started by test_step_interpreted. The same tests run on a GPU where there is one.
@@ -68,6 +69,7 @@ def _let_loops_run_to_tensors() -> None:
 
 if IS_INTERPRETED:
     _let_loops_run_to_tensors()
+    quicken()
 
 
 def moved(q: QuantTensor) -> QuantTensor:

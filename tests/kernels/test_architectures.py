@@ -16,8 +16,15 @@ from tests.support.cubin import resources
 pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="compiles; nothing to interpret")
 # The twins of these differ in name alone, as far as these kernels are concerned.
 SLOW = {103, 121}
+# And this one compiles for ten seconds each time: 100a gives a block what 90a gives, 120a less.
+LONG = {("matvec", 100)}
 EACH = [
-    pytest.param(a, id=f"sm_{a.name}", marks=[pytest.mark.slow] if a.capability in SLOW else [])
+    pytest.param(
+        *(source, a),
+        id=f"{source}-sm_{a.name}",
+        marks=[pytest.mark.slow] if a.capability in SLOW or (source, a.capability) in LONG else [],
+    )
+    for source in build.SOURCES
     for a in ARCHITECTURES.values()
 ]
 FREE_SHARED = 48 << 10  # bytes that a kernel may declare itself, whichever GPU
@@ -25,8 +32,7 @@ MAX_FRAME = 96  # bytes of a thread that may be spilled: FP8 products of few row
 
 
 @needs_compiler
-@pytest.mark.parametrize("gpu", EACH)
-@pytest.mark.parametrize("source", build.SOURCES)
+@pytest.mark.parametrize(("source", "gpu"), EACH)
 def test_cuda_kernels_fit(source: str, gpu: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
     if build.ONLY.get(source, gpu.name) != gpu.name:
         pytest.skip(f"{source}.cu is for sm_{build.ONLY[source]} alone; elsewhere Triton's products run")

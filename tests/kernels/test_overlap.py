@@ -278,7 +278,9 @@ def test_mix_close_waits() -> None:
     for text in (early, until_wait(found["next_output"])):
         assert "launch_dependents();" in text
         body = text[text.index("{") :]
-        assert not re.search(r"__ldcg|\b(partial|streams)\[|read\((?!weight)", body), "reads its input early"
+        assert not re.search(r"__ldcg|\b(partial|streams)\[|read\((?!p\.weight)", body), (
+            "reads its input early"
+        )
     assert "return;" not in until_wait(found["next_output"])
 
 

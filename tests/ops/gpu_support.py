@@ -14,6 +14,7 @@ from torch import Tensor
 from dsv4.kernels.common import tiles
 from dsv4.quant.codec import decode, encode_weight
 from dsv4.quant.formats import Format, QuantTensor
+from tests.support.interpreter import quicken
 
 # Triton decides at import whether its functions are interpreted, so those run in a process of their own.
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -204,3 +205,4 @@ def _mend_interpreter() -> None:
 
 if IS_INTERPRETED:
     _mend_interpreter()
+    quicken()

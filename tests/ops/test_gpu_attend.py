@@ -183,11 +183,74 @@ def test_nothing_to_attend() -> None:
     assert run(empty).shape == (0, 6, 80)
 
 
-@pytest.mark.skipif(not IS_GPU, reason="Flash sizes need a GPU")
+needs_gpu = pytest.mark.skipif(not IS_GPU, reason="the published sizes need a GPU")
+FLASH = {"rope": 64, "width": 512, "window": 128}
+
+
+@needs_gpu
 @DTYPES
 def test_attend_at_flash_sizes(dtype: torch.dtype) -> None:
-    case = Case([(0, 500, 70), (1, 0, 10)], dtype, heads=64, width=512, rope=64, window=128, listed=600)
+    case = Case([(0, 500, 70), (1, 0, 10)], dtype, heads=64, listed=600, **FLASH)
     near(run(case.arguments(True)), attend_ref.attend(*case.arguments(True)), dtype, "flash", share=ROUNDED)
+
+
+@needs_gpu
+@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("has_pool", [True, False])
+def test_a_token_of_published_sizes_has_its_bits_anywhere(heads: int, has_pool: bool) -> None:
+    """Alone and among others, at the edges of the window and of blocks of keys, whatever pads its list."""
+    spans = [(0, 500, 70), (1, 0, 10), (2, 127, 3), (3, 62, 4), (4, 0, 140)]
+    case = Case(spans, torch.bfloat16, heads=heads, listed=200, **FLASH)
+    raw = [None, 0, 0, 1e-6]
+    got = run([*case.arguments(has_pool), *raw])
+    want = attend_ref.attend(*case.arguments(has_pool), *raw)
+    near(got, want, torch.bfloat16, "raw", share=2 * ROUNDED)
+    assert torch.equal(run([*case.arguments(has_pool), *raw]), got), "a second run differs"
+    for t in (0, 1, 63, 64, 69, 70, 71, 79, 80, 82, 83, 86, 87, 150, 214, 226):
+        alone = run([*case.arguments(has_pool, only=t), *raw])
+        assert torch.equal(alone[0], got[t]), f"token {t}"
+    if has_pool:
+        wider = case.arguments(True)
+        wider[9] = torch.cat((wider[9], torch.full((len(wider[9]), 333), -1)), dim=1)
+        assert torch.equal(run([*wider, *raw]), got), "padding changes no bit"
+
+
+@needs_gpu
+def test_published_sizes_through_the_page_table() -> None:
+    """As with a list of all that a query sees; tokens at position -1 attend to nothing, and have no NaN."""
+    case = Case([(1, 600, 30), (0, 3, 2), (2, 60, 9)], torch.bfloat16, heads=64, **FLASH)
+    pages = torch.randperm(210, generator=torch.Generator().manual_seed(0)).int()
+    table = pages.view(3, 70)
+    case.pool = encode_kv(rand(210 * 5, 512, seed=2).bfloat16(), 64, Format.KV8)
+    arguments = case.arguments(True)
+    arguments[9] = index_ref.visible_rows(table, case.slots, case.positions, 4, 5)
+    listed = run(arguments)
+    arguments[9] = None
+    arguments += [table, 4, 5]
+    assert torch.equal(run(arguments), listed)
+    near(listed, attend_ref.attend(*arguments), torch.bfloat16, "all", share=ROUNDED)
+    padded = [*arguments]
+    for i, value in ((0, 1.0), (3, 0), (4, -1), (5, 0), (11, 1.0), (12, 0.0)):
+        more = torch.full((2, *padded[i].shape[1:]), value, dtype=padded[i].dtype)
+        padded[i] = torch.cat((padded[i], more))
+    padded[1] = join([padded[1], padded[1].span(0, 2)])
+    got = run(padded)
+    assert torch.equal(got[:-2], listed) and not bool(got[-2:].any())
+
+
+@needs_gpu
+def test_extreme_sinks_and_scores_of_published_sizes() -> None:
+    case = Case([(0, 100, 9)], torch.bfloat16, heads=64, **FLASH)
+    for value in (-math.inf, -3.0, 80.0, 1e4, math.inf):
+        case.sinks = torch.full((64,), value)
+        want = attend_ref.attend(*case.arguments(True))
+        near(run(case.arguments(True)), want, torch.bfloat16, f"sink {value}", share=ROUNDED)
+    case.sinks, case.q = torch.zeros(64), case.q * 100
+    want = attend_ref.attend(*case.arguments(True))
+    near(run(case.arguments(True)), want, torch.bfloat16, "large scores", share=ROUNDED)
+    case.q[3, 5, 7] = math.nan
+    found = torch.isnan(run(case.arguments(True))).cpu()
+    assert bool(found[3, 5].all()) and int(found.sum()) == 512, "NaN is where it was, and nowhere else"
 
 
 RATIO, PAGE = 4, 8

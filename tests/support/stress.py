@@ -10,8 +10,9 @@ from dsv4.engine.request import Completion
 Case = tuple[tuple[int, ...], SamplingParams]
 
 
-def cases(count: int, vocab: int, page: int, seed: int = 0) -> list[Case]:
+def cases(count: int, vocab: int, page: int, seed: int = 0, longest: int = 150) -> list[Case]:
     """Prompts that share whole pages with others, of lengths around the ends of blocks and pages."""
+    lengths = [length for length in (1, 2, 3, 5, 9, 17, 40, 150) if length <= longest]
     chance = random.Random(seed)
     stems = [[chance.randrange(5, vocab) for _ in range(4 * page)] for _ in range(3)]
     made = []
@@ -19,7 +20,7 @@ def cases(count: int, vocab: int, page: int, seed: int = 0) -> list[Case]:
         stem = chance.choice(stems)[: chance.choice([0, page - 1, page, page + 1, 2 * page, 3 * page + 7])]
         ids = stem + [chance.randrange(5, vocab) for _ in range(chance.randint(1, 40))]
         params = SamplingParams(
-            max_tokens=chance.choice([1, 2, 3, 5, 9, 17, 40, 150]),
+            max_tokens=chance.choice(lengths),
             temperature=chance.choice([0.0, 0.0, 0.8]),
             top_p=chance.choice([1.0, 0.9]),
             top_k=chance.choice([0, 50]),

@@ -29,12 +29,12 @@ HERE = Path(__file__).parents[1]
 # Which folder of kernels/ each lies in.
 SOURCES = {
     **{"matvec": "decode", "mix": "decode", "choose": "decode", "sample": "decode"},
-    **{"unpack": "prefill", "pack": "prefill", "ceiling": "common"},
+    **{"unpack": "prefill", "pack": "prefill", "attend": "prefill", "ceiling": "common"},
     **{f"product_{format}": "prefill" for format in ("nvfp4", "mxfp4", "fp8", "bf16")},
 }
 # These are for one architecture alone.
 HOPPER = "90a"
-ONLY = {name: HOPPER for name in SOURCES if name.startswith("product")}
+ONLY = {name: HOPPER for name in SOURCES if name.startswith("product") or name == "attend"}
 FLAGS = ("-std=c++17", "--diag-suppress=128")
 INCLUDES = tuple(f"-I{HERE / folder}" for folder in ("common", "decode", "prefill"))
 TOOLKIT = Path("/usr/local/cuda")
@@ -249,6 +249,11 @@ def call(
     bytes of dynamic shared memory. `overlap`: it may start while the launch before it still runs (PDL).
     """
     _kernel(source, kernel, device).launch(device, arguments, blocks, threads, shared, cluster, overlap)
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """For a structure's pointer."""
+    return None if tensor is None else tensor.data_ptr()
 
 
 def keep_shared_memory(function: int) -> None:

@@ -126,6 +126,7 @@ class Placement:
             "a slot holds one expert"
         )
         self.spare = sorted(set(range(len(slots))) - set(taken))
+        self.version = 0  # rises with every change of the table
         shape = (len(self.names), len(self.slot_of[0]))
         self.up_factor = torch.ones(*shape, 2, device=slots.device)
         self.down_factor = torch.ones(*shape, 1, device=slots.device)
@@ -143,6 +144,7 @@ class Placement:
 
     def publish(self) -> None:
         """The table as `slot_of` has it, in the order of the current stream: between two steps."""
+        self.version += 1
         host = torch.tensor(self.offsets(), dtype=torch.int64)
         assert bool((host % 16 == 0).all()), "bulk copies want places on multiples of 16 bytes"
         is_cuda = self.table.is_cuda
@@ -151,6 +153,7 @@ class Placement:
     def move(self, moves: Sequence[tuple[int, int, int]]) -> None:
         """(layer, expert, slot): they lie there already, and steps from here on look for them there."""
         first, is_cuda = self.slots.first.data_ptr(), self.table.is_cuda
+        self.version += 1
         for layer, expert, slot in moves:
             self.slot_of[layer][expert] = slot
             place_of = torch.tensor(self.slots[slot].data_ptr() - first)
@@ -158,12 +161,21 @@ class Placement:
                 place_of.pin_memory() if is_cuda else place_of, non_blocking=is_cuda
             )
 
-    def bank(self, name: str) -> Bank:
-        """All experts of a layer, for the kernels."""
+    def bank(self, name: str, places: Tensor | None = None) -> Bank:
+        """All experts of a layer, for the kernels. `places` [experts]: where they lie, if not as the table
+        has it."""
         layer = self.names.index(name)
         return self.form.bank(
-            self.slots.first, self.up_factor[layer], self.down_factor[layer], self.table[layer]
+            held=self.slots.first,
+            up_factor=self.up_factor[layer],
+            down_factor=self.down_factor[layer],
+            places=self.table[layer] if places is None else places,
         )
+
+    @property
+    def staging(self) -> list[int]:
+        """Spare slots in GPU memory beyond the one by way of which experts change places (staging.py)."""
+        return [slot for slot in self.spare if self.slots.is_resident(slot)][1:]
 
     def expert(self, name: str, expert: int) -> Bank:
         """One expert where it lies, to be written."""

@@ -18,48 +18,60 @@ __device__ __forceinline__ int best_of_warp(uint32_t key, int index) {
 
 __device__ __forceinline__ float expert_score(float logit) { return sqrtf(fmaxf(logit, 0.f) + log1pf(expf(-fabsf(logit)))); }
 
+struct Routing {
+    const float* logits;       // [rows][experts]
+    const float* bias;         // [experts], or null
+    const int64_t* table;      // [vocabulary][choices], or null
+    const int64_t* ids;        // [rows]
+    const int64_t* positions;  // [rows], with `counts`
+    int* counts;               // [experts], or null
+    int* chosen;               // [rows][choices]
+    float* weights;            // beside them
+    int* task_expert;          // [rows * choices]
+    int* task_pairs;           // [rows * choices][PAIRS_PER_TASK]
+    int rows, experts, choices, per_task;
+    float route_scale;
+};
+
 // Routing: sqrt(softplus(logit)) weights the experts; the largest with bias, or a table by token id, names them.
 // Then tasks: an expert with up to `per_task` of the pairs (row * choices + place) that go to it, by rising expert.
 // A warp takes a row, MANY experts a lane; for a SINGLE row other warps help with the weights.
 template <int MANY, bool SINGLE>
-__global__ void __launch_bounds__(512) route_kernel(
-    const float* logits, const float* bias, const int64_t* table, const int64_t* ids, int rows, int experts, int choices,
-    float route_scale, int per_task, const int64_t* positions, int* counts, int* chosen, float* weights, int* task_expert,
-    int* task_pairs) {
+__global__ void __launch_bounds__(512) route_kernel(const Routing p) {
     __shared__ int pair_expert[MAX_PAIRS];
     __shared__ int warp_total[32];
     __shared__ float scores[SINGLE ? 32 * MANY : 1];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
     float with[MANY];
 #pragma unroll
-    for (int i = 0; i < MANY; ++i) with[i] = bias && lane + 32 * i < experts ? __ldg(bias + lane + 32 * i) : 0.f;
+    for (int i = 0; i < MANY; ++i) with[i] = p.bias && lane + 32 * i < p.experts ? __ldg(p.bias + lane + 32 * i) : 0.f;
     launch_dependents();
     // -1: the row's last logits were not finite.
-    const auto listed_for = [&](int row) { return table && lane < choices ? (int)table[max(__ldcg(ids + row), (int64_t)0) * choices + lane] : 0; };
-    int listed = warp < rows ? listed_for(warp) : 0;
+    const auto listed_for = [&](int row) { return p.table && lane < p.choices ? (int)p.table[max(__ldcg(p.ids + row), (int64_t)0) * p.choices + lane] : 0; };
+    int listed = warp < p.rows ? listed_for(warp) : 0;
     wait_for_prerequisites();
     if constexpr (SINGLE) {
-        scores[threadIdx.x] = threadIdx.x < experts ? expert_score(__ldcg(logits + threadIdx.x)) : 0.f;
+        scores[threadIdx.x] = threadIdx.x < p.experts ? expert_score(__ldcg(p.logits + threadIdx.x)) : 0.f;
         __syncthreads();
         if (warp) return;
     }
-    for (int row = warp; row < rows; row += warps) {
+    for (int row = warp; row < p.rows; row += warps) {
         float score[MANY];
         uint32_t key[MANY];   // 0 is below every number's: taken, or no expert
 #pragma unroll
         for (int i = 0; i < MANY; ++i)
-            score[i] = SINGLE ? scores[lane + 32 * i] : lane + 32 * i < experts ? __ldcg(logits + (size_t)row * experts + lane + 32 * i) : 0.f;
+            score[i] = SINGLE ? scores[lane + 32 * i] : lane + 32 * i < p.experts ? __ldcg(p.logits + (size_t)row * p.experts + lane + 32 * i) : 0.f;
         if (row > warp) listed = listed_for(row);
 #pragma unroll
         for (int i = 0; i < MANY; ++i) {
             if (!SINGLE) score[i] = expert_score(score[i]);
-            key[i] = lane + 32 * i < experts ? order(score[i] + with[i]) : 0;
+            key[i] = lane + 32 * i < p.experts ? order(score[i] + with[i]) : 0;
         }
         int mine = 0x7FFFFFFF;      // the expert this lane holds, for lanes below `choices`
         float mine_score = 0.f, total = 0.f;
-        for (int c = 0; c < choices; ++c) {
+        for (int c = 0; c < p.choices; ++c) {
             int index;
-            if (table) index = __shfl_sync(~0u, listed, c);
+            if (p.table) index = __shfl_sync(~0u, listed, c);
             else {
                 uint32_t best = key[0];
                 int at = lane;
@@ -77,35 +89,35 @@ __global__ void __launch_bounds__(512) route_kernel(
             if (lane == c) { mine = index; mine_score = s; }
         }
         int place = 0;               // by rising expert; equal ones keep their order
-        for (int c = 0; c < choices; ++c) {
+        for (int c = 0; c < p.choices; ++c) {
             const int other = __shfl_sync(~0u, mine, c);
             place += other < mine || (other == mine && c < lane);
         }
-        if (lane < choices) {
-            const int pair = row * choices + place;
+        if (lane < p.choices) {
+            const int pair = row * p.choices + place;
             pair_expert[pair] = mine;
-            chosen[pair] = mine;
+            p.chosen[pair] = mine;
             // How often each expert is chosen; rows of padding do not count.
-            if (counts && __ldcg(positions + row) >= 0) atomicAdd(counts + mine, 1);
-            weights[pair] = mine_score / total * route_scale;
+            if (p.counts && __ldcg(p.positions + row) >= 0) atomicAdd(p.counts + mine, 1);
+            p.weights[pair] = mine_score / total * p.route_scale;
         }
     }
-    const int pairs = rows * choices;
+    const int pairs = p.rows * p.choices;
     if (SINGLE) {   // every choice is a task
         __syncwarp();
         for (int i = lane; i < pairs * PAIRS_PER_TASK; i += 32)
-            task_pairs[i] = i % PAIRS_PER_TASK ? -1 : i / PAIRS_PER_TASK;
-        if (lane < pairs) task_expert[lane] = pair_expert[lane];
+            p.task_pairs[i] = i % PAIRS_PER_TASK ? -1 : i / PAIRS_PER_TASK;
+        if (lane < pairs) p.task_expert[lane] = pair_expert[lane];
         return;
     }
     __syncthreads();
     int running = 0;
-    for (int first = 0; first < experts; first += blockDim.x) {
+    for (int first = 0; first < p.experts; first += blockDim.x) {
         const int e = first + threadIdx.x;
         int count = 0;
-        if (e < experts)
+        if (e < p.experts)
             for (int i = 0; i < pairs; ++i) count += pair_expert[i] == e;
-        const int tasks = (count + per_task - 1) / per_task;
+        const int tasks = (count + p.per_task - 1) / p.per_task;
         int before = tasks;
         for (int i = 1; i < 32; i <<= 1) {
             const int v = __shfl_up_sync(~0u, before, i);
@@ -122,16 +134,16 @@ __global__ void __launch_bounds__(512) route_kernel(
         if (count)
             for (int i = 0; i < pairs; ++i)
                 if (pair_expert[i] == e) {
-                    if (filled == 0) task_expert[task] = e;
-                    task_pairs[task * PAIRS_PER_TASK + filled++] = i;
-                    if (filled == per_task) { ++task; filled = 0; }
+                    if (filled == 0) p.task_expert[task] = e;
+                    p.task_pairs[task * PAIRS_PER_TASK + filled++] = i;
+                    if (filled == p.per_task) { ++task; filled = 0; }
                 }
         if (filled)
-            for (; filled < PAIRS_PER_TASK; ++filled) task_pairs[task * PAIRS_PER_TASK + filled] = -1;
+            for (; filled < PAIRS_PER_TASK; ++filled) p.task_pairs[task * PAIRS_PER_TASK + filled] = -1;
         running = whole;
         __syncthreads();
     }
-    for (int task = running + threadIdx.x; task < pairs; task += blockDim.x) task_expert[task] = -1;
+    for (int task = running + threadIdx.x; task < pairs; task += blockDim.x) p.task_expert[task] = -1;
 }
 
 // The `topk` largest of a row's first `count` scores, the lower index on a tie, in rising order, as places in the pool;
@@ -349,10 +361,10 @@ __global__ void __launch_bounds__(THREADS) select_many_kernel(const Choice p) {
 
 // What choose.py launches.
 static_assert(CLUSTER == 8 && THREADS == 1024);
-#define ROUTE(MANY, SINGLE)                                                                                                     \
-    template __global__ void route_kernel<MANY, SINGLE>(const float*, const float*, const int64_t*, const int64_t*, int, int, int, \
-                                                        float, int, const int64_t*, int*, int*, float*, int*, int*);
-ROUTE(8, true) ROUTE(16, true) ROUTE(8, false) ROUTE(16, false)
+template __global__ void route_kernel<8, true>(const Routing);
+template __global__ void route_kernel<16, true>(const Routing);
+template __global__ void route_kernel<8, false>(const Routing);
+template __global__ void route_kernel<16, false>(const Routing);
 template __global__ void select_few_kernel<8, 5>(const Choice);
 template __global__ void select_few_kernel<16, 8>(const Choice);
 template __global__ void select_few_kernel<32, 8>(const Choice);

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from dsv4.kernels.common import architectures
 from dsv4.kernels.common.architectures import ARCHITECTURES
-from dsv4.kernels.common.build import call
+from dsv4.kernels.common.build import address, call
 from dsv4.kernels.common.overlap import launcher
 from dsv4.kernels.decode.matvec import COLUMNS, FLOAT_COLUMNS, Tasks
 
@@ -20,6 +20,15 @@ MAX_EXPERTS, MAX_CHOICES, MAX_PAIRS = 512, 32, 1024  # pairs: rows times choices
 def max_entries(capability: int) -> int:
     """Of a row: what a cluster's blocks hold in shared memory."""
     return CLUSTER * (ARCHITECTURES[capability].block_shared - DECLARED_SHARED) // 4
+
+
+class _Routing(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("logits", "bias", "table", "ids", "positions", "counts")),
+        *((name, ctypes.c_void_p) for name in ("chosen", "weights", "task_expert", "task_pairs")),
+        *((name, ctypes.c_int) for name in ("rows", "experts", "choices", "per_task")),
+        ("route_scale", ctypes.c_float),
+    )
 
 
 class _Choice(ctypes.Structure):
@@ -61,11 +70,28 @@ def route(
     assert rows * tasks.choices <= MAX_PAIRS, (rows, tasks.choices)
     assert counts is None or (positions is not None and counts.shape == (experts,)), "whose choices count"
     many, single = 8 if experts <= 256 else 16, "true" if rows == 1 else "false"
+    routing = _Routing(
+        logits=logits.data_ptr(),
+        bias=address(bias),
+        table=address(table),
+        ids=ids.data_ptr(),
+        positions=address(positions),
+        counts=address(counts),
+        chosen=chosen.data_ptr(),
+        weights=tasks.weights.data_ptr(),
+        task_expert=tasks.expert.data_ptr(),
+        task_pairs=tasks.pairs.data_ptr(),
+        rows=rows,
+        experts=experts,
+        choices=tasks.choices,
+        per_task=FLOAT_COLUMNS if is_float else COLUMNS,
+        route_scale=scale,
+    )
     call(
-        *("choose", f"route_kernel<{many}, {single}>", logits.device),
-        *(logits, bias, table, ids, rows, experts, tasks.choices, float(scale)),
-        *(FLOAT_COLUMNS if is_float else COLUMNS, positions, counts),
-        *(chosen, tasks.weights, tasks.expert, tasks.pairs),
+        "choose",
+        f"route_kernel<{many}, {single}>",
+        logits.device,
+        routing,
         blocks=1,
         threads=32 * many if rows == 1 else 512,
         overlap=overlap,
@@ -118,7 +144,10 @@ def select_rows(
             return
         choice.fewest, choice.most = choice.most + 1, capacity
     call(
-        *("choose", "select_many_kernel", scores.device, choice),
+        "choose",
+        "select_many_kernel",
+        scores.device,
+        choice,
         blocks=rows * CLUSTER,
         threads=1024,
         shared=-(-capacity // CLUSTER) * 4,

@@ -214,6 +214,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     constexpr int LOADS = Brick<F>::LOADS, SCALE = Brick<F>::SCALE;
     using At = Layout<SINGLE, WIDE>;
     constexpr int WARPS = At::WARPS, CHUNK = At::CHUNK, CHUNK_LOADS = CHUNK / 512, CHUNKS = LOADS / CHUNK_LOADS;
+    constexpr int HELD = F == MXFP4 ? CHUNK_LOADS / 2 : CHUNK_LOADS;   // loads in registers; MXFP4 needs more for its sums
     constexpr int PER_GROUP = IS_F32 ? COLUMNS / PARTS : COLUMNS, STAGES = At::STAGES;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const int groups = WARPS / s.warps, group = warp / s.warps, within = warp % s.warps;
@@ -266,9 +267,9 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     // From where a pass over the units ends to where the next begins, in bricks.
     const auto back = [&] { return (int64_t)(s.warps - units * groups * s.slices) * halves; };
     uint32_t fetched = 0;
-    const auto fetch_next = [&] {
+    const auto fetch_next = [&](int issuer = 0) {   // by that lane
         if (units_left == 0) return;
-        if (lane == 0) fetch<CHUNK>(stage + fetched % STAGES * CHUNK, source, barrier + fetched % STAGES * 8);
+        if (lane == issuer) fetch<CHUNK>(stage + fetched % STAGES * CHUNK, source, barrier + fetched % STAGES * 8);
         ++fetched;
         source += CHUNK;
         if (--chunks_left == 0) {
@@ -398,12 +399,20 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
                 for (int chunk = 0; chunk < CHUNKS; ++chunk) {
                     const int at = taken % STAGES;
                     await(barrier + at * 8, taken / STAGES & 1);
-                    const uint4* w = reinterpret_cast<const uint4*>(shared + (warp * STAGES + at) * CHUNK) + lane;
-#pragma unroll
-                    for (int i = 0; i < CHUNK_LOADS; ++i) multiply<F>(w[i * 32], chunk * CHUNK_LOADS + i, my_x, now, lane, sum, block);
+                    const uint4* from = reinterpret_cast<const uint4*>(shared + (warp * STAGES + at) * CHUNK) + lane;
                     ++taken;
-                    __syncwarp();
-                    fetch_next();
+                    uint32_t mixed = 0;
+#pragma unroll
+                    for (int part = 0; part < CHUNK_LOADS; part += HELD) {
+                        uint4 w[HELD];
+#pragma unroll
+                        for (int i = 0; i < HELD; ++i) mixed ^= (w[i] = from[(part + i) * 32]).x;
+                        // A stage is free once it is read, before its products. The copy must not overtake the loads: which lane
+                        // issues it depends on what all lanes loaded.
+                        if (part + HELD == CHUNK_LOADS) fetch_next(__any_sync(~0u, mixed == 0));
+#pragma unroll
+                        for (int i = 0; i < HELD; ++i) multiply<F>(w[i], chunk * CHUNK_LOADS + part + i, my_x, now, lane, sum, block);
+                    }
                 }
                 now = next;
                 float* out = table + (warp * 2 + sub) * At::SUMS + g;   // [column][row]

@@ -202,7 +202,10 @@ class MatVec:
         warps, shared = SINGLE[self.is_wide] if self.is_single else BATCH[has_room(self.device)]
         kinds = ", ".join(str(kind).lower() for kind in (self.is_single, self.is_float, self.is_wide))
         call(
-            *("matvec", f"matvec_kernel<{kinds}>", self.device, self.params),
+            "matvec",
+            f"matvec_kernel<{kinds}>",
+            self.device,
+            self.params,
             blocks=self.blocks,
             threads=32 * warps,
             shared=shared,

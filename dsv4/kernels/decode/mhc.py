@@ -4,12 +4,14 @@
 program; `mix_close` (mix.cu) adds the parts up and makes the next input. Four streams, as in every V4 model.
 """
 
+import ctypes
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.kernels.common.build import call
+from dsv4.kernels.common.build import address, call
 from dsv4.kernels.common.numbers import launch, launch_dependents, rounded, to_act, wait_for_prerequisites
 from dsv4.kernels.common.overlap import launcher
 from dsv4.kernels.common.quantize import HOW
@@ -149,6 +151,15 @@ def mix_open(
         )
 
 
+class _Closing(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("partial", "base", "scale", "streams", "weight")),
+        *((name, ctypes.c_void_p) for name in ("x", "x_in", "gate", "comb")),
+        *((name, ctypes.c_int) for name in ("rows", "d", "chunks", "how")),
+        *((name, ctypes.c_float) for name in ("norm_eps", "hc_eps")),
+    )
+
+
 @launcher(
     reads=("partial", "streams"),
     reads_early=("base", "scale", "weight"),
@@ -184,10 +195,28 @@ def mix_close(
     assert (x_in is None) == (activations == "a16"), activations
     if rows:
         act = "float" if x.dtype == torch.float32 else "__nv_bfloat16"
+        closing = _Closing(
+            partial=partial.data_ptr(),
+            base=base.data_ptr(),
+            scale=scale.data_ptr(),
+            streams=streams.data_ptr(),
+            weight=weight.data_ptr(),
+            x=x.data_ptr(),
+            x_in=address(x_in),
+            gate=address(gate),
+            comb=address(comb),
+            rows=rows,
+            d=d,
+            chunks=chunks,
+            how=HOW[activations],
+            norm_eps=norm_eps,
+            hc_eps=hc_eps,
+        )
         call(
-            *("mix", f"close_kernel<{act}>", x.device),
-            *(partial, base, scale, streams, weight, x, x_in, gate, comb),
-            *(rows, d, chunks, norm_eps, hc_eps, HOW[activations]),
+            "mix",
+            f"close_kernel<{act}>",
+            x.device,
+            closing,
             blocks=rows if gate is None else 2 * rows,
             threads=512,
             overlap=overlap,

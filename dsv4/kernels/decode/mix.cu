@@ -76,40 +76,48 @@ __device__ __forceinline__ void next_output(const float* partial, const float* b
     if (lane < STREAMS * STREAMS) comb[lane] = __fdividef(m, sum) + hc_eps;
 }
 
-template <typename Act>
-__global__ void __launch_bounds__(THREADS) close_kernel(const float* partial, const float* base, const float* scale, const Act* streams,
-                                                        const float* weight, Act* x, Act* x_in, float* gate, float* comb, int rows,
-                                                        int d, int chunks, float norm_eps, float hc_eps, int how) {
+template <typename Act> struct Closing {
+    const float* partial;  // [rows][chunks][WIDTH]
+    const float *base, *scale;
+    const Act* streams;    // [rows][STREAMS][d]
+    const float* weight;   // [d]
+    Act *x, *x_in;         // [rows][d]; x_in null with A16
+    float *gate, *comb;    // [rows][STREAMS], [rows][STREAMS][STREAMS]
+    int rows, d, chunks, how;
+    float norm_eps, hc_eps;
+};
+
+template <typename Act> __global__ void __launch_bounds__(THREADS) close_kernel(const Closing<Act> p) {
     __shared__ float parts[WARPS][COLUMNS], squares[WARPS];
     __shared__ uint32_t tops[WARPS];
-    const int row = blockIdx.x % rows;
-    partial += (size_t)row * chunks * WIDTH;
-    if (blockIdx.x >= rows) {
-        next_output(partial, base, scale, gate + row * STREAMS, comb + row * STREAMS * STREAMS, d, chunks, norm_eps, hc_eps);
+    const int row = blockIdx.x % p.rows;
+    const float* partial = p.partial + (size_t)row * p.chunks * WIDTH;
+    if (blockIdx.x >= p.rows) {
+        next_output(partial, p.base, p.scale, p.gate + row * STREAMS, p.comb + row * STREAMS * STREAMS, p.d, p.chunks, p.norm_eps, p.hc_eps);
         return;
     }
     const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, column = lane % COLUMNS;
-    const float its_scale = column < STREAMS ? __ldg(scale + column) : 0.f, its_base = column < STREAMS ? __ldg(base + column) : 0.f;
+    const float its_scale = column < STREAMS ? __ldg(p.scale + column) : 0.f, its_base = column < STREAMS ? __ldg(p.base + column) : 0.f;
     Eight w[MAX_ITEMS], s[MAX_ITEMS][STREAMS];
 #pragma unroll
     for (int i = 0; i < MAX_ITEMS; ++i)
-        if ((tid + i * THREADS) * ITEM < d) w[i] = read(weight + (tid + i * THREADS) * ITEM);
+        if ((tid + i * THREADS) * ITEM < p.d) w[i] = read(p.weight + (tid + i * THREADS) * ITEM);
     launch_dependents();
     wait_for_prerequisites();
-    streams += (size_t)row * STREAMS * d;
+    const Act* streams = p.streams + (size_t)row * STREAMS * p.d;
     // Four threads read the first eight columns of a chunk: the mixes that weight the streams, and the sum of squares.
     float2 two[MAX_PASSES];
 #pragma unroll
     for (int i = 0; i < MAX_PASSES; ++i) {
         const int chunk = tid / 4 + i * (THREADS / 4);
         const float2* from = reinterpret_cast<const float2*>(partial + (size_t)chunk * WIDTH) + tid % 4;
-        two[i] = chunk < chunks && tid % 4 <= SQUARES / 2 ? __ldcg(from) : make_float2(0.f, 0.f);
+        two[i] = chunk < p.chunks && tid % 4 <= SQUARES / 2 ? __ldcg(from) : make_float2(0.f, 0.f);
     }
 #pragma unroll
     for (int i = 0; i < MAX_ITEMS; ++i)
 #pragma unroll
         for (int n = 0; n < STREAMS; ++n)
-            if ((tid + i * THREADS) * ITEM < d) s[i][n] = read(streams + (size_t)n * d + (tid + i * THREADS) * ITEM);
+            if ((tid + i * THREADS) * ITEM < p.d) s[i][n] = read(streams + (size_t)n * p.d + (tid + i * THREADS) * ITEM);
     float even_column = two[0].x + two[1].x, odd_column = two[0].y + two[1].y;
 #pragma unroll
     for (int i = 4; i < 32; i <<= 1) {
@@ -123,8 +131,8 @@ __global__ void __launch_bounds__(THREADS) close_kernel(const float* partial, co
     for (int i = 0; i < WARPS / 4; ++i) total += parts[lane / COLUMNS * 4 + i][column];
     total += __shfl_xor_sync(~0u, total, 8);
     total += __shfl_xor_sync(~0u, total, 16);
-    const float inv = inverse_size(__shfl_sync(~0u, total, SQUARES), STREAMS * d, norm_eps);
-    const float share = sigmoid(total * inv * its_scale + its_base) + hc_eps;
+    const float inv = inverse_size(__shfl_sync(~0u, total, SQUARES), STREAMS * p.d, p.norm_eps);
+    const float share = sigmoid(total * inv * its_scale + its_base) + p.hc_eps;
     float into[STREAMS];
 #pragma unroll
     for (int n = 0; n < STREAMS; ++n) into[n] = __shfl_sync(~0u, share, n);
@@ -132,7 +140,7 @@ __global__ void __launch_bounds__(THREADS) close_kernel(const float* partial, co
     float square = 0.f;
 #pragma unroll
     for (int i = 0; i < MAX_ITEMS; ++i)
-        if ((tid + i * THREADS) * ITEM < d)
+        if ((tid + i * THREADS) * ITEM < p.d)
 #pragma unroll
             for (int k = 0; k < ITEM; ++k) {
                 float v = into[0] * s[i][0].v[k];
@@ -148,25 +156,25 @@ __global__ void __launch_bounds__(THREADS) close_kernel(const float* partial, co
     square = squares[lane % WARPS];
 #pragma unroll
     for (int i = 1; i < WARPS; i <<= 1) square += __shfl_xor_sync(~0u, square, i);
-    const float size = inverse_size(square, d, norm_eps);
+    const float size = inverse_size(square, p.d, p.norm_eps);
 #pragma unroll
     for (int i = 0; i < MAX_ITEMS; ++i)
-        if ((tid + i * THREADS) * ITEM < d) {
+        if ((tid + i * THREADS) * ITEM < p.d) {
 #pragma unroll
             for (int k = 0; k < ITEM; ++k) y[i].v[k] = w[i].v[k] * (y[i].v[k] * size);
-            write(x + (size_t)row * d + (tid + i * THREADS) * ITEM, y[i]);
+            write(p.x + (size_t)row * p.d + (tid + i * THREADS) * ITEM, y[i]);
         }
-    if (how == A16) return;
+    if (p.how == A16) return;
     // The same as quantised products want it.
     uint32_t top = 0;
 #pragma unroll
     for (int i = 0; i < MAX_ITEMS; ++i)
 #pragma unroll
         for (int k = 0; k < ITEM; ++k) {
-            y[i].v[k] = (tid + i * THREADS) * ITEM < d ? rounded(y[i].v[k], Act()) : 0.f;
+            y[i].v[k] = (tid + i * THREADS) * ITEM < p.d ? rounded(y[i].v[k], Act()) : 0.f;
             top = max(top, magnitude(y[i].v[k]));
         }
-    if (how == A4) {
+    if (p.how == A4) {
         for (int i = 1; i < 32; i <<= 1) top = max(top, __shfl_xor_sync(~0u, top, i));
         if (lane == 0) tops[warp] = top;
         __syncthreads();
@@ -175,15 +183,13 @@ __global__ void __launch_bounds__(THREADS) close_kernel(const float* partial, co
     }
 #pragma unroll
     for (int i = 0; i < MAX_ITEMS; ++i) {
-        if (how == A4) round_a4(y[i].v, top);
+        if (p.how == A4) round_a4(y[i].v, top);
         else round_a8(y[i].v);
-        if ((tid + i * THREADS) * ITEM < d) write(x_in + (size_t)row * d + (tid + i * THREADS) * ITEM, y[i]);
+        if ((tid + i * THREADS) * ITEM < p.d) write(p.x_in + (size_t)row * p.d + (tid + i * THREADS) * ITEM, y[i]);
     }
 }
 
 // What mhc.py launches.
 static_assert(THREADS == 512);
-template __global__ void close_kernel<float>(const float*, const float*, const float*, const float*, const float*, float*, float*,
-                                             float*, float*, int, int, int, float, float, int);
-template __global__ void close_kernel<__nv_bfloat16>(const float*, const float*, const float*, const __nv_bfloat16*, const float*,
-                                                     __nv_bfloat16*, __nv_bfloat16*, float*, float*, int, int, int, float, float, int);
+template __global__ void close_kernel<float>(const Closing<float>);
+template __global__ void close_kernel<__nv_bfloat16>(const Closing<__nv_bfloat16>);

@@ -5,7 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from dsv4.kernels.common.build import call
+from dsv4.kernels.common.build import address, call
 from dsv4.kernels.common.overlap import launcher
 
 WIDTH, RESULT, MAX_VOCAB = 8, 44, 1 << 18
@@ -67,10 +67,6 @@ def sample(
         return
     part = -(-vocab // (32 * CLUSTER)) * 32  # logits of a block
     held = min(part, MOST_HELD)
-
-    def address(tensor: Tensor | None) -> int | None:
-        return None if tensor is None else tensor.data_ptr()
-
     params = _Sampling(
         logits=logits.data_ptr(),
         vocab=vocab,
@@ -87,7 +83,10 @@ def sample(
         held=held,
     )
     call(
-        *("sample", f"sample_kernel<{CLUSTER}, {THREADS}>", logits.device, params),
+        "sample",
+        f"sample_kernel<{CLUSTER}, {THREADS}>",
+        logits.device,
+        params,
         blocks=rows * CLUSTER,
         threads=THREADS,
         shared=BLOCK_BYTES + 4 * held,

@@ -1,6 +1,5 @@
 """Decoding timed step by step: one graph replay per token, on a cache filled with plausible values."""
 
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +8,8 @@ import torch
 from dsv4.cache.layout import CacheLayout
 from dsv4.cache.store import Cache
 from dsv4.config import ModelConfig
-from dsv4.engine.spill import Split
 from dsv4.errors import ConfigError, DeviceError
+from dsv4.lab.bench.spilled import all_resident
 from dsv4.lab.bench.subject import DTYPE, Reads, cache_layout
 from dsv4.model.buffers import ROWS
 from dsv4.model.bundle import Bundle
@@ -113,6 +112,7 @@ class Timing:
     spilled: tuple[float, ...] = ()  # of the distinct ones, those in host memory
     hit_rate: float = 1.0  # of all choices, those whose expert is in GPU memory
     resident_ms: float | None = None  # the same step with every expert in GPU memory
+    beside: tuple[float, ...] = ()  # of the distinct ones, those in GPU memory beside some that are not
 
     @property
     def median(self) -> float:
@@ -154,7 +154,7 @@ class Session:
         """Warm up, time, then look at what the following steps choose."""
         steps = self.wanted.steps
         times = self._times(steps)
-        distinct, spilled, hit_rate = self._choices()
+        distinct, spilled, beside, hit_rate = self._choices()
         if not bool(torch.isfinite(self.decoder.buffers.logits[: self.wanted.batch]).all()):
             raise DeviceError(
                 "the logits hold NaN or infinity, so the step is wrong and its time means nothing"
@@ -162,7 +162,16 @@ class Session:
         position = self.wanted.start(self.config) + WARM + steps // 2
         resident_ms = self._resident_ms(steps) if self.placement is not None else None
         kernels = len(self.decoder.launches)
-        return Timing(times, distinct, position, kernels, spilled, hit_rate, resident_ms)
+        return Timing(
+            milliseconds=times,
+            distinct=distinct,
+            position=position,
+            kernels=kernels,
+            spilled=spilled,
+            hit_rate=hit_rate,
+            resident_ms=resident_ms,
+            beside=beside,
+        )
 
     def _times(self, steps: int) -> tuple[float, ...]:
         for _ in range(WARM):
@@ -177,30 +186,20 @@ class Session:
         return tuple(events[i].elapsed_time(events[i + 1]) for i in range(steps))
 
     def _resident_ms(self, steps: int) -> float | None:
-        """The median step with every spilled expert's place borrowed from a resident one: wrong numbers, at
-        the speed of GPU memory alone. Sequences begin anew."""
-        placement = self.placement
-        assert placement is not None
-        here = [slot for layer in placement.slot_of for slot in layer if placement.slots.is_resident(slot)]
-        if not here:
-            return None
-        kept = placement.slot_of
-        lent = itertools.cycle(here)
-        placement.slot_of = [
-            [slot if placement.slots.is_resident(slot) else next(lent) for slot in layer] for layer in kept
-        ]
-        placement.publish()
-        self._place()
-        times = self._times(steps)
-        placement.slot_of = kept
-        placement.publish()
+        """The median step at the speed of GPU memory alone. Sequences begin anew."""
+        assert self.placement is not None
+        with all_resident(self.placement) as is_so:
+            if not is_so:
+                return None
+            self._place()
+            times = self._times(steps)
         return sorted(times)[len(times) // 2]
 
-    def _choices(self) -> tuple[tuple[float, ...], tuple[float, ...], float]:
-        """Distinct experts per layer, those of them in host memory, and the hit rate: means over some steps,
-        which run launch by launch."""
+    def _choices(self) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...], float]:
+        """Distinct experts per layer, those of them in host memory, those beside such, and the hit rate:
+        means over some steps, which run launch by launch."""
         f, batch = self.decoder.buffers, self.wanted.batch
-        distinct, spilled, hits, total = [], [], 0, 0
+        distinct, spilled, beside, hits, total = [], [], [], 0, 0
         for _ in range(COUNTED):
             of_step = []
             for launch in self.decoder.launches:
@@ -210,13 +209,14 @@ class Session:
             assert len(of_step) == self.config.num_layers, f"{len(of_step)} launches named {ROUTE}"
             distinct.append([len(set(chosen)) for chosen in of_step])
             spilled.append([len({e for e in c if self._is_spilled(i, e)}) for i, c in enumerate(of_step)])
+            beside.append([d - s if s else 0 for d, s in zip(distinct[-1], spilled[-1], strict=True)])
             total += sum(map(len, of_step))
             hits += sum(not self._is_spilled(i, e) for i, c in enumerate(of_step) for e in c)
         means = [
             tuple(sum(layer) / COUNTED for layer in zip(*counts, strict=True))
-            for counts in (distinct, spilled)
+            for counts in (distinct, spilled, beside)
         ]
-        return means[0], means[1], hits / total
+        return means[0], means[1], means[2], hits / total
 
     def _is_spilled(self, layer: int, expert: int) -> bool:
         placement = self.placement
@@ -242,27 +242,3 @@ def figures(
         "share": round(rate / ceiling, 4),
         "kernels_per_step": timing.kernels,
     }
-
-
-def spill_figures(
-    timing: Timing, reads: Reads, split: Split, gpu_bytes: float, host_rate: float
-) -> dict[str, Any]:
-    """What lies in host memory and what reading it costs. `gpu_bytes`: that a step reads in all; `host_rate`:
-    bytes per second that a kernel reads of pinned memory at best."""
-    pcie = sum(n * each for n, each in zip(timing.spilled, reads.per_expert, strict=True))
-    out: dict[str, Any] = {
-        **{"spilled_experts": split.num_spilled, "host_bytes": split.host_bytes},
-        **{"resident_share": round(split.share, 4), "hit_rate": round(timing.hit_rate, 5)},
-        "pcie_bytes_per_step": round(pcie),
-        "host_ceiling_gb_per_second": round(host_rate / 1e9, 1),
-    }
-    if timing.resident_ms is not None:
-        extra = timing.median - timing.resident_ms
-        explained = timing.resident_ms + pcie / host_rate * 1e3
-        out |= {
-            "ms_all_resident": round(timing.resident_ms, 4),
-            "gpu_gb_per_second": round(gpu_bytes / timing.resident_ms / 1e6, 1),
-            "pcie_gb_per_second": round(pcie / extra / 1e6, 1) if extra > 0 else None,
-            "explained_ms": round(explained, 4),
-        }
-    return out

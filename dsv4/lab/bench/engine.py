@@ -10,7 +10,7 @@ import torch
 from dsv4.config import EngineConfig
 from dsv4.device import Device
 from dsv4.engine.engine import Engine
-from dsv4.engine.memory import gpu_memory
+from dsv4.engine.memory import gpu_memory, unpacks_weights
 from dsv4.engine.request import SamplingParams
 from dsv4.engine.settings import DEFAULT_CONTEXT, GPU_CHUNK, Settings, cache_layout
 from dsv4.model.buffers import graph_rows
@@ -95,6 +95,7 @@ def speeds(
     settings = settings_of(bundle, config)
     gc.collect()  # a decoder's launches refer to it, and it to them
     torch.cuda.empty_cache()
+    placement = bundle.weights.placement
     need = gpu_memory(
         weights=0,
         layout=cache_layout(bundle.config, settings, config, num_mtp_layers=0),
@@ -102,9 +103,11 @@ def speeds(
         graph_rows=graph_rows(batch),
         chunk=settings.chunk,
         activations=bundle.numerics.activations,
+        unpacks=unpacks_weights(settings.dtype, torch.cuda.get_device_capability()),
+        spills=placement is not None,
     )
     free, _ = torch.cuda.mem_get_info()
-    found: dict[str, Any] = {"context": prompt}
+    found: dict[str, Any] = {"context": prompt, "chunk": settings.chunk}
     if need.total > free:
         return {**found, "left_out": f"takes {need.total / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"}
     engine = around(bundle, config)

@@ -90,7 +90,7 @@ def check_memory(wished: Wished, free: int) -> None:
     """Refuse before anything is measured; the decode step takes the most, all its layers being there."""
     for name in wished.presets if wished.wants("decode") else ():
         subject, wanted = wished.subject(name), wished.step(name)
-        check_fits(subject, other_bytes(wanted.layout(subject.config), wanted.rows), free)
+        check_fits(subject, other_bytes(wanted.layout(subject.config), (wanted.rows,)), free)
 
 
 def floor(num_bytes: float, flops: float, read: float, matmul: float) -> tuple[float, str]:

@@ -1,4 +1,4 @@
-"""The picture of speed over context and over batch."""
+"""The pictures of speed over context and over batch, and of first tokens over the prompt's length."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +19,41 @@ def draw_speed(path: Path, over_context: Points, over_batch: Points, title: str,
     _panel(right, over_batch, "batch", "sequences together")
     left.set_ylabel("tokens per second, all sequences together", color=INK, fontsize=9.5)
     # Texts of the figure, not of the axes, whose width they would take.
+    figure.text(0.01, 1.07, title, color=INK, fontsize=12, weight="bold", va="bottom")
+    figure.text(0.01, 1.02, subtitle, color=PALE, fontsize=8.5, va="bottom")
+    save(figure, path)
+
+
+def draw_first_tokens(
+    path: Path, before: Mapping[int, float], after: Mapping[int, float], title: str, subtitle: str
+) -> None:
+    """Milliseconds to the first token by the prompt's length."""
+    check(path)
+    figure = blank(7.2, 4.2)
+    axes = figure.add_subplot()
+    for points, name, colour, above in ((before, "before", PALE, True), (after, "now", _BLUE, False)):
+        x, y = sorted(points), [points[length] for length in sorted(points)]
+        axes.plot(x, y, color=colour, marker="o", markersize=5, linewidth=1.8, clip_on=False, zorder=3)
+        for length, ms in zip(x, y, strict=True):
+            axes.annotate(
+                *(f"{ms:,.0f}", (length, ms)),
+                **{"xytext": (0, 8 if above else -14), "textcoords": "offset points", "ha": "center"},
+                **{"color": colour, "fontsize": 8},
+            )
+        axes.annotate(
+            *(name, (x[-1], y[-1])),
+            **{"xytext": (10, 0), "textcoords": "offset points", "ha": "left", "va": "center"},
+            **{"color": colour, "fontsize": 9.5},
+        )
+    every = sorted({*before, *after})
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(every, [_short(length) for length in every])
+    axes.set_yticks([10, 30, 100, 300, 1000, 3000], ["10", "30", "100", "300", "1,000", "3,000"])
+    axes.set_ylim(14, 1.3 * max(*before.values(), *after.values()))
+    strip(axes)
+    axes.set_xlabel("tokens of the prompt", color=INK, fontsize=9.5, labelpad=8)
+    axes.set_ylabel("milliseconds to the first token", color=INK, fontsize=9.5)
     figure.text(0.01, 1.07, title, color=INK, fontsize=12, weight="bold", va="bottom")
     figure.text(0.01, 1.02, subtitle, color=PALE, fontsize=8.5, va="bottom")
     save(figure, path)

@@ -13,6 +13,7 @@ from dsv4.cache.store import Cache
 from dsv4.config import ModelConfig
 from dsv4.errors import ConfigError, DeviceError
 from dsv4.lab.bench.decode import fill
+from dsv4.lab.bench.spilled import all_resident
 from dsv4.lab.bench.subject import DTYPE, cache_layout, other_bytes
 from dsv4.model.bundle import Bundle
 from dsv4.model.model import Model
@@ -43,9 +44,9 @@ class Wanted:
             )
         return cache_layout(config, min(config.max_positions, -(-total // 256) * 256), 1)
 
-    def other_bytes(self, config: ModelConfig) -> int:
+    def other_bytes(self, config: ModelConfig, spills: bool = False) -> int:
         """Beside the weights."""
-        return other_bytes(self.layout(config), chunk=min(self.chunk, self.tokens))
+        return other_bytes(self.layout(config), chunk=min(self.chunk, self.tokens), spills=spills)
 
 
 def flops(config: ModelConfig, start: int, tokens: int) -> float:
@@ -80,27 +81,38 @@ def _kinds(c: ModelConfig) -> list[tuple[str, int, int]]:
     return [(*spec, specs.count(spec)) for spec in dict.fromkeys(specs)]
 
 
-def measure(bundle: Bundle, wanted: Wanted, device: torch.device) -> list[float]:
-    """Seconds of each round, by the host's clock: a prompt's chunks may wait for the GPU."""
+def measure(bundle: Bundle, wanted: Wanted, device: torch.device) -> tuple[list[float], float | None]:
+    """Seconds of each round, by the host's clock: a prompt's chunks may wait for the GPU. Where experts lie
+    in host memory also the median with all of them in GPU memory, as if they were."""
     layout = wanted.layout(bundle.config)
     cache = Cache(layout, device, DTYPE)
     fill(cache)
     model = Model(bundle, layout.max_context, device)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, bundle.config.vocab_size, (wanted.tokens,), generator=generator).tolist()
-    times = []
-    for _ in range(1 + wanted.rounds):  # the first compiles
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for at in range(0, wanted.tokens, wanted.chunk):
-            span = (0, wanted.context + at, ids[at : at + wanted.chunk])
-            streams = model.forward(Step.build([span], device), cache)
-        logits = model.logits(streams[-1:])
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-    if not bool(torch.isfinite(logits).all()):
-        raise DeviceError("the logits hold NaN or infinity, so prefill is wrong and its time means nothing")
-    return times[1:]
+
+    def timed() -> list[float]:
+        times = []
+        for _ in range(1 + wanted.rounds):  # the first compiles
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for at in range(0, wanted.tokens, wanted.chunk):
+                span = (0, wanted.context + at, ids[at : at + wanted.chunk])
+                streams = model.forward(Step.build([span], device), cache)
+            logits = model.logits(streams[-1:])
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - begin)
+        if not bool(torch.isfinite(logits).all()):
+            raise DeviceError(
+                "the logits hold NaN or infinity, so prefill is wrong and its time means nothing"
+            )
+        return times[1:]
+
+    times, placement = timed(), bundle.weights.placement
+    if placement is None:
+        return times, None
+    with all_resident(placement) as is_so:
+        return times, statistics.median(timed()) if is_so else None
 
 
 def figures(times: list[float], wanted: Wanted, config: ModelConfig, matmul: float) -> dict[str, Any]:

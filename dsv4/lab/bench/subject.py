@@ -1,7 +1,7 @@
 """What is measured: a model folder, or a model of random weights; and whether it fits before it is made."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,11 @@ import torch
 
 from dsv4.cache.layout import CacheLayout
 from dsv4.config import Activations, ModelConfig, preset
-from dsv4.device import available_memory
-from dsv4.engine.memory import gpu_memory
-from dsv4.engine.spill import Split, check_host, find_split, make_placement
+from dsv4.device import OLDEST, available_memory
+from dsv4.engine.memory import gpu_memory, unpacks_weights
+from dsv4.engine.spill import Split, check_host, choose_resident, find_split, make_placement
 from dsv4.errors import ConfigError
-from dsv4.kernels.common.places import Form
+from dsv4.kernels.common.places import Form, place
 from dsv4.kernels.common.tiles import ROWS, SLICE, Bank, Tiled, tile_bytes
 from dsv4.lab.routing import apply as follow
 from dsv4.lab.routing import shares
@@ -62,6 +62,17 @@ class Subject:
         if share is not None:
             follow(weights.tensors, share, self.config)
         return weights
+
+    def reroute(self, weights: Weights, split: Split | None, routing: str) -> "Subject":
+        """The same weights under another law: random experts are all alike, so they only change names."""
+        share = shares(routing, self.config)
+        if split is not None and (placement := weights.placement) is not None:
+            places = choose_resident(split, share.tolist())
+            spare = int(split.has_spare)
+            placement.slot_of, _, _ = place(places, num_spare=(spare + split.num_staged, spare))
+            placement.publish()
+        follow(weights.tensors, share, self.config)
+        return replace(self, routing=routing)
 
     def bundle(
         self, device: torch.device, progress: Progress | None = None, split: Split | None = None
@@ -169,10 +180,18 @@ def cache_layout(config: ModelConfig, capacity: int, slots: int) -> CacheLayout:
     return CacheLayout(config, Format.KV8, Format.MXFP4, DTYPE.itemsize, capacity, slots, 0)
 
 
-def other_bytes(layout: CacheLayout, rows: int = 0, chunk: int = 0) -> int:
-    """Beside the weights, for one decode step of so many rows, or a prompt's steps of so many tokens."""
-    need = gpu_memory(weights=0, layout=layout, dtype=DTYPE, graph_rows=(rows,) if rows else (), chunk=chunk)
-    return need.total
+def other_bytes(layout: CacheLayout, rows: Sequence[int] = (), chunk: int = 0, spills: bool = False) -> int:
+    """Beside the weights: decode steps of so many rows each, and a prompt's steps of so many tokens."""
+    found = torch.cuda.get_device_capability() if torch.cuda.is_available() else OLDEST
+    return gpu_memory(
+        weights=0,
+        layout=layout,
+        dtype=DTYPE,
+        graph_rows=rows,
+        chunk=chunk,
+        unpacks=unpacks_weights(DTYPE, found),
+        spills=spills,
+    ).total
 
 
 def check_fits(subject: Subject, others: int, free: int) -> None:

@@ -43,7 +43,7 @@ def _line(
         layout = point.layout(bundle.config)
     except ConfigError as error:
         return {**line, "left_out": str(error)}
-    need, (free, _) = other_bytes(layout, point.rows), torch.cuda.mem_get_info(device)
+    need, (free, _) = other_bytes(layout, (point.rows,)), torch.cuda.mem_get_info(device)
     if need > free:
         return {**line, "left_out": f"takes {need / 1e9:.1f} GB of {free / 1e9:.1f} GB free"}
     timing = Session(bundle, point, device).time()

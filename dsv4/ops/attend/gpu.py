@@ -1,6 +1,9 @@
-"""Prompt attention in Triton: one program per token and group of heads, keys gathered in blocks, a running
-softmax in one fixed order of blocks. A block without keys changes no bit, hence padding of `rows` neither.
-Nothing depends on how many entries there can be: a program ends with those that its token sees."""
+"""Prompt attention: one program per token and group of heads, keys gathered in blocks, a running softmax in
+one fixed order of blocks. A block without keys changes no bit, hence padding of `rows` neither. Nothing
+depends on how many entries there can be: a program ends with those that its token sees.
+
+BF16 on Hopper, where heads have the published sizes and keys are decoded beforehand: attend.cu. Else Triton.
+"""
 
 import torch
 import triton
@@ -9,6 +12,7 @@ from torch import Tensor
 
 from dsv4.kernels.common.architectures import tile
 from dsv4.kernels.common.numbers import e4m3_decode, power
+from dsv4.kernels.prefill import attend as hopper
 from dsv4.quant.formats import KV_BLOCK, Format, QuantTensor
 
 # Entries are found by the page table here, without a list.
@@ -261,6 +265,28 @@ def attend(
     kept = ring.shape[0] + (0 if pool is None else pool.shape[0])
     if ring.format is Format.KV8 and kept * width * dtype.itemsize <= DECODED_BYTES:
         joined = _joined(ring, fresh, pool, dtype, page_table, slots, positions, ratio, page_entries)
+    if joined is not None and hopper.serves(q, 2 * half):
+        hopper.attend(
+            q=q,
+            keys=joined,
+            out=out,
+            slots=slots,
+            positions=positions,
+            first=first,
+            window=window,
+            ring_size=ring_size,
+            ring_rows=ring.shape[0],
+            has_pool=pool is not None,
+            rows=None if rows is None else rows.int().contiguous(),
+            page_table=page_table,
+            ratio=ratio,
+            page_entries=page_entries,
+            sinks=sinks,
+            cos=cos.contiguous(),
+            sin=sin.contiguous(),
+            eps=eps,
+        )
+        return out
     data = [joined] * 9
     if joined is None:
         data = [tensor for store in (ring, fresh, entries) for tensor in _pointers(store, dtype)]

@@ -1,0 +1,150 @@
+"""Milliseconds from a request to its first token, over the prompt's length, through `Engine.step`.
+
+    PYTHONPATH=. python tests/bench/first_token.py --experts 192
+    PYTHONPATH=. python tests/bench/first_token.py --turns 64@131072 --max-context 139264 --stall > line
+    PYTHONPATH=. python tests/bench/first_token.py --draw line docs/first_token.png
+
+V4-Flash's sizes, random weights, greedy, one request at a time, the best of `--rounds`. `--turns` adds
+prompts after a context that is in the cache already: `64@131072` is a chat turn of 64 tokens. `--stall`
+measures streams beside prompts in the same engine (stall.py). The last line is JSON, and can be drawn.
+"""
+
+import argparse
+import gc
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from stall import measure, say
+
+from dsv4 import Engine, EngineConfig, SamplingParams
+from dsv4.lab.bench import beside
+from dsv4.lab.bench.engine import around
+from dsv4.lab.bench.plot import draw_first_tokens
+from dsv4.lab.bench.subject import synthetic
+from dsv4.model.bundle import Bundle
+
+# With weights unpacked to BF16 for every step, 15 November 2026.
+BEFORE = {16: 414, 64: 535, 256: 581, 1024: 617, 4096: 853, 8192: 1178}
+
+
+class Reader:
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.chance = engine, random.Random(0)
+
+    def ids(self, count: int) -> list[int]:
+        return [self.chance.randrange(5, self.engine.model_config.vocab_size) for _ in range(count)]
+
+    def read(self, ids: list[int]) -> tuple[float, list[float]]:
+        """Milliseconds to the first token, and of each step."""
+        request = self.engine.request(ids, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        self.engine.submit(request)
+        steps: list[float] = []
+        while True:
+            start = time.perf_counter()
+            deltas = self.engine.step()
+            now = time.perf_counter()
+            steps.append(round(1e3 * (now - start), 1))
+            if deltas:
+                return 1e3 * (now - began), steps
+
+    def best(self, tokens: int, context: int, rounds: int) -> dict[str, Any]:
+        """Each round reads other tokens, after the same context."""
+        before = self.ids(context)
+        if context:
+            self.read([*before, 7])
+        ms, steps = min(self.read(before + self.ids(tokens)) for _ in range(rounds))
+        return {"tokens": tokens, "context": context, "ms": round(ms, 1), "steps": steps}
+
+
+def engine_of(bundle: Bundle, args: argparse.Namespace) -> Engine:
+    return around(
+        bundle,
+        EngineConfig(
+            device="cuda",
+            max_batch=8 if args.stall else 1,
+            max_context=args.max_context,
+            prefix_snapshots=args.snapshots,
+            chunk=args.chunk,
+        ),
+    )
+
+
+def beside_transformers(args: argparse.Namespace, began: float) -> dict[str, Any]:
+    """Four layers of every kind, as `dsv4 bench decode --beside-transformers` has them."""
+    device, lengths = torch.device("cuda:0"), (64, 1024)
+    subject = synthetic("flash", beside.EXPERTS, beside.LAYERS, "modelopt")
+    reader = Reader(engine_of(subject.bundle(device), args))
+    ours = {length: reader.best(length, 0, beside.ROUNDS)["ms"] for length in lengths}
+    say(f"ours {ours}", began)
+    del reader
+    gc.collect()
+    torch.cuda.empty_cache()
+    beside.check(max(lengths))
+    theirs = beside.prompt_ms(subject.config, lengths, device)
+    say(f"theirs {theirs}", began)
+    return {"ours_ms": ours, "theirs_ms": theirs, "version": beside.version("transformers")}
+
+
+def draw(line: Path, picture: Path) -> None:
+    found = json.loads(line.read_text().splitlines()[-1])
+    after = {one["tokens"]: one["ms"] for one in found["first_tokens"] if not one["context"]}
+    draw_first_tokens(
+        picture,
+        {length: ms for length, ms in BEFORE.items() if length in after},
+        after,
+        "First token of V4-Flash's sizes",
+        f"{found['device']}, {found['layout']}, {found['experts']} experts, 43 layers, through Engine.step",
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--experts", type=int, default=192)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--layout", default="nvfp4")
+    parser.add_argument("--tokens", default="16,64,256,1024,4096,8192")
+    parser.add_argument("--turns", default="", help="tokens@context, with commas")
+    parser.add_argument("--max-context", type=int, default=16384)
+    parser.add_argument("--snapshots", type=int, default=8)
+    parser.add_argument("--chunk", type=int)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--stall", action="store_true")
+    parser.add_argument("--beside-transformers", action="store_true")
+    parser.add_argument("--draw", nargs=2, type=Path, metavar=("LINE", "PICTURE"))
+    args = parser.parse_args()
+    if args.draw:
+        return draw(*args.draw)
+    began = time.perf_counter()
+    out: dict[str, Any] = {"device": torch.cuda.get_device_name(), "experts": args.experts}
+    if args.beside_transformers:
+        out["beside_transformers"] = beside_transformers(args, began)
+    bundle = synthetic("flash", args.experts, args.layers, args.layout).bundle(torch.device("cuda:0"))
+    torch.cuda.synchronize()
+    say("weights are made", began)
+    held = torch.cuda.memory_allocated()
+    reader = Reader(engine_of(bundle, args))
+    say(f"the engine is ready, {(torch.cuda.memory_allocated() - held) / 1e9:.2f} GB beside weights", began)
+    wanted = [(int(tokens), 0) for tokens in args.tokens.split(",") if tokens]
+    wanted += [(int(t), int(c)) for t, c in (turn.split("@") for turn in args.turns.split(",") if turn)]
+    found = []
+    for tokens, context in wanted:
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        found.append(reader.best(tokens, context, args.rounds))
+        found[-1]["step_gb"] = round((torch.cuda.max_memory_allocated() - held) / 1e9, 3)
+        say(json.dumps(found[-1]), began)
+    out |= {"layout": args.layout, "first_tokens": found}
+    if args.stall:
+        out["stall"] = measure(reader.engine, 7, 4000, 6, 2, began)
+        say(json.dumps(out["stall"]), began)
+    print(json.dumps(out))
+
+
+if __name__ == "__main__":
+    main()
