@@ -54,7 +54,7 @@ def test_cuda_kernels_fit(source: str, gpu: Architecture, monkeypatch: pytest.Mo
 
 
 @needs_compiler
-@pytest.mark.parametrize("gpu", EACH)
+@pytest.mark.parametrize("gpu", [ARCHITECTURES[c] for c in (90, 100, 120)], ids=lambda gpu: gpu.name)
 def test_fp4_codes_become_numbers_by_an_instruction(gpu: Architecture) -> None:
     """Where there is one: four for the eight codes of a word, which are nine by shifts and masks."""
     triton = pytest.importorskip("triton", reason="its package brings the disassembler")
