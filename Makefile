@@ -1,5 +1,6 @@
 # make demo: the engine at work on the embedded model.  make test: everything CI runs.
-# Both make their own environment in .venv with pinned versions, the demo the core alone; nothing else is needed.
+# make test-slow: before a release, what takes minutes.
+# All use the environment in .venv, made with pinned versions, for the demo the core alone; nothing else is needed.
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null && echo $$p && break; done)
@@ -9,7 +10,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 JOBS ?= 2
 
-.PHONY: demo test test-ray lint clean
+.PHONY: demo test test-slow test-ray lint clean
 
 demo: .venv/core
 	$(BIN)/dsv4 generate --chat --thinking --temperature 0 --stats "Tell me a short story about a rabbit."
@@ -17,6 +18,9 @@ demo: .venv/core
 
 test: lint
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+test-slow: .venv/dev
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow
 
 test-ray: .venv/ray
 	$(BIN)/python -m pytest -m ray tests/serve/test_ray.py

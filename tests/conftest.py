@@ -15,9 +15,12 @@ from dsv4.lab.init import make
 # tests/test_machines.py runs some of the tests with two.
 THREADS = int(os.environ.get("DSV4_TEST_THREADS", "1"))
 torch.set_num_threads(THREADS)
+# The longest single tests begin first: one that began last would leave the other core idle.
+FIRST = ("test_step_interpreted.py", "test_gpu_all.py", "test_machines.py", "test_gpu_compile.py")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))

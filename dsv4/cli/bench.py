@@ -203,7 +203,7 @@ def _decode(
 
     device = gpu()
     free, _ = torch.cuda.mem_get_info(device)
-    split, chunk = divide(subject, max((w for _, w in runs), key=lambda w: w.batch), spill, free)
+    split = divide(subject, max((w for _, w in runs), key=lambda w: w.batch), spill, free)
     lines = []
     with torch.inference_mode():
         with err.status("measuring the read ceiling"):
@@ -218,7 +218,7 @@ def _decode(
             line = _one(subject, bundle, wanted, split, (ceiling, host_rate), profiled, device) | made
             if not bare:
                 with err.status("decoding through the engine"):
-                    line["engine"] = _speeds(bundle, wanted, line["ms_per_token"], chunk)
+                    line["engine"] = _speeds(bundle, wanted, line["ms_per_token"])
                 show_engine(line["engine"])
             if swept:
                 line |= _sweep(bundle, wanted, ceiling, device)
@@ -226,7 +226,7 @@ def _decode(
     return lines
 
 
-def _speeds(bundle: "Bundle", wanted: "Wanted", step_ms: float, chunk: int) -> dict[str, Any]:
+def _speeds(bundle: "Bundle", wanted: "Wanted", step_ms: float) -> dict[str, Any]:
     from dsv4.lab.bench.engine import speeds
 
     return speeds(
@@ -235,7 +235,6 @@ def _speeds(bundle: "Bundle", wanted: "Wanted", step_ms: float, chunk: int) -> d
         context=wanted.context,
         steps=wanted.steps,
         step_ms=step_ms,
-        chunk=chunk,
     )
 
 

@@ -112,7 +112,7 @@ def _show(title: str, made: "Plan", report: dict[str, Any], record: "Record | No
     found = f"fits{one}, {size(free)} free" if today.fits else f"does not fit{one}, {size(-free)} too much"
     if today.spill is not None:
         found = f"fits{one} with {size(today.spill.host_bytes)} of experts in pinned host memory"
-    more = "; this engine runs on one GPU so far" if machine.count > 1 else ""
+    more = "; several GPUs (--gpus) are built, and were never run" if machine.count > 1 else ""
     out.print(f"verdict  {found}{more}\n", style="bold" if report["fits"] else "bold red", markup=False)
     slots = f"{today.slots} sequence{'s' if today.slots > 1 else ''}"
     table = Table("memory", "bytes", "", box=None, pad_edge=False)
@@ -152,7 +152,8 @@ def _show(title: str, made: "Plan", report: dict[str, Any], record: "Record | No
     if machine.count > 1:
         fits = "fits" if made.fits else "does not fit"
         each = f"{size(made.total_bytes)} on each GPU, {fits}"
-        out.print(f"\nnot built     {machine.label}, tp {made.tp}, ep {made.ep}: {each}", markup=False)
+        state = "never run" if made.is_built else "not built"
+        out.print(f"\n{state}     {machine.label}, tp {made.tp}, ep {made.ep}: {each}", markup=False)
         _show_theory(made, f"{machine.count}, ")
 
 
@@ -172,7 +173,6 @@ def _show_spill(made: "Plan", record: "Record | None", found: dict[str, Any]) ->
     out.print(f"spilled       {spill.num_spilled:,} experts, {1 - spill.share:.1%} of all", markup=False)
     out.print(f"estimated     {said} tokens/s; GPU memory {of}, {where}", markup=False)
     out.print(f"routing       {found['counts']}", markup=False)
-    out.print(f"prompts       {made.chunk:,} tokens per step: {found['chunk_why']}", markup=False)
 
 
 def _show_theory(made: "Plan", which: str) -> None:
@@ -237,7 +237,9 @@ def _show_sets(rows: list[dict[str, Any]], source: str) -> None:
         )
     out.print()
     out.print(table)
-    out.print(f"batch 1, predicted: the bandwidth is used {source}; several GPUs are not built", markup=False)
+    out.print(
+        f"batch 1, predicted: the bandwidth is used {source}; several GPUs were never run", markup=False
+    )
 
 
 def _rate(value: float) -> str:
@@ -252,7 +254,7 @@ def _show_instead(instead: dict[str, Any], context: int, batch: int) -> None:
     if not instead["context"] and not instead["batch"]:
         out.print("would fit     nothing here: weights and workspace alone are too large")
     sets = ", ".join(f"{each['count']} x {each['name']}" for each in instead["gpus"])
-    out.print(f"in theory     would do: {sets or 'no set of known GPUs'} (several are not built)")
+    out.print(f"in theory     would do: {sets or 'no set of known GPUs'} (several were never run)")
 
 
 def register(app: typer.Typer) -> None:

@@ -11,9 +11,11 @@ from dsv4.config import EngineConfig
 from dsv4.device import Device
 from dsv4.engine.eager import Eager
 from dsv4.engine.frequency import checksum
-from dsv4.engine.settings import Settings, cache_layout, fit, settle
+from dsv4.engine.settings import Settings, cache_layout, check_memory, settle
 from dsv4.engine.spill import Split, place_experts
 from dsv4.errors import ConfigError
+from dsv4.kernels.decode.exchange import Peers, inbox_places
+from dsv4.model.buffers import graph_rows
 from dsv4.model.bundle import Bundle, Numerics, Weights
 from dsv4.model.exact import settle_exact
 from dsv4.model.model import Model
@@ -59,6 +61,8 @@ class Prepared:
     def make(cls, path: Path, config: EngineConfig, rank: int, devices: list[str]) -> "Prepared":
         """`config` is settled by rank 0: what depends on free memory is the same on all of them."""
         size = len(devices)
+        if size > 1 and devices[rank] != "cpu":
+            torch.cuda.set_device(devices[rank])  # else every rank makes a context on the first GPU
         if size > 1 and config.prefix_dir is not None:
             raise ConfigError(f"prefix_dir keeps what one rank has, and there are {size}; leave it out")
         checkpoint = Checkpoint.open(path).shard(rank, size).with_head(config.head, size)
@@ -74,7 +78,8 @@ class Prepared:
                 f"spill {config.spill} is for one GPU, and there are {size} ranks; leave it out"
             )
         if rank == 0 or settings.device.kind == "cuda":
-            settings, split = fit(settings, replace(config, spill="off") if size > 1 else config, checkpoint)
+            its_config = replace(config, spill="off") if size > 1 else config
+            split = check_memory(settings, its_config, checkpoint, size)
         return cls(checkpoint, settings, config, rank, size, split)
 
     @property
@@ -87,6 +92,8 @@ class Prepared:
     def load(self, progress: Progress | None = None) -> tuple[Weights, tuple[str, ...]]:
         """The weights, and notes on what was found."""
         s = self.settings
+        if s.device.kind == "cuda":
+            torch.cuda.set_device(s.device.torch_name)  # kernels run on the thread's current device
         # Decoding small blocks of rows is done before a second thread has woken up (measured: docs/log.md).
         torch.set_num_threads(1)
         notes = self.checkpoint.inventory.notes
@@ -118,12 +125,25 @@ class Prepared:
 def make_executor(
     bundle: Bundle, settings: Settings, config: EngineConfig, compiled: Compiled | None = None
 ) -> tuple[Model, Eager]:
-    """The model and its cache on this rank's device. `compiled` is told of kernels on a GPU."""
+    """The model and its cache on this rank's device, when all ranks have theirs.
+
+    `compiled` is told of kernels on a GPU."""
+    made = _make_executor(bundle, settings, config, compiled)
+    bundle.mesh.comm.begin()
+    return made
+
+
+def _make_executor(
+    bundle: Bundle, settings: Settings, config: EngineConfig, compiled: Compiled | None
+) -> tuple[Model, Eager]:
     s, device = settings, settings.device.torch_name
     layout = cache_layout(bundle.config, s, config, bundle.weights.num_mtp_layers)
     model = Model(bundle, s.max_context, device, copies_ahead=not config.no_overlap)
     cache = Cache(layout, device, s.dtype)
-    if not s.tiled or bundle.mesh.size > 1:
+    if not s.tiled:
+        return model, Eager(model, cache, device)
+    peers = None
+    if bundle.mesh.size > 1 and (peers := find_peers(bundle, config)) is None:
         return model, Eager(model, cache, device)
     from dsv4.engine.graphs import Graphs  # imports Triton, which a machine without a GPU may lack
 
@@ -137,5 +157,25 @@ def make_executor(
         overlap=not config.no_overlap,
         compiled=compiled,
         swap_share=config.swap_share,
+        peers=peers,
     )
     return model, graphs
+
+
+def find_peers(bundle: Bundle, config: EngineConfig) -> Peers | None:
+    """The other ranks' memory, for the kernels of decode steps; None: they are out of reach."""
+    c, mesh = bundle.config, bundle.mesh
+    rows, vocab = graph_rows(config.max_batch)[-1], c.vocab_size // mesh.size
+    inbox = mesh.comm.inbox(inbox_places(rows, c.hidden_size, vocab))
+    if inbox is None:
+        return None
+    return Peers(
+        rank=mesh.rank,
+        rows=rows,
+        hidden=c.hidden_size,
+        vocab=vocab,
+        inbox=inbox.own,
+        addresses=inbox.addresses,
+        ended=inbox.ended,
+        seconds=config.rank_seconds,
+    )

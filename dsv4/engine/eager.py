@@ -47,6 +47,7 @@ class Pass:
 
 class Eager:
     max_rows, runs_ahead, same_bits = 1 << 20, False, True
+    prompt_sizes: tuple[int, ...] = ()  # of steps that shorter prompts are padded to
 
     def __init__(self, model: Model, cache: Cache, device: str) -> None:
         self.model, self.cache, self.device = model, cache, device

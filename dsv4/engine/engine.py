@@ -59,7 +59,7 @@ class Engine:
         self.slots = Slots(layout)
         self.prefix = PrefixCache(self.slots, config.prefix_snapshots, shelf)
         self.scheduler = Scheduler(self.slots, self.prefix, s.chunk, executor.same_bits)
-        self.pace = Pace(config.max_stall_ms / 1000, s.chunk)
+        self.pace = Pace(config.max_stall_ms / 1000, s.chunk, executor.prompt_sizes)
         self.arrivals = Arrivals(self.scheduler, self.prefix)
         self.grammars = Grammars(tokenizer, bundle.config.vocab_size)
         self._outputs: dict[str, Output] = {}

@@ -10,8 +10,6 @@ import sys
 import threading
 from pathlib import Path
 
-import torch
-
 from dsv4.config import EngineConfig
 from dsv4.engine.build import Prepared, make_executor
 from dsv4.engine.plan import Plan
@@ -81,8 +79,7 @@ def follow(channel: Channel) -> None:
     channel.send(Kind.LOADED)
     kind, _ = channel.receive()
     assert kind is Kind.JOIN, kind
-    device = torch.device(prepared.settings.device.torch_name)
-    mesh = Mesh(rank, len(devices), Group(start["file"], rank, len(devices), device, config.rank_seconds))
+    mesh = Mesh(rank, len(devices), Group(start["file"], rank, devices, config.rank_seconds))
     _, executor = make_executor(prepared.bundle(weights, mesh), prepared.settings, config)
     Follower(executor, channel, mesh.name).run()
 

@@ -18,6 +18,7 @@ from dsv4.engine.runner import UNSEEN, Masks, Result
 from dsv4.engine.swap import Swapper
 from dsv4.errors import DeviceError
 from dsv4.kernels.common.ahead import Compiled
+from dsv4.kernels.decode.exchange import Peers
 from dsv4.kernels.decode.sample import MAX_PENALISED
 from dsv4.model.buffers import graph_rows
 from dsv4.model.bundle import Bundle
@@ -28,6 +29,7 @@ from dsv4.model.step import Mark, prompt_sizes
 from dsv4.model.step import Span as Tokens
 from dsv4.model.warm import warm_up
 from dsv4.ops.sample.ref import MAX_TOP
+from dsv4.parallel.comm import PeerError
 
 # (sequence, slot, position, sampling) of each row that a decoder's buffers hold.
 Rows = list[tuple[int, int, int, Sampling | None]]
@@ -56,6 +58,7 @@ class Graphs(Eager):
         overlap: bool,
         compiled: Compiled | None = None,
         swap_share: float = 0.0,
+        peers: Peers | None = None,
     ) -> None:
         """Every kernel that can run is compiled and loaded here; `compiled` is told how far that has come."""
         device = cache.page_table.device
@@ -67,7 +70,9 @@ class Graphs(Eager):
         self.swapper: Swapper | None = None
         if placement is not None and swap_share and 0 < placement.slots.num_resident < len(placement.slots):
             self.swapper = Swapper(placement, swap_share)
-        if self.swapper is not None or b.weights.checksum is not None:
+        self.peers = peers
+        # Ranks choose the same experts: one keeps count.
+        if self.swapper is not None or (b.weights.checksum is not None and b.mesh.rank == 0):
             shape = (b.config.num_layers, b.config.num_experts)
             counts = torch.zeros(shape, dtype=torch.int32, device=device)
         note = None if self.swapper is None else self.swapper.note
@@ -84,13 +89,16 @@ class Graphs(Eager):
                 penalties=self.penalties if b.config.vocab_size <= MAX_PENALISED else None,
                 overlap=overlap,
                 counts=counts,
+                peers=peers,
             )
         self.prompts: list[Prompt] = []  # by rising size
         if use_graphs and never_waits(model):
             sizes = prompt_sizes(chunk, spills=model.staging is not None)
-            self.prompts = [Prompt(model, cache, size) for size in sizes]
-        prompts = [prompt.size for prompt in self.prompts]
-        warm_up(model, cache, chunk, self._run_padding, prompts, compiled)
+            streams = (b.config.num_streams, b.config.hidden_size)
+            out = torch.empty(max(sizes, default=0), *streams, dtype=b.numerics.dtype, device=device)
+            self.prompts = [Prompt(model, cache, size, out) for size in sizes]
+        self.prompt_sizes = tuple(prompt.size for prompt in self.prompts)
+        warm_up(model, cache, chunk, self._run_padding, self.prompt_sizes, compiled)
         with torch.inference_mode():
             self._run_padding()
             torch.cuda.synchronize(device)
@@ -177,4 +185,7 @@ class Graphs(Eager):
     def fetch(self, launched: Pass) -> list[Result]:
         if launched.done is not None:
             launched.done.synchronize()
+        if self.peers is not None and (ended := int(self.peers.ended)):
+            late = f"rank {ended - 1} sent nothing for {self.peers.seconds:g} s"
+            raise PeerError(late if ended > 0 else "another rank is gone")
         return super().fetch(launched)

@@ -8,7 +8,7 @@ import torch
 
 from dsv4.cache.layout import CacheLayout
 from dsv4.config import ModelConfig
-from dsv4.model.buffers import buffer_bytes
+from dsv4.model.buffers import buffer_bytes, inbox_bytes
 from dsv4.model.params import declare
 from dsv4.model.step import prompt_sizes
 from dsv4.ops.sample.ref import HISTORY
@@ -57,11 +57,14 @@ def gpu_memory(
     activations: str = "a16",
     unpacks: bool = False,
     spills: bool = False,
+    ranks: int = 1,
 ) -> Memory:
     """`weights`: their bytes in tiles. `graph_rows`: of every decode step that is recorded. `chunk`: prompt
     tokens of a step, 0 where no prompt is read; `unpacks`: whether it unpacks weights (`unpacks_weights`).
-    `spills`: whether experts lie in host memory."""
-    c, sizes = layout.config, prompt_sizes(chunk, spills) if dtype == torch.bfloat16 and graph_rows else []
+    `spills`: whether experts lie in host memory. `ranks`: of so many this is one."""
+    c, sizes = layout.config, []
+    if dtype == torch.bfloat16 and graph_rows and ranks == 1:  # a prompt's step on several is not recorded
+        sizes = prompt_sizes(chunk, spills)
     return Memory(
         weights=weights,
         cache=layout.pool_bytes(),
@@ -69,7 +72,8 @@ def gpu_memory(
         snapshots=layout.max_snapshots * layout.snapshot_bytes(),
         tables=table_bytes(c, layout.max_context, layout.num_slots),
         copies=_copied_bytes(c, layout.num_mtp_layers),
-        buffers=buffer_bytes(c, layout.max_context, dtype, sum(graph_rows), activations)
+        buffers=buffer_bytes(c, layout.max_context, dtype, sum(graph_rows), activations, ranks)
+        + inbox_bytes(c, max(graph_rows, default=0), ranks)
         + result_bytes(c, dtype, sizes),
         workspace=prompt_bytes(layout, dtype, chunk, unpacks) if chunk else 0,
         reserved=RESERVED + (step_bytes(layout, dtype, max(sizes)) if chunk and sizes else 0),
@@ -111,8 +115,8 @@ def _row_bytes(c: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def result_bytes(c: ModelConfig, dtype: torch.dtype, sizes: Sequence[int]) -> int:
-    """The streams that each recorded prompt step leaves."""
-    return sum(sizes) * c.num_streams * c.hidden_size * dtype.itemsize
+    """The streams that recorded prompt steps leave, all in one place."""
+    return max(sizes, default=0) * c.num_streams * c.hidden_size * dtype.itemsize
 
 
 def step_bytes(layout: CacheLayout, dtype: torch.dtype, tokens: int) -> int:

@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
-import torch
 from torch import Tensor
 
 from dsv4.config import EngineConfig
@@ -47,7 +46,7 @@ class Ranks:
     """The processes of ranks 1, 2, ... on this machine. They end with this object, and with this process."""
 
     def __init__(self, path: Path, config: EngineConfig, devices: list[str]) -> None:
-        self.size, self.seconds, self._device = len(devices), config.rank_seconds, devices[0]
+        self.size, self.seconds, self._devices = len(devices), config.rank_seconds, devices
         self._folder = tempfile.mkdtemp(prefix="dsv4-ranks-")
         self._file = str(Path(self._folder) / "store")
         # The kernel ends a rank with the thread that started it: one that lives as long as the ranks.
@@ -76,7 +75,7 @@ class Ranks:
         self.check()
         self.tell(Kind.JOIN)
         try:
-            self._comm = Group(self._file, 0, self.size, torch.device(self._device), self.seconds)
+            self._comm = Group(self._file, 0, self._devices, self.seconds)
         except PeerError as error:
             raise self.lost(error) from None
         return Mesh(0, self.size, self._comm)
@@ -126,6 +125,8 @@ class Ranks:
             self._changed.notify_all()
         for peer in self._peers:
             peer.process.kill()
+        if self._comm is not None:
+            self._comm.abandon()
         with suppress(OSError):
             self._ring.send(b"!")
 

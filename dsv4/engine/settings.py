@@ -11,11 +11,10 @@ from dsv4.config import EngineConfig, ModelConfig
 from dsv4.device import OLDEST, Device, available_memory, too_old
 from dsv4.engine import proof
 from dsv4.engine.memory import Memory, gpu_memory, table_bytes, unpacks_weights
-from dsv4.engine.spill import Drafts, Split, balanced_chunk, check_host, find_split
+from dsv4.engine.spill import Drafts, Split, check_host, find_split
 from dsv4.errors import ConfigError, DeviceError
 from dsv4.kernels.common.architectures import capability, standing
 from dsv4.kernels.common.build import architecture, compile_all
-from dsv4.kernels.common.places import Form
 from dsv4.model.buffers import graph_rows
 from dsv4.ops import IMPLEMENTATIONS, Ops
 from dsv4.quant.formats import FP8_TILE, Format
@@ -98,9 +97,8 @@ def settle(config: EngineConfig, checkpoint: Checkpoint, ranks: int = 1) -> Sett
 
     chunk = config.chunk
     if chunk is None and tiled:
-        chunk = GPU_CHUNK
-    if tiled and ranks > 1:
-        chosen("decode", "eager", "graphs of the decode kernels run on one GPU so far")
+        why = "a prompt's step reads all experts, whatever its length; longer ones would keep others waiting"
+        chunk = int(chosen("chunk", str(GPU_CHUNK), why))
     threads = config.threads or max(1, torch.get_num_threads() // ranks)
     if threads > MAX_THREADS:
         raise ConfigError(f"threads is {threads}, expected at most {MAX_THREADS}")
@@ -142,22 +140,19 @@ def cache_layout(model: ModelConfig, s: Settings, config: EngineConfig, num_mtp_
     )
 
 
-def fit(settings: Settings, config: EngineConfig, checkpoint: Checkpoint) -> tuple[Settings, Split | None]:
+def check_memory(
+    settings: Settings, config: EngineConfig, checkpoint: Checkpoint, ranks: int = 1
+) -> Split | None:
     """Refuse before anything is read: an allocation that fails later, or swaps, would be a worse answer.
 
-    -> the settings, with the length of prompt steps that suits the memory; and how experts are split between
-    GPU and host memory, None: all are where the other weights are.
+    -> how experts are split between GPU and host memory; None: all are where the other weights are.
     """
     if not settings.tiled:
         _check_plain(settings, config, checkpoint)
-        return settings, None
-    needs = _Needs(settings, config, checkpoint)
-    if config.chunk is None:
-        chunk, why = balanced_chunk(needs.split, settings.chunk)
-        choices = (*settings.choices, Choice("chunk", str(chunk), why))
-        settings = replace(settings, chunk=chunk, choices=choices)
-    split = needs.split(settings.chunk)
-    need = needs.memory(settings.chunk, spills=split is not None)
+        return None
+    needs = _Needs(settings, config, checkpoint, ranks)
+    split = needs.split
+    need = needs.memory(spills=split is not None)
     weights = need.weights
     if split is not None:
         weights += split.gpu_bytes - needs.experts - split.draft_bytes
@@ -165,7 +160,7 @@ def fit(settings: Settings, config: EngineConfig, checkpoint: Checkpoint) -> tup
     _refuse(settings, needs.layout, weights, beside, "lower max_batch, max_context or chunk")
     if split is not None:
         check_host(split, available_memory())
-    return settings, split
+    return split
 
 
 def _check_plain(settings: Settings, config: EngineConfig, checkpoint: Checkpoint) -> None:
@@ -188,11 +183,12 @@ def _refuse(settings: Settings, layout: CacheLayout, weights: int, beside: int, 
 
 @dataclass(frozen=True)
 class _Needs:
-    """What an engine takes of a GPU, and how that depends on the length of its prompt steps."""
+    """What an engine takes of a GPU."""
 
     settings: Settings
     config: EngineConfig
     checkpoint: Checkpoint
+    ranks: int = 1  # of so many, one's share of the checkpoint
 
     @cached_property
     def layout(self) -> CacheLayout:
@@ -209,16 +205,7 @@ class _Needs:
         """Of these bytes, those of routed experts."""
         return expert_bytes(self.checkpoint)
 
-    @cached_property
-    def form(self) -> tuple[Form, list[str]]:
-        return expert_form(self.checkpoint)
-
-    @cached_property
-    def drafts(self) -> Drafts | None:
-        found = draft_form(self.checkpoint)
-        return found and Drafts(found[0], tuple(found[1]), self.checkpoint.config.num_experts)
-
-    def memory(self, chunk: int, spills: bool) -> Memory:
+    def memory(self, spills: bool) -> Memory:
         """With all weights on the GPU; `spills`: of an engine some of whose experts lie elsewhere."""
         dtype, name = self.settings.dtype, self.settings.device.torch_name
         found = torch.cuda.get_device_capability(name) if torch.cuda.is_available() else OLDEST
@@ -227,27 +214,30 @@ class _Needs:
             layout=self.layout,
             dtype=dtype,
             graph_rows=graph_rows(self.config.max_batch),
-            chunk=chunk,
+            chunk=self.settings.chunk,
             activations=self.config.activations,
             unpacks=unpacks_weights(dtype, found),
             spills=spills,
+            ranks=self.ranks,
         )
 
-    def split(self, chunk: int) -> Split | None:
+    @cached_property
+    def split(self) -> Split | None:
         """None where all experts lie on the GPU."""
         config, free = self.config, self.settings.device.memory_bytes
         wants = config.spill.isdecimal() or config.expert_memory is not None
-        if config.spill == "off" or (not wants and self.memory(chunk, spills=False).total <= free):
+        if config.spill == "off" or (not wants and self.memory(spills=False).total <= free):
             return None
-        form, names = self.form
+        (form, names), draft = expert_form(self.checkpoint), draft_form(self.checkpoint)
+        experts = self.checkpoint.config.num_experts
         return find_split(
             spill=config.spill,
             expert_memory=config.expert_memory,
             form=form,
             names=names,
-            num_experts=self.checkpoint.config.num_experts,
-            room=free - self.memory(chunk, spills=True).total + self.experts,
-            drafts=self.drafts,
+            num_experts=experts,
+            room=free - self.memory(spills=True).total + self.experts,
+            drafts=draft and Drafts(draft[0], tuple(draft[1]), experts),
         )
 
 

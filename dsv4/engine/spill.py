@@ -4,7 +4,7 @@ Knows numbers only: bytes that are free, and how often each expert was chosen.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,9 +19,6 @@ ENTRY_BYTES = 8 + 3 * 4
 HOST_RESERVE = 4 << 30
 # GPU memory, at most, for experts that prompts copy ahead.
 MAX_STAGED_BYTES = 2 << 30
-# Chunks that prompts may be cut into where experts spill. Measured on an H200: bytes per second of its copy
-# engine, prompt tokens per second with all experts resident.
-CHUNKS, COPY_RATE, PROMPT_RATE = (1024, 2048, 4096), 55e9, 11_000
 
 
 @dataclass(frozen=True)
@@ -121,26 +118,6 @@ def find_split(
         if not resident or split.gpu_bytes <= limit:
             return split
         resident -= 1
-
-
-def balanced_chunk(split_of: Callable[[int], Split | None], default: int) -> tuple[int, str]:
-    """How many prompt tokens a step has, and why. `split_of`: the split with steps of so many.
-
-    What longer steps take of the GPU's memory holds experts otherwise, and shorter ones wait for PCIe: all
-    that spilled is copied once for each. So the shortest that is computed no faster than it is copied.
-    """
-    if split_of(default) is None:
-        return default, "a prompt's step reads all experts, whatever its length; longer ones keep others back"
-    for chunk in reversed(CHUNKS):
-        if chunk < default and split_of(chunk) is None:
-            return chunk, "all experts fit on the GPU beside steps of this length, and not beside longer ones"
-    for chunk in CHUNKS:
-        split = split_of(chunk)
-        spilled = 0 if split is None else split.num_spilled * split.form.num_bytes
-        if spilled / COPY_RATE <= chunk / PROMPT_RATE:
-            found = f"{spilled / 1e9:.1f} GB of experts"
-            return chunk, f"the shortest step that takes as long as copying {found} from host memory for it"
-    return default, "copying experts from host memory takes longer than a step; longer ones keep others back"
 
 
 def check_host(split: Split, free: int) -> None:

@@ -67,15 +67,21 @@ STYLES = {
 }
 
 
-def make(folder: Path, config: ModelConfig, format: str, seed: int) -> Iterator[tuple[int, int]]:
-    """Write config.json and the weights; yields (bytes done, bytes in all)."""
+def make(
+    folder: Path, config: ModelConfig, format: str, seed: int, device: str = "cpu"
+) -> Iterator[tuple[int, int]]:
+    """Write config.json and the weights; yields (bytes done, bytes in all).
+
+    Drawn and encoded on `device`: a GPU is faster, and draws other values.
+    """
     if not 0 <= seed < 1 << 43:
         raise ConfigError(f"seed is {seed}, expected 0 to 2**43 - 1")
     config, params, tensors = contents(config, format)
     style = STYLES[format]
     total, done = sum(tensor.num_bytes for tensor in tensors), 0
     _claim(folder, total)
-    for count in write_checkpoint(folder, tensors, _values(params, style, config, seed)):
+    values = (value.cpu() for value in _values(params, style, config, seed, device))
+    for count in write_checkpoint(folder, tensors, values):
         done += count
         yield done, total
     if config.vocab_size >= MIN_VOCABULARY:
@@ -148,13 +154,15 @@ def _declared(param: Param, style: Style) -> list[Declared]:
     return declared
 
 
-def _values(params: list[Param], style: Style, config: ModelConfig, seed: int) -> Iterator[Tensor]:
+def _values(
+    params: list[Param], style: Style, config: ModelConfig, seed: int, device: str
+) -> Iterator[Tensor]:
     for index, param in enumerate(params):
         # A generator per tensor: the values do not depend on which other tensors are written.
-        generator = torch.Generator().manual_seed((seed << 20) + index)
+        generator = torch.Generator(device).manual_seed((seed << 20) + index)
         if param.kind == "table":
             yield (
-                torch.rand(config.vocab_size, config.num_experts, generator=generator)
+                torch.rand(config.vocab_size, config.num_experts, generator=generator, device=device)
                 .argsort(1)[:, : config.experts_per_token]
                 .contiguous()
             )
@@ -163,12 +171,12 @@ def _values(params: list[Param], style: Style, config: ModelConfig, seed: int) -
             yield value.to(torch.bfloat16) if has_weight_suffix(param.name) else value
         else:
             std = 1.0 if param.name == "embed" else param.shape[1] ** -0.5
-            weight = torch.randn(param.shape, generator=generator) * std
+            weight = torch.randn(param.shape, generator=generator, device=device) * std
             yield from _stored(weight, _format(param, style), style)
 
 
 def _plain(param: Param, generator: torch.Generator) -> Tensor:
-    noise = torch.randn(param.shape, generator=generator)
+    noise = torch.randn(param.shape, generator=generator, device=generator.device)
     last = param.name.rsplit(".", 1)[-1]
     if last.endswith("_fn"):
         return noise * param.shape[1] ** -0.5

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from dsv4.config import EngineConfig, ModelConfig, preset
 from dsv4.engine.memory import Memory, table_bytes, unpacks_weights
 from dsv4.engine.memory import gpu_memory as memory_of
 from dsv4.engine.settings import DEFAULT_CHUNK, DEFAULT_CONTEXT, GPU_CHUNK, fits_dense
-from dsv4.engine.spill import Split, balanced_chunk
+from dsv4.engine.spill import Split
 from dsv4.errors import ConfigError
 from dsv4.lab.gpus import (
     MAX_GPUS,
@@ -246,16 +246,9 @@ class Plan:
         """Of the compute type the engine chooses: float32 on a CPU, bfloat16 on a GPU."""
         return 4 if self.machine.is_cpu else 2
 
-    @cached_property
+    @property
     def chunk(self) -> int:
-        return self.wanted.chunk or self.chosen_chunk[0]
-
-    @cached_property
-    def chosen_chunk(self) -> tuple[int, str]:
-        """Prompt tokens of a step as an engine chooses them, and why."""
-        if self.machine.is_cpu:
-            return DEFAULT_CHUNK, "a CPU's"
-        return balanced_chunk(partial(split_of, self), GPU_CHUNK)
+        return self.wanted.chunk or (DEFAULT_CHUNK if self.machine.is_cpu else GPU_CHUNK)
 
     @property
     def layout(self) -> CacheLayout:
@@ -274,15 +267,16 @@ class Plan:
             held = replace(self.demand.padded[self.tp], experts=self.demand.padded[self.width_ranks].experts)
         return held.per_gpu(self.expert_share, self.tp)
 
-    def gpu_memory(self, chunk: int, spills: bool) -> Memory:
+    def gpu_memory(self, spills: bool) -> Memory:
         return memory_of(
             weights=self.weight_bytes,
             layout=self.layout,
             dtype=torch.bfloat16,
             graph_rows=graph_rows(self.slots),
-            chunk=chunk,
+            chunk=self.chunk,
             unpacks=unpacks_weights(torch.bfloat16, self.machine.capability),
             spills=spills,
+            ranks=self.tp,
         )
 
     @cached_property
@@ -290,7 +284,7 @@ class Plan:
         """With every weight on the GPU."""
         layout, w = self.layout, self.wanted
         if not self.machine.is_cpu:
-            return self.gpu_memory(self.chunk, spills=False)
+            return self.gpu_memory(spills=False)
         return Memory(
             weights=self.weight_bytes,
             cache=layout.pool_bytes(),
@@ -338,14 +332,14 @@ class Plan:
     @cached_property
     def spill(self) -> Split | None:
         """Experts in pinned host memory, where that makes one GPU do."""
-        return None if self.fits else split_of(self, self.chunk)
+        return None if self.fits else split_of(self)
 
     @cached_property
     def held(self) -> Memory:
         """What the engine takes: with experts in host memory, if they have to lie there."""
         if self.spill is None:
             return self.memory
-        memory, form = self.gpu_memory(self.chunk, spills=True), self.spill.form
+        memory, form = self.gpu_memory(spills=True), self.spill.form
         gone = self.spill.num_spilled - self.spill.num_staged - self.spill.has_spare
         weights = memory.weights - gone * form.num_bytes - self.spill.draft_bytes
         return replace(memory, weights=weights, host=self.spill.host_bytes)
@@ -360,6 +354,11 @@ class Plan:
         sequences = -(-batch // self.replicas)
         cache = sequences * self.layout.read_bytes(self.wanted.context)
         return read.per_gpu(chosen / self.ep / self.width_ranks, self.tp) + cache
+
+    @property
+    def is_built(self) -> bool:
+        """Whether this engine shares a model so: all GPUs share each layer, experts by their width."""
+        return self.tp == self.machine.count and self.ep == 1
 
     @property
     def num_all_reduces(self) -> int:
@@ -418,18 +417,18 @@ class Plan:
 
     @property
     def today(self) -> "Plan":
-        """What this engine does with the machine: it runs on one device."""
+        """What was run: this engine on one device."""
         if self.machine.count == 1:
             return self
         alone = replace(self.machine, count=1)
         return Plan.make(self.demand, alone, replace(self.wanted, tp=None, ep=None))
 
     def report(self) -> dict[str, Any]:
-        """As plain data, for `--json`: what this engine does today, then what several GPUs could."""
+        """As plain data, for `--json`: this engine on one GPU, then what several could."""
         out = self.today._figures()
         out["machine"]["count"] = self.machine.count
         if self.machine.count > 1:
-            out["in_theory"] = {"built": False, "tp": self.tp, "ep": self.ep, **self._figures()}
+            out["in_theory"] = {"built": self.is_built, "tp": self.tp, "ep": self.ep, **self._figures()}
             out["in_theory"]["communication"] = self.communication()
         return out
 
@@ -439,7 +438,7 @@ class Plan:
         return {
             "all_reduces": self.num_all_reduces,
             "message_bytes": self.message_bytes,
-            "sent_bytes": self.num_all_reduces * self.message_bytes * (self.tp - 1),
+            "sent_bytes": 2 * self.num_all_reduces * self.message_bytes * (self.tp - 1),  # with tags
             "all_reduce_us": link.all_reduce_us(self.tp, self.message_bytes) if link else None,
             "source": link.source if link else None,
         }

@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from dsv4.lab.plan import Plan
 
 
-def split_of(made: "Plan", chunk: int) -> Split | None:
-    """Experts in host memory, with prompt steps of so many tokens; None: none, or it does not fit."""
+def split_of(made: "Plan") -> Split | None:
+    """Experts in host memory; None: none, or it does not fit."""
     c, m = made.demand.config, made.machine
     if m.is_cpu or m.is_too_old or m.count > 1:
         return None
-    if made.gpu_memory(chunk, spills=False).total <= m.memory_bytes:
+    if made.gpu_memory(spills=False).total <= m.memory_bytes:
         return None
     names = [f"layers.{layer}.ffn.experts" for layer in range(c.num_layers)]
     form = Form(made.demand.expert_format, c.expert_width, c.hidden_size)
     experts = form.num_bytes * len(names) * c.num_experts
-    room = m.memory_bytes - made.gpu_memory(chunk, spills=True).total + experts
+    room = m.memory_bytes - made.gpu_memory(spills=True).total + experts
     drafts, held = None, made.demand.draft_format
     if held is not None:
         blocks = tuple(f"mtp.{block}.ffn.experts" for block in range(made.demand.num_mtp_layers))
@@ -53,8 +53,7 @@ def spill_figures(made: "Plan", counts: Counts | None = None) -> dict[str, Any]:
     assert spill is not None
     out: dict[str, Any] = {
         **{"experts": spill.num_spilled, "host_bytes": spill.host_bytes, "resident_share": spill.share},
-        **{"staged": spill.num_staged, "draft_bytes": spill.draft_bytes, "chunk": made.chunk},
-        "chunk_why": "as asked for" if made.wanted.chunk else made.chosen_chunk[1],
+        **{"staged": spill.num_staged, "draft_bytes": spill.draft_bytes},
         **{"host_bandwidth": HOST_BANDWIDTH, "host_bandwidth_measured_on": HOST_MEASURED_ON},
         "tokens_per_second_uniform": _rates(made, None),
         "hit_rate_recorded": None,

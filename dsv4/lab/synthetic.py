@@ -35,16 +35,23 @@ def format_of(param: Param, layout: str) -> Format:
 
 
 def make_weights(
-    config: ModelConfig, layout: str, device: str, seed: int = 0, placement: Placement | None = None
+    config: ModelConfig,
+    layout: str,
+    device: str,
+    seed: int = 0,
+    placement: Placement | None = None,
+    ranks: int = 1,
 ) -> Weights:
     """Plausible values: products keep the size of their inputs. Without a draft block.
 
-    With `placement` routed experts are made where it has them.
+    With `placement` routed experts are made where it has them. `ranks`: the share of one of so many, as if
+    its neighbours' were like it.
     """
     generator = torch.Generator(device).manual_seed(seed)
     tensors: dict[str, Tensor | QuantTensor | Tiled | Bank] = {}
     quantised = set()
     for param in declare(config, 0):
+        local = param.local_shape(ranks)
         if param.expert is not None or param.component == "shared experts":
             name = param.name.rsplit(".", 2 if param.expert is not None else 1)[0]
             if placement is not None and name in placement.names:
@@ -53,37 +60,32 @@ def make_weights(
                     _fill_placed(placement, name, generator)
             elif name not in tensors:
                 count = config.num_experts if param.expert is not None else 1
-                up, down = (
-                    (config.expert_width, config.hidden_size),
-                    (config.hidden_size, config.expert_width),
-                )
+                width, hidden = config.expert_width // ranks, config.hidden_size
                 format = format_of(param, layout)
                 tensors[name] = Bank(
-                    _random(format, up, count, 2, device, generator),
-                    _random(format, down, count, 1, device, generator),
+                    _random(format, (width, hidden), count, 2, device, generator),
+                    _random(format, (hidden, width), count, 1, device, generator),
                 )
             quantised.add(param.name)
         elif param.kind == "table":
-            shape = param.shape
             tensors[param.name] = torch.randint(
-                0, config.num_experts, shape, device=device, generator=generator
+                0, config.num_experts, local, device=device, generator=generator
             )
         elif param.kind == "plain":
-            tensors[param.name] = _plain(param, device, generator)
+            tensors[param.name] = _plain(param, local, device, generator)
         elif param.name == "embed":
-            data = torch.randn(param.shape, device=device, dtype=torch.bfloat16, generator=generator)
-            tensors["embed"] = QuantTensor(Format.BF16, data, (param.shape[0], param.shape[1]))
+            data = torch.randn(local, device=device, dtype=torch.bfloat16, generator=generator)
+            tensors["embed"] = QuantTensor(Format.BF16, data, (local[0], local[1]))
         else:
-            shape = (param.shape[0], param.shape[1])
-            format = format_of(param, layout)
+            shape, format = (local[0], local[1]), format_of(param, layout)
             tensors[param.name] = _random(format, shape, 1, 1, device, generator)
             if not format.is_plain:
                 quantised.add(param.name)
     return Weights(tensors, frozenset(quantised), 0, placement)
 
 
-def _plain(param: Param, device: str, generator: torch.Generator) -> Tensor:
-    noise = torch.randn(param.shape, device=device, generator=generator)
+def _plain(param: Param, shape: tuple[int, ...], device: str, generator: torch.Generator) -> Tensor:
+    noise = torch.randn(shape, device=device, generator=generator)
     if param.name.endswith("_fn"):
         return noise * param.shape[1] ** -0.5
     if param.name.endswith(("norm", "_scale")):

@@ -9,6 +9,7 @@ from dsv4.config import ModelConfig
 from dsv4.kernels.common.overlap import tensors_of
 from dsv4.kernels.common.shapes import MIX_WIDTH, attend_chunks, mix_chunks
 from dsv4.kernels.decode import sample
+from dsv4.kernels.decode.exchange import inbox_places
 from dsv4.kernels.decode.matvec import Tasks, splits
 
 ROWS = (1, 2, 4, 8, 16, 32)
@@ -25,7 +26,9 @@ class Buffers:
         dtype: torch.dtype,
         device: str | torch.device,
         activations: str = "a16",
+        ranks: int = 1,
     ) -> None:
+        """`ranks`: of so many this is one, with its share of heads, output groups, expert width and head."""
         capacity = max_context
 
         def act(*shape: int) -> Tensor:
@@ -34,7 +37,8 @@ class Buffers:
         def wide(*shape: int) -> Tensor:
             return torch.zeros(*shape, device=device)
 
-        d, n, h = c.hidden_size, c.num_streams, c.num_heads
+        d, n, h = c.hidden_size, c.num_streams, c.num_heads // ranks
+        groups, expert_width = c.o_groups // ranks, c.expert_width // ranks
         self.rows = rows
         # What the host loads, in one copy: token, position and slot of a row, and how its next one is chosen.
         self.inputs = torch.zeros(3 + sample.WIDTH, rows, dtype=torch.long, device=device)
@@ -64,25 +68,27 @@ class Buffers:
         self.chosen_rows = torch.full((rows, c.index_topk), -1, dtype=torch.int32, device=device)
         chunks = attend_chunks(dtype, c.window, max(entries))
         self.part_o, self.part_ml = wide(rows, chunks, h, c.head_dim), wide(rows, chunks, h, 2)
-        self.o, self.u = act(rows, h * c.head_dim), act(rows, c.o_groups * c.o_rank)
-        self.y = wide(rows, splits(c.o_groups * c.o_rank), d)
+        self.o, self.u = act(rows, h * c.head_dim), act(rows, groups * c.o_rank)
+        self.y = wide(rows, splits(groups * c.o_rank), d)
         self.gate_logits = wide(rows, c.num_experts)
         self.chosen = torch.zeros(rows, c.experts_per_token, dtype=torch.int32, device=device)
         self.tasks = Tasks.empty(rows, c.experts_per_token, device)
         # Of a token's choices, then of the shared expert: side by side, to be rounded in one launch.
-        pairs, step = rows * c.experts_per_token, 8 // math.gcd(8, c.expert_width)
+        pairs, step = rows * c.experts_per_token, 8 // math.gcd(8, expert_width)
         shared_at = -(-pairs // step) * step  # a product's input is aligned to 16 bytes
-        self.all_hidden = act(shared_at + rows, c.expert_width)
+        self.all_hidden = act(shared_at + rows, expert_width)
         self.hidden, self.shared_hidden = self.all_hidden[:pairs], self.all_hidden[shared_at:]
-        self.moe = act(rows, c.experts_per_token + 1, d)
+        # What ranks add up stays float32.
+        self.moe = (act if ranks == 1 else wide)(rows, c.experts_per_token + 1, d)
         self.logits = wide(rows, c.vocab_size)
+        self.own_logits = self.logits if ranks == 1 else wide(rows, c.vocab_size // ranks)
         # What each row of a launch may have to keep between two passes over the K columns of its weights.
         kept = (
             (d, c.q_rank + c.head_dim + c.index_heads),
-            (d, c.experts_per_token * 2 * c.expert_width),
+            (d, c.experts_per_token * 2 * expert_width),
             (c.q_rank, h * c.head_dim + c.index_heads * c.index_dim),
-            (c.heads_per_group * c.head_dim, c.o_groups * c.o_rank),
-            (c.expert_width, (c.experts_per_token + 1) * d),
+            (c.heads_per_group * c.head_dim, groups * c.o_rank),
+            (expert_width, (c.experts_per_token + 1) * d),
         )
         self.carry = wide(rows * max((values for k, values in kept if splits(k) > 1), default=0))
 
@@ -100,11 +106,29 @@ def graph_rows(max_batch: int) -> list[int]:
     return [*(rows for rows in ROWS if rows < max_batch), *enough[:1]]
 
 
+def inbox_bytes(c: ModelConfig, rows: int, ranks: int) -> int:
+    """What the other ranks' kernels write to, for steps of up to so many rows."""
+    return 0 if ranks == 1 else 8 * ranks * inbox_places(rows, c.hidden_size, c.vocab_size // ranks)
+
+
 def buffer_bytes(
-    c: ModelConfig, max_context: int, dtype: torch.dtype, rows: int, activations: str = "a16"
+    c: ModelConfig,
+    max_context: int,
+    dtype: torch.dtype,
+    rows: int,
+    activations: str = "a16",
+    ranks: int = 1,
 ) -> int:
     """What `Buffers` allocates: each row as much as the next."""
-    one = Buffers(c=c, rows=1, max_context=max_context, dtype=dtype, device="meta", activations=activations)
+    one = Buffers(
+        c=c,
+        rows=1,
+        max_context=max_context,
+        dtype=dtype,
+        device="meta",
+        activations=activations,
+        ranks=ranks,
+    )
     held = tensors_of(list(vars(one).values()))
     of_memory = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held}
     return rows * sum(of_memory.values())

@@ -17,7 +17,7 @@ from dsv4.config import LayerSpec
 from dsv4.kernels.common import quantize
 from dsv4.kernels.common.overlap import Launch, Launcher, Names, check, tensors_of
 from dsv4.kernels.common.places import Placement
-from dsv4.kernels.decode import attend, choose, index, mhc, sample
+from dsv4.kernels.decode import attend, choose, exchange, index, mhc, sample
 from dsv4.kernels.decode.matvec import MatVec, Mixing, Product, Tasks
 from dsv4.kernels.decode.prepare import Pooling, prepare, queries
 from dsv4.model.buffers import Buffers
@@ -57,12 +57,16 @@ class Decoder:
         penalties: Tensor | None = None,
         overlap: bool = True,
         counts: Tensor | None = None,
+        peers: exchange.Peers | None = None,
     ) -> None:
         """`latest` [slots]: where the last choice of every slot is kept, for all decoders of an engine.
         `penalties` [slots, HISTORY + max_context]: of every slot, likewise.
         `counts` int32 [layers, experts]: grow by every expert that a row chooses, likewise.
-        `overlap`: launches with PDL, checked here to give what serial ones give."""
+        `overlap`: launches with PDL, checked here to give what serial ones give.
+        `peers`: the other ranks, where there are some; all decoders of an engine share them."""
         c = b.config
+        assert (1 if peers is None else peers.size) == b.mesh.size, f"{b.mesh.name}, peers {peers}"
+        self.peers, self.exchanges = peers, 0
         self.latest = latest
         self.b, self.config, self.cache, self.model = b, c, cache, model
         self.dtype = b.numerics.dtype
@@ -73,13 +77,17 @@ class Decoder:
             dtype=self.dtype,
             device=cache.page_table.device,
             activations=b.numerics.activations,
+            ranks=b.mesh.size,
         )
         self.overlap = overlap
         self.launches: list[Launch] = []
         self.names = _names(f, cache, b.weights.placement)
         state = self.names.known
         self.graphs: dict[bool, torch.cuda.CUDAGraph] = {}  # with and without the choice of tokens
-        self._add("embed", mhc.embed, ids=f.ids, table=model.embedding.data, streams=f.streams)
+        if peers is None:
+            self._add("embed", mhc.embed, ids=f.ids, table=model.embedding.data, streams=f.streams)
+        else:
+            self.names.add("inbox", peers.inbox)
         mixed: Tensor | None = None
         for number, (spec, layer) in enumerate(zip(c.layers, cache.layers, strict=False)):
             name, rope = f"layers.{number}", model.blocks[number].attention.rope
@@ -91,7 +99,9 @@ class Decoder:
             self._moe(f"{name}.ffn", spec, mixing, next_fn, None if counts is None else counts[number])
             mixed = f.moe
         self._site("hc_head", "norm", mixed)
-        self._product("head", [Product(b.tiled("head"), f.x, f.logits)])
+        self._product("head", [Product(b.tiled("head"), f.x, f.own_logits)])
+        if peers is not None:
+            self._exchange("gather", exchange.gather, share=f.own_logits, logits=f.logits)
         self._add(
             "sample",
             sample.sample,
@@ -110,6 +120,10 @@ class Decoder:
     def _add(self, name: str, launcher: Launcher[...], **arguments: Any) -> None:
         run = partial(launcher, **arguments, overlap=self.overlap)
         self.launches.append(self.names.launch(name, run, launcher.touches(arguments)))
+
+    def _exchange(self, name: str, launcher: Launcher[...], **arguments: Any) -> None:
+        self._add(name, launcher, peers=self.peers, number=self.exchanges, **arguments)
+        self.exchanges += 1
 
     def _product(
         self, name: str, products: list[Product], tasks: Tasks | None = None, **options: Any
@@ -146,16 +160,7 @@ class Decoder:
         b, f, c = self.b, self.buffers, self.config
         fn, base, weight = b.plain(f"{name}_fn"), b.plain(f"{name}_base"), b.plain(norm)
         gate, comb = (None, None) if fn.shape[0] == c.num_streams else (f.gate, f.comb)
-        self._add(
-            "mhc open",
-            mhc.mix_open,
-            y=y,
-            gate=f.gate,
-            comb=f.comb,
-            streams=f.streams,
-            fn=fn,
-            partial=f.partial,
-        )
+        self._open(fn, y)
         self._add(
             "mhc close",
             mhc.mix_close,
@@ -173,6 +178,18 @@ class Decoder:
             activations=b.numerics.activations if gate is not None else "a16",
         )
         return Mixing(f.comb, c.sinkhorn_iters, c.hc_eps) if gate is not None else None
+
+    def _open(self, fn: Tensor, y: Tensor | None) -> None:
+        """The last output into the streams, on several ranks the sum of theirs; then the product with fn."""
+        f = self.buffers
+        into = {"streams": f.streams, "fn": fn, "partial": f.partial}
+        if self.peers is None:
+            self._add("mhc open", mhc.mix_open, y=y, gate=f.gate, comb=f.comb, **into)
+        elif y is None:
+            table = self.model.embedding.data
+            self._exchange("mhc open", exchange.embed_open, ids=f.ids, table=table, **into)
+        else:
+            self._exchange("mhc open", exchange.mix_open, y=y, gate=f.gate, comb=f.comb, **into)
 
     def _attention(
         self, name: str, spec: LayerSpec, layer: LayerCache, rope: Rope, mixing: Mixing | None
@@ -245,7 +262,7 @@ class Decoder:
         if selects:
             self._select(spec, layer)
         self._attend(name, spec, layer, rope, selects)
-        group, rank = c.heads_per_group * c.head_dim, c.o_rank
+        group, rank, groups = c.heads_per_group * c.head_dim, c.o_rank, c.o_groups // b.mesh.size
         self._product(
             "output a",
             [
@@ -253,10 +270,10 @@ class Decoder:
                     weight=wo_a.rows(g * rank, (g + 1) * rank),
                     x=f.o[:, g * group :],
                     y=f.u[:, g * rank :],
-                    x_stride=c.o_groups * group,
-                    y_stride=c.o_groups * rank,
+                    x_stride=groups * group,
+                    y_stride=groups * rank,
                 )
-                for g in range(c.o_groups)
+                for g in range(groups)
             ],
             paced=True,
         )

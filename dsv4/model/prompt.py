@@ -31,10 +31,13 @@ def never_waits(model: Model) -> bool:
 
 
 class Prompt:
-    """The step for up to `size` tokens of up to MAX_SEQUENCES sequences."""
+    """The step for up to `size` tokens of up to MAX_SEQUENCES sequences.
 
-    def __init__(self, model: Model, cache: Cache, size: int) -> None:
-        self.model, self.cache, self.size = model, cache, size
+    `out` [size or more, N, D]: where steps of all sizes leave their streams; without it, in new memory.
+    """
+
+    def __init__(self, model: Model, cache: Cache, size: int, out: Tensor | None = None) -> None:
+        self.model, self.cache, self.size, self.out = model, cache, size, out
         ratios = sorted({layer.ratio for layer in model.config.layers if layer.ratio})
         # A sequence of n tokens closes at most n // ratio + 1 blocks.
         self.places = {ratio: size // ratio + MAX_SEQUENCES for ratio in ratios}
@@ -78,6 +81,8 @@ class Prompt:
     def run(self) -> None:
         """Launch by launch."""
         self.streams = self.model.forward(self._step(), self.cache)
+        if self.out is not None:
+            self.streams = self.out[: self.size].copy_(self.streams)
 
     def capture(self, pool: Any) -> None:
         """Record the launches, when each has run once, in memory that steps of other sizes use too."""

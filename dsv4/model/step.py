@@ -43,7 +43,7 @@ class Mark(NamedTuple):
 
 # Tokens of the prompt steps that are recorded as graphs (prompt.py): up to where launching takes the host as
 # long as the GPU needs.
-SIZES = (16, 32, 64, 128, 256, 512, 768, 1024)
+SIZES = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 576, 640, 768, 896, 1024)
 
 
 def prompt_sizes(chunk: int, spills: bool = False) -> list[int]:

@@ -4,6 +4,7 @@ Sums are made of float32 parts in a balanced tree: first of a rank's own parts, 
 parts are a subtree, so the sum has the same bits for every number of ranks, and on all of them.
 """
 
+import logging
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
@@ -13,8 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dsv4.errors import DeviceError
+from dsv4.parallel.inbox import GONE, Inbox, open_inbox
 
 LOCAL = "127.0.0.1"
+START_SECONDS = 600.0  # until all ranks have compiled and recorded what they run, each at its pace
+logger = logging.getLogger("dsv4.parallel")
 
 
 class PeerError(DeviceError):
@@ -36,6 +40,14 @@ class Comm(Protocol):
         """Rows that one rank has and the others have as zeros -> the rows, bit for bit."""
         ...
 
+    def inbox(self, places: int) -> Inbox | None:
+        """Of so many packets from each rank; None, on all ranks, where one cannot reach another's memory."""
+        ...
+
+    def begin(self) -> None:
+        """When this rank is ready: waits for the others, for the last time patiently."""
+        ...
+
 
 def tree_sum(parts: Tensor) -> Tensor:
     """[T, P, D] -> [T, D]: neighbours first."""
@@ -48,6 +60,12 @@ def tree_sum(parts: Tensor) -> Tensor:
 class Alone:
     """A world of one: what it sends comes back."""
 
+    def inbox(self, places: int) -> Inbox | None:
+        return None
+
+    def begin(self) -> None:
+        pass
+
     def sum_parts(self, parts: Tensor) -> Tensor:
         return tree_sum(parts)
 
@@ -59,22 +77,28 @@ class Alone:
 
 
 class Group:
-    """Ranks of this machine, which meet at a file; gloo on a CPU, NCCL on GPUs.
+    """Ranks of this machine, which meet at a file; NCCL on GPUs of their own, else gloo.
 
-    A collective that a peer keeps waiting raises PeerError after `seconds`, one whose peer died, at once.
+    A collective that a peer keeps waiting raises PeerError after `seconds`, from `begin` on; one whose peer
+    died, at once.
     """
 
-    def __init__(self, file: str, rank: int, size: int, device: torch.device, seconds: float) -> None:
-        self.size = size
-        store = dist.FileStore(file, size)
+    def __init__(self, file: str, rank: int, devices: list[str], seconds: float) -> None:
+        """`devices`: of each rank."""
+        self.rank, self.size, self._name = rank, len(devices), file
+        self._device, self._seconds = torch.device(devices[rank]), seconds
+        self._inbox: Inbox | None = None
+        self._store = store = dist.FileStore(file, self.size)
         store.set_timeout(timedelta(seconds=seconds))
-        kind: Any = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
-        options = kind.Options() if device.type == "cuda" else kind._Options()
-        options._timeout = timedelta(seconds=seconds)
-        if device.type == "cpu":
+        # NCCL refuses two ranks on one GPU.
+        is_nccl = self._device.type == "cuda" and len({*devices}) == self.size
+        kind: Any = dist.ProcessGroupNCCL if is_nccl else dist.ProcessGroupGloo
+        options = kind.Options() if is_nccl else kind._Options()
+        options._timeout = timedelta(seconds=max(seconds, START_SECONDS))
+        if not is_nccl:
             options._devices = [kind.create_device(hostname=LOCAL)]
         try:
-            self._group = kind(store, rank, size, options)
+            self._group = kind(store, rank, self.size, options)
         except RuntimeError as error:
             raise PeerError(f"ranks do not find each other: {_first_line(error)}") from None
 
@@ -89,6 +113,29 @@ class Group:
         flat = values.contiguous().view(torch.int32)
         self._wait(self._group.allreduce, [flat], dist.AllreduceOptions())
         return flat.view(values.dtype)
+
+    def inbox(self, places: int) -> Inbox | None:
+        found, why = None, ""
+        try:
+            found = open_inbox(self._store, self._name, self.rank, self.size, places, self._device)
+        except RuntimeError as error:
+            why = _first_line(error)
+        # Also: all inboxes are empty before anybody pushes.
+        has_one = torch.full((1, 1), float(found is not None), device=self._device)
+        if not bool(self.gather_columns(has_one).all()):
+            logger.warning("ranks add up their sums by NCCL: a GPU cannot reach another's memory %s", why)
+            return None
+        self._inbox = found
+        return found
+
+    def begin(self) -> None:
+        self._gather(torch.zeros(1, device=self._device))
+        self._group._set_default_timeout(timedelta(seconds=self._seconds))
+
+    def abandon(self) -> None:
+        """A rank is gone: steps that wait for it need not. From any thread."""
+        if self._inbox is not None:
+            self._inbox.ended.fill_(GONE)
 
     def _gather(self, own: Tensor) -> Tensor:
         """[...] of each rank -> [size, ...]."""

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,8 +81,7 @@ class Routes:
         self.service = service
         self.engine, self.encoder, self.tokenizer = service.engine, service.encoder, service.encoder.tokenizer
 
-    def router(self) -> Router:
-        posts = {
+        self.posts: dict[str, Callable[..., Awaitable[Response]]] = {
             "/v1/chat/completions": self.chat,
             "/v1/completions": self.completions,
             "/v1/messages": self.messages,
@@ -91,7 +90,7 @@ class Routes:
             "/tokenize": self.tokenize,
             "/detokenize": self.detokenize,
         }
-        gets = {
+        self.gets: dict[str, Callable[[Request], Awaitable[Response]]] = {
             **dict.fromkeys(PAGE, self.page),
             "/openapi.json": self.description,
             "/v1/models": self.models,
@@ -100,25 +99,39 @@ class Routes:
             "/ready": self.is_ready,
             "/metrics": self.metrics,
         }
-        routes = [Route(path, handler, methods=["POST"]) for path, handler in posts.items()]
-        routes += [Route(path, handler, methods=["GET"]) for path, handler in gets.items()]
+
+    def router(self) -> Router:
+        routes = [
+            Route(path, self._reading(handler), methods=["POST"]) for path, handler in self.posts.items()
+        ]
+        routes += [Route(path, handler, methods=["GET"]) for path, handler in self.gets.items()]
         return Router(routes, redirect_slashes=False)
 
-    # What makes tokens.
+    def _reading(self, handler: Callable[..., Awaitable[Response]]) -> Callable[[Request], Any]:
+        """The handler of a request, given a body of the type that it names."""
 
-    async def chat(self, request: Request) -> Response:
-        body = await self._body(request, ChatBody)
+        async def read(request: Request) -> Response:
+            body = await read_body(request, handler.__annotations__["body"])
+            self._check_model(body.model)
+            return await handler(request, body)
+
+        return read
+
+    # What makes tokens. The first line of a handler is its description in /openapi.json.
+
+    async def chat(self, request: Request, body: ChatBody) -> Response:
+        """The assistant's next turn."""
         with_logprobs = bool(body.logprobs)
         shape = ChatShape(self._head(request, "chatcmpl"), body.n or 1, with_logprobs, body.wants_usage)
         return await self._turn(request, body, shape)
 
-    async def messages(self, request: Request) -> Response:
-        body = await self._body(request, MessagesBody)
+    async def messages(self, request: Request, body: MessagesBody) -> Response:
+        """The assistant's next turn, as Anthropic's clients ask for it."""
         shape = MessagesShape(f"msg_{self._id(request)}", self.service.name)
         return await self._turn(request, body.chat(), shape)
 
-    async def responses(self, request: Request) -> Response:
-        body = await self._body(request, ResponsesBody)
+    async def responses(self, request: Request, body: ResponsesBody) -> Response:
+        """The assistant's next turn, as items."""
         shape = ResponsesShape(self._id(request), _created(request), self.service.name, body)
         return await self._turn(request, body.chat(), shape)
 
@@ -144,8 +157,8 @@ class Routes:
     def _asked(self, body: ChatBody) -> Asked:
         return ask_chat(body, self.tokenizer, self.service.thinking, self.service.max_thinking)
 
-    async def completions(self, request: Request) -> Response:
-        body = await self._body(request, CompletionBody)
+    async def completions(self, request: Request, body: CompletionBody) -> Response:
+        """The continuation of a text, or of several."""
         asked, given = ask_completion(body, self.tokenizer), body.prompts
         ticket = self._reserve(request, len(given) * len(asked.params))
         prompts, answers = [], []
@@ -165,11 +178,6 @@ class Routes:
         head, count = self._head(request, "cmpl"), len(answers)
         shape = PlainShape(self.tokenizer, head, count, with_logprobs, body.wants_usage)
         return await self._answer(request, body, asked, ticket, prompts, shape, answers)
-
-    async def _body(self, request: Request, kind: type[Any]) -> Any:
-        body = await read_body(request, kind)
-        self._check_model(body.model)
-        return body
 
     def _check_model(self, model: str | None) -> None:
         if model not in (None, self.service.name):
@@ -230,26 +238,27 @@ class Routes:
 
     # What does not.
 
-    async def count_tokens(self, request: Request) -> Response:
-        body = (await self._body(request, CountBody)).chat()
-        segments = await asyncio.to_thread(segments_of, body.messages, body.offered, self._asked(body))
+    async def count_tokens(self, request: Request, body: CountBody) -> Response:
+        """How many tokens such a request has."""
+        chat = body.chat()
+        segments = await asyncio.to_thread(segments_of, chat.messages, chat.offered, self._asked(chat))
         ids = await self.encoder.ids(segments, None, None, "messages")
         return json_response({"input_tokens": len(ids)})
 
-    async def tokenize(self, request: Request) -> Response:
-        body = await self._body(request, TokenizeBody)
+    async def tokenize(self, request: Request, body: TokenizeBody) -> Response:
+        """A text's or a conversation's token ids."""
         if (body.prompt is None) == (body.messages is None):
             raise BadField("give prompt or messages, one of them", "prompt")
-        segments: list[Segment] = [body.prompt]
+        segments: list[Segment] = [body.prompt or ""]
         if body.messages is not None:
             asked = Asked([], self.service.thinking)
             segments = await asyncio.to_thread(segments_of, body.messages, [], asked)
         ids = await self.encoder.ids(segments, None, None, "prompt")
         return json_response({"tokens": ids, "count": len(ids)})
 
-    async def detokenize(self, request: Request) -> Response:
-        body, ready = await self._body(request, DetokenizeBody), self.engine.check_ready()
-        check_fits(len(body.tokens), 0, ready.max_context, "tokens")
+    async def detokenize(self, request: Request, body: DetokenizeBody) -> Response:
+        """The text of token ids."""
+        check_fits(len(body.tokens), 0, self.engine.check_ready().max_context, "tokens")
         return json_response({"prompt": await asyncio.to_thread(self.tokenizer.decode, body.tokens)})
 
     async def page(self, request: Request) -> Response:
@@ -257,10 +266,12 @@ class Routes:
         return Response(data, media_type=media, headers=PAGE_HEADERS)
 
     async def description(self, request: Request) -> Response:
-        ready = self.engine.check_ready()
-        return json_response(openapi(self.service.name, ready.max_context, ready.vocab_size))
+        return json_response(
+            openapi(self.service.name, self.engine.check_ready(), posts=self.posts, gets=self.gets)
+        )
 
     async def models(self, request: Request) -> Response:
+        """The model."""
         return json_response({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
@@ -274,13 +285,16 @@ class Routes:
         return {**model, "max_model_len": length, "context_length": length}
 
     async def health(self, request: Request) -> Response:
+        """Whether the server is alive."""
         return json_response({"status": "alive"})
 
     async def is_ready(self, request: Request) -> Response:
+        """Whether a model is loaded."""
         self.engine.check_ready()
         return json_response({"status": "ready"})
 
     async def metrics(self, request: Request) -> Response:
+        """Counters, for Prometheus."""
         return Response(self.service.metrics.text(), media_type="text/plain; version=0.0.4")
 
 
@@ -299,4 +313,5 @@ def _seeded(params: list[SamplingParams], replay: Replay | None) -> list[Samplin
 
 
 def make_app(service: Service) -> ASGIApp:
-    return Gate(Routes(service).router(), service)
+    routes = Routes(service)
+    return Gate(routes.router(), service, {*routes.posts, *routes.gets})

@@ -13,7 +13,7 @@ import os
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,11 +24,9 @@ from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import ConfigError
 from dsv4.serve.app import make_app
 from dsv4.serve.client import EngineProcess
-from dsv4.serve.job import Replay, Service
-from dsv4.serve.metrics import Metrics
-from dsv4.serve.prompt import Encoder
+from dsv4.serve.job import Replay
 from dsv4.serve.schema import MAX_BODY_BYTES, BadField, Strict, parse
-from dsv4.text.tokenizer import Tokenizer
+from dsv4.serve.server import ServerConfig, make_service
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 # Of the engine's settings, those that change no token.
@@ -276,29 +274,21 @@ async def answering(
 ) -> AsyncIterator[Answerer]:
     """A loaded model, in a process of its own, and the server's routes around it."""
     ModelConfig.load(job.folder)
-    engine = EngineProcess(
-        str(job.folder.resolve()),
-        job.engine,
+    config = ServerConfig(
+        name=job.served_name,
         max_queue=100_000,
         queue_seconds=_DAY,
         request_seconds=_DAY,
         stall_seconds=RESTART_SECONDS,
-        log=log,
-        progress=progress,
-    )
-    service = Service(
-        name=job.served_name,
-        engine=engine,
-        encoder=Encoder(Tokenizer.load(job.folder)),
-        metrics=Metrics(engine),
-        log=lambda line: None,
         thinking=job.thinking,
         max_thinking=job.max_thinking,
     )
+    service = make_service(job.folder, job.engine, config, log, progress)
+    engine = service.engine
     try:
         for note in (await engine.start()).notes:
             log(f"engine: {note}")
-        yield Answerer(job, engine, make_app(service))
+        yield Answerer(job, engine, make_app(replace(service, log=lambda line: None)))
     finally:
         await engine.stop("the batch has ended")
 

@@ -19,25 +19,7 @@ from dataclasses import dataclass, field
 from dsv4.config import EngineConfig
 from dsv4.engine.request import Delta, Request, SamplingParams
 from dsv4.errors import ConfigError, Dsv4Error, RequestError
-from dsv4.serve.wire import (
-    Accepted,
-    Cancel,
-    Failed,
-    Frames,
-    FromEngine,
-    Loading,
-    Message,
-    Ready,
-    Refused,
-    Start,
-    Status,
-    Stepped,
-    Submit,
-    WireError,
-    frame,
-    from_engine,
-    read,
-)
+from dsv4.serve import wire
 
 MAX_BUFFERED_DELTAS = 8192
 MAX_UNSENT_BYTES = 64 << 20
@@ -68,7 +50,7 @@ class TooSlow(Dsv4Error):
 class Ticket:
     """The deltas of one caller's sequences, in the order they came: (index of the sequence, delta)."""
 
-    def __init__(self, engine: "EngineProcess", ids: list[str], ready: Ready, now: float) -> None:
+    def __init__(self, engine: "EngineProcess", ids: list[str], ready: wire.Ready, now: float) -> None:
         self._engine, self._ids, self.ready = engine, ids, ready
         self._deadline = now + engine.request_seconds
         self._queue_deadline = now + engine.queue_seconds
@@ -99,7 +81,7 @@ class Ticket:
         self._queue_deadline = asyncio.get_running_loop().time() + self._engine.queue_seconds
         wanted = [(ids, one) for ids in prompts for one in params]
         for id, (prompt, one) in zip(self._ids, wanted, strict=True):
-            self._engine.send(Submit(Request(id, prompt, one, owner)))
+            self._engine.send(wire.Submit(Request(id, prompt, one, owner)))
 
     async def started(self) -> None:
         """Until the engine has taken all sequences and begun with one; raises why it has not."""
@@ -204,7 +186,7 @@ class _Life:
     process: asyncio.subprocess.Process
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
-    ready: Ready | None = None
+    ready: wire.Ready | None = None
     tickets: dict[str, Ticket] = field(default_factory=dict)
     began: dict[str, float] = field(default_factory=dict)  # sequences that run, since when
     latest: dict[str, float] = field(default_factory=dict)  # when a sequence's last token came
@@ -231,25 +213,25 @@ class EngineProcess:
         self.max_queue, self.queue_seconds, self.request_seconds = max_queue, queue_seconds, request_seconds
         self.stall_seconds = stall_seconds
         self._mean_seconds = 1.0  # that a sequence holds its place, the later ones counting more
-        self.status = Status()
+        self.status = wire.Status()
         self.on_gap: Callable[[float], None] = lambda seconds: None  # between two tokens of a sequence
         self.num_restarts = 0
         self._log, self._progress = log, progress
         self._life: _Life | None = None
         self._trouble = ""  # why there is no engine
-        self._first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._first_ready: asyncio.Future[wire.Ready] = asyncio.get_running_loop().create_future()
         self._stop_reason: str | None = None
         self._stopping = asyncio.Event()
         self._counter = itertools.count()
         self._keeper: asyncio.Task[None] | None = None
 
-    async def start(self) -> Ready:
+    async def start(self) -> wire.Ready:
         """Until the model is loaded for the first time; what keeps it from loading is raised."""
         self._keeper = asyncio.create_task(self._keep())
         return await self._first_ready
 
     @property
-    def ready(self) -> Ready | None:
+    def ready(self) -> wire.Ready | None:
         """What is loaded, or None while nothing is."""
         return self._life.ready if self._life else None
 
@@ -263,7 +245,7 @@ class EngineProcess:
         batch = self.ready.max_batch if self.ready else 1
         return min(MAX_RETRY_SECONDS, max(1, round(self._mean_seconds * (1 + self.status.waiting / batch))))
 
-    def check_ready(self) -> Ready:
+    def check_ready(self) -> wire.Ready:
         """What is loaded; raises Unavailable if nothing is."""
         if self._stop_reason is not None:
             raise Unavailable(self._stop_reason)
@@ -294,7 +276,7 @@ class EngineProcess:
         if self._life and self._life.tickets.pop(id, None):
             self._life.began.pop(id, None)
             self._life.latest.pop(id, None)
-            self.send(Cancel(id))
+            self.send(wire.Cancel(id))
 
     def refuse_new(self, why: str) -> None:
         """From now on there are no new tickets; open ones go on."""
@@ -315,9 +297,9 @@ class EngineProcess:
     def _unsent(self) -> int:
         return self._life.writer.transport.get_write_buffer_size() if self._life else 0
 
-    def send(self, message: Message) -> None:
+    def send(self, message: wire.Message) -> None:
         if self._life is not None and not self._life.writer.is_closing():
-            self._life.writer.write(frame(message))
+            self._life.writer.write(wire.frame(message))
 
     async def _keep(self) -> None:
         """Start the process, serve until it dies, start it again."""
@@ -332,11 +314,11 @@ class EngineProcess:
                 self._life = life
                 watchdog = asyncio.create_task(self._watch(life))
                 try:
-                    self.send(Start(self.model, self.config))
+                    self.send(wire.Start(self.model, self.config))
                     await self._read(life)
                 except OSError:
                     pass  # the process has ended, or is about to
-                except (WireError, ConfigError) as error:
+                except (wire.WireError, ConfigError) as error:
                     if self._first_ready.done():
                         self._log(f"engine: {error}")
                     self._give_up(error)
@@ -352,7 +334,7 @@ class EngineProcess:
             if self._stopping.is_set():
                 return
             self.num_restarts += 1
-            self.status = Status()
+            self.status = wire.Status()
             delay = 0.0 if was_ready else min(MAX_RESTART_SECONDS, max(1.0, 2 * delay))
             self._log(
                 f"engine: {self._trouble} after {time.monotonic() - began:.1f} s, restarting"
@@ -382,14 +364,14 @@ class EngineProcess:
 
     async def _read(self, life: _Life) -> None:
         """Until the other end closes."""
-        frames = Frames()
+        frames = wire.Frames()
         while data := await life.reader.read(_READ_BYTES):
             life.heard = time.monotonic()
             for body in frames.push(data):
-                self._take(life, read(from_engine, body))
+                self._take(life, wire.read(wire.from_engine, body))
 
-    def _take(self, life: _Life, message: FromEngine) -> None:
-        if isinstance(message, Stepped):
+    def _take(self, life: _Life, message: wire.FromEngine) -> None:
+        if isinstance(message, wire.Stepped):
             self.status = message.status
             for notice in message.notices:
                 self._log(f"engine: {notice}")
@@ -406,19 +388,19 @@ class EngineProcess:
                     ticket.take(delta)
                 if ended and (began := life.began.pop(delta.request_id, None)):
                     self._mean_seconds += (time.monotonic() - began - self._mean_seconds) / MEAN_OVER
-        elif isinstance(message, Accepted):
+        elif isinstance(message, wire.Accepted):
             if ticket := life.tickets.get(message.request_id):
                 ticket.take_answer(message.request_id)
-        elif isinstance(message, Refused):
+        elif isinstance(message, wire.Refused):
             if ticket := life.tickets.pop(message.request_id, None):
                 ticket.fail(RequestError(message.error))
-        elif isinstance(message, Loading):
+        elif isinstance(message, wire.Loading):
             self._progress(message.done_bytes, message.total_bytes)
-        elif isinstance(message, Ready):
+        elif isinstance(message, wire.Ready):
             life.ready, self.status, self._trouble = message, message.status, ""
             if not self._first_ready.done():
                 self._first_ready.set_result(message)
-        elif isinstance(message, Failed):
+        elif isinstance(message, wire.Failed):
             raise ConfigError(message.error)
 
     def _take_gap(self, life: _Life, delta: Delta) -> None:

@@ -1,36 +1,23 @@
-"""The API's description in OpenAPI, made from the bodies' types. Knows no routes' code, only their names."""
+"""The API's description in OpenAPI, made from the routes: their bodies' types, their first lines."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
-from dsv4.serve.anthropic import CountBody, MessagesBody
-from dsv4.serve.responses import ResponsesBody
-from dsv4.serve.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-
-_POSTS = {
-    "/v1/chat/completions": (ChatBody, "The assistant's next turn."),
-    "/v1/completions": (CompletionBody, "The continuation of a text, or of several."),
-    "/v1/messages": (MessagesBody, "The assistant's next turn, as Anthropic's clients ask for it."),
-    "/v1/messages/count_tokens": (CountBody, "How many tokens such a request has."),
-    "/v1/responses": (ResponsesBody, "The assistant's next turn, as items."),
-    "/tokenize": (TokenizeBody, "A text's or a conversation's token ids."),
-    "/detokenize": (DetokenizeBody, "The text of token ids."),
-}
-_GETS = {
-    "/v1/models": "The model.",
-    "/health": "Whether the server is alive.",
-    "/ready": "Whether a model is loaded.",
-    "/metrics": "Counters, for Prometheus.",
-}
+from dsv4.serve.wire import Ready
 
 
-def openapi(name: str, max_context: int, vocab_size: int) -> dict[str, Any]:
-    kinds = [kind for kind, _ in _POSTS.values()]
-    bodies, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
-    length = {"type": "integer", "minimum": 1, "maximum": max_context}
-    id = {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}
-    ids = {"type": "array", "items": id, "minItems": 1, "maxItems": max_context}
+def openapi(
+    name: str, ready: Ready, posts: Mapping[str, Callable[..., Any]], gets: Mapping[str, Callable[..., Any]]
+) -> dict[str, Any]:
+    """`posts` have a `body`; a route without a first line is not for clients."""
+    kinds = {path: handler.__annotations__["body"] for path, handler in posts.items()}
+    template = "#/components/schemas/{name}"
+    bodies, components = msgspec.json.schema_components(list(kinds.values()), ref_template=template)
+    length = {"type": "integer", "minimum": 1, "maximum": ready.max_context}
+    id = {"type": "integer", "minimum": 0, "maximum": ready.vocab_size - 1}
+    ids = {"type": "array", "items": id, "minItems": 1, "maxItems": ready.max_context}
     texts = {"type": "array", "items": {"type": "string"}, "minItems": 1}
     # What the types cannot say: it is the model's, or not there.
     own: dict[str, Any] = {
@@ -42,14 +29,16 @@ def openapi(name: str, max_context: int, vocab_size: int) -> dict[str, Any]:
         "tokens": ids,
         "prompt": {"anyOf": [{"type": "string"}, ids, texts, {"type": "array", "items": ids, "minItems": 1}]},
     }
-    for kind in kinds:
+    for kind in kinds.values():
         properties = components[kind.__name__]["properties"]
         properties |= {field: schema for field, schema in own.items() if field in properties}
-    components[TokenizeBody.__name__]["properties"]["prompt"] = {"type": "string"}
-    paths: dict[str, Any] = {path: {"get": _operation(says)} for path, says in _GETS.items()}
-    for (path, (_, says)), body in zip(_POSTS.items(), bodies, strict=True):
+    components[kinds["/tokenize"].__name__]["properties"]["prompt"] = {"type": "string"}
+    paths: dict[str, Any] = {
+        path: {"get": _operation(get.__doc__)} for path, get in gets.items() if get.__doc__
+    }
+    for (path, post), body in zip(posts.items(), bodies, strict=True):
         content = {"required": True, "content": {"application/json": {"schema": body}}}
-        paths[path] = {"post": {**_operation(says), "requestBody": content}}
+        paths[path] = {"post": {**_operation(post.__doc__), "requestBody": content}}
     return {
         "openapi": "3.1.0",
         "info": {"title": f"dsv4: {name}", "version": "1"},
@@ -62,6 +51,6 @@ def openapi(name: str, max_context: int, vocab_size: int) -> dict[str, Any]:
     }
 
 
-def _operation(says: str) -> dict[str, Any]:
+def _operation(says: str | None) -> dict[str, Any]:
     error = {"description": "an error in OpenAI's shape"}
     return {"summary": says, "responses": {"200": {"description": "done"}, "default": error}}

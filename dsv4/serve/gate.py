@@ -9,6 +9,7 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Collection
 from contextlib import ExitStack
 from typing import Any
 
@@ -31,19 +32,18 @@ LOCAL_NAMES = ("127.0.0.1", "::1", "localhost")
 OPEN_ROUTES = ("/health",)
 QUIET_ROUTES = ("/health", "/ready", "/metrics")
 ANTHROPIC_ROUTE = "/v1/messages"
-LOGGED_ROUTES = frozenset(
-    ("/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize")
-)
-LOGGED_ROUTES |= {ANTHROPIC_ROUTE, "/v1/messages/count_tokens", "/v1/responses", "/"}
 
 logger = logging.getLogger("dsv4.serve")
 
 
 class Gate:
-    """The outermost application. `scope["stack"]` closes what a request holds, however it ends."""
+    """The outermost application. `scope["stack"]` closes what a request holds, however it ends.
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
-        self.app, self.service = app, service
+    `routes` are logged and counted by name; what else clients make up is one, "other".
+    """
+
+    def __init__(self, app: ASGIApp, service: Service, routes: Collection[str] = ()) -> None:
+        self.app, self.service, self._routes = app, service, frozenset(routes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -82,7 +82,7 @@ class Gate:
                 await answer(scope, receive, noted)
         finally:
             if path not in QUIET_ROUTES:
-                route = path if path in LOGGED_ROUTES else "other"
+                route = path if path in self._routes else "other"
                 self.service.metrics.requests.labels(route, status).inc()
                 fields = {"route": route, "status": status, **note}
                 fields["ms"] = round(1000 * (time.monotonic() - began))

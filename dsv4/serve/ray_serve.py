@@ -26,15 +26,11 @@ from starlette.responses import Response, StreamingResponse
 from dsv4.config import EngineConfig
 from dsv4.models import EMBEDDED
 from dsv4.serve.app import make_app
-from dsv4.serve.client import EngineProcess, Unavailable
+from dsv4.serve.client import Unavailable
 from dsv4.serve.gate import refusal
-from dsv4.serve.job import Service
-from dsv4.serve.metrics import Metrics
 from dsv4.serve.openai import HttpError
-from dsv4.serve.prompt import Encoder
 from dsv4.serve.schema import MAX_BODY_BYTES
-from dsv4.serve.server import ServerConfig, read_keys
-from dsv4.text.tokenizer import Tokenizer
+from dsv4.serve.server import ServerConfig, make_service
 
 APP = "dsv4"
 # A request whose replica died before a byte of the answer was sent is sent to another one.
@@ -98,30 +94,8 @@ class Replica:
     async def __init__(  # type: ignore[misc]  # Ray awaits it
         self, folder: str, engine: EngineConfig, config: ServerConfig
     ) -> None:
-        path = Path(folder)
-        self.engine = EngineProcess(
-            folder,
-            engine,
-            max_queue=config.max_queue,
-            queue_seconds=config.queue_seconds,
-            request_seconds=config.request_seconds,
-            stall_seconds=config.stall_seconds,
-            log=print,
-            progress=lambda done, total: None,
-        )
-        service = Service(
-            name=config.name or path.name,
-            engine=self.engine,
-            encoder=Encoder(Tokenizer.load(path)),
-            metrics=Metrics(self.engine),
-            log=print,
-            key_hashes=read_keys(config.api_key_file),
-            thinking=config.thinking,
-            max_thinking=config.max_thinking,
-            isolates=config.isolate_by_key,
-            logs_texts=config.log_texts,
-        )
-        self.app = make_app(service)
+        service = make_service(Path(folder), engine, config, print, lambda done, total: None)
+        self.engine, self.app = service.engine, make_app(service)
         await self.engine.start()
         self._well = time.monotonic()
 

@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import uvicorn
@@ -153,9 +153,9 @@ def serve(
             log(line)
 
     ModelConfig.load(folder)
-    keys, tokenizer, tls = read_keys(config.api_key_file), Tokenizer.load(folder), tls_context(config)
+    tls = tls_context(config)
     with bind(config.host, config.port) as sock, reported(safe_log):
-        asyncio.run(_serve(folder, engine_config, config, keys, tokenizer, sock, tls, safe_log, progress))
+        asyncio.run(_serve(folder, engine_config, config, sock, tls, safe_log, progress))
 
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
@@ -175,17 +175,14 @@ def url(sock: socket.socket, scheme: str = "http") -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-async def _serve(
+def make_service(
     folder: Path,
     engine_config: EngineConfig,
     config: ServerConfig,
-    keys: tuple[bytes, ...],
-    tokenizer: Tokenizer,
-    sock: socket.socket,
-    tls: ssl.SSLContext | None,
     log: Callable[[str], None],
     progress: Callable[[int, int], None],
-) -> None:
+) -> Service:
+    """What the routes need, with an engine that is not started yet. Everybody may call it who has a key."""
     engine = EngineProcess(
         str(folder.resolve()),
         engine_config,
@@ -196,21 +193,32 @@ async def _serve(
         log=log,
         progress=progress,
     )
-    name = config.name or folder.resolve().name
-    service = Service(
-        name=name,
+    return Service(
+        name=config.name or folder.resolve().name,
         engine=engine,
-        encoder=Encoder(tokenizer),
+        encoder=Encoder(Tokenizer.load(folder)),
         metrics=Metrics(engine),
         log=log,
-        key_hashes=keys,
-        is_local=config.host in LOCAL_NAMES,
+        key_hashes=read_keys(config.api_key_file),
         thinking=config.thinking,
         max_thinking=config.max_thinking,
         isolates=config.isolate_by_key,
         logs_texts=config.log_texts,
     )
-    app = make_app(service)
+
+
+async def _serve(
+    folder: Path,
+    engine_config: EngineConfig,
+    config: ServerConfig,
+    sock: socket.socket,
+    tls: ssl.SSLContext | None,
+    log: Callable[[str], None],
+    progress: Callable[[int, int], None],
+) -> None:
+    service = make_service(folder, engine_config, config, log, progress)
+    engine = service.engine
+    app = make_app(replace(service, is_local=config.host in LOCAL_NAMES))
     if config.cors_origins:
         exposed = ("x-request-id", "retry-after")
         app = CORSMiddleware(
@@ -261,7 +269,7 @@ async def _serve(
             gc.freeze()  # what is there stays: never look through it again
             for note in load.result().notes:
                 log(f"engine: {note}")
-            log(f"server: {name} is ready at {url(sock, 'https' if tls else 'http')}/v1")
+            log(f"server: {service.name} is ready at {url(sock, 'https' if tls else 'http')}/v1")
         await http
     finally:
         listener.stop()

@@ -109,11 +109,6 @@ def frame(message: Message) -> bytes:
     return HEADER.pack(_checked(len(body))) + body
 
 
-def body_size(header: bytes | bytearray) -> int:
-    """How many bytes follow this header."""
-    return _checked(HEADER.unpack(header)[0])
-
-
 def read(decoder: "msgspec.msgpack.Decoder[Kind]", body: bytes) -> Kind:
     try:
         return decoder.decode(body)
@@ -131,7 +126,7 @@ class Frames:
         self._buffer += data
         bodies, start = [], 0
         while len(self._buffer) - start >= HEADER.size:
-            end = start + HEADER.size + body_size(self._buffer[start : start + HEADER.size])
+            end = start + HEADER.size + _checked(HEADER.unpack_from(self._buffer, start)[0])
             if end > len(self._buffer):
                 break
             bodies.append(bytes(self._buffer[start + HEADER.size : end]))

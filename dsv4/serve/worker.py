@@ -16,25 +16,7 @@ from dsv4.engine.grammar import Matcher
 from dsv4.engine.request import Request
 from dsv4.errors import DeviceError, Dsv4Error, RequestError
 from dsv4.lab.doctor.first import ensure
-from dsv4.serve.wire import (
-    Accepted,
-    Cancel,
-    Failed,
-    Frames,
-    Loading,
-    Message,
-    Ready,
-    Refused,
-    Start,
-    Status,
-    Stepped,
-    Submit,
-    ToEngine,
-    WireError,
-    frame,
-    read,
-    to_engine,
-)
+from dsv4.serve import wire
 
 _PROGRESS_SECONDS = 0.1
 _POLL_SECONDS = 0.005
@@ -48,12 +30,14 @@ class Link:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self._frames = Frames()
+        self._frames = wire.Frames()
 
-    def send(self, message: Message) -> None:
-        self._socket.sendall(frame(message))
+    def send(self, message: wire.Message) -> None:
+        self._socket.sendall(wire.frame(message))
 
-    def receive(self, seconds: float | None, alarm: socket.socket | None = None) -> list[ToEngine] | None:
+    def receive(
+        self, seconds: float | None, alarm: socket.socket | None = None
+    ) -> list[wire.ToEngine] | None:
         """The messages that arrive within that time (None: until some do, or the alarm goes off).
 
         None: the other end is gone.
@@ -66,7 +50,7 @@ class Link:
                 return None
             bodies += self._frames.push(data)
             seconds = 0
-        return [read(to_engine, body) for body in bodies]
+        return [wire.read(wire.to_engine, body) for body in bodies]
 
 
 class Worker:
@@ -78,10 +62,10 @@ class Worker:
         self._compiling: dict[str, tuple[Request, Future[Matcher], float]] = {}
         self._compilers = ThreadPoolExecutor(MAX_COMPILERS, "grammar")
 
-    def status(self) -> Status:
+    def status(self) -> wire.Status:
         scheduler, pages = self.engine.scheduler, self.engine.slots.pool
         waiting = len(self.engine.arrivals.waiting)
-        return Status(
+        return wire.Status(
             *(len(scheduler.running), waiting, pages.num_available, pages.num_pages),
             *(pages.num_idle, scheduler.num_pauses),
         )
@@ -102,7 +86,7 @@ class Worker:
             started = self._take_started()
             # After every step, also one that gave nothing: silence means that the engine hangs.
             if steps or messages or started:
-                self.link.send(Stepped(deltas, self.status(), started, self.take_notices()))
+                self.link.send(wire.Stepped(deltas, self.status(), started, self.take_notices()))
 
     def take_notices(self) -> list[str]:
         """Lines that other threads may add to meanwhile."""
@@ -119,8 +103,8 @@ class Worker:
         self._queued &= waiting
         return started
 
-    def _handle(self, message: ToEngine) -> None:
-        if isinstance(message, Submit):
+    def _handle(self, message: wire.ToEngine) -> None:
+        if isinstance(message, wire.Submit):
             grammar = message.request.params.grammar
             if grammar is None:
                 self._submit(message.request)
@@ -128,7 +112,7 @@ class Worker:
                 made = self._compilers.submit(self.engine.grammars.matcher, grammar)
                 deadline = time.monotonic() + COMPILE_SECONDS
                 self._compiling[message.request.id] = (message.request, made, deadline)
-        elif isinstance(message, Cancel):
+        elif isinstance(message, wire.Cancel):
             if waiting := self._compiling.pop(message.request_id, None):
                 waiting[1].cancel()
             elif message.request_id in self._running:
@@ -136,7 +120,7 @@ class Worker:
                 self._queued.discard(message.request_id)
                 self.engine.cancel(message.request_id)
         else:
-            raise WireError("the engine is loaded already; expected a request or its end")
+            raise wire.WireError("the engine is loaded already; expected a request or its end")
 
     @property
     def _patience(self) -> float | None:
@@ -152,9 +136,9 @@ class Worker:
             if not made.done():
                 made.cancel()
                 why = f"the output's grammar took longer than {COMPILE_SECONDS:g} s to prepare; simplify it"
-                self.link.send(Refused(id, why))
+                self.link.send(wire.Refused(id, why))
             elif isinstance(error := made.exception(), Dsv4Error):
-                self.link.send(Refused(id, str(error)))
+                self.link.send(wire.Refused(id, str(error)))
             else:
                 made.result()
                 self._submit(request)
@@ -163,36 +147,36 @@ class Worker:
         try:
             self.engine.submit(request)
         except RequestError as error:
-            self.link.send(Refused(request.id, str(error)))
+            self.link.send(wire.Refused(request.id, str(error)))
         else:
             self._running.add(request.id)
             self._queued.add(request.id)
-            self.link.send(Accepted(request.id))
+            self.link.send(wire.Accepted(request.id))
 
 
 def load(link: Link) -> Engine | None:
     """The engine that the first message asks for; None when that failed (which was said)."""
-    messages: list[ToEngine] | None = []
+    messages: list[wire.ToEngine] | None = []
     while messages == []:
         messages = link.receive(None)
     if messages is None:
         return None
     start = messages[0]
-    if not isinstance(start, Start) or len(messages) > 1:
-        raise WireError("expected the model's name as the first message, and no more until it is loaded")
+    if not isinstance(start, wire.Start) or len(messages) > 1:
+        raise wire.WireError("expected the model's name as the first message, and no more until it is loaded")
     last = 0.0
 
     def progress(done: int, total: int) -> None:
         nonlocal last
         if time.monotonic() - last > _PROGRESS_SECONDS:
             last = time.monotonic()
-            link.send(Loading(done, total))
+            link.send(wire.Loading(done, total))
 
     try:
         ensure(start.config, lambda what: sys.stderr.write(f"{what}\n"))
         return Engine.load(start.model, start.config, progress)
     except Dsv4Error as error:
-        link.send(Failed(str(error)))
+        link.send(wire.Failed(str(error)))
         return None
 
 
@@ -207,7 +191,7 @@ def main(descriptor: int) -> None:
         worker, settings = Worker(link, engine), engine.settings
         config, vocab_size = engine.config, engine.model_config.vocab_size
         link.send(
-            Ready(
+            wire.Ready(
                 max_context=settings.max_context,
                 max_batch=config.max_batch,
                 vocab_size=vocab_size,

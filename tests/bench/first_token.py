@@ -130,19 +130,23 @@ def main() -> None:
     held = torch.cuda.memory_allocated()
     reader = Reader(engine_of(bundle, args))
     say(f"the engine is ready, {(torch.cuda.memory_allocated() - held) / 1e9:.2f} GB beside weights", began)
-    wanted = [(int(tokens), 0) for tokens in args.tokens.split(",") if tokens]
-    wanted += [(int(t), int(c)) for t, c in (turn.split("@") for turn in args.turns.split(",") if turn)]
-    found = []
-    for tokens, context in wanted:
-        held = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        found.append(reader.best(tokens, context, args.rounds))
-        found[-1]["step_gb"] = round((torch.cuda.max_memory_allocated() - held) / 1e9, 3)
-        say(json.dumps(found[-1]), began)
-    out |= {"layout": args.layout, "first_tokens": found}
+    out |= {"layout": args.layout, "first_tokens": []}
+
+    def read(wanted: list[tuple[int, int]]) -> None:
+        for tokens, context in wanted:
+            held = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            found = reader.best(tokens, context, args.rounds)
+            found["step_gb"] = round((torch.cuda.max_memory_allocated() - held) / 1e9, 3)
+            say(json.dumps(found), began)
+            out["first_tokens"].append(found)
+
+    read([(int(tokens), 0) for tokens in args.tokens.split(",") if tokens])
     if args.stall:
         out["stall"] = measure(reader.engine, 7, 4000, 6, 2, began)
         say(json.dumps(out["stall"]), began)
+    turns = [turn.split("@") for turn in args.turns.split(",") if turn]
+    read([(int(tokens), int(context)) for tokens, context in turns])
     print(json.dumps(out))
 
 

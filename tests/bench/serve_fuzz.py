@@ -20,6 +20,7 @@ from serve_support import KEY, Server  # noqa: E402
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens")
 ROUTES += ("/v1/responses", "/tokenize", "/detokenize")  # all that have bodies
 NUM_OPERATIONS = len(ROUTES)
+ROUND = 700  # cases between two lines of progress
 
 
 def fuzz(server: Server, cases: int, seed: int, seconds: float) -> Counter[str]:
@@ -55,8 +56,9 @@ def main() -> None:
             counts, seed = Counter[str](), args.seed
             # A simple operation has fewer different bodies than it is asked for: go on until all are many.
             while sum(counts.values()) < args.cases:
-                counts = fuzz(server, args.cases - sum(counts.values()), seed, 3600)
+                counts = fuzz(server, min(ROUND, args.cases - sum(counts.values())), seed, 3600)
                 seed += 1
+                print(f"{sum(counts.values())} answers so far: {dict(sorted(counts.items()))}", flush=True)
             assert server.is_idle(), "pages are left behind"
             assert "engine: the engine's process has died" not in server.log
     print(json.dumps({"answers": sum(counts.values()), "statuses": dict(sorted(counts.items()))}))

@@ -130,7 +130,8 @@ def serve(port: int, stamps: Path) -> None:
     client._launch = launch
     connections.Connection.connection_made = lambda self, real: made(self, Stamped(real, written))
     config = ServerConfig(port=port)
-    run(EMBEDDED, EngineConfig(), config, lambda line: None, lambda done, total: None)
+    with open(os.devnull, "w", buffering=1) as log:
+        run(EMBEDDED, EngineConfig(), config, lambda line: print(line, file=log), lambda done, total: None)
     found = [(int(text), at) for at, data in written for text in _TEXT.findall(data)]
     stamps.write_text(json.dumps(dict(found)))
 

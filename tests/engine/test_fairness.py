@@ -13,6 +13,7 @@ from dsv4.engine.pace import LEAST, Pace
 from dsv4.engine.plan import Plan
 from dsv4.engine.request import Request, SamplingParams, Sequence, Token
 from dsv4.engine.scheduler import MAX_OVERTAKEN, MAX_PASSED, Scheduler
+from dsv4.model.step import SIZES
 from dsv4.quant.formats import Format
 
 PAGE = 256
@@ -201,6 +202,48 @@ def test_pace_finds_the_largest_chunk_of_the_budget() -> None:
     # A long context makes a token three times as dear, and then it is over.
     assert settled(pace, context=2.0) <= 1.05 * best / 3
     assert settled(pace) >= 0.9 * best
+
+
+# What a step of V4-Flash's sizes took, ms by tokens (an H200, 16 November 2026; those between are on a line).
+STEPS_MS = {16: 30.0, 64: 44.0, 256: 64.0, 1024: 125.0, 4096: 320.0}
+
+
+def step_ms(tokens: int) -> float:
+    size = next((size for size in SIZES if size >= tokens), tokens)
+    for (few, less), (many, more) in itertools.pairwise(STEPS_MS.items()):
+        if size <= many:
+            return less + (more - less) * (size - few) / (many - few)
+    raise AssertionError(size)
+
+
+def test_pace_of_recorded_steps_never_pads_in_vain() -> None:
+    """Beside seven streams, prompts of 4,000 tokens: a chunk that is padded beyond the budget is not tried
+    again and again, and one that is not full is never taken where a full one takes as long."""
+    chance, pace = random.Random(0), Pace(0.100, chunk=4096, sizes=SIZES)
+    steps: list[tuple[int, float]] = []
+    for number in range(12):
+        left = 4000
+        while left:
+            pace.note(0, 7, 0.0126)
+            tokens = min(left, pace.limit)
+            left -= tokens
+            ms = (12.6 + step_ms(tokens)) * chance.uniform(0.99, 1.02)
+            pace.note(tokens, 7, ms / 1000)
+            steps += [(tokens, ms)] if number > 1 else []
+    assert max(ms for _, ms in steps) <= 110
+    assert sum(tokens for tokens, _ in steps) / sum(ms for _, ms in steps) >= 5.0, "tokens per ms"
+    assert {tokens for tokens, _ in steps if tokens not in SIZES} <= {4000 % size for size in SIZES}
+    # A long context makes a token dearer, and then it is over.
+    limits = [pace.limit]
+    for share in [3.0] * 20 + [1.0] * 40:
+        pace.note(0, 7, 0.0126)
+        pace.note(pace.limit, 7, (12.6 + share * step_ms(pace.limit)) / 1000)
+        limits.append(pace.limit)
+    assert limits[20] <= 32 and limits[-1] == limits[0], limits
+    pace.note(640, 7, 30.0)  # a pause of the machine
+    for _ in range(60):
+        pace.note(pace.limit, 7, (12.6 + step_ms(pace.limit)) / 1000)
+    assert pace.limit == limits[0]
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 300, 1024, 4096])

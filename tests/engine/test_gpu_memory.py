@@ -9,7 +9,7 @@ from dsv4.cache.layout import CacheLayout
 from dsv4.cache.store import Cache
 from dsv4.config import EngineConfig, preset
 from dsv4.engine.memory import prompt_bytes, unpacks_weights
-from dsv4.engine.settings import Settings, fit, settle
+from dsv4.engine.settings import Settings, check_memory, settle
 from dsv4.errors import ConfigError
 from dsv4.lab.synthetic import make_weights
 from dsv4.model.bundle import Bundle, Numerics
@@ -37,14 +37,14 @@ def test_memory_of_a_step_counts() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     checkpoint = Checkpoint.open(embedded())
     settings, config, layout = on_gpu(checkpoint, 10**12)
-    fit(settings, config, checkpoint)
+    check_memory(settings, config, checkpoint)
     needed = tiled_bytes(checkpoint) + layout.store_bytes()
     step = prompt_bytes(layout, torch.bfloat16, 4096, unpacks=False)
     settings, config, layout = on_gpu(checkpoint, needed + step)
     with pytest.raises(
         ConfigError, match=r"and what steps need 1\.\d GB, .* lower max_batch, max_context or chunk"
     ):
-        fit(settings, config, checkpoint)
+        check_memory(settings, config, checkpoint)
 
 
 def test_a_prompt_of_flash_takes_gigabytes() -> None:

@@ -1,5 +1,7 @@
 """Experts that do not fit on the GPU: how many, which, what is refused; loaded without a second copy."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,13 +11,10 @@ from dsv4.config import EngineConfig
 from dsv4.engine.engine import Engine
 from dsv4.engine.request import SamplingParams
 from dsv4.engine.spill import (
-    COPY_RATE,
     ENTRY_BYTES,
     HOST_RESERVE,
-    PROMPT_RATE,
     Drafts,
     Split,
-    balanced_chunk,
     check_host,
     choose_resident,
     find_split,
@@ -28,7 +27,8 @@ from dsv4.kernels.common.tiles import Bank
 from dsv4.models import embedded
 from dsv4.quant.formats import Format
 from dsv4.weights.load import Checkpoint
-from dsv4.weights.tiled import expert_bytes, expert_form, load_tiled
+from dsv4.weights.tiled import draft_form, expert_bytes, expert_form, load_tiled
+from tests.support.checkpoints import SMALL, write_model
 
 FORM, NAMES = Form(Format.MXFP4, 64, 128), ("layers.0.ffn.experts", "layers.1.ffn.experts")
 
@@ -72,28 +72,6 @@ def test_drafts_are_the_first_to_go() -> None:
     assert find_split("auto", None, FORM, MANY, 8, 10**9, drafts) is None, "all fit"
     placed, _ = place_experts(split, None, "cpu")
     assert [p.names for p in placed] == [MANY, drafts.names] and placed[1].slots.num_resident == 0
-
-
-def test_prompt_steps_are_as_long_as_copying_takes() -> None:
-    """Of 1,024, 2,048 and 4,096 tokens; longer ones spill more."""
-
-    def chunk(spilled: dict[int, int]) -> tuple[int, str]:
-        form = Form(Format.MXFP4, 2048, 4096)
-        whole = 256 * len(NAMES)
-        return balanced_chunk(
-            lambda size: Split(form, NAMES, 256, whole - spilled[size]) if spilled[size] else None, 4096
-        )
-
-    per_token = COPY_RATE / PROMPT_RATE / Form(Format.MXFP4, 2048, 4096).num_bytes
-    few, some = (int(per_token * tokens) for tokens in (1024, 2048))
-    many = int(per_token * 4096)
-    assert chunk({1024: 0, 2048: 0, 4096: 0})[0] == 4096
-    assert chunk({1024: 0, 2048: 0, 4096: 3})[0] == 2048, "the longest beside which all fit"
-    assert chunk({1024: few, 2048: few, 4096: few})[0] == 1024
-    assert chunk({1024: few + 1, 2048: some, 4096: some})[0] == 2048
-    found, why = chunk({1024: many, 2048: many, 4096: many})
-    assert found == 4096 and "as long as copying" in why
-    assert "takes longer than a step" in chunk({1024: 510, 2048: 510, 4096: 510})[1] or many >= 510
 
 
 def test_which_are_resident() -> None:
@@ -145,6 +123,31 @@ def test_loaded_experts_are_those_of_a_whole_load() -> None:
                         part.factor[0], want.factor[e]
                     )
                     assert torch.equal(part.scale[0], want.scale[e])
+
+
+def test_drafts_are_loaded_where_they_lie(tmp_path: Path) -> None:
+    """Those of a whole load, expert by expert, in host memory alone; the layers' beside them."""
+    write_model(tmp_path, "modelopt", replace(SMALL, num_mtp_layers=1))
+    checkpoint = Checkpoint.open(tmp_path)
+    whole = load_tiled(checkpoint, "cpu")
+    (form, names), draft = expert_form(checkpoint), draft_form(checkpoint)
+    experts = checkpoint.config.num_experts
+    assert draft is not None and draft[1] == ["mtp.0.ffn.experts"]
+    drafts = Drafts(draft[0], tuple(draft[1]), experts)
+    split = Split(form, tuple(names), experts, len(names) * experts // 2, drafts=drafts)
+    placed, _ = place_experts(split, None, "cpu")
+    got = load_tiled(Checkpoint.open(tmp_path), "cpu", None, *placed)
+    assert (
+        got.drafts is placed[1] and got.placement is placed[0] and got.tensors.keys() == whole.tensors.keys()
+    )
+    bank = whole.tensors["mtp.0.ffn.experts"]
+    assert isinstance(bank, Bank)
+    for e in range(experts):
+        assert not placed[1].slots.is_resident(placed[1].slot_of[0][e])
+        one = placed[1].expert("mtp.0.ffn.experts", e)
+        for part, want in ((one.w13, bank.w13), (one.w2, bank.w2)):
+            assert torch.equal(part.data[0], want.data[e]) and torch.equal(part.scale[0], want.scale[e])
+            assert torch.equal(part.factor[0], want.factor[e])
 
 
 @pytest.mark.gpu

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from dsv4.config import EngineConfig
 from dsv4.engine import frequency, swap
+from dsv4.engine.eager import Pass
 from dsv4.engine.engine import Engine
 from dsv4.engine.graphs import Graphs
+from dsv4.engine.plan import Span
 from dsv4.engine.request import SamplingParams
 from dsv4.engine.swap import Swapper
 from dsv4.errors import ConfigError
@@ -177,3 +179,30 @@ def test_tokens_do_not_change_while_experts_do(monkeypatch: pytest.MonkeyPatch) 
     want, none = generated("off")
     got, swaps = generated(str(experts // 2))
     assert none == 0 and swaps > 100 and got == want
+
+
+@pytest.mark.gpu
+def test_no_decode_step_waits_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While experts change places and are counted: a wait inside `decode` is an error here."""
+    monkeypatch.setattr(frequency, "EVERY", 2)
+    monkeypatch.setattr(swap, "MARGIN", -1.0)
+    monkeypatch.setattr(swap, "WORTH", 0.0)
+    decode = Graphs.decode
+
+    def watched(self: Graphs, spans: tuple[Span, ...]) -> Pass:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return decode(self, spans)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(Graphs, "decode", watched)
+    experts = Checkpoint.open(embedded()).config.num_experts
+    config = EngineConfig(
+        device="cuda", max_context=512, max_batch=2, spill=str(experts // 2), swap_share=1.0
+    )
+    engine = Engine.load(None, config)
+    params = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
+    engine.generate([[1, 5, 9], [3, 4]], params)
+    assert isinstance(engine.runner.executor, Graphs) and engine.runner.executor.swapper is not None
+    assert engine.runner.executor.swapper.num_swaps > 10

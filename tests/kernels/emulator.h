@@ -47,7 +47,7 @@ struct Thread {
     std::vector<char> stack;
     ucontext_t context;
     jmp_buf at;
-    bool is_started = false, is_done = false;
+    bool is_started = false, is_done = false, spins = false;
     const Barrier* waits_for = nullptr;   // until its turn is no longer this one
     uint64_t turn = 0, cluster_turn = 0;
 };
@@ -68,6 +68,11 @@ inline void pause_for(const Barrier& barrier, uint64_t turn) {
     if (barrier.turn != turn) return;
     now->waits_for = &barrier;
     now->turn = turn;
+    if (!_setjmp(now->at)) _longjmp(scheduler, 1);
+}
+// Lets others go on. One that `spins` waits for what they write: if all do that, nobody ever goes on.
+inline void yield(bool spins) {
+    now->spins = spins;
     if (!_setjmp(now->at)) _longjmp(scheduler, 1);
 }
 inline uint64_t arrive(Barrier& barrier, int expected) {
@@ -119,7 +124,7 @@ inline const char* run(int first, int count, int per_block, size_t shared_bytes,
         thread.block = i / per_block;
         thread.index = i % per_block;
         thread.stack.resize(32 << 10);
-        thread.is_started = thread.is_done = false;
+        thread.is_started = thread.is_done = thread.spins = false;
         thread.waits_for = nullptr;
         order.push_back(i);
     }
@@ -146,8 +151,12 @@ inline const char* run(int first, int count, int per_block, size_t shared_bytes,
                 continue;
             }
             now->waits_for = nullptr;
+            now->spins = false;
             ++progress;
-            if (_setjmp(scheduler)) continue;
+            if (_setjmp(scheduler)) {
+                progress -= now->spins;
+                continue;
+            }
             if (now->is_started) _longjmp(now->at, 1);
             now->is_started = true;
             getcontext(&now->context);

@@ -14,11 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4.config import preset
 from dsv4.errors import DeviceError
 from dsv4.kernels.common import architectures, build, ceiling, driver, tiles
-from dsv4.kernels.decode import choose, matvec, sample
+from dsv4.kernels.decode import choose, sample
 from dsv4.kernels.decode.matvec import MatVec, Product, Tasks
-from dsv4.kernels.prefill import product
+from dsv4.kernels.prefill import attend, product, unpack
 from dsv4.quant.formats import Format
 from tests.support.cubin import parameter_sizes
 
@@ -158,10 +159,23 @@ def launch_mix() -> None:
         mhc.mix_close(partial, some(24), some(24), streams, weight, x, gate, comb, 1e-6, 1e-6)
 
 
+def launch_exchange() -> None:
+    exchange = pytest.importorskip("dsv4.kernels.decode.exchange")
+    echo = pytest.importorskip("dsv4.lab.bench.echo")
+    config = replace(preset("tiny"), hidden_size=64)
+    peers = echo.echo_peers(config, 2, 2, torch.device("cpu"))
+    fn, partial, ids = some(24, 256), some(2, 2, 32), some(2, dtype=torch.long)
+    for dtype in (torch.float32, torch.bfloat16):
+        streams, table = some(2, 4, 64, dtype=dtype), some(256, 64, dtype=dtype)
+        exchange.embed_open(peers, 0, ids, table, streams, fn, partial)
+        exchange.mix_open(peers, 1, some(2, 3, 64), some(2, 4), some(2, 4, 4), streams, fn, partial)
+    exchange.gather(peers, 2, some(2, 256), some(2, 512))
+
+
 def launch_products() -> None:
     weight = tiles.empty(Format.NVFP4, (32, 512), 1, 1, "cpu")
     for dtype in (torch.float32, torch.bfloat16):
-        matvec.unpack(weight, some(32, 512, dtype=dtype))
+        unpack.unpack(weight, some(32, 512, dtype=dtype))
         for rows in (1, 3):
             x, y = some(rows, 512, dtype=dtype), some(rows, 32, dtype=dtype)
             MatVec([Product(weight, x, y)], rows, blocks=4).launch()
@@ -178,13 +192,38 @@ def launch_prompts() -> None:
             product.product(product.pack(some(rows, 1, 512, dtype=torch.bfloat16), format), weight, y)
 
 
+def launch_attend() -> None:
+    q, keys, angles = some(3, 64, 512, dtype=torch.bfloat16), some(9, 512, dtype=torch.bfloat16), some(3, 32)
+    longs, table = some(3, dtype=torch.long), some(1, 2, dtype=torch.int32)
+    attend.attend(
+        q=q,
+        keys=keys,
+        out=torch.empty_like(q),
+        slots=longs,
+        positions=longs,
+        first=longs,
+        window=128,
+        ring_size=136,
+        ring_rows=4,
+        has_pool=True,
+        rows=None,
+        page_table=table,
+        ratio=4,
+        page_entries=64,
+        sinks=some(64),
+        cos=angles,
+        sin=angles,
+        eps=1e-6,
+    )
+
+
 def launch_read() -> None:
     for flight in ceiling.FLIGHTS:
         ceiling.read(some(64), some(1, dtype=torch.int32), flight)
 
 
 LAUNCHES = [launch_route, launch_select, launch_sample, launch_mix]
-LAUNCHES += [launch_products, launch_prompts, launch_read]
+LAUNCHES += [launch_exchange, launch_products, launch_prompts, launch_attend, launch_read]
 
 
 @dataclass(frozen=True)

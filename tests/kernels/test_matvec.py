@@ -6,7 +6,8 @@ from torch import Tensor
 
 from dsv4.kernels.common.tiles import Tiled, empty, put, tile
 from dsv4.kernels.decode import choose
-from dsv4.kernels.decode.matvec import MatVec, Product, Tasks, splits, unpack
+from dsv4.kernels.decode.matvec import MatVec, Product, Tasks, splits
+from dsv4.kernels.prefill.unpack import unpack
 from dsv4.ops.route import ref as route_ref
 from dsv4.quant.codec import decode, encode_weight
 from dsv4.quant.formats import Format, QuantTensor

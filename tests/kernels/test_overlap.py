@@ -21,8 +21,9 @@ from dsv4.engine.spill import Split, make_placement
 from dsv4.kernels.common import build, quantize
 from dsv4.kernels.common.overlap import Launch, Launcher, check
 from dsv4.kernels.common.places import Form, Placement
-from dsv4.kernels.decode import attend, choose, index, matvec, mhc, prepare, sample
+from dsv4.kernels.decode import attend, choose, exchange, index, matvec, mhc, prepare, sample
 from dsv4.lab.bench.decode import Wanted
+from dsv4.lab.bench.echo import Echo, echo_peers
 from dsv4.lab.synthetic import make_weights
 from dsv4.model.bundle import Bundle, Numerics
 from dsv4.model.decode import Decoder
@@ -30,6 +31,7 @@ from dsv4.model.model import Model
 from dsv4.ops import IMPLEMENTATIONS, Ops
 from dsv4.ops.index import gpu as index_op
 from dsv4.ops.sample import gpu as sample_op
+from dsv4.parallel.mesh import Mesh
 from dsv4.quant.formats import Format, empty_rows
 from tests.support.triton_source import read
 
@@ -42,17 +44,21 @@ def step(
     rows: int,
     activations: Activations = "a16",
     placement: Placement | None = None,
+    ranks: int = 1,
 ) -> Decoder:
-    """The real list of launches; none can be launched here."""
+    """The real list of launches; none can be launched here. `ranks`: of one of so many."""
     sizes = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: sizes)
     ops = Ops.choose("cuda", **dict.fromkeys(IMPLEMENTATIONS, "gpu"))
-    weights = make_weights(TINY, "modelopt", "cpu", placement=placement)
-    bundle = Bundle(TINY, weights, ops, Numerics(torch.bfloat16, activations, True))
+    weights = make_weights(TINY, "modelopt", "cpu", placement=placement, ranks=ranks)
+    mesh = Mesh() if ranks == 1 else Mesh(0, ranks, Echo(ranks))
+    bundle = Bundle(TINY, weights, ops, Numerics(torch.bfloat16, activations, True), mesh)
+    peers = None if ranks == 1 else echo_peers(TINY, ranks, rows, torch.device("cpu"))
     layout = Wanted(600, rows).layout(TINY)
     cache = Cache(layout, "cpu", torch.bfloat16)
     counts = torch.zeros(TINY.num_layers, TINY.num_experts, dtype=torch.int32)
-    return Decoder(bundle, Model(bundle, layout.max_context, "cpu"), cache, rows, counts=counts)
+    model = Model(bundle, layout.max_context, "cpu", copies_ahead=False)
+    return Decoder(bundle, model, cache, rows, counts=counts, peers=peers)
 
 
 def test_places_are_read_by_products_of_experts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,6 +121,39 @@ def test_the_step_is_safe(decoder: Decoder) -> None:
     checked(decoder, lambda launch: launch)
     late = {launch.name for launch in decoder.launches if launch.triggers_late}
     assert late == {"embed", "queries", "gate, shared up", "experts up"}
+
+
+def launches(decoder: Decoder) -> list[str]:
+    return [launch.name for launch in decoder.launches]
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_the_step_of_a_rank_is_safe(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """What one rank launches, but that the first sum brings the embedding, and the logits are gathered."""
+    alone, decoder = step(monkeypatch, rows), step(monkeypatch, rows, ranks=2)
+    checked(decoder, lambda launch: launch)
+    assert ["embed", *launches(decoder)] == [name for name in launches(alone) if name != "sample"] + [
+        *("gather", "sample")
+    ]
+    late = [i for i, launch in enumerate(decoder.launches) if launch.triggers_late]
+    assert late[0] == 0, "the first launch is the late one of the step"
+    with pytest.raises(AssertionError, match=r"reads .* before its PDL wait, but (sample|what came before)"):
+        check([replace(decoder.launches[0], triggers_late=False), *decoder.launches[1:]], ["inputs"])
+
+
+def test_places_are_taken_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two exchanges in the same place lies another, also from one step to the next (exchange.cuh)."""
+    seen: list[int] = []
+    monkeypatch.setattr(
+        exchange, "call", lambda source, kernel, device, params, **_: seen.append(params.first_place)
+    )
+    for module in (mhc, choose, matvec, sample):
+        monkeypatch.setattr(module, "call", lambda *arguments, **how: None)
+    for module in (mhc, prepare, index, attend, quantize):
+        monkeypatch.setattr(module, "launch", lambda *arguments, **how: None)
+    step(monkeypatch, 2, ranks=2).run()
+    assert len(seen) == 2 * TINY.num_layers + 2 and len({*seen}) == 3
+    assert all(a != b for a, b in zip(seen, [*seen[1:], seen[0]], strict=True)), seen
 
 
 @pytest.mark.parametrize(
@@ -202,7 +241,7 @@ def test_declarations_are_what_triton_sources_do(decoder: Decoder, monkeypatch: 
 def test_every_tensor_of_a_launcher_is_declared() -> None:
     found = [
         value
-        for module in (mhc, prepare, index, attend, choose, sample, quantize)
+        for module in (mhc, prepare, index, attend, choose, sample, quantize, exchange)
         for value in vars(module).values()
         if isinstance(value, Launcher)
     ]
@@ -210,7 +249,7 @@ def test_every_tensor_of_a_launcher_is_declared() -> None:
     for launcher in found:
         declared = {p.split(".")[0] for p in (*launcher.reads, *launcher.reads_early, *launcher.writes)}
         hints = launcher.function.__annotations__
-        tensors = {name for name, hint in hints.items() if re.search("Tensor|Pooling|Tasks", str(hint))}
+        tensors = {name for name, hint in hints.items() if re.search("Tensor|Pooling|Tasks|Peers", str(hint))}
         assert declared == tensors, launcher.function.__name__
 
 
@@ -249,6 +288,7 @@ def until_wait(function: str) -> str:
     [
         ("choose", ["route_kernel", "select_few_kernel", "select_many_kernel"]),
         ("mix", ["close_kernel"]),
+        ("exchange", ["open_kernel", "gather_kernel"]),
         ("matvec", ["matvec_kernel"]),
     ],
 )
@@ -282,6 +322,17 @@ def test_mix_close_waits() -> None:
             "reads its input early"
         )
     assert "return;" not in until_wait(found["next_output"])
+
+
+def test_exchanges_wait() -> None:
+    """Before they push, take or read anything but `fn`: reuse of places rests on it."""
+    found = functions("exchange")
+    early = until_wait(found["open"])
+    assert "return;" not in early and re.findall(r"__ld\w+\(([\w.]+)", early) == ["p.fn"]
+    assert "if (p.y) launch_dependents();" in early
+    assert "if (!p.y) launch_dependents();" in found["open"][len(early) :]
+    for text in (early, until_wait(found["gather"])):
+        assert not re.search(r"push|take|packet|streams\[|p\.share", text[text.index("{") :])
 
 
 def test_products_wait() -> None:

@@ -169,8 +169,8 @@ def test_an_engine_takes_what_was_planned(
     engine = Engine.load(tmp_path / "model", EngineConfig(**options))  # type: ignore[arg-type]
     checkpoint = Checkpoint.open(tmp_path / "model")
     needed = Demand.of(checkpoint.config, checkpoint.inventory)
-    # Snapshots are made when prompts have been read.
-    made = Plan.make(needed, ROOMY, Wanted(context, batch, weights=weights, cache=cache, snapshots=0))
+    # Snapshots are made when prompts have been read; a state beside those of slots is there at once.
+    made = Plan.make(needed, ROOMY, Wanted(context, batch, weights=weights, cache=cache))
     predicted = made.memory.at_rest
     taken = held_by(engine)
     assert abs(predicted - taken) <= 0.001 * taken, f"planned {predicted:,}, taken {taken:,}"
@@ -336,7 +336,9 @@ def test_a_gpu_is_planned_as_its_engine_runs() -> None:
     assert made.memory.workspace == step
     without = plan("flash", "modelopt", "2xH200", 32768, 8, snapshots=0)
     held = made.report()["per_gpu"]["snapshots"]
-    assert held == 64 * made.layout.snapshot_bytes() == made.total_bytes - without.total_bytes > 0
+    # Where snapshots are made there is one state more, which a step leaves at a place it has passed.
+    passed = made.layout.state_bytes() - without.layout.state_bytes()
+    assert held == 64 * made.layout.snapshot_bytes() == made.total_bytes - without.total_bytes - passed > 0
 
 
 def test_no_machine_is_taken_to_have_host_memory_for_pro() -> None:
@@ -397,7 +399,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert here["context"] == 32768 and here["machine"]["bandwidth_source"] == "measured"
     too_much = dsv4("plan", "tiny", "--gpus", "2xRTX5090", "--context", 65536, "--batch", 65536)
     assert too_much.code == 0 and "does not fit" in too_much.out and "would do" in too_much.out
-    assert "this engine runs on one GPU so far" in too_much.out
+    assert "several GPUs (--gpus) are built, and were never run" in too_much.out
     assert "nothing was ever run on RTX 5090" in too_much.err
 
 
@@ -408,16 +410,13 @@ def test_the_verdict_is_about_this_engine() -> None:
     assert made.fits and not report["fits"] and report["gpus_used"] == 1
     assert report["per_gpu"]["total"] > report["machine"]["memory_bytes"]
     theory = report["in_theory"]
-    assert theory["fits"] and not theory["built"] and (theory["tp"], theory["ep"]) == (8, 1)
+    assert theory["fits"] and theory["built"] and (theory["tp"], theory["ep"]) == (8, 1)
     assert theory["per_gpu"]["total"] < report["per_gpu"]["total"] / 4
     assert not report["machine"]["was_run_on"] and known("H200", 1).was_run_on
     shown = ok("plan", "tiny", "--gpus", "4xH200", "--context", 512, "--batch", 2)
-    verdict, not_built = shown.index("verdict  fits on one H200"), shown.index("not built     4 x H200")
+    verdict, not_run = shown.index("verdict  fits on one H200"), shown.index("not built     4 x H200")
     assert (
-        verdict
-        < shown.index("in theory     one, batch 1")
-        < not_built
-        < shown.index("in theory     4, batch")
+        verdict < shown.index("in theory     one, batch 1") < not_run < shown.index("in theory     4, batch")
     )
 
 
@@ -444,7 +443,7 @@ def test_prediction() -> None:
     assert measured[0] == pytest.approx(one.tokens_per_second(1) / 2), "one GPU waits for nobody"
     said = two.communication()
     assert said["all_reduces"] == 2 * 43 + 2 and said["message_bytes"] == 16384
-    assert said["sent_bytes"] == 88 * 16384 and 3.9 < said["all_reduce_us"] < 4.5
+    assert said["sent_bytes"] == 88 * 2 * 16384 and 3.9 < said["all_reduce_us"] < 4.5
     low, high = two.predicted(0.5) or (0, 0)
     assert measured[0] < low < high < two.tokens_per_second(1)
     waits = 88 * said["all_reduce_us"] * 1e-6

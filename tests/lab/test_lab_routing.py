@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dsv4.cli.bench import _numbers
 from dsv4.config import preset
 from dsv4.engine.frequency import write_counts
 from dsv4.engine.spill import Split, make_placement
@@ -137,3 +138,10 @@ def test_figures_of_a_prompt_that_copies_experts() -> None:
     assert found["explained_ms"] == 80.0 and found["share_of_all_resident"] == 0.8
     slow = prompt_figures(split, seconds=0.1, resident=0.02, chunks=2)
     assert slow["explained_ms"] == round(copied / 55e9 * 1e3, 2)
+
+
+def test_several_batches_in_one_run() -> None:
+    assert _numbers("1") == [1] and _numbers("1, 8") == [1, 8]
+    for text in ("", "1,", "x", "-1", "1.5", "9" * 40):
+        with pytest.raises(ConfigError, match="expected a number, or several as in 1,8"):
+            _numbers(text)

@@ -9,7 +9,6 @@ from cli_support import dsv4, ok, refused
 
 from dsv4.config import preset
 from dsv4.engine.frequency import checksum, counts_path, write_counts
-from dsv4.engine.settings import GPU_CHUNK
 from dsv4.errors import ConfigError
 from dsv4.lab.gpus import parse
 from dsv4.lab.plan import Demand, Plan, Wanted, describe
@@ -44,7 +43,6 @@ def test_one_h200_holds_flash_with_some_experts_in_host_memory() -> None:
     assert split.num_staged == 2 * -(-split.num_spilled // 43) and split.draft_bytes > 3e9
     both = made.held.weights + made.held.host - more * split.form.num_bytes
     assert both == made.memory.weights and report["per_gpu"]["weights"] == made.held.weights
-    assert made.chunk < GPU_CHUNK and "the shortest step that takes" in report["spill"]["chunk_why"]
     theory = made.tokens_per_second(1)
     assert rate(made, 1) < rate(made, 1, hit_rate=0.985) < rate(made, 1, hit_rate=1.0)
     assert abs(rate(made, 1, hit_rate=1.0) / theory - 1) < 1e-9
@@ -95,6 +93,6 @@ def test_plan_says_it(tmp_path: Path) -> None:
     write_counts(tmp_path / "some.json", "any", SKEWED)
     said = " ".join(ok(*given, "--counts", tmp_path / "some.json").split())
     assert "of experts in pinned host memory" in said and "recorded routing (" in said
-    assert "(measured on H200)" in said and "tokens per step: the shortest step that takes" in said
+    assert "(measured on H200)" in said
     (tmp_path / "bad.json").write_text("[]")
     assert "is damaged" in refused(dsv4("plan", "tiny", "--gpus", "H200", "--counts", tmp_path / "bad.json"))

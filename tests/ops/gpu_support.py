@@ -109,7 +109,7 @@ def use_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """What CUDA C++ does, where there is no GPU; and small tiles, which are interpreted faster."""
     if IS_GPU:
         return
-    monkeypatch.setattr("dsv4.kernels.decode.matvec.unpack", _unpack)
+    monkeypatch.setattr("dsv4.kernels.prefill.unpack.unpack", _unpack)
     monkeypatch.setattr("dsv4.ops.index.gpu.choose", _select)
     for name, tile in SMALL.items():
         monkeypatch.setattr(name, dict.fromkeys((torch.float32, torch.bfloat16), tile))

@@ -56,7 +56,7 @@ def test_random_arrivals(folders: dict[str, Path]) -> None:
     """Batches, chunks, prefix hits, snapshots, pauses, cancels: each answer against its run alone."""
     options = {"chunk": 96, "max_context": 1280, "prefix_snapshots": 6, "cache_pages": 7}
     with engine_on(folders["modelopt"], 1, **options) as alone:
-        wanted = cases(4, WIDE.vocab_size, page=256)
+        wanted = cases(4, WIDE.vocab_size, page=256, longest=17)
         answers = truth(alone, wanted)
     with engine_on(folders["modelopt"], 2, **options) as engine:
         assert stress(engine, wanted, answers, requests=8) > 5

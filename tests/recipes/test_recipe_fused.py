@@ -14,12 +14,15 @@ from torch import Tensor
 
 from recipes.tiny import plain
 from recipes.tiny.plain import Documents
+from tests.support.interpreter import quicken
 
 pytest.importorskip("triton", reason="Triton is not installed")
 B, L, N, D, H, W = 2, 16, 4, 16, 4, 8
 # Triton decides at import whether its functions are interpreted, so these run in a process of their own.
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not IS_INTERPRETED, reason="run by test_all, interpreted")
+if IS_INTERPRETED:
+    quicken()
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="this is the process that test_all starts")

@@ -82,28 +82,38 @@ __device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], 
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
 }
 
+// One load of each of several NVFP4 bricks, which meet the same x: 64 columns. Code (as e2m1 gives it) times E4M3 scale is exact
+// in FP16, so the scale goes into the weight. `x` is this lane's place in its slice of x.
+template <int BRICKS>
+__device__ __forceinline__ void multiply_nvfp4(const uint4 (&w)[BRICKS], int load, const uint2* x, const Scales<NVFP4> (&s)[BRICKS],
+                                               float (&sum)[BRICKS][4]) {
+    const uint4* items = reinterpret_cast<const uint4*>(x + load * 16);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        const uint4 two = items[j >> 1];
+#pragma unroll
+        for (int i = 0; i < BRICKS; ++i) {
+            // A lane has one block of 16 columns of rows g and g+8, so two scales; four columns of it at a time.
+            const uint32_t pair = e4m3x2((uint16_t)(s[i].word[load >> 1] >> (load & 1) * 16));
+            const __half2 scales = *reinterpret_cast<const __half2*>(&pair);
+            const __half2 low = __low2half2(scales), high = __high2half2(scales);
+            uint32_t a[4];
+            e2m1(j == 0 ? w[i].x : j == 1 ? w[i].y : j == 2 ? w[i].z : w[i].w, a);
+            a[0] = times(a[0], low); a[1] = times(a[1], high); a[2] = times(a[2], low); a[3] = times(a[3], high);
+            mma_f16(sum[i], a, j & 1 ? make_uint2(two.z, two.w) : make_uint2(two.x, two.y));
+        }
+    }
+}
+
 // One load of a tile: 64, 32 or 16 columns. One sum, in the order of product.cuh, so that a token's numbers are the same in
-// a prompt; `block` collects the open FP8 block. `x` is this lane's place in its slice of x.
-// NVFP4: code (as e2m1 gives it) times E4M3 scale is exact in FP16, so the scale goes into the weight.
+// a prompt; `block` collects the open FP8 block.
 template <int F>
 __device__ __forceinline__ void multiply(const uint4& w, int load, const uint2* x,
                                          const Scales<F>& s, int lane, float (&sum)[4], float (&block)[4]) {
     const uint32_t words[4] = {w.x, w.y, w.z, w.w};
     uint32_t a[4];
-    if constexpr (F == NVFP4) {
-        // A lane has one block of 16 columns of rows g and g+8, so two scales; four columns of it at a time.
-        const uint32_t pair = e4m3x2((uint16_t)(s.word[load >> 1] >> (load & 1) * 16));
-        const __half2 scales = *reinterpret_cast<const __half2*>(&pair);
-        const __half2 low = __low2half2(scales), high = __high2half2(scales);
-        const uint4* items = reinterpret_cast<const uint4*>(x + load * 16);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const uint4 two = items[j >> 1];
-            e2m1(words[j], a);
-            a[0] = times(a[0], low); a[1] = times(a[1], high); a[2] = times(a[2], low); a[3] = times(a[3], high);
-            mma_f16(sum, a, j & 1 ? make_uint2(two.z, two.w) : make_uint2(two.x, two.y));
-        }
-    } else if constexpr (F == MXFP4) {
+    static_assert(F != NVFP4);
+    if constexpr (F == MXFP4) {
         const uint32_t scales = __shfl_sync(~0u, s.word[load & 1], (lane & ~3) | (load >> 1));
 #pragma unroll
         for (int j = 0; j < 4; j += 2) {
@@ -214,7 +224,8 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     constexpr int LOADS = Brick<F>::LOADS, SCALE = Brick<F>::SCALE;
     using At = Layout<SINGLE, WIDE>;
     constexpr int WARPS = At::WARPS, CHUNK = At::CHUNK, CHUNK_LOADS = CHUNK / 512, CHUNKS = LOADS / CHUNK_LOADS;
-    constexpr int HELD = F == MXFP4 ? CHUNK_LOADS / 2 : CHUNK_LOADS;   // loads in registers; MXFP4 needs more for its sums
+    // A brick's sum is one chain of products, each waiting for the one before: two bricks at a time keep the tensor core busy.
+    constexpr bool PAIRS = F == NVFP4 && !WIDE && CHUNKS == 1;
     constexpr int PER_GROUP = IS_F32 ? COLUMNS / PARTS : COLUMNS, STAGES = At::STAGES;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const int groups = WARPS / s.warps, group = warp / s.warps, within = warp % s.warps;
@@ -267,9 +278,9 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     // From where a pass over the units ends to where the next begins, in bricks.
     const auto back = [&] { return (int64_t)(s.warps - units * groups * s.slices) * halves; };
     uint32_t fetched = 0;
-    const auto fetch_next = [&](int issuer = 0) {   // by that lane
+    const auto fetch_next = [&] {
         if (units_left == 0) return;
-        if (lane == issuer) fetch<CHUNK>(stage + fetched % STAGES * CHUNK, source, barrier + fetched % STAGES * 8);
+        if (lane == 0) fetch<CHUNK>(stage + fetched % STAGES * CHUNK, source, barrier + fetched % STAGES * 8);
         ++fetched;
         source += CHUNK;
         if (--chunks_left == 0) {
@@ -308,8 +319,14 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     // The rest of a first brick of more chunks than stages comes as far as L2.
     if (CHUNKS > STAGES && (!At::SINGLE || p.early_stages == STAGES) && lane == 0 && units_left)
         asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"((CHUNKS - STAGES) * CHUNK) : "memory");
-    Scales<F> now;
-    if (!idle && unit < end) now.load(scale, lane);
+    // Of the bricks of a turn, from `scale` on: the second `second` bytes, the next turn's first `turn_bytes` further.
+    const bool paired = halves == 2;   // a turn is two bricks: both halves of a unit, or two units
+    const size_t second = (paired ? 1 : jump) * SCALE, turn_bytes = second + jump * SCALE;
+    const auto has_second = [&](int at) { return paired ? at < end : at + groups < end; };
+    Scales<F> now[PAIRS ? 2 : 1];
+    if (!idle && unit < end) now[0].load(scale, lane);
+    if constexpr (PAIRS)
+        if (!idle && has_second(unit)) now[1].load(scale + second, lane);
     if (s.routed != 1) {
         wait_for_prerequisites();
         if (p.triggers_late) launch_dependents();
@@ -340,8 +357,6 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     // What the sums of a turn need: column i's routing weight in lane i, half a warp's factor.
     const float routing = s.routed == 1 && place >= 0 ? __ldcg(p.weights + place) : 1.f;
     const float factor = __ldg(s.factor + expert * halves + (halves == 2 ? lane >> 4 : 0)) * (F <= MXFP4 ? E2M1_UNIT : 1.f);
-    // A turn is two bricks: both halves of a unit, or two units.
-    const bool paired = halves == 2;
     const auto row_of = [&](int at) {
         return s.routed == 2 ? (size_t)(at / p.choices) * (p.choices + 1) + at % p.choices : (size_t)at;
     };
@@ -384,37 +399,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
                     if (c < count && to.tile < end && to.n < s.n) carried[i] = *carry_of(at, to);
                 }
             float* table = reinterpret_cast<float*>(shared + At::TABLE_AT) + (turn & 1) * At::TABLE;
-            for (int sub = 0; multiplies && sub < 2 && (paired || unit + sub * groups < end); ++sub) {
-                scale += (paired && sub == 0 ? 1 : jump) * SCALE;
-                bool more = paired ? sub == 0 || unit + groups < end : unit + (sub + 1) * groups < end;
-                if constexpr (WIDE)
-                    if (!more && within + skipped + s.warps < s.span) {
-                        scale += back() * SCALE;
-                        more = true;
-                    }
-                float sum[4] = {}, block[4] = {};
-                Scales<F> next = now;
-                if (more) next.load(scale, lane);
-#pragma unroll
-                for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-                    const int at = taken % STAGES;
-                    await(barrier + at * 8, taken / STAGES & 1);
-                    const uint4* from = reinterpret_cast<const uint4*>(shared + (warp * STAGES + at) * CHUNK) + lane;
-                    ++taken;
-                    uint32_t mixed = 0;
-#pragma unroll
-                    for (int part = 0; part < CHUNK_LOADS; part += HELD) {
-                        uint4 w[HELD];
-#pragma unroll
-                        for (int i = 0; i < HELD; ++i) mixed ^= (w[i] = from[(part + i) * 32]).x;
-                        // A stage is free once it is read, before its products. The copy must not overtake the loads: which lane
-                        // issues it depends on what all lanes loaded.
-                        if (part + HELD == CHUNK_LOADS) fetch_next(__any_sync(~0u, mixed == 0));
-#pragma unroll
-                        for (int i = 0; i < HELD; ++i) multiply<F>(w[i], chunk * CHUNK_LOADS + part + i, my_x, now, lane, sum, block);
-                    }
-                }
-                now = next;
+            const auto put_sum = [&](int sub, const float (&sum)[4]) {
                 float* out = table + (warp * 2 + sub) * At::SUMS + g;   // [column][row]
                 if (!At::SINGLE || t == 0) {
                     out[(2 * t) * 16] = sum[0] * undo0;
@@ -424,6 +409,63 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
                     out[(2 * t + 1) * 16] = sum[1] * undo1;
                     out[(2 * t + 1) * 16 + 8] = sum[3] * undo1;
                 }
+            };
+            const auto next_chunk = [&] {   // where it lies
+                const int at = taken % STAGES;
+                await(barrier + at * 8, taken / STAGES & 1);
+                ++taken;
+                return reinterpret_cast<const uint4*>(shared + (warp * STAGES + at) * CHUNK) + lane;
+            };
+            if constexpr (PAIRS) {
+                const int after = unit + (paired ? groups : 2 * groups);
+                scale += turn_bytes;
+                Scales<F> next[2] = {now[0], now[1]};
+                if (after < end) next[0].load(scale, lane);
+                if (has_second(after)) next[1].load(scale + second, lane);
+                const uint4* first = next_chunk();
+                if (has_second(unit)) {
+                    const uint4* other = next_chunk();
+                    float sums[2][4] = {};
+#pragma unroll
+                    for (int i = 0; i < CHUNK_LOADS; ++i) multiply_nvfp4<2>({first[i * 32], other[i * 32]}, i, my_x, now, sums);
+                    __syncwarp();
+                    fetch_next();
+                    fetch_next();
+                    put_sum(0, sums[0]);
+                    put_sum(1, sums[1]);
+                } else {
+                    float sums[1][4] = {};
+#pragma unroll
+                    for (int i = 0; i < CHUNK_LOADS; ++i) multiply_nvfp4<1>({first[i * 32]}, i, my_x, {now[0]}, sums);
+                    __syncwarp();
+                    fetch_next();
+                    put_sum(0, sums[0]);
+                }
+                now[0] = next[0];
+                now[1] = next[1];
+            } else for (int sub = 0; multiplies && sub < 2 && (paired || unit + sub * groups < end); ++sub) {
+                scale += (paired && sub == 0 ? 1 : jump) * SCALE;
+                bool more = paired ? sub == 0 || unit + groups < end : unit + (sub + 1) * groups < end;
+                if constexpr (WIDE)
+                    if (!more && within + skipped + s.warps < s.span) {
+                        scale += back() * SCALE;
+                        more = true;
+                    }
+                float sums[1][4] = {}, block[4] = {};
+                Scales<F> next = now[0];
+                if (more) next.load(scale, lane);
+#pragma unroll
+                for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+                    const uint4* w = next_chunk();
+#pragma unroll
+                    for (int i = 0; i < CHUNK_LOADS; ++i)
+                        if constexpr (F == NVFP4) multiply_nvfp4<1>({w[i * 32]}, chunk * CHUNK_LOADS + i, my_x, now, sums);
+                        else multiply<F>(w[i * 32], chunk * CHUNK_LOADS + i, my_x, now[0], lane, sums[0], block);
+                    __syncwarp();
+                    fetch_next();
+                }
+                now[0] = next;
+                put_sum(sub, sums[0]);
             }
             group_barrier(group, s.warps * 32);
             // One warp per column, another one each turn; the others go on.

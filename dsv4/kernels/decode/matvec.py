@@ -1,7 +1,4 @@
-"""Decode step: launches matvec.cu. Several weights in one grid, each with its input and output.
-
-`unpack` is for prefill: weights in tiles as rows again.
-"""
+"""Decode step: launches matvec.cu. Several weights in one grid, each with its input and output."""
 
 import ctypes
 from dataclasses import dataclass
@@ -238,7 +235,8 @@ class MatVec:
         )
 
 
-def _segment(weight: Tiled) -> _Segment:
+def segment_of(weight: Tiled) -> _Segment:
+    """Without what it is multiplied with."""
     n, k = weight.shape
     return _Segment(
         data=weight.data.data_ptr(),
@@ -264,7 +262,7 @@ def _segments(product: Product) -> list[_Segment]:
     assert aligned and (product.x_stride or weight.shape[1]) % 4 == 0 and weight.shape[1] % 4 == 0
     out = []
     for split in range(count):
-        segment = _segment(weight)
+        segment = segment_of(weight)
         segment.first_slice = split * span
         segment.span = min(span, weight.slices - split * span)
         segment.warps = -(-segment.span // product.passes)
@@ -307,20 +305,3 @@ def _share(
         for task in range(repeats[index]):
             out += [(index, a, b - a, task) for a, b in pairwise(cuts) if b > a]
     return out
-
-
-def unpack(weight: Tiled, out: Tensor) -> None:
-    """The values without factor, row-major: out [count * halves * N, K] BF16 or float32, w1 before w3."""
-    assert (
-        out.is_contiguous()
-        and out.numel() == weight.count * weight.halves * weight.shape[0] * weight.shape[1]
-    )
-    assert weight.places is not None or (weight.data.is_contiguous() and weight.scale.is_contiguous())
-    act = "float" if out.dtype == torch.float32 else "__nv_bfloat16"
-    bricks = weight.count * weight.units * weight.slices * weight.halves
-    call(
-        *("unpack", f"unpack_kernel<{act}>", out.device),
-        *(_segment(weight), out, ctypes.c_int64(bricks)),
-        blocks=-(-bricks // 4),
-        threads=128,
-    )

@@ -1,9 +1,8 @@
 // Prompts: attention of 64 heads of one token over keys that are the values too, on Hopper's asynchronous tensor cores.
 //
-// A block of threads takes one token after the other. Four warps gather keys, 64 at a time, into one of two buffers, and go
-// on with the next token while its predecessor is finished. Two warpgroups multiply: of the scores each has 32 keys, of the
-// result 256 channels; peaks and weights change hands in shared memory. The order of the keys (the window's, then the
-// entries') follows from the token's position alone, so a result does not depend on chunks or neighbours.
+// Keys are gathered 64 at a time into one of two buffers by four warps. Two warpgroups multiply: of the scores each has 32
+// keys, of the result 256 channels; peaks and weights change hands in shared memory. The order of the keys (the window's,
+// then the entries') follows from the token's position alone, so a result does not depend on chunks or neighbours.
 #include "tiles.cuh"
 #include "wgmma.cuh"
 
@@ -29,7 +28,7 @@ struct Attend {
 struct Control {                    // in shared memory, behind the buffers
     uint64_t full[2], empty[2];
     uint16_t is_key[2][4];          // a bit for each key of a buffer, by producing warp
-    int is_last[2];                 // whether the token has no more keys than the buffer's
+    int num_blocks;
     float scales[HEADS];            // what turns a score into a power of two's exponent
     float peaks[2][2][HEADS];       // by parity of the block, warpgroup
     float totals[2][HEADS];
@@ -86,8 +85,8 @@ __device__ __forceinline__ int row_of(const Attend& p, const Where& at, int plac
     const int entry = place - at.raw;
     if (entry >= at.entries) return -1;
     int row;
-    if (p.rows) row = __ldg(p.rows + (int64_t)at.token * p.list_width + entry);
-    else row = __ldg(p.page_table + at.slot * p.pages + entry / p.page_entries) * p.page_entries + entry % p.page_entries;
+    if (p.rows) row = __ldcg(p.rows + (int64_t)at.token * p.list_width + entry);
+    else row = __ldcg(p.page_table + at.slot * p.pages + entry / p.page_entries) * p.page_entries + entry % p.page_entries;
     return row < 0 ? -1 : row + p.ring_rows + p.tokens;
 }
 
@@ -99,7 +98,7 @@ __device__ __forceinline__ int listed(const Attend& p, int token, int lane) {
     for (int begin = lane; begin < p.list_width + lane; begin += AHEAD * 32) {
         int row[AHEAD];
 #pragma unroll
-        for (int i = 0; i < AHEAD; ++i) row[i] = begin + i * 32 < p.list_width ? __ldg(rows + begin + i * 32) : -1;
+        for (int i = 0; i < AHEAD; ++i) row[i] = begin + i * 32 < p.list_width ? __ldcg(rows + begin + i * 32) : -1;
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i)
             if (row[i] >= 0) end = begin + i * 32 + 1;
@@ -107,23 +106,18 @@ __device__ __forceinline__ int listed(const Attend& p, int token, int lane) {
     return __reduce_max_sync(~0u, end);
 }
 
-__device__ __forceinline__ bool is_complete(uint32_t barrier, uint32_t phase) {
-    uint32_t is;
-    asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-                 : "=r"(is) : "r"(barrier), "r"(phase) : "memory");
-    return is;
-}
-
-__device__ __forceinline__ void gather(const Attend& p, Control* control, uint32_t buffers, int warp, int lane) {
+__device__ __forceinline__ void gather(const Attend& p, Where at, Control* control, uint32_t buffers, int warp, int lane) {
+    at.entries = !p.has_pool ? 0 : p.rows ? listed(p, at.token, lane) : (at.position + 1) / p.ratio;
+    const int blocks = max(1, (at.raw + at.entries + KEYS - 1) / KEYS);
+    if (warp == 0 && lane == 0) control->num_blocks = blocks;
     const int own = warp * OWN_ROWS + (lane & (OWN_ROWS - 1));   // of a block's keys
-    const int groups = p.heads / HEADS, items = p.tokens * groups;
-    int number = 0;   // of the block of keys, of all tokens
-    bool is_coming = false;   // the block before, not yet delivered
-    const auto copy = [&](int now, bool is_last) {
-        const int buffer = number & 1;
-        const uint32_t to = buffers + buffer * K_BYTES + (lane >> 3) * ATOM, is_key = __ballot_sync(~0u, now >= 0);
-        if (lane == 0) control->is_key[buffer][warp] = (uint16_t)is_key;
-        if (warp == 0 && lane == 0) control->is_last[buffer] = is_last;
+    int row = row_of(p, at, own);
+    const auto copy = [&](int block) {
+        const uint32_t to = buffers + (block & 1) * K_BYTES + (lane >> 3) * ATOM;
+        const int now = row;
+        row = row_of(p, at, (block + 1) * KEYS + own);
+        const uint32_t is_key = __ballot_sync(~0u, now >= 0);
+        if (lane == 0) control->is_key[block & 1][warp] = (uint16_t)is_key;
 #pragma unroll
         for (int i = 0; i < OWN_ROWS; ++i) {
             const int from = __shfl_sync(~0u, now, i), key = warp * OWN_ROWS + i;
@@ -135,51 +129,28 @@ __device__ __forceinline__ void gather(const Attend& p, Control* control, uint32
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
     };
-    const auto deliver = [&](int which) {
+    const auto deliver = [&](int block) {
         show_tensor_core();
         __syncwarp();
-        if (lane == 0) arrive(shared_address(&control->full[which & 1]));
+        if (lane == 0) arrive(shared_address(&control->full[block & 1]));
     };
-#pragma unroll 1
-    for (int item = blockIdx.x; item < items; item += gridDim.x) {
-        Where at;
-        at.token = item / groups;
-        at.position = (int)__ldg(p.positions + at.token);
-        at.slot = __ldg(p.slots + at.token);
-        at.first = __ldg(p.first + at.token);
-        at.raw = min(at.position + 1, p.window);
-        at.entries = !p.has_pool ? 0 : p.rows ? listed(p, at.token, lane) : (at.position + 1) / p.ratio;
-        if (warp == 0 && lane == 0 && item + gridDim.x < items)   // the next token's queries
-            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;"
-                         ::"l"(p.q + (int64_t)(item + gridDim.x) * (HEADS * WIDTH)), "r"(HEADS * WIDTH * 2) : "memory");
-        const int blocks = max(1, (at.raw + at.entries + KEYS - 1) / KEYS);
-        int row = row_of(p, at, own);
-#pragma unroll 1
-        for (int block = 0; block < blocks; ++block, ++number) {
-            const uint32_t empty = shared_address(&control->empty[number & 1]), phase = (number >> 1 & 1) ^ 1;
-            // Whoever waits for a buffer delivers first what has come.
-            if (is_coming && !__all_sync(~0u, is_complete(empty, phase))) {
-                asm volatile("cp.async.wait_group 0;" ::: "memory");
-                deliver(number - 1);
-                is_coming = false;
-            }
-            await(empty, phase);
-            const int now = row;
-            row = row_of(p, at, (block + 1) * KEYS + own);
-            copy(now, block + 1 == blocks);
-            if (is_coming) {
-                asm volatile("cp.async.wait_group 1;" ::: "memory");
-                deliver(number - 1);
-            }
-            is_coming = true;
-        }
+    copy(0);
+    if (blocks > 1) {
+        copy(1);
+        asm volatile("cp.async.wait_group 1;" ::: "memory");
+        deliver(0);
     }
     asm volatile("cp.async.wait_group 0;" ::: "memory");
-    if (is_coming) deliver(number - 1);
+    deliver(blocks > 1);
+    for (int block = 2; block < blocks; ++block) {
+        await(shared_address(&control->empty[block & 1]), (block >> 1 & 1) ^ 1);
+        copy(block);
+        asm volatile("cp.async.wait_group 0;" ::: "memory");
+        deliver(block);
+    }
 }
 
-// Eight heads of a warp into shared memory, normed (by a factor of the scores) and rotated. All warps come here when they
-// have read what they had there.
+// Eight heads of a warp into shared memory, normed (by a factor of the scores) and rotated.
 __device__ __forceinline__ void load_queries(const Attend& p, const __nv_bfloat16* q, int token, Control* control, char* to, int warp, int lane) {
     uint4 v[8][2];
 #pragma unroll
@@ -187,12 +158,11 @@ __device__ __forceinline__ void load_queries(const Attend& p, const __nv_bfloat1
 #pragma unroll
         for (int half = 0; half < 2; ++half)
             v[i][half] = __ldcg(reinterpret_cast<const uint4*>(q + (warp * 8 + i) * WIDTH + half * 256 + lane * 8));
-    consumer_barrier();
     float4 c = make_float4(1.f, 1.f, 1.f, 1.f), s = make_float4(0.f, 0.f, 0.f, 0.f);
     const bool turns = p.is_raw && lane >= 24;   // the last 64 channels, in the second half
     if (turns) {
-        c = __ldg(reinterpret_cast<const float4*>(p.cos + (int64_t)token * (ROPE / 2)) + lane - 24);
-        s = __ldg(reinterpret_cast<const float4*>(p.sin + (int64_t)token * (ROPE / 2)) + lane - 24);
+        c = __ldcg(reinterpret_cast<const float4*>(p.cos + (int64_t)token * (ROPE / 2)) + lane - 24);
+        s = __ldcg(reinterpret_cast<const float4*>(p.sin + (int64_t)token * (ROPE / 2)) + lane - 24);
     }
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -228,13 +198,12 @@ __device__ __forceinline__ void load_queries(const Attend& p, const __nv_bfloat1
     }
 }
 
-// `number`: of the next block of keys.
-__device__ __forceinline__ void attend(const Attend& p, int token, int first_head, int& number, Control* control, char* shared, int warp, int lane) {
+__device__ __forceinline__ void attend(const Attend& p, const Where& at, int first_head, Control* control, char* shared, int warp, int lane) {
     const uint32_t k_at = shared_address(shared) + Q_BYTES;
     const uint64_t queries = swizzled_matrix(shared_address(shared), 16), weights_at = swizzled_matrix(k_at + 2 * K_BYTES, 16);
     char* weights = shared + Q_BYTES + 2 * K_BYTES;
-    const int64_t own = ((int64_t)token * p.heads + first_head) * WIDTH;
-    load_queries(p, p.q + own, token, control, shared, warp, lane);
+    const int64_t own = ((int64_t)at.token * p.heads + first_head) * WIDTH;
+    load_queries(p, p.q + own, at.token, control, shared, warp, lane);
     show_tensor_core();
     consumer_barrier();
     const int group = warp >> 2, g = lane >> 2, t = lane & 3, head = (warp & 3) * 16 + g;   // this thread's: head, head + 8
@@ -249,19 +218,18 @@ __device__ __forceinline__ void attend(const Attend& p, int token, int first_hea
         peak[h] = fminf(fmaxf(sink, -1e30f), 1e30f) * LOG2E;
         total[h] = group == 0 && t == 0 && sink > -1e30f ? 1.f : 0.f;
     }
-    bool is_last = false;
+    int blocks = 1;   // the producers know
 #pragma unroll 1
-    for (; !is_last; ++number) {
-        const int buffer = number & 1;
-        const uint64_t keys = swizzled_matrix(k_at + buffer * K_BYTES + group * 32 * 128, 16);
-        await(shared_address(&control->full[buffer]), number >> 1 & 1);
+    for (int block = 0; block < blocks; ++block) {
+        const uint64_t keys = swizzled_matrix(k_at + (block & 1) * K_BYTES + group * 32 * 128, 16);
+        await(shared_address(&control->full[block & 1]), block >> 1 & 1);
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < WIDTH / 16; ++i)
             multiply_keys(score, queries + (i / 4 * ATOM + i % 4 * 32 >> 4), keys + (i / 4 * ATOM + i % 4 * 32 >> 4), i);
         wgmma_commit();
-        is_last = *reinterpret_cast<volatile int*>(&control->is_last[buffer]);
-        const uint32_t is_key = *reinterpret_cast<volatile uint32_t*>(&control->is_key[buffer][group * 2]) >> 2 * t;
+        blocks = *reinterpret_cast<volatile int*>(&control->num_blocks);
+        const uint32_t is_key = *reinterpret_cast<volatile uint32_t*>(&control->is_key[block & 1][group * 2]) >> 2 * t;
         wgmma_wait<0>();
         float higher[2] = {peak[0], peak[1]}, shrink[2];
 #pragma unroll
@@ -269,7 +237,7 @@ __device__ __forceinline__ void attend(const Attend& p, int token, int first_hea
             score[i] = is_key >> (i / 4 * 8 + (i & 1)) & 1 ? score[i] * scale[i / 2 & 1] : -INFINITY;
             higher[i / 2 & 1] = fmaxf(higher[i / 2 & 1], score[i]);
         }
-        float(&peaks)[2][HEADS] = control->peaks[buffer];
+        float(&peaks)[2][HEADS] = control->peaks[block & 1];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             higher[h] = fmaxf(higher[h], __shfl_xor_sync(~0u, higher[h], 1));
@@ -296,7 +264,7 @@ __device__ __forceinline__ void attend(const Attend& p, int token, int first_hea
             for (int i = 0; i < 128; ++i) result[i] *= shrink[i / 2 & 1];
         show_tensor_core();
         consumer_barrier();
-        const uint64_t values = swizzled_matrix(k_at + buffer * K_BYTES + group * 4 * ATOM, ATOM);
+        const uint64_t values = swizzled_matrix(k_at + (block & 1) * K_BYTES + group * 4 * ATOM, ATOM);
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < KEYS / 16; ++i)
@@ -304,7 +272,7 @@ __device__ __forceinline__ void attend(const Attend& p, int token, int first_hea
         wgmma_commit();
         wgmma_wait<0>();
         __syncwarp();
-        if (lane == 0) arrive(shared_address(&control->empty[buffer]));
+        if (lane == 0) arrive(shared_address(&control->empty[block & 1]));
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -323,9 +291,9 @@ __device__ __forceinline__ void attend(const Attend& p, int token, int first_hea
             const int row = head + h * 8;
             uint32_t pair = pack_bf16(result[4 * i + 2 * h] * total[h], result[4 * i + 2 * h + 1] * total[h]);
             if (i >= 24 && group == 1) {   // the last channels are rotated back
-                const int64_t angle = (int64_t)token * (ROPE / 2) + (i - 24) * 4 + t;
+                const int64_t angle = (int64_t)at.token * (ROPE / 2) + (i - 24) * 4 + t;
                 const float2 v = open_bf16(pair);
-                const float c = __ldg(p.cos + angle), s = __ldg(p.sin + angle);
+                const float c = __ldcg(p.cos + angle), s = __ldcg(p.sin + angle);
                 pair = pack_bf16(v.x * c + v.y * s, v.y * c - v.x * s);
             }
             *reinterpret_cast<uint32_t*>(shared + row * 1024 + ((group * 32 + (i ^ row & 7)) << 4) + t * 4) = pair;
@@ -351,14 +319,18 @@ __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, 1) attend_kernel(const 
     __syncthreads();
     wait_for_prerequisites();
     const int groups = p.heads / HEADS;
+    Where at;
+    at.token = blockIdx.x / groups;
+    at.position = (int)__ldcg(p.positions + at.token);
+    at.slot = __ldcg(p.slots + at.token);
+    at.first = __ldcg(p.first + at.token);
+    at.raw = min(at.position + 1, p.window);
+    at.entries = 0;
     if (warp >= CONSUMERS / 32) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
-        gather(p, control, shared_address(shared) + Q_BYTES, warp - CONSUMERS / 32, lane);
+        gather(p, at, control, shared_address(shared) + Q_BYTES, warp - CONSUMERS / 32, lane);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
-        int number = 0;
-#pragma unroll 1
-        for (int item = blockIdx.x; item < p.tokens * groups; item += gridDim.x)
-            attend(p, item / groups, item % groups * HEADS, number, control, shared, warp, lane);
+        attend(p, at, blockIdx.x % groups * HEADS, control, shared, warp, lane);
     }
 }

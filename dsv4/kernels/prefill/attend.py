@@ -89,7 +89,7 @@ def attend(
         "attend_kernel",
         q.device,
         params,
-        blocks=min(tokens * heads // HEADS, torch.cuda.get_device_properties(q.device).multi_processor_count),
+        blocks=tokens * heads // HEADS,
         threads=THREADS,
         shared=SHARED_BYTES,
     )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.kernels.decode import matvec
+from dsv4.kernels.prefill import unpack
 from dsv4.quant.formats import Format, QuantTensor
 
 # A weight's row-major values [N, K], as a Tensor or a plain QuantTensor; or its tiles (tiles.Tiled).
@@ -53,7 +53,7 @@ def _parts(wide: Tensor, dtype: torch.dtype, parts: int) -> Tensor:
 def _unpacked(weight: Weight, shape: tuple[int, ...], dtype: torch.dtype, parts: int) -> Tensor:
     wide = dtype if parts == 1 else torch.float32
     out = torch.empty(shape, dtype=wide, device=weight.factor.device)
-    matvec.unpack(weight, out)
+    unpack.unpack(weight, out)
     return _parts(out, dtype, parts)
 
 

@@ -9,6 +9,7 @@ from dsv4.cache.layout import CacheLayout
 from dsv4.cache.store import Cache
 from dsv4.config import ModelConfig
 from dsv4.errors import ConfigError, DeviceError
+from dsv4.lab.bench.echo import echo_peers
 from dsv4.lab.bench.spilled import all_resident
 from dsv4.lab.bench.subject import DTYPE, Reads, cache_layout
 from dsv4.model.buffers import ROWS
@@ -133,7 +134,9 @@ class Session:
         self.cache = Cache(layout, device, DTYPE)
         fill(self.cache)
         self.model = Model(bundle, layout.max_context, device)
-        self.decoder = Decoder(bundle, self.model, self.cache, wanted.rows)
+        size = bundle.mesh.size
+        self.peers = None if size == 1 else echo_peers(bundle.config, size, wanted.rows, device)
+        self.decoder = Decoder(bundle, self.model, self.cache, wanted.rows, peers=self.peers)
         self.decoder.run()  # all rows unused: compiles, touches nothing
         torch.cuda.synchronize()
         self.decoder.capture()
@@ -155,6 +158,8 @@ class Session:
         steps = self.wanted.steps
         times = self._times(steps)
         distinct, spilled, beside, hit_rate = self._choices()
+        if self.peers is not None and int(self.peers.ended):
+            raise DeviceError("a push did not arrive, so the step is wrong and its time means nothing")
         if not bool(torch.isfinite(self.decoder.buffers.logits[: self.wanted.batch]).all()):
             raise DeviceError(
                 "the logits hold NaN or infinity, so the step is wrong and its time means nothing"

@@ -6,10 +6,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dsv4.engine.settings import GPU_CHUNK
-from dsv4.engine.spill import COPY_RATE, Split, balanced_chunk
+from dsv4.engine.spill import Split
 from dsv4.kernels.common.places import Placement
 from dsv4.lab.bench.subject import Reads, Subject, check_fits, other_bytes
 from dsv4.model.buffers import graph_rows
+
+COPY_RATE = 55e9  # bytes per second of a copy engine over PCIe 5.0 x16, measured on an H200
 
 if TYPE_CHECKING:
     from dsv4.lab.bench.decode import Timing, Wanted
@@ -36,20 +38,14 @@ def all_resident(placement: Placement) -> Iterator[bool]:
         placement.publish()
 
 
-def divide(subject: Subject, wanted: "Wanted", spill: str, free: int) -> tuple[Split | None, int]:
-    """Experts between GPU and host memory, and prompt tokens of a step: as an engine divides them."""
+def divide(subject: Subject, wanted: "Wanted", spill: str, free: int) -> Split | None:
+    """Experts between GPU and host memory as an engine divides them, which comes after the bare steps."""
     layout, rows = wanted.layout(subject.config), graph_rows(wanted.batch)
-
-    def split_of(chunk: int) -> Split | None:
-        split = subject.split(spill, other_bytes(layout, rows, chunk), free)
-        return split and subject.split(spill, other_bytes(layout, rows, chunk, spills=True), free)
-
-    # An engine with its prompts comes after the bare steps, and experts that spill leave room for it.
-    chunk, _ = balanced_chunk(split_of, GPU_CHUNK)
-    split = split_of(chunk)
+    split = subject.split(spill, other_bytes(layout, rows, GPU_CHUNK), free)
     if split is None:
         check_fits(subject, other_bytes(layout, (wanted.rows,)), free)
-    return split, chunk
+        return None
+    return subject.split(spill, other_bytes(layout, rows, GPU_CHUNK, spills=True), free)
 
 
 def spill_figures(

@@ -16,12 +16,14 @@ from dsv4.engine.spill import Split, check_host, choose_resident, find_split, ma
 from dsv4.errors import ConfigError
 from dsv4.kernels.common.places import Form, place
 from dsv4.kernels.common.tiles import ROWS, SLICE, Bank, Tiled, tile_bytes
+from dsv4.lab.bench.echo import Echo
 from dsv4.lab.routing import apply as follow
 from dsv4.lab.routing import shares
 from dsv4.lab.synthetic import LAYOUTS, format_of, make_weights, with_experts
 from dsv4.model.bundle import Bundle, Numerics, Weights
-from dsv4.model.params import Param, declare
+from dsv4.model.params import Param, check_ranks, declare
 from dsv4.ops import IMPLEMENTATIONS, Ops
+from dsv4.parallel.mesh import Mesh
 from dsv4.quant.formats import Format
 from dsv4.weights.load import Checkpoint, Progress
 from dsv4.weights.tiled import expert_bytes, expert_form, load_tiled, tiled_bytes
@@ -41,6 +43,7 @@ class Subject:
     whole_layers: int  # of the model as published
     checkpoint: Checkpoint | None = None
     routing: str | None = None  # law of a synthetic router (lab/routing.py)
+    ranks: int = 1  # of a synthetic model: the share of one of so many is measured
     activations: Activations = "a16"
 
     @property
@@ -58,7 +61,7 @@ class Subject:
             placement = make_placement(split, None if share is None else share.tolist(), device)
         if self.checkpoint is not None:
             return load_tiled(self.checkpoint, device, progress, placement)
-        weights = make_weights(self.config, self.layout, str(device), placement=placement)
+        weights = make_weights(self.config, self.layout, str(device), placement=placement, ranks=self.ranks)
         if share is not None:
             follow(weights.tensors, share, self.config)
         return weights
@@ -79,8 +82,9 @@ class Subject:
     ) -> Bundle:
         """The weights with the GPU backend of every op."""
         ops = Ops.choose("cuda", **dict.fromkeys(IMPLEMENTATIONS, "gpu"))
-        numerics = Numerics(DTYPE, self.activations, qat=True)
-        return Bundle(self.config, self.load(device, progress, split), ops, numerics)
+        mesh = Mesh() if self.ranks == 1 else Mesh(0, self.ranks, Echo(self.ranks))
+        weights, numerics = self.load(device, progress, split), Numerics(DTYPE, self.activations, qat=True)
+        return Bundle(self.config, weights, ops, numerics, mesh)
 
     def split(self, spill: str, others: int, free: int) -> Split | None:
         """How experts are divided when `others` bytes beside the weights are needed; None: all on the GPU."""
@@ -115,9 +119,15 @@ class Subject:
 
 
 def synthetic(
-    name: str, experts: int | None, layers: int | None, layout: str, routing: str | None = None
+    name: str,
+    experts: int | None,
+    layers: int | None,
+    layout: str,
+    routing: str | None = None,
+    ranks: int = 1,
 ) -> Subject:
-    """A published model's sizes with that many experts and layers; None: as many as usual, and all."""
+    """A published model's sizes with that many experts and layers; None: as many as usual, and all. `ranks`:
+    the share of one of so many."""
     whole = preset(name)
     if layout not in LAYOUTS:
         raise ConfigError(f"unknown layout {layout!r}; use one of {', '.join(LAYOUTS)}")
@@ -132,8 +142,9 @@ def synthetic(
     config = replace(with_experts(whole, experts), layers=whole.layers[:layers])
     if routing is not None:
         shares(routing, config)  # refuses what is no law
-    size = synthetic_bytes(config, layout)
-    return Subject(name, config, layout, size, whole.num_layers, routing=routing)
+    check_ranks(config, ranks)
+    size = synthetic_bytes(config, layout, ranks)
+    return Subject(name, config, layout, size, whole.num_layers, routing=routing, ranks=ranks)
 
 
 def of_folder(folder: Path) -> Subject:
@@ -163,17 +174,18 @@ def choose(
     return of_folder(model)
 
 
-def synthetic_bytes(config: ModelConfig, layout: str) -> int:
+def synthetic_bytes(config: ModelConfig, layout: str, ranks: int = 1) -> int:
     """What `make_weights` allocates, to the byte."""
-    return sum(_held(param, layout) for param in declare(config, 0))
+    return sum(_held(param, layout, ranks) for param in declare(config, 0))
 
 
-def _held(param: Param, layout: str) -> int:
+def _held(param: Param, layout: str, ranks: int = 1) -> int:
+    shape = param.local_shape(ranks)
     if param.kind in ("table", "plain"):
-        return math.prod(param.shape) * (8 if param.kind == "table" else 4)
+        return math.prod(shape) * (8 if param.kind == "table" else 4)
     if param.name == "embed":
-        return 2 * math.prod(param.shape)
-    return tile_bytes(format_of(param, layout), (param.shape[0], param.shape[1]))
+        return 2 * math.prod(shape)
+    return tile_bytes(format_of(param, layout), (shape[0], shape[1]))
 
 
 def cache_layout(config: ModelConfig, capacity: int, slots: int) -> CacheLayout:
@@ -209,7 +221,7 @@ def check_fits(subject: Subject, others: int, free: int) -> None:
     low, high = c.experts_per_token - 1, c.num_experts
     while low < high:
         middle = (low + high + 1) // 2
-        fits = synthetic_bytes(with_experts(c, middle), subject.layout) + others <= free
+        fits = synthetic_bytes(with_experts(c, middle), subject.layout, subject.ranks) + others <= free
         low, high = (middle, high) if fits else (low, middle - 1)
     if low < c.experts_per_token:
         raise ConfigError(

@@ -1,0 +1,139 @@
+"""A GPU as one rank of several: its decode step with its share of the weights; its own memory is its peers'.
+
+    python -m tests.bench.decode_ranks flash:1 flash:2 pro:8 --layout nvfp4
+
+With --exchange: an all-reduce of Flash's and Pro's sizes, between ranks that are streams of one process. The
+last line is JSON. What is predicted of several GPUs: the measured step, and the published time of every
+all-reduce.
+"""
+
+import argparse
+import gc
+import json
+
+import torch
+
+from dsv4.kernels.common import build
+from dsv4.kernels.common.shapes import MIX_WIDTH, mix_chunks
+from dsv4.kernels.decode import exchange, mhc
+from dsv4.kernels.decode.exchange import Peers, inbox_places
+from dsv4.lab.bench.decode import Session, Wanted
+from dsv4.lab.bench.profile import profile
+from dsv4.lab.bench.subject import synthetic
+from dsv4.lab.links import LINKS
+
+CHAIN = 50  # exchanges of a graph
+
+
+def step(name: str, ranks: int, arguments: argparse.Namespace) -> dict[str, object]:
+    subject = synthetic(name, arguments.experts, arguments.layers, arguments.layout, ranks=ranks)
+    device, wanted = torch.device("cuda"), Wanted(arguments.context, arguments.batch, arguments.steps)
+    with torch.inference_mode():
+        session = Session(subject.bundle(device), wanted, device)
+        timing = session.time()
+        if arguments.profile:
+            found = profile(session)
+            for (launch, kind), share in sorted(found.by_both.items(), key=lambda item: -item[1].busy_us):
+                each = (share.busy_us / share.count, share.gap_us / share.count)
+                print(f"  {launch:18} {kind:8} {share.count:4g} x {each[0]:7.2f} {each[1]:6.2f} us")
+    c = subject.config
+    us = LINKS["H200"].all_reduce_us(ranks, 4 * c.hidden_size * arguments.batch)
+    count = 2 * c.num_layers + 2  # of every layer two; the embedding and the logits
+    line = {
+        **{"model": name, "ranks": ranks, "layers": c.num_layers, "experts": c.num_experts},
+        **{"batch": arguments.batch, "context": arguments.context, "layout": arguments.layout},
+        **{"ms": round(timing.median, 4), "p99": round(timing.p99, 4), "kernels": timing.kernels},
+    }
+    for each in (5.0, us):
+        total = timing.median + count * each / 1e3 * (ranks > 1)
+        line[f"tokens_per_second_at_{each:.1f}_us"] = round(1e3 * arguments.batch / total, 1)
+    print(json.dumps(line), flush=True)
+    return line
+
+
+def chained(size: int, d: int, rows: int) -> float:
+    """Microseconds of one sum among `size` streams; size 1: what one rank launches instead."""
+    n, m = 4, 24
+    inboxes = [
+        torch.zeros(size, inbox_places(rows, d, 8), dtype=torch.int64, device="cuda") for _ in range(size)
+    ]
+    graphs, kept = [], []
+    for rank in range(size):
+        streams = torch.zeros(rows, n, d, dtype=torch.bfloat16, device="cuda")
+        partial = torch.zeros(rows, mix_chunks(d), MIX_WIDTH, device="cuda")
+        y, fn = torch.randn(rows, 1, d, device="cuda"), torch.randn(m, n * d, device="cuda")
+        gate, comb = torch.ones(rows, n, device="cuda"), torch.zeros(rows, n, n, device="cuda")
+        peers = None
+        if size > 1:
+            peers = Peers(
+                rank=rank,
+                rows=rows,
+                hidden=d,
+                vocab=8,
+                inbox=inboxes[rank],
+                addresses=tuple(inbox[rank].data_ptr() for inbox in inboxes),
+                ended=torch.zeros(1, dtype=torch.int32, pin_memory=True),
+                seconds=5.0,
+            )
+        else:
+            mhc.mix_open(y, gate, comb, streams, fn, partial, overlap=False)
+            torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for number in range(CHAIN):
+                if peers is None:
+                    mhc.mix_open(y, gate, comb, streams, fn, partial, overlap=False)
+                else:
+                    exchange.mix_open(peers, number, y, gate, comb, streams, fn, partial, overlap=False)
+        graphs.append((graph, torch.cuda.Stream()))
+        kept.append((streams, partial, y, fn, gate, comb, peers))
+    times = []
+    for _ in range(6):
+        events = []
+        torch.cuda.synchronize()
+        for graph, stream in graphs:
+            with torch.cuda.stream(stream):
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                graph.replay()
+                end.record()
+                events.append((begin, end))
+        torch.cuda.synchronize()
+        # The last stream's: the others were already there.
+        times.append(1e3 * events[-1][0].elapsed_time(events[-1][1]) / CHAIN)
+    assert not any(peers is not None and int(peers.ended) for *_, peers in kept), "a push did not arrive"
+    return round(sorted(times)[len(times) // 2], 2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", nargs="*", help="flash:2 is one rank of two of Flash")
+    parser.add_argument("--layout", default="nvfp4")
+    parser.add_argument("--experts", type=int)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--exchange", action="store_true")
+    arguments = parser.parse_args()
+    build.load_all(torch.device("cuda"))
+    lines: list[dict[str, object]] = []
+    if arguments.exchange:
+        # All ranks' blocks must find room on the one GPU, so their launches do not overlap either.
+        for size in (1, 2, 4):
+            for d in (4096, 7168)[: 1 if size == 4 else 2]:
+                for rows in (1, 8) if size <= 2 else (1,):
+                    us = chained(size, d, rows)
+                    print(f"{size} ranks, {rows} x {d} float32: {us} us", flush=True)
+                    lines.append({"ranks": size, "rows": rows, "channels": d, "us": us})
+    for item in arguments.what:
+        name, _, ranks = item.partition(":")
+        lines.append(step(name, int(ranks), arguments))
+        gc.collect()
+        torch.cuda.empty_cache()
+    print(json.dumps(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""The exchange kernels' own source on the CPU, all ranks at once: right in every order of events that is
+tried, and stuck where places are not taken in turn."""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4.kernels.common.build import INCLUDES
+from dsv4.kernels.common.shapes import MIX_WIDTH, mix_chunks
+from dsv4.kernels.decode.exchange import TURNS
+from dsv4.ops.mhc import ref
+from dsv4.parallel.comm import tree_sum
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on the PATH")
+N, M = 4, 24
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    here, out = Path(__file__).parent, tmp_path_factory.mktemp("twin") / "twin.so"
+    # Plain products and sums, as IEEE 754 has them; longjmp between stacks is what the emulator is about.
+    flags = ["-O2", "-std=c++17", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-w"]
+    command = ["g++", *flags, *INCLUDES, f"-I{here}", "-o", str(out), str(here / "exchange_twin.cpp")]
+    subprocess.run(command, check=True, capture_output=True)
+    loaded = ctypes.CDLL(str(out))
+    loaded.ranks.restype = ctypes.c_char_p
+    return loaded
+
+
+def at(tensor: Tensor) -> ctypes.c_void_p:
+    assert tensor.is_contiguous()
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+class World:
+    """All ranks' numbers, and what they have after some steps."""
+
+    def __init__(self, size: int, rows: int, d: int, steps: int, turns: int = TURNS) -> None:
+        generator = torch.Generator().manual_seed(size)
+        self.size, self.rows, self.d, self.steps, self.turns, self.vocab = size, rows, d, steps, turns, 37
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        self.y, self.fn = random(size, 2 * steps, rows, d), random(M, N * d)
+        self.gate, self.comb = random(rows, N), random(rows, N, N) / 2
+        self.start, self.share = random(rows, N, d), random(size, steps, rows, self.vocab)
+
+    def run(self, twin: ctypes.CDLL, seed: int) -> str:
+        size, rows, d, steps = self.size, self.rows, self.d, self.steps
+        self.streams = self.start.repeat(size, 1, 1, 1)
+        self.partial = torch.zeros(size, rows, mix_chunks(d), MIX_WIDTH)
+        self.logits = torch.zeros(size, steps, rows, size * self.vocab)
+        places = rows * (self.turns * d + self.vocab)
+        self.inboxes = torch.zeros(size, size, places, dtype=torch.int64)
+        self.ended = torch.zeros(size, dtype=torch.int32)
+        problem = twin.ranks(
+            *(size, rows, d, self.vocab, steps, self.turns, at(self.y), at(self.fn), at(self.gate)),
+            *(at(self.comb), at(self.streams), at(self.partial), at(self.share), at(self.logits)),
+            *(at(self.inboxes), at(self.ended), seed),
+        )
+        return bytes(problem).decode()
+
+    def check(self) -> None:
+        want = self.start
+        for i in range(2 * self.steps):
+            want = ref.post(tree_sum(self.y[:, i].transpose(0, 1)), want, self.gate, self.comb)
+        torch.testing.assert_close(self.streams[0], want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
+        assert all(torch.equal(streams, self.streams[0]) for streams in self.streams), "ranks differ"
+        assert all(torch.equal(partial, self.partial[0]) for partial in self.partial), "ranks differ"
+        made = self.streams[0].double().flatten(1)
+        sums = self.partial[0].double().sum(1)
+        torch.testing.assert_close(
+            sums[:, [m + (m >= N) for m in range(M)]], made @ self.fn.double().t(), rtol=1e-4, atol=1e-2
+        )
+        torch.testing.assert_close(sums[:, N], made.square().sum(1), rtol=1e-5, atol=1e-5)
+        whole = self.share.permute(1, 2, 0, 3).flatten(2)
+        assert all(torch.equal(logits, whole) for logits in self.logits)
+        assert not self.inboxes.any() and not self.ended.any(), "a place was not emptied"
+
+
+@pytest.mark.parametrize(("size", "rows", "d"), [(2, 1, 64), (2, 3, 40), (4, 1, 32), (8, 1, 33)])
+def test_ranks(twin: ctypes.CDLL, size: int, rows: int, d: int) -> None:
+    world = World(size, rows, d, steps=2)
+    for seed in range(4):
+        assert world.run(twin, seed) == ""
+        world.check()
+
+
+def test_one_place_is_not_enough(twin: ctypes.CDLL) -> None:
+    """A rank that is ahead overwrites what another has not taken yet: it then waits for ever."""
+    world = World(2, 1, 64, steps=3, turns=1)
+    found = [world.run(twin, seed) for seed in range(6)]
+    assert any("wait for ones that never come" in problem for problem in found), found
