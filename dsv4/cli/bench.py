@@ -366,12 +366,12 @@ def prefill(
 
     from dsv4.config import EngineConfig
     from dsv4.lab.bench.ceiling import gpu, measure_matmul
-    from dsv4.lab.bench.prefill import Wanted, figures, measure
+    from dsv4.lab.bench.prefill import Wanted, check_activations, figures, measure
     from dsv4.lab.bench.record import check_target
     from dsv4.lab.bench.spilled import prompt_figures
     from dsv4.lab.bench.subject import check_fits
 
-    wanted = Wanted(tokens, chunk, context, rounds)
+    wanted = Wanted(tokens, chunk, context, rounds, check_activations(activations))
     EngineConfig(spill=spill)  # refuses other words
     subject = _subject(model, synthetic, experts, layers, layout, routing, activations)
     others = wanted.other_bytes(subject.config)
@@ -453,7 +453,11 @@ def ops(
         raise typer.Exit(1)
 
 
-def _load(subject: "Subject", device: "torch.device", split: "Split | None" = None) -> "Bundle":
+def _load(
+    subject: "Subject",
+    device: "torch.device",
+    split: "Split | None" = None,
+) -> "Bundle":
     if subject.checkpoint is None:
         with err.status(f"making {size(subject.weight_bytes)} of weights"):
             return subject.bundle(device, split=split)

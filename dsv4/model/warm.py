@@ -47,7 +47,7 @@ def _weights(part: object) -> Iterator[tuple[Any, ...]]:
     if isinstance(part, Tensor):
         yield part.dtype, part.shape
     elif isinstance(part, Tiled):
-        yield part.format, part.shape, part.count, part.halves, part.fits_bf16
+        yield part.format, part.shape, part.count, part.halves, part.fits_bf16, part.fits_fp8
     elif isinstance(part, list | tuple):
         for item in part:
             yield from _weights(item)

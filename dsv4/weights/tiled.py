@@ -193,5 +193,4 @@ def _put_expert(
         fits = put(getattr(placement.expert(name, int(number)), part), 0, half, held)
     else:
         fits = put(to, int(number or 0), half, held)
-    if not fits:
-        tensors[name] = replace(bank, **{part: replace(to, fits_bf16=False)})
+    tensors[name] = replace(bank, **{part: fits.of(to)})

@@ -31,6 +31,26 @@ def test_golden_a8() -> None:
         check(got[name].cpu(), expected[name], MARKS["a8"], f"official a8 {name}")
 
 
+def test_golden_a8_in_bfloat16() -> None:
+    """Prompts on FP8 tensor cores: as near to the official code as the CPU is in bfloat16."""
+    expected = load_file(folder("official") / "expected_a8.safetensors")
+    ids, medians = expected["ids"].tolist(), list[float]()
+    for device in ("cpu", "cuda"):
+        config = EngineConfig(
+            device=device,
+            compute_dtype="bfloat16",
+            activations="a8",
+            chunk=300,
+            max_batch=1,
+            max_context=512,
+        )
+        got = score_ids(Engine.load(folder("official"), config), ids, 300)["prefill_logits"].cpu()
+        want = expected["prefill_logits"]
+        medians.append(((got - want).norm(dim=1) / want.norm(dim=1)).median().item())
+    print(medians)
+    assert medians[1] <= 1.3 * medians[0] + 1e-3, medians
+
+
 @ROUNDED
 @pytest.mark.parametrize("generated", [False, True])
 @pytest.mark.parametrize("format", ["official", "modelopt", "hfnvfp4"])
@@ -97,12 +117,13 @@ def test_bits_per_byte_are_the_cpus(activations: str) -> None:
 
 
 @ROUNDED
-def test_chunks_change_nothing(checkpoint: Callable[..., Path], activations: str) -> None:
+@pytest.mark.parametrize("format", ["modelopt", "official"])
+def test_chunks_change_nothing(checkpoint: Callable[..., Path], format: str, activations: str) -> None:
     ids = (prompts(1, 300, 90)[0] * 300)[:300]
     runs = []
-    for chunk in (300, 64, 37):
+    for chunk in (300, 64, 37, 7, 1):
         engine = engine_on_gpu(
-            checkpoint("modelopt"), max_batch=1, activations=activations, chunk=chunk, max_context=512
+            checkpoint(format), max_batch=1, activations=activations, chunk=chunk, max_context=512
         )
         runs.append(score_ids(engine, ids, 300)["prefill_logits"])
-    assert torch.equal(runs[0], runs[1]) and torch.equal(runs[0], runs[2])
+    assert all(torch.equal(runs[0], run) for run in runs[1:])

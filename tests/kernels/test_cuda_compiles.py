@@ -184,12 +184,14 @@ def launch_products() -> None:
 def launch_prompts() -> None:
     x, ids = some(20, 512, dtype=torch.bfloat16), some(20, 2, dtype=torch.long)
     by = product.sort(ids, some(20, 2), 7, 128)
-    for format in product.NUMBER:
-        up = tiles.empty(format, (32, 512), 7, 2, "cpu")
-        product.gate_up(product.pack(x, format, by), up, some(by.capacity, 32, dtype=torch.bfloat16), 1.0, by)
+    ways = [(format, "a16") for format in product.NUMBER] + [(format, "a8") for format in product.IN_FP8]
+    for format, activations in ways:
+        up, hidden = tiles.empty(format, (32, 512), 7, 2, "cpu"), some(by.capacity, 32, dtype=torch.bfloat16)
+        product.gate_up(product.pack(x, up, activations, by), up, hidden, 1.0, by)
         for rows in (20, 50):
             weight, y = tiles.empty(format, (32, 512), 1, 1, "cpu"), some(rows, 1, 32)
-            product.product(product.pack(some(rows, 1, 512, dtype=torch.bfloat16), format), weight, y)
+            many = some(rows, 1, 512, dtype=torch.bfloat16)
+            product.product(product.pack(many, weight, activations), weight, y)
 
 
 def launch_attend() -> None:

@@ -1,5 +1,7 @@
 """Products of prompts against exact sums, against float64 and against the decode step, bit for bit."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -31,13 +33,13 @@ def seed() -> None:
 
 
 def test_tiles_fit_in_shared_memory() -> None:
-    for format in prompts.NUMBER:
-        for cap in prompts.CAPS:
-            if cap <= prompts.MAX_CAP[format]:
-                ring = prompts.rings(format, cap)
-                blocks = 2 if ring.is_small else 1
-                assert blocks * (ring.shared_bytes + 1024) <= 228 << 10, (format, cap)
-                assert max(ring.w_stages, ring.x_stages) <= 16 and min(ring.w_stages, ring.x_stages) > 1
+    modes = [*prompts.IN_16_BITS.items(), *((format, prompts.FP8_CODES) for format in prompts.IN_FP8)]
+    for (format, mode), cap, paired in product(modes, prompts.CAPS, (False, True)):
+        if cap <= prompts.max_cap(empty(format, (16, 512), 1, 1, "cpu"), mode):
+            ring = prompts.rings(format, cap, mode, paired)
+            blocks = 2 if ring.is_small else 1
+            assert blocks * (ring.shared_bytes + 1024) <= 228 << 10, (format, cap)
+            assert max(ring.w_stages, ring.x_stages) <= 16 and min(ring.w_stages, ring.x_stages) > 1
 
 
 def test_other_architectures_do_without() -> None:
@@ -60,7 +62,7 @@ def multiplied(
     x = x.unsqueeze(1) if x.dim() == 2 else x
     shape = (x.shape[0], groups, w.shape[0] // groups)
     y = torch.full(shape, float("nan"), dtype=dtype, device="cuda")
-    prompts.product(prompts.pack(x, w.format), w, y, parts)
+    prompts.product(prompts.pack(x, w), w, y, parts)
     return y.flatten(1)
 
 
@@ -199,13 +201,10 @@ def test_experts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         alone = routed(x[at : at + 1], ids[at : at + 1], weights[at : at + 1], e.bank)
         assert torch.equal(alone[0], got[at]), tokens
         for cap in prompts.CAPS:
-            if cap <= prompts.MAX_CAP[FORMATS[kind]]:
+            if cap <= prompts.max_cap(e.bank.w13, prompts.IN_16_BITS[FORMATS[kind]]):
                 with monkeypatch.context() as patch:
-                    patch.setattr(prompts, "MAX_CAP", dict.fromkeys(prompts.MAX_CAP, cap))
-                    assert torch.equal(routed(x, ids, weights, e.bank), got), (
-                        tokens,
-                        cap,
-                    )
+                    patch.setattr(prompts, "max_cap", lambda weight, mode, cap=cap: cap)
+                    assert torch.equal(routed(x, ids, weights, e.bank), got), (tokens, cap)
 
 
 @gpu

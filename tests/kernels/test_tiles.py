@@ -80,7 +80,7 @@ def test_plain_codes_lie_where_the_conversion_looks(format: Format) -> None:
     spread, plain = (
         empty(format, weight.shape, 1, 1, "cpu", is_plain=is_plain) for is_plain in (False, True)
     )
-    assert put(spread, 0, 0, weight) and put(plain, 0, 0, weight)
+    assert put(spread, 0, 0, weight).bf16 and put(plain, 0, 0, weight).bf16
     assert torch.equal(spread.scale, plain.scale) and spread.data.shape == plain.data.shape
     lanes, others = (t.data.view(-1, 32, 16) for t in (spread, plain))
     for load, lane in itertools.product(range(len(lanes)), (0, 6, 31)):

@@ -121,7 +121,7 @@ def _bank(groups: list[list[QuantTensor]]) -> Any:
     if IS_GPU:
         bank = tiles.empty(one.format, one.shape, len(groups), len(groups[0]), DEVICE)
         fits = [tiles.put(bank, i, h, move(w)) for i, group in enumerate(groups) for h, w in enumerate(group)]
-        return replace(bank, fits_bf16=all(fits))
+        return replace(bank, fits_bf16=all(f.bf16 for f in fits), fits_fp8=all(f.fp8 for f in fits))
     data = torch.stack([torch.stack([decode(replace(w, global_scale=1.0)) for w in g]) for g in groups])
     factor = torch.tensor([[w.global_scale for w in group] for group in groups])
     return StandIn(one.format, one.shape, data, factor, bool((data.bfloat16().float() == data).all()))

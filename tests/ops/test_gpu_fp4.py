@@ -60,7 +60,7 @@ def bank(groups: list[list[QuantTensor]]) -> tiles.Tiled:
     out = tiles.empty(one.format, one.shape, len(groups), len(groups[0]), DEVICE, is_plain=True)
     for index, group in enumerate(groups):
         for half, weight in enumerate(group):
-            assert tiles.put(out, index, half, move(weight))
+            assert tiles.put(out, index, half, move(weight)).bf16
     return out
 
 

@@ -31,6 +31,7 @@ SOURCES = {
     **{name: "decode" for name in ("matvec", "mix", "choose", "sample", "exchange")},
     **{"unpack": "prefill", "pack": "prefill", "attend": "prefill", "ceiling": "common"},
     **{f"product_{format}": "prefill" for format in ("nvfp4", "mxfp4", "fp8", "bf16")},
+    **{f"product_a8_{format}": "prefill" for format in ("mxfp4", "fp8")},
 }
 # These are for one architecture alone.
 HOPPER = "90a"

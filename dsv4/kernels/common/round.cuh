@@ -1,4 +1,4 @@
-// Decode step: activations as a product in FP8 (a8) or NVFP4 (a4) sees them, bit for bit codec.py's; quantize.py does the same in Triton.
+// Decode step and prompts: activations as a product in FP8 (a8) or NVFP4 (a4) sees them, bit for bit codec.py's; quantize.py does the same in Triton.
 // A thread has eight neighbouring channels, lanes side by side sixteen, and so on. What lies beyond the row is zero.
 #pragma once
 #include "types.cuh"
@@ -22,12 +22,15 @@ __device__ __forceinline__ uint32_t largest(const float (&v)[ROUNDED], int lanes
     return top;
 }
 
-// Nearest E4M3 value, ties to even, saturating at 448; NaN stays.
-__device__ __forceinline__ float2 e4m3_round(float a, float b) {
+// Codes of the nearest E4M3 values, `a` low; ties to even, saturating at 448; NaN stays.
+__device__ __forceinline__ uint16_t e4m3_codes(float a, float b) {
     uint16_t codes;
-    uint32_t halves;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(b), "f"(a));
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
+    return codes;
+}
+__device__ __forceinline__ float2 e4m3_round(float a, float b) {
+    uint32_t halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(e4m3_codes(a, b)));
     return __half22float2(__half2{halves});
 }
 
@@ -63,11 +66,14 @@ __device__ __forceinline__ void round_a4(float (&v)[ROUNDED], uint32_t row) {
         for (int i = 0; i < ROUNDED; ++i) v[i] = e2m1_round(__fdiv_rn(finite(v[i]), unit), v[i]) * unit;
 }
 
+// The E8M0 code of a block's scale; `top`: the magnitude of its largest.
+__device__ __forceinline__ uint32_t scale_a8(uint32_t top) {
+    return (__float_as_uint(fmaxf(__uint_as_float(top), 1e-4f) * (float)(1. / 448.)) + 0x7FFFFFu) >> 23;
+}
 // FP8 in blocks of 128 with power-of-two scales.
 __device__ __forceinline__ void round_a8(float (&v)[ROUNDED]) {
     const uint32_t top = largest(v, 16);
-    const uint32_t wanted = __float_as_uint(fmaxf(__uint_as_float(top), 1e-4f) * (float)(1. / 448.));
-    const uint32_t code = (wanted + 0x7FFFFFu) >> 23;
+    const uint32_t code = scale_a8(top);
     const bool is_nan = top > 0x7F800000u;
     const float unit = __uint_as_float(is_nan ? 0x7FC00000u : code << 23), inverse = __uint_as_float((254u - code) << 23);
 #pragma unroll

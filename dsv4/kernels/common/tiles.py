@@ -16,6 +16,8 @@ ROWS, SLICE = 16, 512
 BRICK = {Format.NVFP4: 4096, Format.MXFP4: 4096, Format.FP8: 8192, Format.BF16: 16384}
 SCALES = {Format.NVFP4: 512, Format.MXFP4: 256, Format.FP8: 16, Format.BF16: 0}
 CODE = {Format.NVFP4: 0, Format.MXFP4: 1, Format.FP8: 2, Format.BF16: 3}
+# product_8.cuh: how far, in powers of two, a scale may lie below its row's largest, and the least of those.
+FP8_SPAN, FP8_LEAST = 16, 30
 # Where the three magnitude bits and the sign of a lane's four codes lie in each half of a word, for GPUs that
 # have no instruction for E2M1. Others want the two codes of a register in one byte (Tiled.is_plain).
 _MAGNITUDE, _SIGN = (9, 6, 3, 0), (15, 12, 14, 13)
@@ -36,6 +38,7 @@ class Tiled:
     scale: Tensor  # uint8 [count, units, slices, halves, scales of a brick]
     factor: Tensor  # float32 [count, halves]
     fits_bf16: bool = True
+    fits_fp8: bool = True
     places: Tensor | None = None  # int64 [count]
     is_plain: bool = False
 
@@ -121,21 +124,48 @@ def tile_bytes(format: Format, shape: tuple[int, int], halves: int = 1) -> int:
 def tile(weight: QuantTensor) -> Tiled:
     """One weight in its tiles, on the device where its bytes are."""
     out = empty(weight.format, weight.shape, 1, 1, weight.data.device)
-    return replace(out, fits_bf16=put(out, 0, 0, weight))
+    return put(out, 0, 0, weight).of(out)
 
 
-def put(to: Tiled, index: int, half: int, weight: QuantTensor) -> bool:
-    """Write `weight` as matrix `index` (and half) of a bank. -> whether BF16 holds its values exactly."""
+@dataclass(frozen=True)
+class Fits:
+    """In which types a product may hold a weight's codes times their scales (without the factor), exactly."""
+
+    bf16: bool = True
+    fp8: bool = True  # as product_8.cuh does
+
+    def of(self, weight: Tiled) -> Tiled:
+        """The weight, with what one of its matrices says of all."""
+        bf16, fp8 = weight.fits_bf16 and self.bf16, weight.fits_fp8 and self.fp8
+        return replace(weight, fits_bf16=bf16, fits_fp8=fp8)
+
+
+def put(to: Tiled, index: int, half: int, weight: QuantTensor) -> Fits:
+    """Write `weight` as matrix `index` (and half) of a bank."""
     assert weight.format is to.format and weight.shape == to.shape, (weight.format, weight.shape, to.shape)
     if weight.shape[1] % 4:
         raise CheckpointError(f"a weight of {weight.shape[1]} columns: the GPU kernels need a multiple of 4")
     to.data[index, :, :, half] = _data(weight, to.units, to.slices, to.is_plain)
     to.factor[index, half] = weight.global_scale
     if weight.format is Format.BF16:
-        return True
-    scale, fits = _scales(weight, to.units, to.slices)
+        return Fits()
+    scale, fits_bf16 = _scales(weight, to.units, to.slices)
     to.scale[index, :, :, half] = scale
-    return fits
+    return Fits(fits_bf16, weight.format is not Format.MXFP4 or _fits_fp8(weight))
+
+
+def _fits_fp8(weight: QuantTensor) -> bool:
+    """MXFP4: whether the scales of each row, blocks of zeros apart, lie within FP8_SPAN of its largest."""
+    assert weight.scale is not None
+    codes = weight.scale.view(torch.uint8)
+    tops = codes.amax(1, keepdim=True).clamp(min=FP8_LEAST)
+    if bool((tops == 255).any()):  # NaN
+        return False
+    far = tops - codes.clamp(max=tops) > FP8_SPAN
+    if not bool(far.any()):
+        return True
+    blocks = _padded(weight.data, weight.shape[0], codes.shape[1] * MX_BLOCK // 2).view(*codes.shape, -1)
+    return not bool((far & ((blocks & 0x77) != 0).any(-1)).any())
 
 
 def _padded(x: Tensor, rows: int, cols: int) -> Tensor:

@@ -1,14 +1,17 @@
-// Prompts: rows of x as product.cu reads them, and which expert meets which rows.
+// Prompts: rows of x as the products read them, and which expert meets which rows.
+#include "round.cuh"
 #include "tiles.cuh"
 
 constexpr int ITEMS = SLICE / 16;            // of four columns: what a lane has of a row's slice
-// As product.cuh has it: eight rows over 128 columns and eight floats; two of these side by side.
+// As product_16.cuh has it: eight rows over 128 columns and eight floats; two of these side by side.
 constexpr int EIGHT_BYTES = 2048, EIGHT_STRIDE = EIGHT_BYTES + 32, ROW_GROUP = 16, GROUP_STRIDE = 2 * EIGHT_STRIDE, BLOCKS_K = 4;
 enum { FP16_BY_64 = 0, FP16_BY_16 = 1, BF16_BY_16 = 2 };   // how numbers are held, and the columns that mix
+// As product_8.cuh has it: eight rows over 256 columns, and a float for each row and 128 columns, their scale times 2^-24.
+constexpr int STRIDE_8 = 2048 + 64, GROUP_STRIDE_8 = 2 * STRIDE_8, BLOCKS_8 = 2;
 
 struct Packing {
     const __nv_bfloat16* x;
-    char* out;              // [groups][slices][BLOCKS_K][GROUP_STRIDE]
+    char* out;              // [groups][slices][BLOCKS_K][GROUP_STRIDE], or those of FP8
     const int* pairs;       // [rows] token * choices + choice, -1: none; null: `rows` of each matrix, padded
     const int* num_groups;  // on the device; null: `groups`
     int64_t x_row, x_matrix;
@@ -21,6 +24,15 @@ __device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) {   // of two
     return out;
 }
 
+// Where a packed row comes from; null: nowhere, it is zero.
+__device__ __forceinline__ const __nv_bfloat16* source(const Packing& p, int row) {
+    if (p.pairs) {
+        const int pair = __ldcg(p.pairs + row);
+        return pair >= 0 ? p.x + pair / p.choices * p.x_row : nullptr;
+    }
+    return row % p.rows_padded < p.rows ? p.x + row % p.rows_padded * p.x_row + row / p.rows_padded * p.x_matrix : nullptr;
+}
+
 // A warp has eight rows of one slice; lane (r, t) writes its words of row r side by side with the others.
 // FP16: as matvec.cu's put_x, scaled by a power of two per row and slice.
 template <int MODE>
@@ -29,12 +41,7 @@ __global__ void __launch_bounds__(128, 5) pack_kernel(const __grid_constant__ Pa
     const int lane = threadIdx.x & 31, r = lane >> 2, t = lane & 3;
     const int at = blockIdx.x * 4 + (threadIdx.x >> 5), eight = at / p.slices, slice = at % p.slices;
     if (eight >= 2 * (p.num_groups ? __ldcg(p.num_groups) : p.groups)) return;
-    const int row = eight * 8 + r;
-    const __nv_bfloat16* from = nullptr;
-    if (p.pairs) {
-        const int pair = __ldcg(p.pairs + row);
-        if (pair >= 0) from = p.x + pair / p.choices * p.x_row;
-    } else if (row % p.rows_padded < p.rows) from = p.x + row % p.rows_padded * p.x_row + row / p.rows_padded * p.x_matrix;
+    const __nv_bfloat16* from = source(p, eight * 8 + r);
     uint2 v[ITEMS];
     if (MODE == FP16_BY_64 && p.is_wide) {   // rows of x begin and end at a multiple of 16 bytes
         // Two loads share a sector: the second finds it in L1 (8,192 tokens' results of attention: 305 us, from L2 343).
@@ -78,6 +85,64 @@ __global__ void __launch_bounds__(128, 5) pack_kernel(const __grid_constant__ Pa
         words[32] = v[i].y;
     }
     if (t == 0) reinterpret_cast<float*>(to + (BLOCKS_K - 1) * GROUP_STRIDE + EIGHT_BYTES)[r] = undo;
+}
+
+// The same for FP8: rows are quantised on the way, bit for bit as round.cuh's round_a8 does. A lane has eight columns of every 32.
+__global__ void __launch_bounds__(128, 5) pack_8_kernel(const __grid_constant__ Packing p) {
+    wait_for_prerequisites();
+    const int lane = threadIdx.x & 31, r = lane >> 2, t = lane & 3;
+    const int at = blockIdx.x * 4 + (threadIdx.x >> 5), eight = at / p.slices, slice = at % p.slices;
+    if (eight >= 2 * (p.num_groups ? __ldcg(p.num_groups) : p.groups)) return;
+    const __nv_bfloat16* from = source(p, eight * 8 + r);
+    uint4 v[SLICE / 32];
+#pragma unroll
+    for (int i = 0; i < SLICE / 32; ++i) {
+        const int column = slice * SLICE + i * 32 + t * 8;
+        v[i] = make_uint4(0, 0, 0, 0);
+        if (from && p.is_wide) {   // rows of x begin and end at a multiple of 16 bytes
+            if (column < p.k) v[i] = __ldcg(reinterpret_cast<const uint4*>(from + column));
+        } else if (from) {
+            uint2 low = make_uint2(0, 0), high = make_uint2(0, 0);
+            if (column < p.k) low = __ldcg(reinterpret_cast<const uint2*>(from + column));
+            if (column + 4 < p.k) high = __ldcg(reinterpret_cast<const uint2*>(from + column + 4));
+            v[i] = make_uint4(low.x, low.y, high.x, high.y);
+        }
+    }
+    char* to = p.out + ((size_t)(eight / 2) * p.slices + slice) * (BLOCKS_8 * GROUP_STRIDE_8) + eight % 2 * STRIDE_8;
+#pragma unroll
+    for (int block = 0; block < SLICE / 128; ++block) {
+        // Of BF16 without signs the larger is the larger integer, NaN above all.
+        uint32_t peaks = 0;
+#pragma unroll
+        for (int i = block * 4; i < block * 4 + 4; ++i) {
+            peaks = larger(larger(peaks, v[i].x & 0x7FFF7FFF), v[i].y & 0x7FFF7FFF);
+            peaks = larger(larger(peaks, v[i].z & 0x7FFF7FFF), v[i].w & 0x7FFF7FFF);
+        }
+        peaks = larger(peaks, peaks >> 16);
+        peaks = larger(peaks, __shfl_xor_sync(~0u, peaks, 1));
+        peaks = larger(peaks, __shfl_xor_sync(~0u, peaks, 2));
+        const uint32_t top = magnitude(__uint_as_float(peaks << 16));
+        const uint32_t code = scale_a8(top);
+        const float inverse = __uint_as_float((254u - code) << 23);
+        const bool is_finite = top < 0x7F7F0000u;   // else infinity may be among them
+        char* stage = to + block / 2 * GROUP_STRIDE_8 + block % 2 * 1024 + r * 16 + t % 2 * 8;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const uint4 w = v[block * 4 + i];
+            const uint32_t words[4] = {w.x, w.y, w.z, w.w};
+            uint32_t codes[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                float2 two = open_bf16(words[j]);
+                if (!is_finite) two = make_float2(finite(two.x), finite(two.y));
+                codes[j] = e4m3_codes(two.x * inverse, two.y * inverse);
+            }
+            *reinterpret_cast<uint2*>(stage + (i * 2 + t / 2) * 128) = make_uint2(codes[0] | codes[1] << 16, codes[2] | codes[3] << 16);
+        }
+        // A NaN makes its row NaN.
+        const float scale = top > 0x7F800000u ? __uint_as_float(0x7FC00000u) : __uint_as_float((code - 24) << 23);
+        if (t == 0) reinterpret_cast<float*>(to + block / 2 * GROUP_STRIDE_8 + 2048)[block % 2 * 8 + r] = scale;
+    }
 }
 
 constexpr int SORT_WARPS = 16, MAX_EXPERTS = SORT_WARPS * 32;

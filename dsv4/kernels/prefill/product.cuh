@@ -1,33 +1,38 @@
 // Prompts: y = x Wt for many rows of x, W in 4, 8 or 16 bits, decoded in registers: no copy of W in BF16 is made.
 //
-// W is the left operand of wgmma: a warp's 16x16 fragment is what the tiles hold (tiles.py). Rows of x are the columns of
+// W is the left operand of wgmma: a warp's fragment of 16 rows is what the tiles hold (tiles.py). Rows of x are the columns of
 // the product, 16 to 128 at a time, in shared memory, where pack.cu has put them in the order of the tensor core.
 // A block has 128 rows of W (of pairs: 64 of each half). Four warps fetch W and x into two rings, two warpgroups multiply.
 //
-// The arithmetic is that of decode (matvec.cu): FP16 products with x scaled by a power of two per slice, one sum per slice
-// inside the tensor core, then the slices one after the other. Neither the number of rows nor their places enter a sum.
+// What is here is how data comes and goes. How a tile is summed is a class: product_16.cuh in 16 bits with the sums of decode,
+// product_8.cuh in FP8. Neither the number of rows nor their places enter a sum.
 #pragma once
 #include "tiles.cuh"
 #include "wgmma.cuh"
 
-constexpr int UNITS = 8, BLOCK_K = 128, BLOCKS_K = SLICE / BLOCK_K;
-constexpr int CONSUMERS = UNITS * 32, THREADS = CONSUMERS + 128;
+constexpr int UNITS = 8;
+constexpr int CONSUMERS = UNITS * 32, FETCHERS = 4, THREADS = CONSUMERS + FETCHERS * 32;
 constexpr int MAX_ROWS = 128;
-// Eight rows of x over BLOCK_K columns, then eight floats, in a slice's last block what undoes their scaling.
-constexpr int EIGHT_BYTES = 8 * BLOCK_K * 2, EIGHT_STRIDE = EIGHT_BYTES + 32;
 // Rows of x come in groups: one copy for a block of columns. A thread takes about 100 cycles for a copy of any size.
-constexpr int ROW_GROUP = 16, GROUP_STRIDE = ROW_GROUP / 8 * EIGHT_STRIDE;
+constexpr int ROW_GROUP = 16;
 // W comes as 4 KiB of each unit: 512 columns of 4 bits, 128 of 16.
-constexpr int W_COPY = 4096, W_STAGE = UNITS * W_COPY, X_WARPS = 3;
-constexpr int EXCHANGE_ROW = 2 * 2 * 4 * 2 * 32 * 4 / 16;   // bytes per row of a tile: gate and up change hands
+constexpr int W_COPY = 4096, W_STAGE = UNITS * W_COPY;
+constexpr int EXCHANGE_ROW = 2 * 2 * 4 * 2 * 32 * 4 / 16;   // bytes per row of a tile of pairs: gate and up change hands
 constexpr int MAX_STAGES = 16, SMALL_CAP = 32;
+
+// Packed x: a block of COLUMNS columns, of eight rows, is EIGHT_BYTES of codes or numbers and then `floats` that undo scaling.
+template <int COLUMNS_, int BYTES, int FLOATS> struct Rows {
+    static constexpr int COLUMNS = COLUMNS_, BLOCKS = SLICE / COLUMNS;   // of a slice
+    static constexpr int EIGHT_BYTES = 8 * COLUMNS * BYTES, EIGHT_STRIDE = EIGHT_BYTES + 4 * FLOATS;
+    static constexpr int GROUP_STRIDE = ROW_GROUP / 8 * EIGHT_STRIDE;
+};
 
 struct Product {
     const char* data;       // the tiles of W, as in Segment
     const uint8_t* scale;
     const int64_t* homes;   // [matrices] bytes from `data` and `scale` on to each one's own; null: one follows the other
     const float* factor;
-    const char* x;          // packed: [groups of rows][slices][blocks of columns][GROUP_STRIDE]
+    const char* x;          // packed: [groups of rows][slices][blocks of columns][Rows::GROUP_STRIDE]
     void* y;
     float* carry;           // [blocks][MAX_ROWS / 2][CONSUMERS]: what is summed before the last part of a split-K
     const int4* tiles;      // matrix, first row, rows; null: `rows` of each matrix, one after the other
@@ -94,72 +99,6 @@ __device__ __forceinline__ void release(uint32_t barrier, int lane) {
     if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-template <int F> constexpr bool IS_BF16 = F == MXFP4 || F == BF16;
-template <int F> constexpr int UNIT_BYTES = Brick<F>::LOADS * 512 / BLOCKS_K;   // of a unit in a block of columns
-template <int F> constexpr int W_BLOCKS = W_COPY / UNIT_BYTES<F>;               // of columns in a stage of W
-
-__device__ __forceinline__ uint32_t times_bf16(uint32_t a, uint32_t b) {
-    uint32_t out;
-    asm("mul.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
-    return out;
-}
-// Codes 0 and 255 have one mantissa bit, as in e8m0; both halves of the word.
-__device__ __forceinline__ uint32_t e8m0_bf16(uint32_t code) {
-    const uint32_t bits = code << 7 | (code == 0 || code == 255 ? 0x40 : 0);
-    return bits | bits << 16;
-}
-
-// 64 columns of a tile as four fragments: half `chunk` of a block of columns, the slice's `block`th. `w`: this lane's place
-// in the stage.
-template <int F>
-__device__ __forceinline__ void decode(const uint4* w, int chunk, int block, const Scales<F>& s, int lane, uint32_t (&a)[4][4]) {
-    if constexpr (F <= MXFP4) {
-        const uint4 v = w[chunk * 32];
-        const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-        if constexpr (F == NVFP4) {
-            const uint32_t pair = e4m3x2((uint16_t)(s.word[0] >> chunk * 16));
-            const __half2 scales = *reinterpret_cast<const __half2*>(&pair);
-            const __half2 low = __low2half2(scales), high = __high2half2(scales);
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                e2m1(words[j], a[j]);
-                a[j][0] = times(a[j][0], low); a[j][1] = times(a[j][1], high);
-                a[j][2] = times(a[j][2], low); a[j][3] = times(a[j][3], high);
-            }
-        } else {
-            // BF16 holds code times scale: the code's bits as a subnormal number, times 2^126, times the scale.
-            const uint32_t scales = __shfl_sync(~0u, s.word[chunk], (lane & ~3) | block);
-            uint32_t by[2][2];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) by[i & 1][i >> 1] = e8m0_bf16(scales >> (i * 8) & 255);
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                e2m1(words[j], a[j]);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const uint32_t code = (a[j][i] & 0x0E000E00u) >> 3 | (a[j][i] & 0x80008000u);
-                    a[j][i] = times_bf16(times_bf16(code, 0x7E807E80u), by[j >> 1][i & 1]);
-                }
-            }
-        }
-    } else if constexpr (F == FP8) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const uint4 v = w[(chunk * 2 + i) * 32];
-            a[2 * i][0] = e4m3x2(v.x & 0xFFFF); a[2 * i][1] = e4m3x2(v.x >> 16);
-            a[2 * i][2] = e4m3x2(v.y & 0xFFFF); a[2 * i][3] = e4m3x2(v.y >> 16);
-            a[2 * i + 1][0] = e4m3x2(v.z & 0xFFFF); a[2 * i + 1][1] = e4m3x2(v.z >> 16);
-            a[2 * i + 1][2] = e4m3x2(v.w & 0xFFFF); a[2 * i + 1][3] = e4m3x2(v.w >> 16);
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const uint4 v = w[(chunk * 4 + i) * 32];
-            a[i][0] = v.x; a[i][1] = v.y; a[i][2] = v.z; a[i][3] = v.w;
-        }
-    }
-}
-
 struct Consumer {
     const Product& p;
     char* shared;           // of the block
@@ -168,126 +107,35 @@ struct Consumer {
     int warp, lane;
 };
 
-// A part of a split-K joins those before it; each thread has its own place.
-template <int N>
-__device__ __forceinline__ void put_carry(float* carry, float (&total)[N / 2], float factor, bool is_first) {
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) {
-        const float v = total[i] * factor;
-        carry[i * CONSUMERS] = is_first ? v : carry[i * CONSUMERS] + v;
-        total[i] = 0.f;
-    }
-}
-
-// The sums of one tile's 64 rows of W (of a warpgroup) and N rows of x.
-template <int F, int N>
-__device__ __forceinline__ void sum_tile(Consumer& c, const Tile& tile, float (&total)[N / 2]) {
-    const Product& p = c.p;
-    const int lane = c.lane;
-    // A warp's unit; of pairs, the second warpgroup has the other half.
-    const bool paired = p.halves == 2;
-    const int unit = min(tile.unit + (paired ? c.warp & 3 : c.warp), p.units - 1), half = paired ? c.warp >> 2 : 0;
-    const size_t brick = ((first_unit(p, tile.matrix) + unit) * p.slices) * p.halves + half;
-    const uint8_t* scale = p.scale + home_of(p, tile.matrix) + brick * Brick<F>::SCALE;
-    const int scale_step = p.halves * Brick<F>::SCALE;
-    const float factor = __ldg(p.factor + (p.has_factors ? tile.matrix * p.halves : 0) + half) * (F == NVFP4 ? 16384.f : 1.f);
-    const char* w_base = c.shared + (c.w_at - shared_address(c.shared)) + c.warp * W_COPY + lane * 16;
-    const char* x_base = c.shared + (c.x_at - shared_address(c.shared)) + EIGHT_BYTES + (lane & 3) * 8;   // what undoes scaling
-    float* carry = p.carry + ((size_t)blockIdx.x * (MAX_ROWS / 2)) * CONSUMERS + threadIdx.x;
-
-    float sums[N / 2];
-    float blocks[F == FP8 ? N / 2 : 1];   // the sum of an FP8 slice; `sums` then has one block of 128 columns
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) total[i] = 0.f;
-    uint32_t a[2][4][4];
-    Scales<F> now, next;   // `now` is rotated: what this block of columns needs comes first
-    now.load(scale, lane);
-    const auto decode_next = [&](int chunk, int block) {
-        if (chunk == 0 && block % W_BLOCKS<F> == 0) c.w.await_full();
-        const char* w = w_base + c.w.stage * W_STAGE + block % W_BLOCKS<F> * UNIT_BYTES<F>;
-        decode<F>(reinterpret_cast<const uint4*>(w), chunk, block, now, lane, a[chunk]);
-    };
-    decode_next(0, 0);
-    // One block of columns: multiplied, while the next one is decoded (unless it `ends` the tile).
-    const auto multiply_block = [&](int block, bool closes, bool ends) {
-        const uint64_t matrix = wgmma_matrix(c.x_at + c.x.stage * p.x_stage_bytes, EIGHT_STRIDE);
-        const float by = __uint_as_float(now.word[0]);   // of FP8
-        c.x.await_full();
-#pragma unroll
-        for (int chunk = 0; chunk < 2; ++chunk) {
-            wgmma_fence();
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-                wgmma<IS_BF16<F>>(sums, a[chunk][j], matrix + (chunk * 4 + j) * (256 >> 4), j || chunk || (F != FP8 && block));
-            wgmma_commit();
-            // Only now a load from shared memory has certainly ended: BF16 goes into a product as it is.
-            if (chunk == 1 && block % W_BLOCKS<F> == W_BLOCKS<F> - 1) {
-                release(c.w.empty + c.w.stage * 8, lane);
-                c.w.next();
-            }
-            wgmma_wait<1>();   // the other fragments are free
-            if (chunk == 0) {
-                // The stage before this one has been multiplied with.
-                if (F != FP8 && block) release(c.x.empty + (c.x.stage ? c.x.stage - 1 : c.x.stages - 1) * 8, lane);
-                decode_next(1, block);
-            } else if (!closes || !ends) {
-                if (closes) now = next;
-                else now.rotate();
-                decode_next(0, closes ? 0 : block + 1);
-            }
-        }
-        if constexpr (F == FP8) {
-            wgmma_wait<0>();
-#pragma unroll
-            for (int i = 0; i < N / 2; ++i) blocks[i] = block ? fmaf(by, sums[i], blocks[i]) : by * sums[i];
-            if (!closes) release(c.x.empty + c.x.stage * 8, lane);
-        }
-        if (!closes) c.x.next();
-    };
-    int left = p.part;   // slices of this part of a split-K
-#pragma unroll 1
-    for (int slice = 0; slice < p.slices; ++slice) {
-        const bool last = slice + 1 == p.slices;
-        if (!last) next.load(scale += scale_step, lane);
-#pragma unroll
-        for (int block = 0; block < BLOCKS_K; ++block) multiply_block(block, block == BLOCKS_K - 1, last);
-        if (F != FP8) wgmma_wait<0>();
-        const char* undo = x_base + c.x.stage * p.x_stage_bytes;
-        const float(&from)[N / 2] = *reinterpret_cast<const float(*)[N / 2]>(F == FP8 ? blocks : sums);
-#pragma unroll
-        for (int i = 0; i < N / 8; ++i) {
-            const float2 by = *reinterpret_cast<const float2*>(undo + i * EIGHT_STRIDE);
-            total[4 * i] = fmaf(from[4 * i], by.x, total[4 * i]);
-            total[4 * i + 1] = fmaf(from[4 * i + 1], by.y, total[4 * i + 1]);
-            total[4 * i + 2] = fmaf(from[4 * i + 2], by.x, total[4 * i + 2]);
-            total[4 * i + 3] = fmaf(from[4 * i + 3], by.y, total[4 * i + 3]);
-        }
-        release(c.x.empty + c.x.stage * 8, lane);
-        c.x.next();
-        if (--left == 0 && !last) {   // a part of a split-K ends
-            put_carry<N>(carry, total, factor, slice < p.part);
-            left = p.part;
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) {
-        total[i] *= factor;
-        if (p.slices > p.part) total[i] += carry[i * CONSUMERS];
-    }
-}
-
 __device__ __forceinline__ uint32_t transposed(uint32_t v) {   // of 8x8 numbers of 16 bits
     uint32_t out;
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(v));
     return out;
 }
 
-// Eight rows of y (lane >> 2 is one), numbers m and m+1 of each.
+// Of pairs, two warps of a warpgroup have gate and two up: no warpgroup waits for the other.
+__device__ __forceinline__ int unit_of(const Product& p, int warp) { return p.halves == 2 ? (warp >> 2) * 2 + (warp & 1) : warp; }
+__device__ __forceinline__ int half_of(const Product& p, int warp) { return p.halves == 2 ? warp >> 1 & 1 : 0; }
+
+// Numbers m and m+1 of a row of y.
 __device__ __forceinline__ void put_pair(__nv_bfloat16* y, uint32_t v, int m, int n) {
     if (m + 1 < n && (reinterpret_cast<uintptr_t>(y + m) & 3) == 0) *reinterpret_cast<uint32_t*>(y + m) = v;
     else {
         if (m < n) y[m] = {(uint16_t)v};
         if (m + 1 < n) y[m + 1] = {(uint16_t)(v >> 16)};
+    }
+}
+// Numbers m .. m+15 of eight rows of y (lane >> 2 is one): a lane has two of each half, and writes four of one.
+__device__ __forceinline__ void put_row(__nv_bfloat16* y, uint32_t low, uint32_t high, int m, int t, int n, bool is_row) {
+    const bool odd = t & 1;
+    const uint32_t other = __shfl_xor_sync(~0u, odd ? low : high, 1);
+    const uint2 four = odd ? make_uint2(other, high) : make_uint2(low, other);
+    if (!is_row) return;
+    m += odd ? 8 + 2 * (t - 1) : 2 * t;
+    if (m + 3 < n && (reinterpret_cast<uintptr_t>(y + m) & 7) == 0) *reinterpret_cast<uint2*>(y + m) = four;
+    else {
+        put_pair(y, four.x, m, n);
+        put_pair(y, four.y, m + 2, n);
     }
 }
 __device__ __forceinline__ int64_t row_of_y(const Product& p, const Tile& tile, int row) {
@@ -313,10 +161,8 @@ __device__ __forceinline__ void store_tile(const Consumer& c, const Tile& tile, 
     for (int i = 0; i < N / 8; ++i) {
         const uint32_t low = transposed(pack_bf16(total[4 * i], total[4 * i + 1])), high = transposed(pack_bf16(total[4 * i + 2], total[4 * i + 3]));
         const int row = i * 8 + g;
-        if (row >= tile.rows) continue;
-        __nv_bfloat16* to = y + row_of_y(p, tile, row) * p.y_row;
-        put_pair(to, low, m + 2 * t, p.n);
-        put_pair(to, high, m + 8 + 2 * t, p.n);
+        const bool is_row = row < tile.rows;
+        put_row(is_row ? y + row_of_y(p, tile, row) * p.y_row : y, low, high, m, t, p.n, is_row);
     }
 }
 
@@ -325,22 +171,23 @@ __device__ __forceinline__ float swiglu(float gate, float up, float limit) {
     up = at_least(at_most(up, limit), -limit);
     return gate / (1.f + expf(-gate)) * up;
 }
-__device__ __forceinline__ void consumer_barrier() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
+// Of the two warps that have gate and up of one unit.
+__device__ __forceinline__ void pair_barrier(int unit) { asm volatile("bar.sync %0, 64;" ::"r"(1 + unit) : "memory"); }
 
-// One warpgroup has gate, the other up of the same rows: each finishes half of the rows of x.
+// One warp has gate, another up of the same rows: each finishes half of the rows of x.
 template <int N>
 __device__ __forceinline__ void store_pairs(const Consumer& c, const Tile& tile, float (&total)[N / 2], uint32_t* exchange) {
     const Product& p = c.p;
     constexpr int HALF = N / 16;
-    const int mine = c.warp >> 2, g = c.lane >> 2, t = c.lane & 3, m = (tile.unit + (c.warp & 3)) * 16;
-    // [who finishes][gate, up][warp][group of eight rows of x][half of the rows of W][lane]
-    const auto at = [&](int whose, int kind) { return exchange + ((whose * 2 + kind) * 4 + (c.warp & 3)) * (HALF * 64) + c.lane; };
+    const int mine = half_of(p, c.warp), unit = unit_of(p, c.warp), g = c.lane >> 2, t = c.lane & 3, m = (tile.unit + unit) * 16;
+    // [who finishes][gate, up][unit][group of eight rows of x][half of the rows of W][lane]
+    const auto at = [&](int whose, int kind) { return exchange + ((whose * 2 + kind) * 4 + unit) * (HALF * 64) + c.lane; };
 #pragma unroll
     for (int i = 0; i < N / 8; ++i)
 #pragma unroll
         for (int h = 0; h < 2; ++h)
             at(i / HALF, mine)[(i % HALF * 2 + h) * 32] = pack_bf16(total[4 * i + 2 * h], total[4 * i + 2 * h + 1]);
-    consumer_barrier();
+    pair_barrier(unit);
     const uint32_t *gates = at(mine, 0), *ups = at(mine, 1);
 #pragma unroll 1
     for (int i = 0; i < HALF; ++i) {
@@ -355,60 +202,60 @@ __device__ __forceinline__ void store_pairs(const Consumer& c, const Tile& tile,
             if (p.weights) { v *= by.x; w *= by.y; }
             hidden[h] = transposed(pack_bf16(v, w));
         }
-        if (group + g >= tile.rows) continue;
-        __nv_bfloat16* to = static_cast<__nv_bfloat16*>(p.y) + row_of_y(p, tile, group + g) * p.y_row;
-        put_pair(to, hidden[0], m + 2 * t, p.n);
-        put_pair(to, hidden[1], m + 8 + 2 * t, p.n);
+        __nv_bfloat16* y = static_cast<__nv_bfloat16*>(p.y);
+        const bool is_row = group + g < tile.rows;
+        put_row(is_row ? y + row_of_y(p, tile, group + g) * p.y_row : y, hidden[0], hidden[1], m, t, p.n, is_row);
     }
-    consumer_barrier();   // all have read what was exchanged
+    pair_barrier(unit);   // both have read what was exchanged
 }
 
-template <int F, int N>
+template <class Sum, int N>
 __device__ __forceinline__ void multiply_tile(Consumer& c, const Tile& tile, uint32_t* exchange) {
     float total[N / 2];
-    sum_tile<F, N>(c, tile, total);
+    Sum::template tile<N>(c, tile, total);
     if (c.p.halves == 2) store_pairs<N>(c, tile, total, exchange);
     else store_tile<N>(c, tile, total);
 }
 
-template <int F>
-__device__ __forceinline__ void fetch_w(const Product& p, Ring ring, uint32_t to, int lane) {
-    const bool paired = p.halves == 2;
+// `part`: of the WARPS that share a stage's copies.
+template <int F, int WARPS>
+__device__ __forceinline__ void fetch_w(const Product& p, Ring ring, uint32_t to, int lane, int part) {
     const Items items(p);
     constexpr int BRICK = Brick<F>::LOADS * 512;
+    const int number = lane * WARPS + part;   // of the copy
     for (int item = blockIdx.x; item < items.total; item += gridDim.x) {
         const Tile tile = items[item];
-        const int unit = tile.unit + (paired ? lane & 3 : lane), half = paired ? lane >> 2 & 1 : 0;
-        const bool fetches = lane < UNITS && unit < p.units;
-        const uint32_t bytes = __popc(__ballot_sync(~0u, fetches)) * W_COPY;
+        const int unit = tile.unit + unit_of(p, number), half = half_of(p, number);
+        const bool fetches = number < UNITS && unit < p.units;
+        const uint32_t bytes = p.halves * min(UNITS / p.halves, p.units - tile.unit) * W_COPY;
         const size_t brick = ((first_unit(p, tile.matrix) + unit) * p.slices) * p.halves + half;
         const char* from = p.data + home_of(p, tile.matrix) + brick * BRICK;
         for (int slice = 0; slice < p.slices; ++slice, from += (size_t)p.halves * BRICK)
 #pragma unroll 1
             for (int at = 0; at < BRICK; at += W_COPY) {
                 ring.await_empty();
-                if (lane == 0) ring.expect(bytes);
+                if (part == 0 && lane == 0) ring.expect(bytes);
                 __syncwarp();
-                if (fetches) ring.fetch(to + ring.stage * W_STAGE + lane * W_COPY, from + at, W_COPY);
+                if (fetches) ring.fetch(to + ring.stage * W_STAGE + number * W_COPY, from + at, W_COPY);
                 ring.next();
             }
     }
 }
 
-// `part`: of the X_WARPS that share a stage's groups.
+template <class X, int WARPS>
 __device__ __forceinline__ void fetch_x(const Product& p, Ring ring, uint32_t to, int lane, int part) {
     const Items items(p);
-    const int group = lane * X_WARPS + part;
+    const int group = lane * WARPS + part;
     for (int item = blockIdx.x; item < items.total; item += gridDim.x) {
         const Tile tile = items[item];
-        const int groups = (tile.rows + ROW_GROUP - 1) / ROW_GROUP, blocks = p.slices * BLOCKS_K;
-        const char* from = p.x + ((size_t)(tile.first / ROW_GROUP) + group) * blocks * GROUP_STRIDE;
+        const int groups = (tile.rows + ROW_GROUP - 1) / ROW_GROUP, blocks = p.slices * X::BLOCKS;
+        const char* from = p.x + ((size_t)(tile.first / ROW_GROUP) + group) * blocks * X::GROUP_STRIDE;
 #pragma unroll 1
-        for (int block = 0; block < blocks; ++block, from += GROUP_STRIDE) {
+        for (int block = 0; block < blocks; ++block, from += X::GROUP_STRIDE) {
             ring.await_empty();
-            if (part == 0 && lane == 0) ring.expect(groups * GROUP_STRIDE);
+            if (part == 0 && lane == 0) ring.expect(groups * X::GROUP_STRIDE);
             __syncwarp();
-            if (group < groups) ring.fetch(to + ring.stage * p.x_stage_bytes + group * GROUP_STRIDE, from, GROUP_STRIDE);
+            if (group < groups) ring.fetch(to + ring.stage * p.x_stage_bytes + group * X::GROUP_STRIDE, from, X::GROUP_STRIDE);
             ring.next();
         }
     }
@@ -416,12 +263,12 @@ __device__ __forceinline__ void fetch_x(const Product& p, Ring ring, uint32_t to
 
 // Shared memory: ring of W, ring of x, what is exchanged, barriers (W full, W empty, x full, x empty).
 // IS_SMALL: two blocks on a multiprocessor, for tiles of few rows, which wait for latencies.
-template <int F, bool IS_SMALL>
-__global__ void __launch_bounds__(THREADS, IS_SMALL ? 2 : 1) product_kernel(const __grid_constant__ Product p) {
+template <class Sum, bool IS_SMALL> __device__ __forceinline__ void multiply(const Product& p) {
     extern __shared__ __align__(128) char shared[];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const uint32_t w_at = shared_address(shared), x_at = w_at + p.w_stages * W_STAGE;
-    const uint32_t exchange_at = x_at + p.x_stages * p.x_stage_bytes, barriers = exchange_at + p.cap * EXCHANGE_ROW;
+    const uint32_t exchange_at = x_at + p.x_stages * p.x_stage_bytes;
+    const uint32_t barriers = exchange_at + (p.halves == 2 ? p.cap * EXCHANGE_ROW : 0);
     if (threadIdx.x < 4 * MAX_STAGES) {   // full: the fetching warp arrives; empty: all consumers' warps do
         const int count = threadIdx.x / MAX_STAGES % 2 ? UNITS : 1;
         asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barriers + threadIdx.x * 8), "r"(count) : "memory");
@@ -431,12 +278,13 @@ __global__ void __launch_bounds__(THREADS, IS_SMALL ? 2 : 1) product_kernel(cons
     const Ring w(barriers, p.w_stages), x(barriers + 2 * MAX_STAGES * 8, p.x_stages);
     if (warp >= UNITS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(IS_SMALL ? 32 : 40));
-        if (warp == UNITS) {
+        const int part = warp - UNITS;
+        if (part < Sum::W_WARPS) {
             if (p.tiles) wait_for_prerequisites();   // weights are older than any launch, the list of tiles is not
-            fetch_w<F>(p, w, w_at, lane);
+            fetch_w<Sum::FORMAT, Sum::W_WARPS>(p, w, w_at, lane, part);
         } else {
             wait_for_prerequisites();
-            fetch_x(p, x, x_at, lane, warp - UNITS - 1);
+            fetch_x<typename Sum::X, FETCHERS - Sum::W_WARPS>(p, x, x_at, lane, part - Sum::W_WARPS);
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(IS_SMALL ? 104 : 232));
@@ -446,11 +294,11 @@ __global__ void __launch_bounds__(THREADS, IS_SMALL ? 2 : 1) product_kernel(cons
         const Items items(p);
         for (int item = blockIdx.x; item < items.total; item += gridDim.x) {
             const Tile tile = items[item];
-            if (tile.rows <= 16) multiply_tile<F, 16>(c, tile, exchange);
-            else if (IS_SMALL || tile.rows <= 32) multiply_tile<F, 32>(c, tile, exchange);
+            if (tile.rows <= 16) multiply_tile<Sum, 16>(c, tile, exchange);
+            else if (IS_SMALL || tile.rows <= 32) multiply_tile<Sum, 32>(c, tile, exchange);
             else if constexpr (!IS_SMALL) {
-                if (F == FP8 || tile.rows <= 64) multiply_tile<F, 64>(c, tile, exchange);
-                else if constexpr (F != FP8) multiply_tile<F, 128>(c, tile, exchange);   // FP8 has one sum more
+                if (Sum::MAX_N == 64 || tile.rows <= 64) multiply_tile<Sum, 64>(c, tile, exchange);
+                else if constexpr (Sum::MAX_N > 64) multiply_tile<Sum, 128>(c, tile, exchange);
             }
         }
     }

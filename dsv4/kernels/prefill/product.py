@@ -1,4 +1,5 @@
-"""Prompts: launches product.cuh and pack.cu. Weights in tiles, experts by a list of tiles made on the device.
+"""Prompts: launches the products (product.cuh) and pack.cu. Weights in tiles, experts by a list of tiles made
+on the device.
 
 Nothing here waits for the device, and no launch depends on what is there: all can be captured in a graph.
 """
@@ -9,22 +10,41 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dsv4.kernels.common import quantize
 from dsv4.kernels.common.build import HOPPER, architecture, call
 from dsv4.kernels.common.tiles import SLICE, Tiled
 from dsv4.quant.formats import Format
 
 # Numbers of product.cuh and pack.cu.
-ROW_GROUP, UNITS, BLOCKS_K, THREADS, CONSUMERS, MAX_ROWS = 16, 8, 4, 384, 256, 128
-GROUP_STRIDE, W_STAGE, EXCHANGE_ROW_BYTES, BARRIER_BYTES = 4160, 32768, 256, 512
+ROW_GROUP, UNITS, THREADS, CONSUMERS, MAX_ROWS = 16, 8, 384, 256, 128
+W_STAGE, EXCHANGE_ROW_BYTES, BARRIER_BYTES = 32768, 256, 512
 SORT_THREADS = MAX_EXPERTS = 512
 MAX_SORT_BLOCKS = 32
 SMALL_CAP = 32
-# How x is held for a format, and product.cuh's name of the format.
-MODE = {Format.NVFP4: 0, Format.FP8: 1, Format.MXFP4: 2, Format.BF16: 2}
+# tiles.cuh's name of a format.
 NUMBER = {Format.NVFP4: 0, Format.MXFP4: 1, Format.FP8: 2, Format.BF16: 3}
-# Rows of a tile, at most: FP8 has one sum more in registers.
 CAPS = (16, 32, 64, 128)
-MAX_CAP = {Format.NVFP4: 128, Format.MXFP4: 128, Format.FP8: 64, Format.BF16: 128}
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How x is held, and so how it is multiplied: in 16 bits (product_16.cuh) or FP8 (product_8.cuh)."""
+
+    packing: str  # kernel of pack.cu
+    blocks: int  # of columns, in a slice
+    group_stride: int  # bytes of a group of rows in one of them
+    is_fp8: bool = False
+
+
+FP8_CODES = Mode("pack_8_kernel", 2, 4224, is_fp8=True)
+IN_16_BITS = {
+    Format.NVFP4: Mode("pack_kernel<0>", 4, 4160),
+    Format.FP8: Mode("pack_kernel<1>", 4, 4160),
+    Format.MXFP4: Mode("pack_kernel<2>", 4, 4160),
+    Format.BF16: Mode("pack_kernel<2>", 4, 4160),
+}
+# Weights whose a8 products run on FP8 tensor cores, if Tiled.fits_fp8. Others take rounded values in 16 bits.
+IN_FP8 = (Format.FP8, Format.MXFP4)
 
 
 class _Product(ctypes.Structure):
@@ -64,8 +84,8 @@ class _Sorting(ctypes.Structure):
 class Packed:
     """Rows of x as the products of one mode read them: [matrices] times `rows`, each padded to groups."""
 
-    data: Tensor  # uint8 [groups, slices, BLOCKS_K, GROUP_STRIDE]
-    mode: int
+    data: Tensor  # uint8 [groups, slices, blocks, stride of a group]
+    mode: Mode
     matrices: int
     rows: int
     k: int
@@ -99,6 +119,18 @@ def serves(x: Tensor, weight: object) -> bool:
         and x.is_cuda
         and architecture(x.device) == HOPPER
     )
+
+
+def mode_of(weight: Tiled, activations: str) -> Mode:
+    """One for all numbers of rows: it decides the bits."""
+    if activations == "a8" and weight.format in IN_FP8 and weight.fits_fp8:
+        return FP8_CODES
+    return IN_16_BITS[weight.format]
+
+
+def max_cap(weight: Tiled, mode: Mode) -> int:
+    """Rows of a tile, at most: FP8 weights in 16 bits have one sum more in registers."""
+    return 64 if weight.format is Format.FP8 and not mode.is_fp8 else MAX_ROWS
 
 
 def _padded(rows: int) -> int:
@@ -144,13 +176,24 @@ def sort(ids: Tensor, weights: Tensor, experts: int, max_cap: int) -> Sorted:
     return out
 
 
-def pack(x: Tensor, format: Format, by: Sorted | None = None, gathers: bool = True) -> Packed:
-    """x [T, G, K] BF16, for weights of `format`; or the rows of `by`, of x [T, K] or already in its order."""
+def pack(
+    x: Tensor, weight: Tiled, activations: str = "a16", by: Sorted | None = None, gathers: bool = True
+) -> Packed:
+    """x [T, G, K] BF16, for weights like this one; or the rows of `by`, of x [T, K] or already in its order.
+
+    Rounded as `activations` says.
+    """
+    mode = mode_of(weight, activations)
+    if activations != "a16" and not mode.is_fp8:
+        flat, rounded = x.reshape(-1, x.shape[-1]), torch.empty_like(x, memory_format=torch.contiguous_format)
+        quantize.round_values(flat, rounded.view(flat.shape), activations, overlap=False)
+        x = rounded
     rows, matrices, k = x.shape if by is None else (by.capacity, 1, x.shape[-1])
     assert x.dtype == torch.bfloat16 and x.stride(-1) == 1 and k % 4 == 0, (x.shape, x.dtype)
     assert x.data_ptr() % 8 == 0 and all(s % 4 == 0 for s in x.stride()[:-1]), x.stride()
     slices, groups = -(-k // SLICE), matrices * _padded(rows) // ROW_GROUP
-    out = torch.empty(groups, slices, BLOCKS_K, GROUP_STRIDE, dtype=torch.uint8, device=x.device)
+    shape = (groups, slices, mode.blocks, mode.group_stride)
+    out = torch.empty(shape, dtype=torch.uint8, device=x.device)
     packing = _Packing(
         x=x.data_ptr(),
         out=out.data_ptr(),
@@ -167,13 +210,15 @@ def pack(x: Tensor, format: Format, by: Sorted | None = None, gathers: bool = Tr
     if by is not None:
         packing.pairs = by.pairs.data_ptr() if gathers else None
         packing.num_groups = by.counts.data_ptr() + 4
-    mode = MODE[format]
-    call("pack", f"pack_kernel<{mode}>", x.device, packing, blocks=-(-groups * slices // 2), threads=128)
+    call("pack", mode.packing, x.device, packing, blocks=-(-groups * slices // 2), threads=128)
     return Packed(data=out, mode=mode, matrices=matrices, rows=rows, k=k)
 
 
 def product(x: Packed, weight: Tiled, y: Tensor, parts: int = 1) -> None:
-    """x [T, G, K], weight [G*N, K] -> y [T, G, N], BF16 or float32. `parts`: as decode's split-K."""
+    """x [T, G, K], weight [G*N, K] -> y [T, G, N], BF16 or float32.
+
+    `parts`: as decode's split-K, in 16 bits; in FP8 there is one sum.
+    """
     rows, matrices, n = y.shape
     assert weight.count == 1 and weight.halves == 1 and y.stride(2) == 1, (weight.count, y.stride())
     assert (x.rows, x.matrices) == (rows, matrices) and weight.shape == (matrices * n, x.k), weight.shape
@@ -184,10 +229,10 @@ def product(x: Packed, weight: Tiled, y: Tensor, parts: int = 1) -> None:
         y,
         units=weight.units // matrices,
         n=n,
-        cap=min(cap_for(rows), MAX_CAP[weight.format]),
+        cap=min(cap_for(rows), max_cap(weight, x.mode)),
         y_row=y.stride(0),
         y_matrix=y.stride(1),
-        parts=parts,
+        parts=1 if x.mode.is_fp8 else parts,
         has_factors=False,
     )
 
@@ -221,7 +266,7 @@ def _launch_bank(
     places: Tensor | None = None,
 ) -> None:
     assert weight.shape[1] == x.k and (by is not None or weight.count == 1)
-    cap = min(cap_for(x.rows) if by is None else by.cap, MAX_CAP[weight.format])
+    cap = min(cap_for(x.rows) if by is None else by.cap, max_cap(weight, x.mode))
     assert by is None or by.cap == cap, "tiles are larger than this format's"
     _launch(
         x,
@@ -242,9 +287,11 @@ def _launch_bank(
 
 @dataclass(frozen=True)
 class Rings:
-    """How shared memory is used: stages of W and of x, for tiles of `cap` rows."""
+    """How shared memory is used: stages of W and of x, for tiles of `cap` rows; pairs exchange results."""
 
     cap: int
+    mode: Mode
+    is_paired: bool
     w_stages: int
     x_stages: int
 
@@ -255,20 +302,25 @@ class Rings:
 
     @property
     def x_stage_bytes(self) -> int:
-        return self.cap // ROW_GROUP * GROUP_STRIDE
+        return self.cap // ROW_GROUP * self.mode.group_stride
 
     @property
     def shared_bytes(self) -> int:
         rings = self.w_stages * W_STAGE + self.x_stages * self.x_stage_bytes
-        return rings + self.cap * EXCHANGE_ROW_BYTES + BARRIER_BYTES
+        return rings + self.is_paired * self.cap * EXCHANGE_ROW_BYTES + BARRIER_BYTES
 
 
-def rings(format: Format, cap: int) -> Rings:
-    """A stage of W is 128 columns of BF16, but 256 or 512 of the others; one of x is 128 columns."""
+def rings(format: Format, cap: int, mode: Mode, is_paired: bool) -> Rings:
+    """A stage of W is 128 columns of BF16, but 256 or 512 of the others; one of x 128 columns, of FP8 256."""
     if cap <= SMALL_CAP:
-        return Rings(cap, w_stages=2, x_stages={16: 8, 32: 4}[cap])
-    deep, wide = {64: ((3, 6), (4, 4)), 128: ((2, 4), (3, 3))}[cap]
-    return Rings(cap, *(wide if format is Format.BF16 else deep))
+        w_stages, x_stages = 2, {16: 8, 32: 4}[cap]
+    elif mode.is_fp8:
+        w_stages, x_stages = {64: (3, 5), 128: (2, 3) if is_paired else (3, 3)}[cap]
+    elif format is Format.BF16:
+        w_stages, x_stages = {64: (4, 4), 128: (3, 3)}[cap]
+    else:
+        w_stages, x_stages = {64: (3, 6), 128: (2, 4)}[cap]
+    return Rings(cap, mode, is_paired, w_stages, x_stages)
 
 
 def _launch(
@@ -288,10 +340,11 @@ def _launch(
     places: Tensor | None = None,
 ) -> None:
     device = y.device
-    assert MODE[weight.format] == x.mode, f"x is packed for another format than {weight.format}"
+    modes = (IN_16_BITS[weight.format], mode_of(weight, "a8"))
+    assert x.mode in modes, f"x is packed for another format than {weight.format}"
     assert y.dtype in (torch.bfloat16, torch.float32), y.dtype
     assert weight.data.is_contiguous() and weight.scale.is_contiguous()
-    ring = rings(weight.format, cap)
+    ring = rings(weight.format, cap, x.mode, weight.halves == 2)
     blocks = torch.cuda.get_device_properties(device).multi_processor_count * (2 if ring.is_small else 1)
     carry = torch.empty(blocks, MAX_ROWS // 2, CONSUMERS, device=device) if parts > 1 else None
     params = _Product(
@@ -328,7 +381,7 @@ def _launch(
         tiles_m = -(-units * weight.halves // UNITS)
         blocks = min(blocks, x.matrices * -(-x.rows // cap) * tiles_m)
     call(
-        f"product_{weight.format.value}",
+        f"product_{'a8_' if x.mode.is_fp8 else ''}{weight.format.value}",
         f"product_kernel<{NUMBER[weight.format]}, {str(ring.is_small).lower()}>",
         device,
         params,

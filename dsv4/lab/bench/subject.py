@@ -78,7 +78,10 @@ class Subject:
         return replace(self, routing=routing)
 
     def bundle(
-        self, device: torch.device, progress: Progress | None = None, split: Split | None = None
+        self,
+        device: torch.device,
+        progress: Progress | None = None,
+        split: Split | None = None,
     ) -> Bundle:
         """The weights with the GPU backend of every op."""
         ops = Ops.choose("cuda", **dict.fromkeys(IMPLEMENTATIONS, "gpu"))

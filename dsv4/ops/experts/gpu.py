@@ -69,7 +69,9 @@ def routed(
     is_fp4 = fp4.serves(x, bank, activations)
     if is_fp4 or prompts.serves(x, bank):
         up, down = experts.w13, experts.w2  # type: ignore[attr-defined]
-        cap = fp4.MAX_ROWS if is_fp4 else min(prompts.MAX_CAP[up.format], prompts.MAX_CAP[down.format])
+        cap = fp4.MAX_ROWS
+        if not is_fp4:
+            cap = min(prompts.max_cap(w, prompts.mode_of(w, activations)) for w in (up, down))
         by = prompts.sort(ids.long().contiguous(), weights.contiguous(), up.count, cap)
         if is_fp4:
             _codes(ready, y, experts, limit, by.weights, by)
@@ -120,10 +122,11 @@ def _sorted(
     """y [T * K, D], by token and choice: what each chosen expert makes of its token."""
     up, down = bank.w13, bank.w2
     hidden = y.new_empty(by.capacity, up.shape[0])
-    packed = prompts.pack(ready.rounded(activations), up.format, by)
+    x, how = ready.to_pack(up, activations)
+    packed = prompts.pack(x, up, how, by)
     prompts.gate_up(packed, up, hidden, limit, by, by.weights)
     del packed
-    packed = prompts.pack(round_input(hidden, activations), down.format, by, gathers=False)
+    packed = prompts.pack(hidden, down, activations, by, gathers=False)
     prompts.down(packed, down, y, by)
 
 
@@ -132,10 +135,11 @@ def _shared(
 ) -> None:
     up, down = bank.w13, bank.w2
     hidden = y.new_empty(len(y), up.shape[0])
-    packed = prompts.pack(ready.rounded(activations).unsqueeze(1), up.format)
+    x, how = ready.to_pack(up, activations)
+    packed = prompts.pack(x.unsqueeze(1), up, how)
     prompts.gate_up(packed, up, hidden, limit, weights=weight)
     del packed
-    packed = prompts.pack(round_input(hidden, activations).unsqueeze(1), down.format)
+    packed = prompts.pack(hidden.unsqueeze(1), down, activations)
     prompts.down(packed, down, y)
 
 

@@ -1,8 +1,8 @@
 """Products for prompts, where a weight meets many rows.
 
-BF16 on Hopper: weights are decoded in registers (product.cuh). NVFP4 activations and weights, where tensor
-cores multiply FP4: codes as they are (fp4.py). Else, float32 among it, weights are unpacked into scratch and
-multiplied by Triton.
+BF16 on Hopper: weights are decoded in registers (product.cuh); a8 runs on FP8 tensor cores. NVFP4 activations
+and weights, where tensor cores multiply FP4: codes as they are (fp4.py). Else, float32 among it, weights are
+unpacked into scratch and multiplied by Triton.
 """
 
 from functools import cached_property
@@ -34,7 +34,7 @@ class Prepared:
         self._given, self._norm, self._eps, self._both = x, norm, eps, both
         self._normed = x if norm is None else None
         self._rounded: dict[str, Tensor] = {}
-        self._packed: dict[tuple[str, int], prompts.Packed] = {}  # by activations and mode
+        self._packed: dict[tuple[str, prompts.Mode], prompts.Packed] = {}  # by activations and mode
 
     @property
     def like(self) -> Tensor:
@@ -71,12 +71,18 @@ class Prepared:
         x = self._given if self._normed is None else self._normed
         return quantize.pack(x, **self._norm_beside())
 
+    def to_pack(self, weight: Tiled, activations: str) -> tuple[Tensor, str]:
+        """What product.pack takes, and how it has to round that: FP8 codes are made while x is packed."""
+        if prompts.mode_of(weight, activations).is_fp8:
+            return self.x.contiguous(), activations
+        return self.rounded(activations).contiguous(), "a16"
+
     def pack(self, weight: Tiled, activations: str) -> prompts.Packed:
         """For product.cuh."""
-        key = (activations, prompts.MODE[weight.format])
+        key = (activations, prompts.mode_of(weight, activations))
         if key not in self._packed:
-            rounded = self.rounded(activations).contiguous()
-            self._packed[key] = prompts.pack(rounded.unsqueeze(1), weight.format)
+            x, how = self.to_pack(weight, activations)
+            self._packed[key] = prompts.pack(x.unsqueeze(1), weight, how)
         return self._packed[key]
 
 
@@ -105,7 +111,7 @@ def linear(
 
 
 def partial(x: Tensor, weight: Held, activations: str, parts: int, is_alone: bool) -> Tensor:
-    """One part. It adds up what the decode step's split-K has as separate sums."""
+    """One part. In 16 bits it adds up what the decode step's split-K has as separate sums."""
     dtype = x.dtype if is_alone else torch.float32
     return _linear(x, weight, activations, dtype, sums=splits(weight.shape[1])).unsqueeze(1)
 
@@ -145,7 +151,7 @@ def product(x: Tensor, weight: Weight, y: Tensor) -> None:
     if not y.numel():
         return
     if prompts.serves(x, weight):
-        prompts.product(prompts.pack(x, weight.format), weight, y)
+        prompts.product(prompts.pack(x, weight), weight, y)
         return
     groups, cols = y.shape[1:]
     depth = x.shape[2]
