@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from dsv4.cli.bench_ranks import EPILOG as RANKS_EPILOG
+from dsv4.cli.bench_ranks import ranks
 from dsv4.cli.bench_show import (
     copied_rows,
     show_decode,
@@ -159,7 +161,7 @@ def decode(
     if beside_transformers:
         lines[0] |= _beside(subject, runs[0][1], lines[0])
     for line in lines:
-        _finish(line, save)
+        finish(line, save)
 
 
 def _subject(
@@ -272,7 +274,7 @@ def _one(
         found = profile(session)
         show_profile(found)
         line["profile"] = found.as_dict()
-    return {**line, **_machine(device)}
+    return {**line, **machine_of(device)}
 
 
 def _sweep(bundle: "Bundle", wanted: "Wanted", ceiling: float, device: "torch.device") -> dict[str, Any]:
@@ -404,7 +406,7 @@ def prefill(
             *copied_rows(line.get("spill")),
         ],
     )
-    _finish({**line, **_machine(device)}, save)
+    finish({**line, **machine_of(device)}, save)
 
 
 def ops(
@@ -448,7 +450,7 @@ def ops(
         "refused": sum(bool(result.refused) for result in results),
         "results": [result.as_dict() for result in results],
     }
-    _finish({**line, **_machine(device)}, save)
+    finish({**line, **machine_of(device)}, save)
     if line["refused"]:
         raise typer.Exit(1)
 
@@ -465,13 +467,13 @@ def _load(
         return subject.bundle(device, update, split)
 
 
-def _machine(device: "torch.device") -> dict[str, Any]:
+def machine_of(device: "torch.device") -> dict[str, Any]:
     from dsv4.lab.bench.record import machine, run
 
     return {**machine(device), **run(sys.argv[1:])}
 
 
-def _finish(line: dict[str, Any], save: Path | None) -> None:
+def finish(line: dict[str, Any], save: Path | None) -> None:
     """The machine, then the last line; kept where asked for."""
     from dsv4.lab.bench.record import append
 
@@ -485,7 +487,7 @@ def _finish(line: dict[str, Any], save: Path | None) -> None:
 
 
 def _help(context: typer.Context) -> None:
-    """Measure speed on a GPU: decoding, prefill, single ops."""
+    """Measure speed on a GPU: decoding, prefill, single ops, one rank of several."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
@@ -497,4 +499,5 @@ def register(app: typer.Typer) -> None:
     group.command(epilog=PREFILL_EPILOG)(prefill)
     group.command(epilog=OPS_EPILOG)(ops)
     group.command(epilog=PLOT_EPILOG)(plot)
+    group.command(epilog=RANKS_EPILOG)(ranks)
     app.add_typer(group, name="bench")

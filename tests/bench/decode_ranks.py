@@ -1,10 +1,9 @@
-"""A GPU as one rank of several: its decode step with its share of the weights; its own memory is its peers'.
+"""The step of one rank of several, as `dsv4 bench ranks` times it, model after model in one process.
 
     python -m tests.bench.decode_ranks flash:1 flash:2 pro:8 --layout nvfp4
 
 With --exchange: an all-reduce of Flash's and Pro's sizes, between ranks that are streams of one process. The
-last line is JSON. What is predicted of several GPUs: the measured step, and the published time of every
-all-reduce.
+last line is JSON.
 """
 
 import argparse
@@ -17,36 +16,17 @@ from dsv4.kernels.common import build
 from dsv4.kernels.common.shapes import MIX_WIDTH, mix_chunks
 from dsv4.kernels.decode import exchange, mhc
 from dsv4.kernels.decode.exchange import Peers, inbox_places
-from dsv4.lab.bench.decode import Session, Wanted
-from dsv4.lab.bench.profile import profile
+from dsv4.lab.bench.decode import Wanted
+from dsv4.lab.bench.ranks import measure
 from dsv4.lab.bench.subject import synthetic
-from dsv4.lab.links import LINKS
 
 CHAIN = 50  # exchanges of a graph
 
 
 def step(name: str, ranks: int, arguments: argparse.Namespace) -> dict[str, object]:
     subject = synthetic(name, arguments.experts, arguments.layers, arguments.layout, ranks=ranks)
-    device, wanted = torch.device("cuda"), Wanted(arguments.context, arguments.batch, arguments.steps)
-    with torch.inference_mode():
-        session = Session(subject.bundle(device), wanted, device)
-        timing = session.time()
-        if arguments.profile:
-            found = profile(session)
-            for (launch, kind), share in sorted(found.by_both.items(), key=lambda item: -item[1].busy_us):
-                each = (share.busy_us / share.count, share.gap_us / share.count)
-                print(f"  {launch:18} {kind:8} {share.count:4g} x {each[0]:7.2f} {each[1]:6.2f} us")
-    c = subject.config
-    us = LINKS["H200"].all_reduce_us(ranks, 4 * c.hidden_size * arguments.batch)
-    count = 2 * c.num_layers + 2  # of every layer two; the embedding and the logits
-    line = {
-        **{"model": name, "ranks": ranks, "layers": c.num_layers, "experts": c.num_experts},
-        **{"batch": arguments.batch, "context": arguments.context, "layout": arguments.layout},
-        **{"ms": round(timing.median, 4), "p99": round(timing.p99, 4), "kernels": timing.kernels},
-    }
-    for each in (5.0, us):
-        total = timing.median + count * each / 1e3 * (ranks > 1)
-        line[f"tokens_per_second_at_{each:.1f}_us"] = round(1e3 * arguments.batch / total, 1)
+    wanted = Wanted(arguments.context, arguments.batch, arguments.steps)
+    line = measure(subject, wanted, torch.device("cuda"))
     print(json.dumps(line), flush=True)
     return line
 
@@ -114,7 +94,6 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=64)
-    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--exchange", action="store_true")
     arguments = parser.parse_args()
     build.load_all(torch.device("cuda"))

@@ -24,7 +24,7 @@ from dsv4.errors import ConfigError
 from dsv4.kernels.common import build
 from dsv4.kernels.common.overlap import tensors_of
 from dsv4.kernels.common.tiles import Bank, Tiled
-from dsv4.lab.bench import beside, prefill
+from dsv4.lab.bench import beside, prefill, ranks
 from dsv4.lab.bench import decode as bench
 from dsv4.lab.bench.cases import Case, Maker
 from dsv4.lab.bench.ops import CHECKED_ROWS, _call, check, floor, state_bytes, weight_bytes
@@ -86,6 +86,8 @@ REFUSED = {
     "ops --preset big": "unknown preset 'big'",
     "ops --op nope": "unknown ops ['nope']; use linear",
     "ops --tokens 9000": "tokens is 9000, expected 1 to the context, 8192",
+    "ranks flash --of 3": "3 ranks cannot share this model; use 1 or 2 or 4 or 8",
+    "ranks tiny --of 8": "o_groups 2 do not split over 8 ranks; use 1 or 2",
     "nope": "No such command 'nope'",
 }
 NO_GPU = "torch {} sees no CUDA GPU; run it on a machine with one"
@@ -108,18 +110,27 @@ def dsv4_init(folder: Path) -> Iterator[Any]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("command", ["decode", "prefill", "ops"])
+@pytest.mark.parametrize("command", ["decode", "prefill", "ops", "ranks"])
 def test_no_gpu_is_one_sentence(command: str) -> None:
-    given = [] if command == "ops" else ["--synthetic", "flash"]
+    given = {"ops": [], "ranks": ["flash", "--of", "2"]}.get(command, ["--synthetic", "flash"])
     assert NO_GPU.format(torch.__version__) in refused(dsv4("bench", command, *given))
 
 
 def test_help() -> None:
     assert ok("bench").strip() == ok("bench", "--help").strip()
-    for command in ("decode", "prefill", "ops"):
+    for command in ("decode", "prefill", "ops", "ranks"):
         assert f"{command} " in ok("bench")
         text = ok("bench", command, "--help")
         assert f"dsv4 bench {command}" in text.split("Examples")[1]
+
+
+def test_predicted_of_ranks() -> None:
+    """One step of 4 ms: with two all-reduces a layer, the embedding's and the logits', of 5 us each."""
+    wanted = bench.Wanted(600, 2)
+    alone, one = synthetic("tiny", None, None, "nvfp4"), synthetic("tiny", None, None, "nvfp4", ranks=2)
+    assert ranks.predicted(alone, wanted, 4.0, 5.0) == 500
+    assert ranks.predicted(one, wanted, 4.0, 5.0) == 2e3 / (4 + 0.005 * (2 * TINY.num_layers + 2))
+    assert one.weight_bytes == synthetic_bytes(TINY, "nvfp4", ranks=2) < alone.weight_bytes
 
 
 def size_of(value: Any) -> int:

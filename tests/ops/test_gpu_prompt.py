@@ -17,7 +17,7 @@ from dsv4.lab.init import make
 from dsv4.model.bundle import Bundle, Numerics
 from dsv4.model.model import Model
 from dsv4.model.prompt import Prompt
-from dsv4.model.step import Span, Step
+from dsv4.model.step import Mark, Span, Step
 from dsv4.ops import Ops
 from dsv4.quant.formats import Format
 from dsv4.weights.load import Checkpoint
@@ -76,6 +76,7 @@ def cache_for(c: ModelConfig) -> Cache:
         max_context=CONTEXT,
         num_slots=3,
         num_mtp_layers=0,
+        max_snapshots=1,
     )
     cache = Cache(layout, DEVICE, torch.float32)
     pages = random.Random(4).sample(range(layout.num_pages), layout.num_pages)
@@ -103,16 +104,26 @@ STEPS = [
 ]
 
 
+# Whose state, and where, a step leaves beside the slots.
+MARKS_OF_STEPS = [Mark(0, 12, 3), None]
+
+
 @torch.inference_mode()
 def test_padding_changes_nothing(model: Model) -> None:
     rng = random.Random(1)
     alone, padded = cache_for(model.config), cache_for(model.config)
-    for step in STEPS:
+    for step, mark in zip(STEPS, MARKS_OF_STEPS, strict=True):
         spans: list[Span] = [(slot, at, [rng.randrange(100) for _ in range(n)]) for slot, at, n in step]
-        want = model.forward(Step.build(spans, DEVICE), alone)
-        got = Prompt(model, padded, 18)(spans)
+        want = model.forward(Step.build(spans, DEVICE, mark=mark), alone)
+        got = Prompt(model, padded, 18)(spans, mark)
         assert torch.equal(got, want), step
         assert all(map(torch.equal, state(padded), state(alone))), step
+        if mark is not None:
+            there = cache_for(model.config)
+            model.forward(Step.build([(0, 0, spans[1][2][: mark.position])], DEVICE), there)
+            alone.save(0, mark.to, mark.position)
+            there.save(0, 0, mark.position)
+            assert torch.equal(alone.read_snapshot(0), there.read_snapshot(0))
 
 
 @torch.inference_mode()

@@ -1,0 +1,35 @@
+"""A GPU timed as one rank of several, its own memory in its peers' place; and what several would reach."""
+
+from typing import Any
+
+import torch
+
+from dsv4.lab.bench.decode import Session, Wanted
+from dsv4.lab.bench.subject import Subject
+from dsv4.lab.links import LINKS
+
+EACH_US = 5.0  # of an all-reduce, where nothing is published for the number of GPUs and bytes at hand
+PER_LAYER, PER_STEP = 2, 2  # all-reduces after attention and experts; the embedding and the logits
+
+
+def predicted(subject: Subject, wanted: Wanted, ms: float, each_us: float) -> float:
+    """Tokens/s of all GPUs together, if an all-reduce takes so long beside what a rank's step took alone."""
+    count = PER_LAYER * subject.config.num_layers + PER_STEP if subject.ranks > 1 else 0
+    return 1e3 * wanted.batch / (ms + count * each_us / 1e3)
+
+
+def measure(subject: Subject, wanted: Wanted, device: torch.device) -> dict[str, Any]:
+    with torch.inference_mode():
+        timing = Session(subject.bundle(device), wanted, device).time()
+    vector = 4 * subject.config.hidden_size * wanted.batch
+    published = LINKS["H200"].all_reduce_us(subject.ranks, vector)
+    return {
+        **{"bench": "ranks", **subject.facts(), "ranks": subject.ranks, "weight_bytes": subject.weight_bytes},
+        **{"context": wanted.context, "batch": wanted.batch, "steps": wanted.steps},
+        **{"ms_per_token": round(timing.median, 4), "ms_per_token_p99": round(timing.p99, 4)},
+        "kernels_per_step": timing.kernels,
+        "all_reduce_us": EACH_US,
+        "predicted_tokens_per_second": round(predicted(subject, wanted, timing.median, EACH_US), 1),
+        "published_all_reduce_us": round(published, 2),
+        "predicted_at_published": round(predicted(subject, wanted, timing.median, published), 1),
+    }
