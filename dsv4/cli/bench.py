@@ -79,6 +79,10 @@ Layout = Annotated[
         help="of --synthetic: modelopt (FP8, experts NVFP4; default), official (FP8, experts MXFP4) or nvfp4"
     ),
 ]
+Routing = Annotated[
+    str | None,
+    typer.Option(help="of --synthetic: experts by uniform, zipf:S or a file of counts; decode: several, a,b"),
+]
 Rounding = Annotated[str, typer.Option(help="inputs of quantised linears: a16, a8 or a4")]
 Spill = Annotated[
     str, typer.Option(help="experts in host memory: off, auto (what does not fit) or N of every layer")
@@ -117,12 +121,7 @@ def decode(
         bool, typer.Option("--beside-transformers", help="also Hugging Face's: random, same sizes, 4 layers")
     ] = False,
     spill: Spill = "off",
-    routing: Annotated[
-        str | None,
-        typer.Option(
-            help="of --synthetic: choices of experts by uniform, zipf:S or a file of counts; or several: a,b"
-        ),
-    ] = None,
+    routing: Routing = None,
     bare: Annotated[bool, typer.Option("--bare", help="steps alone, nothing through the engine")] = False,
     activations: Rounding = "a16",
     save: Save = None,
@@ -356,10 +355,7 @@ def prefill(
     context: Annotated[int, typer.Option(help="tokens before the prompt, filled synthetically")] = 0,
     rounds: Annotated[int, typer.Option(help="how often the prompt is timed")] = 3,
     spill: Spill = "off",
-    routing: Annotated[
-        str | None,
-        typer.Option(help="of --synthetic: choices of experts by uniform, zipf:S or a file of counts"),
-    ] = None,
+    routing: Routing = None,
     activations: Rounding = "a16",
     save: Save = None,
 ) -> None:
