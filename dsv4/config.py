@@ -183,6 +183,7 @@ _CHOICES = {
     "qat": ("on", "off"),
     "cache": ("auto", "fp8", "bf16", "f32"),
     "weights": ("auto", "dense", "packed"),
+    "head": ("stored", "nvfp4"),
 }
 
 
@@ -196,6 +197,7 @@ class EngineConfig:
     qat: str = "on"
     cache: str = "auto"
     weights: str = "auto"
+    head: str = "stored"
     max_context: int | None = None
     max_batch: int = 8
     chunk: int | None = None

@@ -69,6 +69,16 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def driver() -> str:
+    """NVIDIA's, as the system has it."""
+    try:
+        words = Path("/proc/driver/nvidia/version").read_text().splitlines()[0].split()
+    except (OSError, IndexError):
+        return "driver unknown"
+    versions = [word for word in words if "." in word and word.replace(".", "").isdigit()]
+    return f"driver {versions[0]}" if versions else "driver unknown"
+
+
 def machine_id(device: torch.device) -> str:
     """All that a library may choose its algorithms by; a CPU's name alone says little."""
     if device.type == "cuda":

@@ -14,20 +14,27 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 
 @contextmanager
-def compiling(then: Callable[[str, Any], None], capability: int = 90) -> Iterator[None]:
-    """Inside, a launch compiles the kernel and calls `then` with its name and what came out, for a GPU of
-    that compute capability, with the tiles chosen there."""
+def launching(note: Callable[..., None], capability: int) -> Iterator[None]:
+    """Inside, a launch calls `note` with the kernel and the launch's arguments instead; tiles are chosen for
+    a GPU of that compute capability."""
     kind = triton.runtime.jit.JITFunction
     before = kind.run, architectures.capability
-
-    def run(self: Any, *args: Any, **kwargs: Any) -> None:
-        then(self.fn.__name__, compile_launch(self, args, kwargs, capability))
-
-    kind.run, architectures.capability = run, lambda device: capability
+    kind.run, architectures.capability = note, lambda device: capability
     try:
         yield
     finally:
         kind.run, architectures.capability = before
+
+
+@contextmanager
+def compiling(then: Callable[[str, Any], None], capability: int = 90) -> Iterator[None]:
+    """Inside, a launch compiles the kernel and calls `then` with its name and what came out."""
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> None:
+        then(self.fn.__name__, compile_launch(self, args, kwargs, capability))
+
+    with launching(run, capability):
+        yield
 
 
 def compile_launch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capability: int = 90) -> Any:

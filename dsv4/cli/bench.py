@@ -2,6 +2,7 @@
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +25,6 @@ from dsv4.cli.show import bytes_bar, count_bar, err, model_folder, out, print_js
 if TYPE_CHECKING:
     import torch
 
-    from dsv4.config import Activations
     from dsv4.engine.spill import Split
     from dsv4.lab.bench.decode import Wanted
     from dsv4.lab.bench.subject import Subject
@@ -79,6 +79,11 @@ Layout = Annotated[
         help="of --synthetic: modelopt (FP8, experts NVFP4; default), official (FP8, experts MXFP4) or nvfp4"
     ),
 ]
+Routing = Annotated[
+    str | None,
+    typer.Option(help="of --synthetic: experts by uniform, zipf:S or a file of counts; decode: several, a,b"),
+]
+Rounding = Annotated[str, typer.Option(help="inputs of quantised linears: a16, a8 or a4")]
 Spill = Annotated[
     str, typer.Option(help="experts in host memory: off, auto (what does not fit) or N of every layer")
 ]
@@ -116,13 +121,9 @@ def decode(
         bool, typer.Option("--beside-transformers", help="also Hugging Face's: random, same sizes, 4 layers")
     ] = False,
     spill: Spill = "off",
-    routing: Annotated[
-        str | None,
-        typer.Option(
-            help="of --synthetic: choices of experts by uniform, zipf:S or a file of counts; or several: a,b"
-        ),
-    ] = None,
+    routing: Routing = None,
     bare: Annotated[bool, typer.Option("--bare", help="steps alone, nothing through the engine")] = False,
+    activations: Rounding = "a16",
     save: Save = None,
 ) -> None:
     """Time decode steps, each one graph replay, then requests through the engine. Ends in one JSON line for
@@ -146,7 +147,7 @@ def decode(
         beside.check(context)
     EngineConfig(spill=spill)  # refuses other words
     for law in reversed(laws):  # each is refused if it is none
-        subject = _subject(model, synthetic, experts, layers, layout, law)
+        subject = _subject(model, synthetic, experts, layers, layout, law, activations)
     for _, wanted in runs:
         wanted.layout(subject.config)  # refuses what the model's positions do not allow
     if save is not None:
@@ -169,10 +170,13 @@ def _subject(
     layers: int | None,
     layout: str | None,
     routing: str | None = None,
+    activations: str = "a16",
 ) -> "Subject":
+    from dsv4.config import EngineConfig
     from dsv4.lab.bench.subject import choose
 
-    return choose(model_folder(model) if name is None else model, name, experts, layers, layout, routing)
+    found = choose(model_folder(model) if name is None else model, name, experts, layers, layout, routing)
+    return replace(found, activations=EngineConfig(activations=activations).activations)  # type: ignore[arg-type]
 
 
 def _numbers(text: str) -> list[int]:
@@ -351,11 +355,8 @@ def prefill(
     context: Annotated[int, typer.Option(help="tokens before the prompt, filled synthetically")] = 0,
     rounds: Annotated[int, typer.Option(help="how often the prompt is timed")] = 3,
     spill: Spill = "off",
-    routing: Annotated[
-        str | None,
-        typer.Option(help="of --synthetic: choices of experts by uniform, zipf:S or a file of counts"),
-    ] = None,
-    activations: Annotated[str, typer.Option(help="a16, a8 or a4")] = "a16",
+    routing: Routing = None,
+    activations: Rounding = "a16",
     save: Save = None,
 ) -> None:
     """Time a prompt through the ops' GPU backends. The last line is one JSON object."""
@@ -370,7 +371,7 @@ def prefill(
 
     wanted = Wanted(tokens, chunk, context, rounds, check_activations(activations))
     EngineConfig(spill=spill)  # refuses other words
-    subject = _subject(model, synthetic, experts, layers, layout, routing)
+    subject = _subject(model, synthetic, experts, layers, layout, routing, activations)
     others = wanted.other_bytes(subject.config)
     if save is not None:
         check_target(save, subject.is_whole)
@@ -382,14 +383,14 @@ def prefill(
     with torch.inference_mode():
         with err.status("measuring a matrix product"):
             matmul = measure_matmul(device)
-        bundle = _load(subject, device, split, wanted.activations)
+        bundle = _load(subject, device, split)
         with err.status("reading the prompt"):
             times, resident = measure(bundle, wanted, device)
     line = {"bench": "prefill", **subject.facts(), **figures(times, wanted, subject.config, matmul)}
     if split is not None:
         line["spill"] = prompt_figures(split, line["ms"] / 1e3, resident, -(-tokens // chunk))
     show_rows(
-        f"prefill: {title_of(line)}, {activations}, {tokens:,} tokens after {context:,}, chunks of {chunk:,}",
+        f"prefill: {title_of(line)}, {tokens:,} tokens after {context:,}, chunks of {chunk:,}",
         [
             ("prompt", f"{line['ms']:,.1f} ms", f"median of {rounds}, slowest {line['ms_slowest']:,.1f} ms"),
             ("speed", f"{line['tokens_per_second']:,.0f} tokens/s", ""),
@@ -454,13 +455,12 @@ def _load(
     subject: "Subject",
     device: "torch.device",
     split: "Split | None" = None,
-    activations: "Activations" = "a16",
 ) -> "Bundle":
     if subject.checkpoint is None:
         with err.status(f"making {size(subject.weight_bytes)} of weights"):
-            return subject.bundle(device, split=split, activations=activations)
+            return subject.bundle(device, split=split)
     with bytes_bar(f"loading {subject.title}") as update:
-        return subject.bundle(device, update, split, activations)
+        return subject.bundle(device, update, split)
 
 
 def machine_of(device: "torch.device") -> dict[str, Any]:

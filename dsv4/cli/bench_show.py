@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 def title_of(line: dict[str, Any]) -> str:
     kind = "synthetic" if line["is_synthetic"] else "from its folder"
-    return f"{line['model']}, {line['layout']}, {line['layers']} layers, {line['experts']} experts, {kind}"
+    sizes = f"{line['layers']} layers, {line['experts']} experts"
+    return f"{line['model']}, {line['layout']}, {line.get('activations', 'a16')}, {sizes}, {kind}"
 
 
 def show_rows(title: str, rows: list[tuple[str, str, str]]) -> None:

@@ -18,6 +18,7 @@ _HELP = {
     "qat": "on: the rounding points the model was trained with; off: none of them",
     "cache": "key/value cache: auto, fp8 (lossless with qat on), bf16 or f32",
     "weights": "in memory: auto, dense (decoded once) or packed (as stored, slower on a CPU)",
+    "head": "output matrix: stored, or nvfp4 (rounded at load: a third of the bytes, other probabilities)",
     "max_context": "tokens one sequence may reach; sizes the cache",
     "max_batch": "sequences that run at the same time",
     "chunk": "prompt tokens processed per step; default: 512 on a CPU, 4096 on a GPU",

@@ -141,8 +141,10 @@ def load_engine(model: Path | None, config: "EngineConfig") -> "Engine":
     """Load with a progress bar; what the checkpoint lacks is said on stderr."""
     with nothing_is_garbage():
         from dsv4.engine.engine import Engine
+        from dsv4.lab.doctor.first import ensure
 
         model = model_folder(model)
+        ensure(config, lambda what: say("note", "yellow", what))
         with load_bars(f"loading {model.resolve().name}") as (read, compiled):
             engine = Engine.load(model, config, read, compiled)
     for note in (*engine.notes, *engine.notices):

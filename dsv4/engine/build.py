@@ -65,7 +65,7 @@ class Prepared:
             torch.cuda.set_device(devices[rank])  # else every rank makes a context on the first GPU
         if size > 1 and config.prefix_dir is not None:
             raise ConfigError(f"prefix_dir keeps what one rank has, and there are {size}; leave it out")
-        checkpoint = Checkpoint.open(path).shard(rank, size)
+        checkpoint = Checkpoint.open(path).shard(rank, size).with_head(config.head, size)
         settings = settle(replace(config, device=devices[rank], gpus=None), checkpoint, size)
         split = None
         if not settings.tiled and (config.spill not in ("off", "auto") or config.expert_memory is not None):

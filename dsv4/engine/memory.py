@@ -74,7 +74,7 @@ def gpu_memory(
         copies=_copied_bytes(c, layout.num_mtp_layers),
         buffers=buffer_bytes(c, layout.max_context, dtype, sum(graph_rows), activations, ranks)
         + inbox_bytes(c, max(graph_rows, default=0), ranks)
-        + (result_bytes(c, dtype, sizes) if activations == "a16" else 0),
+        + result_bytes(c, dtype, sizes),
         workspace=prompt_bytes(layout, dtype, chunk, unpacks) if chunk else 0,
         reserved=RESERVED + (step_bytes(layout, dtype, max(sizes)) if chunk and sizes else 0),
     )

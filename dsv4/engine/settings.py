@@ -9,6 +9,7 @@ import torch
 from dsv4.cache.layout import CacheLayout
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.device import OLDEST, Device, available_memory, too_old
+from dsv4.engine import proof
 from dsv4.engine.memory import Memory, gpu_memory, table_bytes, unpacks_weights
 from dsv4.engine.spill import Drafts, Split, check_host, find_split
 from dsv4.errors import ConfigError, DeviceError
@@ -255,6 +256,7 @@ def _check_gpu(device: Device, model: ModelConfig, max_context: int) -> None:
     check_triton()
     gpu = torch.device(device.torch_name)
     standing(capability(gpu))
+    proof.check(gpu)
     check_sizes(model, max_context, capability(gpu))
     compile_all(architecture(gpu))
 

@@ -77,8 +77,10 @@ def make_weights(
             data = torch.randn(local, device=device, dtype=torch.bfloat16, generator=generator)
             tensors["embed"] = QuantTensor(Format.BF16, data, (local[0], local[1]))
         else:
-            shape = (local[0], local[1])
-            tensors[param.name] = _random(format_of(param, layout), shape, 1, 1, device, generator)
+            shape, format = (local[0], local[1]), format_of(param, layout)
+            tensors[param.name] = _random(format, shape, 1, 1, device, generator)
+            if not format.is_plain:
+                quantised.add(param.name)
     return Weights(tensors, frozenset(quantised), 0, placement)
 
 

@@ -26,11 +26,10 @@ class Attention:
         self.indexer = Indexer(b, f"{name}.indexer", spec, rope) if spec.kind == "csa" else None
 
     def __call__(self, x: Tensor, step: Step, cache: LayerCache, page_table: Tensor) -> Tensor:
-        """x [T, D], normalised -> [T, D]."""
+        """x [T, D], from Ops.normed -> [T, D]."""
         c, ops = self.config, self.ops
         cos, sin = step.rotation(self.rope)
-        x = ops.linear.prepare(x)
-        q_low = ops.linear.prepare(ops.norm.rms_norm(self.wq_a(x), self.q_norm, c.norm_eps))
+        q_low = ops.normed(self.wq_a(x), self.q_norm, c.norm_eps, both=False)
         q = self.wq_b(q_low).unflatten(1, (self.num_heads, c.head_dim))
         kv = ops.qkv.entries(self.wkv(x), self.kv_norm, cos, sin, c.norm_eps)
         if step.tap is not None:

@@ -28,8 +28,10 @@ class Block:
     ) -> Tensor:
         """streams [T, N, D] -> [T, N, D]; `ids` [T] feed hash routing."""
         x, gate, comb = self.hc_attn.pre(streams, step)
-        y = self.attention(self.ops.norm.rms_norm(x, self.attn_norm, self.eps), step, cache, page_table)
+        # Compressors read what is not rounded.
+        x = self.ops.normed(x, self.attn_norm, self.eps, both=bool(self.attention.spec.ratio))
+        y = self.attention(x, step, cache, page_table)
         streams = self.hc_attn.post(y, streams, gate, comb, step)
         x, gate, comb = self.hc_ffn.pre(streams, step)
-        y = self.moe(self.ops.norm.rms_norm(x, self.ffn_norm, self.eps), ids, step)
+        y = self.moe(self.ops.normed(x, self.ffn_norm, self.eps), ids, step)
         return self.hc_ffn.post(y, streams, gate, comb, step)

@@ -13,7 +13,7 @@ from dsv4.parallel.comm import tree_sum
 
 class Moe:
     def __init__(self, b: Bundle, name: str, spec: LayerSpec) -> None:
-        self.ops, self.config, self.name = b.ops, b.config, name
+        self.ops, self.config, self.name, self.dtype = b.ops, b.config, name, b.numerics.dtype
         self.parts, self.comm = b.num_parts, b.mesh.comm  # ranks share the width of every expert
         self.is_alone = b.mesh.size == 1
         tensors = b.weights.tensors
@@ -30,8 +30,16 @@ class Moe:
         self.shared_activations = _common(b, [f"{name}.shared_experts"])
 
     def __call__(self, x: Tensor, ids: Tensor, step: Step) -> Tensor:
-        """x [T, D] normalised, ids [T] -> [T, D]."""
+        """x [T, D], from Ops.normed; ids [T] -> [T, D]."""
         c, ops = self.config, self.ops
+        # Before the router, so that a backend may normalise and round x in one launch.
+        shared = ops.experts.ffn(
+            x=x,
+            expert=self.shared,
+            limit=c.swiglu_limit,
+            activations=self.shared_activations,
+            parts=self.parts,
+        )
         if self.table is not None:
             chosen, weights = ops.route.by_hash(x, self.gate, self.table[ids], c.route_scale)
         else:
@@ -51,21 +59,15 @@ class Moe:
         )
         if staging is not None:
             staging.give_back(bank)
-        shared = ops.experts.ffn(
-            x=x,
-            expert=self.shared,
-            limit=c.swiglu_limit,
-            activations=self.shared_activations,
-            parts=self.parts,
-        )
         if step.tap is not None:
             step.see(self.name, "routed", tree_sum(routed))
             step.see(self.name, "shared", tree_sum(shared))
         # In float32, the routed experts' type, and rounded once; of one part in one pass.
         if self.is_alone and routed.shape[1] == 1:
-            y = torch.add(routed[:, 0], shared[:, 0], out=torch.empty_like(x))
+            y = torch.empty_like(routed[:, 0], dtype=self.dtype)
+            torch.add(routed[:, 0], shared[:, 0], out=y)
         else:
-            y = cast(self.comm.sum_parts(routed + shared), x.dtype)
+            y = cast(self.comm.sum_parts(routed + shared), self.dtype)
         step.see(self.name, "out", y)
         return y
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.store import Cache
-from dsv4.kernels.prefill.product import serves
 from dsv4.model.model import Model
 from dsv4.model.step import Mark, Span, Step, closings, columns, send
 
@@ -19,13 +18,16 @@ MAX_SEQUENCES = 16  # of a step: their blocks that close need places
 
 
 def never_waits(model: Model) -> bool:
-    """Whether no layer asks host or other ranks anything, as a graph cannot: other products than Hopper's
-    ask how many tokens each expert has, and rounded activations are the reference's steps."""
+    """Whether no layer asks host or other ranks anything, as a graph cannot: some products ask how many
+    tokens each expert has."""
+    if model.mesh.size > 1 or set(model.ops.names().values()) != {"gpu"}:
+        return False
     x = torch.empty(0, dtype=model.numerics.dtype, device=model.embedding.data.device)
-    banks = [bank for block in model.blocks for bank in (block.moe.experts, block.moe.shared)]
-    are_served = all(hasattr(bank, "w13") and serves(x, bank.w13) for bank in banks)
-    is_alone = model.mesh.size == 1 and model.numerics.activations == "a16"
-    return are_served and is_alone and set(model.ops.names().values()) == {"gpu"}
+    return all(
+        model.ops.experts.never_waits(x, bank, activations)
+        for moe in (block.moe for block in model.blocks)
+        for bank, activations in ((moe.experts, moe.activations), (moe.shared, moe.shared_activations))
+    )
 
 
 class Prompt:

@@ -4,6 +4,9 @@ from dataclasses import dataclass, fields
 from importlib import import_module
 from inspect import isfunction
 from types import ModuleType
+from typing import Any
+
+from torch import Tensor
 
 from dsv4.errors import ConfigError
 
@@ -56,6 +59,17 @@ class Ops:
             else:
                 raise ConfigError(f"op {op} has no backend {name!r}; it has {', '.join(backends)}")
         return cls(**chosen)
+
+    def normed(self, x: Tensor, weight: Tensor, eps: float, both: bool = True) -> Any:
+        """RMSNorm of x [T, K] for linears, router and experts, which alone take what comes.
+
+        Where all of these are the GPU's, it is what each of them makes of it: norm and rounding are one
+        launch, and one rounding serves all. `both`: some of them do not round.
+        """
+        names = self.names()
+        if all(names[op] == "gpu" for op in ("norm", "linear", "route", "experts")):
+            return self.linear.Prepared(x, weight, eps, both)
+        return self.norm.rms_norm(x, weight, eps)
 
     def names(self) -> dict[str, str]:
         """op -> backend, as shown by `dsv4 info`."""

@@ -15,6 +15,7 @@ from dsv4.engine.engine import Engine
 from dsv4.engine.grammar import Matcher
 from dsv4.engine.request import Request
 from dsv4.errors import DeviceError, Dsv4Error, RequestError
+from dsv4.lab.doctor.first import ensure
 from dsv4.serve import wire
 
 _PROGRESS_SECONDS = 0.1
@@ -172,6 +173,7 @@ def load(link: Link) -> Engine | None:
             link.send(wire.Loading(done, total))
 
     try:
+        ensure(start.config, lambda what: sys.stderr.write(f"{what}\n"))
         return Engine.load(start.model, start.config, progress)
     except Dsv4Error as error:
         link.send(wire.Failed(str(error)))

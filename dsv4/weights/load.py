@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from dsv4.config import ModelConfig
-from dsv4.errors import CheckpointError
+from dsv4.errors import CheckpointError, ConfigError
 from dsv4.model.bundle import Weights
 from dsv4.model.params import check_ranks
-from dsv4.quant.codec import decode, has_nan_scale
+from dsv4.quant.codec import NV_RANGE, decode, encode_weight, has_nan_scale
 from dsv4.quant.formats import FP8_TILE, MX_BLOCK, NV_BLOCK, Format, QuantTensor
 from dsv4.weights.detect import Inventory, Source, take_inventory
 from dsv4.weights.reader import Reader
@@ -30,6 +30,7 @@ class Checkpoint:
     config: ModelConfig
     reader: Reader
     inventory: Inventory
+    head: str = "stored"  # or nvfp4: made of the stored values at load
 
     @classmethod
     def open(cls, path: str | Path) -> "Checkpoint":
@@ -43,9 +44,31 @@ class Checkpoint:
         check_ranks(self.config, size)
         return replace(self, inventory=self.inventory.shard(rank, size))
 
+    def with_head(self, head: str, ranks: int) -> "Checkpoint":
+        """`head`: as EngineConfig has it. A head that is stored quantised stays as it is."""
+        source = next(source for source in self.inventory.sources if source.param.name == "head")
+        if head == "stored" or source.format is Format.NVFP4:
+            return self
+        if source.is_quantised:
+            raise ConfigError(
+                f"head {head} is made of BF16, and the stored one is {source.format}; leave it out"
+            )
+        if ranks > 1:
+            raise ConfigError(
+                f"head {head} has one scale for all rows, and {ranks} ranks share them; leave it out"
+            )
+        return replace(self, head=head)
+
+    def is_recoded(self, source: Source) -> bool:
+        """Whether this weight is held in NVFP4 although it is stored otherwise."""
+        return self.head == "nvfp4" and source.param.name == "head"
+
     def held_bytes(self, dense: bool) -> int:
         """Memory that `load` takes, to the byte."""
-        return sum(held_bytes(source, dense) for source in self.inventory.sources)
+        recoded = [
+            replace(s, format=Format.NVFP4) if self.is_recoded(s) else s for s in self.inventory.sources
+        ]
+        return sum(held_bytes(source, dense) for source in recoded)
 
     def load(
         self, dense: bool, device: str | torch.device = "cpu", progress: Progress | None = None
@@ -55,7 +78,11 @@ class Checkpoint:
         total, done = self.inventory.num_bytes, 0
         with self.reader as reader:
             for source in self.inventory.sources:
-                tensors[source.param.name] = load_one(reader, source, dense, device, self.config)
+                if self.is_recoded(source):
+                    held = recode(load_one(reader, source, False, device, self.config))
+                    tensors[source.param.name] = decode(held).t().contiguous() if dense else held
+                else:
+                    tensors[source.param.name] = load_one(reader, source, dense, device, self.config)
                 done += source.num_bytes
                 if progress:
                     progress(done, total)
@@ -127,6 +154,19 @@ def _decoded(reader: Reader, source: Source, dense: bool, device: str | torch.de
             out[start:stop] = values
     out = out.to(device)
     return out if dense else QuantTensor(Format.BF16, out, (rows, cols))
+
+
+def recode(held: Tensor | QuantTensor) -> QuantTensor:
+    """Plain values as NVFP4, some rows at a time: what encode_weight makes of all of them."""
+    assert isinstance(held, QuantTensor) and held.format.is_plain
+    low, high = torch.aminmax(held.data)
+    largest = max(abs(float(low)), abs(float(high)))
+    scale = largest / NV_RANGE if largest > 0 else 1.0
+    step = max(1, BLOCK_BYTES // (4 * held.shape[1]))
+    parts = [encode_weight(part, Format.NVFP4, scale) for part in held.data.split(step)]
+    scales = torch.cat([part.scale for part in parts if part.scale is not None])
+    codes = torch.cat([part.data for part in parts])
+    return QuantTensor(Format.NVFP4, codes, held.shape, scales, parts[0].global_scale)
 
 
 def check_scales(q: QuantTensor, source: Source) -> QuantTensor:

@@ -14,7 +14,16 @@ from dsv4.model.bundle import Weights
 from dsv4.quant.codec import decode
 from dsv4.quant.formats import Format, QuantTensor
 from dsv4.weights.detect import Source
-from dsv4.weights.load import Checkpoint, Progress, check_finite, check_scales, held_bytes, load_one, move
+from dsv4.weights.load import (
+    Checkpoint,
+    Progress,
+    check_finite,
+    check_scales,
+    held_bytes,
+    load_one,
+    move,
+    recode,
+)
 
 _EXPERT = re.compile(r"(.*\.(?:shared_experts|experts))(?:\.(\d+))?\.(w[123])")
 # As halves of a pair, and the down projection.
@@ -46,6 +55,8 @@ def load_tiled(
                     _stored(check_scales(source.read_rows(reader, 0, source.param.shape[0]), source), source),
                     device,
                 )
+                if checkpoint.is_recoded(source):
+                    held = recode(held)
                 if match := _EXPERT.fullmatch(name):
                     where = next((p for p in (placement, drafts) if p and match[1] in p.names), None)
                     _put_expert(tensors, match, held, source, checkpoint.config, where)
@@ -60,7 +71,11 @@ def load_tiled(
 
 def tiled_bytes(checkpoint: Checkpoint) -> int:
     """Memory that `load_tiled` takes, to the byte."""
-    return sum(map(tiled_source_bytes, checkpoint.inventory.sources))
+    sources = checkpoint.inventory.sources
+    return sum(
+        tiled_source_bytes(replace(source, format=Format.NVFP4) if checkpoint.is_recoded(source) else source)
+        for source in sources
+    )
 
 
 def tiled_source_bytes(source: Source) -> int:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from test_engine_gpu import engine_on_gpu, prompts
 
 from dsv4 import Engine, EngineConfig, SamplingParams
-from dsv4.lab.score import score_ids
+from dsv4.lab.score import score_ids, score_text
 from tests.golden.test_golden import MARKS, check, folder
 
 pytestmark = pytest.mark.gpu
@@ -96,6 +96,24 @@ def test_company_graphs_and_overlap_change_nothing(checkpoint: Callable[..., Pat
         results.append([c.tokens for c in engine.generate(requests, params)])
         results.append([engine.generate([ids], params)[0].tokens for ids in requests])
     assert all(result == results[0] for result in results)
+
+
+@ROUNDED
+def test_bits_per_byte_are_the_cpus(activations: str) -> None:
+    """Of the embedded model, in float32: rounding may fall to the other side of a tie now and then."""
+    text = Path(__file__).parents[1].joinpath("data", "story.txt").read_text()
+    found = []
+    for device in ("cpu", "cuda"):
+        config = EngineConfig(
+            device=device,
+            compute_dtype="float32",
+            activations=activations,  # type: ignore[arg-type]
+            max_context=512,
+            max_batch=1,
+        )
+        found.append(score_text(Engine.load(None, config), text).bits_per_byte)
+    print(activations, found)
+    assert abs(found[0] - found[1]) <= 0.01 * found[0]
 
 
 @ROUNDED

@@ -28,10 +28,18 @@ def alone(engine: Engine, requests: list[list[int]], params: SamplingParams) -> 
     return [[t.id for t in engine.generate([ids], params)[0].tokens] for ids in requests]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_random_arrivals_equal_runs_alone(checkpoint: Callable[..., Path], dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "activations"),
+    [("bfloat16", "a16"), ("bfloat16", "a8"), ("bfloat16", "a4"), ("float32", "a16")],
+)
+def test_random_arrivals_equal_runs_alone(
+    checkpoint: Callable[..., Path], dtype: str, activations: str
+) -> None:
     """Over 2,000 tokens at batch 8, requests arriving at random: logprobs and tokens bit for bit."""
-    engine = engine_on_gpu(checkpoint("modelopt"), max_batch=8, compute_dtype=dtype)
+    how = {"compute_dtype": dtype, "activations": activations}
+    engine = engine_on_gpu(checkpoint("modelopt"), max_batch=8, **how)
+    # Short prompts are graphs too, whatever the activations.
+    assert bool(engine.runner.executor.prompts) == (dtype == "bfloat16")  # type: ignore[attr-defined]
     requests, r = prompts(24, 300), random.Random(3)
     all_params = [
         SamplingParams(
@@ -100,8 +108,9 @@ def test_embedded_model_answers_as_on_the_cpu() -> None:
     assert answers[0] == answers[1]
 
 
-def test_decode_never_waits_and_memory_stays(checkpoint: Callable[..., Path]) -> None:
-    engine = engine_on_gpu(checkpoint("modelopt"), max_batch=4, max_context=2048)
+@pytest.mark.parametrize("activations", ["a16", "a4"])
+def test_decode_never_waits_and_memory_stays(checkpoint: Callable[..., Path], activations: str) -> None:
+    engine = engine_on_gpu(checkpoint("modelopt"), max_batch=4, max_context=2048, activations=activations)
     graphs = engine.runner.executor
     decoder = graphs.decoders[4]  # type: ignore[attr-defined]
     slots = [claim(engine, 1500) for _ in range(4)]

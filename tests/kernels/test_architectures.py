@@ -1,5 +1,8 @@
 """Every kernel for every GPU that it is built for: it compiles, and a block fits on a multiprocessor."""
 
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 from step_support import IS_INTERPRETED
@@ -48,6 +51,19 @@ def test_cuda_kernels_fit(source: str, gpu: Architecture, monkeypatch: pytest.Mo
         # Registers are given out in eights.
         assert -(-found.registers // 8) * 8 * launch.threads <= REGISTERS, (launch, found)
         assert launch.shared + found.shared <= gpu.block_shared, (launch, found)
+
+
+@needs_compiler
+@pytest.mark.parametrize("gpu", [ARCHITECTURES[c] for c in (90, 100, 120)], ids=lambda gpu: gpu.name)
+def test_fp4_codes_become_numbers_by_an_instruction(gpu: Architecture) -> None:
+    """Where there is one: four for the eight codes of a word, which are nine by shifts and masks."""
+    triton = pytest.importorskip("triton", reason="its package brings the disassembler")
+    disassembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    cubin = build.compile_source("unpack", gpu.name)
+    sass = subprocess.run([disassembler, "--dump-sass", cubin], capture_output=True, text=True).stdout
+    # NVFP4 and MXFP4, to BF16 and float32: eight loads of four words.
+    assert sass.count("F2FP.F16.E2M1.UNPACK_B") == (4 * 8 * 4 * 4 if gpu.converts_fp4 else 0)
+    assert ("0x8e008e00" in sass) == (not gpu.converts_fp4)
 
 
 def test_a_tile_is_the_usual_one_or_the_exception(monkeypatch: pytest.MonkeyPatch) -> None:

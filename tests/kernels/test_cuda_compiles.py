@@ -176,7 +176,6 @@ def launch_products() -> None:
     weight = tiles.empty(Format.NVFP4, (32, 512), 1, 1, "cpu")
     for dtype in (torch.float32, torch.bfloat16):
         unpack.unpack(weight, some(32, 512, dtype=dtype))
-        unpack.unpack_codes(weight, some(32, 256, dtype=torch.uint8), some(32, 32, dtype=torch.uint8))
         for rows in (1, 3):
             x, y = some(rows, 512, dtype=dtype), some(rows, 32, dtype=dtype)
             MatVec([Product(weight, x, y)], rows, blocks=4).launch()

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from dsv4.kernels.common.tiles import empty, put, tile
 from dsv4.kernels.decode import choose
-from dsv4.kernels.decode.matvec import MatVec, Mixing, Product, Tasks, unpack
+from dsv4.kernels.decode.matvec import MatVec, Mixing, Product, Tasks
+from dsv4.kernels.prefill.unpack import unpack
 from dsv4.ops.mhc import ref as mhc_ref
 from dsv4.ops.norm.ref import rms_norm
 from dsv4.ops.route import ref as route_ref

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from dsv4.kernels.common.places import Form, Placement, Slots, place
 from dsv4.kernels.common.tiles import Bank, Tiled, empty, put
-from dsv4.kernels.decode.matvec import MatVec, Product, Tasks, unpack
+from dsv4.kernels.decode.matvec import MatVec, Product, Tasks
+from dsv4.kernels.prefill.unpack import unpack
 from dsv4.ops.experts import gpu as experts_op
 from dsv4.quant.codec import encode_weight
 from dsv4.quant.formats import Format, QuantTensor

@@ -1,9 +1,11 @@
 """Weights in tiles, read back lane by lane as the tensor core's registers would hold them; on the CPU."""
 
+import itertools
+
 import pytest
 import torch
 
-from dsv4.kernels.common.tiles import BRICK, SCALES, tile, tile_bytes
+from dsv4.kernels.common.tiles import BRICK, SCALES, codes_of, empty, put, tile, tile_bytes
 from dsv4.quant.codec import decode, e2m1_decode, e4m3_decode, e8m0_decode, encode_weight
 from dsv4.quant.formats import Format, QuantTensor
 
@@ -68,6 +70,29 @@ def test_every_weight_is_where_the_kernel_looks(format: Format) -> None:
     back = read_back(weight)
     assert torch.equal(back[:20, :68], decode(plain))
     assert not back[20:].any() and not back[:, 68:].any()
+
+
+@pytest.mark.parametrize("format", FORMATS[:2], ids=str)
+def test_plain_codes_lie_where_the_conversion_looks(format: Format) -> None:
+    """GPUs that convert E2M1: byte i of a lane's word is register i, its columns from the low half on."""
+    torch.manual_seed(3)
+    weight = encode_weight(torch.randn(20, 132), format)
+    spread, plain = (
+        empty(format, weight.shape, 1, 1, "cpu", is_plain=is_plain) for is_plain in (False, True)
+    )
+    assert put(spread, 0, 0, weight).bf16 and put(plain, 0, 0, weight).bf16
+    assert torch.equal(spread.scale, plain.scale) and spread.data.shape == plain.data.shape
+    lanes, others = (t.data.view(-1, 32, 16) for t in (spread, plain))
+    for load, lane in itertools.product(range(len(lanes)), (0, 6, 31)):
+        for step, register, column in itertools.product(range(4), range(4), range(2)):
+            byte = int(others[load, lane, 4 * step + register])
+            got = float(e2m1_decode(torch.tensor([byte >> 4 * column & 15], dtype=torch.uint8)))
+            assert got == value_of(format, lanes[load, lane], step, register, column)
+    if format is Format.NVFP4:
+        for held in (spread, plain):
+            codes, scales = codes_of(held)
+            assert torch.equal(codes[0, 0], weight.data[:, :66])
+            assert torch.equal(scales[0, 0], weight.scale.view(torch.uint8)[:, :8])
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)

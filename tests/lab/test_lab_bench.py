@@ -163,7 +163,8 @@ def test_everything_else_takes_what_was_computed() -> None:
     held += [t for rope in ropes for t in (rope.cos, rope.sin)] + [cache.page_table]
     held += [site.fn for b in model.blocks for site in (b.hc_attn, b.hc_ffn)] + [model.hc_head.fn]
     held += [torch.zeros(layout.num_slots, HISTORY + layout.max_context, dtype=torch.int32)]  # of penalties
-    rows = [q for layer in cache.layers for q in (layer.ring, layer.entries, layer.keys) if q is not None]
+    rows = [q for layer in cache.layers for q in (layer.entries, layer.keys) if q is not None]
+    rows.append(cache._rings)  # of all layers, with what lies between them
     assert other_bytes(layout, (wanted.rows,)) - RESERVED == sum(map(size_of, held + rows))
 
 

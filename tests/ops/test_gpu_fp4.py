@@ -2,24 +2,29 @@
 tensor cores would read; so does an emulation of these; and the PTX has their instruction."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from gpu_support import DEVICE, IS_GPU, IS_INTERPRETED, near, to
+from gpu_support import DEVICE, IS_GPU, IS_INTERPRETED, move, near, to
 from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from dsv4.kernels.common import architectures, quantize, tiles
 from dsv4.kernels.common.architectures import ARCHITECTURES
-from dsv4.kernels.prefill import experts, fp4
+from dsv4.kernels.prefill import fp4, product
+from dsv4.ops.experts import gpu as experts_gpu
 from dsv4.ops.experts import ref as experts_ref
+from dsv4.ops.linear import gpu as linear_gpu
 from dsv4.ops.linear import ref as linear_ref
+from dsv4.ops.norm import ref as norm_ref
 from dsv4.quant import codec
 from dsv4.quant.codec import encode_weight
 from dsv4.quant.formats import Format, QuantTensor
-from tests.aot import check_fits, compiling
+from tests.aot import check_fits, compile_launch, compiling, launching
+from tests.support.cubin import resources
 
 runs = [
     pytest.mark.skipif(
@@ -49,74 +54,123 @@ def hostile(rows: int, width: int) -> Tensor:
     return x.bfloat16()
 
 
-def codes(groups: list[list[QuantTensor]]) -> fp4.Codes:
-    """Matrices, or pairs of them, through their tiles, as a GPU holds them."""
+def bank(groups: list[list[QuantTensor]]) -> tiles.Tiled:
+    """Matrices, or pairs of them, in tiles as a GPU with FP4 tensor cores holds them."""
     one = groups[0][0]
-    bank = tiles.empty(one.format, one.shape, len(groups), len(groups[0]), "cpu")
+    out = tiles.empty(one.format, one.shape, len(groups), len(groups[0]), DEVICE, is_plain=True)
     for index, group in enumerate(groups):
         for half, weight in enumerate(group):
-            tiles.put(bank, index, half, weight)
-    if IS_GPU:
-        there = tiles.Tiled(bank.format, bank.shape, *to(bank.data, bank.scale, bank.factor))
-        return fp4.codes_of(there)
-    found = [part.flatten(1, 2) for part in tiles.codes_of(bank)]
-    return fp4.Codes(*found, bank.factor)
+            assert tiles.put(out, index, half, move(weight)).bf16
+    return out
 
 
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def sort(ids: Tensor, weights: Tensor, experts: int, max_cap: int) -> product.Sorted:
+    """As pack.cu, where there is no GPU: each expert's pairs from a multiple of 16 rows on."""
+    cap, pairs, of_rows, cut = min(16, max_cap), [], [], []
+    for expert in range(experts):
+        own = [at for at, chosen in enumerate(ids.flatten().tolist()) if chosen == expert]
+        cut += [(expert, len(pairs) + at, min(cap, len(own) - at), 0) for at in range(0, len(own), cap)]
+        pad = -len(own) % 16
+        pairs += own + [-1] * pad
+        of_rows += weights.flatten()[own].tolist() + [0.0] * pad
+    unused = [(experts + 7, 1 << 20, 1 << 20, 0)] * 3  # what lies beyond the count is never looked at
+    ints = lambda values: torch.tensor(values, dtype=torch.int32)  # noqa: E731
+    return product.Sorted(
+        pairs=ints(pairs),
+        weights=torch.tensor(of_rows),
+        tiles=ints(cut + unused),
+        counts=ints([len(cut), len(pairs) // 16]),
+        choices=ids.shape[1],
+        cap=cap,
+    )
+
+
+@pytest.fixture
+def on_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ops choose as where tensor cores multiply FP4; the kernel decodes, as it does here."""
+    monkeypatch.setattr(fp4, "serves", lambda x, weight, how: how == "a4" and isinstance(weight, tiles.Tiled))
     if IS_INTERPRETED:
-        monkeypatch.setitem(fp4.TILE, 90, (16, 32, 64, 4, 1))
+        monkeypatch.setattr(product, "sort", sort)
+        for cap in product.CAPS:
+            monkeypatch.setitem(fp4.TILE[90], cap, (32, 256, 4, 1))
+
+
+def make(n: int, k: int, seed: int) -> QuantTensor:
+    return encode_weight(rand(n, k, seed=seed), Format.NVFP4)
 
 
 @marked
-@pytest.mark.parametrize(("rows", "n", "k"), [(5, 40, 112), (20, 32, 256)])
-def test_dense(rows: int, n: int, k: int) -> None:
-    x, weight = hostile(rows, k), encode_weight(rand(n, k, seed=2), Format.NVFP4)
+@pytest.mark.parametrize(("rows", "n", "k", "normed"), [(5, 40, 112, False), (18, 72, 528, True)])
+@pytest.mark.usefixtures("on_blackwell")
+def test_linear(rows: int, n: int, k: int, normed: bool) -> None:
+    """The whole op: quantise, or normalise and quantise, then FP4 by FP4."""
+    x, stored, norm = hostile(rows, k), make(n, k, seed=2), 1 + 0.1 * rand(k, seed=5)
+    weight = bank([[stored]])
+    wide = norm_ref.rms_norm(x, norm, 1e-6) if normed else x
+    # Of the reference in float32: in BF16 it would round the inputs' global scales in.
+    want = linear_ref.linear(wide.float(), stored, "a4")
+
+    def run(x: Tensor, dtype: torch.dtype) -> Tensor:
+        ready = linear_gpu.Prepared(*to(x), *(to(norm) if normed else []), eps=1e-6)
+        return linear_gpu.linear(ready, weight, "a4", dtype)
+
     for dtype in (torch.float32, torch.bfloat16):
-        y = torch.full((rows, n), float("nan"), dtype=dtype, device=DEVICE)
-        fp4.product(quantize.pack(*to(x)), codes([[weight]]), y)
-        # Of the reference in float32: in BF16 it would round the inputs' global scales in.
-        want = linear_ref.linear(x.float(), weight, "a4")
-        near(y, want.to(dtype), dtype, "dense")
-        for row in (0, 3):
-            alone = torch.empty_like(y[:1])
-            fp4.product(quantize.pack(*to(x[row : row + 1])), codes([[weight]]), alone)
-            assert torch.equal(alone, y[row : row + 1]), "a row sees its company"
+        y = run(x, dtype)
+        if normed:  # a norm's last bit moves a code now and then: by half a step of one value
+            assert float((y.cpu().float() - want).norm() / want.norm()) <= 0.02
+        else:
+            near(y, want.to(dtype), dtype, "linear")
+    assert torch.equal(run(x[3:4], dtype), y[3:4]), "a row sees its company"
 
 
 @marked
-def test_experts() -> None:
-    """Gate and up of chosen experts, SwiGLU and codes of the hidden rows, down to each pair's place."""
-    tokens, d, inner, count, limit = 7, 128, 48, 4, 1.5
+@pytest.mark.parametrize("spills", [False, True])
+@pytest.mark.usefixtures("on_blackwell")
+def test_experts(spills: bool) -> None:
+    """The whole op: routed experts and the shared one. `spills`: each lies where a table says."""
+    tokens, d, inner, count, limit = 14, 64, 48, 4, 1.5
     x = hostile(tokens, d) * 0.05
-    make = lambda n, k, seed: encode_weight(rand(n, k, seed=seed), Format.NVFP4)  # noqa: E731
     stored = [
         (make(inner, d, 3 * e), make(inner, d, 3 * e + 1), make(d, inner, 3 * e + 2)) for e in range(count)
     ]
-    ids = torch.tensor([[0, 2], [2, 3], [0, 3], [2, 0], [3, 2], [2, 0], [0, 2]])  # nobody wants 1
+    random = torch.Generator().manual_seed(4)
+    ids = torch.stack(
+        [torch.tensor([0, 2, 3])[torch.randperm(3, generator=random)[:2]] for _ in range(tokens)]
+    )
     weights = rand(tokens, 2, seed=9).abs()
-    want = experts_ref.routed(x.float(), ids, weights, stored, limit, "a4").squeeze(1)
-
-    chosen = ids.flatten()
-    order = chosen.argsort(stable=True)
-    places = (order // 2 * 2 + (ids.argsort(1).argsort(1)).flatten()[order]).int()
-    height = fp4.row_tile(torch.device(DEVICE))
-    rows, first = [], 0
-    for expert in range(count):
-        stop = first + int((chosen == expert).sum())
-        rows += [(expert, at, stop) for at in range(first, stop, height)]
-        first = stop
-    cut, token, place = to(torch.tensor(rows, dtype=torch.int32), (order // 2).int(), places)
-    up = torch.empty(len(order), 2 * inner, dtype=torch.bfloat16, device=DEVICE)
-    fp4.product(quantize.pack(*to(x)), codes([[w1, w3] for w1, w3, _ in stored]), up, cut, token)
-    hidden = quantize.swiglu_pack(up, *to(weights.flatten()[order]), limit)
-    y = torch.full((len(order), d), float("nan"), dtype=torch.bfloat16, device=DEVICE)
-    fp4.product(hidden, codes([[w2] for *_, w2 in stored]), y, cut, places=place)
-    out = torch.empty(tokens, d, device=DEVICE)
-    experts.sum_choices(y.view(tokens, 2, d), out)
+    up, down = bank([[w1, w3] for w1, w3, _ in stored]), bank([[w2] for *_, w2 in stored])
+    if spills:
+        up, down = map(scattered, (up, down))
+    held = tiles.Bank(up, down)
+    assert experts_gpu.never_waits(*to(x), held, "a4")
     # What BF16 rounds between the products moves codes of the second: half a code's step of a few values.
-    assert float((out.cpu() - want).norm() / want.norm()) <= 0.05
+    want = experts_ref.routed(x.float(), ids, weights, stored, limit, "a4")
+    got = experts_gpu.routed(*to(x, ids, weights), held, limit, "a4")
+    assert got.shape == want.shape and float((got.cpu() - want).norm() / want.norm()) <= 0.05
+    if not spills:
+        one = tiles.Bank(up.span(2, 3), down.span(2, 3))
+        want = experts_ref.ffn(x.float(), stored[2], limit, "a4", weights[:, 0])
+        got = experts_gpu.ffn(*to(x), one, limit, "a4", *to(weights[:, 0]))
+        assert float((got.cpu().float() - want).norm() / want.norm()) <= 0.05
+        alone = experts_gpu.ffn(*to(x[7:8]), one, limit, "a4", *to(weights[7:8, 0]))
+        assert torch.equal(alone, got[7:8]), "a row sees its company"
+
+
+def scattered(weight: tiles.Tiled) -> tiles.Tiled:
+    """The same matrices, data and scales of each in one piece, in reverse order with gaps."""
+    size, its_scale = weight.data[0].numel(), weight.scale[0].numel()
+    step = -(-(size + its_scale) // 256) * 256 + 256
+    held = torch.zeros(weight.count * step, dtype=torch.uint8, device=weight.data.device)
+    places = [(weight.count - 1 - i) * step for i in range(weight.count)]
+    for index, place in enumerate(places):
+        held[place : place + size] = weight.data[index].flatten()
+        held[place + size : place + size + its_scale] = weight.scale[index].flatten()
+    return replace(
+        weight,
+        data=held[:size].view(1, *weight.data.shape[1:]),
+        scale=held[size : size + its_scale].view(1, *weight.scale.shape[1:]),
+        places=torch.tensor(places, device=held.device),
+    )
 
 
 def swizzled_offset(row: int, block: int, blocks: int) -> int:
@@ -134,8 +188,7 @@ def test_emulated_tensor_core(is_tiled: bool) -> None:
     factor = codec.nvfp4_global(x)
     x_codes, x_scales = codec.nvfp4_rows(x, factor)
     x_bytes = codec.pack_nibbles(x_codes)
-    w = codes([[weight]])
-    w_bytes, w_scales = w.codes[0].cpu(), w.scales[0].cpu()
+    w_bytes, w_scales = (part[0, 0].cpu() for part in tiles.codes_of(bank([[weight]])))
     scales = [codec.swizzle_32_4_4(s) if is_tiled else s.flatten() for s in (x_scales, w_scales)]
 
     def at(row: int, block: int) -> int:
@@ -162,28 +215,58 @@ def test_emulated_tensor_core(is_tiled: bool) -> None:
 @pytest.mark.parametrize(
     "capability", [90, 100, 120, *(pytest.param(c, marks=pytest.mark.slow) for c in (103, 121))]
 )
-def test_compiles(capability: int) -> None:
-    meta = lambda *shape, dtype=torch.uint8: torch.empty(*shape, dtype=dtype, device="meta")  # noqa: E731
-    ints, bf16, f32 = torch.int32, torch.bfloat16, torch.float32
+def test_what_the_ops_launch(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU of this compute capability, of a4 and NVFP4 weights: the plan, and what its kernels are."""
+    meta = lambda *shape, dtype=torch.bfloat16: torch.empty(*shape, dtype=dtype, device="meta")  # noqa: E731
     d, inner, t = 4096, 2048, 300
     found: list[Any] = []
-    with compiling(lambda name, made: found.append(made), capability):
-        x = quantize.Packed(meta(t, d // 2), meta(t, d // 16), meta(t, dtype=f32))
-        w = fp4.Codes(meta(1, d, d // 2), meta(1, d, d // 16), meta(1, 1, dtype=f32))
-        fp4.product(x, w, meta(t, d, dtype=bf16))
-        w = fp4.Codes(meta(4, 2 * inner, d // 2), meta(4, 2 * inner, d // 16), meta(4, 2, dtype=f32))
-        fp4.product(x, w, meta(t, 2 * inner, dtype=bf16), meta(9, 3, dtype=ints), meta(t, dtype=ints))
-        x = quantize.Packed(meta(t, inner // 2), meta(t, inner // 16), meta(t, dtype=f32))
-        w = fp4.Codes(meta(4, d, inner // 2), meta(4, d, inner // 16), meta(4, 1, dtype=f32))
-        fp4.product(x, w, meta(t, d, dtype=bf16), meta(9, 3, dtype=ints), None, meta(t, dtype=ints))
-    assert len(found) == 3
-    is_scaled, why = fp4.uses_tensor_cores(capability)
-    assert is_scaled == (capability in (100, 103, 120)), why
-    for made in found:
+    of_cuda: list[str] = []
+    launches = lambda source, kernel, *args, **options: of_cuda.append(kernel)  # noqa: E731
+    monkeypatch.setattr(product, "call", launches)
+
+    def note(kernel: Any, *args: Any, **options: Any) -> None:
+        found.append((kernel.fn.__name__, kernel, args, options))
+
+    with launching(note, capability):
+        empty = lambda *shape: tiles.empty(Format.NVFP4, *shape, "meta")  # noqa: E731
+        dense, held = empty((d, d), 1, 1), tiles.Bank(empty((inner, d), 4, 2), empty((d, inner), 4, 1))
+        assert dense.is_plain == (capability >= 100), "the layout of tiles follows the architecture"
+        is_served = fp4.serves(meta(t, d), dense, "a4")
+        assert is_served == (capability in (100, 103, 120))
+        assert not fp4.serves(meta(t, d), dense, "a16") and not fp4.serves(meta(t, d).float(), dense, "a4")
+        if not is_served:
+            return
+        ready = linear_gpu.Prepared(meta(t, d), meta(d, dtype=torch.float32), 1e-6)
+        linear_gpu.linear(ready, dense, "a4")
+        linear_gpu.linear(linear_gpu.Prepared(meta(9, d)), dense, "a4")
+        assert experts_gpu.never_waits(meta(0), held, "a4")
+        one = tiles.Bank(held.w13.span(0, 1), held.w2.span(0, 1))
+        experts_gpu.ffn(ready, one, 10.0, "a4")
+        ids, weights = meta(t, 6, dtype=torch.long), meta(t, 6, dtype=torch.float32)
+        experts_gpu.routed(ready, ids, weights, held, 10.0, "a4")
+    ours = ["_pack_kernel", "_fp4_kernel"]
+    few, shared, routed = ours, ["_fp4_kernel", *ours], ["_fp4_kernel", *ours, "_sum_kernel"]
+    assert [name for name, *_ in found] == [*ours, *few, *shared, *routed], "one rounding serves all"
+    assert of_cuda == ["sort_kernel"]
+    for _, kernel, args, options in [launch for launch in found if launch[0] == "_fp4_kernel"][-2:]:
+        made = compile_launch(kernel, args, options, capability)  # of the routed experts
         check_fits("fp4", made, capability)
-        ptx = made.asm["ptx"]
-        assert (ARCHITECTURES[capability].fp4 in ptx) if is_scaled else ("mxf4nvf4" not in ptx), why
-        assert "cp.async" in ptx
+        assert ARCHITECTURES[capability].fp4 in made.asm["ptx"]
+        assert "cp.async.cg.shared.global [" in made.asm["ptx"], "tiles are not fetched ahead"
+
+
+@compiles
+@pytest.mark.parametrize("capability", [100, 120])
+@pytest.mark.parametrize("rows", [16, *(pytest.param(c, marks=pytest.mark.slow) for c in (32, 64)), 128])
+def test_every_height_of_a_tile_compiles(rows: int, capability: int) -> None:
+    meta = lambda *shape, dtype=torch.uint8: torch.empty(*shape, dtype=dtype, device="meta")  # noqa: E731
+    d, found = 4096, []
+    with compiling(lambda name, made: found.append(made), capability):
+        x = quantize.Packed(meta(rows, d // 2), meta(rows, d // 16), meta(rows, dtype=torch.float32))
+        fp4.product(x, tiles.empty(Format.NVFP4, (d, d), 1, 1, "meta"), meta(rows, d, dtype=torch.bfloat16))
+    assert ARCHITECTURES[capability].fp4 in found[0].asm["ptx"]
+    check_fits("fp4", found[0], capability)
+    assert resources(found[0].asm["cubin"], found[0].metadata.name).frame == 0, "registers are spilled"
 
 
 def test_unknown_versions_decode_instead() -> None:
@@ -195,4 +278,4 @@ def test_unknown_versions_decode_instead() -> None:
     ):
         is_used, reason = fp4.uses_tensor_cores(capability, version)
         assert not is_used and re.search(why, reason)
-    assert not fp4.serves([], torch.device("cpu")) and architectures.capability(torch.device("cpu")) == 90
+    assert architectures.capability(torch.device("cpu")) == 90

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from dsv4.config import preset
+from dsv4.engine.eager import Pass
 from dsv4.parallel.comm import Group, PeerError
+from dsv4.parallel.inbox import Inbox
 
 LATE, SECONDS = 1.5, 0.5
 
@@ -30,3 +33,22 @@ def test_patient_until_all_are_ready(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(rank, range(2))) == [[0.0, 1.0]] * 2
+
+
+def test_a_step_that_waited_in_vain(tmp_path: Path) -> None:
+    """What a kernel noted, or the host when it heard of a death, ends the step with one sentence."""
+    graphs = pytest.importorskip("dsv4.engine.graphs", reason="Triton is not installed").Graphs
+    echo = pytest.importorskip("dsv4.lab.bench.echo")
+    executor = graphs.__new__(graphs)
+    executor.peers = peers = echo.echo_peers(preset("tiny"), 2, 1, torch.device("cpu"))
+    assert executor.fetch(Pass((), None)) == []
+    peers.ended.fill_(2)
+    with pytest.raises(PeerError, match="rank 1 sent nothing for 20 s"):
+        executor.fetch(Pass((), None))
+    peers.ended.fill_(0)
+    group = Group(str(tmp_path / "store"), 0, ["cpu"], SECONDS)
+    group.abandon()  # nothing waits on a GPU
+    group._inbox = Inbox(peers.inbox, peers.addresses, peers.ended, None)
+    group.abandon()
+    with pytest.raises(PeerError, match="another rank is gone"):
+        executor.fetch(Pass((), None))

@@ -16,7 +16,8 @@ from dsv4.errors import DeviceError
 
 @dataclass(frozen=True)
 class Architecture:
-    """`fp4`: the tensor core's instruction that multiplies FP4 by FP4, "" where there is none."""
+    """`fp4`: the tensor core's instruction that multiplies FP4 by FP4, "" where there is none. GPUs that have
+    it convert E2M1 to FP16 by an instruction too."""
 
     capability: int  # 90 is compute capability 9.0
     block_shared: int  # bytes of shared memory that a block may have
@@ -27,6 +28,10 @@ class Architecture:
     def name(self) -> str:
         """As compilers call it: with the instructions of this very GPU."""
         return f"{self.capability}a"
+
+    @property
+    def converts_fp4(self) -> bool:
+        return bool(self.fp4)
 
 
 _TENSOR_MEMORY = "tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale.scale_vec::4X"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsv4.errors import DeviceError
-from dsv4.kernels.common.tiles import BRICK, ROWS, SCALES, SLICE, Bank, Tiled
+from dsv4.kernels.common.tiles import BRICK, ROWS, SCALES, SLICE, Bank, Tiled, is_plain_on
 from dsv4.quant.formats import Format
 
 ALIGNED = 256
@@ -59,11 +59,16 @@ class Form:
     def bank(
         self, held: Tensor, up_factor: Tensor, down_factor: Tensor, places: Tensor | None = None
     ) -> Bank:
+        """The factors lie on the GPU that reads the bank, which may itself lie in host memory."""
         up_data, up_scale, down_data, down_scale = self.views(held)
-        up_shape, down_shape = (self.width, self.hidden), (self.hidden, self.width)
+        is_plain = is_plain_on(up_factor.device)
+
+        def tiled(shape: tuple[int, int], data: Tensor, scale: Tensor, factor: Tensor) -> Tiled:
+            return Tiled(self.format, shape, data, scale, factor, places=places, is_plain=is_plain)
+
         return Bank(
-            Tiled(self.format, up_shape, up_data, up_scale, up_factor, places=places),
-            Tiled(self.format, down_shape, down_data, down_scale, down_factor, places=places),
+            tiled((self.width, self.hidden), up_data, up_scale, up_factor),
+            tiled((self.hidden, self.width), down_data, down_scale, down_factor),
         )
 
 

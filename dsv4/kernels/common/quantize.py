@@ -39,11 +39,13 @@ SCALE_ROWS, SCALE_COLUMNS = 128, 4  # a tile of the 32_4_4 layout
 
 @triton.jit
 def nvfp4_scales(blocks):  # type: ignore[no-untyped-def]
-    """blocks [B, 16] of a row, finite or NaN -> E4M3 codes [B] and the row's global scale, as the codec's.
+    """blocks [B, 16] of a row -> E4M3 codes [B] and the row's global scale, as the codec's.
 
-    As integers, the bits of NaN are above those of every number. A row with NaN has global scale 1.
+    As integers, the bits of NaN are above those of every number. A row with NaN has global scale 1. Infinity
+    counts as the largest float.
     """
     tops = tl.max(blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    tops = tl.where(tops == 0x7F800000, 0x7F7FFFFF, tops)
     top = tl.max(tops, 0)
     share = tl.div_rn(top.to(tl.float32, bitcast=True), 2688.0)
     scale = tl.where((share > 0) & (top < 0x7F800000), share, 1.0)
@@ -57,7 +59,7 @@ def _quotients(blocks, unit, scale, B: tl.constexpr):  # type: ignore[no-untyped
     """blocks [B, 16] / unit [B, 1], rounded as a division is; `scale` tells how large `unit` is.
 
     A block's one reciprocal, and Markstein's corrections: exact where nothing under- or overflows, in five
-    instructions instead of a division's dozen.
+    instructions instead of a division's dozen. They lose the sign of zero, which is the block's.
     """
     wide = tl.broadcast_to(unit, (B, 16))
     if INTERPRETED:  # which knows no fused multiply-add
@@ -67,39 +69,46 @@ def _quotients(blocks, unit, scale, B: tl.constexpr):  # type: ignore[no-untyped
         q = blocks * inverse
         q = tl.fma(tl.fma(-q, wide, blocks), inverse, q)
         q = tl.fma(tl.fma(-q, wide, blocks), inverse, q)
-        q = tl.where(blocks == 0.0, blocks, q)  # the corrections lose the sign of zero
     else:
         q = tl.div_rn(blocks, wide)
     return q
 
 
 @triton.jit
-def e2m1_round(q):  # type: ignore[no-untyped-def]
-    """The E2M1 value next to q, ties to even, saturating at 6; the sign of zero stays.
+def _steps(q):  # type: ignore[no-untyped-def]
+    """|q|, at most 6, rounded to E2M1's steps, ties to even: the sum that rounds, what was added, and the
+    bits of the number whose exponent tells the step.
 
     1.5 * 2^22 times the power of two below |q|, at least 1, has ulps as wide as E2M1's steps there.
     """
-    sign = q.to(tl.int32, bitcast=True) & -0x80000000
-    q = tl.minimum(tl.maximum(q, -6.0), 6.0)
-    bits = tl.maximum(tl.abs(q), 1.0).to(tl.int32, bitcast=True)
-    magic = (((bits & 0x7F800000) + (22 << 23)) | 0x400000).to(tl.float32, bitcast=True)
-    value = ((q + magic) - magic).to(tl.int32, bitcast=True)
-    return ((value & 0x7FFFFFFF) | sign).to(tl.float32, bitcast=True)
+    size = tl.minimum(tl.abs(q), 6.0)
+    bits = tl.maximum(size, 1.0).to(tl.int32, bitcast=True)
+    magic = ((bits & 0x7F800000) + ((22 << 23) | 0x400000)).to(tl.float32, bitcast=True)
+    return size + magic, magic, bits
 
 
 @triton.jit
-def nvfp4_values(blocks, scales, scale, B: tl.constexpr):  # type: ignore[no-untyped-def]
-    """E2M1 values [B, 16], and what one of each block is worth [B, 1]."""
+def _e2m1_value(q, x):  # type: ignore[no-untyped-def]
+    """The E2M1 value next to q, with the sign of x."""
+    total, magic, _ = _steps(q)
+    value = (total - magic).to(tl.int32, bitcast=True)
+    return (value | (x.to(tl.int32, bitcast=True) & -0x80000000)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _e2m1_code(q, x):  # type: ignore[no-untyped-def]
+    """Its code (int32): steps above zero, two more for every power of two that they are wider."""
+    total, magic, bits = _steps(q)
+    code = total.to(tl.int32, bitcast=True) - magic.to(tl.int32, bitcast=True) + ((bits >> 23) * 2 - 254)
+    return code | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
+
+
+@triton.jit
+def _nvfp4_quotients(blocks, scales, scale, B: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What is rounded to E2M1 [B, 16], and what one of each block is worth [B, 1]."""
     # The interpreter decodes the code of NaN as a number.
     unit = tl.where(scales == 0x7F, float("nan"), e4m3_decode(scales) * scale)[:, None]
-    return e2m1_round(_quotients(blocks, unit, scale, B)), unit
-
-
-@triton.jit
-def _code(value):  # type: ignore[no-untyped-def]
-    """E2M1 value -> its code (int32): numbers.e2m1_decode backwards."""
-    bits = (value * 1.1754943508222875e-38).to(tl.int32, bitcast=True)
-    return ((bits >> 22) & 7) | ((bits >> 28) & 8)
+    return _quotients(blocks, unit, scale, B), unit
 
 
 @triton.jit
@@ -111,10 +120,10 @@ def round_row(x, HOW: tl.constexpr, SIZE: tl.constexpr, ACT: tl.constexpr):  # t
         codes = e4m3_encode(blocks * power(254 - scale)[:, None])
         x = tl.reshape(e4m3_decode(codes) * power(scale)[:, None], (SIZE,))
     elif HOW == 4:
-        blocks = tl.reshape(finite(x), (SIZE // 16, 16))
+        blocks = tl.reshape(x, (SIZE // 16, 16))
         scales, scale = nvfp4_scales(blocks)
-        values, unit = nvfp4_values(blocks, scales, scale, SIZE // 16)
-        x = rounded(tl.reshape(values * unit, (SIZE,)), ACT)
+        q, unit = _nvfp4_quotients(blocks, scales, scale, SIZE // 16)
+        x = rounded(tl.reshape(_e2m1_value(q, blocks) * unit, (SIZE,)), ACT)
     return x
 
 
@@ -157,7 +166,7 @@ def _values_kernel(x_ptr, x_row, weight_ptr, eps, made_ptr, out_ptr, out_row,  #
 
 
 @triton.jit(do_not_specialize=["count"])
-def _pack_kernel(x_ptr, x_row, weight_ptr, eps, codes_ptr, scales_ptr, global_ptr, count,  # type: ignore[no-untyped-def]
+def _pack_kernel(x_ptr, x_row, weight_ptr, eps, made_ptr, codes_ptr, scales_ptr, global_ptr, count,  # type: ignore[no-untyped-def]
                  K: tl.constexpr, SIZE: tl.constexpr, NORM: tl.constexpr, SWIGLU: tl.constexpr,
                  IS_TILED: tl.constexpr):  # fmt: skip
     """Rows from `count` on are padding of the last tile of scales: zero."""
@@ -166,11 +175,14 @@ def _pack_kernel(x_ptr, x_row, weight_ptr, eps, codes_ptr, scales_ptr, global_pt
     act: tl.constexpr = x_ptr.dtype.element_ty
     source = tl.minimum(row, count - 1)
     x = _row(x_ptr, source, x_row, weight_ptr, eps, K, SIZE, NORM, SWIGLU, act)
-    blocks = tl.reshape(finite(x), (SIZE // 16, 16))
-    scales, scale = nvfp4_scales(blocks)
-    values, _ = nvfp4_values(blocks, scales, scale, SIZE // 16)
-    low, high = tl.split(tl.reshape(_code(values), (SIZE // 2, 2)))
     is_row = row < count
+    if made_ptr is not None:
+        c = tl.arange(0, SIZE)
+        tl.store(made_ptr + row * K + c, to_act(x, act), mask=is_row & (c < K))
+    blocks = tl.reshape(x, (SIZE // 16, 16))
+    scales, scale = nvfp4_scales(blocks)
+    q, _ = _nvfp4_quotients(blocks, scales, scale, SIZE // 16)
+    low, high = tl.split(tl.reshape(_e2m1_code(q, blocks), (SIZE // 2, 2)))
     tl.store(
         codes_ptr + row * (K // 2) + pair, (low | (high << 4)).to(tl.uint8), mask=is_row & (pair < K // 2)
     )
@@ -232,6 +244,7 @@ def _values(
     overlap: bool = False,
 ) -> None:
     rows, width = out.shape
+    assert weight is None or weight.is_contiguous(), weight.stride()
     if rows:
         size = _size(width, FP8_TILE)
         launch(
@@ -278,9 +291,12 @@ def pack(
     is_tiled: bool = False,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
+    normed: Tensor | None = None,
 ) -> Packed:
-    """x [T, K], K even, or its norm -> codes. `is_tiled`: scales in the 32_4_4 layout, padded with zeros."""
-    return _pack(x, x.shape[1], is_tiled, norm_weight, eps, is_swiglu=False)
+    """x [T, K], K even, or its norm, which goes to `normed` too if that is given -> codes. `is_tiled`: scales
+    in the 32_4_4 layout, padded with zeros."""
+    assert normed is None or (normed.shape == x.shape and normed.is_contiguous())
+    return _pack(x, x.shape[1], is_tiled, norm_weight, eps, is_swiglu=False, made=normed)
 
 
 def swiglu_pack(x: Tensor, weights: Tensor | None, limit: float, is_tiled: bool = False) -> Packed:
@@ -289,10 +305,17 @@ def swiglu_pack(x: Tensor, weights: Tensor | None, limit: float, is_tiled: bool 
 
 
 def _pack(
-    x: Tensor, width: int, is_tiled: bool, weight: Tensor | None, eps: float, is_swiglu: bool
+    x: Tensor,
+    width: int,
+    is_tiled: bool,
+    weight: Tensor | None,
+    eps: float,
+    is_swiglu: bool,
+    made: Tensor | None = None,
 ) -> Packed:
     rows = x.shape[0]
     assert x.stride(1) == 1 and width % 2 == 0, (x.shape, x.stride())
+    assert weight is None or weight.is_contiguous(), weight.stride()
     out = Packed.empty(rows, width, x.device, is_tiled)
     if rows:
         size = _size(width, 64)
@@ -305,6 +328,7 @@ def _pack(
             x_row=x.stride(0),
             weight_ptr=weight,
             eps=eps,
+            made_ptr=made,
             codes_ptr=out.codes,
             scales_ptr=out.scales,
             global_ptr=out.factor,

@@ -29,7 +29,17 @@ __device__ __forceinline__ uint4 stream(const uint4* p) {
     return v;
 }
 
-// Eight E2M1 codes of a word, spread so that FP16 numbers fall out by shift and mask; each is value * 2^-14.
+// Eight E2M1 codes of a word as FP16 pairs, each code's value over E2M1_UNIT. GPUs with an instruction for it have a pair in
+// a byte; for others the codes are spread so that numbers fall out by shift and mask (tiles.py lays them out for either).
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr float E2M1_UNIT = 1.f;
+__device__ __forceinline__ void e2m1(uint32_t w, uint32_t (&a)[4]) {
+    asm("{\n.reg .b8 b0, b1, b2, b3;\nmov.b32 {b0, b1, b2, b3}, %4;\n"
+        "cvt.rn.f16x2.e2m1x2 %0, b0;\ncvt.rn.f16x2.e2m1x2 %1, b1;\ncvt.rn.f16x2.e2m1x2 %2, b2;\ncvt.rn.f16x2.e2m1x2 %3, b3;\n}"
+        : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(w));
+}
+#else
+constexpr float E2M1_UNIT = 16384.f;
 __device__ __forceinline__ void e2m1(uint32_t w, uint32_t (&a)[4]) {
     a[0] = w & 0x8E008E00u;
     a[1] = (w << 3) & 0x8E008E00u;
@@ -37,6 +47,7 @@ __device__ __forceinline__ void e2m1(uint32_t w, uint32_t (&a)[4]) {
     a[2] = (w & 0x40384038u) * (64 + 2) & 0x8E008E00u;
     a[3] = (w & 0x20072007u) * (512 + 4) & 0x8E008E00u;
 }
+#endif
 
 __device__ __forceinline__ uint32_t e4m3x2(uint16_t codes) {
     uint32_t halves;

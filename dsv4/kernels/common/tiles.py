@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dsv4.errors import CheckpointError
+from dsv4.kernels.common import architectures
 from dsv4.quant.codec import e8m0_decode
 from dsv4.quant.formats import FP8_TILE, MX_BLOCK, NV_BLOCK, Format, QuantTensor
 
@@ -17,7 +18,8 @@ SCALES = {Format.NVFP4: 512, Format.MXFP4: 256, Format.FP8: 16, Format.BF16: 0}
 CODE = {Format.NVFP4: 0, Format.MXFP4: 1, Format.FP8: 2, Format.BF16: 3}
 # product_8.cuh: how far, in powers of two, a scale may lie below its row's largest, and the least of those.
 FP8_SPAN, FP8_LEAST = 16, 30
-# Where the three magnitude bits and the sign of a lane's four codes lie in each half of a word.
+# Where the three magnitude bits and the sign of a lane's four codes lie in each half of a word, for GPUs that
+# have no instruction for E2M1. Others want the two codes of a register in one byte (Tiled.is_plain).
 _MAGNITUDE, _SIGN = (9, 6, 3, 0), (15, 12, 14, 13)
 
 
@@ -26,7 +28,8 @@ class Tiled:
     """`count` matrices [N, K], or pairs of them (gate and up), each multiplied by its float32 `factor`.
 
     They follow one another in `data` and `scale`; or, with `places`, each lies that many bytes from where
-    `data` and `scale` begin, wherever that is (places.py).
+    `data` and `scale` begin, wherever that is (places.py). `is_plain`: FP4 codes lie two a byte, as GPUs want
+    them whose tensor cores or conversions take FP4; of any other format nothing.
     """
 
     format: Format
@@ -37,6 +40,7 @@ class Tiled:
     fits_bf16: bool = True
     fits_fp8: bool = True
     places: Tensor | None = None  # int64 [count]
+    is_plain: bool = False
 
     @property
     def count(self) -> int:
@@ -85,16 +89,29 @@ class Bank:
     w2: Tiled
 
 
+def is_plain_on(device: str | torch.device) -> bool:
+    """Whether kernels for this device read FP4 codes two a byte: the one place that chooses the layout."""
+    return architectures.ARCHITECTURES[architectures.capability(torch.device(device))].converts_fp4
+
+
 def empty(
-    format: Format, shape: tuple[int, int], count: int, halves: int, device: str | torch.device
+    format: Format,
+    shape: tuple[int, int],
+    count: int,
+    halves: int,
+    device: str | torch.device,
+    is_plain: bool | None = None,
 ) -> Tiled:
+    """`is_plain`: None for the layout of the device's kernels."""
     units, slices = -(-shape[0] // ROWS), -(-shape[1] // SLICE)
     lead = (count, units, slices, halves)
     return Tiled(
-        *(format, shape),
-        torch.empty(*lead, BRICK[format], dtype=torch.uint8, device=device),
-        torch.empty(*lead, SCALES[format], dtype=torch.uint8, device=device),
-        torch.empty(count, halves, dtype=torch.float32, device=device),
+        format=format,
+        shape=shape,
+        data=torch.empty(*lead, BRICK[format], dtype=torch.uint8, device=device),
+        scale=torch.empty(*lead, SCALES[format], dtype=torch.uint8, device=device),
+        factor=torch.empty(count, halves, dtype=torch.float32, device=device),
+        is_plain=is_plain_on(device) if is_plain is None else is_plain,
     )
 
 
@@ -128,7 +145,7 @@ def put(to: Tiled, index: int, half: int, weight: QuantTensor) -> Fits:
     assert weight.format is to.format and weight.shape == to.shape, (weight.format, weight.shape, to.shape)
     if weight.shape[1] % 4:
         raise CheckpointError(f"a weight of {weight.shape[1]} columns: the GPU kernels need a multiple of 4")
-    to.data[index, :, :, half] = _data(weight, to.units, to.slices)
+    to.data[index, :, :, half] = _data(weight, to.units, to.slices, to.is_plain)
     to.factor[index, half] = weight.global_scale
     if weight.format is Format.BF16:
         return Fits()
@@ -155,7 +172,7 @@ def _padded(x: Tensor, rows: int, cols: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, cols - x.shape[1], 0, rows - x.shape[0]))
 
 
-def _data(weight: QuantTensor, units: int, slices: int) -> Tensor:
+def _data(weight: QuantTensor, units: int, slices: int, is_plain: bool) -> Tensor:
     """[units, slices, brick] bytes. A lane is (g, t): rows g and g+8, columns 4t .. 4t+3 of every 16."""
     if weight.format is Format.BF16:
         plain = _padded(weight.data.view(torch.int16), units * ROWS, slices * SLICE)
@@ -172,6 +189,8 @@ def _data(weight: QuantTensor, units: int, slices: int) -> Tensor:
     # each sixteen, or with NVFP4 one sixteen, which has one scale.
     lanes = (5, 6) if weight.format is Format.NVFP4 else (6, 5)
     parts = packed.view(units, 2, 8, slices, 8, 4, 4, 2).permute(0, 3, 4, 2, *lanes, 7, 1)
+    if is_plain:
+        return parts.contiguous().view(units, slices, -1)
     words = torch.zeros(parts.shape[:-2], dtype=torch.int32, device=packed.device)
     for pair in range(2):
         for half in range(2):
@@ -207,21 +226,24 @@ def _scales(weight: QuantTensor, units: int, slices: int) -> tuple[Tensor, bool]
 def codes_of(weight: Tiled) -> tuple[Tensor, Tensor]:
     """The codes [count, halves, N, K/2] and scales [count, halves, N, K/16] that NVFP4 tiles were made of.
 
-    For tests and for reading: prefill.unpack does it on a GPU.
+    For tests and for reading.
     """
     assert weight.format is Format.NVFP4
     (n, k), lead = weight.shape, (weight.count, weight.units, weight.slices, weight.halves)
-    words = weight.data.contiguous().view(torch.int32).view(*lead, 8, 8, 4, 4)  # sixty-four, g, t, four
-    bytes_ = torch.zeros(
-        *words.shape, 2, 2, dtype=torch.uint8, device=words.device
-    )  # pair of columns, row half
-    for pair in range(2):
-        for half in range(2):
-            for column in range(2):
-                register = half + 2 * pair
-                code = (words >> (_MAGNITUDE[register] + 16 * column)) & 7
-                code |= ((words >> (_SIGN[register] + 16 * column)) & 1) << 3
-                bytes_[..., pair, half] |= (code << (4 * column)).to(torch.uint8)
+    # sixty-four, g, t, four, pair of columns, row half
+    shape = (*lead, 8, 8, 4, 4, 2, 2)
+    if weight.is_plain:
+        bytes_ = weight.data.view(shape)
+    else:
+        words = weight.data.contiguous().view(torch.int32).view(shape[:-2])
+        bytes_ = torch.zeros(shape, dtype=torch.uint8, device=words.device)
+        for pair in range(2):
+            for half in range(2):
+                for column in range(2):
+                    register = half + 2 * pair
+                    code = (words >> (_MAGNITUDE[register] + 16 * column)) & 7
+                    code |= ((words >> (_SIGN[register] + 16 * column)) & 1) << 3
+                    bytes_[..., pair, half] |= (code << (4 * column)).to(torch.uint8)
     # count, half of a pair, unit, row half, g, slice, sixty-four, sixteen, four, pair of columns
     codes = bytes_.permute(0, 3, 1, 9, 5, 2, 4, 6, 7, 8).reshape(
         weight.count, weight.halves, -1, weight.slices * 256

@@ -82,7 +82,7 @@ __device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], 
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
 }
 
-// One load of each of several NVFP4 bricks, which meet the same x: 64 columns. Code (as value * 2^-14) times E4M3 scale is exact
+// One load of each of several NVFP4 bricks, which meet the same x: 64 columns. Code (as e2m1 gives it) times E4M3 scale is exact
 // in FP16, so the scale goes into the weight. `x` is this lane's place in its slice of x.
 template <int BRICKS>
 __device__ __forceinline__ void multiply_nvfp4(const uint4 (&w)[BRICKS], int load, const uint2* x, const Scales<NVFP4> (&s)[BRICKS],
@@ -356,7 +356,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
 
     // What the sums of a turn need: column i's routing weight in lane i, half a warp's factor.
     const float routing = s.routed == 1 && place >= 0 ? __ldcg(p.weights + place) : 1.f;
-    const float factor = __ldg(s.factor + expert * halves + (halves == 2 ? lane >> 4 : 0)) * (F <= MXFP4 ? 16384.f : 1.f);
+    const float factor = __ldg(s.factor + expert * halves + (halves == 2 ? lane >> 4 : 0)) * (F <= MXFP4 ? E2M1_UNIT : 1.f);
     const auto row_of = [&](int at) {
         return s.routed == 2 ? (size_t)(at / p.choices) * (p.choices + 1) + at % p.choices : (size_t)at;
     };

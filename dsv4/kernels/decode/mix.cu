@@ -183,6 +183,7 @@ template <typename Act> __global__ void __launch_bounds__(THREADS) close_kernel(
     }
 #pragma unroll
     for (int i = 0; i < MAX_ITEMS; ++i) {
+        if (i * THREADS * ITEM >= p.d) break;   // a whole row's width, so for all threads
         if (p.how == A4) round_a4(y[i].v, top);
         else round_a8(y[i].v);
         if ((tid + i * THREADS) * ITEM < p.d) write(p.x_in + (size_t)row * p.d + (tid + i * THREADS) * ITEM, y[i]);

@@ -1,11 +1,9 @@
 """Prompts: products of NVFP4 rows with NVFP4 weights, codes on both sides; of one weight or chosen experts.
 
 One kernel with two inner loops: tensor cores that multiply FP4 (Blackwell), or decoding to BF16, in which a
-code times its block scale is exact. Global scales enter after the sum, before anything that is not linear.
+code times its block scale is exact. Weights are read from the tiles of the decode step (`Tiled.is_plain`), so
+nothing is held twice. Global scales enter after the sum, before anything that is not linear.
 """
-
-from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -14,30 +12,24 @@ from torch import Tensor
 
 from dsv4.kernels.common import architectures
 from dsv4.kernels.common.architectures import ARCHITECTURES
-from dsv4.kernels.common.numbers import e2m1_decode, e4m3_decode
+from dsv4.kernels.common.numbers import INTERPRETED, e2m1_decode, e4m3_decode
 from dsv4.kernels.common.quantize import Packed
 from dsv4.kernels.common.tiles import Tiled
-from dsv4.kernels.prefill.unpack import unpack_codes
+from dsv4.kernels.prefill.product import CAPS, Sorted, cap_for
 from dsv4.quant.formats import NV_BLOCK, Format
 
-# Rows, columns and depth of a tile, warps, stages; tensor memory (sm_100) takes 128 rows at a time.
-TILE = {
-    90: (64, 128, 128, 8, 2),
-    100: (128, 128, 256, 4, 3),
-    120: (64, 128, 128, 4, 3),
+# Rows of the weight, depth, warps and stages of a tile, by its rows of x. The weight is the tensor core's
+# left operand (on sm_100 that takes 128 rows at a time): few rows of x make a narrow tile, not an empty one.
+Tile = tuple[int, int, int, int]
+TILE: dict[int, dict[int, Tile]] = {
+    90: dict.fromkeys(CAPS, (128, 128, 8, 2)),
+    100: dict.fromkeys(CAPS, (128, 256, 4, 3)),
+    120: dict.fromkeys(CAPS, (128, 128, 4, 3)) | {128: (128, 128, 8, 3)},
 }
+MAX_ROWS = CAPS[-1]
 # Triton versions whose code for tl.dot_scaled was read, and for which GPUs. Codes lie along K, so that the
 # fault of 3.8.0 on sm_120 (codes along M or N) does not show; 3.6 stops with an assertion for sm_121.
 SCALED = {"3.6": (100, 103, 120)}
-
-
-@dataclass(frozen=True)
-class Codes:
-    """Matrices [N, K] of NVFP4, row-major, or pairs of them (gate and up) one above the other."""
-
-    codes: Tensor  # uint8 [count, halves * N, K/2]
-    scales: Tensor  # uint8 [count, halves * N, K/16]
-    factor: Tensor  # float32 [count, halves]
 
 
 def uses_tensor_cores(capability: int, version: str = triton.__version__) -> tuple[bool, str]:
@@ -54,6 +46,19 @@ def uses_tensor_cores(capability: int, version: str = triton.__version__) -> tup
     return True, f"FP4 tensor cores, {gpu.fp4.split('.')[0]}"
 
 
+def serves(x: Tensor, weight: object, activations: str) -> bool:
+    """Whether x times this weight is a product of this file: rows of NVFP4 with tiles of NVFP4, where tensor
+    cores multiply the codes."""
+    return (
+        activations == "a4"
+        and x.dtype == torch.bfloat16
+        and isinstance(weight, Tiled)
+        and weight.format is Format.NVFP4
+        and weight.shape[1] % NV_BLOCK == 0
+        and uses_tensor_cores(architectures.capability(x.device))[0]
+    )
+
+
 @triton.jit
 def _values(codes, scales, ROWS: tl.constexpr, BK: tl.constexpr):  # type: ignore[no-untyped-def]
     """codes [ROWS, BK/2], scales [ROWS, BK/16], uint8 -> BF16 [ROWS, BK], exact."""
@@ -63,110 +68,125 @@ def _values(codes, scales, ROWS: tl.constexpr, BK: tl.constexpr):  # type: ignor
     return tl.reshape(blocks, (ROWS, BK)).to(tl.bfloat16)
 
 
-@triton.jit(do_not_specialize=["rows", "first"], do_not_specialize_on_alignment=["tiles", "tokens", "places"])
-def _fp4_kernel(x_codes, x_scales, x_factor, w_codes, w_scales, w_factor, y, tiles, tokens, places,  # type: ignore[no-untyped-def]
-                rows, first, cols, depth, y_row, HALVES: tl.constexpr, IS_SCALED: tl.constexpr,
+@triton.jit
+def _weight(data, scale, brick, k, BN: tl.constexpr, BK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Columns k .. k+BK-1 of the 16 rows of each of `brick` [BN/16], the slice with k in it: codes [BN, BK/2]
+    and scales [BN, BK/16]. A brick is 64 columns after 64 columns, of 512 bytes each: row g, block t of 16,
+    four columns, two columns, row g or g + 8 (tiles.py)."""
+    units: tl.constexpr = BN // 16
+    loads: tl.constexpr = BK // 64
+    first = k % 512 // 64
+    at = data + brick.to(tl.int64)[:, None] * 4096 + first * 512 + tl.arange(0, loads * 512)[None, :]
+    codes = tl.reshape(tl.load(at), (units, loads, 8, 4, 4, 2, 2))
+    codes = tl.reshape(tl.permute(codes, (0, 6, 2, 1, 3, 4, 5)), (BN, BK // 2))
+    # Scales: row g, block t of 64 columns, which 64, row g or g + 8.
+    lane, place = tl.arange(0, 32), tl.arange(0, 2 * loads)
+    at = scale + brick.to(tl.int64)[:, None, None] * 512 + first * 2 + lane[None, :, None] * 16
+    scales = tl.reshape(tl.load(at + place[None, None, :]), (units, 8, 4, loads, 2))
+    return codes, tl.reshape(tl.permute(scales, (0, 4, 1, 3, 2)), (BN, BK // 16))
+
+
+@triton.jit(do_not_specialize=["rows", "choices"], do_not_specialize_on_alignment=["tiles", "pairs", "homes"])
+def _fp4_kernel(x_codes, x_scales, x_factor, data, scale, factor, homes, y, tiles, counts, pairs,  # type: ignore[no-untyped-def]
+                rows, choices, cols, depth, x_row, units, slices, y_row, HALVES: tl.constexpr,
+                GATHERS: tl.constexpr, SCATTERS: tl.constexpr, IS_SCALED: tl.constexpr,
                 BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """y[places[p]] = x[tokens[p]] times p's matrix, transposed."""
+    """y[p] = x[p] times p's matrix, transposed. GATHERS: x of p's token; SCATTERS: to y of p's pair."""
     tile = tl.program_id(0)
-    matrix, start, stop = first, tile * BM, rows
-    if tiles is not None:  # matrix, first row, the row after its last
-        matrix = tl.load(tiles + tile * 3)
-        start, stop = tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
+    matrix, start, stop = 0, tile * BM, rows
+    if tiles is not None:  # expert, first row, rows; pairs of -1 pad an expert's rows
+        if tile >= tl.load(counts):
+            return
+        matrix, start = tl.load(tiles + tile * 4), tl.load(tiles + tile * 4 + 1)
+        stop = start + tl.load(tiles + tile * 4 + 2)
     row = start + tl.arange(0, BM)
-    col = tl.program_id(1) * BN + tl.arange(0, BN)
-    pair, block = tl.arange(0, BK // 2), tl.arange(0, BK // 16)
-    # Rows and columns beyond the end read the last one: their results are not stored.
-    token = tl.minimum(row, stop - 1)
+    is_row = row < stop
+    source = tl.minimum(row, stop - 1)  # rows beyond the end read the last one: their results are not stored
     place = row
-    if tokens is not None:
-        token = tl.load(tokens + token)
-    if places is not None:
-        place = tl.load(places + tl.minimum(row, stop - 1))
-    x_at = token.to(tl.int64) * depth
-    w_at = ((matrix - first).to(tl.int64) * cols + tl.minimum(col, cols - 1)) * depth
-    total = tl.zeros((BM, BN), tl.float32)
+    if pairs is not None:
+        pair = tl.load(pairs + source)
+        is_row = is_row & (pair >= 0)
+        if GATHERS:
+            source = tl.maximum(pair, 0) // choices
+        if SCATTERS:
+            place = pair
+    # A program has rows of one half of a pair; their units are neighbours in y, not in memory.
+    per_half = tl.cdiv(units, BN // 16)
+    half, first_unit = tl.program_id(1) // per_half, tl.program_id(1) % per_half * (BN // 16)
+    unit = tl.minimum(first_unit + tl.arange(0, BN // 16), units - 1)
+    if homes is None:
+        unit += matrix * units
+    else:
+        data += tl.load(homes + matrix)
+        scale += tl.load(homes + matrix)
+    pair_of, block = tl.arange(0, BK // 2), tl.arange(0, BK // 16)
+    x_at = source.to(tl.int64)[:, None] * x_row
+    total = tl.zeros((BN, BM), tl.float32)
     for k in range(0, depth, BK):
-        has_pair, has_block = (pair < (depth - k) // 2)[None, :], (block < (depth - k) // 16)[None, :]
-        a = tl.load(x_codes + (x_at[:, None] + k) // 2 + pair[None, :], mask=has_pair, other=0)
-        b = tl.load(w_codes + (w_at[:, None] + k) // 2 + pair[None, :], mask=has_pair, other=0)
-        a_scale = tl.load(x_scales + (x_at[:, None] + k) // 16 + block[None, :], mask=has_block, other=0)
-        b_scale = tl.load(w_scales + (w_at[:, None] + k) // 16 + block[None, :], mask=has_block, other=0)
+        has_pair, has_block = (pair_of < (depth - k) // 2)[None, :], (block < (depth - k) // 16)[None, :]
+        b = tl.load(x_codes + x_at + k // 2 + pair_of[None, :], mask=has_pair, other=0)
+        b_scale = tl.load(x_scales + x_at // 8 + k // 16 + block[None, :], mask=has_block, other=0)
+        brick = (unit * slices + k // 512) * HALVES + half
+        a, a_scale = _weight(data, scale, brick, k, BN, BK)
         if IS_SCALED:
             left, right = a_scale.to(tl.float8e4nv, bitcast=True), b_scale.to(tl.float8e4nv, bitcast=True)
             total = tl.dot_scaled(a, left, "e2m1", b.T, right, "e2m1", total)
         else:
-            total = tl.dot(_values(a, a_scale, BM, BK), tl.trans(_values(b, b_scale, BN, BK)), total)
-    half = tl.minimum(col, cols - 1) // (cols // HALVES)
-    factor = tl.load(w_factor + matrix * HALVES + half)
-    total *= tl.load(x_factor + token)[:, None] * factor[None, :]
-    at = place.to(tl.int64)[:, None] * y_row + col[None, :]
-    tl.store(y + at, total.to(y.dtype.element_ty), mask=(row < stop)[:, None] & (col < cols)[None, :])
-
-
-def row_tile(device: torch.device) -> int:
-    """Rows of a tile, for whoever cuts the experts' rows into tiles."""
-    return TILE[architectures.capability(device) // 10 * 10][0]
-
-
-def serves(weights: Iterable[object], device: torch.device) -> bool:
-    """Whether products of NVFP4 rows with these go this way: where tensor cores multiply the codes."""
-    if device.type != "cuda" or not uses_tensor_cores(architectures.capability(device))[0]:
-        return False
-    return all(
-        isinstance(w, Tiled) and w.format is Format.NVFP4 and not w.shape[1] % NV_BLOCK for w in weights
-    )
-
-
-def codes_of(weight: Tiled) -> Codes:
-    """A weight's tiles as rows of codes, in scratch."""
-    lead, k = (weight.count, weight.halves * weight.shape[0]), weight.shape[1]
-    codes = torch.empty(*lead, k // 2, dtype=torch.uint8, device=weight.data.device)
-    scales = torch.empty(*lead, k // NV_BLOCK, dtype=torch.uint8, device=weight.data.device)
-    unpack_codes(weight, codes, scales)
-    return Codes(codes, scales, weight.factor)
+            total = tl.dot(_values(a, a_scale, BN, BK), tl.trans(_values(b, b_scale, BM, BK)), total)
+    total *= tl.load(factor + matrix * HALVES + half) * tl.load(x_factor + source)[None, :]
+    col = first_unit * 16 + tl.arange(0, BN)
+    at = place.to(tl.int64)[:, None] * y_row + half * cols + col[None, :]
+    tl.store(y + at, tl.trans(total).to(y.dtype.element_ty), mask=is_row[:, None] & (col < cols)[None, :])
 
 
 def product(
     x: Packed,
-    w: Codes,
+    weight: Tiled,
     y: Tensor,
-    tiles: Tensor | None = None,
-    tokens: Tensor | None = None,
-    places: Tensor | None = None,
-    first: int = 0,
+    by: Sorted | None = None,
+    gathers: bool = False,
+    scatters: bool = False,
 ) -> None:
-    """x [T, K] times w [N, K] -> y [T, N] of any type; scales of x plain.
+    """x [T, K] times weight [N, K] -> y [T, halves * N] of any type; scales of x plain.
 
-    With `tiles` [n, 3] int32 (matrix, first row, the row after its last), w has matrices first, first+1, ...
-    and w.factor those of all. Row p reads x[tokens[p]] and writes y[places[p]] (None: p).
+    With `by`, x and y have its rows, each multiplied by its expert's matrix; or x those of its tokens
+    (`gathers`), or y those of its pairs (`scatters`).
     """
-    cols, depth = w.codes.shape[1], 2 * w.codes.shape[2]
+    (cols, depth), halves = weight.shape, weight.halves
     assert x.scales.dim() == 2 and x.codes.shape[1] * 2 == depth and depth % NV_BLOCK == 0, x.codes.shape
-    assert y.stride(1) == 1 and y.shape[1] == cols and (tiles is not None or len(w.codes) == 1), y.shape
+    assert y.stride(1) == 1 and y.shape[1] == halves * cols and weight.is_plain, (y.shape, weight.is_plain)
+    assert (by is not None or weight.count == 1) and (by is None or by.cap in CAPS), weight.count
     if not y.numel():
         return
     capability = architectures.capability(y.device)
-    bm, bn, bk, warps, stages = TILE[capability // 10 * 10]
-    _fp4_kernel[(triton.cdiv(y.shape[0], bm) if tiles is None else len(tiles), triton.cdiv(cols, bn))](
+    cap = cap_for(y.shape[0]) if by is None else by.cap
+    bn, bk, warps, stages = TILE[capability // 10 * 10][cap]
+    num_tiles = triton.cdiv(y.shape[0], cap) if by is None else by.tiles.shape[0]
+    _fp4_kernel[(num_tiles, halves * triton.cdiv(weight.units, bn // 16))](
         x_codes=x.codes,
         x_scales=x.scales,
         x_factor=x.factor,
-        w_codes=w.codes,
-        w_scales=w.scales,
-        w_factor=w.factor,
+        data=weight.data,
+        scale=weight.scale,
+        factor=weight.factor,
+        homes=weight.places,
         y=y,
-        tiles=tiles,
-        tokens=tokens,
-        places=places,
+        tiles=None if by is None else by.tiles,
+        counts=None if by is None else by.counts,
+        pairs=None if by is None else by.pairs,
         rows=y.shape[0],
-        first=first,
+        choices=1 if by is None else by.choices,
         cols=cols,
         depth=depth,
+        x_row=depth // 2,
+        units=weight.units,
+        slices=weight.slices,
         y_row=y.stride(0),
-        HALVES=w.factor.shape[1],
-        IS_SCALED=uses_tensor_cores(capability)[0],
-        BM=bm,
+        HALVES=halves,
+        GATHERS=gathers,
+        SCATTERS=scatters,
+        IS_SCALED=uses_tensor_cores(capability)[0] and not INTERPRETED,
+        BM=cap,
         BN=bn,
         BK=bk,
         num_warps=warps,

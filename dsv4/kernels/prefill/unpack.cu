@@ -46,11 +46,11 @@ __device__ __forceinline__ void unpack_brick(const Segment& s, int64_t brick, Ou
             float low = 1.f, high = 1.f;
             if constexpr (F == NVFP4) {
                 const float2 pair = e4m3_pair(scales.word[load >> 1], load & 1);
-                low = 16384.f * pair.x; high = 16384.f * pair.y;
+                low = E2M1_UNIT * pair.x; high = E2M1_UNIT * pair.y;
                 e2m1(words[j], a);
             } else if constexpr (F == MXFP4) {
                 const uint32_t v = __shfl_sync(~0u, scales.word[load & 1], (lane & ~3) | (load >> 1));
-                low = 16384.f * e8m0((v >> (j / 2 * 8)) & 255); high = 16384.f * e8m0((v >> (16 + j / 2 * 8)) & 255);
+                low = E2M1_UNIT * e8m0((v >> (j / 2 * 8)) & 255); high = E2M1_UNIT * e8m0((v >> (16 + j / 2 * 8)) & 255);
                 e2m1(words[j], a);
             } else if constexpr (F == FP8) {
                 low = high = __uint_as_float(scales.word[load >> 2]);
@@ -93,45 +93,6 @@ __global__ void unpack_kernel(const __grid_constant__ Segment s, Out* y, int64_t
         case MXFP4: unpack_brick<MXFP4>(s, brick, y, lane); break;
         case FP8: unpack_brick<FP8>(s, brick, y, lane); break;
         case BF16: unpack_brick<BF16>(s, brick, y, lane); break;
-    }
-}
-
-// NVFP4 as FP4 tensor cores read it: rows of codes, two a byte, and rows of block scales. K is a multiple of 16.
-__global__ void codes_kernel(const __grid_constant__ Segment s, uint8_t* codes, uint8_t* scales, int64_t bricks) {
-    wait_for_prerequisites();
-    const int64_t brick = (int64_t)blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
-    if (brick >= bricks) return;
-    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    const int h = brick % s.halves, slice = brick / s.halves % s.slices;
-    const int64_t unit = brick / s.halves / s.slices, matrix = unit / s.units;
-    Scales<NVFP4> held;
-    held.load(s.scale + brick * Brick<NVFP4>::SCALE, lane);
-    const uint4* data = s.data + brick * (Brick<NVFP4>::LOADS * 32) + lane;
-#pragma unroll
-    for (int load = 0; load < Brick<NVFP4>::LOADS; ++load) {
-        const uint4 w = stream(data + load * 32);
-        const uint32_t words[4] = {w.x, w.y, w.z, w.w};
-        uint32_t rows[2][2] = {};   // sixteen codes of rows g and g+8
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            uint32_t a[4];
-            e2m1(words[j], a);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {   // register i: row i % 2, columns 2 * (i / 2) and the next
-                const uint32_t low = (a[i] >> 9 & 7) | (a[i] >> 12 & 8), high = (a[i] >> 25 & 7) | (a[i] >> 28 & 8);
-                rows[i & 1][j >> 1] |= (low | high << 4) << ((j & 1) * 16 + (i >> 1) * 8);
-            }
-        }
-        const int k = slice * SLICE + load * 64 + 16 * t;
-        const uint32_t pair = held.word[load >> 1] >> (load & 1) * 16;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const int n = unit % s.units * 16 + g + 8 * r;
-            if (n >= s.n || k >= s.k) continue;
-            const int64_t row = (matrix * s.halves + h) * s.n + n;
-            *reinterpret_cast<uint2*>(codes + (row * s.k + k) / 2) = make_uint2(rows[r][0], rows[r][1]);
-            scales[(row * s.k + k) / 16] = (uint8_t)(r ? pair >> 8 : pair);
-        }
     }
 }
 

@@ -8,7 +8,6 @@ from torch import Tensor
 from dsv4.kernels.common.build import call
 from dsv4.kernels.common.tiles import Tiled
 from dsv4.kernels.decode.matvec import segment_of
-from dsv4.quant.formats import NV_BLOCK, Format
 
 
 def unpack(weight: Tiled, out: Tensor) -> None:
@@ -26,29 +25,6 @@ def unpack(weight: Tiled, out: Tensor) -> None:
         out.device,
         segment_of(weight),
         out,
-        ctypes.c_int64(bricks),
-        blocks=-(-bricks // 4),
-        threads=128,
-    )
-
-
-def unpack_codes(weight: Tiled, codes: Tensor, scales: Tensor) -> None:
-    """NVFP4 without factor, row-major: codes [count * halves * N, K/2], E4M3 scales [..., K/16], uint8."""
-    rows, k = weight.count * weight.halves * weight.shape[0], weight.shape[1]
-    assert weight.format is Format.NVFP4 and k % NV_BLOCK == 0, (weight.format, weight.shape)
-    assert codes.numel() == rows * k // 2 and scales.numel() == rows * k // NV_BLOCK, (
-        codes.shape,
-        scales.shape,
-    )
-    assert codes.is_contiguous() and scales.is_contiguous() and weight.data.is_contiguous()
-    bricks = weight.count * weight.units * weight.slices * weight.halves
-    call(
-        "unpack",
-        "codes_kernel",
-        codes.device,
-        segment_of(weight),
-        codes,
-        scales,
         ctypes.c_int64(bricks),
         blocks=-(-bricks // 4),
         threads=128,

@@ -102,6 +102,7 @@ def speeds(
         dtype=settings.dtype,
         graph_rows=graph_rows(batch),
         chunk=settings.chunk,
+        activations=bundle.numerics.activations,
         unpacks=unpacks_weights(settings.dtype, torch.cuda.get_device_capability()),
         spills=placement is not None,
     )

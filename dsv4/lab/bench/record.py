@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 import dsv4
+from dsv4.device import driver
 from dsv4.errors import ConfigError
-from dsv4.lab.doctor.machine import driver
 
 ROOT = Path(dsv4.__file__).parents[1]
 

@@ -44,6 +44,7 @@ class Subject:
     checkpoint: Checkpoint | None = None
     routing: str | None = None  # law of a synthetic router (lab/routing.py)
     ranks: int = 1  # of a synthetic model: the share of one of so many is measured
+    activations: Activations = "a16"
 
     @property
     def is_whole(self) -> bool:
@@ -81,13 +82,12 @@ class Subject:
         device: torch.device,
         progress: Progress | None = None,
         split: Split | None = None,
-        activations: Activations = "a16",
     ) -> Bundle:
         """The weights with the GPU backend of every op."""
         ops = Ops.choose("cuda", **dict.fromkeys(IMPLEMENTATIONS, "gpu"))
         mesh = Mesh() if self.ranks == 1 else Mesh(0, self.ranks, Echo(self.ranks))
-        weights = self.load(device, progress, split)
-        return Bundle(self.config, weights, ops, Numerics(DTYPE, activations, True), mesh)
+        weights, numerics = self.load(device, progress, split), Numerics(DTYPE, self.activations, qat=True)
+        return Bundle(self.config, weights, ops, numerics, mesh)
 
     def split(self, spill: str, others: int, free: int) -> Split | None:
         """How experts are divided when `others` bytes beside the weights are needed; None: all on the GPU."""
@@ -116,7 +116,7 @@ class Subject:
         c = self.config
         return {
             **{"model": self.title, "is_synthetic": self.checkpoint is None, "layout": self.layout},
-            **{"layers": c.num_layers, "experts": c.num_experts},
+            **{"layers": c.num_layers, "experts": c.num_experts, "activations": self.activations},
             **({} if self.routing is None else {"routing": self.routing}),
         }
 

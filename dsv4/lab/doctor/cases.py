@@ -101,6 +101,9 @@ def _linear(r: _Random, dtype: torch.dtype) -> list[Case]:
     out.append(Case("linear", "grouped", "two groups", (r(5, 2, 128).to(dtype), groups)))
     table = encode_weight(r(50, 64), Format.BF16)  # rows to look up: no backend holds it otherwise
     out.append(Case("linear", "embed", "rows", (torch.tensor([0, 49, 7, 7]), table, dtype)))
+    # NVFP4 on both sides, which some tensor cores multiply as it is.
+    both = (r(9, 256).to(dtype), _weight(r(128, 256) * 0.1, Format.NVFP4), "a4")
+    out.append(Case("linear", "linear", "nvfp4 a4", both, rounds=True))
     return out
 
 

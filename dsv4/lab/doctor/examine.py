@@ -7,10 +7,12 @@ import torch
 
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.engine.engine import Engine
+from dsv4.engine.proof import describe
 from dsv4.engine.settings import DEFAULT_CONTEXT
 from dsv4.errors import CheckpointError, Dsv4Error
 from dsv4.lab.doctor.exact import examine_exact
-from dsv4.lab.doctor.findings import Finding
+from dsv4.lab.doctor.findings import Finding, passed
+from dsv4.lab.doctor.first import conclude
 from dsv4.lab.doctor.machine import examine_machine
 from dsv4.lab.doctor.ops import examine_ops
 from dsv4.lab.doctor.selftest import examine_behaviour, examine_engine
@@ -32,7 +34,11 @@ def examine(model: Path | None, full: bool = False, progress: Progress | None = 
     folder = model if model is None or model.is_dir() else model.parent
     yield from examine_machine(folder)
     yield from examine_exact(ModelConfig.load(embedded()), 1, DEFAULT_CONTEXT)
-    yield from examine_ops()
+    found = examine_ops()
+    yield from found
+    if torch.cuda.is_available() and passed(found):
+        # An engine asks for that on a GPU that nobody has measured.
+        conclude(describe(torch.device("cuda")), found)
     yield examine_engine("cpu")
     if torch.cuda.is_available():
         yield examine_engine("cuda")

@@ -21,6 +21,7 @@ FINGERPRINTS: dict[str, list[float]] = {
     "linear.linear nvfp4 1 rows": [5.974844, 0.8639091],
     "linear.linear nvfp4 9 rows": [18.92982, 1.97828],
     "linear.linear nvfp4 a8": [11.16694, -12.47543],
+    "linear.linear nvfp4 a4": [18.81488, 17.48865],
     "linear.grouped two groups": [9.594507, 5.067808],
     "linear.embed rows": [9.077568, 8.754631],
     "experts.ffn shared": [2307.109, -1263.353],

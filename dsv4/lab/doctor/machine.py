@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from dsv4.device import available_memory
+from dsv4.device import available_memory, driver
 from dsv4.errors import DeviceError
 from dsv4.kernels.common.build import compiler
 from dsv4.lab.doctor.findings import Finding
@@ -64,18 +64,6 @@ def _library(name: str, least: str, below: str | None) -> Finding:
     if _numbers(found) < _numbers(least) or (below and _numbers(found) >= _numbers(below)):
         return _finding(name, "fail", f"{found}, expected {wanted}", f"pip install '{wanted}'")
     return _finding(name, "ok", found)
-
-
-def driver() -> str:
-    try:
-        first = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
-    except (OSError, IndexError):
-        return "driver unknown"
-    return next((f"driver {word}" for word in first.split() if _is_version(word)), "driver unknown")
-
-
-def _is_version(word: str) -> bool:
-    return word.count(".") >= 1 and word.replace(".", "").isdigit()
 
 
 def _gpu() -> Finding:

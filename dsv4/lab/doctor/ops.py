@@ -21,14 +21,18 @@ def examine_ops() -> list[Finding]:
     """The reference on the CPU first; then, on a GPU, every backend of the table, chosen there or not."""
     out = [_reference(op) for op in IMPLEMENTATIONS]
     if torch.cuda.is_available():
-        pairs = [(op, backend) for op, backends in IMPLEMENTATIONS.items() for backend in backends]
-        out += [backend_finding(op, backend, "cuda") for op, backend in pairs]
+        out += examine_gpu()
     else:
         others = [f"{op}.{b}" for op, backends in IMPLEMENTATIONS.items() for b in backends if b != "ref"]
         if others:
             text = f"no GPU: not examined: {', '.join(others)}"
             out.append(Finding("ops", "gpu backends", "note", text))
     return out
+
+
+def examine_gpu() -> list[Finding]:
+    pairs = [(op, backend) for op, backends in IMPLEMENTATIONS.items() for backend in backends]
+    return [backend_finding(op, backend, "cuda") for op, backend in pairs]
 
 
 def outputs(result: Any) -> list[Tensor]:

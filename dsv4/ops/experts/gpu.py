@@ -1,8 +1,8 @@
 """Experts of prompts: pairs of token and choice sorted by expert, then many experts in one launch.
 
-BF16 on Hopper: all of it on the device, without a wait (product.cuh). Else, float32 among it, by Triton, a
-few experts unpacked at a time; there the counts come to the host once, so that experts nobody
-chose cost nothing.
+BF16 on Hopper (product.cuh), and NVFP4 where tensor cores multiply it (fp4.py): all of it on the device,
+without a wait. Else, float32 among it, by Triton, a few experts unpacked at a time; there the counts come to
+the host once, so that experts nobody chose cost nothing.
 """
 
 from typing import Any
@@ -10,31 +10,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.kernels.prefill import dense
+from dsv4.kernels.common import quantize
+from dsv4.kernels.prefill import dense, fp4
 from dsv4.kernels.prefill import experts as kernels
 from dsv4.kernels.prefill import product as prompts
 from dsv4.ops.experts.ref import Expert
-from dsv4.ops.linear.gpu import hold, round_input
+from dsv4.ops.linear.gpu import Prepared, hold, prepared, round_input
 
-__all__ = ["ffn", "hold", "routed"]
+__all__ = ["ffn", "hold", "never_waits", "routed"]
 
 # Experts whose weights are unpacked together: 16 of Flash's gate+up take 512 MiB.
 GROUP = 16
+
+
+def never_waits(x: Tensor, experts: Any, activations: str) -> bool:
+    """Whether `ffn` and `routed` ask the device nothing, so that a graph can hold them. Of x, its type."""
+    weights = [getattr(experts, name, None) for name in ("w13", "w2")]
+    return all(fp4.serves(x, w, activations) or prompts.serves(x, w) for w in weights)
 
 
 def ffn(
     x: Tensor, expert: Expert, limit: float, activations: str, weight: Tensor | None = None, parts: int = 1
 ) -> Tensor:
     """`expert` may also be a bank of one. One part, of x's type."""
-    count = x.shape[0]
-    if not count:
-        return torch.empty_like(x).unsqueeze(1)
-    if prompts.serves(x, getattr(expert, "w13", None)):
-        return _shared(x, expert, limit, activations, weight).unsqueeze(1)
-    tokens = torch.arange(count, dtype=torch.int32, device=x.device)
+    ready = prepared(x)
+    x, bank = ready.like, getattr(expert, "w13", None)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    experts = expert if hasattr(expert, "w13") else [expert]
-    _run(x, y, experts, [count], tokens, None, weight, limit, activations)
+    if not len(y):
+        return y.unsqueeze(1)
+    if fp4.serves(x, bank, activations):
+        _codes(ready, y, expert, limit, None if weight is None else weight.contiguous())
+    elif prompts.serves(x, bank):
+        _shared(ready, y, expert, limit, activations, weight)
+    else:
+        tokens = torch.arange(len(y), dtype=torch.int32, device=x.device)
+        experts = expert if bank is not None else [expert]
+        _run(ready, y, experts, [len(y)], tokens, None, weight, limit, activations)
     return y.unsqueeze(1)
 
 
@@ -49,13 +60,23 @@ def routed(
 ) -> Tensor:
     """`experts` may also be a bank: w13 and w2, each the tiles of all experts. Summed by
     choice, as in decode. One part."""
-    tokens, k = ids.shape
+    ready, (tokens, k) = prepared(x), ids.shape
+    x, bank = ready.like, getattr(experts, "w13", None)
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     if not ids.numel():
         return out.zero_().unsqueeze(1)
     y = x.new_empty(tokens * k, x.shape[1])
-    if prompts.serves(x, getattr(experts, "w13", None)):
-        _sorted(x, y, ids, weights, experts, limit, activations)
+    is_fp4 = fp4.serves(x, bank, activations)
+    if is_fp4 or prompts.serves(x, bank):
+        up, down = experts.w13, experts.w2  # type: ignore[attr-defined]
+        cap = fp4.MAX_ROWS
+        if not is_fp4:
+            cap = min(prompts.max_cap(w, prompts.mode_of(w, activations)) for w in (up, down))
+        by = prompts.sort(ids.long().contiguous(), weights.contiguous(), up.count, cap)
+        if is_fp4:
+            _codes(ready, y, experts, limit, by.weights, by)
+        else:
+            _sorted(ready, y, experts, limit, activations, by)
         kernels.sum_choices(y.view(tokens, k, -1), out)
         return out.unsqueeze(1)
     chosen = ids.flatten()
@@ -65,40 +86,65 @@ def routed(
     zeros = torch.zeros(count, dtype=torch.long, device=ids.device)
     counts = zeros.scatter_add_(0, chosen, torch.ones_like(chosen)).tolist()
     _run(
-        *(x, y, experts, counts, (order // k).int(), order.int(), weights.flatten()[order]),
-        *(limit, activations),
+        ready=ready,
+        y=y,
+        experts=experts,
+        counts=counts,
+        tokens=(order // k).int(),
+        places=order.int(),
+        weights=weights.flatten()[order],
+        limit=limit,
+        activations=activations,
     )
     kernels.sum_choices(y.view(tokens, k, -1), out)
     return out.unsqueeze(1)
 
 
+def _codes(
+    ready: Prepared,
+    y: Tensor,
+    bank: Any,
+    limit: float,
+    weights: Tensor | None,
+    by: prompts.Sorted | None = None,
+) -> None:
+    """As `_sorted`, or `_shared` without `by`: FP4 by FP4, SwiGLU in the quantiser of the hidden rows."""
+    up, down = bank.w13, bank.w2
+    both = y.new_empty(len(y) if by is None else by.capacity, 2 * up.shape[0])
+    fp4.product(ready.codes, up, both, by, gathers=True)
+    hidden = quantize.swiglu_pack(both, weights, limit)
+    fp4.product(hidden, down, y, by, scatters=True)
+
+
 def _sorted(
-    x: Tensor, y: Tensor, ids: Tensor, weights: Tensor, bank: Any, limit: float, activations: str
+    ready: Prepared, y: Tensor, bank: Any, limit: float, activations: str, by: prompts.Sorted
 ) -> None:
     """y [T * K, D], by token and choice: what each chosen expert makes of its token."""
     up, down = bank.w13, bank.w2
-    cap = min(prompts.max_cap(w, prompts.mode_of(w, activations)) for w in (up, down))
-    by = prompts.sort(ids.long().contiguous(), weights.contiguous(), up.count, cap)
-    hidden = x.new_empty(by.capacity, up.shape[0])
-    packed = prompts.pack(x, up, activations, by)
+    hidden = y.new_empty(by.capacity, up.shape[0])
+    x, how = ready.to_pack(up, activations)
+    packed = prompts.pack(x, up, how, by)
     prompts.gate_up(packed, up, hidden, limit, by, by.weights)
     del packed
     packed = prompts.pack(hidden, down, activations, by, gathers=False)
     prompts.down(packed, down, y, by)
 
 
-def _shared(x: Tensor, bank: Any, limit: float, activations: str, weight: Tensor | None) -> Tensor:
+def _shared(
+    ready: Prepared, y: Tensor, bank: Any, limit: float, activations: str, weight: Tensor | None
+) -> None:
     up, down = bank.w13, bank.w2
-    hidden, y = x.new_empty(x.shape[0], up.shape[0]), x.new_empty(x.shape)
-    packed = prompts.pack(x.contiguous().unsqueeze(1), up, activations)
+    hidden = y.new_empty(len(y), up.shape[0])
+    x, how = ready.to_pack(up, activations)
+    packed = prompts.pack(x.unsqueeze(1), up, how)
     prompts.gate_up(packed, up, hidden, limit, weights=weight)
+    del packed
     packed = prompts.pack(hidden.unsqueeze(1), down, activations)
     prompts.down(packed, down, y)
-    return y
 
 
 def _run(
-    x: Tensor,
+    ready: Prepared,
     y: Tensor,
     experts: Any,
     counts: list[int],
@@ -109,7 +155,7 @@ def _run(
     activations: str,
 ) -> None:
     """Row p, of token tokens[p], goes to y[places[p]]; the first counts[0] rows are expert 0's, and so on."""
-    x = round_input(x, activations).contiguous()
+    x = ready.rounded(activations).contiguous()
     width = _width(experts)
     hidden = x.new_empty(tokens.shape[0], width)
     tile, rows_of = _tiles(counts, kernels.row_tile(x.dtype), x.device)

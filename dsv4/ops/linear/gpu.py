@@ -1,10 +1,11 @@
 """Products for prompts, where a weight meets many rows.
 
-BF16 on Hopper: weights are decoded in registers (product.cuh); a8 runs on FP8 tensor cores. Else, float32
-among it, they are unpacked into scratch and multiplied by Triton.
+BF16 on Hopper: weights are decoded in registers (product.cuh); a8 runs on FP8 tensor cores. NVFP4 activations
+and weights, where tensor cores multiply FP4: codes as they are (fp4.py). Else, float32 among it, weights are
+unpacked into scratch and multiplied by Triton.
 """
 
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,32 +14,80 @@ from torch import Tensor
 from dsv4.kernels.common import quantize
 from dsv4.kernels.common.tiles import Tiled, tile
 from dsv4.kernels.decode.matvec import splits
-from dsv4.kernels.prefill import dense
+from dsv4.kernels.prefill import dense, fp4, rows
 from dsv4.kernels.prefill import product as prompts
 from dsv4.kernels.prefill.dense import Weight
 from dsv4.kernels.prefill.gemm import gemm
 from dsv4.ops.linear.ref import Held, embed
 from dsv4.quant.formats import QuantTensor
 
-__all__ = ["embed", "grouped", "hold", "linear", "partial", "prepare", "round_input"]
+__all__ = ["embed", "grouped", "hold", "linear", "partial", "round_input"]
 
 
-@dataclass(frozen=True)
 class Prepared:
-    """x [T, K], and packed for the products that have met it."""
+    """x [T, K], normalised where there is a `norm`, as the products want it that have met it so far.
 
-    x: Tensor
-    packed: dict[tuple[str, prompts.Mode], prompts.Packed]  # by activations and mode
+    Where the first of them rounds, one launch normalises and rounds; with `both` it keeps the unrounded rows.
+    """
+
+    def __init__(self, x: Tensor, norm: Tensor | None = None, eps: float = 0.0, both: bool = True) -> None:
+        self._given, self._norm, self._eps, self._both = x, norm, eps, both
+        self._normed = x if norm is None else None
+        self._rounded: dict[str, Tensor] = {}
+        self._packed: dict[tuple[str, prompts.Mode], prompts.Packed] = {}  # by activations and mode
+
+    @property
+    def like(self) -> Tensor:
+        """For its shape, type and device; the values may not be the normalised ones."""
+        return self._given
+
+    @property
+    def x(self) -> Tensor:
+        if self._normed is None:
+            self._normed = rows.norm(self._given, self._norm, self._eps)
+        return self._normed
+
+    def _norm_beside(self) -> dict[str, Any]:
+        """What makes a quantiser normalise, if that is still to be done; and where the rows go meanwhile."""
+        if self._normed is not None:
+            return {}
+        normed = torch.empty_like(self._given, memory_format=torch.contiguous_format) if self._both else None
+        self._normed = normed
+        return {"norm_weight": self._norm, "eps": self._eps, "normed": normed}
+
+    def rounded(self, activations: str) -> Tensor:
+        if activations == "a16":
+            return self.x
+        if activations not in self._rounded:
+            x = self._given if self._normed is None else self._normed
+            out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+            quantize.round_values(x, out, activations, **self._norm_beside(), overlap=False)
+            self._rounded[activations] = out
+        return self._rounded[activations]
+
+    @cached_property
+    def codes(self) -> quantize.Packed:
+        """NVFP4, for tensor cores that multiply it."""
+        x = self._given if self._normed is None else self._normed
+        return quantize.pack(x, **self._norm_beside())
+
+    def to_pack(self, weight: Tiled, activations: str) -> tuple[Tensor, str]:
+        """What product.pack takes, and how it has to round that: FP8 codes are made while x is packed."""
+        if prompts.mode_of(weight, activations).is_fp8:
+            return self.x.contiguous(), activations
+        return self.rounded(activations).contiguous(), "a16"
 
     def pack(self, weight: Tiled, activations: str) -> prompts.Packed:
+        """For product.cuh."""
         key = (activations, prompts.mode_of(weight, activations))
-        if key not in self.packed:
-            self.packed[key] = prompts.pack(self.x.contiguous().unsqueeze(1), weight, activations)
-        return self.packed[key]
+        if key not in self._packed:
+            x, how = self.to_pack(weight, activations)
+            self._packed[key] = prompts.pack(x.unsqueeze(1), weight, how)
+        return self._packed[key]
 
 
-def prepare(x: Tensor) -> Any:
-    return Prepared(x, {})
+def prepared(x: Tensor | Prepared) -> Prepared:
+    return x if isinstance(x, Prepared) else Prepared(x)
 
 
 def hold(weight: QuantTensor, device: str) -> Tiled:
@@ -47,12 +96,7 @@ def hold(weight: QuantTensor, device: str) -> Tiled:
 
 
 def round_input(x: Tensor, activations: str) -> Tensor:
-    if activations == "a16":
-        return x
-    flat = x.reshape(-1, x.shape[-1])
-    out = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
-    quantize.round_values(flat, out, activations, overlap=False)
-    return out.view(x.shape)
+    return Prepared(x.reshape(-1, x.shape[-1])).rounded(activations).view(x.shape)
 
 
 def linear(
@@ -75,13 +119,17 @@ def partial(x: Tensor, weight: Held, activations: str, parts: int, is_alone: boo
 def _linear(
     x: Tensor | Prepared, weight: Weight, activations: str, out_dtype: torch.dtype | None, sums: int
 ) -> Tensor:
-    ready = x if isinstance(x, Prepared) else Prepared(x, {})
-    x = ready.x
-    y = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype or x.dtype, device=x.device)
-    if y.numel() and prompts.serves(x, weight):
+    ready = prepared(x)
+    given = ready.like
+    y = torch.empty(given.shape[0], weight.shape[0], dtype=out_dtype or given.dtype, device=given.device)
+    if not y.numel():
+        return y
+    if fp4.serves(given, weight, activations):
+        fp4.product(ready.codes, weight, y)
+    elif prompts.serves(given, weight):
         prompts.product(ready.pack(weight, activations), weight, y.unsqueeze(1), sums)
     else:
-        product(round_input(x, activations).contiguous().unsqueeze(1), weight, y.unsqueeze(1))
+        product(ready.rounded(activations).contiguous().unsqueeze(1), weight, y.unsqueeze(1))
     return y
 
 

@@ -1,7 +1,5 @@
 """y = x Wᵀ for a weight in any format. The contract of every linear backend."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -24,11 +22,6 @@ def round_input(x: Tensor, activations: str) -> Tensor:
     if activations == "a8":
         return fp8_round(x, FP8_TILE)
     return nvfp4_round(x) if activations == "a4" else x
-
-
-def prepare(x: Tensor) -> Any:
-    """x [T, K] for several `linear`s, which alone take it: a backend may keep what each makes of it."""
-    return x
 
 
 def linear(

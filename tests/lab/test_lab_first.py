@@ -1,0 +1,86 @@
+"""The first start on a GPU that nobody has measured: ops are examined once, and what differed is refused."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsv4.config import EngineConfig
+from dsv4.engine import proof
+from dsv4.errors import DeviceError
+from dsv4.lab.doctor import first, ops
+from dsv4.lab.doctor.findings import Finding
+
+B200 = proof.Machine("NVIDIA B200", 100, "driver 580.1", "0.1.0", "2.11.0", "3.6.0")
+RIGHT = Finding("ops", "linear.gpu on cuda", "ok", "18 cases, relative error at most 3.0e-03")
+WRONG = Finding("ops", "experts.gpu on cuda", "fail", "routed (two of five): relative error 1.0e+00", "none")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_what_held_is_remembered_for_this_machine_alone() -> None:
+    assert proof.is_needed(B200)
+    assert first.conclude(B200, [RIGHT]) == ""
+    assert not proof.is_needed(B200)
+    for other in ({"gpu": "NVIDIA B100"}, {"driver": "driver 590.1"}, {"dsv4": "0.2.0"}, {"triton": "3.7.0"}):
+        assert proof.is_needed(replace(B200, **other)), other
+    assert "linear.gpu" in B200.path.read_text()
+
+
+def test_what_differs_is_refused_and_not_remembered() -> None:
+    with pytest.raises(DeviceError, match=r"NVIDIA B200 .*10\.0, driver 580.* experts\.gpu .*1\.0e\+00"):
+        first.conclude(B200, [RIGHT, WRONG])
+    assert proof.is_needed(B200)
+
+
+def test_a_measured_gpu_needs_no_proof() -> None:
+    hopper = replace(B200, gpu="NVIDIA H200", capability=90)
+    assert not proof.is_needed(hopper) and proof.is_needed(hopper, known=())
+
+
+def test_a_folder_that_cannot_be_written_is_said(cache: Path) -> None:
+    cache.joinpath("dsv4").write_text("in the way")
+    assert "cannot be written" in first.conclude(B200, [RIGHT])
+
+
+def test_a_cpu_is_not_asked() -> None:
+    def never(what: str) -> None:
+        raise AssertionError(what)
+
+    assert not first.ensure(EngineConfig(device="cpu"), never, known=())
+
+
+def test_an_engine_refuses_what_nobody_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU is a stub: there is no Blackwell here."""
+    monkeypatch.setattr(proof, "describe", lambda device: B200)
+    with pytest.raises(DeviceError, match=r"NVIDIA B200 .* no op has been held .* run dsv4 doctor once"):
+        proof.check(torch.device("cuda"))
+    first.conclude(B200, [RIGHT])
+    proof.check(torch.device("cuda"))
+
+
+def test_the_first_start_examines_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is run there is examine_gpu; here it is a stub, as is the GPU."""
+    found, said = [[RIGHT, WRONG], [RIGHT]], []
+    monkeypatch.setattr(proof, "describe", lambda device: B200)
+    monkeypatch.setattr(ops, "examine_gpu", lambda: found.pop(0))
+    config = EngineConfig(gpus="1")  # names a GPU without asking for one
+    with pytest.raises(DeviceError, match="differ from the reference"):
+        first.ensure(config, said.append)
+    assert first.ensure(config, said.append) and not first.ensure(config, said.append)
+    assert not found and [what[:28] for what in said] == ["first start on NVIDIA B200: "] * 2
+
+
+@pytest.mark.gpu
+def test_on_this_gpu_as_if_it_were_new() -> None:
+    """The very path: this GPU's compute capability is forgotten."""
+    said: list[str] = []
+    config = EngineConfig(device="cuda")
+    assert first.ensure(config, said.append, known=()) and len(said) == 1
+    assert not first.ensure(config, said.append, known=()) and len(said) == 1
+    proof.check(torch.device("cuda"), known=())
