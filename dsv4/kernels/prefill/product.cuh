@@ -180,8 +180,9 @@ __device__ __forceinline__ void store_pairs(const Consumer& c, const Tile& tile,
     const Product& p = c.p;
     constexpr int HALF = N / 16;
     const int mine = half_of(p, c.warp), unit = unit_of(p, c.warp), g = c.lane >> 2, t = c.lane & 3, m = (tile.unit + unit) * 16;
-    // [who finishes][gate, up][unit][group of eight rows of x][half of the rows of W][lane]
-    const auto at = [&](int whose, int kind) { return exchange + ((whose * 2 + kind) * 4 + unit) * (HALF * 64) + c.lane; };
+    // [who finishes][gate, up][unit][group of eight rows of x][half of the rows of W][lane], as large as the largest tile wants it:
+    // the other units may be in the tile before or after this one, which may have other rows.
+    const auto at = [&](int whose, int kind) { return exchange + ((whose * 2 + kind) * 4 + unit) * (p.cap * 4) + c.lane; };
 #pragma unroll
     for (int i = 0; i < N / 8; ++i)
 #pragma unroll
