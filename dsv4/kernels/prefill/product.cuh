@@ -113,9 +113,9 @@ __device__ __forceinline__ uint32_t transposed(uint32_t v) {   // of 8x8 numbers
     return out;
 }
 
-// Of pairs, two warps of a warpgroup have gate and two up: no warpgroup waits for the other.
-__device__ __forceinline__ int unit_of(const Product& p, int warp) { return p.halves == 2 ? (warp >> 2) * 2 + (warp & 1) : warp; }
-__device__ __forceinline__ int half_of(const Product& p, int warp) { return p.halves == 2 ? warp >> 1 & 1 : 0; }
+// Of pairs, one warpgroup has gate, the other up.
+__device__ __forceinline__ int unit_of(const Product& p, int warp) { return p.halves == 2 ? warp & 3 : warp; }
+__device__ __forceinline__ int half_of(const Product& p, int warp) { return p.halves == 2 ? warp >> 2 & 1 : 0; }
 
 // Numbers m and m+1 of a row of y.
 __device__ __forceinline__ void put_pair(__nv_bfloat16* y, uint32_t v, int m, int n) {
@@ -123,19 +123,6 @@ __device__ __forceinline__ void put_pair(__nv_bfloat16* y, uint32_t v, int m, in
     else {
         if (m < n) y[m] = {(uint16_t)v};
         if (m + 1 < n) y[m + 1] = {(uint16_t)(v >> 16)};
-    }
-}
-// Numbers m .. m+15 of eight rows of y (lane >> 2 is one): a lane has two of each half, and writes four of one.
-__device__ __forceinline__ void put_row(__nv_bfloat16* y, uint32_t low, uint32_t high, int m, int t, int n, bool is_row) {
-    const bool odd = t & 1;
-    const uint32_t other = __shfl_xor_sync(~0u, odd ? low : high, 1);
-    const uint2 four = odd ? make_uint2(other, high) : make_uint2(low, other);
-    if (!is_row) return;
-    m += odd ? 8 + 2 * (t - 1) : 2 * t;
-    if (m + 3 < n && (reinterpret_cast<uintptr_t>(y + m) & 7) == 0) *reinterpret_cast<uint2*>(y + m) = four;
-    else {
-        put_pair(y, four.x, m, n);
-        put_pair(y, four.y, m + 2, n);
     }
 }
 __device__ __forceinline__ int64_t row_of_y(const Product& p, const Tile& tile, int row) {
@@ -161,8 +148,10 @@ __device__ __forceinline__ void store_tile(const Consumer& c, const Tile& tile, 
     for (int i = 0; i < N / 8; ++i) {
         const uint32_t low = transposed(pack_bf16(total[4 * i], total[4 * i + 1])), high = transposed(pack_bf16(total[4 * i + 2], total[4 * i + 3]));
         const int row = i * 8 + g;
-        const bool is_row = row < tile.rows;
-        put_row(is_row ? y + row_of_y(p, tile, row) * p.y_row : y, low, high, m, t, p.n, is_row);
+        if (row >= tile.rows) continue;
+        __nv_bfloat16* to = y + row_of_y(p, tile, row) * p.y_row;
+        put_pair(to, low, m + 2 * t, p.n);
+        put_pair(to, high, m + 8 + 2 * t, p.n);
     }
 }
 
@@ -171,24 +160,22 @@ __device__ __forceinline__ float swiglu(float gate, float up, float limit) {
     up = at_least(at_most(up, limit), -limit);
     return gate / (1.f + expf(-gate)) * up;
 }
-// Of the two warps that have gate and up of one unit.
-__device__ __forceinline__ void pair_barrier(int unit) { asm volatile("bar.sync %0, 64;" ::"r"(1 + unit) : "memory"); }
+__device__ __forceinline__ void consumer_barrier() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
 
-// One warp has gate, another up of the same rows: each finishes half of the rows of x.
+// One warpgroup has gate, the other up of the same rows: each finishes half of the rows of x.
 template <int N>
 __device__ __forceinline__ void store_pairs(const Consumer& c, const Tile& tile, float (&total)[N / 2], uint32_t* exchange) {
     const Product& p = c.p;
     constexpr int HALF = N / 16;
     const int mine = half_of(p, c.warp), unit = unit_of(p, c.warp), g = c.lane >> 2, t = c.lane & 3, m = (tile.unit + unit) * 16;
-    // [who finishes][gate, up][unit][group of eight rows of x][half of the rows of W][lane], as large as the largest tile wants it:
-    // the other units may be in the tile before or after this one, which may have other rows.
-    const auto at = [&](int whose, int kind) { return exchange + ((whose * 2 + kind) * 4 + unit) * (p.cap * 4) + c.lane; };
+    // [who finishes][gate, up][unit][group of eight rows of x][half of the rows of W][lane]
+    const auto at = [&](int whose, int kind) { return exchange + ((whose * 2 + kind) * 4 + unit) * (HALF * 64) + c.lane; };
 #pragma unroll
     for (int i = 0; i < N / 8; ++i)
 #pragma unroll
         for (int h = 0; h < 2; ++h)
             at(i / HALF, mine)[(i % HALF * 2 + h) * 32] = pack_bf16(total[4 * i + 2 * h], total[4 * i + 2 * h + 1]);
-    pair_barrier(unit);
+    consumer_barrier();
     const uint32_t *gates = at(mine, 0), *ups = at(mine, 1);
 #pragma unroll 1
     for (int i = 0; i < HALF; ++i) {
@@ -203,11 +190,12 @@ __device__ __forceinline__ void store_pairs(const Consumer& c, const Tile& tile,
             if (p.weights) { v *= by.x; w *= by.y; }
             hidden[h] = transposed(pack_bf16(v, w));
         }
-        __nv_bfloat16* y = static_cast<__nv_bfloat16*>(p.y);
-        const bool is_row = group + g < tile.rows;
-        put_row(is_row ? y + row_of_y(p, tile, group + g) * p.y_row : y, hidden[0], hidden[1], m, t, p.n, is_row);
+        if (group + g >= tile.rows) continue;
+        __nv_bfloat16* to = static_cast<__nv_bfloat16*>(p.y) + row_of_y(p, tile, group + g) * p.y_row;
+        put_pair(to, hidden[0], m + 2 * t, p.n);
+        put_pair(to, hidden[1], m + 8 + 2 * t, p.n);
     }
-    pair_barrier(unit);   // both have read what was exchanged
+    consumer_barrier();   // all have read what was exchanged
 }
 
 template <class Sum, int N>
