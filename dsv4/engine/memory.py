@@ -104,13 +104,14 @@ def unpacks_weights(dtype: torch.dtype, capability: tuple[int, int]) -> bool:
 def _row_bytes(c: ModelConfig, dtype: torch.dtype) -> int:
     """Of one token in a prompt's step: in attention or among the experts, whichever has more at a time."""
     heads, hidden, choices = c.num_heads * c.head_dim, c.hidden_size, c.experts_per_token
-    # The streams; the input, normalised, packed for weights of two kinds.
-    always = c.num_streams * hidden + 4 * hidden
+    # The streams; the input, before its norm and after it, packed for weights of two kinds.
+    always = c.num_streams * hidden + 5 * hidden
     # Queries and what becomes of them, packed too, and the product of that; or the indexer's.
     indexer = 2 * c.index_heads * c.index_dim + 4 * c.head_dim
     attention = heads + max(2 * heads + c.o_groups * c.o_rank, indexer)
-    # Of every choice the input, what lies between its products, and the result; their float32 sum.
-    experts = choices * (2 * hidden + c.expert_width) + 4 * hidden // dtype.itemsize
+    # The shared expert's result; of every choice the input, what lies between its products, and the result;
+    # their float32 sum.
+    experts = hidden + choices * (2 * hidden + c.expert_width) + 4 * hidden // dtype.itemsize
     return dtype.itemsize * (always + max(attention, experts))
 
 
