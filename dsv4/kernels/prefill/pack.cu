@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(SORT_WARPS * 32) sort_kernel(const __grid_cons
     int ids[AHEAD];
     const auto load = [&](int at, int stop, int step) {
 #pragma unroll
-        for (int i = 0; i < AHEAD; ++i) ids[i] = at + i * step < stop ? min((uint32_t)__ldg(p.ids + at + i * step), (uint32_t)MAX_EXPERTS) : MAX_EXPERTS;
+        for (int i = 0; i < AHEAD; ++i) ids[i] = at + i * step < stop ? min((uint32_t)__ldcg(p.ids + at + i * step), (uint32_t)MAX_EXPERTS) : MAX_EXPERTS;
     };
     const int run = (p.pairs + gridDim.x * MAX_EXPERTS - 1) / (gridDim.x * MAX_EXPERTS) * 32;   // of a warp
     const int first = (blockIdx.x * SORT_WARPS + warp) * run, stop = min(p.pairs, first + run), of_block = blockIdx.x * SORT_WARPS * run;
@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(SORT_WARPS * 32) sort_kernel(const __grid_cons
         load(at + lane, stop, 32);
         float weights[AHEAD];
 #pragma unroll
-        for (int i = 0; i < AHEAD; ++i) weights[i] = ids[i] < MAX_EXPERTS ? __ldg(p.weights + at + i * 32 + lane) : 0.f;
+        for (int i = 0; i < AHEAD; ++i) weights[i] = ids[i] < MAX_EXPERTS ? __ldcg(p.weights + at + i * 32 + lane) : 0.f;
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
             const uint32_t same = __match_any_sync(~0u, ids[i]);

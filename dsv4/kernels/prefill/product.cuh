@@ -85,8 +85,11 @@ struct Ring {   // a place in a ring of stages
     }
     __device__ __forceinline__ void await_full() const { await(full + stage * 8, phase); }
     __device__ __forceinline__ void await_empty() const { await(empty + stage * 8, phase ^ 1); }
-    __device__ __forceinline__ void expect(uint32_t bytes) const {
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full + stage * 8), "r"(bytes) : "memory");
+    // Every fetching warp comes to every stage, also without a copy of its own, and the first says how much all bring. One that did
+    // not come could be a lap behind, and take the stage's next phase for this one.
+    __device__ __forceinline__ void come(int part, uint32_t bytes) const {
+        if (part == 0) asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full + stage * 8), "r"(bytes) : "memory");
+        else asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(full + stage * 8) : "memory");
     }
     __device__ __forceinline__ void fetch(uint32_t to, const void* from, uint32_t bytes) const {
         asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
@@ -148,10 +151,12 @@ __device__ __forceinline__ void store_tile(const Consumer& c, const Tile& tile, 
     for (int i = 0; i < N / 8; ++i) {
         const uint32_t low = transposed(pack_bf16(total[4 * i], total[4 * i + 1])), high = transposed(pack_bf16(total[4 * i + 2], total[4 * i + 3]));
         const int row = i * 8 + g;
-        if (row >= tile.rows) continue;
-        __nv_bfloat16* to = y + row_of_y(p, tile, row) * p.y_row;
-        put_pair(to, low, m + 2 * t, p.n);
-        put_pair(to, high, m + 8 + 2 * t, p.n);
+        if (row < tile.rows) {
+            __nv_bfloat16* to = y + row_of_y(p, tile, row) * p.y_row;
+            put_pair(to, low, m + 2 * t, p.n);
+            put_pair(to, high, m + 8 + 2 * t, p.n);
+        }
+        __syncwarp();
     }
 }
 
@@ -190,10 +195,12 @@ __device__ __forceinline__ void store_pairs(const Consumer& c, const Tile& tile,
             if (p.weights) { v *= by.x; w *= by.y; }
             hidden[h] = transposed(pack_bf16(v, w));
         }
-        if (group + g >= tile.rows) continue;
-        __nv_bfloat16* to = static_cast<__nv_bfloat16*>(p.y) + row_of_y(p, tile, group + g) * p.y_row;
-        put_pair(to, hidden[0], m + 2 * t, p.n);
-        put_pair(to, hidden[1], m + 8 + 2 * t, p.n);
+        if (group + g < tile.rows) {
+            __nv_bfloat16* to = static_cast<__nv_bfloat16*>(p.y) + row_of_y(p, tile, group + g) * p.y_row;
+            put_pair(to, hidden[0], m + 2 * t, p.n);
+            put_pair(to, hidden[1], m + 8 + 2 * t, p.n);
+        }
+        __syncwarp();
     }
     consumer_barrier();   // all have read what was exchanged
 }
@@ -223,7 +230,7 @@ __device__ __forceinline__ void fetch_w(const Product& p, Ring ring, uint32_t to
 #pragma unroll 1
             for (int at = 0; at < BRICK; at += W_COPY) {
                 ring.await_empty();
-                if (part == 0 && lane == 0) ring.expect(bytes);
+                if (lane == 0) ring.come(part, bytes);
                 __syncwarp();
                 if (fetches) ring.fetch(to + ring.stage * W_STAGE + number * W_COPY, from + at, W_COPY);
                 ring.next();
@@ -242,7 +249,7 @@ __device__ __forceinline__ void fetch_x(const Product& p, Ring ring, uint32_t to
 #pragma unroll 1
         for (int block = 0; block < blocks; ++block, from += X::GROUP_STRIDE) {
             ring.await_empty();
-            if (part == 0 && lane == 0) ring.expect(groups * X::GROUP_STRIDE);
+            if (lane == 0) ring.come(part, groups * X::GROUP_STRIDE);
             __syncwarp();
             if (group < groups) ring.fetch(to + ring.stage * p.x_stage_bytes + group * X::GROUP_STRIDE, from, X::GROUP_STRIDE);
             ring.next();
@@ -258,8 +265,8 @@ template <class Sum, bool IS_SMALL> __device__ __forceinline__ void multiply(con
     const uint32_t w_at = shared_address(shared), x_at = w_at + p.w_stages * W_STAGE;
     const uint32_t exchange_at = x_at + p.x_stages * p.x_stage_bytes;
     const uint32_t barriers = exchange_at + (p.halves == 2 ? p.cap * EXCHANGE_ROW : 0);
-    if (threadIdx.x < 4 * MAX_STAGES) {   // full: the fetching warp arrives; empty: all consumers' warps do
-        const int count = threadIdx.x / MAX_STAGES % 2 ? UNITS : 1;
+    if (threadIdx.x < 4 * MAX_STAGES) {   // full: the fetching warps arrive; empty: all consumers' warps do
+        const int which = threadIdx.x / MAX_STAGES, count = which % 2 ? UNITS : which ? FETCHERS - Sum::W_WARPS : Sum::W_WARPS;
         asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barriers + threadIdx.x * 8), "r"(count) : "memory");
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
