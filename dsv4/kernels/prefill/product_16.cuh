@@ -92,7 +92,7 @@ __device__ __forceinline__ void sum_16(Consumer& c, const Tile& tile, float (&to
     const size_t brick = ((first_unit(p, tile.matrix) + unit) * p.slices) * p.halves + half;
     const uint8_t* scale = p.scale + home_of(p, tile.matrix) + brick * Brick<F>::SCALE;
     const int scale_step = p.halves * Brick<F>::SCALE;
-    const float factor = __ldg(p.factor + (p.has_factors ? tile.matrix * p.halves : 0) + half) * (F == NVFP4 ? 16384.f : 1.f);
+    const float factor = __ldg(p.factor + (p.has_factors ? tile.matrix * p.halves : 0) + half) * (F == NVFP4 ? E2M1_UNIT : 1.f);
     const char* w_base = c.shared + (c.w_at - shared_address(c.shared)) + c.warp * W_COPY + lane * 16;
     const char* x_base = c.shared + (c.x_at - shared_address(c.shared)) + X16::EIGHT_BYTES + (lane & 3) * 8;   // what undoes scaling
     float* carry = p.carry + ((size_t)blockIdx.x * (MAX_ROWS / 2)) * CONSUMERS + threadIdx.x;
