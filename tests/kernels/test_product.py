@@ -225,6 +225,23 @@ def test_tiles_of_many_heights_one_after_the_other(kind: str) -> None:
 
 
 @gpu
+@pytest.mark.parametrize("kind", ["nvfp4", "fp8", "bf16"])
+def test_a_stage_is_read_before_it_is_given_back(kind: str) -> None:
+    """Rows whose size changes from slice to slice, over many slices and tiles: what undoes a slice's scaling is
+    the last that is read of a stage, and an early copy of the next one shows as another power of two."""
+    w = tile(encoded(torch.randn(2048, 8192, device="cuda"), kind))
+    x = torch.randn(2176, 16, 512, device="cuda") * torch.exp2(
+        torch.randint(-8, 9, (2176, 16, 1), device="cuda")
+    )
+    x = x.flatten(1).bfloat16()
+    got = multiplied(x, w, torch.bfloat16, parts=2)
+    for _ in range(30):
+        assert torch.equal(multiplied(x, w, torch.bfloat16, parts=2), got), "a second run differs"
+    for at in range(0, 2176, 272):
+        assert torch.equal(multiplied(x[at : at + 3], w, torch.bfloat16, parts=2), got[at : at + 3]), at
+
+
+@gpu
 @pytest.mark.parametrize(
     "tokens,k,count", [(1, 6, 192), (16, 6, 192), (300, 6, 40), (3000, 8, 512), (9000, 6, 192)]
 )

@@ -96,10 +96,12 @@ struct Ring {   // a place in a ring of stages
                      ::"r"(to), "l"(from), "r"(bytes), "r"(full + stage * 8) : "memory");
     }
 };
-// A warp is done with a stage.
-__device__ __forceinline__ void release(uint32_t barrier, int lane) {
+// A warp is done with a stage. `read`: a word of each of the last loads from it, if no product has used them yet. ptxas lets the
+// arrival pass loads that are still on their way, and then the next copy does too. So its address needs them: grids are flat,
+// and this adds nothing, which the compiler does not know.
+__device__ __forceinline__ void release(uint32_t barrier, int lane, uint32_t read = 0) {
     __syncwarp();
-    if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+    if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier + (read & (gridDim.z - 1))) : "memory");
 }
 
 struct Consumer {

@@ -156,15 +156,17 @@ __device__ __forceinline__ void sum_16(Consumer& c, const Tile& tile, float (&to
         if (F != FP8) wgmma_wait<0>();
         const char* undo = x_base + c.x.stage * p.x_stage_bytes;
         const float(&from)[N / 2] = *reinterpret_cast<const float(*)[N / 2]>(F == FP8 ? blocks : sums);
+        uint32_t read = 0;
 #pragma unroll
         for (int i = 0; i < N / 8; ++i) {
             const float2 by = *reinterpret_cast<const float2*>(undo + i * X16::EIGHT_STRIDE);
+            read |= __float_as_uint(by.x);
             total[4 * i] = fmaf(from[4 * i], by.x, total[4 * i]);
             total[4 * i + 1] = fmaf(from[4 * i + 1], by.y, total[4 * i + 1]);
             total[4 * i + 2] = fmaf(from[4 * i + 2], by.x, total[4 * i + 2]);
             total[4 * i + 3] = fmaf(from[4 * i + 3], by.y, total[4 * i + 3]);
         }
-        release(c.x.empty + c.x.stage * 8, lane);
+        release(c.x.empty + c.x.stage * 8, lane, read);
         c.x.next();
         if (--left == 0 && !last) {   // a part of a split-K ends
             put_carry<N>(carry, total, factor, slice < p.part);

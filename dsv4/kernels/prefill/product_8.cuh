@@ -155,17 +155,21 @@ __device__ __forceinline__ void sum_8(Consumer& c, const Tile& tile, float (&tot
             wgmma<Weights8<F>::TYPES>(sums[chain], a[block & 1][j], matrix + (block % OF_STAGE * 1024 + j * 256 >> 4), j);
         wgmma_commit();
     };
-    const auto add = [&](int chain, int block, int stage) {
+    const auto add = [&](int chain, int block, int stage) {   // returns what it read, for `release`
+        uint32_t read = 0;
         const char* scales = x_base + stage * p.x_stage_bytes + block % OF_STAGE * 32 + chain * EIGHTS * X8::EIGHT_STRIDE;
 #pragma unroll
         for (int i = 0; i < EIGHTS; ++i) {
-            const float2 by = weights.scaled(*reinterpret_cast<const float2*>(scales + i * X8::EIGHT_STRIDE), block & 1);
+            const float2 scale = *reinterpret_cast<const float2*>(scales + i * X8::EIGHT_STRIDE);
+            const float2 by = weights.scaled(scale, block & 1);
+            read |= __float_as_uint(scale.x);
             float* to = total + chain * PART + 4 * i;
             to[0] = fmaf(sums[chain][4 * i], by.x, to[0]);
             to[1] = fmaf(sums[chain][4 * i + 1], by.y, to[1]);
             to[2] = fmaf(sums[chain][4 * i + 2], by.x, to[2]);
             to[3] = fmaf(sums[chain][4 * i + 3], by.y, to[3]);
         }
+        return read;
     };
     decode(0);
 #pragma unroll 1
@@ -186,8 +190,8 @@ __device__ __forceinline__ void sum_8(Consumer& c, const Tile& tile, float (&tot
             if constexpr (CHAINS == 2) {
                 if (block) {
                     wgmma_wait<1>();
-                    add(1, block - 1, before);
-                    if (opens_stage) release(c.x.empty + before * 8, lane);
+                    const uint32_t read = add(1, block - 1, before);
+                    if (opens_stage) release(c.x.empty + before * 8, lane, read);
                 }
                 multiply(1, block);
             }
@@ -197,14 +201,14 @@ __device__ __forceinline__ void sum_8(Consumer& c, const Tile& tile, float (&tot
                 decode(closes ? 0 : block + 1);
             }
             wgmma_wait<CHAINS - 1>();
-            add(0, block, c.x.stage);
+            uint32_t read = add(0, block, c.x.stage);
             if (CHAINS == 2 && closes) {   // a slice ends alone: what is in flight around a loop, the compiler would wait for
                 wgmma_wait<0>();
-                add(1, block, c.x.stage);
+                read |= add(1, block, c.x.stage);
             }
             before = c.x.stage;
             if (closes_stage) {
-                if (CHAINS == 1 || closes) release(c.x.empty + c.x.stage * 8, lane);
+                if (CHAINS == 1 || closes) release(c.x.empty + c.x.stage * 8, lane, read);
                 c.x.next();
             }
         }
