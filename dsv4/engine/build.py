@@ -65,7 +65,14 @@ class Prepared:
             torch.cuda.set_device(devices[rank])  # else every rank makes a context on the first GPU
         if size > 1 and config.prefix_dir is not None:
             raise ConfigError(f"prefix_dir keeps what one rank has, and there are {size}; leave it out")
-        checkpoint = Checkpoint.open(path).shard(rank, size).with_head(config.head, size)
+        if config.expert_parallel and (size == 1 or devices[rank] != "cpu"):
+            found = "there is one" if size == 1 else f"this one runs on {devices[rank]}"
+            raise ConfigError(
+                f"expert_parallel gives ranks on a CPU whole experts, and {found}; "
+                "leave it out, or use --ranks 2 or more"
+            )
+        checkpoint = Checkpoint.open(path).shard(rank, size, config.expert_parallel)
+        checkpoint = checkpoint.with_head(config.head, size)
         settings = settle(replace(config, device=devices[rank], gpus=None), checkpoint, size)
         split = None
         if not settings.tiled and (config.spill not in ("off", "auto") or config.expert_memory is not None):
@@ -114,6 +121,7 @@ class Prepared:
                 device=torch.device(s.device.torch_name),
                 threads=s.threads,
                 ranks=self.size,
+                whole_experts=self.config.expert_parallel,
             ).notes
         return weights, notes
 

@@ -79,7 +79,8 @@ def follow(channel: Channel) -> None:
     channel.send(Kind.LOADED)
     kind, _ = channel.receive()
     assert kind is Kind.JOIN, kind
-    mesh = Mesh(rank, len(devices), Group(start["file"], rank, devices, config.rank_seconds))
+    comm = Group(start["file"], rank, devices, config.rank_seconds)
+    mesh = Mesh(rank, len(devices), comm, config.expert_parallel)
     _, executor = make_executor(prepared.bundle(weights, mesh), prepared.settings, config)
     Follower(executor, channel, mesh.name).run()
 

@@ -47,6 +47,7 @@ class Ranks:
 
     def __init__(self, path: Path, config: EngineConfig, devices: list[str]) -> None:
         self.size, self.seconds, self._devices = len(devices), config.rank_seconds, devices
+        self._has_whole_experts = config.expert_parallel
         self._folder = tempfile.mkdtemp(prefix="dsv4-ranks-")
         self._file = str(Path(self._folder) / "store")
         # The kernel ends a rank with the thread that started it: one that lives as long as the ranks.
@@ -78,7 +79,7 @@ class Ranks:
             self._comm = Group(self._file, 0, self._devices, self.seconds)
         except PeerError as error:
             raise self.lost(error) from None
-        return Mesh(0, self.size, self._comm)
+        return Mesh(0, self.size, self._comm, self._has_whole_experts)
 
     def check(self) -> None:
         """Raise if the ranks were ended."""

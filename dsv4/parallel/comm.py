@@ -40,6 +40,11 @@ class Comm(Protocol):
         """Rows that one rank has and the others have as zeros -> the rows, bit for bit."""
         ...
 
+    def trade_parts(self, rows: Tensor, counts: list[int]) -> Tensor:
+        """float32 [counts[rank], P, D] -> [sum of counts, P / size, D]: this rank's run of the parts of all
+        ranks' rows, rank by rank."""
+        ...
+
     def inbox(self, places: int) -> Inbox | None:
         """Of so many packets from each rank; None, on all ranks, where one cannot reach another's memory."""
         ...
@@ -74,6 +79,9 @@ class Alone:
 
     def sum_disjoint(self, values: Tensor) -> Tensor:
         return values
+
+    def trade_parts(self, rows: Tensor, counts: list[int]) -> Tensor:
+        return rows
 
 
 class Group:
@@ -113,6 +121,13 @@ class Group:
         flat = values.contiguous().view(torch.int32)
         self._wait(self._group.allreduce, [flat], dist.AllreduceOptions())
         return flat.view(values.dtype)
+
+    def trade_parts(self, rows: Tensor, counts: list[int]) -> Tensor:
+        sent = rows.unflatten(1, (self.size, -1)).transpose(0, 1).flatten(0, 1).contiguous()
+        out = sent.new_empty(sum(counts), *sent.shape[1:])
+        equal = [len(rows)] * self.size
+        self._wait(self._group.alltoall_base, out, sent, counts, equal, dist.AllToAllOptions())
+        return out
 
     def inbox(self, places: int) -> Inbox | None:
         found, why = None, ""

@@ -35,6 +35,19 @@ def test_patient_until_all_are_ready(tmp_path: Path) -> None:
         assert list(pool.map(rank, range(2))) == [[0.0, 1.0]] * 2
 
 
+@pytest.mark.parametrize("counts", [[3, 1, 2, 5], [0, 4, 0, 0], [0, 0, 0, 0]])
+def test_parts_of_rows_that_ranks_trade(tmp_path: Path, counts: list[int]) -> None:
+    rows = [torch.randn(count, 8, 6, generator=torch.Generator().manual_seed(count)) for count in counts]
+
+    def rank(number: int) -> torch.Tensor:
+        group = Group(str(tmp_path / "store"), number, ["cpu"] * 4, 30.0)
+        return group.trade_parts(rows[number], counts)
+
+    with ThreadPoolExecutor(4) as pool:
+        for number, found in enumerate(pool.map(rank, range(4))):
+            assert torch.equal(found, torch.cat(rows)[:, 2 * number : 2 * number + 2])
+
+
 def test_a_step_that_waited_in_vain(tmp_path: Path) -> None:
     """What a kernel noted, or the host when it heard of a death, ends the step with one sentence."""
     graphs = pytest.importorskip("dsv4.engine.graphs", reason="Triton is not installed").Graphs
