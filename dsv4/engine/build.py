@@ -19,6 +19,7 @@ from dsv4.model.buffers import graph_rows
 from dsv4.model.bundle import Bundle, Numerics, Weights
 from dsv4.model.exact import settle_exact
 from dsv4.model.model import Model
+from dsv4.parallel.machines import World
 from dsv4.parallel.mesh import Mesh
 from dsv4.weights.load import Checkpoint, Progress
 from dsv4.weights.tiled import load_tiled
@@ -27,8 +28,13 @@ from dsv4.weights.tiled import load_tiled
 Compiled = Callable[[int, int, str], None]
 
 
-def rank_devices(config: EngineConfig) -> list[str]:
-    """The device of each rank."""
+def rank_devices(config: EngineConfig, world: World | None = None) -> list[str]:
+    """The device of each rank; of torchrun's, that of this one for all."""
+    if world is not None:
+        if config.gpus is not None or config.ranks > 1:
+            raise ConfigError(f"torchrun started {world.size} ranks; leave gpus and ranks out")
+        kind = Device.choose(config.device).kind
+        return [f"cuda:{world.local_rank}" if kind == "cuda" else "cpu"] * world.size
     if config.gpus is None:
         if config.ranks > 1 and (found := Device.choose(config.device)).kind != "cpu":
             raise ConfigError(

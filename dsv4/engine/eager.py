@@ -57,7 +57,7 @@ class Eager:
         self.sampler = model.ops.sample
         # Not on the GPUs of one machine: they gather all logits in 4 us, and sample in one launch.
         self.choice: Choice | None = None
-        if model.mesh.size > 1 and not self.is_cuda:
+        if model.mesh.size > 1 and not (self.is_cuda and model.mesh.comm.is_local):
             self.choice = Choice(self.sampler, model.mesh)
         self.save, self.restore, self.drop = cache.save, cache.restore, cache.drop
         self.set_pages = cache.set_pages

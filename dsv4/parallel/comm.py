@@ -6,6 +6,7 @@ parts are a subtree, so the sum has the same bits for every number of ranks, and
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -27,6 +28,11 @@ class PeerError(DeviceError):
 
 class Comm(Protocol):
     """Collectives: each rank calls the same ones in the same order."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all ranks are on one machine."""
+        ...
 
     def sum_parts(self, parts: Tensor) -> Tensor:
         """[T, P, D], P a power of two -> [T, D]: the parts of all ranks, added up."""
@@ -65,6 +71,8 @@ def tree_sum(parts: Tensor) -> Tensor:
 class Alone:
     """A world of one: what it sends comes back."""
 
+    is_local = True
+
     def inbox(self, places: int) -> Inbox | None:
         return None
 
@@ -84,27 +92,45 @@ class Alone:
         return rows
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """How ranks find each other; `address`: of this one, where the others reach it. `hosts`: of all."""
+
+    store: dist.Store
+    address: str = LOCAL
+    name: str = "dsv4"
+    hosts: tuple[str, ...] = ()
+
+    @classmethod
+    def at(cls, file: str, size: int) -> "Meeting":
+        """Of ranks on one machine."""
+        return cls(dist.FileStore(file, size), name=file)
+
+
 class Group:
-    """Ranks of this machine, which meet at a file; NCCL on GPUs of their own, else gloo.
+    """Ranks that have met; NCCL on GPUs of their own, else gloo.
 
     A collective that a peer keeps waiting raises PeerError after `seconds`, from `begin` on; one whose peer
     died, at once.
     """
 
-    def __init__(self, file: str, rank: int, devices: list[str], seconds: float) -> None:
+    def __init__(self, meeting: Meeting, rank: int, devices: list[str], seconds: float) -> None:
         """`devices`: of each rank."""
-        self.rank, self.size, self._name = rank, len(devices), file
+        self.rank, self.size, self._name = rank, len(devices), meeting.name
         self._device, self._seconds = torch.device(devices[rank]), seconds
         self._inbox: Inbox | None = None
-        self._store = store = dist.FileStore(file, self.size)
+        hosts = meeting.hosts or (LOCAL,) * self.size
+        self.is_local = len({*hosts}) == 1
+        self._store = store = dist.PrefixStore("dsv4", meeting.store)
         store.set_timeout(timedelta(seconds=seconds))
         # NCCL refuses two ranks on one GPU.
-        is_nccl = self._device.type == "cuda" and len({*devices}) == self.size
+        is_own = len({*zip(hosts, devices, strict=True)}) == self.size
+        is_nccl = self._device.type == "cuda" and is_own
         kind: Any = dist.ProcessGroupNCCL if is_nccl else dist.ProcessGroupGloo
         options = kind.Options() if is_nccl else kind._Options()
         options._timeout = timedelta(seconds=max(seconds, START_SECONDS))
         if not is_nccl:
-            options._devices = [kind.create_device(hostname=LOCAL)]
+            options._devices = [kind.create_device(hostname=meeting.address)]
         try:
             self._group = kind(store, rank, self.size, options)
         except RuntimeError as error:
@@ -130,6 +156,9 @@ class Group:
         return out
 
     def inbox(self, places: int) -> Inbox | None:
+        if not self.is_local:
+            logger.warning("ranks on several machines add up their sums by NCCL, launch by launch")
+            return None
         found, why = None, ""
         try:
             found = open_inbox(self._store, self._name, self.rank, self.size, places, self._device)

@@ -12,7 +12,7 @@ from torch import Tensor
 from dsv4 import EngineConfig, SamplingParams
 from dsv4.engine.build import Prepared, make_executor
 from dsv4.engine.plan import Span
-from dsv4.parallel.comm import Group
+from dsv4.parallel.comm import Group, Meeting
 from dsv4.parallel.mesh import Mesh
 from tests.parallel.test_shards import WIDE
 from tests.support.checkpoints import write_model
@@ -28,7 +28,7 @@ def logits(folder: Path, store: Path, ranks: int, whole_experts: bool) -> list[t
     def rank(number: int) -> tuple[Tensor, Tensor]:
         prepared = Prepared.make(folder, config, number, ["cpu"] * ranks)
         weights, _ = prepared.load()
-        comm = Group(str(store), number, ["cpu"] * ranks, SECONDS) if ranks > 1 else None
+        comm = Group(Meeting.at(str(store), ranks), number, ["cpu"] * ranks, SECONDS) if ranks > 1 else None
         mesh = Mesh(number, ranks, comm, whole_experts) if comm else Mesh()
         model, executor = make_executor(prepared.bundle(weights, mesh), prepared.settings, config)
         assert len(model.blocks[0].moe.experts) == 8 // (ranks if whole_experts else 1)  # type: ignore[arg-type]
