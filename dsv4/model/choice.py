@@ -123,9 +123,9 @@ class Share:
         is_bad = ~(self.finite | (self.logits == -torch.inf)).all(1, keepdim=True)
         if not bool((self.asks | (self.forced >= 0)).any()):
             return torch.cat([is_bad.long(), offered], dim=1)
-        plain = self._keys(torch.where(self.finite, self.logits + 0.0, -torch.inf))
+        plain = self._keys(self.logits + 0.0)
         is_forced = self.ids == self.forced.unsqueeze(1)
-        forced = torch.where(is_forced, self._keys(self.logits + 0.0), _NOTHING).amax(1, keepdim=True)
+        forced = torch.where(is_forced, plain, _NOTHING).amax(1, keepdim=True)
         return torch.cat(
             [is_bad.long(), offered, forced, _best(plain, self.num_listed), self._own_logits(offered)], dim=1
         )

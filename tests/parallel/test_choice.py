@@ -143,6 +143,7 @@ def test_near_ties_between_ranks() -> None:
     [
         ({}, 1, 16),  # greedy: its best, and whether all are numbers
         ({"temperature": 1.0}, 2, 56),
+        ({"temperature": 1.0, "top_k": 10**6}, 2, 56),  # as many as there are
         ({"temperature": 1.0, "min_p": 0.1}, 2, 56),
         ({"temperature": 1.0, "top_k": 40, "top_p": 0.9}, 1, 8 * 41),
         ({"temperature": 1.0, "top_p": 0.9}, 2, 8 * (1 + MAX_OFFERS + 5)),
@@ -156,6 +157,27 @@ def test_bytes_of_a_row(how: dict[str, Any], rounds: int, most_bytes: int) -> No
     got, threads = over_ranks(4, logits, settings)
     assert torch.equal(got, ref.choose(logits, settings, None))
     assert (threads.rounds, threads.sent) == (rounds, most_bytes), "of a share of 8,192 bytes"
+
+
+def test_one_rank_has_more_than_it_offers() -> None:
+    """The others' offers fill up the share, but what it keeps back comes before them."""
+    logits = torch.full((64, 8192), -9.0)
+    logits[:, :300] = torch.linspace(0, -0.5, 300)
+    logits[:, 2048:] = -3.0
+    rows = [ref.pack(temperature=1.0, top_p=0.24, seed=seed) for seed in range(64)]
+    settings = torch.tensor(rows)
+    want = ref.choose(logits, settings, None)
+    assert 128 < want[:, 0].max() < 300
+    got, _ = over_ranks(4, logits, settings)
+    assert torch.equal(got, want)
+
+
+def test_small_shares_are_offered_whole() -> None:
+    logits = torch.randn(1, 256, generator=torch.Generator().manual_seed(5)) * 0.1
+    settings = torch.tensor([ref.pack(temperature=1.0, top_p=0.999)])
+    got, threads = over_ranks(4, logits, settings)
+    assert torch.equal(got, ref.choose(logits, settings, None))
+    assert (threads.rounds, threads.sent) == (2, 8 * (1 + 65 + 5)), "64 tokens, and that there are no more"
 
 
 @pytest.mark.parametrize("how", [{"top_k": MAX_OFFERS + 1}, {"top_p": 0.99}])
