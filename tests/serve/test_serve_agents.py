@@ -90,7 +90,10 @@ def test_agent_loop_with_thoughts_that_come_back(server: Server, claude: Any) ->
         choice = {"type": "any" if turn < 2 else "none", "disable_parallel_tool_use": True}
         if turn == 2:
             choice.pop("disable_parallel_tool_use")
-        done = (streamed if turn % 2 else ask)(claude, messages, tool_choice=choice, **options)
+        enough = 16 if turn == 2 else 200
+        done = (streamed if turn % 2 else ask)(
+            claude, messages, tool_choice=choice, max_tokens=enough, **options
+        )
         counted = claude.messages.count_tokens(
             model="tiny", messages=messages, tool_choice=choice, **{k: v for k, v in options.items()}
         )
@@ -175,7 +178,7 @@ def test_agent_loop_of_items(server: Server) -> None:
                     pass
                 done = stream.get_final_response()
         else:
-            done = respond(server, given, **options)
+            done = respond(server, given, max_output_tokens=16 if turn == 2 else 200, **options)
         calls = [item for item in done.output if item.type == "function_call"]
         assert bool(calls) == (turn < 2)
         for item in done.output:
