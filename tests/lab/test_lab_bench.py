@@ -93,14 +93,20 @@ REFUSED = {
 NO_GPU = "torch {} sees no CUDA GPU; run it on a machine with one"
 
 
-@pytest.mark.parametrize("command", REFUSED)
-def test_refused(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for _ in dsv4_init(tmp_path / "model"):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, not to be changed."""
+    folder = tmp_path_factory.mktemp("bench") / "model"
+    for _ in dsv4_init(folder):
         pass
-    arguments = command.format(folder=tmp_path / "model").split()
-    assert REFUSED[command] in refused(dsv4("bench", *arguments))
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    return folder
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_refused(command: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert REFUSED[command] in refused(dsv4("bench", *command.format(folder=folder).split()))
+    assert list(tmp_path.iterdir()) == []
 
 
 def dsv4_init(folder: Path) -> Iterator[Any]:
