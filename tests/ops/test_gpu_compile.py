@@ -36,7 +36,7 @@ def store(format: Format, count: int, width: int, rope: int, dtype: torch.dtype)
 
 
 class Sizes:
-    """Arguments for kernels: BF16 at the model's sizes; float32, without tensor cores, compiles long there."""
+    """Arguments for kernels: BF16 at the model's sizes, at which float32 would compile for long."""
 
     def __init__(self, c: ModelConfig, dtype: torch.dtype) -> None:
         self.tokens, self.dtype, self.rope = 300, dtype, c.rope_dim
