@@ -65,7 +65,7 @@ def by_hand(engine: Engine, prompt: list[int], count: int, how: dict[str, Any]) 
 
 @pytest.mark.parametrize("how", EACH, ids=lambda how: "+".join(how))
 def test_greedy_answers_are_those_made_by_hand(engine: Engine, how: dict[str, Any]) -> None:
-    prompt = text(30, 1)
+    prompt = text(30, 9)
     plain = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
     (done,) = engine.generate([prompt], replace(plain, **how))
     assert done.ids == by_hand(engine, prompt, 12, how)
