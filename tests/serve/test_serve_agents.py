@@ -8,8 +8,6 @@ import openai
 import pytest
 from serve_support import KEY, SHORT, Server
 
-anthropic = pytest.importorskip("anthropic", reason="anthropic is not installed")
-
 COLOR = {"type": "string", "enum": ["red", "dark blue"]}
 NUMBER = {"type": "integer", "minimum": 0, "maximum": 9}
 PICK: dict[str, Any] = {
@@ -24,9 +22,11 @@ THINK: dict[str, Any] = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
 
 @pytest.fixture(scope="module")
 def claude(server: Server) -> Iterator[Any]:
+    anthropic = pytest.importorskip("anthropic", reason="anthropic is not installed")
     client = anthropic.Anthropic(
         base_url=f"http://127.0.0.1:{server.port}", api_key=KEY, max_retries=0, timeout=60
     )
+    client.errors = anthropic
     with client:
         yield client
 
@@ -118,14 +118,14 @@ def test_agent_loop_with_thoughts_that_come_back(server: Server, claude: Any) ->
     assert sizes[0] < sizes[1], "the thought and the call have come back"
     thought = next(block for block in messages[1]["content"] if block["type"] == "thinking")
     thought["thinking"] += " Not mine."
-    with pytest.raises(anthropic.BadRequestError, match="signature"):
+    with pytest.raises(claude.errors.BadRequestError, match="signature"):
         ask(claude, [*messages, *SHORT], **options)
 
 
 def test_errors_have_anthropics_shape(server: Server, claude: Any) -> None:
-    with pytest.raises(anthropic.AuthenticationError):
+    with pytest.raises(claude.errors.AuthenticationError):
         ask(claude.with_options(api_key="wrong"))
-    with pytest.raises(anthropic.NotFoundError):
+    with pytest.raises(claude.errors.NotFoundError):
         ask(claude, model="other")
     image = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/x"}}
     for body in (
