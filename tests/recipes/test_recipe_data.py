@@ -70,6 +70,7 @@ def records(source: mix.Mix, phase: str = "main", length: int = 512, count: int 
 # Tokenizer
 
 
+@pytest.mark.slow
 def test_tokenizer_is_deterministic(folder: Path, tokenizer_file: Path) -> None:
     again = tokenizer.train(read_corpus(folder, "train"), vocab_size=1024)
     assert again.encode() == tokenizer_file.read_bytes()
@@ -351,15 +352,16 @@ def test_answer_without_thought_carries_the_working(bpe: Tokenizer) -> None:
 # Shards and the evaluation set
 
 
+@pytest.mark.slow
 def test_shards_do_not_depend_on_the_workers(folder: Path, tokenizer_file: Path, tmp_path: Path) -> None:
-    common = ["--corpus", str(folder), "--tokenizer", str(tokenizer_file), "--tokens", "15000", "--seed", "3"]
+    common = ["--corpus", str(folder), "--tokenizer", str(tokenizer_file), "--tokens", "40000", "--seed", "3"]
     mix.main([*common, "--out", str(tmp_path / "shards"), "--workers", "1"])
     shards = mix.read_index(tmp_path / "shards")
     assert {shard.phase for shard in shards} == set(PHASES)
     last = shards[-1]
     ids, mask, segments = mix.read_shard(tmp_path / "shards", last)
     assert (ids.dtype, mask.dtype, segments.dtype) == (np.uint16, bool, np.int16)
-    alone = mix.Mix(folder, Tokenizer.load(tokenizer_file), last.seed, total_tokens=15000)
+    alone = mix.Mix(folder, Tokenizer.load(tokenizer_file), last.seed, total_tokens=40000)
     expected = alone.next_batch(last.num_rows, last.length, last.phase)
     assert np.array_equal(ids, expected[0]) and np.array_equal(mask, expected[1])
     assert np.array_equal(segments, expected[2])
