@@ -163,7 +163,9 @@ def test_every_sequence_is_as_if_alone(seed: int) -> None:
     assert len(loop.prefix._snapshots) <= snapshots
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    "seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 40))]
+)
 def test_every_sequence_is_as_if_alone_with_files(seed: int, tmp_path: Path) -> None:
     """The same, and several lives on one folder: pages come from files while others are copied and reused."""
     chance = random.Random(seed)

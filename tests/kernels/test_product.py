@@ -227,8 +227,8 @@ def test_tiles_of_many_heights_one_after_the_other(kind: str) -> None:
 @gpu
 @pytest.mark.parametrize("kind", ["nvfp4", "fp8", "bf16"])
 def test_a_stage_is_read_before_it_is_given_back(kind: str) -> None:
-    """Rows whose size changes from slice to slice, over many slices and tiles: what undoes a slice's scaling is
-    the last that is read of a stage, and an early copy of the next one shows as another power of two."""
+    """Rows whose size changes from slice to slice, over many slices and tiles: what undoes a slice's scaling
+    is the last that is read of a stage, and an early copy of the next one shows as another power of two."""
     w = tile(encoded(torch.randn(2048, 8192, device="cuda"), kind))
     x = torch.randn(2176, 16, 512, device="cuda") * torch.exp2(
         torch.randint(-8, 9, (2176, 16, 1), device="cuda")
