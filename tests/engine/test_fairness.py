@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from queueing import PAGE, Queue
@@ -33,7 +34,9 @@ def test_short_prompts_that_never_cease_pass_a_long_one_so_often_and_no_more() -
     queue.step(limit=64)
     long = queue.add(16 * PAGE)
     admitted = read = 0
-    while long.number in queue.alive:
+    for _ in range(1000):
+        if long.number not in queue.alive:
+            break
         queue.add(30, max_tokens=2)
         queue.step(limit=64)
         admitted = admitted or (long.slot is not None and queue.num_steps)
@@ -129,3 +132,32 @@ def test_small_chunks_make_no_more_snapshots() -> None:
         found.append(prefix.num_snapshots)
         queue.scheduler.finish(beside)
     assert found == [5, 5, 5]
+
+
+def test_a_kept_page_above_one_in_use_is_no_reason_to_pause() -> None:
+    """Two read the same prompt at once, each into pages of its own. The first one's is kept, and below it the
+    second one's next page: when the first has ended, its page is idle and yet has somebody below it."""
+    queue = Queue(slots=2, pages=6, context=6 * PAGE, chunk=2 * PAGE)
+    first, second = (queue.add(2 * PAGE - 70, max_tokens=limit) for limit in (71, 4 * PAGE))
+    second.request = replace(second.request, ids=first.request.ids)
+    while second.number in queue.alive:
+        queue.step()
+    assert queue.scheduler.num_pauses == 0
+    assert queue.slots.pool.num_available == queue.slots.pool.num_pages
+
+
+def test_a_cancel_in_the_queue_does_not_bring_back_who_was_paused() -> None:
+    """It frees nothing: the one that was paused for lack of pages would soon be paused again."""
+    queue = Queue(slots=3, pages=6, context=6 * PAGE, chunk=2 * PAGE)
+    first = queue.add(2 * PAGE - 70, max_tokens=3 * PAGE)
+    queue.add(PAGE + 40, max_tokens=PAGE)
+    for _ in range(40):
+        queue.step()
+    again = queue.add(2 * PAGE - 70, max_tokens=PAGE)
+    again.request = replace(again.request, ids=first.request.ids)
+    while not queue.scheduler.num_pauses:
+        queue.step()
+    assert again.slot is None and queue.scheduler.waiting[0] is again
+    queue.scheduler.finish(queue.alive.pop(queue.add(20).number))
+    queue.step()
+    assert again.slot is None, "no page has come free"
