@@ -135,8 +135,8 @@ def test_small_chunks_make_no_more_snapshots() -> None:
 
 
 def test_a_kept_page_above_one_in_use_is_no_reason_to_pause() -> None:
-    """Two read the same prompt at once, each into pages of its own. The first one's is kept, and the second one's
-    next page after it: when the first has ended, its page is idle and yet has somebody below it."""
+    """Two read the same prompt at once, each into pages of its own. The first one's is kept, and below it the
+    second one's next page: when the first has ended, its page is idle and yet has somebody below it."""
     queue = Queue(slots=2, pages=6, context=6 * PAGE, chunk=2 * PAGE)
     first, second = (queue.add(2 * PAGE - 70, max_tokens=limit) for limit in (71, 4 * PAGE))
     second.request = replace(second.request, ids=first.request.ids)
