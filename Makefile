@@ -27,7 +27,7 @@ test-slow: .venv/dev
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow
 
 test-ray: .venv/ray
-	$(BIN)/python -m pytest -m ray tests/serve/test_ray.py
+	$(BIN)/python -m pytest -m ray tests/serve/test_ray.py tests/serve/test_ray_scale.py
 
 lint: style types
 

@@ -205,6 +205,7 @@ class EngineConfig:
     threads: int | None = None
     gpus: str | None = None
     ranks: int = 1
+    expert_parallel: bool = False
     rank_seconds: float = 20.0
     no_graph: bool = False
     no_overlap: bool = False

@@ -1,4 +1,4 @@
-"""The only reader of environment variables. Nothing here changes what is computed."""
+"""The only reader of environment variables. Nothing here changes what is computed, only who computes it."""
 
 import os
 from pathlib import Path
@@ -13,6 +13,13 @@ def cache_folder() -> Path:
     """Where compiled kernels are kept: XDG_CACHE_HOME/dsv4, else ~/.cache/dsv4."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "dsv4"
+
+
+def launched_by() -> dict[str, str] | None:
+    """What torchrun tells the ranks that it starts; None: it did not start this process."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    found = {name: os.environ.get(name, "") for name in names}
+    return found | {"LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")} if all(found.values()) else None
 
 
 def library_settings() -> list[str]:

@@ -24,7 +24,7 @@ from dsv4.cli import (
     serve,
 )
 from dsv4.cli.show import say
-from dsv4.env import wants_traceback
+from dsv4.env import launched_by, wants_traceback
 from dsv4.errors import Dsv4Error
 
 # Some versions of typer carry their own copy of click; this is the class of whichever it uses.
@@ -68,6 +68,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
+        _follow()
         code = app(prog_name="dsv4", standalone_mode=False)
         sys.stdout.flush()
         sys.exit(code)
@@ -92,6 +93,17 @@ def main() -> None:
         say("error", "bold red", f"{place} cannot be used: {error.strerror or error}")
         _forget_output()
         sys.exit(2)
+
+
+def _follow() -> None:
+    """A rank of torchrun's other than 0 does what rank 0 says, whatever the command; it ends here."""
+    if launched_by() is not None:
+        from dsv4.parallel.machines import World
+
+        if (world := World.find()) is not None and world.rank > 0:
+            from dsv4.engine.follow import main_launched
+
+            main_launched(world)
 
 
 def _forget_output() -> None:

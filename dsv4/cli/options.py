@@ -26,6 +26,7 @@ _HELP = {
     "threads": "CPU threads; default: what suits the model's size",
     "gpus": "several GPUs that share the model: how many, or which, e.g. 2 or 0,1",
     "ranks": "processes on a CPU that share the model: to try what several GPUs do",
+    "expert_parallel": "ranks have whole experts each, not a part of each (on a CPU)",
     "rank_seconds": "how long ranks wait for one another before all of them are ended",
     "no_graph": "on a GPU, launch a step's kernels one by one: the same tokens, slower, for debugging",
     "no_overlap": "on a GPU, overlap no kernels of a step (no PDL): the same tokens, slower, for debugging",
@@ -40,7 +41,7 @@ _HELP = {
 _TYPES: dict[str, Any] = {
     **{"max_context": int | None, "threads": int | None, "cache_pages": int | None},
     **{"max_batch": int, "chunk": int | None, "max_stall_ms": int, "prefix_snapshots": int},
-    **{"gpus": str | None, "ranks": int, "rank_seconds": float},
+    **{"gpus": str | None, "ranks": int, "expert_parallel": bool, "rank_seconds": float},
     **{"expert_memory": int | None, "swap_share": float, "prefix_dir": str | None, "prefix_dir_bytes": int},
     **{"no_graph": bool, "no_overlap": bool},
 }

@@ -28,6 +28,10 @@ EPILOG = """
 
   dsv4 serve ./model --ray --replicas 2 --max-replicas 8 --gpus-per-replica 1
 
+  torchrun --nnodes 2 --node-rank 0 --nproc-per-node 4 --master-addr 10.0.0.1 -m dsv4 serve ./model
+
+  (that on the first of two machines, on the other the same with --node-rank 1)
+
 [bold]Then[/]
 
   curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json" -d

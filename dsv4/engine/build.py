@@ -19,6 +19,7 @@ from dsv4.model.buffers import graph_rows
 from dsv4.model.bundle import Bundle, Numerics, Weights
 from dsv4.model.exact import settle_exact
 from dsv4.model.model import Model
+from dsv4.parallel.machines import World
 from dsv4.parallel.mesh import Mesh
 from dsv4.weights.load import Checkpoint, Progress
 from dsv4.weights.tiled import load_tiled
@@ -27,8 +28,13 @@ from dsv4.weights.tiled import load_tiled
 Compiled = Callable[[int, int, str], None]
 
 
-def rank_devices(config: EngineConfig) -> list[str]:
-    """The device of each rank."""
+def rank_devices(config: EngineConfig, world: World | None = None) -> list[str]:
+    """The device of each rank; of torchrun's, that of this one for all."""
+    if world is not None:
+        if config.gpus is not None or config.ranks > 1:
+            raise ConfigError(f"torchrun started {world.size} ranks; leave gpus and ranks out")
+        kind = Device.choose(config.device).kind
+        return [f"cuda:{world.local_rank}" if kind == "cuda" else "cpu"] * world.size
     if config.gpus is None:
         if config.ranks > 1 and (found := Device.choose(config.device)).kind != "cpu":
             raise ConfigError(
@@ -65,7 +71,14 @@ class Prepared:
             torch.cuda.set_device(devices[rank])  # else every rank makes a context on the first GPU
         if size > 1 and config.prefix_dir is not None:
             raise ConfigError(f"prefix_dir keeps what one rank has, and there are {size}; leave it out")
-        checkpoint = Checkpoint.open(path).shard(rank, size).with_head(config.head, size)
+        if config.expert_parallel and (size == 1 or devices[rank] != "cpu"):
+            found = "there is one" if size == 1 else f"this one runs on {devices[rank]}"
+            raise ConfigError(
+                f"expert_parallel gives ranks on a CPU whole experts, and {found}; "
+                "leave it out, or use --ranks 2 or more"
+            )
+        checkpoint = Checkpoint.open(path).shard(rank, size, config.expert_parallel)
+        checkpoint = checkpoint.with_head(config.head, size)
         settings = settle(replace(config, device=devices[rank], gpus=None), checkpoint, size)
         split = None
         if not settings.tiled and (config.spill not in ("off", "auto") or config.expert_memory is not None):
@@ -114,6 +127,7 @@ class Prepared:
                 device=torch.device(s.device.torch_name),
                 threads=s.threads,
                 ranks=self.size,
+                whole_experts=self.config.expert_parallel,
             ).notes
         return weights, notes
 

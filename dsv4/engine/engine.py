@@ -28,6 +28,7 @@ from dsv4.errors import ConfigError, RequestError
 from dsv4.kernels.decode.sample import MAX_PENALISED
 from dsv4.model.bundle import Bundle
 from dsv4.models import embedded
+from dsv4.parallel.machines import World
 from dsv4.parallel.mesh import Mesh
 from dsv4.text.tokenizer import Tokenizer
 from dsv4.weights.load import Progress
@@ -78,7 +79,13 @@ class Engine:
         """An engine for a model folder, else the embedded model; tokenizer.json, if there, gives it text."""
         path, config = embedded() if path is None else Path(path), config or EngineConfig()
         folder = path if path.is_dir() else path.parent
-        devices = rank_devices(config)
+        world = World.find()
+        if world is not None and world.rank > 0:
+            raise ConfigError(
+                f"torchrun started this as rank {world.rank} of {world.size}, and the engine is rank 0's; "
+                "here call dsv4.engine.follow.main_launched(World.find()), as `torchrun -m dsv4` does"
+            )
+        devices = rank_devices(config, world)
         prepared = Prepared.make(path, config, 0, devices)
         tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").exists() else None
         rows = prepared.checkpoint.config.vocab_size
@@ -87,7 +94,7 @@ class Engine:
                 f"tokenizer.json has {tokenizer.vocab_size} ids, the model {rows} "
                 "rows; the tokenizer belongs to another model"
             )
-        ranks = Ranks(path, prepared.settled, devices) if len(devices) > 1 else None
+        ranks = Ranks(path, prepared.settled, devices, world) if len(devices) > 1 else None
         with ExitStack() as undo:
             if ranks:
                 undo.callback(ranks.stop)

@@ -8,7 +8,10 @@ import signal
 import socket
 import sys
 import threading
+import time
+from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from dsv4.config import EngineConfig
 from dsv4.engine.build import Prepared, make_executor
@@ -16,10 +19,13 @@ from dsv4.engine.plan import Plan
 from dsv4.engine.runner import Executor, Member, Result
 from dsv4.errors import DeviceError, Dsv4Error
 from dsv4.parallel.channel import Channel, Closed, Kind
-from dsv4.parallel.comm import Group, PeerError
+from dsv4.parallel.comm import Group, Meeting, PeerError
+from dsv4.parallel.machines import World, call_on
 from dsv4.parallel.mesh import Mesh
 
 _PR_SET_PDEATHSIG = 1
+# From the end of the channel on, for a rank to read what rank 0 said last.
+LAST_WORDS_SECONDS = 1.5
 
 
 class Follower(Member):
@@ -42,6 +48,8 @@ class Follower(Member):
                 self.study(Plan.from_bytes(given["plan"].encode()), None, given["next_ids"])
             elif kind is Kind.FORGET:
                 self.forget()
+            elif kind is Kind.END:
+                return
             else:
                 raise DeviceError(f"{self.name} was sent {kind.name}, expected a plan")
 
@@ -68,46 +76,89 @@ class Follower(Member):
                 )
 
 
-def follow(channel: Channel) -> None:
-    kind, body = channel.receive()
-    assert kind is Kind.START, kind
-    start = json.loads(body)
+def follow(channel: Channel, meeting: Meeting | None = None) -> None:
+    """`meeting`: None with a rank that rank 0 started, which names a file."""
+    start = json.loads(_expected(channel, Kind.START))
     settings = {**start["config"], "ops": tuple(map(tuple, start["config"]["ops"]))}
     config, rank, devices = EngineConfig(**settings), start["rank"], start["devices"]
     prepared = Prepared.make(Path(start["path"]), config, rank, devices)
     weights, _ = prepared.load()
     channel.send(Kind.LOADED)
-    kind, _ = channel.receive()
-    assert kind is Kind.JOIN, kind
-    mesh = Mesh(rank, len(devices), Group(start["file"], rank, devices, config.rank_seconds))
+    _expected(channel, Kind.JOIN)
+    meeting = meeting or Meeting.at(start["file"], len(devices))
+    meeting = replace(meeting, hosts=tuple(start["hosts"]))
+    comm = Group(meeting, rank, devices, config.rank_seconds)
+    mesh = Mesh(rank, len(devices), comm, config.expert_parallel)
     _, executor = make_executor(prepared.bundle(weights, mesh), prepared.settings, config)
     Follower(executor, channel, mesh.name).run()
 
 
-def _end_with(descriptor: int) -> None:
-    """Rank 0 is gone as soon as its end of the channel is: do not wait for a collective to find out."""
+def _expected(channel: Channel, kind: Kind) -> bytes:
+    found, body = channel.receive()
+    if found is Kind.END:
+        raise Closed("rank 0 has ended before all ranks had begun")
+    assert found is kind, found
+    return body
+
+
+def _end_with(channel: Channel, seconds: float, name: str) -> None:
+    """Rank 0 is gone as soon as its end of the channel is: do not wait for a collective to find out.
+
+    `seconds`: for what it has said last. `name`: of a rank that nobody else speaks for."""
     poll = select.poll()
-    poll.register(descriptor, select.POLLRDHUP)
+    poll.register(channel.fileno(), select.POLLRDHUP)
     poll.poll()
-    os._exit(1)
+    time.sleep(seconds)
+    _exit(f"{name}: rank 0 is gone or has ended all ranks, and says why if it can" if name else "")
 
 
 def main(descriptor: int) -> None:
+    """A rank that rank 0 has started."""
     # Signals of the terminal are for rank 0.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":  # even a stopped process ends with its parent
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    channel = Channel(socket.socket(fileno=descriptor))
-    threading.Thread(target=_end_with, args=(descriptor,), daemon=True).start()
+    _end_with_parent()
+    _run(Channel(socket.socket(fileno=descriptor)), None, "", 0.0)
+
+
+def main_launched(world: World) -> None:
+    """A rank that torchrun has started, whose words nobody else repeats."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _end_with_parent()
+    name = f"rank {world.rank} of {world.size}"
     try:
-        follow(channel)
-    except Closed:
-        pass
+        channel, meeting = call_on(world)
+    except DeviceError as error:
+        _exit(f"{name}: {error}")
+    _run(channel, meeting, name, LAST_WORDS_SECONDS)
+
+
+def _end_with_parent() -> None:
+    """Even a stopped process does."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _run(channel: Channel, meeting: Meeting | None, name: str, seconds: float) -> NoReturn:
+    threading.Thread(target=_end_with, args=(channel, seconds, name), daemon=True).start()
+    why = ""
+    try:
+        follow(channel, meeting)
+        _exit("", 0)
+    except Closed as error:
+        why = str(error)
     except PeerError:
-        channel.send(Kind.WAITED)
+        channel.say_last(Kind.WAITED)
+        why = "another rank is gone or late; rank 0 says which"
     except (RuntimeError, MemoryError, Dsv4Error) as error:
-        channel.send(Kind.FAILED, str(error).strip().split("\n")[0].encode())
-    # Not `sys.exit`: what holds a broken group waits for it.
+        why = str(error).strip().split("\n")[0]
+        channel.say_last(Kind.FAILED, why.encode())
+    _exit(f"{name}: {why}" if name else "")
+
+
+def _exit(why: str, code: int = 1) -> NoReturn:
+    """Not `sys.exit`: what holds a broken group waits for it."""
+    if why:
+        sys.stderr.write(f"error: {why}\n")
     sys.stderr.flush()
-    os._exit(1)
+    os._exit(code)

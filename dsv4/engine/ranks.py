@@ -25,7 +25,8 @@ from dsv4.engine.runner import Executor, Masks, Member, Result
 from dsv4.errors import DeviceError, Dsv4Error, RequestError
 from dsv4.model.step import Tap
 from dsv4.parallel.channel import Channel, Closed, Kind
-from dsv4.parallel.comm import Group, PeerError
+from dsv4.parallel.comm import Group, Meeting, PeerError
+from dsv4.parallel.machines import Guest, World, host_name, receive_guests
 from dsv4.parallel.mesh import Mesh
 
 # How long a rank that waited in vain may take to say so: those that say nothing are the late ones.
@@ -34,24 +35,46 @@ LAST_WORDS_SECONDS = 1.5
 
 @dataclass
 class _Peer:
-    rank: int
-    process: subprocess.Popen[bytes]
+    name: str
+    process: subprocess.Popen[bytes] | None  # None: torchrun's
     channel: Channel
     is_loaded: bool = False
     has_waited: bool = False  # it ended because of another rank
     is_gone: bool = False
 
+    def end(self) -> None:
+        if self.process is None:
+            self.channel.hang_up()
+        else:
+            self.process.kill()
+
 
 class Ranks:
-    """The processes of ranks 1, 2, ... on this machine. They end with this object, and with this process."""
+    """Ranks 1, 2, ...: processes that it starts on this machine, or torchrun's. They end with this object,
+    and with this process."""
 
-    def __init__(self, path: Path, config: EngineConfig, devices: list[str]) -> None:
+    def __init__(
+        self, path: Path, config: EngineConfig, devices: list[str], world: World | None = None
+    ) -> None:
+        """`world`: torchrun's; of its other ranks' GPUs `devices` knows only that they are."""
         self.size, self.seconds, self._devices = len(devices), config.rank_seconds, devices
+        self._has_whole_experts = config.expert_parallel
         self._folder = tempfile.mkdtemp(prefix="dsv4-ranks-")
-        self._file = str(Path(self._folder) / "store")
+        file = str(Path(self._folder) / "store")
+        guests: list[Guest] = []
+        if world is None:
+            self._meeting = Meeting.at(file, self.size)
+        else:
+            guests, store = receive_guests(world, self.seconds)
+            address = world.own_address()
+            hosts = (host_name(address), *(guest.host for guest in guests))
+            self._meeting = Meeting(store, address, hosts=hosts)
+            if devices[0] != "cpu":
+                self._devices = [devices[0], *(f"cuda:{guest.local_rank}" for guest in guests)]
+        peers = [_Peer(guest.name, None, guest.channel) for guest in guests]
         # The kernel ends a rank with the thread that started it: one that lives as long as the ranks.
         started: Future[list[_Peer]] = Future()
-        arguments = (weakref.ref(self), self.size, self.seconds, started)
+        arguments = (weakref.ref(self), peers, self.size, self.seconds, started)
         threading.Thread(target=_watch, args=arguments, daemon=True).start()
         self._changed = threading.Condition()
         self._reason = ""  # why the ranks were ended
@@ -61,10 +84,10 @@ class Ranks:
         self.alarm, self._ring = socket.socketpair()
         self._peers = started.result()
         self._end = weakref.finalize(self, _end, self._peers, self._folder)
-        for peer in self._peers:
+        for rank, peer in enumerate(self._peers, 1):
             start = {
-                **{"path": str(path.resolve()), "config": asdict(config), "rank": peer.rank},
-                **{"devices": devices, "file": self._file},
+                **{"path": str(path.resolve()), "config": asdict(config), "rank": rank, "file": file},
+                **{"devices": self._devices, "hosts": self._meeting.hosts},
             }
             peer.channel.send(Kind.START, json.dumps(start).encode())
 
@@ -75,10 +98,10 @@ class Ranks:
         self.check()
         self.tell(Kind.JOIN)
         try:
-            self._comm = Group(self._file, 0, self._devices, self.seconds)
+            self._comm = Group(self._meeting, 0, self._devices, self.seconds)
         except PeerError as error:
             raise self.lost(error) from None
-        return Mesh(0, self.size, self._comm)
+        return Mesh(0, self.size, self._comm, self._has_whole_experts)
 
     def check(self) -> None:
         """Raise if the ranks were ended."""
@@ -92,7 +115,7 @@ class Ranks:
             try:
                 peer.channel.send(kind, body)
             except TimeoutError:
-                self._lose(f"rank {peer.rank} took nothing for {self.seconds:g} s")
+                self._lose(f"{peer.name} took nothing for {self.seconds:g} s")
                 self.check()
             except Closed as error:
                 raise self.lost(PeerError(str(error))) from None
@@ -104,9 +127,9 @@ class Ranks:
                 self._changed.wait_for(
                     lambda: self._reason or all(peer.has_waited for peer in self._peers), LAST_WORDS_SECONDS
                 )
-            silent = [str(peer.rank) for peer in self._peers if not peer.has_waited]
+            silent = [peer.name for peer in self._peers if not peer.has_waited]
             if silent:
-                self._lose(f"rank {' and '.join(silent)} did not answer for {self.seconds:g} s")
+                self._lose(f"{' and '.join(silent)} did not answer for {self.seconds:g} s")
             else:
                 self._lose(f"rank 0 kept the others waiting for {self.seconds:g} s")
         else:
@@ -124,7 +147,7 @@ class Ranks:
             self._reason = reason
             self._changed.notify_all()
         for peer in self._peers:
-            peer.process.kill()
+            peer.end()
         if self._comm is not None:
             self._comm.abandon()
         with suppress(OSError):
@@ -137,17 +160,19 @@ class Ranks:
             peer.has_waited |= kind is Kind.WAITED
             self._changed.notify_all()
         if kind is Kind.FAILED:
-            self._lose(f"rank {peer.rank}: {body.decode(errors='replace')}")
+            self._lose(f"{peer.name}: {body.decode(errors='replace')}")
 
     def take_end(self, peer: _Peer) -> None:
-        with suppress(subprocess.TimeoutExpired):
-            peer.process.wait(1)
+        how = "its connection has ended"
+        if peer.process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                peer.process.wait(1)
+            code = peer.process.returncode
+            how = "still runs" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
         with self._changed:
             peer.is_gone = True
         if not peer.has_waited:
-            code = peer.process.returncode
-            how = "still runs" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
-            self._lose(f"rank {peer.rank} has died ({how})")
+            self._lose(f"{peer.name} has died ({how})")
 
     def stop(self) -> None:
         """End the other ranks, now."""
@@ -163,9 +188,13 @@ class Ranks:
 
 def _end(peers: list[_Peer], folder: str) -> None:
     for peer in peers:
-        peer.process.kill()
+        if peer.process is None:
+            peer.channel.say_last(Kind.END)
+        else:
+            peer.process.kill()
     for peer in peers:
-        peer.process.wait()
+        if peer.process is not None:
+            peer.process.wait()
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -178,22 +207,25 @@ def _launch(rank: int, seconds: float) -> _Peer:
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", code], pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL
         )
-    return _Peer(rank, process, Channel(ours, seconds))
+    return _Peer(f"rank {rank}", process, Channel(ours, seconds))
 
 
-def _watch(ranks: "weakref.ref[Ranks]", size: int, seconds: float, started: "Future[list[_Peer]]") -> None:
-    """Starts the ranks, then hears what they say and when they end.
+def _watch(
+    ranks: "weakref.ref[Ranks]",
+    peers: list[_Peer],
+    size: int,
+    seconds: float,
+    started: "Future[list[_Peer]]",
+) -> None:
+    """Starts the ranks that are not there, then hears what all say and when they end.
 
     Holds no Ranks while it waits, so that one can be dropped.
     """
-    peers: list[_Peer] = []
     try:
-        for rank in range(1, size):
+        for rank in range(len(peers) + 1, size):
             peers.append(_launch(rank, seconds))
     except OSError as error:
-        for peer in peers:
-            peer.process.kill()
-            peer.process.wait()
+        _end(peers, "")
         why = f"the process of rank {len(peers) + 1} cannot be started ({error.strerror or error})"
         started.set_exception(DeviceError(why))
         return

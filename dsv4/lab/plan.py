@@ -17,15 +17,10 @@ from dsv4.engine.memory import gpu_memory as memory_of
 from dsv4.engine.settings import DEFAULT_CHUNK, DEFAULT_CONTEXT, GPU_CHUNK, fits_dense
 from dsv4.engine.spill import Split
 from dsv4.errors import ConfigError
-from dsv4.lab.gpus import (
-    MAX_GPUS,
-    NAMES,
-    Machine,
-    known,
-)
+from dsv4.lab.gpus import MAX_GPUS, NAMES, Machine, known
 from dsv4.lab.init import contents
 from dsv4.lab.inspect import Component, active_share, components
-from dsv4.lab.links import LINKS
+from dsv4.lab.links import LINKS, traded_bytes
 from dsv4.lab.spilled import spill_figures, split_of
 from dsv4.model.buffers import graph_rows
 from dsv4.model.params import Param, check_ranks, num_parts
@@ -205,6 +200,9 @@ class Plan:
                     f"{name} {value} does not divide the {count} GPUs; use a divisor of {count}"
                 )
         check_ranks(c, tp)
+        if wanted.ep is not None and c.num_experts % ep:
+            each = f"{c.num_experts / ep:.1f} each; use a divisor of {c.num_experts}"
+            raise ConfigError(f"{c.num_experts} experts over ep {ep} make {each}")
         return cls(demand, machine, wanted, tp, min(ep, c.num_experts))
 
     @property
@@ -439,6 +437,7 @@ class Plan:
             "all_reduces": self.num_all_reduces,
             "message_bytes": self.message_bytes,
             "sent_bytes": 2 * self.num_all_reduces * self.message_bytes * (self.tp - 1),  # with tags
+            "traded_bytes": traded_bytes(self.demand.config, self.tp) if self.ep == self.tp else 0,
             "all_reduce_us": link.all_reduce_us(self.tp, self.message_bytes) if link else None,
             "source": link.source if link else None,
         }

@@ -45,10 +45,12 @@ def settle_exact(
     device: torch.device,
     threads: int,
     ranks: int = 1,
+    whole_experts: bool = False,
 ) -> Exact:
     """Measure what is not remembered, with that many threads in use, and remember it."""
     listed, scored = _entries(config, max_context)
-    shapes = weight_shapes(config, num_mtp_layers, ranks) | attention_shapes(config, listed, scored)
+    shapes = weight_shapes(config, num_mtp_layers, ranks, whole_experts)
+    shapes |= attention_shapes(config, listed, scored)
     products = settle(shapes, device, threads)
     at_once = {f.__name__: f.__dict__["is_independent"](device, threads) for f in FUNCTIONS}
     for count in listed:
@@ -57,9 +59,12 @@ def settle_exact(
         for depth, columns, is_turned in ((width, keys, True), (keys, width, False)):
             batch = (heads, depth, columns, is_turned)
             at_once[batch_name(*batch)] = is_one_call(*batch, device, threads)
-    parts = num_parts(config) // ranks
-    for param in _kinds(config, num_mtp_layers) if parts > 1 else ():
-        width, depth = param.local_shape(ranks) if len(param.shape) > 1 else (0, 0)
+    for param in _kinds(config, num_mtp_layers):
+        sharing = param.shared_by(ranks, whole_experts)
+        parts = num_parts(config) // sharing
+        if parts == 1:
+            continue
+        width, depth = param.local_shape(sharing) if len(param.shape) > 1 else (0, 0)
         if param.shard == "columns":
             for height in BATCHED:
                 batch = (height, depth // parts, width, False)
@@ -74,13 +79,16 @@ def settle_exact(
     )
 
 
-def weight_shapes(config: ModelConfig, num_mtp_layers: int, ranks: int = 1) -> set[Shape]:
+def weight_shapes(
+    config: ModelConfig, num_mtp_layers: int, ranks: int = 1, whole_experts: bool = False
+) -> set[Shape]:
     """Every product with a weight, or with one rank's share of it."""
     shapes: set[Shape] = set()
-    parts = num_parts(config) // ranks
     for param in _kinds(config, num_mtp_layers):
         if param.name.endswith("_fn") or param.kind in ("linear", "grouped"):
-            width, depth = param.local_shape(ranks)
+            sharing = param.shared_by(ranks, whole_experts)
+            width, depth = param.local_shape(sharing)
+            parts = num_parts(config) // sharing
             width = width * ranks // config.o_groups if param.kind == "grouped" else width
             shapes.add((depth // parts if param.shard == "columns" else depth, width, (width, 1)))
     return shapes

@@ -71,13 +71,14 @@ class Model:
 
     @torch.inference_mode()
     def logits(self, streams: Tensor) -> Tensor:
-        """streams [R, N, D] of the rows that need them -> float32 [R, V]."""
-        hidden = self.ops.norm.rms_norm(self.hc_head.head(streams), self.norm, self.config.norm_eps)
-        return self._vocabulary(hidden)
+        """streams [R, N, D] of the rows that need them -> float32 [R, V] on every rank."""
+        return self.mesh.comm.gather_columns(self.own_logits(streams))
 
-    def _vocabulary(self, hidden: Tensor) -> Tensor:
-        """[R, D], normalised -> float32 [R, V] on every rank; each has computed its share."""
-        return self.mesh.comm.gather_columns(self.head(hidden, torch.float32))
+    @torch.inference_mode()
+    def own_logits(self, streams: Tensor) -> Tensor:
+        """The same -> float32 [R, V / ranks]: this rank's run of the vocabulary."""
+        hidden = self.ops.norm.rms_norm(self.hc_head.head(streams), self.norm, self.config.norm_eps)
+        return self.head(hidden, torch.float32)
 
     @torch.inference_mode()
     def draft(
@@ -88,4 +89,4 @@ class Model:
         streams, hidden = self.mtp[depth](
             streams, self.embed(next_ids), next_ids, step, layer, cache.page_table
         )
-        return streams, self._vocabulary(hidden)
+        return streams, self.mesh.comm.gather_columns(self.head(hidden, torch.float32))

@@ -6,6 +6,7 @@ from torch import Tensor
 from dsv4.config import Activations, LayerSpec
 from dsv4.errors import CheckpointError
 from dsv4.model.bundle import Bundle
+from dsv4.model.params import own_experts
 from dsv4.model.step import Step
 from dsv4.ops._exact import cast
 from dsv4.parallel.comm import tree_sum
@@ -14,15 +15,19 @@ from dsv4.parallel.comm import tree_sum
 class Moe:
     def __init__(self, b: Bundle, name: str, spec: LayerSpec) -> None:
         self.ops, self.config, self.name, self.dtype = b.ops, b.config, name, b.numerics.dtype
-        self.parts, self.comm = b.num_parts, b.mesh.comm  # ranks share the width of every expert
+        self.parts, self.mesh = b.num_parts, b.mesh  # ranks share the width of every expert
         self.is_alone = b.mesh.size == 1
         tensors = b.weights.tensors
         self.gate = tensors[f"{name}.gate"]
         self.table = b.plain(f"{name}.gate.tid2eid") if spec.hash_routed else None
         self.bias = None if spec.hash_routed else b.plain(f"{name}.gate.bias")
         names = [f"{name}.experts.{expert}" for expert in range(b.config.num_experts)]
+        own = own_experts(b.config, b.mesh.rank, b.mesh.size) if b.mesh.whole_experts else range(len(names))
         parts = ("w1", "w3", "w2")
-        self.experts = b.bank(f"{name}.experts") or [tuple(tensors[f"{n}.{w}"] for w in parts) for n in names]
+        self.own = own
+        self.experts = b.bank(f"{name}.experts") or [
+            tuple(tensors[f"{names[expert]}.{w}"] for w in parts) for expert in own
+        ]
         self.shared = b.bank(f"{name}.shared_experts") or tuple(
             tensors[f"{name}.shared_experts.{w}"] for w in parts
         )
@@ -47,18 +52,11 @@ class Moe:
         chosen = step.choices(chosen)
         step.see(self.name, "chosen", chosen)
         step.see(self.name, "weights", weights)
-        staging, bank = step.staging, f"{self.name}.experts"
-        routed = ops.experts.routed(
-            x=x,
-            ids=chosen,
-            weights=weights,
-            experts=self.experts if staging is None else staging.take(bank),
-            limit=c.swiglu_limit,
-            activations=self.activations,
-            parts=self.parts,
+        routed = (
+            self._traded(x, chosen, weights)
+            if self.mesh.whole_experts
+            else self._routed(x, chosen, weights, step)
         )
-        if staging is not None:
-            staging.give_back(bank)
         if step.tap is not None:
             step.see(self.name, "routed", tree_sum(routed))
             step.see(self.name, "shared", tree_sum(shared))
@@ -67,9 +65,42 @@ class Moe:
             y = torch.empty_like(routed[:, 0], dtype=self.dtype)
             torch.add(routed[:, 0], shared[:, 0], out=y)
         else:
-            y = cast(self.comm.sum_parts(routed + shared), self.dtype)
+            y = cast(self.mesh.comm.sum_parts(routed + shared), self.dtype)
         step.see(self.name, "out", y)
         return y
+
+    def _routed(self, x: Tensor, chosen: Tensor, weights: Tensor, step: Step) -> Tensor:
+        """float32 [T, parts, D] of the chosen experts, whose width ranks share."""
+        staging, bank = step.staging, f"{self.name}.experts"
+        routed = self.ops.experts.routed(
+            x=x,
+            ids=chosen,
+            weights=weights,
+            experts=self.experts if staging is None else staging.take(bank),
+            limit=self.config.swiglu_limit,
+            activations=self.activations,
+            parts=self.parts,
+        )
+        if staging is not None:
+            staging.give_back(bank)
+        return routed
+
+    def _traded(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """The same where ranks have whole experts: each gives the others their parts of what its own made,
+        choice by choice, so that choices are added up in the order of one rank."""
+        size = self.mesh.size
+        counts = torch.bincount(chosen.flatten() // len(self.own), minlength=size).tolist()
+        made = self.ops.experts.by_choice(
+            x=x,
+            ids=chosen,
+            weights=weights,
+            experts=self.experts,
+            limit=self.config.swiglu_limit,
+            activations=self.activations,
+            parts=self.parts * size,
+            first=self.own.start,
+        )
+        return self.ops.experts.add_choices(self.mesh.comm.trade_parts(made, counts), chosen)
 
 
 def _common(b: Bundle, names: list[str]) -> Activations:

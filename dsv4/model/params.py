@@ -29,6 +29,10 @@ class Param:
     expert: int | None = None
     shard: Shard = "whole"
 
+    def shared_by(self, size: int, whole_experts: bool) -> int:
+        """Of so many ranks, those that have a part of this weight each."""
+        return 1 if self.shard == "whole" or (whole_experts and self.expert is not None) else size
+
     def span(self, rank: int, size: int) -> tuple[int, int]:
         """First and last + 1 of the rows, or columns, that belong to a rank."""
         assert self.shard != "whole"
@@ -54,8 +58,19 @@ def _undivided(c: ModelConfig, size: int) -> list[str]:
     return [f"{name} {value}" for name, value in sizes if value % size]
 
 
-def check_ranks(c: ModelConfig, size: int) -> None:
+def own_experts(c: ModelConfig, rank: int, size: int) -> range:
+    """Of each layer, where ranks have whole experts."""
+    share = c.num_experts // size
+    return range(rank * share, (rank + 1) * share)
+
+
+def check_ranks(c: ModelConfig, size: int, whole_experts: bool = False) -> None:
     """Refuse a number of ranks that the model's sizes do not split over."""
+    if whole_experts and c.num_experts % size:
+        raise ConfigError(
+            f"{c.num_experts} experts do not split over {size} ranks, which would have "
+            f"{c.num_experts / size:g} each; leave expert_parallel out, or use a divisor of {c.num_experts}"
+        )
     most = num_parts(c)
     allowed = " or ".join(str(ranks) for ranks in (1, 2, 4, 8) if ranks <= most)
     if size not in (1, 2, 4, PARTS):

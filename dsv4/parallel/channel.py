@@ -1,7 +1,8 @@
-"""From rank 0 to another rank of this machine and back: bounded frames over a socket pair. No pickle."""
+"""From rank 0 to another rank and back: bounded frames over a socket. No pickle."""
 
 import socket
 import struct
+from contextlib import suppress
 from enum import IntEnum
 
 from dsv4.errors import DeviceError
@@ -11,7 +12,7 @@ MAX_BYTES = 64 << 20
 
 
 class Kind(IntEnum):
-    """What a frame holds. Rank 0 sends the first six, the others answer with the rest."""
+    """What a frame holds. Rank 0 sends the first seven, the others answer with the rest."""
 
     START = 0  # what to load, JSON
     JOIN = 1  # all ranks have loaded: meet
@@ -19,9 +20,11 @@ class Kind(IntEnum):
     STUDY = 3  # a plan to study, JSON
     MASK = 4  # the tokens that a grammar allows, as bits; empty: all
     FORGET = 5  # the last plan was interrupted
-    LOADED = 6
-    WAITED = 7  # another rank is gone or late; it ends with this
-    FAILED = 8  # why this rank ends, text
+    END = 6  # the engine was closed
+    LOADED = 7
+    WAITED = 8  # another rank is gone or late; it ends with this
+    FAILED = 9  # why this rank ends, text
+    HELLO = 10  # of a rank that rank 0 did not start: who it is, JSON
 
 
 class Closed(DeviceError):
@@ -61,12 +64,27 @@ class Channel:
         while len(buffer) < size:
             try:
                 data = self._socket.recv(min(size - len(buffer), 1 << 20))
-            except ConnectionResetError:
+            except TimeoutError as error:
+                if error.errno is None:  # ours; else the kernel has probed the other end in vain
+                    raise
+                data = b""
+            except OSError:
                 data = b""
             if not data:
                 raise Closed("the other rank is gone")
             buffer += data
         return bytes(buffer)
+
+    def hang_up(self) -> None:
+        """Nothing more comes from either end; whoever waits for it hears that."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def say_last(self, kind: Kind, body: bytes = b"") -> None:
+        """A frame, and that no other follows; to whoever is still there."""
+        with suppress(OSError, DeviceError):
+            self.send(kind, body)
+            self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         self._socket.close()

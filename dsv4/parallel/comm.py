@@ -6,6 +6,7 @@ parts are a subtree, so the sum has the same bits for every number of ranks, and
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -28,6 +29,11 @@ class PeerError(DeviceError):
 class Comm(Protocol):
     """Collectives: each rank calls the same ones in the same order."""
 
+    @property
+    def is_local(self) -> bool:
+        """Whether all ranks are on one machine."""
+        ...
+
     def sum_parts(self, parts: Tensor) -> Tensor:
         """[T, P, D], P a power of two -> [T, D]: the parts of all ranks, added up."""
         ...
@@ -38,6 +44,11 @@ class Comm(Protocol):
 
     def sum_disjoint(self, values: Tensor) -> Tensor:
         """Rows that one rank has and the others have as zeros -> the rows, bit for bit."""
+        ...
+
+    def trade_parts(self, rows: Tensor, counts: list[int]) -> Tensor:
+        """float32 [counts[rank], P, D] -> [sum of counts, P / size, D]: this rank's run of the parts of all
+        ranks' rows, rank by rank."""
         ...
 
     def inbox(self, places: int) -> Inbox | None:
@@ -60,6 +71,8 @@ def tree_sum(parts: Tensor) -> Tensor:
 class Alone:
     """A world of one: what it sends comes back."""
 
+    is_local = True
+
     def inbox(self, places: int) -> Inbox | None:
         return None
 
@@ -75,28 +88,49 @@ class Alone:
     def sum_disjoint(self, values: Tensor) -> Tensor:
         return values
 
+    def trade_parts(self, rows: Tensor, counts: list[int]) -> Tensor:
+        return rows
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """How ranks find each other; `address`: of this one, where the others reach it. `hosts`: of all."""
+
+    store: dist.Store
+    address: str = LOCAL
+    name: str = "dsv4"
+    hosts: tuple[str, ...] = ()
+
+    @classmethod
+    def at(cls, file: str, size: int) -> "Meeting":
+        """Of ranks on one machine."""
+        return cls(dist.FileStore(file, size), name=file)
+
 
 class Group:
-    """Ranks of this machine, which meet at a file; NCCL on GPUs of their own, else gloo.
+    """Ranks that have met; NCCL on GPUs of their own, else gloo.
 
     A collective that a peer keeps waiting raises PeerError after `seconds`, from `begin` on; one whose peer
     died, at once.
     """
 
-    def __init__(self, file: str, rank: int, devices: list[str], seconds: float) -> None:
+    def __init__(self, meeting: Meeting, rank: int, devices: list[str], seconds: float) -> None:
         """`devices`: of each rank."""
-        self.rank, self.size, self._name = rank, len(devices), file
+        self.rank, self.size, self._name = rank, len(devices), meeting.name
         self._device, self._seconds = torch.device(devices[rank]), seconds
         self._inbox: Inbox | None = None
-        self._store = store = dist.FileStore(file, self.size)
+        hosts = meeting.hosts or (LOCAL,) * self.size
+        self.is_local = len({*hosts}) == 1
+        self._store = store = dist.PrefixStore("dsv4", meeting.store)
         store.set_timeout(timedelta(seconds=seconds))
         # NCCL refuses two ranks on one GPU.
-        is_nccl = self._device.type == "cuda" and len({*devices}) == self.size
+        is_own = len({*zip(hosts, devices, strict=True)}) == self.size
+        is_nccl = self._device.type == "cuda" and is_own
         kind: Any = dist.ProcessGroupNCCL if is_nccl else dist.ProcessGroupGloo
         options = kind.Options() if is_nccl else kind._Options()
         options._timeout = timedelta(seconds=max(seconds, START_SECONDS))
         if not is_nccl:
-            options._devices = [kind.create_device(hostname=LOCAL)]
+            options._devices = [kind.create_device(hostname=meeting.address)]
         try:
             self._group = kind(store, rank, self.size, options)
         except RuntimeError as error:
@@ -114,7 +148,17 @@ class Group:
         self._wait(self._group.allreduce, [flat], dist.AllreduceOptions())
         return flat.view(values.dtype)
 
+    def trade_parts(self, rows: Tensor, counts: list[int]) -> Tensor:
+        sent = rows.unflatten(1, (self.size, -1)).transpose(0, 1).flatten(0, 1).contiguous()
+        out = sent.new_empty(sum(counts), *sent.shape[1:])
+        equal = [len(rows)] * self.size
+        self._wait(self._group.alltoall_base, out, sent, counts, equal, dist.AllToAllOptions())
+        return out
+
     def inbox(self, places: int) -> Inbox | None:
+        if not self.is_local:
+            logger.warning("ranks on several machines add up their sums by NCCL, launch by launch")
+            return None
         found, why = None, ""
         try:
             found = open_inbox(self._store, self._name, self.rank, self.size, places, self._device)

@@ -211,6 +211,8 @@ class Answerer:
     async def _wait_for_engine(self) -> None:
         end = time.monotonic() + RESTART_SECONDS
         while self.engine.ready is None:
+            if self.engine.ended.done():
+                self.engine.ended.result()
             if time.monotonic() > end:
                 raise ConfigError(
                     f"the engine died and did not come back within {RESTART_SECONDS:g} s; the lines so far "

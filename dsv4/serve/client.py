@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 
 from dsv4.config import EngineConfig
 from dsv4.engine.request import Delta, Request, SamplingParams
-from dsv4.errors import ConfigError, Dsv4Error, RequestError
+from dsv4.env import launched_by
+from dsv4.errors import ConfigError, DeviceError, Dsv4Error, RequestError
 from dsv4.serve import wire
 
 MAX_BUFFERED_DELTAS = 8192
@@ -220,6 +221,8 @@ class EngineProcess:
         self._life: _Life | None = None
         self._trouble = ""  # why there is no engine
         self._first_ready: asyncio.Future[wire.Ready] = asyncio.get_running_loop().create_future()
+        # Has an error once there will be no engine again: it was one of torchrun's ranks.
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stop_reason: str | None = None
         self._stopping = asyncio.Event()
         self._counter = itertools.count()
@@ -332,6 +335,10 @@ class EngineProcess:
                 self._fail_all(life, Unavailable(self._stop_reason or again))
             self._give_up(Unavailable(f"{self._trouble} while loading"))
             if self._stopping.is_set():
+                return
+            if launched_by() is not None:
+                why = f"{self._trouble}, and torchrun's ranks with it; torchrun can start all of them again"
+                self.ended.set_exception(DeviceError(why))
                 return
             self.num_restarts += 1
             self.status = wire.Status()

@@ -24,6 +24,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from dsv4.config import EngineConfig
+from dsv4.errors import ConfigError
 from dsv4.models import EMBEDDED
 from dsv4.serve.app import make_app
 from dsv4.serve.client import Unavailable
@@ -193,6 +194,21 @@ class Scale(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     cpus_per_replica: float = 1
     entrances: int = 1
     health_seconds: float = 10.0
+    # How long the load must call for more, or for fewer.
+    upscale_seconds: float = 30.0
+    downscale_seconds: float = 600.0
+    # During an update, so many more: with 0 each is drained before its successor starts, on the same GPU.
+    surge_percent: int = 0
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1 or self.entrances < 1:
+            raise ConfigError(
+                f"replicas is {self.replicas} and entrances {self.entrances}, expected at least 1 of each"
+            )
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise ConfigError(
+                f"max_replicas is {self.max_replicas}, expected at least replicas {self.replicas}"
+            )
 
 
 def application(folder: Path, engine: EngineConfig, config: ServerConfig, scale: Scale) -> serve.Application:
@@ -205,12 +221,15 @@ def application(folder: Path, engine: EngineConfig, config: ServerConfig, scale:
         ray_actor_options={"num_gpus": scale.gpus_per_replica, "num_cpus": scale.cpus_per_replica},
         autoscaling_config=AutoscalingConfig(
             min_replicas=scale.replicas,
-            max_replicas=max(scale.replicas, scale.max_replicas or 0),
+            max_replicas=scale.max_replicas or scale.replicas,
             target_ongoing_requests=engine.max_batch,
+            upscale_delay_s=scale.upscale_seconds,
+            downscale_delay_s=scale.downscale_seconds,
         ),
         request_router_config=RequestRouterConfig(request_router_class=PrefixRouter),
         health_check_period_s=scale.health_seconds,
         graceful_shutdown_timeout_s=config.drain_seconds,
+        max_surge_percent=scale.surge_percent,
     )
     entrance = serve.deployment(
         Entrance,
@@ -218,6 +237,8 @@ def application(folder: Path, engine: EngineConfig, config: ServerConfig, scale:
         num_replicas=scale.entrances,
         max_ongoing_requests=1000,
         ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=config.drain_seconds,  # it passes the answers on
+        max_surge_percent=100,
     )
     return entrance.bind(replica.bind(str(folder.resolve()), engine, config))
 
@@ -228,7 +249,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     return application(
         folder=folder,
         engine=EngineConfig(**args.get("engine", {})),
-        config=msgspec.convert(args.get("server", {}), ServerConfig),
+        config=msgspec.convert(args.get("server", {}), ServerConfig, dec_hook=lambda kind, text: kind(text)),
         scale=msgspec.convert(args.get("scale", {}), Scale),
     )
 

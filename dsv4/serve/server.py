@@ -270,6 +270,9 @@ async def _serve(
             for note in load.result().notes:
                 log(f"engine: {note}")
             log(f"server: {service.name} is ready at {url(sock, 'https' if tls else 'http')}/v1")
+        await asyncio.wait((http, engine.ended), return_when=asyncio.FIRST_COMPLETED)
+        if engine.ended.done():
+            engine.ended.result()
         await http
     finally:
         listener.stop()

@@ -131,14 +131,29 @@ class Inventory:
     num_mtp_layers: int
     notes: tuple[str, ...]
     family: str
+    elsewhere: tuple[Source, ...] = ()  # experts that only other ranks have
 
     @property
     def num_bytes(self) -> int:
         return sum(source.num_bytes for source in self.sources)
 
-    def shard(self, rank: int, size: int) -> "Inventory":
-        """A rank's shares."""
-        return replace(self, sources=tuple(source.shard(rank, size) for source in self.sources))
+    @property
+    def quantised(self) -> frozenset[str]:
+        """The weights that are stored in 8 or 4 bits, on whichever rank."""
+        return frozenset(s.param.name for s in (*self.sources, *self.elsewhere) if s.is_quantised)
+
+    def shard(self, rank: int, size: int, own: range | None = None) -> "Inventory":
+        """A rank's shares; with `own`, those routed experts whole, and no other."""
+        if own is None:
+            return replace(self, sources=tuple(source.shard(rank, size) for source in self.sources))
+        here: list[Source] = []
+        elsewhere: list[Source] = []
+        for source in self.sources:
+            if source.param.expert is None:
+                here.append(source.shard(rank, size))
+            else:
+                (here if source.param.expert in own else elsewhere).append(source)
+        return replace(self, sources=tuple(here), elsewhere=tuple(elsewhere))
 
 
 def take_inventory(entries: Mapping[str, Entry], config: ModelConfig) -> Inventory:

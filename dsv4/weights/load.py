@@ -11,7 +11,7 @@ from torch import Tensor
 from dsv4.config import ModelConfig
 from dsv4.errors import CheckpointError, ConfigError
 from dsv4.model.bundle import Weights
-from dsv4.model.params import check_ranks
+from dsv4.model.params import check_ranks, own_experts
 from dsv4.quant.codec import NV_RANGE, decode, encode_weight, has_nan_scale
 from dsv4.quant.formats import FP8_TILE, MX_BLOCK, NV_BLOCK, Format, QuantTensor
 from dsv4.weights.detect import Inventory, Source, take_inventory
@@ -39,10 +39,11 @@ class Checkpoint:
         reader = Reader(path)
         return cls(config, reader, take_inventory(reader.entries, config))
 
-    def shard(self, rank: int, size: int) -> "Checkpoint":
+    def shard(self, rank: int, size: int, whole_experts: bool = False) -> "Checkpoint":
         """A rank's shares of the weights; sizes that do not split are refused."""
-        check_ranks(self.config, size)
-        return replace(self, inventory=self.inventory.shard(rank, size))
+        check_ranks(self.config, size, whole_experts)
+        own = own_experts(self.config, rank, size) if whole_experts else None
+        return replace(self, inventory=self.inventory.shard(rank, size, own))
 
     def with_head(self, head: str, ranks: int) -> "Checkpoint":
         """`head`: as EngineConfig has it. A head that is stored quantised stays as it is."""
@@ -86,8 +87,7 @@ class Checkpoint:
                 done += source.num_bytes
                 if progress:
                     progress(done, total)
-        quantised = frozenset(s.param.name for s in self.inventory.sources if s.is_quantised)
-        return Weights(tensors, quantised, self.inventory.num_mtp_layers)
+        return Weights(tensors, self.inventory.quantised, self.inventory.num_mtp_layers)
 
 
 def held_bytes(source: Source, dense: bool) -> int:

@@ -65,7 +65,7 @@ def load_tiled(
             done += source.num_bytes
             if progress:
                 progress(done, total)
-    quantised = frozenset(s.param.name for s in sources if s.is_quantised)
+    quantised = checkpoint.inventory.quantised
     return Weights(tensors, quantised, checkpoint.inventory.num_mtp_layers, placement, drafts=drafts)
 
 

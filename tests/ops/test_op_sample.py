@@ -18,21 +18,21 @@ from dsv4.ops.sample.ref import (
     NOT_FINITE,
     RESULT,
     Choice,
-    _gumbel,
     _log,
-    _uniform,
-    _weight,
     choose,
+    gumbel,
     log_probs,
     pack,
+    uniform,
     unpack,
+    weight_of,
 )
 
 ONE = 1 << 44
 
 
 def noise(seed: Tensor, index: Tensor, vocab: int) -> Tensor:
-    return _gumbel(_uniform(seed, index, vocab))
+    return gumbel(uniform(seed, index, torch.arange(vocab)))
 
 
 def logits_of(*probs: float) -> Tensor:
@@ -67,11 +67,11 @@ def support(logits: Tensor, **filters: float) -> set[int]:
 def test_weights_are_exp_cut_to_integers() -> None:
     x = -torch.rand(200_000, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 31
     want = x.exp() * ONE
-    assert bool(((_weight(x) - want).abs() <= 1 + want * 2.0**-51).all()), (
+    assert bool(((weight_of(x) - want).abs() <= 1 + want * 2.0**-51).all()), (
         "cut, and 2 units in the last place"
     )
     edges = torch.tensor([0.0, -0.0, -5e-324, -31 - 1e-14, -40.0, -1e300, -math.inf], dtype=torch.float64)
-    assert _weight(edges).tolist() == [ONE, ONE, ONE, 0, 0, 0, 0]
+    assert weight_of(edges).tolist() == [ONE, ONE, ONE, 0, 0, 0, 0]
 
 
 def test_logarithms_are_accurate_relative_to_themselves() -> None:

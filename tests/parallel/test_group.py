@@ -9,7 +9,7 @@ import torch
 
 from dsv4.config import preset
 from dsv4.engine.eager import Pass
-from dsv4.parallel.comm import Group, PeerError
+from dsv4.parallel.comm import Group, Meeting, PeerError
 from dsv4.parallel.inbox import Inbox
 
 LATE, SECONDS = 1.5, 0.5
@@ -17,7 +17,7 @@ LATE, SECONDS = 1.5, 0.5
 
 def test_patient_until_all_are_ready(tmp_path: Path) -> None:
     def rank(number: int) -> list[float]:
-        group = Group(str(tmp_path / "store"), number, ["cpu", "cpu"], SECONDS)
+        group = Group(Meeting.at(str(tmp_path / "store"), 2), number, ["cpu", "cpu"], SECONDS)
         if number:
             time.sleep(LATE)
         group.begin()
@@ -35,6 +35,19 @@ def test_patient_until_all_are_ready(tmp_path: Path) -> None:
         assert list(pool.map(rank, range(2))) == [[0.0, 1.0]] * 2
 
 
+@pytest.mark.parametrize("counts", [[3, 1, 2, 5], [0, 4, 0, 0], [0, 0, 0, 0]])
+def test_parts_of_rows_that_ranks_trade(tmp_path: Path, counts: list[int]) -> None:
+    rows = [torch.randn(count, 8, 6, generator=torch.Generator().manual_seed(count)) for count in counts]
+
+    def rank(number: int) -> torch.Tensor:
+        group = Group(Meeting.at(str(tmp_path / "store"), 4), number, ["cpu"] * 4, 30.0)
+        return group.trade_parts(rows[number], counts)
+
+    with ThreadPoolExecutor(4) as pool:
+        for number, found in enumerate(pool.map(rank, range(4))):
+            assert torch.equal(found, torch.cat(rows)[:, 2 * number : 2 * number + 2])
+
+
 def test_a_step_that_waited_in_vain(tmp_path: Path) -> None:
     """What a kernel noted, or the host when it heard of a death, ends the step with one sentence."""
     graphs = pytest.importorskip("dsv4.engine.graphs", reason="Triton is not installed").Graphs
@@ -46,7 +59,7 @@ def test_a_step_that_waited_in_vain(tmp_path: Path) -> None:
     with pytest.raises(PeerError, match="rank 1 sent nothing for 20 s"):
         executor.fetch(Pass((), None))
     peers.ended.fill_(0)
-    group = Group(str(tmp_path / "store"), 0, ["cpu"], SECONDS)
+    group = Group(Meeting.at(str(tmp_path / "store"), 1), 0, ["cpu"], SECONDS)
     group.abandon()  # nothing waits on a GPU
     group._inbox = Inbox(peers.inbox, peers.addresses, peers.ended, None)
     group.abandon()

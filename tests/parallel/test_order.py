@@ -82,6 +82,24 @@ def test_experts_of_ranks(size: int, activations: str) -> None:
     assert torch.equal(over_ranks([run(rank, size) for rank in range(size)]), tree_sum(run(0, 1)))
 
 
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_whole_experts_of_ranks(size: int) -> None:
+    """Each rank's choices, its parts of which go to the others: what ranks that share the width add up."""
+    width, count = 256, 8
+    made = [tuple(rand(*s, seed=7 * e + i) for i, s in enumerate(_shapes(width))) for e in range(count)]
+    for tokens, last in ((1, 8), (9, 8), (40, 3)):  # of few experts: ranks that have nothing to do
+        x, weights = 3 * rand(tokens, 64), rand(tokens, 3, seed=4).abs()
+        ids = torch.rand(tokens, last, generator=torch.Generator().manual_seed(5)).topk(3, dim=1).indices
+        want = experts.routed(x, ids, weights, made, 5.0, "a8", PARTS)
+        share, rows = count // size, []
+        for rank in range(size):
+            own = made[rank * share : (rank + 1) * share]
+            rows.append(experts.by_choice(x, ids, weights, own, 5.0, "a8", PARTS, rank * share))
+        for rank, part in enumerate(want.chunk(size, dim=1)):
+            taken = torch.cat([made.chunk(size, dim=1)[rank] for made in rows])
+            assert torch.equal(experts.add_choices(taken, ids), part), (tokens, rank)
+
+
 def _shapes(width: int) -> tuple[tuple[int, int], ...]:
     return (64, width), (64, width), (width, 64)
 

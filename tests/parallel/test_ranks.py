@@ -66,23 +66,64 @@ def test_random_arrivals(folders: dict[str, Path]) -> None:
         assert engine.generate([[1, 2, 3]], SamplingParams(max_tokens=3))[0].ids, "the ranks are still there"
 
 
-def test_grammar_and_sampling() -> None:
-    """A mask is computed on rank 0 and known to all; the embedded model splits over two."""
+def test_candidates_are_gathered_and_not_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every way to choose, together, one cancelled amidst: the answers of one rank, and the bytes sent.
+
+    A grammar's mask is computed on rank 0 and known to all.
+    """
     pytest.importorskip("llguidance")
-    params = SamplingParams(max_tokens=12, temperature=0.9, seed=5, grammar='start: /[ab]{9}/ "."')
-    plain = SamplingParams(max_tokens=9, temperature=0.7, top_p=0.9, seed=1, logprobs=3)
-    results = []
+    kinds: list[dict[str, object]] = [
+        {"max_tokens": 12, "temperature": 0.9, "ignore_eos": False, "grammar": 'start: /[ab]{9}/ "."'},
+        {"temperature": 0.0},
+        {"temperature": 0.8, "top_k": 20, "min_p": 0.01, "logprobs": 20},
+        {"temperature": 0.0, "repetition_penalty": 1.3, "logit_bias": {300: 5.0}, "prompt_logprobs": 2},
+        {"temperature": 1.0, "top_p": 0.8, "presence_penalty": 0.5, "logprobs": 2},
+    ]
+    whole = {"temperature": 0.0, "logprobs": 21, "max_tokens": 2}
+    results, sent, width = [], 0, 0
+
+    def count(own: torch.Tensor) -> torch.Tensor:
+        nonlocal sent, width
+        sent, width = sent + own.numel() * own.element_size(), max(width, own.shape[1] * own.element_size())
+        return gather(own)
+
     for ranks in (1, 2):
-        with engine_on(None, ranks) as engine:
-            requests = [engine.request("Once upon", params), engine.request("What is", plain)]
-            results.append([(c.text, c.tokens) for c in engine.generate(requests)])
+        with engine_on(None, ranks, max_batch=6) as engine:
+            comm = engine.model.mesh.comm
+            gather = comm.gather_columns
+            monkeypatch.setattr(comm, "gather_columns", count)
+            made = [{"max_tokens": 6, "seed": 3, "ignore_eos": True, **kind} for kind in kinds]
+            requests = [engine.request("Once upon a", SamplingParams(**kind)) for kind in made]  # type: ignore[arg-type]
+            gone = engine.stream(engine.request("Once", SamplingParams(max_tokens=50, top_p=0.9)))
+            streams = [engine.stream(request) for request in requests]
+            sent = width = 0
+            while engine.num_unfinished:
+                engine.step()
+                if len(gone.output.sequence.tokens) == 2:
+                    gone.close()
+            done = [stream.completion() for stream in streams]
+            results.append([(answer.text, answer.tokens, answer.prompt) for answer in done])
+            row = engine.model.config.vocab_size // ranks * 4
+            steps, prompts = 6 * len(kinds) + 9, sum(len(request.ids) for request in requests[3:4])
+            if ranks == 2:
+                assert width < row and sent < (steps + prompts) * row / 4, (sent, width, row)
+                sent = width = 0
+                params = SamplingParams(**whole)  # type: ignore[arg-type]
+                assert engine.generate(["a"], params)[0].tokens
+                assert width == row, "more alternatives than the op lists: the whole row"
     assert results[0] == results[1]
-    assert results[0][0][0].endswith(".") and set(results[0][0][0]) <= set("ab.")
+    text = results[0][0][0]
+    assert text.endswith(".") and set(text) <= set("ab.")
 
 
 def test_refusals(folders: dict[str, Path]) -> None:
     for options, words in (
         ({"ranks": 4, "folder": EMBEDDED}, "o_groups 2 do not split over 4 ranks; use 1 or 2"),
+        (
+            {"ranks": 2, "expert_parallel": True},
+            "3 experts do not split over 2 ranks, which would have 1.5 each",
+        ),
+        ({"ranks": 1, "expert_parallel": True}, "whole experts, and there is one; leave it out"),
         ({"ranks": 2, "activations": "a4"}, "activations a4 scale a row by all of it"),
         ({"ranks": 4, "activations": "a8"}, "expert_width 256 over 4 ranks makes 64 each"),
     ):

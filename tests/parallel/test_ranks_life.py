@@ -38,6 +38,29 @@ def loses(engine: Engine, act: object, words: str) -> float:
     return time.monotonic() - began[0]
 
 
+def test_slow_rank() -> None:
+    """It sleeps while a plan lies in its channel: once it wakes up, once it dies and has not applied it."""
+    params = SamplingParams(max_tokens=6, temperature=0.9, seed=4, ignore_eos=True, logprobs=2)
+    with engine_on(None, 2) as engine:
+        (rank,) = rank_pids()
+        want = engine.generate([[1, 2, 3]], params)[0].tokens
+        os.kill(rank, signal.SIGSTOP)
+        threading.Timer(0.5, os.kill, (rank, signal.SIGCONT)).start()
+        gone = engine.stream(engine.request([1, 2, 3], params))
+        kept = engine.stream(engine.request([1, 2, 3], params))
+        engine.step()
+        gone.close()  # its rows were gathered with the other's, and are in the next plan no more
+        assert kept.completion().tokens == want
+        os.kill(rank, signal.SIGSTOP)
+        engine.submit(engine.request([1, 2, 3], LONG))
+        threading.Timer(0.5, os.kill, (rank, signal.SIGKILL)).start()
+        began = time.monotonic()
+        with pytest.raises(DeviceError, match=r"rank 1 has died \(signal 9\)"):
+            while True:
+                engine.step()
+        assert time.monotonic() - began < 5
+
+
 def test_killed_rank() -> None:
     with engine_on(None, 2) as engine:
         (rank,) = rank_pids()

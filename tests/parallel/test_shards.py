@@ -70,6 +70,35 @@ def test_a_rank_reads_its_share(folders: dict[str, Path], style: str) -> None:
         assert own.inventory.num_bytes <= 1.01 * share
 
 
+def test_a_rank_with_whole_experts_reads_these_alone(tmp_path: Path) -> None:
+    config = replace(WIDE, num_experts=4)
+    checkpoint = Checkpoint.open(write_model(tmp_path / "model", "modelopt", config))
+    whole = checkpoint.load(dense=False)
+    by_width = sum(checkpoint.shard(rank, 2).inventory.num_bytes for rank in range(2))
+    shares = []
+    for rank in range(2):
+        own = checkpoint.shard(rank, 2, whole_experts=True)
+        before = own.reader.num_read
+        shares.append(own.load(dense=False))
+        assert own.reader.num_read - before <= 1.01 * own.inventory.num_bytes
+        assert own.inventory.num_bytes == pytest.approx(by_width / 2, rel=0.01), "as much as by width"
+        assert shares[-1].quantised == whole.quantised
+    for param in declare(config, whole.num_mtp_layers):
+        if param.expert is not None:
+            found = [share.tensors.get(param.name) for share in shares]
+            assert (found[0] is None) == (param.expert >= 2) and (found[1] is None) == (param.expert < 2)
+            held = found[param.expert // 2]
+            assert torch.equal(values(held), values(whole.tensors[param.name])), param.name
+
+
+def test_experts_that_do_not_split() -> None:
+    with pytest.raises(
+        ConfigError, match=r"3 experts do not split over 2 ranks, .* 1\.5 each; leave expert_parallel out"
+    ):
+        check_ranks(WIDE, 2, whole_experts=True)
+    check_ranks(WIDE, 2)
+
+
 def test_scales_are_not_cut(folders: dict[str, Path]) -> None:
     checkpoint = Checkpoint.open(folders["official"])
     with pytest.raises(CheckpointError, match=r"over 4 ranks make 64 each, but fp8 shares a scale among 128"):

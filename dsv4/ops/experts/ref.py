@@ -41,30 +41,76 @@ def routed(
     """
     if not ids.numel():
         return x.new_zeros((x.shape[0], parts, x.shape[1]), dtype=torch.float32)
+    y, at = _by_choice(x, ids, weights, experts, limit, activations, parts, 0)
+    return _add_choices(y, ids, at)
+
+
+def by_choice(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: list[Expert],
+    limit: float,
+    activations: str,
+    parts: int,
+    first: int,
+) -> Tensor:
+    """What `experts`, of all those from number `first` on, give to the tokens that chose them: float32
+    [C, parts, D], by rising expert, then by token."""
+    if not bool(((ids >= first) & (ids < first + len(experts))).any()):
+        return x.new_zeros((0, parts, x.shape[1]), dtype=torch.float32)
+    y, at = _by_choice(x, ids, weights, experts, limit, activations, parts, first)
+    return y.index_select(0, torch.tensor(list(at.values()), device=x.device))
+
+
+def add_choices(y: Tensor, ids: Tensor) -> Tensor:
+    """y [T * K, parts, D]: `by_choice` of all experts, one run after the other -> what `routed` gives."""
+    chosen = ids.flatten().tolist()
+    by_expert = sorted(range(len(chosen)), key=chosen.__getitem__)
+    return _add_choices(y, ids, dict(zip(by_expert, range(len(chosen)), strict=True)))
+
+
+def _by_choice(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: list[Expert],
+    limit: float,
+    activations: str,
+    parts: int,
+    first: int,
+) -> tuple[Tensor, dict[int, int]]:
+    """Rows expert by expert, and the row of each choice token*K + k."""
     chosen, k = ids.flatten().tolist(), ids.shape[1]
-    # Choices token*K + k of all tokens, expert by expert; the first again where an expert has few.
+    # An expert's first choice stands there again where it has few.
     choices: list[int] = []
     counts = []
-    by_expert = sorted(range(len(chosen)), key=chosen.__getitem__)
-    for expert, group in groupby(by_expert, key=chosen.__getitem__):
+    here = [choice for choice, expert in enumerate(chosen) if first <= expert < first + len(experts)]
+    for expert, group in groupby(sorted(here, key=chosen.__getitem__), key=chosen.__getitem__):
         own = [*group]
         own += own[:1] * (FEW - len(own))
         counts.append((expert, len(own)))
         choices += own
-    # Where the choices of a token went, by rising expert: a choice that stands there again has the same row.
     at = dict(zip(choices, range(len(choices)), strict=True))
-    places = [at[choice] for choice in sorted(by_expert, key=lambda choice: choice // k)]
-    choice, place = torch.tensor(choices, device=x.device), torch.tensor(places, device=x.device)
+    choice = torch.tensor(choices, device=x.device)
     y = _ffn(
         x=x.index_select(0, choice // k),
-        experts=[experts[expert] for expert, _ in counts],
+        experts=[experts[expert - first] for expert, _ in counts],
         counts=[count for _, count in counts],
         limit=limit,
         activations=activations,
         weight=weights.flatten().index_select(0, choice),
         parts=parts,
-    ).index_select(0, place)
-    return torch.stack([total(part.reshape(x.shape[0], k, x.shape[1]), 1) for part in y.unbind(1)], dim=1)
+    )
+    return y, at
+
+
+def _add_choices(y: Tensor, ids: Tensor, at: dict[int, int]) -> Tensor:
+    """Each token's, by rising expert, whose row is `at` its choice."""
+    chosen, (tokens, k) = ids.flatten().tolist(), ids.shape
+    order = sorted(range(len(chosen)), key=lambda choice: (choice // k, chosen[choice]))
+    y = y.index_select(0, torch.tensor([at[choice] for choice in order], device=y.device))
+    return torch.stack([total(part.reshape(tokens, k, y.shape[2]), 1) for part in y.unbind(1)], dim=1)
 
 
 def _ffn(

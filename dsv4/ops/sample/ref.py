@@ -34,7 +34,7 @@ _LOG2E, _LN2_HIGH, _LN2_LOW = 1.4426950408889634, 6.93147180369123816490e-01, 1.
 _EXP = tuple(1 / math.factorial(n) for n in range(12, -1, -1))
 _LOG = tuple(2 / n for n in range(21, 0, -2))
 _SQRT2 = 1.4142135623730951
-_ONE = 1 << 44  # the best token's weight
+ONE = 1 << 44  # the best token's weight
 _PLAIN = 0xFFFFFFFF  # column 6 without logprobs, mask and penalties
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -117,15 +117,12 @@ def choose(logits: Tensor, settings: Tensor, mask: Tensor | None, penalties: Ten
     num_top, forced = settings[:, 6].to(torch.int32), settings[:, 7]
     z = logits.double() + 0.0  # -0.0 becomes 0.0, and a tie with it
     finite = torch.isfinite(z)
-    allowed = finite & ((settings[:, 6] >> 32 & 1 == 0) | (forced >= 0)).unsqueeze(1)
-    if mask is not None:
-        bits = (mask.unsqueeze(-1) >> torch.arange(32, device=mask.device, dtype=torch.int32)) & 1
-        allowed |= finite & bits.flatten(1)[:, :vocab].bool()
+    allowed = allowed_bits(finite, settings, mask)
     status = torch.where(allowed.any(1), CHOSEN, NONE_ALLOWED)
     status = torch.where((finite | (z == -torch.inf)).all(1), status, NOT_FINITE)
     is_chosen = status == CHOSEN
 
-    x = _all_penalised(logits, settings, penalties) if penalties is not None else z
+    x = all_penalised(logits, settings, penalties) if penalties is not None else z
     values = torch.where(allowed, x, -torch.inf)
     ids = values.argmax(1)
     ids = torch.where(forced >= 0, forced, ids)
@@ -134,11 +131,12 @@ def choose(logits: Tensor, settings: Tensor, mask: Tensor | None, penalties: Ten
         values = values[draws]
         x = (values - values.amax(1, keepdim=True)) / temperature[draws]
         if bool((settings[draws, 5:6] > 0).any() | (top_p[draws] < 1).any() | (min_p[draws] > 0).any()):
-            weight = _weight(x)
+            weight = weight_of(x)
             kept = _best(values, weight, settings[draws, 5:6], top_p[draws])
-            kept &= weight >= torch.ceil(min_p[draws] * _ONE).long()
+            kept &= weight >= torch.ceil(min_p[draws] * ONE).long()
             x = torch.where(kept, x, -torch.inf)
-        ids[draws] = _largest_key(x, settings[draws, 3], settings[draws, 4])
+        every = torch.arange(vocab, device=x.device)
+        ids[draws] = noisy(x, settings[draws, 3], settings[draws, 4], every).argmax(1)
 
     result = torch.full((rows, RESULT), -1, dtype=torch.int32, device=logits.device)
     result[:, 0] = torch.where(is_chosen, ids, -1)
@@ -156,22 +154,37 @@ def choose(logits: Tensor, settings: Tensor, mask: Tensor | None, penalties: Ten
     return result
 
 
-def penalised(logits: Tensor, penalties: Tensor, index: int) -> Tensor:
-    """logits [V] float32, penalties [HISTORY + C]: for the generated token of that index -> float32 [V].
+def allowed_bits(finite: Tensor, settings: Tensor, mask: Tensor | None, first: int = 0) -> Tensor:
+    """Bool [T, n]: tokens from `first` on that are finite and that a grammar, where there is one, allows."""
+    allowed = finite & ((settings[:, 6] >> 32 & 1 == 0) | (settings[:, 7] >= 0)).unsqueeze(1)
+    if mask is not None:
+        bits = (mask.unsqueeze(-1) >> torch.arange(32, device=mask.device, dtype=torch.int32)) & 1
+        allowed |= finite & bits.flatten(1)[:, first : first + finite.shape[1]].bool()
+    return allowed
+
+
+def penalised(logits: Tensor, penalties: Tensor, index: int, first_id: int = 0) -> Tensor:
+    """logits [n] float32 of tokens from `first_id` on, penalties [HISTORY + C]: for the generated token of
+    that index -> float32 [n].
 
     One float32 operation after the other, the bias first. Repetition is of all tokens before it; presence and
     frequency are of the generated ones. A finite logit stays finite.
     """
     presence, frequency, repetition = penalties[:3].view(torch.float32)
     num_prompt, first, num_bias = penalties[3:6].tolist()
-    biased = penalties[_HEAD : _HEAD + num_bias].long()
+    biased = penalties[_HEAD : _HEAD + num_bias].long() - first_id
     bias = penalties[_HEAD + MAX_BIAS : _HEAD + MAX_BIAS + num_bias].view(torch.float32)
-    history = penalties[HISTORY : HISTORY + num_prompt + index]
-    count = torch.bincount(history[max(first, num_prompt) :], minlength=len(logits)).float()
+    history = penalties[HISTORY : HISTORY + num_prompt + index] - first_id
+
+    def counted(ids: Tensor) -> Tensor:
+        return torch.bincount(ids[(ids >= 0) & (ids < len(logits))], minlength=len(logits))
+
+    count = counted(history[max(first, num_prompt) :]).float()
     v = logits + 0.0
-    v[biased] += bias
+    is_here = (biased >= 0) & (biased < len(logits))
+    v[biased[is_here]] += bias[is_here]
     v = torch.where(
-        torch.bincount(history[first:], minlength=len(logits)) > 0,
+        counted(history[first:]) > 0,
         torch.where(v > 0, v / repetition, v * repetition),
         v,
     )
@@ -180,13 +193,14 @@ def penalised(logits: Tensor, penalties: Tensor, index: int) -> Tensor:
     return torch.where(logits > -torch.inf, v.clamp(-_LARGEST, _LARGEST), -torch.inf)
 
 
-def _all_penalised(logits: Tensor, settings: Tensor, penalties: Tensor) -> Tensor:
-    """Double [T, V]; rows without penalties, and forced ones, as they are."""
+def all_penalised(logits: Tensor, settings: Tensor, penalties: Tensor, first_id: int = 0) -> Tensor:
+    """Double [T, n]; rows without penalties, and forced ones, as they are."""
     out = logits.double() + 0.0
     rows = ((settings[:, 6] >> 33 > 0) & (settings[:, 7] < 0)).nonzero().flatten().tolist()
     for row in rows:
         index, asked = settings[row, 4].item(), settings[row, 6].item()
-        out[row] = penalised(logits[row], penalties[(int(asked) >> 33) - 1], int(index)).double() + 0.0
+        how = penalties[(int(asked) >> 33) - 1]
+        out[row] = penalised(logits[row], how, int(index), first_id).double() + 0.0
     return out
 
 
@@ -204,8 +218,13 @@ def log_probs(logits: Tensor) -> Tensor:
     """[..., V] float32 -> the model's own log-probabilities, the bits that `choose` reports."""
     z = logits.double() + 0.0
     shifted = z - z.amax(-1, keepdim=True)
-    total = _weight(shifted).sum(-1, keepdim=True)
-    return (shifted - _log(total.double() * 2.0**-44)).float()
+    total = weight_of(shifted).sum(-1, keepdim=True)
+    return (shifted - log_total(total)).float()
+
+
+def log_total(weight: Tensor) -> Tensor:
+    """The logarithm of a sum of weights, in units of the best token's."""
+    return _log(weight.double() * 2.0**-44)
 
 
 def _best(values: Tensor, weight: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -224,7 +243,7 @@ def _best(values: Tensor, weight: Tensor, top_k: Tensor, top_p: Tensor) -> Tenso
     return torch.zeros_like(is_possible).scatter(1, order, kept) & is_possible
 
 
-def _weight(x: Tensor) -> Tensor:
+def weight_of(x: Tensor) -> Tensor:
     """exp(x) * 2**44, cut to an integer, for x <= 0. Sums of integers have no order."""
     inside = x >= -31  # below, the weight is 0
     x = torch.where(inside, x, 0.0)
@@ -252,26 +271,27 @@ def _log(y: Tensor) -> Tensor:
     return e * _LN2_HIGH + (s * log + e * _LN2_LOW)
 
 
-def _largest_key(x: Tensor, seed: Tensor, index: Tensor) -> Tensor:
-    """The id of each row's largest x + noise, x at most 0. Exact keys are made only for those that a
-    library's logarithm, whichever it is, finds near the largest."""
-    u = _uniform(seed, index, x.shape[1])
+def noisy(x: Tensor, seed: Tensor, index: Tensor, ids: Tensor) -> Tensor:
+    """x + noise [T, n], x at most 0, of these tokens ([n] or [T, n]); -inf where it is not the row's largest:
+    exact sums are made only for those that a library's logarithm, whichever it is, finds near that."""
+    u = uniform(seed, index, ids)
     estimate = x - torch.log(-torch.log1p(-u))
     is_near = estimate >= estimate.amax(1, keepdim=True) - 1e-6
-    keys = torch.full_like(x, -torch.inf)
-    keys[is_near] = x[is_near] + _gumbel(u[is_near])
-    return keys.argmax(1)
+    sums = torch.full_like(x, -torch.inf)
+    sums[is_near] = x[is_near] + gumbel(u[is_near])
+    return sums
 
 
-def _gumbel(u: Tensor) -> Tensor:
+def gumbel(u: Tensor) -> Tensor:
     """Gumbel noise of uniform numbers."""
     return -_log(-_log(1 - u))
 
 
-def _uniform(seed: Tensor, index: Tensor, vocab: int) -> Tensor:
-    """Double [T, V], multiples of 2**-53 above 0 and below 1, by the requests' seeds and indices [T]."""
+def uniform(seed: Tensor, index: Tensor, ids: Tensor) -> Tensor:
+    """Double [T, n], multiples of 2**-53 above 0 and below 1, by the requests' seeds and indices [T] and by
+    the tokens, [n] or [T, n]."""
     base = _mix(_mix(seed + _GOLDEN) + index * _ODD)
-    hashed = _mix(base.unsqueeze(1) + torch.arange(1, vocab + 1, device=seed.device) * _GOLDEN)
+    hashed = _mix(base.unsqueeze(1) + (ids + 1) * _GOLDEN)
     return _shift(hashed, 11).clamp_min(1).double() * 2.0**-53
 
 

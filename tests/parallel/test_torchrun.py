@@ -1,0 +1,188 @@
+"""Ranks on several machines, by torchrun or the variables it sets: one engine, one sentence when it is lost.
+
+The machines are this one: each has its own torchrun, which knows of the other by address and port alone.
+"""
+
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import openai
+import pytest
+from ranks_support import SECONDS, children, engine_on, is_running, wait
+
+from dsv4 import SamplingParams
+from dsv4.errors import ConfigError
+from dsv4.parallel.channel import HEADER, Channel, Kind
+from dsv4.parallel.machines import World, receive_guests
+from tests.serve.serve_support import STORY, Server
+
+COMMAND = ["dsv4", "generate", "--device", "cpu", "--threads", "1", "--temperature", "0", "Once upon a"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+def variables(rank: int, port: int, size: int = 2) -> dict[str, str]:
+    said = {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": 0,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    return {name: str(value) for name, value in said.items()}
+
+
+@contextmanager
+def started(
+    command: list[str], log: Path, environment: dict[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command, env=os.environ | (environment or {}), stdout=file, stderr=file, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_one_answer_of_two_machines(tmp_path: Path) -> None:
+    """Variables without torchrun: the text of one process, and both end well."""
+    port, logs = free_port(), [tmp_path / "0", tmp_path / "1"]
+    command = [sys.executable, "-m", *COMMAND, "--max-tokens", "12"]
+    with (
+        started(command, logs[1], variables(1, port)) as other,
+        started(command, logs[0], variables(0, port)) as zero,
+    ):
+        assert zero.wait(SECONDS) == 0, logs[0].read_text()
+        assert other.wait(5) == 0 and logs[1].read_text() == ""
+    with engine_on(None, 1) as engine:
+        (want,) = engine.generate(["Once upon a"], SamplingParams(max_tokens=12, temperature=0))
+    assert want.text in logs[0].read_text()
+
+
+def test_a_machine_is_lost(tmp_path: Path) -> None:
+    """Two torchruns; the second is killed with its rank while tokens come."""
+    port, logs = free_port(), [tmp_path / "0", tmp_path / "1"]
+
+    def command(node: int) -> list[str]:
+        meeting = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+        nodes = ["--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1", *meeting]
+        return [*TORCHRUN, *nodes, "-m", *COMMAND, "--max-tokens", "900", "--ignore-eos"]
+
+    with started(command(1), logs[1]) as other, started(command(0), logs[0]) as zero:
+        wait(lambda: "," in logs[0].read_text(), SECONDS)
+        (first,) = children(zero.pid)
+        os.killpg(other.pid, signal.SIGSTOP)  # nothing of it can say a last word
+        os.killpg(other.pid, signal.SIGKILL)
+        wait(lambda: not is_running(first), 5)
+        said = logs[0].read_text()
+        assert said.count("error: rank 1 on ") == said.count("all 2 ranks were ended") == 1, said
+        assert "Traceback" not in said, said
+        assert zero.wait(SECONDS) != 0
+
+
+def test_rank_zero_is_lost(tmp_path: Path) -> None:
+    port, logs = free_port(), [tmp_path / "0", tmp_path / "1"]
+    command = [sys.executable, "-m", *COMMAND, "--max-tokens", "900", "--ignore-eos"]
+    with (
+        started(command, logs[1], variables(1, port)) as other,
+        started(command, logs[0], variables(0, port)) as zero,
+    ):
+        wait(lambda: "," in logs[0].read_text(), SECONDS)
+        zero.kill()
+        assert other.wait(5) == 1
+        said = logs[1].read_text().splitlines()
+        assert len(said) == 1 and said[0].startswith("error: rank 1 of 2: "), said
+
+
+@pytest.mark.slow
+def test_server_ends_with_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own ranks it would start again; torchrun's are torchrun's."""
+    port, log = free_port(), tmp_path / "1"
+    command = [sys.executable, "-m", "dsv4", "serve"]
+    with started(command, log, variables(1, port)) as other:
+        for name, value in variables(0, port).items():
+            monkeypatch.setenv(name, value)
+        with Server(tmp_path, "--device", "cpu", "--threads", 1) as server:
+            stream = server.chat(STORY, max_tokens=400, stream=True)
+            next(iter(stream))
+            began = time.monotonic()
+            other.kill()
+            with pytest.raises(openai.APIError):
+                list(stream)
+            assert server.process.wait(10) == 2 and time.monotonic() - began < 10
+            assert "rank 1 on " in server.log and "torchrun can start all of them again" in server.log
+
+
+def test_strangers_at_the_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever finds rank 0's port and is no rank is shown out; the rank that comes after is let in."""
+    port = free_port()
+    for name, value in variables(0, port).items():
+        monkeypatch.setenv(name, value)
+    caller = (
+        "import json, os, socket; from dsv4.parallel.machines import World, call_on\n"
+        "world = World.find(); store = world.store(); place = json.loads(store.get('dsv4/rank 0'))\n"
+        "where = place['address'], place['port']\n"
+        "a = socket.create_connection(where); a.sendall(b'GET / HTTP/1.1\\r\\n\\r\\n')\n"
+        "b = socket.create_connection(where); b.sendall(bytes([10, 0, 0, 0, 2]) + b'[]')\n"
+        "c = socket.create_connection(where); c.close()\n"
+        "channel, _ = call_on(world); print(channel.receive()[0].name)\n"
+    )
+    with started([sys.executable, "-c", caller], tmp_path / "1", variables(1, port)) as other:
+        world = World.find()
+        assert world is not None
+        (guest,), _store = receive_guests(world, 5.0)
+        assert guest.rank == 1 and guest.name.startswith("rank 1 on ")
+        guest.channel.say_last(Kind.END)
+        assert other.wait(SECONDS) == 0 and (tmp_path / "1").read_text().endswith("END\n")
+        with pytest.raises(ConfigError, match="serve one engine"):
+            receive_guests(world, 5.0)
+
+
+def test_what_the_environment_may_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables(0, 29500, size=1).items():
+        monkeypatch.setenv(name, value)
+    assert World.find() is None, "a world of one needs no meeting"
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(ConfigError, match="WORLD_SIZE=two, expected numbers"):
+        World.find()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "2")
+    with pytest.raises(ConfigError, match="RANK=2 of WORLD_SIZE=2"):
+        World.find()
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigError, match="leave gpus and ranks out"), engine_on(None, 2):
+        pass
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(ConfigError, match="rank 1 of 2, and the engine is rank 0's"), engine_on(None, 1):
+        pass
+    monkeypatch.delenv("MASTER_ADDR")
+    assert World.find() is None
+
+
+def test_hello_is_one_frame() -> None:
+    ours, theirs = socket.socketpair()
+    Channel(theirs).send(Kind.HELLO, json.dumps({"rank": 1}).encode())
+    assert Channel(ours, 1.0).receive() == (Kind.HELLO, b'{"rank": 1}')
+    theirs.sendall(struct.pack("!BI", 99, 0)[: HEADER.size])
+    with pytest.raises(Exception, match="damaged"):
+        Channel(ours, 1.0).receive()
+    Channel(ours).hang_up()
+    ours.close()
+    theirs.close()
