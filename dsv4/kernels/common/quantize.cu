@@ -1,0 +1,167 @@
+// Prompts and batches of the decode step: rows of BF16 activations in FP8 or NVFP4, plain or of what makes the row here: a norm, or an expert's clamped
+// SwiGLU. A block has one row, in registers from the first read to the last write; bit for bit codec.py's (round.cuh).
+#include "launch.cuh"
+#include "round.cuh"
+
+enum { PLAIN = 0, NORM = 1, SWIGLU = 2 };
+constexpr int MAX_THREADS = 512, WARPS = MAX_THREADS / 32;
+
+struct Rows {
+    const uint16_t* x;
+    const float* weight;   // of the norm, [width]; of the experts, [rows], or null: one
+    uint16_t *made, *out;  // the row before it is rounded [rows][width], null: not wanted; and after that
+    uint8_t *codes, *scales;
+    float* factors;        // the rows' global scales
+    int64_t x_row, out_row;
+    int count;             // rows from here on are padding of the last tile of scales
+    int width, source, how, is_tiled;
+    float eps, share;      // of the norm; `eps` of SwiGLU: the limit; one over the width
+};
+
+template <typename F> __device__ __forceinline__ float block_wide(float v, float* parts, F combine) {
+#pragma unroll
+    for (int i = 1; i < 32; i <<= 1) v = combine(v, __shfl_xor_sync(~0u, v, i));
+    if ((threadIdx.x & 31) == 0) parts[threadIdx.x >> 5] = v;
+    __syncthreads();
+    v = parts[0];
+    for (int i = 1; i < blockDim.x >> 5; ++i) v = combine(v, parts[i]);
+    return v;
+}
+__device__ __forceinline__ uint32_t block_largest(uint32_t top, uint32_t* parts) {
+    top = __reduce_max_sync(~0u, top);
+    if ((threadIdx.x & 31) == 0) parts[threadIdx.x >> 5] = top;
+    __syncthreads();
+    const int lane = threadIdx.x & 31;
+    return __reduce_max_sync(~0u, lane < blockDim.x >> 5 ? parts[lane] : 0u);
+}
+
+__device__ __forceinline__ float low(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high(uint32_t pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+
+// N words from `channel` on, eight channels at a time; zero beyond the row.
+template <int N> __device__ __forceinline__ void read(const uint16_t* row, int channel, int width, uint32_t (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i += 4) {
+        const bool is_inside = channel + 2 * i < width;
+        const uint4 v = is_inside ? *reinterpret_cast<const uint4*>(row + channel + 2 * i) : make_uint4(0, 0, 0, 0);
+        x[i] = v.x; x[i + 1] = v.y; x[i + 2] = v.z; x[i + 3] = v.w;
+    }
+}
+template <int N> __device__ __forceinline__ void write(uint16_t* row, int channel, int width, const uint32_t (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i += 4)
+        if (channel + 2 * i < width) *reinterpret_cast<uint4*>(row + channel + 2 * i) = make_uint4(x[i], x[i + 1], x[i + 2], x[i + 3]);
+}
+
+// x / root, but for a last bit once in a million: then comes a product, and BF16.
+struct Root {
+    float root, inverse;
+    __device__ __forceinline__ explicit Root(float square) : root(__fsqrt_rn(square)), inverse(__frcp_rn(root)) {
+        if (inverse == 0.f) root = 0.f;   // of infinity: numbers become zero, infinity NaN, as by a division
+    }
+    __device__ __forceinline__ float divide(float v) const {
+        const float q = v * inverse;
+        return fmaf(fmaf(-q, root, v), inverse, q);
+    }
+};
+
+// gate and up are BF16; comparisons keep NaN.
+__device__ __forceinline__ float swiglu(float gate, float up, float weight, float limit) {
+    gate = gate > limit ? limit : gate;
+    up = up > limit ? limit : up < -limit ? -limit : up;
+    return weight * (__fdiv_rn(gate, 1.f + __expf(-gate)) * up);
+}
+
+// A thread has ITEMS times N words, the threads of a block side by side. N is 8 for codes: a block of NVFP4.
+template <int ITEMS, int N, bool CODES> __global__ void __launch_bounds__(MAX_THREADS) rows_kernel(const __grid_constant__ Rows p) {
+    static_assert(N == 8 || !CODES);
+    __shared__ float sums[WARPS];
+    __shared__ uint32_t tops[WARPS];
+    launch_dependents();
+    wait_for_prerequisites();
+    const bool is_row = blockIdx.x < p.count;
+    const int64_t row = blockIdx.x;
+    const auto channel = [&](int i) { return (int)(threadIdx.x + i * blockDim.x) * 2 * N; };
+    uint32_t x[ITEMS][N];
+    if (is_row) {
+        const uint16_t* from = p.x + row * p.x_row;
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) read(from, channel(i), p.width, x[i]);
+        if (p.source == NORM) {
+            float sum = 0.f;
+#pragma unroll
+            for (int i = 0; i < ITEMS; ++i)
+#pragma unroll
+                for (int k = 0; k < N; ++k) sum = fmaf(low(x[i][k]), low(x[i][k]), fmaf(high(x[i][k]), high(x[i][k]), sum));
+            const Root root(block_wide(sum, sums, [](float a, float b) { return a + b; }) * p.share + p.eps);
+#pragma unroll
+            for (int i = 0; i < ITEMS; ++i)
+#pragma unroll
+                for (int k = 0; k < N; k += 2) {
+                    if (channel(i) + 2 * k >= p.width) continue;
+                    const float4 w = __ldg(reinterpret_cast<const float4*>(p.weight + channel(i) + 2 * k));
+                    x[i][k] = bf16_pair(w.x * root.divide(low(x[i][k])), w.y * root.divide(high(x[i][k])));
+                    x[i][k + 1] = bf16_pair(w.z * root.divide(low(x[i][k + 1])), w.w * root.divide(high(x[i][k + 1])));
+                }
+        } else if (p.source == SWIGLU) {
+            const float weight = p.weight ? __ldg(p.weight + row) : 1.f;
+#pragma unroll
+            for (int i = 0; i < ITEMS; ++i) {
+                uint32_t up[N];
+                read(from + p.width, channel(i), p.width, up);
+#pragma unroll
+                for (int k = 0; k < N; ++k)
+                    x[i][k] = bf16_pair(swiglu(low(x[i][k]), low(up[k]), weight, p.eps), swiglu(high(x[i][k]), high(up[k]), weight, p.eps));
+            }
+        }
+        if (p.made)
+#pragma unroll
+            for (int i = 0; i < ITEMS; ++i) write(p.made + row * p.width, channel(i), p.width, x[i]);
+    }
+    float scale = 1.f;
+    uint32_t top[ITEMS] = {};
+    if (is_row && (CODES || p.how == A4)) {
+        uint32_t all = 0;
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) all = max(all, top[i] = largest(x[i]));
+        scale = row_scale(block_largest(all, tops));
+    }
+    if constexpr (CODES) {
+        if (is_row && threadIdx.x == 0) p.factors[row] = scale;
+        const int blocks = (p.width + 15) / 16, padded = (blocks + 3) / 4 * 4;
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            const int block = channel(i) / 16;
+            const uint32_t code = is_row ? block_code(top[i], scale) : 0u;
+            if (p.is_tiled) {
+                const int64_t at = (row / 128 * (padded / 4) + block / 4) * 512 + row % 32 * 16 + row % 128 / 32 * 4 + block % 4;
+                if (block < padded) p.scales[at] = block < blocks ? code : 0;
+            } else if (block < blocks) p.scales[row * blocks + block] = code;
+            if (!is_row || block >= blocks) continue;
+            const Ladder by = ladder(unit_of(code, scale), scale);
+            uint32_t* to = reinterpret_cast<uint32_t*>(p.codes + row * (p.width / 2) + block * 8);
+            const uint32_t first = eight_codes(x[i], by), second = eight_codes(x[i] + 4, by);
+            if (p.width % 16 == 0) *reinterpret_cast<uint2*>(to) = make_uint2(first, second);
+            else {
+                to[0] = first;
+                if (block * 16 + 8 < p.width) to[1] = second;
+            }
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            if (p.how == A4) round_a4(x[i], top[i], scale);
+            else if (p.how == A8) round_a8(x[i]);
+            write(p.out + row * p.out_row, channel(i), p.width, x[i]);
+        }
+    }
+}
+
+// What quantize.py launches.
+template __global__ void rows_kernel<1, 4, false>(const __grid_constant__ Rows);
+template __global__ void rows_kernel<2, 4, false>(const __grid_constant__ Rows);
+template __global__ void rows_kernel<4, 4, false>(const __grid_constant__ Rows);
+template __global__ void rows_kernel<1, 8, false>(const __grid_constant__ Rows);
+template __global__ void rows_kernel<2, 8, false>(const __grid_constant__ Rows);
+template __global__ void rows_kernel<1, 8, true>(const __grid_constant__ Rows);
+template __global__ void rows_kernel<2, 8, true>(const __grid_constant__ Rows);
