@@ -154,10 +154,9 @@ class Decoder:
         how = [self.b.activations_of(weight) for weight in weights]
         if self.buffers.rows == 1 and all(product.can_round for product in products):
             return [replace(p, activations=a) for p, a in zip(products, how, strict=True)]
-        rounded = [(p.x, a) for p, a in zip(products, how, strict=True) if a != "a16"]
-        if len(rounded) == len(products):
-            rounded = [(together, how[0])]
-        for x, activations in rounded:
+        rounded = [p.x for p, a in zip(products, how, strict=True) if a != "a16"]
+        for x in [together] if len(rounded) == len(products) else rounded:
+            activations = self.b.numerics.activations
             self._add("round", quantize.round_values, x=x, out=x, activations=activations)
         return products
 
