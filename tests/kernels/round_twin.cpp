@@ -1,19 +1,29 @@
-// kernels/common/round.cuh compiled for the CPU: the arithmetic of one lane with a whole block of NVFP4.
+// kernels/common/round.cuh and quantize.cu compiled for the CPU.
+#include "emulator.h"
+
 #include <math.h>
-#include <stdint.h>
-#include <string.h>
 
-#include <algorithm>
-
-#define __device__
-#define __forceinline__ inline
+#define __shared__ static   // of the one block that runs
+#define __grid_constant__
+#define blockDim (emulator::Index{emulator::threads_per_block})
 
 using std::max;
-using std::min;
 
 struct float2 {
     float x, y;
 };
+struct float4 {
+    float x, y, z, w;
+};
+struct uint2 {
+    uint32_t x, y;
+};
+struct uint4 {
+    uint32_t x, y, z, w;
+};
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+template <typename T> T __ldg(const T* p) { return *p; }
 inline uint32_t __float_as_uint(float v) {
     uint32_t bits;
     memcpy(&bits, &v, 4);
@@ -41,7 +51,10 @@ inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t select) {
     for (int i = 0; i < 4; ++i) out |= (uint32_t)(both >> (select >> 4 * i & 7) * 8 & 255) << 8 * i;
     return out;
 }
-inline uint32_t __shfl_xor_sync(uint32_t, uint32_t v, int) { return v; }
+inline float __shfl_xor_sync(uint32_t mask, float v, int with) { return __uint_as_float(__shfl_xor_sync(mask, __float_as_uint(v), with)); }
+inline float __fsqrt_rn(float v) { return sqrtf(v); }
+inline float __frcp_rn(float v) { return 1.f / v; }
+inline float __expf(float v) { return expf(v); }
 template <typename F> uint32_t halves(uint32_t a, uint32_t b, F f) {
     return (uint32_t)f((uint16_t)(a >> 16), (uint16_t)(b >> 16)) << 16 | (uint16_t)f((uint16_t)a, (uint16_t)b);
 }
@@ -56,21 +69,26 @@ inline uint32_t bf16(float v) {
     return v != v ? 0x7FFFu : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
 inline uint32_t bf16_pair(float low, float high) { return bf16(low) | bf16(high) << 16; }
-// By search: E4M3 codes in rising order are rising values.
+// By search: larger codes of one sign are larger values.
 inline float e4m3(int code) {
     const int exponent = code >> 3 & 15, mantissa = code & 7;
-    return code == 127 ? NAN : exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
+    return (code & 127) == 127 ? NAN : exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
 }
-inline uint16_t e4m3_codes(float a, float) {   // of positive numbers
-    if (a != a) return 127;
+inline int e4m3_code(float v) {
+    const int sign = signbit(v) ? 128 : 0;
+    if (v != v) return sign | 127;
     int code = 0;
-    while (code < 126 && e4m3(code + 1) <= a) ++code;
-    if (code == 126) return 126;
+    while (code < 126 && e4m3(code + 1) <= fabsf(v)) ++code;
+    if (code == 126) return sign | 126;
     const float middle = (e4m3(code) + e4m3(code + 1)) / 2;
-    return code + (a > middle || (a == middle && code & 1));
+    return sign | (code + (fabsf(v) > middle || (fabsf(v) == middle && code & 1)));
 }
-inline float2 e4m3_values(uint16_t codes) { return {e4m3(codes), 0.f}; }
-#include "round.cuh"
+inline uint16_t e4m3_codes(float a, float b) { return e4m3_code(a) | e4m3_code(b) << 8; }
+inline float2 e4m3_values(uint16_t codes) {
+    const auto value = [](int code) { return code & 128 ? -e4m3(code & 127) : e4m3(code); };
+    return {value(codes & 255), value(codes >> 8)};
+}
+#include "quantize.cu"
 
 extern "C" {
 // Which code x [n] has in a block whose unit is that of `units` [n].
@@ -94,5 +112,16 @@ void rows(const uint32_t* x, int64_t count, int64_t width, uint32_t* codes, uint
             memcpy(values + block * 8, its, sizeof its);
         }
     }
+}
+// A launch of quantize.cu, block after block.
+const char* launch(const Rows* p, int blocks, int threads, int items, int words, bool makes_codes, unsigned seed) {
+    const auto kernel = makes_codes ? (items == 1 ? rows_kernel<1, 8, true> : rows_kernel<2, 8, true>)
+                        : words == 8 ? (items == 1 ? rows_kernel<1, 8, false> : rows_kernel<2, 8, false>)
+                                     : (items == 1 ? rows_kernel<1, 4, false> : rows_kernel<2, 4, false>);
+    for (int block = 0; block < blocks; ++block) {
+        const char* problem = emulator::run(block, 1, threads, 0, seed, [&] { kernel(*p); });
+        if (*problem) return problem;
+    }
+    return "";
 }
 }

@@ -1,15 +1,20 @@
 """Rounding of BF16 activations in CUDA, by its own source on the CPU: it is the codec's, bit for bit."""
 
 import ctypes
+import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from dsv4.kernels.common.build import INCLUDES
+from dsv4.ops.experts import ref as experts_ref
+from dsv4.ops.linear.ref import round_input
+from dsv4.ops.norm.ref import rms_norm
 from dsv4.quant import codec
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on the PATH")
@@ -19,10 +24,12 @@ TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 @pytest.fixture(scope="module")
 def twin(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     here, out = Path(__file__).parent, tmp_path_factory.mktemp("twin") / "twin.so"
-    flags = ["-O2", "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC", "-w"]
-    command = ["g++", *flags, *INCLUDES, "-o", str(out), str(here / "round_twin.cpp")]
+    flags = ["-O2", "-std=c++17", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-w"]
+    command = ["g++", *flags, *INCLUDES, f"-I{here}", "-o", str(out), str(here / "round_twin.cpp")]
     subprocess.run(command, check=True, capture_output=True)
-    return ctypes.CDLL(str(out))
+    loaded = ctypes.CDLL(str(out))
+    loaded.launch.restype = ctypes.c_char_p
+    return loaded
 
 
 def at(tensor: Tensor) -> ctypes.c_void_p:
@@ -99,3 +106,87 @@ def test_rows(twin: ctypes.CDLL) -> None:
     assert bool(is_number.any(1)[: len(x) // 2].any()) and bool(values[12].isnan().any())
     got = codec.unpack_nibbles(codes)
     assert torch.equal(got[is_number], want_codes[is_number])
+
+
+@pytest.fixture
+def quantize(twin: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The launchers, with the kernel's twin."""
+    module = pytest.importorskip("dsv4.kernels.common.quantize", reason="Triton is not installed")
+    if module.triton.knobs.runtime.interpret:
+        pytest.skip("there Triton's kernels run")
+    shapes: set[tuple[int, int]] = set()
+
+    def call(
+        source: str, kernel: str, device: Any, rows: Any, blocks: int, threads: int, overlap: bool
+    ) -> None:
+        items, words, makes_codes = re.findall(r"\w+", kernel)[1:]
+        shapes.add((int(items), threads))
+        how = (blocks, threads, int(items), int(words), makes_codes == "true", len(shapes))
+        assert twin.launch(ctypes.byref(rows), *how) == b""
+
+    monkeypatch.setattr(module, "call", call)
+    monkeypatch.setattr(module, "shapes", shapes, raising=False)
+    return module
+
+
+def hostile(width: int) -> Tensor:
+    """Rows of every kind: usual, huge, tiny, zeros, one large value, infinity, NaN in the last place."""
+    usual = torch.randn(width, generator=torch.Generator().manual_seed(2))
+    x = torch.stack([usual, usual * 700, usual * 2.0**-134, usual * 0, usual * 1e-3, usual, usual])
+    x[4, 5], x[5, 7], x[6, -1] = 3e4, -float("inf"), float("nan")
+    return x.bfloat16()
+
+
+def same(got: Tensor, want: Tensor) -> bool:
+    return bool(((got == want) | (got.isnan() & want.isnan())).all())
+
+
+@pytest.mark.parametrize("width", [8, 96, 520, 4104, 8192])
+def test_the_whole_kernel(quantize: Any, width: int) -> None:
+    """Values in FP8 and NVFP4, also in place, in columns of a wider matrix; codes; scales in either layout."""
+    x = hostile(width)
+    for activations in ("a16", "a8", "a4"):
+        out, want = torch.full_like(x, torch.nan), round_input(x, activations)
+        quantize.round_values(x, out, activations)
+        assert same(out, want), activations
+        wide = torch.cat((x, 5 * x), dim=1)
+        quantize.round_values(wide[:, :width], wide[:, :width], activations)
+        assert same(wide[:, :width], want) and same(wide[:, width:], 5 * x), activations
+    factor = codec.nvfp4_global(x)
+    codes, scales = codec.nvfp4_rows(x, factor)
+    is_number = (codec.e4m3_decode(scales) * factor > 0).repeat_interleave(8, 1)[:, : width // 2]
+    for is_tiled in (False, True):
+        packed = quantize.pack(x, is_tiled)
+        assert torch.equal(packed.factor, factor.squeeze(1))
+        assert torch.equal(packed.scales, codec.swizzle_32_4_4(scales) if is_tiled else scales)
+        assert torch.equal(packed.codes[is_number], codec.pack_nibbles(codes)[is_number])
+    items, threads = max(quantize.shapes)
+    assert items * threads * 16 >= width and (items == 2) == (width > 4096)
+
+
+def test_what_makes_the_row(quantize: Any) -> None:
+    """The norm, and SwiGLU, are the reference's; what is made of them is made of what they gave."""
+    width, random = 1000, torch.Generator().manual_seed(3)
+    x, weight = torch.randn(5, width, generator=random).bfloat16(), torch.rand(width, generator=random) + 0.5
+    normed, out = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
+    quantize.round_values(x, out, "a4", weight, 1e-6, normed)
+    want = rms_norm(x, weight, 1e-6)
+    assert bool(((normed - want).abs() <= 2**-7 * want.abs()).all())
+    assert float((normed != want).float().mean()) < 1e-3 and same(out, round_input(normed, "a4"))
+    packed = quantize.pack(x, norm_weight=weight, eps=1e-6)
+    codes, scales = codec.nvfp4_rows(normed, codec.nvfp4_global(normed))
+    assert torch.equal(packed.codes, codec.pack_nibbles(codes)) and torch.equal(packed.scales, scales)
+    x[2, 3] = float("inf")
+    quantize.round_values(x, out, "a16", weight, 1e-6)
+    assert bool(out[2, 3].isnan()) and bool((out[2, 4:] == 0).all()), "as a division by infinity"
+
+    both, unit = 8 * torch.randn(6, 2 * 192, generator=random).bfloat16(), torch.eye(2 * 192)
+    expert = (unit[:, :192].contiguous(), unit[:, 192:].contiguous(), torch.eye(192))
+    for weights in (None, torch.rand(6, generator=random)):
+        want = experts_ref.ffn(both, expert, 10.0, "a16", weights).view(6, 192).bfloat16()
+        got = quantize.swiglu_values(both, weights, 10.0, "a16")
+        assert bool(((got - want).abs() <= 2**-7 * want.abs()).all())
+        assert same(quantize.swiglu_values(both, weights, 10.0, "a8"), round_input(got, "a8"))
+        packed = quantize.swiglu_pack(both, weights, 10.0)
+        codes, scales = codec.nvfp4_rows(got, codec.nvfp4_global(got))
+        assert torch.equal(packed.codes, codec.pack_nibbles(codes)) and torch.equal(packed.scales, scales)
