@@ -143,7 +143,7 @@ def same(got: Tensor, want: Tensor) -> bool:
 
 @pytest.mark.parametrize("width", [8, 96, 520, 4104, 8192])
 def test_the_whole_kernel(quantize: Any, width: int) -> None:
-    """Values in FP8 and NVFP4, also in place, in columns of a wider matrix; codes; scales in either layout."""
+    """Values in FP8 and NVFP4, also in place and in columns of a matrix; codes; scales in either layout."""
     x = hostile(width)
     for activations in ("a16", "a8", "a4"):
         out, want = torch.full_like(x, torch.nan), round_input(x, activations)
