@@ -20,14 +20,17 @@ struct Rows {
     float eps, share;      // of the norm; `eps` of SwiGLU: the limit; one over the width
 };
 
-template <typename F> __device__ __forceinline__ float block_wide(float v, float* parts, F combine) {
+__device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll
-    for (int i = 1; i < 32; i <<= 1) v = combine(v, __shfl_xor_sync(~0u, v, i));
-    if ((threadIdx.x & 31) == 0) parts[threadIdx.x >> 5] = v;
-    __syncthreads();
-    v = parts[0];
-    for (int i = 1; i < blockDim.x >> 5; ++i) v = combine(v, parts[i]);
+    for (int i = 1; i < 32; i <<= 1) v += __shfl_xor_sync(~0u, v, i);
     return v;
+}
+__device__ __forceinline__ float block_sum(float v, float* parts) {
+    v = warp_sum(v);
+    const int lane = threadIdx.x & 31;
+    if (lane == 0) parts[threadIdx.x >> 5] = v;
+    __syncthreads();
+    return warp_sum(lane < blockDim.x >> 5 ? parts[lane] : 0.f);
 }
 __device__ __forceinline__ uint32_t block_largest(uint32_t top, uint32_t* parts) {
     top = __reduce_max_sync(~0u, top);
@@ -54,18 +57,6 @@ template <int N> __device__ __forceinline__ void write(uint16_t* row, int channe
     for (int i = 0; i < N; i += 4)
         if (channel + 2 * i < width) *reinterpret_cast<uint4*>(row + channel + 2 * i) = make_uint4(x[i], x[i + 1], x[i + 2], x[i + 3]);
 }
-
-// x / root, but for a last bit once in a million: then comes a product, and BF16.
-struct Root {
-    float root, inverse;
-    __device__ __forceinline__ explicit Root(float square) : root(__fsqrt_rn(square)), inverse(__frcp_rn(root)) {
-        if (inverse == 0.f) root = 0.f;   // of infinity: numbers become zero, infinity NaN, as by a division
-    }
-    __device__ __forceinline__ float divide(float v) const {
-        const float q = v * inverse;
-        return fmaf(fmaf(-q, root, v), inverse, q);
-    }
-};
 
 // gate and up are BF16; comparisons keep NaN.
 __device__ __forceinline__ float swiglu(float gate, float up, float weight, float limit) {
@@ -95,15 +86,15 @@ template <int ITEMS, int N, bool CODES> __global__ void __launch_bounds__(MAX_TH
             for (int i = 0; i < ITEMS; ++i)
 #pragma unroll
                 for (int k = 0; k < N; ++k) sum = fmaf(low(x[i][k]), low(x[i][k]), fmaf(high(x[i][k]), high(x[i][k]), sum));
-            const Root root(block_wide(sum, sums, [](float a, float b) { return a + b; }) * p.share + p.eps);
+            const float inverse = __frcp_rn(__fsqrt_rn(block_sum(sum, sums) * p.share + p.eps));
 #pragma unroll
             for (int i = 0; i < ITEMS; ++i)
 #pragma unroll
                 for (int k = 0; k < N; k += 2) {
                     if (channel(i) + 2 * k >= p.width) continue;
                     const float4 w = __ldg(reinterpret_cast<const float4*>(p.weight + channel(i) + 2 * k));
-                    x[i][k] = bf16_pair(w.x * root.divide(low(x[i][k])), w.y * root.divide(high(x[i][k])));
-                    x[i][k + 1] = bf16_pair(w.z * root.divide(low(x[i][k + 1])), w.w * root.divide(high(x[i][k + 1])));
+                    x[i][k] = bf16_pair(w.x * (low(x[i][k]) * inverse), w.y * (high(x[i][k]) * inverse));
+                    x[i][k + 1] = bf16_pair(w.z * (low(x[i][k + 1]) * inverse), w.w * (high(x[i][k + 1]) * inverse));
                 }
         } else if (p.source == SWIGLU) {
             const float weight = p.weight ? __ldg(p.weight + row) : 1.f;
