@@ -1,5 +1,5 @@
-// Prompts and batches of the decode step: rows of BF16 activations in FP8 or NVFP4, plain or of what makes the row here: a norm, or an expert's clamped
-// SwiGLU. A block has one row, in registers from the first read to the last write; bit for bit codec.py's (round.cuh).
+// Decode step and prompts: rows of BF16 activations in FP8 or NVFP4, plain or of what makes the row here: a norm, or an expert's clamped SwiGLU.
+// A block has one row, in registers from the first read to the last write; bit for bit codec.py's (round.cuh).
 #ifdef __CUDACC__
 #include "launch.cuh"
 #endif
