@@ -114,10 +114,8 @@ void rows(const uint32_t* x, int64_t count, int64_t width, uint32_t* codes, uint
     }
 }
 // A launch of quantize.cu, block after block.
-const char* launch(const Rows* p, int blocks, int threads, int items, int words, bool makes_codes, unsigned seed) {
-    const auto kernel = makes_codes ? (items == 1 ? rows_kernel<1, 8, true> : rows_kernel<2, 8, true>)
-                        : words == 8 ? (items == 1 ? rows_kernel<1, 8, false> : rows_kernel<2, 8, false>)
-                                     : (items == 1 ? rows_kernel<1, 4, false> : rows_kernel<2, 4, false>);
+const char* launch(const Rows* p, int blocks, int threads, int words, bool makes_codes, unsigned seed) {
+    const auto kernel = makes_codes ? rows_kernel<8, true> : words == 8 ? rows_kernel<8, false> : rows_kernel<4, false>;
     for (int block = 0; block < blocks; ++block) {
         const char* problem = emulator::run(block, 1, threads, 0, seed, [&] { kernel(*p); });
         if (*problem) return problem;

@@ -1,12 +1,12 @@
 // Decode step and prompts: rows of BF16 activations in FP8 or NVFP4, plain or of what makes the row here: a norm, or an expert's clamped SwiGLU.
-// A block has one row, in registers from the first read to the last write; bit for bit codec.py's (round.cuh).
+// A row lies in registers from the first read to the last write; bit for bit codec.py's (round.cuh).
 #ifdef __CUDACC__
 #include "launch.cuh"
 #endif
 #include "round.cuh"
 
 enum { PLAIN = 0, NORM = 1, SWIGLU = 2 };
-constexpr int MAX_THREADS = 512, WARPS = MAX_THREADS / 32;
+constexpr int MAX_THREADS = 512, WARPS = MAX_THREADS / 32, CHANNELS = 32;   // of a thread
 
 struct Rows {
     const uint16_t* x;
@@ -15,9 +15,17 @@ struct Rows {
     uint8_t *codes, *scales;
     float* factors;        // the rows' global scales
     int64_t x_row, out_row;
-    int count;             // rows from here on are padding of the last tile of scales
+    int count, padded;     // rows; with those that pad the last tile of scales
     int width, source, how, is_tiled;
+    int warps, per_block;  // of a row; rows of a block: several if a row has one warp or two
     float eps, share;      // of the norm; `eps` of SwiGLU: the limit; one over the width
+};
+
+// A thread's place: its row in the block, that row's first warp, its own number in the row.
+struct Place {
+    int row, first_warp, thread;
+    __device__ __forceinline__ Place(int warps, int per_block)
+        : row(per_block == 1 ? 0 : (int)(threadIdx.x >> 5) >> (warps - 1)), first_warp(row * warps), thread(threadIdx.x - first_warp * 32) {}
 };
 
 __device__ __forceinline__ float warp_sum(float v) {
@@ -25,19 +33,22 @@ __device__ __forceinline__ float warp_sum(float v) {
     for (int i = 1; i < 32; i <<= 1) v += __shfl_xor_sync(~0u, v, i);
     return v;
 }
-__device__ __forceinline__ float block_sum(float v, float* parts) {
+// Over the warps of a row.
+__device__ __forceinline__ float row_sum(float v, float* parts, const Place& place, int warps) {
     v = warp_sum(v);
+    if (warps == 1) return v;
     const int lane = threadIdx.x & 31;
     if (lane == 0) parts[threadIdx.x >> 5] = v;
     __syncthreads();
-    return warp_sum(lane < blockDim.x >> 5 ? parts[lane] : 0.f);
+    return warp_sum(lane < warps ? parts[place.first_warp + lane] : 0.f);
 }
-__device__ __forceinline__ uint32_t block_largest(uint32_t top, uint32_t* parts) {
+__device__ __forceinline__ uint32_t row_largest(uint32_t top, uint32_t* parts, const Place& place, int warps) {
     top = __reduce_max_sync(~0u, top);
-    if ((threadIdx.x & 31) == 0) parts[threadIdx.x >> 5] = top;
-    __syncthreads();
+    if (warps == 1) return top;
     const int lane = threadIdx.x & 31;
-    return __reduce_max_sync(~0u, lane < blockDim.x >> 5 ? parts[lane] : 0u);
+    if (lane == 0) parts[threadIdx.x >> 5] = top;
+    __syncthreads();
+    return __reduce_max_sync(~0u, lane < warps ? parts[place.first_warp + lane] : 0u);
 }
 
 __device__ __forceinline__ float low(uint32_t pair) { return __uint_as_float(pair << 16); }
@@ -65,62 +76,69 @@ __device__ __forceinline__ float swiglu(float gate, float up, float weight, floa
     return weight * (__fdiv_rn(gate, 1.f + __expf(-gate)) * up);
 }
 
-// A thread has ITEMS times N words, the threads of a block side by side. N is 8 for codes: a block of NVFP4.
-template <int ITEMS, int N, bool CODES> __global__ void __launch_bounds__(MAX_THREADS) rows_kernel(const __grid_constant__ Rows p) {
-    static_assert(N == 8 || !CODES);
+// N words at a time, the threads of a row side by side. With 8, a block of NVFP4, that is what comes out; else FP8 or BF16.
+template <int N, bool CODES> __global__ void __launch_bounds__(MAX_THREADS) rows_kernel(const __grid_constant__ Rows p) {
+    static_assert(N == 8 || (N == 4 && !CODES));
+    constexpr int ITEMS = CHANNELS / (2 * N);
     __shared__ float sums[WARPS];
     __shared__ uint32_t tops[WARPS];
     launch_dependents();
     wait_for_prerequisites();
-    const bool is_row = blockIdx.x < p.count;
-    const int64_t row = blockIdx.x;
-    const auto channel = [&](int i) { return (int)(threadIdx.x + i * blockDim.x) * 2 * N; };
+    const Place place(p.warps, p.per_block);
+    const int64_t row = (int64_t)blockIdx.x * p.per_block + place.row;
+    const bool is_row = row < p.count;
+    const auto channel = [&](int i) { return (place.thread + i * p.warps * 32) * 2 * N; };
     uint32_t x[ITEMS][N];
-    if (is_row) {
-        const uint16_t* from = p.x + row * p.x_row;
+    // Those of a row beyond the last take the last one, so that all threads of a block meet; nothing of theirs is stored.
+    const int64_t given = is_row ? row : p.count - 1;
+    const uint16_t* from = p.x + given * p.x_row;
 #pragma unroll
-        for (int i = 0; i < ITEMS; ++i) read(from, channel(i), p.width, x[i]);
-        if (p.source == NORM) {
-            float sum = 0.f;
+    for (int i = 0; i < ITEMS; ++i) read(from, channel(i), p.width, x[i]);
+    if (p.source == NORM) {
+        float sum = 0.f;
 #pragma unroll
-            for (int i = 0; i < ITEMS; ++i)
+        for (int i = 0; i < ITEMS; ++i)
 #pragma unroll
-                for (int k = 0; k < N; ++k) sum = fmaf(low(x[i][k]), low(x[i][k]), fmaf(high(x[i][k]), high(x[i][k]), sum));
-            const float inverse = __frcp_rn(__fsqrt_rn(block_sum(sum, sums) * p.share + p.eps));
+            for (int k = 0; k < N; ++k) sum = fmaf(low(x[i][k]), low(x[i][k]), fmaf(high(x[i][k]), high(x[i][k]), sum));
+        const float inverse = __frcp_rn(__fsqrt_rn(row_sum(sum, sums, place, p.warps) * p.share + p.eps));
 #pragma unroll
-            for (int i = 0; i < ITEMS; ++i)
+        for (int i = 0; i < ITEMS; ++i)
 #pragma unroll
-                for (int k = 0; k < N; k += 2) {
-                    if (channel(i) + 2 * k >= p.width) continue;
-                    const float4 w = __ldg(reinterpret_cast<const float4*>(p.weight + channel(i) + 2 * k));
-                    x[i][k] = bf16_pair(w.x * (low(x[i][k]) * inverse), w.y * (high(x[i][k]) * inverse));
-                    x[i][k + 1] = bf16_pair(w.z * (low(x[i][k + 1]) * inverse), w.w * (high(x[i][k + 1]) * inverse));
-                }
-        } else if (p.source == SWIGLU) {
-            const float weight = p.weight ? __ldg(p.weight + row) : 1.f;
-#pragma unroll
-            for (int i = 0; i < ITEMS; ++i) {
-                uint32_t up[N];
-                read(from + p.width, channel(i), p.width, up);
-#pragma unroll
-                for (int k = 0; k < N; ++k)
-                    x[i][k] = bf16_pair(swiglu(low(x[i][k]), low(up[k]), weight, p.eps), swiglu(high(x[i][k]), high(up[k]), weight, p.eps));
+            for (int k = 0; k < N; k += 2) {
+                if (channel(i) + 2 * k >= p.width) continue;
+                const float4 w = __ldg(reinterpret_cast<const float4*>(p.weight + channel(i) + 2 * k));
+                x[i][k] = bf16_pair(w.x * (low(x[i][k]) * inverse), w.y * (high(x[i][k]) * inverse));
+                x[i][k + 1] = bf16_pair(w.z * (low(x[i][k + 1]) * inverse), w.w * (high(x[i][k + 1]) * inverse));
             }
+    } else if (p.source == SWIGLU) {
+        const float weight = p.weight ? __ldg(p.weight + given) : 1.f;
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            uint32_t up[N];
+            read(from + p.width, channel(i), p.width, up);
+#pragma unroll
+            for (int k = 0; k < N; ++k)
+                x[i][k] = bf16_pair(swiglu(low(x[i][k]), low(up[k]), weight, p.eps), swiglu(high(x[i][k]), high(up[k]), weight, p.eps));
         }
-        if (p.made)
-#pragma unroll
-            for (int i = 0; i < ITEMS; ++i) write(p.made + row * p.width, channel(i), p.width, x[i]);
     }
-    float scale = 1.f;
-    uint32_t top[ITEMS] = {};
-    if (is_row && (CODES || p.how == A4)) {
-        uint32_t all = 0;
+    if (p.made && is_row)
 #pragma unroll
-        for (int i = 0; i < ITEMS; ++i) all = max(all, top[i] = largest(x[i]));
-        scale = row_scale(block_largest(all, tops));
+        for (int i = 0; i < ITEMS; ++i) write(p.made + row * p.width, channel(i), p.width, x[i]);
+    if constexpr (N == 4) {
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            if (p.how == A8) round_a8(x[i]);
+            if (is_row) write(p.out + row * p.out_row, channel(i), p.width, x[i]);
+        }
+        return;
     }
+    uint32_t top[ITEMS], all = 0;
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) all = max(all, top[i] = largest(x[i]));
+    const float scale = row_scale(row_largest(all, tops, place, p.warps));
     if constexpr (CODES) {
-        if (is_row && threadIdx.x == 0) p.factors[row] = scale;
+        if (is_row && place.thread == 0) p.factors[row] = scale;
+        if (row >= p.padded) return;
         const int blocks = (p.width + 15) / 16, padded = (blocks + 3) / 4 * 4;
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
@@ -140,21 +158,16 @@ template <int ITEMS, int N, bool CODES> __global__ void __launch_bounds__(MAX_TH
                 if (block * 16 + 8 < p.width) to[1] = second;
             }
         }
-    } else {
+    } else if constexpr (N == 8) {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
-            if (p.how == A4) round_a4(x[i], top[i], scale);
-            else if (p.how == A8) round_a8(x[i]);
-            write(p.out + row * p.out_row, channel(i), p.width, x[i]);
+            round_a4(x[i], top[i], scale);
+            if (is_row) write(p.out + row * p.out_row, channel(i), p.width, x[i]);
         }
     }
 }
 
 // What quantize.py launches.
-template __global__ void rows_kernel<1, 4, false>(const __grid_constant__ Rows);
-template __global__ void rows_kernel<2, 4, false>(const __grid_constant__ Rows);
-template __global__ void rows_kernel<4, 4, false>(const __grid_constant__ Rows);
-template __global__ void rows_kernel<1, 8, false>(const __grid_constant__ Rows);
-template __global__ void rows_kernel<2, 8, false>(const __grid_constant__ Rows);
-template __global__ void rows_kernel<1, 8, true>(const __grid_constant__ Rows);
-template __global__ void rows_kernel<2, 8, true>(const __grid_constant__ Rows);
+template __global__ void rows_kernel<4, false>(const __grid_constant__ Rows);
+template __global__ void rows_kernel<8, false>(const __grid_constant__ Rows);
+template __global__ void rows_kernel<8, true>(const __grid_constant__ Rows);

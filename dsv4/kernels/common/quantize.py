@@ -38,9 +38,8 @@ from dsv4.quant.formats import FP8_TILE, NV_BLOCK
 
 MAX_CHANNELS = 65536  # of a row, which one program holds
 SCALE_ROWS, SCALE_COLUMNS = 128, 4  # a tile of the 32_4_4 layout
-# Of quantize.cu: BF16 pairs that a thread has side by side, how often at most, and threads of a block: more
-# than the usual number only where the row is wider.
-WORDS, MAX_ITEMS, THREADS, MAX_THREADS = 8, 2, 256, 512
+# Of quantize.cu: channels of a thread, warps of a row at most, and of a block with several rows.
+CHANNELS, MAX_WARPS, FEW_WARPS = 32, 16, 4
 PLAIN, NORM, SWIGLU = 0, 1, 2
 
 
@@ -208,7 +207,8 @@ class _Rows(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "weight", "made", "out", "codes", "scales", "factors")),
         *((name, ctypes.c_int64) for name in ("x_row", "out_row")),
-        *((name, ctypes.c_int) for name in ("count", "width", "source", "how", "is_tiled")),
+        *((name, ctypes.c_int) for name in ("count", "padded", "width", "source", "how")),
+        *((name, ctypes.c_int) for name in ("is_tiled", "warps", "per_block")),
         *((name, ctypes.c_float) for name in ("eps", "share")),
     )
 
@@ -222,18 +222,18 @@ def _is_cuda(width: int, *tensors: Tensor | None) -> bool:
         and all(t.dtype == torch.bfloat16 and t.stride(0) % 8 == 0 for t in given)
         and all(t.data_ptr() % 16 == 0 for t in tensors if t is not None)
         and width % 8 == 0
-        and width <= 2 * WORDS * MAX_ITEMS * MAX_THREADS
+        and width <= 32 * CHANNELS * MAX_WARPS
         and (weight is None or weight.dtype == torch.float32)
     )
 
 
-def _launch(rows: _Rows, grid: int, makes_codes: bool, device: torch.device, overlap: bool) -> None:
-    """One block a row; twice the channels per thread where there would be more threads than usual."""
-    blocks = -(-rows.width // (2 * WORDS))
-    items = 1 if blocks <= THREADS else MAX_ITEMS
-    threads = -(-blocks // (32 * items)) * 32
-    kernel = f"rows_kernel<{items}, {WORDS}, {str(makes_codes).lower()}>"
-    call("quantize", kernel, device, rows, blocks=grid, threads=threads, overlap=overlap)
+def _launch(rows: _Rows, makes_codes: bool, device: torch.device, overlap: bool) -> None:
+    """Narrow rows share a block. NVFP4 takes a block of it in one thread, FP8 what is read at once."""
+    rows.warps = -(-rows.width // (32 * CHANNELS))
+    rows.per_block = max(1, FEW_WARPS // rows.warps)
+    kernel = f"rows_kernel<{8 if makes_codes or rows.how == HOW['a4'] else 4}, {str(makes_codes).lower()}>"
+    blocks, threads = -(-rows.padded // rows.per_block), 32 * rows.warps * rows.per_block
+    call("quantize", kernel, device, rows, blocks=blocks, threads=threads, overlap=overlap)
 
 
 def _size(width: int, block: int) -> int:
@@ -294,13 +294,14 @@ def _values(
             x_row=x.stride(0),
             out_row=out.stride(0),
             count=rows,
+            padded=rows,
             width=width,
             source=source,
             how=HOW[activations],
             eps=eps,
             share=1 / width,
         )
-        _launch(given, rows, makes_codes=False, device=x.device, overlap=overlap)
+        _launch(given, makes_codes=False, device=x.device, overlap=overlap)
     elif rows:
         size = _size(width, FP8_TILE)
         launch(
@@ -385,13 +386,14 @@ def _pack(
             factors=out.factor.data_ptr(),
             x_row=x.stride(0),
             count=rows,
+            padded=grid,
             width=width,
             source=source,
             is_tiled=is_tiled,
             eps=eps,
             share=1 / width,
         )
-        _launch(given, grid, makes_codes=True, device=x.device, overlap=False)
+        _launch(given, makes_codes=True, device=x.device, overlap=False)
     elif rows:
         size = _size(width, 64)
         launch(
