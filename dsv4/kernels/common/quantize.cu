@@ -85,12 +85,12 @@ template <int N, bool CODES> __global__ void __launch_bounds__(MAX_THREADS) rows
     launch_dependents();
     wait_for_prerequisites();
     const Place place(p.warps, p.per_block);
-    const int64_t row = (int64_t)blockIdx.x * p.per_block + place.row;
+    const int row = blockIdx.x * p.per_block + place.row;
     const bool is_row = row < p.count;
     const auto channel = [&](int i) { return (place.thread + i * p.warps * 32) * 2 * N; };
     uint32_t x[ITEMS][N];
     // Those of a row beyond the last take the last one, so that all threads of a block meet; nothing of theirs is stored.
-    const int64_t given = is_row ? row : p.count - 1;
+    const int given = is_row ? row : p.count - 1;
     const uint16_t* from = p.x + given * p.x_row;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) read(from, channel(i), p.width, x[i]);
@@ -123,7 +123,7 @@ template <int N, bool CODES> __global__ void __launch_bounds__(MAX_THREADS) rows
     }
     if (p.made && is_row)
 #pragma unroll
-        for (int i = 0; i < ITEMS; ++i) write(p.made + row * p.width, channel(i), p.width, x[i]);
+        for (int i = 0; i < ITEMS; ++i) write(p.made + (int64_t)row * p.width, channel(i), p.width, x[i]);
     if constexpr (N == 4) {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
@@ -145,12 +145,12 @@ template <int N, bool CODES> __global__ void __launch_bounds__(MAX_THREADS) rows
             const int block = channel(i) / 16;
             const uint32_t code = is_row ? block_code(top[i], scale) : 0u;
             if (p.is_tiled) {
-                const int64_t at = (row / 128 * (padded / 4) + block / 4) * 512 + row % 32 * 16 + row % 128 / 32 * 4 + block % 4;
-                if (block < padded) p.scales[at] = block < blocks ? code : 0;
-            } else if (block < blocks) p.scales[row * blocks + block] = code;
+                const int64_t tile = (int64_t)(row / 128) * (padded / 4) + block / 4;
+                if (block < padded) p.scales[tile * 512 + row % 32 * 16 + row % 128 / 32 * 4 + block % 4] = block < blocks ? code : 0;
+            } else if (block < blocks) p.scales[(int64_t)row * blocks + block] = code;
             if (!is_row || block >= blocks) continue;
             const Ladder by = ladder(unit_of(code, scale), scale);
-            uint32_t* to = reinterpret_cast<uint32_t*>(p.codes + row * (p.width / 2) + block * 8);
+            uint32_t* to = reinterpret_cast<uint32_t*>(p.codes + (int64_t)row * (p.width / 2) + block * 8);
             const uint32_t first = eight_codes(x[i], by), second = eight_codes(x[i] + 4, by);
             if (p.width % 16 == 0) *reinterpret_cast<uint2*>(to) = make_uint2(first, second);
             else {
