@@ -18,12 +18,6 @@ struct Packing {
     int groups, slices, k, rows, rows_padded, choices, is_wide;
 };
 
-__device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) {   // of two pairs of 16 bits
-    uint32_t out;
-    asm("max.u16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
-    return out;
-}
-
 // Where a packed row comes from; null: nowhere, it is zero.
 __device__ __forceinline__ const __nv_bfloat16* source(const Packing& p, int row) {
     if (p.pairs) {
@@ -120,7 +114,7 @@ __global__ void __launch_bounds__(128, 5) pack_8_kernel(const __grid_constant__ 
         peaks = larger(peaks, peaks >> 16);
         peaks = larger(peaks, __shfl_xor_sync(~0u, peaks, 1));
         peaks = larger(peaks, __shfl_xor_sync(~0u, peaks, 2));
-        const uint32_t top = magnitude(__uint_as_float(peaks << 16));
+        const uint32_t top = peaks << 16;
         const uint32_t code = scale_a8(top);
         const float inverse = __uint_as_float((254u - code) << 23);
         const bool is_finite = top < 0x7F7F0000u;   // else infinity may be among them
