@@ -138,6 +138,20 @@ __device__ __forceinline__ void put_pair(__nv_bfloat16* y, uint32_t v, int m, in
         if (m + 1 < n) y[m + 1] = {(uint16_t)(v >> 16)};
     }
 }
+// Sixteen numbers of a row from `m` on, by four lanes: of lane t, `low` has 2t and 2t+1, `high` the same eight on. Lanes swap
+// words, so that each stores four neighbours, and together a whole sector. `y`: null stores nothing.
+__device__ __forceinline__ void put_sixteen(__nv_bfloat16* y, uint32_t low, uint32_t high, int m, int n, int t) {
+    const bool is_odd = t & 1;
+    const uint32_t other = __shfl_xor_sync(~0u, is_odd ? low : high, 1);
+    const uint2 four = is_odd ? make_uint2(other, high) : make_uint2(low, other);
+    m += (t & 1) * 8 + (t >> 1) * 4;
+    if (y && m + 3 < n && (reinterpret_cast<uintptr_t>(y + m) & 7) == 0) *reinterpret_cast<uint2*>(y + m) = four;
+    else if (y) {
+        put_pair(y, four.x, m, n);
+        put_pair(y, four.y, m + 2, n);
+    }
+    __syncwarp();
+}
 __device__ __forceinline__ int row_of_y(const Product& p, const Tile& tile, int row) {
     const int at = tile.first + row;
     return p.places ? __ldcg(p.places + at) : p.tiles ? at : at - tile.matrix * p.rows_padded;
@@ -163,12 +177,7 @@ __device__ __forceinline__ void store_tile(const Consumer& c, const Tile& tile, 
 #pragma unroll
     for (int i = 0; i < N / 8; ++i) {
         const uint32_t low = transposed(pack_bf16(total[4 * i], total[4 * i + 1])), high = transposed(pack_bf16(total[4 * i + 2], total[4 * i + 3]));
-        if (rows[i] >= 0) {
-            __nv_bfloat16* to = y + rows[i] * p.y_row;
-            put_pair(to, low, m + 2 * t, p.n);
-            put_pair(to, high, m + 8 + 2 * t, p.n);
-        }
-        __syncwarp();
+        put_sixteen(rows[i] < 0 ? nullptr : y + rows[i] * p.y_row, low, high, m, p.n, t);
     }
 }
 
@@ -192,13 +201,19 @@ __device__ __forceinline__ void store_pairs(const Consumer& c, const Tile& tile,
 #pragma unroll
         for (int h = 0; h < 2; ++h)
             at(i / HALF, mine)[(i % HALF * 2 + h) * 32] = pack_bf16(total[4 * i + 2 * h], total[4 * i + 2 * h + 1]);
+    const auto weights_of = [&](int i) {
+        const int group = (mine * HALF + i) * 8;
+        if (!p.weights || group >= tile.rows) return make_float2(1.f, 1.f);
+        return __ldcg(reinterpret_cast<const float2*>(p.weights + tile.first + group) + t);
+    };
+    float2 ahead = weights_of(0);
     consumer_barrier();
     const uint32_t *gates = at(mine, 0), *ups = at(mine, 1);
 #pragma unroll 1
     for (int i = 0; i < HALF; ++i) {
         const int group = (mine * HALF + i) * 8;
-        float2 by = make_float2(1.f, 1.f);
-        if (p.weights && group < tile.rows) by = __ldcg(reinterpret_cast<const float2*>(p.weights + tile.first + group) + t);
+        const float2 by = ahead;
+        if (i + 1 < HALF) ahead = weights_of(i + 1);
         uint32_t hidden[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -207,12 +222,8 @@ __device__ __forceinline__ void store_pairs(const Consumer& c, const Tile& tile,
             if (p.weights) { v *= by.x; w *= by.y; }
             hidden[h] = transposed(pack_bf16(v, w));
         }
-        if (group + g < tile.rows) {
-            __nv_bfloat16* to = static_cast<__nv_bfloat16*>(p.y) + row_of_y(p, tile, group + g) * p.y_row;
-            put_pair(to, hidden[0], m + 2 * t, p.n);
-            put_pair(to, hidden[1], m + 8 + 2 * t, p.n);
-        }
-        __syncwarp();
+        __nv_bfloat16* to = static_cast<__nv_bfloat16*>(p.y) + row_of_y(p, tile, group + g) * p.y_row;
+        put_sixteen(group + g < tile.rows ? to : nullptr, hidden[0], hidden[1], m, p.n, t);
     }
     consumer_barrier();   // all have read what was exchanged
 }
