@@ -1,6 +1,5 @@
 """Mixture of experts: route, run the chosen experts, add the shared one."""
 
-import torch
 from torch import Tensor
 
 from dsv4.config import Activations, LayerSpec
@@ -48,7 +47,8 @@ class Moe:
         step.see(self.name, "chosen", chosen)
         step.see(self.name, "weights", weights)
         staging, bank = step.staging, f"{self.name}.experts"
-        routed = ops.experts.routed(
+        is_tapped = step.tap is not None
+        y = ops.experts.routed(
             x=x,
             ids=chosen,
             weights=weights,
@@ -56,18 +56,17 @@ class Moe:
             limit=c.swiglu_limit,
             activations=self.activations,
             parts=self.parts,
+            shared=None if is_tapped else shared,
+            is_alone=self.is_alone,
         )
         if staging is not None:
             staging.give_back(bank)
-        if step.tap is not None:
-            step.see(self.name, "routed", tree_sum(routed))
+        if is_tapped:
+            step.see(self.name, "routed", tree_sum(y))
             step.see(self.name, "shared", tree_sum(shared))
-        # In float32, the routed experts' type, and rounded once; of one part in one pass.
-        if self.is_alone and routed.shape[1] == 1:
-            y = torch.empty_like(routed[:, 0], dtype=self.dtype)
-            torch.add(routed[:, 0], shared[:, 0], out=y)
-        else:
-            y = cast(self.comm.sum_parts(routed + shared), self.dtype)
+            y = y + shared
+        # In float32, the routed experts' type, and rounded once.
+        y = cast(self.comm.sum_parts(y), self.dtype)
         step.see(self.name, "out", y)
         return y
 

@@ -34,13 +34,19 @@ def routed(
     limit: float,
     activations: str,
     parts: int = 1,
+    shared: Tensor | None = None,
+    is_alone: bool = False,
 ) -> Tensor:
-    """x [T, D], ids [T, K], weights [T, K] -> float32 [T, parts, D] as above: the chosen summed by rising id.
+    """x [T, D], ids [T, K], weights [T, K] -> float32 [T, parts, D] as above: the chosen summed by rising id,
+    and `shared`, what `ffn` gave.
 
-    What an expert gives stays float32, since ranks that share its width add up parts of it.
+    What an expert gives stays float32, since ranks that share its width add up parts of it. A backend that
+    gives a single part, to which no other rank adds (`is_alone`), may round the sum with `shared` to x's
+    type.
     """
     if not ids.numel():
-        return x.new_zeros((x.shape[0], parts, x.shape[1]), dtype=torch.float32)
+        zeros = x.new_zeros((x.shape[0], parts, x.shape[1]), dtype=torch.float32)
+        return zeros if shared is None else zeros + shared
     chosen, k = ids.flatten().tolist(), ids.shape[1]
     # Choices token*K + k of all tokens, expert by expert; the first again where an expert has few.
     choices: list[int] = []
@@ -64,7 +70,8 @@ def routed(
         weight=weights.flatten().index_select(0, choice),
         parts=parts,
     ).index_select(0, place)
-    return torch.stack([total(part.reshape(x.shape[0], k, x.shape[1]), 1) for part in y.unbind(1)], dim=1)
+    y = torch.stack([total(part.reshape(x.shape[0], k, x.shape[1]), 1) for part in y.unbind(1)], dim=1)
+    return y if shared is None else y + shared
 
 
 def _ffn(
