@@ -43,10 +43,10 @@ __global__ void __launch_bounds__(128, 5) pack_kernel(const __grid_constant__ Pa
     if (eight >= 2 * (p.num_groups ? __ldcg(p.num_groups) : p.groups)) return;
     const __nv_bfloat16* from = source(p, eight * 8 + r);
     uint2 v[ITEMS];
-    if (MODE == FP16_BY_64 && p.is_wide) {   // rows of x begin and end at a multiple of 16 bytes
+    if (p.is_wide) {   // rows of x begin and end at a multiple of 16 bytes: of BY_16, a lane has a half of every other sixteen
 #pragma unroll
         for (int i = 0; i < ITEMS; i += 2) {
-            const int column = slice * SLICE + i / 4 * 64 + t * 16 + i % 4 * 4;
+            const int column = slice * SLICE + (MODE == FP16_BY_64 ? i / 4 * 64 + t * 16 + i % 4 * 4 : i * 16 + t * 8);
             const uint4 two = from && column < p.k ? __ldcg(reinterpret_cast<const uint4*>(from + column)) : make_uint4(0, 0, 0, 0);
             v[i] = make_uint2(two.x, two.y);
             v[i + 1] = make_uint2(two.z, two.w);
@@ -77,12 +77,20 @@ __global__ void __launch_bounds__(128, 5) pack_kernel(const __grid_constant__ Pa
         }
     }
     char* to = p.out + ((size_t)(eight / 2) * p.slices + slice) * (BLOCKS_K * GROUP_STRIDE) + eight % 2 * EIGHT_STRIDE;
+    if (MODE != FP16_BY_64 && p.is_wide) {
 #pragma unroll
-    for (int i = 0; i < ITEMS; ++i) {
-        uint32_t* words = reinterpret_cast<uint32_t*>(to + i / 8 * GROUP_STRIDE) + i % 8 * 64 + lane;
-        words[0] = v[i].x;
-        words[32] = v[i].y;
-    }
+        for (int i = 0; i < ITEMS; i += 2) {
+            uint2* words = reinterpret_cast<uint2*>(to + i / 8 * GROUP_STRIDE) + (i % 8 + t / 2) * 32 + r * 2 + t % 2;
+            words[0] = make_uint2(v[i].x, v[i + 1].x);
+            words[16] = make_uint2(v[i].y, v[i + 1].y);
+        }
+    } else
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            uint32_t* words = reinterpret_cast<uint32_t*>(to + i / 8 * GROUP_STRIDE) + i % 8 * 64 + lane;
+            words[0] = v[i].x;
+            words[32] = v[i].y;
+        }
     if (t == 0) reinterpret_cast<float*>(to + (BLOCKS_K - 1) * GROUP_STRIDE + EIGHT_BYTES)[r] = undo;
 }
 

@@ -138,19 +138,20 @@ __device__ __forceinline__ void put_pair(__nv_bfloat16* y, uint32_t v, int m, in
         if (m + 1 < n) y[m + 1] = {(uint16_t)(v >> 16)};
     }
 }
-// Sixteen numbers of a row from `m` on, by four lanes: of lane t, `low` has 2t and 2t+1, `high` the same eight on. Lanes swap
-// words, so that each stores four neighbours, and together a whole sector. `y`: null stores nothing.
-__device__ __forceinline__ void put_sixteen(__nv_bfloat16* y, uint32_t low, uint32_t high, int m, int n, int t) {
+// Sixteen numbers of a row, by four lanes: of lane t, `low` has 2t and 2t+1, `high` the same eight on. Lanes swap words, so
+// that each has four neighbours, from `first_of_four` on, and together they store a whole sector.
+__device__ __forceinline__ int first_of_four(int t) { return (t & 1) * 8 + (t >> 1) * 4; }
+__device__ __forceinline__ uint2 swapped(uint32_t low, uint32_t high, int t) {
     const bool is_odd = t & 1;
     const uint32_t other = __shfl_xor_sync(~0u, is_odd ? low : high, 1);
-    const uint2 four = is_odd ? make_uint2(other, high) : make_uint2(low, other);
-    m += (t & 1) * 8 + (t >> 1) * 4;
-    if (y && m + 3 < n && (reinterpret_cast<uintptr_t>(y + m) & 7) == 0) *reinterpret_cast<uint2*>(y + m) = four;
-    else if (y) {
-        put_pair(y, four.x, m, n);
-        put_pair(y, four.y, m + 2, n);
+    return is_odd ? make_uint2(other, high) : make_uint2(low, other);
+}
+__device__ __forceinline__ void put_four(__nv_bfloat16* y, uint2 v, int m, int n) {
+    if (m + 3 < n && (reinterpret_cast<uintptr_t>(y + m) & 7) == 0) *reinterpret_cast<uint2*>(y + m) = v;
+    else {
+        put_pair(y, v.x, m, n);
+        put_pair(y, v.y, m + 2, n);
     }
-    __syncwarp();
 }
 __device__ __forceinline__ int row_of_y(const Product& p, const Tile& tile, int row) {
     const int at = tile.first + row;
@@ -171,14 +172,20 @@ __device__ __forceinline__ void store_tile(const Consumer& c, const Tile& tile, 
         return;
     }
     __nv_bfloat16* y = static_cast<__nv_bfloat16*>(p.y) + tile.matrix * p.y_matrix;
-    int rows[N / 8];   // of y, asked for together
+    // What waits for memory or for other lanes is asked for together.
+    int rows[N / 8];
+    uint2 four[N / 8];
 #pragma unroll
     for (int i = 0; i < N / 8; ++i) rows[i] = i * 8 + g < tile.rows ? row_of_y(p, tile, i * 8 + g) : -1;
 #pragma unroll
     for (int i = 0; i < N / 8; ++i) {
         const uint32_t low = transposed(pack_bf16(total[4 * i], total[4 * i + 1])), high = transposed(pack_bf16(total[4 * i + 2], total[4 * i + 3]));
-        put_sixteen(rows[i] < 0 ? nullptr : y + rows[i] * p.y_row, low, high, m, p.n, t);
+        four[i] = swapped(low, high, t);
     }
+#pragma unroll
+    for (int i = 0; i < N / 8; ++i)
+        if (rows[i] >= 0) put_four(y + rows[i] * p.y_row, four[i], m + first_of_four(t), p.n);
+    __syncwarp();
 }
 
 __device__ __forceinline__ float swiglu(float gate, float up, float limit) {
@@ -223,7 +230,9 @@ __device__ __forceinline__ void store_pairs(const Consumer& c, const Tile& tile,
             hidden[h] = transposed(pack_bf16(v, w));
         }
         __nv_bfloat16* to = static_cast<__nv_bfloat16*>(p.y) + row_of_y(p, tile, group + g) * p.y_row;
-        put_sixteen(group + g < tile.rows ? to : nullptr, hidden[0], hidden[1], m, p.n, t);
+        const uint2 four = swapped(hidden[0], hidden[1], t);
+        if (group + g < tile.rows) put_four(to, four, m + first_of_four(t), p.n);
+        __syncwarp();
     }
     consumer_barrier();   // all have read what was exchanged
 }
