@@ -229,7 +229,8 @@ def pack(
     if by is not None:
         packing.pairs = by.pairs.data_ptr() if gathers else None
         packing.num_groups = by.counts.data_ptr() + 4
-    call("pack", mode.packing, x.device, packing, blocks=-(-groups * slices // 2), threads=128)
+    warps = 2 * groups * slices * (mode.blocks if mode.is_fp8 else 1)  # each has eight rows
+    call("pack", mode.packing, x.device, packing, blocks=-(-warps // 4), threads=128)
     return Packed(data=out, mode=mode, matrices=matrices, rows=rows, k=k)
 
 
