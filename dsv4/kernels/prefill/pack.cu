@@ -216,7 +216,10 @@ __global__ void __launch_bounds__(SORT_WARPS * 32) sort_kernel(const __grid_cons
     before.x -= own.x; before.y -= own.y;
     const int row = before.x * ROW_GROUP;
     if (expert % gridDim.x == blockIdx.x) {
-        for (int i = 0; i < own.y; ++i) p.tiles[before.y + i] = make_int4(expert, row + i * p.cap, min(p.cap, count - i * p.cap), 0);
+        // A last tile of more than 64 rows costs as much as its neighbours: then all are alike.
+        const int last = count - (own.y - 1) * p.cap, alike = own.y ? (count + own.y * ROW_GROUP - 1) / (own.y * ROW_GROUP) * ROW_GROUP : 0;
+        const int height = last > 64 ? alike : p.cap;
+        for (int i = 0; i < own.y; ++i) p.tiles[before.y + i] = make_int4(expert, row + i * height, min(height, count - i * height), 0);
         for (int i = count; i < own.x * ROW_GROUP; ++i) {
             p.rows[row + i] = -1;
             p.row_weights[row + i] = 0.f;
