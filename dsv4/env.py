@@ -22,6 +22,11 @@ def launched_by() -> dict[str, str] | None:
     return found | {"LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")} if all(found.values()) else None
 
 
+def has_agent_store() -> bool:
+    """Whether torchrun itself holds the meeting point."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def library_settings() -> list[str]:
     """Variables that make torch, MKL or oneDNN compute otherwise; what was measured holds under them."""
     prefixes = ("ATEN_", "DNNL_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_")

@@ -25,7 +25,7 @@ from dsv4.parallel.mesh import Mesh
 
 _PR_SET_PDEATHSIG = 1
 # From the end of the channel on, for a rank to read what rank 0 said last.
-LAST_WORDS_SECONDS = 1.5
+LAST_WORDS_SECONDS = 1.0
 
 
 class Follower(Member):

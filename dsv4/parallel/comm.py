@@ -4,6 +4,7 @@ Sums are made of float32 parts in a balanced tree: first of a rank's own parts, 
 parts are a subtree, so the sum has the same bits for every number of ranks, and on all of them.
 """
 
+import ctypes
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from dsv4.errors import DeviceError
 from dsv4.parallel.inbox import GONE, Inbox, open_inbox
 
 LOCAL = "127.0.0.1"
+_MOMENT = timedelta(seconds=0.5)
 START_SECONDS = 600.0  # until all ranks have compiled and recorded what they run, each at its pace
 logger = logging.getLogger("dsv4.parallel")
 
@@ -125,11 +127,12 @@ class Group:
         store.set_timeout(timedelta(seconds=seconds))
         # NCCL refuses two ranks on one GPU.
         is_own = len({*zip(hosts, devices, strict=True)}) == self.size
-        is_nccl = self._device.type == "cuda" and is_own
-        kind: Any = dist.ProcessGroupNCCL if is_nccl else dist.ProcessGroupGloo
-        options = kind.Options() if is_nccl else kind._Options()
+        self._is_nccl = self._device.type == "cuda" and is_own
+        self._is_abandoned = False
+        kind: Any = dist.ProcessGroupNCCL if self._is_nccl else dist.ProcessGroupGloo
+        options = kind.Options() if self._is_nccl else kind._Options()
         options._timeout = timedelta(seconds=max(seconds, START_SECONDS))
-        if not is_nccl:
+        if not self._is_nccl:
             options._devices = [kind.create_device(hostname=meeting.address)]
         try:
             self._group = kind(store, rank, self.size, options)
@@ -178,6 +181,7 @@ class Group:
 
     def abandon(self) -> None:
         """A rank is gone: steps that wait for it need not. From any thread."""
+        self._is_abandoned = True
         if self._inbox is not None:
             self._inbox.ended.fill_(GONE)
 
@@ -188,12 +192,25 @@ class Group:
         self._wait(self._group.allgather, [list(out.unbind(0))], [own])
         return out
 
-    @staticmethod
-    def _wait(collective: Callable[..., dist.Work], *arguments: object) -> None:
+    def _wait(self, collective: Callable[..., dist.Work], *arguments: object) -> None:
         try:
-            collective(*arguments).wait()
+            work = collective(*arguments)
+            while not self._is_nccl and not self._has_come(work):
+                pass
+            work.wait()
         except RuntimeError as error:
             raise PeerError(_first_line(error)) from None
+
+    def _has_come(self, work: dist.Work) -> bool:
+        """Within a moment. gloo does not hear of a machine that was cut off; whoever does calls `abandon`."""
+        try:
+            work.wait(_MOMENT)
+        except RuntimeError:
+            if not work.is_completed() and self._is_abandoned:
+                # Never freed: its destructor would wait for what nobody answers, until its time is up.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+                raise RuntimeError("another rank is gone") from None
+        return work.is_completed()
 
     def close(self) -> None:
         self._group.shutdown()

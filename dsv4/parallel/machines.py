@@ -14,12 +14,12 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from dsv4.env import launched_by
+from dsv4.env import has_agent_store, launched_by
 from dsv4.errors import ConfigError, DeviceError
 from dsv4.parallel.channel import Channel, Closed, Kind
 from dsv4.parallel.comm import Meeting
 
-LOST_SECONDS = 4
+LOST_SECONDS = 3
 # Until all have come: they are started together, but not at the same moment, and each imports torch.
 JOIN_SECONDS = 300.0
 _HELLO_SECONDS = 5.0
@@ -61,11 +61,17 @@ class World:
     def store(self) -> dist.Store:
         """Where all ranks meet: torchrun's, or without one of rank 0."""
         try:
-            found, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=JOIN_SECONDS)))
+            return dist.TCPStore(
+                host_name=self.address,
+                port=self.port,
+                is_master=self.rank == 0 and not has_agent_store(),
+                timeout=timedelta(seconds=JOIN_SECONDS),
+                wait_for_workers=False,  # `receive_guests` waits, and can be interrupted
+                multi_tenant=True,
+            )
         except (RuntimeError, ValueError) as error:
             where = f"MASTER_ADDR {self.address}, MASTER_PORT {self.port}"
             raise DeviceError(f"ranks cannot meet at {where}: {str(error).splitlines()[0]}") from None
-        return found
 
     def own_address(self) -> str:
         """Of this machine, as seen from the meeting point. Nothing is sent."""

@@ -5,6 +5,7 @@ The machines are this one: each has its own torchrun, which knows of the other b
 
 import json
 import os
+import shutil
 import signal
 import socket
 import struct
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import openai
@@ -97,6 +98,55 @@ def test_a_machine_is_lost(tmp_path: Path) -> None:
         assert zero.wait(SECONDS) != 0
 
 
+@contextmanager
+def two_networks() -> Iterator[list[str]]:
+    """Two network namespaces with a cable between them; -> their names."""
+    names, wires = [f"dsv4-{os.getpid()}-{end}" for end in "ab"], ["wire-a", "wire-b"]
+
+    def ip(*words: str) -> None:
+        made = subprocess.run(["ip", *words], capture_output=True, text=True)
+        if made.returncode:
+            pytest.skip(f"network namespaces cannot be made here: {made.stderr.strip()}")
+
+    if shutil.which("ip") is None:
+        pytest.skip("ip is not installed")
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", wires[0], "netns", names[0], "type", "veth", "peer", wires[1], "netns", names[1])
+        for number, (name, wire) in enumerate(zip(names, wires, strict=True), 1):
+            ip("-n", name, "addr", "add", f"10.9.0.{number}/24", "dev", wire)
+            for link in ("lo", wire):
+                ip("-n", name, "link", "set", link, "up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+@pytest.mark.slow
+def test_a_machine_is_cut_off(tmp_path: Path) -> None:
+    """No process dies and no connection is closed: the cable is pulled."""
+    logs = [tmp_path / "0", tmp_path / "1"]
+    command = [sys.executable, "-m", *COMMAND, "--max-tokens", "900", "--ignore-eos"]
+    with two_networks() as networks:
+        machines = [["ip", "netns", "exec", name, *command] for name in networks]
+        meeting = [variables(rank, 29500) | {"MASTER_ADDR": "10.9.0.1"} for rank in range(2)]
+        with (
+            started(machines[1], logs[1], meeting[1]) as other,
+            started(machines[0], logs[0], meeting[0]) as zero,
+        ):
+            wait(lambda: "," in logs[0].read_text(), SECONDS)
+            began = time.monotonic()
+            subprocess.run(["ip", "-n", networks[1], "link", "set", "wire-b", "down"], check=True)
+            assert zero.wait(10) == 2 and other.wait(10) == 1
+            assert time.monotonic() - began < 7, (
+                "3 s until the kernel gives up, and how long Python takes to end"
+            )
+        assert "error: rank 1 on " in logs[0].read_text() and "(10.9.0.2)" in logs[0].read_text()
+        assert logs[1].read_text().count("error: rank 1 of 2: ") == 1
+
+
 def test_rank_zero_is_lost(tmp_path: Path) -> None:
     port, logs = free_port(), [tmp_path / "0", tmp_path / "1"]
     command = [sys.executable, "-m", *COMMAND, "--max-tokens", "900", "--ignore-eos"]
@@ -128,6 +178,22 @@ def test_server_ends_with_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
                 list(stream)
             assert server.process.wait(10) == 2 and time.monotonic() - began < 10
             assert "rank 1 on " in server.log and "torchrun can start all of them again" in server.log
+
+
+def test_rank_zero_waits_and_can_be_interrupted(tmp_path: Path) -> None:
+    """Nobody else has come; Ctrl-C ends it all the same."""
+    log = tmp_path / "0"
+    with started([sys.executable, "-m", *COMMAND], log, variables(0, port := free_port())) as zero:
+
+        def listens() -> bool:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                return True
+            return False
+
+        wait(listens, SECONDS)
+        time.sleep(0.5)
+        zero.send_signal(signal.SIGINT)
+        assert zero.wait(5) != 0
 
 
 def test_strangers_at_the_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
