@@ -10,13 +10,17 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 JOBS ?= 2
 
-.PHONY: demo test test-slow test-ray lint clean
+.PHONY: demo test tests test-slow test-ray lint style types clean
 
 demo: .venv/core
 	$(BIN)/dsv4 generate --chat --thinking --temperature 0 --stats "Tell me a short story about a rabbit."
 	$(BIN)/dsv4 generate --chat --thinking --temperature 0 --stats "What is 27 + 58?"
 
-test: lint
+# mypy uses one core for as long as a few tests take: both at once.
+test: style
+	@$(MAKE) --no-print-directory --jobs=2 types tests
+
+tests: .venv/dev
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 test-slow: .venv/dev
@@ -25,9 +29,13 @@ test-slow: .venv/dev
 test-ray: .venv/ray
 	$(BIN)/python -m pytest -m ray tests/serve/test_ray.py tests/serve/test_ray_scale.py
 
-lint: .venv/dev
+lint: style types
+
+style: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: .venv/dev
 	$(BIN)/mypy
 
 .venv/core: requirements.txt pyproject.toml

@@ -31,13 +31,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def small_config() -> ModelConfig:
-    """Every layer kind and routing, sizes that are not powers of two where the model allows it."""
+    """Every layer kind and routing once, sizes that are not powers of two where the model allows it."""
     return replace(
         preset("tiny"),
         **{"hidden_size": 96, "vocab_size": 300, "num_heads": 6, "head_dim": 80, "rope_dim": 16},
         **{"q_rank": 48},
         **{"o_groups": 3, "o_rank": 32, "window": 40, "index_heads": 16, "index_dim": 32, "index_topk": 12},
         **{"num_experts": 7, "experts_per_token": 3, "expert_width": 64, "max_positions": 4096},
+        sinkhorn_iters=4,
+        layers=preset("tiny").layers[:3],
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "cli"))
 
-from cli_support import dsv4, refused  # noqa: E402
+from cli_support import dsv4, ok, refused  # noqa: E402
 
 README = (ROOT / "README.md").read_text()
 
@@ -48,10 +48,14 @@ def commands(block: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("block", blocks("console"), ids=lambda block: block.split("\n")[0])
-def test_console_block_prints_what_it_says(block: str, folder: Path) -> None:
+def test_console_block_prints_what_it_says(block: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first command in a process of its own, the others in this one."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("COLUMNS", "80")
     assert commands(block)
-    for command, shown in commands(block):
-        printed = run(["-m", "dsv4", *shlex.split(command)], folder)
+    for number, (command, shown) in enumerate(commands(block)):
+        words = shlex.split(command)
+        printed = ok(*words) if number else run(["-m", "dsv4", *words], folder)
         got = [line.rstrip() for line in printed.splitlines()]
         assert got == shown.rstrip("\n").split("\n"), command
 
@@ -83,12 +87,13 @@ def test_make_demo_runs_the_same_commands() -> None:
     assert re.findall(r"^(?:\$ )?(dsv4 .*)$", first, flags=re.MULTILINE) == demo
 
 
-def test_make_demo_answers(folder: Path) -> None:
+def test_make_demo_answers() -> None:
     """A thought, a line of its own for the answer, and the speed on stderr."""
     recipe = (ROOT / "Makefile").read_text().split("\ndemo:")[1].split("\n\n")[0]
     sum_command = re.findall(r"^\t\$\(BIN\)/dsv4 (.*)$", recipe, flags=re.MULTILINE)[-1]
-    thought, answer = run(["-m", "dsv4", *shlex.split(sum_command)], folder).splitlines()
-    assert thought and "85" in answer
+    done = dsv4(*shlex.split(sum_command))
+    thought, answer = done.out.splitlines()
+    assert done.code == 0 and thought and "85" in answer and "first token after" in done.err
 
 
 def test_files_of_the_reading_order_exist() -> None:

@@ -275,13 +275,24 @@ class PrefixCache:
         self.slots.pool.drop(node.page)
 
     def _reclaim(self, count: int) -> None:
-        """Free that many pages, of those that nobody else holds, the least recently used first."""
-        for node in list(self._nodes):
-            if count <= 0:
-                return
-            if not node.children and self.slots.pool.is_idle(node.page):
-                self._remove(node)
-                count -= 1
+        """Free that many pages, of those that nobody else holds, the least recently used first.
+
+        Last of all those above a page in use, whose owner has a copy of its own of them: what it has left
+        below goes with them.
+        """
+        pool = self.slots.pool
+        for is_last_resort in (False, True):
+            for node in list(self._nodes):
+                if count <= 0:
+                    return
+                if node.is_gone or not pool.is_idle(node.page) or (node.children and not is_last_resort):
+                    continue
+                below = [node]
+                for parent in below:
+                    below += parent.children.values()
+                for each in reversed(below):
+                    count -= pool.is_idle(each.page)
+                    self._remove(each)
 
     def clear(self) -> None:
         """Forget everything; running sequences go on. Files stay: what they hold was there before."""

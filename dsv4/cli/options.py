@@ -22,7 +22,7 @@ _HELP = {
     "max_context": "tokens one sequence may reach; sizes the cache",
     "max_batch": "sequences that run at the same time",
     "chunk": "prompt tokens processed per step; default: 512 on a CPU, 4096 on a GPU",
-    "max_stall_ms": "how long a step may take that reads a prompt while others wait for a token",
+    "max_stall_ms": "how long a step may take that reads a prompt while others wait for a token, if it can",
     "threads": "CPU threads; default: what suits the model's size",
     "gpus": "several GPUs that share the model: how many, or which, e.g. 2 or 0,1",
     "ranks": "processes on a CPU that share the model: to try what several GPUs do",

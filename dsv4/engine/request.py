@@ -160,7 +160,6 @@ class Sequence:
     fork: int = 0
     num_cached: int | None = None  # None: never admitted
     num_saved: int = 0  # where its last snapshot was made or found
-    num_passed: int = 0  # how often others went first, since it last had its turn
     found: Any = None  # cache.shelf.Found: what files have of its prompt
     matcher: Any = None  # engine.grammar.Matcher, for a request with a grammar
 

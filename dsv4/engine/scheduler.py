@@ -10,18 +10,20 @@ from dsv4.engine.request import Sequence
 
 # Tokens a sequence must have room for beyond what it has to process, so that it does not soon have to pause.
 HEADROOM = 64
-# How often shorter prompts may go first: before the first one that waits, and before the oldest that is read.
-MAX_OVERTAKEN, MAX_PASSED = 8, 3
+# How many later requests may be admitted before one that waits, for each doubling of its prompt's pages.
+OVERTAKING = 16
+# The share of a step's prompt tokens that the oldest of those who read is sure of: one in so many.
+OLDEST_SHARE = 2
 
 
 class Scheduler:
     """Short prompts go first, with a bound. A sequence takes pages as it grows; when none is left, the
     youngest pauses.
 
-    Of those that wait, a shorter prompt is admitted before the first one MAX_OVERTAKEN times at most. Of
-    those admitted, the one with the least left to read goes first, but in one of MAX_PASSED + 1 steps it is
-    the oldest. A prompt has pages for all of it before its first token is read, so several that are half read
-    never wait for each other.
+    Of those that wait, a shorter prompt is admitted before one that came earlier, but no prompt lets more
+    than OVERTAKING later requests pass for each doubling of its pages. Of those admitted, the one with the
+    least left to read goes first, but a share of each step is the oldest one's. A prompt has pages for all of
+    it before its first token is read, so several that are half read never wait for each other.
 
     A paused sequence gives up its slot and waits in front of all others; what it had processed is processed
     again later, as far as the prefix cache has not kept it.
@@ -58,12 +60,15 @@ class Scheduler:
         budget = self.chunk
         if limit is not None and (decode or (len(reading) > 1 and min(left.values()) <= limit)):
             budget = min(budget, limit)
+        oldest = min(left, default=-1)
+        kept = min(left.get(oldest, 0), -(-budget // OLDEST_SHARE))
         prefill: list[Span] = []
-        for s in self._in_turn(reading, left):
-            if not budget:
-                break
+        for s in sorted(reading, key=lambda s: (left[s.number], s.number)):
+            kept = 0 if s.number == oldest else kept
+            if budget == kept:
+                continue
             start, can_mark = s.num_processed, not any(span.mark for span in prefill)
-            stop, mark = self._cut(s, min(ends[s.number], start + budget), can_mark)
+            stop, mark = self._cut(s, min(ends[s.number], start + budget - kept), can_mark)
             prefill.append(self._span(s, stop, mark))
             budget -= stop - start
         return Plan(**self.changes(), prefill=tuple(prefill), decode=decode)
@@ -82,19 +87,6 @@ class Scheduler:
         if can_mark and boundary - start >= layout.least_before_mark:
             return stop, boundary
         return boundary, 0
-
-    @staticmethod
-    def _in_turn(reading: list[Sequence], left: dict[int, int]) -> list[Sequence]:
-        """Who has the least left first; the oldest before all others if it was not first for long enough."""
-        if not reading:
-            return []
-        order = sorted(reading, key=lambda s: (left[s.number], s.number))
-        oldest = min(reading, key=lambda s: s.number)
-        if oldest.num_passed >= MAX_PASSED:
-            order.remove(oldest)
-            order.insert(0, oldest)
-        oldest.num_passed = 0 if order[0] is oldest else oldest.num_passed + 1
-        return order
 
     def changes(self) -> dict[str, Any]:
         """What has changed in the cache since the last plan: the fields of a plan other than its spans."""
@@ -192,19 +184,19 @@ class Scheduler:
                 self._penalties[hit.slot] = s.penalties()
             if s.num_cached is None:
                 s.num_cached = hit.position
-            if s is not self.waiting[0]:
-                self.waiting[0].num_passed += 1
-            s.num_passed = 0
             self.waiting.remove(s)
             self.running.append(s)
 
     def _next(self) -> Sequence:
-        """The first one, if it was paused or overtaken often enough; else the first of the shortest, by pages
-        in powers of two, since a few tokens are no reason to overtake."""
+        """The first one, if it was paused; else by the number of the last request that may pass it."""
         first = self.waiting[0]
-        if first.num_cached is not None or first.num_passed >= MAX_OVERTAKEN:
+        if first.num_cached is not None:
             return first
-        return min(self.waiting, key=lambda s: self.slots.pages_for(s.num_prompt).bit_length())
+        return min(self.waiting, key=lambda s: s.number + OVERTAKING * self._doublings(s))
+
+    def _doublings(self, s: Sequence) -> int:
+        """A few tokens are no reason to overtake: 0 for one page, 1 for two or three, and so on."""
+        return self.slots.pages_for(s.num_prompt).bit_length() - 1
 
     def _grow(self) -> None:
         """A page for every sequence that has filled its last one."""
@@ -236,8 +228,9 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """Take the sequence out, wherever it is; its slot and pages are free at once."""
+        if sequence.num_cached is not None:  # else it never held anything
+            self._is_tight = False
         if sequence.slot is not None:
             self._release(sequence)
         else:
             self.waiting.remove(sequence)
-        self._is_tight = False

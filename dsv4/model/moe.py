@@ -52,25 +52,24 @@ class Moe:
         chosen = step.choices(chosen)
         step.see(self.name, "chosen", chosen)
         step.see(self.name, "weights", weights)
-        routed = (
-            self._traded(x, chosen, weights)
-            if self.mesh.whole_experts
-            else self._routed(x, chosen, weights, step)
-        )
-        if step.tap is not None:
-            step.see(self.name, "routed", tree_sum(routed))
+        is_tapped = step.tap is not None
+        is_traded = self.mesh.whole_experts
+        beside = None if is_tapped or is_traded else shared
+        y = self._traded(x, chosen, weights) if is_traded else self._routed(x, chosen, weights, step, beside)
+        if is_tapped:
+            step.see(self.name, "routed", tree_sum(y))
             step.see(self.name, "shared", tree_sum(shared))
-        # In float32, the routed experts' type, and rounded once; of one part in one pass.
-        if self.is_alone and routed.shape[1] == 1:
-            y = torch.empty_like(routed[:, 0], dtype=self.dtype)
-            torch.add(routed[:, 0], shared[:, 0], out=y)
-        else:
-            y = cast(self.mesh.comm.sum_parts(routed + shared), self.dtype)
+        if beside is None:
+            y = y + shared
+        # In float32, the routed experts' type, and rounded once.
+        y = cast(self.mesh.comm.sum_parts(y), self.dtype)
         step.see(self.name, "out", y)
         return y
 
-    def _routed(self, x: Tensor, chosen: Tensor, weights: Tensor, step: Step) -> Tensor:
-        """float32 [T, parts, D] of the chosen experts, whose width ranks share."""
+    def _routed(
+        self, x: Tensor, chosen: Tensor, weights: Tensor, step: Step, shared: Tensor | None
+    ) -> Tensor:
+        """[T, parts, D] of the chosen experts, whose width ranks share, and `shared`."""
         staging, bank = step.staging, f"{self.name}.experts"
         routed = self.ops.experts.routed(
             x=x,
@@ -80,6 +79,8 @@ class Moe:
             limit=self.config.swiglu_limit,
             activations=self.activations,
             parts=self.parts,
+            shared=shared,
+            is_alone=self.is_alone,
         )
         if staging is not None:
             staging.give_back(bank)

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dsv4 import Engine, SamplingParams
+from dsv4.engine import scheduler
 from dsv4.engine.request import Completion, Request
 from dsv4.errors import ConfigError
 from dsv4.lab.score import score_ids
@@ -169,11 +170,14 @@ def test_nothing_is_kept_when_asked(alone: Engine) -> None:
     assert alone.slots.pool.num_free == alone.slots.pool.num_pages
 
 
-def test_paused_sequences_give_the_same_tokens(shared: Engine, truth: Truth) -> None:
+def test_paused_sequences_give_the_same_tokens(
+    shared: Engine, truth: Truth, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three that need 3 pages each share 7: somebody must wait for somebody."""
+    monkeypatch.setattr(scheduler, "HEADROOM", 4)  # so that a few tokens are enough to run out
     pauses = shared.scheduler.num_pauses
-    prompts = [text(435, 20), text(440, 21), text(446, 22), text(447, 23)]
-    params = SamplingParams(max_tokens=80, temperature=0, logprobs=5, ignore_eos=True)
+    prompts = [text(495, 20), text(500, 21), text(506, 22), text(507, 23)]
+    params = SamplingParams(max_tokens=20, temperature=0, logprobs=5, ignore_eos=True)
     done = run(shared, prompts, params)
     assert shared.scheduler.num_pauses > pauses
     want = [truth.engine.generate([ids], params)[0].tokens for ids in prompts]

@@ -32,8 +32,12 @@ THREADS = len(os.sched_getaffinity(0))
 LAYERS = (LayerSpec("sliding", 0, True), LayerSpec("csa", 4, False), LayerSpec("hca", 128, False))
 # Few entries are selected, so that short texts have more; `test_decoder_gpu.py` selects Pro's own number.
 CONFIG = replace(preset("pro"), layers=LAYERS, num_mtp_layers=0, vocab_size=512, num_experts=8, index_topk=16)
-IDS = [random.Random(5).randrange(CONFIG.vocab_size) for _ in range(162)]
-PROMPT = 150  # a block of 128 closes in the prompt, blocks of 4 in both; a CPU takes a second for a step
+# Prompts and generated tokens of several texts: where two experts, or two entries, are as good as equal, GPU
+# and CPU may choose differently, and whatever follows in that text is apart. Blocks of 4 close in all, one of
+# 128 in the first. A CPU takes a second for a step.
+LENGTHS = ((150, 4), (42, 3), (37, 3), (33, 3), (30, 3))
+chance = random.Random(5)
+IDS = [[chance.randrange(CONFIG.vocab_size) for _ in range(sum(both))] for both in LENGTHS]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,9 +66,15 @@ def cpu_engine(folder: Path, dtype: str) -> Engine:
     return engine_on("cpu", folder, compute_dtype=dtype)
 
 
+def scores(engine: Engine) -> dict[str, Tensor]:
+    """Logits of the prompts' tokens, and of the generated ones."""
+    found = [score_ids(engine, ids, length) for ids, (length, _) in zip(IDS, LENGTHS, strict=True)]
+    return {name: torch.cat([one[name].cpu() for one in found]) for name in found[0]}
+
+
 @cache
 def on_cpu(folder: Path, dtype: str) -> dict[str, Tensor]:
-    return score_ids(cpu_engine(folder, dtype), IDS, PROMPT)
+    return scores(cpu_engine(folder, dtype))
 
 
 def test_marks(folder: Path) -> None:
@@ -72,11 +82,11 @@ def test_marks(folder: Path) -> None:
     engine = engine_on("cuda", folder, compute_dtype="float32")
     assert engine.settings.tiled
     want = on_cpu(folder, "float32")
-    for name, got in score_ids(engine, IDS, PROMPT).items():
-        r, top1 = distances(got.cpu(), want[name])
+    for name, got in scores(engine).items():
+        r, top1 = distances(got, want[name])
         median, p90 = r.median().item(), r.quantile(0.9).item()
         what = f"{name}: median {median:.1e}, p90 {p90:.1e}, max {r.max():.1e}, top-1 {top1:.3f}"
-        print(folder.parent.name, what)
+        print(folder.parent.name, what, [f"{at}: {e:.1e}" for at, e in enumerate(r.tolist()) if e > 1e-4])
         assert median <= 1e-4 and p90 <= 1e-2 and top1 >= 0.99, what
 
 
@@ -84,9 +94,9 @@ def test_bfloat16_is_as_close_to_the_reference_as_the_cpu(folder: Path) -> None:
     exact, medians = on_cpu(folder, "float32"), []
     for got in (
         on_cpu(folder, "bfloat16"),
-        score_ids(engine_on("cuda", folder, compute_dtype="bfloat16"), IDS, PROMPT),
+        scores(engine_on("cuda", folder, compute_dtype="bfloat16")),
     ):
-        medians.append([distances(got[name].cpu(), exact[name])[0].median().item() for name in exact])
+        medians.append([distances(got[name], exact[name])[0].median().item() for name in exact])
     print(folder.parent.name, medians)
     for cpu, cuda in zip(*medians, strict=True):
         assert cuda <= 1.3 * cpu + 1e-3, medians
@@ -95,7 +105,7 @@ def test_bfloat16_is_as_close_to_the_reference_as_the_cpu(folder: Path) -> None:
 def test_greedy_equals_the_cpu_where_the_margin_is_clear(folder: Path) -> None:
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=2)
     engines = cpu_engine(folder, "float32"), engine_on("cuda", folder, compute_dtype="float32")
-    on = [engine.generate([IDS[:100]], params)[0] for engine in engines]
+    on = [engine.generate([IDS[0][:100]], params)[0] for engine in engines]
     same = 0
     for cpu, gpu in zip(on[0].tokens, on[1].tokens, strict=True):
         assert cpu.top and gpu.top

@@ -16,8 +16,8 @@ from tests.support.cubin import resources
 pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="compiles; nothing to interpret")
 # The twins of these differ in name alone, as far as these kernels are concerned.
 SLOW = {103, 121}
-# And this one compiles for ten seconds each time: 100a gives a block what 90a gives, 120a less.
-LONG = {("matvec", 100)}
+# And this one compiles for fifteen seconds each time.
+LONG = {("matvec", 100), ("matvec", 120)}
 EACH = [
     pytest.param(
         *(source, a),
@@ -51,6 +51,21 @@ def test_cuda_kernels_fit(source: str, gpu: Architecture, monkeypatch: pytest.Mo
         # Registers are given out in eights.
         assert -(-found.registers // 8) * 8 * launch.threads <= REGISTERS, (launch, found)
         assert launch.shared + found.shared <= gpu.block_shared, (launch, found)
+
+
+@needs_compiler
+@pytest.mark.parametrize("gpu", ARCHITECTURES.values(), ids=lambda gpu: gpu.name)
+def test_what_the_step_launches_has_the_memory(gpu: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What matvec.cu declares does not depend on the GPU; what is asked for beside it does, and so does what
+    there is: a third of Hopper's on sm_120."""
+    monkeypatch.setattr(architectures, "capability", lambda device: gpu.capability)
+    cubin = build.compile_source("matvec", build.HOPPER).read_bytes()
+    launches = [item for launch in LAUNCHES for item in launched(launch, monkeypatch)]
+    mine = [launch for launch in launches if launch.source == "matvec"]
+    assert mine
+    for launch in mine:
+        declared = resources(cubin, build.find(launch.kernel, build.symbols(cubin))).shared
+        assert launch.shared + declared <= gpu.block_shared, launch
 
 
 @needs_compiler

@@ -159,6 +159,14 @@ def launch_mix() -> None:
         mhc.mix_close(partial, some(24), some(24), streams, weight, x, gate, comb, 1e-6, 1e-6)
 
 
+def launch_quantize() -> None:
+    quantize = pytest.importorskip("dsv4.kernels.common.quantize")
+    for width in (96, 8192):
+        x = some(2, width, dtype=torch.bfloat16)
+        quantize.round_values(x, x, "a4", some(width), 1e-6, x)
+        quantize.pack(x, is_tiled=True)
+
+
 def launch_exchange() -> None:
     exchange = pytest.importorskip("dsv4.kernels.decode.exchange")
     echo = pytest.importorskip("dsv4.lab.bench.echo")
@@ -224,7 +232,7 @@ def launch_read() -> None:
         ceiling.read(some(64), some(1, dtype=torch.int32), flight)
 
 
-LAUNCHES = [launch_route, launch_select, launch_sample, launch_mix]
+LAUNCHES = [launch_route, launch_select, launch_sample, launch_mix, launch_quantize]
 LAUNCHES += [launch_exchange, launch_products, launch_prompts, launch_attend, launch_read]
 
 

@@ -147,9 +147,9 @@ def test_places_are_taken_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         exchange, "call", lambda source, kernel, device, params, **_: seen.append(params.first_place)
     )
-    for module in (mhc, choose, matvec, sample):
+    for module in (mhc, choose, matvec, sample, quantize):
         monkeypatch.setattr(module, "call", lambda *arguments, **how: None)
-    for module in (mhc, prepare, index, attend, quantize):
+    for module in (mhc, prepare, index, attend):
         monkeypatch.setattr(module, "launch", lambda *arguments, **how: None)
     step(monkeypatch, 2, ranks=2).run()
     assert len(seen) == 2 * TINY.num_layers + 2 and len({*seen}) == 3
@@ -198,9 +198,9 @@ def test_declarations_are_what_triton_sources_do(decoder: Decoder, monkeypatch: 
     def note(kernel: Any, grid: Any, num_warps: int, overlap: bool, **arguments: Any) -> None:
         seen.append((kernel, arguments))
 
-    for module in (mhc, prepare, index, attend, quantize):
+    for module in (mhc, prepare, index, attend):
         monkeypatch.setattr(module, "launch", note)
-    for module in (mhc, choose, matvec, sample):
+    for module in (mhc, choose, matvec, sample, quantize):
         monkeypatch.setattr(module, "call", lambda *arguments, **how: None)
     written = {buffer for launch in decoder.launches for buffer in launch.writes}
     declared: dict[str, set[str]] = defaultdict(set)
@@ -233,7 +233,6 @@ def test_declarations_are_what_triton_sources_do(decoder: Decoder, monkeypatch: 
         ):
             to |= {layer.sub("", buffer) for buffer in buffers}
     kinds = ["embed", "open", "prepare", "queries", "scores", "attend", "combine"]
-    kinds += ["values"] * (decoder.buffers.x_in is not None)
     assert used.keys() == {f"_{kind}_kernel{part}" for kind in kinds for part in ("", " stores")}
     assert used == declared, "declared in vain"
 
@@ -288,6 +287,7 @@ def until_wait(function: str) -> str:
     [
         ("choose", ["route_kernel", "select_few_kernel", "select_many_kernel"]),
         ("mix", ["close_kernel"]),
+        ("quantize", ["rows_kernel"]),
         ("exchange", ["open_kernel", "gather_kernel"]),
         ("matvec", ["matvec_kernel"]),
     ],
@@ -322,6 +322,21 @@ def test_mix_close_waits() -> None:
             "reads its input early"
         )
     assert "return;" not in until_wait(found["next_output"])
+
+
+def test_rows_wait() -> None:
+    """Before they read anything, at the outermost level."""
+    early = until_wait(functions("quantize")["rows_kernel"])
+    assert "launch_dependents();" in early and not re.search(r"return|p\.|if \(", early[early.index("{") :])
+
+
+def test_a_single_row_is_rounded_by_who_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several rows by a launch of their own, in place."""
+    for rows, count in ((1, 0), (2, 2 * TINY.num_layers)):
+        made = step(monkeypatch, rows, "a4")
+        assert launches(made).count("round") == count
+        for name, buffer in (("output b", "u"), ("experts down", "all_hidden")):
+            assert all(buffer in it.reads for it in made.launches if it.name == name)
 
 
 def test_exchanges_wait() -> None:

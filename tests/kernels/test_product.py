@@ -23,7 +23,7 @@ FORMATS = {
     "bf16": Format.BF16,
 }
 # Rows of a tile and beside: every size of tile, and both kernels (small and large).
-HEIGHTS = (1, 7, 16, 17, 32, 33, 64, 65, 128, 129)
+HEIGHTS = (1, 7, 16, 17, 32, 33, 64, 65, 112, 113, 128, 129, 144, 145)
 SHAPES = [(200, 1056), (1032, 512), (64, 4096), (33, 68), (320, 2048)]
 
 
@@ -32,14 +32,32 @@ def seed() -> None:
     torch.manual_seed(11)
 
 
+def heights(weight: Tiled, activations: str) -> list[int]:
+    """The tiles there are for it."""
+    most = prompts.max_cap(weight, prompts.mode_of(weight, activations))
+    return [*(cap for cap in prompts.CAPS if cap < most), most]
+
+
 def test_tiles_fit_in_shared_memory() -> None:
-    modes = [*prompts.IN_16_BITS.items(), *((format, prompts.FP8_CODES) for format in prompts.IN_FP8)]
-    for (format, mode), cap, paired in product(modes, prompts.CAPS, (False, True)):
-        if cap <= prompts.max_cap(empty(format, (16, 512), 1, 1, "cpu"), mode):
+    for format, activations, paired in product(prompts.IN_16_BITS, ("a16", "a8"), (False, True)):
+        weight = empty(format, (16, 512), 1, 1, "cpu")
+        mode = prompts.mode_of(weight, activations)
+        for cap in heights(weight, activations):
             ring = prompts.rings(format, cap, mode, paired)
             blocks = 2 if ring.is_small else 1
             assert blocks * (ring.shared_bytes + 1024) <= 228 << 10, (format, cap)
             assert max(ring.w_stages, ring.x_stages) <= 16 and min(ring.w_stages, ring.x_stages) > 1
+
+
+def test_tiles_are_large_where_that_reads_less() -> None:
+    fp8, nvfp4 = (empty(format, (16, 512), 1, 1, "cpu") for format in (Format.FP8, Format.NVFP4))
+    codes, numbers = prompts.FP8_CODES, prompts.IN_16_BITS[Format.FP8]
+    # 74 or 128 tiles of rows, times 64, are 36 or 63 rounds of 132; two of either, times 64, are one round.
+    assert prompts.even_cap(8192, 64, fp8, numbers, 132) == 112
+    assert prompts.even_cap(128, 64, fp8, numbers, 132) == 64
+    assert prompts.even_cap(8192, 32, fp8, codes, 132) == 128
+    assert prompts.even_cap(8192, 64, nvfp4, prompts.IN_16_BITS[Format.NVFP4], 132) == 128
+    assert [prompts.even_cap(rows, 8, fp8, codes, 132) for rows in (1, 16, 17, 64)] == [16, 16, 32, 64]
 
 
 def test_other_architectures_do_without() -> None:
@@ -184,8 +202,8 @@ def choices(tokens: int, count: int, k: int = 6) -> Tensor:
     return ids
 
 
-def routed(x: Tensor, ids: Tensor, weights: Tensor, bank: Bank) -> Tensor:
-    return experts_gpu.routed(x, ids, weights, bank, 1.5, "a16")[:, 0]  # type: ignore[arg-type]
+def routed(x: Tensor, ids: Tensor, weights: Tensor, bank: Bank, activations: str = "a16") -> Tensor:
+    return experts_gpu.routed(x, ids, weights, bank, 1.5, activations)[:, 0]  # type: ignore[arg-type]
 
 
 @gpu
@@ -200,35 +218,41 @@ def test_experts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert apart(got, e.wanted(x, ids, weights, 1.5)) < 2**-7, tokens
         alone = routed(x[at : at + 1], ids[at : at + 1], weights[at : at + 1], e.bank)
         assert torch.equal(alone[0], got[at]), tokens
-        for cap in prompts.CAPS:
-            if cap <= prompts.max_cap(e.bank.w13, prompts.IN_16_BITS[FORMATS[kind]]):
-                with monkeypatch.context() as patch:
-                    patch.setattr(prompts, "max_cap", lambda weight, mode, cap=cap: cap)
-                    assert torch.equal(routed(x, ids, weights, e.bank), got), (tokens, cap)
+        for cap in heights(e.bank.w13, "a16"):
+            with monkeypatch.context() as patch:
+                patch.setattr(prompts, "max_cap", lambda weight, mode, cap=cap: cap)
+                assert torch.equal(routed(x, ids, weights, e.bank), got), (tokens, cap)
 
 
 @gpu
-@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
-def test_tiles_of_many_heights_one_after_the_other(kind: str) -> None:
-    """A block takes tile after tile, of 16 to 128 rows, over more columns than the rings hold: a warp
+@pytest.mark.parametrize(
+    "kind,activations", [("nvfp4", "a16"), ("mxfp4", "a16"), ("mxfp4", "a8"), ("fp8", "a8")]
+)
+def test_tiles_of_many_heights_one_after_the_other(kind: str, activations: str) -> None:
+    """A block takes tile after tile, of 16 to 144 rows, over more columns than the rings hold: a warp
     that is a lap behind, or results that change hands too early, show in a row, or nothing comes back."""
     e = Experts(kind, count=24, depth=4096, width=512)
     for tokens in (96, 1100, 4290):
         x, ids = torch.randn(tokens, 4096, device="cuda").bfloat16(), choices(tokens, e.count)
         weights = torch.rand(tokens, 6, device="cuda")
-        got = routed(x, ids, weights, e.bank)
+        got = routed(x, ids, weights, e.bank, activations)
         for _ in range(20):
-            assert torch.equal(routed(x, ids, weights, e.bank), got), f"{tokens}: a second run differs"
+            assert torch.equal(routed(x, ids, weights, e.bank, activations), got), (
+                f"{tokens}: a second run differs"
+            )
         for at in range(0, tokens, tokens // 8):
             one = slice(at, at + 1)
-            assert torch.equal(routed(x[one], ids[one], weights[one], e.bank)[0], got[at]), (tokens, at)
+            assert torch.equal(routed(x[one], ids[one], weights[one], e.bank, activations)[0], got[at]), (
+                tokens,
+                at,
+            )
 
 
 @gpu
 @pytest.mark.parametrize("kind", ["nvfp4", "fp8", "bf16"])
 def test_a_stage_is_read_before_it_is_given_back(kind: str) -> None:
-    """Rows whose size changes from slice to slice, over many slices and tiles: what undoes a slice's scaling is
-    the last that is read of a stage, and an early copy of the next one shows as another power of two."""
+    """Rows whose size changes from slice to slice, over many slices and tiles: what undoes a slice's scaling
+    is the last that is read of a stage, and an early copy of the next one shows as another power of two."""
     w = tile(encoded(torch.randn(2048, 8192, device="cuda"), kind))
     x = torch.randn(2176, 16, 512, device="cuda") * torch.exp2(
         torch.randint(-8, 9, (2176, 16, 1), device="cuda")
@@ -245,11 +269,12 @@ def test_a_stage_is_read_before_it_is_given_back(kind: str) -> None:
 @pytest.mark.parametrize(
     "tokens,k,count", [(1, 6, 192), (16, 6, 192), (300, 6, 40), (3000, 8, 512), (9000, 6, 192)]
 )
-def test_sorting(tokens: int, k: int, count: int) -> None:
+@pytest.mark.parametrize("most", [64, 128, 144])
+def test_sorting(tokens: int, k: int, count: int, most: int) -> None:
     ids = choices(tokens, count, k)
     ids[0, 0] = -1
     weights = torch.rand(tokens, k, device="cuda")
-    by = prompts.sort(ids, weights, count, 128)
+    by = prompts.sort(ids, weights, count, most)
     num_tiles, num_groups = by.counts.tolist()
     rows, expert = by.pairs[: num_groups * prompts.ROW_GROUP], ids.flatten()
     seen = rows[rows >= 0].long()

@@ -21,6 +21,7 @@ from dsv4.kernels.decode import index, prepare  # noqa: E402
 pytestmark = runs
 EPS, LONGEST, RING, NAN, INF = 1e-6, 256, 48, float("nan"), float("inf")
 D, ROPE, RANK, DI, RATIO, PAGE = 80, 16, 33, 32, 4, 4
+SLOTS, POSITIONS = [2, 0, 1], [7, 3, 11]  # of the rows of test_prepare, each of which closes a block
 
 
 def tables() -> tuple[Tensor, Tensor]:
@@ -36,8 +37,8 @@ def check_broken(got: Tensor, want: Tensor, what: str) -> None:
 
 
 def prepared(dtype: torch.dtype, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What `prepare` makes of three rows, each of which closes a block."""
-    slots, positions = torch.tensor([2, 0, 1]), torch.tensor([7, 3, 11])
+    """What `prepare` makes of three rows."""
+    slots, positions = torch.tensor(SLOTS), torch.tensor(POSITIONS)
     cos, sin = tables()
     page_table = torch.arange(3).int().view(3, 1)
     entries, keys = (
@@ -103,43 +104,42 @@ def untouched(dtype: torch.dtype) -> dict[str, Tensor]:
     return prepared(dtype, prepare_inputs(dtype))
 
 
+# Which row each result is broken in, in four launches: any two are in different rows in one of them.
+BROKEN_ROWS = {"q": (0, 1, 2, 0), "kv": (1, 2, 0, 1), "entry": (2, 0, 1, 2), "key": (0, 2, 1, 0)}
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [NAN, INF])
-@pytest.mark.parametrize(
-    ("where", "shows"),
-    [
-        *(("q", "q"), ("kv", "kv")),
-        *((f"{name} {part}", name) for name in ("entry", "key") for part in ("values", "scores", "tail")),
-        *((f"{name} tail scores", name) for name in ("entry", "key")),
-    ],
-)
-def test_prepare(where: str, shows: str, value: float, dtype: torch.dtype) -> None:
-    """One number of row 1 (slot 0): everything that row stores from it is NaN, nothing else changes."""
+@pytest.mark.parametrize(("launch", "part"), enumerate(("values", "scores", "tail", "tail scores")))
+def test_prepare(launch: int, part: str, value: float, dtype: torch.dtype) -> None:
+    """One number of a row: everything that the row stores from it is NaN, nothing else changes."""
     inputs, clean = prepare_inputs(dtype), untouched(dtype)
-    # The own half of a fresh row; of a tail, the row before it.
-    channel = inputs[where].shape[-1] // 2 + 3
-    at = (0, 2, channel) if "tail" in where else (1, channel)
-    inputs[where][at] = value
+    rows = {shows: at[launch] for shows, at in BROKEN_ROWS.items()}
+    for shows, row in rows.items():
+        where = f"{shows} {part}" if shows in ("entry", "key") else shows
+        # The own half of a fresh row; of a tail, the row before it.
+        channel = inputs[where].shape[-1] // 2 + 3
+        at = (SLOTS[row], POSITIONS[row] - 1, channel) if "tail" in where else (row, channel)
+        inputs[where][at] = value
     found = prepared(dtype, inputs)
     for name, got in found.items():
-        broken = torch.zeros_like(got, dtype=torch.bool)
-        broken[1] = name == shows
-        if name == shows:
-            # A norm that divides by infinity leaves zeros in the blocks beside.
-            show = ~torch.isfinite(got[1])
-            assert bool(show.all() if value != INF else show.any()), f"{name}: {got[1]}"
-        assert torch.equal(got[~broken], clean[name][~broken]), f"{name} changed"
-    if shows == "kv":
-        cos, sin = (table[[7, 3, 11]] for table in tables())
-        fresh = qkv.entries(inputs["kv"], rand(D, seed=34), cos, sin, EPS)
-        check_broken(found["kv"], decode(qkv.store(fresh, ROPE, Format.KV8, True)), "kv")
-    if shows == "entry" and "tail" not in where:
+        row = rows[name]
+        # A norm that divides by infinity leaves zeros in the blocks beside.
+        show = ~torch.isfinite(got[row])
+        assert bool(show.all() if value != INF else show.any()), f"{name}: {got[row]}"
+        others = [at for at in range(3) if at != row]
+        assert torch.equal(got[others], clean[name][others]), f"{name} changed"
+    cos, sin = (table[POSITIONS] for table in tables())
+    fresh = qkv.entries(inputs["kv"], rand(D, seed=34), cos, sin, EPS)
+    check_broken(found["kv"], decode(qkv.store(fresh, ROPE, Format.KV8, True)), "kv")
+    if "tail" not in part:
         scores = inputs["entry scores"] + rand(RATIO, 2 * D, seed=31)[3]
+        slots, positions = torch.tensor(SLOTS), torch.tensor(POSITIONS)
         pooled = compress.pool(
             *(inputs["entry values"], scores, inputs["entry tail"], inputs["entry tail scores"]),
-            *(torch.arange(3), torch.tensor([2, 0, 1]), *[torch.tensor([7, 3, 11])] * 2, RATIO, True),
+            *(torch.arange(3), slots, positions, positions, RATIO, True),
         )
-        assert not bool(torch.isfinite(pooled[1]).all()), "the reference hides it"
+        assert not bool(torch.isfinite(pooled[rows["entry"]]).all()), "the reference hides it"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

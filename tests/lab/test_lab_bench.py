@@ -1,5 +1,6 @@
 """`dsv4 bench` without a GPU: what it refuses, what it counts, what it writes."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -11,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # before the generator is replaced below: it looks at the class
 from cli_support import dsv4, ok, refused
 from torch import Tensor
 
@@ -93,14 +93,20 @@ REFUSED = {
 NO_GPU = "torch {} sees no CUDA GPU; run it on a machine with one"
 
 
-@pytest.mark.parametrize("command", REFUSED)
-def test_refused(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for _ in dsv4_init(tmp_path / "model"):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, not to be changed."""
+    folder = tmp_path_factory.mktemp("bench") / "model"
+    for _ in dsv4_init(folder):
         pass
-    arguments = command.format(folder=tmp_path / "model").split()
-    assert REFUSED[command] in refused(dsv4("bench", *arguments))
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    return folder
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_refused(command: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert REFUSED[command] in refused(dsv4("bench", *command.format(folder=folder).split()))
+    assert list(tmp_path.iterdir()) == []
 
 
 def dsv4_init(folder: Path) -> Iterator[Any]:
@@ -170,6 +176,7 @@ def test_everything_else_takes_what_was_computed() -> None:
 
 def meta_weights(config: ModelConfig, layout: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Shapes without memory; there is no generator for them."""
+    importlib.import_module("torch._dynamo")  # which looks at the class, first
     monkeypatch.setattr(torch, "Generator", lambda device: SimpleNamespace(manual_seed=lambda seed: None))
     return make_weights(config, layout, "meta")
 

@@ -55,7 +55,7 @@ def plan(model: str, format: str, gpus: str, context: int, batch: int, **options
 TOTALS = [
     ("flash", "official", 159_609_485_896, 11_217_572_060),
     ("flash", "modelopt", 168_266_793_544, 11_420_477_708),
-    ("pro", "official", 864_704_792_696, 39_666_603_980),
+    pytest.param("pro", "official", 864_704_792_696, 39_666_603_980, marks=pytest.mark.slow),
     ("pro", "modelopt", 913_061_485_688, 40_422_177_308),
 ]
 PARTS = {

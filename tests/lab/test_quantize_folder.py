@@ -157,13 +157,20 @@ def command(source: Path, target: Path) -> list[str]:
     return [sys.executable, "-m", "dsv4", *map(str, arguments)]
 
 
-def test_killed_at_random_moments(made: Callable[[str], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [1, pytest.param(8, marks=pytest.mark.slow)])
+def test_killed_at_random_moments(made: Callable[[str], Path], tmp_path: Path, kills: int) -> None:
     """kill -9 after work has begun, again and again; then a whole run. As if nothing had happened."""
     source, target = made("bf16"), tmp_path / "new"
     run(source, tmp_path / "whole")
     chance = random.Random(20261115)
     kept: dict[str, os.stat_result] = {}
-    for _ in range(3):
+
+    def check_kept() -> None:
+        for name, status in kept.items():
+            now = (target / name).stat()
+            assert (now.st_ino, now.st_mtime_ns) == (status.st_ino, status.st_mtime_ns), name
+
+    for _ in range(kills):
         start, lock = time.time_ns(), target / WORK / "lock"
         victim = subprocess.Popen(command(source, target), cwd=ROOT, stderr=subprocess.PIPE)
         while victim.poll() is None and not (lock.exists() and lock.stat().st_mtime_ns >= start):
@@ -171,13 +178,12 @@ def test_killed_at_random_moments(made: Callable[[str], Path], tmp_path: Path) -
         time.sleep(chance.random() * 0.15)
         victim.send_signal(signal.SIGKILL)
         victim.wait()
-        for name, status in kept.items():
-            now = (target / name).stat()
-            assert (now.st_ino, now.st_mtime_ns) == (status.st_ino, status.st_mtime_ns), name
+        check_kept()
         kept = {p.name: p.stat() for p in target.glob("*.safetensors")}
         for name in kept:
             assert (target / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
     run(source, target)
+    check_kept()
     assert contents(target) == contents(tmp_path / "whole")
 
 

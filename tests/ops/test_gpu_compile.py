@@ -1,6 +1,7 @@
 """Every Triton kernel of the GPU backends compiles where there is no GPU, with the tensor cores' and
 asynchronous instructions that the large ones live from, and fits on each GPU that it is built for."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,56 +35,70 @@ def store(format: Format, count: int, width: int, rope: int, dtype: torch.dtype)
     return empty_rows(format, count, width, rope, dtype, "meta")
 
 
-def launch_all(c: ModelConfig, dtype: torch.dtype, capability: int) -> dict[str, Any]:
-    """Each kernel once, in BF16 at the model's sizes; float32, without tensor cores, compiles long there."""
-    out: dict[str, Any] = {}
-    t, d, n, heads, width, rope = 300, c.hidden_size, 4, c.num_heads, c.head_dim, c.rope_dim
-    inner, topk = c.expert_width, c.index_topk
-    if dtype == torch.float32:
-        heads, width = 16, 128
-    act = lambda *shape: meta(*shape, dtype=dtype)  # noqa: E731
-    ints = lambda *shape: meta(*shape, dtype=torch.int32)  # noqa: E731
-    longs = meta(t, dtype=torch.long)
-    turns = (meta(t, rope // 2), meta(t, rope // 2))
-    with compiling(out.__setitem__, capability):
-        gemm.gemm(act(t, 1, d), act(1, 1, 1024, d), act(t, 1, 1024), meta(1))
-        tiles = ints(9, 3)
-        experts.gate_up(
-            act(t, d), act(1, 4, 2 * inner, d), meta(4, 2), act(t, inner), ints(t), meta(t), tiles, 1.0, 0
+class Sizes:
+    """Arguments for kernels: BF16 at the model's sizes, at which float32 would compile for long."""
+
+    def __init__(self, c: ModelConfig, dtype: torch.dtype) -> None:
+        self.tokens, self.dtype, self.rope = 300, dtype, c.rope_dim
+        is_small = dtype == torch.float32
+        self.heads, self.width = (16, 128) if is_small else (c.num_heads, c.head_dim)
+        self.longs = meta(self.tokens, dtype=torch.long)
+        self.turns = (meta(self.tokens, self.rope // 2), meta(self.tokens, self.rope // 2))
+        self.streams = self.act(self.tokens, 4, c.hidden_size)
+        self.ring, self.fresh, self.pool = (
+            store(Format.KV8, count, self.width, self.rope, dtype) for count in (8 * 136, self.tokens, 4096)
         )
-        experts.down(act(t, inner), act(1, 4, d, inner), meta(4, 1), act(t, d), ints(t), tiles, 0)
-        experts.sum_choices(act(50, 6, d), meta(50, d))
-        rows.norm(act(t, d), meta(d), 1e-6)
-        out["norm"] = out.pop("_rows_kernel")
-        rows.norm_rotate(act(t, heads, width), None, *turns, 1e-6)
-        out["rotate"] = out.pop("_rows_kernel")
-        rows.rotate_round(act(t, 64, 128), *turns)
-        out["round"] = out.pop("_rows_kernel")
-        rows.index_keys(act(t, 128), meta(128), *turns, 1e-6)
-        out["keys"] = out.pop("_rows_kernel")
-        rows.kv8(act(t, width), rope)
-        streams = act(t, n, d)
-        mhc_gpu.pre(streams, meta(n * d, 24), meta(24), meta(24), 1e-6, 1e-6, 20)
-        mhc_gpu.post(act(t, d), streams, meta(t, n), meta(t, n, n))
-        tails = (meta(8, 16, 1024), meta(8, 16, 1024))
-        closing = meta(75, dtype=torch.long)
-        compress_gpu.pool(meta(t, 1024), meta(t, 1024), *tails, closing, longs, longs, longs, 4, True)
-        route_gpu._choose(meta(t, c.num_experts), meta(c.num_experts), None, 6, 1.5)
-        ring, fresh, pool = (store(Format.KV8, c, width, rope, dtype) for c in (8 * 136, t, 4096))
-        q = act(t, heads, width)
-        arguments = (q, fresh, ring, longs, longs, longs, 128, 136, pool, ints(t, topk), meta(heads), *turns)
-        attend_gpu.attend(*arguments)
-        out["listed"] = out.pop("_attend_kernel")
-        attend_gpu.attend(*arguments[:9], None, *arguments[10:], ints(8, 64), 128, 2)
-        out["by page"] = out.pop("_attend_kernel")
-        before, attend_gpu.DECODED_BYTES = attend_gpu.DECODED_BYTES, 0
-        attend_gpu.attend(*arguments)
-        attend_gpu.DECODED_BYTES = before
-        qkv_gpu.put(ring, longs, fresh)
-        keys = store(Format.MXFP4, 4096, 128, 0, dtype)
-        index_gpu._scores(act(t, 64, 128), meta(t, 64), keys, ints(8, 64), longs, longs, meta(t, 2048), 4, 64)
-        index_gpu._listed(ints(8, 64), longs, longs, 4, 64, 512)
-    return out
+
+    def act(self, *shape: int) -> Tensor:
+        return meta(*shape, dtype=self.dtype)
+
+
+def ints(*shape: int) -> Tensor:
+    return meta(*shape, dtype=torch.int32)
+
+
+def launch_products(c: ModelConfig, s: Sizes, out: dict[str, Any]) -> None:
+    """What multiplies, and what it reads: tiles and instructions differ between GPUs."""
+    t, d, n, inner, longs = s.tokens, c.hidden_size, 4, c.expert_width, s.longs
+    gemm.gemm(s.act(t, 1, d), s.act(1, 1, 1024, d), s.act(t, 1, 1024), meta(1))
+    tiles = ints(9, 3)
+    up = (s.act(t, d), s.act(1, 4, 2 * inner, d), meta(4, 2), s.act(t, inner), ints(t), meta(t), tiles)
+    experts.gate_up(*up, 1.0, 0)
+    experts.down(s.act(t, inner), s.act(1, 4, d, inner), meta(4, 1), s.act(t, d), ints(t), tiles, 0)
+    mhc_gpu.pre(s.streams, meta(n * d, 24), meta(24), meta(24), 1e-6, 1e-6, 20)
+    q, sinks = s.act(t, s.heads, s.width), meta(s.heads)
+    before_rows = (q, s.fresh, s.ring, longs, longs, longs, 128, 136, s.pool)
+    listed = (*before_rows, ints(t, c.index_topk), sinks, *s.turns)
+    attend_gpu.attend(*listed)
+    out["listed"] = out.pop("_attend_kernel")
+    attend_gpu.attend(*before_rows, None, sinks, *s.turns, ints(8, 64), 128, 2)
+    out["by page"] = out.pop("_attend_kernel")
+    before, attend_gpu.DECODED_BYTES = attend_gpu.DECODED_BYTES, 0
+    attend_gpu.attend(*listed)
+    attend_gpu.DECODED_BYTES = before
+    keys = store(Format.MXFP4, 4096, 128, 0, s.dtype)
+    index_gpu._scores(s.act(t, 64, 128), meta(t, 64), keys, ints(8, 64), longs, longs, meta(t, 2048), 4, 64)
+
+
+def launch_rest(c: ModelConfig, s: Sizes, out: dict[str, Any]) -> None:
+    t, d, longs = s.tokens, c.hidden_size, s.longs
+    experts.sum_choices(s.act(50, 6, d), meta(50, d))
+    rows.norm(s.act(t, d), meta(d), 1e-6)
+    out["norm"] = out.pop("_rows_kernel")
+    rows.norm_rotate(s.act(t, s.heads, s.width), None, *s.turns, 1e-6)
+    out["rotate"] = out.pop("_rows_kernel")
+    rows.rotate_round(s.act(t, 64, 128), *s.turns)
+    out["round"] = out.pop("_rows_kernel")
+    rows.index_keys(s.act(t, 128), meta(128), *s.turns, 1e-6)
+    out["keys"] = out.pop("_rows_kernel")
+    rows.kv8(s.act(t, s.width), s.rope)
+    mhc_gpu.post(s.act(t, d), s.streams, meta(t, 4), meta(t, 4, 4))
+    tails = (meta(8, 16, 1024), meta(8, 16, 1024))
+    closing = meta(75, dtype=torch.long)
+    compress_gpu.pool(meta(t, 1024), meta(t, 1024), *tails, closing, longs, longs, longs, 4, True)
+    route_gpu._choose(meta(t, c.num_experts), meta(c.num_experts), None, 6, 1.5)
+    qkv_gpu.put(s.ring, longs, s.fresh)
+    index_gpu._listed(ints(8, 64), longs, longs, 4, 64, 512)
 
 
 CASES = [
@@ -92,20 +107,35 @@ CASES = [
     ("flash", torch.float32, 90),
     ("flash", torch.bfloat16, 100),
     ("flash", torch.bfloat16, 120),
-    pytest.param("pro", torch.bfloat16, 100, marks=pytest.mark.slow),
-    pytest.param("flash", torch.float32, 100, marks=pytest.mark.slow),
-    pytest.param("flash", torch.bfloat16, 103, marks=pytest.mark.slow),
-    pytest.param("pro", torch.bfloat16, 120, marks=pytest.mark.slow),
-    pytest.param("flash", torch.float32, 120, marks=pytest.mark.slow),
-    pytest.param("flash", torch.bfloat16, 121, marks=pytest.mark.slow),
+]
+SLOW = [
+    ("pro", torch.bfloat16, 100),
+    ("flash", torch.float32, 100),
+    ("flash", torch.bfloat16, 103),
+    ("pro", torch.bfloat16, 120),
+    ("flash", torch.float32, 120),
+    ("flash", torch.bfloat16, 121),
+]
+# What does not multiply is for any GPU the same: in BF16 for Hopper here, for each in turn with -m slow.
+EACH = [
+    pytest.param(
+        *(*case, launch, count),
+        marks=[pytest.mark.slow] if case in SLOW or (launch is launch_rest and case not in CASES[:2]) else [],
+    )
+    for case in CASES + SLOW
+    for launch, count in ((launch_products, 11), (launch_rest, 11))
 ]
 INSTRUCTION = {90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 
 
-@pytest.mark.parametrize(("name", "dtype", "capability"), CASES)
-def test_kernels_compile(name: str, dtype: torch.dtype, capability: int) -> None:
-    kernels = launch_all(preset(name), dtype, capability)
-    assert len(kernels) == 22
+@pytest.mark.parametrize(("name", "dtype", "capability", "launch", "count"), EACH)
+def test_kernels_compile(
+    name: str, dtype: torch.dtype, capability: int, launch: Callable[..., None], count: int
+) -> None:
+    kernels: dict[str, Any] = {}
+    with compiling(kernels.__setitem__, capability):
+        launch(preset(name), Sizes(preset(name), dtype), kernels)
+    assert len(kernels) == count
     for kind, kernel in kernels.items():
         check_fits(kind, kernel, capability)
         if dtype == torch.bfloat16 and kind in TENSOR_CORES:

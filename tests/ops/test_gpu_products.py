@@ -123,6 +123,11 @@ def test_routed(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) 
             :, 0
         ]
         assert torch.equal(alone[0], got[t]), f"token {t} depends on its company"
+    shared = rand(tokens, 1, 96, seed=4).to(DEVICE, dtype)
+    for is_alone in (False, True):
+        both = experts_gpu.routed(*to(x, ids, weights), e.bank, 1.5, "a16", shared=shared, is_alone=is_alone)
+        assert both.dtype == (dtype if is_alone else torch.float32)
+        assert torch.equal(both[:, 0], (got + shared[:, 0]).to(both.dtype)), "added last, and rounded once"
 
 
 @DTYPES

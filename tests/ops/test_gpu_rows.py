@@ -122,7 +122,7 @@ def test_fp4_codes_are_the_codecs() -> None:
 
 @DTYPES
 @pytest.mark.parametrize("depth", [96, 1100] if IS_GPU else [136])
-def test_hyper_connections(depth: int, dtype: torch.dtype) -> None:
+def test_hyper_connections(depth: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     n, tokens = 4, 66 if IS_GPU else 18
     streams = rand(tokens, n, depth).to(dtype)
     fn, base, scale = 0.1 * rand(n * depth, 24, seed=1), rand(24, seed=2), 1 + 0.1 * rand(24, seed=3)
@@ -140,6 +140,9 @@ def test_hyper_connections(depth: int, dtype: torch.dtype) -> None:
         assert all(torch.equal(a[0], b[t]) for a, b in zip(alone, got, strict=True)), f"token {t}"
         one = mhc_gpu.post(*to(*(v[t : t + 1] for v in (x, streams, want[1], want[2]))))
         assert torch.equal(one[0], after[t])
+    monkeypatch.setattr(mhc_gpu, "_MANY", 1)
+    wide = mhc_gpu.pre(*to(streams, fn, base, scale), 1e-6, 1e-6, 20)
+    assert all(torch.equal(a, b) for a, b in zip(wide, got, strict=True)), "the tiles of many tokens"
     fn, base, scale = fn[:, :4].contiguous(), base[:4], scale[:1]
     head = mhc_gpu.head(*to(streams, fn, base, scale), 1e-6, 1e-6)
     near(head, mhc_ref.head(streams, fn, base, scale, 1e-6, 1e-6), dtype, "head")

@@ -70,6 +70,7 @@ def records(source: mix.Mix, phase: str = "main", length: int = 512, count: int 
 # Tokenizer
 
 
+@pytest.mark.slow
 def test_tokenizer_is_deterministic(folder: Path, tokenizer_file: Path) -> None:
     again = tokenizer.train(read_corpus(folder, "train"), vocab_size=1024)
     assert again.encode() == tokenizer_file.read_bytes()
@@ -351,6 +352,7 @@ def test_answer_without_thought_carries_the_working(bpe: Tokenizer) -> None:
 # Shards and the evaluation set
 
 
+@pytest.mark.slow
 def test_shards_do_not_depend_on_the_workers(folder: Path, tokenizer_file: Path, tmp_path: Path) -> None:
     common = ["--corpus", str(folder), "--tokenizer", str(tokenizer_file), "--tokens", "40000", "--seed", "3"]
     mix.main([*common, "--out", str(tmp_path / "shards"), "--workers", "1"])

@@ -25,6 +25,7 @@ if IS_INTERPRETED:
     quicken()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(IS_INTERPRETED, reason="this is the process that test_all starts")
 def test_all() -> None:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]

@@ -25,7 +25,7 @@ def line(number: int, url: str = "/v1/chat/completions", **body: Any) -> str:
 
 
 def requests(count: int) -> list[str]:
-    """Greedy, sampled without a seed, with logprobs, several answers, calls, other routes, bad lines; after
+    """Greedy, sampled without a seed, with logprobs, several answers, a call, other routes, bad lines; after
     the first sixty, short ones only."""
     made = []
     for number in range(count):
@@ -41,7 +41,7 @@ def requests(count: int) -> list[str]:
             made.append(line(number, **ask, n=2, logprobs=True, top_logprobs=2))
         elif kind == 2:
             made.append(line(number, "/v1/completions", prompt=f"A boat {number}", max_tokens=3))
-        elif kind == 3:
+        elif number == 3:
             made.append(line(number, **{**ask, "tools": [TOOL], "tool_choice": "required", "max_tokens": 40}))
         elif kind == 4:
             made.append(line(number, "/v1/responses", input="Hello", max_output_tokens=16))

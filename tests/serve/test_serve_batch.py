@@ -101,18 +101,17 @@ def test_engine_that_dies_changes_nothing(undisturbed: bytes, source: Path) -> N
     assert b"".join(made) == undisturbed
 
 
-def test_bodies_are_those_of_the_server(undisturbed: bytes, source: Path, tmp_path: Path) -> None:
+def test_bodies_are_those_of_the_server(undisturbed: bytes, source: Path, server: Server) -> None:
     """Where the answer depends on the body alone: everything but ids, times and what was cached."""
-    with Server(tmp_path) as server:
-        for line, made in zip(read_lines(source), undisturbed.splitlines(), strict=True):
-            answer = json.loads(made)["response"]
-            asked = json.loads(line) if answer else {"body": {}}
-            if asked["body"].get("temperature") != 0 and (answer is None or answer["status_code"] == 200):
-                continue
-            status, body, _ = server.post(asked["url"], asked["body"])
-            assert status == answer["status_code"]
-            assert body.get("choices") == answer["body"].get("choices")
-            assert body.get("error") == answer["body"].get("error")
+    for line, made in zip(read_lines(source), undisturbed.splitlines(), strict=True):
+        answer = json.loads(made)["response"]
+        asked = json.loads(line) if answer else {"body": {}}
+        if asked["body"].get("temperature") != 0 and (answer is None or answer["status_code"] == 200):
+            continue
+        status, body, _ = server.post(asked["url"], asked["body"])
+        assert status == answer["status_code"]
+        assert body.get("choices") == answer["body"].get("choices")
+        assert body.get("error") == answer["body"].get("error")
 
 
 def test_output_of_something_else_is_not_touched(undisturbed: bytes, source: Path, tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_idle_and_half_sent_connections_keep_nobody_out(server: Server) -> None:
 
 def test_connections_in_use_are_not_taken(server: Server) -> None:
     streams = []
-    body = {**CHAT, "messages": STORY, "max_tokens": 30, "stream": True}
+    body = {**CHAT, "messages": STORY, "max_tokens": 12, "stream": True}
     for _ in range(6):
         streams.append(connect(server))
         streams[-1].sendall(http("/v1/chat/completions", body, close=True))

@@ -161,10 +161,11 @@ def test_engine_that_cannot_be_started_is_tried_again(monkeypatch: pytest.Monkey
 
         monkeypatch.setattr(client_module, "_launch", launch)
         monkeypatch.setattr(client_module, "MAX_RESTART_SECONDS", 0.3)
+        monkeypatch.setattr(engine, "stall_seconds", 2)  # the patience of the next life's watchdog
         assert engine._life is not None
         engine._life.process.kill()
         said = set()
-        end = time.monotonic() + 60
+        end = time.monotonic() + 180
         while engine.ready is None or tries < 4:
             assert time.monotonic() < end
             try:
@@ -177,18 +178,14 @@ def test_engine_that_cannot_be_started_is_tried_again(monkeypatch: pytest.Monkey
 
         # A prompt that takes long to tokenise is no work that the engine leaves undone.
         async def slowly(*args: Any) -> list[int]:
-            await asyncio.sleep(1.5)
+            await asyncio.sleep(3)
             return [1, 2, 3]
 
         with monkeypatch.context() as patch:
             patch.setattr(Encoder, "ids", slowly)
-            patch.setattr(engine, "stall_seconds", 0.5)
-            engine._life.process.kill()  # the watchdog of the next life has this patience
-            while engine.ready is None or engine.num_restarts < 5:
-                await asyncio.sleep(0.02)
             assert await harness.request(BODY) == 200
-            patch.setattr(engine, "stall_seconds", 60)
-        assert engine.num_restarts == 5
+        monkeypatch.setattr(engine, "stall_seconds", 60)
+        assert engine.num_restarts == 4
 
     run(check)
 

@@ -5,6 +5,7 @@ import re
 import signal
 from pathlib import Path
 
+import pytest
 from serve_support import KEY, OTHER_KEY, Server, wait, worker_pid
 
 PROMPT = " ".join(f"The {number} boats are blue." for number in range(70))
@@ -17,14 +18,35 @@ def ask(server: Server, key: str = KEY) -> tuple[str, int]:
     return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_prefixes_survive_kill_9_of_engine_and_server(tmp_path: Path) -> None:
+def ask_first(server: Server, kept: Path) -> str:
+    """-> the answer, once its prompt lies in the folder."""
+    text, cached = ask(server)
+    assert cached == 0
+    wait(lambda: len(list(kept.rglob("*.page"))) >= 2, 20)
+    wait(lambda: len(list(kept.rglob("*.snapshot"))) >= 1, 20)
+    return text
+
+
+def test_prefixes_survive_kill_9(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     options = ("--isolate-by-key", "--prefix-dir", kept)
     with Server(tmp_path, *options) as server:
-        text, cached = ask(server)
-        assert cached == 0
-        wait(lambda: len(list(kept.rglob("*.page"))) >= 2, 20)
-        wait(lambda: len(list(kept.rglob("*.snapshot"))) >= 1, 20)
+        text = ask_first(server, kept)
+        server.process.send_signal(signal.SIGKILL)
+        server.process.wait(20)
+    with Server(tmp_path, *options) as server:
+        assert ask(server, OTHER_KEY) == (text, 0), "a prefix of one key is nothing to another"
+        again, cached = ask(server)
+        assert again == text and cached >= 512, server.log
+        assert PROMPT[:20] not in server.log
+
+
+@pytest.mark.slow
+def test_killed_engine_and_damaged_files(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    options = ("--isolate-by-key", "--prefix-dir", kept)
+    with Server(tmp_path, *options) as server:
+        text = ask_first(server, kept)
         os.kill(worker_pid(server), signal.SIGKILL)
         wait(lambda: server.raw("GET", "/ready")[0] == 200 and "restarting" in server.log, 60)
         again, cached = ask(server)

@@ -4,8 +4,11 @@
 compute type, so that every product takes them. `pack` gives the codes, for tensor cores that multiply FP4.
 Either may be fused with what makes the row: RMSNorm (ops.norm), or an expert's clamped SwiGLU (ops.experts).
 Everything of a row is found in one program from that row alone: company changes nothing.
+
+BF16 rows are quantize.cu's. Triton takes float32, and widths and places that 16 bytes do not divide.
 """
 
+import ctypes
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4.kernels.common.build import address, call
 from dsv4.kernels.common.numbers import (
     INTERPRETED,
     block_scale,
@@ -29,12 +33,14 @@ from dsv4.kernels.common.numbers import (
     wait_for_prerequisites,
 )
 from dsv4.kernels.common.overlap import launcher
+from dsv4.kernels.common.shapes import HOW
 from dsv4.quant.formats import FP8_TILE, NV_BLOCK
 
-# What a kernel makes of a row; `a16` leaves it as it is.
-HOW = {"a16": 0, "a8": 8, "a4": 4}
 MAX_CHANNELS = 65536  # of a row, which one program holds
 SCALE_ROWS, SCALE_COLUMNS = 128, 4  # a tile of the 32_4_4 layout
+# Of quantize.cu: channels of a thread, warps of a row at most, and of a block with several rows.
+CHANNELS, MAX_WARPS, FEW_WARPS = 32, 16, 4
+PLAIN, NORM, SWIGLU = 0, 1, 2
 
 
 @triton.jit
@@ -197,6 +203,39 @@ def _pack_kernel(x_ptr, x_row, weight_ptr, eps, made_ptr, codes_ptr, scales_ptr,
         tl.store(scales_ptr + row * width + block, scales, mask=is_row & (block < width))
 
 
+class _Rows(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "made", "out", "codes", "scales", "factors")),
+        *((name, ctypes.c_int64) for name in ("x_row", "out_row")),
+        *((name, ctypes.c_int) for name in ("count", "padded", "width", "source", "how")),
+        *((name, ctypes.c_int) for name in ("is_tiled", "warps", "per_block")),
+        *((name, ctypes.c_float) for name in ("eps", "share")),
+    )
+
+
+def _is_cuda(width: int, *tensors: Tensor | None) -> bool:
+    """Whether quantize.cu takes these; the last of them is a weight, or None."""
+    *rows, weight = tensors
+    given = [tensor for tensor in rows if tensor is not None]
+    return (
+        not triton.knobs.runtime.interpret
+        and all(t.dtype == torch.bfloat16 and t.stride(0) % 8 == 0 for t in given)
+        and all(t.data_ptr() % 16 == 0 for t in tensors if t is not None)
+        and width % 8 == 0
+        and width <= 32 * CHANNELS * MAX_WARPS
+        and (weight is None or weight.dtype == torch.float32)
+    )
+
+
+def _launch(rows: _Rows, makes_codes: bool, device: torch.device, overlap: bool) -> None:
+    """Narrow rows share a block. NVFP4 takes a block of it in one thread, FP8 what is read at once."""
+    rows.warps = -(-rows.width // (32 * CHANNELS))
+    rows.per_block = max(1, FEW_WARPS // rows.warps)
+    kernel = f"rows_kernel<{8 if makes_codes or rows.how == HOW['a4'] else 4}, {str(makes_codes).lower()}>"
+    blocks, threads = -(-rows.padded // rows.per_block), 32 * rows.warps * rows.per_block
+    call("quantize", kernel, device, rows, blocks=blocks, threads=threads, overlap=overlap)
+
+
 def _size(width: int, block: int) -> int:
     assert 0 < width <= MAX_CHANNELS, width
     return max(block, triton.next_power_of_2(width))
@@ -245,7 +284,25 @@ def _values(
 ) -> None:
     rows, width = out.shape
     assert weight is None or weight.is_contiguous(), weight.stride()
-    if rows:
+    source = SWIGLU if is_swiglu else PLAIN if weight is None else NORM
+    if rows and _is_cuda(width, x, out, made, weight):
+        given = _Rows(
+            x=x.data_ptr(),
+            weight=address(weight),
+            made=address(made),
+            out=out.data_ptr(),
+            x_row=x.stride(0),
+            out_row=out.stride(0),
+            count=rows,
+            padded=rows,
+            width=width,
+            source=source,
+            how=HOW[activations],
+            eps=eps,
+            share=1 / width,
+        )
+        _launch(given, makes_codes=False, device=x.device, overlap=overlap)
+    elif rows:
         size = _size(width, FP8_TILE)
         launch(
             _values_kernel,
@@ -261,7 +318,7 @@ def _values(
             out_row=out.stride(0),
             K=width,
             SIZE=size,
-            NORM=weight is not None and not is_swiglu,
+            NORM=source == NORM,
             SWIGLU=is_swiglu,
             HOW=HOW[activations],
         )
@@ -317,11 +374,31 @@ def _pack(
     assert x.stride(1) == 1 and width % 2 == 0, (x.shape, x.stride())
     assert weight is None or weight.is_contiguous(), weight.stride()
     out = Packed.empty(rows, width, x.device, is_tiled)
-    if rows:
+    grid = -(-rows // SCALE_ROWS) * SCALE_ROWS if is_tiled else rows
+    source = SWIGLU if is_swiglu else PLAIN if weight is None else NORM
+    if rows and _is_cuda(width, x, made, weight):
+        given = _Rows(
+            x=x.data_ptr(),
+            weight=address(weight),
+            made=address(made),
+            codes=out.codes.data_ptr(),
+            scales=out.scales.data_ptr(),
+            factors=out.factor.data_ptr(),
+            x_row=x.stride(0),
+            count=rows,
+            padded=grid,
+            width=width,
+            source=source,
+            is_tiled=is_tiled,
+            eps=eps,
+            share=1 / width,
+        )
+        _launch(given, makes_codes=True, device=x.device, overlap=False)
+    elif rows:
         size = _size(width, 64)
         launch(
             _pack_kernel,
-            grid=(-(-rows // SCALE_ROWS) * SCALE_ROWS if is_tiled else rows,),
+            grid=(grid,),
             num_warps=_warps(size),
             overlap=False,
             x_ptr=x,
@@ -335,7 +412,7 @@ def _pack(
             count=rows,
             K=width,
             SIZE=size,
-            NORM=weight is not None and not is_swiglu,
+            NORM=source == NORM,
             SWIGLU=is_swiglu,
             IS_TILED=is_tiled,
         )

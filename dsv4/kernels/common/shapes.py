@@ -1,9 +1,12 @@
-"""Decode step: into how many parts the step's kernels cut their work. Arithmetic only, without Triton."""
+"""Decode step: into how many parts the step's kernels cut their work, and how they call a way to round
+activations. Arithmetic only, without Triton."""
 
 import torch
 
 MIX_CHUNK = 32  # channels of each stream per program of mhc.mix_open
 MIX_WIDTH = 32  # columns of `partial`: the mixes that weight the streams, the sum of squares, the other mixes
+# What a kernel makes of a row of activations; `a16` leaves it as it is (round.cuh).
+HOW = {"a16": 0, "a8": 8, "a4": 4}
 
 
 def mix_chunks(hidden_size: int) -> int:

@@ -20,6 +20,7 @@ struct Segment {            // one weight, or a bank of experts, and what it is 
     int x_stride, y_stride;
     int epilogue;
     int routed;             // 0: rows are the batch. 1: x by token, y by pair. 2: x by pair, y by token and choice
+    int how;                // a single row is rounded on the way (round.cuh)
 };
 
 __device__ __forceinline__ uint4 stream(const uint4* p) {

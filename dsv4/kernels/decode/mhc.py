@@ -14,7 +14,7 @@ from torch import Tensor
 from dsv4.kernels.common.build import address, call
 from dsv4.kernels.common.numbers import launch, launch_dependents, rounded, to_act, wait_for_prerequisites
 from dsv4.kernels.common.overlap import launcher
-from dsv4.kernels.common.quantize import HOW
+from dsv4.kernels.common.shapes import HOW
 from dsv4.kernels.common.shapes import MIX_CHUNK as CHUNK
 from dsv4.kernels.common.shapes import MIX_WIDTH as WIDTH
 from dsv4.kernels.common.shapes import mix_chunks as num_chunks

@@ -26,19 +26,27 @@ __device__ __forceinline__ Eight read(const float* p) {
     const float4 a = __ldcg(reinterpret_cast<const float4*>(p)), b = __ldcg(reinterpret_cast<const float4*>(p) + 1);
     return {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
 }
-__device__ __forceinline__ void write(__nv_bfloat16* p, const Eight& e) {
-    uint32_t words[4];
+// The same as they are stored.
+template <typename Act> struct Stored;
+template <> struct Stored<__nv_bfloat16> {
+    uint32_t v[ITEM / 2];
+    __device__ __forceinline__ explicit Stored(const Eight& e) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const __nv_bfloat162 h = __floats2bfloat162_rn(e.v[2 * i], e.v[2 * i + 1]);
-        words[i] = *reinterpret_cast<const uint32_t*>(&h);
+        for (int i = 0; i < ITEM / 2; ++i) v[i] = bf16_pair(e.v[2 * i], e.v[2 * i + 1]);
     }
-    *reinterpret_cast<uint4*>(p) = make_uint4(words[0], words[1], words[2], words[3]);
-}
-__device__ __forceinline__ void write(float* p, const Eight& e) {
-    reinterpret_cast<float4*>(p)[0] = make_float4(e.v[0], e.v[1], e.v[2], e.v[3]);
-    reinterpret_cast<float4*>(p)[1] = make_float4(e.v[4], e.v[5], e.v[6], e.v[7]);
-}
+    __device__ __forceinline__ void write(__nv_bfloat16* p) const { *reinterpret_cast<uint4*>(p) = make_uint4(v[0], v[1], v[2], v[3]); }
+};
+template <> struct Stored<float> {
+    float v[ITEM];
+    __device__ __forceinline__ explicit Stored(const Eight& e) {
+#pragma unroll
+        for (int i = 0; i < ITEM; ++i) v[i] = e.v[i];
+    }
+    __device__ __forceinline__ void write(float* p) const {
+        reinterpret_cast<float4*>(p)[0] = make_float4(v[0], v[1], v[2], v[3]);
+        reinterpret_cast<float4*>(p)[1] = make_float4(v[4], v[5], v[6], v[7]);
+    }
+};
 __device__ __forceinline__ float rounded(float v, __nv_bfloat16) { return __bfloat162float(__float2bfloat16_rn(v)); }
 __device__ __forceinline__ float rounded(float v, float) { return v; }
 
@@ -157,36 +165,32 @@ template <typename Act> __global__ void __launch_bounds__(THREADS) close_kernel(
 #pragma unroll
     for (int i = 1; i < WARPS; i <<= 1) square += __shfl_xor_sync(~0u, square, i);
     const float size = inverse_size(square, p.d, p.norm_eps);
-#pragma unroll
-    for (int i = 0; i < MAX_ITEMS; ++i)
-        if ((tid + i * THREADS) * ITEM < p.d) {
-#pragma unroll
-            for (int k = 0; k < ITEM; ++k) y[i].v[k] = w[i].v[k] * (y[i].v[k] * size);
-            write(p.x + (size_t)row * p.d + (tid + i * THREADS) * ITEM, y[i]);
-        }
-    if (p.how == A16) return;
-    // The same as quantised products want it.
+    // As quantised products want it, too. What lies beyond the row stays zero.
     uint32_t top = 0;
 #pragma unroll
-    for (int i = 0; i < MAX_ITEMS; ++i)
+    for (int i = 0; i < MAX_ITEMS; ++i) {
+        const bool is_inside = (tid + i * THREADS) * ITEM < p.d;
 #pragma unroll
-        for (int k = 0; k < ITEM; ++k) {
-            y[i].v[k] = (tid + i * THREADS) * ITEM < p.d ? rounded(y[i].v[k], Act()) : 0.f;
-            top = max(top, magnitude(y[i].v[k]));
-        }
+        for (int k = 0; k < ITEM; ++k) y[i].v[k] = is_inside ? w[i].v[k] * (y[i].v[k] * size) : 0.f;
+        const Stored<Act> x(y[i]);
+        if (is_inside) x.write(p.x + (size_t)row * p.d + (tid + i * THREADS) * ITEM);
+        if (p.how == A4) top = max(top, largest(x.v));
+    }
+    if (p.how == A16) return;
     if (p.how == A4) {
-        for (int i = 1; i < 32; i <<= 1) top = max(top, __shfl_xor_sync(~0u, top, i));
+        top = __reduce_max_sync(~0u, top);
         if (lane == 0) tops[warp] = top;
         __syncthreads();
-        top = tops[lane % WARPS];
-        for (int i = 1; i < WARPS; i <<= 1) top = max(top, __shfl_xor_sync(~0u, top, i));
+        top = __reduce_max_sync(~0u, tops[lane % WARPS]);
     }
+    const float scale = row_scale(top);
 #pragma unroll
     for (int i = 0; i < MAX_ITEMS; ++i) {
         if (i * THREADS * ITEM >= p.d) break;   // a whole row's width, so for all threads
-        if (p.how == A4) round_a4(y[i].v, top);
-        else round_a8(y[i].v);
-        if ((tid + i * THREADS) * ITEM < p.d) write(p.x_in + (size_t)row * p.d + (tid + i * THREADS) * ITEM, y[i]);
+        Stored<Act> x(y[i]);
+        if (p.how == A4) round_a4(x.v, largest(x.v), scale);
+        else round_a8(x.v);
+        if ((tid + i * THREADS) * ITEM < p.d) x.write(p.x_in + (size_t)row * p.d + (tid + i * THREADS) * ITEM);
     }
 }
 

@@ -29,7 +29,8 @@ from dsv4.kernels.common.numbers import (
     wait_for_prerequisites,
 )
 from dsv4.kernels.common.overlap import launcher
-from dsv4.kernels.common.quantize import HOW, round_row
+from dsv4.kernels.common.quantize import round_row
+from dsv4.kernels.common.shapes import HOW
 from dsv4.quant.formats import FP8_TILE, Format, QuantTensor
 
 MAX_BLOCK = 16  # older rows of a block that are pooled at a time: 8 KB of values and of scores each

@@ -96,15 +96,17 @@ def _down_kernel(x, w, factor, y, places, tiles, width, depth, w_part, w_expert,
 
 
 @triton.jit
-def _sum_kernel(y, out, width, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """out[t] = y[t*K] + y[t*K + 1] + ..., in this order, which is the decode step's."""
+def _sum_kernel(y, shared, out, width, HAS_SHARED: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """out[t] = y[t*K] + y[t*K + 1] + ... + shared[t], in this order, which is the decode step's."""
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = col < width
     total = tl.load(y + token * K * width + col, mask=inside, other=0.0).to(tl.float32)
     for choice in tl.static_range(1, K):
         total += tl.load(y + (token * K + choice) * width + col, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + token * width + col, total, mask=inside)
+    if HAS_SHARED:
+        total += tl.load(shared + token * width + col, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * width + col, total.to(out.dtype.element_ty), mask=inside)
 
 
 def row_tile(dtype: torch.dtype) -> int:
@@ -157,8 +159,12 @@ def down(
     )
 
 
-def sum_choices(y: Tensor, out: Tensor) -> None:
-    """y [T, K, D] -> out [T, D] float32."""
+def sum_choices(y: Tensor, out: Tensor, shared: Tensor | None = None) -> None:
+    """y [T, K, D], shared [T, D] -> out [T, D]: summed in float32, rounded once."""
+    assert y.is_contiguous() and out.is_contiguous() and (shared is None or shared.is_contiguous())
     block = min(1024, triton.next_power_of_2(y.shape[2]))
     grid = (y.shape[0], triton.cdiv(y.shape[2], block))
-    _sum_kernel[grid](y, out, y.shape[2], K=y.shape[1], BLOCK=block, num_warps=4)
+    _sum_kernel[grid](
+        *(y, y if shared is None else shared, out, y.shape[2]),
+        **{"HAS_SHARED": shared is not None, "K": y.shape[1], "BLOCK": block, "num_warps": 4},
+    )

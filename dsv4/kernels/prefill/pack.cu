@@ -7,7 +7,7 @@ constexpr int ITEMS = SLICE / 16;            // of four columns: what a lane has
 constexpr int EIGHT_BYTES = 2048, EIGHT_STRIDE = EIGHT_BYTES + 32, ROW_GROUP = 16, GROUP_STRIDE = 2 * EIGHT_STRIDE, BLOCKS_K = 4;
 enum { FP16_BY_64 = 0, FP16_BY_16 = 1, BF16_BY_16 = 2 };   // how numbers are held, and the columns that mix
 // As product_8.cuh has it: eight rows over 256 columns, and a float for each row and 128 columns, their scale times 2^-24.
-constexpr int STRIDE_8 = 2048 + 64, GROUP_STRIDE_8 = 2 * STRIDE_8, BLOCKS_8 = 2;
+constexpr int COLUMNS_8 = 256, STRIDE_8 = 2048 + 64, GROUP_STRIDE_8 = 2 * STRIDE_8, BLOCKS_8 = SLICE / COLUMNS_8;
 
 struct Packing {
     const __nv_bfloat16* x;
@@ -17,12 +17,6 @@ struct Packing {
     int64_t x_row, x_matrix;
     int groups, slices, k, rows, rows_padded, choices, is_wide;
 };
-
-__device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) {   // of two pairs of 16 bits
-    uint32_t out;
-    asm("max.u16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
-    return out;
-}
 
 // Where a packed row comes from; null: nowhere, it is zero.
 __device__ __forceinline__ const __nv_bfloat16* source(const Packing& p, int row) {
@@ -43,10 +37,10 @@ __global__ void __launch_bounds__(128, 5) pack_kernel(const __grid_constant__ Pa
     if (eight >= 2 * (p.num_groups ? __ldcg(p.num_groups) : p.groups)) return;
     const __nv_bfloat16* from = source(p, eight * 8 + r);
     uint2 v[ITEMS];
-    if (MODE == FP16_BY_64 && p.is_wide) {   // rows of x begin and end at a multiple of 16 bytes
+    if (p.is_wide) {   // rows of x begin and end at a multiple of 16 bytes: of BY_16, a lane has a half of every other sixteen
 #pragma unroll
         for (int i = 0; i < ITEMS; i += 2) {
-            const int column = slice * SLICE + i / 4 * 64 + t * 16 + i % 4 * 4;
+            const int column = slice * SLICE + (MODE == FP16_BY_64 ? i / 4 * 64 + t * 16 + i % 4 * 4 : i * 16 + t * 8);
             const uint4 two = from && column < p.k ? __ldcg(reinterpret_cast<const uint4*>(from + column)) : make_uint4(0, 0, 0, 0);
             v[i] = make_uint2(two.x, two.y);
             v[i + 1] = make_uint2(two.z, two.w);
@@ -77,26 +71,36 @@ __global__ void __launch_bounds__(128, 5) pack_kernel(const __grid_constant__ Pa
         }
     }
     char* to = p.out + ((size_t)(eight / 2) * p.slices + slice) * (BLOCKS_K * GROUP_STRIDE) + eight % 2 * EIGHT_STRIDE;
+    if (MODE != FP16_BY_64 && p.is_wide) {
 #pragma unroll
-    for (int i = 0; i < ITEMS; ++i) {
-        uint32_t* words = reinterpret_cast<uint32_t*>(to + i / 8 * GROUP_STRIDE) + i % 8 * 64 + lane;
-        words[0] = v[i].x;
-        words[32] = v[i].y;
-    }
+        for (int i = 0; i < ITEMS; i += 2) {
+            uint2* words = reinterpret_cast<uint2*>(to + i / 8 * GROUP_STRIDE) + (i % 8 + t / 2) * 32 + r * 2 + t % 2;
+            words[0] = make_uint2(v[i].x, v[i + 1].x);
+            words[16] = make_uint2(v[i].y, v[i + 1].y);
+        }
+    } else
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            uint32_t* words = reinterpret_cast<uint32_t*>(to + i / 8 * GROUP_STRIDE) + i % 8 * 64 + lane;
+            words[0] = v[i].x;
+            words[32] = v[i].y;
+        }
     if (t == 0) reinterpret_cast<float*>(to + (BLOCKS_K - 1) * GROUP_STRIDE + EIGHT_BYTES)[r] = undo;
 }
 
-// The same for FP8: rows are quantised on the way, bit for bit as round.cuh's round_a8 does. A lane has eight columns of every 32.
-__global__ void __launch_bounds__(128, 5) pack_8_kernel(const __grid_constant__ Packing p) {
+// The same for FP8: rows are quantised on the way, bit for bit as round.cuh's round_a8 does. A warp has
+// eight rows of 256 columns, a lane eight columns of every 32.
+__global__ void __launch_bounds__(128, 8) pack_8_kernel(const __grid_constant__ Packing p) {
     wait_for_prerequisites();
     const int lane = threadIdx.x & 31, r = lane >> 2, t = lane & 3;
-    const int at = blockIdx.x * 4 + (threadIdx.x >> 5), eight = at / p.slices, slice = at % p.slices;
+    const int parts = p.slices * BLOCKS_8;
+    const int at = blockIdx.x * 4 + (threadIdx.x >> 5), eight = at / parts, part = at % parts;
     if (eight >= 2 * (p.num_groups ? __ldcg(p.num_groups) : p.groups)) return;
     const __nv_bfloat16* from = source(p, eight * 8 + r);
-    uint4 v[SLICE / 32];
+    uint4 v[COLUMNS_8 / 32];
 #pragma unroll
-    for (int i = 0; i < SLICE / 32; ++i) {
-        const int column = slice * SLICE + i * 32 + t * 8;
+    for (int i = 0; i < COLUMNS_8 / 32; ++i) {
+        const int column = part * COLUMNS_8 + i * 32 + t * 8;
         v[i] = make_uint4(0, 0, 0, 0);
         if (from && p.is_wide) {   // rows of x begin and end at a multiple of 16 bytes
             if (column < p.k) v[i] = __ldcg(reinterpret_cast<const uint4*>(from + column));
@@ -107,9 +111,9 @@ __global__ void __launch_bounds__(128, 5) pack_8_kernel(const __grid_constant__ 
             v[i] = make_uint4(low.x, low.y, high.x, high.y);
         }
     }
-    char* to = p.out + ((size_t)(eight / 2) * p.slices + slice) * (BLOCKS_8 * GROUP_STRIDE_8) + eight % 2 * STRIDE_8;
+    char* to = p.out + ((size_t)(eight / 2) * parts + part) * GROUP_STRIDE_8 + eight % 2 * STRIDE_8;
 #pragma unroll
-    for (int block = 0; block < SLICE / 128; ++block) {
+    for (int block = 0; block < COLUMNS_8 / 128; ++block) {
         // Of BF16 without signs the larger is the larger integer, NaN above all.
         uint32_t peaks = 0;
 #pragma unroll
@@ -120,11 +124,11 @@ __global__ void __launch_bounds__(128, 5) pack_8_kernel(const __grid_constant__ 
         peaks = larger(peaks, peaks >> 16);
         peaks = larger(peaks, __shfl_xor_sync(~0u, peaks, 1));
         peaks = larger(peaks, __shfl_xor_sync(~0u, peaks, 2));
-        const uint32_t top = magnitude(__uint_as_float(peaks << 16));
+        const uint32_t top = peaks << 16;
         const uint32_t code = scale_a8(top);
         const float inverse = __uint_as_float((254u - code) << 23);
         const bool is_finite = top < 0x7F7F0000u;   // else infinity may be among them
-        char* stage = to + block / 2 * GROUP_STRIDE_8 + block % 2 * 1024 + r * 16 + t % 2 * 8;
+        char* stage = to + block * 1024 + r * 16 + t % 2 * 8;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const uint4 w = v[block * 4 + i];
@@ -140,7 +144,7 @@ __global__ void __launch_bounds__(128, 5) pack_8_kernel(const __grid_constant__ 
         }
         // A NaN makes its row NaN.
         const float scale = top > 0x7F800000u ? __uint_as_float(0x7FC00000u) : __uint_as_float((code - 24) << 23);
-        if (t == 0) reinterpret_cast<float*>(to + block / 2 * GROUP_STRIDE_8 + 2048)[block % 2 * 8 + r] = scale;
+        if (t == 0) reinterpret_cast<float*>(to + 2048)[block * 8 + r] = scale;
     }
 }
 
@@ -206,7 +210,10 @@ __global__ void __launch_bounds__(SORT_WARPS * 32) sort_kernel(const __grid_cons
     before.x -= own.x; before.y -= own.y;
     const int row = before.x * ROW_GROUP;
     if (expert % gridDim.x == blockIdx.x) {
-        for (int i = 0; i < own.y; ++i) p.tiles[before.y + i] = make_int4(expert, row + i * p.cap, min(p.cap, count - i * p.cap), 0);
+        // A last tile of more than 64 rows costs as much as its neighbours: then all are alike.
+        const int last = count - (own.y - 1) * p.cap, alike = own.y ? (count + own.y * ROW_GROUP - 1) / (own.y * ROW_GROUP) * ROW_GROUP : 0;
+        const int height = last > 64 ? alike : p.cap;
+        for (int i = 0; i < own.y; ++i) p.tiles[before.y + i] = make_int4(expert, row + i * height, min(height, count - i * height), 0);
         for (int i = count; i < own.x * ROW_GROUP; ++i) {
             p.rows[row + i] = -1;
             p.row_weights[row + i] = 0.f;

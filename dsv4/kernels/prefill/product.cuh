@@ -1,7 +1,7 @@
 // Prompts: y = x Wt for many rows of x, W in 4, 8 or 16 bits, decoded in registers: no copy of W in BF16 is made.
 //
 // W is the left operand of wgmma: a warp's fragment of 16 rows is what the tiles hold (tiles.py). Rows of x are the columns of
-// the product, 16 to 128 at a time, in shared memory, where pack.cu has put them in the order of the tensor core.
+// the product, 16 to 144 at a time, in shared memory, where pack.cu has put them in the order of the tensor core.
 // A block has 128 rows of W (of pairs: 64 of each half). Four warps fetch W and x into two rings, two warpgroups multiply.
 //
 // What is here is how data comes and goes. How a tile is summed is a class: product_16.cuh in 16 bits with the sums of decode,
@@ -12,7 +12,7 @@
 
 constexpr int UNITS = 8;
 constexpr int CONSUMERS = UNITS * 32, FETCHERS = 4, THREADS = CONSUMERS + FETCHERS * 32;
-constexpr int MAX_ROWS = 128;
+constexpr int MAX_CARRIED = 128;   // rows of a tile in 16 bits, at most
 // Rows of x come in groups: one copy for a block of columns. A thread takes about 100 cycles for a copy of any size.
 constexpr int ROW_GROUP = 16;
 // W comes as 4 KiB of each unit: 512 columns of 4 bits, 128 of 16.
@@ -34,7 +34,7 @@ struct Product {
     const float* factor;
     const char* x;          // packed: [groups of rows][slices][blocks of columns][Rows::GROUP_STRIDE]
     void* y;
-    float* carry;           // [blocks][MAX_ROWS / 2][CONSUMERS]: what is summed before the last part of a split-K
+    float* carry;           // [blocks][MAX_CARRIED / 2][CONSUMERS]: what is summed before the last part of a split-K
     const int4* tiles;      // matrix, first row, rows; null: `rows` of each matrix, one after the other
     const int* num_tiles;
     const int* places;      // [rows of x] row of y; null: as x
@@ -122,6 +122,14 @@ __device__ __forceinline__ uint32_t transposed(uint32_t v) {   // of 8x8 numbers
 __device__ __forceinline__ int unit_of(const Product& p, int warp) { return p.halves == 2 ? warp & 3 : warp; }
 __device__ __forceinline__ int half_of(const Product& p, int warp) { return p.halves == 2 ? warp >> 2 & 1 : 0; }
 
+// The scales of a warp's first slice of a tile.
+template <int F> __device__ __forceinline__ const uint8_t* scales_of(const Consumer& c, const Tile& tile) {
+    const Product& p = c.p;
+    const int unit = min(tile.unit + unit_of(p, c.warp), p.units - 1);
+    const size_t brick = ((first_unit(p, tile.matrix) + unit) * p.slices) * p.halves + half_of(p, c.warp);
+    return p.scale + home_of(p, tile.matrix) + brick * Brick<F>::SCALE;
+}
+
 // Numbers m and m+1 of a row of y.
 __device__ __forceinline__ void put_pair(__nv_bfloat16* y, uint32_t v, int m, int n) {
     if (m + 1 < n && (reinterpret_cast<uintptr_t>(y + m) & 3) == 0) *reinterpret_cast<uint32_t*>(y + m) = v;
@@ -130,7 +138,22 @@ __device__ __forceinline__ void put_pair(__nv_bfloat16* y, uint32_t v, int m, in
         if (m + 1 < n) y[m + 1] = {(uint16_t)(v >> 16)};
     }
 }
-__device__ __forceinline__ int64_t row_of_y(const Product& p, const Tile& tile, int row) {
+// Sixteen numbers of a row, by four lanes: of lane t, `low` has 2t and 2t+1, `high` the same eight on. Lanes swap words, so
+// that each has four neighbours, from `first_of_four` on, and together they store a whole sector.
+__device__ __forceinline__ int first_of_four(int t) { return (t & 1) * 8 + (t >> 1) * 4; }
+__device__ __forceinline__ uint2 swapped(uint32_t low, uint32_t high, int t) {
+    const bool is_odd = t & 1;
+    const uint32_t other = __shfl_xor_sync(~0u, is_odd ? low : high, 1);
+    return is_odd ? make_uint2(other, high) : make_uint2(low, other);
+}
+__device__ __forceinline__ void put_four(__nv_bfloat16* y, uint2 v, int m, int n) {
+    if (m + 3 < n && (reinterpret_cast<uintptr_t>(y + m) & 7) == 0) *reinterpret_cast<uint2*>(y + m) = v;
+    else {
+        put_pair(y, v.x, m, n);
+        put_pair(y, v.y, m + 2, n);
+    }
+}
+__device__ __forceinline__ int row_of_y(const Product& p, const Tile& tile, int row) {
     const int at = tile.first + row;
     return p.places ? __ldcg(p.places + at) : p.tiles ? at : at - tile.matrix * p.rows_padded;
 }
@@ -149,17 +172,20 @@ __device__ __forceinline__ void store_tile(const Consumer& c, const Tile& tile, 
         return;
     }
     __nv_bfloat16* y = static_cast<__nv_bfloat16*>(p.y) + tile.matrix * p.y_matrix;
+    // What waits for memory or for other lanes is asked for together.
+    int rows[N / 8];
+    uint2 four[N / 8];
+#pragma unroll
+    for (int i = 0; i < N / 8; ++i) rows[i] = i * 8 + g < tile.rows ? row_of_y(p, tile, i * 8 + g) : -1;
 #pragma unroll
     for (int i = 0; i < N / 8; ++i) {
         const uint32_t low = transposed(pack_bf16(total[4 * i], total[4 * i + 1])), high = transposed(pack_bf16(total[4 * i + 2], total[4 * i + 3]));
-        const int row = i * 8 + g;
-        if (row < tile.rows) {
-            __nv_bfloat16* to = y + row_of_y(p, tile, row) * p.y_row;
-            put_pair(to, low, m + 2 * t, p.n);
-            put_pair(to, high, m + 8 + 2 * t, p.n);
-        }
-        __syncwarp();
+        four[i] = swapped(low, high, t);
     }
+#pragma unroll
+    for (int i = 0; i < N / 8; ++i)
+        if (rows[i] >= 0) put_four(y + rows[i] * p.y_row, four[i], m + first_of_four(t), p.n);
+    __syncwarp();
 }
 
 __device__ __forceinline__ float swiglu(float gate, float up, float limit) {
@@ -182,13 +208,19 @@ __device__ __forceinline__ void store_pairs(const Consumer& c, const Tile& tile,
 #pragma unroll
         for (int h = 0; h < 2; ++h)
             at(i / HALF, mine)[(i % HALF * 2 + h) * 32] = pack_bf16(total[4 * i + 2 * h], total[4 * i + 2 * h + 1]);
+    const auto weights_of = [&](int i) {
+        const int group = (mine * HALF + i) * 8;
+        if (!p.weights || group >= tile.rows) return make_float2(1.f, 1.f);
+        return __ldcg(reinterpret_cast<const float2*>(p.weights + tile.first + group) + t);
+    };
+    float2 ahead = weights_of(0);
     consumer_barrier();
     const uint32_t *gates = at(mine, 0), *ups = at(mine, 1);
 #pragma unroll 1
     for (int i = 0; i < HALF; ++i) {
         const int group = (mine * HALF + i) * 8;
-        float2 by = make_float2(1.f, 1.f);
-        if (p.weights && group < tile.rows) by = __ldcg(reinterpret_cast<const float2*>(p.weights + tile.first + group) + t);
+        const float2 by = ahead;
+        if (i + 1 < HALF) ahead = weights_of(i + 1);
         uint32_t hidden[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -197,20 +229,19 @@ __device__ __forceinline__ void store_pairs(const Consumer& c, const Tile& tile,
             if (p.weights) { v *= by.x; w *= by.y; }
             hidden[h] = transposed(pack_bf16(v, w));
         }
-        if (group + g < tile.rows) {
-            __nv_bfloat16* to = static_cast<__nv_bfloat16*>(p.y) + row_of_y(p, tile, group + g) * p.y_row;
-            put_pair(to, hidden[0], m + 2 * t, p.n);
-            put_pair(to, hidden[1], m + 8 + 2 * t, p.n);
-        }
+        __nv_bfloat16* to = static_cast<__nv_bfloat16*>(p.y) + row_of_y(p, tile, group + g) * p.y_row;
+        const uint2 four = swapped(hidden[0], hidden[1], t);
+        if (group + g < tile.rows) put_four(to, four, m + first_of_four(t), p.n);
         __syncwarp();
     }
     consumer_barrier();   // all have read what was exchanged
 }
 
+// `after`: the block's next tile, for what can be asked for early.
 template <class Sum, int N>
-__device__ __forceinline__ void multiply_tile(Consumer& c, const Tile& tile, uint32_t* exchange) {
+__device__ __forceinline__ void multiply_tile(Sum& sum, Consumer& c, const Tile& tile, const Tile& after, uint32_t* exchange) {
     float total[N / 2];
-    Sum::template tile<N>(c, tile, total);
+    sum.template tile<N>(c, tile, after, total);
     if (c.p.halves == 2) store_pairs<N>(c, tile, total, exchange);
     else store_tile<N>(c, tile, total);
 }
@@ -290,14 +321,21 @@ template <class Sum, bool IS_SMALL> __device__ __forceinline__ void multiply(con
         Consumer c{p, shared, w_at, x_at, w, x, warp, lane};
         uint32_t* exchange = reinterpret_cast<uint32_t*>(shared + (exchange_at - w_at));
         const Items items(p);
+        if (blockIdx.x >= items.total) return;
+        Tile tile = items[blockIdx.x];
+        Sum sum(c, tile);
         for (int item = blockIdx.x; item < items.total; item += gridDim.x) {
-            const Tile tile = items[item];
-            if (tile.rows <= 16) multiply_tile<Sum, 16>(c, tile, exchange);
-            else if (IS_SMALL || tile.rows <= 32) multiply_tile<Sum, 32>(c, tile, exchange);
+            const int following = item + gridDim.x < items.total ? item + gridDim.x : item;
+            Tile after;
+            if constexpr (Sum::LOOKS_AHEAD) after = items[following];
+            if (tile.rows <= 16) multiply_tile<Sum, 16>(sum, c, tile, after, exchange);
+            else if (IS_SMALL || tile.rows <= 32) multiply_tile<Sum, 32>(sum, c, tile, after, exchange);
             else if constexpr (!IS_SMALL) {
-                if (Sum::MAX_N == 64 || tile.rows <= 64) multiply_tile<Sum, 64>(c, tile, exchange);
-                else if constexpr (Sum::MAX_N > 64) multiply_tile<Sum, 128>(c, tile, exchange);
+                if (tile.rows <= 64) multiply_tile<Sum, 64>(sum, c, tile, after, exchange);
+                else if (Sum::MAX_N <= 128 || tile.rows > 128) multiply_tile<Sum, Sum::MAX_N>(sum, c, tile, after, exchange);
+                else if constexpr (Sum::MAX_N > 128) multiply_tile<Sum, 128>(sum, c, tile, after, exchange);
             }
+            tile = Sum::LOOKS_AHEAD ? after : items[following];
         }
     }
 }

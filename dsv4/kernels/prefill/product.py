@@ -12,18 +12,18 @@ from torch import Tensor
 
 from dsv4.kernels.common import quantize
 from dsv4.kernels.common.build import HOPPER, architecture, call
-from dsv4.kernels.common.tiles import SLICE, Tiled
+from dsv4.kernels.common.tiles import BRICK, SLICE, Tiled
 from dsv4.quant.formats import Format
 
 # Numbers of product.cuh and pack.cu.
-ROW_GROUP, UNITS, THREADS, CONSUMERS, MAX_ROWS = 16, 8, 384, 256, 128
+ROW_GROUP, UNITS, THREADS, CONSUMERS, MAX_CARRIED = 16, 8, 384, 256, 128
 W_STAGE, EXCHANGE_ROW_BYTES, BARRIER_BYTES = 32768, 256, 512
 SORT_THREADS = MAX_EXPERTS = 512
 MAX_SORT_BLOCKS = 32
 SMALL_CAP = 32
 # tiles.cuh's name of a format.
 NUMBER = {Format.NVFP4: 0, Format.MXFP4: 1, Format.FP8: 2, Format.BF16: 3}
-CAPS = (16, 32, 64, 128)
+CAPS = (16, 32, 64, 128)  # rows of a tile, at most; `max_cap` may be another
 
 
 @dataclass(frozen=True)
@@ -129,17 +129,36 @@ def mode_of(weight: Tiled, activations: str) -> Mode:
 
 
 def max_cap(weight: Tiled, mode: Mode) -> int:
-    """Rows of a tile, at most: FP8 weights in 16 bits have one sum more in registers."""
-    return 64 if weight.format is Format.FP8 and not mode.is_fp8 else MAX_ROWS
+    """Rows of the largest tile: as many as registers hold. FP8 weights in 16 bits have one sum more there."""
+    if mode.is_fp8:
+        return 144
+    return 112 if weight.format is Format.FP8 else 128
 
 
 def _padded(rows: int) -> int:
     return -(-rows // ROW_GROUP) * ROW_GROUP
 
 
-def cap_for(rows: int) -> int:
-    """The smallest tile that takes so many rows, or the largest."""
-    return next((cap for cap in CAPS if rows <= cap), CAPS[-1])
+def cap_for(rows: int, most: int = CAPS[-1]) -> int:
+    """The smallest tile that takes so many rows, or the largest, of `most`."""
+    return next((cap for cap in CAPS if rows <= cap < most), most)
+
+
+def even_cap(rows: int, tiles_m: int, weight: Tiled, mode: Mode, multiprocessors: int) -> int:
+    """The same where all tiles are alike. Large ones read less in all, unless few are left for a last round
+    of the multiprocessors: what counts is rounds times the bytes a tile reads. In FP8 tiles of 144 rows
+    spare an expert its third tile; here 128 are as fast."""
+    most = min(max_cap(weight, mode), CAPS[-1])
+    if most in CAPS or rows <= 64:
+        return cap_for(rows, most)
+    below = max(cap for cap in CAPS if cap < most)
+    w_bytes = BRICK[weight.format] // SLICE * UNITS  # of a column
+    x_bytes = mode.blocks * mode.group_stride / ROW_GROUP / SLICE
+
+    def read(cap: int) -> float:
+        return -(-(-(-rows // cap) * tiles_m) // multiprocessors) * (w_bytes + cap * x_bytes)
+
+    return min((below, most), key=read)
 
 
 def sort(ids: Tensor, weights: Tensor, experts: int, max_cap: int) -> Sorted:
@@ -149,7 +168,7 @@ def sort(ids: Tensor, weights: Tensor, experts: int, max_cap: int) -> Sorted:
     assert weights.is_contiguous() and experts <= MAX_EXPERTS, experts
     # Few rows an expert: two small tiles are faster than one large (32 rows on average: 819 us against 879).
     average = pairs / experts
-    cap = min(max_cap, cap_for(ids.shape[0]), 16 if average <= 4 else 32 if average <= 40 else MAX_ROWS)
+    cap = min(cap_for(ids.shape[0], max_cap), 16 if average <= 4 else 32 if average <= 40 else max_cap)
     capacity = min(pairs, -(-pairs // ROW_GROUP) + experts) * ROW_GROUP
     most_tiles = min(pairs, pairs // cap + experts)
     integers = {"dtype": torch.int32, "device": ids.device}
@@ -210,7 +229,8 @@ def pack(
     if by is not None:
         packing.pairs = by.pairs.data_ptr() if gathers else None
         packing.num_groups = by.counts.data_ptr() + 4
-    call("pack", mode.packing, x.device, packing, blocks=-(-groups * slices // 2), threads=128)
+    warps = 2 * groups * slices * (mode.blocks if mode.is_fp8 else 1)  # each has eight rows
+    call("pack", mode.packing, x.device, packing, blocks=-(-warps // 4), threads=128)
     return Packed(data=out, mode=mode, matrices=matrices, rows=rows, k=k)
 
 
@@ -229,7 +249,7 @@ def product(x: Packed, weight: Tiled, y: Tensor, parts: int = 1) -> None:
         y,
         units=weight.units // matrices,
         n=n,
-        cap=min(cap_for(rows), max_cap(weight, x.mode)),
+        cap=_even_cap(x, weight, matrices * -(-weight.units // matrices // UNITS)),
         y_row=y.stride(0),
         y_matrix=y.stride(1),
         parts=1 if x.mode.is_fp8 else parts,
@@ -256,6 +276,14 @@ def down(x: Packed, weight: Tiled, y: Tensor, by: Sorted | None = None) -> None:
     _launch_bank(x, weight, y, by, places=None if by is None else by.pairs)
 
 
+def _even_cap(x: Packed, weight: Tiled, tiles_m: int) -> int:
+    return even_cap(x.rows, tiles_m, weight, x.mode, _multiprocessors(x.data.device))
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def _launch_bank(
     x: Packed,
     weight: Tiled,
@@ -266,8 +294,9 @@ def _launch_bank(
     places: Tensor | None = None,
 ) -> None:
     assert weight.shape[1] == x.k and (by is not None or weight.count == 1)
-    cap = min(cap_for(x.rows) if by is None else by.cap, max_cap(weight, x.mode))
-    assert by is None or by.cap == cap, "tiles are larger than this format's"
+    tiles_m = -(-weight.units * weight.halves // UNITS)
+    cap = by.cap if by is not None else _even_cap(x, weight, tiles_m)
+    assert cap <= max_cap(weight, x.mode), "tiles are larger than this format's"
     _launch(
         x,
         weight,
@@ -315,11 +344,11 @@ def rings(format: Format, cap: int, mode: Mode, is_paired: bool) -> Rings:
     if cap <= SMALL_CAP:
         w_stages, x_stages = 2, {16: 8, 32: 4}[cap]
     elif mode.is_fp8:
-        w_stages, x_stages = {64: (3, 5), 128: (2, 3) if is_paired else (3, 3)}[cap]
+        w_stages, x_stages = (3, 5) if cap == 64 else (2, 3) if is_paired else (3, 3)
     elif format is Format.BF16:
         w_stages, x_stages = {64: (4, 4), 128: (3, 3)}[cap]
     else:
-        w_stages, x_stages = {64: (3, 6), 128: (2, 4)}[cap]
+        w_stages, x_stages = {64: (3, 6), 112: (2, 4) if is_paired else (3, 4), 128: (2, 4)}[cap]
     return Rings(cap, mode, is_paired, w_stages, x_stages)
 
 
@@ -345,8 +374,8 @@ def _launch(
     assert y.dtype in (torch.bfloat16, torch.float32), y.dtype
     assert weight.data.is_contiguous() and weight.scale.is_contiguous()
     ring = rings(weight.format, cap, x.mode, weight.halves == 2)
-    blocks = torch.cuda.get_device_properties(device).multi_processor_count * (2 if ring.is_small else 1)
-    carry = torch.empty(blocks, MAX_ROWS // 2, CONSUMERS, device=device) if parts > 1 else None
+    blocks = _multiprocessors(device) * (2 if ring.is_small else 1)
+    carry = torch.empty(blocks, MAX_CARRIED // 2, CONSUMERS, device=device) if parts > 1 else None
     params = _Product(
         data=weight.data.data_ptr(),
         scale=weight.scale.data_ptr(),

@@ -88,14 +88,12 @@ template <int F, int N>
 __device__ __forceinline__ void sum_16(Consumer& c, const Tile& tile, float (&total)[N / 2]) {
     const Product& p = c.p;
     const int lane = c.lane;
-    const int unit = min(tile.unit + unit_of(p, c.warp), p.units - 1), half = half_of(p, c.warp);
-    const size_t brick = ((first_unit(p, tile.matrix) + unit) * p.slices) * p.halves + half;
-    const uint8_t* scale = p.scale + home_of(p, tile.matrix) + brick * Brick<F>::SCALE;
+    const uint8_t* scale = scales_of<F>(c, tile);
     const int scale_step = p.halves * Brick<F>::SCALE;
-    const float factor = __ldg(p.factor + (p.has_factors ? tile.matrix * p.halves : 0) + half) * (F == NVFP4 ? E2M1_UNIT : 1.f);
+    const float factor = __ldg(p.factor + (p.has_factors ? tile.matrix * p.halves : 0) + half_of(p, c.warp)) * (F == NVFP4 ? E2M1_UNIT : 1.f);
     const char* w_base = c.shared + (c.w_at - shared_address(c.shared)) + c.warp * W_COPY + lane * 16;
     const char* x_base = c.shared + (c.x_at - shared_address(c.shared)) + X16::EIGHT_BYTES + (lane & 3) * 8;   // what undoes scaling
-    float* carry = p.carry + ((size_t)blockIdx.x * (MAX_ROWS / 2)) * CONSUMERS + threadIdx.x;
+    float* carry = p.carry + ((size_t)blockIdx.x * (MAX_CARRIED / 2)) * CONSUMERS + threadIdx.x;
 
     float sums[N / 2];
     float blocks[F == FP8 ? N / 2 : 1];   // the sum of an FP8 slice; `sums` then has one block of 128 columns
@@ -182,8 +180,10 @@ __device__ __forceinline__ void sum_16(Consumer& c, const Tile& tile, float (&to
 
 template <int F> struct Sum16 {
     using X = X16;
-    static constexpr int FORMAT = F, W_WARPS = 1, MAX_N = F == FP8 ? 64 : 128;   // FP8 has one sum more
-    template <int N> static __device__ __forceinline__ void tile(Consumer& c, const Tile& tile, float (&total)[N / 2]) {
+    static constexpr int FORMAT = F, W_WARPS = 1, MAX_N = F == FP8 ? 112 : 128;   // FP8 has one sum more
+    static constexpr bool LOOKS_AHEAD = false;   // registers are short
+    __device__ __forceinline__ Sum16(const Consumer&, const Tile&) {}
+    template <int N> __device__ __forceinline__ void tile(Consumer& c, const Tile& tile, const Tile&, float (&total)[N / 2]) {
         sum_16<F, N>(c, tile, total);
     }
 };

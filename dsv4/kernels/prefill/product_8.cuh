@@ -27,8 +27,8 @@ template <> struct Weights8<FP8> {
     static constexpr Operands TYPES = E4M3_E4M3;
     Scales<FP8> now, next;
     float by[2], factor;   // the scale of 128 columns, even and odd
-    __device__ __forceinline__ void begin(const uint8_t* scale, float f, int lane) {
-        next.load(scale, lane);
+    __device__ __forceinline__ void begin(const Scales<FP8>& first, float f) {
+        next = first;
         factor = f;
     }
     __device__ __forceinline__ void prefetch(const uint8_t* scale, int lane) { next.load(scale, lane); }
@@ -56,8 +56,8 @@ template <> struct Weights8<MXFP4> {
     uint32_t powers[2][2];   // [64 columns][row g, row g+8]: of both blocks of 32, as FP16; lane t has 128 columns
     uint32_t tops, before;   // of rows g and g+8: now, and in the slice before
     float factor;
-    __device__ __forceinline__ void begin(const uint8_t* scale, float f, int lane) {
-        next.load(scale, lane);
+    __device__ __forceinline__ void begin(const Scales<MXFP4>& first, float f) {
+        next = first;
         tops = TOP_SHIFT * 0x10001;
         factor = f;
     }
@@ -121,16 +121,15 @@ template <> struct Weights8<MXFP4> {
 
 // The sums of one tile's 64 rows of W (of a warpgroup) and N rows of x, in two halves of these: while one is added to the
 // total, the tensor core multiplies the other.
+// `first`: the scales of the tile's first slice; then those of the tile `after` it.
 template <int F, int N>
-__device__ __forceinline__ void sum_8(Consumer& c, const Tile& tile, float (&total)[N / 2]) {
+__device__ __forceinline__ void sum_8(Consumer& c, const Tile& tile, const Tile& after, Scales<F>& first, float (&total)[N / 2]) {
     constexpr int BLOCKS = SLICE / 128, OF_STAGE = X8::COLUMNS / 128;   // of 128 columns: in a slice, in a stage of x
     constexpr int UNIT_BYTES = Brick<F>::LOADS * 512 / BLOCKS, W_BLOCKS = W_COPY / UNIT_BYTES;
     constexpr int CHAINS = N >= 64 ? 2 : 1, PART = N / 2 / CHAINS, EIGHTS = N / 8 / CHAINS;
     const Product& p = c.p;
     const int lane = c.lane;
-    const int unit = min(tile.unit + unit_of(p, c.warp), p.units - 1), half = half_of(p, c.warp);
-    const size_t brick = ((first_unit(p, tile.matrix) + unit) * p.slices) * p.halves + half;
-    const uint8_t* scale = p.scale + home_of(p, tile.matrix) + brick * Brick<F>::SCALE;
+    const uint8_t* scale = scales_of<F>(c, tile);
     const int scale_step = p.halves * Brick<F>::SCALE;
     const char* w_base = c.shared + (c.w_at - shared_address(c.shared)) + c.warp * W_COPY + lane * 16;
     const char* x_base = c.shared + (c.x_at - shared_address(c.shared)) + X8::EIGHT_BYTES + (lane & 3) * 8;   // the scales of x
@@ -140,7 +139,7 @@ __device__ __forceinline__ void sum_8(Consumer& c, const Tile& tile, float (&tot
     for (int i = 0; i < N / 2; ++i) total[i] = 0.f;
     uint32_t a[2][4][4];   // [block, even and odd][32 columns]
     Weights8<F> weights;
-    weights.begin(scale, __ldg(p.factor + (p.has_factors ? tile.matrix * p.halves : 0) + half), lane);
+    weights.begin(first, __ldg(p.factor + (p.has_factors ? tile.matrix * p.halves : 0) + half_of(p, c.warp)));
     weights.start(lane);
     const auto decode = [&](int block) {
         if (block % W_BLOCKS == 0) c.w.await_full();
@@ -175,7 +174,7 @@ __device__ __forceinline__ void sum_8(Consumer& c, const Tile& tile, float (&tot
 #pragma unroll 1
     for (int slice = 0; slice < p.slices; ++slice) {
         const bool last = slice + 1 == p.slices;
-        if (!last) weights.prefetch(scale += scale_step, lane);
+        weights.prefetch(last ? scales_of<F>(c, after) : scale += scale_step, lane);
         int before = 0;   // the stage of x that the block before has
 #pragma unroll
         for (int block = 0; block < BLOCKS; ++block) {
@@ -216,13 +215,17 @@ __device__ __forceinline__ void sum_8(Consumer& c, const Tile& tile, float (&tot
     }
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) total[i] = weights.finished(total[i], i >> 1 & 1);
+    first = weights.next;
 }
 
 template <int F> struct Sum8 {
     using X = X8;
-    static constexpr int FORMAT = F, W_WARPS = 2, MAX_N = 128;
-    template <int N> static __device__ __forceinline__ void tile(Consumer& c, const Tile& tile, float (&total)[N / 2]) {
-        sum_8<F, N>(c, tile, total);
+    static constexpr int FORMAT = F, W_WARPS = 2, MAX_N = 144;
+    static constexpr bool LOOKS_AHEAD = true;
+    Scales<F> first;   // of the next tile
+    __device__ __forceinline__ Sum8(const Consumer& c, const Tile& tile) { first.load(scales_of<F>(c, tile), c.lane); }
+    template <int N> __device__ __forceinline__ void tile(Consumer& c, const Tile& tile, const Tile& after, float (&total)[N / 2]) {
+        sum_8<F, N>(c, tile, after, first, total);
     }
 };
 

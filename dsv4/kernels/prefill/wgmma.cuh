@@ -17,7 +17,8 @@ __device__ __forceinline__ uint64_t wgmma_matrix(uint32_t address, int stride) {
 }
 
 enum Operands { F16_F16, BF16_BF16, E4M3_E4M3, E5M2_E4M3 };   // of A and B: 16 numbers of 16 bits, or 32 of 8
-#define OUT8(I) "+f"(d[I]), "+f"(d[I + 1]), "+f"(d[I + 2]), "+f"(d[I + 3]), "+f"(d[I + 4]), "+f"(d[I + 5]), "+f"(d[I + 6]), "+f"(d[I + 7])
+#define OUT4(I) "+f"(d[I]), "+f"(d[I + 1]), "+f"(d[I + 2]), "+f"(d[I + 3])
+#define OUT8(I) OUT4(I), OUT4(I + 4)
 #define WGMMA(SHAPE, TYPES, MORE, D, A, B, ADDS, ...)                                                                                \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " ADDS ", 0;\nwgmma.mma_async.sync.aligned." SHAPE ".f32." TYPES " {" D "}, {" A "}, " B \
                  ", p, 1, 1" MORE ";\n}"                                                                                            \
@@ -34,15 +35,22 @@ enum Operands { F16_F16, BF16_BF16, E4M3_E4M3, E5M2_E4M3 };   // of A and B: 16 
 #define D8 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define D16 D8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define D32 D16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define D64 D32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define D36 D32 ",%32,%33,%34,%35"
+#define D56 D36 ",%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55"
+#define D64 D56 ",%56,%57,%58,%59,%60,%61,%62,%63"
 PRODUCT(16, D8, "%8,%9,%10,%11", "%12", "%13", OUT8(0))
 PRODUCT(32, D16, "%16,%17,%18,%19", "%20", "%21", OUT8(0), OUT8(8))
 PRODUCT(64, D32, "%32,%33,%34,%35", "%36", "%37", OUT8(0), OUT8(8), OUT8(16), OUT8(24))
+PRODUCT(72, D36, "%36,%37,%38,%39", "%40", "%41", OUT8(0), OUT8(8), OUT8(16), OUT8(24), OUT4(32))
+PRODUCT(112, D56, "%56,%57,%58,%59", "%60", "%61", OUT8(0), OUT8(8), OUT8(16), OUT8(24), OUT8(32), OUT8(40), OUT8(48))
 PRODUCT(128, D64, "%64,%65,%66,%67", "%68", "%69", OUT8(0), OUT8(8), OUT8(16), OUT8(24), OUT8(32), OUT8(40), OUT8(48), OUT8(56))
+#undef OUT4
 #undef OUT8
 #undef WGMMA
 #undef PRODUCT
 #undef D8
 #undef D16
 #undef D32
+#undef D36
+#undef D56
 #undef D64

@@ -57,14 +57,18 @@ def routed(
     limit: float,
     activations: str,
     parts: int = 1,
+    shared: Tensor | None = None,
+    is_alone: bool = False,
 ) -> Tensor:
     """`experts` may also be a bank: w13 and w2, each the tiles of all experts. Summed by
     choice, as in decode. One part."""
     ready, (tokens, k) = prepared(x), ids.shape
     x, bank = ready.like, getattr(experts, "w13", None)
-    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    is_rounded = is_alone and shared is not None
+    out = torch.empty(x.shape, dtype=x.dtype if is_rounded else torch.float32, device=x.device)
+    beside = None if shared is None else shared[:, 0].contiguous()
     if not ids.numel():
-        return out.zero_().unsqueeze(1)
+        return (out.zero_() if beside is None else out.copy_(beside)).unsqueeze(1)
     y = x.new_empty(tokens * k, x.shape[1])
     is_fp4 = fp4.serves(x, bank, activations)
     if is_fp4 or prompts.serves(x, bank):
@@ -77,7 +81,7 @@ def routed(
             _codes(ready, y, experts, limit, by.weights, by)
         else:
             _sorted(ready, y, experts, limit, activations, by)
-        kernels.sum_choices(y.view(tokens, k, -1), out)
+        kernels.sum_choices(y.view(tokens, k, -1), out, beside)
         return out.unsqueeze(1)
     chosen = ids.flatten()
     order = chosen.argsort(stable=True)
@@ -96,7 +100,7 @@ def routed(
         limit=limit,
         activations=activations,
     )
-    kernels.sum_choices(y.view(tokens, k, -1), out)
+    kernels.sum_choices(y.view(tokens, k, -1), out, beside)
     return out.unsqueeze(1)
 
 

@@ -34,15 +34,22 @@ def routed(
     limit: float,
     activations: str,
     parts: int = 1,
+    shared: Tensor | None = None,
+    is_alone: bool = False,
 ) -> Tensor:
-    """x [T, D], ids [T, K], weights [T, K] -> float32 [T, parts, D] as above: the chosen summed by rising id.
+    """x [T, D], ids [T, K], weights [T, K] -> float32 [T, parts, D] as above: the chosen summed by rising id,
+    and `shared`, what `ffn` gave.
 
-    What an expert gives stays float32, since ranks that share its width add up parts of it.
+    What an expert gives stays float32, since ranks that share its width add up parts of it. A backend that
+    gives a single part, to which no other rank adds (`is_alone`), may round the sum with `shared` to x's
+    type.
     """
     if not ids.numel():
-        return x.new_zeros((x.shape[0], parts, x.shape[1]), dtype=torch.float32)
-    y, at = _by_choice(x, ids, weights, experts, limit, activations, parts, 0)
-    return _add_choices(y, ids, at)
+        zeros = x.new_zeros((x.shape[0], parts, x.shape[1]), dtype=torch.float32)
+        return zeros if shared is None else zeros + shared
+    made, at = _by_choice(x, ids, weights, experts, limit, activations, parts, 0)
+    y = _add_choices(made, ids, at)
+    return y if shared is None else y + shared
 
 
 def by_choice(
