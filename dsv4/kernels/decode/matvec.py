@@ -11,7 +11,6 @@ from torch import Tensor
 from dsv4.kernels.common.architectures import has_room
 from dsv4.kernels.common.build import call
 from dsv4.kernels.common.overlap import Touches, tensors_of
-from dsv4.kernels.common.shapes import HOW
 from dsv4.kernels.common.tiles import CODE, SLICE, Tiled
 
 MAX_SLICES, MAX_PASSES, MAX_SEGMENTS, COLUMNS, FLOAT_COLUMNS, STAGES = 8, 2, 16, 8, 2, 2
@@ -28,7 +27,6 @@ class _Segment(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("data", "scale", "places", "factor", "x", "y", "carry")),
         *((name, ctypes.c_int) for name in ("format", "halves", "units", "slices", "first_slice", "span")),
         *((name, ctypes.c_int) for name in ("warps", "n", "k", "x_stride", "y_stride", "epilogue", "routed")),
-        ("how", ctypes.c_int),
     )
 
 
@@ -61,10 +59,7 @@ Who = Literal["rows", "up", "down"]
 
 @dataclass(frozen=True)
 class Product:
-    """y = x Wt, rounded to y's type. `splits` > 1 (split-K): y [splits, ...] float32, to be summed.
-
-    `activations`: x is rounded on the way, where `can_round` says that this is possible.
-    """
+    """y = x Wt, rounded to y's type. `splits` > 1 (split-K): y [splits, ...] float32, to be summed."""
 
     weight: Tiled
     x: Tensor
@@ -73,18 +68,11 @@ class Product:
     x_stride: int = 0  # values from row to row; 0: the columns of the weight
     y_stride: int = 0
     splits: int = 1
-    activations: str = "a16"
 
     @property
     def passes(self) -> int:
         """How often a block walks its units, each time over a part of K."""
         return -(-self._span // MAX_SLICES)
-
-    @property
-    def can_round(self) -> bool:
-        """For a single row in BF16, of which a lane has 16 channels."""
-        wide = (self.weight.shape[1] | self.x_stride) % 8 == 0
-        return self.x.dtype == torch.bfloat16 and self.who != "up" and self.passes == 1 and wide
 
     @property
     def _span(self) -> int:
@@ -169,8 +157,6 @@ class MatVec:
         self.overlap, self.is_single = overlap, rows == 1 and not self.is_float
         self.keep = (products, tasks, prefetch, mixing)  # the launch holds raw pointers into these
         self.is_wide = any(product.passes > 1 for product in products)
-        rounds = [product for product in products if product.activations != "a16"]
-        assert not rounds or (self.is_single and all(product.can_round for product in rounds)), rounds[0]
         self.carry = carry if any(product.carry_row for product in products) else None
         triggers_late |= any(product.who == "up" for product in products)
         params = _Params(rows=rows, limit=limit, triggers_late=triggers_late, early_stages=STAGES)
@@ -286,7 +272,6 @@ def _segments(product: Product) -> list[_Segment]:
         segment.y_stride = product.y_stride or weight.shape[0]
         segment.epilogue = int(is_float)
         segment.routed = {"rows": 0, "up": 1, "down": 2}[product.who]
-        segment.how = HOW[product.activations]
         out.append(segment)
     return out
 
