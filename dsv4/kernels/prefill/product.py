@@ -23,7 +23,7 @@ MAX_SORT_BLOCKS = 32
 SMALL_CAP = 32
 # tiles.cuh's name of a format.
 NUMBER = {Format.NVFP4: 0, Format.MXFP4: 1, Format.FP8: 2, Format.BF16: 3}
-CAPS = (16, 32, 64, 128)  # rows of a tile, at most; `max_cap` may be another
+CAPS = (16, 32, 64, 128)  # rows of a tile, at most; `heights` may have another
 
 
 @dataclass(frozen=True)
@@ -128,11 +128,17 @@ def mode_of(weight: Tiled, activations: str) -> Mode:
     return IN_16_BITS[weight.format]
 
 
+def heights(weight: Tiled, mode: Mode) -> tuple[int, ...]:
+    """Rows of the tiles that the kernel has. A cap between two would be summed, and exchanged, as the larger
+    one, for which there is no shared memory."""
+    if mode.is_fp8:
+        return (*CAPS, 144)
+    return (*CAPS[:-1], 112) if weight.format is Format.FP8 else CAPS
+
+
 def max_cap(weight: Tiled, mode: Mode) -> int:
     """Rows of the largest tile: as many as registers hold. FP8 weights in 16 bits have one sum more there."""
-    if mode.is_fp8:
-        return 144
-    return 112 if weight.format is Format.FP8 else 128
+    return heights(weight, mode)[-1]
 
 
 def _padded(rows: int) -> int:
@@ -296,7 +302,6 @@ def _launch_bank(
     assert weight.shape[1] == x.k and (by is not None or weight.count == 1)
     tiles_m = -(-weight.units * weight.halves // UNITS)
     cap = by.cap if by is not None else _even_cap(x, weight, tiles_m)
-    assert cap <= max_cap(weight, x.mode), "tiles are larger than this format's"
     _launch(
         x,
         weight,
@@ -371,6 +376,8 @@ def _launch(
     device = y.device
     modes = (IN_16_BITS[weight.format], mode_of(weight, "a8"))
     assert x.mode in modes, f"x is packed for another format than {weight.format}"
+    known = heights(weight, x.mode)
+    assert cap in known, f"tiles of {cap} rows: the product with {weight.format} has {known}"
     assert y.dtype in (torch.bfloat16, torch.float32), y.dtype
     assert weight.data.is_contiguous() and weight.scale.is_contiguous()
     ring = rings(weight.format, cap, x.mode, weight.halves == 2)
