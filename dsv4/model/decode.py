@@ -6,6 +6,7 @@ marks an unused row. Buffers are made once for a number of rows.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -147,13 +148,17 @@ class Decoder:
         assert rounded is not None
         return rounded
 
-    def _round(self, weights: list[str], products: list[Product], together: Tensor) -> None:
-        """In place, what products with these weights read, if they are quantised. `together`: all of it."""
+    def _rounding(self, weights: list[str], products: list[Product], together: Tensor) -> list[Product]:
+        """Products with these weights, which round what they read, if they are quantised: a single row on the
+        way, several by one launch before, in place. `together`: all that they read."""
         how = [self.b.activations_of(weight) for weight in weights]
+        if self.buffers.rows == 1 and all(product.can_round for product in products):
+            return [replace(p, activations=a) for p, a in zip(products, how, strict=True)]
         rounded = [p.x for p, a in zip(products, how, strict=True) if a != "a16"]
         for x in [together] if len(rounded) == len(products) else rounded:
             activations = self.b.numerics.activations
             self._add("round", quantize.round_values, x=x, out=x, activations=activations)
+        return products
 
     def _site(self, name: str, norm: str, y: Tensor | None) -> Mixing | None:
         """The last site's output goes into the streams; they give the next input, normalised.
@@ -284,8 +289,8 @@ class Decoder:
         out = Product(wo_b, f.u, y if parts > 1 else y[0], y_stride=parts * c.hidden_size, splits=parts)
         # wo_b cannot be resident beside wo_a (shared memory): fetched early, its weights would only delay x.
         next_fn = b.plain(name.replace(".attn", ".hc_ffn_fn"))
-        self._round([f"{name}.wo_b"], [out], f.u)
-        self._product("output b", [out], prefetch=next_fn, early_stages=0)
+        rounded = self._rounding([f"{name}.wo_b"], [out], f.u)
+        self._product("output b", rounded, prefetch=next_fn, early_stages=0)
 
     def _pooling(
         self,
@@ -412,8 +417,8 @@ class Decoder:
             Product(bank.w2, f.hidden, f.moe, "down"),
             Product(shared.w2, f.shared_hidden, last, y_stride=f.moe.stride(0)),
         ]
-        self._round([routed_w1, shared_w1], down, f.all_hidden)
-        self._product("experts down", down, f.tasks, prefetch=next_fn, early_stages=1)
+        rounded = self._rounding([routed_w1, shared_w1], down, f.all_hidden)
+        self._product("experts down", rounded, f.tasks, prefetch=next_fn, early_stages=1)
 
     def load(
         self, tokens: list[tuple[int, int, int]], settings: Tensor, send: Send, take_latest: bool = False

@@ -48,6 +48,7 @@ def traffic(engine: Engine, steps: int) -> tuple[dict[int, Tokens], dict[str, An
     chance, vocab = random.Random(1), engine.model_config.vocab_size
     tokens: dict[int, Tokens] = {}
     numbers: dict[str, int] = {}
+    ended: set[str] = set()
     cancels: dict[int, list[str]] = {}
     memory: list[int] = []
     for now in range(steps):
@@ -64,9 +65,12 @@ def traffic(engine: Engine, steps: int) -> tuple[dict[int, Tokens], dict[str, An
                 cancels.setdefault(now + chance.randrange(40), []).append(request.id)
             engine.submit(request)
         for late in cancels.pop(now, []):
-            engine.cancel(late)
+            if late not in ended:
+                engine.cancel(late)
         for delta in engine.step():
             assert delta.finish_reason != "error", delta.error
+            if delta.finish_reason:
+                ended.add(delta.request_id)
             if delta.token is not None:
                 tokens[numbers[delta.request_id]].append((delta.token.id, delta.token.logprob))
         if now % (steps // 10) == 0:

@@ -14,6 +14,18 @@
 #include <random>
 #include <vector>
 
+inline uint32_t __float_as_uint(float v) {
+    uint32_t bits;
+    memcpy(&bits, &v, 4);
+    return bits;
+}
+inline float __uint_as_float(uint32_t bits) {
+    float v;
+    memcpy(&v, &bits, 4);
+    return v;
+}
+template <typename T> T __ldg(const T* p) { return *p; }
+
 #define __device__
 #define __global__
 #define __forceinline__ inline

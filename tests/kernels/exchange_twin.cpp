@@ -9,17 +9,6 @@ struct __nv_bfloat16 {
 };
 inline float __bfloat162float(__nv_bfloat16) { return 0.f; }
 inline __nv_bfloat16 __float2bfloat16_rn(float) { return {}; }
-inline uint32_t __float_as_uint(float v) {
-    uint32_t bits;
-    memcpy(&bits, &v, 4);
-    return bits;
-}
-inline float __uint_as_float(uint32_t bits) {
-    float v;
-    memcpy(&v, &bits, 4);
-    return v;
-}
-template <typename T> T __ldg(const T* p) { return *p; }
 // Others go on between any two accesses to an inbox.
 inline void put_packet(uint64_t* to, uint64_t packet) {
     emulator::yield(false);

@@ -23,17 +23,6 @@ struct uint4 {
 };
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
-template <typename T> T __ldg(const T* p) { return *p; }
-inline uint32_t __float_as_uint(float v) {
-    uint32_t bits;
-    memcpy(&bits, &v, 4);
-    return bits;
-}
-inline float __uint_as_float(uint32_t bits) {
-    float v;
-    memcpy(&v, &bits, 4);
-    return v;
-}
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }

@@ -2,39 +2,26 @@
 tried, and stuck where places are not taken in turn."""
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from dsv4.kernels.common.build import INCLUDES
 from dsv4.kernels.common.shapes import MIX_WIDTH, mix_chunks
 from dsv4.kernels.decode.exchange import TURNS
 from dsv4.ops.mhc import ref
 from dsv4.parallel.comm import tree_sum
+from tests.support.twin import at, build, needs_compiler
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on the PATH")
+pytestmark = needs_compiler
 N, M = 4, 24
 
 
 @pytest.fixture(scope="module")
 def twin(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    here, out = Path(__file__).parent, tmp_path_factory.mktemp("twin") / "twin.so"
-    # Plain products and sums, as IEEE 754 has them; longjmp between stacks is what the emulator is about.
-    flags = ["-O2", "-std=c++17", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-w"]
-    command = ["g++", *flags, *INCLUDES, f"-I{here}", "-o", str(out), str(here / "exchange_twin.cpp")]
-    subprocess.run(command, check=True, capture_output=True)
-    loaded = ctypes.CDLL(str(out))
+    loaded = build("exchange", tmp_path_factory)
     loaded.ranks.restype = ctypes.c_char_p
     return loaded
-
-
-def at(tensor: Tensor) -> ctypes.c_void_p:
-    assert tensor.is_contiguous()
-    return ctypes.c_void_p(tensor.data_ptr())
 
 
 class World:

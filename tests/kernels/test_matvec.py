@@ -8,6 +8,7 @@ from dsv4.kernels.common.tiles import Tiled, empty, put, tile
 from dsv4.kernels.decode import choose
 from dsv4.kernels.decode.matvec import MatVec, Product, Tasks, splits
 from dsv4.kernels.prefill.unpack import unpack
+from dsv4.ops.linear.ref import round_input
 from dsv4.ops.route import ref as route_ref
 from dsv4.quant.codec import decode, encode_weight
 from dsv4.quant.formats import Format, QuantTensor
@@ -106,6 +107,28 @@ def test_when_weights_are_fetched(format: Format, n: int, k: int) -> None:
         MatVec([Product(parts, x, y)], 1, **options).launch()  # type: ignore[arg-type]
         found.append(y)
     assert apart(found[0], wanted(x, w)) < 2e-5 and all(torch.equal(y, found[0]) for y in found)
+
+
+@pytest.mark.parametrize("activations", ["a8", "a4"])
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize("k", [64, 1032, 2048, 8192, 16384])
+def test_a_single_row_is_rounded_on_the_way(format: Format, k: int, activations: str) -> None:
+    """As by a launch before it; the largest value may lie in a slice that another block multiplies."""
+    w, parts, n = tile(weight(format, 1200, k)), splits(k), 1200
+    for largest_at in (0, k // 2, k - 1):
+        x = torch.randn(1, k, device="cuda").bfloat16()
+        x[0, largest_at] = 300.0
+        rounded = round_input(x.cpu(), activations).cuda()
+        found = []
+        for given, how in ((rounded, "a16"), (x, activations)):
+            y = torch.full((parts, 1, n), torch.nan, device="cuda")
+            out = y if parts > 1 else y[0]
+            MatVec([Product(w, given, out, splits=parts, activations=how)], 1, early_stages=0).launch()
+            found.append(y)
+        assert torch.equal(*found), largest_at
+    x[0, 3] = torch.nan
+    MatVec([Product(w, x, out, splits=parts, activations=activations)], 1).launch()
+    assert bool(y[0].isnan().all())
 
 
 @pytest.mark.parametrize("k", [1024, 7168])

@@ -2,39 +2,27 @@
 
 import ctypes
 import re
-import shutil
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from dsv4.kernels.common.build import INCLUDES
 from dsv4.ops.experts import ref as experts_ref
 from dsv4.ops.linear.ref import round_input
 from dsv4.ops.norm.ref import rms_norm
 from dsv4.quant import codec
+from tests.support.twin import at, build, needs_compiler
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on the PATH")
+pytestmark = needs_compiler
 TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
 @pytest.fixture(scope="module")
 def twin(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    here, out = Path(__file__).parent, tmp_path_factory.mktemp("twin") / "twin.so"
-    flags = ["-O2", "-std=c++17", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-w"]
-    command = ["g++", *flags, *INCLUDES, f"-I{here}", "-o", str(out), str(here / "round_twin.cpp")]
-    subprocess.run(command, check=True, capture_output=True)
-    loaded = ctypes.CDLL(str(out))
+    loaded = build("round", tmp_path_factory)
     loaded.launch.restype = ctypes.c_char_p
     return loaded
-
-
-def at(tensor: Tensor) -> ctypes.c_void_p:
-    assert tensor.is_contiguous()
-    return ctypes.c_void_p(tensor.data_ptr())
 
 
 def bits(x: Tensor) -> Tensor:

@@ -2,37 +2,24 @@
 
 import ctypes
 import math
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 from sample_support import add_penalties, make
 from torch import Tensor
 
-from dsv4.kernels.common.build import INCLUDES
 from dsv4.ops.sample import ref
+from tests.support.twin import at, build, needs_compiler
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on the PATH")
+pytestmark = needs_compiler
 
 
 @pytest.fixture(scope="module")
 def twin(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    here, out = Path(__file__).parent, tmp_path_factory.mktemp("twin") / "twin.so"
-    # Plain products and sums, as IEEE 754 has them; longjmp between stacks is what the emulator is about.
-    flags = ["-O2", "-std=c++17", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-w"]
-    command = ["g++", *flags, *INCLUDES, f"-I{here}", "-o", str(out), str(here / "sample_twin.cpp")]
-    subprocess.run(command, check=True, capture_output=True)
-    loaded = ctypes.CDLL(str(out))
+    loaded = build("sample", tmp_path_factory)
     loaded.worst_estimate.restype = ctypes.c_double
     loaded.sample.restype = ctypes.c_char_p
     return loaded
-
-
-def at(tensor: Tensor | None) -> ctypes.c_void_p:
-    assert tensor is None or tensor.is_contiguous()
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
 def mapped(function, x: Tensor, dtype: torch.dtype) -> Tensor:  # type: ignore[no-untyped-def]
@@ -54,7 +41,7 @@ def test_weights(twin: ctypes.CDLL) -> None:
     edges = torch.tensor([0.0, -0.0, -5e-324, -2.3e-308, -31.0, math.nextafter(-31, 0), -math.inf])
     ties = -(torch.arange(46, dtype=torch.float64) - 0.5) / 1.4426950408889634  # k about to change
     for x in (uniform, anything, edges.double(), ties):
-        assert torch.equal(mapped(twin.weights, x, torch.int64), ref._weight(x))
+        assert torch.equal(mapped(twin.weights, x, torch.int64), ref.weight_of(x))
 
 
 def test_logs(twin: ctypes.CDLL) -> None:
@@ -70,8 +57,10 @@ def test_noise(twin: ctypes.CDLL) -> None:
     for seed, index in ((0, 0), (1, 1), ((1 << 64) - 1, 123456), (1 << 63, (1 << 40) + 7)):
         out = torch.empty(262_144, dtype=torch.float64)
         twin.noise(ctypes.c_uint64(seed), ctypes.c_int64(index), ctypes.c_int64(out.numel()), at(out))
-        u = ref._uniform(torch.tensor([ref._signed(seed)]), torch.tensor([index]), out.numel())[0]
-        assert torch.equal(out, ref._gumbel(u))
+        u = ref.uniform(torch.tensor([ref._signed(seed)]), torch.tensor([index]), torch.arange(out.numel()))[
+            0
+        ]
+        assert torch.equal(out, ref.gumbel(u))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.013, 7.5e-3, 80.0, 1e30, 1e-30, 5e-324])

@@ -96,15 +96,25 @@ __device__ __forceinline__ void read_x(const void* row, int k0, int k, int lane,
     for (int i = 0; i < ITEMS / 32; ++i) v[i] = k0 + 4 * (lane + 32 * i) < k ? __ldcg(p + 32 * i) : Four{};
 }
 
-// That, into `to` as the tensor core takes it: item i holds columns 4i..4i+3. float32 goes to PARTS columns, highest bits
-// first. Returns what undoes the scaling.
+// The same, but that lane l holds columns 16l..16l+15: a block of NVFP4.
+__device__ __forceinline__ void read_block(const void* row, int k0, int k, int lane, uint32_t (&x)[8]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int column = k0 + 16 * lane + 8 * i;
+        const uint4 v = column < k ? __ldcg(static_cast<const uint4*>(row) + column / 8) : make_uint4(0, 0, 0, 0);
+        x[4 * i] = v.x; x[4 * i + 1] = v.y; x[4 * i + 2] = v.z; x[4 * i + 3] = v.w;
+    }
+}
+
+// That, into `to` as the tensor core takes it: item i holds columns 4i..4i+3, and a lane has those from `first` on, `step` apart.
+// float32 goes to PARTS columns, highest bits first. Returns what undoes the scaling.
 template <bool IS_F16, bool IS_F32>
-__device__ __forceinline__ float put_x(const typename Item<IS_F32>::Four (&v)[ITEMS / 32], int lane, uint2* to) {
+__device__ __forceinline__ float put_x(const typename Item<IS_F32>::Four (&v)[ITEMS / 32], int first, int step, uint2* to) {
     float peak = 0.f;
     if constexpr (!IS_F32) {
         if constexpr (!IS_F16) {
 #pragma unroll
-            for (int i = 0; i < ITEMS / 32; ++i) to[lane + 32 * i] = v[i];
+            for (int i = 0; i < ITEMS / 32; ++i) to[first + step * i] = v[i];
             return 1.f;
         }
 #pragma unroll
@@ -118,7 +128,7 @@ __device__ __forceinline__ float put_x(const typename Item<IS_F32>::Four (&v)[IT
 #pragma unroll
         for (int i = 0; i < ITEMS / 32; ++i) {
             const float2 l = open_bf16(v[i].x), h = open_bf16(v[i].y);
-            to[lane + 32 * i] = make_uint2(pack_f16(l.x * up, l.y * up), pack_f16(h.x * up, h.y * up));
+            to[first + step * i] = make_uint2(pack_f16(l.x * up, l.y * up), pack_f16(h.x * up, h.y * up));
         }
         return __uint_as_float((uint32_t)(e - 14) << 23);
     } else {
@@ -133,7 +143,7 @@ __device__ __forceinline__ float put_x(const typename Item<IS_F32>::Four (&v)[IT
             for (int part = 0; part < (IS_F16 ? 2 : 3); ++part) {
                 const uint2 took = IS_F16 ? make_uint2(pack_f16(rest.x, rest.y), pack_f16(rest.z, rest.w))
                                           : make_uint2(pack_bf16(rest.x, rest.y), pack_bf16(rest.z, rest.w));
-                to[part * MAX_STRIDE + lane + 32 * i] = took;
+                to[part * MAX_STRIDE + first + step * i] = took;
                 const float2 l = IS_F16 ? __half22float2(*reinterpret_cast<const __half2*>(&took.x)) : open_bf16(took.x);
                 const float2 h = IS_F16 ? __half22float2(*reinterpret_cast<const __half2*>(&took.y)) : open_bf16(took.y);
                 rest = make_float4(rest.x - l.x, rest.y - l.y, rest.z - h.x, rest.w - h.y);

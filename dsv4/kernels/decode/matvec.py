@@ -11,6 +11,7 @@ from torch import Tensor
 from dsv4.kernels.common.architectures import has_room
 from dsv4.kernels.common.build import call
 from dsv4.kernels.common.overlap import Touches, tensors_of
+from dsv4.kernels.common.shapes import HOW
 from dsv4.kernels.common.tiles import CODE, SLICE, Tiled
 
 MAX_SLICES, MAX_PASSES, MAX_SEGMENTS, COLUMNS, FLOAT_COLUMNS, STAGES = 8, 2, 16, 8, 2, 2
@@ -27,6 +28,7 @@ class _Segment(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("data", "scale", "places", "factor", "x", "y", "carry")),
         *((name, ctypes.c_int) for name in ("format", "halves", "units", "slices", "first_slice", "span")),
         *((name, ctypes.c_int) for name in ("warps", "n", "k", "x_stride", "y_stride", "epilogue", "routed")),
+        ("how", ctypes.c_int),
     )
 
 
@@ -59,7 +61,10 @@ Who = Literal["rows", "up", "down"]
 
 @dataclass(frozen=True)
 class Product:
-    """y = x Wt, rounded to y's type. `splits` > 1 (split-K): y [splits, ...] float32, to be summed."""
+    """y = x Wt, rounded to y's type. `splits` > 1 (split-K): y [splits, ...] float32, to be summed.
+
+    `activations`: x is rounded on the way, where `can_round` says that this is possible.
+    """
 
     weight: Tiled
     x: Tensor
@@ -68,11 +73,18 @@ class Product:
     x_stride: int = 0  # values from row to row; 0: the columns of the weight
     y_stride: int = 0
     splits: int = 1
+    activations: str = "a16"
 
     @property
     def passes(self) -> int:
         """How often a block walks its units, each time over a part of K."""
         return -(-self._span // MAX_SLICES)
+
+    @property
+    def can_round(self) -> bool:
+        """For a single row in BF16, of which a lane has 16 channels."""
+        wide = (self.weight.shape[1] | self.x_stride) % 8 == 0
+        return self.x.dtype == torch.bfloat16 and self.who != "up" and self.passes == 1 and wide
 
     @property
     def _span(self) -> int:
@@ -157,6 +169,10 @@ class MatVec:
         self.overlap, self.is_single = overlap, rows == 1 and not self.is_float
         self.keep = (products, tasks, prefetch, mixing)  # the launch holds raw pointers into these
         self.is_wide = any(product.passes > 1 for product in products)
+        self.rounds = any(product.activations != "a16" for product in products)
+        assert not self.rounds or (self.is_single and all(product.can_round for product in products)), (
+            products
+        )
         self.carry = carry if any(product.carry_row for product in products) else None
         triggers_late |= any(product.who == "up" for product in products)
         params = _Params(rows=rows, limit=limit, triggers_late=triggers_late, early_stages=STAGES)
@@ -197,7 +213,9 @@ class MatVec:
 
     def launch(self) -> None:
         warps, shared = SINGLE[self.is_wide] if self.is_single else BATCH[has_room(self.device)]
-        kinds = ", ".join(str(kind).lower() for kind in (self.is_single, self.is_float, self.is_wide))
+        kinds = ", ".join(
+            str(kind).lower() for kind in (self.is_single, self.is_float, self.is_wide, self.rounds)
+        )
         call(
             "matvec",
             f"matvec_kernel<{kinds}>",
@@ -272,6 +290,7 @@ def _segments(product: Product) -> list[_Segment]:
         segment.y_stride = product.y_stride or weight.shape[0]
         segment.epilogue = int(is_float)
         segment.routed = {"rows": 0, "up": 1, "down": 2}[product.who]
+        segment.how = HOW[product.activations]
         out.append(segment)
     return out
 

@@ -1,0 +1,28 @@
+"""A kernel's own source compiled for the CPU: tests/kernels/NAME_twin.cpp on the emulator."""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from dsv4.kernels.common.build import INCLUDES
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on the PATH")
+_HERE = Path(__file__).parents[1] / "kernels"
+
+
+def build(name: str, factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    out = factory.mktemp("twin") / "twin.so"
+    # Plain products and sums, as IEEE 754 has them; longjmp between stacks is what the emulator is about.
+    flags = ["-O2", "-std=c++17", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-w"]
+    command = ["g++", *flags, *INCLUDES, f"-I{_HERE}", "-o", str(out), str(_HERE / f"{name}_twin.cpp")]
+    subprocess.run(command, check=True, capture_output=True)
+    return ctypes.CDLL(str(out))
+
+
+def at(tensor: Tensor | None) -> ctypes.c_void_p:
+    assert tensor is None or tensor.is_contiguous()
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
