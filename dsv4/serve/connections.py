@@ -61,8 +61,9 @@ class Connection(H11Protocol):
         self._idle.pop(self, None)
         for timer in self._timers.values():
             timer.cancel()
-        self.app_state.clear()  # it leads back here
         super().connection_lost(exc)
+        for state in (self.app_state, self.scope["state"] if self.scope else {}):
+            state.clear()  # it leads back here, and what is in no circle is freed at once
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
