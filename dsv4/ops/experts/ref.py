@@ -37,8 +37,8 @@ def routed(
     shared: Tensor | None = None,
     is_alone: bool = False,
 ) -> Tensor:
-    """x [T, D], ids [T, K], weights [T, K] -> float32 [T, parts, D] as above: the chosen summed by rising id,
-    and `shared`, what `ffn` gave.
+    """x [T, D], ids [T, K] (-1: none), weights [T, K] -> float32 [T, parts, D] as above: the chosen summed by
+    rising id, and `shared`, what `ffn` gave.
 
     What an expert gives stays float32, since ranks that share its width add up parts of it. A backend that
     gives a single part, to which no other rank adds (`is_alone`), may round the sum with `shared` to x's
@@ -47,6 +47,8 @@ def routed(
     if not ids.numel():
         zeros = x.new_zeros((x.shape[0], parts, x.shape[1]), dtype=torch.float32)
         return zeros if shared is None else zeros + shared
+    # None is the first expert without a weight.
+    ids, weights = ids.clamp_min(0), weights.masked_fill(ids < 0, 0)
     made, at = _by_choice(x, ids, weights, experts, limit, activations, parts, 0)
     y = _add_choices(made, ids, at)
     return y if shared is None else y + shared
