@@ -60,7 +60,7 @@ class Ticket:
         self._unanswered = set(ids)
         self._deltas: list[tuple[int, Delta]] = []
         self._error: Dsv4Error | None = None
-        self._changed = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None  # of the one task that takes the deltas
         self._alarm: asyncio.TimerHandle | None = None
 
     def __enter__(self) -> "Ticket":
@@ -110,8 +110,8 @@ class Ticket:
         loop = asyncio.get_running_loop()
         deadline = self._deadline if self._has_started else min(self._deadline, self._queue_deadline)
         self._ring_at(min(deadline, until), loop)
-        self._changed.clear()
-        await self._changed.wait()
+        self._waiter = loop.create_future()
+        await self._waiter
         now = loop.time()
         if now < deadline:
             return now
@@ -126,14 +126,17 @@ class Ticket:
     def _ring_at(self, time: float, loop: asyncio.AbstractEventLoop) -> None:
         """Something changes by then. An earlier alarm stays, since tokens are more frequent than alarms: who
         wakes too early waits again."""
-
-        def ring() -> None:
-            self._alarm = None
-            self._changed.set()
-
         if self._alarm is None or self._alarm.when() > time:
             self._stop_alarm()
-            self._alarm = loop.call_at(time, ring)
+            self._alarm = loop.call_at(time, self._ring)
+
+    def _ring(self) -> None:
+        self._alarm = None
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _stop_alarm(self) -> None:
         if self._alarm is not None:
@@ -154,22 +157,22 @@ class Ticket:
         if id in self._open:
             self._open.discard(id)
             self._engine.forget(id)
-        self._changed.set()
+        self._wake()
 
     # What the engine's reader calls.
 
     def fail(self, error: Dsv4Error) -> None:
         self._error = self._error or error
         self.close()
-        self._changed.set()
+        self._wake()
 
     def take_start(self) -> None:
         self._has_started = True
-        self._changed.set()
+        self._wake()
 
     def take_answer(self, id: str) -> None:
         self._unanswered.discard(id)
-        self._changed.set()
+        self._wake()
 
     def take(self, delta: Delta) -> None:
         if len(self._deltas) >= MAX_BUFFERED_DELTAS:
@@ -177,7 +180,7 @@ class Ticket:
         self._deltas.append((self._ids.index(delta.request_id), delta))
         if delta.finish_reason:
             self._open.discard(delta.request_id)
-        self._changed.set()
+        self._wake()
 
 
 @dataclass

@@ -39,7 +39,7 @@ class Connection(H11Protocol):
     """`idle` holds the connections without a request, with the time since when, the longest idle first."""
 
     def __init__(self, idle: dict["Connection", float], **options: Any) -> None:
-        super().__init__(**options)
+        super().__init__(app_state={"write_chunk": self.write_chunk}, **options)
         self._idle = idle
         self._has_header_begun = False
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -62,6 +62,8 @@ class Connection(H11Protocol):
         for timer in self._timers.values():
             timer.cancel()
         super().connection_lost(exc)
+        for state in (self.app_state, self.scope["state"] if self.scope else {}):
+            state.clear()  # it leads back here, and what is in no circle is freed at once
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -94,6 +96,13 @@ class Connection(H11Protocol):
     def resume_writing(self) -> None:
         self._stop("write")
         super().resume_writing()
+
+    async def write_chunk(self, data: bytes) -> None:
+        """A part, not empty, of a chunked answer that has begun and goes on: what h11 would write."""
+        if self.flow.write_paused and not self.cycle.disconnected:
+            await self.flow.drain()
+        if not self.cycle.disconnected:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Whether to answer a client that has ended its side. It may wait for that, or be gone."""
@@ -208,8 +217,7 @@ class Listener:
             self._handshakes.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
 
     def _protocol(self) -> Connection:
-        state = self._server.server_state
-        return Connection(self._idle, config=self._server.config, server_state=state, app_state={})
+        return Connection(self._idle, config=self._server.config, server_state=self._server.server_state)
 
 
 def usable_connections(wanted: int) -> int:

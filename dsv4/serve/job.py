@@ -157,9 +157,12 @@ class Job:
         self.ticket.fail(HttpError(499, "the client went away"))
 
 
+_encode = msgspec.json.Encoder().encode
+
+
 def _event(value: dict[str, Any]) -> bytes:
     name = f"event: {value['type']}\n".encode() if "type" in value else b""
-    return name + b"data: " + msgspec.json.encode(value) + b"\n\n"
+    return b"%bdata: %b\n\n" % (name, _encode(value))
 
 
 class EventStream(Response):
@@ -174,10 +177,17 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         job, shape, ticket = self.job, self.job.shape, self.job.ticket
+        # The connection's own way for what comes often; HTTP/1.0 knows no chunks.
+        write_chunk = (
+            scope.get("state", {}).get("write_chunk") if scope.get("http_version") == "1.1" else None
+        )
 
         async def write(events: list[dict[str, Any]], end: bytes | None = None) -> None:
             body = (b"".join(map(_event, events)) or b": waiting\n\n") + (end or b"")
-            await send({"type": "http.response.body", "body": body, "more_body": end is None})
+            if write_chunk is not None and end is None:
+                await write_chunk(body)
+            else:
+                await send({"type": "http.response.body", "body": body, "more_body": end is None})
 
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:

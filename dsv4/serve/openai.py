@@ -158,14 +158,18 @@ class PlainShape(Shape):
         self._offsets: dict[int, int] = {}
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
-        return self.choice(index, [piece])
+        logprobs = self._logprobs(index, piece.tokens) if piece.tokens else None
+        return {
+            "index": index,
+            "text": piece.content,
+            "logprobs": logprobs,
+            "finish_reason": piece.finish_reason,
+        }
 
     def choice(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
         text = "".join(piece.content for piece in pieces)
         tokens = [token for piece in pieces for token in piece.tokens]
-        logprobs = self._logprobs(index, tokens) if tokens else None
-        reason = pieces[-1].finish_reason
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return self.chunk(index, Piece(content=text, tokens=tokens, finish_reason=pieces[-1].finish_reason))
 
     def _logprobs(self, index: int, tokens: list[Token]) -> dict[str, Any]:
         texts = [token_text(self._tokenizer, token.id)[0] for token in tokens]

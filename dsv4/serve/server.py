@@ -230,6 +230,7 @@ async def _serve(
         access_log=False,
         lifespan="off",
         server_header=False,
+        proxy_headers=False,
         http="h11",
         ws="none",
         timeout_keep_alive=IDLE_SECONDS,

@@ -10,6 +10,7 @@ from typing import Any
 import tokenizers
 
 from dsv4.errors import TextError
+from dsv4.text.words import Words
 
 BOS = "<｜begin▁of▁sentence｜>"
 EOS = "<｜end▁of▁sentence｜>"
@@ -112,6 +113,7 @@ class Tokenizer:
             raise TextError(
                 f"{name} is not a usable byte-level BPE ({error}); fetch the model's tokenizer.json again"
             ) from error
+        self._words = Words.of(self._bpe, content.get("pre_tokenizer"))
         self._check_chat_tokens()
         if missing := [text for text in (BOS, EOS) if text not in self.special_ids]:
             raise TextError(
@@ -245,6 +247,11 @@ class Tokenizer:
             raise TextError(
                 f"the text holds a lone surrogate at character {error.start}, which is not Unicode; remove it"
             ) from None
+        if self._words is not None and len(text) <= _SHORT_CHARACTERS:
+            ids = self._words.ids(text)
+            if ids is not None:
+                yield ids
+                return
         start, size = 0, PIECE_CHARACTERS
         while start < len(text):
             window = text[start : start + size]

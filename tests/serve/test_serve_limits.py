@@ -184,6 +184,24 @@ def test_half_closed_client_is_answered_and_one_that_left_is_not(server: Server)
         wait(server.is_idle, 5)
 
 
+def test_stream_of_http_1_0_is_the_same_without_chunks(server: Server) -> None:
+    """Clients that know no chunks get the events as they are, until the connection ends."""
+    body, streams = {**CHAT, "temperature": 0, "max_tokens": 12, "stream": True}, []
+    for version in ("1.1", "1.0"):
+        with connect(server) as sock:
+            sock.sendall(http("/v1/chat/completions", body, close=True, version=version))
+            head, _, data = read_all(sock).partition(b"\r\n\r\n")
+        assert (b"chunked" in head) == (version == "1.1")
+        if version == "1.1":
+            parts = data.split(b"\r\n")[:-3]
+            sizes, chunks = parts[::2], parts[1::2]
+            assert [int(size, 16) for size in sizes] == list(map(len, chunks))
+            data = b"".join(chunks)
+        streams.append(re.sub(rb'"id":"[^"]*","created":\d+', b"", data))
+    assert streams[0] == streams[1]
+    assert streams[0].endswith(b"data: [DONE]\n\n")
+
+
 def test_client_that_does_not_read_is_cut(server: Server) -> None:
     """Its sequences end when its buffer is full; the connection goes too, see connections.WRITE_SECONDS."""
     sock = socket.socket()

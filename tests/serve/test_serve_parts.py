@@ -1,24 +1,32 @@
 """The server's parts without a server: frames cut anywhere, answers without markup, slow callers."""
 
 import asyncio
+import gc
 import json
 import random
+import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import h11
 import pytest
-from prometheus_client import Counter
+import uvicorn
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from uvicorn.server import ServerState
 
 from dsv4.engine.request import Delta, Request, SamplingParams, Token
 from dsv4.errors import RequestError
 from dsv4.models import EMBEDDED
 from dsv4.serve.answer import ChatAnswer, Piece, join_calls
 from dsv4.serve.client import MAX_BUFFERED_DELTAS, Busy, Ticket, TooSlow
+from dsv4.serve.connections import Connection
 from dsv4.serve.gate import Gate
+from dsv4.serve.metrics import Times
 from dsv4.serve.openai import error_body
 from dsv4.serve.wire import (
     MAX_FRAME_BYTES,
@@ -317,3 +325,83 @@ def test_web_page_cannot_lend_its_name_to_a_local_server() -> None:
 def test_http_process_does_without_torch() -> None:
     code = "import sys, dsv4.cli.serve, dsv4.serve.server; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
+
+
+def test_chunks_are_those_of_h11_and_wait_for_the_client() -> None:
+    """Who does not read stops the writer, who reads on gets every byte, and who leaves holds up nobody."""
+    part, count, written, ended = b"0123456789abcdef" * 4096, 200, 0, asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal written
+        ended.clear()
+        write_chunk = scope["state"]["write_chunk"]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for number in range(count):
+            if number:
+                await write_chunk(part[number:])
+            else:
+                await send({"type": "http.response.body", "body": part[number:], "more_body": True})
+            written += 1
+        await send({"type": "http.response.body", "body": b"end"})
+        ended.set()
+
+    async def run() -> None:
+        nonlocal written
+        config = uvicorn.Config(app, log_config=None, lifespan="off", proxy_headers=False)
+        state, idle = ServerState(), dict[Connection, float]()
+        made = weakref.WeakSet[Connection]()
+
+        def connection() -> Connection:
+            made.add(new := Connection(idle, config=config, server_state=state))
+            return new
+
+        server = await asyncio.get_running_loop().create_server(connection, "127.0.0.1", 0)
+        async with server:
+            for leaves in (False, True):
+                where = server.sockets[0].getsockname()
+                reader, writer = await asyncio.open_connection(*where, limit=1 << 14)
+                parser = h11.Connection(h11.CLIENT)
+                request = h11.Request(method="GET", target="/", headers=[("Host", "x")])
+                writer.write((parser.send(request) or b"") + (parser.send(h11.EndOfMessage()) or b""))
+                stopped = written = 0
+                while not 0 < stopped == written:
+                    stopped = written
+                    await asyncio.sleep(0.2)
+                assert written < count, "nobody reads"
+                if leaves:
+                    writer.transport.abort()
+                    await asyncio.wait_for(ended.wait(), 5)
+                    break
+                body, event = bytearray(), None
+                while not isinstance(event, h11.EndOfMessage):
+                    event = parser.next_event()
+                    if event is h11.NEED_DATA:
+                        parser.receive_data(await reader.read(1 << 16))
+                    elif isinstance(event, h11.Data):
+                        body += event.data
+                assert body == b"".join(part[number:] for number in range(count)) + b"end"
+                writer.close()
+        while idle or made:  # freed without the collector
+            await asyncio.sleep(0.01)
+
+    gc.disable()
+    try:
+        asyncio.run(asyncio.wait_for(run(), 30))
+    finally:
+        gc.enable()
+
+
+def test_times_are_told_as_a_histogram_tells_them() -> None:
+    told, bounds, chance = [], (0.001, 0.004, 0.25, 1.0), random.Random(0)
+    values = [*bounds, 99.0, *(chance.expovariate(20) for _ in range(200))]
+    for kind in (Times, Histogram):
+        registry = CollectorRegistry()
+        if kind is Times:
+            registry.register(times := Times("seconds", "told", bounds))
+        else:
+            times = Histogram("seconds", "told", buckets=bounds, registry=registry)
+        for value in values:
+            times.observe(value)
+        told.append(re.sub(r"_created [\d.e+]+", "_created", generate_latest(registry).decode()))
+    assert told[0] == told[1]
+    assert 'le="0.25"' in told[0]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from dsv4.errors import TextError
 from dsv4.models import EMBEDDED
 from dsv4.text import tokenizer as module
+from dsv4.text import words
 from dsv4.text.tokenizer import (
     ASSISTANT,
     BOS,
@@ -140,6 +141,65 @@ def test_text_without_added_tokens_encodes_as_the_library_does(
         assert v4.encode_text(text) == library.encode(text, add_special_tokens=False).ids
     text = "def f(x):\n    return x ** 2  # 平方\n\n\nprint(f(12345))\n"
     assert v4.encode_text(text) == library.encode(text, add_special_tokens=False).ids
+
+
+ASCII = "".join(map(chr, range(32, 127))) + "\t\r\n"
+ASCII_PARTS = (
+    " ",
+    "  ",
+    "\t",
+    "\n",
+    "\r\n",
+    "7",
+    "1234",
+    "a",
+    "Bc",
+    " the",
+    "'s",
+    "!",
+    "_",
+    "**",
+    "\x00",
+    "\x0b",
+    "\x1c",
+)
+
+
+def test_words_are_those_of_the_library(v4: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen before or not, and whatever is forgotten in between."""
+    monkeypatch.setattr(words, "_MAX_KNOWN", 500)
+    chance = random.Random(0)
+    for tokenizer in (v4, Tokenizer.load(EMBEDDED)):
+        assert tokenizer._words is not None
+        for number in range(5000):
+            pool = (ASCII, " \t\r\n0a.", ASCII_PARTS)[number % 3]
+            text = "".join(chance.choice(pool) for _ in range(chance.randrange(50)))
+            found, want = (
+                tokenizer._words.ids(text),
+                tokenizer._bpe.encode(text, add_special_tokens=False).ids,
+            )
+            assert found == (want if set(text) <= set(ASCII) else None), repr(text)
+            assert tokenizer.encode_text(text) == want, repr(text)
+        tokenizer.encode_text("x" * 1000)
+        assert len(tokenizer._words._known) <= 500
+        assert max(map(len, tokenizer._words._known)) <= 32
+
+
+def test_words_are_left_to_the_library_where_they_are_split_otherwise() -> None:
+    content = json.loads((EMBEDDED / "tokenizer.json").read_bytes())
+    steps = content["pre_tokenizer"]["pretokenizers"]
+    others: list[Any] = [None, steps[3], {"type": "Sequence", "pretokenizers": steps[:2] + steps[3:]}]
+    for number, change in (
+        (0, {"behavior": "Removed"}),
+        (2, {"pattern": {"Regex": "x"}}),
+        (3, {"use_regex": True}),
+    ):
+        changed = [*steps]
+        changed[number] = {**steps[number], **change}
+        others.append({"type": "Sequence", "pretokenizers": changed})
+    for other in others:
+        assert Tokenizer({**content, "pre_tokenizer": other}, "changed")._words is None
+    assert TINY._words is None
 
 
 def test_touching_texts_are_one_piece(v4: Tokenizer) -> None:
