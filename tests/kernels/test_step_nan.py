@@ -110,7 +110,7 @@ BROKEN_ROWS = {"q": (0, 1, 2, 0), "kv": (1, 2, 0, 1), "entry": (2, 0, 1, 2), "ke
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [NAN, INF])
-@pytest.mark.parametrize(("launch", "part"), enumerate(("values", "scores", "tail", "tail scores")))
+@pytest.mark.parametrize(("launch", "part"), list(enumerate(("values", "scores", "tail", "tail scores"))))
 def test_prepare(launch: int, part: str, value: float, dtype: torch.dtype) -> None:
     """One number of a row: everything that the row stores from it is NaN, nothing else changes."""
     inputs, clean = prepare_inputs(dtype), untouched(dtype)
