@@ -55,7 +55,10 @@ class Moe:
         is_tapped = step.tap is not None
         is_traded = self.mesh.whole_experts
         beside = None if is_tapped or is_traded else shared
-        y = self._traded(x, chosen, weights) if is_traded else self._routed(x, chosen, weights, step, beside)
+        if is_traded:
+            y = self._traded(x, chosen, weights)
+        else:
+            y = self._routed(x, chosen, weights, step=step, shared=beside)
         if is_tapped:
             step.see(self.name, "routed", tree_sum(y))
             step.see(self.name, "shared", tree_sum(shared))

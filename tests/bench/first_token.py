@@ -143,7 +143,9 @@ def main() -> None:
 
     read([(int(tokens), 0) for tokens in args.tokens.split(",") if tokens])
     if args.stall:
-        out["stall"] = measure(reader.engine, 7, 4000, 6, 2, began)
+        out["stall"] = measure(
+            reader.engine, num_streams=7, prompt_tokens=4000, prompts=6, warm=2, began=began
+        )
         say(json.dumps(out["stall"]), began)
     turns = [turn.split("@") for turn in args.turns.split(",") if turn]
     read([(int(tokens), int(context)) for tokens, context in turns])

@@ -136,7 +136,14 @@ def main() -> None:
         began,
     )
     say("the engine is ready", began)
-    found = measure(engine, args.streams, args.prompt, args.prompts, args.warm, began)
+    found = measure(
+        engine,
+        num_streams=args.streams,
+        prompt_tokens=args.prompt,
+        prompts=args.prompts,
+        warm=args.warm,
+        began=began,
+    )
     print(json.dumps({"max_stall_ms": args.max_stall_ms, **found}))
 
 

@@ -49,8 +49,17 @@ def routed(
         return zeros if shared is None else zeros + shared
     # None is the first expert without a weight.
     ids, weights = ids.clamp_min(0), weights.masked_fill(ids < 0, 0)
-    made, at = _by_choice(x, ids, weights, experts, limit, activations, parts, 0)
-    y = _add_choices(made, ids, at)
+    made = by_choice(
+        x=x,
+        ids=ids,
+        weights=weights,
+        experts=experts,
+        limit=limit,
+        activations=activations,
+        parts=parts,
+        first=0,
+    )
+    y = add_choices(made, ids)
     return y if shared is None else y + shared
 
 
@@ -66,30 +75,6 @@ def by_choice(
 ) -> Tensor:
     """What `experts`, of all those from number `first` on, give to the tokens that chose them: float32
     [C, parts, D], by rising expert, then by token."""
-    if not bool(((ids >= first) & (ids < first + len(experts))).any()):
-        return x.new_zeros((0, parts, x.shape[1]), dtype=torch.float32)
-    y, at = _by_choice(x, ids, weights, experts, limit, activations, parts, first)
-    return y.index_select(0, torch.tensor(list(at.values()), device=x.device))
-
-
-def add_choices(y: Tensor, ids: Tensor) -> Tensor:
-    """y [T * K, parts, D]: `by_choice` of all experts, one run after the other -> what `routed` gives."""
-    chosen = ids.flatten().tolist()
-    by_expert = sorted(range(len(chosen)), key=chosen.__getitem__)
-    return _add_choices(y, ids, dict(zip(by_expert, range(len(chosen)), strict=True)))
-
-
-def _by_choice(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    experts: list[Expert],
-    limit: float,
-    activations: str,
-    parts: int,
-    first: int,
-) -> tuple[Tensor, dict[int, int]]:
-    """Rows expert by expert, and the row of each choice token*K + k."""
     chosen, k = ids.flatten().tolist(), ids.shape[1]
     # An expert's first choice stands there again where it has few.
     choices: list[int] = []
@@ -100,7 +85,9 @@ def _by_choice(
         own += own[:1] * (FEW - len(own))
         counts.append((expert, len(own)))
         choices += own
-    at = dict(zip(choices, range(len(choices)), strict=True))
+    if not counts:
+        return x.new_zeros((0, parts, x.shape[1]), dtype=torch.float32)
+    rows = dict(zip(choices, range(len(choices)), strict=True))
     choice = torch.tensor(choices, device=x.device)
     y = _ffn(
         x=x.index_select(0, choice // k),
@@ -111,14 +98,17 @@ def _by_choice(
         weight=weights.flatten().index_select(0, choice),
         parts=parts,
     )
-    return y, at
+    return y.index_select(0, torch.tensor(list(rows.values()), device=x.device))
 
 
-def _add_choices(y: Tensor, ids: Tensor, at: dict[int, int]) -> Tensor:
-    """Each token's, by rising expert, whose row is `at` its choice."""
+def add_choices(y: Tensor, ids: Tensor) -> Tensor:
+    """y [T * K, parts, D]: `by_choice` of all experts, one run after the other -> each token's, added up by
+    rising expert."""
     chosen, (tokens, k) = ids.flatten().tolist(), ids.shape
-    order = sorted(range(len(chosen)), key=lambda choice: (choice // k, chosen[choice]))
-    y = y.index_select(0, torch.tensor([at[choice] for choice in order], device=y.device))
+    by_expert = sorted(range(len(chosen)), key=chosen.__getitem__)
+    rows = dict(zip(by_expert, range(len(chosen)), strict=True))
+    order = sorted(rows, key=lambda choice: (choice // k, rows[choice]))
+    y = y.index_select(0, torch.tensor([rows[choice] for choice in order], device=y.device))
     return torch.stack([total(part.reshape(tokens, k, y.shape[2]), 1) for part in y.unbind(1)], dim=1)
 
 
