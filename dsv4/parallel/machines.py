@@ -5,6 +5,7 @@ machine that is cut off shows within `LOST_SECONDS`: the kernel probes both ends
 """
 
 import json
+import logging
 import secrets
 import socket
 import sys
@@ -18,6 +19,8 @@ from dsv4.env import has_agent_store, launched_by
 from dsv4.errors import ConfigError, DeviceError
 from dsv4.parallel.channel import Channel, Closed, Kind
 from dsv4.parallel.comm import Meeting
+
+logger = logging.getLogger("dsv4.parallel")
 
 LOST_SECONDS = 3
 # Until all have come: they are started together, but not at the same moment, and each imports torch.
@@ -136,7 +139,8 @@ def _greet(sock: socket.socket, password: str, seconds: float) -> Guest | None:
         said = json.loads(body) if kind is Kind.HELLO else {}
         if not secrets.compare_digest(str(said.get("password")), password):
             raise DeviceError("another password")
-    except (DeviceError, OSError, ValueError, AttributeError):
+    except (DeviceError, OSError, ValueError, AttributeError) as error:
+        logger.warning("a connection to rank 0's port was no rank of this model and was closed: %s", error)
         channel.close()
         return None
     _notice_loss(sock)
