@@ -18,7 +18,7 @@ from dsv4.config import LayerSpec
 from dsv4.kernels.common import quantize
 from dsv4.kernels.common.overlap import Launch, Launcher, Names, check, tensors_of
 from dsv4.kernels.common.places import Placement
-from dsv4.kernels.decode import attend, choose, exchange, index, mhc, sample
+from dsv4.kernels.decode import attend, attention, choose, exchange, index, mhc, sample
 from dsv4.kernels.decode.matvec import MatVec, Mixing, Product, Tasks
 from dsv4.kernels.decode.prepare import Pooling, prepare, queries
 from dsv4.model.buffers import Buffers
@@ -256,20 +256,27 @@ class Decoder:
         wanted = [(f"{name}.wq_b", f.q)] + [(f"{name}.indexer.wq_b", f.iq)] * selects
         products = [Product(b.tiled(w), self._input(w, f.q_low, f.q_in), y) for w, y in wanted]
         wo_a, wo_b = b.tiled(f"{name}.wo_a"), b.tiled(f"{name}.wo_b")
-        self._product("queries up", products, mixing=mixing, paced=True)
-        self._add(
-            "queries",
-            queries,
-            q=f.q,
-            iq=f.iq if selects else None,
-            cos=rope.cos,
-            sin=rope.sin,
-            positions=f.positions,
-            eps=c.norm_eps,
-        )
+        is_fused = attention.serves(f.q.shape[1], c.head_dim, c.rope_dim, self.dtype)
+        # Late where no `queries` follows: attention reads what `prepare` wrote to the cache before it waits.
+        no_queries = is_fused and not selects
+        self._product("queries up", products, mixing=mixing, paced=True, triggers_late=no_queries)
+        if not no_queries:
+            self._add(
+                "queries",
+                queries,
+                q=None if is_fused else f.q,
+                iq=f.iq if selects else None,
+                cos=rope.cos,
+                sin=rope.sin,
+                positions=f.positions,
+                eps=c.norm_eps,
+            )
         if selects:
             self._select(spec, layer)
-        self._attend(name, spec, layer, rope, selects)
+        if is_fused:
+            self._attend(name, spec, layer, rope, selects)
+        else:
+            self._attend_in_parts(name, spec, layer, rope, selects)
         group, rank, groups = c.heads_per_group * c.head_dim, c.o_rank, c.o_groups // b.mesh.size
         self._product(
             "output a",
@@ -347,6 +354,31 @@ class Decoder:
         )
 
     def _attend(self, name: str, spec: LayerSpec, layer: LayerCache, rope: Rope, selects: bool) -> None:
+        f, c = self.buffers, self.config
+        self._add(
+            f"attend {spec.kind}",
+            attention.attend,
+            q=f.q,
+            ring=layer.ring,
+            ring_rows=layer.ring_rows,
+            window=c.window,
+            entries=layer.entries,
+            listed=f.chosen_rows if selects else None,
+            page_table=self.cache.page_table,
+            page_entries=layer.page_entries,
+            ratio=spec.ratio,
+            slots=f.slots,
+            positions=f.positions,
+            sinks=self.b.plain(f"{name}.attn_sink"),
+            cos=rope.cos,
+            sin=rope.sin,
+            eps=c.norm_eps,
+            out=f.o,
+        )
+
+    def _attend_in_parts(
+        self, name: str, spec: LayerSpec, layer: LayerCache, rope: Rope, selects: bool
+    ) -> None:
         f, c, cache = self.buffers, self.config, self.cache
         places = cache.layout.max_context // spec.ratio if spec.ratio else 0
         part_o, part_ml = f.chunks(self.dtype, c.window, c.index_topk if selects else places)

@@ -329,30 +329,38 @@ def prepare(
 
 
 @triton.jit
+def _index_query(iq_ptr, cos_ptr, sin_ptr, pos, DI: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    act: tl.constexpr = iq_ptr.dtype.element_ty
+    iq = iq_ptr + tl.arange(0, DI)
+    cos, sin = angles(cos_ptr, sin_ptr, pos, 1.0, DI - 2 * HALF, HALF, DI)
+    wait_for_prerequisites()
+    launch_dependents()
+    y = rotate(tl.load(iq).to(tl.float32), cos, sin, act)
+    codes, scale = mxfp4_blocks(hadamard(y, act))
+    y = tl.reshape(e2m1_decode(codes) * power(scale)[:, None], (DI,))
+    tl.store(iq, to_act(y, act))
+
+
+@triton.jit
 def _queries_kernel(q_ptr, iq_ptr, cos_ptr, sin_ptr, positions_ptr, eps, H: tl.constexpr, D: tl.constexpr,  # type: ignore[no-untyped-def]
                     SIZE: tl.constexpr, HI: tl.constexpr, DI: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
-    act: tl.constexpr = q_ptr.dtype.element_ty
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     pos = tl.maximum(tl.load(positions_ptr + row, cache_modifier=".cg"), 0)
-    if head < H:
+    # Late: index scores and attention read what `prepare` wrote to the cache before they wait.
+    if H == 0:
+        _index_query(iq_ptr + (row * HI + head) * DI, cos_ptr, sin_ptr, pos, DI, HALF)
+    elif head < H:
+        act: tl.constexpr = q_ptr.dtype.element_ty
         c = tl.arange(0, SIZE)
         q = q_ptr + (row * H + head) * D
         cos, sin = angles(cos_ptr, sin_ptr, pos, 1.0, D - 2 * HALF, HALF, SIZE)
-        # Late: index scores and attention read what `prepare` wrote to the cache before they wait.
         wait_for_prerequisites()
         launch_dependents()
         x = norm(channels(q, D, SIZE).to(tl.float32), None, eps, D, act)
         tl.store(q + c, rotate(x, cos, sin, act).to(act), mask=c < D)
     elif HI > 0:
-        iq = iq_ptr + (row * HI + head - H) * DI + tl.arange(0, DI)
-        key_cos, key_sin = angles(cos_ptr, sin_ptr, pos, 1.0, DI - 2 * HALF, HALF, DI)
-        wait_for_prerequisites()
-        launch_dependents()
-        y = rotate(tl.load(iq).to(tl.float32), key_cos, key_sin, act)
-        codes, scale = mxfp4_blocks(hadamard(y, act))
-        y = tl.reshape(e2m1_decode(codes) * power(scale)[:, None], (DI,))
-        tl.store(iq, to_act(y, act))
+        _index_query(iq_ptr + (row * HI + head - H) * DI, cos_ptr, sin_ptr, pos, DI, HALF)
     else:
         wait_for_prerequisites()
         launch_dependents()
@@ -365,7 +373,7 @@ def _queries_kernel(q_ptr, iq_ptr, cos_ptr, sin_ptr, positions_ptr, eps, H: tl.c
     triggers_late=True,
 )
 def queries(
-    q: Tensor,
+    q: Tensor | None,
     iq: Tensor | None,
     cos: Tensor,
     sin: Tensor,
@@ -374,9 +382,10 @@ def queries(
     overlap: bool = True,
 ) -> None:
     """In place: q [T, H, d] normed and rotated; iq [T, Hi, di] rotated, Hadamard, FP4 values (qat)."""
-    rows, h, d = q.shape
+    rows = positions.shape[0]
+    h, d = (0, 0) if q is None else q.shape[1:]
     hi, di = (0, 0) if iq is None else iq.shape[1:]
-    assert q.is_contiguous() and (iq is None or iq.is_contiguous())
+    assert all(x is None or (x.is_contiguous() and len(x) == rows) for x in (q, iq)) and h + hi > 0
     assert di == 0 or (di >= max(32, 2 * cos.shape[1]) and di & (di - 1) == 0), f"{di} index channels"
     if rows:
         launch(
@@ -392,7 +401,7 @@ def queries(
             eps=eps,
             H=h,
             D=d,
-            SIZE=triton.next_power_of_2(d),
+            SIZE=triton.next_power_of_2(max(d, 2)),
             HI=hi,
             DI=di,
             HALF=cos.shape[1],

@@ -4,9 +4,7 @@
 // A row's logits are cut in slices, one per block; a thread reads the same tokens in every pass, so a slice needs no barriers.
 // Nothing is sorted: what is wanted from the top (a count, or a weight) is found by histograms over ever smaller ranges of places
 // (sample.cuh) until few tokens are left, which every block then lists and compares. All sums are integers: no order matters.
-#ifdef __CUDACC__
-#include "launch.cuh"
-#endif
+#include "cluster.cuh"
 #include "sample.cuh"
 
 enum { CHOSEN, NOT_FINITE, NONE_ALLOWED };   // status
@@ -47,25 +45,6 @@ template <int CLUSTER, int THREADS> struct Memory {
     uint32_t num_listed;
 };
 
-#ifdef __CUDACC__
-__device__ __forceinline__ void* shared_memory() {
-    extern __shared__ __align__(16) char memory[];
-    return memory;
-}
-template <typename T> __device__ __forceinline__ T* in_block(T* p, int block) {   // the same place in another block's shared memory
-    uint64_t address;
-    asm("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"((uint64_t)p), "r"(block));
-    return (T*)address;
-}
-__device__ __forceinline__ void all_started() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ __forceinline__ void all_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void all_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-#endif
-__device__ __forceinline__ void all_sync() {
-    __syncwarp();
-    all_arrive();
-    all_wait();
-}
 // A zero without its sign, as the reference has it.
 __device__ __forceinline__ float read(const float* p) { return __ldcg(p) + 0.f; }
 

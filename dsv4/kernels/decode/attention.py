@@ -1,0 +1,160 @@
+"""Decode step: launches attention.cu. Norm and rotation of queries, attention, the sum over its parts and the
+rotation back, in one launch. Replaces ops.attend.ref.attend, for the sizes that V4 has, in BF16.
+
+attend.py has the same for other sizes and for float32, in four launches.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from dsv4.kernels.common.architectures import has_room
+from dsv4.kernels.common.build import address, call
+from dsv4.kernels.common.overlap import launcher
+from dsv4.quant.formats import Format, QuantTensor
+
+# Numbers of attention.cu.
+HEADS, CLUSTER, WIDTH, ROPE, THREADS = 8, 8, 512, 64, 256
+SHARED_BYTES = {1: 90496, 2: 131552}  # by tiles of heads that a cluster takes
+FEW_CLUSTERS = 16  # up to so many, each takes one tile: more multiprocessors share the work
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "ring", "ring_scale", "entries", "entries_scale")),
+        *((name, ctypes.c_void_p) for name in ("listed", "page_table", "slots", "positions")),
+        *((name, ctypes.c_void_p) for name in ("sinks", "cos", "sin", "out")),
+        *((name, ctypes.c_int) for name in ("heads", "window", "ring_rows", "list_width", "ratio")),
+        *((name, ctypes.c_int) for name in ("page_entries", "pages")),
+        *((name, ctypes.c_float) for name in ("scale", "eps")),
+    )
+
+
+def serves(heads: int, width: int, rope: int, dtype: torch.dtype) -> bool:
+    """Whether heads of these sizes are what the kernel is made for."""
+    return heads % HEADS == 0 and (width, rope) == (WIDTH, ROPE) and dtype == torch.bfloat16
+
+
+def arguments(
+    q: Tensor,
+    ring: QuantTensor,
+    ring_rows: int,
+    window: int,
+    entries: QuantTensor | None,
+    listed: Tensor | None,
+    page_table: Tensor | None,
+    page_entries: int,
+    ratio: int,
+    slots: Tensor,
+    positions: Tensor,
+    sinks: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    out: Tensor,
+) -> _Attention:
+    """What the kernel takes, checked."""
+    _, heads, width = q.shape
+    assert serves(heads, width, ring.rope_dim, q.dtype), (q.shape, ring.rope_dim, q.dtype)
+    assert q.is_contiguous() and out.is_contiguous() and out.numel() == q.numel() and out.dtype == q.dtype
+    for store in (ring, entries) if entries is not None else (ring,):
+        assert store.format is Format.KV8 and store.scale is not None and store.rope_dim == ROPE
+        assert store.data.shape[1] == WIDTH + ROPE and store.scale.shape[1] == 8, store.data.shape
+        assert store.data.is_contiguous() and store.data.data_ptr() % 16 == 0
+    assert cos.shape[1] * 2 == sin.shape[1] * 2 == ROPE and cos.is_contiguous() and sin.is_contiguous()
+    assert ring_rows >= window and sinks.dtype == cos.dtype == sin.dtype == torch.float32
+    assert slots.dtype == positions.dtype == torch.long and slots.is_contiguous()
+    assert entries is None or ratio > 0
+    assert entries is None or listed is not None or (page_table is not None and page_entries)
+    assert listed is None or (listed.is_contiguous() and listed.dtype == torch.int32)
+    return _Attention(
+        q=q.data_ptr(),
+        ring=ring.data.data_ptr(),
+        ring_scale=address(ring.scale),
+        entries=None if entries is None else entries.data.data_ptr(),
+        entries_scale=None if entries is None else address(entries.scale),
+        listed=address(listed),
+        page_table=address(page_table),
+        slots=slots.data_ptr(),
+        positions=positions.data_ptr(),
+        sinks=sinks.data_ptr(),
+        cos=cos.data_ptr(),
+        sin=sin.data_ptr(),
+        out=out.data_ptr(),
+        heads=heads,
+        window=window,
+        ring_rows=ring_rows,
+        list_width=0 if listed is None else listed.shape[1],
+        ratio=ratio,
+        page_entries=page_entries,
+        pages=0 if page_table is None else page_table.stride(0),
+        scale=width**-0.5,
+        eps=eps,
+    )
+
+
+@launcher(
+    reads=("q", "listed", "entries"),
+    reads_early=("ring", "entries", "page_table", "slots", "positions", "sinks", "cos", "sin"),
+    writes=("out",),
+)
+def attend(
+    q: Tensor,
+    ring: QuantTensor,
+    ring_rows: int,
+    window: int,
+    entries: QuantTensor | None,
+    listed: Tensor | None,
+    page_table: Tensor | None,
+    page_entries: int,
+    ratio: int,
+    slots: Tensor,
+    positions: Tensor,
+    sinks: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    out: Tensor,
+    overlap: bool = True,
+) -> None:
+    """q [T, H, d], as its product left it -> out [T, H*d], rotated back by the row's position; a sink per
+    head [H].
+
+    Keys of a row: the ring's positions max(0, pos-window+1) .. pos, the token's own included; then, of
+    `entries`, the pool rows `listed` [T, S] int32 (-1: none), of which no more are read than entries are
+    visible at pos, or, with None, all visible ones.
+    """
+    rows, heads, _ = q.shape
+    given = arguments(
+        q=q,
+        ring=ring,
+        ring_rows=ring_rows,
+        window=window,
+        entries=entries,
+        listed=listed,
+        page_table=page_table,
+        page_entries=page_entries,
+        ratio=ratio,
+        slots=slots,
+        positions=positions,
+        sinks=sinks,
+        cos=cos,
+        sin=sin,
+        eps=eps,
+        out=out,
+    )
+    if rows:
+        is_few = rows * heads // HEADS <= FEW_CLUSTERS or heads % (2 * HEADS) or not has_room(q.device)
+        tiles = 1 if is_few else 2
+        call(
+            "attention",
+            f"attention_kernel<{tiles}>",
+            q.device,
+            given,
+            blocks=rows * heads // (HEADS * tiles) * CLUSTER,
+            threads=THREADS,
+            shared=SHARED_BYTES[tiles],
+            cluster=CLUSTER,
+            overlap=overlap,
+        )
