@@ -1,24 +1,18 @@
-"""attention.cu's own source on the CPU, every block of a cluster at once in shuffled orders, against the
-reference; on a GPU the kernel itself."""
+"""attention.cu's own source on the CPU, all blocks of a cluster at once in shuffled orders, against the
+reference."""
 
 import ctypes
+from dataclasses import replace
 
 import pytest
 import torch
-from step_support import check, rand
+from attention_support import Case
 from torch import Tensor
 
 from dsv4.kernels.decode import attention
-from dsv4.ops.attend import ref
-from dsv4.ops.index.ref import visible_rows
-from dsv4.quant.codec import encode_kv
-from dsv4.quant.formats import Format
 from tests.support.twin import build, needs_compiler
 
 pytestmark = needs_compiler
-D, ROPE, WINDOW, RING, SLOTS, EPS = 512, 64, 128, 136, 3, 1e-6
-BF16 = torch.bfloat16
-SHARE = 2.0**-7  # weights rounded relative to another maximum
 
 
 @pytest.fixture(scope="module")
@@ -28,66 +22,12 @@ def twin(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return loaded
 
 
-class Case:
-    """Rows at these positions of a layer of one kind: window, listed (CSA) or visible (HCA)."""
-
-    def __init__(
-        self, kind: str, positions: list[int], heads: int, ratio: int, page: int, topk: int = 512
-    ) -> None:
-        self.kind, self.ratio, self.page = kind, ratio, page
-        self.positions, count = torch.tensor(positions), len(positions)
-        self.slots = torch.arange(count) % SLOTS
-        pages = max(1, -(-(max(positions) + 1) // ratio // page))
-        generator = torch.Generator().manual_seed(9)
-        self.page_table = torch.randperm(SLOTS * pages, generator=generator).view(SLOTS, pages).int()
-        self.q = rand(count, heads, D, seed=1, dtype=BF16) * 3
-        self.sinks = rand(heads, seed=2) * 3
-        self.ring = encode_kv(rand(SLOTS * RING, D, seed=3, dtype=BF16), ROPE, Format.KV8)
-        pool = encode_kv(rand(SLOTS * pages * page, D, seed=4, dtype=BF16), ROPE, Format.KV8)
-        self.entries = None if kind == "window" else pool
-        angles = torch.outer(torch.arange(max(positions) + 1), 0.3 ** torch.arange(ROPE // 2).float())
-        self.cos, self.sin = angles.cos(), angles.sin()
-        visible = visible_rows(self.page_table, self.slots, self.positions.clamp(min=0), ratio, page)
-        self.listed: Tensor | None = None
-        if kind == "listed":
-            self.listed = torch.full((count, topk), -1, dtype=torch.int32)
-            for row, places in enumerate(visible):
-                seen = places[places >= 0]
-                kept = torch.randperm(len(seen), generator=generator)[:topk].sort().values
-                self.listed[row, : len(kept)] = seen[kept].int()
-        self.keys = {"window": None, "visible": visible, "listed": self.listed}[kind]
-
-    def arguments(self, out: Tensor) -> dict[str, object]:
-        return {
-            **{"q": self.q, "ring": self.ring, "ring_rows": RING, "window": WINDOW, "entries": self.entries},
-            **{"listed": self.listed, "page_table": self.page_table, "page_entries": self.page},
-            **{"ratio": self.ratio if self.entries is not None else 0, "slots": self.slots},
-            **{"positions": self.positions, "sinks": self.sinks, "cos": self.cos, "sin": self.sin},
-            **{"eps": EPS, "out": out},
-        }
-
-    def run(self, twin: ctypes.CDLL, tiles: int = 1, seed: int = 0) -> Tensor:
-        out = torch.full_like(self.q, float("nan"))
-        given = attention.arguments(**self.arguments(out))  # type: ignore[arg-type]
-        problem = twin.attend(tiles, len(self.q), ctypes.byref(given), seed)
-        assert problem == b"", problem.decode()
-        return out
-
-    def want(self) -> Tensor:
-        live = self.positions >= 0
-        slots, positions = self.slots[live], self.positions[live]
-        fresh = self.ring.take(slots * RING + positions % RING)
-        return ref.attend(
-            *(self.q[live], fresh, self.ring, slots, positions, positions, WINDOW, RING, self.entries),
-            *(None if self.keys is None else self.keys[live].long(), self.sinks),
-            *(self.cos[positions], self.sin[positions]),
-            eps=EPS,
-        )
-
-    def check(self, out: Tensor, what: str) -> None:
-        live = self.positions >= 0
-        check(out[live], self.want(), what, 4, SHARE)
-        assert not out[~live].any(), "a row of padding is zero"
+def run(twin: ctypes.CDLL, case: Case, tiles: int = 1, seed: int = 0) -> Tensor:
+    out = torch.full_like(case.q, float("nan"))
+    given = attention.arguments(**case.arguments(out))  # type: ignore[arg-type]
+    problem = twin.attend(tiles, len(case.q), ctypes.byref(given), seed)
+    assert problem == b"", problem.decode()
+    return out
 
 
 # Keys of one block: none, one, a few (two groups of 16), many (five), several passes.
@@ -99,11 +39,48 @@ CASES = {
 }
 
 
+def test_sizes(twin: ctypes.CDLL) -> None:
+    assert {tiles: twin.memory_bytes(tiles) for tiles in (1, 2)} == attention.SHARED_BYTES
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_attend(twin: ctypes.CDLL, name: str) -> None:
     case = CASES[name]
-    out = case.run(twin)
+    out = run(twin, case)
     case.check(out, name)
-    assert torch.equal(case.run(twin, seed=1), out), "the order of events shows"
+    assert torch.equal(run(twin, case, seed=1), out), "the order of events shows"
     if case.q.shape[1] == 16:
-        assert torch.equal(case.run(twin, tiles=2), out), "so many heads at a time show"
+        assert torch.equal(run(twin, case, tiles=2), out), "so many heads at a time show"
+
+
+@pytest.mark.parametrize("sink", [-100.0, 100.0])
+def test_extremes(twin: ctypes.CDLL, sink: float) -> None:
+    """Keys whose scales are far apart, scores far apart between blocks, a sink that outweighs or vanishes."""
+    case = Case("listed", [1000], heads=8, ratio=4, page=64)
+    assert case.ring.scale is not None and case.entries is not None and case.entries.scale is not None
+    case.sinks = torch.full_like(case.sinks, sink)
+    for store in (case.ring, case.entries):
+        assert store.scale is not None
+        spread = torch.randint(0, 14, store.scale.shape, generator=torch.Generator().manual_seed(1))
+        store.scale.copy_((store.scale.int() - spread).clamp(min=1).to(torch.uint8))
+    case.check(run(twin, case), f"sink {sink}")
+
+
+def test_not_finite(twin: ctypes.CDLL) -> None:
+    """NaN in a query shows in its head, a NaN scale, code or rotary channel of a key in its row: there alone."""
+    case = Case("listed", [400, 401, 402, 403, 404], heads=8, ratio=4, page=64)
+    clean = run(twin, case)
+    case.q[0, 3, 17] = float("nan")
+    ring = case.ring.data.clone()
+    assert case.ring.scale is not None and case.listed is not None and case.entries is not None
+    scale = case.ring.scale.clone()
+    scale[1 * 136 + 350 % 136, 2] = 255  # slot 1: rows 1 and 4 see position 350
+    ring[2 * 136 + 390 % 136, 70] = 0x7F  # slot 2: row 2
+    case.ring = replace(case.ring, data=ring, scale=scale)
+    out = run(twin, case)
+    is_nan = torch.isnan(out).all(-1)
+    want = torch.zeros_like(is_nan)
+    want[0, 3] = want[1] = want[2] = want[4] = True
+    assert torch.equal(is_nan, want), is_nan
+    assert torch.equal(torch.isnan(out).any(-1), want)
+    assert torch.equal(out[~want], clean[~want])
