@@ -18,7 +18,7 @@ from dsv4.config import LayerSpec
 from dsv4.kernels.common import quantize
 from dsv4.kernels.common.overlap import Launch, Launcher, Names, check, tensors_of
 from dsv4.kernels.common.places import Placement
-from dsv4.kernels.decode import attend, attention, choose, exchange, index, mhc, sample
+from dsv4.kernels.decode import attend, attention, choose, exchange, index, indexer, mhc, sample
 from dsv4.kernels.decode.matvec import MatVec, Mixing, Product, Tasks
 from dsv4.kernels.decode.prepare import Pooling, prepare, queries
 from dsv4.model.buffers import Buffers
@@ -256,15 +256,14 @@ class Decoder:
         wanted = [(f"{name}.wq_b", f.q)] + [(f"{name}.indexer.wq_b", f.iq)] * selects
         products = [Product(b.tiled(w), self._input(w, f.q_low, f.q_in), y) for w, y in wanted]
         wo_a, wo_b = b.tiled(f"{name}.wo_a"), b.tiled(f"{name}.wo_b")
-        is_fused = attention.serves(f.q.shape[1], c.head_dim, c.rope_dim, self.dtype)
-        # Late where no `queries` follows: attention reads what `prepare` wrote to the cache before it waits.
-        no_queries = is_fused and not selects
-        self._product("queries up", products, mixing=mixing, paced=True, triggers_late=no_queries)
-        if not no_queries:
+        # Late where no `queries` follows: the next ones read what `prepare` wrote to the cache before they wait.
+        in_one = f.attends_in_one and (not selects or f.chooses_in_one)
+        self._product("queries up", products, mixing=mixing, paced=True, triggers_late=in_one)
+        if not in_one:
             self._add(
                 "queries",
                 queries,
-                q=None if is_fused else f.q,
+                q=None if f.attends_in_one else f.q,
                 iq=f.iq if selects else None,
                 cos=rope.cos,
                 sin=rope.sin,
@@ -272,11 +271,8 @@ class Decoder:
                 eps=c.norm_eps,
             )
         if selects:
-            self._select(spec, layer)
-        if is_fused:
-            self._attend(name, spec, layer, rope, selects)
-        else:
-            self._attend_in_parts(name, spec, layer, rope, selects)
+            (self._choose if f.chooses_in_one else self._select)(spec, layer, rope)
+        (self._attend if f.attends_in_one else self._attend_in_parts)(name, spec, layer, rope, selects)
         group, rank, groups = c.heads_per_group * c.head_dim, c.o_rank, c.o_groups // b.mesh.size
         self._product(
             "output a",
@@ -324,7 +320,28 @@ class Decoder:
             out=out,
         )
 
-    def _select(self, spec: LayerSpec, layer: LayerCache) -> None:
+    def _choose(self, spec: LayerSpec, layer: LayerCache, rope: Rope) -> None:
+        f, c, cache = self.buffers, self.config, self.cache
+        self._add(
+            "index choose",
+            indexer.choose_entries,
+            iq=f.iq,
+            weights=f.index_weights,
+            keys=layer.keys,
+            entries=layer.entries,
+            page_table=cache.page_table,
+            slots=f.slots,
+            positions=f.positions,
+            cos=rope.cos,
+            sin=rope.sin,
+            capacity=cache.layout.max_context // spec.ratio,
+            ratio=spec.ratio,
+            page_entries=layer.page_entries,
+            factor=c.index_factor,
+            out=f.chosen_rows,
+        )
+
+    def _select(self, spec: LayerSpec, layer: LayerCache, rope: Rope) -> None:
         f, c, cache, keys = self.buffers, self.config, self.cache, layer.keys
         assert keys is not None
         self._add(

@@ -203,6 +203,19 @@ template <typename T> T* in_block(T* p, int block) {
 inline void all_arrive() { emulator::now->cluster_turn = emulator::arrive(emulator::cluster, (int)emulator::threads.size()); }
 inline void all_started() { all_arrive(); }
 inline void all_wait() { emulator::pause_for(emulator::cluster, emulator::now->cluster_turn); }
+// An inbox counts the bytes that are missing.
+typedef uint64_t Inbox;
+inline void open_inbox(Inbox* inbox, int bytes) { *inbox = bytes; }
+template <typename T> void send(const void* to, T v, int block, const Inbox* inbox) {
+    Inbox* there = in_block((Inbox*)inbox, block);
+    if (*there < sizeof(T) || *there > 1 << 20) emulator::fail("more is sent than the inbox expects");
+    *in_block((T*)to, block) = v;
+    *there -= sizeof(T);
+    emulator::yield(false);
+}
+inline void await_inbox(const Inbox* inbox) {
+    while (*inbox) emulator::yield(true);
+}
 inline void launch_dependents() {}
 inline void wait_for_prerequisites() {}
 inline void __syncthreads() { emulator::meet(emulator::blocks[emulator::now->block].barrier, emulator::threads_per_block); }

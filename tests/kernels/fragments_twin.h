@@ -90,7 +90,11 @@ inline uint32_t times(uint32_t a, __half2 b) {
 inline uint32_t times_bf16(uint32_t a, uint32_t b) {
     return pack_bf16(bf16_value((uint16_t)a) * bf16_value((uint16_t)b), bf16_value((uint16_t)(a >> 16)) * bf16_value((uint16_t)(b >> 16)));
 }
+inline float at_most(float v, float limit) { return v != v ? v : std::min(v, limit); }
+inline float at_least(float v, float limit) { return v != v ? v : std::max(v, limit); }
 inline float power_of_two(float x) { return exp2f(x); }
+inline float reciprocal(float x) { return 1.f / x; }
+inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
 inline void prefetch_l2(const void*, int) {}
 inline void copy16(void* to, const void* from, bool is_there) {
     if (is_there) memcpy(to, from, 16);

@@ -24,7 +24,7 @@ def twin(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 def run(twin: ctypes.CDLL, case: Case, tiles: int = 1, seed: int = 0) -> Tensor:
     out = torch.full_like(case.q, float("nan"))
-    given = attention.arguments(**case.arguments(out))  # type: ignore[arg-type]
+    given = attention.arguments(**case.arguments(out), tiles=tiles)  # type: ignore[arg-type]
     problem = twin.attend(tiles, len(case.q), ctypes.byref(given), seed)
     assert problem == b"", problem.decode()
     return out

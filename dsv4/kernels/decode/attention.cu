@@ -6,11 +6,14 @@
 //
 // Codes are exact in FP16; a score's slice of 64 channels is multiplied by its key's scale in float32, values by their scale
 // relative to the largest. Weights of keys are rounded to FP16 (rotary channels: BF16), relative to the block's peak.
+//
+// A launch finds its instructions in no cache: code that runs once costs as much as it is long. So loops are not unrolled, and
+// what can be a shift is no division.
 #include "cluster.cuh"
 #include "fragments.cuh"
 
 constexpr int CLUSTER = 8, WARPS = 8, HEADS = 8, WIDTH = 512, SLICE_WIDTH = 64, ROPE_WARP = 7, HALF = 32;
-constexpr int MANY = 5, FEW = 2, KEYS = 16 * MANY;   // groups of 16 keys: all of a pass are multiplied, or the first few
+constexpr int KEYS = 80;                             // of a pass, 16 at a time
 constexpr int PER_LANE = (KEYS + 31) / 32;
 constexpr int ROW = 448 + 2 * 64, SCALES = 8;        // bytes of a KV8 row
 constexpr int SCORE_ROW = KEYS + 4, WEIGHT_ROW = KEYS + 8;   // no two lanes meet in a bank
@@ -25,20 +28,26 @@ struct Attention {
     const int64_t *slots, *positions;    // [rows]
     const float *sinks, *cos, *sin;      // [heads], [positions][HALF]
     __nv_bfloat16* out;                  // as q
-    int heads, window, ring_rows, list_width, ratio, page_entries, pages;
+    int heads, window, ring_rows, list_width, pages;
+    int group_bits, ratio_bits, page_bits;   // powers of two: clusters of a row, tokens of an entry, entries of a page
     float scale, eps;
 };
 
 template <int TILES> struct Memory {
     uint8_t codes[ROPE_WARP][KEYS][SLICE_WIDTH];   // 16 bytes swizzled: `code_at`
     uint8_t rotary[KEYS][2 * SLICE_WIDTH];         // `rotary_at`
-    float results[CLUSTER][TILES][WIDTH];          // by block: of this block's heads
+    union {
+        float scores[WARPS][TILES * HEADS][SCORE_ROW];
+        float results[CLUSTER][TILES][WARPS][SLICE_WIDTH];   // by block: of this block's heads, when all have read their last scores
+    };
     float peaks[CLUSTER][TILES][2];                // beside them: peak, sum of weights
-    float scores[WARPS][TILES * HEADS][SCORE_ROW];
+    const uint8_t* from[KEYS];                     // rows of keys; null: none
+    uint8_t scale_codes[KEYS][SCALES];
     float scales[ROPE_WARP][KEYS];
     uint16_t relative[ROPE_WARP][KEYS];            // FP16: of the largest scale
     uint16_t weights[2][TILES * HEADS][WEIGHT_ROW];   // FP16, BF16
     float squares[WARPS][TILES * HEADS], shrink[TILES * HEADS];
+    Inbox inbox;                                   // of results and peaks
 
     // Part 0 .. 3 of a key's 64 codes, 0 .. 7 of its rotary channels.
     __device__ __forceinline__ uint8_t* code_at(int slice, int key, int part) { return codes[slice][key] + ((part ^ key >> 1 & 3) << 4); }
@@ -63,28 +72,31 @@ __device__ __forceinline__ uint16_t f16_power(int below) {
 
 // A row's keys, the window's first; this block has `own` of them from `first` on.
 struct Keys {
-    int64_t slot;
-    int position, raw, first, own;
+    int slot, position, raw, oldest, first, own, blocks;   // oldest: in the ring; blocks: that have keys
 
     __device__ __forceinline__ Keys(const Attention& p, int row, int block) {
         position = (int)__ldcg(p.positions + row);
-        slot = __ldcg(p.slots + row);
+        slot = (int)__ldcg(p.slots + row);
         raw = min(position + 1, p.window);
-        const int visible = p.entries ? (position + 1) / p.ratio : 0;
+        const int visible = p.entries ? (position + 1) >> p.ratio_bits : 0;
         const int count = raw + (p.listed ? min(visible, p.list_width) : visible);
         const int share = ((count + 15) / 16 + CLUSTER - 1) / CLUSTER * 16;
+        oldest = (position + 1 - raw) % p.ring_rows;
         first = share * block;
         own = max(0, min(count - first, share));
-    }
-    // The row of the block's key `i` in its store, -1: none.
-    __device__ __forceinline__ int64_t row(const Attention& p, int row, int i) const {
-        if (i >= own) return -1;
-        const int place = first + i, entry = place - raw;
-        if (entry < 0) return slot * p.ring_rows + (position + 1 + entry) % p.ring_rows;
-        if (p.listed) return __ldcg(p.listed + (int64_t)row * p.list_width + entry);
-        return (int64_t)__ldcg(p.page_table + slot * p.pages + entry / p.page_entries) * p.page_entries + entry % p.page_entries;
+        blocks = 0;
+#pragma unroll
+        for (int i = 0; i < CLUSTER; ++i) blocks += count > share * i;
     }
     __device__ __forceinline__ bool in_ring(int i) const { return first + i < raw; }
+    // The row of the block's key `i` in its store, -1: none.
+    __device__ __forceinline__ int row(const Attention& p, int row, int i) const {
+        if (i >= own) return -1;
+        const int place = first + i, entry = place - raw;
+        if (entry < 0) return slot * p.ring_rows + oldest + place - (oldest + place >= p.ring_rows ? p.ring_rows : 0);
+        if (p.listed) return __ldcg(p.listed + (int64_t)row * p.list_width + entry);
+        return (__ldcg(p.page_table + (int64_t)slot * p.pages + (entry >> p.page_bits)) << p.page_bits) + (entry & ((1 << p.page_bits) - 1));
+    }
 };
 
 // Queries of a warp's 64 channels: of head g 16 channels a lane, as pairs. Normed, rotated, and for codes in FP16.
@@ -114,7 +126,7 @@ __device__ __forceinline__ void prepare_queries(const Attention& p, Memory<TILES
         float sum = 0.f;
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) sum += s.squares[w][n * HEADS + g];
-        const float factor = __fdiv_rn(1.f, __fsqrt_rn(sum * (1.f / WIDTH) + p.eps));
+        const float factor = rsqrtf(sum * (1.f / WIDTH) + p.eps);
         uint32_t word[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
@@ -136,94 +148,78 @@ __device__ __forceinline__ void prepare_queries(const Attention& p, Memory<TILES
 
 __device__ __forceinline__ uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-// Scores of the first N * 16 keys over the warp's 64 channels. A lane has 16 channels in a row of keys g and g + 8 of each group,
-// as of its queries.
-template <int TILES, bool IS_ROPE, int N>
-__device__ __forceinline__ void score_keys(Memory<TILES>& s, const uint4 (&q)[TILES][2], int warp, int lane) {
-    const int g = lane >> 2, t = lane & 3;
-    float d[N][TILES][4];
-    uint4 of[N][2][IS_ROPE ? 2 : 1];   // by key, half
+// Scores of 16 keys over the warp's 64 channels. A lane has 16 channels in a row of keys g and g + 8, as of its queries.
+template <int TILES, bool IS_ROPE>
+__device__ __forceinline__ void score_keys(Memory<TILES>& s, const uint4 (&q)[TILES][2], int group, int warp, int lane) {
+    const int g = lane >> 2, t = lane & 3, key = group * 16 + g;
+    float d[2][TILES][4];   // two chains
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
+    for (int i = 0; i < 8 * TILES; ++i) d[i / 4 % 2][i / 8][i % 4] = 0.f;
+    uint4 of[2][IS_ROPE ? 2 : 1];   // by key, half
 #pragma unroll
-        for (int n = 0; n < TILES; ++n) d[i][n][0] = d[i][n][1] = d[i][n][2] = d[i][n][3] = 0.f;
+    for (int k = 0; k < 2; ++k)
 #pragma unroll
-        for (int k = 0; k < 2; ++k)
+        for (int half = 0; half < (IS_ROPE ? 2 : 1); ++half)
+            of[k][half] = *reinterpret_cast<const uint4*>(IS_ROPE ? s.rotary_at(key + 8 * k, 2 * t + half) : s.code_at(warp, key + 8 * k, t));
 #pragma unroll
-            for (int half = 0; half < (IS_ROPE ? 2 : 1); ++half) {
-                const int key = i * 16 + k * 8 + g;
-                of[i][k][half] = *reinterpret_cast<const uint4*>(IS_ROPE ? s.rotary_at(key, 2 * t + half) : s.code_at(warp, key, t));
-            }
+    for (int j = 0; j < 4; ++j) {
+        uint32_t a[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            if constexpr (IS_ROPE) a[k] = word_of(of[k & 1][j / 2], j % 2 * 2 + k / 2);
+            else a[k] = e4m3x2((uint16_t)(word_of(of[k & 1][0], j) >> k / 2 * 16));
+        }
+#pragma unroll
+        for (int n = 0; n < TILES; ++n) {
+            const uint32_t b0 = word_of(q[n][j / 2], j % 2 * 2), b1 = word_of(q[n][j / 2], j % 2 * 2 + 1);
+            if constexpr (IS_ROPE) multiply_bf16(d[j & 1][n], a, b0, b1);
+            else multiply_f16(d[j & 1][n], a, b0, b1);
+        }
     }
 #pragma unroll
-    for (int j = 0; j < 4; ++j)
+    for (int k = 0; k < 2; ++k) {
+        float scale = 1.f;
+        if constexpr (!IS_ROPE) scale = s.scales[warp][key + 8 * k];
 #pragma unroll
-        for (int i = 0; i < N; ++i) {
-            uint32_t a[4];
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                if constexpr (IS_ROPE) a[k] = word_of(of[i][k & 1][j / 2], j % 2 * 2 + k / 2);
-                else a[k] = e4m3x2((uint16_t)(word_of(of[i][k & 1][0], j) >> k / 2 * 16));
-            }
-#pragma unroll
-            for (int n = 0; n < TILES; ++n) {
-                const uint32_t b0 = word_of(q[n][j / 2], j % 2 * 2), b1 = word_of(q[n][j / 2], j % 2 * 2 + 1);
-                if constexpr (IS_ROPE) multiply_bf16(d[i][n], a, b0, b1);
-                else multiply_f16(d[i][n], a, b0, b1);
-            }
-        }
-#pragma unroll
-    for (int i = 0; i < N; ++i)
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-            const int key = i * 16 + k * 8 + g;
-            float scale = 1.f;
-            if constexpr (!IS_ROPE) scale = s.scales[warp][key];
-#pragma unroll
-            for (int n = 0; n < TILES; ++n) {
-                s.scores[warp][n * HEADS + 2 * t][key] = d[i][n][2 * k] * scale;
-                s.scores[warp][n * HEADS + 2 * t + 1][key] = d[i][n][2 * k + 1] * scale;
-            }
-        }
+        for (int i = 0; i < 2 * TILES; ++i)
+            s.scores[warp][i / 2 * HEADS + 2 * t + i % 2][key + 8 * k] = (d[0][i / 2][2 * k + i % 2] + d[1][i / 2][2 * k + i % 2]) * scale;
+    }
 }
 
-// The warp's 64 channels of the first N * 16 keys, weighted: by 16 channels; of those d has 2g (0, 1) and 2g + 1 (2, 3), of rotary
+// The warp's 64 channels of 16 keys, weighted, added to d: by 16 channels; of those d has 2g (0, 1) and 2g + 1 (2, 3), of rotary
 // ones g and g + 8.
-template <int TILES, bool IS_ROPE, int N>
-__device__ __forceinline__ void add_values(Memory<TILES>& s, float (&d)[4][TILES][4], int warp, int lane) {
-    const int g = lane >> 2, t = lane & 3;
+template <int TILES, bool IS_ROPE>
+__device__ __forceinline__ void add_values(Memory<TILES>& s, float (&d)[4][TILES][4], int group, int warp, int lane) {
+    const int g = lane >> 2, t = lane & 3, key = group * 16 + (lane & 15);   // `key`: whose address this lane has, and which of two parts
+    uint32_t b[TILES][2], unit[2];
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-        const int key = i * 16 + (lane & 15);   // whose address this lane has, and which of two parts
-        uint32_t b[TILES][2], unit[2];
+    for (int k = 0; k < 2; ++k) {
+        const int pair = group * 16 + k * 8 + 2 * t;
 #pragma unroll
-        for (int k = 0; k < 2; ++k) {
+        for (int n = 0; n < TILES; ++n) b[n][k] = *reinterpret_cast<const uint32_t*>(&s.weights[IS_ROPE][n * HEADS + g][pair]);
+        if constexpr (!IS_ROPE) unit[k] = *reinterpret_cast<const uint32_t*>(&s.relative[warp][pair]);
+    }
 #pragma unroll
-            for (int n = 0; n < TILES; ++n) b[n][k] = *reinterpret_cast<const uint32_t*>(&s.weights[IS_ROPE][n * HEADS + g][i * 16 + k * 8 + 2 * t]);
-            if constexpr (!IS_ROPE) unit[k] = *reinterpret_cast<const uint32_t*>(&s.relative[warp][i * 16 + k * 8 + 2 * t]);
+    for (int c = 0; c < 4; ++c) {
+        uint32_t a[4];
+        if constexpr (IS_ROPE) {
+            uint32_t r[4];
+            load_transposed(r, s.rotary_at(key, 2 * c + (lane >> 4)));
+            a[0] = r[0]; a[1] = r[2]; a[2] = r[1]; a[3] = r[3];
+        } else {
+            uint32_t r[2];   // keys 0 .. 7, 8 .. 15; a word: keys 2t and 2t + 1, two channels of each
+            load_transposed(r, s.code_at(warp, key, c));
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+                const __half2 by = *reinterpret_cast<const __half2*>(&unit[k]);
+                a[2 * k] = times(e4m3x2((uint16_t)__byte_perm(r[k], 0, 0x4420)), by);
+                a[2 * k + 1] = times(e4m3x2((uint16_t)__byte_perm(r[k], 0, 0x4431)), by);
+            }
         }
 #pragma unroll
-        for (int c = 0; c < 4; ++c) {
-            uint32_t a[4];
-            if constexpr (IS_ROPE) {
-                uint32_t r[4];
-                load_transposed(r, s.rotary_at(key, 2 * c + (lane >> 4)));
-                a[0] = r[0]; a[1] = r[2]; a[2] = r[1]; a[3] = r[3];
-            } else {
-                uint32_t r[2];   // keys 0 .. 7, 8 .. 15; a word: keys 2t and 2t + 1, two channels of each
-                load_transposed(r, s.code_at(warp, key, c));
-#pragma unroll
-                for (int k = 0; k < 2; ++k) {
-                    const __half2 by = *reinterpret_cast<const __half2*>(&unit[k]);
-                    a[2 * k] = times(e4m3x2((uint16_t)__byte_perm(r[k], 0, 0x4420)), by);
-                    a[2 * k + 1] = times(e4m3x2((uint16_t)__byte_perm(r[k], 0, 0x4431)), by);
-                }
-            }
-#pragma unroll
-            for (int n = 0; n < TILES; ++n) {
-                if constexpr (IS_ROPE) multiply_bf16(d[c][n], a, b[n][0], b[n][1]);
-                else multiply_f16(d[c][n], a, b[n][0], b[n][1]);
-            }
+        for (int n = 0; n < TILES; ++n) {
+            if constexpr (IS_ROPE) multiply_bf16(d[c][n], a, b[n][0], b[n][1]);
+            else multiply_f16(d[c][n], a, b[n][0], b[n][1]);
         }
     }
 }
@@ -232,64 +228,19 @@ template <int TILES>
 __global__ void __launch_bounds__(WARPS * 32, TILES == 1 ? 2 : 1) attention_kernel(const Attention p) {
     Memory<TILES>& s = *(Memory<TILES>*)shared_memory();
     launch_dependents();
-    all_started();   // waited for before the first write to another block: by then that block runs
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    const int block = blockIdx.x % CLUSTER, groups = p.heads / (HEADS * TILES);
-    const int row = blockIdx.x / CLUSTER / groups, first_head = blockIdx.x / CLUSTER % groups * (HEADS * TILES);
+    const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
+    const int block = blockIdx.x % CLUSTER, cluster = blockIdx.x / CLUSTER;
+    const int row = cluster >> p.group_bits, first_head = (cluster & ((1 << p.group_bits) - 1)) * (HEADS * TILES);
     const Keys keys(p, row, block);
     const bool is_rope = warp == ROPE_WARP;
-
-    int64_t at[PER_LANE];     // rows of keys lane, lane + 32, ...
-    uint32_t code[PER_LANE];  // and their scales
-    const auto fetch = [&](int begin) {
-#pragma unroll
-        for (int i = 0; i < PER_LANE; ++i) {
-            const int key = lane + 32 * i;
-            at[i] = key < KEYS ? keys.row(p, row, begin + key) : -1;
-            const uint8_t* scales = keys.in_ring(begin + key) ? p.ring_scale : p.entries_scale;
-            code[i] = at[i] >= 0 && !is_rope ? __ldcg(scales + at[i] * SCALES + warp) : 0;
-        }
-        // 16 bytes a lane, of eight keys at a time; zeros where there is no key.
-#pragma unroll
-        for (int i = 0; i < KEYS / 8; ++i) {
-            if (i == FEW * 2 && keys.own - begin <= FEW * 16) break;
-            const int key = i * 8 + g;
-            const int64_t from = __shfl_sync(~0u, i < 4 ? at[0] : i < 8 ? at[1] : at[2], key & 31);
-            const uint8_t* data = (keys.in_ring(begin + key) ? p.ring : p.entries) + max(from, (int64_t)0) * ROW;
-            if (is_rope) {
-                copy16(s.rotary_at(key, t), data + ROPE_WARP * SLICE_WIDTH + t * 16, from >= 0);
-                copy16(s.rotary_at(key, t + 4), data + ROPE_WARP * SLICE_WIDTH + (t + 4) * 16, from >= 0);
-            } else {
-                copy16(s.code_at(warp, key, t), data + warp * SLICE_WIDTH + t * 16, from >= 0);
-            }
-        }
-    };
+    if (tid == 0) open_inbox(&s.inbox, (keys.blocks * WIDTH * 4 + CLUSTER * 8) * TILES);
     // Keys that are known before the selection, hence written before the launch that precedes this one.
-    const bool is_known = !p.listed || keys.in_ring(keys.own - 1);
-    if (is_known) fetch(0);
-    const float *cos = p.cos + (int64_t)max(keys.position, 0) * HALF, *sin = p.sin + (int64_t)max(keys.position, 0) * HALF;
-    float4 turn[4];   // cos, sin of a lane's 16 rotary channels
-    float back_cos = 1.f, back_sin = 0.f;
-    if (is_rope) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) turn[i] = __ldg(reinterpret_cast<const float4*>((i < 2 ? cos : sin) + t * 8) + (i & 1));
-        back_cos = __ldg(cos + lane);
-        back_sin = __ldg(sin + lane);
-    }
-    float sink[TILES];
-#pragma unroll
-    for (int n = 0; n < TILES; ++n) sink[n] = __ldg(p.sinks + first_head + n * HEADS + block) * LOG2E;
-    wait_for_prerequisites();
-    uint4 q[TILES][2];
-#pragma unroll
-    for (int n = 0; n < TILES; ++n)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-            q[n][half] = __ldcg(reinterpret_cast<const uint4*>(p.q + ((int64_t)row * p.heads + first_head + n * HEADS + g) * WIDTH + warp * SLICE_WIDTH + t * 16) + half);
-    if (!is_known) fetch(0);
-    prepare_queries<TILES>(p, s, q, turn, warp, lane);
+    const bool is_known = !p.listed || keys.own == 0 || keys.in_ring(keys.own - 1);
+    if (!is_known) wait_for_prerequisites();
 
-    float peak[TILES], total[TILES], result[4][TILES][4];   // peak and total: of head `warp` of each tile
+    uint4 q[TILES][2];
+    float sink[TILES], back[4];   // back: cos, sin of the two rotary channels that a thread ends with
+    float peak[TILES], total[TILES], result[4][TILES][4];   // peak and total: of head `warp` of each tile; result: `add_values`
 #pragma unroll
     for (int n = 0; n < TILES; ++n) {
         peak[n] = -INFINITY;
@@ -297,27 +248,74 @@ __global__ void __launch_bounds__(WARPS * 32, TILES == 1 ? 2 : 1) attention_kern
 #pragma unroll
         for (int i = 0; i < 16; ++i) result[i / 4][n][i % 4] = 0.f;
     }
+    int begin = 0;
 #pragma unroll 1
-    for (int begin = 0; begin < keys.own; begin += KEYS) {
-        if (begin) fetch(begin);
-        const bool is_few = keys.own - begin <= FEW * 16;
-        uint32_t largest = 0;
-        if (!is_rope) {
-#pragma unroll
-            for (int i = 0; i < PER_LANE; ++i) largest = max(largest, code[i] == 255 ? 0u : code[i]);
-            largest = __reduce_max_sync(~0u, largest);
-#pragma unroll
-            for (int i = 0; i < PER_LANE; ++i) {
-                const int key = lane + 32 * i;
-                if (key >= KEYS) continue;
-                s.scales[warp][key] = e8m0_power(code[i]);
-                s.relative[warp][key] = at[i] < 0 ? 0 : code[i] == 255 ? 0x7E00 : f16_power((int)largest - (int)code[i]);
-            }
+    do {
+        const int count = min(keys.own - begin, KEYS), num_groups = (count + 15) / 16;
+        // A thread finds a key's row.
+        uint2 scale_codes = make_uint2(0, 0);
+        if (tid < KEYS) {
+            const int at = keys.row(p, row, begin + tid);
+            const bool in_ring = keys.in_ring(begin + tid);
+            s.from[tid] = at < 0 ? nullptr : (in_ring ? p.ring : p.entries) + (int64_t)at * ROW;
+            if (at >= 0) scale_codes = __ldcg(reinterpret_cast<const uint2*>((in_ring ? p.ring_scale : p.entries_scale) + (int64_t)at * SCALES));
         }
+        __syncthreads();
+        // 16 bytes a lane, of eight keys at a time; zeros where there is no key.
+#pragma unroll 2
+        for (int key = g; key < num_groups * 16; key += 8) {
+            const uint8_t* data = s.from[key];
+            const bool is_there = data != nullptr;
+            data = is_there ? data + warp * SLICE_WIDTH + t * 16 : p.ring;
+            copy16(is_rope ? s.rotary_at(key, t) : s.code_at(warp, key, t), data, is_there);
+            if (is_rope) copy16(s.rotary_at(key, t + 4), data + (is_there ? 64 : 0), is_there);
+        }
+        float4 turn[4];   // cos, sin of the 16 rotary channels that it begins with
+        if (begin == 0) {
+            if (is_rope) {
+                const int64_t angle = (int64_t)max(keys.position, 0) * HALF + t * 8;
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    turn[i] = __ldg(reinterpret_cast<const float4*>((i < 2 ? p.cos : p.sin) + angle) + (i & 1));
+                    back[i] = __ldg((i < 2 ? p.cos : p.sin) + angle + (i & 1) * 4 + g / 2);
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < TILES; ++n) sink[n] = __ldg(p.sinks + first_head + n * HEADS + block) * LOG2E;
+            if (is_known) wait_for_prerequisites();
+            const __nv_bfloat16* own = p.q + ((int64_t)row * p.heads + first_head + g) * WIDTH + warp * SLICE_WIDTH + t * 16;
+#pragma unroll
+            for (int n = 0; n < 2 * TILES; ++n) q[n / 2][n % 2] = __ldcg(reinterpret_cast<const uint4*>(own + n / 2 * HEADS * WIDTH) + n % 2);
+        }
+        if (tid < KEYS) *reinterpret_cast<uint2*>(s.scale_codes[tid]) = scale_codes;
+        if (begin == 0) prepare_queries<TILES>(p, s, q, turn, warp, lane);   // with a barrier
+        else __syncthreads();
+        bool is_key[PER_LANE];   // lane, lane + 32, ...
+        uint32_t largest = 0;
+#pragma unroll
+        for (int i = 0; i < PER_LANE; ++i) {
+            const int key = lane + 32 * i;
+            is_key[i] = key < KEYS && s.from[key] != nullptr;
+            const uint32_t code = key < KEYS ? s.scale_codes[key][warp] : 0;
+            largest = max(largest, code == 255 ? 0 : code);
+        }
+        largest = __reduce_max_sync(~0u, largest);
+        if (!is_rope)
+#pragma unroll 1
+            for (int key = lane; key < num_groups * 16; key += 32) {
+                const uint32_t code = s.scale_codes[key][warp];
+                s.scales[warp][key] = e8m0_power(code);
+                s.relative[warp][key] = code == 255 ? 0x7E00 : f16_power((int)largest - (int)code);
+            }
         await_copies();
         __syncwarp();
-        if (is_rope) is_few ? score_keys<TILES, true, FEW>(s, q, warp, lane) : score_keys<TILES, true, MANY>(s, q, warp, lane);
-        else is_few ? score_keys<TILES, false, FEW>(s, q, warp, lane) : score_keys<TILES, false, MANY>(s, q, warp, lane);
+        if (is_rope) {
+#pragma unroll 1
+            for (int i = 0; i < num_groups; ++i) score_keys<TILES, true>(s, q, i, warp, lane);
+        } else {
+#pragma unroll 1
+            for (int i = 0; i < num_groups; ++i) score_keys<TILES, false>(s, q, i, warp, lane);
+        }
         __syncthreads();
         // A warp has a head of each tile; a lane every 32nd key.
         float sum[TILES];
@@ -328,13 +326,11 @@ __global__ void __launch_bounds__(WARPS * 32, TILES == 1 ? 2 : 1) attention_kern
             uint32_t best = 0;
 #pragma unroll
             for (int i = 0; i < PER_LANE; ++i) {
-                const int key = lane + 32 * i;
-                score[i] = -INFINITY;
-                if (at[i] < 0) continue;
                 float v = 0.f;
+                if (is_key[i])
 #pragma unroll
-                for (int w = 0; w < WARPS; ++w) v += s.scores[w][head][key];
-                score[i] = v * (p.scale * LOG2E);
+                    for (int w = 0; w < WARPS; ++w) v += s.scores[w][head][lane + 32 * i];
+                score[i] = is_key[i] ? v * (p.scale * LOG2E) : -INFINITY;
                 best = max(best, peak_key(score[i]));
             }
             const float higher = fmaxf(peak[n], from_peak_key(__reduce_max_sync(~0u, best)));
@@ -343,7 +339,7 @@ __global__ void __launch_bounds__(WARPS * 32, TILES == 1 ? 2 : 1) attention_kern
 #pragma unroll
             for (int i = 0; i < PER_LANE; ++i) {
                 const int key = lane + 32 * i;
-                const float weight = at[i] < 0 ? 0.f : power_of_two(score[i] - base);
+                const float weight = power_of_two(score[i] - base);
                 sum[n] += weight;
                 if (key < KEYS) {
                     s.weights[0][head][key] = (uint16_t)pack_f16(weight, 0.f);
@@ -355,46 +351,49 @@ __global__ void __launch_bounds__(WARPS * 32, TILES == 1 ? 2 : 1) attention_kern
             peak[n] = higher;
         }
         __syncthreads();
-        float d[4][TILES][4];
-#pragma unroll
-        for (int i = 0; i < 16 * TILES; ++i) d[i / 4 % 4][i / 16][i % 4] = 0.f;
-        if (is_rope) is_few ? add_values<TILES, true, FEW>(s, d, warp, lane) : add_values<TILES, true, MANY>(s, d, warp, lane);
-        else is_few ? add_values<TILES, false, FEW>(s, d, warp, lane) : add_values<TILES, false, MANY>(s, d, warp, lane);
+        begin += KEYS;
+        if (begin >= keys.own) all_started();   // the inbox is open, and no scores of this block are read any more
+        float d[4][TILES][4] = {};
+        if (is_rope) {
+#pragma unroll 1
+            for (int i = 0; i < num_groups; ++i) add_values<TILES, true>(s, d, i, warp, lane);
+        } else {
+#pragma unroll 1
+            for (int i = 0; i < num_groups; ++i) add_values<TILES, false>(s, d, i, warp, lane);
+        }
+        const float unit = is_rope ? 1.f : __uint_as_float(largest << 23);
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
 #pragma unroll
             for (int i = 16; i; i /= 2) sum[n] += __shfl_xor_sync(~0u, sum[n], i);
             total[n] += sum[n];
-        }
-        const float unit = is_rope ? 1.f : __uint_as_float(largest << 23);
 #pragma unroll
-        for (int n = 0; n < TILES; ++n)
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
+            for (int j = 0; j < 2; ++j) {   // heads 2t and 2t + 1
                 const float shrink = s.shrink[n * HEADS + 2 * t + j];
 #pragma unroll
-                for (int c = 0; c < 4; ++c) {
-                    result[c][n][j] = result[c][n][j] * shrink + d[c][n][j] * unit;
-                    result[c][n][2 + j] = result[c][n][2 + j] * shrink + d[c][n][2 + j] * unit;
+                for (int i = 0; i < 8; ++i) {
+                    float& of = result[i / 2][n][i % 2 * 2 + j];
+                    of = of * shrink + d[i / 2][n][i % 2 * 2 + j] * unit;
                 }
             }
-    }
+        }
+    } while (begin < keys.own);
     all_wait();
     // Block b sums up head b of each tile.
 #pragma unroll
     for (int n = 0; n < TILES; ++n) {
         if (keys.own)
 #pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                float* to = in_block(&s.results[block][n][warp * SLICE_WIDTH + 2 * g], 2 * t + j);
-#pragma unroll
-                for (int c = 0; c < 4; ++c) *reinterpret_cast<float2*>(to + 16 * c) = make_float2(result[c][n][j], result[c][n][2 + j]);
+            for (int i = 0; i < 4; ++i) {   // a head, 16 channels and 16 more
+                const float(&low)[4] = result[i / 2 * 2][n];
+                const float(&high)[4] = result[i / 2 * 2 + 1][n];
+                const int j = i % 2;
+                send(&s.results[block][n][warp][8 * g + i / 2 * 4], make_float4(low[j], low[2 + j], high[j], high[2 + j]), 2 * t + j, &s.inbox);
             }
-        if (lane == 0) *reinterpret_cast<float2*>(in_block(&s.peaks[block][n][0], warp)) = make_float2(peak[n], total[n]);
+        if (lane == 0) send(s.peaks[block][n], make_uint2(__float_as_uint(peak[n]), __float_as_uint(total[n])), warp, &s.inbox);
     }
-    all_sync();
-    // A thread has channels 2 i and 2 i + 1 of each head; those of the rotary warp lie as `add_values` says.
-    const int pair = lane & 7, low = warp * SLICE_WIDTH + (is_rope ? lane / 8 * 16 + (pair & 3) * 4 + pair / 4 : 2 * lane), high = low + (is_rope ? 2 : 1);
+    await_inbox(&s.inbox);
+    // A thread has two channels of each head, as `add_values` had them.
 #pragma unroll
     for (int n = 0; n < TILES; ++n) {
         float top = sink[n], whole = 0.f, x = 0.f, y = 0.f;
@@ -405,24 +404,32 @@ __global__ void __launch_bounds__(WARPS * 32, TILES == 1 ? 2 : 1) attention_kern
 #pragma unroll
         for (int b = 0; b < CLUSTER; ++b) {
             const float sum = s.peaks[b][n][1];
-            if (sum == 0.f) continue;   // without keys; its results were not written
+            if (sum == 0.f) continue;   // without keys; its results were not sent
             const float weight = power_of_two(s.peaks[b][n][0] - top);
+            const float2 of = *reinterpret_cast<const float2*>(&s.results[b][n][warp][2 * lane]);
             whole += weight * sum;
-            x += weight * s.results[b][n][low];
-            y += weight * s.results[b][n][high];
+            x += weight * of.x;
+            y += weight * of.y;
         }
         whole += power_of_two(sink[n] - top);
-        const bool is_padding = keys.position < 0;
-        const float2 v = open_bf16(pack_bf16(is_padding ? 0.f : __fdiv_rn(x, whole), is_padding ? 0.f : __fdiv_rn(y, whole)));
-        const uint32_t pairs = is_rope ? pack_bf16(v.x * back_cos + v.y * back_sin, v.y * back_cos - v.x * back_sin) : pack_bf16(v.x, v.y);
-        const int64_t to = ((int64_t)row * p.heads + first_head + n * HEADS + block) * WIDTH + warp * SLICE_WIDTH + 2 * lane;
-        *reinterpret_cast<uint32_t*>(p.out + to) = pairs;
+        const float inverse = keys.position < 0 ? 0.f : reciprocal(whole);   // a row of padding is zero
+        uint32_t both = pack_bf16(x * inverse, y * inverse);
+        __nv_bfloat16* out = p.out + ((int64_t)row * p.heads + first_head + n * HEADS + block) * WIDTH + warp * SLICE_WIDTH + 16 * t;
+        if (is_rope) {
+            const float2 own = open_bf16(both), other = open_bf16(__shfl_xor_sync(~0u, both, 4));
+            const float sign = g & 1 ? -1.f : 1.f;
+            both = pack_bf16(own.x * back[0] + other.x * back[2] * sign, own.y * back[1] + other.y * back[3] * sign);
+            reinterpret_cast<uint16_t*>(out)[g] = (uint16_t)both;
+            reinterpret_cast<uint16_t*>(out)[g + 8] = (uint16_t)(both >> 16);
+        } else {
+            reinterpret_cast<uint32_t*>(out)[g] = both;
+        }
     }
 }
 
 #ifdef __CUDACC__
 // What attention.py launches.
-static_assert(sizeof(Memory<1>) == 90496 && sizeof(Memory<2>) == 131552);
+static_assert(sizeof(Memory<1>) == 75400 && sizeof(Memory<2>) == 100072);
 template __global__ void attention_kernel<1>(const Attention);
 template __global__ void attention_kernel<2>(const Attention);
 #endif

@@ -16,7 +16,7 @@ from dsv4.quant.formats import Format, QuantTensor
 
 # Numbers of attention.cu.
 HEADS, CLUSTER, WIDTH, ROPE, THREADS = 8, 8, 512, 64, 256
-SHARED_BYTES = {1: 90496, 2: 131552}  # by tiles of heads that a cluster takes
+SHARED_BYTES = {1: 75400, 2: 100072}  # by tiles of heads that a cluster takes
 FEW_CLUSTERS = 16  # up to so many, each takes one tile: more multiprocessors share the work
 
 
@@ -25,15 +25,22 @@ class _Attention(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("q", "ring", "ring_scale", "entries", "entries_scale")),
         *((name, ctypes.c_void_p) for name in ("listed", "page_table", "slots", "positions")),
         *((name, ctypes.c_void_p) for name in ("sinks", "cos", "sin", "out")),
-        *((name, ctypes.c_int) for name in ("heads", "window", "ring_rows", "list_width", "ratio")),
-        *((name, ctypes.c_int) for name in ("page_entries", "pages")),
+        *((name, ctypes.c_int) for name in ("heads", "window", "ring_rows", "list_width", "pages")),
+        *((name, ctypes.c_int) for name in ("group_bits", "ratio_bits", "page_bits")),
         *((name, ctypes.c_float) for name in ("scale", "eps")),
     )
 
 
 def serves(heads: int, width: int, rope: int, dtype: torch.dtype) -> bool:
-    """Whether heads of these sizes are what the kernel is made for."""
-    return heads % HEADS == 0 and (width, rope) == (WIDTH, ROPE) and dtype == torch.bfloat16
+    """Whether so many heads of these sizes are what the kernel is made for."""
+    is_power = heads >= HEADS and heads & (heads - 1) == 0
+    return is_power and (width, rope) == (WIDTH, ROPE) and dtype == torch.bfloat16
+
+
+def bits_of(power: int) -> int:
+    """Of a power of two."""
+    assert power & (power - 1) == 0, f"{power} is no power of two"
+    return max(power, 1).bit_length() - 1
 
 
 def arguments(
@@ -53,8 +60,9 @@ def arguments(
     sin: Tensor,
     eps: float,
     out: Tensor,
+    tiles: int = 1,
 ) -> _Attention:
-    """What the kernel takes, checked."""
+    """What the kernel takes, checked. `tiles`: of heads, that a cluster takes."""
     _, heads, width = q.shape
     assert serves(heads, width, ring.rope_dim, q.dtype), (q.shape, ring.rope_dim, q.dtype)
     assert q.is_contiguous() and out.is_contiguous() and out.numel() == q.numel() and out.dtype == q.dtype
@@ -86,9 +94,10 @@ def arguments(
         window=window,
         ring_rows=ring_rows,
         list_width=0 if listed is None else listed.shape[1],
-        ratio=ratio,
-        page_entries=page_entries,
         pages=0 if page_table is None else page_table.stride(0),
+        group_bits=bits_of(heads // (HEADS * tiles)),
+        ratio_bits=bits_of(ratio),
+        page_bits=bits_of(page_entries),
         scale=width**-0.5,
         eps=eps,
     )
@@ -126,6 +135,8 @@ def attend(
     visible at pos, or, with None, all visible ones.
     """
     rows, heads, _ = q.shape
+    is_few = rows * heads // HEADS <= FEW_CLUSTERS or heads % (2 * HEADS) or not has_room(q.device)
+    tiles = 1 if is_few else 2
     given = arguments(
         q=q,
         ring=ring,
@@ -143,10 +154,9 @@ def attend(
         sin=sin,
         eps=eps,
         out=out,
+        tiles=tiles,
     )
     if rows:
-        is_few = rows * heads // HEADS <= FEW_CLUSTERS or heads % (2 * HEADS) or not has_room(q.device)
-        tiles = 1 if is_few else 2
         call(
             "attention",
             f"attention_kernel<{tiles}>",
