@@ -64,7 +64,7 @@ class Buffers:
         csa = [capacity // layer.ratio for layer in c.layers if layer.kind == "csa"]
         self.selects = any(c.selects(layer.ratio, capacity) for layer in c.layers if layer.kind == "csa")
         entries += [min(c.index_topk, e) if self.selects else e for e in csa]
-        # One launch keeps nothing between its parts (attention.py, indexer.py). Then it does all layers of a kind.
+        # Where one launch does it all, nothing is kept between its parts (attention.py, indexer.py).
         self.attends_in_one = attention.serves(h, c.head_dim, c.rope_dim, dtype)
         self.chooses_in_one = self.attends_in_one and indexer.serves(
             heads=c.index_heads,

@@ -256,7 +256,7 @@ class Decoder:
         wanted = [(f"{name}.wq_b", f.q)] + [(f"{name}.indexer.wq_b", f.iq)] * selects
         products = [Product(b.tiled(w), self._input(w, f.q_low, f.q_in), y) for w, y in wanted]
         wo_a, wo_b = b.tiled(f"{name}.wo_a"), b.tiled(f"{name}.wo_b")
-        # Late where no `queries` follows: the next ones read what `prepare` wrote to the cache before they wait.
+        # Late where no `queries` follows: the next read what `prepare` wrote to the cache before they wait.
         in_one = f.attends_in_one and (not selects or f.chooses_in_one)
         self._product("queries up", products, mixing=mixing, paced=True, triggers_late=in_one)
         if not in_one:

@@ -67,7 +67,7 @@ def test_extremes(twin: ctypes.CDLL, sink: float) -> None:
 
 
 def test_not_finite(twin: ctypes.CDLL) -> None:
-    """NaN in a query shows in its head, a NaN scale, code or rotary channel of a key in its row: there alone."""
+    """NaN in a query shows in its head, a scale or code of a key that is NaN in its rows: there alone."""
     case = Case("listed", [400, 401, 402, 403, 404], heads=8, ratio=4, page=64)
     clean = run(twin, case)
     case.q[0, 3, 17] = float("nan")

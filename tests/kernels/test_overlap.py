@@ -21,7 +21,18 @@ from dsv4.engine.spill import Split, make_placement
 from dsv4.kernels.common import build, quantize
 from dsv4.kernels.common.overlap import Launch, Launcher, check
 from dsv4.kernels.common.places import Form, Placement
-from dsv4.kernels.decode import attend, choose, exchange, index, matvec, mhc, prepare, sample
+from dsv4.kernels.decode import (
+    attend,
+    attention,
+    choose,
+    exchange,
+    index,
+    indexer,
+    matvec,
+    mhc,
+    prepare,
+    sample,
+)
 from dsv4.lab.bench.decode import Wanted
 from dsv4.lab.bench.echo import Echo, echo_peers
 from dsv4.lab.synthetic import make_weights
@@ -33,6 +44,7 @@ from dsv4.ops.index import gpu as index_op
 from dsv4.ops.sample import gpu as sample_op
 from dsv4.parallel.mesh import Mesh
 from dsv4.quant.formats import Format, empty_rows
+from tests.support.dry import planned
 from tests.support.triton_source import read
 
 pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="about sources, not about how they run")
@@ -240,13 +252,14 @@ def test_declarations_are_what_triton_sources_do(decoder: Decoder, monkeypatch: 
 def test_every_tensor_of_a_launcher_is_declared() -> None:
     found = [
         value
-        for module in (mhc, prepare, index, attend, choose, sample, quantize, exchange)
+        for module in (mhc, prepare, index, attend, attention, indexer, choose, sample, quantize, exchange)
         for value in vars(module).values()
         if isinstance(value, Launcher)
     ]
     assert len(found) >= 10
     for launcher in found:
-        declared = {p.split(".")[0] for p in (*launcher.reads, *launcher.reads_early, *launcher.writes)}
+        paths = (*launcher.reads, *launcher.reads_early, *launcher.writes, *launcher.prefetches)
+        declared = {path.split(".")[0] for path in paths}
         hints = launcher.function.__annotations__
         tensors = {name for name, hint in hints.items() if re.search("Tensor|Pooling|Tasks|Peers", str(hint))}
         assert declared == tensors, launcher.function.__name__
@@ -290,6 +303,8 @@ def until_wait(function: str) -> str:
         ("quantize", ["rows_kernel"]),
         ("exchange", ["open_kernel", "gather_kernel"]),
         ("matvec", ["matvec_kernel"]),
+        ("attention", ["attention_kernel"]),
+        ("indexer", ["indexer_kernel"]),
     ],
 )
 def test_cuda_kernels_are_the_known_ones(source: str, names: list[str]) -> None:
@@ -303,10 +318,54 @@ def test_choices_wait(name: str) -> None:
     early = until_wait(functions("choose")[name])
     assert early.count("{") == early.count("}") + 1, "the wait is inside a branch"
     assert "return;" not in early and "launch_dependents();" in early
-    choice = COMMENT.sub("", build.source_path("choose").read_text()).split("struct Choice")[1].split("};")[0]
+    header = (build.HERE / "decode" / "select.cuh").read_text()
+    choice = COMMENT.sub("", header).split("struct Choice")[1].split("};")[0]
     methods = choice[choice.index("count(int row)") : choice.index("place(")]
     for text in (early, methods):
         assert not re.search(r"\b(ids|positions|slots|counts|pages|logits)\[", text), "through L1"
+
+
+STEP_INPUT = r"\b(positions|slots|page_table|listed|pages|row_pages)\["  # not through __ldcg, so through L1
+
+
+def test_attention_waits() -> None:
+    """Once, whichever keys a block has: before it looks at the list, else after it asked for its keys."""
+    found = functions("attention")
+    kernel, row = found["attention_kernel"], COMMENT.sub("", build.source_path("attention").read_text())
+    assert kernel.count(WAIT) == 2 and "return;" not in kernel
+    first, rest = kernel.split(f"if (!is_known) {WAIT}")
+    second, after = rest.split(f"if (is_known) {WAIT}")
+    assert "is_known = !p.listed || keys.own == 0 || keys.in_ring(keys.own - 1);" in first
+    assert "do {" in second and "if (begin == 0) {" in second, "in the first pass, which every block makes"
+    assert "p.q" not in first + second and "p.q" in after and "p.out" not in first + second
+    assert not re.search(STEP_INPUT, row)
+
+
+def test_the_indexer_waits() -> None:
+    """At the outermost level, before any way out, before it reads queries or weights."""
+    kernel = functions("indexer")["indexer_kernel"]
+    early = until_wait(kernel)
+    assert kernel.count(WAIT) == 1 and early.count("{") == early.count("}") + 1
+    assert "return;" not in early and "launch_dependents();" in early
+    assert not re.search(r"p\.iq|p\.weights|to\[", early)
+    assert not re.search(STEP_INPUT, COMMENT.sub("", build.source_path("indexer").read_text()))
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_the_step_of_flash_is_safe(rows: int) -> None:
+    """Attention and the choice of entries in one launch each; "queries up" triggers late for them."""
+    c = preset("flash")
+    c = replace(c, layers=c.layers[:4], num_experts=16, vocab_size=512)
+    decoder = planned(c, rows, context=4096)
+    names = launches(decoder)
+    assert {"queries", "index scores", "combine"}.isdisjoint(names) and "index choose" in names
+    checked(decoder, lambda launch: launch)
+    with pytest.raises(
+        AssertionError, match=r"(attend|index choose).* reads layers\.\d\.(ring|keys) .* prepare"
+    ):
+        checked(decoder, lambda it: replace(it, triggers_late=it.triggers_late and it.name != "queries up"))
+    long = launches(planned(c, rows, context=100_000))
+    assert {"queries", "index scores", "index select"} <= {*long} and "combine" not in long
 
 
 def test_mix_close_waits() -> None:

@@ -62,8 +62,9 @@ def launch_prepare(c: ModelConfig, act: torch.dtype) -> None:
             *((None, "a16") if ratio else (q_low, "a4")),
         )
     q = empty(T, c.num_heads, c.head_dim, dtype=act)
-    for iq in (None, empty(T, c.index_heads, c.index_dim, dtype=act)):
-        prepare.queries(q, iq, cos, cos, numbers(), c.norm_eps)
+    iq = empty(T, c.index_heads, c.index_dim, dtype=act)
+    for some_q, some_iq in ((q, None), (q, iq), (None, iq)):
+        prepare.queries(some_q, some_iq, cos, cos, numbers(), c.norm_eps)
 
 
 def launch_index(c: ModelConfig, act: torch.dtype) -> None:

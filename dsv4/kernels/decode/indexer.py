@@ -1,5 +1,5 @@
 """Decode step: launches indexer.cu. Index queries, scores and the choice of entries of a CSA layer in one
-launch. Replaces ops.index.ref.queries and select, for the sizes that V4 has, in BF16, and rows of few entries.
+launch. Replaces ops.index.ref.queries and select for V4's sizes, in BF16, and rows of few entries.
 
 prepare.py, index.py and choose.py have the same for other sizes, for float32 and for long rows.
 """
@@ -32,7 +32,7 @@ class _Indexing(ctypes.Structure):
 
 
 def serves(heads: int, channels: int, rope: int, capacity: int, topk: int, dtype: torch.dtype) -> bool:
-    """Whether rows of up to `capacity` entries, of which `topk` are chosen, are what the kernel is made for."""
+    """Whether rows of up to `capacity` entries, of which `topk` are chosen, are what it is made for."""
     sizes = (heads, channels, rope) == (HEADS, CHANNELS, ROPE) and dtype == torch.bfloat16
     return sizes and topk <= min(capacity, MAX_ENTRIES) and capacity <= MAX_ENTRIES
 
@@ -90,6 +90,7 @@ def arguments(
     reads=("iq", "weights", "keys", "page_table"),
     reads_early=("keys", "page_table", "slots", "positions", "cos", "sin"),
     writes=("out",),
+    prefetches=("entries",),
 )
 def choose_entries(
     iq: Tensor,
@@ -108,8 +109,8 @@ def choose_entries(
     out: Tensor,
     overlap: bool = True,
 ) -> None:
-    """iq [T, Hi, di], as its product left it; weights [T, Hi], times factor; keys MXFP4 -> out [T, topk] int32:
-    the places in the pool of the entries that score best, by rising entry; -1s.
+    """iq [T, Hi, di], as its product left it; weights [T, Hi], times factor; keys MXFP4 -> out [T, topk]
+    int32: the places in the pool of the entries that score best, by rising entry; -1s.
 
     A row chooses among the (position + 1) // ratio that it sees, at most `capacity`. `entries`, among which
     attention will read, are prefetched to L2.
