@@ -7,8 +7,9 @@
 // Codes are exact in FP16; a score's slice of 64 channels is multiplied by its key's scale in float32, values by their scale
 // relative to the largest. Weights of keys are rounded to FP16 (rotary channels: BF16), relative to the block's peak.
 //
-// A launch finds its instructions in no cache: code that runs once costs as much as it is long. So loops are not unrolled, and
-// what can be a shift is no division.
+// A launch finds its instructions in no cache, and code that runs once takes as long as it takes to come (about 250 instructions
+// in a microsecond). So code is short, and before the wait each warp runs one part of it, on whatever it finds, so that the parts
+// come side by side.
 #include "cluster.cuh"
 #include "fragments.cuh"
 
@@ -101,7 +102,7 @@ struct Keys {
 
 // Queries of a warp's 64 channels: of head g 16 channels a lane, as pairs. Normed, rotated, and for codes in FP16.
 template <int TILES>
-__device__ __forceinline__ void prepare_queries(const Attention& p, Memory<TILES>& s, uint4 (&q)[TILES][2], float4 (&turn)[4], int warp, int lane) {
+__device__ __forceinline__ void prepare_queries(const Attention& p, Memory<TILES>& s, uint4 (&q)[TILES][2], const float4 (&angles)[4], int warp, int lane, bool warms) {
     const int g = lane >> 2, t = lane & 3;
     float v[TILES][16];
 #pragma unroll
@@ -120,7 +121,7 @@ __device__ __forceinline__ void prepare_queries(const Attention& p, Memory<TILES
         square += __shfl_xor_sync(~0u, square, 2);
         if (t == 0) s.squares[warp][n * HEADS + g] = square;
     }
-    __syncthreads();
+    if (!warms) __syncthreads();
 #pragma unroll
     for (int n = 0; n < TILES; ++n) {
         float sum = 0.f;
@@ -133,7 +134,7 @@ __device__ __forceinline__ void prepare_queries(const Attention& p, Memory<TILES
             word[i] = pack_bf16(v[n][2 * i] * factor, v[n][2 * i + 1] * factor);
             const float2 a = open_bf16(word[i]);
             if (warp == ROPE_WARP) {
-                const float4 c4 = turn[i / 4], s4 = turn[2 + i / 4];
+                const float4 c4 = angles[i / 4], s4 = angles[2 + i / 4];
                 const float c = i % 4 == 0 ? c4.x : i % 4 == 1 ? c4.y : i % 4 == 2 ? c4.z : c4.w;
                 const float d = i % 4 == 0 ? s4.x : i % 4 == 1 ? s4.y : i % 4 == 2 ? s4.z : s4.w;
                 word[i] = pack_bf16(a.x * c - a.y * d, a.x * d + a.y * c);
@@ -236,195 +237,218 @@ __global__ void __launch_bounds__(WARPS * 32, TILES == 1 ? 2 : 1) attention_kern
     if (tid == 0) open_inbox(&s.inbox, (keys.blocks * WIDTH * 4 + CLUSTER * 8) * TILES);
     // Keys that are known before the selection, hence written before the launch that precedes this one.
     const bool is_known = !p.listed || keys.own == 0 || keys.in_ring(keys.own - 1);
-    if (!is_known) wait_for_prerequisites();
 
-    uint4 q[TILES][2];
-    float sink[TILES], back[4];   // back: cos, sin of the two rotary channels that a thread ends with
+    uint4 q[TILES][2] = {};
+    float4 angles[4];             // cos, sin of the 16 rotary channels that a lane begins with
+    float sink[TILES], back[4];   // back: cos, sin of the two that it ends with
     float peak[TILES], total[TILES], result[4][TILES][4];   // peak and total: of head `warp` of each tile; result: `add_values`
-#pragma unroll
-    for (int n = 0; n < TILES; ++n) {
-        peak[n] = -INFINITY;
-        total[n] = 0.f;
-#pragma unroll
-        for (int i = 0; i < 16; ++i) result[i / 4][n][i % 4] = 0.f;
-    }
-    int begin = 0;
+    bool is_last;
+    int turn = first_turn();   // in the first one, `warms`, instructions come
 #pragma unroll 1
     do {
-        const int count = min(keys.own - begin, KEYS), num_groups = (count + 15) / 16;
-        // A thread finds a key's row.
-        uint2 scale_codes = make_uint2(0, 0);
-        if (tid < KEYS) {
-            const int at = keys.row(p, row, begin + tid);
-            const bool in_ring = keys.in_ring(begin + tid);
-            s.from[tid] = at < 0 ? nullptr : (in_ring ? p.ring : p.entries) + (int64_t)at * ROW;
-            if (at >= 0) scale_codes = __ldcg(reinterpret_cast<const uint2*>((in_ring ? p.ring_scale : p.entries_scale) + (int64_t)at * SCALES));
-        }
-        __syncthreads();
-        // 16 bytes a lane, of eight keys at a time; zeros where there is no key.
+        const bool warms = turn == 0;
+        const int begin = max(turn - 1, 0) * KEYS, count = min(keys.own - begin, KEYS), num_groups = (count + 15) / 16;
+        const int turns = warms ? 1 : num_groups;
+        is_last = !warms && begin + KEYS >= keys.own;
+        // A warp runs a part of the code: all when it is meant, else its own.
+        const auto runs = [&](int part) { return !warms || warp == part || is_rope; };
+        if (turn <= 1)
+#pragma unroll
+            for (int n = 0; n < TILES; ++n) {
+                peak[n] = -INFINITY;
+                total[n] = 0.f;
+#pragma unroll
+                for (int i = 0; i < 16; ++i) result[i / 4][n][i % 4] = 0.f;
+            }
+        if (turn == 1 && !is_known) wait_for_prerequisites();
+        if (is_known ? turn != 1 : turn != 0) {   // known keys are asked for in the first turn
+            // A thread finds a key's row.
+            uint2 scale_codes = make_uint2(0, 0);
+            if (tid < KEYS) {
+                const int at = keys.row(p, row, begin + tid);
+                const bool in_ring = keys.in_ring(begin + tid);
+                s.from[tid] = at < 0 ? nullptr : (in_ring ? p.ring : p.entries) + (int64_t)at * ROW;
+                if (at >= 0) scale_codes = __ldcg(reinterpret_cast<const uint2*>((in_ring ? p.ring_scale : p.entries_scale) + (int64_t)at * SCALES));
+            }
+            __syncthreads();
+            // 16 bytes a lane, of eight keys at a time; zeros where there is no key.
 #pragma unroll 2
-        for (int key = g; key < num_groups * 16; key += 8) {
-            const uint8_t* data = s.from[key];
-            const bool is_there = data != nullptr;
-            data = is_there ? data + warp * SLICE_WIDTH + t * 16 : p.ring;
-            copy16(is_rope ? s.rotary_at(key, t) : s.code_at(warp, key, t), data, is_there);
-            if (is_rope) copy16(s.rotary_at(key, t + 4), data + (is_there ? 64 : 0), is_there);
+            for (int key = g; key < num_groups * 16; key += 8) {
+                const uint8_t* data = s.from[key];
+                const bool is_there = data != nullptr;
+                data = is_there ? data + warp * SLICE_WIDTH + t * 16 : p.ring;
+                copy16(is_rope ? s.rotary_at(key, t) : s.code_at(warp, key, t), data, is_there);
+                if (is_rope) copy16(s.rotary_at(key, t + 4), data + (is_there ? 64 : 0), is_there);
+            }
+            if (tid < KEYS) *reinterpret_cast<uint2*>(s.scale_codes[tid]) = scale_codes;
         }
-        float4 turn[4];   // cos, sin of the 16 rotary channels that it begins with
-        if (begin == 0) {
+        if (warms) {
             if (is_rope) {
                 const int64_t angle = (int64_t)max(keys.position, 0) * HALF + t * 8;
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    turn[i] = __ldg(reinterpret_cast<const float4*>((i < 2 ? p.cos : p.sin) + angle) + (i & 1));
+                    angles[i] = __ldg(reinterpret_cast<const float4*>((i < 2 ? p.cos : p.sin) + angle) + (i & 1));
                     back[i] = __ldg((i < 2 ? p.cos : p.sin) + angle + (i & 1) * 4 + g / 2);
                 }
             }
 #pragma unroll
             for (int n = 0; n < TILES; ++n) sink[n] = __ldg(p.sinks + first_head + n * HEADS + block) * LOG2E;
+        }
+        if (turn == 1) {
             if (is_known) wait_for_prerequisites();
             const __nv_bfloat16* own = p.q + ((int64_t)row * p.heads + first_head + g) * WIDTH + warp * SLICE_WIDTH + t * 16;
 #pragma unroll
             for (int n = 0; n < 2 * TILES; ++n) q[n / 2][n % 2] = __ldcg(reinterpret_cast<const uint4*>(own + n / 2 * HEADS * WIDTH) + n % 2);
         }
-        if (tid < KEYS) *reinterpret_cast<uint2*>(s.scale_codes[tid]) = scale_codes;
-        if (begin == 0) prepare_queries<TILES>(p, s, q, turn, warp, lane);   // with a barrier
-        else __syncthreads();
+        if (turn <= 1) {
+            if (runs(0)) prepare_queries<TILES>(p, s, q, angles, warp, lane, warms);   // with a barrier
+        } else {
+            __syncthreads();
+        }
         bool is_key[PER_LANE];   // lane, lane + 32, ...
         uint32_t largest = 0;
-#pragma unroll
-        for (int i = 0; i < PER_LANE; ++i) {
-            const int key = lane + 32 * i;
-            is_key[i] = key < KEYS && s.from[key] != nullptr;
-            const uint32_t code = key < KEYS ? s.scale_codes[key][warp] : 0;
-            largest = max(largest, code == 255 ? 0 : code);
-        }
-        largest = __reduce_max_sync(~0u, largest);
-        if (!is_rope)
-#pragma unroll 1
-            for (int key = lane; key < num_groups * 16; key += 32) {
-                const uint32_t code = s.scale_codes[key][warp];
-                s.scales[warp][key] = e8m0_power(code);
-                s.relative[warp][key] = code == 255 ? 0x7E00 : f16_power((int)largest - (int)code);
-            }
-        await_copies();
-        __syncwarp();
-        if (is_rope) {
-#pragma unroll 1
-            for (int i = 0; i < num_groups; ++i) score_keys<TILES, true>(s, q, i, warp, lane);
-        } else {
-#pragma unroll 1
-            for (int i = 0; i < num_groups; ++i) score_keys<TILES, false>(s, q, i, warp, lane);
-        }
-        __syncthreads();
-        // A warp has a head of each tile; a lane every 32nd key.
-        float sum[TILES];
-#pragma unroll
-        for (int n = 0; n < TILES; ++n) {
-            const int head = n * HEADS + warp;
-            float score[PER_LANE];
-            uint32_t best = 0;
-#pragma unroll
-            for (int i = 0; i < PER_LANE; ++i) {
-                float v = 0.f;
-                if (is_key[i])
-#pragma unroll
-                    for (int w = 0; w < WARPS; ++w) v += s.scores[w][head][lane + 32 * i];
-                score[i] = is_key[i] ? v * (p.scale * LOG2E) : -INFINITY;
-                best = max(best, peak_key(score[i]));
-            }
-            const float higher = fmaxf(peak[n], from_peak_key(__reduce_max_sync(~0u, best)));
-            const float base = finite_peak(higher), shrink = power_of_two(peak[n] - base);
-            sum[n] = 0.f;
+        if (runs(1)) {
 #pragma unroll
             for (int i = 0; i < PER_LANE; ++i) {
                 const int key = lane + 32 * i;
-                const float weight = power_of_two(score[i] - base);
-                sum[n] += weight;
-                if (key < KEYS) {
-                    s.weights[0][head][key] = (uint16_t)pack_f16(weight, 0.f);
-                    s.weights[1][head][key] = (uint16_t)pack_bf16(weight, 0.f);
-                }
+                is_key[i] = key < KEYS && s.from[key] != nullptr;
+                const uint32_t code = key < KEYS ? s.scale_codes[key][warp] : 0;
+                largest = max(largest, code == 255 ? 0 : code);
             }
-            if (lane == 0) s.shrink[head] = shrink;
-            total[n] *= shrink;
-            peak[n] = higher;
+            largest = __reduce_max_sync(~0u, largest);
+            if (!is_rope)
+#pragma unroll 1
+                for (int key = lane; key < turns * 16; key += 32) {
+                    const uint32_t code = s.scale_codes[key][warp];
+                    s.scales[warp][key] = e8m0_power(code);
+                    s.relative[warp][key] = code == 255 ? 0x7E00 : f16_power((int)largest - (int)code);
+                }
         }
-        __syncthreads();
-        begin += KEYS;
-        if (begin >= keys.own) all_started();   // the inbox is open, and no scores of this block are read any more
-        float d[4][TILES][4] = {};
+        if (!warms) await_copies();
+        __syncwarp();
         if (is_rope) {
 #pragma unroll 1
-            for (int i = 0; i < num_groups; ++i) add_values<TILES, true>(s, d, i, warp, lane);
-        } else {
+            for (int i = 0; i < turns; ++i) score_keys<TILES, true>(s, q, i, warp, lane);
+        } else if (runs(2)) {
 #pragma unroll 1
-            for (int i = 0; i < num_groups; ++i) add_values<TILES, false>(s, d, i, warp, lane);
+            for (int i = 0; i < turns; ++i) score_keys<TILES, false>(s, q, i, warp, lane);
         }
-        const float unit = is_rope ? 1.f : __uint_as_float(largest << 23);
+        if (!warms) __syncthreads();
+        // A warp has a head of each tile; a lane every 32nd key.
+        float sum[TILES];
+        if (runs(3))
 #pragma unroll
-        for (int n = 0; n < TILES; ++n) {
+            for (int n = 0; n < TILES; ++n) {
+                const int head = n * HEADS + warp;
+                float score[PER_LANE];
+                uint32_t best = 0;
 #pragma unroll
-            for (int i = 16; i; i /= 2) sum[n] += __shfl_xor_sync(~0u, sum[n], i);
-            total[n] += sum[n];
+                for (int i = 0; i < PER_LANE; ++i) {
+                    float v = 0.f;
+                    if (warms || is_key[i])
 #pragma unroll
-            for (int j = 0; j < 2; ++j) {   // heads 2t and 2t + 1
-                const float shrink = s.shrink[n * HEADS + 2 * t + j];
+                        for (int w = 0; w < WARPS; ++w) v += s.scores[w][head][(lane + 32 * i) % SCORE_ROW];
+                    score[i] = is_key[i] ? v * (p.scale * LOG2E) : -INFINITY;
+                    best = max(best, peak_key(score[i]));
+                }
+                const float higher = fmaxf(peak[n], from_peak_key(__reduce_max_sync(~0u, best)));
+                const float base = finite_peak(higher), shrink = power_of_two(peak[n] - base);
+                sum[n] = 0.f;
 #pragma unroll
-                for (int i = 0; i < 8; ++i) {
-                    float& of = result[i / 2][n][i % 2 * 2 + j];
-                    of = of * shrink + d[i / 2][n][i % 2 * 2 + j] * unit;
+                for (int i = 0; i < PER_LANE; ++i) {
+                    const int key = lane + 32 * i;
+                    const float weight = power_of_two(score[i] - base);
+                    sum[n] += weight;
+                    if (key < KEYS) {
+                        s.weights[0][head][key] = (uint16_t)pack_f16(weight, 0.f);
+                        s.weights[1][head][key] = (uint16_t)pack_bf16(weight, 0.f);
+                    }
+                }
+                if (lane == 0) s.shrink[head] = shrink;
+                total[n] *= shrink;
+                peak[n] = higher;
+            }
+        if (!warms) __syncthreads();
+        if (is_last) all_started();   // the inbox is open, and no scores of this block are read any more
+        if (runs(4)) {
+            float d[4][TILES][4] = {};
+            if (is_rope) {
+#pragma unroll 1
+                for (int i = 0; i < turns; ++i) add_values<TILES, true>(s, d, i, warp, lane);
+            } else {
+#pragma unroll 1
+                for (int i = 0; i < turns; ++i) add_values<TILES, false>(s, d, i, warp, lane);
+            }
+            const float unit = is_rope ? 1.f : __uint_as_float(largest << 23);
+#pragma unroll
+            for (int n = 0; n < TILES; ++n) {
+#pragma unroll
+                for (int i = 16; i; i /= 2) sum[n] += __shfl_xor_sync(~0u, sum[n], i);
+                total[n] += sum[n];
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {   // heads 2t and 2t + 1
+                    const float shrink = s.shrink[n * HEADS + 2 * t + j];
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) {
+                        float& of = result[i / 2][n][i % 2 * 2 + j];
+                        of = of * shrink + d[i / 2][n][i % 2 * 2 + j] * unit;
+                    }
                 }
             }
         }
-    } while (begin < keys.own);
-    all_wait();
-    // Block b sums up head b of each tile.
+        ++turn;
+        if (!is_last && !(warms && runs(5))) continue;
+        if (is_last) all_wait();
+        // Block b sums up head b of each tile.
 #pragma unroll
-    for (int n = 0; n < TILES; ++n) {
-        if (keys.own)
+        for (int n = 0; n < TILES; ++n) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {   // a head, 16 channels and 16 more
                 const float(&low)[4] = result[i / 2 * 2][n];
                 const float(&high)[4] = result[i / 2 * 2 + 1][n];
                 const int j = i % 2;
-                send(&s.results[block][n][warp][8 * g + i / 2 * 4], make_float4(low[j], low[2 + j], high[j], high[2 + j]), 2 * t + j, &s.inbox);
+                const float4 four = make_float4(low[j], low[2 + j], high[j], high[2 + j]);
+                send(&s.results[block][n][warp][8 * g + i / 2 * 4], four, 2 * t + j, &s.inbox, is_last && keys.own);
             }
-        if (lane == 0) send(s.peaks[block][n], make_uint2(__float_as_uint(peak[n]), __float_as_uint(total[n])), warp, &s.inbox);
-    }
-    await_inbox(&s.inbox);
-    // A thread has two channels of each head, as `add_values` had them.
-#pragma unroll
-    for (int n = 0; n < TILES; ++n) {
-        float top = sink[n], whole = 0.f, x = 0.f, y = 0.f;
-#pragma unroll
-        for (int b = 0; b < CLUSTER; ++b)
-            if (s.peaks[b][n][1] != 0.f) top = fmaxf(top, s.peaks[b][n][0]);
-        top = finite_peak(top);
-#pragma unroll
-        for (int b = 0; b < CLUSTER; ++b) {
-            const float sum = s.peaks[b][n][1];
-            if (sum == 0.f) continue;   // without keys; its results were not sent
-            const float weight = power_of_two(s.peaks[b][n][0] - top);
-            const float2 of = *reinterpret_cast<const float2*>(&s.results[b][n][warp][2 * lane]);
-            whole += weight * sum;
-            x += weight * of.x;
-            y += weight * of.y;
+            const uint2 two = make_uint2(__float_as_uint(peak[n]), __float_as_uint(total[n]));
+            send(s.peaks[block][n], two, warp, &s.inbox, is_last && lane == 0);
         }
-        whole += power_of_two(sink[n] - top);
-        const float inverse = keys.position < 0 ? 0.f : reciprocal(whole);   // a row of padding is zero
-        uint32_t both = pack_bf16(x * inverse, y * inverse);
-        __nv_bfloat16* out = p.out + ((int64_t)row * p.heads + first_head + n * HEADS + block) * WIDTH + warp * SLICE_WIDTH + 16 * t;
-        if (is_rope) {
-            const float2 own = open_bf16(both), other = open_bf16(__shfl_xor_sync(~0u, both, 4));
-            const float sign = g & 1 ? -1.f : 1.f;
-            both = pack_bf16(own.x * back[0] + other.x * back[2] * sign, own.y * back[1] + other.y * back[3] * sign);
-            reinterpret_cast<uint16_t*>(out)[g] = (uint16_t)both;
-            reinterpret_cast<uint16_t*>(out)[g + 8] = (uint16_t)(both >> 16);
-        } else {
-            reinterpret_cast<uint32_t*>(out)[g] = both;
+        if (is_last) await_inbox(&s.inbox);
+        // A thread has two channels of each head, as `add_values` had them.
+#pragma unroll
+        for (int n = 0; n < TILES; ++n) {
+            float top = sink[n], whole = 0.f, x = 0.f, y = 0.f;
+#pragma unroll
+            for (int b = 0; b < CLUSTER; ++b)
+                if (s.peaks[b][n][1] != 0.f) top = fmaxf(top, s.peaks[b][n][0]);
+            top = finite_peak(top);
+#pragma unroll
+            for (int b = 0; b < CLUSTER; ++b) {
+                const float sum = s.peaks[b][n][1];
+                if (sum == 0.f) continue;   // without keys; its results were not sent
+                const float weight = power_of_two(s.peaks[b][n][0] - top);
+                const float2 of = *reinterpret_cast<const float2*>(&s.results[b][n][warp][2 * lane]);
+                whole += weight * sum;
+                x += weight * of.x;
+                y += weight * of.y;
+            }
+            whole += power_of_two(sink[n] - top);
+            const float inverse = keys.position < 0 ? 0.f : reciprocal(whole);   // a row of padding is zero
+            uint32_t both = pack_bf16(x * inverse, y * inverse);
+            __nv_bfloat16* out = p.out + ((int64_t)row * p.heads + first_head + n * HEADS + block) * WIDTH + warp * SLICE_WIDTH + 16 * t;
+            if (is_rope) {
+                const float2 own = open_bf16(both), other = open_bf16(__shfl_xor_sync(~0u, both, 4));
+                const float sign = g & 1 ? -1.f : 1.f;
+                both = pack_bf16(own.x * back[0] + other.x * back[2] * sign, own.y * back[1] + other.y * back[3] * sign);
+                if (is_last) {
+                    reinterpret_cast<uint16_t*>(out)[g] = (uint16_t)both;
+                    reinterpret_cast<uint16_t*>(out)[g + 8] = (uint16_t)(both >> 16);
+                }
+            } else if (is_last) {
+                reinterpret_cast<uint32_t*>(out)[g] = both;
+            }
         }
-    }
+    } while (!is_last);
 }
 
 #ifdef __CUDACC__
