@@ -271,8 +271,8 @@ class Decoder:
                 eps=c.norm_eps,
             )
         if selects:
-            (self._choose if f.chooses_in_one else self._select)(spec, layer, rope)
-        (self._attend if f.attends_in_one else self._attend_in_parts)(name, spec, layer, rope, selects)
+            self._select(spec, layer, rope)
+        self._attend(name, spec, layer, rope, selects)
         group, rank, groups = c.heads_per_group * c.head_dim, c.o_rank, c.o_groups // b.mesh.size
         self._product(
             "output a",
@@ -320,113 +320,56 @@ class Decoder:
             out=out,
         )
 
-    def _choose(self, spec: LayerSpec, layer: LayerCache, rope: Rope) -> None:
-        f, c, cache = self.buffers, self.config, self.cache
-        self._add(
-            "index choose",
-            indexer.choose_entries,
-            iq=f.iq,
-            weights=f.index_weights,
-            keys=layer.keys,
-            entries=layer.entries,
-            page_table=cache.page_table,
-            slots=f.slots,
-            positions=f.positions,
-            cos=rope.cos,
-            sin=rope.sin,
-            capacity=cache.layout.max_context // spec.ratio,
-            ratio=spec.ratio,
-            page_entries=layer.page_entries,
-            factor=c.index_factor,
-            out=f.chosen_rows,
-        )
-
     def _select(self, spec: LayerSpec, layer: LayerCache, rope: Rope) -> None:
         f, c, cache, keys = self.buffers, self.config, self.cache, layer.keys
         assert keys is not None
-        self._add(
-            "index scores",
-            index.scores,
-            iq=f.iq,
-            weights=f.index_weights,
-            keys=keys,
-            page_table=cache.page_table,
-            slots=f.slots,
-            positions=f.positions,
-            out=f.index_scores,
-            ratio=spec.ratio,
-            page_entries=layer.page_entries,
-            factor=c.index_factor,
-        )
-        self._add(
-            "index select",
-            choose.select_rows,
-            scores=f.index_scores,
-            positions=f.positions,
-            ratio=spec.ratio,
-            page_table=cache.page_table,
-            slots=f.slots,
-            page_entries=layer.page_entries,
-            out=f.chosen_rows,
-        )
+        visible = {
+            "page_table": cache.page_table,
+            "slots": f.slots,
+            "positions": f.positions,
+            "ratio": spec.ratio,
+            "page_entries": layer.page_entries,
+        }
+        scored = {"iq": f.iq, "weights": f.index_weights, "keys": keys, "factor": c.index_factor, **visible}
+        if f.chooses_in_one:
+            self._add(
+                "index choose",
+                indexer.choose_entries,
+                entries=layer.entries,
+                cos=rope.cos,
+                sin=rope.sin,
+                capacity=cache.layout.max_context // spec.ratio,
+                out=f.chosen_rows,
+                **scored,
+            )
+            return
+        self._add("index scores", index.scores, out=f.index_scores, **scored)
+        self._add("index select", choose.select_rows, scores=f.index_scores, out=f.chosen_rows, **visible)
 
     def _attend(self, name: str, spec: LayerSpec, layer: LayerCache, rope: Rope, selects: bool) -> None:
-        f, c = self.buffers, self.config
-        self._add(
-            f"attend {spec.kind}",
-            attention.attend,
-            q=f.q,
-            ring=layer.ring,
-            ring_rows=layer.ring_rows,
-            window=c.window,
-            entries=layer.entries,
-            listed=f.chosen_rows if selects else None,
-            page_table=self.cache.page_table,
-            page_entries=layer.page_entries,
-            ratio=spec.ratio,
-            slots=f.slots,
-            positions=f.positions,
-            sinks=self.b.plain(f"{name}.attn_sink"),
-            cos=rope.cos,
-            sin=rope.sin,
-            eps=c.norm_eps,
-            out=f.o,
-        )
-
-    def _attend_in_parts(
-        self, name: str, spec: LayerSpec, layer: LayerCache, rope: Rope, selects: bool
-    ) -> None:
         f, c, cache = self.buffers, self.config, self.cache
+        over = {
+            "q": f.q,
+            "ring": layer.ring,
+            "ring_rows": layer.ring_rows,
+            "window": c.window,
+            "entries": layer.entries,
+            "rows": f.chosen_rows if selects else None,
+            "page_table": cache.page_table,
+            "page_entries": layer.page_entries,
+            "ratio": spec.ratio,
+            "slots": f.slots,
+            "positions": f.positions,
+        }
+        after = {"sinks": self.b.plain(f"{name}.attn_sink"), "cos": rope.cos, "sin": rope.sin, "out": f.o}
+        if f.attends_in_one:
+            self._add(f"attend {spec.kind}", attention.attend, eps=c.norm_eps, **over, **after)
+            return
         places = cache.layout.max_context // spec.ratio if spec.ratio else 0
         part_o, part_ml = f.chunks(self.dtype, c.window, c.index_topk if selects else places)
-        self._add(
-            f"attend {spec.kind}",
-            attend.attend,
-            q=f.q,
-            ring=layer.ring,
-            ring_rows=layer.ring_rows,
-            window=c.window,
-            entries=layer.entries,
-            rows=f.chosen_rows if selects else None,
-            page_table=cache.page_table,
-            page_entries=layer.page_entries,
-            ratio=spec.ratio,
-            slots=f.slots,
-            positions=f.positions,
-            part_o=part_o,
-            part_ml=part_ml,
-        )
-        self._add(
-            "combine",
-            attend.combine,
-            part_o=part_o,
-            part_ml=part_ml,
-            sinks=self.b.plain(f"{name}.attn_sink"),
-            cos=rope.cos,
-            sin=rope.sin,
-            positions=f.positions,
-            out=f.o,
-        )
+        parts = {"part_o": part_o, "part_ml": part_ml}
+        self._add(f"attend {spec.kind}", attend.attend, **over, **parts)
+        self._add("combine", attend.combine, positions=f.positions, **parts, **after)
 
     def _moe(
         self, name: str, spec: LayerSpec, mixing: Mixing | None, next_fn: Tensor, counts: Tensor | None

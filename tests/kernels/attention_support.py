@@ -45,7 +45,7 @@ class Case:
     def arguments(self, out: Tensor) -> dict[str, object]:
         return {
             **{"q": self.q, "ring": self.ring, "ring_rows": RING, "window": WINDOW, "entries": self.entries},
-            **{"listed": self.listed, "page_table": self.page_table, "page_entries": self.page},
+            **{"rows": self.listed, "page_table": self.page_table, "page_entries": self.page},
             **{"ratio": self.ratio if self.entries is not None else 0, "slots": self.slots},
             **{"positions": self.positions, "sinks": self.sinks, "cos": self.cos, "sin": self.sin},
             **{"eps": EPS, "out": out},

@@ -27,7 +27,7 @@ def there(case: Case, rows: list[int] | None = None) -> dict[str, Any]:
     """The launch's arguments on the device, of these rows alone."""
     picked = torch.tensor(range(len(case.q)) if rows is None else rows)
     given = case.arguments(torch.full_like(case.q[picked], float("nan")))
-    for name in ("q", "listed", "slots", "positions"):
+    for name in ("q", "rows", "slots", "positions"):
         tensor = given[name]
         given[name] = tensor[picked] if isinstance(tensor, Tensor) else None
     for name, value in given.items():

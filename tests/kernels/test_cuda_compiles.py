@@ -237,7 +237,7 @@ def launch_attention() -> None:
             ring_rows=136,
             window=128,
             entries=ring,
-            listed=None,
+            rows=None,
             page_table=some(1, 2, dtype=torch.int32),
             page_entries=64,
             ratio=4,

@@ -49,7 +49,7 @@ def arguments(
     ring_rows: int,
     window: int,
     entries: QuantTensor | None,
-    listed: Tensor | None,
+    rows: Tensor | None,
     page_table: Tensor | None,
     page_entries: int,
     ratio: int,
@@ -74,15 +74,15 @@ def arguments(
     assert ring_rows >= window and sinks.dtype == cos.dtype == sin.dtype == torch.float32
     assert slots.dtype == positions.dtype == torch.long and slots.is_contiguous()
     assert entries is None or ratio > 0
-    assert entries is None or listed is not None or (page_table is not None and page_entries)
-    assert listed is None or (listed.is_contiguous() and listed.dtype == torch.int32)
+    assert entries is None or rows is not None or (page_table is not None and page_entries)
+    assert rows is None or (rows.is_contiguous() and rows.dtype == torch.int32)
     return _Attention(
         q=q.data_ptr(),
         ring=ring.data.data_ptr(),
         ring_scale=address(ring.scale),
         entries=None if entries is None else entries.data.data_ptr(),
         entries_scale=None if entries is None else address(entries.scale),
-        listed=address(listed),
+        listed=address(rows),
         page_table=address(page_table),
         slots=slots.data_ptr(),
         positions=positions.data_ptr(),
@@ -93,7 +93,7 @@ def arguments(
         heads=heads,
         window=window,
         ring_rows=ring_rows,
-        list_width=0 if listed is None else listed.shape[1],
+        list_width=0 if rows is None else rows.shape[1],
         pages=0 if page_table is None else page_table.stride(0),
         group_bits=bits_of(heads // (HEADS * tiles)),
         ratio_bits=bits_of(ratio),
@@ -104,7 +104,7 @@ def arguments(
 
 
 @launcher(
-    reads=("q", "listed", "entries"),
+    reads=("q", "rows", "entries"),
     reads_early=("ring", "entries", "page_table", "slots", "positions", "sinks", "cos", "sin"),
     writes=("out",),
 )
@@ -114,7 +114,7 @@ def attend(
     ring_rows: int,
     window: int,
     entries: QuantTensor | None,
-    listed: Tensor | None,
+    rows: Tensor | None,
     page_table: Tensor | None,
     page_entries: int,
     ratio: int,
@@ -131,11 +131,11 @@ def attend(
     head [H].
 
     Keys of a row: the ring's positions max(0, pos-window+1) .. pos, the token's own included; then, of
-    `entries`, the pool rows `listed` [T, S] int32 (-1: none), of which no more are read than entries are
+    `entries`, the pool rows `rows` [T, S] int32 (-1: none), of which no more are read than entries are
     visible at pos, or, with None, all visible ones.
     """
-    rows, heads, _ = q.shape
-    is_few = rows * heads // HEADS <= FEW_CLUSTERS or heads % (2 * HEADS) or not has_room(q.device)
+    tokens, heads, _ = q.shape
+    is_few = tokens * heads // HEADS <= FEW_CLUSTERS or heads % (2 * HEADS) or not has_room(q.device)
     tiles = 1 if is_few else 2
     given = arguments(
         q=q,
@@ -143,7 +143,7 @@ def attend(
         ring_rows=ring_rows,
         window=window,
         entries=entries,
-        listed=listed,
+        rows=rows,
         page_table=page_table,
         page_entries=page_entries,
         ratio=ratio,
@@ -156,13 +156,13 @@ def attend(
         out=out,
         tiles=tiles,
     )
-    if rows:
+    if tokens:
         call(
             "attention",
             f"attention_kernel<{tiles}>",
             q.device,
             given,
-            blocks=rows * heads // (HEADS * tiles) * CLUSTER,
+            blocks=tokens * heads // (HEADS * tiles) * CLUSTER,
             threads=THREADS,
             shared=SHARED_BYTES[tiles],
             cluster=CLUSTER,
