@@ -3,17 +3,11 @@
 
 #include "attention.cu"
 
-extern "C" {
-const char* attend(int tiles, int rows, const void* params, unsigned seed) {
+extern "C" const char* attend(int rows, const void* params, unsigned seed) {
     const Attention& p = *(const Attention*)params;
-    const int clusters = rows * p.heads / (HEADS * tiles);
-    for (int i = 0; i < clusters; ++i) {
-        const char* problem =
-            tiles == 1 ? emulator::run(i * CLUSTER, CLUSTER, WARPS * 32, sizeof(Memory<1>), seed, [&] { attention_kernel<1>(p); })
-                       : emulator::run(i * CLUSTER, CLUSTER, WARPS * 32, sizeof(Memory<2>), seed, [&] { attention_kernel<2>(p); });
+    for (int i = 0; i < rows * p.heads / HEADS; ++i) {
+        const char* problem = emulator::run(i * CLUSTER, CLUSTER, WARPS * 32, sizeof(Memory), seed, [&] { attention_kernel(p); });
         if (*problem) return problem;
     }
     return "";
-}
-int memory_bytes(int tiles) { return tiles == 1 ? sizeof(Memory<1>) : sizeof(Memory<2>); }
 }

@@ -206,8 +206,7 @@ inline void all_wait() { emulator::pause_for(emulator::cluster, emulator::now->c
 // An inbox counts the bytes that are missing.
 typedef uint64_t Inbox;
 inline void open_inbox(Inbox* inbox, int bytes) { *inbox = bytes; }
-template <typename T> void send(const void* to, T v, int block, const Inbox* inbox, bool really) {
-    if (!really) return;
+template <typename T> void send(const void* to, T v, int block, const Inbox* inbox) {
     Inbox* there = in_block((Inbox*)inbox, block);
     if (*there < sizeof(T) || *there > 1 << 20) emulator::fail("more is sent than the inbox expects");
     *in_block((T*)to, block) = v;
@@ -217,7 +216,6 @@ template <typename T> void send(const void* to, T v, int block, const Inbox* inb
 inline void await_inbox(const Inbox* inbox) {
     while (*inbox) emulator::yield(true);
 }
-inline int first_turn() { return 0; }
 inline void launch_dependents() {}
 inline void wait_for_prerequisites() {}
 inline void __syncthreads() { emulator::meet(emulator::blocks[emulator::now->block].barrier, emulator::threads_per_block); }

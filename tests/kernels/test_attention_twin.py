@@ -22,10 +22,10 @@ def twin(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return loaded
 
 
-def run(twin: ctypes.CDLL, case: Case, tiles: int = 1, seed: int = 0) -> Tensor:
+def run(twin: ctypes.CDLL, case: Case, seed: int = 0) -> Tensor:
     out = torch.full_like(case.q, float("nan"))
-    given = attention.arguments(**case.arguments(out), tiles=tiles)  # type: ignore[arg-type]
-    problem = twin.attend(tiles, len(case.q), ctypes.byref(given), seed)
+    given = attention.arguments(**case.arguments(out))  # type: ignore[arg-type]
+    problem = twin.attend(len(case.q), ctypes.byref(given), seed)
     assert problem == b"", problem.decode()
     return out
 
@@ -39,18 +39,12 @@ CASES = {
 }
 
 
-def test_sizes(twin: ctypes.CDLL) -> None:
-    assert {tiles: twin.memory_bytes(tiles) for tiles in (1, 2)} == attention.SHARED_BYTES
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_attend(twin: ctypes.CDLL, name: str) -> None:
     case = CASES[name]
     out = run(twin, case)
     case.check(out, name)
     assert torch.equal(run(twin, case, seed=1), out), "the order of events shows"
-    if case.q.shape[1] == 16:
-        assert torch.equal(run(twin, case, tiles=2), out), "so many heads at a time show"
 
 
 @pytest.mark.parametrize("sink", [-100.0, 100.0])

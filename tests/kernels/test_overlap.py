@@ -333,30 +333,21 @@ def test_attention_waits() -> None:
     found = functions("attention")
     kernel, row = found["attention_kernel"], COMMENT.sub("", build.source_path("attention").read_text())
     assert kernel.count(WAIT) == 2 and "return;" not in kernel
-    first, rest = kernel.split(f"if (turn == 1 && !is_known) {WAIT}")
+    first, rest = kernel.split(f"if (!is_known) {WAIT}")
     second, after = rest.split(f"if (is_known) {WAIT}")
     assert "is_known = !p.listed || keys.own == 0 || keys.in_ring(keys.own - 1);" in first
-    assert second.rstrip().endswith("if (turn == 1) {"), "every block has a second turn"
-    assert "is_last = !warms &&" in first and kernel.rstrip().endswith("} while (!is_last);\n}")
-    # The first turn looks at known keys alone, and stores nothing but in shared memory.
-    assert "if (is_known ? turn != 1 : turn != 0) {" in second
+    assert "do {" in second and "if (begin == 0) {" in second, "in the first pass, which every block makes"
     assert "p.q" not in first + second and "p.q" in after and "p.out" not in first + second
-    stores = re.findall(r"(.*)\n\s+reinterpret_cast<uint\d+_t\*>\(out\)\[g\]", after)
-    assert [line.split("{")[0].strip() for line in stores] == ["if (is_last)", "} else if (is_last)"], stores
     assert not re.search(STEP_INPUT, row)
 
 
 def test_the_indexer_waits() -> None:
-    """In its second turn, at the outermost level; the first one reads neither queries nor weights, and stores
-    nothing but in shared memory."""
+    """At the outermost level, before any way out, before it reads queries or weights."""
     kernel = functions("indexer")["indexer_kernel"]
-    early, after = kernel.split(f"if (!warms) {WAIT}")
-    assert "return;" not in kernel and kernel.rstrip().endswith("} while (++turn < 2);\n}")
-    assert early.count("{") == early.count("}") + 2, "inside more than the loop"
-    assert "launch_dependents();" in early and not re.search(r"p\.iq|p\.weights|to\[", early)
-    assert re.search(r"if \(!warms\) \{\s*raw = __ldcg\([^;]*p\.iq[^;]*;[^}]*p\.weights[^}]*\}", after)
-    assert re.search(r"if \(block == 0 && !warms\)[^{}]*to\[", after) and "if (!warms) to[rank]" in after
-    assert len(re.findall(r"\bto\[", kernel)) == 2 and after.count("p.iq") == after.count("p.weights") == 1
+    early = until_wait(kernel)
+    assert kernel.count(WAIT) == 1 and early.count("{") == early.count("}") + 1
+    assert "return;" not in early and "launch_dependents();" in early
+    assert not re.search(r"p\.iq|p\.weights|to\[", early)
     assert not re.search(STEP_INPUT, COMMENT.sub("", build.source_path("indexer").read_text()))
 
 

@@ -1,15 +1,14 @@
 // Decode step: attention of one row, from the queries as their product left them to the rotated-back result, in one launch.
 //
-// A cluster of blocks takes HEADS * TILES heads; its blocks cut the keys evenly, 16 at a time (split-KV), by the row's position
+// A cluster of blocks takes eight heads; its blocks cut the keys evenly, 16 at a time (split-KV), by the row's position
 // alone. Of a block's keys each warp has 64 channels, as keys and as values: it copies, decodes and multiplies those without
 // waiting for another. Only scores change hands inside a block, only results inside a cluster: the block of a head sums them up.
 //
 // Codes are exact in FP16; a score's slice of 64 channels is multiplied by its key's scale in float32, values by their scale
 // relative to the largest. Weights of keys are rounded to FP16 (rotary channels: BF16), relative to the block's peak.
 //
-// A launch finds its instructions in no cache, and code that runs once takes as long as it takes to come (about 250 instructions
-// in a microsecond). So code is short, and before the wait each warp runs one part of it, on whatever it finds, so that the parts
-// come side by side.
+// A launch finds its instructions in no cache: code that runs once takes as long as it takes to come, about 250 instructions in a
+// microsecond. So loops are not unrolled, and what can be a shift is no division.
 #include "cluster.cuh"
 #include "fragments.cuh"
 
@@ -34,20 +33,20 @@ struct Attention {
     float scale, eps;
 };
 
-template <int TILES> struct Memory {
+struct Memory {
     uint8_t codes[ROPE_WARP][KEYS][SLICE_WIDTH];   // 16 bytes swizzled: `code_at`
     uint8_t rotary[KEYS][2 * SLICE_WIDTH];         // `rotary_at`
     union {
-        float scores[WARPS][TILES * HEADS][SCORE_ROW];
-        float results[CLUSTER][TILES][WARPS][SLICE_WIDTH];   // by block: of this block's heads, when all have read their last scores
+        float scores[WARPS][HEADS][SCORE_ROW];
+        float results[CLUSTER][WARPS][SLICE_WIDTH];   // by block: of this block's head, when all have read their last scores
     };
-    float peaks[CLUSTER][TILES][2];                // beside them: peak, sum of weights
+    float peaks[CLUSTER][2];                // beside them: peak, sum of weights
     const uint8_t* from[KEYS];                     // rows of keys; null: none
     uint8_t scale_codes[KEYS][SCALES];
     float scales[ROPE_WARP][KEYS];
     uint16_t relative[ROPE_WARP][KEYS];            // FP16: of the largest scale
-    uint16_t weights[2][TILES * HEADS][WEIGHT_ROW];   // FP16, BF16
-    float squares[WARPS][TILES * HEADS], shrink[TILES * HEADS];
+    uint16_t weights[2][HEADS][WEIGHT_ROW];   // FP16, BF16
+    float squares[WARPS][HEADS], shrink[HEADS];
     Inbox inbox;                                   // of results and peaks
 
     // Part 0 .. 3 of a key's 64 codes, 0 .. 7 of its rotary channels.
@@ -100,62 +99,50 @@ struct Keys {
     }
 };
 
+__device__ __forceinline__ uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+__device__ __forceinline__ float part_of(const float4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
 // Queries of a warp's 64 channels: of head g 16 channels a lane, as pairs. Normed, rotated, and for codes in FP16.
-template <int TILES>
-__device__ __forceinline__ void prepare_queries(const Attention& p, Memory<TILES>& s, uint4 (&q)[TILES][2], const float4 (&angles)[4], int warp, int lane, bool warms) {
+__device__ __forceinline__ void prepare_queries(const Attention& p, Memory& s, uint4 (&q)[2], const float4 (&turn)[4], int warp, int lane) {
     const int g = lane >> 2, t = lane & 3;
-    float v[TILES][16];
+    float v[16], square = 0.f;
 #pragma unroll
-    for (int n = 0; n < TILES; ++n) {
-        float square = 0.f;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const uint4 half = q[n][i / 4];
-            const float2 pair = open_bf16(i % 4 == 0 ? half.x : i % 4 == 1 ? half.y : i % 4 == 2 ? half.z : half.w);
-            v[n][2 * i] = pair.x;
-            v[n][2 * i + 1] = pair.y;
-            square += pair.x * pair.x;
-            square += pair.y * pair.y;
-        }
-        square += __shfl_xor_sync(~0u, square, 1);
-        square += __shfl_xor_sync(~0u, square, 2);
-        if (t == 0) s.squares[warp][n * HEADS + g] = square;
+    for (int i = 0; i < 8; ++i) {
+        const float2 pair = open_bf16(word_of(q[i / 4], i % 4));
+        v[2 * i] = pair.x;
+        v[2 * i + 1] = pair.y;
+        square += pair.x * pair.x;
+        square += pair.y * pair.y;
     }
-    if (!warms) __syncthreads();
+    square += __shfl_xor_sync(~0u, square, 1);
+    square += __shfl_xor_sync(~0u, square, 2);
+    if (t == 0) s.squares[warp][g] = square;
+    __syncthreads();
+    float sum = 0.f;
 #pragma unroll
-    for (int n = 0; n < TILES; ++n) {
-        float sum = 0.f;
+    for (int w = 0; w < WARPS; ++w) sum += s.squares[w][g];
+    const float factor = rsqrtf(sum * (1.f / WIDTH) + p.eps);
+    uint32_t word[8];
 #pragma unroll
-        for (int w = 0; w < WARPS; ++w) sum += s.squares[w][n * HEADS + g];
-        const float factor = rsqrtf(sum * (1.f / WIDTH) + p.eps);
-        uint32_t word[8];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            word[i] = pack_bf16(v[n][2 * i] * factor, v[n][2 * i + 1] * factor);
-            const float2 a = open_bf16(word[i]);
-            if (warp == ROPE_WARP) {
-                const float4 c4 = angles[i / 4], s4 = angles[2 + i / 4];
-                const float c = i % 4 == 0 ? c4.x : i % 4 == 1 ? c4.y : i % 4 == 2 ? c4.z : c4.w;
-                const float d = i % 4 == 0 ? s4.x : i % 4 == 1 ? s4.y : i % 4 == 2 ? s4.z : s4.w;
-                word[i] = pack_bf16(a.x * c - a.y * d, a.x * d + a.y * c);
-            } else {
-                word[i] = pack_f16(a.x, a.y);   // exact from 2^-17 on
-            }
+    for (int i = 0; i < 8; ++i) {
+        word[i] = pack_bf16(v[2 * i] * factor, v[2 * i + 1] * factor);
+        const float2 a = open_bf16(word[i]);
+        if (warp == ROPE_WARP) {
+            const float c = part_of(turn[i / 4], i % 4), d = part_of(turn[2 + i / 4], i % 4);
+            word[i] = pack_bf16(a.x * c - a.y * d, a.x * d + a.y * c);
+        } else {
+            word[i] = pack_f16(a.x, a.y);   // exact from 2^-17 on
         }
-        q[n][0] = make_uint4(word[0], word[1], word[2], word[3]);
-        q[n][1] = make_uint4(word[4], word[5], word[6], word[7]);
     }
+    q[0] = make_uint4(word[0], word[1], word[2], word[3]);
+    q[1] = make_uint4(word[4], word[5], word[6], word[7]);
 }
 
-__device__ __forceinline__ uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
-
 // Scores of 16 keys over the warp's 64 channels. A lane has 16 channels in a row of keys g and g + 8, as of its queries.
-template <int TILES, bool IS_ROPE>
-__device__ __forceinline__ void score_keys(Memory<TILES>& s, const uint4 (&q)[TILES][2], int group, int warp, int lane) {
+template <bool IS_ROPE>
+__device__ __forceinline__ void score_keys(Memory& s, const uint4 (&q)[2], int group, int warp, int lane) {
     const int g = lane >> 2, t = lane & 3, key = group * 16 + g;
-    float d[2][TILES][4];   // two chains
-#pragma unroll
-    for (int i = 0; i < 8 * TILES; ++i) d[i / 4 % 2][i / 8][i % 4] = 0.f;
+    float d[2][4] = {};   // two chains
     uint4 of[2][IS_ROPE ? 2 : 1];   // by key, half
 #pragma unroll
     for (int k = 0; k < 2; ++k)
@@ -170,34 +157,29 @@ __device__ __forceinline__ void score_keys(Memory<TILES>& s, const uint4 (&q)[TI
             if constexpr (IS_ROPE) a[k] = word_of(of[k & 1][j / 2], j % 2 * 2 + k / 2);
             else a[k] = e4m3x2((uint16_t)(word_of(of[k & 1][0], j) >> k / 2 * 16));
         }
-#pragma unroll
-        for (int n = 0; n < TILES; ++n) {
-            const uint32_t b0 = word_of(q[n][j / 2], j % 2 * 2), b1 = word_of(q[n][j / 2], j % 2 * 2 + 1);
-            if constexpr (IS_ROPE) multiply_bf16(d[j & 1][n], a, b0, b1);
-            else multiply_f16(d[j & 1][n], a, b0, b1);
-        }
+        const uint32_t b0 = word_of(q[j / 2], j % 2 * 2), b1 = word_of(q[j / 2], j % 2 * 2 + 1);
+        if constexpr (IS_ROPE) multiply_bf16(d[j & 1], a, b0, b1);
+        else multiply_f16(d[j & 1], a, b0, b1);
     }
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
         float scale = 1.f;
         if constexpr (!IS_ROPE) scale = s.scales[warp][key + 8 * k];
 #pragma unroll
-        for (int i = 0; i < 2 * TILES; ++i)
-            s.scores[warp][i / 2 * HEADS + 2 * t + i % 2][key + 8 * k] = (d[0][i / 2][2 * k + i % 2] + d[1][i / 2][2 * k + i % 2]) * scale;
+        for (int i = 0; i < 2; ++i) s.scores[warp][2 * t + i][key + 8 * k] = (d[0][2 * k + i] + d[1][2 * k + i]) * scale;
     }
 }
 
 // The warp's 64 channels of 16 keys, weighted, added to d: by 16 channels; of those d has 2g (0, 1) and 2g + 1 (2, 3), of rotary
 // ones g and g + 8.
-template <int TILES, bool IS_ROPE>
-__device__ __forceinline__ void add_values(Memory<TILES>& s, float (&d)[4][TILES][4], int group, int warp, int lane) {
+template <bool IS_ROPE>
+__device__ __forceinline__ void add_values(Memory& s, float (&d)[4][4], int group, int warp, int lane) {
     const int g = lane >> 2, t = lane & 3, key = group * 16 + (lane & 15);   // `key`: whose address this lane has, and which of two parts
-    uint32_t b[TILES][2], unit[2];
+    uint32_t b[2], unit[2];
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
         const int pair = group * 16 + k * 8 + 2 * t;
-#pragma unroll
-        for (int n = 0; n < TILES; ++n) b[n][k] = *reinterpret_cast<const uint32_t*>(&s.weights[IS_ROPE][n * HEADS + g][pair]);
+        b[k] = *reinterpret_cast<const uint32_t*>(&s.weights[IS_ROPE][g][pair]);
         if constexpr (!IS_ROPE) unit[k] = *reinterpret_cast<const uint32_t*>(&s.relative[warp][pair]);
     }
 #pragma unroll
@@ -217,243 +199,182 @@ __device__ __forceinline__ void add_values(Memory<TILES>& s, float (&d)[4][TILES
                 a[2 * k + 1] = times(e4m3x2((uint16_t)__byte_perm(r[k], 0, 0x4431)), by);
             }
         }
-#pragma unroll
-        for (int n = 0; n < TILES; ++n) {
-            if constexpr (IS_ROPE) multiply_bf16(d[c][n], a, b[n][0], b[n][1]);
-            else multiply_f16(d[c][n], a, b[n][0], b[n][1]);
-        }
+        if constexpr (IS_ROPE) multiply_bf16(d[c], a, b[0], b[1]);
+        else multiply_f16(d[c], a, b[0], b[1]);
     }
 }
 
-template <int TILES>
-__global__ void __launch_bounds__(WARPS * 32, TILES == 1 ? 2 : 1) attention_kernel(const Attention p) {
-    Memory<TILES>& s = *(Memory<TILES>*)shared_memory();
+__global__ void __launch_bounds__(WARPS * 32, 2) attention_kernel(const Attention p) {
+    Memory& s = *(Memory*)shared_memory();
     launch_dependents();
     const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
     const int block = blockIdx.x % CLUSTER, cluster = blockIdx.x / CLUSTER;
-    const int row = cluster >> p.group_bits, first_head = (cluster & ((1 << p.group_bits) - 1)) * (HEADS * TILES);
+    const int row = cluster >> p.group_bits, first_head = (cluster & ((1 << p.group_bits) - 1)) * HEADS;
     const Keys keys(p, row, block);
     const bool is_rope = warp == ROPE_WARP;
-    if (tid == 0) open_inbox(&s.inbox, (keys.blocks * WIDTH * 4 + CLUSTER * 8) * TILES);
+    if (tid == 0) open_inbox(&s.inbox, keys.blocks * WIDTH * 4 + CLUSTER * 8);
     // Keys that are known before the selection, hence written before the launch that precedes this one.
     const bool is_known = !p.listed || keys.own == 0 || keys.in_ring(keys.own - 1);
+    if (!is_known) wait_for_prerequisites();
 
-    uint4 q[TILES][2] = {};
-    float4 angles[4];             // cos, sin of the 16 rotary channels that a lane begins with
-    float sink[TILES], back[4];   // back: cos, sin of the two that it ends with
-    float peak[TILES], total[TILES], result[4][TILES][4];   // peak and total: of head `warp` of each tile; result: `add_values`
-    bool is_last;
-    int turn = first_turn();   // in the first one, `warms`, instructions come
+    uint4 q[2];
+    float sink, back[4];   // back: cos, sin of the two rotary channels that a thread ends with
+    float peak = -INFINITY, total = 0.f, result[4][4] = {};   // peak and total: of head `warp`; result: as `add_values` has it
+    int begin = 0;
 #pragma unroll 1
     do {
-        const bool warms = turn == 0;
-        const int begin = max(turn - 1, 0) * KEYS, count = min(keys.own - begin, KEYS), num_groups = (count + 15) / 16;
-        const int turns = warms ? 1 : num_groups;
-        is_last = !warms && begin + KEYS >= keys.own;
-        // A warp runs a part of the code: all when it is meant, else its own.
-        const auto runs = [&](int part) { return !warms || warp == part || is_rope; };
-        if (turn <= 1)
-#pragma unroll
-            for (int n = 0; n < TILES; ++n) {
-                peak[n] = -INFINITY;
-                total[n] = 0.f;
-#pragma unroll
-                for (int i = 0; i < 16; ++i) result[i / 4][n][i % 4] = 0.f;
-            }
-        if (turn == 1 && !is_known) wait_for_prerequisites();
-        if (is_known ? turn != 1 : turn != 0) {   // known keys are asked for in the first turn
-            // A thread finds a key's row.
-            uint2 scale_codes = make_uint2(0, 0);
-            if (tid < KEYS) {
-                const int at = keys.row(p, row, begin + tid);
-                const bool in_ring = keys.in_ring(begin + tid);
-                s.from[tid] = at < 0 ? nullptr : (in_ring ? p.ring : p.entries) + (int64_t)at * ROW;
-                if (at >= 0) scale_codes = __ldcg(reinterpret_cast<const uint2*>((in_ring ? p.ring_scale : p.entries_scale) + (int64_t)at * SCALES));
-            }
-            __syncthreads();
-            // 16 bytes a lane, of eight keys at a time; zeros where there is no key.
-#pragma unroll 2
-            for (int key = g; key < num_groups * 16; key += 8) {
-                const uint8_t* data = s.from[key];
-                const bool is_there = data != nullptr;
-                data = is_there ? data + warp * SLICE_WIDTH + t * 16 : p.ring;
-                copy16(is_rope ? s.rotary_at(key, t) : s.code_at(warp, key, t), data, is_there);
-                if (is_rope) copy16(s.rotary_at(key, t + 4), data + (is_there ? 64 : 0), is_there);
-            }
-            if (tid < KEYS) *reinterpret_cast<uint2*>(s.scale_codes[tid]) = scale_codes;
+        const int count = min(keys.own - begin, KEYS), num_groups = (count + 15) / 16;
+        // A thread finds a key's row.
+        uint2 scale_codes = make_uint2(0, 0);
+        if (tid < KEYS) {
+            const int at = keys.row(p, row, begin + tid);
+            const bool in_ring = keys.in_ring(begin + tid);
+            s.from[tid] = at < 0 ? nullptr : (in_ring ? p.ring : p.entries) + (int64_t)at * ROW;
+            if (at >= 0) scale_codes = __ldcg(reinterpret_cast<const uint2*>((in_ring ? p.ring_scale : p.entries_scale) + (int64_t)at * SCALES));
         }
-        if (warms) {
+        __syncthreads();
+        // 16 bytes a lane, of eight keys at a time; zeros where there is no key.
+#pragma unroll 2
+        for (int key = g; key < num_groups * 16; key += 8) {
+            const uint8_t* data = s.from[key];
+            const bool is_there = data != nullptr;
+            data = is_there ? data + warp * SLICE_WIDTH + t * 16 : p.ring;
+            copy16(is_rope ? s.rotary_at(key, t) : s.code_at(warp, key, t), data, is_there);
+            if (is_rope) copy16(s.rotary_at(key, t + 4), data + (is_there ? 64 : 0), is_there);
+        }
+        float4 turn[4];   // cos, sin of the 16 that it begins with
+        if (begin == 0) {
             if (is_rope) {
                 const int64_t angle = (int64_t)max(keys.position, 0) * HALF + t * 8;
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    angles[i] = __ldg(reinterpret_cast<const float4*>((i < 2 ? p.cos : p.sin) + angle) + (i & 1));
+                    turn[i] = __ldg(reinterpret_cast<const float4*>((i < 2 ? p.cos : p.sin) + angle) + (i & 1));
                     back[i] = __ldg((i < 2 ? p.cos : p.sin) + angle + (i & 1) * 4 + g / 2);
                 }
             }
-#pragma unroll
-            for (int n = 0; n < TILES; ++n) sink[n] = __ldg(p.sinks + first_head + n * HEADS + block) * LOG2E;
-        }
-        if (turn == 1) {
+            sink = __ldg(p.sinks + first_head + block) * LOG2E;
             if (is_known) wait_for_prerequisites();
             const __nv_bfloat16* own = p.q + ((int64_t)row * p.heads + first_head + g) * WIDTH + warp * SLICE_WIDTH + t * 16;
-#pragma unroll
-            for (int n = 0; n < 2 * TILES; ++n) q[n / 2][n % 2] = __ldcg(reinterpret_cast<const uint4*>(own + n / 2 * HEADS * WIDTH) + n % 2);
+            q[0] = __ldcg(reinterpret_cast<const uint4*>(own));
+            q[1] = __ldcg(reinterpret_cast<const uint4*>(own) + 1);
         }
-        if (turn <= 1) {
-            if (runs(0)) prepare_queries<TILES>(p, s, q, angles, warp, lane, warms);   // with a barrier
-        } else {
-            __syncthreads();
-        }
+        if (tid < KEYS) *reinterpret_cast<uint2*>(s.scale_codes[tid]) = scale_codes;
+        if (begin == 0) prepare_queries(p, s, q, turn, warp, lane);   // with a barrier
+        else __syncthreads();
         bool is_key[PER_LANE];   // lane, lane + 32, ...
         uint32_t largest = 0;
-        if (runs(1)) {
 #pragma unroll
-            for (int i = 0; i < PER_LANE; ++i) {
-                const int key = lane + 32 * i;
-                is_key[i] = key < KEYS && s.from[key] != nullptr;
-                const uint32_t code = key < KEYS ? s.scale_codes[key][warp] : 0;
-                largest = max(largest, code == 255 ? 0 : code);
-            }
-            largest = __reduce_max_sync(~0u, largest);
-            if (!is_rope)
-#pragma unroll 1
-                for (int key = lane; key < turns * 16; key += 32) {
-                    const uint32_t code = s.scale_codes[key][warp];
-                    s.scales[warp][key] = e8m0_power(code);
-                    s.relative[warp][key] = code == 255 ? 0x7E00 : f16_power((int)largest - (int)code);
-                }
+        for (int i = 0; i < PER_LANE; ++i) {
+            const int key = lane + 32 * i;
+            is_key[i] = key < KEYS && s.from[key] != nullptr;
+            const uint32_t code = key < KEYS ? s.scale_codes[key][warp] : 0;
+            largest = max(largest, code == 255 ? 0 : code);
         }
-        if (!warms) await_copies();
+        largest = __reduce_max_sync(~0u, largest);
+        if (!is_rope)
+#pragma unroll 1
+            for (int key = lane; key < num_groups * 16; key += 32) {
+                const uint32_t code = s.scale_codes[key][warp];
+                s.scales[warp][key] = e8m0_power(code);
+                s.relative[warp][key] = code == 255 ? 0x7E00 : f16_power((int)largest - (int)code);
+            }
+        await_copies();
         __syncwarp();
         if (is_rope) {
 #pragma unroll 1
-            for (int i = 0; i < turns; ++i) score_keys<TILES, true>(s, q, i, warp, lane);
-        } else if (runs(2)) {
+            for (int i = 0; i < num_groups; ++i) score_keys<true>(s, q, i, warp, lane);
+        } else {
 #pragma unroll 1
-            for (int i = 0; i < turns; ++i) score_keys<TILES, false>(s, q, i, warp, lane);
+            for (int i = 0; i < num_groups; ++i) score_keys<false>(s, q, i, warp, lane);
         }
-        if (!warms) __syncthreads();
-        // A warp has a head of each tile; a lane every 32nd key.
-        float sum[TILES];
-        if (runs(3))
+        __syncthreads();
+        // A warp has a head; a lane every 32nd key.
+        float score[PER_LANE], sum = 0.f;
+        uint32_t best = 0;
 #pragma unroll
-            for (int n = 0; n < TILES; ++n) {
-                const int head = n * HEADS + warp;
-                float score[PER_LANE];
-                uint32_t best = 0;
+        for (int i = 0; i < PER_LANE; ++i) {
+            float v = 0.f;
+            if (is_key[i])
 #pragma unroll
-                for (int i = 0; i < PER_LANE; ++i) {
-                    float v = 0.f;
-                    if (warms || is_key[i])
+                for (int w = 0; w < WARPS; ++w) v += s.scores[w][warp][lane + 32 * i];
+            score[i] = is_key[i] ? v * (p.scale * LOG2E) : -INFINITY;
+            best = max(best, peak_key(score[i]));
+        }
+        const float higher = fmaxf(peak, from_peak_key(__reduce_max_sync(~0u, best)));
+        const float base = finite_peak(higher), shrink = power_of_two(peak - base);
 #pragma unroll
-                        for (int w = 0; w < WARPS; ++w) v += s.scores[w][head][(lane + 32 * i) % SCORE_ROW];
-                    score[i] = is_key[i] ? v * (p.scale * LOG2E) : -INFINITY;
-                    best = max(best, peak_key(score[i]));
-                }
-                const float higher = fmaxf(peak[n], from_peak_key(__reduce_max_sync(~0u, best)));
-                const float base = finite_peak(higher), shrink = power_of_two(peak[n] - base);
-                sum[n] = 0.f;
-#pragma unroll
-                for (int i = 0; i < PER_LANE; ++i) {
-                    const int key = lane + 32 * i;
-                    const float weight = power_of_two(score[i] - base);
-                    sum[n] += weight;
-                    if (key < KEYS) {
-                        s.weights[0][head][key] = (uint16_t)pack_f16(weight, 0.f);
-                        s.weights[1][head][key] = (uint16_t)pack_bf16(weight, 0.f);
-                    }
-                }
-                if (lane == 0) s.shrink[head] = shrink;
-                total[n] *= shrink;
-                peak[n] = higher;
+        for (int i = 0; i < PER_LANE; ++i) {
+            const int key = lane + 32 * i;
+            const float weight = power_of_two(score[i] - base);
+            sum += weight;
+            if (key < KEYS) {
+                s.weights[0][warp][key] = (uint16_t)pack_f16(weight, 0.f);
+                s.weights[1][warp][key] = (uint16_t)pack_bf16(weight, 0.f);
             }
-        if (!warms) __syncthreads();
-        if (is_last) all_started();   // the inbox is open, and no scores of this block are read any more
-        if (runs(4)) {
-            float d[4][TILES][4] = {};
-            if (is_rope) {
+        }
+        if (lane == 0) s.shrink[warp] = shrink;
+        total *= shrink;
+        peak = higher;
+        __syncthreads();
+        begin += KEYS;
+        if (begin >= keys.own) all_started();   // the inbox is open, and no scores of this block are read any more
+        float d[4][4] = {};
+        if (is_rope) {
 #pragma unroll 1
-                for (int i = 0; i < turns; ++i) add_values<TILES, true>(s, d, i, warp, lane);
-            } else {
+            for (int i = 0; i < num_groups; ++i) add_values<true>(s, d, i, warp, lane);
+        } else {
 #pragma unroll 1
-                for (int i = 0; i < turns; ++i) add_values<TILES, false>(s, d, i, warp, lane);
-            }
-            const float unit = is_rope ? 1.f : __uint_as_float(largest << 23);
-#pragma unroll
-            for (int n = 0; n < TILES; ++n) {
-#pragma unroll
-                for (int i = 16; i; i /= 2) sum[n] += __shfl_xor_sync(~0u, sum[n], i);
-                total[n] += sum[n];
-#pragma unroll
-                for (int j = 0; j < 2; ++j) {   // heads 2t and 2t + 1
-                    const float shrink = s.shrink[n * HEADS + 2 * t + j];
-#pragma unroll
-                    for (int i = 0; i < 8; ++i) {
-                        float& of = result[i / 2][n][i % 2 * 2 + j];
-                        of = of * shrink + d[i / 2][n][i % 2 * 2 + j] * unit;
-                    }
-                }
-            }
+            for (int i = 0; i < num_groups; ++i) add_values<false>(s, d, i, warp, lane);
         }
-        ++turn;
-        if (!is_last && !(warms && runs(5))) continue;
-        if (is_last) all_wait();
-        // Block b sums up head b of each tile.
+        const float unit = is_rope ? 1.f : __uint_as_float(largest << 23);
 #pragma unroll
-        for (int n = 0; n < TILES; ++n) {
+        for (int i = 16; i; i /= 2) sum += __shfl_xor_sync(~0u, sum, i);
+        total += sum;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {   // a head, 16 channels and 16 more
-                const float(&low)[4] = result[i / 2 * 2][n];
-                const float(&high)[4] = result[i / 2 * 2 + 1][n];
-                const int j = i % 2;
-                const float4 four = make_float4(low[j], low[2 + j], high[j], high[2 + j]);
-                send(&s.results[block][n][warp][8 * g + i / 2 * 4], four, 2 * t + j, &s.inbox, is_last && keys.own);
-            }
-            const uint2 two = make_uint2(__float_as_uint(peak[n]), __float_as_uint(total[n]));
-            send(s.peaks[block][n], two, warp, &s.inbox, is_last && lane == 0);
+        for (int i = 0; i < 16; ++i) result[i / 4][i % 4] = result[i / 4][i % 4] * s.shrink[2 * t + i % 2] + d[i / 4][i % 4] * unit;
+    } while (begin < keys.own);
+    all_wait();
+    // Block b sums up head b.
+    if (keys.own)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {   // a head, 16 channels and 16 more
+            const float(&low)[4] = result[i / 2 * 2];
+            const float(&high)[4] = result[i / 2 * 2 + 1];
+            const int j = i % 2;
+            send(&s.results[block][warp][8 * g + i / 2 * 4], make_float4(low[j], low[2 + j], high[j], high[2 + j]), 2 * t + j, &s.inbox);
         }
-        if (is_last) await_inbox(&s.inbox);
-        // A thread has two channels of each head, as `add_values` had them.
+    if (lane == 0) send(s.peaks[block], make_uint2(__float_as_uint(peak), __float_as_uint(total)), warp, &s.inbox);
+    await_inbox(&s.inbox);
+    // A thread has two channels, as `add_values` had them.
+    float top = sink, whole = 0.f, x = 0.f, y = 0.f;
 #pragma unroll
-        for (int n = 0; n < TILES; ++n) {
-            float top = sink[n], whole = 0.f, x = 0.f, y = 0.f;
+    for (int b = 0; b < CLUSTER; ++b)
+        if (s.peaks[b][1] != 0.f) top = fmaxf(top, s.peaks[b][0]);
+    top = finite_peak(top);
 #pragma unroll
-            for (int b = 0; b < CLUSTER; ++b)
-                if (s.peaks[b][n][1] != 0.f) top = fmaxf(top, s.peaks[b][n][0]);
-            top = finite_peak(top);
-#pragma unroll
-            for (int b = 0; b < CLUSTER; ++b) {
-                const float sum = s.peaks[b][n][1];
-                if (sum == 0.f) continue;   // without keys; its results were not sent
-                const float weight = power_of_two(s.peaks[b][n][0] - top);
-                const float2 of = *reinterpret_cast<const float2*>(&s.results[b][n][warp][2 * lane]);
-                whole += weight * sum;
-                x += weight * of.x;
-                y += weight * of.y;
-            }
-            whole += power_of_two(sink[n] - top);
-            const float inverse = keys.position < 0 ? 0.f : reciprocal(whole);   // a row of padding is zero
-            uint32_t both = pack_bf16(x * inverse, y * inverse);
-            __nv_bfloat16* out = p.out + ((int64_t)row * p.heads + first_head + n * HEADS + block) * WIDTH + warp * SLICE_WIDTH + 16 * t;
-            if (is_rope) {
-                const float2 own = open_bf16(both), other = open_bf16(__shfl_xor_sync(~0u, both, 4));
-                const float sign = g & 1 ? -1.f : 1.f;
-                both = pack_bf16(own.x * back[0] + other.x * back[2] * sign, own.y * back[1] + other.y * back[3] * sign);
-                if (is_last) {
-                    reinterpret_cast<uint16_t*>(out)[g] = (uint16_t)both;
-                    reinterpret_cast<uint16_t*>(out)[g + 8] = (uint16_t)(both >> 16);
-                }
-            } else if (is_last) {
-                reinterpret_cast<uint32_t*>(out)[g] = both;
-            }
-        }
-    } while (!is_last);
+    for (int b = 0; b < CLUSTER; ++b) {
+        const float of_block = s.peaks[b][1];
+        if (of_block == 0.f) continue;   // without keys; its results were not sent
+        const float weight = power_of_two(s.peaks[b][0] - top);
+        const float2 of = *reinterpret_cast<const float2*>(&s.results[b][warp][2 * lane]);
+        whole += weight * of_block;
+        x += weight * of.x;
+        y += weight * of.y;
+    }
+    whole += power_of_two(sink - top);
+    const float inverse = keys.position < 0 ? 0.f : reciprocal(whole);   // a row of padding is zero
+    uint32_t both = pack_bf16(x * inverse, y * inverse);
+    __nv_bfloat16* out = p.out + ((int64_t)row * p.heads + first_head + block) * WIDTH + warp * SLICE_WIDTH + 16 * t;
+    if (is_rope) {
+        const float2 own = open_bf16(both), other = open_bf16(__shfl_xor_sync(~0u, both, 4));
+        const float sign = g & 1 ? -1.f : 1.f;
+        both = pack_bf16(own.x * back[0] + other.x * back[2] * sign, own.y * back[1] + other.y * back[3] * sign);
+        reinterpret_cast<uint16_t*>(out)[g] = (uint16_t)both;
+        reinterpret_cast<uint16_t*>(out)[g + 8] = (uint16_t)(both >> 16);
+    } else {
+        reinterpret_cast<uint32_t*>(out)[g] = both;
+    }
 }
 
-#ifdef __CUDACC__
 // What attention.py launches.
-static_assert(sizeof(Memory<1>) == 75400 && sizeof(Memory<2>) == 100072);
-template __global__ void attention_kernel<1>(const Attention);
-template __global__ void attention_kernel<2>(const Attention);
-#endif
+static_assert(sizeof(Memory) == 75400);

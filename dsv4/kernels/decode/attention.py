@@ -9,15 +9,13 @@ import ctypes
 import torch
 from torch import Tensor
 
-from dsv4.kernels.common.architectures import has_room
 from dsv4.kernels.common.build import address, call
 from dsv4.kernels.common.overlap import launcher
 from dsv4.quant.formats import Format, QuantTensor
 
 # Numbers of attention.cu.
 HEADS, CLUSTER, WIDTH, ROPE, THREADS = 8, 8, 512, 64, 256
-SHARED_BYTES = {1: 75400, 2: 100072}  # by tiles of heads that a cluster takes
-FEW_CLUSTERS = 16  # up to so many, each takes one tile: more multiprocessors share the work
+SHARED_BYTES = 75400  # a product's block fits beside it on a multiprocessor
 
 
 class _Attention(ctypes.Structure):
@@ -60,9 +58,8 @@ def arguments(
     sin: Tensor,
     eps: float,
     out: Tensor,
-    tiles: int = 1,
 ) -> _Attention:
-    """What the kernel takes, checked. `tiles`: of heads, that a cluster takes."""
+    """What the kernel takes, checked."""
     _, heads, width = q.shape
     assert serves(heads, width, ring.rope_dim, q.dtype), (q.shape, ring.rope_dim, q.dtype)
     assert q.is_contiguous() and out.is_contiguous() and out.numel() == q.numel() and out.dtype == q.dtype
@@ -95,7 +92,7 @@ def arguments(
         ring_rows=ring_rows,
         list_width=0 if rows is None else rows.shape[1],
         pages=0 if page_table is None else page_table.stride(0),
-        group_bits=bits_of(heads // (HEADS * tiles)),
+        group_bits=bits_of(heads // HEADS),
         ratio_bits=bits_of(ratio),
         page_bits=bits_of(page_entries),
         scale=width**-0.5,
@@ -135,8 +132,6 @@ def attend(
     visible at pos, or, with None, all visible ones.
     """
     tokens, heads, _ = q.shape
-    is_few = tokens * heads // HEADS <= FEW_CLUSTERS or heads % (2 * HEADS) or not has_room(q.device)
-    tiles = 1 if is_few else 2
     given = arguments(
         q=q,
         ring=ring,
@@ -154,17 +149,16 @@ def attend(
         sin=sin,
         eps=eps,
         out=out,
-        tiles=tiles,
     )
     if tokens:
         call(
             "attention",
-            f"attention_kernel<{tiles}>",
+            "attention_kernel",
             q.device,
             given,
-            blocks=tokens * heads // (HEADS * tiles) * CLUSTER,
+            blocks=tokens * heads // HEADS * CLUSTER,
             threads=THREADS,
-            shared=SHARED_BYTES[tiles],
+            shared=SHARED_BYTES,
             cluster=CLUSTER,
             overlap=overlap,
         )

@@ -166,8 +166,7 @@ __global__ void __launch_bounds__(WARPS * 32) select_few_kernel(const Choice p) 
     for (int i = 0; i < KEYS; ++i) key[i] = start + i * 32 < count ? __float_as_uint(__ldcg(p.scores + row * p.stride + start + i * 32)) : 0;
 #pragma unroll
     for (int i = 0; i < KEYS; ++i) key[i] = start + i * 32 < count ? max(order(__uint_as_float(key[i])), 1u) : 0;
-    int* to = p.out + (size_t)row * topk;
-    choose_keys<WARPS, KEYS>(topk, key, [&](int i, int rank) { to[rank] = p.place(pages, start + i * 32); }, tallies);
+    choose_keys<WARPS, KEYS>(topk, p.out + (size_t)row * topk, key, [&](int i) { return p.place(pages, start + i * 32); }, tallies);
 }
 
 // A long row is shared by a cluster of blocks, each with its part of the keys in shared memory.

@@ -14,12 +14,6 @@ template <typename T> __device__ __forceinline__ T* in_block(T* p, int block) { 
 }
 __device__ __forceinline__ void all_started() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void all_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-// Zero, but the compiler does not know it: a loop from here on has one copy of its code for all turns.
-__device__ __forceinline__ int first_turn() {
-    int turn;
-    asm volatile("mov.b32 %0, 0;" : "=r"(turn));
-    return turn;
-}
 // An inbox is full when it has so many bytes, sent from anywhere in the cluster once every block has opened its own: a barrier
 // that all blocks arrive at after that, and wait at before they send, says so. Used once in a launch. Unlike a barrier that
 // releases what was stored, sending does not wait for memory.
@@ -34,18 +28,17 @@ __device__ __forceinline__ uint32_t address_in(const void* p, int block) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"((uint32_t)__cvta_generic_to_shared(p)), "r"(block));
     return address;
 }
-// `really`: else only the instructions are fetched.
-__device__ __forceinline__ void send(const void* to, uint32_t v, int block, const Inbox* inbox, bool really) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n@p st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];\n}"
-                 ::"r"(address_in(to, block)), "r"(v), "r"(address_in(inbox, block)), "r"((int)really) : "memory");
+__device__ __forceinline__ void send(const void* to, uint32_t v, int block, const Inbox* inbox) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
+                 ::"r"(address_in(to, block)), "r"(v), "r"(address_in(inbox, block)) : "memory");
 }
-__device__ __forceinline__ void send(const void* to, uint2 v, int block, const Inbox* inbox, bool really) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %4, 0;\n@p st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];\n}"
-                 ::"r"(address_in(to, block)), "r"(v.x), "r"(v.y), "r"(address_in(inbox, block)), "r"((int)really) : "memory");
+__device__ __forceinline__ void send(const void* to, uint2 v, int block, const Inbox* inbox) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];"
+                 ::"r"(address_in(to, block)), "r"(v.x), "r"(v.y), "r"(address_in(inbox, block)) : "memory");
 }
-__device__ __forceinline__ void send(const void* to, float4 v, int block, const Inbox* inbox, bool really) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %6, 0;\n@p st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];\n}"
-                 ::"r"(address_in(to, block)), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(address_in(inbox, block)), "r"((int)really) : "memory");
+__device__ __forceinline__ void send(const void* to, float4 v, int block, const Inbox* inbox) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+                 ::"r"(address_in(to, block)), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(address_in(inbox, block)) : "memory");
 }
 __device__ __forceinline__ void await_inbox(const Inbox* inbox) {
     asm volatile("{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], 0;\n@!p bra again;\n}"

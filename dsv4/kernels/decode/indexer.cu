@@ -2,7 +2,7 @@
 // pool rows, in one launch. One cluster of blocks per row.
 //
 // Each warp rotates, transforms and rounds one head's query and hands it to all blocks; then it scores 16 keys at a time against
-// all heads, and block 0 chooses among all scores (select.cuh). As in attention.cu, code is short, and comes before the wait.
+// all heads, and block 0 chooses among all scores (select.cuh). As in attention.cu, code is kept short.
 #include "cluster.cuh"
 #include "fragments.cuh"
 #include "select.cuh"
@@ -167,10 +167,11 @@ template <int KEYS> __global__ void __launch_bounds__(WARPS * 32) indexer_kernel
     }
     all_started();   // waited for before anything is sent
     // Groups of 16 keys go to the cluster's warps in turn.
+    int group = block * WARPS + warp;
     Key keys[2];
     if (chooses)
 #pragma unroll
-        for (int i = 0; i < 2; ++i) keys[i].load(p, pages, (block * WARPS + warp) * 16 + i * 8 + g, count, t);
+        for (int i = 0; i < 2; ++i) keys[i].load(p, pages, group * 16 + i * 8 + g, count, t);
     const int page_entries = 1 << p.page_bits;
     if (count <= PREFETCHED)
 #pragma unroll 1
@@ -186,73 +187,53 @@ template <int KEYS> __global__ void __launch_bounds__(WARPS * 32) indexer_kernel
     if (block == 0)
 #pragma unroll
         for (int i = 0; i < KEYS; ++i) place[i] = start + i * 32 < count ? p.place(pages, start + i * 32) : -1;
-    int turn = first_turn();   // in the first one, `warms`, instructions come
+    wait_for_prerequisites();
+    if (!chooses) {   // the same for all blocks of the row
+        if (block == 0)
+#pragma unroll
+            for (int i = 0; i < KEYS; ++i)
+                if (start + i * 32 < p.topk) to[start + i * 32] = place[i];
+        return;
+    }
+    const uint2 raw = __ldcg(reinterpret_cast<const uint2*>(p.iq + ((int64_t)row * HEADS + head) * CHANNELS) + lane);
+    float weight[HEADS / 8][2];
+#pragma unroll
+    for (int n = 0; n < HEADS / 8; ++n) {
+        const float2 two = open_bf16(__ldcg(reinterpret_cast<const uint32_t*>(p.weights + (int64_t)row * HEADS + n * 8 + 2 * t)));
+        weight[n][0] = two.x * p.factor;
+        weight[n][1] = two.y * p.factor;
+    }
+    const float2 low = open_bf16(raw.x), high = open_bf16(raw.y);
+    float v[4] = {low.x, low.y, high.x, high.y};
+    round_query(v, cos, sin, lane);
+    // Eight channels are two lanes': the even one gets pairs (0, 4) and (1, 5), the odd one (2, 6) and (3, 7).
+    const uint32_t first = pack_bf16(v[0], v[1]), second = pack_bf16(v[2], v[3]);
+    const uint32_t other = __shfl_xor_sync(~0u, lane & 1 ? first : second, 1);
+    const uint32_t lower = lane & 1 ? other : first, upper = lane & 1 ? second : other;
+    const uint2 words = make_uint2(__byte_perm(lower, upper, 0x5410), __byte_perm(lower, upper, 0x7632));
+    const uint2* query = reinterpret_cast<const uint2*>(&s.queries[head][query_part(head, lane >> 3, lane >> 1 & 3)]) + (lane & 1);
+    all_wait();
+#pragma unroll
+    for (int b = 0; b < CLUSTER; ++b) send(query, words, b, &s.queries_inbox);
+    await_inbox(&s.queries_inbox);
 #pragma unroll 1
-    do {
-        const bool warms = turn == 0;
-        // A warp runs a part of the code: all when it is meant, else its own.
-        const auto runs = [&](int part) { return !warms || (warp & 3) == part; };
-        if (!warms) wait_for_prerequisites();
-        if (!chooses) {   // the same for all blocks of the row
-            if (block == 0 && !warms)
+    for (; group * 16 < count; group += CLUSTER * WARPS) {
+        Key next[2];
 #pragma unroll
-                for (int i = 0; i < KEYS; ++i)
-                    if (start + i * 32 < p.topk) to[start + i * 32] = place[i];
-            continue;
-        }
-        uint2 raw = make_uint2(0, 0);
-        float weight[HEADS / 8][2] = {};
-        if (!warms) {
-            raw = __ldcg(reinterpret_cast<const uint2*>(p.iq + ((int64_t)row * HEADS + head) * CHANNELS) + lane);
+        for (int i = 0; i < 2; ++i) next[i].load(p, pages, (group + CLUSTER * WARPS) * 16 + i * 8 + g, count, t);
+        const float2 scores = score<KEYS>(s, keys, weight, lane);
+        const int key = group * 16 + t * 8 + g;
+        if (t < 2 && key < count) send(&s.order[key], max(order(t ? scores.y : scores.x), 1u), 0, &s.order_inbox);
+        __syncwarp();
 #pragma unroll
-            for (int n = 0; n < HEADS / 8; ++n) {
-                const float2 two = open_bf16(__ldcg(reinterpret_cast<const uint32_t*>(p.weights + (int64_t)row * HEADS + n * 8 + 2 * t)));
-                weight[n][0] = two.x * p.factor;
-                weight[n][1] = two.y * p.factor;
-            }
-        }
-        if (runs(0)) {
-            const float2 low = open_bf16(raw.x), high = open_bf16(raw.y);
-            float v[4] = {low.x, low.y, high.x, high.y};
-            round_query(v, cos, sin, lane);
-            // Eight channels are two lanes': the even one gets pairs (0, 4) and (1, 5), the odd one (2, 6) and (3, 7).
-            const uint32_t first = pack_bf16(v[0], v[1]), second = pack_bf16(v[2], v[3]);
-            const uint32_t other = __shfl_xor_sync(~0u, lane & 1 ? first : second, 1);
-            const uint32_t lower = lane & 1 ? other : first, upper = lane & 1 ? second : other;
-            const uint2 words = make_uint2(__byte_perm(lower, upper, 0x5410), __byte_perm(lower, upper, 0x7632));
-            const uint2* query = reinterpret_cast<const uint2*>(&s.queries[head][query_part(head, lane >> 3, lane >> 1 & 3)]) + (lane & 1);
-            if (!warms) all_wait();
+        for (int i = 0; i < 2; ++i) keys[i] = next[i];
+    }
+    if (block) return;
+    await_inbox(&s.order_inbox);
+    uint32_t key[KEYS];
 #pragma unroll
-            for (int b = 0; b < CLUSTER; ++b) send(query, words, b, &s.queries_inbox, !warms);
-        }
-        if (!warms) await_inbox(&s.queries_inbox);
-        if (runs(1)) {
-            Key now[2] = {keys[0], keys[1]};
-#pragma unroll 1
-            for (int group = block * WARPS + warp; group * 16 < count; group += CLUSTER * WARPS) {
-                Key next[2];
-#pragma unroll
-                for (int i = 0; i < 2; ++i) next[i].load(p, pages, (group + CLUSTER * WARPS) * 16 + i * 8 + g, count, t);
-                const float2 scores = score<KEYS>(s, now, weight, lane);
-                const int key = group * 16 + t * 8 + g;
-                const bool is_mine = t < 2 && key < count;
-                send(&s.order[is_mine ? key : 0], max(order(t ? scores.y : scores.x), 1u), 0, &s.order_inbox, is_mine && !warms);
-#pragma unroll
-                for (int i = 0; i < 2; ++i) now[i] = next[i];
-                if (warms) break;
-            }
-        }
-        if (block) continue;
-        if (!warms) await_inbox(&s.order_inbox);
-        uint32_t key[KEYS];   // first such as one look at two bits tells apart
-#pragma unroll
-        for (int i = 0; i < KEYS; ++i) key[i] = warms ? 1 + (lane & 1) : start + i * 32 < count ? s.order[start + i * 32] : 0;
-        const auto put = [&](int i, int rank) {
-            if (!warms) to[rank] = place[i];
-        };
-        choose_keys<WARPS, KEYS>(p.topk, key, put, s.tallies);
-        __syncthreads();   // the tallies are read
-    } while (++turn < 2);
+    for (int i = 0; i < KEYS; ++i) key[i] = start + i * 32 < count ? s.order[start + i * 32] : 0;
+    choose_keys<WARPS, KEYS>(p.topk, to, key, [&](int i) { return place[i]; }, s.tallies);
 }
 
 #ifdef __CUDACC__

@@ -45,9 +45,9 @@ __device__ __forceinline__ bool narrow(uint32_t& prefix, uint32_t one, uint32_t 
 }
 
 // All threads of a block choose from more than `topk` keys, KEYS of a lane, a warp's in a row; 0, below every score's, beyond the
-// last. `put(i, rank)`: the lane's key i is the rank'th taken. `tallies`: shared memory that no thread still reads.
-template <int WARPS, int KEYS, typename Put>
-__device__ __forceinline__ void choose_keys(int topk, const uint32_t (&key)[KEYS], const Put& put, uint2 (&tallies)[2][WARPS]) {
+// last. `place(i)`: where the entry of the lane's key i lies. `tallies`: shared memory that no thread still reads.
+template <int WARPS, int KEYS, typename Place>
+__device__ __forceinline__ void choose_keys(int topk, int* to, const uint32_t (&key)[KEYS], const Place& place, uint2 (&tallies)[2][WARPS]) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     // Sums over the block of two numbers that fit 16 bits, and a third.
     int turn = 0;
@@ -114,8 +114,8 @@ __device__ __forceinline__ void choose_keys(int topk, const uint32_t (&key)[KEYS
     for (int i = 0; i < KEYS; ++i) {
         const uint32_t more = __ballot_sync(~0u, key[i] > prefix), same = __ballot_sync(~0u, key[i] == prefix);
         const uint32_t rank = larger + __popc(more & below), ties = equal + __popc(same & below);
-        if (more >> lane & 1) put(i, rank + min(ties, need));
-        else if ((same >> lane & 1) && ties < need) put(i, rank + ties);
+        if (more >> lane & 1) to[rank + min(ties, need)] = place(i);
+        else if ((same >> lane & 1) && ties < need) to[rank + ties] = place(i);
         larger += __popc(more);
         equal += __popc(same);
     }
