@@ -24,10 +24,13 @@ from dsv4.quant.formats import Format
 from tests.support.cubin import parameter_sizes
 
 COMPILERS = {"NVRTC": build._nvrtc(), "nvcc": build._nvcc()}
+# Products of prompts compile for twenty seconds each: two here, one for each kernel, all with -m slow.
+QUICK = {n for n in build.SOURCES if not n.startswith("product")} | {"product_fp8", "product_a8_fp8"}
+SOURCES = [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in build.SOURCES]
 needs_compiler = pytest.mark.skipif(not any(COMPILERS.values()), reason="neither NVRTC nor nvcc was found")
 
 
-@pytest.mark.parametrize("name", build.SOURCES)
+@pytest.mark.parametrize("name", SOURCES)
 @pytest.mark.parametrize("using", COMPILERS)
 def test_compiles_for_hopper(using: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = COMPILERS[using]
@@ -268,11 +271,11 @@ def launched(launch: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> lis
 
 
 @needs_compiler
-@pytest.mark.parametrize("launch", LAUNCHES)
-def test_arguments_are_what_the_kernels_take(
-    launch: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for found in launched(launch, monkeypatch):
-        cubin = build.compile_source(found.source, "90a").read_bytes()
+@pytest.mark.parametrize("source", SOURCES)
+def test_arguments_are_what_the_kernels_take(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = [item for launch in LAUNCHES for item in launched(launch, monkeypatch) if item.source == source]
+    assert mine
+    cubin = build.compile_source(source, "90a").read_bytes()
+    for found in mine:
         symbol = build.find(found.kernel, build.symbols(cubin))
         assert parameter_sizes(cubin, symbol) == found.parameters, found
