@@ -24,8 +24,8 @@ from dsv4.quant.formats import Format
 from tests.support.cubin import parameter_sizes
 
 COMPILERS = {"NVRTC": build._nvrtc(), "nvcc": build._nvcc()}
-# Products of prompts compile for twenty seconds each: two here, one for each kernel, all with -m slow.
-QUICK = {n for n in build.SOURCES if not n.startswith("product")} | {"product_fp8", "product_a8_fp8"}
+# Products of prompts compile for twenty seconds each: one of the six here, all with -m slow.
+QUICK = {n for n in build.SOURCES if not n.startswith("product")} | {"product_fp8"}
 SOURCES = [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in build.SOURCES]
 needs_compiler = pytest.mark.skipif(not any(COMPILERS.values()), reason="neither NVRTC nor nvcc was found")
 

@@ -34,10 +34,10 @@ def logits(engine: Engine) -> dict[str, torch.Tensor]:
     ("style", "ranks", "options"),
     [
         ("bf16", 4, {}),
-        ("modelopt", 2, {}),
+        pytest.param("modelopt", 2, {}, marks=pytest.mark.slow),  # test_random_arrivals has it too
         ("official", 2, {"activations": "a8"}),
-        ("hfnvfp4", 2, {"weights": "packed"}),
-        ("fp8", 2, {"compute_dtype": "bfloat16"}),
+        pytest.param("hfnvfp4", 2, {"weights": "packed"}, marks=pytest.mark.slow),
+        ("fp8", 2, {"compute_dtype": "bfloat16", "weights": "packed"}),
     ],
 )
 def test_logits(folders: dict[str, Path], style: str, ranks: int, options: dict[str, object]) -> None:

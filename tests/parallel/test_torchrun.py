@@ -147,6 +147,7 @@ def test_a_machine_is_cut_off(tmp_path: Path) -> None:
         assert logs[1].read_text().count("error: rank 1 of 2: ") == 1
 
 
+@pytest.mark.slow
 def test_rank_zero_is_lost(tmp_path: Path) -> None:
     port, logs = free_port(), [tmp_path / "0", tmp_path / "1"]
     command = [sys.executable, "-m", *COMMAND, "--max-tokens", "900", "--ignore-eos"]
