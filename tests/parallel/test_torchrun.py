@@ -50,9 +50,17 @@ def variables(rank: int, port: int, size: int = 2) -> dict[str, str]:
 def started(
     command: list[str], log: Path, environment: dict[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
+    def hear() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # whoever runs these tests in the background ignores it
+
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command, env=os.environ | (environment or {}), stdout=file, stderr=file, start_new_session=True
+            command,
+            env=os.environ | (environment or {}),
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+            preexec_fn=hear,
         )
     try:
         yield process
