@@ -43,7 +43,7 @@ def engine_on(folder: Path, ranks: int, **options: object) -> Iterator[Engine]:
     settings = {"max_context": 1024, "max_batch": 8, "device": "cuda", "rank_seconds": 60.0}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-        patch.setattr("dsv4.engine.engine.rank_devices", lambda config: ["cuda:0"] * ranks)
+        patch.setattr("dsv4.engine.engine.rank_devices", lambda config, world: ["cuda:0"] * ranks)
         engine = Engine.load(folder, EngineConfig(**settings | options))  # type: ignore[arg-type]
     try:
         yield engine

@@ -110,7 +110,7 @@ def test_when_weights_are_fetched(format: Format, n: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("activations", ["a8", "a4"])
-@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize("format", [f for f in FORMATS if f is not Format.BF16], ids=str)
 @pytest.mark.parametrize("k", [64, 1032, 2048, 8192, 16384])
 def test_a_single_row_is_rounded_on_the_way(format: Format, k: int, activations: str) -> None:
     """As by a launch before it; the largest value may lie in a slice that another block multiplies."""

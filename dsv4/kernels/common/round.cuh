@@ -52,6 +52,9 @@ template <int N> __device__ __forceinline__ uint32_t largest(const uint32_t (&x)
     for (int i = 0; i < N; ++i) top = larger(top, x[i] & ~SIGNS);
     return max(top & 0xFFFF0000u, top << 16);
 }
+__device__ __forceinline__ uint32_t largest(const uint2 (&x)[4]) {
+    return largest<8>({x[0].x, x[0].y, x[1].x, x[1].y, x[2].x, x[2].y, x[3].x, x[3].y});
+}
 template <int N> __device__ __forceinline__ uint32_t largest(const float (&x)[N]) {
     uint32_t top = 0;
 #pragma unroll

@@ -21,6 +21,8 @@ struct Segment {            // one weight, or a bank of experts, and what it is 
     int epilogue;
     int routed;             // 0: rows are the batch. 1: x by token, y by pair. 2: x by pair, y by token and choice
     int how;                // a single row is rounded on the way (round.cuh)
+    int per_warp;           // 65536 / warps, rounded up: a product and a shift instead of a division
+    int per_group;          // 65536 / groups of so many warps, likewise
 };
 
 __device__ __forceinline__ uint4 stream(const uint4* p) {

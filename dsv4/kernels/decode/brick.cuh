@@ -97,12 +97,12 @@ __device__ __forceinline__ void read_x(const void* row, int k0, int k, int lane,
 }
 
 // The same, but that lane l holds columns 16l..16l+15: a block of NVFP4.
-__device__ __forceinline__ void read_block(const void* row, int k0, int k, int lane, uint32_t (&x)[8]) {
+__device__ __forceinline__ void read_block(const void* row, int k0, int k, int lane, uint2 (&x)[4]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int column = k0 + 16 * lane + 8 * i;
         const uint4 v = column < k ? __ldcg(static_cast<const uint4*>(row) + column / 8) : make_uint4(0, 0, 0, 0);
-        x[4 * i] = v.x; x[4 * i + 1] = v.y; x[4 * i + 2] = v.z; x[4 * i + 3] = v.w;
+        x[2 * i] = make_uint2(v.x, v.y); x[2 * i + 1] = make_uint2(v.z, v.w);
     }
 }
 

@@ -79,17 +79,27 @@ struct Lane {
         : r(lane & 15), h(lane >> 4), tile(paired ? unit : unit + h * groups), n(tile * 16 + r) {}
 };
 
-// ROUNDS: segments may round their row on the way. Where none can, that code would make a step of batch 1 4.8 % slower.
-template <int F, bool SINGLE, bool IS_F32, bool WIDE, bool ROUNDS>
+// 16 channels of a single row, rounded on their way to shared memory; `top`: the largest of the row.
+// Called, not inlined: instructions that are not run would still delay those behind them.
+__device__ __noinline__ float put_rounded(uint2 a, uint2 b, uint2 c, uint2 d, uint32_t top, int how, uint2* to) {
+    uint32_t x[8] = {a.x, a.y, b.x, b.y, c.x, c.y, d.x, d.y};
+    if (how == A4) round_a4(x, largest(x), row_scale(top));
+    else round_a8(x);
+    const uint2 some[ITEMS / 32] = {{x[0], x[1]}, {x[2], x[3]}, {x[4], x[5]}, {x[6], x[7]}};
+    return put_x<true, false>(some, 4 * (threadIdx.x & 31), 1, to);
+}
+
+template <int F, bool SINGLE, bool IS_F32, bool WIDE>
 __device__ __forceinline__ void run(const Params& p, const Segment& s, const int4 work, char* shared) {
     constexpr int LOADS = Brick<F>::LOADS, SCALE = Brick<F>::SCALE;
     using At = Layout<SINGLE, WIDE>;
+    constexpr bool CAN_ROUND = SINGLE && !WIDE && F != BF16;
     constexpr int WARPS = At::WARPS, CHUNK = At::CHUNK, CHUNK_LOADS = CHUNK / 512, CHUNKS = LOADS / CHUNK_LOADS;
     // A brick's sum is one chain of products, each waiting for the one before: two bricks at a time keep the tensor core busy.
     constexpr bool PAIRS = F == NVFP4 && !WIDE && CHUNKS == 1;
     constexpr int PER_GROUP = IS_F32 ? COLUMNS / PARTS : COLUMNS, STAGES = At::STAGES;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    const int groups = WARPS / s.warps, group = warp / s.warps, within = warp % s.warps;
+    const int groups = WARPS * s.per_warp >> 16, group = warp * s.per_warp >> 16, within = warp - group * s.warps;
     const int halves = s.halves, end = work.y + work.z;
     const bool idle = group >= groups;
     int unit = work.y + group;
@@ -133,7 +143,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     const uint32_t stage = shared_address(shared) + warp * STAGES * CHUNK;
     const uint32_t barriers = shared_address(shared) + At::BARRIERS_AT, barrier = barriers + warp * STAGES * 8;
     // Where the next chunk to fetch lies: its brick's chunks and halves left, and the warp's units left.
-    const int units = idle || unit >= end ? 0 : (end - unit + groups - 1) / groups;
+    const int units = idle || unit >= end ? 0 : (end - unit + groups - 1) * s.per_group >> 16;
     int chunks_left = CHUNKS, halves_left = halves, units_left = units;
     if (WIDE && within + s.warps < s.span) units_left *= 2;
     // From where a pass over the units ends to where the next begins, in bricks.
@@ -166,8 +176,8 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     if constexpr (At::SINGLE) {
         if (p.paced) {
             __syncthreads();   // all barriers are there
-            const int other = warp ^ WARPS / 2, its_unit = work.y + other / s.warps;
-            const bool fetches = other / s.warps < groups && its_unit < end, follows = warp > other;
+            const int other = warp ^ WARPS / 2, its_group = other * s.per_warp >> 16;
+            const bool fetches = its_group < groups && work.y + its_group < end, follows = warp > other;
             const uint32_t its_barrier = barriers + other * STAGES * 8;
             if (follows && fetches) await(its_barrier, 0);
             if (units_left) {
@@ -175,7 +185,9 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
                 await(!follows && fetches ? its_barrier : barrier, 0);
                 fetch_next();
             }
-        } else for (int i = 0; i < p.early_stages; ++i) fetch_next();
+        } else
+#pragma unroll 1
+            for (int i = 0; i < p.early_stages; ++i) fetch_next();
     } else for (int i = 0; i < STAGES; ++i) fetch_next();
     // The rest of a first brick of more chunks than stages comes as far as L2.
     if (CHUNKS > STAGES && (!At::SINGLE || p.early_stages == STAGES) && lane == 0 && units_left)
@@ -188,6 +200,8 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     if (!idle && unit < end) now[0].load(scale, lane);
     if constexpr (PAIRS)
         if (!idle && has_second(unit)) now[1].load(scale + second, lane);
+    if constexpr (CAN_ROUND)   // of zeros, so that its instructions are here when x is
+        if (s.how && has_slice) put_rounded({}, {}, {}, {}, 0, s.how, x_table + warp * slice_stride);
     if (s.routed != 1) {
         wait_for_prerequisites();
         if (p.triggers_late) launch_dependents();
@@ -203,37 +217,36 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
         }
     };
     if constexpr (At::SINGLE) {
-        if (ROUNDS && s.how) {   // of one pass
-            const char* row = static_cast<const char*>(s.x) + (size_t)(s.routed ? work.w : 0) * s.x_stride * 2;
-            uint32_t x[8] = {};
-            if (has_slice) read_block(row, (s.first_slice + warp) * SLICE, s.k, lane, x);
-            float scale = 1.f;
-            uint32_t top = 0;
-            if (s.how == A4)   // needs the largest of the row; other blocks multiply the slices that these do not
-                for (int i = warp; i < s.slices - s.warps; i += WARPS) {
-                    uint32_t other[8];
-                    read_block(row, (i < s.first_slice ? i : i + s.warps) * SLICE, s.k, lane, other);
-                    top = max(top, largest(other));
-                }
-            for (int i = p.early_stages; i < STAGES; ++i) fetch_next();
-            const uint32_t mine = largest(x);
+        const bool rounds = CAN_ROUND && s.how;
+        uint32_t top = 0;
+        if constexpr (CAN_ROUND)
+            if (__builtin_expect(rounds, false)) {
+                const char* row = static_cast<const char*>(s.x) + (size_t)(s.routed ? work.w : 0) * s.x_stride * 2;
+                if (has_slice) read_block(row, (s.first_slice + warp) * SLICE, s.k, lane, some);
+                if (s.how == A4)   // needs the largest of the row; other blocks multiply the slices that these do not
+#pragma unroll 1
+                    for (int i = warp; i < s.slices - s.warps; i += WARPS) {
+                        uint2 other[ITEMS / 32];
+                        read_block(row, (i < s.first_slice ? i : i + s.warps) * SLICE, s.k, lane, other);
+                        top = max(top, largest(other));
+                    }
+            }
+        if (has_slice && s.routed != 1 && !rounds) read_slice(warp, s.routed ? work.w : 0);
+#pragma unroll 1
+        for (int i = p.early_stages; i < STAGES; ++i) fetch_next();
+        if (__builtin_expect(rounds, false)) {
             if (s.how == A4) {
                 uint32_t* tops = reinterpret_cast<uint32_t*>(shared + At::TABLE_AT);
-                top = __reduce_max_sync(~0u, max(top, mine));
+                top = __reduce_max_sync(~0u, max(top, has_slice ? largest(some) : 0));
                 if (lane == 0) tops[warp] = top;
                 __syncthreads();
-                scale = row_scale(__reduce_max_sync(~0u, tops[lane % WARPS]));
+                top = __reduce_max_sync(~0u, tops[lane % WARPS]);
             }
             if (has_slice) {
-                if (s.how == A4) round_a4(x, mine, scale);
-                else round_a8(x);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) some[i] = make_uint2(x[2 * i], x[2 * i + 1]);
-                put_slice(warp, 0, 4 * lane, 1);
+                const float undo = put_rounded(some[0], some[1], some[2], some[3], top, s.how, x_table + warp * slice_stride);
+                if (lane == 0) undo_table[warp * COLUMNS] = undo;
             }
         } else {
-            if (has_slice && s.routed != 1) read_slice(warp, s.routed ? work.w : 0);
-            for (int i = p.early_stages; i < STAGES; ++i) fetch_next();
             if (has_slice) put_slice(warp, 0, lane, 32);
             if constexpr (WIDE)
                 for (int i = warp + s.warps; has_slice && i < s.span; i += s.warps) {
@@ -249,7 +262,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     const float routing = s.routed == 1 && place >= 0 ? __ldcg(p.weights + place) : 1.f;
     const float factor = __ldg(s.factor + expert * halves + (halves == 2 ? lane >> 4 : 0)) * (F <= MXFP4 ? E2M1_UNIT : 1.f);
     const auto row_of = [&](int at) {
-        return s.routed == 2 ? (size_t)(at / p.choices) * (p.choices + 1) + at % p.choices : (size_t)at;
+        return !At::SINGLE && s.routed == 2 ? (size_t)(at / p.choices) * (p.choices + 1) + at % p.choices : (size_t)at;
     };
     const auto carry_of = [&](int at, const Lane& to) {   // between two passes; in y, if it holds float32 sums
         return s.carry ? s.carry + ((size_t)at * halves + (paired ? to.h : 0)) * s.n + to.n
@@ -279,13 +292,14 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
         const float undo0 = multiplies ? undo_table[x_place * COLUMNS + 2 * t / SHARE] : 1.f;
         const float undo1 = multiplies ? undo_table[x_place * COLUMNS + (2 * t + 1) / SHARE] : 1.f;
         for (int turn = 0; unit < end && !(WIDE && idle); unit += paired ? groups : 2 * groups, ++turn) {
+            const int column = within + turn - ((within + turn) * s.per_warp >> 16) * s.warps;   // this warp's to sum, another one each turn
             constexpr int MAX_CARRIED = At::SINGLE ? 1 : 2;   // columns of a warp, if there are several passes
             float carried[MAX_CARRIED] = {};
             if constexpr (WIDE)
 #pragma unroll
                 for (int i = 0; i < MAX_CARRIED; ++i) {
                     if (pass == 0) break;
-                    const int c = (warp + turn) % s.warps + i * s.warps, at = __shfl_sync(~0u, place, c);
+                    const int c = column + i * s.warps, at = __shfl_sync(~0u, place, c);
                     const Lane to(lane, unit, groups, paired);
                     if (c < count && to.tile < end && to.n < s.n) carried[i] = *carry_of(at, to);
                 }
@@ -359,10 +373,10 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
                 put_sum(sub, sums[0]);
             }
             group_barrier(group, s.warps * 32);
-            // One warp per column, another one each turn; the others go on.
+            // One warp per column; the others go on.
             const Lane to(lane, unit, groups, paired);
             const bool inside = to.tile < end && to.n < s.n;
-            for (int c = (warp + turn) % s.warps; c < count; c += s.warps) {
+            for (int c = column; c < count; c += s.warps) {
                 float total = 0.f;
                 if constexpr (WIDE) { total = carried[0]; carried[0] = carried[MAX_CARRIED - 1]; }
                 const float* in = table + (group * s.warps * 2 + to.h) * At::SUMS + to.r;
@@ -398,7 +412,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     }
 }
 
-template <bool SINGLE, bool IS_F32, bool WIDE, bool ROUNDS>
+template <bool SINGLE, bool IS_F32, bool WIDE>
 __global__ void __launch_bounds__(Layout<SINGLE, WIDE>::WARPS * 32, Layout<SINGLE, WIDE>::BLOCKS) matvec_kernel(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) char shared[];
     const int4 work = __ldg(p.work + blockIdx.x);
@@ -413,20 +427,19 @@ __global__ void __launch_bounds__(Layout<SINGLE, WIDE>::WARPS * 32, Layout<SINGL
     for (int64_t at = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * 128; at < p.prefetch_bytes; at += (int64_t)gridDim.x * blockDim.x * 128)
         asm volatile("prefetch.global.L2 [%0];" ::"l"(p.prefetch + at));
     switch (s.format) {
-        case NVFP4: run<NVFP4, SINGLE, IS_F32, WIDE, ROUNDS>(p, s, work, shared); break;
-        case MXFP4: run<MXFP4, SINGLE, IS_F32, WIDE, ROUNDS>(p, s, work, shared); break;
-        case FP8: run<FP8, SINGLE, IS_F32, WIDE, ROUNDS>(p, s, work, shared); break;
-        case BF16: run<BF16, SINGLE, IS_F32, WIDE, ROUNDS>(p, s, work, shared); break;
+        case NVFP4: run<NVFP4, SINGLE, IS_F32, WIDE>(p, s, work, shared); break;
+        case MXFP4: run<MXFP4, SINGLE, IS_F32, WIDE>(p, s, work, shared); break;
+        case FP8: run<FP8, SINGLE, IS_F32, WIDE>(p, s, work, shared); break;
+        case BF16: run<BF16, SINGLE, IS_F32, WIDE>(p, s, work, shared); break;
     }
 }
 
 // What matvec.py launches, with this much shared memory.
 static_assert(Layout<false, false>::BYTES == (IS_SMALL ? 100736 : 231936) && Layout<false, true>::BYTES == Layout<false, false>::BYTES);
 static_assert(Layout<true, false>::BYTES == 76416 && Layout<true, true>::BYTES == 85120);
-template __global__ void matvec_kernel<false, true, false, false>(const __grid_constant__ Params);
-template __global__ void matvec_kernel<false, true, true, false>(const __grid_constant__ Params);
-template __global__ void matvec_kernel<false, false, false, false>(const __grid_constant__ Params);
-template __global__ void matvec_kernel<false, false, true, false>(const __grid_constant__ Params);
-template __global__ void matvec_kernel<true, false, false, false>(const __grid_constant__ Params);
-template __global__ void matvec_kernel<true, false, true, false>(const __grid_constant__ Params);
-template __global__ void matvec_kernel<true, false, false, true>(const __grid_constant__ Params);
+template __global__ void matvec_kernel<false, true, false>(const __grid_constant__ Params);
+template __global__ void matvec_kernel<false, true, true>(const __grid_constant__ Params);
+template __global__ void matvec_kernel<false, false, false>(const __grid_constant__ Params);
+template __global__ void matvec_kernel<false, false, true>(const __grid_constant__ Params);
+template __global__ void matvec_kernel<true, false, false>(const __grid_constant__ Params);
+template __global__ void matvec_kernel<true, false, true>(const __grid_constant__ Params);

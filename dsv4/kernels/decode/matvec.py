@@ -13,6 +13,7 @@ from dsv4.kernels.common.build import call
 from dsv4.kernels.common.overlap import Touches, tensors_of
 from dsv4.kernels.common.shapes import HOW
 from dsv4.kernels.common.tiles import CODE, SLICE, Tiled
+from dsv4.quant.formats import Format
 
 MAX_SLICES, MAX_PASSES, MAX_SEGMENTS, COLUMNS, FLOAT_COLUMNS, STAGES = 8, 2, 16, 8, 2, 2
 MAX_DEPTH = MAX_PASSES * MAX_SLICES * SLICE  # columns of a weight whose product is one sum
@@ -21,6 +22,7 @@ MAX_MIXED = 256  # rows that a block mixes, one per thread
 # has half the warps where the GPU has less shared memory. A single row's, with one pass, and with more:
 BATCH = {True: (16, 231936), False: (8, 100736)}
 SINGLE = {False: (8, 76416), True: (8, 85120)}
+MAX_UNITS = 4096  # of a block, many times what it has: so far Segment's shares divide rightly
 
 
 class _Segment(ctypes.Structure):
@@ -28,7 +30,7 @@ class _Segment(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("data", "scale", "places", "factor", "x", "y", "carry")),
         *((name, ctypes.c_int) for name in ("format", "halves", "units", "slices", "first_slice", "span")),
         *((name, ctypes.c_int) for name in ("warps", "n", "k", "x_stride", "y_stride", "epilogue", "routed")),
-        ("how", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("how", "per_warp", "per_group")),
     )
 
 
@@ -169,10 +171,10 @@ class MatVec:
         self.overlap, self.is_single = overlap, rows == 1 and not self.is_float
         self.keep = (products, tasks, prefetch, mixing)  # the launch holds raw pointers into these
         self.is_wide = any(product.passes > 1 for product in products)
-        self.rounds = any(product.activations != "a16" for product in products)
-        assert not self.rounds or (self.is_single and all(product.can_round for product in products)), (
-            products
-        )
+        rounding = [product for product in products if product.activations != "a16"]
+        if rounding:
+            assert self.is_single and all(product.can_round for product in products), products
+            assert all(product.weight.format is not Format.BF16 for product in rounding), rounding
         self.carry = carry if any(product.carry_row for product in products) else None
         triggers_late |= any(product.who == "up" for product in products)
         params = _Params(rows=rows, limit=limit, triggers_late=triggers_late, early_stages=STAGES)
@@ -196,13 +198,17 @@ class MatVec:
                 carried += product.carry_row * (rows if product.who == "rows" else rows * params.choices)
         assert carry is None or carried <= carry.numel(), (carried, carry.shape)
         assert len(segments) <= MAX_SEGMENTS, len(segments)
+        self.warps, self.shared = SINGLE[self.is_wide] if self.is_single else BATCH[has_room(device)]
         for i, (segment, _) in enumerate(segments):
+            segment.per_warp = -(-65536 // segment.warps)
+            segment.per_group = -(-65536 // (self.warps // segment.warps))
             params.segments[i] = segment
         columns = FLOAT_COLUMNS if self.is_float else COLUMNS
         if blocks is None:
             per = 2 if self.is_single and has_room(device) else 1  # that a multiprocessor holds
             blocks = per * torch.cuda.get_device_properties(device).multi_processor_count
         work = _share([s for s, _ in segments], rows, columns, tasks, blocks - (mixing is not None))
+        assert max(units for _, _, units, _ in work) <= MAX_UNITS, work
         if mixing is not None:
             assert mixing.comb.is_contiguous() and rows <= MAX_MIXED, (mixing.comb.shape, rows)
             params.mixing = _Mixing(mixing.comb.data_ptr(), mixing.iters, mixing.eps)
@@ -212,18 +218,15 @@ class MatVec:
         self.params, self.blocks = params, len(work)
 
     def launch(self) -> None:
-        warps, shared = SINGLE[self.is_wide] if self.is_single else BATCH[has_room(self.device)]
-        kinds = ", ".join(
-            str(kind).lower() for kind in (self.is_single, self.is_float, self.is_wide, self.rounds)
-        )
+        kinds = ", ".join(str(kind).lower() for kind in (self.is_single, self.is_float, self.is_wide))
         call(
             "matvec",
             f"matvec_kernel<{kinds}>",
             self.device,
             self.params,
             blocks=self.blocks,
-            threads=32 * warps,
-            shared=shared,
+            threads=32 * self.warps,
+            shared=self.shared,
             overlap=self.overlap,
         )
 
