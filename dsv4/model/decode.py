@@ -25,6 +25,7 @@ from dsv4.model.buffers import Buffers
 from dsv4.model.bundle import Bundle
 from dsv4.model.mhc import wide_scale
 from dsv4.model.model import Model
+from dsv4.model.params import own_experts
 from dsv4.model.rope import Rope
 from dsv4.quant.formats import QuantTensor
 
@@ -79,7 +80,10 @@ class Decoder:
             device=cache.page_table.device,
             activations=b.numerics.activations,
             ranks=b.mesh.size,
+            whole_experts=b.mesh.whole_experts,
         )
+        # Of the routed experts those that this rank has, if it has some of them whole.
+        self.own = own_experts(c, b.mesh.rank, b.mesh.size) if b.mesh.whole_experts else None
         self.overlap = overlap
         self.launches: list[Launch] = []
         self.names = _names(f, cache, b.weights.placement)
@@ -148,14 +152,17 @@ class Decoder:
         assert rounded is not None
         return rounded
 
-    def _rounding(self, weights: list[str], products: list[Product], together: Tensor) -> list[Product]:
+    def _rounding(
+        self, weights: list[str], products: list[Product], together: Tensor | None
+    ) -> list[Product]:
         """Products with these weights, which round what they read, if they are quantised: a single row on the
-        way, several by one launch before, in place. `together`: all that they read."""
+        way, several by one launch before, in place. `together`: all that they read, if it is one tensor."""
         how = [self.b.activations_of(weight) for weight in weights]
         if self.buffers.rows == 1 and all(product.can_round for product in products):
             return [replace(p, activations=a) for p, a in zip(products, how, strict=True)]
         rounded = [p.x for p, a in zip(products, how, strict=True) if a != "a16"]
-        for x in [together] if len(rounded) == len(products) else rounded:
+        is_one = together is not None and len(rounded) == len(products)
+        for x in [together] if is_one else rounded:
             activations = self.b.numerics.activations
             self._add("round", quantize.round_values, x=x, out=x, activations=activations)
         return products
@@ -196,6 +203,9 @@ class Decoder:
         elif y is None:
             table = self.model.embedding.data
             self._exchange("mhc open", exchange.embed_open, ids=f.ids, table=table, **into)
+        elif y is f.moe and self.own is not None:
+            by = {"chosen": f.chosen, "own": self.own}
+            self._exchange("mhc open", exchange.mix_open, y=y, gate=f.gate, comb=f.comb, **into, **by)
         else:
             self._exchange("mhc open", exchange.mix_open, y=y, gate=f.gate, comb=f.comb, **into)
 
@@ -409,6 +419,7 @@ class Decoder:
             tasks=f.tasks,
             positions=f.positions,
             counts=counts,
+            own=self.own,
         )
         x = self._input(routed_w1, f.x, f.x_in)
         self._product("experts up", [Product(bank.w13, x, f.hidden, "up")], f.tasks, mixing=mixing)
