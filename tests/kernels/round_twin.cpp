@@ -103,8 +103,13 @@ void rows(const uint32_t* x, int64_t count, int64_t width, uint32_t* codes, uint
     }
 }
 // A launch of quantize.cu, block after block.
-const char* launch(const Rows* p, int blocks, int threads, int words, bool makes_codes, unsigned seed) {
-    const auto kernel = makes_codes ? rows_kernel<8, true> : words == 8 ? rows_kernel<8, false> : rows_kernel<4, false>;
+const char* launch(const Rows* p, int blocks, int threads, int words, bool makes_codes, int source, unsigned seed) {
+    void (*const kernels[3][3])(Rows) = {
+        {rows_kernel<4, false, PLAIN>, rows_kernel<4, false, NORM>, rows_kernel<4, false, SWIGLU>},
+        {rows_kernel<8, false, PLAIN>, rows_kernel<8, false, NORM>, rows_kernel<8, false, SWIGLU>},
+        {rows_kernel<8, true, PLAIN>, rows_kernel<8, true, NORM>, rows_kernel<8, true, SWIGLU>},
+    };
+    const auto kernel = kernels[makes_codes ? 2 : words == 8][source];
     for (int block = 0; block < blocks; ++block) {
         const char* problem = emulator::run(block, 1, threads, 0, seed, [&] { kernel(*p); });
         if (*problem) return problem;

@@ -107,9 +107,9 @@ def quantize(twin: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Any:
     def call(
         source: str, kernel: str, device: Any, rows: Any, blocks: int, threads: int, overlap: bool
     ) -> None:
-        words, makes_codes = re.findall(r"\w+", kernel)[1:]
+        words, makes_codes, made_by = re.findall(r"\w+", kernel)[1:]
         threads_of.add(threads)
-        how = (blocks, threads, int(words), makes_codes == "true", blocks)
+        how = (blocks, threads, int(words), makes_codes == "true", int(made_by), blocks)
         assert twin.launch(ctypes.byref(rows), *how) == b""
 
     monkeypatch.setattr(module, "call", call)

@@ -16,7 +16,7 @@ struct Rows {
     float* factors;        // the rows' global scales
     int64_t x_row, out_row;
     int count, padded;     // rows; with those that pad the last tile of scales
-    int width, source, how, is_tiled;
+    int width, how, is_tiled;
     int warps, per_block;  // of a row; rows of a block: several if a row has one warp or two
     float eps, share;      // of the norm; `eps` of SwiGLU: the limit; one over the width
 };
@@ -77,7 +77,7 @@ __device__ __forceinline__ float swiglu(float gate, float up, float weight, floa
 }
 
 // N words at a time, the threads of a row side by side. With 8, a block of NVFP4, that is what comes out; else FP8 or BF16.
-template <int N, bool CODES> __global__ void __launch_bounds__(MAX_THREADS) rows_kernel(const __grid_constant__ Rows p) {
+template <int N, bool CODES, int SOURCE> __global__ void __launch_bounds__(MAX_THREADS) rows_kernel(const __grid_constant__ Rows p) {
     static_assert(N == 8 || (N == 4 && !CODES));
     constexpr int ITEMS = CHANNELS / (2 * N);
     __shared__ float sums[WARPS];
@@ -94,7 +94,7 @@ template <int N, bool CODES> __global__ void __launch_bounds__(MAX_THREADS) rows
     const uint16_t* from = p.x + given * p.x_row;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) read(from, channel(i), p.width, x[i]);
-    if (p.source == NORM) {
+    if constexpr (SOURCE == NORM) {
         float sum = 0.f;
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i)
@@ -110,7 +110,7 @@ template <int N, bool CODES> __global__ void __launch_bounds__(MAX_THREADS) rows
                 x[i][k] = bf16_pair(w.x * (low(x[i][k]) * inverse), w.y * (high(x[i][k]) * inverse));
                 x[i][k + 1] = bf16_pair(w.z * (low(x[i][k + 1]) * inverse), w.w * (high(x[i][k + 1]) * inverse));
             }
-    } else if (p.source == SWIGLU) {
+    } else if constexpr (SOURCE == SWIGLU) {
         const float weight = p.weight ? __ldg(p.weight + given) : 1.f;
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
@@ -168,6 +168,12 @@ template <int N, bool CODES> __global__ void __launch_bounds__(MAX_THREADS) rows
 }
 
 // What quantize.py launches.
-template __global__ void rows_kernel<4, false>(const __grid_constant__ Rows);
-template __global__ void rows_kernel<8, false>(const __grid_constant__ Rows);
-template __global__ void rows_kernel<8, true>(const __grid_constant__ Rows);
+template __global__ void rows_kernel<4, false, PLAIN>(const __grid_constant__ Rows);
+template __global__ void rows_kernel<4, false, NORM>(const __grid_constant__ Rows);
+template __global__ void rows_kernel<4, false, SWIGLU>(const __grid_constant__ Rows);
+template __global__ void rows_kernel<8, false, PLAIN>(const __grid_constant__ Rows);
+template __global__ void rows_kernel<8, false, NORM>(const __grid_constant__ Rows);
+template __global__ void rows_kernel<8, false, SWIGLU>(const __grid_constant__ Rows);
+template __global__ void rows_kernel<8, true, PLAIN>(const __grid_constant__ Rows);
+template __global__ void rows_kernel<8, true, NORM>(const __grid_constant__ Rows);
+template __global__ void rows_kernel<8, true, SWIGLU>(const __grid_constant__ Rows);

@@ -207,7 +207,7 @@ class _Rows(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "weight", "made", "out", "codes", "scales", "factors")),
         *((name, ctypes.c_int64) for name in ("x_row", "out_row")),
-        *((name, ctypes.c_int) for name in ("count", "padded", "width", "source", "how")),
+        *((name, ctypes.c_int) for name in ("count", "padded", "width", "how")),
         *((name, ctypes.c_int) for name in ("is_tiled", "warps", "per_block")),
         *((name, ctypes.c_float) for name in ("eps", "share")),
     )
@@ -227,11 +227,12 @@ def _is_cuda(width: int, *tensors: Tensor | None) -> bool:
     )
 
 
-def _launch(rows: _Rows, makes_codes: bool, device: torch.device, overlap: bool) -> None:
+def _launch(rows: _Rows, source: int, makes_codes: bool, device: torch.device, overlap: bool) -> None:
     """Narrow rows share a block. NVFP4 takes a block of it in one thread, FP8 what is read at once."""
     rows.warps = -(-rows.width // (32 * CHANNELS))
     rows.per_block = max(1, FEW_WARPS // rows.warps)
-    kernel = f"rows_kernel<{8 if makes_codes or rows.how == HOW['a4'] else 4}, {str(makes_codes).lower()}>"
+    words = 8 if makes_codes or rows.how == HOW["a4"] else 4
+    kernel = f"rows_kernel<{words}, {str(makes_codes).lower()}, {source}>"
     blocks, threads = -(-rows.padded // rows.per_block), 32 * rows.warps * rows.per_block
     call("quantize", kernel, device, rows, blocks=blocks, threads=threads, overlap=overlap)
 
@@ -296,12 +297,11 @@ def _values(
             count=rows,
             padded=rows,
             width=width,
-            source=source,
             how=HOW[activations],
             eps=eps,
             share=1 / width,
         )
-        _launch(given, makes_codes=False, device=x.device, overlap=overlap)
+        _launch(given, source, makes_codes=False, device=x.device, overlap=overlap)
     elif rows:
         size = _size(width, FP8_TILE)
         launch(
@@ -388,12 +388,11 @@ def _pack(
             count=rows,
             padded=grid,
             width=width,
-            source=source,
             is_tiled=is_tiled,
             eps=eps,
             share=1 / width,
         )
-        _launch(given, makes_codes=True, device=x.device, overlap=False)
+        _launch(given, source, makes_codes=True, device=x.device, overlap=False)
     elif rows:
         size = _size(width, 64)
         launch(
