@@ -19,7 +19,7 @@ from dsv4.kernels.common import quantize
 from dsv4.kernels.common.overlap import Launch, Launcher, Names, check, tensors_of
 from dsv4.kernels.common.places import Placement
 from dsv4.kernels.decode import attend, choose, exchange, index, mhc, sample
-from dsv4.kernels.decode.matvec import MatVec, Mixing, Product, Tasks
+from dsv4.kernels.decode.matvec import MatVec, Mixing, Product, Tasks, fits_beside
 from dsv4.kernels.decode.prepare import Pooling, prepare, queries
 from dsv4.model.buffers import Buffers
 from dsv4.model.bundle import Bundle
@@ -281,26 +281,25 @@ class Decoder:
             self._select(spec, layer)
         self._attend(name, spec, layer, rope, selects)
         group, rank, groups = c.heads_per_group * c.head_dim, c.o_rank, c.o_groups // b.mesh.size
-        self._product(
-            "output a",
-            [
-                Product(
-                    weight=wo_a.rows(g * rank, (g + 1) * rank),
-                    x=f.o[:, g * group :],
-                    y=f.u[:, g * rank :],
-                    x_stride=groups * group,
-                    y_stride=groups * rank,
-                )
-                for g in range(groups)
-            ],
-            paced=True,
-        )
+        into = [
+            Product(
+                weight=wo_a.rows(g * rank, (g + 1) * rank),
+                x=f.o[:, g * group :],
+                y=f.u[:, g * rank :],
+                x_stride=groups * group,
+                y_stride=groups * rank,
+            )
+            for g in range(groups)
+        ]
         y, parts = f.y.transpose(0, 1), f.y.shape[1]
         out = Product(wo_b, f.u, y if parts > 1 else y[0], y_stride=parts * c.hidden_size, splits=parts)
-        # wo_b cannot be resident beside wo_a (shared memory): fetched early, its weights would only delay x.
+        # Where wo_b's blocks cannot be resident beside wo_a's, weights that come early would only delay x.
+        beside = f.rows == 1 and fits_beside(out, into)
+        self._product("output a", into, paced=True, spread=beside)
         next_fn = b.plain(name.replace(".attn", ".hc_ffn_fn"))
         rounded = self._rounding([f"{name}.wo_b"], [out], f.u)
-        self._product("output b", rounded, prefetch=next_fn, early_stages=0)
+        how = {"beside": True, "paced": True} if beside else {"early_stages": 0}
+        self._product("output b", rounded, prefetch=next_fn, **how)
 
     def _pooling(
         self,
@@ -405,6 +404,7 @@ class Decoder:
             ],
             triggers_late=True,  # "experts up" reads its input early
             paced=True,
+            spread=True,
         )
         self._add(
             "route",

@@ -189,7 +189,8 @@ def launch_products() -> None:
         unpack.unpack(weight, some(32, 512, dtype=dtype))
         for rows in (1, 3):
             x, y = some(rows, 512, dtype=dtype), some(rows, 32, dtype=dtype)
-            MatVec([Product(weight, x, y)], rows, blocks=4).launch()
+            for spread in (False, True):
+                MatVec([Product(weight, x, y)], rows, blocks=4, spread=spread).launch()
 
 
 def launch_prompts() -> None:

@@ -102,6 +102,7 @@ def test_when_weights_are_fetched(format: Format, n: int, k: int) -> None:
     for options in (
         *({}, {"early_stages": 0}, {"early_stages": 1}, {"paced": True}),
         *({"paced": True, "triggers_late": True}, {"overlap": False}),
+        *({"spread": True}, {"spread": True, "paced": True}, {"beside": True, "paced": True}),
     ):
         y = torch.full((1, n), torch.nan, device="cuda")
         MatVec([Product(parts, x, y)], 1, **options).launch()  # type: ignore[arg-type]

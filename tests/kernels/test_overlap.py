@@ -385,7 +385,7 @@ def test_products_wait() -> None:
     early = run[: second.start()]
     # The one way out before the wait: a block of "down" without an expert. It has read its task alone and
     # written nothing, and its launch has other blocks that wait, those of the shared expert.
-    assert early.count("return;") == 2 and "if (units_left == 0) return;" in early  # that one is a lambda's
+    assert early.count("return;") == 2 and "if (next_unit >= end) return;" in early  # that one is a lambda's
     assert "if (expert < 0) return;" in early
     assert not re.search(r"put_act|s\.y|put_slice\(|p\.weights", early.split("has_slice =")[1])
     assert re.findall(r"read_slice\(.*", early.split("has_slice =")[1]) == ["read_slice(warp, 0);"]
