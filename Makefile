@@ -17,7 +17,8 @@ demo: .venv/core
 	$(BIN)/dsv4 generate --chat --thinking --temperature 0 --stats "What is 27 + 58?"
 
 # mypy uses one core for as long as a few tests take: both at once.
-test: style
+test:
+	@$(MAKE) --no-print-directory --jobs=2 style
 	@$(MAKE) --no-print-directory --jobs=2 types tests
 
 tests: .venv/dev
@@ -38,14 +39,22 @@ style: .venv/dev
 types: .venv/dev
 	$(BIN)/mypy
 
-.venv/core: requirements.txt pyproject.toml
+.venv/pip:
 	@test -n "$(PYTHON)" || { echo "error: no Python from 3.11 to 3.14 was found on the PATH; name one: make PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv .venv
+	@touch $@
+
+.venv/core: .venv/pip requirements.txt pyproject.toml
 	$(PIP) -r requirements.txt
 	$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
-.venv/dev: .venv/core requirements-dev.txt
+# Most of what is beside the core. It needs nothing of it to be unpacked: with --jobs=2 both are at once.
+.venv/pinned: .venv/pip requirements-dev.txt
+	$(PIP) --no-deps $$(grep == requirements-dev.txt)
+	@touch $@
+
+.venv/dev: .venv/core .venv/pinned
 	$(PIP) -r requirements-dev.txt
 	@touch $@
 

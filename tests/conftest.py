@@ -1,7 +1,8 @@
 """Shared by all tests: one thread per process, and tiny checkpoints made once per run."""
 
+import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,17 @@ THREADS = int(os.environ.get("DSV4_TEST_THREADS", "1"))
 torch.set_num_threads(THREADS)
 # The longest single tests begin first: one that began last would leave the other core idle.
 FIRST = ("test_step_interpreted.py", "test_gpu_all.py", "test_machines.py", "test_gpu_compile.py")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is there when the tests begin stays: nobody looks for garbage among it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -26,7 +26,7 @@ _HELP = {
     "threads": "CPU threads; default: what suits the model's size",
     "gpus": "several GPUs that share the model: how many, or which, e.g. 2 or 0,1",
     "ranks": "processes on a CPU that share the model: to try what several GPUs do",
-    "expert_parallel": "ranks have whole experts each, not a part of each (on a CPU)",
+    "expert_parallel": "ranks have whole experts each, not a part of each",
     "rank_seconds": "how long ranks wait for one another before all of them are ended",
     "no_graph": "on a GPU, launch a step's kernels one by one: the same tokens, slower, for debugging",
     "no_overlap": "on a GPU, overlap no kernels of a step (no PDL): the same tokens, slower, for debugging",

@@ -71,11 +71,10 @@ class Prepared:
             torch.cuda.set_device(devices[rank])  # else every rank makes a context on the first GPU
         if size > 1 and config.prefix_dir is not None:
             raise ConfigError(f"prefix_dir keeps what one rank has, and there are {size}; leave it out")
-        if config.expert_parallel and (size == 1 or devices[rank] != "cpu"):
-            found = "there is one" if size == 1 else f"this one runs on {devices[rank]}"
+        if config.expert_parallel and size == 1:
             raise ConfigError(
-                f"expert_parallel gives ranks on a CPU whole experts, and {found}; "
-                "leave it out, or use --ranks 2 or more"
+                "expert_parallel gives each rank whole experts, and there is one rank; "
+                "leave it out, or use --gpus 2 or --ranks 2, or more"
             )
         checkpoint = Checkpoint.open(path).shard(rank, size, config.expert_parallel)
         checkpoint = checkpoint.with_head(config.head, size)

@@ -58,10 +58,12 @@ def gpu_memory(
     unpacks: bool = False,
     spills: bool = False,
     ranks: int = 1,
+    whole_experts: bool = False,
 ) -> Memory:
     """`weights`: their bytes in tiles. `graph_rows`: of every decode step that is recorded. `chunk`: prompt
     tokens of a step, 0 where no prompt is read; `unpacks`: whether it unpacks weights (`unpacks_weights`).
-    `spills`: whether experts lie in host memory. `ranks`: of so many this is one."""
+    `spills`: whether experts lie in host memory. `ranks`: of so many this is one; `whole_experts`: with whole
+    experts."""
     c, sizes = layout.config, []
     if dtype == torch.bfloat16 and graph_rows and ranks == 1:  # a prompt's step on several is not recorded
         sizes = prompt_sizes(chunk, spills)
@@ -72,7 +74,15 @@ def gpu_memory(
         snapshots=layout.max_snapshots * layout.snapshot_bytes(),
         tables=table_bytes(c, layout.max_context, layout.num_slots),
         copies=_copied_bytes(c, layout.num_mtp_layers),
-        buffers=buffer_bytes(c, layout.max_context, dtype, sum(graph_rows), activations, ranks)
+        buffers=buffer_bytes(
+            c=c,
+            max_context=layout.max_context,
+            dtype=dtype,
+            rows=sum(graph_rows),
+            activations=activations,
+            ranks=ranks,
+            whole_experts=whole_experts,
+        )
         + inbox_bytes(c, max(graph_rows, default=0), ranks)
         + result_bytes(c, dtype, sizes),
         workspace=prompt_bytes(layout, dtype, chunk, unpacks) if chunk else 0,

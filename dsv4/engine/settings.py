@@ -219,6 +219,7 @@ class _Needs:
             unpacks=unpacks_weights(dtype, found),
             spills=spills,
             ranks=self.ranks,
+            whole_experts=self.config.expert_parallel,
         )
 
     @cached_property

@@ -3,9 +3,6 @@
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from dsv4.config import ModelConfig
-from dsv4.model.params import num_parts
-
 # All-reduces of a few kilobytes, in one kernel, by number of GPUs: (bytes, microseconds).
 # NVLink: eight H100; github.com/sgl-project/sglang pull 2904, its author's measurement, January 2025.
 _NVLINK: dict[int, tuple[tuple[int, float], ...]] = {
@@ -50,13 +47,6 @@ LINKS = {
 # Of the read bandwidth, what decoding one sequence reaches on one GPU: 213 tokens/s of 405 in theory, Flash
 # in ModelOpt's layout on an H200, 15 November 2026 (docs/kernels.md). Nothing was measured on other GPUs.
 SHARE, SHARE_SOURCE = 0.526, "as measured on one H200, 15 November 2026"
-
-
-def traded_bytes(c: ModelConfig, ranks: int) -> int:
-    """That a rank sends to the others for one token, on average, where each has whole experts: what its own
-    made, by choice and in the parts of `num_parts`, so that all is added up as on one rank."""
-    rows = c.num_layers * c.experts_per_token / ranks
-    return round(rows * num_parts(c) * (ranks - 1) / ranks * 4 * c.hidden_size)
 
 
 def _between(points: tuple[tuple[int, float], ...], num_bytes: float) -> float:

@@ -20,7 +20,7 @@ from dsv4.errors import ConfigError
 from dsv4.lab.gpus import MAX_GPUS, NAMES, Machine, known
 from dsv4.lab.init import contents
 from dsv4.lab.inspect import Component, active_share, components
-from dsv4.lab.links import LINKS, traded_bytes
+from dsv4.lab.links import LINKS
 from dsv4.lab.spilled import spill_figures, split_of
 from dsv4.model.buffers import graph_rows
 from dsv4.model.params import Param, check_ranks, num_parts
@@ -275,6 +275,7 @@ class Plan:
             unpacks=unpacks_weights(torch.bfloat16, self.machine.capability),
             spills=spills,
             ranks=self.tp,
+            whole_experts=self.ep > 1 and self.width_ranks == 1,
         )
 
     @cached_property
@@ -355,8 +356,8 @@ class Plan:
 
     @property
     def is_built(self) -> bool:
-        """Whether this engine shares a model so: all GPUs share each layer, experts by their width."""
-        return self.tp == self.machine.count and self.ep == 1
+        """Whether this engine shares a model so: all GPUs share each layer, experts by width or whole."""
+        return self.tp == self.machine.count and self.ep in (1, self.tp)
 
     @property
     def num_all_reduces(self) -> int:
@@ -437,7 +438,6 @@ class Plan:
             "all_reduces": self.num_all_reduces,
             "message_bytes": self.message_bytes,
             "sent_bytes": 2 * self.num_all_reduces * self.message_bytes * (self.tp - 1),  # with tags
-            "traded_bytes": traded_bytes(self.demand.config, self.tp) if self.ep == self.tp else 0,
             "all_reduce_us": link.all_reduce_us(self.tp, self.message_bytes) if link else None,
             "source": link.source if link else None,
         }

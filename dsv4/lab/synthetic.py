@@ -41,11 +41,12 @@ def make_weights(
     seed: int = 0,
     placement: Placement | None = None,
     ranks: int = 1,
+    whole_experts: bool = False,
 ) -> Weights:
     """Plausible values: products keep the size of their inputs. Without a draft block.
 
     With `placement` routed experts are made where it has them. `ranks`: the share of one of so many, as if
-    its neighbours' were like it.
+    its neighbours' were like it; `whole_experts`: it has some of the routed experts, in all their width.
     """
     generator = torch.Generator(device).manual_seed(seed)
     tensors: dict[str, Tensor | QuantTensor | Tiled | Bank] = {}
@@ -59,8 +60,9 @@ def make_weights(
                     tensors[name] = placement.bank(name)
                     _fill_placed(placement, name, generator)
             elif name not in tensors:
-                count = config.num_experts if param.expert is not None else 1
-                width, hidden = config.expert_width // ranks, config.hidden_size
+                sharing = param.shared_by(ranks, whole_experts)
+                count = config.num_experts * sharing // ranks if param.expert is not None else 1
+                width, hidden = config.expert_width // sharing, config.hidden_size
                 format = format_of(param, layout)
                 tensors[name] = Bank(
                     _random(format, (width, hidden), count, 2, device, generator),

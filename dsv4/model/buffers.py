@@ -27,8 +27,10 @@ class Buffers:
         device: str | torch.device,
         activations: str = "a16",
         ranks: int = 1,
+        whole_experts: bool = False,
     ) -> None:
-        """`ranks`: of so many this is one, with its share of heads, output groups, expert width and head."""
+        """`ranks`: of so many this is one, with its share of heads, output groups, expert width and head.
+        `whole_experts`: but with some of the routed experts in all their width."""
         capacity = max_context
 
         def act(*shape: int) -> Tensor:
@@ -38,7 +40,8 @@ class Buffers:
             return torch.zeros(*shape, device=device)
 
         d, n, h = c.hidden_size, c.num_streams, c.num_heads // ranks
-        groups, expert_width = c.o_groups // ranks, c.expert_width // ranks
+        groups, shared_width = c.o_groups // ranks, c.expert_width // ranks
+        expert_width = c.expert_width if whole_experts else shared_width
         self.rows = rows
         # What the host loads, in one copy: token, position and slot of a row, and how its next one is chosen.
         self.inputs = torch.zeros(3 + sample.WIDTH, rows, dtype=torch.long, device=device)
@@ -83,11 +86,15 @@ class Buffers:
         self.gate_logits = wide(rows, c.num_experts)
         self.chosen = torch.zeros(rows, c.experts_per_token, dtype=torch.int32, device=device)
         self.tasks = Tasks.empty(rows, c.experts_per_token, device)
-        # Of a token's choices, then of the shared expert: side by side, to be rounded in one launch.
+        # Of a token's choices, then of the shared expert: side by side, to be rounded in one launch, if they
+        # are as wide as each other.
         pairs, step = rows * c.experts_per_token, 8 // math.gcd(8, expert_width)
         shared_at = -(-pairs // step) * step  # a product's input is aligned to 16 bytes
-        self.all_hidden = act(shared_at + rows, expert_width)
-        self.hidden, self.shared_hidden = self.all_hidden[:pairs], self.all_hidden[shared_at:]
+        self.all_hidden = None if whole_experts else act(shared_at + rows, expert_width)
+        if self.all_hidden is None:
+            self.hidden, self.shared_hidden = act(pairs, expert_width), act(rows, shared_width)
+        else:
+            self.hidden, self.shared_hidden = self.all_hidden[:pairs], self.all_hidden[shared_at:]
         # What ranks add up stays float32.
         self.moe = (act if ranks == 1 else wide)(rows, c.experts_per_token + 1, d)
         self.logits = wide(rows, c.vocab_size)
@@ -128,6 +135,7 @@ def buffer_bytes(
     rows: int,
     activations: str = "a16",
     ranks: int = 1,
+    whole_experts: bool = False,
 ) -> int:
     """What `Buffers` allocates: each row as much as the next."""
     one = Buffers(
@@ -138,6 +146,7 @@ def buffer_bytes(
         device="meta",
         activations=activations,
         ranks=ranks,
+        whole_experts=whole_experts,
     )
     held = tensors_of(list(vars(one).values()))
     of_memory = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held}

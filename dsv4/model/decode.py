@@ -19,12 +19,13 @@ from dsv4.kernels.common import quantize
 from dsv4.kernels.common.overlap import Launch, Launcher, Names, check, tensors_of
 from dsv4.kernels.common.places import Placement
 from dsv4.kernels.decode import attend, attention, choose, exchange, index, indexer, mhc, sample
-from dsv4.kernels.decode.matvec import MatVec, Mixing, Product, Tasks
+from dsv4.kernels.decode.matvec import MatVec, Mixing, Product, Tasks, fits_beside
 from dsv4.kernels.decode.prepare import Pooling, prepare, queries
 from dsv4.model.buffers import Buffers
 from dsv4.model.bundle import Bundle
 from dsv4.model.mhc import wide_scale
 from dsv4.model.model import Model
+from dsv4.model.params import own_experts
 from dsv4.model.rope import Rope
 from dsv4.quant.formats import QuantTensor
 
@@ -79,7 +80,10 @@ class Decoder:
             device=cache.page_table.device,
             activations=b.numerics.activations,
             ranks=b.mesh.size,
+            whole_experts=b.mesh.whole_experts,
         )
+        # Of the routed experts those that this rank has, if it has some of them whole.
+        self.own = own_experts(c, b.mesh.rank, b.mesh.size) if b.mesh.whole_experts else None
         self.overlap = overlap
         self.launches: list[Launch] = []
         self.names = _names(f, cache, b.weights.placement)
@@ -148,14 +152,17 @@ class Decoder:
         assert rounded is not None
         return rounded
 
-    def _rounding(self, weights: list[str], products: list[Product], together: Tensor) -> list[Product]:
+    def _rounding(
+        self, weights: list[str], products: list[Product], together: Tensor | None
+    ) -> list[Product]:
         """Products with these weights, which round what they read, if they are quantised: a single row on the
-        way, several by one launch before, in place. `together`: all that they read."""
+        way, several by one launch before, in place. `together`: all that they read, if it is one tensor."""
         how = [self.b.activations_of(weight) for weight in weights]
         if self.buffers.rows == 1 and all(product.can_round for product in products):
             return [replace(p, activations=a) for p, a in zip(products, how, strict=True)]
         rounded = [p.x for p, a in zip(products, how, strict=True) if a != "a16"]
-        for x in [together] if len(rounded) == len(products) else rounded:
+        is_one = together is not None and len(rounded) == len(products)
+        for x in [together] if is_one else rounded:
             activations = self.b.numerics.activations
             self._add("round", quantize.round_values, x=x, out=x, activations=activations)
         return products
@@ -196,6 +203,9 @@ class Decoder:
         elif y is None:
             table = self.model.embedding.data
             self._exchange("mhc open", exchange.embed_open, ids=f.ids, table=table, **into)
+        elif y is f.moe and self.own is not None:
+            by = {"chosen": f.chosen, "own": self.own}
+            self._exchange("mhc open", exchange.mix_open, y=y, gate=f.gate, comb=f.comb, **into, **by)
         else:
             self._exchange("mhc open", exchange.mix_open, y=y, gate=f.gate, comb=f.comb, **into)
 
@@ -274,26 +284,25 @@ class Decoder:
             self._select(spec, layer, rope)
         self._attend(name, spec, layer, rope, selects)
         group, rank, groups = c.heads_per_group * c.head_dim, c.o_rank, c.o_groups // b.mesh.size
-        self._product(
-            "output a",
-            [
-                Product(
-                    weight=wo_a.rows(g * rank, (g + 1) * rank),
-                    x=f.o[:, g * group :],
-                    y=f.u[:, g * rank :],
-                    x_stride=groups * group,
-                    y_stride=groups * rank,
-                )
-                for g in range(groups)
-            ],
-            paced=True,
-        )
+        into = [
+            Product(
+                weight=wo_a.rows(g * rank, (g + 1) * rank),
+                x=f.o[:, g * group :],
+                y=f.u[:, g * rank :],
+                x_stride=groups * group,
+                y_stride=groups * rank,
+            )
+            for g in range(groups)
+        ]
         y, parts = f.y.transpose(0, 1), f.y.shape[1]
         out = Product(wo_b, f.u, y if parts > 1 else y[0], y_stride=parts * c.hidden_size, splits=parts)
-        # wo_b cannot be resident beside wo_a (shared memory): fetched early, its weights would only delay x.
+        # Where wo_b's blocks cannot be resident beside wo_a's, weights that come early would only delay x.
+        beside = f.rows == 1 and fits_beside(out, into)
+        self._product("output a", into, paced=True, spread=beside)
         next_fn = b.plain(name.replace(".attn", ".hc_ffn_fn"))
         rounded = self._rounding([f"{name}.wo_b"], [out], f.u)
-        self._product("output b", rounded, prefetch=next_fn, early_stages=0)
+        how = {"beside": True, "paced": True} if beside else {"early_stages": 0}
+        self._product("output b", rounded, prefetch=next_fn, **how)
 
     def _pooling(
         self,
@@ -387,6 +396,7 @@ class Decoder:
             ],
             triggers_late=True,  # "experts up" reads its input early
             paced=True,
+            spread=True,
         )
         self._add(
             "route",
@@ -401,6 +411,7 @@ class Decoder:
             tasks=f.tasks,
             positions=f.positions,
             counts=counts,
+            own=self.own,
         )
         x = self._input(routed_w1, f.x, f.x_in)
         self._product("experts up", [Product(bank.w13, x, f.hidden, "up")], f.tasks, mixing=mixing)

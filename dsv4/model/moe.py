@@ -24,10 +24,10 @@ class Moe:
         names = [f"{name}.experts.{expert}" for expert in range(b.config.num_experts)]
         own = own_experts(b.config, b.mesh.rank, b.mesh.size) if b.mesh.whole_experts else range(len(names))
         parts = ("w1", "w3", "w2")
-        self.own = own
-        self.experts = b.bank(f"{name}.experts") or [
-            tuple(tensors[f"{names[expert]}.{w}"] for w in parts) for expert in own
-        ]
+        self.own, bank = own, b.bank(f"{name}.experts")
+        # A GPU adds up what its own experts gave to a token, then all ranks' sums, as it does with widths.
+        self.is_traded = b.mesh.whole_experts and bank is None
+        self.experts = bank or [tuple(tensors[f"{names[expert]}.{w}"] for w in parts) for expert in own]
         self.shared = b.bank(f"{name}.shared_experts") or tuple(
             tensors[f"{name}.shared_experts.{w}"] for w in parts
         )
@@ -53,9 +53,8 @@ class Moe:
         step.see(self.name, "chosen", chosen)
         step.see(self.name, "weights", weights)
         is_tapped = step.tap is not None
-        is_traded = self.mesh.whole_experts
-        beside = None if is_tapped or is_traded else shared
-        if is_traded:
+        beside = None if is_tapped or self.is_traded else shared
+        if self.is_traded:
             y = self._traded(x, chosen, weights)
         else:
             y = self._routed(x, chosen, weights, step=step, shared=beside)
@@ -72,7 +71,7 @@ class Moe:
     def _routed(
         self, x: Tensor, chosen: Tensor, weights: Tensor, step: Step, shared: Tensor | None
     ) -> Tensor:
-        """[T, parts, D] of the chosen experts, whose width ranks share, and `shared`."""
+        """[T, parts, D] of the chosen experts, which this rank has or shares, and `shared`."""
         staging, bank = step.staging, f"{self.name}.experts"
         routed = self.ops.experts.routed(
             x=x,
@@ -84,14 +83,16 @@ class Moe:
             parts=self.parts,
             shared=shared,
             is_alone=self.is_alone,
+            first=self.own.start,
+            ranks=self.mesh.size if self.mesh.whole_experts else 1,
         )
         if staging is not None:
             staging.give_back(bank)
         return routed
 
     def _traded(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """The same where ranks have whole experts: each gives the others their parts of what its own made,
-        choice by choice, so that choices are added up in the order of one rank."""
+        """The same where ranks of the reference have whole experts: each gives the others their parts of what
+        its own made, choice by choice, so that choices are added up in the order of one rank."""
         size = self.mesh.size
         counts = torch.bincount(chosen.flatten() // len(self.own), minlength=size).tolist()
         made = self.ops.experts.by_choice(

@@ -142,6 +142,12 @@ class Inventory:
         """The weights that are stored in 8 or 4 bits, on whichever rank."""
         return frozenset(s.param.name for s in (*self.sources, *self.elsewhere) if s.is_quantised)
 
+    @property
+    def experts(self) -> range:
+        """Of every layer's routed experts those that are here."""
+        here = {source.param.expert for source in self.sources if source.param.expert is not None}
+        return range(min(here), max(here) + 1) if here else range(0)
+
     def shard(self, rank: int, size: int, own: range | None = None) -> "Inventory":
         """A rank's shares; with `own`, those routed experts whole, and no other."""
         if own is None:

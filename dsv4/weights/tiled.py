@@ -6,7 +6,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dsv4.config import ModelConfig
 from dsv4.errors import CheckpointError
 from dsv4.kernels.common.places import Form, Placement
 from dsv4.kernels.common.tiles import Bank, Tiled, empty, put, tile, tile_bytes
@@ -44,7 +43,7 @@ def load_tiled(
     """
     tensors: dict[str, Tensor | QuantTensor | Tiled | Bank] = {}
     total, done = checkpoint.inventory.num_bytes, 0
-    sources = checkpoint.inventory.sources
+    sources, own = checkpoint.inventory.sources, checkpoint.inventory.experts
     with checkpoint.reader as reader:
         for source in sources:
             name, kind = source.param.name, source.param.kind
@@ -59,7 +58,15 @@ def load_tiled(
                     held = recode(held)
                 if match := _EXPERT.fullmatch(name):
                     where = next((p for p in (placement, drafts) if p and match[1] in p.names), None)
-                    _put_expert(tensors, match, held, source, checkpoint.config, where)
+                    _put_expert(
+                        tensors=tensors,
+                        match=match,
+                        held=held,
+                        source=source,
+                        hidden=checkpoint.config.hidden_size,
+                        own=own,
+                        placement=where,
+                    )
                 else:
                     tensors[name] = tile(held)
             done += source.num_bytes
@@ -167,17 +174,19 @@ def _put_expert(
     match: re.Match[str],
     held: QuantTensor,
     source: Source,
-    config: ModelConfig,
+    hidden: int,
+    own: range,
     placement: Placement | None,
 ) -> None:
+    """`own`: the routed experts of a bank."""
     name, number, which = match.groups()
-    count = config.num_experts if number is not None else 1
+    at, count = (int(number) - own.start, len(own)) if number is not None else (0, 1)
     part, half = _PLACE[which]
     bank = tensors.get(name)
     if placement is not None and bank is None:
         bank = tensors[name] = placement.bank(name)
     elif bank is None:
-        hidden, device = config.hidden_size, held.data.device
+        device = held.data.device
         width = held.shape[1] if part == "w2" else held.shape[0]  # of this rank
         up = empty(held.format, (width, hidden), count, 2, device)
         down = empty(held.format, (hidden, width), count, 1, device)
@@ -190,7 +199,7 @@ def _put_expert(
             "kernels need one format per layer: convert the checkpoint, or use --device cpu"
         )
     if placement is not None:
-        fits = put(getattr(placement.expert(name, int(number)), part), 0, half, held)
+        fits = put(getattr(placement.expert(name, at), part), 0, half, held)
     else:
-        fits = put(to, int(number or 0), half, held)
+        fits = put(to, at, half, held)
     tensors[name] = replace(bank, **{part: fits.of(to)})

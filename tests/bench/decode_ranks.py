@@ -1,7 +1,8 @@
 """The step of one rank of several, as `dsv4 bench ranks` times it, model after model in one process.
 
-    python -m tests.bench.decode_ranks flash:1 flash:2 pro:8 --layout nvfp4
+    python -m tests.bench.decode_ranks flash:1 flash:2 flash:2e pro:8 --layout nvfp4 --batch 1,8
 
+flash:2 is one rank of two that share experts' width, flash:2e one that has half of the experts.
 With --exchange: an all-reduce of Flash's and Pro's sizes, between ranks that are streams of one process. The
 last line is JSON.
 """
@@ -23,9 +24,18 @@ from dsv4.lab.bench.subject import synthetic
 CHAIN = 50  # exchanges of a graph
 
 
-def step(name: str, ranks: int, arguments: argparse.Namespace) -> dict[str, object]:
-    subject = synthetic(name, arguments.experts, arguments.layers, arguments.layout, ranks=ranks)
-    wanted = Wanted(arguments.context, arguments.batch, arguments.steps)
+def step(
+    name: str, ranks: int, whole_experts: bool, batch: int, arguments: argparse.Namespace
+) -> dict[str, object]:
+    subject = synthetic(
+        name=name,
+        experts=arguments.experts,
+        layers=arguments.layers,
+        layout=arguments.layout,
+        ranks=ranks,
+        whole_experts=whole_experts,
+    )
+    wanted = Wanted(arguments.context, batch, arguments.steps)
     line = measure(subject, wanted, torch.device("cuda"))
     print(json.dumps(line), flush=True)
     return line
@@ -87,12 +97,12 @@ def chained(size: int, d: int, rows: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", nargs="*", help="flash:2 is one rank of two of Flash")
+    parser.add_argument("what", nargs="*", help="flash:2, flash:2e and so on")
     parser.add_argument("--layout", default="nvfp4")
     parser.add_argument("--experts", type=int)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--context", type=int, default=4096)
-    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--batch", default="1")
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--exchange", action="store_true")
     arguments = parser.parse_args()
@@ -108,9 +118,10 @@ def main() -> None:
                     lines.append({"ranks": size, "rows": rows, "channels": d, "us": us})
     for item in arguments.what:
         name, _, ranks = item.partition(":")
-        lines.append(step(name, int(ranks), arguments))
-        gc.collect()
-        torch.cuda.empty_cache()
+        for batch in map(int, arguments.batch.split(",")):
+            lines.append(step(name, int(ranks.rstrip("e")), ranks.endswith("e"), batch, arguments))
+            gc.collect()
+            torch.cuda.empty_cache()
     print(json.dumps(lines))
 
 

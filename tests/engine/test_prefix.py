@@ -197,7 +197,7 @@ PROMPTS = st.tuples(st.integers(0, 1), CUTS, st.integers(0, 2), st.sampled_from(
 BATCHES = st.lists(st.tuples(PROMPTS, st.sampled_from([1, 3])), min_size=1, max_size=4)
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     batches=st.lists(BATCHES, max_size=3),
     cancelled=st.lists(st.integers(0, 10), max_size=3),

@@ -29,7 +29,8 @@ def busy(engine: Engine, prompts: list[list[int]]) -> list[tuple[object, int]]:
             engine.step()
         streams.append(engine.stream(engine.request(ids, PARAMS)))
     done = [stream.completion() for stream in streams]
-    assert engine.prefix.shelf is None or engine.prefix.shelf.flush() is None
+    if engine.prefix.shelf is not None:
+        engine.prefix.shelf.flush()
     return [(one.tokens, one.cached_tokens) for one in done[1:]]
 
 

@@ -29,9 +29,10 @@ from tests.support.stress import cases, stress, truth
 
 pytestmark = pytest.mark.gpu
 SMALL = replace(WIDE, num_streams=4, hidden_size=256, num_experts=6)
+WHOLE = {"expert_parallel": True}
 FLASH = replace(
     preset("flash"),
-    **{"vocab_size": 2048, "num_experts": 7, "num_mtp_layers": 0, "index_topk": 16},
+    **{"vocab_size": 2048, "num_experts": 8, "num_mtp_layers": 0, "index_topk": 16},
     layers=(LayerSpec("csa", 4, False), LayerSpec("hca", 128, False)),
 )
 
@@ -56,23 +57,25 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_logits_of_one_and_two(small: Path) -> None:
-    """In float32: the sums have another order on two ranks, and nothing else differs."""
+    """In float32: the sums have another order on two ranks, by width or with whole experts, and nothing else
+    differs."""
     ids = [random.Random(5).randrange(SMALL.vocab_size) for _ in range(180)]
     found = []
-    for ranks in (1, 2):
-        with engine_on(small, ranks, compute_dtype="float32") as engine:
+    for ranks, how in ((1, {}), (2, {}), (2, WHOLE)):
+        with engine_on(small, ranks, compute_dtype="float32", **how) as engine:
             assert type(engine.runner.executor).__name__ == "Graphs"
             found.append(score_ids(engine, ids, 140))
     for name in ("prefill_logits", "decode_logits"):
-        want, got = found[0][name], found[1][name]
-        error = float(((got - want).norm(dim=1) / want.norm(dim=1)).max())
-        print(f"{name}: {error:.1e}")
-        assert error < 2e-3, name
+        want = found[0][name]
+        for how, scores in (("by width", found[1]), ("whole experts", found[2])):
+            error = float(((scores[name] - want).norm(dim=1) / want.norm(dim=1)).max())
+            print(f"{name}, {how}: {error:.1e}")
+            assert error < 2e-3, (name, how)
 
 
-def arrive(folder: Path, vocab: int, requests: int, tokens: int) -> None:
+def arrive(folder: Path, vocab: int, requests: int, tokens: int, **options: object) -> None:
     """Batches of eight, random arrivals: every answer is that of the request alone, on two ranks as well."""
-    with engine_on(folder, 2) as engine:
+    with engine_on(folder, 2, **options) as engine:
         wanted = cases(6, vocab, page=256)
         wanted = [(ids, replace(params, max_tokens=min(params.max_tokens, 60))) for ids, params in wanted]
         answers = truth(engine, wanted)
@@ -88,12 +91,19 @@ def arrive(folder: Path, vocab: int, requests: int, tokens: int) -> None:
         assert count >= tokens
 
 
-def test_random_arrivals(small: Path) -> None:
-    arrive(small, SMALL.vocab_size, requests=12, tokens=400)
+@pytest.fixture(scope="module")
+def flash(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("ranks") / "flash", "modelopt", FLASH)
 
 
-def test_flash_widths(tmp_path: Path) -> None:
-    arrive(write_model(tmp_path / "flash", "modelopt", FLASH), FLASH.vocab_size, requests=12, tokens=2000)
+@pytest.mark.parametrize("how", [{}, WHOLE], ids=["width", "whole experts"])
+def test_random_arrivals(small: Path, how: dict[str, bool]) -> None:
+    arrive(small, SMALL.vocab_size, requests=12, tokens=400, **how)
+
+
+@pytest.mark.parametrize("how", [{}, WHOLE], ids=["width", "whole experts"])
+def test_flash_widths(flash: Path, how: dict[str, bool]) -> None:
+    arrive(flash, FLASH.vocab_size, requests=12, tokens=2000, **how)
 
 
 def test_a_rank_takes_what_was_planned(tmp_path: Path) -> None:

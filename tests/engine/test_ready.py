@@ -137,8 +137,11 @@ def test_every_stored_format(checkpoint: Callable[..., Path], format: str, dtype
     assert len({name for name, _ in warm}) >= 16, "a kernel of prompts was not launched at all"
 
 
-@pytest.mark.parametrize("layout", ["modelopt", "nvfp4"])
-@pytest.mark.parametrize("name", ["flash", "pro"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("flash", "modelopt"), ("pro", "nvfp4")]
+    + [pytest.param(*case, marks=pytest.mark.slow) for case in (("flash", "nvfp4"), ("pro", "modelopt"))],
+)
 def test_published_widths(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One layer of every kind at the real widths, with a few experts and ids."""
     monkeypatch.setattr("dsv4.lab.synthetic._random", lambda *arguments: tiles.empty(*arguments[:-1]))

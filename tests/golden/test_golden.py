@@ -117,7 +117,11 @@ def test_drafts_made_of_drafts(mode: str) -> None:
     check(torch.cat(rows), want, STEP_MARKS[mode], f"mtp_steps {mode}")
 
 
-CHUNKED = [(f, "a16", (64,)) for f in FORMATS] + [("official", "a8", (3,)), ("bf16", "noqat", (1,))]
+CHUNKED = [(f, "a16", (64,)) for f in FORMATS] + [("official", "a8", (11,)), ("bf16", "noqat", (11,))]
+CHUNKED += [
+    pytest.param("official", "a8", (3,), marks=pytest.mark.slow),
+    pytest.param("bf16", "noqat", (1,), marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("format", "mode", "chunks"), CHUNKED)

@@ -30,9 +30,10 @@ inline float __shfl_xor_sync(uint32_t mask, float v, int with) { return __uint_a
 #include "exchange.cu"
 
 extern "C" {
-// `steps` of two sums and one gather on each rank. y [ranks][steps * 2][rows][d], share [ranks][steps][rows][vocab], streams
+// `steps` of two sums and one gather on each rank. y [ranks][steps * 2][rows][parts][d], of which rank r counts the parts whose
+// `chosen` [rows][parts - 1] are among its `own` experts, and the last; share [ranks][steps][rows][vocab], streams
 // [ranks][rows][4][d], logits [ranks][steps][rows][ranks * vocab]; `turns`: places that sums take in turn.
-const char* ranks(int size, int rows, int d, int vocab, int steps, int turns, const float* y, const float* fn, const float* gate,
+const char* ranks(int size, int rows, int d, int vocab, int steps, int turns, int parts, int own, const int* chosen, const float* y, const float* fn, const float* gate,
                   const float* comb, float* streams, float* partial, const float* share, float* logits, uint64_t* inboxes, int* ended,
                   unsigned seed) {
     const int chunks = (d + CHUNK - 1) / CHUNK, programs = min(rows, 2), blocks = chunks * programs;
@@ -56,7 +57,10 @@ const char* ranks(int size, int rows, int d, int vocab, int steps, int turns, co
             for (int number = 1; number <= 2; ++number) {
                 Open<float> p = {};
                 p.peers = peers;
-                p.y = y + ((int64_t)rank * steps * 2 + step * 2 + number - 1) * sums;
+                p.y = y + ((int64_t)rank * steps * 2 + step * 2 + number - 1) * sums * parts;
+                p.chosen = chosen;
+                p.first_own = rank * own;
+                p.own = own;
                 p.gate = gate;
                 p.comb = comb;
                 p.streams = streams + rank * 4 * sums;
@@ -67,7 +71,7 @@ const char* ranks(int size, int rows, int d, int vocab, int steps, int turns, co
                 p.programs = programs;
                 p.chunks = chunks;
                 p.d = d;
-                p.parts = 1;
+                p.parts = parts;
                 p.mixes = MIXES;
                 p.tag = rows << 16 | number + 1;
                 open(p, block, *static_cast<Shared*>(shared_memory()));

@@ -1,12 +1,14 @@
 """Every kernel for every GPU that it is built for: it compiles, and a block fits on a multiprocessor."""
 
+import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from step_support import IS_INTERPRETED
-from test_cuda_compiles import LAUNCHES, launched, needs_compiler
+from test_cuda_compiles import COMPILERS, LAUNCHES, QUICK, launched, needs_compiler
 
 from dsv4.errors import DeviceError
 from dsv4.kernels.common import architectures, build
@@ -14,28 +16,42 @@ from dsv4.kernels.common.architectures import ARCHITECTURES, REGISTERS, TILES, A
 from tests.support.cubin import resources
 
 pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="compiles; nothing to interpret")
-# The twins of these differ in name alone, as far as these kernels are concerned.
-SLOW = {103, 121}
-# And this one compiles for fifteen seconds each time.
-LONG = {("matvec", 100), ("matvec", 120)}
-EACH = [
-    pytest.param(
-        *(source, a),
-        id=f"{source}-sm_{a.name}",
-        marks=[pytest.mark.slow] if a.capability in SLOW or (source, a.capability) in LONG else [],
-    )
-    for source in build.SOURCES
-    for a in ARCHITECTURES.values()
+
+
+def whole(path: Path) -> str:
+    """A source with what it includes."""
+    text = path.read_text()
+    parts = [part for name in re.findall(r'#include "(.*)"', text) for part in build.HERE.glob(f"*/{name}")]
+    return text + "".join(map(whole, parts))
+
+
+# Each source for Hopper; one whose code differs between GPUs for the first of each family. What takes long,
+# by the compiler's front end alone. All, for all GPUs: -m slow.
+DIFFERS = {name for name in build.SOURCES if "__CUDA_ARCH__ >=" in whole(build.source_path(name))}
+EACH = [(name, gpu) for gpu in ARCHITECTURES.values() for name in build.sources(gpu.name)]
+HERE = [
+    (name, gpu)
+    for name, gpu in EACH
+    if gpu.capability == 90 or (name in DIFFERS and gpu.capability in (100, 120))
 ]
+COMPILED = {(name, gpu) for name, gpu in HERE if name in QUICK and (name != "matvec" or gpu.capability == 90)}
+
+
+def label(value: str | Architecture) -> str:
+    return value if isinstance(value, str) else f"sm_{value.name}"
+
+
 FREE_SHARED = 48 << 10  # bytes that a kernel may declare itself, whichever GPU
 MAX_FRAME = 96  # bytes of a thread that may be spilled: FP8 products of few rows run two blocks, 80 bytes
 
 
 @needs_compiler
-@pytest.mark.parametrize(("source", "gpu"), EACH)
+@pytest.mark.parametrize(
+    ("source", "gpu"),
+    [pytest.param(*pair, marks=[] if pair in COMPILED else [pytest.mark.slow]) for pair in EACH],
+    ids=label,
+)
 def test_cuda_kernels_fit(source: str, gpu: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
-    if build.ONLY.get(source, gpu.name) != gpu.name:
-        pytest.skip(f"{source}.cu is for sm_{build.ONLY[source]} alone; elsewhere Triton's products run")
     cubin = build.compile_source(source, gpu.name).read_bytes()
     symbols = build.symbols(cubin)
     assert symbols
@@ -53,17 +69,29 @@ def test_cuda_kernels_fit(source: str, gpu: Architecture, monkeypatch: pytest.Mo
         assert launch.shared + found.shared <= gpu.block_shared, (launch, found)
 
 
+@pytest.mark.skipif(COMPILERS["nvcc"] is None, reason="nvcc was not found")
+@pytest.mark.parametrize(("source", "gpu"), [pair for pair in HERE if pair not in COMPILED], ids=label)
+def test_what_takes_long_is_right_for_a_gpu(source: str, gpu: Architecture) -> None:
+    """Names, types and templates, in a second; what they become: test_cuda_kernels_fit."""
+    using = COMPILERS["nvcc"]
+    assert using is not None
+    flags = (*build.FLAGS, *build.INCLUDES, f"-arch=sm_{gpu.name}", "-cubin", "-fdevice-syntax-only")
+    command = [using.path, *flags, "-o", os.devnull, build.source_path(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @needs_compiler
 @pytest.mark.parametrize("gpu", ARCHITECTURES.values(), ids=lambda gpu: gpu.name)
-def test_what_the_step_launches_has_the_memory(gpu: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What matvec.cu declares does not depend on the GPU; what is asked for beside it does, and so does what
+def test_launches_have_the_memory(gpu: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a source declares does not depend on the GPU; what is asked for beside it does, and so does what
     there is: a third of Hopper's on sm_120."""
     monkeypatch.setattr(architectures, "capability", lambda device: gpu.capability)
-    cubin = build.compile_source("matvec", build.HOPPER).read_bytes()
     launches = [item for launch in LAUNCHES for item in launched(launch, monkeypatch)]
-    mine = [launch for launch in launches if launch.source == "matvec"]
-    assert mine
+    mine = [launch for launch in launches if launch.source in QUICK & {*build.sources(gpu.name)}]
+    assert {"matvec", "choose", "sample"} <= {launch.source for launch in mine}
     for launch in mine:
+        cubin = build.compile_source(launch.source, build.HOPPER).read_bytes()
         declared = resources(cubin, build.find(launch.kernel, build.symbols(cubin))).shared
         assert launch.shared + declared <= gpu.block_shared, launch
 

@@ -24,10 +24,13 @@ from dsv4.quant.formats import Format, empty_rows
 from tests.support.cubin import parameter_sizes
 
 COMPILERS = {"NVRTC": build._nvrtc(), "nvcc": build._nvcc()}
+# Products of prompts compile for twenty seconds each: one of the six here, all with -m slow.
+QUICK = {n for n in build.SOURCES if not n.startswith("product")} | {"product_fp8"}
+SOURCES = [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in build.SOURCES]
 needs_compiler = pytest.mark.skipif(not any(COMPILERS.values()), reason="neither NVRTC nor nvcc was found")
 
 
-@pytest.mark.parametrize("name", build.SOURCES)
+@pytest.mark.parametrize("name", SOURCES)
 @pytest.mark.parametrize("using", COMPILERS)
 def test_compiles_for_hopper(using: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = COMPILERS[using]
@@ -186,7 +189,8 @@ def launch_products() -> None:
         unpack.unpack(weight, some(32, 512, dtype=dtype))
         for rows in (1, 3):
             x, y = some(rows, 512, dtype=dtype), some(rows, 32, dtype=dtype)
-            MatVec([Product(weight, x, y)], rows, blocks=4).launch()
+            for spread in (False, True):
+                MatVec([Product(weight, x, y)], rows, blocks=4, spread=spread).launch()
 
 
 def launch_prompts() -> None:
@@ -314,11 +318,11 @@ def launched(launch: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> lis
 
 
 @needs_compiler
-@pytest.mark.parametrize("launch", LAUNCHES)
-def test_arguments_are_what_the_kernels_take(
-    launch: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for found in launched(launch, monkeypatch):
-        cubin = build.compile_source(found.source, "90a").read_bytes()
+@pytest.mark.parametrize("source", SOURCES)
+def test_arguments_are_what_the_kernels_take(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = [item for launch in LAUNCHES for item in launched(launch, monkeypatch) if item.source == source]
+    assert mine
+    cubin = build.compile_source(source, "90a").read_bytes()
+    for found in mine:
         symbol = build.find(found.kernel, build.symbols(cubin))
         assert parameter_sizes(cubin, symbol) == found.parameters, found

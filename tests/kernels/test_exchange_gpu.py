@@ -117,6 +117,46 @@ def test_sums(size: int, rows: int, d: int, dtype: torch.dtype) -> None:
         assert not peers.inbox.any() and not int(peers.ended), "a place was not emptied"
 
 
+@pytest.mark.parametrize("rows", [1, 5])
+def test_ranks_with_whole_experts(rows: int) -> None:
+    """What a rank's own experts gave is added up in order; where others' were chosen nothing is read."""
+    size, d, choices, share = 2, 1024, 6, 4
+    ranks = world(size, rows, d, vocab=33)
+    chosen = (rand(rows, size * share, seed=3).argsort(1)[:, :choices]).sort(1).values.int()
+    whole = [rand(rows, choices + 1, d, seed=20 + rank) for rank in range(size)]
+    gate, comb, fn = torch.ones(rows, N).cuda(), torch.zeros(rows, N, N).cuda(), rand(M, N * d).cuda()
+    made = [torch.zeros(rows, N, d, device="cuda") for _ in range(size)]
+    partial, there = torch.zeros(size, rows, mix_chunks(d), MIX_WIDTH).cuda(), chosen.cuda()
+    want, given = [], []
+    for rank, y in enumerate(whole):
+        own = chosen // share == rank
+        total = torch.zeros(rows, d)
+        for choice in range(choices):
+            total = torch.where(own[:, choice : choice + 1], total + y[:, choice], total)
+        want.append(total + y[:, choices])
+        y[:, :choices][~own] = float("nan")
+        given.append(y.cuda())
+
+    def run(peers: Peers) -> None:
+        exchange.mix_open(
+            peers=peers,
+            number=1,
+            y=given[peers.rank],
+            gate=gate,
+            comb=comb,
+            streams=made[peers.rank],
+            fn=fn,
+            partial=partial[peers.rank],
+            chosen=there,
+            own=range(peers.rank * share, (peers.rank + 1) * share),
+            **ALONE,
+        )
+
+    at_once(ranks, run)
+    both = (want[0] + want[1]).unsqueeze(1).expand(-1, N, -1)
+    assert all(torch.equal(streams.cpu(), both) for streams in made)
+
+
 def test_replayed(size: int = 4) -> None:
     """As graphs, at whatever pace each stream has: the bits of launches one by one."""
     rows, d = 2, 1024

@@ -2,6 +2,7 @@
 tried, and stuck where places are not taken in turn."""
 
 import ctypes
+import math
 
 import pytest
 import torch
@@ -27,14 +28,19 @@ def twin(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 class World:
     """All ranks' numbers, and what they have after some steps."""
 
-    def __init__(self, size: int, rows: int, d: int, steps: int, turns: int = TURNS) -> None:
+    def __init__(
+        self, size: int, rows: int, d: int, steps: int, turns: int = TURNS, choices: int = 0
+    ) -> None:
+        """`choices`: a rank's numbers are those of so many experts, two of which it has, and one more."""
         generator = torch.Generator().manual_seed(size)
         self.size, self.rows, self.d, self.steps, self.turns, self.vocab = size, rows, d, steps, turns, 37
 
         def random(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator)
 
-        self.y, self.fn = random(size, 2 * steps, rows, d), random(M, N * d)
+        self.parts, self.own = choices + 1, 2
+        self.chosen = torch.randint(0, self.own * size, (rows, choices), generator=generator).int()
+        self.y, self.fn = random(size, 2 * steps, rows, self.parts, d), random(M, N * d)
         self.gate, self.comb = random(rows, N), random(rows, N, N) / 2
         self.start, self.share = random(rows, N, d), random(size, steps, rows, self.vocab)
 
@@ -47,7 +53,8 @@ class World:
         self.inboxes = torch.zeros(size, size, places, dtype=torch.int64)
         self.ended = torch.zeros(size, dtype=torch.int32)
         problem = twin.ranks(
-            *(size, rows, d, self.vocab, steps, self.turns, at(self.y), at(self.fn), at(self.gate)),
+            *(size, rows, d, self.vocab, steps, self.turns, self.parts, self.own),
+            *(at(self.chosen) if self.parts > 1 else None, at(self.y), at(self.fn), at(self.gate)),
             *(at(self.comb), at(self.streams), at(self.partial), at(self.share), at(self.logits)),
             *(at(self.inboxes), at(self.ended), seed),
         )
@@ -56,7 +63,10 @@ class World:
     def check(self) -> None:
         want = self.start
         for i in range(2 * self.steps):
-            want = ref.post(tree_sum(self.y[:, i].transpose(0, 1)), want, self.gate, self.comb)
+            y = self.y[:, i].transpose(0, 1)  # [T, ranks, parts, D]
+            for rank in range(self.size):
+                y[:, rank, :-1][self.chosen // self.own != rank] = 0
+            want = ref.post(tree_sum(y.sum(2)), want, self.gate, self.comb)
         torch.testing.assert_close(self.streams[0], want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
         assert all(torch.equal(streams, self.streams[0]) for streams in self.streams), "ranks differ"
         assert all(torch.equal(partial, self.partial[0]) for partial in self.partial), "ranks differ"
@@ -77,6 +87,18 @@ def test_ranks(twin: ctypes.CDLL, size: int, rows: int, d: int) -> None:
     for seed in range(4):
         assert world.run(twin, seed) == ""
         world.check()
+
+
+@pytest.mark.parametrize(("size", "choices"), [(2, 6), (4, 9)])
+def test_ranks_with_whole_experts(twin: ctypes.CDLL, size: int, choices: int) -> None:
+    """What lies where another rank's expert was chosen is never added, be it NaN."""
+    world = World(size, 3, 40, steps=1, choices=choices)
+    is_own = world.chosen.unsqueeze(0) // world.own == torch.arange(size).view(-1, 1, 1)
+    assert bool(is_own.any()) and not bool(is_own.all())
+    world.y[:, :, :, :-1] = world.y[:, :, :, :-1].masked_fill(~is_own.unsqueeze(1).unsqueeze(-1), math.nan)
+    for seed in range(3):
+        assert world.run(twin, seed) == ""
+    world.check()
 
 
 def test_one_place_is_not_enough(twin: ctypes.CDLL) -> None:

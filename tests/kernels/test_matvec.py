@@ -102,6 +102,7 @@ def test_when_weights_are_fetched(format: Format, n: int, k: int) -> None:
     for options in (
         *({}, {"early_stages": 0}, {"early_stages": 1}, {"paced": True}),
         *({"paced": True, "triggers_late": True}, {"overlap": False}),
+        *({"spread": True}, {"spread": True, "paced": True}, {"beside": True, "paced": True}),
     ):
         y = torch.full((1, n), torch.nan, device="cuda")
         MatVec([Product(parts, x, y)], 1, **options).launch()  # type: ignore[arg-type]
@@ -226,6 +227,30 @@ def test_route_of_many(rows: int, experts: int) -> None:
     assert torch.allclose(tasks.weights.cpu(), weights, rtol=1e-6)
     used = [e for e in tasks.expert.tolist() if e >= 0]
     assert used == sorted(used) and set(used) == set(want.flatten().tolist())
+
+
+@pytest.mark.parametrize("rows", [1, 5, 32])
+@pytest.mark.parametrize("is_float", [False, True])
+def test_route_to_own_experts(rows: int, is_float: bool) -> None:
+    """Ranks with whole experts: together their tasks are those of one, each by its numbers, in the order of
+    all; a single row's stay in their places."""
+    k, experts, ranks = 6, 24, 2
+    logits, bias = torch.randn(rows, experts, device="cuda"), torch.randn(experts, device="cuda") * 0.1
+    ids = torch.zeros(rows, dtype=torch.long, device="cuda")
+
+    def tasks_of(own: range | None) -> list[tuple[int, list[int]]]:
+        tasks, chosen = Tasks.empty(rows, k, "cuda"), torch.empty(rows, k, dtype=torch.int32, device="cuda")
+        choose.route(logits, bias, None, ids, 2.5, is_float, chosen, tasks, own=own)
+        start = 0 if own is None else own.start
+        listed = list(zip(tasks.expert.tolist(), tasks.pairs.tolist(), strict=True))
+        if rows > 1:
+            assert all(e < 0 for e, _ in listed[sum(e >= 0 for e, _ in listed) :]), "no gaps"
+        return [(e + start, pairs) for e, pairs in listed if e >= 0]
+
+    share = experts // ranks
+    parts = [tasks_of(range(rank * share, (rank + 1) * share)) for rank in range(ranks)]
+    assert all(e // share == rank for rank, part in enumerate(parts) for e, _ in part)
+    assert [task for part in parts for task in part] == tasks_of(None)
 
 
 def test_route_by_table_with_repeats_and_ties() -> None:

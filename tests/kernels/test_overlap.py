@@ -57,13 +57,21 @@ def step(
     activations: Activations = "a16",
     placement: Placement | None = None,
     ranks: int = 1,
+    whole_experts: bool = False,
 ) -> Decoder:
     """The real list of launches; none can be launched here. `ranks`: of one of so many."""
     sizes = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: sizes)
     ops = Ops.choose("cuda", **dict.fromkeys(IMPLEMENTATIONS, "gpu"))
-    weights = make_weights(TINY, "modelopt", "cpu", placement=placement, ranks=ranks)
-    mesh = Mesh() if ranks == 1 else Mesh(0, ranks, Echo(ranks))
+    weights = make_weights(
+        config=TINY,
+        layout="modelopt",
+        device="cpu",
+        placement=placement,
+        ranks=ranks,
+        whole_experts=whole_experts,
+    )
+    mesh = Mesh() if ranks == 1 else Mesh(0, ranks, Echo(ranks), whole_experts)
     bundle = Bundle(TINY, weights, ops, Numerics(torch.bfloat16, activations, True), mesh)
     peers = None if ranks == 1 else echo_peers(TINY, ranks, rows, torch.device("cpu"))
     layout = Wanted(600, rows).layout(TINY)
@@ -149,6 +157,15 @@ def test_the_step_of_a_rank_is_safe(monkeypatch: pytest.MonkeyPatch, rows: int) 
     ]
     late = [i for i, launch in enumerate(decoder.launches) if launch.triggers_late]
     assert late[0] == 0, "the first launch is the late one of the step"
+    whole = step(monkeypatch, rows, ranks=2, whole_experts=True)
+    checked(whole, lambda launch: launch)
+    assert launches(whole) == launches(decoder)
+    rounds = step(monkeypatch, rows, "a8", ranks=2, whole_experts=True)
+    checked(rounds, lambda launch: launch)
+    # Before wo_b, and for experts and the shared one, which are not as wide as each other.
+    assert launches(rounds).count("round") == (0 if rows == 1 else 3 * TINY.num_layers)
+    reads = [i for i, launch in enumerate(whole.launches) if "chosen" in launch.reads]
+    assert len(reads) == TINY.num_layers and {whole.launches[i].name for i in reads} == {"mhc open"}
     with pytest.raises(AssertionError, match=r"reads .* before its PDL wait, but (sample|what came before)"):
         check([replace(decoder.launches[0], triggers_late=False), *decoder.launches[1:]], ["inputs"])
 
@@ -427,7 +444,7 @@ def test_products_wait() -> None:
     early = run[: second.start()]
     # The one way out before the wait: a block of "down" without an expert. It has read its task alone and
     # written nothing, and its launch has other blocks that wait, those of the shared expert.
-    assert early.count("return;") == 2 and "if (units_left == 0) return;" in early  # that one is a lambda's
+    assert early.count("return;") == 2 and "if (next_unit >= end) return;" in early  # that one is a lambda's
     assert "if (expert < 0) return;" in early
     assert not re.search(r"put_act|s\.y|put_slice\(|p\.weights", early.split("has_slice =")[1])
     assert re.findall(r"read_slice\(.*", early.split("has_slice =")[1]) == ["read_slice(warp, 0);"]

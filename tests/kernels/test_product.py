@@ -301,6 +301,29 @@ def test_sorting(tokens: int, k: int, count: int, most: int) -> None:
 
 
 @gpu
+@pytest.mark.parametrize("tokens", [1, 300, 5000])
+def test_sorting_of_own_experts(tokens: int) -> None:
+    """The rows of a rank's experts are those that all experts' have there, in the same order."""
+    count, ranks, k = 48, 4, 6
+    ids, weights = choices(tokens, count, k), torch.rand(tokens, k, device="cuda")
+    ids[0, 0] = -1
+    expert, share = ids.flatten(), count // ranks
+    for first in range(0, count, share):
+        by = prompts.sort(ids, weights, share, 128, first=first, ranks=ranks)
+        num_tiles, num_groups = by.counts.tolist()
+        rows = by.pairs[: num_groups * prompts.ROW_GROUP].long()
+        is_own = (expert >= first) & (expert < first + share)
+        order = expert.argsort(stable=True)
+        assert torch.equal(rows[rows >= 0], order[is_own[order]])
+        assert torch.equal(by.weights[: rows.shape[0]][rows >= 0], weights.flatten()[rows[rows >= 0]])
+        covered = 0
+        for number, at, height, _ in by.tiles[:num_tiles].tolist():
+            assert (expert[rows[at : at + height]] == first + number).all()
+            covered += height
+        assert covered == int(is_own.sum())
+
+
+@gpu
 def test_a_graph_follows_what_is_on_the_device() -> None:
     """Nothing of a launch depends on the chosen experts: a graph replayed with others is right."""
     e = Experts("nvfp4")

@@ -3,8 +3,21 @@
 from collections import Counter
 
 import pytest
+import torch
 
-from dsv4.kernels.decode.matvec import COLUMNS, Tasks, _Segment, _share, splits
+from dsv4.kernels.common.tiles import empty
+from dsv4.kernels.decode.matvec import (
+    COLUMNS,
+    STAGES,
+    MatVec,
+    Product,
+    Tasks,
+    _Segment,
+    _share,
+    fits_beside,
+    splits,
+)
+from dsv4.quant.formats import Format
 
 
 def segment(units: int, format: int = 0, warps: int = 8, halves: int = 1, routed: int = 0) -> _Segment:
@@ -50,3 +63,27 @@ def test_experts_and_the_shared_one(rows: int) -> None:
 @pytest.mark.parametrize("k,count", [(64, 1), (4096, 1), (4097, 2), (7168, 2), (8192, 2), (16384, 4)])
 def test_splits(k: int, count: int) -> None:
     assert splits(k) == count
+
+
+class Multiprocessors:
+    multi_processor_count = 132
+
+
+def product(n: int, k: int, format: Format = Format.NVFP4) -> Product:
+    weight = empty(format, (n, k), 1, 1, "meta")
+    return Product(weight, torch.empty(1, k, dtype=torch.bfloat16, device="meta"), torch.empty(1, n))
+
+
+def test_a_product_beside_a_spread_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output a and b of Flash on two ranks, not alone. Both fit on a multiprocessor, two of a do not."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Multiprocessors)
+    a, b = [product(1024, 4096)] * 4, product(4096, 4096)
+    assert fits_beside(b, a) and not fits_beside(product(4096, 8192), a * 2)
+    assert not fits_beside(product(4096, 4096, Format.FP8), a)
+    assert not fits_beside(b, [product(1024, 8192)]), "whose blocks are not spread"
+    spread, beside = MatVec(a, 1, spread=True), MatVec([b], 1, beside=True)
+    assert len(spread.work) <= 132 and len(beside.work) <= 132
+    has, reserved = 228 << 10, 1 << 10  # of a multiprocessor, and of it for each block
+    assert spread.shared + beside.shared + 2 * reserved <= has < 2 * (spread.shared + reserved)
+    work = _share([segment(256)], 1, COLUMNS, None, 132)
+    assert max(units for _, _, units, _ in work) == STAGES, "all that its warps multiply is fetched early"

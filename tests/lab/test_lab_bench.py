@@ -21,7 +21,6 @@ from dsv4.cache.store import Cache
 from dsv4.config import ModelConfig, preset
 from dsv4.engine.memory import RESERVED
 from dsv4.errors import ConfigError
-from dsv4.kernels.common import build
 from dsv4.kernels.common.overlap import tensors_of
 from dsv4.kernels.common.tiles import Bank, Tiled
 from dsv4.lab.bench import beside, prefill, ranks
@@ -481,13 +480,3 @@ def test_a_wrong_backend_is_found(cases: list[Case], monkeypatch: pytest.MonkeyP
 def test_floor_says_what_bounds() -> None:
     assert floor(4e6, 1e6, 4e12, 8e14) == (1.0, "memory")
     assert floor(4e6, 8e9, 4e12, 8e14) == (10.0, "arithmetic")
-
-
-def test_the_read_kernel_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    try:
-        build.compiler()
-    except build.DeviceError as error:
-        pytest.skip(str(error))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert "ceiling" in build.SOURCES
-    assert build.compile_source("ceiling", "90a").stat().st_size > 0

@@ -381,7 +381,7 @@ class Page(HTMLParser):
 
 def test_what_is_printed_and_the_page(made: Callable[[str], Path], tmp_path: Path) -> None:
     source = tmp_path / "<b>&source"
-    source.symlink_to(made("bf16"))
+    shutil.copytree(made("bf16"), source)
     arguments = [
         "quantize",
         source,
@@ -408,7 +408,7 @@ def test_what_is_printed_and_the_page(made: Callable[[str], Path], tmp_path: Pat
     assert row["bytes_before"] == 2 * row["values"] and row["bytes_after"] == row["values"] * 9 // 16 + 27 * 8
     page = (tmp_path / "page.html").read_text()
     assert Page(page).tags.count("svg") == 4 and "http" not in page and "<b>&source" not in page
-    assert "&lt;b&gt;&amp;source" in page or made("bf16").name in page
+    assert "&lt;b&gt;&amp;source" in page
     ok(
         "quantize",
         made("official"),

@@ -11,8 +11,6 @@ from safetensors.torch import save_file
 from dsv4 import Engine, EngineConfig
 from dsv4.lab.score import score_ids
 
-transformers = pytest.importorskip("transformers")
-
 SLIDING, CSA, HCA = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 BASE: dict[str, Any] = {
     **{"vocab_size": 96, "hidden_size": 64, "moe_intermediate_size": 32, "num_attention_heads": 4},
@@ -50,6 +48,7 @@ CASES = {
 def random_model(settings: dict[str, Any], seed: int) -> Any:
     torch.manual_seed(seed)
     layers = len(settings["layer_types"])
+    transformers = pytest.importorskip("transformers")  # here: others need not wait for it to be imported
     config = transformers.DeepseekV4Config(num_hidden_layers=layers, **{**BASE, **settings})
     model = transformers.DeepseekV4ForCausalLM(config).float().eval()
     with torch.no_grad():

@@ -131,6 +131,55 @@ def test_routed(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) 
 
 
 @DTYPES
+def test_ranks_with_whole_experts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each adds up what its own experts give to a token, bit for bit, and nothing else that lies there."""
+
+    def poisoned(x: torch.Tensor, *shape: int, **how: object) -> torch.Tensor:
+        return x.new_full(shape, math.nan if x.is_floating_point() else 0, **how)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    ranks, share, tokens, k = 2, 3, 14, 3
+    e = Experts("nvfp4", count=ranks * share, width=48)
+    x, weights = (2 * rand(tokens, 96)).to(dtype), rand(tokens, k, seed=9).abs()
+    ids = torch.stack(
+        [torch.randperm(6, generator=torch.Generator().manual_seed(t))[:k] for t in range(tokens)]
+    )
+    ids[0], ids[1], ids[2, 1] = torch.tensor([0, 1, 2]), torch.tensor([3, 4, 5]), -1
+    shared = rand(tokens, 1, 96, seed=4).to(DEVICE, dtype)
+    moved = x.to(DEVICE)
+    given = []  # by choice
+    for choice in range(k):
+        one = ids[:, choice : choice + 1].clamp_min(0)
+        given.append(
+            experts_gpu.routed(moved, *to(one, weights[:, choice : choice + 1]), e.bank, 1.5, "a16")[:, 0]
+        )
+    for rank in range(ranks):
+        first = rank * share
+        own = (ids >= first) & (ids < first + share)
+        how = {"limit": 1.5, "activations": "a16", "first": first, "ranks": ranks}
+        bank = tiled_bank(e.stored[first : first + share])
+        got = experts_gpu.routed(moved, *to(ids, weights), bank, shared=shared, **how)
+        want = torch.zeros_like(given[0])
+        for choice, made in enumerate(given):
+            want = torch.where(own[:, choice : choice + 1].to(DEVICE), want + made, want)
+        assert torch.equal(got[:, 0], want + shared[:, 0].float()), f"rank {rank}"
+        stored = e.stored[first : first + share]
+        near(
+            want,
+            experts_ref.routed(x, ids, weights, stored, **how)[:, 0],
+            dtype,
+            "whole experts",
+            ulps=4,
+            share=k * 2.0**-8,
+        )
+    none = torch.full((1, k), 5)
+    alone = experts_gpu.routed(
+        *to(x[:1], none, weights[:1]), tiled_bank(e.stored[:3]), 1.5, "a16", first=0, ranks=2
+    )
+    assert not alone.any(), "no choice is this rank's"
+
+
+@DTYPES
 @pytest.mark.parametrize("activations", ["a16", "a8"])
 def test_shared_expert(activations: str, dtype: torch.dtype) -> None:
     e = Experts("nvfp4", count=1, width=48)

@@ -371,7 +371,7 @@ HOW = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(values=st.lists(FLOATS, min_size=1, max_size=70), how=HOW, data=st.data())
 def test_the_slow_sampler_agrees(values: list[float], how: dict[str, float], data: st.DataObject) -> None:
     everything = [True] * len(values)

@@ -34,10 +34,10 @@ def logits(engine: Engine) -> dict[str, torch.Tensor]:
     ("style", "ranks", "options"),
     [
         ("bf16", 4, {}),
-        ("modelopt", 2, {}),
+        pytest.param("modelopt", 2, {}, marks=pytest.mark.slow),  # test_random_arrivals has it too
         ("official", 2, {"activations": "a8"}),
-        ("hfnvfp4", 2, {"weights": "packed"}),
-        ("fp8", 2, {"compute_dtype": "bfloat16"}),
+        pytest.param("hfnvfp4", 2, {"weights": "packed"}, marks=pytest.mark.slow),
+        ("fp8", 2, {"compute_dtype": "bfloat16", "weights": "packed"}),
     ],
 )
 def test_logits(folders: dict[str, Path], style: str, ranks: int, options: dict[str, object]) -> None:
@@ -123,7 +123,7 @@ def test_refusals(folders: dict[str, Path]) -> None:
             {"ranks": 2, "expert_parallel": True},
             "3 experts do not split over 2 ranks, which would have 1.5 each",
         ),
-        ({"ranks": 1, "expert_parallel": True}, "whole experts, and there is one; leave it out"),
+        ({"ranks": 1, "expert_parallel": True}, "whole experts, and there is one rank; leave it out"),
         ({"ranks": 2, "activations": "a4"}, "activations a4 scale a row by all of it"),
         ({"ranks": 4, "activations": "a8"}, "expert_width 256 over 4 ranks makes 64 each"),
     ):

@@ -39,7 +39,10 @@ def loses(engine: Engine, act: object, words: str) -> float:
 
 
 def test_slow_rank() -> None:
-    """It sleeps while a plan lies in its channel: once it wakes up, once it dies and has not applied it."""
+    """It sleeps while a plan lies in its channel: once it wakes up, once it dies and has not applied it.
+
+    One that dies while it computes: test_server_comes_back, test_killed_rank.
+    """
     params = SamplingParams(max_tokens=6, temperature=0.9, seed=4, ignore_eos=True, logprobs=2)
     with engine_on(None, 2) as engine:
         (rank,) = rank_pids()
@@ -59,16 +62,18 @@ def test_slow_rank() -> None:
             while True:
                 engine.step()
         assert time.monotonic() - began < 5
+        wait(lambda: rank_pids() == [], 5)
+        assert engine.ranks is not None and select.select([engine.ranks.alarm], [], [], 0)[0], "for the idle"
+        with pytest.raises(DeviceError, match="start the engine anew"):
+            engine.step()
 
 
+@pytest.mark.slow
 def test_killed_rank() -> None:
     with engine_on(None, 2) as engine:
         (rank,) = rank_pids()
         assert loses(engine, lambda: os.kill(rank, signal.SIGKILL), r"rank 1 has died \(signal 9\)") < 5
         wait(lambda: rank_pids() == [], 5)
-        assert engine.ranks is not None and select.select([engine.ranks.alarm], [], [], 0)[0], "for the idle"
-        with pytest.raises(DeviceError, match="start the engine anew"):
-            engine.step()
 
 
 def test_rank_that_sleeps() -> None:

@@ -13,6 +13,7 @@ from dsv4.model.params import check_ranks, declare, num_parts
 from dsv4.quant.codec import decode
 from dsv4.quant.formats import QuantTensor
 from dsv4.weights.load import Checkpoint
+from dsv4.weights.tiled import load_tiled
 from tests.support.checkpoints import write_model
 
 # Widths of 256: eight blocks of 32, two FP8 tiles.
@@ -89,6 +90,27 @@ def test_a_rank_with_whole_experts_reads_these_alone(tmp_path: Path) -> None:
             assert (found[0] is None) == (param.expert >= 2) and (found[1] is None) == (param.expert < 2)
             held = found[param.expert // 2]
             assert torch.equal(values(held), values(whole.tensors[param.name])), param.name
+
+
+def test_a_bank_of_whole_experts(tmp_path: Path) -> None:
+    """In tiles, as a GPU has them: a rank's are a run of the whole bank, the shared expert's a part of it."""
+    config = replace(WIDE, num_experts=4)
+    checkpoint = Checkpoint.open(write_model(tmp_path / "model", "modelopt", config))
+    whole = load_tiled(checkpoint, "cpu")
+    by_width = load_tiled(checkpoint.shard(1, 2), "cpu")
+    for rank in range(2):
+        own = checkpoint.shard(rank, 2, whole_experts=True)
+        assert own.inventory.experts == range(2 * rank, 2 * rank + 2)
+        got = load_tiled(own, "cpu")
+        for name in (f"layers.{layer}.ffn.experts" for layer in range(config.num_layers)):
+            for part in ("w13", "w2"):
+                want, held = getattr(whole.tensors[name], part), getattr(got.tensors[name], part)
+                assert held.count == 2 and held.shape == want.shape
+                for tensor in ("data", "scale", "factor"):
+                    run = getattr(want, tensor)[2 * rank : 2 * rank + 2]
+                    assert torch.equal(getattr(held, tensor), run), (name, part, tensor)
+    shared = "layers.0.ffn.shared_experts"
+    assert torch.equal(got.tensors[shared].w2.data, by_width.tensors[shared].w2.data)
 
 
 def test_experts_that_do_not_split() -> None:

@@ -50,9 +50,17 @@ def variables(rank: int, port: int, size: int = 2) -> dict[str, str]:
 def started(
     command: list[str], log: Path, environment: dict[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
+    def hear() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # whoever runs these tests in the background ignores it
+
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command, env=os.environ | (environment or {}), stdout=file, stderr=file, start_new_session=True
+            command,
+            env=os.environ | (environment or {}),
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+            preexec_fn=hear,
         )
     try:
         yield process
@@ -147,6 +155,7 @@ def test_a_machine_is_cut_off(tmp_path: Path) -> None:
         assert logs[1].read_text().count("error: rank 1 of 2: ") == 1
 
 
+@pytest.mark.slow
 def test_rank_zero_is_lost(tmp_path: Path) -> None:
     port, logs = free_port(), [tmp_path / "0", tmp_path / "1"]
     command = [sys.executable, "-m", *COMMAND, "--max-tokens", "900", "--ignore-eos"]

@@ -400,6 +400,7 @@ def test_evaluation_set(held_out_mix: mix.Mix, bpe: Tokenizer) -> None:
 # The real collection, where it lies beside the checkout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not REAL.is_dir(), reason="the collection is not beside the checkout")
 def test_real_collection() -> None:
     train = read_corpus(REAL, "train")

@@ -18,6 +18,8 @@ PICK: dict[str, Any] = {
 }
 SHADE: dict[str, Any] = {**PICK, "properties": {"color": COLOR}, "required": ["color"]}
 THINK: dict[str, Any] = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
+# A call is eighty tokens. In all but the last turn one is made: whole in one loop, streamed in the other.
+TURNS = pytest.mark.parametrize("turns", [2, pytest.param(3, marks=pytest.mark.slow)])
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +83,8 @@ def test_budget_closes_the_thought_and_not_the_answer(server: Server, claude: An
     assert done.usage.completion_tokens_details.reasoning_tokens == 4
 
 
-def test_agent_loop_with_thoughts_that_come_back(server: Server, claude: Any) -> None:
+@TURNS
+def test_agent_loop_with_thoughts_that_come_back(server: Server, claude: Any, turns: int) -> None:
     tools = [{"name": "pick", "description": "Picks.", "input_schema": SHADE, "strict": True}]
     brief = {"type": "enabled", "budget_tokens": 8}
     options: dict[str, Any] = {
@@ -90,23 +93,20 @@ def test_agent_loop_with_thoughts_that_come_back(server: Server, claude: Any) ->
         "thinking": brief,
     }
     messages: list[Any] = list(SHORT)
-    sizes = []
-    for turn in range(3):
-        choice = {"type": "any" if turn < 2 else "none", "disable_parallel_tool_use": True}
-        if turn == 2:
-            choice.pop("disable_parallel_tool_use")
-        enough = 16 if turn == 2 else 200
+    count = claude.messages.count_tokens
+    alone = count(model="tiny", messages=messages, tool_choice={"type": "none"}, **options).input_tokens
+    for turn in range(turns):
+        is_last = turn == turns - 1
+        choice = {"type": "none"} if is_last else {"type": "any", "disable_parallel_tool_use": True}
+        enough = 16 if is_last else 200
         done = (streamed if turn % 2 else ask)(
             claude, messages, tool_choice=choice, max_tokens=enough, **options
         )
-        counted = claude.messages.count_tokens(
-            model="tiny", messages=messages, tool_choice=choice, **{k: v for k, v in options.items()}
-        )
+        counted = count(model="tiny", messages=messages, tool_choice=choice, **options)
         assert counted.input_tokens == done.usage.input_tokens + done.usage.cache_read_input_tokens
-        sizes.append(counted.input_tokens)
         messages.append({"role": "assistant", "content": [block.model_dump() for block in done.content]})
         calls = [block for block in done.content if block.type == "tool_use"]
-        assert bool(calls) == (turn < 2) and (done.stop_reason == "tool_use") == bool(calls)
+        assert bool(calls) != is_last and (done.stop_reason == "tool_use") == bool(calls)
         for call in calls:
             assert call.name == "pick" and call.input["color"] in COLOR["enum"]
         results = [
@@ -115,7 +115,7 @@ def test_agent_loop_with_thoughts_that_come_back(server: Server, claude: Any) ->
         ]
         if results:
             messages.append({"role": "user", "content": results})
-    assert sizes[0] < sizes[1], "the thought and the call have come back"
+    assert counted.input_tokens > alone + 60, "the thought and the call have come back"
     thought = next(block for block in messages[1]["content"] if block["type"] == "thinking")
     thought["thinking"] += " Not mine."
     with pytest.raises(claude.errors.BadRequestError, match="signature"):
@@ -168,24 +168,28 @@ def test_response_and_stream_are_the_same(server: Server) -> None:
     assert [item.type for item in cut.output] == ["message"]
 
 
-def test_agent_loop_of_items(server: Server) -> None:
+@TURNS
+def test_agent_loop_of_items(server: Server, turns: int) -> None:
     tools: Any = [{"type": "function", "name": "pick", "parameters": SHADE, "strict": True}]
     given: list[Any] = [{"role": "developer", "content": "Add."}, *SHORT]
     include: Any = ["reasoning.encrypted_content"]
-    for turn in range(3):
+    for turn in range(turns):
+        is_last = turn == turns - 1
         options: dict[str, Any] = {"tools": tools, "include": include, "parallel_tool_calls": False}
-        options["tool_choice"] = [{"type": "function", "name": "pick"}, "required", "none"][turn]
-        if turn == 1:
+        named = {"type": "function", "name": "pick"}
+        options["tool_choice"] = "none" if is_last else "required" if turn else named
+        enough = 16 if is_last else 200
+        if turn == 0:
             with server.client.responses.stream(
-                model="tiny", input=given, temperature=0, max_output_tokens=200, **options
+                model="tiny", input=given, temperature=0, max_output_tokens=enough, **options
             ) as stream:
                 for _ in stream:
                     pass
                 done = stream.get_final_response()
         else:
-            done = respond(server, given, max_output_tokens=16 if turn == 2 else 200, **options)
+            done = respond(server, given, max_output_tokens=enough, **options)
         calls = [item for item in done.output if item.type == "function_call"]
-        assert bool(calls) == (turn < 2)
+        assert bool(calls) != is_last
         for item in done.output:
             shown = item.model_dump(exclude_none=True)
             if item.type == "reasoning":

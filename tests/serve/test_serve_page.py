@@ -3,6 +3,7 @@
 import base64
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 import pytest
 from serve_support import KEY, Server, wait
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: no browser test")
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium on the PATH: no browser test")
 
@@ -19,6 +19,7 @@ EVIL = "<img src=x onerror=\"window.hacked=1\"><script>window.hacked=1</script><
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     with sync_api.sync_playwright() as play:
         running = play.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
         yield running
@@ -61,6 +62,7 @@ def test_question_is_answered_as_a_stream(page: Any, server: Server, tmp_path: P
     seen = {page.inner_text(".assistant .content")}
     while not page.is_visible(".foot .speed"):
         seen.add(page.text_content(".assistant .content"))
+        time.sleep(0.03)
     assert page.text_content(".assistant .content") == "27 + 58 = 85."
     assert len(seen) > 2, "the answer grows before one's eyes"
     assert not page.is_visible("details .text"), "reasoning is folded"

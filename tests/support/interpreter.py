@@ -6,11 +6,13 @@ import pytest
 
 
 def quicken() -> None:
-    """Call once, where TRITON_INTERPRET=1 made Triton interpret. Twice as fast with Triton 3.6."""
+    """Call once, where TRITON_INTERPRET=1 made Triton interpret. Three times as fast with Triton 3.6."""
     pytest.importorskip("triton", reason="Triton is not installed")
     _patch_a_module_once_per_launch()
     _remember_numpy_types()
     _make_types_when_asked_for()
+    _compare_types_by_identity_first()
+    _leave_out_checks_nobody_reads()
 
 
 def _patch_a_module_once_per_launch() -> None:
@@ -64,7 +66,7 @@ def _make_types_when_asked_for() -> None:
             self._type = core._type_for_tuple_values(self.values)
         return self._type
 
-    init_block, shapes = core.block_type.__init__, {}
+    init_block, shapes, tensors = core.block_type.__init__, {}, {}
 
     def set_block(self: Any, element_ty: Any, shape: Any) -> None:
         key = tuple(s.value if isinstance(s, core.constexpr) else s for s in shape)
@@ -73,9 +75,42 @@ def _make_types_when_asked_for() -> None:
             shapes[key] = self.shape, self.numel
         self.element_ty, (self.shape, self.numel) = element_ty, shapes[key]
 
+    init_tensor = core.tensor.__init__
+
+    def set_tensor(self: Any, handle: Any, type: Any) -> None:
+        key = tuple(type.shape.values) if isinstance(type, core.block_type) else ()
+        if key not in tensors:
+            init_tensor(self, handle, type)
+            tensors[key] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = tensors[key]
+
     core.tuple.__init__ = set_values
     core.tuple.type = property(get_type, lambda self, type: setattr(self, "_type", type))
     core.block_type.__init__ = set_block
+    core.tensor.__init__ = set_tensor
     core.block_type.name = property(
         lambda self: f"<{self.shape}, {self.element_ty}>", lambda self, name: None
     )
+
+
+def _compare_types_by_identity_first() -> None:
+    from triton.language import core, semantic
+
+    equal, broadcast = core.dtype.__eq__, semantic.TritonSemantic.broadcast_impl_value
+    core.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
+
+    def broadcast_if_needed(self: Any, lhs: Any, rhs: Any) -> Any:
+        is_same = lhs.shape is rhs.shape  # set_tensor gives equal shapes as one object
+        return (lhs, rhs) if is_same else broadcast(self, lhs, rhs)
+
+    semantic.TritonSemantic.broadcast_impl_value = broadcast_if_needed
+
+
+def _leave_out_checks_nobody_reads() -> None:
+    """Each int32 operation was done again in int64, for an assertion that only a debugging build makes."""
+    from triton.language.semantic import TritonSemantic
+    from triton.runtime.interpreter import interpreter_builder
+
+    assert not interpreter_builder.options.debug
+    TritonSemantic.binary_op_sanitize_overflow_impl = lambda self, lhs, rhs, operation: None

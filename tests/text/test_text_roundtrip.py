@@ -47,12 +47,14 @@ def check_read_back(message: Any, written: dict[str, Any], thinking: bool) -> No
     assert message.dropped == ""
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
-def test_random_conversations(seed: int) -> None:
-    """5,000 with each seed."""
+@pytest.mark.parametrize(
+    ("seed", "count"),
+    [(0, 2000), *(pytest.param(seed, 5000, marks=pytest.mark.slow) for seed in range(4))],
+)
+def test_random_conversations(seed: int, count: int) -> None:
     rng = random.Random(20260731 + seed)
     num_calls = 0
-    for _ in range(5000):
+    for _ in range(count):
         messages, options = some_conversation(rng), some_options(rng)
         prefix = EFFORT_PREFIX[options["release"]][options["reasoning_effort"]]
         expected = plain_render(
@@ -64,7 +66,7 @@ def test_random_conversations(seed: int) -> None:
         message, _ = run(split_texts(rng, answer), thinking=options["thinking"])
         check_read_back(message, messages[-1], options["thinking"])
         num_calls += len(message.tool_calls)
-    assert num_calls > 2500
+    assert num_calls > count / 2
 
 
 def test_random_conversations_through_token_ids(v4: Tokenizer) -> None:

@@ -381,7 +381,7 @@ def outputs(draw: st.DrawFn) -> list[Segment]:
     return segments(text + draw(st.sampled_from(["", "", EOS, EOS + "x", USER])))
 
 
-@settings(max_examples=600, deadline=None, derandomize=True)
+@settings(max_examples=400, deadline=None, derandomize=True)
 @given(
     outputs(),
     st.booleans(),

@@ -380,7 +380,7 @@ def big_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Beyond the model: one block as stored and as decoded, its finiteness masks, a transposed copy. Each takes at
 # most the 64 MiB of a decoded block, so four are a bound; a whole tensor more (200 to 400 MB) breaks it.
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures memory as Linux reports it")
-@pytest.mark.parametrize("mode", ["dense", "packed"])
+@pytest.mark.parametrize("mode", [pytest.param("dense", marks=pytest.mark.slow), "packed"])
 def test_loading_needs_little_memory_beyond_the_model(mode: str, big_model: Path) -> None:
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", MEASURE, str(big_model), mode]

@@ -24,11 +24,13 @@ struct Routing {
     int* task_expert;          // [rows * choices]
     int* task_pairs;           // [rows * choices][PAIRS_PER_TASK]
     int rows, experts, choices, per_task;
+    int first_own, own;        // of the experts those that this rank has
     float route_scale;
 };
 
 // Routing: sqrt(softplus(logit)) weights the experts; the largest with bias, or a table by token id, names them.
-// Then tasks: an expert with up to `per_task` of the pairs (row * choices + place) that go to it, by rising expert.
+// Then tasks: an expert with up to `per_task` of the pairs (row * choices + place) that go to it, by rising expert. Those of
+// other ranks have none: of a single row their places say -1. A task names an expert by its number on this rank.
 // A warp takes a row, MANY experts a lane; for a SINGLE row other warps help with the weights.
 template <int MANY, bool SINGLE>
 __global__ void __launch_bounds__(512) route_kernel(const Routing p) {
@@ -101,15 +103,16 @@ __global__ void __launch_bounds__(512) route_kernel(const Routing p) {
         __syncwarp();
         for (int i = lane; i < pairs * PAIRS_PER_TASK; i += 32)
             p.task_pairs[i] = i % PAIRS_PER_TASK ? -1 : i / PAIRS_PER_TASK;
-        if (lane < pairs) p.task_expert[lane] = pair_expert[lane];
+        const uint32_t here = lane < pairs ? pair_expert[lane] - p.first_own : 0;
+        if (lane < pairs) p.task_expert[lane] = here < (uint32_t)p.own ? (int)here : -1;
         return;
     }
     __syncthreads();
     int running = 0;
-    for (int first = 0; first < p.experts; first += blockDim.x) {
-        const int e = first + threadIdx.x;
+    for (int first = 0; first < p.own; first += blockDim.x) {
+        const int here = first + threadIdx.x, e = p.first_own + here;
         int count = 0;
-        if (e < p.experts)
+        if (here < p.own)
             for (int i = 0; i < pairs; ++i) count += pair_expert[i] == e;
         const int tasks = (count + p.per_task - 1) / p.per_task;
         int before = tasks;
@@ -128,7 +131,7 @@ __global__ void __launch_bounds__(512) route_kernel(const Routing p) {
         if (count)
             for (int i = 0; i < pairs; ++i)
                 if (pair_expert[i] == e) {
-                    if (filled == 0) p.task_expert[task] = e;
+                    if (filled == 0) p.task_expert[task] = here;
                     p.task_pairs[task * PAIRS_PER_TASK + filled++] = i;
                     if (filled == p.per_task) { ++task; filled = 0; }
                 }

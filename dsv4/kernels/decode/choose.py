@@ -26,7 +26,7 @@ class _Routing(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("logits", "bias", "table", "ids", "positions", "counts")),
         *((name, ctypes.c_void_p) for name in ("chosen", "weights", "task_expert", "task_pairs")),
-        *((name, ctypes.c_int) for name in ("rows", "experts", "choices", "per_task")),
+        *((name, ctypes.c_int) for name in ("rows", "experts", "choices", "per_task", "first_own", "own")),
         ("route_scale", ctypes.c_float),
     )
 
@@ -60,15 +60,19 @@ def route(
     tasks: Tasks,
     positions: Tensor | None = None,
     counts: Tensor | None = None,
+    own: range | None = None,
     overlap: bool = True,
 ) -> None:
     """logits [T, E] float32; bias [E], or a table [V, K] by token id. -> chosen int32 [T, K] by rising
     expert, and tasks with the weights. `is_float` says how many pairs a task may hold. `counts` int32 [E]
-    grow by the choices of rows whose `positions` are not negative."""
+    grow by the choices of rows whose `positions` are not negative. `own`: the experts that this rank has, all
+    if None; tasks are theirs alone, by their number here."""
     rows, experts = logits.shape
     assert experts <= MAX_EXPERTS and tasks.choices <= MAX_CHOICES, (experts, tasks.choices)
     assert rows * tasks.choices <= MAX_PAIRS, (rows, tasks.choices)
     assert counts is None or (positions is not None and counts.shape == (experts,)), "whose choices count"
+    own = range(experts) if own is None else own
+    assert 0 <= own.start < own.stop <= experts, (own, experts)
     many, single = 8 if experts <= 256 else 16, "true" if rows == 1 else "false"
     routing = _Routing(
         logits=logits.data_ptr(),
@@ -85,6 +89,8 @@ def route(
         experts=experts,
         choices=tasks.choices,
         per_task=FLOAT_COLUMNS if is_float else COLUMNS,
+        first_own=own.start,
+        own=len(own),
         route_scale=scale,
     )
     call(

@@ -8,6 +8,7 @@ constexpr int TURNS = 2;   // rows whose numbers lie in shared memory at once
 template <typename Act> struct Open {
     Peers peers;
     const float* y;           // [rows][parts][d], this rank's share of the last output; null: the step's tokens begin
+    const int* chosen;        // [rows][parts - 1] the experts that made y but for its last part; null: all parts count
     const int64_t* ids;       // [rows]
     const void* table;        // [vocab of this rank][d]
     const float* gate;        // [rows][4]
@@ -17,6 +18,7 @@ template <typename Act> struct Open {
     float* partial;           // [rows][chunks][WIDTH]
     int64_t first_place;      // of this exchange, in each sender's part of an inbox
     int rows, programs, chunks, d, parts, mixes, vocab;
+    int first_own, own;       // with `chosen`: what others than these experts of this rank made is left out
     int is_wide;              // the table is float32, else BF16
     uint32_t tag;
 };
@@ -53,6 +55,10 @@ template <typename Act> __device__ __forceinline__ float own_share(const Open<Ac
         for (int first = 0; first < p.parts; first += FLIGHT) {
 #pragma unroll
             for (int i = 0; i < FLIGHT; ++i) v[i] = first + i < p.parts ? __ldcg(y + (size_t)(first + i) * p.d) : 0.f;
+            if (p.chosen)   // what lies there is of an older step
+#pragma unroll
+                for (int i = 0; i < FLIGHT; ++i)
+                    if (first + i < p.parts - 1 && (uint32_t)(__ldcg(p.chosen + row * (p.parts - 1) + first + i) - p.first_own) >= (uint32_t)p.own) v[i] = 0.f;
 #pragma unroll
             for (int i = 0; i < FLIGHT; ++i) sum += v[i];
         }

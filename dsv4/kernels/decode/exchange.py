@@ -67,11 +67,11 @@ class _Peers(ctypes.Structure):
 class _Open(ctypes.Structure):
     _fields_ = (
         ("peers", _Peers),
-        *((name, ctypes.c_void_p) for name in ("y", "ids", "table", "gate", "comb", "streams")),
+        *((name, ctypes.c_void_p) for name in ("y", "chosen", "ids", "table", "gate", "comb", "streams")),
         *((name, ctypes.c_void_p) for name in ("fn", "partial")),
         ("first_place", ctypes.c_int64),
         *((name, ctypes.c_int) for name in ("rows", "programs", "chunks", "d", "parts", "mixes", "vocab")),
-        ("is_wide", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("first_own", "own", "is_wide")),
         ("tag", ctypes.c_uint),
     )
 
@@ -118,6 +118,8 @@ def _open(
     comb: Tensor | None = None,
     ids: Tensor | None = None,
     table: Tensor | None = None,
+    chosen: Tensor | None = None,
+    own: range = range(0),
 ) -> None:
     rows, n, d = streams.shape
     chunks, mixes = mix_chunks(d), fn.shape[0]
@@ -131,6 +133,7 @@ def _open(
     params = _Open(
         peers=_peers(peers),
         y=None if y is None else y.data_ptr(),
+        chosen=None if chosen is None else chosen.data_ptr(),
         ids=None if ids is None else ids.data_ptr(),
         table=None if table is None else table.data_ptr(),
         gate=None if gate is None else gate.data_ptr(),
@@ -146,6 +149,8 @@ def _open(
         parts=0 if y is None else y.shape[1],
         mixes=mixes,
         vocab=0 if table is None else table.shape[0],
+        first_own=own.start,
+        own=len(own),
         is_wide=table is not None and table.dtype == torch.float32,
         tag=_tag(number, rows),
     )
@@ -164,7 +169,7 @@ def _open(
 
 
 @launcher(
-    reads=("y", "gate", "comb", "streams", "peers.inbox"),
+    reads=("y", "chosen", "gate", "comb", "streams", "peers.inbox"),
     reads_early=("fn",),
     writes=("streams", "partial", "peers.inbox"),
 )
@@ -177,16 +182,34 @@ def mix_open(
     streams: Tensor,
     fn: Tensor,
     partial: Tensor,
+    chosen: Tensor | None = None,
+    own: range = range(0),
     overlap: bool = True,
 ) -> None:
     """As mhc.mix_open, where y [T, P, D] float32 is this rank's share of the output: all ranks' are added up.
 
-    `number`: of the exchange, in its step.
+    `number`: of the exchange, in its step. `chosen` int32 [T, P - 1]: the experts whose outputs y holds, then
+    something that always counts; of experts that are not among this rank's `own`, nothing is read.
     """
     rows, _, d = streams.shape
     assert y.shape[::2] == (rows, d) and y.dtype == torch.float32 and y.is_contiguous(), y.shape
+    if chosen is not None:
+        assert chosen.dtype == torch.int32 and chosen.is_contiguous() and len(own), own
+        assert chosen.shape == (rows, y.shape[1] - 1), (chosen.shape, y.shape)
     if rows:
-        _open(peers, number, streams, fn, partial, overlap, y=y, gate=gate, comb=comb)
+        _open(
+            peers=peers,
+            number=number,
+            streams=streams,
+            fn=fn,
+            partial=partial,
+            overlap=overlap,
+            y=y,
+            gate=gate,
+            comb=comb,
+            chosen=chosen,
+            own=own,
+        )
 
 
 @launcher(

@@ -23,16 +23,16 @@ constexpr bool IS_SMALL = true;
 constexpr bool IS_SMALL = false;
 #endif
 // A warp's weights come through shared memory, CHUNK bytes at a time, some chunks ahead.
-// Shared memory of a block: stages, sums of this turn and the last [warp][brick][column][row], barriers, then x.
+// Shared memory of a block: sums of this turn and the last [warp][brick][column][row], barriers, x, then stages.
 // Blocks of 8 warps are for a single row: two fit on a multiprocessor, and one computes while the other begins or ends.
 // A single row's x lies there for all passes.
 template <bool IS_SINGLE, bool WIDE> struct Layout {
     static constexpr bool SINGLE = IS_SINGLE;
-    static constexpr int WARPS = SINGLE || IS_SMALL ? 8 : 16, CHUNK = !SINGLE && IS_SMALL ? 1024 : 4096, STAGES = 2;
+    static constexpr int WARPS = SINGLE || IS_SMALL ? 8 : 16, CHUNK = !SINGLE && IS_SMALL ? 1024 : 4096, MAX_STAGES = SINGLE ? 4 : 2;
     static constexpr int BLOCKS = SINGLE ? 2 : 1, SUMS = SINGLE ? 16 : 16 * COLUMNS, TABLE = WARPS * 2 * SUMS;
-    static constexpr int TABLE_AT = WARPS * STAGES * CHUNK, BARRIERS_AT = TABLE_AT + 2 * TABLE * 4;
-    static constexpr int X_AT = BARRIERS_AT + WARPS * STAGES * 8, X_SLICES = MAX_SLICES * (SINGLE && WIDE ? MAX_PASSES : 1);
-    static constexpr int BYTES = X_AT + X_SLICES * ((SINGLE ? 1 : COLUMNS) * MAX_STRIDE * 8 + COLUMNS * 4);
+    static constexpr int BARRIERS_AT = 2 * TABLE * 4;
+    static constexpr int X_AT = BARRIERS_AT + WARPS * MAX_STAGES * 8, X_SLICES = MAX_SLICES * (SINGLE && WIDE ? MAX_PASSES : 1);
+    static constexpr int STAGES_AT = X_AT + X_SLICES * ((SINGLE ? 1 : COLUMNS) * MAX_STRIDE * 8 + COLUMNS * 4);
 };
 
 struct Params {
@@ -45,6 +45,7 @@ struct Params {
     int rows;                 // of the batch
     float limit;              // of the clamped SwiGLU
     int triggers_late;        // launch_dependents comes after the wait
+    int stages;               // of a single row's warp, 2 or 4
     int early_stages, paced;  // a single row: chunks that a warp fetches before the wait; not all warps at once
     Mixing mixing;            // beside the products, where a block's work says segment -1
     const char* prefetch;     // what the next kernel reads first, prefetched to L2; may be null
@@ -97,7 +98,10 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     constexpr int WARPS = At::WARPS, CHUNK = At::CHUNK, CHUNK_LOADS = CHUNK / 512, CHUNKS = LOADS / CHUNK_LOADS;
     // A brick's sum is one chain of products, each waiting for the one before: two bricks at a time keep the tensor core busy.
     constexpr bool PAIRS = F == NVFP4 && !WIDE && CHUNKS == 1;
-    constexpr int PER_GROUP = IS_F32 ? COLUMNS / PARTS : COLUMNS, STAGES = At::STAGES;
+    // A single row's launch fetches its instructions anew, so there loops are loops.
+    constexpr int UNROLLED = At::SINGLE ? 2 : CHUNK_LOADS / 2;
+    constexpr int PER_GROUP = IS_F32 ? COLUMNS / PARTS : COLUMNS;
+    const int stages = At::SINGLE ? p.stages : At::MAX_STAGES;   // a power of two
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const int groups = WARPS * s.per_warp >> 16, group = warp * s.per_warp >> 16, within = warp - group * s.warps;
     const int halves = s.halves, end = work.y + work.z;
@@ -118,6 +122,14 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
         if (lane == 0) undo_table[i * COLUMNS + c] = undo;
     };
     const bool has_slice = At::SINGLE && warp < s.warps;   // of a single row's x a warp brings one slice, of every pass
+    const uint32_t stage = shared_address(shared) + At::STAGES_AT + warp * stages * CHUNK;
+    const uint32_t barriers = shared_address(shared) + At::BARRIERS_AT, barrier = barriers + warp * At::MAX_STAGES * 8;
+    if (lane == 0) {
+        for (int i = 0; i < At::MAX_STAGES; ++i)
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier + i * 8) : "memory");
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncwarp();
     // Up cannot fetch weights before its tasks are known, so it waits first; a single row's input is older and is read
     // early. Down reads its tasks early: up, which triggers late, has waited for the router.
     if (s.routed == 1) {
@@ -140,58 +152,34 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     const size_t jump = (size_t)groups * s.slices * halves - (halves - 1);
     const uint8_t* scale = s.scale + place_of_expert + first * SCALE;
     const char* source = reinterpret_cast<const char*>(s.data) + place_of_expert + first * (LOADS * 512);
-    const uint32_t stage = shared_address(shared) + warp * STAGES * CHUNK;
-    const uint32_t barriers = shared_address(shared) + At::BARRIERS_AT, barrier = barriers + warp * STAGES * 8;
-    // Where the next chunk to fetch lies: its brick's chunks and halves left, and the warp's units left.
-    const int units = idle || unit >= end ? 0 : (end - unit + groups - 1) * s.per_group >> 16;
-    int chunks_left = CHUNKS, halves_left = halves, units_left = units;
-    if (WIDE && within + s.warps < s.span) units_left *= 2;
+    // The next chunk to fetch: its unit, that unit's halves left, and its brick's chunks left.
+    int chunks_left = CHUNKS, halves_left = halves, next_unit = idle ? end : unit;
+    bool has_next_pass = WIDE && within + s.warps < s.span;
+    const int units = WIDE ? (end - unit + groups - 1) * s.per_group >> 16 : 0;
     // From where a pass over the units ends to where the next begins, in bricks.
     const auto back = [&] { return (int64_t)(s.warps - units * groups * s.slices) * halves; };
     uint32_t fetched = 0;
     const auto fetch_next = [&] {
-        if (units_left == 0) return;
-        if (lane == 0) fetch<CHUNK>(stage + fetched % STAGES * CHUNK, source, barrier + fetched % STAGES * 8);
+        if (next_unit >= end) return;
+        const int at = fetched & (stages - 1);
+        if (lane == 0) fetch<CHUNK>(stage + at * CHUNK, source, barrier + at * 8);
         ++fetched;
         source += CHUNK;
         if (--chunks_left == 0) {
             chunks_left = CHUNKS;
             if (--halves_left == 0) {
                 halves_left = halves;
-                --units_left;
+                next_unit += groups;
                 source += (jump - 1) * (LOADS * 512);
-                if (WIDE && units_left == units) source += back() * (LOADS * 512);
+                if (WIDE && next_unit >= end && has_next_pass) {
+                    has_next_pass = false;
+                    next_unit = work.y + group;
+                    source += back() * (LOADS * 512);
+                }
             }
         }
     };
-    if (lane == 0) {
-        for (int i = 0; i < STAGES; ++i)
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier + i * 8) : "memory");
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
-    __syncwarp();
-    // Weights are fetched before the wait. A single row's launch that is paced does so in three steps, since whatever the
-    // small kernels before it read would queue behind a burst: half of the warps' first chunks, the other half's, then all
-    // second ones.
-    if constexpr (At::SINGLE) {
-        if (p.paced) {
-            __syncthreads();   // all barriers are there
-            const int other = warp ^ WARPS / 2, its_group = other * s.per_warp >> 16;
-            const bool fetches = its_group < groups && work.y + its_group < end, follows = warp > other;
-            const uint32_t its_barrier = barriers + other * STAGES * 8;
-            if (follows && fetches) await(its_barrier, 0);
-            if (units_left) {
-                fetch_next();
-                await(!follows && fetches ? its_barrier : barrier, 0);
-                fetch_next();
-            }
-        } else
-#pragma unroll 1
-            for (int i = 0; i < p.early_stages; ++i) fetch_next();
-    } else for (int i = 0; i < STAGES; ++i) fetch_next();
-    // The rest of a first brick of more chunks than stages comes as far as L2.
-    if (CHUNKS > STAGES && (!At::SINGLE || p.early_stages == STAGES) && lane == 0 && units_left)
-        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"((CHUNKS - STAGES) * CHUNK) : "memory");
+    // Scales are asked for first: behind the weights of all blocks they would come last, and nothing could be multiplied till then.
     // Of the bricks of a turn, from `scale` on: the second `second` bytes, the next turn's first `turn_bytes` further.
     const bool paired = halves == 2;   // a turn is two bricks: both halves of a unit, or two units
     const size_t second = (paired ? 1 : jump) * SCALE, turn_bytes = second + jump * SCALE;
@@ -200,6 +188,29 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     if (!idle && unit < end) now[0].load(scale, lane);
     if constexpr (PAIRS)
         if (!idle && has_second(unit)) now[1].load(scale + second, lane);
+    // Weights are fetched before the wait. A single row's launch that is paced does so in three steps, since whatever the
+    // small kernels before it read would queue behind a burst: half of the warps' first chunks, the other half's, then all
+    // second ones.
+    if constexpr (At::SINGLE) {
+        if (p.paced) {
+            __syncthreads();   // all barriers are there
+            const int other = warp ^ WARPS / 2, its_group = other * s.per_warp >> 16;
+            const bool fetches = its_group < groups && work.y + its_group < end, follows = warp > other;
+            const uint32_t its_barrier = barriers + other * At::MAX_STAGES * 8;
+            if (follows && fetches) await(its_barrier, 0);
+            if (next_unit < end) {
+                fetch_next();
+                await(!follows && fetches ? its_barrier : barrier, 0);
+#pragma unroll 1
+                for (int i = 1; i < stages; ++i) fetch_next();
+            }
+        } else
+#pragma unroll 1
+            for (int i = 0; i < p.early_stages; ++i) fetch_next();
+    } else for (int i = 0; i < At::MAX_STAGES; ++i) fetch_next();
+    // The rest of a first brick of more chunks than stages comes as far as L2.
+    if (CHUNKS > stages && (!At::SINGLE || p.early_stages == stages) && lane == 0 && next_unit < end)
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"((CHUNKS - stages) * CHUNK) : "memory");
     if constexpr (CAN_ROUND)   // of zeros, so that its instructions are here when x is
         if (s.how && has_slice) put_rounded({}, {}, {}, {}, 0, s.how, x_table + warp * slice_stride);
     if (s.routed != 1) {
@@ -233,10 +244,10 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
             }
         if (has_slice && s.routed != 1 && !rounds) read_slice(warp, s.routed ? work.w : 0);
 #pragma unroll 1
-        for (int i = p.early_stages; i < STAGES; ++i) fetch_next();
+        for (int i = p.early_stages; i < stages; ++i) fetch_next();
         if (__builtin_expect(rounds, false)) {
             if (s.how == A4) {
-                uint32_t* tops = reinterpret_cast<uint32_t*>(shared + At::TABLE_AT);
+                uint32_t* tops = reinterpret_cast<uint32_t*>(shared);
                 top = __reduce_max_sync(~0u, max(top, has_slice ? largest(some) : 0));
                 if (lane == 0) tops[warp] = top;
                 __syncthreads();
@@ -303,7 +314,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
                     const Lane to(lane, unit, groups, paired);
                     if (c < count && to.tile < end && to.n < s.n) carried[i] = *carry_of(at, to);
                 }
-            float* table = reinterpret_cast<float*>(shared + At::TABLE_AT) + (turn & 1) * At::TABLE;
+            float* table = reinterpret_cast<float*>(shared) + (turn & 1) * At::TABLE;
             const auto put_sum = [&](int sub, const float (&sum)[4]) {
                 float* out = table + (warp * 2 + sub) * At::SUMS + g;   // [column][row]
                 if (!At::SINGLE || t == 0) {
@@ -316,10 +327,10 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
                 }
             };
             const auto next_chunk = [&] {   // where it lies
-                const int at = taken % STAGES;
-                await(barrier + at * 8, taken / STAGES & 1);
+                const int at = taken & (stages - 1);
+                await(barrier + at * 8, (taken & stages) != 0);
                 ++taken;
-                return reinterpret_cast<const uint4*>(shared + (warp * STAGES + at) * CHUNK) + lane;
+                return reinterpret_cast<const uint4*>(shared + At::STAGES_AT + (warp * stages + at) * CHUNK) + lane;
             };
             if constexpr (PAIRS) {
                 const int after = unit + (paired ? groups : 2 * groups);
@@ -331,8 +342,13 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
                 if (has_second(unit)) {
                     const uint4* other = next_chunk();
                     float sums[2][4] = {};
-#pragma unroll
-                    for (int i = 0; i < CHUNK_LOADS; ++i) multiply_nvfp4<2>({first[i * 32], other[i * 32]}, i, my_x, now, sums);
+#pragma unroll UNROLLED
+                    for (int i = 0; i < CHUNK_LOADS; i += 2) {   // a word of scales
+                        multiply_nvfp4<2>({first[i * 32], other[i * 32]}, 0, my_x + i * 16, now, sums);
+                        multiply_nvfp4<2>({first[i * 32 + 32], other[i * 32 + 32]}, 1, my_x + i * 16, now, sums);
+                        now[0].rotate();
+                        now[1].rotate();
+                    }
                     __syncwarp();
                     fetch_next();
                     fetch_next();
@@ -340,8 +356,12 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
                     put_sum(1, sums[1]);
                 } else {
                     float sums[1][4] = {};
-#pragma unroll
-                    for (int i = 0; i < CHUNK_LOADS; ++i) multiply_nvfp4<1>({first[i * 32]}, i, my_x, {now[0]}, sums);
+#pragma unroll UNROLLED
+                    for (int i = 0; i < CHUNK_LOADS; i += 2) {
+                        multiply_nvfp4<1>({first[i * 32]}, 0, my_x + i * 16, {now[0]}, sums);
+                        multiply_nvfp4<1>({first[i * 32 + 32]}, 1, my_x + i * 16, {now[0]}, sums);
+                        now[0].rotate();
+                    }
                     __syncwarp();
                     fetch_next();
                     put_sum(0, sums[0]);
@@ -359,13 +379,19 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
                 float sums[1][4] = {}, block[4] = {};
                 Scales<F> next = now[0];
                 if (more) next.load(scale, lane);
-#pragma unroll
+                constexpr bool ROLLS = At::SINGLE && F >= FP8;
+#pragma unroll (ROLLS ? 1 : CHUNKS)
                 for (int chunk = 0; chunk < CHUNKS; ++chunk) {
                     const uint4* w = next_chunk();
+                    const uint2* its_x = my_x + (ROLLS ? chunk * (ITEMS / CHUNKS) : 0);
 #pragma unroll
-                    for (int i = 0; i < CHUNK_LOADS; ++i)
-                        if constexpr (F == NVFP4) multiply_nvfp4<1>({w[i * 32]}, chunk * CHUNK_LOADS + i, my_x, now, sums);
-                        else multiply<F>(w[i * 32], chunk * CHUNK_LOADS + i, my_x, now[0], lane, sums[0], block);
+                    for (int i = 0; i < CHUNK_LOADS; ++i) {
+                        const int load = ROLLS ? i : chunk * CHUNK_LOADS + i;
+                        if constexpr (F == NVFP4) multiply_nvfp4<1>({w[i * 32]}, load, its_x, now, sums);
+                        else multiply<F>(w[i * 32], load, its_x, now[0], lane, sums[0], block);
+                    }
+                    if constexpr (ROLLS && F == FP8)   // two words of scales are used up
+                        for (int i = 0; i < CHUNK_LOADS / 4; ++i) now[0].rotate();
                     __syncwarp();
                     fetch_next();
                 }
@@ -435,8 +461,9 @@ __global__ void __launch_bounds__(Layout<SINGLE, WIDE>::WARPS * 32, Layout<SINGL
 }
 
 // What matvec.py launches, with this much shared memory.
-static_assert(Layout<false, false>::BYTES == (IS_SMALL ? 100736 : 231936) && Layout<false, true>::BYTES == Layout<false, false>::BYTES);
-static_assert(Layout<true, false>::BYTES == 76416 && Layout<true, true>::BYTES == 85120);
+template <typename At> constexpr bool takes(int warps, int bytes) { return At::WARPS == warps && At::STAGES_AT == bytes && bytes % 128 == 0; }
+static_assert(takes<Layout<false, false>>(IS_SMALL ? 8 : 16, IS_SMALL ? 84352 : 100864) && Layout<false, true>::STAGES_AT == Layout<false, false>::STAGES_AT);
+static_assert(takes<Layout<true, false>>(8, 11008) && takes<Layout<true, true>>(8, 19712));
 template __global__ void matvec_kernel<false, true, false>(const __grid_constant__ Params);
 template __global__ void matvec_kernel<false, true, true>(const __grid_constant__ Params);
 template __global__ void matvec_kernel<false, false, false>(const __grid_constant__ Params);

@@ -18,10 +18,11 @@ from dsv4.quant.formats import Format
 MAX_SLICES, MAX_PASSES, MAX_SEGMENTS, COLUMNS, FLOAT_COLUMNS, STAGES = 8, 2, 16, 8, 2, 2
 MAX_DEPTH = MAX_PASSES * MAX_SLICES * SLICE  # columns of a weight whose product is one sum
 MAX_MIXED = 256  # rows that a block mixes, one per thread
-# Warps of a block and bytes of its shared memory; matvec.cu holds them against its layout. A batch's block
-# has half the warps where the GPU has less shared memory. A single row's, with one pass, and with more:
-BATCH = {True: (16, 231936), False: (8, 100736)}
-SINGLE = {False: (8, 76416), True: (8, 85120)}
+# Warps of a block, bytes of its shared memory but for the weights, and those of a warp's chunk; matvec.cu
+# holds them against its layout. A batch's block has half the warps where the GPU has less shared memory. A
+# single row's, with one pass, and with more:
+BATCH = {True: (16, 100864, 4096), False: (8, 84352, 1024)}
+SINGLE = {False: (8, 11008, 4096), True: (8, 19712, 4096)}
 MAX_UNITS = 4096  # of a block, many times what it has: so far Segment's shares divide rightly
 
 
@@ -49,7 +50,7 @@ class _Params(ctypes.Structure):
         ("choices", ctypes.c_int),
         ("rows", ctypes.c_int),
         ("limit", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("triggers_late", "early_stages", "paced")),
+        *((name, ctypes.c_int) for name in ("triggers_late", "stages", "early_stages", "paced")),
         ("mixing", _Mixing),
         ("prefetch", ctypes.c_void_p),
         ("prefetch_bytes", ctypes.c_int64),
@@ -153,6 +154,8 @@ class MatVec:
         triggers_late: bool = False,
         early_stages: int = STAGES,
         paced: bool = False,
+        spread: bool = False,
+        beside: bool = False,
         overlap: bool = True,
     ) -> None:
         """`prefetch`: a few megabytes that the next kernel reads, brought to L2 meanwhile.
@@ -164,7 +167,9 @@ class MatVec:
 
         For a single row: `early_stages`, how many chunks of 4 KiB each warp fetches before the wait (fewer
         where blocks start only when their input is about to be there: it would queue behind them), or
-        `paced`: all, but not at once, for a launch that small kernels precede.
+        `paced`: all, but not at once, for a launch that small kernels precede. `spread`: one block per
+        multiprocessor, with twice the chunks. `beside`: one as well, which fits beside that of a spread
+        launch before it, so that its weights come while the other computes.
         """
         device = products[0].x.device
         self.device, self.is_float = device, products[0].x.dtype == torch.float32
@@ -177,11 +182,16 @@ class MatVec:
             assert all(product.weight.format is not Format.BF16 for product in rounding), rounding
         self.carry = carry if any(product.carry_row for product in products) else None
         triggers_late |= any(product.who == "up" for product in products)
-        params = _Params(rows=rows, limit=limit, triggers_late=triggers_late, early_stages=STAGES)
+        params = _Params(rows=rows, limit=limit, triggers_late=triggers_late, stages=STAGES)
         params.choices = tasks.choices if tasks else 1
         assert early_stages == STAGES or not paced, "a paced launch fetches all chunks early"
+        self.warps, shared, chunk = SINGLE[self.is_wide] if self.is_single else BATCH[has_room(device)]
         if self.is_single:
-            params.early_stages, params.paced = early_stages, paced
+            spread = spread and has_room(device) and not self.is_wide
+            params.stages = 2 * STAGES if spread else STAGES
+            params.early_stages = params.stages if early_stages == STAGES else early_stages
+            params.paced = paced
+        self.shared = shared + params.stages * self.warps * chunk
         if tasks:
             params.task_expert, params.task_pairs = tasks.expert.data_ptr(), tasks.pairs.data_ptr()
             params.weights = tasks.weights.data_ptr()
@@ -198,15 +208,15 @@ class MatVec:
                 carried += product.carry_row * (rows if product.who == "rows" else rows * params.choices)
         assert carry is None or carried <= carry.numel(), (carried, carry.shape)
         assert len(segments) <= MAX_SEGMENTS, len(segments)
-        self.warps, self.shared = SINGLE[self.is_wide] if self.is_single else BATCH[has_room(device)]
         for i, (segment, _) in enumerate(segments):
             segment.per_warp = -(-65536 // segment.warps)
             segment.per_group = -(-65536 // (self.warps // segment.warps))
             params.segments[i] = segment
         columns = FLOAT_COLUMNS if self.is_float else COLUMNS
         if blocks is None:
-            per = 2 if self.is_single and has_room(device) else 1  # that a multiprocessor holds
-            blocks = per * torch.cuda.get_device_properties(device).multi_processor_count
+            blocks = torch.cuda.get_device_properties(device).multi_processor_count
+            if self.is_single and has_room(device) and not (spread or beside):
+                blocks *= 2  # that a multiprocessor holds
         work = _share([s for s, _ in segments], rows, columns, tasks, blocks - (mixing is not None))
         assert max(units for _, _, units, _ in work) <= MAX_UNITS, work
         if mixing is not None:
@@ -254,6 +264,15 @@ class MatVec:
             prefetches=() if prefetch is None else (prefetch,),
             triggers_late=bool(self.params.triggers_late),
         )
+
+
+def fits_beside(product: Product, others: list[Product]) -> bool:
+    """Whether one block per multiprocessor can fetch all weights of a single row's product while the others'
+    launch, which is spread, still runs."""
+    device, (warps, _, chunk) = product.x.device, SINGLE[False]
+    blocks = torch.cuda.get_device_properties(device).multi_processor_count
+    enough = product.weight.data.nbytes <= blocks * warps * STAGES * chunk
+    return enough and has_room(device) and all(p.passes == 1 for p in (product, *others))
 
 
 def segment_of(weight: Tiled) -> _Segment:

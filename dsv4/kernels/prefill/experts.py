@@ -95,15 +95,23 @@ def _down_kernel(x, w, factor, y, places, tiles, width, depth, w_part, w_expert,
     tl.store(out, total.to(y.dtype.element_ty), mask=(row < stop)[:, None] & (col < width)[None, :])
 
 
-@triton.jit
-def _sum_kernel(y, shared, out, width, HAS_SHARED: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["first", "own"])
+def _sum_kernel(y, ids, shared, out, width, first, own, HAS_IDS: tl.constexpr, HAS_SHARED: tl.constexpr,  # type: ignore[no-untyped-def]
+                K: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """out[t] = y[t*K] + y[t*K + 1] + ... + shared[t], in this order, which is the decode step's."""
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = col < width
-    total = tl.load(y + token * K * width + col, mask=inside, other=0.0).to(tl.float32)
-    for choice in tl.static_range(1, K):
-        total += tl.load(y + (token * K + choice) * width + col, mask=inside, other=0.0).to(tl.float32)
+    for choice in tl.static_range(K):
+        counts = inside
+        if HAS_IDS:  # what other ranks' experts give is not there
+            expert = tl.load(ids + token * K + choice)
+            counts = inside & (expert >= first) & (expert < first + own)
+        given = tl.load(y + (token * K + choice) * width + col, mask=counts, other=0.0).to(tl.float32)
+        if choice == 0:
+            total = given
+        else:
+            total += given
     if HAS_SHARED:
         total += tl.load(shared + token * width + col, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * width + col, total.to(out.dtype.element_ty), mask=inside)
@@ -159,12 +167,30 @@ def down(
     )
 
 
-def sum_choices(y: Tensor, out: Tensor, shared: Tensor | None = None) -> None:
-    """y [T, K, D], shared [T, D] -> out [T, D]: summed in float32, rounded once."""
+def sum_choices(
+    y: Tensor,
+    out: Tensor,
+    shared: Tensor | None = None,
+    ids: Tensor | None = None,
+    own: range = range(0),
+) -> None:
+    """y [T, K, D], shared [T, D] -> out [T, D]: summed in float32, rounded once. With ids [T, K]: of y what
+    the experts of `own` gave."""
     assert y.is_contiguous() and out.is_contiguous() and (shared is None or shared.is_contiguous())
+    assert ids is None or (ids.shape == y.shape[:2] and ids.is_contiguous() and len(own)), (y.shape, own)
     block = min(1024, triton.next_power_of_2(y.shape[2]))
     grid = (y.shape[0], triton.cdiv(y.shape[2], block))
     _sum_kernel[grid](
-        *(y, y if shared is None else shared, out, y.shape[2]),
-        **{"HAS_SHARED": shared is not None, "K": y.shape[1], "BLOCK": block, "num_warps": 4},
+        y,
+        y if ids is None else ids,
+        y if shared is None else shared,
+        out,
+        y.shape[2],
+        own.start,
+        len(own),
+        HAS_IDS=ids is not None,
+        HAS_SHARED=shared is not None,
+        K=y.shape[1],
+        BLOCK=block,
+        num_warps=4,
     )

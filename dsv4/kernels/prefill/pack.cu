@@ -158,6 +158,7 @@ struct Sorting {
     int4* tiles;            // expert, first row, rows
     int* counts;            // number of tiles, of groups of rows
     int pairs, cap;
+    int first_own, own;     // of the experts those that this rank has, whose tiles name them by their number here
 };
 
 // Pairs of token and choice by expert, each expert's rows from a multiple of a group on, in the pairs' order.
@@ -175,7 +176,10 @@ __global__ void __launch_bounds__(SORT_WARPS * 32) sort_kernel(const __grid_cons
     int ids[AHEAD];
     const auto load = [&](int at, int stop, int step) {
 #pragma unroll
-        for (int i = 0; i < AHEAD; ++i) ids[i] = at + i * step < stop ? min((uint32_t)__ldcg(p.ids + at + i * step), (uint32_t)MAX_EXPERTS) : MAX_EXPERTS;
+        for (int i = 0; i < AHEAD; ++i) {
+            const uint32_t here = at + i * step < stop ? (uint32_t)__ldcg(p.ids + at + i * step) - p.first_own : MAX_EXPERTS;
+            ids[i] = here < (uint32_t)p.own ? here : MAX_EXPERTS;
+        }
     };
     const int run = (p.pairs + gridDim.x * MAX_EXPERTS - 1) / (gridDim.x * MAX_EXPERTS) * 32;   // of a warp
     const int first = (blockIdx.x * SORT_WARPS + warp) * run, stop = min(p.pairs, first + run), of_block = blockIdx.x * SORT_WARPS * run;

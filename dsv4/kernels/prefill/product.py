@@ -76,7 +76,7 @@ class _Packing(ctypes.Structure):
 class _Sorting(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("ids", "weights", "rows", "row_weights", "tiles", "counts")),
-        *((name, ctypes.c_int) for name in ("pairs", "cap")),
+        *((name, ctypes.c_int) for name in ("pairs", "cap", "first_own", "own")),
     )
 
 
@@ -167,13 +167,14 @@ def even_cap(rows: int, tiles_m: int, weight: Tiled, mode: Mode, multiprocessors
     return min((below, most), key=read)
 
 
-def sort(ids: Tensor, weights: Tensor, experts: int, max_cap: int) -> Sorted:
-    """ids (-1: none), weights [T, K]: the chosen of `experts`. `max_cap`: rows of a tile, at most."""
+def sort(ids: Tensor, weights: Tensor, experts: int, max_cap: int, first: int = 0, ranks: int = 1) -> Sorted:
+    """ids (-1: none), weights [T, K]: the chosen. `max_cap`: rows of a tile, at most. Of so many `ranks`,
+    this one has `experts` of them, from `first` on; those of others are as none."""
     pairs, choices = ids.numel(), ids.shape[1]
     assert ids.dtype == torch.long and ids.is_contiguous() and weights.dtype == torch.float32
     assert weights.is_contiguous() and experts <= MAX_EXPERTS, experts
     # Few rows an expert: two small tiles are faster than one large (32 rows on average: 819 us against 879).
-    average = pairs / experts
+    average = pairs / (experts * ranks)
     cap = min(cap_for(ids.shape[0], max_cap), 16 if average <= 4 else 32 if average <= 40 else max_cap)
     capacity = min(pairs, -(-pairs // ROW_GROUP) + experts) * ROW_GROUP
     most_tiles = min(pairs, pairs // cap + experts)
@@ -195,6 +196,8 @@ def sort(ids: Tensor, weights: Tensor, experts: int, max_cap: int) -> Sorted:
         counts=out.counts.data_ptr(),
         pairs=pairs,
         cap=cap,
+        first_own=first,
+        own=experts,
     )
     blocks = min(MAX_SORT_BLOCKS, -(-pairs // SORT_THREADS))
     call("pack", "sort_kernel", ids.device, sorting, blocks=blocks, threads=SORT_THREADS)

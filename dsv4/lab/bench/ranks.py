@@ -25,6 +25,7 @@ def measure(subject: Subject, wanted: Wanted, device: torch.device) -> dict[str,
     published = LINKS["H200"].all_reduce_us(subject.ranks, vector)
     return {
         **{"bench": "ranks", **subject.facts(), "ranks": subject.ranks, "weight_bytes": subject.weight_bytes},
+        "whole_experts": subject.whole_experts,
         **{"context": wanted.context, "batch": wanted.batch, "steps": wanted.steps},
         **{"ms_per_token": round(timing.median, 4), "ms_per_token_p99": round(timing.p99, 4)},
         "kernels_per_step": timing.kernels,

@@ -21,7 +21,7 @@ from dsv4.lab.routing import apply as follow
 from dsv4.lab.routing import shares
 from dsv4.lab.synthetic import LAYOUTS, format_of, make_weights, with_experts
 from dsv4.model.bundle import Bundle, Numerics, Weights
-from dsv4.model.params import Param, check_ranks, declare
+from dsv4.model.params import Param, check_ranks, declare, own_experts
 from dsv4.ops import IMPLEMENTATIONS, Ops
 from dsv4.parallel.mesh import Mesh
 from dsv4.quant.formats import Format
@@ -44,6 +44,7 @@ class Subject:
     checkpoint: Checkpoint | None = None
     routing: str | None = None  # law of a synthetic router (lab/routing.py)
     ranks: int = 1  # of a synthetic model: the share of one of so many is measured
+    whole_experts: bool = False  # and that has some of the experts whole
     activations: Activations = "a16"
 
     @property
@@ -61,7 +62,14 @@ class Subject:
             placement = make_placement(split, None if share is None else share.tolist(), device)
         if self.checkpoint is not None:
             return load_tiled(self.checkpoint, device, progress, placement)
-        weights = make_weights(self.config, self.layout, str(device), placement=placement, ranks=self.ranks)
+        weights = make_weights(
+            config=self.config,
+            layout=self.layout,
+            device=str(device),
+            placement=placement,
+            ranks=self.ranks,
+            whole_experts=self.whole_experts,
+        )
         if share is not None:
             follow(weights.tensors, share, self.config)
         return weights
@@ -85,7 +93,7 @@ class Subject:
     ) -> Bundle:
         """The weights with the GPU backend of every op."""
         ops = Ops.choose("cuda", **dict.fromkeys(IMPLEMENTATIONS, "gpu"))
-        mesh = Mesh() if self.ranks == 1 else Mesh(0, self.ranks, Echo(self.ranks))
+        mesh = Mesh() if self.ranks == 1 else Mesh(0, self.ranks, Echo(self.ranks), self.whole_experts)
         weights, numerics = self.load(device, progress, split), Numerics(DTYPE, self.activations, qat=True)
         return Bundle(self.config, weights, ops, numerics, mesh)
 
@@ -128,9 +136,10 @@ def synthetic(
     layout: str,
     routing: str | None = None,
     ranks: int = 1,
+    whole_experts: bool = False,
 ) -> Subject:
     """A published model's sizes with that many experts and layers; None: as many as usual, and all. `ranks`:
-    the share of one of so many."""
+    the share of one of so many, which has its width of every expert or, `whole_experts`, some of them."""
     whole = preset(name)
     if layout not in LAYOUTS:
         raise ConfigError(f"unknown layout {layout!r}; use one of {', '.join(LAYOUTS)}")
@@ -145,9 +154,17 @@ def synthetic(
     config = replace(with_experts(whole, experts), layers=whole.layers[:layers])
     if routing is not None:
         shares(routing, config)  # refuses what is no law
-    check_ranks(config, ranks)
-    size = synthetic_bytes(config, layout, ranks)
-    return Subject(name, config, layout, size, whole.num_layers, routing=routing, ranks=ranks)
+    check_ranks(config, ranks, whole_experts)
+    return Subject(
+        title=name,
+        config=config,
+        layout=layout,
+        weight_bytes=synthetic_bytes(config, layout, ranks, whole_experts),
+        whole_layers=whole.num_layers,
+        routing=routing,
+        ranks=ranks,
+        whole_experts=whole_experts,
+    )
 
 
 def of_folder(folder: Path) -> Subject:
@@ -177,9 +194,13 @@ def choose(
     return of_folder(model)
 
 
-def synthetic_bytes(config: ModelConfig, layout: str, ranks: int = 1) -> int:
-    """What `make_weights` allocates, to the byte."""
-    return sum(_held(param, layout, ranks) for param in declare(config, 0))
+def synthetic_bytes(config: ModelConfig, layout: str, ranks: int = 1, whole_experts: bool = False) -> int:
+    """What `make_weights` allocates, to the byte. Of whole experts a rank has the first."""
+    return sum(
+        _held(param, layout, param.shared_by(ranks, whole_experts))
+        for param in declare(config, 0)
+        if not whole_experts or param.expert is None or param.expert in own_experts(config, 0, ranks)
+    )
 
 
 def _held(param: Param, layout: str, ranks: int = 1) -> int:
@@ -224,7 +245,8 @@ def check_fits(subject: Subject, others: int, free: int) -> None:
     low, high = c.experts_per_token - 1, c.num_experts
     while low < high:
         middle = (low + high + 1) // 2
-        fits = synthetic_bytes(with_experts(c, middle), subject.layout, subject.ranks) + others <= free
+        held = synthetic_bytes(with_experts(c, middle), subject.layout, subject.ranks, subject.whole_experts)
+        fits = held + others <= free
         low, high = (middle, high) if fits else (low, middle - 1)
     if low < c.experts_per_token:
         raise ConfigError(

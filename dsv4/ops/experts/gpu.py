@@ -59,6 +59,8 @@ def routed(
     parts: int = 1,
     shared: Tensor | None = None,
     is_alone: bool = False,
+    first: int = 0,
+    ranks: int = 1,
 ) -> Tensor:
     """`experts` may also be a bank: w13 and w2, each the tiles of all experts. Summed by
     choice, as in decode. One part."""
@@ -67,6 +69,11 @@ def routed(
     is_rounded = is_alone and shared is not None
     out = torch.empty(x.shape, dtype=x.dtype if is_rounded else torch.float32, device=x.device)
     beside = None if shared is None else shared[:, 0].contiguous()
+    count = len(experts) if bank is None else bank.count
+    own = range(first, first + count)
+    ids = ids.long().contiguous()
+    # Where all experts are here every choice was computed, and padding's sums are never read.
+    seen = ids if ranks > 1 else None
     if not ids.numel():
         return (out.zero_() if beside is None else out.copy_(beside)).unsqueeze(1)
     y = x.new_empty(tokens * k, x.shape[1])
@@ -76,19 +83,22 @@ def routed(
         cap = fp4.MAX_ROWS
         if not is_fp4:
             cap = min(prompts.max_cap(w, prompts.mode_of(w, activations)) for w in (up, down))
-        by = prompts.sort(ids.long().contiguous(), weights.contiguous(), up.count, cap)
+        by = prompts.sort(
+            ids=ids, weights=weights.contiguous(), experts=count, max_cap=cap, first=first, ranks=ranks
+        )
         if is_fp4:
             _codes(ready, y, experts, limit, by.weights, by)
         else:
             _sorted(ready, y, experts, limit, activations, by)
-        kernels.sum_choices(y.view(tokens, k, -1), out, beside)
+        kernels.sum_choices(y.view(tokens, k, -1), out, beside, seen, own)
         return out.unsqueeze(1)
-    chosen = ids.flatten()
+    # Those of other ranks come last, after all experts that are here.
+    chosen = ids.flatten() - first
+    chosen = chosen.where((chosen >= 0) & (chosen < count), count)
     order = chosen.argsort(stable=True)
-    count = experts.w13.count if hasattr(experts, "w13") else len(experts)
     # Not bincount, which waits for the GPU once more.
-    zeros = torch.zeros(count, dtype=torch.long, device=ids.device)
-    counts = zeros.scatter_add_(0, chosen, torch.ones_like(chosen)).tolist()
+    zeros = torch.zeros(count + 1, dtype=torch.long, device=ids.device)
+    counts = zeros.scatter_add_(0, chosen, torch.ones_like(chosen)).tolist()[:count]
     _run(
         ready=ready,
         y=y,
@@ -100,7 +110,7 @@ def routed(
         limit=limit,
         activations=activations,
     )
-    kernels.sum_choices(y.view(tokens, k, -1), out, beside)
+    kernels.sum_choices(y.view(tokens, k, -1), out, beside, seen, own)
     return out.unsqueeze(1)
 
 

@@ -36,9 +36,12 @@ def routed(
     parts: int = 1,
     shared: Tensor | None = None,
     is_alone: bool = False,
+    first: int = 0,
+    ranks: int = 1,
 ) -> Tensor:
     """x [T, D], ids [T, K] (-1: none), weights [T, K] -> float32 [T, parts, D] as above: the chosen summed by
-    rising id, and `shared`, what `ffn` gave.
+    rising id, and `shared`, what `ffn` gave. `experts`: all, or one's of so many `ranks`, from number `first`
+    on; then the others' choices are left out.
 
     What an expert gives stays float32, since ranks that share its width add up parts of it. A backend that
     gives a single part, to which no other rank adds (`is_alone`), may round the sum with `shared` to x's
@@ -47,8 +50,9 @@ def routed(
     if not ids.numel():
         zeros = x.new_zeros((x.shape[0], parts, x.shape[1]), dtype=torch.float32)
         return zeros if shared is None else zeros + shared
-    # None is the first expert without a weight.
-    ids, weights = ids.clamp_min(0), weights.masked_fill(ids < 0, 0)
+    # None, and whoever is not here, is the first expert without a weight.
+    is_none = (ids < first) | (ids >= first + len(experts))
+    ids, weights = (ids - first).masked_fill(is_none, 0), weights.masked_fill(is_none, 0)
     made = by_choice(
         x=x,
         ids=ids,
