@@ -8,7 +8,7 @@ from torch import Tensor
 from dsv4.config import ModelConfig
 from dsv4.kernels.common.overlap import tensors_of
 from dsv4.kernels.common.shapes import MIX_WIDTH, attend_chunks, mix_chunks
-from dsv4.kernels.decode import attention, indexer, sample
+from dsv4.kernels.decode import attention, sample
 from dsv4.kernels.decode.exchange import inbox_places
 from dsv4.kernels.decode.matvec import Tasks, splits
 
@@ -67,17 +67,9 @@ class Buffers:
         csa = [capacity // layer.ratio for layer in c.layers if layer.kind == "csa"]
         self.selects = any(c.selects(layer.ratio, capacity) for layer in c.layers if layer.kind == "csa")
         entries += [min(c.index_topk, e) if self.selects else e for e in csa]
-        # Where one launch does it all, nothing is kept between its parts (attention.py, indexer.py).
+        # Where one launch does it all, no parts are kept (attention.py).
         self.attends_in_one = attention.serves(h, c.head_dim, c.rope_dim, dtype)
-        self.chooses_in_one = self.attends_in_one and indexer.serves(
-            heads=c.index_heads,
-            channels=c.index_dim,
-            rope=c.rope_dim,
-            capacity=max(csa, default=0),
-            topk=c.index_topk,
-            dtype=dtype,
-        )
-        self.index_scores = wide(rows, max(csa) if self.selects and not self.chooses_in_one else 1)
+        self.index_scores = wide(rows, max(csa) if self.selects else 1)
         self.chosen_rows = torch.full((rows, c.index_topk), -1, dtype=torch.int32, device=device)
         chunks = 0 if self.attends_in_one else attend_chunks(dtype, c.window, max(entries))
         self.part_o, self.part_ml = wide(rows, chunks, h, c.head_dim), wide(rows, chunks, h, 2)

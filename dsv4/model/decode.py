@@ -18,7 +18,7 @@ from dsv4.config import LayerSpec
 from dsv4.kernels.common import quantize
 from dsv4.kernels.common.overlap import Launch, Launcher, Names, check, tensors_of
 from dsv4.kernels.common.places import Placement
-from dsv4.kernels.decode import attend, attention, choose, exchange, index, indexer, mhc, sample
+from dsv4.kernels.decode import attend, attention, choose, exchange, index, mhc, sample
 from dsv4.kernels.decode.matvec import MatVec, Mixing, Product, Tasks, fits_beside
 from dsv4.kernels.decode.prepare import Pooling, prepare, queries
 from dsv4.model.buffers import Buffers
@@ -266,10 +266,10 @@ class Decoder:
         wanted = [(f"{name}.wq_b", f.q)] + [(f"{name}.indexer.wq_b", f.iq)] * selects
         products = [Product(b.tiled(w), self._input(w, f.q_low, f.q_in), y) for w, y in wanted]
         wo_a, wo_b = b.tiled(f"{name}.wo_a"), b.tiled(f"{name}.wo_b")
-        # Late where no `queries` follows: the next read what `prepare` wrote to the cache before they wait.
-        in_one = f.attends_in_one and (not selects or f.chooses_in_one)
-        self._product("queries up", products, mixing=mixing, paced=True, triggers_late=in_one)
-        if not in_one:
+        # Late where no `queries` follows: attention reads what `prepare` wrote to the cache before it waits.
+        is_next = f.attends_in_one and not selects
+        self._product("queries up", products, mixing=mixing, paced=True, triggers_late=is_next)
+        if not is_next:
             self._add(
                 "queries",
                 queries,
@@ -281,7 +281,7 @@ class Decoder:
                 eps=c.norm_eps,
             )
         if selects:
-            self._select(spec, layer, rope)
+            self._select(spec, layer)
         self._attend(name, spec, layer, rope, selects)
         group, rank, groups = c.heads_per_group * c.head_dim, c.o_rank, c.o_groups // b.mesh.size
         into = [
@@ -329,7 +329,7 @@ class Decoder:
             out=out,
         )
 
-    def _select(self, spec: LayerSpec, layer: LayerCache, rope: Rope) -> None:
+    def _select(self, spec: LayerSpec, layer: LayerCache) -> None:
         f, c, cache, keys = self.buffers, self.config, self.cache, layer.keys
         assert keys is not None
         visible = {
@@ -339,20 +339,16 @@ class Decoder:
             "ratio": spec.ratio,
             "page_entries": layer.page_entries,
         }
-        scored = {"iq": f.iq, "weights": f.index_weights, "keys": keys, "factor": c.index_factor, **visible}
-        if f.chooses_in_one:
-            self._add(
-                "index choose",
-                indexer.choose_entries,
-                entries=layer.entries,
-                cos=rope.cos,
-                sin=rope.sin,
-                capacity=cache.layout.max_context // spec.ratio,
-                out=f.chosen_rows,
-                **scored,
-            )
-            return
-        self._add("index scores", index.scores, out=f.index_scores, **scored)
+        self._add(
+            "index scores",
+            index.scores,
+            iq=f.iq,
+            weights=f.index_weights,
+            keys=keys,
+            factor=c.index_factor,
+            out=f.index_scores,
+            **visible,
+        )
         self._add("index select", choose.select_rows, scores=f.index_scores, out=f.chosen_rows, **visible)
 
     def _attend(self, name: str, spec: LayerSpec, layer: LayerCache, rope: Rope, selects: bool) -> None:

@@ -37,27 +37,6 @@ inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t how) {
     return out;
 }
 inline float __shfl_xor_sync(uint32_t mask, float v, int with) { return __uint_as_float(__shfl_xor_sync(mask, __float_as_uint(v), with)); }
-inline float __shfl_sync(uint32_t mask, float v, int from) { return __uint_as_float(__shfl_sync(mask, __float_as_uint(v), from)); }
-inline uint32_t __reduce_add_sync(uint32_t, uint32_t v) {
-    uint32_t all[32], sum = 0;
-    emulator::together("reduce_add", v, all);
-    for (uint32_t of : all) sum += of;
-    return sum;
-}
-inline uint32_t __reduce_and_sync(uint32_t, uint32_t v) {
-    uint32_t all[32], both = ~0u;
-    emulator::together("reduce_and", v, all);
-    for (uint32_t of : all) both &= of;
-    return both;
-}
-inline uint32_t __reduce_or_sync(uint32_t, uint32_t v) {
-    uint32_t all[32], any = 0;
-    emulator::together("reduce_or", v, all);
-    for (uint32_t of : all) any |= of;
-    return any;
-}
-inline int __popc(uint32_t v) { return __builtin_popcount(v); }
-inline int __clz(uint32_t v) { return v ? __builtin_clz(v) : 32; }
 
 inline float bf16_value(uint16_t bits) { return __uint_as_float((uint32_t)bits << 16); }
 inline uint16_t bf16_bits(float v) {
@@ -87,15 +66,9 @@ inline uint32_t e4m3x2(uint16_t codes) { return pack_f16(e4m3_value((uint8_t)cod
 inline uint32_t times(uint32_t a, __half2 b) {
     return pack_f16(f16_value((uint16_t)a) * f16_value((uint16_t)b.bits), f16_value((uint16_t)(a >> 16)) * f16_value((uint16_t)(b.bits >> 16)));
 }
-inline uint32_t times_bf16(uint32_t a, uint32_t b) {
-    return pack_bf16(bf16_value((uint16_t)a) * bf16_value((uint16_t)b), bf16_value((uint16_t)(a >> 16)) * bf16_value((uint16_t)(b >> 16)));
-}
-inline float at_most(float v, float limit) { return v != v ? v : std::min(v, limit); }
-inline float at_least(float v, float limit) { return v != v ? v : std::max(v, limit); }
 inline float power_of_two(float x) { return exp2f(x); }
 inline float reciprocal(float x) { return 1.f / x; }
 inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
-inline void prefetch_l2(const void*, int) {}
 inline void copy16(void* to, const void* from, bool is_there) {
     if (is_there) memcpy(to, from, 16);
     else memset(to, 0, 16);

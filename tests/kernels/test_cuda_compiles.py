@@ -17,7 +17,7 @@ from torch import Tensor
 from dsv4.config import preset
 from dsv4.errors import DeviceError
 from dsv4.kernels.common import architectures, build, ceiling, driver, tiles
-from dsv4.kernels.decode import attention, choose, indexer, sample
+from dsv4.kernels.decode import attention, choose, sample
 from dsv4.kernels.decode.matvec import MatVec, Product, Tasks
 from dsv4.kernels.prefill import attend, product, unpack
 from dsv4.quant.formats import Format, empty_rows
@@ -255,27 +255,6 @@ def launch_attention() -> None:
         )
 
 
-def launch_indexer() -> None:
-    longs, angles = some(2, dtype=torch.long), some(3, 32)
-    for capacity in (1280, 4096, 8192):
-        indexer.choose_entries(
-            iq=some(2, 64, 128, dtype=torch.bfloat16),
-            weights=some(2, 64, dtype=torch.bfloat16),
-            keys=empty_rows(Format.MXFP4, 8, 128),
-            entries=empty_rows(Format.KV8, 8, 512, 64),
-            page_table=some(2, 9, dtype=torch.int32),
-            slots=longs,
-            positions=longs,
-            cos=angles,
-            sin=angles,
-            capacity=capacity,
-            ratio=4,
-            page_entries=64,
-            factor=0.1,
-            out=some(2, 512, dtype=torch.int32),
-        )
-
-
 def launch_read() -> None:
     for flight in ceiling.FLIGHTS:
         ceiling.read(some(64), some(1, dtype=torch.int32), flight)
@@ -283,7 +262,7 @@ def launch_read() -> None:
 
 LAUNCHES = [launch_route, launch_select, launch_sample, launch_mix, launch_quantize]
 LAUNCHES += [launch_exchange, launch_products, launch_prompts, launch_attend, launch_read]
-LAUNCHES += [launch_attention, launch_indexer]
+LAUNCHES += [launch_attention]
 
 
 @dataclass(frozen=True)

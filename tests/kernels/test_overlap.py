@@ -27,7 +27,6 @@ from dsv4.kernels.decode import (
     choose,
     exchange,
     index,
-    indexer,
     matvec,
     mhc,
     prepare,
@@ -269,13 +268,13 @@ def test_declarations_are_what_triton_sources_do(decoder: Decoder, monkeypatch: 
 def test_every_tensor_of_a_launcher_is_declared() -> None:
     found = [
         value
-        for module in (mhc, prepare, index, attend, attention, indexer, choose, sample, quantize, exchange)
+        for module in (mhc, prepare, index, attend, attention, choose, sample, quantize, exchange)
         for value in vars(module).values()
         if isinstance(value, Launcher)
     ]
     assert len(found) >= 10
     for launcher in found:
-        paths = (*launcher.reads, *launcher.reads_early, *launcher.writes, *launcher.prefetches)
+        paths = (*launcher.reads, *launcher.reads_early, *launcher.writes)
         declared = {path.split(".")[0] for path in paths}
         hints = launcher.function.__annotations__
         tensors = {name for name, hint in hints.items() if re.search("Tensor|Pooling|Tasks|Peers", str(hint))}
@@ -321,7 +320,6 @@ def until_wait(function: str) -> str:
         ("exchange", ["open_kernel", "gather_kernel"]),
         ("matvec", ["matvec_kernel"]),
         ("attention", ["attention_kernel"]),
-        ("indexer", ["indexer_kernel"]),
     ],
 )
 def test_cuda_kernels_are_the_known_ones(source: str, names: list[str]) -> None:
@@ -335,8 +333,7 @@ def test_choices_wait(name: str) -> None:
     early = until_wait(functions("choose")[name])
     assert early.count("{") == early.count("}") + 1, "the wait is inside a branch"
     assert "return;" not in early and "launch_dependents();" in early
-    header = (build.HERE / "decode" / "select.cuh").read_text()
-    choice = COMMENT.sub("", header).split("struct Choice")[1].split("};")[0]
+    choice = COMMENT.sub("", build.source_path("choose").read_text()).split("struct Choice")[1].split("};")[0]
     methods = choice[choice.index("count(int row)") : choice.index("place(")]
     for text in (early, methods):
         assert not re.search(r"\b(ids|positions|slots|counts|pages|logits)\[", text), "through L1"
@@ -358,31 +355,21 @@ def test_attention_waits() -> None:
     assert not re.search(STEP_INPUT, row)
 
 
-def test_the_indexer_waits() -> None:
-    """At the outermost level, before any way out, before it reads queries or weights."""
-    kernel = functions("indexer")["indexer_kernel"]
-    early = until_wait(kernel)
-    assert kernel.count(WAIT) == 1 and early.count("{") == early.count("}") + 1
-    assert "return;" not in early and "launch_dependents();" in early
-    assert not re.search(r"p\.iq|p\.weights|to\[", early)
-    assert not re.search(STEP_INPUT, COMMENT.sub("", build.source_path("indexer").read_text()))
-
-
 @pytest.mark.parametrize("rows", [1, 4])
 def test_the_step_of_flash_is_safe(rows: int) -> None:
-    """Attention and the choice of entries in one launch each; "queries up" triggers late for them."""
+    """Attention in one launch: "queries up" triggers late where no `queries` follows it."""
     c = preset("flash")
     c = replace(c, layers=c.layers[:4], num_experts=16, vocab_size=512)
     decoder = planned(c, rows, context=4096)
     names = launches(decoder)
-    assert {"queries", "index scores", "combine"}.isdisjoint(names) and "index choose" in names
+    assert "combine" not in names
+    assert names.count("queries") == sum(layer.kind == "csa" for layer in c.layers)
     checked(decoder, lambda launch: launch)
-    with pytest.raises(
-        AssertionError, match=r"(attend|index choose).* reads layers\.\d\.(ring|keys) .* prepare"
-    ):
-        checked(decoder, lambda it: replace(it, triggers_late=it.triggers_late and it.name != "queries up"))
-    long = launches(planned(c, rows, context=100_000))
-    assert {"queries", "index scores", "index select"} <= {*long} and "combine" not in long
+    for name, reader in (("queries up", "attend (sliding|hca)"), ("queries", "(attend csa|index scores)")):
+        with pytest.raises(AssertionError, match=rf"{reader}.* reads layers\.\d\.(ring|keys) .* prepare"):
+            checked(
+                decoder, lambda it, name=name: replace(it, triggers_late=it.triggers_late and it.name != name)
+            )
 
 
 def test_mix_close_waits() -> None:

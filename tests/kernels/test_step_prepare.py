@@ -163,3 +163,6 @@ def test_queries(heads: int, d: int, rope: int, index_heads: int, di: int, dtype
         want, got = index.queries(iq, cos[at], sin[at], True), iheld.cpu()
         assert float((got != want).float().mean()) <= 0.02
         assert bool(((got - want).abs() <= 0.51 * want.abs() + 0.1 * want.abs().max()).all())
+        alone = there(iq)
+        kernels.queries(None, alone, there(cos), there(sin), there(positions), EPS)
+        assert torch.equal(alone, iheld), "where attention takes q as it is"

@@ -11,7 +11,7 @@ from dsv4.cache.store import Cache
 from dsv4.config import Activations, ModelConfig
 from dsv4.kernels.common import quantize
 from dsv4.kernels.common.tiles import Tiled, empty
-from dsv4.kernels.decode import attend, attention, choose, index, indexer, matvec, mhc, prepare, sample
+from dsv4.kernels.decode import attend, attention, choose, index, matvec, mhc, prepare, sample
 from dsv4.lab import synthetic
 from dsv4.lab.bench.decode import Wanted
 from dsv4.model.bundle import Bundle, Numerics
@@ -44,7 +44,7 @@ def planned(
         patch.setattr(synthetic, "_random", _unmade)
         for module in (mhc, prepare, index, attend, quantize):
             patch.setattr(module, "launch", lambda kernel, grid, num_warps, overlap, **arguments: None)
-        for module in (mhc, choose, matvec, sample, attention, indexer):
+        for module in (mhc, choose, matvec, sample, attention):
             patch.setattr(module, "call", lambda *arguments, **how: None)
         ops = Ops.choose("cuda", **dict.fromkeys(IMPLEMENTATIONS, "gpu"))
         bundle = Bundle(c, synthetic.make_weights(c, layout, "cpu"), ops, Numerics(dtype, activations, True))

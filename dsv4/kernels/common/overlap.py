@@ -62,7 +62,6 @@ class Launcher(Generic[P]):
     reads: tuple[str, ...]
     reads_early: tuple[str, ...]
     writes: tuple[str, ...]
-    prefetches: tuple[str, ...]
     triggers_late: bool
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -76,7 +75,6 @@ class Launcher(Generic[P]):
             reads=found(self.reads),
             reads_early=found(self.reads_early),
             writes=found(self.writes),
-            prefetches=found(self.prefetches),
             triggers_late=self.triggers_late,
         )
 
@@ -85,21 +83,19 @@ def launcher(
     reads: Sequence[str] = (),
     reads_early: Sequence[str] = (),
     writes: Sequence[str] = (),
-    prefetches: Sequence[str] = (),
     triggers_late: bool = False,
 ) -> Callable[[Callable[P, None]], Launcher[P]]:
     """Declares the parameters of a function that launches one kernel."""
 
     def declare(function: Callable[P, None]) -> Launcher[P]:
         known = inspect.signature(function).parameters
-        for path in (*reads, *reads_early, *writes, *prefetches):
+        for path in (*reads, *reads_early, *writes):
             assert path.split(".")[0] in known, f"{function.__name__} has no parameter {path}"
         return Launcher(
             function=function,
             reads=tuple(reads),
             reads_early=tuple(reads_early),
             writes=tuple(writes),
-            prefetches=tuple(prefetches),
             triggers_late=triggers_late,
         )
 
