@@ -19,7 +19,7 @@ from dsv4.errors import DeviceError
 from dsv4.kernels.common import architectures, build, ceiling, driver, tiles
 from dsv4.kernels.decode import choose, sample
 from dsv4.kernels.decode.matvec import MatVec, Product, Tasks
-from dsv4.kernels.prefill import attend, product, unpack
+from dsv4.kernels.prefill import attend, product, queries, unpack
 from dsv4.kernels.prefill import streams as streams_kernels
 from dsv4.quant.formats import Format
 from tests.support.cubin import parameter_sizes
@@ -246,6 +246,10 @@ def launch_streams() -> None:
         product.gather(closed.codes, by)
 
 
+def launch_queries() -> None:
+    queries.rotate_round(some(3, 5, 128, dtype=torch.bfloat16), some(3, 32), some(3, 32))
+
+
 def launch_read() -> None:
     for flight in ceiling.FLIGHTS:
         ceiling.read(some(64), some(1, dtype=torch.int32), flight)
@@ -258,6 +262,7 @@ LAUNCHES += [
     launch_prompts,
     launch_attend,
     launch_streams,
+    launch_queries,
     launch_read,
 ]
 
