@@ -24,6 +24,8 @@ class Attention:
         self.wo_a = b.grouped(f"{name}.wo_a", groups)
         self.compressor = Compressor(b, f"{name}.compressor", spec) if spec.ratio else None
         self.indexer = Indexer(b, f"{name}.indexer", spec, rope) if spec.kind == "csa" else None
+        readers = (self.wq_a, *(() if self.compressor is None else (self.compressor.wkv,)))
+        self.readers = [(reader.held, reader.activations) for reader in readers]
 
     def __call__(self, x: Tensor, step: Step, cache: LayerCache, page_table: Tensor) -> Tensor:
         """x [T, D], from Ops.normed -> [T, D]."""

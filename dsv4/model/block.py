@@ -6,7 +6,7 @@ from dsv4.cache.store import LayerCache
 from dsv4.config import LayerSpec
 from dsv4.model.attention import Attention
 from dsv4.model.bundle import Bundle
-from dsv4.model.mhc import HyperConnection
+from dsv4.model.mhc import HyperConnection, Left
 from dsv4.model.moe import Moe
 from dsv4.model.rope import Rope
 from dsv4.model.step import Step
@@ -14,7 +14,6 @@ from dsv4.model.step import Step
 
 class Block:
     def __init__(self, b: Bundle, name: str, spec: LayerSpec, rope: Rope) -> None:
-        self.ops, self.eps = b.ops, b.config.norm_eps
         self.hc_attn, self.hc_ffn = (
             HyperConnection(b, f"{name}.hc_attn"),
             HyperConnection(b, f"{name}.hc_ffn"),
@@ -23,15 +22,12 @@ class Block:
         self.attention = Attention(b, f"{name}.attn", spec, rope)
         self.moe = Moe(b, f"{name}.ffn", spec)
 
-    def __call__(
-        self, streams: Tensor, ids: Tensor, step: Step, cache: LayerCache, page_table: Tensor
-    ) -> Tensor:
-        """streams [T, N, D] -> [T, N, D]; `ids` [T] feed hash routing."""
-        x, gate, comb = self.hc_attn.pre(streams, step)
+    def __call__(self, left: Left, ids: Tensor, step: Step, cache: LayerCache, page_table: Tensor) -> Left:
+        """What the block before left, which is taken -> what this one leaves; `ids` [T] feed hash routing."""
         # Compressors read what is not rounded.
-        x = self.ops.normed(x, self.attn_norm, self.eps, both=bool(self.attention.spec.ratio))
-        y = self.attention(x, step, cache, page_table)
-        streams = self.hc_attn.post(y, streams, gate, comb, step)
-        x, gate, comb = self.hc_ffn.pre(streams, step)
-        y = self.moe(self.ops.normed(x, self.ffn_norm, self.eps), ids, step)
-        return self.hc_ffn.post(y, streams, gate, comb, step)
+        both = bool(self.attention.spec.ratio)
+        x, left = self.hc_attn.enter(left, self.attn_norm, self.attention.readers, step, both)
+        left.y = self.attention(x, step, cache, page_table)
+        x, left = self.hc_ffn.enter(left, self.ffn_norm, self.moe.readers, step)
+        left.y = self.moe(x, ids, step)
+        return left

@@ -1,4 +1,8 @@
-"""One hyper-connection site: streams in, one vector out, and back."""
+"""One hyper-connection site: streams in, one vector out, and back on the way into the next site."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +18,39 @@ def wide_scale(scale: Tensor, num_streams: int) -> Tensor:
     return scale.repeat_interleave(counts)
 
 
+@dataclass
+class Left:
+    """Streams [T, N, D] and, of a site, what its block made and how that goes back into them.
+
+    Whoever puts it back takes all of it: nothing of it is held meanwhile.
+    """
+
+    streams: Tensor | None
+    y: Tensor | None = None  # [T, D]
+    gate: Tensor | None = None
+    comb: Tensor | None = None
+    site: "HyperConnection | None" = None
+
+    def take(self) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:
+        y, streams, gate, comb = self.y, self.streams, self.gate, self.comb
+        assert streams is not None, "what a site left is taken once"
+        self.y = self.streams = self.gate = self.comb = None
+        return y, streams, gate, comb
+
+    def see(self, streams: Tensor, step: Step) -> None:
+        if self.site is not None:
+            step.see(self.site.name, "streams", streams)
+
+    def close(self, step: Step) -> Tensor:
+        """The streams after the last site."""
+        y, streams, gate, comb = self.take()
+        if y is not None:
+            assert self.site is not None
+            streams = self.site.ops.mhc.post(y, streams, gate, comb)
+            self.see(streams, step)
+        return streams
+
+
 class HyperConnection:
     def __init__(self, b: Bundle, name: str) -> None:
         self.ops, self.config, self.name = b.ops, b.config, name
@@ -21,21 +58,28 @@ class HyperConnection:
         self.base = b.plain(f"{name}_base")
         self.scale = wide_scale(b.plain(f"{name}_scale"), b.config.num_streams)
 
-    def pre(self, streams: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
-        """streams [T, N, D] -> x [T, D], gate [T, N], comb [T, N, N]."""
-        c = self.config
-        x, gate, comb = self.ops.mhc.pre(
-            streams, self.fn, self.base, self.scale, c.norm_eps, c.hc_eps, c.sinkhorn_iters
-        )
-        step.see(self.name, "x", x)
-        step.see(self.name, "gate", gate)
-        step.see(self.name, "comb", comb)
-        return x, gate, comb
+    def enter(
+        self, left: Left, norm: Tensor, readers: Sequence[tuple[Any, str]], step: Step, both: bool = True
+    ) -> tuple[Any, Left]:
+        """-> the block's input [T, D], as Ops.normed has it, and what is left here; its `y` is to be added.
 
-    def post(self, x: Tensor, streams: Tensor, gate: Tensor, comb: Tensor, step: Step) -> Tensor:
-        streams = self.ops.mhc.post(x, streams, gate, comb)
-        step.see(self.name, "streams", streams)
-        return streams
+        `readers`: weights that meet the input, and how they round it; `both`: some do not.
+        """
+        c = self.config
+        entered = self.ops.enter(
+            *left.take(),
+            (self.fn, self.base, self.scale, c.norm_eps, c.hc_eps, c.sinkhorn_iters),
+            norm,
+            both,
+            readers,
+            wants_x=step.tap is not None,
+        )
+        left.see(entered.streams, step)
+        if entered.x is not None:
+            step.see(self.name, "x", entered.x)
+            step.see(self.name, "gate", entered.gate)
+            step.see(self.name, "comb", entered.comb)
+        return entered.normed, Left(entered.streams, None, entered.gate, entered.comb, self)
 
     def head(self, streams: Tensor) -> Tensor:
         """streams [T, N, D] -> [T, D]; for the sites before a final norm."""

@@ -9,7 +9,7 @@ from dsv4.cache.store import Cache
 from dsv4.kernels.common.staging import READ_IN_PLACE, Staging
 from dsv4.model.block import Block
 from dsv4.model.bundle import Bundle
-from dsv4.model.mhc import HyperConnection
+from dsv4.model.mhc import HyperConnection, Left
 from dsv4.model.mtp import Mtp
 from dsv4.model.rope import Rope
 from dsv4.model.step import Step
@@ -64,10 +64,10 @@ class Model:
         return self.staging is not None and tokens > READ_IN_PLACE
 
     def _blocks(self, step: Step, cache: Cache) -> Tensor:
-        streams = self.embed(step.ids).unsqueeze(1).expand(-1, self.config.num_streams, -1)
+        left = Left(self.embed(step.ids).unsqueeze(1).expand(-1, self.config.num_streams, -1))
         for block, layer in zip(self.blocks, cache.layers, strict=False):
-            streams = block(streams, step.ids, step, layer, cache.page_table)
-        return streams
+            left = block(left, step.ids, step, layer, cache.page_table)
+        return left.close(step)
 
     @torch.inference_mode()
     def logits(self, streams: Tensor) -> Tensor:

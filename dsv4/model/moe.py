@@ -33,6 +33,11 @@ class Moe:
         )
         self.activations = _common(b, names)
         self.shared_activations = _common(b, [f"{name}.shared_experts"])
+        self.readers = [
+            (self.gate, "a16"),
+            (self.shared, self.shared_activations),
+            (self.experts, self.activations),
+        ]
 
     def __call__(self, x: Tensor, ids: Tensor, step: Step) -> Tensor:
         """x [T, D], from Ops.normed; ids [T] -> [T, D]."""

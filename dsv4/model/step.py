@@ -1,5 +1,6 @@
 """One forward pass: which tokens, of which sequences, at which positions, and which cache rows they meet."""
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
@@ -61,7 +62,8 @@ def columns(spans: Sequence[Span], size: int, mark: Mark | None = None) -> Tenso
     row = 0
     for slot, start, tokens in spans:
         mine, row = slice(row, row + len(tokens)), row + len(tokens)
-        out[0, mine] = torch.tensor(tokens, dtype=torch.long)
+        if tokens:  # a list's fastest way; of nothing there is no buffer
+            out[0, mine] = torch.frombuffer(array("q", tokens), dtype=torch.long)
         out[1, mine] = torch.arange(start, start + len(tokens))
         out[2, mine], out[3, mine], out[4, mine] = slot, start, start + len(tokens) - 1
         if mark is not None and mark.slot == slot:

@@ -1,10 +1,11 @@
 """The kernel table: which op has which backend, and which module each op gets on a given machine."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from importlib import import_module
 from inspect import isfunction
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -24,6 +25,17 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
 }
 # Best first, by the machine's kind as device.py names it.
 PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("ref",), "cuda": ("gpu", "ref")}
+
+
+class Entered(NamedTuple):
+    """A hyper-connection's way in: streams that have the last output, the next input before its norm (None:
+    not wanted) and after, and how its output will go back."""
+
+    streams: Tensor
+    x: Tensor | None
+    normed: Any
+    gate: Tensor
+    comb: Tensor
 
 
 @dataclass(frozen=True)
@@ -66,10 +78,37 @@ class Ops:
         Where all of these are the GPU's, it is what each of them makes of it: norm and rounding are one
         launch, and one rounding serves all. `both`: some of them do not round.
         """
-        names = self.names()
-        if all(names[op] == "gpu" for op in ("norm", "linear", "route", "experts")):
+        if self._prepares:
             return self.linear.Prepared(x, weight, eps, both)
         return self.norm.rms_norm(x, weight, eps)
+
+    def enter(
+        self,
+        y: Tensor | None,
+        streams: Tensor,
+        gate: Tensor | None,
+        comb: Tensor | None,
+        mixing: tuple[Tensor, Tensor, Tensor, float, float, int],
+        norm: Tensor,
+        both: bool,
+        readers: Sequence[tuple[Any, str]],
+        wants_x: bool = False,
+    ) -> Entered:
+        """mhc.post of y [T, D], if there is one, mhc.pre by `mixing`, and `normed`: on a GPU in two launches.
+
+        `readers`: weights that meet the input, and how they round it.
+        """
+        if self._prepares and self.names()["mhc"] == "gpu" and self.mhc.enters(streams, mixing[0]):
+            return Entered(*self.mhc.enter(y, streams, gate, comb, mixing, norm, readers, wants_x))
+        if y is not None:
+            streams = self.mhc.post(y, streams, gate, comb)
+        x, gate, comb = self.mhc.pre(streams, *mixing)
+        return Entered(streams, x, self.normed(x, norm, mixing[3], both), gate, comb)
+
+    @property
+    def _prepares(self) -> bool:
+        names = self.names()
+        return all(names[op] == "gpu" for op in ("norm", "linear", "route", "experts"))
 
     def names(self) -> dict[str, str]:
         """op -> backend, as shown by `dsv4 info`."""

@@ -19,7 +19,8 @@ from dsv4.errors import DeviceError
 from dsv4.kernels.common import architectures, build, ceiling, driver, tiles
 from dsv4.kernels.decode import attention, choose, sample
 from dsv4.kernels.decode.matvec import MatVec, Product, Tasks
-from dsv4.kernels.prefill import attend, product, unpack
+from dsv4.kernels.prefill import attend, product, queries, unpack
+from dsv4.kernels.prefill import streams as streams_kernels
 from dsv4.quant.formats import Format, empty_rows
 from tests.support.cubin import parameter_sizes
 
@@ -255,14 +256,40 @@ def launch_attention() -> None:
         )
 
 
+def launch_streams() -> None:
+    by = product.sort(some(20, 2, dtype=torch.long), some(20, 2), 7, 128)
+    for d in (512, 7168):
+        x, streams = some(20, d, dtype=torch.bfloat16), some(20, 4, d, dtype=torch.bfloat16)
+        fn, gate, comb, mixes = some(4 * d, 24), some(20, 4), some(20, 4, 4), some(24)
+        streams_kernels.open_site(None, streams, None, None, fn)
+        streams, partial = streams_kernels.open_site(x, streams, gate, comb, fn)
+        modes = {product.FP8_CODES, streams_kernels.IN_BF16}
+        site = (streams, partial, mixes, mixes, some(d), 1e-6, 1e-6, 20)
+        closed = streams_kernels.close_site(*site, modes, wants_codes=True)
+        assert closed.codes is not None
+        product.gather(closed.codes, by)
+
+
+def launch_queries() -> None:
+    queries.rotate_round(some(3, 5, 128, dtype=torch.bfloat16), some(3, 32), some(3, 32))
+
+
 def launch_read() -> None:
     for flight in ceiling.FLIGHTS:
         ceiling.read(some(64), some(1, dtype=torch.int32), flight)
 
 
 LAUNCHES = [launch_route, launch_select, launch_sample, launch_mix, launch_quantize]
-LAUNCHES += [launch_exchange, launch_products, launch_prompts, launch_attend, launch_read]
-LAUNCHES += [launch_attention]
+LAUNCHES += [
+    launch_exchange,
+    launch_products,
+    launch_prompts,
+    launch_attend,
+    launch_attention,
+    launch_streams,
+    launch_queries,
+    launch_read,
+]
 
 
 @dataclass(frozen=True)

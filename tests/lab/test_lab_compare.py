@@ -135,8 +135,14 @@ def test_a_position_bias_added_to_values(layer: int, where: str, model: Path, re
 def test_a_transposed_mixing_matrix(layer: int, site: str, model: Path, recording: Recording) -> None:
     engine = load(model)
     connection: Any = getattr(engine.model.blocks[layer], site)
-    right = connection.post
-    connection.post = lambda x, streams, gate, comb, step: right(x, streams, gate, comb.mT, step)
+    right = connection.enter
+
+    def transposed(*given: Any) -> Any:
+        x, left = right(*given)
+        left.comb = left.comb.mT
+        return x, left
+
+    connection.enter = transposed
     # The streams are equal before the first layer's attention, and mixing equal ones shows nothing.
     found = against(recording, engine, limit=1e-4).departure
     assert found is not None

@@ -111,6 +111,22 @@ def test_index_queries_and_keys(dtype: torch.dtype) -> None:
     assert torch.equal(alone.data[0], made.data[5])
 
 
+@pytest.mark.skipif(not IS_GPU, reason="the published sizes have a kernel of their own on a GPU")
+def test_index_queries_of_published_sizes() -> None:
+    """Bit for bit but for fused rotations; without turning all of it, special values too."""
+    q, (cos, sin) = rand(41, 64, 128).bfloat16(), turns(41, 32)
+    want = index_ref.queries(q, cos, sin, True)
+    got = index_gpu.queries(*to(q, cos, sin), True)
+    assert float((got.cpu() != want).float().mean()) < 0.01
+    alone = index_gpu.queries(*to(q[7:8], cos[7:8], sin[7:8]), True)
+    assert torch.equal(alone[0], got[7])
+    x = rand(300, 1, 128, seed=1)
+    x = torch.cat((x, x[:8] * 1e-20, x[:8] * 1e30, hostile(24, 128).unsqueeze(1))).bfloat16()
+    still = (torch.ones(len(x), 32), torch.zeros(len(x), 32))
+    want, got = index_ref.queries(x, *still, True), index_gpu.queries(*to(x, *still), True).cpu()
+    assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
+
+
 def test_fp4_codes_are_the_codecs() -> None:
     """Without turning, and with a transform undone by itself: every tie and every special value."""
     x = hostile(24, 64)[[0, 4, 5, 8, 12, 20]]

@@ -29,7 +29,7 @@ HERE = Path(__file__).parents[1]
 # Which folder of kernels/ each lies in.
 SOURCES = {
     **{name: "decode" for name in ("matvec", "mix", "choose", "sample", "exchange", "attention")},
-    **{"unpack": "prefill", "pack": "prefill", "attend": "prefill"},
+    **{name: "prefill" for name in ("unpack", "pack", "attend", "streams", "queries")},
     **{"quantize": "common", "ceiling": "common"},
     **{f"product_{format}": "prefill" for format in ("nvfp4", "mxfp4", "fp8", "bf16")},
     **{f"product_a8_{format}": "prefill" for format in ("mxfp4", "fp8")},

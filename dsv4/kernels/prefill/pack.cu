@@ -1,13 +1,8 @@
 // Prompts: rows of x as the products read them, and which expert meets which rows.
-#include "round.cuh"
-#include "tiles.cuh"
+#include "packed.cuh"
 
 constexpr int ITEMS = SLICE / 16;            // of four columns: what a lane has of a row's slice
-// As product_16.cuh has it: eight rows over 128 columns and eight floats; two of these side by side.
-constexpr int EIGHT_BYTES = 2048, EIGHT_STRIDE = EIGHT_BYTES + 32, ROW_GROUP = 16, GROUP_STRIDE = 2 * EIGHT_STRIDE, BLOCKS_K = 4;
 enum { FP16_BY_64 = 0, FP16_BY_16 = 1, BF16_BY_16 = 2 };   // how numbers are held, and the columns that mix
-// As product_8.cuh has it: eight rows over 256 columns, and a float for each row and 128 columns, their scale times 2^-24.
-constexpr int COLUMNS_8 = 256, STRIDE_8 = 2048 + 64, GROUP_STRIDE_8 = 2 * STRIDE_8, BLOCKS_8 = SLICE / COLUMNS_8;
 
 struct Packing {
     const __nv_bfloat16* x;
@@ -70,7 +65,7 @@ __global__ void __launch_bounds__(128, 5) pack_kernel(const __grid_constant__ Pa
             v[i] = make_uint2(pack_f16(l.x * up, l.y * up), pack_f16(h.x * up, h.y * up));
         }
     }
-    char* to = p.out + ((size_t)(eight / 2) * p.slices + slice) * (BLOCKS_K * GROUP_STRIDE) + eight % 2 * EIGHT_STRIDE;
+    char* to = p.out + at_16(eight * 8, p.slices, slice);
     if (MODE != FP16_BY_64 && p.is_wide) {
 #pragma unroll
         for (int i = 0; i < ITEMS; i += 2) {
@@ -111,41 +106,47 @@ __global__ void __launch_bounds__(128, 8) pack_8_kernel(const __grid_constant__ 
             v[i] = make_uint4(low.x, low.y, high.x, high.y);
         }
     }
-    char* to = p.out + ((size_t)(eight / 2) * parts + part) * GROUP_STRIDE_8 + eight % 2 * STRIDE_8;
+    char* to = p.out + at_8(eight * 8, parts, part);
 #pragma unroll
     for (int block = 0; block < COLUMNS_8 / 128; ++block) {
-        // Of BF16 without signs the larger is the larger integer, NaN above all.
         uint32_t peaks = 0;
 #pragma unroll
-        for (int i = block * 4; i < block * 4 + 4; ++i) {
-            peaks = larger(larger(peaks, v[i].x & 0x7FFF7FFF), v[i].y & 0x7FFF7FFF);
-            peaks = larger(larger(peaks, v[i].z & 0x7FFF7FFF), v[i].w & 0x7FFF7FFF);
-        }
-        peaks = larger(peaks, peaks >> 16);
+        for (int i = block * 4; i < block * 4 + 4; ++i) peaks = larger(peaks, peaks_of(v[i]));
         peaks = larger(peaks, __shfl_xor_sync(~0u, peaks, 1));
         peaks = larger(peaks, __shfl_xor_sync(~0u, peaks, 2));
-        const uint32_t top = peaks << 16;
-        const uint32_t code = scale_a8(top);
-        const float inverse = __uint_as_float((254u - code) << 23);
-        const bool is_finite = top < 0x7F7F0000u;   // else infinity may be among them
+        const Codes8 codes(peaks);
         char* stage = to + block * 1024 + r * 16 + t % 2 * 8;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const uint4 w = v[block * 4 + i];
-            const uint32_t words[4] = {w.x, w.y, w.z, w.w};
-            uint32_t codes[4];
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                float2 two = open_bf16(words[j]);
-                if (!is_finite) two = make_float2(finite(two.x), finite(two.y));
-                codes[j] = e4m3_codes(two.x * inverse, two.y * inverse);
-            }
-            *reinterpret_cast<uint2*>(stage + (i * 2 + t / 2) * 128) = make_uint2(codes[0] | codes[1] << 16, codes[2] | codes[3] << 16);
-        }
-        // A NaN makes its row NaN.
-        const float scale = top > 0x7F800000u ? __uint_as_float(0x7FC00000u) : __uint_as_float((code - 24) << 23);
-        if (t == 0) reinterpret_cast<float*>(to + 2048)[block * 8 + r] = scale;
+        for (int i = 0; i < 4; ++i) *reinterpret_cast<uint2*>(stage + (i * 2 + t / 2) * 128) = codes.of(v[block * 4 + i]);
+        if (t == 0) reinterpret_cast<float*>(to + 2048)[block * 8 + r] = codes.scale;
     }
+}
+
+struct Gathering {
+    const char* codes;      // [tokens][columns] FP8
+    const float* scales;    // [tokens][columns / 128], times 2^-24
+    char* out;              // as pack_8_kernel's
+    const int* pairs;       // [rows] token * choices + choice, -1: none
+    const int* num_groups;
+    int parts, choices;     // of 256 columns
+};
+
+// Rows that are FP8 already, by pair. A warp has eight rows of 256 columns.
+__global__ void __launch_bounds__(128, 8) gather_8_kernel(const __grid_constant__ Gathering p) {
+    wait_for_prerequisites();
+    const int lane = threadIdx.x & 31, r = lane & 7;
+    const int at = blockIdx.x * 4 + (threadIdx.x >> 5), eight = at / p.parts, part = at % p.parts;
+    if (eight >= 2 * __ldcg(p.num_groups)) return;
+    const int pair = __ldcg(p.pairs + eight * 8 + r);
+    const size_t from = (size_t)(pair / p.choices) * p.parts + part;
+    uint4 v[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)   // sixteen columns
+        v[i] = pair >= 0 ? __ldcg(reinterpret_cast<const uint4*>(p.codes + from * COLUMNS_8) + i * 4 + lane / 8) : make_uint4(0, 0, 0, 0);
+    char* to = p.out + at_8(eight * 8, p.parts, part);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) reinterpret_cast<uint4*>(to)[i * 32 + lane] = v[i];
+    if (lane < 16) reinterpret_cast<float*>(to + 2048)[lane] = pair >= 0 ? __ldcg(p.scales + from * 2 + lane / 8) : 0.f;
 }
 
 constexpr int SORT_WARPS = 16, MAX_EXPERTS = SORT_WARPS * 32;

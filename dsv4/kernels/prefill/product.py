@@ -73,6 +73,13 @@ class _Packing(ctypes.Structure):
     )
 
 
+class _Gathering(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "out", "pairs", "num_groups")),
+        *((name, ctypes.c_int) for name in ("parts", "choices")),
+    )
+
+
 class _Sorting(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("ids", "weights", "rows", "row_weights", "tiles", "counts")),
@@ -94,6 +101,28 @@ class Packed:
     def rows_padded(self) -> int:
         return _padded(self.rows)
 
+    def plain(self) -> Tensor:
+        """[rows, K] of one matrix in BF16, as it was before it was packed."""
+        assert self.mode == IN_16_BITS[Format.BF16] and self.matrices == 1, self.mode
+        groups, slices = self.data.shape[:2]
+        numbers = self.data.view(groups, slices, 4, 2, -1)[..., :2048].contiguous().view(torch.bfloat16)
+        # Of sixteen columns, four pairs lie in one run of eight rows, the pairs between them in the next.
+        by_row = numbers.view(groups, slices, 4, 2, 8, 2, 8, 4, 2).permute(0, 3, 6, 1, 2, 4, 7, 5, 8)
+        return by_row.reshape(groups * ROW_GROUP, -1)[: self.rows, : self.k].contiguous()
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Rows in FP8, one after the other, from which `gather` packs those that experts want."""
+
+    data: Tensor  # uint8 [T, K]
+    scale: Tensor  # float32 [T, K / 128], as packed rows have them
+
+    @classmethod
+    def empty(cls, rows: int, k: int, device: torch.device) -> "Codes":
+        data = torch.empty(rows, k, dtype=torch.uint8, device=device)
+        return cls(data, torch.empty(rows, k // 128, device=device))
+
 
 @dataclass(frozen=True)
 class Sorted:
@@ -109,6 +138,12 @@ class Sorted:
     @property
     def capacity(self) -> int:
         return self.pairs.shape[0]
+
+
+def empty_packed(mode: Mode, rows: int, k: int, device: torch.device, matrices: int = 1) -> Packed:
+    shape = (matrices * _padded(rows) // ROW_GROUP, -(-k // SLICE), mode.blocks, mode.group_stride)
+    data = torch.empty(shape, dtype=torch.uint8, device=device)
+    return Packed(data=data, mode=mode, matrices=matrices, rows=rows, k=k)
 
 
 def serves(x: Tensor, weight: object) -> bool:
@@ -219,9 +254,9 @@ def pack(
     rows, matrices, k = x.shape if by is None else (by.capacity, 1, x.shape[-1])
     assert x.dtype == torch.bfloat16 and x.stride(-1) == 1 and k % 4 == 0, (x.shape, x.dtype)
     assert x.data_ptr() % 8 == 0 and all(s % 4 == 0 for s in x.stride()[:-1]), x.stride()
-    slices, groups = -(-k // SLICE), matrices * _padded(rows) // ROW_GROUP
-    shape = (groups, slices, mode.blocks, mode.group_stride)
-    out = torch.empty(shape, dtype=torch.uint8, device=x.device)
+    made = empty_packed(mode, rows, k, x.device, matrices)
+    out = made.data
+    groups, slices = out.shape[:2]
     packing = _Packing(
         x=x.data_ptr(),
         out=out.data_ptr(),
@@ -240,7 +275,27 @@ def pack(
         packing.num_groups = by.counts.data_ptr() + 4
     warps = 2 * groups * slices * (mode.blocks if mode.is_fp8 else 1)  # each has eight rows
     call("pack", mode.packing, x.device, packing, blocks=-(-warps // 4), threads=128)
-    return Packed(data=out, mode=mode, matrices=matrices, rows=rows, k=k)
+    return made
+
+
+def gather(x: Codes, by: Sorted) -> Packed:
+    """The rows of `by` as `pack` makes them in FP8, of codes that are there already."""
+    k = x.data.shape[1]
+    assert k % SLICE == 0 and x.data.is_contiguous() and x.scale.is_contiguous(), x.data.shape
+    out = empty_packed(FP8_CODES, by.capacity, k, x.data.device)
+    parts = out.data.shape[1] * FP8_CODES.blocks
+    gathering = _Gathering(
+        codes=x.data.data_ptr(),
+        scales=x.scale.data_ptr(),
+        out=out.data.data_ptr(),
+        pairs=by.pairs.data_ptr(),
+        num_groups=by.counts.data_ptr() + 4,
+        parts=parts,
+        choices=by.choices,
+    )
+    warps = 2 * out.data.shape[0] * parts  # each has eight rows of 256 columns
+    call("pack", "gather_8_kernel", x.data.device, gathering, blocks=-(-warps // 4), threads=128)
+    return out
 
 
 def product(x: Packed, weight: Tiled, y: Tensor, parts: int = 1) -> None:

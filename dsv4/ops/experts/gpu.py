@@ -136,8 +136,11 @@ def _sorted(
     """y [T * K, D], by token and choice: what each chosen expert makes of its token."""
     up, down = bank.w13, bank.w2
     hidden = y.new_empty(by.capacity, up.shape[0])
-    x, how = ready.to_pack(up, activations)
-    packed = prompts.pack(x, up, how, by)
+    if ready.codes_8 is not None and prompts.mode_of(up, activations).is_fp8:
+        packed = prompts.gather(ready.codes_8, by)
+    else:
+        x, how = ready.to_pack(up, activations)
+        packed = prompts.pack(x, up, how, by)
     prompts.gate_up(packed, up, hidden, limit, by, by.weights)
     del packed
     packed = prompts.pack(hidden, down, activations, by, gathers=False)
@@ -149,10 +152,7 @@ def _shared(
 ) -> None:
     up, down = bank.w13, bank.w2
     hidden = y.new_empty(len(y), up.shape[0])
-    x, how = ready.to_pack(up, activations)
-    packed = prompts.pack(x.unsqueeze(1), up, how)
-    prompts.gate_up(packed, up, hidden, limit, weights=weight)
-    del packed
+    prompts.gate_up(ready.pack(up, activations), up, hidden, limit, weights=weight)
     packed = prompts.pack(hidden.unsqueeze(1), down, activations)
     prompts.down(packed, down, y)
 

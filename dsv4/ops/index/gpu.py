@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dsv4.kernels.common.numbers import e2m1_decode, power
 from dsv4.kernels.decode.choose import select_rows as choose
+from dsv4.kernels.prefill import queries as query_kernels
 from dsv4.kernels.prefill import rows as row_kernels
 from dsv4.ops.index import ref
 from dsv4.ops.index.ref import hadamard, pool_rows
@@ -93,6 +94,8 @@ def _rows_kernel(page_table, slots, positions, out, width, pages, page_entries, 
 def queries(q: Tensor, cos: Tensor, sin: Tensor, qat: bool) -> Tensor:
     if not qat or not _fits(q.shape[-1]):
         return ref.queries(q, cos, sin, qat)
+    if query_kernels.serves(q, cos):
+        return query_kernels.rotate_round(q, cos, sin)
     return row_kernels.rotate_round(q, cos, sin)
 
 

@@ -19,7 +19,7 @@ from dsv4.kernels.prefill import product as prompts
 from dsv4.kernels.prefill.dense import Weight
 from dsv4.kernels.prefill.gemm import gemm
 from dsv4.ops.linear.ref import Held, embed
-from dsv4.quant.formats import QuantTensor
+from dsv4.quant.formats import Format, QuantTensor
 
 __all__ = ["embed", "grouped", "hold", "linear", "partial", "round_input"]
 
@@ -35,6 +35,22 @@ class Prepared:
         self._normed = x if norm is None else None
         self._rounded: dict[str, Tensor] = {}
         self._packed: dict[tuple[str, prompts.Mode], prompts.Packed] = {}  # by activations and mode
+        self.codes_8: prompts.Codes | None = None  # FP8, row by row, where whoever made x made them too
+
+    @classmethod
+    def of(
+        cls,
+        like: Tensor,
+        x: Tensor | None,
+        packed: dict[prompts.Mode, prompts.Packed],
+        codes_8: prompts.Codes | None,
+    ) -> "Prepared":
+        """Of x that was normalised, and packed, by whoever made it: plain, or in BF16 among others."""
+        ready = cls(like)
+        ready._normed = x
+        ready._packed = {("a8" if mode.is_fp8 else "a16", mode): rows for mode, rows in packed.items()}
+        ready.codes_8 = codes_8
+        return ready
 
     @property
     def like(self) -> Tensor:
@@ -44,12 +60,17 @@ class Prepared:
     @property
     def x(self) -> Tensor:
         if self._normed is None:
-            self._normed = rows.norm(self._given, self._norm, self._eps)
+            held = self._packed.get(("a16", prompts.IN_16_BITS[Format.BF16]))
+            self._normed = rows.norm(self._given, self._norm, self._eps) if held is None else held.plain()
         return self._normed
+
+    @property
+    def _is_to_be_normed(self) -> bool:
+        return self._normed is None and self._norm is not None
 
     def _norm_beside(self) -> dict[str, Any]:
         """What makes a quantiser normalise, if that is still to be done; and where the rows go meanwhile."""
-        if self._normed is not None:
+        if not self._is_to_be_normed:
             return {}
         normed = torch.empty_like(self._given, memory_format=torch.contiguous_format) if self._both else None
         self._normed = normed
@@ -59,7 +80,7 @@ class Prepared:
         if activations == "a16":
             return self.x
         if activations not in self._rounded:
-            x = self._given if self._normed is None else self._normed
+            x = self._given if self._is_to_be_normed else self.x
             out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
             quantize.round_values(x, out, activations, **self._norm_beside(), overlap=False)
             self._rounded[activations] = out
@@ -68,7 +89,7 @@ class Prepared:
     @cached_property
     def codes(self) -> quantize.Packed:
         """NVFP4, for tensor cores that multiply it."""
-        x = self._given if self._normed is None else self._normed
+        x = self._given if self._is_to_be_normed else self.x
         return quantize.pack(x, **self._norm_beside())
 
     def to_pack(self, weight: Tiled, activations: str) -> tuple[Tensor, str]:

@@ -1,14 +1,24 @@
 """Hyper-connections in Triton: the mixes' product with the norm's sum in one read of the streams, in parts of
-some channels; then, token by token, what they become and the weighted sum. Parts are added in one order."""
+some channels; then, token by token, what they become and the weighted sum. Parts are added in one order.
+
+`enter` serves the published sizes in BF16: from one site into the next in two launches (streams.cu).
+"""
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4.kernels.prefill import product
+from dsv4.kernels.prefill import streams as sites
+from dsv4.kernels.prefill.product import Mode
+from dsv4.ops.linear.gpu import Prepared
 from dsv4.ops.mhc.ref import sinkhorn
 
-__all__ = ["head", "mixes", "post", "pre", "sinkhorn"]
+__all__ = ["enter", "enters", "head", "mixes", "post", "pre", "sinkhorn"]
 
 # Tokens and depth of a product's tile, warps, stages; by the streams' type.
 TILE = {torch.bfloat16: (64, 64, 4, 3), torch.float32: (32, 32, 4, 2)}
@@ -192,3 +202,46 @@ def head(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: flo
     # One scale serves all mixes of a head, as stored or repeated.
     every = scale.expand(fn.shape[1]).contiguous()
     return _finish(streams, fn, base, every, norm_eps, eps, 0, True)[0]
+
+
+def enters(streams: Tensor, fn: Tensor) -> bool:
+    return sites.serves(streams, fn) and streams.shape[0] > 0
+
+
+def enter(
+    y: Tensor | None,
+    streams: Tensor,
+    gate: Tensor | None,
+    comb: Tensor | None,
+    mixing: tuple[Tensor, Tensor, Tensor, float, float, int],
+    norm: Tensor,
+    readers: Sequence[tuple[Any, str]],
+    wants_x: bool = False,
+) -> tuple[Tensor, Tensor | None, Prepared, Tensor, Tensor]:
+    """Ops.enter where `enters`."""
+    fn, base, scale, norm_eps, eps, iters = mixing
+    streams, partial = sites.open_site(y, streams, gate, comb, fn)
+    # A bank of several experts takes rows by choice, of codes.
+    banks = [(getattr(held, "w13", held), activations) for held, activations in readers]
+    modes: list[tuple[Mode, bool]] = [
+        (product.mode_of(held, activations), held.count > 1)
+        for held, activations in banks
+        if product.serves(streams, held)
+    ]
+    closed = sites.close_site(
+        streams=streams,
+        partial=partial,
+        base=base,
+        scale=scale,
+        norm=norm,
+        norm_eps=norm_eps,
+        hc_eps=eps,
+        iters=iters,
+        modes={mode for mode, is_routed in modes if not is_routed},
+        # All that read FP8 and BF16 find it packed.
+        wants_normed=len(modes) < len(readers) or any(mode not in sites.MADE for mode, _ in modes),
+        wants_codes=any(mode.is_fp8 and is_routed for mode, is_routed in modes),
+        wants_x=wants_x,
+    )
+    ready = Prepared.of(streams[:, 0], closed.normed, closed.packed, closed.codes)
+    return streams, closed.x, ready, closed.gate, closed.comb
