@@ -68,7 +68,8 @@ class Buffers:
         self.selects = any(c.selects(layer.ratio, capacity) for layer in c.layers if layer.kind == "csa")
         entries += [min(c.index_topk, e) if self.selects else e for e in csa]
         # Where one launch does it all, no parts are kept (attention.py).
-        self.attends_in_one = attention.serves(h, c.head_dim, c.rope_dim, dtype)
+        ratios = {spec.ratio for spec in c.layers}
+        self.attends_in_one = attention.serves(h, c.head_dim, c.rope_dim, dtype, ratios)
         self.index_scores = wide(rows, max(csa) if self.selects else 1)
         self.chosen_rows = torch.full((rows, c.index_topk), -1, dtype=torch.int32, device=device)
         chunks = 0 if self.attends_in_one else attend_chunks(dtype, c.window, max(entries))

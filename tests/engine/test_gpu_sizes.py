@@ -145,3 +145,10 @@ def test_published_models_are_planned(name: str, rows: int) -> None:
     decoder = planned(replace(c, layers=layers, vocab_size=512), rows, context=context)
     assert decoder.buffers.selects
     assert (decoder.buffers.carry.numel() > 0) == (name == "pro")
+
+
+def test_ratios_that_are_no_powers_of_two_attend_in_parts() -> None:
+    c = preset("flash")
+    layers = tuple(replace(c.layers[i], ratio=ratio) for i, ratio in ((0, 0), (2, 6), (3, 96)))
+    decoder = planned(replace(c, layers=layers, vocab_size=512), rows=1, context=1024)
+    assert not decoder.buffers.attends_in_one

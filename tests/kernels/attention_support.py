@@ -30,6 +30,10 @@ class Case:
         self.sinks = rand(heads, seed=2) * 3
         self.ring = encode_kv(rand(SLOTS * RING, D, seed=3, dtype=BF16), ROPE, Format.KV8)
         pool = encode_kv(rand(SLOTS * pages * page, D, seed=4, dtype=BF16), ROPE, Format.KV8)
+        for store in (self.ring, pool):
+            assert store.scale is not None
+            spread = torch.randint(0, 6, store.scale.shape, generator=generator)
+            store.scale.copy_((store.scale.int() - spread).clamp(min=1).to(torch.uint8))
         self.entries = None if kind == "window" else pool
         angles = torch.outer(torch.arange(max(positions) + 1), 0.3 ** torch.arange(ROPE // 2).float())
         self.cos, self.sin = angles.cos(), angles.sin()

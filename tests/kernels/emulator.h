@@ -200,7 +200,10 @@ template <typename T> T* in_block(T* p, int block) {
     if (blocks[block].has_left) fail("another block's memory is touched when that block has left");
     return (T*)(blocks[block].memory.data() + offset);
 }
-inline void all_arrive() { emulator::now->cluster_turn = emulator::arrive(emulator::cluster, (int)emulator::threads.size()); }
+inline void all_arrive() {
+    emulator::now->cluster_turn = emulator::arrive(emulator::cluster, (int)emulator::threads.size());
+    emulator::yield(false);   // what follows may come after all others' next steps
+}
 inline void all_started() { all_arrive(); }
 inline void all_wait() { emulator::pause_for(emulator::cluster, emulator::now->cluster_turn); }
 // An inbox counts the bytes that are missing.

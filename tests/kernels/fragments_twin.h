@@ -4,6 +4,8 @@
 
 #include <math.h>
 
+#include <map>
+
 using std::max;
 
 struct __nv_bfloat16 {
@@ -69,11 +71,23 @@ inline uint32_t times(uint32_t a, __half2 b) {
 inline float power_of_two(float x) { return exp2f(x); }
 inline float reciprocal(float x) { return 1.f / x; }
 inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
+// Copies are made when they are waited for; until then the bytes are NaN's.
+struct Copy {
+    void* to;
+    const void* from;
+    bool is_there;
+};
+inline std::map<const emulator::Thread*, std::vector<Copy>> copies;
 inline void copy16(void* to, const void* from, bool is_there) {
-    if (is_there) memcpy(to, from, 16);
-    else memset(to, 0, 16);
+    memset(to, 0xFF, 16);
+    copies[emulator::now].push_back({to, from, is_there});
 }
-inline void await_copies() {}
+inline void await_copies() {
+    for (const Copy& copy : copies[emulator::now])
+        if (copy.is_there) memcpy(copy.to, copy.from, 16);
+        else memset(copy.to, 0, 16);
+    copies[emulator::now].clear();
+}
 
 namespace emulator {
 struct Fragments {

@@ -5,6 +5,7 @@ attend.py has the same for other sizes and for float32, in four launches.
 """
 
 import ctypes
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -29,10 +30,10 @@ class _Attention(ctypes.Structure):
     )
 
 
-def serves(heads: int, width: int, rope: int, dtype: torch.dtype) -> bool:
-    """Whether so many heads of these sizes are what the kernel is made for."""
-    is_power = heads >= HEADS and heads & (heads - 1) == 0
-    return is_power and (width, rope) == (WIDTH, ROPE) and dtype == torch.bfloat16
+def serves(heads: int, width: int, rope: int, dtype: torch.dtype, ratios: Iterable[int]) -> bool:
+    """Whether so many heads of these sizes, over entries of so many tokens, are what the kernel takes."""
+    are_powers = heads >= HEADS and all(number & (number - 1) == 0 for number in (heads, *ratios))
+    return are_powers and (width, rope) == (WIDTH, ROPE) and dtype == torch.bfloat16
 
 
 def bits_of(power: int) -> int:
@@ -61,7 +62,7 @@ def arguments(
 ) -> _Attention:
     """What the kernel takes, checked."""
     _, heads, width = q.shape
-    assert serves(heads, width, ring.rope_dim, q.dtype), (q.shape, ring.rope_dim, q.dtype)
+    assert serves(heads, width, ring.rope_dim, q.dtype, [ratio]), (q.shape, ring.rope_dim, q.dtype, ratio)
     assert q.is_contiguous() and out.is_contiguous() and out.numel() == q.numel() and out.dtype == q.dtype
     for store in (ring, entries) if entries is not None else (ring,):
         assert store.format is Format.KV8 and store.scale is not None and store.rope_dim == ROPE
