@@ -36,7 +36,7 @@ SOURCES = {
 }
 # These are for one architecture alone.
 HOPPER = "90a"
-ONLY = {name: HOPPER for name in SOURCES if name.startswith("product") or name == "attend"}
+ONLY = {name: HOPPER for name in SOURCES if name.startswith("product") or name in ("attend", "streams")}
 FLAGS = ("-std=c++17", "--diag-suppress=128")
 INCLUDES = tuple(f"-I{HERE / folder}" for folder in ("common", "decode", "prefill"))
 TOOLKIT = Path("/usr/local/cuda")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4.kernels.common.build import address, call
+from dsv4.kernels.common.build import HOPPER, address, architecture, call
 from dsv4.kernels.prefill.product import FP8_CODES, IN_16_BITS, Codes, Mode, Packed, empty_packed
 from dsv4.quant.formats import Format
 
@@ -51,10 +51,11 @@ class Closed:
 
 
 def serves(streams: Tensor, fn: Tensor) -> bool:
-    """BF16 on a GPU, in the sizes of published models."""
+    """BF16 on a Hopper, whose products take packed rows, in the sizes of published models."""
     _, n, d = streams.shape
     fits = n == STREAMS and fn.shape[1] == MIXES and d % SLICE == 0 and d <= MAX_CHANNELS
-    return fits and streams.dtype == torch.bfloat16 and streams.is_cuda
+    is_ours = streams.dtype == torch.bfloat16 and streams.is_cuda
+    return fits and is_ours and architecture(streams.device) == HOPPER
 
 
 def open_site(
