@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from importlib import import_module
 from inspect import isfunction
 from types import ModuleType
@@ -98,17 +99,21 @@ class Ops:
 
         `readers`: weights that meet the input, and how they round it.
         """
-        if self._prepares and self.names()["mhc"] == "gpu" and self.mhc.enters(streams, mixing[0]):
+        if self._prepares and self._mixes and self.mhc.enters(streams, mixing[0]):
             return Entered(*self.mhc.enter(y, streams, gate, comb, mixing, norm, readers, wants_x))
         if y is not None:
             streams = self.mhc.post(y, streams, gate, comb)
         x, gate, comb = self.mhc.pre(streams, *mixing)
         return Entered(streams, x, self.normed(x, norm, mixing[3], both), gate, comb)
 
-    @property
+    @cached_property
     def _prepares(self) -> bool:
         names = self.names()
         return all(names[op] == "gpu" for op in ("norm", "linear", "route", "experts"))
+
+    @cached_property
+    def _mixes(self) -> bool:
+        return self.names()["mhc"] == "gpu"
 
     def names(self) -> dict[str, str]:
         """op -> backend, as shown by `dsv4 info`."""

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,9 +14,12 @@ from dsv4 import Engine, EngineConfig, SamplingParams
 from dsv4.engine.eager import Eager
 from dsv4.engine.plan import Sampling, Span
 from dsv4.engine.trial import Trial
+from dsv4.kernels.prefill import streams
 from dsv4.lab.bench.engine import around
 from dsv4.lab.bench.subject import synthetic
 from dsv4.model.step import Mark
+from tests.conftest import small_config
+from tests.support.checkpoints import write_model
 from tests.support.feeding import cache_of, claim, release
 
 pytestmark = pytest.mark.gpu
@@ -47,10 +51,8 @@ def test_any_chunks(checkpoint: Callable[..., Path], dtype: str) -> None:
         assert torch.equal(read(engine, sizes), whole), sizes
 
 
-@torch.inference_mode()
-def test_a_graph_or_launch_by_launch(checkpoint: Callable[..., Path]) -> None:
+def graph_is_launches(engine: Engine) -> None:
     """Streams and whatever the cache holds of them, over chunks of every size and several sequences."""
-    engine = load(checkpoint("official"), compute_dtype="bfloat16")
     graphs = engine.runner.executor
     assert isinstance(graphs, Eager) and getattr(graphs, "prompts", []), "short prompts are recorded"
     r, done = random.Random(5), [0, 0]
@@ -65,6 +67,26 @@ def test_a_graph_or_launch_by_launch(checkpoint: Callable[..., Path]) -> None:
         assert torch.equal(recorded, launched), size
         done = [at + count for at, count in zip(done, counts, strict=True)]
     release(engine, *(slot for pair in pairs for slot in pair))
+
+
+@torch.inference_mode()
+def test_a_graph_or_launch_by_launch(checkpoint: Callable[..., Path]) -> None:
+    graph_is_launches(load(checkpoint("official"), compute_dtype="bfloat16"))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("activations", ["a16", "a8"])
+def test_streams_of_published_widths(tmp_path: Path, activations: str) -> None:
+    """Those that `streams.cu` takes, and rows of experts gathered from its codes."""
+    config = replace(small_config(), hidden_size=512)
+    made = write_model(tmp_path / "model", "official", config)
+    engine = load(made, compute_dtype="bfloat16", activations=activations)
+    some, fn = torch.zeros(1, 4, 512, dtype=torch.bfloat16, device="cuda"), torch.zeros(2048, 24)
+    assert streams.serves(some, fn)
+    whole = read(engine, [len(IDS)])
+    for sizes in ([7], [64], [1, 16, 129, 3]):
+        assert torch.equal(read(engine, sizes), whole), sizes
+    graph_is_launches(engine)
 
 
 def test_prompts_never_wait(checkpoint: Callable[..., Path]) -> None:

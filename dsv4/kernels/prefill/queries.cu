@@ -20,14 +20,14 @@ __global__ void __launch_bounds__(128) queries_kernel(const __grid_constant__ Qu
     uint32_t words[OWN / 2];
 #pragma unroll
     for (int i = 0; i < OWN / 8; ++i) {
-        const uint4 v = __ldg(from + i);
+        const uint4 v = __ldcg(from + i);
         words[4 * i] = v.x; words[4 * i + 1] = v.y; words[4 * i + 2] = v.z; words[4 * i + 3] = v.w;
     }
     if (part * OWN >= WIDTH - ROPE) {
         const int64_t angle = (int64_t)(given / p.heads) * (ROPE / 2) + (part * OWN - (WIDTH - ROPE)) / 2;
 #pragma unroll
         for (int i = 0; i < OWN / 8; ++i) {
-            const float4 c = __ldg(reinterpret_cast<const float4*>(p.cos + angle) + i), s = __ldg(reinterpret_cast<const float4*>(p.sin + angle) + i);
+            const float4 c = __ldcg(reinterpret_cast<const float4*>(p.cos + angle) + i), s = __ldcg(reinterpret_cast<const float4*>(p.sin + angle) + i);
             const float cosines[4] = {c.x, c.y, c.z, c.w}, sines[4] = {s.x, s.y, s.z, s.w};
 #pragma unroll
             for (int k = 0; k < 4; ++k) {

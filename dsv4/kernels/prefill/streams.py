@@ -70,7 +70,8 @@ def open_site(
     if y is not None:
         y = y.contiguous()
         assert gate is not None and comb is not None and y.dtype == streams.dtype
-        assert gate.is_contiguous() and comb.is_contiguous()
+        assert gate.is_contiguous() and comb.is_contiguous() and gate.dtype == comb.dtype == torch.float32
+        assert y.data_ptr() % 16 == 0
         out = torch.empty(streams.shape, dtype=streams.dtype, device=streams.device)
     assert streams.stride(2) == 1 and all(s % 8 == 0 for s in streams.stride()[:2]) and fn.is_contiguous()
     assert streams.data_ptr() % 16 == 0 and fn.dtype == torch.float32
@@ -123,6 +124,7 @@ def close_site(
         base.shape == scale.shape == (MIXES,) and norm.shape == (d,) and partial.shape == (rows, parts, WIDTH)
     )
     assert base.is_contiguous() and scale.is_contiguous() and norm.is_contiguous() and streams.stride(2) == 1
+    assert base.dtype == scale.dtype == norm.dtype == torch.float32 and norm.data_ptr() % 16 == 0
     packed = {mode: empty_packed(mode, rows, d, device) for mode in MADE if mode in modes}
     closed = Closed(
         x=streams.new_empty(rows, d) if wants_x else None,
