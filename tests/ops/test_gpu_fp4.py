@@ -64,11 +64,11 @@ def bank(groups: list[list[QuantTensor]]) -> tiles.Tiled:
     return out
 
 
-def sort(ids: Tensor, weights: Tensor, experts: int, max_cap: int) -> product.Sorted:
+def sort(ids: Tensor, weights: Tensor, experts: int, max_cap: int, first: int, ranks: int) -> product.Sorted:
     """As pack.cu, where there is no GPU: each expert's pairs from a multiple of 16 rows on."""
     cap, pairs, of_rows, cut = min(16, max_cap), [], [], []
     for expert in range(experts):
-        own = [at for at, chosen in enumerate(ids.flatten().tolist()) if chosen == expert]
+        own = [at for at, chosen in enumerate(ids.flatten().tolist()) if chosen == first + expert]
         cut += [(expert, len(pairs) + at, min(cap, len(own) - at), 0) for at in range(0, len(own), cap)]
         pad = -len(own) % 16
         pairs += own + [-1] * pad

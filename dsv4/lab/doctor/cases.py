@@ -188,6 +188,7 @@ def _index(r: _Random, dtype: torch.dtype) -> list[Case]:
         Case("index", "keys", "fp4", (r(6, 64).to(dtype), r(64) + 1, *turn, 1e-6, True, Format.MXFP4), True),
         Case("index", "select", "five best", (query, weights, keys, table, slots, positions, 4, 8, 5)),
         Case("index", "visible_rows", "all", (table, slots, positions, 4, 8)),
+        Case("index", "queries", "V4's", (r(6, 8, 128).to(dtype), *_turn(r, 6, 32), True), rounds=True),
     ]
 
 

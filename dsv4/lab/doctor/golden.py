@@ -42,6 +42,7 @@ FINGERPRINTS: dict[str, list[float]] = {
     "index.keys fp4": [24.69818, 7.694828],
     "index.select five best": [54.00926, -30.98245],
     "index.visible_rows all": [87.76104, 34.69076],
+    "index.queries V4's": [45.44433, -17.91472],
     "attend.attend window": [12.28177, -5.257847],
     "attend.attend entries": [11.56304, -5.44131],
     "sample.log_probs row": [162.1527, -33.44215],
