@@ -67,6 +67,7 @@ struct Thread {
 inline std::vector<Block> blocks;
 inline std::vector<Thread> threads;
 inline Barrier cluster;
+inline uint64_t epochs;   // barriers of blocks and of the cluster that have opened
 inline Thread* now;
 inline jmp_buf scheduler;
 inline int first_block, threads_per_block;
@@ -92,6 +93,7 @@ inline uint64_t arrive(Barrier& barrier, int expected) {
     if (++barrier.arrived == expected) {
         barrier.arrived = 0;
         ++barrier.turn;
+        epochs += expected > 32;
     }
     return turn;
 }
@@ -141,21 +143,23 @@ inline const char* run(int first, int count, int per_block, size_t shared_bytes,
         order.push_back(i);
     }
     // Static, as everything that must survive a jump. Warps in `is_slow` stand still until nothing else can go on; others are
-    // chosen when a barrier of the cluster opens, so that some have not yet read what is overtaken by the next writes.
+    // chosen when a barrier of the cluster opens, or with odd seeds any, so that some have not yet read what is overtaken by the next writes.
     static std::mt19937 random;
     random.seed(seed);
     static std::vector<char> is_slow;
     is_slow.assign(threads.size() / 32, 0);
     static size_t i, progress, held_back;
     static uint64_t seen;
+    static const uint64_t* event;
+    event = seed % 2 ? &epochs : &cluster.turn;
     seen = ~uint64_t(0);
     do {
         std::shuffle(order.begin(), order.end(), random);
         progress = held_back = 0;
         for (i = 0; i < order.size(); ++i) {
-            if (seen != cluster.turn)
+            if (seen != *event)
                 for (char& slow : is_slow) slow = random() % 3 == 0;
-            seen = cluster.turn;
+            seen = *event;
             now = &threads[order[i]];
             if (now->is_done || (now->waits_for && now->waits_for->turn == now->turn)) continue;
             if (is_slow[order[i] / 32]) {

@@ -103,6 +103,6 @@ def test_ranks_with_whole_experts(twin: ctypes.CDLL, size: int, choices: int) ->
 
 def test_one_place_is_not_enough(twin: ctypes.CDLL) -> None:
     """A rank that is ahead overwrites what another has not taken yet: it then waits for ever."""
-    world = World(2, 1, 64, steps=3, turns=1)
+    world = World(2, 1, 64, steps=40, turns=1)  # about one order of events in five shows it
     found = [world.run(twin, seed) for seed in range(6)]
     assert any("wait for ones that never come" in problem for problem in found), found
