@@ -63,7 +63,7 @@ def test_slow_rank() -> None:
                 engine.step()
         assert time.monotonic() - began < 5
         wait(lambda: rank_pids() == [], 5)
-        assert engine.ranks is not None and select.select([engine.ranks.alarm], [], [], 0)[0], "for the idle"
+        assert engine.ranks is not None and select.select([engine.ranks.alarm], [], [], 5)[0], "for the idle"
         with pytest.raises(DeviceError, match="start the engine anew"):
             engine.step()
 
