@@ -22,7 +22,7 @@ def wide_scale(scale: Tensor, num_streams: int) -> Tensor:
 class Left:
     """Streams [T, N, D] and, of a site, what its block made and how that goes back into them.
 
-    Whoever puts it back takes all of it: nothing of it is held meanwhile.
+    Whoever puts it back takes all of it, so that the old streams are freed when the new ones are there.
     """
 
     streams: Tensor | None
@@ -31,11 +31,12 @@ class Left:
     comb: Tensor | None = None
     site: "HyperConnection | None" = None
 
-    def take(self) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:
-        y, streams, gate, comb = self.y, self.streams, self.gate, self.comb
-        assert streams is not None, "what a site left is taken once"
+    def take(self) -> dict[str, Any]:
+        """As arguments of Ops.enter."""
+        assert self.streams is not None, "what a site left is taken once"
+        taken = {"y": self.y, "streams": self.streams, "gate": self.gate, "comb": self.comb}
         self.y = self.streams = self.gate = self.comb = None
-        return y, streams, gate, comb
+        return taken
 
     def see(self, streams: Tensor, step: Step) -> None:
         if self.site is not None:
@@ -43,11 +44,12 @@ class Left:
 
     def close(self, step: Step) -> Tensor:
         """The streams after the last site."""
-        y, streams, gate, comb = self.take()
+        y, streams, gate, comb = self.take().values()
         if y is not None:
             assert self.site is not None
             streams = self.site.ops.mhc.post(y, streams, gate, comb)
             self.see(streams, step)
+        assert isinstance(streams, Tensor)
         return streams
 
 
@@ -67,11 +69,11 @@ class HyperConnection:
         """
         c = self.config
         entered = self.ops.enter(
-            *left.take(),
-            (self.fn, self.base, self.scale, c.norm_eps, c.hc_eps, c.sinkhorn_iters),
-            norm,
-            both,
-            readers,
+            **left.take(),
+            mixing=(self.fn, self.base, self.scale, c.norm_eps, c.hc_eps, c.sinkhorn_iters),
+            norm=norm,
+            both=both,
+            readers=readers,
             wants_x=step.tap is not None,
         )
         left.see(entered.streams, step)

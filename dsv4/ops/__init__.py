@@ -100,7 +100,18 @@ class Ops:
         `readers`: weights that meet the input, and how they round it.
         """
         if self._prepares and self._mixes and self.mhc.enters(streams, mixing[0]):
-            return Entered(*self.mhc.enter(y, streams, gate, comb, mixing, norm, readers, wants_x))
+            return Entered(
+                *self.mhc.enter(
+                    y=y,
+                    streams=streams,
+                    gate=gate,
+                    comb=comb,
+                    mixing=mixing,
+                    norm=norm,
+                    readers=readers,
+                    wants_x=wants_x,
+                )
+            )
         if y is not None:
             streams = self.mhc.post(y, streams, gate, comb)
         x, gate, comb = self.mhc.pre(streams, *mixing)

@@ -1,6 +1,7 @@
 // kernels/decode/fragments.cuh and what it includes, on the CPU.
 #pragma once
 #include "emulator.h"
+#include "vectors.h"
 
 #include <math.h>
 
@@ -14,23 +15,6 @@ struct __nv_bfloat16 {
 struct __half2 {
     uint32_t bits;
 };
-struct float2 {
-    float x, y;
-};
-struct float4 {
-    float x, y, z, w;
-};
-struct uint2 {
-    uint32_t x, y;
-};
-struct uint4 {
-    uint32_t x, y, z, w;
-};
-inline float2 make_float2(float x, float y) { return {x, y}; }
-inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
-inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
-inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fsqrt_rn(float a) { return sqrtf(a); }
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t how) {
     const uint64_t both = (uint64_t)b << 32 | a;

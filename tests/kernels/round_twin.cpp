@@ -1,5 +1,6 @@
 // kernels/common/round.cuh and quantize.cu compiled for the CPU.
 #include "emulator.h"
+#include "vectors.h"
 
 #include <math.h>
 
@@ -9,21 +10,6 @@
 
 using std::max;
 
-struct float2 {
-    float x, y;
-};
-struct float4 {
-    float x, y, z, w;
-};
-struct uint2 {
-    uint32_t x, y;
-};
-struct uint4 {
-    uint32_t x, y, z, w;
-};
-inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
-inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
-inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }

@@ -42,65 +42,6 @@ def bits_of(power: int) -> int:
     return max(power, 1).bit_length() - 1
 
 
-def arguments(
-    q: Tensor,
-    ring: QuantTensor,
-    ring_rows: int,
-    window: int,
-    entries: QuantTensor | None,
-    rows: Tensor | None,
-    page_table: Tensor | None,
-    page_entries: int,
-    ratio: int,
-    slots: Tensor,
-    positions: Tensor,
-    sinks: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    out: Tensor,
-) -> _Attention:
-    """What the kernel takes, checked."""
-    _, heads, width = q.shape
-    assert serves(heads, width, ring.rope_dim, q.dtype, [ratio]), (q.shape, ring.rope_dim, q.dtype, ratio)
-    assert q.is_contiguous() and out.is_contiguous() and out.numel() == q.numel() and out.dtype == q.dtype
-    for store in (ring, entries) if entries is not None else (ring,):
-        assert store.format is Format.KV8 and store.scale is not None and store.rope_dim == ROPE
-        assert store.data.shape[1] == WIDTH + ROPE and store.scale.shape[1] == 8, store.data.shape
-        assert store.data.is_contiguous() and store.data.data_ptr() % 16 == 0
-    assert cos.shape[1] * 2 == sin.shape[1] * 2 == ROPE and cos.is_contiguous() and sin.is_contiguous()
-    assert ring_rows >= window and sinks.dtype == cos.dtype == sin.dtype == torch.float32
-    assert slots.dtype == positions.dtype == torch.long and slots.is_contiguous()
-    assert entries is None or ratio > 0
-    assert entries is None or rows is not None or (page_table is not None and page_entries)
-    assert rows is None or (rows.is_contiguous() and rows.dtype == torch.int32)
-    return _Attention(
-        q=q.data_ptr(),
-        ring=ring.data.data_ptr(),
-        ring_scale=address(ring.scale),
-        entries=None if entries is None else entries.data.data_ptr(),
-        entries_scale=None if entries is None else address(entries.scale),
-        listed=address(rows),
-        page_table=address(page_table),
-        slots=slots.data_ptr(),
-        positions=positions.data_ptr(),
-        sinks=sinks.data_ptr(),
-        cos=cos.data_ptr(),
-        sin=sin.data_ptr(),
-        out=out.data_ptr(),
-        heads=heads,
-        window=window,
-        ring_rows=ring_rows,
-        list_width=0 if rows is None else rows.shape[1],
-        pages=0 if page_table is None else page_table.stride(0),
-        group_bits=bits_of(heads // HEADS),
-        ratio_bits=bits_of(ratio),
-        page_bits=bits_of(page_entries),
-        scale=width**-0.5,
-        eps=eps,
-    )
-
-
 @launcher(
     reads=("q", "rows", "entries"),
     reads_early=("ring", "entries", "page_table", "slots", "positions", "sinks", "cos", "sin"),
@@ -132,24 +73,43 @@ def attend(
     `entries`, the pool rows `rows` [T, S] int32 (-1: none), of which no more are read than entries are
     visible at pos, or, with None, all visible ones.
     """
-    tokens, heads, _ = q.shape
-    given = arguments(
-        q=q,
-        ring=ring,
-        ring_rows=ring_rows,
+    tokens, heads, width = q.shape
+    assert serves(heads, width, ring.rope_dim, q.dtype, [ratio]), (q.shape, ring.rope_dim, q.dtype, ratio)
+    assert q.is_contiguous() and out.is_contiguous() and out.numel() == q.numel() and out.dtype == q.dtype
+    for store in (ring, entries) if entries is not None else (ring,):
+        assert store.format is Format.KV8 and store.scale is not None and store.rope_dim == ROPE
+        assert store.data.shape[1] == WIDTH + ROPE and store.scale.shape[1] == 8, store.data.shape
+        assert store.data.is_contiguous() and store.data.data_ptr() % 16 == 0
+    assert cos.shape[1] * 2 == sin.shape[1] * 2 == ROPE and cos.is_contiguous() and sin.is_contiguous()
+    assert ring_rows >= window and sinks.dtype == cos.dtype == sin.dtype == torch.float32
+    assert slots.dtype == positions.dtype == torch.long and slots.is_contiguous()
+    assert entries is None or ratio > 0
+    assert entries is None or rows is not None or (page_table is not None and page_entries)
+    assert rows is None or (rows.is_contiguous() and rows.dtype == torch.int32)
+    given = _Attention(
+        q=q.data_ptr(),
+        ring=ring.data.data_ptr(),
+        ring_scale=address(ring.scale),
+        entries=None if entries is None else entries.data.data_ptr(),
+        entries_scale=None if entries is None else address(entries.scale),
+        listed=address(rows),
+        page_table=address(page_table),
+        slots=slots.data_ptr(),
+        positions=positions.data_ptr(),
+        sinks=sinks.data_ptr(),
+        cos=cos.data_ptr(),
+        sin=sin.data_ptr(),
+        out=out.data_ptr(),
+        heads=heads,
         window=window,
-        entries=entries,
-        rows=rows,
-        page_table=page_table,
-        page_entries=page_entries,
-        ratio=ratio,
-        slots=slots,
-        positions=positions,
-        sinks=sinks,
-        cos=cos,
-        sin=sin,
+        ring_rows=ring_rows,
+        list_width=0 if rows is None else rows.shape[1],
+        pages=0 if page_table is None else page_table.stride(0),
+        group_bits=bits_of(heads // HEADS),
+        ratio_bits=bits_of(ratio),
+        page_bits=bits_of(page_entries),
+        scale=width**-0.5,
         eps=eps,
-        out=out,
     )
     if tokens:
         call(
