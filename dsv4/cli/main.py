@@ -81,6 +81,16 @@ def main() -> None:
             raise
         say("error", "bold red", str(error))
         sys.exit(2)
+    except ModuleNotFoundError as error:
+        # A core without a GPU has no Triton, which every kernel is imported with.
+        if error.name != "triton" or wants_traceback():
+            raise
+        say(
+            "error",
+            "bold red",
+            "this runs GPU kernels, which need Triton; it is not installed: pip install triton",
+        )
+        sys.exit(2)
     except BrokenPipeError:
         # The reader of our output went away (`| head`): nothing is wrong.
         sys.stderr.close()
