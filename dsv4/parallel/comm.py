@@ -138,6 +138,7 @@ class Group:
             self._group = kind(store, rank, self.size, options)
         except RuntimeError as error:
             raise PeerError(f"ranks do not find each other: {_first_line(error)}") from None
+        store.set_timeout(options._timeout)
 
     def sum_parts(self, parts: Tensor) -> Tensor:
         return tree_sum(self._gather(tree_sum(parts)).transpose(0, 1))
@@ -178,6 +179,7 @@ class Group:
     def begin(self) -> None:
         self._gather(torch.zeros(1, device=self._device))
         self._group._set_default_timeout(timedelta(seconds=self._seconds))
+        self._store.set_timeout(timedelta(seconds=self._seconds))
 
     def abandon(self) -> None:
         """A rank is gone: steps that wait for it need not. From any thread."""

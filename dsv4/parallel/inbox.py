@@ -1,6 +1,8 @@
 """Memory of this rank that the other ranks' kernels write to, and theirs: torch's symmetric memory."""
 
+import re
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,6 +22,37 @@ class Inbox:
     handle: Any  # keeps the other ranks' memory mapped
 
 
+class CountedFromZero(dist.Store):
+    """torch numbers the meetings of symmetric memory by process, in its keys. A rank that was started anew
+    would wait for the first while one that has met others before offers its second; here both say 0."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self._store = store
+        self._first: int | None = None
+
+    def _key(self, key: str) -> str:
+        """Of prefix/number/..., where no part of the prefix is a number."""
+        found = re.search(r"/(\d+)(?=/|$)", key)
+        if found is None:
+            return key
+        number = int(found[1])
+        self._first = number if self._first is None else self._first
+        return f"{key[: found.start()]}/{number - self._first}{key[found.end() :]}"
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(self._key(key), value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(self._key(key))
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(self._key(key), amount)
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        self._store.wait([self._key(key) for key in keys], *timeout)
+
+
 def open_inbox(
     store: dist.Store, name: str, rank: int, size: int, places: int, device: torch.device
 ) -> Inbox:
@@ -28,7 +61,9 @@ def open_inbox(
     c10d: Any = torch._C._distributed_c10d
     memory, shape = c10d._SymmetricMemory, (size, places)
     # Where ranks meet is looked up by the name of a group.
-    group: Any = dist.ProcessGroup(dist.PrefixStore("inbox", store), rank, size)
+    name = "dsv4-" + name.replace("/", "-")
+    counted = CountedFromZero(dist.PrefixStore("inbox", store))
+    group: Any = dist.ProcessGroup(counted, rank, size)
     group._set_group_name(name)
     c10d._register_process_group(name, group)
     own = memory.empty_strided_p2p(shape, (places, 1), torch.int64, device)
@@ -40,5 +75,5 @@ def open_inbox(
         own=own,
         addresses=tuple(part.data_ptr() for part in parts),
         ended=torch.zeros(1, dtype=torch.int32, pin_memory=True),
-        handle=handle,
+        handle=(handle, counted),  # torch calls the store's methods, but does not keep what is Python of it
     )

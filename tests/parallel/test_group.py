@@ -3,15 +3,17 @@
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from dsv4.config import preset
 from dsv4.engine.eager import Pass
 from dsv4.parallel.comm import Group, Meeting, PeerError
-from dsv4.parallel.inbox import Inbox
+from dsv4.parallel.inbox import CountedFromZero, Inbox
 
 LATE, SECONDS = 1.5, 0.5
 
@@ -71,3 +73,26 @@ def test_a_step_that_waited_in_vain(tmp_path: Path) -> None:
     group.abandon()
     with pytest.raises(PeerError, match="another rank is gone"):
         executor.fetch(Pass((), None))
+
+
+def test_ranks_that_have_met_others_before(tmp_path: Path) -> None:
+    """torch numbers the meetings of symmetric memory in each process by itself: an exchange of values and a
+    barrier, as it makes them, of a process whose third meeting this is and of one whose first it is."""
+
+    def rank(number: int) -> list[bytes]:
+        store = CountedFromZero(
+            dist.PrefixStore("inbox", dist.FileStore(str(tmp_path / "store"), 2))  # type: ignore[no-untyped-call]
+        )
+        met = 7 * number
+        outer = dist.PrefixStore("dsv4--tmp-1", store)  # type: ignore[no-untyped-call]
+        outer.set_timeout(timedelta(seconds=20))
+        found: list[bytes] = []
+        for turn in range(met, met + 3):
+            outer.set(f"Memory/{turn}/{number}", f"{turn - met} of {number}")
+            found += outer.multi_get([f"Memory/{turn}/0", f"Memory/{turn}/1"])
+            found.append(str(outer.add(f"Memory/{turn}/members", 1) > 0).encode())
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(rank, range(2))
+    assert first == second and first[3] == b"1 of 0" and first[4] == b"1 of 1"
