@@ -29,7 +29,7 @@ from dsv4.lab.bench.cases import Case, Maker
 from dsv4.lab.bench.ops import CHECKED_ROWS, _call, check, floor, state_bytes, weight_bytes
 from dsv4.lab.bench.plot import draw_speed
 from dsv4.lab.bench.profile import ENDS, Span, kinds_of, summarise
-from dsv4.lab.bench.record import append, check_target, commit
+from dsv4.lab.bench.record import commit
 from dsv4.lab.bench.subject import (
     DTYPE,
     Reads,
@@ -44,7 +44,6 @@ from dsv4.lab.doctor.ops import outputs
 from dsv4.lab.gpus import parse
 from dsv4.lab.plan import Demand, Plan, describe
 from dsv4.lab.plan import Wanted as Planned
-from dsv4.lab.records import best
 from dsv4.lab.synthetic import make_weights, with_experts
 from dsv4.model.buffers import ROWS, Buffers
 from dsv4.model.bundle import Bundle, Numerics
@@ -318,28 +317,6 @@ def test_profile_adds_up() -> None:
     assert found.busy_us == 21 and found.as_dict()["launches"]["b"]["gap_us"] == 4
     unknown = summarise(spans[:5], names, kinds, 1)
     assert not unknown.is_named and unknown.kinds.keys() == {"all"} and unknown.busy_us == 34
-
-
-def line(**more: Any) -> dict[str, Any]:
-    return {"bench": "decode", "device_name": "NVIDIA H200", "share": 0.5, **more}
-
-
-def test_records_are_what_the_plan_reads(tmp_path: Path) -> None:
-    target = tmp_path / "h200.jsonl"
-    check_target(target, True)
-    append(target, line())
-    target.write_bytes(target.read_bytes().rstrip(b"\n"))  # edited by hand
-    append(target, line(share=0.625))
-    append(target, {"bench": "prefill", "device_name": "NVIDIA H200", "matmul_share": 0.9})
-    assert len(target.read_text().splitlines()) == 3
-    record = best(tmp_path, "H200")
-    assert record is not None and record.share == 0.625
-    shown = ok("plan", "tiny", "--gpus", "H200", "--records", tmp_path)
-    assert "62%" in shown and "h200.jsonl:2" in shown
-    before = target.read_bytes()
-    with pytest.raises(ConfigError, match=r"share of the read ceiling is 1\.25"):
-        append(target, line(share=1.25))
-    assert target.read_bytes() == before
 
 
 def test_commit_is_that_of_the_checkout(tmp_path: Path) -> None:
