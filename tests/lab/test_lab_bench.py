@@ -18,6 +18,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the decode kernels need Triton")
 
 from dsv4.cache.store import Cache
+from dsv4.cli.bench_ranks import predicted_rows
 from dsv4.config import ModelConfig, preset
 from dsv4.engine.memory import RESERVED
 from dsv4.errors import ConfigError
@@ -135,6 +136,29 @@ def test_predicted_of_ranks() -> None:
     assert ranks.predicted(alone, wanted, 4.0, 5.0) == 500
     assert ranks.predicted(one, wanted, 4.0, 5.0) == 2e3 / (4 + 0.005 * (2 * TINY.num_layers + 2))
     assert one.weight_bytes == synthetic_bytes(TINY, "nvfp4", ranks=2) < alone.weight_bytes
+
+
+def test_what_is_in_a_prediction_is_said() -> None:
+    """The step as measured and every all-reduce in full; the text has the same figures as the JSON line."""
+    wanted, ms = bench.Wanted(600, 1, 8), 3.0
+    line = ranks.predictions(synthetic("flash", None, None, "nvfp4", ranks=2), wanted, ms)
+    assert line["all_reduces"] == 2 * preset("flash").num_layers + 2 == 88
+    for rate, each, added in (
+        ("predicted_tokens_per_second", "all_reduce_us", "ms_added"),
+        ("predicted_at_published", "published_all_reduce_us", "ms_added_at_published"),
+    ):
+        assert line[added] == pytest.approx(88 * line[each] / 1e3, abs=1e-3)
+        assert line[rate] == pytest.approx(1e3 / (ms + line[added]), abs=0.1)
+    assert "pushes" in line["predicted_is"] and "counted twice" in line["predicted_is"]
+    (assumed, published, note) = predicted_rows({**line, "ranks": 2})
+    assert assumed == (
+        "predicted",
+        "290.7 tokens/s",
+        "2 GPUs: the step + 0.440 ms for 88 all-reduces of 5.0 us, assumed",
+    )
+    assert "of 4.2 us, published" in published[2] and "added whole" in note[2]
+    alone = ranks.predictions(synthetic("flash", None, None, "nvfp4"), wanted, ms)
+    assert alone["all_reduces"] == alone["ms_added"] == 0 and alone["predicted_tokens_per_second"] == 333.3
 
 
 def size_of(value: Any) -> int:
