@@ -420,9 +420,11 @@ def test_exchanges_wait() -> None:
 def test_products_wait() -> None:
     found = functions("matvec")
     kernel, run = found["matvec_kernel"], found["run"]
-    # The block that mixes waits; every other goes on to `run`.
+    # The block that mixes waits; every other with a share goes on to `run`. "up" reads its tasks to know.
     assert re.search(r"if \(work\.x < 0\) \{\s*wait_for_prerequisites\(\);", kernel)
     assert kernel.count("return;") == 1 and kernel.count("run<") == 4
+    shared = kernel[kernel.index("if (is_shared) {") : kernel.index("task_expert")]
+    assert re.search(r"if \(p\.segments\[0\]\.routed == 1\) \{\s*wait_for_prerequisites\(\);", shared)
     # "up" waits first, the others later; late triggers come after the wait.
     first = re.search(
         r"if \(s\.routed == 1\) \{[^}]*wait_for_prerequisites\(\);\s*launch_dependents\(\);", run
