@@ -179,13 +179,10 @@ class Recorder:
             y_row = a["y"].numel() / len(a["y"]) * a["y"].element_size()
             return f"product {whose}", flop, count * (per_row + y_row) + used * needed_bytes(weight)
         if module is product and name in ("pack", "gather"):
-            by, x = a.get("by"), a["x"]
+            by = a.get("by")
             share = 1.0 if by is None else routed_rows(by) / by.capacity
-            read = 0.0 if by is None else routed_rows(by) * size(x) / len(x)  # rows of a token by its choices
-            if name == "gather":
-                return "gather for experts", 0.0, read + share * size(result)
-            read = min(read, size(x)) if by is not None else size(x)
-            return f"pack for {whose}", 0.0, read + share * size(result)
+            op = "gather for experts" if name == "gather" else f"pack for {whose}"
+            return op, 0.0, size(a["x"]) + share * size(result)
         if module is attention:
             seen, keys = visible(a)
             flop = 4.0 * a["q"].shape[1] * a["q"].shape[2] * keys
@@ -204,6 +201,10 @@ class Recorder:
             values = [a["values"], a.get("scores", a["values"])][: 1 + (module is compress)]
             row = sum(size(v) / (v.shape[0] if isinstance(v, QuantTensor | Tensor) else 1) for v in values)
             return f"{named(module)} put", 0.0, 2.0 * row * int((a["rows"] >= 0).sum())
+        if module is linear:  # rows of a table
+            return "embed", 0.0, 2.0 * size(result)
+        if module is product:
+            return "sort by expert", 0.0, moved
         if module is streams:
             return f"mhc {name.removesuffix('_site')}", 0.0, moved
         if module in (rows, quantize):
