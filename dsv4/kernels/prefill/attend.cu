@@ -332,8 +332,13 @@ __device__ __forceinline__ void attend(const Attend& p, const Where& at, int fir
         }
         consumer_barrier();
     } else __syncwarp();
-    const int its = (warp & 3) * 16 + (lane & 15);   // a lane knows one row's scale
+    // A lane knows one row's scale, and where it goes: a division takes longer than a row.
+    const int its = (warp & 3) * 16 + (lane & 15), its_head = first_head + its, matrix = its_head / p.group_heads;
     const Scale16 scales(IS_SCALED ? larger(control->tops[0][its], control->tops[1][its]) : 0);
+    const int its_place = (matrix * (p.rows_padded / ROW_GROUP) + at.token / ROW_GROUP) * p.group_heads + its_head - matrix * p.group_heads;
+    char* to = p.out + chunk_16(at.token, group * 32 + lane);
+    if (MODE != AS_IT_IS && group == 0 && lane < 16)
+        *reinterpret_cast<float*>(p.out + (size_t)its_place * SLICE_16 + undo_16(at.token)) = IS_SCALED ? scales.undo : 1.f;
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
         const int row = (warp & 3) * 16 + i;
@@ -347,10 +352,7 @@ __device__ __forceinline__ void attend(const Attend& p, const Where& at, int fir
             scale.up = __shfl_sync(~0u, scales.up, i);
             v = make_uint4(scale.of(v.x), scale.of(v.y), scale.of(v.z), scale.of(v.w));
         }
-        const int its_head = first_head + row;
-        char* to = p.out + at_16(its_head / p.group_heads * p.rows_padded + at.token, p.group_heads, its_head % p.group_heads);
-        __stcg(reinterpret_cast<uint4*>(to + chunk_16(at.token, group * 32 + lane)), v);
-        if (group == 0 && lane == i) *reinterpret_cast<float*>(to + undo_16(at.token)) = IS_SCALED ? scales.undo : 1.f;
+        __stcg(reinterpret_cast<uint4*>(to + (size_t)(uint32_t)__shfl_sync(~0u, its_place, i) * SLICE_16), v);
     }
 }
 
