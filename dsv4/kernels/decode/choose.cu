@@ -266,6 +266,5 @@ __global__ void __launch_bounds__(THREADS) select_many_kernel(const Choice p) {
 
 // What choose.py launches.
 static_assert(CLUSTER == 8 && THREADS == 1024 && sizeof(Few) == 5516 && sizeof(Many) == 5464);
-template __global__ void select_few_kernel<8, 5>(const Choice);
-template __global__ void select_few_kernel<16, 8>(const Choice);
+template __global__ void select_few_kernel<16, 4>(const Choice);
 template __global__ void select_few_kernel<32, 8>(const Choice);

@@ -11,7 +11,7 @@ from dsv4.kernels.common.overlap import launcher
 from dsv4.kernels.decode.matvec import COLUMNS, FLOAT_COLUMNS, Tasks
 
 # Warps of a block, and keys of a lane: rows of as many entries are chosen from in registers.
-FEW = ((8, 5), (16, 8), (32, 8))
+FEW = ((16, 4), (32, 8))
 CLUSTER = 8  # blocks that share a longer row, or the rows to be routed
 # Of route.cu, by experts of a lane, for a single row and for a batch: warps of a block, its shared memory.
 SINGLE = {8: (8, 2344), 16: (16, 2344)}
