@@ -152,6 +152,14 @@ class Decoder:
         assert rounded is not None
         return rounded
 
+    @property
+    def _tops(self) -> tuple[Tensor | None, Tensor | None]:
+        """Of a single row: where u's largest magnitude is kept, and those of hidden rows."""
+        f = self.buffers
+        if f.rows > 1 or self.dtype == torch.float32 or f.u_top is None or f.hidden_top is None:
+            return None, None
+        return f.u_top[0], f.hidden_top[0]
+
     def _rounding(
         self, weights: list[str], products: list[Product], together: Tensor | None
     ) -> list[Product]:
@@ -268,7 +276,8 @@ class Decoder:
         wo_a, wo_b = b.tiled(f"{name}.wo_a"), b.tiled(f"{name}.wo_b")
         # Late where no `queries` follows: attention reads what `prepare` wrote to the cache before it waits.
         is_next = f.attends_in_one and not selects
-        self._product("queries up", products, mixing=mixing, paced=True, triggers_late=is_next)
+        u_top, hidden_top = self._tops
+        self._product("queries up", products, mixing=mixing, clears=u_top, paced=True, triggers_late=is_next)
         if not is_next:
             self._add(
                 "queries",
@@ -291,18 +300,26 @@ class Decoder:
                 y=f.u[:, g * rank :],
                 x_stride=groups * group,
                 y_stride=groups * rank,
+                y_top=u_top,
             )
             for g in range(groups)
         ]
         y, parts = f.y.transpose(0, 1), f.y.shape[1]
-        out = Product(wo_b, f.u, y if parts > 1 else y[0], y_stride=parts * c.hidden_size, splits=parts)
+        out = Product(
+            weight=wo_b,
+            x=f.u,
+            y=y if parts > 1 else y[0],
+            y_stride=parts * c.hidden_size,
+            splits=parts,
+            x_top=u_top,
+        )
         # Where wo_b's blocks cannot be resident beside wo_a's, weights that come early would only delay x.
         beside = f.rows == 1 and fits_beside(out, into)
         self._product("output a", into, paced=True, spread=beside)
         next_fn = b.plain(name.replace(".attn", ".hc_ffn_fn"))
         rounded = self._rounding([f"{name}.wo_b"], [out], f.u)
         how = {"beside": True, "paced": True} if beside else {"early_stages": 0}
-        self._product("output b", rounded, prefetch=next_fn, **how)
+        self._product("output b", rounded, prefetch=next_fn, clears=hidden_top, **how)
 
     def _pooling(
         self,
@@ -382,13 +399,21 @@ class Decoder:
         b, f, c = self.b, self.buffers, self.config
         bank, shared = b.bank(f"{name}.experts"), b.bank(f"{name}.shared_experts")
         assert bank is not None and shared is not None
+        _, tops = self._tops
+        choices = c.experts_per_token
+        routed_top, shared_top = (None, None) if tops is None else (tops[:choices], tops[choices:])
         # Experts of a layer are stored alike (moe.py).
         routed_w1, shared_w1 = f"{name}.experts.0.w1", f"{name}.shared_experts.w1"
         self._product(
             "gate, shared up",
             [
                 Product(b.tiled(f"{name}.gate"), f.x, f.gate_logits),
-                Product(shared.w13, self._input(shared_w1, f.x, f.x_in), f.shared_hidden),
+                Product(
+                    weight=shared.w13,
+                    x=self._input(shared_w1, f.x, f.x_in),
+                    y=f.shared_hidden,
+                    y_top=shared_top,
+                ),
             ],
             triggers_late=True,  # "experts up" reads its input early
             paced=True,
@@ -410,11 +435,12 @@ class Decoder:
             own=self.own,
         )
         x = self._input(routed_w1, f.x, f.x_in)
-        self._product("experts up", [Product(bank.w13, x, f.hidden, "up")], f.tasks, mixing=mixing)
-        last = f.moe[:, c.experts_per_token :]
+        up = Product(bank.w13, x, f.hidden, "up", y_top=routed_top)
+        self._product("experts up", [up], f.tasks, mixing=mixing)
+        last, step = f.moe[:, choices:], f.moe.stride(0)
         down = [
-            Product(bank.w2, f.hidden, f.moe, "down"),
-            Product(shared.w2, f.shared_hidden, last, y_stride=f.moe.stride(0)),
+            Product(bank.w2, f.hidden, f.moe, "down", x_top=routed_top),
+            Product(shared.w2, f.shared_hidden, last, y_stride=step, x_top=shared_top),
         ]
         rounded = self._rounding([routed_w1, shared_w1], down, f.all_hidden)
         self._product("experts down", rounded, f.tasks, prefetch=next_fn, early_stages=1)

@@ -48,6 +48,8 @@ struct Params {
     int stages;               // of a single row's warp, 2 or 4
     int early_stages, paced;  // a single row: chunks that a warp fetches before the wait; not all warps at once
     Mixing mixing;            // beside the products, where a block's work says segment -1
+    uint32_t* cleared;        // largest magnitudes of rows that later launches write, zero from here on; a single row's launch
+    int clears;               // so many
     const char* prefetch;     // what the next kernel reads first, prefetched to L2; may be null
     int64_t prefetch_bytes;
 };
@@ -80,14 +82,31 @@ struct Lane {
         : r(lane & 15), h(lane >> 4), tile(paired ? unit : unit + h * groups), n(tile * 16 + r) {}
 };
 
-// 16 channels of a single row, rounded on their way to shared memory; `top`: the largest of the row.
+// 16 channels of a single row, rounded on their way to shared memory; `top`: the largest of the row, for A4.
 // Called, not inlined: instructions that are not run would still delay those behind them.
 __device__ __noinline__ float put_rounded(uint2 a, uint2 b, uint2 c, uint2 d, uint32_t top, int how, uint2* to) {
     uint32_t x[8] = {a.x, a.y, b.x, b.y, c.x, c.y, d.x, d.y};
-    if (how == A4) round_a4(x, largest(x), row_scale(top));
-    else round_a8(x);
+    const int first = 4 * (threadIdx.x & 31);
+    if (how == A4) {
+        if (is_usual(top)) {
+            const Halves row = Halves::of_row(top);
+            row.round(x, row.unit_of_block(largest(x)));
+#pragma unroll
+            for (int i = 0; i < 4; ++i) to[first + i] = make_uint2(x[2 * i], x[2 * i + 1]);
+            return row.undo();
+        }
+        const float scale = row_scale(top), unit = unit_of(block_code(largest(x), scale), scale);
+#pragma unroll 1
+        for (int i = 0; i < 8; ++i) {
+            const float2 two = open_bf16(x[0]);
+            const uint32_t rounded = bf16_pair(round_a4(two.x, unit), round_a4(two.y, unit));
+#pragma unroll
+            for (int k = 0; k < 7; ++k) x[k] = x[k + 1];
+            x[7] = rounded;
+        }
+    } else round_a8(x);
     const uint2 some[ITEMS / 32] = {{x[0], x[1]}, {x[2], x[3]}, {x[4], x[5]}, {x[6], x[7]}};
-    return put_x<true, false>(some, 4 * (threadIdx.x & 31), 1, to);
+    return put_x<true, false>(some, first, 1, to);
 }
 
 template <int F, bool SINGLE, bool IS_F32, bool WIDE>
@@ -212,11 +231,13 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     if (CHUNKS > stages && (!At::SINGLE || p.early_stages == stages) && lane == 0 && next_unit < end)
         asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"((CHUNKS - stages) * CHUNK) : "memory");
     if constexpr (CAN_ROUND)   // of zeros, so that its instructions are here when x is
-        if (s.how && has_slice) put_rounded({}, {}, {}, {}, 0, s.how, x_table + warp * slice_stride);
+        if (s.how && has_slice) put_rounded({}, {}, {}, {}, USUAL_TOP, s.how, x_table + warp * slice_stride);
     if (s.routed != 1) {
         wait_for_prerequisites();
         if (p.triggers_late) launch_dependents();
     }
+    if constexpr (At::SINGLE)
+        if (blockIdx.x == gridDim.x - 1 && threadIdx.x < p.clears) p.cleared[threadIdx.x] = 0;
     const auto bring_x = [&](int skipped, int slices) {   // all columns, by all warps
         for (int c = 0; c < count; ++c) {
             const int row = __shfl_sync(~0u, place, c) / (s.routed == 1 ? p.choices : 1);
@@ -230,29 +251,16 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     if constexpr (At::SINGLE) {
         const bool rounds = CAN_ROUND && s.how;
         uint32_t top = 0;
-        if constexpr (CAN_ROUND)
+        if (has_slice && s.routed != 1) {
+            const int row = s.routed ? work.w : 0;
             if (__builtin_expect(rounds, false)) {
-                const char* row = static_cast<const char*>(s.x) + (size_t)(s.routed ? work.w : 0) * s.x_stride * 2;
-                if (has_slice) read_block(row, (s.first_slice + warp) * SLICE, s.k, lane, some);
-                if (s.how == A4)   // needs the largest of the row; other blocks multiply the slices that these do not
-#pragma unroll 1
-                    for (int i = warp; i < s.slices - s.warps; i += WARPS) {
-                        uint2 other[ITEMS / 32];
-                        read_block(row, (i < s.first_slice ? i : i + s.warps) * SLICE, s.k, lane, other);
-                        top = max(top, largest(other));
-                    }
-            }
-        if (has_slice && s.routed != 1 && !rounds) read_slice(warp, s.routed ? work.w : 0);
+                read_block(static_cast<const char*>(s.x) + (size_t)row * s.x_stride * 2, (s.first_slice + warp) * SLICE, s.k, lane, some);
+                if (s.how == A4) top = __ldcg(s.x_top + row);
+            } else read_slice(warp, row);
+        }
 #pragma unroll 1
         for (int i = p.early_stages; i < stages; ++i) fetch_next();
         if (__builtin_expect(rounds, false)) {
-            if (s.how == A4) {
-                uint32_t* tops = reinterpret_cast<uint32_t*>(shared);
-                top = __reduce_max_sync(~0u, max(top, has_slice ? largest(some) : 0));
-                if (lane == 0) tops[warp] = top;
-                __syncthreads();
-                top = __reduce_max_sync(~0u, tops[lane % WARPS]);
-            }
             if (has_slice) {
                 const float undo = put_rounded(some[0], some[1], some[2], some[3], top, s.how, x_table + warp * slice_stride);
                 if (lane == 0) undo_table[warp * COLUMNS] = undo;
@@ -422,16 +430,20 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
                 }
                 const float v = total * factor;
                 const size_t y_at = row_of(at) * s.y_stride + to.n;
+                float out = v;
                 if (paired) {
                     const float weight = __shfl_sync(~0u, routing, c);
                     const float gate = at_most(as_act<IS_F32>(v), p.limit);
                     const float up = at_least(at_most(as_act<IS_F32>(__shfl_down_sync(~0u, v, 16)), p.limit), -p.limit);
-                    float hidden = gate / (1.f + expf(-gate)) * up;
-                    if (s.routed) hidden *= weight;
-                    if (to.h == 0 && inside) put_act<IS_F32>(s.y, y_at, hidden);
-                } else if (inside) {
-                    if (s.epilogue == AS_F32) static_cast<float*>(s.y)[y_at] = v;
-                    else put_act<IS_F32>(s.y, y_at, v);
+                    out = gate / (1.f + expf(-gate)) * up;
+                    if (s.routed) out *= weight;
+                }
+                const bool is_mine = inside && !(paired && to.h);
+                if (is_mine && s.epilogue == AS_F32) static_cast<float*>(s.y)[y_at] = out;
+                else if (is_mine) put_act<IS_F32>(s.y, y_at, out);
+                if (At::SINGLE && s.y_top) {
+                    const uint32_t top = __reduce_max_sync(~0u, is_mine ? largest<1>({bf16_pair(out, 0.f)}) : 0);
+                    if (lane == 0) atomicMax(s.y_top + at, top);
                 }
             }
         }
