@@ -19,7 +19,7 @@ from dsv4.kernels.common import quantize
 from dsv4.kernels.common.overlap import Launch, Launcher, Names, check, tensors_of
 from dsv4.kernels.common.places import Placement
 from dsv4.kernels.decode import attend, attention, choose, exchange, index, mhc, sample
-from dsv4.kernels.decode.matvec import MatVec, Mixing, Product, Tasks, fits_beside
+from dsv4.kernels.decode.matvec import MatVec, Mixing, Product, Tasks, fits_beside, splits
 from dsv4.kernels.decode.prepare import Pooling, prepare, queries
 from dsv4.model.buffers import Buffers
 from dsv4.model.bundle import Bundle
@@ -82,6 +82,8 @@ class Decoder:
             ranks=b.mesh.size,
             whole_experts=b.mesh.whole_experts,
         )
+        # Where blocks have all of a single row, they round it as they read it.
+        self.x_in = None if self._is_single and splits(c.hidden_size) == 1 else f.x_in
         # Of the routed experts those that this rank has, if it has some of them whole.
         self.own = own_experts(c, b.mesh.rank, b.mesh.size) if b.mesh.whole_experts else None
         self.overlap = overlap
@@ -145,20 +147,15 @@ class Decoder:
         )
         self.launches.append(self.names.launch(name, planned.launch, planned.touches))
 
-    def _input(self, weight: str, plain: Tensor, rounded: Tensor | None) -> Tensor:
-        """What the product with this weight reads, of an input that is kept in both forms."""
-        if self.b.activations_of(weight) == "a16":
-            return plain
-        assert rounded is not None
-        return rounded
-
     @property
-    def _tops(self) -> tuple[Tensor | None, Tensor | None]:
-        """Of a single row: where u's largest magnitude is kept, and those of hidden rows."""
-        f = self.buffers
-        if f.rows > 1 or self.dtype == torch.float32 or f.u_top is None or f.hidden_top is None:
-            return None, None
-        return f.u_top[0], f.hidden_top[0]
+    def _is_single(self) -> bool:
+        return self.buffers.rows == 1 and self.dtype == torch.bfloat16
+
+    def _input(self, weight: str, plain: Tensor, rounded: Tensor | None) -> dict[str, Any]:
+        """What the product with this weight reads, of an input that is kept in both forms; `rounded` is
+        None where it is rounded on the way."""
+        how = self.b.activations_of(weight)
+        return {"x": plain, "activations": how} if how == "a16" or rounded is None else {"x": rounded}
 
     def _rounding(
         self, weights: list[str], products: list[Product], together: Tensor | None
@@ -183,6 +180,7 @@ class Decoder:
         b, f, c = self.b, self.buffers, self.config
         fn, base, weight = b.plain(f"{name}_fn"), b.plain(f"{name}_base"), b.plain(norm)
         gate, comb = (None, None) if fn.shape[0] == c.num_streams else (f.gate, f.comb)
+        x_in = None if gate is None else self.x_in  # the head's input is never rounded
         self._open(fn, y)
         self._add(
             "mhc close",
@@ -197,8 +195,8 @@ class Decoder:
             comb=comb,
             norm_eps=c.norm_eps,
             hc_eps=c.hc_eps,
-            x_in=f.x_in if gate is not None else None,  # the head's input is never rounded
-            activations=b.numerics.activations if gate is not None else "a16",
+            x_in=x_in,
+            activations="a16" if x_in is None else b.numerics.activations,
         )
         return Mixing(f.comb, c.sinkhorn_iters, c.hc_eps) if gate is not None else None
 
@@ -222,7 +220,7 @@ class Decoder:
     ) -> None:
         b, f, c, cache = self.b, self.buffers, self.config, self.cache
         products = [
-            Product(b.tiled(weight), self._input(weight, f.x, f.x_in), y)
+            Product(weight=b.tiled(weight), y=y, **self._input(weight, f.x, self.x_in))
             for weight, y in ((f"{name}.wq_a", f.q_raw), (f"{name}.wkv", f.kv))
         ]
         entry_pool = key_pool = None
@@ -272,11 +270,11 @@ class Decoder:
             activations=b.numerics.activations,
         )
         wanted = [(f"{name}.wq_b", f.q)] + [(f"{name}.indexer.wq_b", f.iq)] * selects
-        products = [Product(b.tiled(w), self._input(w, f.q_low, f.q_in), y) for w, y in wanted]
+        products = [Product(weight=b.tiled(w), y=y, **self._input(w, f.q_low, f.q_in)) for w, y in wanted]
         wo_a, wo_b = b.tiled(f"{name}.wo_a"), b.tiled(f"{name}.wo_b")
         # Late where no `queries` follows: attention reads what `prepare` wrote to the cache before it waits.
         is_next = f.attends_in_one and not selects
-        u_top, hidden_top = self._tops
+        u_top = f.u_top if self._is_single else None
         self._product("queries up", products, mixing=mixing, clears=u_top, paced=True, triggers_late=is_next)
         if not is_next:
             self._add(
@@ -319,7 +317,7 @@ class Decoder:
         next_fn = b.plain(name.replace(".attn", ".hc_ffn_fn"))
         rounded = self._rounding([f"{name}.wo_b"], [out], f.u)
         how = {"beside": True, "paced": True} if beside else {"early_stages": 0}
-        self._product("output b", rounded, prefetch=next_fn, clears=hidden_top, **how)
+        self._product("output b", rounded, prefetch=next_fn, **how)
 
     def _pooling(
         self,
@@ -399,21 +397,13 @@ class Decoder:
         b, f, c = self.b, self.buffers, self.config
         bank, shared = b.bank(f"{name}.experts"), b.bank(f"{name}.shared_experts")
         assert bank is not None and shared is not None
-        _, tops = self._tops
-        choices = c.experts_per_token
-        routed_top, shared_top = (None, None) if tops is None else (tops[:choices], tops[choices:])
         # Experts of a layer are stored alike (moe.py).
         routed_w1, shared_w1 = f"{name}.experts.0.w1", f"{name}.shared_experts.w1"
         self._product(
             "gate, shared up",
             [
                 Product(b.tiled(f"{name}.gate"), f.x, f.gate_logits),
-                Product(
-                    weight=shared.w13,
-                    x=self._input(shared_w1, f.x, f.x_in),
-                    y=f.shared_hidden,
-                    y_top=shared_top,
-                ),
+                Product(weight=shared.w13, y=f.shared_hidden, **self._input(shared_w1, f.x, self.x_in)),
             ],
             triggers_late=True,  # "experts up" reads its input early
             paced=True,
@@ -434,13 +424,12 @@ class Decoder:
             counts=counts,
             own=self.own,
         )
-        x = self._input(routed_w1, f.x, f.x_in)
-        up = Product(bank.w13, x, f.hidden, "up", y_top=routed_top)
+        up = Product(weight=bank.w13, y=f.hidden, who="up", **self._input(routed_w1, f.x, self.x_in))
         self._product("experts up", [up], f.tasks, mixing=mixing)
-        last, step = f.moe[:, choices:], f.moe.stride(0)
+        last = f.moe[:, c.experts_per_token :]
         down = [
-            Product(bank.w2, f.hidden, f.moe, "down", x_top=routed_top),
-            Product(shared.w2, f.shared_hidden, last, y_stride=step, x_top=shared_top),
+            Product(bank.w2, f.hidden, f.moe, "down"),
+            Product(shared.w2, f.shared_hidden, last, y_stride=f.moe.stride(0)),
         ]
         rounded = self._rounding([routed_w1, shared_w1], down, f.all_hidden)
         self._product("experts down", rounded, f.tasks, prefetch=next_fn, early_stages=1)

@@ -1,5 +1,7 @@
 """Products of the decode step against float64, for every format, row count and hostile input."""
 
+from typing import Literal
+
 import pytest
 import torch
 from torch import Tensor
@@ -122,11 +124,11 @@ def test_a_single_row_is_rounded_on_the_way(format: Format, k: int, activations:
     """As by a launch before it; the largest value may lie in a slice that another block multiplies."""
     w, parts, n = tile(weight(format, 1200, k)), splits(k), 1200
 
-    def product(x: Tensor, how: str, **options: int) -> Tensor:
+    def product(x: Tensor, how: str, has_top: bool = True) -> Tensor:
         y = torch.full((parts, 1, n), torch.nan, device="cuda")
-        top = largest(x.flatten())
+        top = largest(x.flatten()) if has_top else None
         out = Product(w, x, y if parts > 1 else y[0], splits=parts, activations=how, x_top=top)
-        MatVec([out], 1, **options).launch()  # type: ignore[arg-type]
+        MatVec([out], 1, early_stages=0).launch()
         return y
 
     usual = torch.randn(1, k, device="cuda").bfloat16()
@@ -136,7 +138,9 @@ def test_a_single_row_is_rounded_on_the_way(format: Format, k: int, activations:
         x = usual * size
         x[0, (0, k // 2, k - 1)[number % 3]] = 300.0 * size
         rounded = round_input(x.cpu(), activations).cuda()
-        assert torch.equal(product(rounded, "a16", early_stages=0), product(x, activations, early_stages=0))
+        want = product(rounded, "a16")
+        assert torch.equal(product(x, activations), want)
+        assert parts > 1 or torch.equal(product(x, activations, has_top=False), want)
     x = usual.clone()
     x[0, 3] = torch.nan
     assert bool(product(x, activations)[0].isnan().all())
@@ -144,27 +148,40 @@ def test_a_single_row_is_rounded_on_the_way(format: Format, k: int, activations:
 
 @pytest.mark.parametrize("k", [512, 7168])
 def test_the_largest_of_a_single_row(k: int) -> None:
-    """Of several products together, of pairs, and of each expert; what was cleared before."""
+    """Of several products together; what was cleared before."""
     x = torch.randn(1, k, device="cuda").bfloat16()
     y = torch.full((1, 600), torch.nan, device="cuda", dtype=torch.bfloat16)
-    tops = torch.full((9,), 7 << 28, dtype=torch.int32, device="cuda")
+    tops = torch.full((3,), 7 << 28, dtype=torch.int32, device="cuda")
     pieces = [tile(weight(Format.NVFP4, 200, k)) for _ in range(3)]
     parts = [Product(w, x, y[:, 200 * i :], y_stride=600, y_top=tops[:1]) for i, w in enumerate(pieces)]
-    kept = carry(4 * 2 * 200)
+    kept = carry(600)
     for _ in range(2):
-        MatVec([Product(pieces[0], x, torch.empty_like(y[:, :200]))], 1, clears=tops[:8], carry=kept).launch()
+        MatVec([Product(pieces[0], x, torch.empty_like(y[:, :200]))], 1, clears=tops[:2], carry=kept).launch()
         MatVec(parts, 1, carry=kept).launch()
-    assert torch.equal(tops[:1], largest(y.flatten()))
-    assert bool((tops[1:8] == 0).all()) and int(tops[8]) == 7 << 28
+    assert tops.tolist() == [int(largest(y)), 0, 7 << 28]
 
-    experts, _ = bank(Format.NVFP4, 5, 200, k, 2)
-    tasks = Tasks.empty(1, 3, "cuda")
+
+@pytest.mark.parametrize("activations", ["a8", "a4"])
+@pytest.mark.parametrize("format", [f for f in FORMATS if f is not Format.BF16], ids=str)
+def test_experts_of_a_single_row_round_it(format: Format, activations: str) -> None:
+    """Up reads its token's row early, down each choice's own."""
+    d, width, choices = 1000, 520, 3
+    up, down = (bank(format, 5, n, k, halves)[0] for n, k, halves in ((width, d, 2), (d, width, 1)))
+    tasks = Tasks.empty(1, choices, "cuda")
     tasks.expert.copy_(torch.tensor([3, 0, 4]))
-    tasks.pairs[:, 0] = torch.arange(3)
-    tasks.weights.copy_(torch.rand(3))
-    hidden = torch.full((3, 200), torch.nan, device="cuda", dtype=torch.bfloat16)
-    MatVec([Product(experts, x, hidden, "up", y_top=tops[1:4])], 1, tasks, 9.0, carry=kept).launch()
-    assert torch.equal(tops[1:4], torch.cat([largest(row) for row in hidden]))
+    tasks.pairs[:, 0] = torch.arange(choices)
+    tasks.weights.copy_(torch.tensor([0.2, 30.0, 1.0]))
+    x = 5 * torch.randn(1, d, device="cuda").bfloat16()
+
+    def run(weight: Tiled, x: Tensor, who: Literal["up", "down"], how: str) -> Tensor:
+        y = torch.full((choices, weight.shape[0]), torch.nan, device="cuda", dtype=torch.bfloat16)
+        MatVec([Product(weight, x, y, who, activations=how)], 1, tasks, 9.0).launch()
+        return y
+
+    hidden = run(up, x, "up", activations)
+    assert torch.equal(hidden, run(up, round_input(x.cpu(), activations).cuda(), "up", "a16"))
+    rounded = round_input(hidden.cpu(), activations).cuda()
+    assert torch.equal(run(down, hidden, "down", activations), run(down, rounded, "down", "a16"))
 
 
 @pytest.mark.parametrize("k", [1024, 7168])

@@ -141,6 +141,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
         if (lane == 0) undo_table[i * COLUMNS + c] = undo;
     };
     const bool has_slice = At::SINGLE && warp < s.warps;   // of a single row's x a warp brings one slice, of every pass
+    const bool rounds = CAN_ROUND && s.how;
     const uint32_t stage = shared_address(shared) + At::STAGES_AT + warp * stages * CHUNK;
     const uint32_t barriers = shared_address(shared) + At::BARRIERS_AT, barrier = barriers + warp * At::MAX_STAGES * 8;
     if (lane == 0) {
@@ -152,7 +153,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     // Up cannot fetch weights before its tasks are known, so it waits first; a single row's input is older and is read
     // early. Down reads its tasks early: up, which triggers late, has waited for the router.
     if (s.routed == 1) {
-        if (has_slice) read_slice(warp, 0);
+        if (has_slice && !rounds) read_slice(warp, 0);
         wait_for_prerequisites();
         launch_dependents();
     }
@@ -230,8 +231,8 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     // The rest of a first brick of more chunks than stages comes as far as L2.
     if (CHUNKS > stages && (!At::SINGLE || p.early_stages == stages) && lane == 0 && next_unit < end)
         asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"((CHUNKS - stages) * CHUNK) : "memory");
-    if constexpr (CAN_ROUND)   // of zeros, so that its instructions are here when x is
-        if (s.how && has_slice) put_rounded({}, {}, {}, {}, USUAL_TOP, s.how, x_table + warp * slice_stride);
+    if constexpr (CAN_ROUND)   // of zeros, so that its instructions are here when x is; up is waiting for its weights here
+        if (s.how && has_slice && s.routed != 1) put_rounded({}, {}, {}, {}, USUAL_TOP, s.how, x_table + warp * slice_stride);
     if (s.routed != 1) {
         wait_for_prerequisites();
         if (p.triggers_late) launch_dependents();
@@ -249,30 +250,36 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
         }
     };
     if constexpr (At::SINGLE) {
-        const bool rounds = CAN_ROUND && s.how;
-        uint32_t top = 0;
-        if (has_slice && s.routed != 1) {
-            const int row = s.routed ? work.w : 0;
+        const int row = s.routed == 2 ? work.w : 0;
+        uint32_t top = 0;   // the largest of a row that is rounded to NVFP4
+        if constexpr (CAN_ROUND)
             if (__builtin_expect(rounds, false)) {
-                read_block(static_cast<const char*>(s.x) + (size_t)row * s.x_stride * 2, (s.first_slice + warp) * SLICE, s.k, lane, some);
-                if (s.how == A4) top = __ldcg(s.x_top + row);
-            } else read_slice(warp, row);
-        }
+                if (has_slice) read_block(static_cast<const char*>(s.x) + (size_t)row * s.x_stride * 2, (s.first_slice + warp) * SLICE, s.k, lane, some);
+                if (s.x_top) top = __ldcg(s.x_top + row);
+            }
+        if (has_slice && s.routed != 1 && !rounds) read_slice(warp, row);
 #pragma unroll 1
         for (int i = p.early_stages; i < stages; ++i) fetch_next();
-        if (__builtin_expect(rounds, false)) {
-            if (has_slice) {
-                const float undo = put_rounded(some[0], some[1], some[2], some[3], top, s.how, x_table + warp * slice_stride);
-                if (lane == 0) undo_table[warp * COLUMNS] = undo;
-            }
-        } else {
-            if (has_slice) put_slice(warp, 0, lane, 32);
-            if constexpr (WIDE)
-                for (int i = warp + s.warps; has_slice && i < s.span; i += s.warps) {
-                    read_slice(i, s.routed == 2 ? work.w : 0);
-                    put_slice(i, 0, lane, 32);
+        if constexpr (CAN_ROUND)
+            if (__builtin_expect(rounds, false)) {
+                if (s.how == A4 && !s.x_top) {   // all of the row is here
+                    uint32_t* tops = reinterpret_cast<uint32_t*>(shared);
+                    top = __reduce_max_sync(~0u, has_slice ? largest(some) : 0);
+                    if (lane == 0) tops[warp] = top;
+                    __syncthreads();
+                    top = __reduce_max_sync(~0u, tops[lane % WARPS]);
                 }
-        }
+                if (has_slice) {
+                    const float undo = put_rounded(some[0], some[1], some[2], some[3], top, s.how, x_table + warp * slice_stride);
+                    if (lane == 0) undo_table[warp * COLUMNS] = undo;
+                }
+            }
+        if (has_slice && !rounds) put_slice(warp, 0, lane, 32);
+        if constexpr (WIDE)
+            for (int i = warp + s.warps; has_slice && i < s.span; i += s.warps) {
+                read_slice(i, s.routed == 2 ? work.w : 0);
+                put_slice(i, 0, lane, 32);
+            }
     } else bring_x(0, s.warps);
     __syncthreads();
     if (idle && (At::SINGLE || !WIDE)) return;   // the others bring x for the next pass too
@@ -430,19 +437,19 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
                 }
                 const float v = total * factor;
                 const size_t y_at = row_of(at) * s.y_stride + to.n;
-                float out = v;
                 if (paired) {
                     const float weight = __shfl_sync(~0u, routing, c);
                     const float gate = at_most(as_act<IS_F32>(v), p.limit);
                     const float up = at_least(at_most(as_act<IS_F32>(__shfl_down_sync(~0u, v, 16)), p.limit), -p.limit);
-                    out = gate / (1.f + expf(-gate)) * up;
-                    if (s.routed) out *= weight;
+                    float hidden = gate / (1.f + expf(-gate)) * up;
+                    if (s.routed) hidden *= weight;
+                    if (to.h == 0 && inside) put_act<IS_F32>(s.y, y_at, hidden);
+                } else if (inside) {
+                    if (s.epilogue == AS_F32) static_cast<float*>(s.y)[y_at] = v;
+                    else put_act<IS_F32>(s.y, y_at, v);
                 }
-                const bool is_mine = inside && !(paired && to.h);
-                if (is_mine && s.epilogue == AS_F32) static_cast<float*>(s.y)[y_at] = out;
-                else if (is_mine) put_act<IS_F32>(s.y, y_at, out);
                 if (At::SINGLE && s.y_top) {
-                    const uint32_t top = __reduce_max_sync(~0u, is_mine ? largest<1>({bf16_pair(out, 0.f)}) : 0);
+                    const uint32_t top = __reduce_max_sync(~0u, inside ? largest<1>({bf16_pair(v, 0.f)}) : 0);
                     if (lane == 0) atomicMax(s.y_top + at, top);
                 }
             }

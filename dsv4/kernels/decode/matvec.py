@@ -70,8 +70,8 @@ class Product:
     """y = x Wt, rounded to y's type. `splits` > 1 (split-K): y [splits, ...] float32, to be summed.
 
     `activations`: x is rounded on the way, where `can_round` says that this is possible. NVFP4's scale is
-    that of a whole row, so `x_top` [rows of x] has its largest magnitude, float32's bits in int32. Who makes
-    such a row, a single one in the activations' type, lets `y_top` [rows of y], cleared before, grow to that.
+    that of a whole row: where blocks have parts of it, `x_top` [rows of x] has its largest magnitude,
+    float32's bits. Who makes the row, a single one, lets `y_top` [rows of y], cleared before, grow to that.
     """
 
     weight: Tiled
@@ -94,7 +94,7 @@ class Product:
     def can_round(self) -> bool:
         """For a single row in BF16, of which a lane has 16 channels."""
         wide = (self.weight.shape[1] | self.x_stride) % 8 == 0
-        return self.x.dtype == torch.bfloat16 and self.who != "up" and self.passes == 1 and wide
+        return self.x.dtype == torch.bfloat16 and self.passes == 1 and wide
 
     @property
     def _span(self) -> int:
@@ -190,10 +190,13 @@ class MatVec:
         if rounding:
             assert self.is_single and all(product.can_round for product in products), products
             assert all(product.weight.format is not Format.BF16 for product in rounding), rounding
-            assert all(p.x_top is not None for p in rounding if p.activations == "a4"), "x_top is missing"
+            assert all(p.splits == 1 or p.x_top is not None for p in rounding if p.activations == "a4"), (
+                products
+            )
         tops = [*(p.x_top for p in products), *(p.y_top for p in products), clears]
         assert all(top is None or (top.dtype == torch.int32 and top.is_contiguous()) for top in tops)
         assert self.is_single or all(top is None for top in tops[len(products) :]), "several rows"
+        assert all(p.y_top is None or p.weight.halves == 1 for p in products), "pairs have no y_top"
         self.carry = carry if any(product.carry_row for product in products) else None
         triggers_late |= any(product.who == "up" for product in products)
         params = _Params(rows=rows, limit=limit, triggers_late=triggers_late, stages=STAGES)
@@ -266,10 +269,10 @@ class MatVec:
             weights = tensors_of(product.weight)
             if product.who == "up":
                 reads += [*weights, *tensors_of(tasks)]
-                (early if self.is_single else reads).append(product.x)
+                (early if self.is_single else reads).extend(tensors_of([product.x, product.x_top]))
             else:
                 early += weights
-                reads += [product.x, *tensors_of(product.x_top)]
+                reads += tensors_of([product.x, product.x_top])
             if product.who == "down":
                 assert tasks is not None
                 early += [tasks.expert, tasks.pairs]
