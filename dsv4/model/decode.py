@@ -19,7 +19,7 @@ from dsv4.kernels.common import quantize
 from dsv4.kernels.common.overlap import Launch, Launcher, Names, check, tensors_of
 from dsv4.kernels.common.places import Placement
 from dsv4.kernels.decode import attend, attention, choose, exchange, index, mhc, sample
-from dsv4.kernels.decode.matvec import MatVec, Mixing, Product, Tasks, fits_beside, splits
+from dsv4.kernels.decode.matvec import MatVec, Mixing, Product, Tasks, fits_beside
 from dsv4.kernels.decode.prepare import Pooling, prepare, queries
 from dsv4.model.buffers import Buffers
 from dsv4.model.bundle import Bundle
@@ -82,8 +82,6 @@ class Decoder:
             ranks=b.mesh.size,
             whole_experts=b.mesh.whole_experts,
         )
-        # Where blocks have all of a single row, they round it as they read it.
-        self.x_in = None if self._is_single and splits(c.hidden_size) == 1 else f.x_in
         # Of the routed experts those that this rank has, if it has some of them whole.
         self.own = own_experts(c, b.mesh.rank, b.mesh.size) if b.mesh.whole_experts else None
         self.overlap = overlap
@@ -147,15 +145,12 @@ class Decoder:
         )
         self.launches.append(self.names.launch(name, planned.launch, planned.touches))
 
-    @property
-    def _is_single(self) -> bool:
-        return self.buffers.rows == 1 and self.dtype == torch.bfloat16
-
-    def _input(self, weight: str, plain: Tensor, rounded: Tensor | None) -> dict[str, Any]:
-        """What the product with this weight reads, of an input that is kept in both forms; `rounded` is
-        None where it is rounded on the way."""
-        how = self.b.activations_of(weight)
-        return {"x": plain, "activations": how} if how == "a16" or rounded is None else {"x": rounded}
+    def _input(self, weight: str, plain: Tensor, rounded: Tensor | None) -> Tensor:
+        """What the product with this weight reads, of an input that is kept in both forms."""
+        if self.b.activations_of(weight) == "a16":
+            return plain
+        assert rounded is not None
+        return rounded
 
     def _rounding(
         self, weights: list[str], products: list[Product], together: Tensor | None
@@ -180,7 +175,6 @@ class Decoder:
         b, f, c = self.b, self.buffers, self.config
         fn, base, weight = b.plain(f"{name}_fn"), b.plain(f"{name}_base"), b.plain(norm)
         gate, comb = (None, None) if fn.shape[0] == c.num_streams else (f.gate, f.comb)
-        x_in = None if gate is None else self.x_in  # the head's input is never rounded
         self._open(fn, y)
         self._add(
             "mhc close",
@@ -195,8 +189,8 @@ class Decoder:
             comb=comb,
             norm_eps=c.norm_eps,
             hc_eps=c.hc_eps,
-            x_in=x_in,
-            activations="a16" if x_in is None else b.numerics.activations,
+            x_in=f.x_in if gate is not None else None,  # the head's input is never rounded
+            activations=b.numerics.activations if gate is not None else "a16",
         )
         return Mixing(f.comb, c.sinkhorn_iters, c.hc_eps) if gate is not None else None
 
@@ -220,7 +214,7 @@ class Decoder:
     ) -> None:
         b, f, c, cache = self.b, self.buffers, self.config, self.cache
         products = [
-            Product(weight=b.tiled(weight), y=y, **self._input(weight, f.x, self.x_in))
+            Product(b.tiled(weight), self._input(weight, f.x, f.x_in), y)
             for weight, y in ((f"{name}.wq_a", f.q_raw), (f"{name}.wkv", f.kv))
         ]
         entry_pool = key_pool = None
@@ -270,11 +264,11 @@ class Decoder:
             activations=b.numerics.activations,
         )
         wanted = [(f"{name}.wq_b", f.q)] + [(f"{name}.indexer.wq_b", f.iq)] * selects
-        products = [Product(weight=b.tiled(w), y=y, **self._input(w, f.q_low, f.q_in)) for w, y in wanted]
+        products = [Product(b.tiled(w), self._input(w, f.q_low, f.q_in), y) for w, y in wanted]
         wo_a, wo_b = b.tiled(f"{name}.wo_a"), b.tiled(f"{name}.wo_b")
         # Late where no `queries` follows: attention reads what `prepare` wrote to the cache before it waits.
         is_next = f.attends_in_one and not selects
-        u_top = f.u_top if self._is_single else None
+        u_top = f.u_top if f.rows == 1 and self.dtype == torch.bfloat16 else None
         self._product("queries up", products, mixing=mixing, clears=u_top, paced=True, triggers_late=is_next)
         if not is_next:
             self._add(
@@ -403,7 +397,7 @@ class Decoder:
             "gate, shared up",
             [
                 Product(b.tiled(f"{name}.gate"), f.x, f.gate_logits),
-                Product(weight=shared.w13, y=f.shared_hidden, **self._input(shared_w1, f.x, self.x_in)),
+                Product(shared.w13, self._input(shared_w1, f.x, f.x_in), f.shared_hidden),
             ],
             triggers_late=True,  # "experts up" reads its input early
             paced=True,
@@ -424,8 +418,8 @@ class Decoder:
             counts=counts,
             own=self.own,
         )
-        up = Product(weight=bank.w13, y=f.hidden, who="up", **self._input(routed_w1, f.x, self.x_in))
-        self._product("experts up", [up], f.tasks, mixing=mixing)
+        x = self._input(routed_w1, f.x, f.x_in)
+        self._product("experts up", [Product(bank.w13, x, f.hidden, "up")], f.tasks, mixing=mixing)
         last = f.moe[:, c.experts_per_token :]
         down = [
             Product(bank.w2, f.hidden, f.moe, "down"),

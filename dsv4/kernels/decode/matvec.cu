@@ -141,7 +141,6 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
         if (lane == 0) undo_table[i * COLUMNS + c] = undo;
     };
     const bool has_slice = At::SINGLE && warp < s.warps;   // of a single row's x a warp brings one slice, of every pass
-    const bool rounds = CAN_ROUND && s.how;
     const uint32_t stage = shared_address(shared) + At::STAGES_AT + warp * stages * CHUNK;
     const uint32_t barriers = shared_address(shared) + At::BARRIERS_AT, barrier = barriers + warp * At::MAX_STAGES * 8;
     if (lane == 0) {
@@ -153,7 +152,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     // Up cannot fetch weights before its tasks are known, so it waits first; a single row's input is older and is read
     // early. Down reads its tasks early: up, which triggers late, has waited for the router.
     if (s.routed == 1) {
-        if (has_slice && !rounds) read_slice(warp, 0);
+        if (has_slice) read_slice(warp, 0);
         wait_for_prerequisites();
         launch_dependents();
     }
@@ -231,8 +230,8 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     // The rest of a first brick of more chunks than stages comes as far as L2.
     if (CHUNKS > stages && (!At::SINGLE || p.early_stages == stages) && lane == 0 && next_unit < end)
         asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"((CHUNKS - stages) * CHUNK) : "memory");
-    if constexpr (CAN_ROUND)   // of zeros, so that its instructions are here when x is; up is waiting for its weights here
-        if (s.how && has_slice && s.routed != 1) put_rounded({}, {}, {}, {}, USUAL_TOP, s.how, x_table + warp * slice_stride);
+    if constexpr (CAN_ROUND)   // of zeros, so that its instructions are here when x is
+        if (s.how && has_slice) put_rounded({}, {}, {}, {}, USUAL_TOP, s.how, x_table + warp * slice_stride);
     if (s.routed != 1) {
         wait_for_prerequisites();
         if (p.triggers_late) launch_dependents();
@@ -250,7 +249,8 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
         }
     };
     if constexpr (At::SINGLE) {
-        const int row = s.routed == 2 ? work.w : 0;
+        const int row = s.routed ? work.w : 0;
+        const bool rounds = CAN_ROUND && s.how;
         uint32_t top = 0;   // the largest of a row that is rounded to NVFP4
         if constexpr (CAN_ROUND)
             if (__builtin_expect(rounds, false)) {

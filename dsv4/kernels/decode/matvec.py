@@ -94,7 +94,7 @@ class Product:
     def can_round(self) -> bool:
         """For a single row in BF16, of which a lane has 16 channels."""
         wide = (self.weight.shape[1] | self.x_stride) % 8 == 0
-        return self.x.dtype == torch.bfloat16 and self.passes == 1 and wide
+        return self.x.dtype == torch.bfloat16 and self.who != "up" and self.passes == 1 and wide
 
     @property
     def _span(self) -> int:
@@ -269,7 +269,7 @@ class MatVec:
             weights = tensors_of(product.weight)
             if product.who == "up":
                 reads += [*weights, *tensors_of(tasks)]
-                (early if self.is_single else reads).extend(tensors_of([product.x, product.x_top]))
+                (early if self.is_single else reads).append(product.x)
             else:
                 early += weights
                 reads += tensors_of([product.x, product.x_top])
