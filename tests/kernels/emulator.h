@@ -33,6 +33,7 @@ template <typename T> T __ldg(const T* p) { return *p; }
 #define threadIdx (emulator::Index{emulator::now->index})
 #define blockIdx (emulator::Index{emulator::first_block + emulator::now->block})
 
+using std::max;
 using std::min;
 
 namespace emulator {
@@ -229,7 +230,8 @@ inline void __syncthreads() { emulator::meet(emulator::blocks[emulator::now->blo
 inline void __syncwarp() { emulator::meet(emulator::my_warp().barrier, 32); }
 template <typename T> T __ldcg(const T* p) { return *p; }
 inline int __ffs(uint32_t n) { return __builtin_ffs((int)n); }
-inline uint32_t atomicAdd(uint32_t* p, uint32_t v) { return (*p += v) - v; }
+inline int __popc(uint32_t n) { return __builtin_popcount(n); }
+template <typename T> T atomicAdd(T* p, T v) { return (*p += v) - v; }
 inline uint32_t atomicOr(uint32_t* p, uint32_t v) {
     const uint32_t before = *p;
     *p |= v;
@@ -240,6 +242,17 @@ inline uint32_t __reduce_max_sync(uint32_t, uint32_t v) {
     uint32_t all[32];
     emulator::together("reduce_max", v, all);
     return *std::max_element(all, all + 32);
+}
+inline uint32_t __reduce_min_sync(uint32_t, uint32_t v) {
+    uint32_t all[32];
+    emulator::together("reduce_min", v, all);
+    return *std::min_element(all, all + 32);
+}
+inline uint32_t __match_any_sync(uint32_t, uint32_t v) {
+    uint32_t all[32], bits = 0;
+    emulator::together("match_any", v, all);
+    for (int i = 0; i < 32; ++i) bits |= (uint32_t)(all[i] == v) << i;
+    return bits;
 }
 inline uint32_t __ballot_sync(uint32_t, bool v) {
     uint32_t all[32], bits = 0;
@@ -256,6 +269,11 @@ template <typename T> T __shfl_xor_sync(uint32_t, T v, int with) {
     T all[32];
     emulator::together("shfl_xor", v, all);
     return all[emulator::now->index % 32 ^ with];
+}
+template <typename T> T __shfl_up_sync(uint32_t, T v, int by) {
+    T all[32];
+    emulator::together("shfl_up", v, all);
+    return all[max(emulator::now->index % 32 - by, 0)];
 }
 template <typename T> T __shfl_down_sync(uint32_t, T v, int by) {
     T all[32];

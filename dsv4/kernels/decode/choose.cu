@@ -1,153 +1,8 @@
-// Decode step: the choices of a step, one block per decision: experts of the rows, entries to attend to.
-// `select` serves prompts too.
-#include "launch.cuh"
+// Decode step: which entries to attend to, one block or cluster per row. Serves prompts too.
+#include "cluster.cuh"
+#include "order.cuh"
 
-constexpr int MAX_PAIRS = 1024, PAIRS_PER_TASK = 8;
-
-// Larger floats have larger keys; both zeros have one; NaN's is the largest, whatever its sign, as torch sorts.
-__device__ __forceinline__ uint32_t order(float v) {
-    const uint32_t bits = __float_as_uint(v == 0.f ? 0.f : v);
-    return v != v ? ~0u : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
-// The index of the warp's largest key, the lower one on a tie; every lane learns it.
-__device__ __forceinline__ int best_of_warp(uint32_t key, int index) {
-    const uint32_t best = __reduce_max_sync(~0u, key);
-    return (int)__reduce_min_sync(~0u, key == best ? (uint32_t)index : 0xFFFFFFFFu);
-}
-
-__device__ __forceinline__ float expert_score(float logit) { return sqrtf(fmaxf(logit, 0.f) + log1pf(expf(-fabsf(logit)))); }
-
-struct Routing {
-    const float* logits;       // [rows][experts]
-    const float* bias;         // [experts], or null
-    const int64_t* table;      // [vocabulary][choices], or null
-    const int64_t* ids;        // [rows]
-    const int64_t* positions;  // [rows], with `counts`
-    int* counts;               // [experts], or null
-    int* chosen;               // [rows][choices]
-    float* weights;            // beside them
-    int* task_expert;          // [rows * choices]
-    int* task_pairs;           // [rows * choices][PAIRS_PER_TASK]
-    int rows, experts, choices, per_task;
-    int first_own, own;        // of the experts those that this rank has
-    float route_scale;
-};
-
-// Routing: sqrt(softplus(logit)) weights the experts; the largest with bias, or a table by token id, names them.
-// Then tasks: an expert with up to `per_task` of the pairs (row * choices + place) that go to it, by rising expert. Those of
-// other ranks have none: of a single row their places say -1. A task names an expert by its number on this rank.
-// A warp takes a row, MANY experts a lane; for a SINGLE row other warps help with the weights.
-template <int MANY, bool SINGLE>
-__global__ void __launch_bounds__(512) route_kernel(const Routing p) {
-    __shared__ int pair_expert[MAX_PAIRS];
-    __shared__ int warp_total[32];
-    __shared__ float scores[SINGLE ? 32 * MANY : 1];
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
-    float with[MANY];
-#pragma unroll
-    for (int i = 0; i < MANY; ++i) with[i] = p.bias && lane + 32 * i < p.experts ? __ldg(p.bias + lane + 32 * i) : 0.f;
-    launch_dependents();
-    // -1: the row's last logits were not finite.
-    const auto listed_for = [&](int row) { return p.table && lane < p.choices ? (int)p.table[max(__ldcg(p.ids + row), (int64_t)0) * p.choices + lane] : 0; };
-    int listed = warp < p.rows ? listed_for(warp) : 0;
-    wait_for_prerequisites();
-    if constexpr (SINGLE) {
-        scores[threadIdx.x] = threadIdx.x < p.experts ? expert_score(__ldcg(p.logits + threadIdx.x)) : 0.f;
-        __syncthreads();
-        if (warp) return;
-    }
-    for (int row = warp; row < p.rows; row += warps) {
-        float score[MANY];
-        uint32_t key[MANY];   // 0 is below every number's: taken, or no expert
-#pragma unroll
-        for (int i = 0; i < MANY; ++i)
-            score[i] = SINGLE ? scores[lane + 32 * i] : lane + 32 * i < p.experts ? __ldcg(p.logits + (size_t)row * p.experts + lane + 32 * i) : 0.f;
-        if (row > warp) listed = listed_for(row);
-#pragma unroll
-        for (int i = 0; i < MANY; ++i) {
-            if (!SINGLE) score[i] = expert_score(score[i]);
-            key[i] = lane + 32 * i < p.experts ? order(score[i] + with[i]) : 0;
-        }
-        int mine = 0x7FFFFFFF;      // the expert this lane holds, for lanes below `choices`
-        float mine_score = 0.f, total = 0.f;
-        for (int c = 0; c < p.choices; ++c) {
-            int index;
-            if (p.table) index = __shfl_sync(~0u, listed, c);
-            else {
-                uint32_t best = key[0];
-                int at = lane;
-#pragma unroll
-                for (int i = 1; i < MANY; ++i)
-                    if (key[i] > best) { best = key[i]; at = lane + 32 * i; }
-                index = best_of_warp(best, at);
-            }
-            float s = 0.f;
-#pragma unroll
-            for (int i = 0; i < MANY; ++i)
-                if (lane + 32 * i == index) { s = score[i]; key[i] = 0; }
-            s = __shfl_sync(~0u, s, index & 31);
-            total += s;
-            if (lane == c) { mine = index; mine_score = s; }
-        }
-        int place = 0;               // by rising expert; equal ones keep their order
-        for (int c = 0; c < p.choices; ++c) {
-            const int other = __shfl_sync(~0u, mine, c);
-            place += other < mine || (other == mine && c < lane);
-        }
-        if (lane < p.choices) {
-            const int pair = row * p.choices + place;
-            pair_expert[pair] = mine;
-            p.chosen[pair] = mine;
-            // How often each expert is chosen; rows of padding do not count.
-            if (p.counts && __ldcg(p.positions + row) >= 0) atomicAdd(p.counts + mine, 1);
-            p.weights[pair] = mine_score / total * p.route_scale;
-        }
-    }
-    const int pairs = p.rows * p.choices;
-    if (SINGLE) {   // every choice is a task
-        __syncwarp();
-        for (int i = lane; i < pairs * PAIRS_PER_TASK; i += 32)
-            p.task_pairs[i] = i % PAIRS_PER_TASK ? -1 : i / PAIRS_PER_TASK;
-        const uint32_t here = lane < pairs ? pair_expert[lane] - p.first_own : 0;
-        if (lane < pairs) p.task_expert[lane] = here < (uint32_t)p.own ? (int)here : -1;
-        return;
-    }
-    __syncthreads();
-    int running = 0;
-    for (int first = 0; first < p.own; first += blockDim.x) {
-        const int here = first + threadIdx.x, e = p.first_own + here;
-        int count = 0;
-        if (here < p.own)
-            for (int i = 0; i < pairs; ++i) count += pair_expert[i] == e;
-        const int tasks = (count + p.per_task - 1) / p.per_task;
-        int before = tasks;
-        for (int i = 1; i < 32; i <<= 1) {
-            const int v = __shfl_up_sync(~0u, before, i);
-            if (lane >= i) before += v;
-        }
-        if (lane == 31) warp_total[warp] = before;
-        __syncthreads();
-        int offset = running, whole = running;
-        for (int w = 0; w < warps; ++w) {
-            if (w < warp) offset += warp_total[w];
-            whole += warp_total[w];
-        }
-        int task = offset + before - tasks, filled = 0;
-        if (count)
-            for (int i = 0; i < pairs; ++i)
-                if (pair_expert[i] == e) {
-                    if (filled == 0) p.task_expert[task] = here;
-                    p.task_pairs[task * PAIRS_PER_TASK + filled++] = i;
-                    if (filled == p.per_task) { ++task; filled = 0; }
-                }
-        if (filled)
-            for (; filled < PAIRS_PER_TASK; ++filled) p.task_pairs[task * PAIRS_PER_TASK + filled] = -1;
-        running = whole;
-        __syncthreads();
-    }
-    for (int task = running + threadIdx.x; task < pairs; task += blockDim.x) p.task_expert[task] = -1;
-}
+constexpr int CLUSTER = 8, THREADS = 1024;   // of a long row
 
 // The `topk` largest of a row's first `count` scores, the lower index on a tie, in rising order, as places in the pool;
 // -1 beyond. The key of the last one taken is found two bits at a time by counting.
@@ -265,18 +120,8 @@ __global__ void __launch_bounds__(WARPS * 32) select_few_kernel(const Choice p) 
 }
 
 // A long row is shared by a cluster of blocks, each with its part of the keys in shared memory.
-constexpr int CLUSTER = 8, THREADS = 1024;
-
-__device__ __forceinline__ uint32_t in_block(const void* p, int block) {   // the same place in another block's shared memory
-    uint32_t address;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"((uint32_t)__cvta_generic_to_shared(p)), "r"(block));
-    return address;
-}
 __device__ __forceinline__ void add_in(uint32_t address, uint32_t v) {
     asm volatile("red.relaxed.cluster.shared::cluster.add.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
-}
-__device__ __forceinline__ void all_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 __global__ void __launch_bounds__(THREADS) select_many_kernel(const Choice p) {
@@ -317,7 +162,7 @@ __global__ void __launch_bounds__(THREADS) select_many_kernel(const Choice p) {
         n1 = __reduce_add_sync(~0u, n1); n2 = __reduce_add_sync(~0u, n2); n3 = __reduce_add_sync(~0u, n3);
         if (lane < 3) {
             const uint32_t n = lane == 0 ? n1 : lane == 1 ? n2 : n3;
-            for (int b = 0; b < CLUSTER; ++b) add_in(in_block(&tallies[digit][lane], b), n);
+            for (int b = 0; b < CLUSTER; ++b) add_in(address_in(&tallies[digit][lane], b), n);
         }
         all_sync();
         const volatile uint32_t* tally = tallies[digit];
@@ -331,7 +176,7 @@ __global__ void __launch_bounds__(THREADS) select_many_kernel(const Choice p) {
     if (tid < 2 * CLUSTER) parts[tid >> 1][tid & 1] = 0;
     all_sync();
     if (lane < 2)
-        for (int b = 0; b < CLUSTER; ++b) add_in(in_block(&parts[block][lane], b), lane ? equal : larger);
+        for (int b = 0; b < CLUSTER; ++b) add_in(address_in(&parts[block][lane], b), lane ? equal : larger);
     all_sync();
     uint32_t total = 0;
     larger = equal = 0;
@@ -364,10 +209,6 @@ __global__ void __launch_bounds__(THREADS) select_many_kernel(const Choice p) {
 
 // What choose.py launches.
 static_assert(CLUSTER == 8 && THREADS == 1024);
-template __global__ void route_kernel<8, true>(const Routing);
-template __global__ void route_kernel<16, true>(const Routing);
-template __global__ void route_kernel<8, false>(const Routing);
-template __global__ void route_kernel<16, false>(const Routing);
 template __global__ void select_few_kernel<8, 5>(const Choice);
 template __global__ void select_few_kernel<16, 8>(const Choice);
 template __global__ void select_few_kernel<32, 8>(const Choice);

@@ -28,6 +28,10 @@ __device__ __forceinline__ uint32_t address_in(const void* p, int block) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"((uint32_t)__cvta_generic_to_shared(p)), "r"(block));
     return address;
 }
+__device__ __forceinline__ void send(const void* to, uint32_t v, int block, const Inbox* inbox) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
+                 ::"r"(address_in(to, block)), "r"(v), "r"(address_in(inbox, block)) : "memory");
+}
 __device__ __forceinline__ void send(const void* to, uint2 v, int block, const Inbox* inbox) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];"
                  ::"r"(address_in(to, block)), "r"(v.x), "r"(v.y), "r"(address_in(inbox, block)) : "memory");

@@ -13,9 +13,10 @@
 #include "brick.cuh"
 #include "mix.cuh"
 #include "round.cuh"
+#include "share.cuh"
 
 enum { AS_ACT = 0, AS_F32 = 1 };   // what y holds; pairs always give SwiGLU in the activations' type
-constexpr int MAX_SLICES = 8, MAX_PASSES = 2, MAX_SEGMENTS = 16;
+constexpr int MAX_SLICES = 8, MAX_PASSES = 2, MAX_SEGMENTS = 16, MAX_SHARES = 2;
 // sm_120 gives a block 99 KiB of shared memory instead of 227 (architectures.py).
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 constexpr bool IS_SMALL = true;
@@ -37,7 +38,10 @@ template <bool IS_SINGLE, bool WIDE> struct Layout {
 
 struct Params {
     Segment segments[MAX_SEGMENTS];
-    const int4* work;         // segment, first unit, units, task (routed) or group of eight rows
+    const int4* work;         // segment, first unit, units, task (routed) or group of eight rows; where there are shares: -, block, blocks, -
+    Share shares[MAX_SHARES];
+    int num_shares;
+    int max_tasks;            // with shares
     const int* task_expert;   // [tasks], -1 beyond the last
     const int* task_pairs;    // [tasks][8], -1 beyond the last
     const float* weights;     // [pairs] routing weights
@@ -60,8 +64,8 @@ template <int CHUNK> __device__ __forceinline__ void fetch(uint32_t to, const vo
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(to), "l"(from), "r"(CHUNK), "r"(barrier) : "memory");
 }
-// Waits for the warps of one group only. Where there are several passes, groups are few, and one number is everyone's:
-// that of __syncthreads is group 0's.
+// Waits for the warps of one group only. One number is everyone's, since that of __syncthreads is group 0's; sixteen groups are of
+// one warp each and need none.
 constexpr int EVERYONE = 15;
 __device__ __forceinline__ void group_barrier(int group, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(group), "r"(threads) : "memory");
@@ -109,8 +113,9 @@ __device__ __noinline__ float put_rounded(uint2 a, uint2 b, uint2 c, uint2 d, ui
     return put_x<true, false>(some, first, 1, to);
 }
 
+// `fetched`: chunks that the warp has fetched in this launch.
 template <int F, bool SINGLE, bool IS_F32, bool WIDE>
-__device__ __forceinline__ void run(const Params& p, const Segment& s, const int4 work, char* shared) {
+__device__ __forceinline__ void run(const Params& p, const Segment& s, const int4 work, char* shared, uint32_t& fetched) {
     constexpr int LOADS = Brick<F>::LOADS, SCALE = Brick<F>::SCALE;
     using At = Layout<SINGLE, WIDE>;
     constexpr bool CAN_ROUND = SINGLE && !WIDE && F != BF16;
@@ -143,7 +148,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     const bool has_slice = At::SINGLE && warp < s.warps;   // of a single row's x a warp brings one slice, of every pass
     const uint32_t stage = shared_address(shared) + At::STAGES_AT + warp * stages * CHUNK;
     const uint32_t barriers = shared_address(shared) + At::BARRIERS_AT, barrier = barriers + warp * At::MAX_STAGES * 8;
-    if (lane == 0) {
+    if (lane == 0 && fetched == 0) {
         for (int i = 0; i < At::MAX_STAGES; ++i)
             asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier + i * 8) : "memory");
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -177,7 +182,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     const int units = WIDE ? (end - unit + groups - 1) * s.per_group >> 16 : 0;
     // From where a pass over the units ends to where the next begins, in bricks.
     const auto back = [&] { return (int64_t)(s.warps - units * groups * s.slices) * halves; };
-    uint32_t fetched = 0;
+    uint32_t taken = fetched;
     const auto fetch_next = [&] {
         if (next_unit >= end) return;
         const int at = fetched & (stages - 1);
@@ -294,7 +299,6 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
         return s.carry ? s.carry + ((size_t)at * halves + (paired ? to.h : 0)) * s.n + to.n
                        : static_cast<float*>(s.y) + row_of(at) * s.y_stride + to.n;
     };
-    uint32_t taken = 0;
 #pragma unroll 1
     for (int pass = 0; pass < (WIDE ? MAX_PASSES : 1); ++pass) {
         const int skipped = WIDE ? pass * s.warps : 0;
@@ -413,7 +417,8 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
                 now[0] = next;
                 put_sum(sub, sums[0]);
             }
-            group_barrier(group, s.warps * 32);
+            if (!At::SINGLE && s.warps == 1) __syncwarp();
+            else group_barrier(group, s.warps * 32);
             // One warp per column; the others go on.
             const Lane to(lane, unit, groups, paired);
             const bool inside = to.tile < end && to.n < s.n;
@@ -460,7 +465,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
 template <bool SINGLE, bool IS_F32, bool WIDE>
 __global__ void __launch_bounds__(Layout<SINGLE, WIDE>::WARPS * 32, Layout<SINGLE, WIDE>::BLOCKS) matvec_kernel(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) char shared[];
-    const int4 work = __ldg(p.work + blockIdx.x);
+    int4 work = __ldg(p.work + blockIdx.x);
     if (!p.triggers_late) launch_dependents();
     if (work.x < 0) {
         wait_for_prerequisites();
@@ -468,14 +473,36 @@ __global__ void __launch_bounds__(Layout<SINGLE, WIDE>::WARPS * 32, Layout<SINGL
         mix(p.mixing, p.rows);
         return;
     }
-    const Segment& s = p.segments[work.x];
     for (int64_t at = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * 128; at < p.prefetch_bytes; at += (int64_t)gridDim.x * blockDim.x * 128)
         asm volatile("prefetch.global.L2 [%0];" ::"l"(p.prefetch + at));
-    switch (s.format) {
-        case NVFP4: run<NVFP4, SINGLE, IS_F32, WIDE>(p, s, work, shared); break;
-        case MXFP4: run<MXFP4, SINGLE, IS_F32, WIDE>(p, s, work, shared); break;
-        case FP8: run<FP8, SINGLE, IS_F32, WIDE>(p, s, work, shared); break;
-        case BF16: run<BF16, SINGLE, IS_F32, WIDE>(p, s, work, shared); break;
+    const bool is_shared = !SINGLE && p.num_shares;
+    int tasks = 0;
+    Part part;
+    if (is_shared) {
+        if (p.segments[0].routed == 1) {
+            wait_for_prerequisites();
+            launch_dependents();
+        }
+        for (int first = 0; first < p.max_tasks; first += blockDim.x) {
+            const int i = first + threadIdx.x;
+            tasks += __syncthreads_count(i < p.max_tasks && __ldcg(p.task_expert + i) >= 0);
+        }
+        part = Part(p.shares, p.num_shares, tasks, work.y, work.z);
+        work = part.next(p.shares, p.num_shares, tasks);
+    }
+    uint32_t fetched = 0;
+    while (work.x >= 0) {
+        const Segment& s = p.segments[work.x];
+        if (is_shared) work.z = min(work.z, s.units - work.y);
+        switch (s.format) {
+            case NVFP4: run<NVFP4, SINGLE, IS_F32, WIDE>(p, s, work, shared, fetched); break;
+            case MXFP4: run<MXFP4, SINGLE, IS_F32, WIDE>(p, s, work, shared, fetched); break;
+            case FP8: run<FP8, SINGLE, IS_F32, WIDE>(p, s, work, shared, fetched); break;
+            case BF16: run<BF16, SINGLE, IS_F32, WIDE>(p, s, work, shared, fetched); break;
+        }
+        if (!is_shared) break;
+        group_barrier(EVERYONE, Layout<SINGLE, WIDE>::WARPS * 32);   // x and sums are read
+        work = part.next(p.shares, p.num_shares, tasks);
     }
 }
 

@@ -16,6 +16,7 @@ from dsv4.kernels.common.tiles import CODE, SLICE, Tiled
 from dsv4.quant.formats import Format
 
 MAX_SLICES, MAX_PASSES, MAX_SEGMENTS, COLUMNS, FLOAT_COLUMNS, STAGES = 8, 2, 16, 8, 2, 2
+MAX_SHARES = 2  # products of a routed batch
 MAX_DEPTH = MAX_PASSES * MAX_SLICES * SLICE  # columns of a weight whose product is one sum
 MAX_MIXED = 256  # rows that a block mixes, one per thread
 # Warps of a block, bytes of its shared memory but for the weights, and those of a warp's chunk; matvec.cu
@@ -44,10 +45,18 @@ class _Mixing(ctypes.Structure):
     )
 
 
+class _Share(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_int) for name in ("repeats", "turns", "units", "cost"))
+
+
 class _Params(ctypes.Structure):
     _fields_ = (
         ("segments", _Segment * MAX_SEGMENTS),
-        *((name, ctypes.c_void_p) for name in ("work", "task_expert", "task_pairs", "weights")),
+        ("work", ctypes.c_void_p),
+        ("shares", _Share * MAX_SHARES),
+        ("num_shares", ctypes.c_int),
+        ("max_tasks", ctypes.c_int),
+        *((name, ctypes.c_void_p) for name in ("task_expert", "task_pairs", "weights")),
         ("choices", ctypes.c_int),
         ("rows", ctypes.c_int),
         ("limit", ctypes.c_float),
@@ -237,8 +246,19 @@ class MatVec:
             blocks = torch.cuda.get_device_properties(device).multi_processor_count
             if self.is_single and has_room(device) and not (spread or beside):
                 blocks *= 2  # that a multiprocessor holds
-        work = _share([s for s, _ in segments], rows, columns, tasks, blocks - (mixing is not None))
-        assert max(units for _, _, units, _ in work) <= MAX_UNITS, work
+        blocks -= mixing is not None
+        all_segments = [segment for segment, _ in segments]
+        if tasks and rows > 1:
+            shares = _shares(all_segments, rows, columns, self.warps, len(tasks.expert))
+            params.num_shares, params.max_tasks = len(shares), len(tasks.expert)
+            for i, share in enumerate(shares):
+                params.shares[i] = share
+            work = [(0, block, blocks, 0) for block in range(blocks)]
+            longest = max(segment.units for segment in all_segments)
+        else:
+            work = _work(all_segments, rows, columns, tasks, blocks)
+            longest = max(units for _, _, units, _ in work)
+        assert longest <= MAX_UNITS, longest
         if mixing is not None:
             assert mixing.comb.is_contiguous() and rows <= MAX_MIXED, (mixing.comb.shape, rows)
             params.mixing = _Mixing(mixing.comb.data_ptr(), mixing.iters, mixing.eps)
@@ -340,32 +360,46 @@ def _segments(product: Product) -> list[_Segment]:
     return out
 
 
-def _share(
+def _cost(segment: _Segment, units: int) -> int:
+    """Of so many units with their scales: bytes over 256."""
+    return units * segment.halves * segment.span * (18, 17, 32, 64)[segment.format]
+
+
+def _work(
     segments: list[_Segment], rows: int, columns: int, tasks: Tasks | None, blocks: int
 ) -> list[tuple[int, int, int, int]]:
-    """Cut all units into runs, one per block: (segment, first unit, units, task or group of rows).
-
-    The runs have about equal bytes and all are resident at once. Experts of a batch are the exception: how
-    many tasks there will be is not known here, so each is cut alike and the hardware queues them.
-    """
-    per_load = (9, 8.5, 16, 32)  # bytes of a brick over 512, with its scales
+    """Cut all units into runs, one per block: (segment, first unit, units, task or group of rows). The runs
+    have about equal bytes and all are resident at once."""
     repeats = [len(tasks.expert) if s.routed and tasks else -(-rows // columns) for s in segments]
-    if rows > 1 and any(s.routed for s in segments):
-        runs = [min(16, s.units) for s in segments]
-    else:
-        cost = [s.units * s.halves * s.span * per_load[s.format] for s in segments]
-        # Each repeat of a segment gets a block; the rest go where a run is longest.
-        runs = [1] * len(segments)
-        while True:
-            left = blocks - sum(n * r for n, r in zip(runs, repeats, strict=True))
-            fits = [i for i, r in enumerate(repeats) if r <= left and runs[i] < segments[i].units]
-            if not fits:
-                break
-            longest = max(fits, key=lambda i: cost[i] / runs[i])
-            runs[longest] += 1
+    cost = [_cost(s, s.units) for s in segments]
+    # Each repeat of a segment gets a block; the rest go where a run is longest.
+    runs = [1] * len(segments)
+    while True:
+        left = blocks - sum(n * r for n, r in zip(runs, repeats, strict=True))
+        fits = [i for i, r in enumerate(repeats) if r <= left and runs[i] < segments[i].units]
+        if not fits:
+            break
+        longest = max(fits, key=lambda i: cost[i] / runs[i])
+        runs[longest] += 1
     out = []
     for index, (s, n) in enumerate(zip(segments, runs, strict=True)):
         cuts = [s.units * i // n for i in range(n + 1)]
         for task in range(repeats[index]):
             out += [(index, a, b - a, task) for a, b in pairwise(cuts) if b > a]
+    return out
+
+
+def _shares(segments: list[_Segment], rows: int, columns: int, warps: int, max_tasks: int) -> list[_Share]:
+    """Experts of a batch, and what runs beside them: how many tasks there will be is not known here, so
+    blocks share them when they run (share.cuh)."""
+    assert len(segments) <= MAX_SHARES, len(segments)
+    out = []
+    for segment in segments:
+        units = (
+            warps // segment.warps * (2 // segment.halves)
+        )  # that a block multiplies in a turn: two bricks a warp
+        turns, repeats = -(-segment.units // units), 0 if segment.routed else -(-rows // columns)
+        out.append(_Share(repeats=repeats, turns=turns, units=units, cost=_cost(segment, units)))
+    total = sum((share.repeats or max_tasks) * share.turns * share.cost for share in out)
+    assert total < 2**31 - 2**16, total
     return out
