@@ -40,6 +40,11 @@ def apart(got: Tensor, want: Tensor) -> float:
     return float(((got.double() - want).abs() / scale).max())
 
 
+def largest(x: Tensor) -> Tensor:
+    """As a product with y_top leaves it."""
+    return x.float().abs().max().view(1).view(torch.int32)
+
+
 @pytest.mark.parametrize("act", ACTS, ids=str)
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 @pytest.mark.parametrize(
@@ -116,20 +121,63 @@ def test_when_weights_are_fetched(format: Format, n: int, k: int) -> None:
 def test_a_single_row_is_rounded_on_the_way(format: Format, k: int, activations: str) -> None:
     """As by a launch before it; the largest value may lie in a slice that another block multiplies."""
     w, parts, n = tile(weight(format, 1200, k)), splits(k), 1200
-    for largest_at in (0, k // 2, k - 1):
-        x = torch.randn(1, k, device="cuda").bfloat16()
-        x[0, largest_at] = 300.0
+
+    def product(x: Tensor, how: str, has_top: bool = True) -> Tensor:
+        y = torch.full((parts, 1, n), torch.nan, device="cuda")
+        top = largest(x.flatten()) if has_top else None
+        out = Product(w, x, y if parts > 1 else y[0], splits=parts, activations=how, x_top=top)
+        MatVec([out], 1, early_stages=0).launch()
+        return y
+
+    usual = torch.randn(1, k, device="cuda").bfloat16()
+    # The last ones are on either side of where a row is too small or too large for FP16 (round.cuh).
+    sizes = (1.0, 1e-3, 3e4, 0.0, 2.0**-130, 2.0**-57, 2.0**-56, 2.0**118, 2.0**119)
+    for number, size in enumerate(sizes):
+        x = usual * size
+        x[0, (0, k // 2, k - 1)[number % 3]] = 300.0 * size
         rounded = round_input(x.cpu(), activations).cuda()
-        found = []
-        for given, how in ((rounded, "a16"), (x, activations)):
-            y = torch.full((parts, 1, n), torch.nan, device="cuda")
-            out = y if parts > 1 else y[0]
-            MatVec([Product(w, given, out, splits=parts, activations=how)], 1, early_stages=0).launch()
-            found.append(y)
-        assert torch.equal(*found), largest_at
+        want = product(rounded, "a16")
+        assert torch.equal(product(x, activations), want)
+        assert parts > 1 or torch.equal(product(x, activations, has_top=False), want)
+    x = usual.clone()
     x[0, 3] = torch.nan
-    MatVec([Product(w, x, out, splits=parts, activations=activations)], 1).launch()
-    assert bool(y[0].isnan().all())
+    assert bool(product(x, activations)[0].isnan().all())
+
+
+@pytest.mark.parametrize("k", [512, 7168])
+def test_the_largest_of_a_single_row(k: int) -> None:
+    """Of several products together; what was cleared before."""
+    x = torch.randn(1, k, device="cuda").bfloat16()
+    y = torch.full((1, 600), torch.nan, device="cuda", dtype=torch.bfloat16)
+    tops = torch.full((3,), 7 << 28, dtype=torch.int32, device="cuda")
+    pieces = [tile(weight(Format.NVFP4, 200, k)) for _ in range(3)]
+    parts = [Product(w, x, y[:, 200 * i :], y_stride=600, y_top=tops[:1]) for i, w in enumerate(pieces)]
+    kept = carry(600)
+    for _ in range(2):
+        MatVec([Product(pieces[0], x, torch.empty_like(y[:, :200]))], 1, clears=tops[:2], carry=kept).launch()
+        MatVec(parts, 1, carry=kept).launch()
+    assert tops.tolist() == [int(largest(y)), 0, 7 << 28]
+
+
+@pytest.mark.parametrize("activations", ["a8", "a4"])
+@pytest.mark.parametrize("format", [f for f in FORMATS if f is not Format.BF16], ids=str)
+def test_each_choice_of_a_single_row_is_rounded(format: Format, activations: str) -> None:
+    """Each by its own largest value."""
+    d, width, choices = 1000, 520, 3
+    weight, _ = bank(format, 5, d, width, 1)
+    tasks = Tasks.empty(1, choices, "cuda")
+    tasks.expert.copy_(torch.tensor([3, 0, 4]))
+    tasks.pairs[:, 0] = torch.arange(choices)
+    hidden = torch.randn(choices, width, device="cuda").bfloat16() * torch.tensor([[1], [300], [1e-3]]).cuda()
+    found = []
+    for x, how in (
+        (hidden.bfloat16(), activations),
+        (round_input(hidden.bfloat16().cpu(), activations), "a16"),
+    ):
+        y = torch.full((choices, d), torch.nan, device="cuda", dtype=torch.bfloat16)
+        MatVec([Product(weight, x.cuda(), y, "down", activations=how)], 1, tasks).launch()
+        found.append(y)
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("k", [1024, 7168])

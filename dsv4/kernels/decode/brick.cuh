@@ -1,5 +1,6 @@
 // Decode step: what a warp multiplies. A brick (16 rows of a weight over 512 columns) by mma.m16n8k16, and x as that takes it.
 #pragma once
+#include "round.cuh"
 #include "tiles.cuh"
 
 // Parts of a float32 input: FP16 carries 11 bits, BF16 8.
@@ -110,20 +111,13 @@ __device__ __forceinline__ void read_block(const void* row, int k0, int k, int l
 // float32 goes to PARTS columns, highest bits first. Returns what undoes the scaling.
 template <bool IS_F16, bool IS_F32>
 __device__ __forceinline__ float put_x(const typename Item<IS_F32>::Four (&v)[ITEMS / 32], int first, int step, uint2* to) {
-    float peak = 0.f;
     if constexpr (!IS_F32) {
         if constexpr (!IS_F16) {
 #pragma unroll
             for (int i = 0; i < ITEMS / 32; ++i) to[first + step * i] = v[i];
             return 1.f;
         }
-#pragma unroll
-        for (int i = 0; i < ITEMS / 32; ++i) {
-            const float2 l = open_bf16(v[i].x), h = open_bf16(v[i].y);
-            peak = fmaxf(fmaxf(peak, fmaxf(fabsf(l.x), fabsf(l.y))), fmaxf(fabsf(h.x), fabsf(h.y)));
-        }
-        for (int i = 16; i; i >>= 1) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, i));
-        const int e = exponent(peak);
+        const int e = exponent(__uint_as_float(__reduce_max_sync(~0u, largest(v))));
         const float up = __uint_as_float((uint32_t)(268 - e) << 23);
 #pragma unroll
         for (int i = 0; i < ITEMS / 32; ++i) {
@@ -132,6 +126,7 @@ __device__ __forceinline__ float put_x(const typename Item<IS_F32>::Four (&v)[IT
         }
         return __uint_as_float((uint32_t)(e - 14) << 23);
     } else {
+        float peak = 0.f;
 #pragma unroll
         for (int i = 0; i < ITEMS / 32; ++i)
             peak = fmaxf(fmaxf(peak, fmaxf(fabsf(v[i].x), fabsf(v[i].y))), fmaxf(fabsf(v[i].z), fabsf(v[i].w)));

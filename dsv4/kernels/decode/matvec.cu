@@ -52,6 +52,8 @@ struct Params {
     int stages;               // of a single row's warp, 2 or 4
     int early_stages, paced;  // a single row: chunks that a warp fetches before the wait; not all warps at once
     Mixing mixing;            // beside the products, where a block's work says segment -1
+    uint32_t* cleared;        // largest magnitudes of rows that later launches write, zero from here on; a single row's launch
+    int clears;               // so many
     const char* prefetch;     // what the next kernel reads first, prefetched to L2; may be null
     int64_t prefetch_bytes;
 };
@@ -84,14 +86,31 @@ struct Lane {
         : r(lane & 15), h(lane >> 4), tile(paired ? unit : unit + h * groups), n(tile * 16 + r) {}
 };
 
-// 16 channels of a single row, rounded on their way to shared memory; `top`: the largest of the row.
+// 16 channels of a single row, rounded on their way to shared memory; `top`: the largest of the row, for A4.
 // Called, not inlined: instructions that are not run would still delay those behind them.
 __device__ __noinline__ float put_rounded(uint2 a, uint2 b, uint2 c, uint2 d, uint32_t top, int how, uint2* to) {
     uint32_t x[8] = {a.x, a.y, b.x, b.y, c.x, c.y, d.x, d.y};
-    if (how == A4) round_a4(x, largest(x), row_scale(top));
-    else round_a8(x);
+    const int first = 4 * (threadIdx.x & 31);
+    if (how == A4) {
+        if (is_usual(top)) {
+            const Halves row = Halves::of_row(top);
+            row.round(x, row.unit_of_block(largest(x)));
+#pragma unroll
+            for (int i = 0; i < 4; ++i) to[first + i] = make_uint2(x[2 * i], x[2 * i + 1]);
+            return row.undo();
+        }
+        const float scale = row_scale(top), unit = unit_of(block_code(largest(x), scale), scale);
+#pragma unroll 1
+        for (int i = 0; i < 8; ++i) {
+            const float2 two = open_bf16(x[0]);
+            const uint32_t rounded = bf16_pair(round_a4(two.x, unit), round_a4(two.y, unit));
+#pragma unroll
+            for (int k = 0; k < 7; ++k) x[k] = x[k + 1];
+            x[7] = rounded;
+        }
+    } else round_a8(x);
     const uint2 some[ITEMS / 32] = {{x[0], x[1]}, {x[2], x[3]}, {x[4], x[5]}, {x[6], x[7]}};
-    return put_x<true, false>(some, 4 * (threadIdx.x & 31), 1, to);
+    return put_x<true, false>(some, first, 1, to);
 }
 
 // `fetched`: chunks that the warp has fetched in this launch.
@@ -217,11 +236,13 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     if (CHUNKS > stages && (!At::SINGLE || p.early_stages == stages) && lane == 0 && next_unit < end)
         asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"((CHUNKS - stages) * CHUNK) : "memory");
     if constexpr (CAN_ROUND)   // of zeros, so that its instructions are here when x is
-        if (s.how && has_slice) put_rounded({}, {}, {}, {}, 0, s.how, x_table + warp * slice_stride);
+        if (s.how && has_slice) put_rounded({}, {}, {}, {}, USUAL_TOP, s.how, x_table + warp * slice_stride);
     if (s.routed != 1) {
         wait_for_prerequisites();
         if (p.triggers_late) launch_dependents();
     }
+    if constexpr (At::SINGLE)
+        if (blockIdx.x == gridDim.x - 1 && threadIdx.x < p.clears) p.cleared[threadIdx.x] = 0;
     const auto bring_x = [&](int skipped, int slices) {   // all columns, by all warps
         for (int c = 0; c < count; ++c) {
             const int row = __shfl_sync(~0u, place, c) / (s.routed == 1 ? p.choices : 1);
@@ -233,43 +254,37 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
         }
     };
     if constexpr (At::SINGLE) {
+        const int row = s.routed ? work.w : 0;
         const bool rounds = CAN_ROUND && s.how;
-        uint32_t top = 0;
+        uint32_t top = 0;   // the largest of a row that is rounded to NVFP4
         if constexpr (CAN_ROUND)
             if (__builtin_expect(rounds, false)) {
-                const char* row = static_cast<const char*>(s.x) + (size_t)(s.routed ? work.w : 0) * s.x_stride * 2;
-                if (has_slice) read_block(row, (s.first_slice + warp) * SLICE, s.k, lane, some);
-                if (s.how == A4)   // needs the largest of the row; other blocks multiply the slices that these do not
-#pragma unroll 1
-                    for (int i = warp; i < s.slices - s.warps; i += WARPS) {
-                        uint2 other[ITEMS / 32];
-                        read_block(row, (i < s.first_slice ? i : i + s.warps) * SLICE, s.k, lane, other);
-                        top = max(top, largest(other));
-                    }
+                if (has_slice) read_block(static_cast<const char*>(s.x) + (size_t)row * s.x_stride * 2, (s.first_slice + warp) * SLICE, s.k, lane, some);
+                if (s.x_top) top = __ldcg(s.x_top + row);
             }
-        if (has_slice && s.routed != 1 && !rounds) read_slice(warp, s.routed ? work.w : 0);
+        if (has_slice && s.routed != 1 && !rounds) read_slice(warp, row);
 #pragma unroll 1
         for (int i = p.early_stages; i < stages; ++i) fetch_next();
-        if (__builtin_expect(rounds, false)) {
-            if (s.how == A4) {
-                uint32_t* tops = reinterpret_cast<uint32_t*>(shared);
-                top = __reduce_max_sync(~0u, max(top, has_slice ? largest(some) : 0));
-                if (lane == 0) tops[warp] = top;
-                __syncthreads();
-                top = __reduce_max_sync(~0u, tops[lane % WARPS]);
-            }
-            if (has_slice) {
-                const float undo = put_rounded(some[0], some[1], some[2], some[3], top, s.how, x_table + warp * slice_stride);
-                if (lane == 0) undo_table[warp * COLUMNS] = undo;
-            }
-        } else {
-            if (has_slice) put_slice(warp, 0, lane, 32);
-            if constexpr (WIDE)
-                for (int i = warp + s.warps; has_slice && i < s.span; i += s.warps) {
-                    read_slice(i, s.routed == 2 ? work.w : 0);
-                    put_slice(i, 0, lane, 32);
+        if constexpr (CAN_ROUND)
+            if (__builtin_expect(rounds, false)) {
+                if (s.how == A4 && !s.x_top) {   // all of the row is here
+                    uint32_t* tops = reinterpret_cast<uint32_t*>(shared);
+                    top = __reduce_max_sync(~0u, has_slice ? largest(some) : 0);
+                    if (lane == 0) tops[warp] = top;
+                    __syncthreads();
+                    top = __reduce_max_sync(~0u, tops[lane % WARPS]);
                 }
-        }
+                if (has_slice) {
+                    const float undo = put_rounded(some[0], some[1], some[2], some[3], top, s.how, x_table + warp * slice_stride);
+                    if (lane == 0) undo_table[warp * COLUMNS] = undo;
+                }
+            }
+        if (has_slice && !rounds) put_slice(warp, 0, lane, 32);
+        if constexpr (WIDE)
+            for (int i = warp + s.warps; has_slice && i < s.span; i += s.warps) {
+                read_slice(i, s.routed == 2 ? work.w : 0);
+                put_slice(i, 0, lane, 32);
+            }
     } else bring_x(0, s.warps);
     __syncthreads();
     if (idle && (At::SINGLE || !WIDE)) return;   // the others bring x for the next pass too
@@ -437,6 +452,10 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
                 } else if (inside) {
                     if (s.epilogue == AS_F32) static_cast<float*>(s.y)[y_at] = v;
                     else put_act<IS_F32>(s.y, y_at, v);
+                }
+                if (At::SINGLE && s.y_top) {
+                    const uint32_t top = __reduce_max_sync(~0u, inside ? largest<1>({bf16_pair(v, 0.f)}) : 0);
+                    if (lane == 0) atomicMax(s.y_top + at, top);
                 }
             }
         }

@@ -29,7 +29,8 @@ MAX_UNITS = 4096  # of a block, many times what it has: so far Segment's shares 
 
 class _Segment(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("data", "scale", "places", "factor", "x", "y", "carry")),
+        *((name, ctypes.c_void_p) for name in ("data", "scale", "places", "factor", "x", "y")),
+        *((name, ctypes.c_void_p) for name in ("x_top", "y_top", "carry")),
         *((name, ctypes.c_int) for name in ("format", "halves", "units", "slices", "first_slice", "span")),
         *((name, ctypes.c_int) for name in ("warps", "n", "k", "x_stride", "y_stride", "epilogue", "routed")),
         *((name, ctypes.c_int) for name in ("how", "per_warp", "per_group")),
@@ -61,6 +62,8 @@ class _Params(ctypes.Structure):
         ("limit", ctypes.c_float),
         *((name, ctypes.c_int) for name in ("triggers_late", "stages", "early_stages", "paced")),
         ("mixing", _Mixing),
+        ("cleared", ctypes.c_void_p),
+        ("clears", ctypes.c_int),
         ("prefetch", ctypes.c_void_p),
         ("prefetch_bytes", ctypes.c_int64),
     )
@@ -75,7 +78,9 @@ Who = Literal["rows", "up", "down"]
 class Product:
     """y = x Wt, rounded to y's type. `splits` > 1 (split-K): y [splits, ...] float32, to be summed.
 
-    `activations`: x is rounded on the way, where `can_round` says that this is possible.
+    `activations`: x is rounded on the way, where `can_round` says that this is possible. NVFP4's scale is
+    that of a whole row: where blocks have parts of it, `x_top` [rows of x] has its largest magnitude,
+    float32's bits. Who makes the row, a single one, lets `y_top` [rows of y], cleared before, grow to that.
     """
 
     weight: Tiled
@@ -86,6 +91,8 @@ class Product:
     y_stride: int = 0
     splits: int = 1
     activations: str = "a16"
+    x_top: Tensor | None = None
+    y_top: Tensor | None = None
 
     @property
     def passes(self) -> int:
@@ -159,6 +166,7 @@ class MatVec:
         blocks: int | None = None,
         prefetch: Tensor | None = None,
         mixing: Mixing | None = None,
+        clears: Tensor | None = None,
         carry: Tensor | None = None,
         triggers_late: bool = False,
         early_stages: int = STAGES,
@@ -168,6 +176,8 @@ class MatVec:
         overlap: bool = True,
     ) -> None:
         """`prefetch`: a few megabytes that the next kernel reads, brought to L2 meanwhile.
+
+        `clears`: magnitudes (`y_top`) of a later launch, set to zero here; a single row's launch, not "up".
 
         `carry`: float32 scratch for products that take more than one pass (`Product.carry_row`).
 
@@ -183,12 +193,19 @@ class MatVec:
         device = products[0].x.device
         self.device, self.is_float = device, products[0].x.dtype == torch.float32
         self.overlap, self.is_single = overlap, rows == 1 and not self.is_float
-        self.keep = (products, tasks, prefetch, mixing)  # the launch holds raw pointers into these
+        self.keep = (products, tasks, prefetch, mixing, clears)  # the launch holds raw pointers into these
         self.is_wide = any(product.passes > 1 for product in products)
         rounding = [product for product in products if product.activations != "a16"]
         if rounding:
             assert self.is_single and all(product.can_round for product in products), products
             assert all(product.weight.format is not Format.BF16 for product in rounding), rounding
+            assert all(p.splits == 1 or p.x_top is not None for p in rounding if p.activations == "a4"), (
+                products
+            )
+        tops = [*(p.x_top for p in products), *(p.y_top for p in products), clears]
+        assert all(top is None or (top.dtype == torch.int32 and top.is_contiguous()) for top in tops)
+        assert self.is_single or all(top is None for top in tops[len(products) :]), "several rows"
+        assert all(p.y_top is None or p.weight.halves == 1 for p in products), "pairs have no y_top"
         self.carry = carry if any(product.carry_row for product in products) else None
         triggers_late |= any(product.who == "up" for product in products)
         params = _Params(rows=rows, limit=limit, triggers_late=triggers_late, stages=STAGES)
@@ -204,6 +221,9 @@ class MatVec:
         if tasks:
             params.task_expert, params.task_pairs = tasks.expert.data_ptr(), tasks.pairs.data_ptr()
             params.weights = tasks.weights.data_ptr()
+        if clears is not None:
+            assert clears.numel() <= 32 * self.warps and all(p.who != "up" for p in products), clears.shape
+            params.cleared, params.clears = clears.data_ptr(), clears.numel()
         if prefetch is not None:
             params.prefetch, params.prefetch_bytes = prefetch.data_ptr(), prefetch.nbytes
         segments: list[tuple[_Segment, Product]] = []
@@ -262,7 +282,7 @@ class MatVec:
 
     @property
     def touches(self) -> Touches:
-        products, tasks, prefetch, mixing = self.keep
+        products, tasks, prefetch, mixing, clears = self.keep
         reads: list[Tensor] = []
         early: list[Tensor] = [self.work]
         for product in products:
@@ -272,15 +292,16 @@ class MatVec:
                 (early if self.is_single else reads).append(product.x)
             else:
                 early += weights
-                reads.append(product.x)
+                reads += tensors_of([product.x, product.x_top])
             if product.who == "down":
                 assert tasks is not None
                 early += [tasks.expert, tasks.pairs]
-        own = tensors_of((mixing and mixing.comb, self.carry))
+        tops = tensors_of([product.y_top for product in products])
+        own = (*tensors_of((mixing and mixing.comb, self.carry)), *tops)
         return Touches(
             reads=(*reads, *own),
             reads_early=tuple(early),
-            writes=(*(product.y for product in products), *own),
+            writes=(*(product.y for product in products), *own, *tensors_of(clears)),
             prefetches=() if prefetch is None else (prefetch,),
             triggers_late=bool(self.params.triggers_late),
         )
@@ -328,6 +349,8 @@ def _segments(product: Product) -> list[_Segment]:
         segment.warps = -(-segment.span // product.passes)
         segment.x = product.x.data_ptr()
         segment.y = (product.y[split] if count > 1 else product.y).data_ptr()
+        segment.x_top = None if product.x_top is None else product.x_top.data_ptr()
+        segment.y_top = None if product.y_top is None else product.y_top.data_ptr()
         segment.x_stride = product.x_stride or weight.shape[1]
         segment.y_stride = product.y_stride or weight.shape[0]
         segment.epilogue = int(is_float)
