@@ -96,6 +96,17 @@ __device__ __forceinline__ void read_x(const void* row, int k0, int k, int lane,
     for (int i = 0; i < ITEMS / 32; ++i) v[i] = k0 + 4 * (lane + 32 * i) < k ? __ldcg(p + 32 * i) : Four{};
 }
 
+// The same, copied as it is to items of shared memory, where this thread finds what it copied after `await_x`.
+__device__ __forceinline__ void copy_x(const void* row, int k0, int k, int lane, uint2* to) {
+#pragma unroll
+    for (int i = 0; i < ITEMS / 32; ++i) {
+        const int item = lane + 32 * i;
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;"
+                     ::"r"(shared_address(to + item)), "l"(static_cast<const uint2*>(row) + k0 / 4 + item), "r"(k0 + 4 * item < k ? 8 : 0) : "memory");
+    }
+}
+__device__ __forceinline__ void await_x() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // The same, but that lane l holds columns 16l..16l+15: a block of NVFP4.
 __device__ __forceinline__ void read_block(const void* row, int k0, int k, int lane, uint2 (&x)[4]) {
 #pragma unroll

@@ -118,12 +118,13 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     const int stride = At::SINGLE ? 0 : X_STRIDE, slice_stride = stride ? COLUMNS * MAX_STRIDE : MAX_STRIDE;
     uint2* x_table = reinterpret_cast<uint2*>(shared + At::X_AT);
     float* undo_table = reinterpret_cast<float*>(x_table + (At::SINGLE && WIDE ? s.span : s.warps) * slice_stride);   // [slice][column]
-    typename Item<IS_F32>::Four some[ITEMS / 32];
-    const auto read_slice = [&](int i, int row) {   // slice i of the segment
+    using Some = typename Item<IS_F32>::Four[ITEMS / 32];
+    Some some;
+    const auto read_slice = [&](int i, int row, Some& some) {   // slice i of the segment
         read_x<IS_F32>(static_cast<const char*>(s.x) + (size_t)row * s.x_stride * (IS_F32 ? 4 : 2), (s.first_slice + i) * SLICE, s.k, lane, some);
     };
-    const auto put_slice = [&](int i, int c, int first, int step) {   // to place i of the table, column c
-        const float undo = put_x<F != BF16, IS_F32>(some, first, step, x_table + i * slice_stride + c * (IS_F32 ? PARTS : 1) * stride);
+    const auto put_slice = [&](int i, int c, const Some& some) {   // to place i of the table, column c
+        const float undo = put_x<F != BF16, IS_F32>(some, lane, 32, x_table + i * slice_stride + c * (IS_F32 ? PARTS : 1) * stride);
         if (lane == 0) undo_table[i * COLUMNS + c] = undo;
     };
     const bool has_slice = At::SINGLE && warp < s.warps;   // of a single row's x a warp brings one slice, of every pass
@@ -138,7 +139,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     // Up cannot fetch weights before its tasks are known, so it waits first; a single row's input is older and is read
     // early. Down reads its tasks early: up, which triggers late, has waited for the router.
     if (s.routed == 1) {
-        if (has_slice) read_slice(warp, 0);
+        if (has_slice) read_slice(warp, 0, some);
         wait_for_prerequisites();
         launch_dependents();
     }
@@ -222,14 +223,34 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
         wait_for_prerequisites();
         if (p.triggers_late) launch_dependents();
     }
-    const auto bring_x = [&](int skipped, int slices) {   // all columns, by all warps
-        for (int c = 0; c < count; ++c) {
-            const int row = __shfl_sync(~0u, place, c) / (s.routed == 1 ? p.choices : 1);
-            for (int i = warp - c * slices % WARPS; i < slices; i += WARPS)
-                if (i >= 0) {
-                    read_slice(skipped + i, row);
-                    put_slice(i, c, lane, 32);
-                }
+    // All columns, by all warps. A warp first asks for all its slices, which then become what the tensor core takes in their places.
+    const auto bring_x = [&](int skipped, int slices) {
+        const auto each = [&](auto body) {   // slice and column
+            for (int c = 0, i = warp;; i += WARPS) {
+                for (; i >= slices; ++c) i -= slices;
+                if (c >= count) break;
+                body(i, c);
+            }
+        };
+        const auto row_of_x = [&](int c) { return __shfl_sync(~0u, place, c) / (s.routed == 1 ? p.choices : 1); };
+        if constexpr (IS_F32) {
+            each([&](int i, int c) {
+                read_slice(skipped + i, row_of_x(c), some);
+                put_slice(i, c, some);
+            });
+        } else {
+            each([&](int i, int c) {
+                copy_x(static_cast<const char*>(s.x) + (size_t)row_of_x(c) * s.x_stride * 2, (s.first_slice + skipped + i) * SLICE, s.k, lane,
+                       x_table + i * slice_stride + c * stride);
+            });
+            await_x();
+            each([&](int i, int c) {
+                if constexpr (F != BF16)
+#pragma unroll
+                    for (int j = 0; j < ITEMS / 32; ++j) some[j] = x_table[i * slice_stride + c * stride + lane + 32 * j];
+                if constexpr (F != BF16) put_slice(i, c, some);
+                else if (lane == 0) undo_table[i * COLUMNS + c] = 1.f;
+            });
         }
     };
     if constexpr (At::SINGLE) {
@@ -247,7 +268,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
                         top = max(top, largest(other));
                     }
             }
-        if (has_slice && s.routed != 1 && !rounds) read_slice(warp, s.routed ? work.w : 0);
+        if (has_slice && s.routed != 1 && !rounds) read_slice(warp, s.routed ? work.w : 0, some);
 #pragma unroll 1
         for (int i = p.early_stages; i < stages; ++i) fetch_next();
         if (__builtin_expect(rounds, false)) {
@@ -263,11 +284,11 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
                 if (lane == 0) undo_table[warp * COLUMNS] = undo;
             }
         } else {
-            if (has_slice) put_slice(warp, 0, lane, 32);
+            if (has_slice) put_slice(warp, 0, some);
             if constexpr (WIDE)
                 for (int i = warp + s.warps; has_slice && i < s.span; i += s.warps) {
-                    read_slice(i, s.routed == 2 ? work.w : 0);
-                    put_slice(i, 0, lane, 32);
+                    read_slice(i, s.routed == 2 ? work.w : 0, some);
+                    put_slice(i, 0, some);
                 }
         }
     } else bring_x(0, s.warps);
