@@ -440,7 +440,7 @@ def test_products_wait() -> None:
     assert early.count("return;") == 2 and "if (next_unit >= end) return;" in early  # that one is a lambda's
     assert "if (expert < 0) return;" in early
     assert not re.search(r"put_act|s\.y|put_slice\(|p\.weights", early.split("has_slice =")[1])
-    assert re.findall(r"read_slice\(.*", early.split("has_slice =")[1]) == ["read_slice(warp, 0);"]
+    assert re.findall(r"read_slice\(.*", early.split("has_slice =")[1]) == ["read_slice(warp, 0, some);"]
 
 
 def test_prompts_are_serial(monkeypatch: pytest.MonkeyPatch) -> None:

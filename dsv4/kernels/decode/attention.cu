@@ -16,7 +16,7 @@ constexpr int CLUSTER = 8, WARPS = 8, HEADS = 8, WIDTH = 512, SLICE_WIDTH = 64, 
 constexpr int KEYS = 80;                             // of a pass, 16 at a time
 constexpr int PER_LANE = (KEYS + 31) / 32;
 constexpr int ROW = 448 + 2 * 64, SCALES = 8;        // bytes of a KV8 row
-constexpr int SCORE_ROW = KEYS + 4, WEIGHT_ROW = KEYS + 8;   // no two lanes meet in a bank
+constexpr int SCORE_ROW = KEYS + 4, WEIGHT_ROW = KEYS + 8, STAGED_ROW = SLICE_WIDTH + 4;   // few lanes meet in a bank
 constexpr float LOG2E = 1.4426950408889634f;
 
 struct Attention {
@@ -222,6 +222,7 @@ __device__ __forceinline__ void add_values(Memory<GROUPS>& s, float (&d)[GROUPS]
 
 template <int GROUPS>
 __global__ void __launch_bounds__(WARPS * 32, 2) attention_kernel(const Attention p) {
+    constexpr bool BULK = GROUPS > 1;
     Memory<GROUPS>& s = *(Memory<GROUPS>*)shared_memory();
     launch_dependents();
     const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
@@ -366,7 +367,9 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_kernel(const Attentio
         }
     } while (begin < keys.own);
     all_wait();
-    // Block b sums up head b of each group.
+    // Block b sums up head b of each group. Of many rows a head's 64 channels go at once, from where the warp's keys were.
+    float(*staged)[STAGED_ROW] = reinterpret_cast<float(*)[STAGED_ROW]>(is_rope ? s.rotary[0] : s.codes[warp][0]);
+    if constexpr (BULK) __syncwarp();
 #pragma unroll
     for (int h = 0; h < GROUPS; ++h) {
         if (keys.own)
@@ -374,12 +377,23 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_kernel(const Attentio
             for (int i = 0; i < 4; ++i) {   // a head, 16 channels and 16 more
                 const float(&low)[4] = result[h][i / 2 * 2];
                 const float(&high)[4] = result[h][i / 2 * 2 + 1];
-                const int j = i % 2;
-                send(&s.results[h][block][warp][8 * g + i / 2 * 4], make_float4(low[j], low[2 + j], high[j], high[2 + j]), 2 * t + j, &s.inbox);
+                const int j = i % 2, at = 8 * g + i / 2 * 4;
+                const float4 four = make_float4(low[j], low[2 + j], high[j], high[2 + j]);
+                if constexpr (BULK) *reinterpret_cast<float4*>(&staged[h * HEADS + 2 * t + j][at]) = four;
+                else send(&s.results[h][block][warp][at], four, 2 * t + j, &s.inbox);
             }
         if (lane == 0) send(s.peaks[h][block], make_uint2(__float_as_uint(peak[h]), __float_as_uint(total[h])), warp, &s.inbox);
     }
+    if constexpr (BULK) {
+        written();
+        if (keys.own && lane < GROUPS * HEADS)
+            send_from(s.results[lane / HEADS][block][warp], staged[lane], SLICE_WIDTH * 4, lane % HEADS, &s.inbox);
+    }
     await_inbox(&s.inbox);
+    if constexpr (BULK) {   // all have what they were sent: memory may go
+        __syncwarp();
+        all_started();
+    }
     // A thread has two channels, as `add_values` had them.
 #pragma unroll
     for (int h = 0; h < GROUPS; ++h) {
@@ -412,9 +426,13 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_kernel(const Attentio
             reinterpret_cast<uint32_t*>(out)[g] = both;
         }
     }
+    if constexpr (BULK) {
+        __syncwarp();
+        all_wait();
+    }
 }
 
 // What attention.py launches.
-static_assert(sizeof(Memory<1>) == 75400 && sizeof(Memory<2>) == 100072);
+static_assert(sizeof(Memory<1>) == 75400 && sizeof(Memory<2>) == 100072 && 2 * HEADS * STAGED_ROW * 4 <= KEYS * SLICE_WIDTH);
 template __global__ void attention_kernel<1>(const Attention);
 template __global__ void attention_kernel<2>(const Attention);
