@@ -1,6 +1,6 @@
 """`dsv4 bench ranks`: one GPU as one rank of several, and what several would reach."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -50,14 +50,20 @@ def ranks(
         [
             ("weights", size(line["weight_bytes"]), "of this rank"),
             ("per token", f"{line['ms_per_token']:.3f} ms", f"median of {steps}, measured"),
-            *(
-                ("predicted", f"{rate:,.1f} tokens/s", f"{of} GPUs, {each:.1f} us an all-reduce: {why}")
-                for rate, each, why in (
-                    (line["predicted_tokens_per_second"], line["all_reduce_us"], "assumed"),
-                    (line["predicted_at_published"], line["published_all_reduce_us"], "published"),
-                )
-                if of > 1
-            ),
+            *(predicted_rows(line) if of > 1 else ()),
         ],
     )
     finish({**line, **machine_of(device)}, None)
+
+
+def predicted_rows(line: dict[str, Any]) -> list[tuple[str, str, str]]:
+    rows = []
+    for rate, each, added, why in (
+        ("predicted_tokens_per_second", "all_reduce_us", "ms_added", "assumed"),
+        ("predicted_at_published", "published_all_reduce_us", "ms_added_at_published", "published"),
+    ):
+        waits = f"{line['all_reduces']} all-reduces of {line[each]:.1f} us, {why}"
+        what = f"{line['ranks']} GPUs: the step + {line[added]:.3f} ms for {waits}"
+        rows.append(("predicted", f"{line[rate]:,.1f} tokens/s", what))
+    step = "the step has its own pushes and waits already"
+    return [*rows, ("", "", f"{step}; each all-reduce is added whole; ranks that come late are not counted")]

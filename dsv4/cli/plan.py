@@ -55,10 +55,10 @@ def plan(
 ) -> None:
     """Show what a model needs per GPU, whether it fits, what else would, and the speed of light."""
     from dsv4.lab.gpus import parse, this_machine
-    from dsv4.lab.links import SHARE, SHARE_SOURCE
     from dsv4.lab.plan import Demand, Plan, Wanted, default_context, describe
-    from dsv4.lab.records import SHIPPED, best
+    from dsv4.lab.records import SHIPPED, best, of_folder, published
     from dsv4.lab.spilled import recorded, spill_figures
+    from dsv4.lab.synthetic import layout_of
 
     if records is not None and not records.is_dir():
         raise ConfigError(
@@ -71,15 +71,16 @@ def plan(
         asked = context if context is not None else default_context(config)
         wanted = Wanted(asked, batch, tp, ep, weights, cache, chunk, snapshots)
         made = Plan.make(demand, machine or this_machine(), wanted)
-        record = best(records or SHIPPED, made.machine.name)
+        layout, name = layout_of(inventory), published(config) or of_folder(title)
+        record = best(records or SHIPPED, made.machine.name, name, layout)
         report = made.report()
         chosen, whose = recorded(model, counts, config)
         if made.today.spill is not None:
             report["spill"] = {**spill_figures(made.today, chosen), "counts": whose}
-    share, source = (record.share, record.where) if record else (SHARE, SHARE_SOURCE)
+    share, source = _share(record, name, layout, made.machine.name)
     predicted = made.predicted(share) if made.machine.count > 1 else None
     report = {
-        **{"model": title, **report, "recorded": vars(record) if record else None},
+        **{"model": title, **report, "layout": layout, "recorded": vars(record) if record else None},
         "predicted": {"tokens_per_second": predicted, "share": share, "share_source": source},
     }
     if compare:
@@ -87,11 +88,11 @@ def plan(
     if json:
         print_json(report)
         return
-    _show(title, made, report, record)
+    _show(title, made, report, record, source)
     if made.machine.count > 1:
-        _show_predicted(made, predicted, source)
+        _show_predicted(made, predicted, share, source)
     if compare:
-        _show_sets(report["sets"], source)
+        _show_sets(report["sets"], share, source)
     if made.machine.is_too_old:
         from dsv4.device import too_old
 
@@ -101,7 +102,17 @@ def plan(
         say("note", "yellow", f"nothing was ever run on {made.machine.name}; everything here is arithmetic")
 
 
-def _show(title: str, made: "Plan", report: dict[str, Any], record: "Record | None") -> None:
+def _share(record: "Record | None", model: str, layout: str, gpu: str) -> tuple[float, str]:
+    """Of the read bandwidth, what one GPU is taken to reach, and how that is known."""
+    from dsv4.lab.links import SHARE, SHARE_SOURCE
+
+    if record is None:
+        return SHARE, f"{SHARE_SOURCE}; no run of {model} on {gpu} is recorded"
+    other = "" if record.layout == layout else f" of layout {record.layout}, not {layout}"
+    return record.share, f"as recorded in {record.where}{other}"
+
+
+def _show(title: str, made: "Plan", report: dict[str, Any], record: "Record | None", source: str) -> None:
     """The verdict is about this engine today, on one device; what several could comes last."""
     machine, w, today = made.machine, made.wanted, made.today
     per_gpu = report["per_gpu"]
@@ -141,13 +152,13 @@ def _show(title: str, made: "Plan", report: dict[str, Any], record: "Record | No
     if record and today.fits:
         rate = record.share * today.tokens_per_second(1)
         out.print(
-            f"measured      {record.share:.0%} of the ceiling below ({record.where}): {_rate(rate)} tokens/s",
+            f"measured      {record.share:.0%} of the ceiling below ({source}): {_rate(rate)} tokens/s",
             markup=False,
         )
     elif not record:
-        out.print(f"measured      no run on {machine.name} is recorded", markup=False)
+        out.print(f"measured      no run of this model on {machine.name} is recorded", markup=False)
     if today.spill is not None:
-        _show_spill(today, record, report["spill"])
+        _show_spill(today, record, source, report["spill"])
     if today.fits or machine.count == 1:
         _show_theory(today, "one, " if machine.count > 1 else "")
     if machine.count > 1:
@@ -158,14 +169,14 @@ def _show(title: str, made: "Plan", report: dict[str, Any], record: "Record | No
         _show_theory(made, f"{machine.count}, ")
 
 
-def _show_spill(made: "Plan", record: "Record | None", found: dict[str, Any]) -> None:
+def _show_spill(made: "Plan", record: "Record | None", source: str, found: dict[str, Any]) -> None:
     """Beside GPU memory at its recorded speed, or at best, what PCIe costs."""
     from dsv4.lab.gpus import HOST_BANDWIDTH, HOST_MEASURED_ON
     from dsv4.lab.spilled import rate
 
     spill = made.spill
     assert spill is not None
-    share, of = (record.share, "as recorded") if record else (1.0, "at best")
+    share, of = (record.share, f"{record.share:.0%} {source}") if record else (1.0, "at best")
     hits, rates = found["hit_rate_recorded"], {"uniform routing": None, "98.5 % hits": 0.985}
     if hits is not None:
         rates = {"uniform routing": None, f"recorded routing ({hits:.1%} hits)": hits}
@@ -185,7 +196,7 @@ def _show_theory(made: "Plan", which: str) -> None:
         out.print(f"in theory     {which}batch {count} {read}: at most {_rate(rate)} tokens/s{each}")
 
 
-def _show_predicted(made: "Plan", predicted: tuple[float, float] | None, source: str) -> None:
+def _show_predicted(made: "Plan", predicted: tuple[float, float] | None, share: float, source: str) -> None:
     """Not measured: what one GPU was measured to reach, and what others have published of their links."""
     said = made.communication()
     if predicted is None or said["all_reduce_us"] is None:
@@ -198,8 +209,9 @@ def _show_predicted(made: "Plan", predicted: tuple[float, float] | None, source:
         markup=False,
     )
     low, high = predicted
+    used = f"{share:.0%} of the bandwidth, {source}"
     out.print(
-        f"predicted     batch 1: {_rate(low)} to {_rate(high)} tokens/s (the bandwidth is used {source})",
+        f"predicted     batch 1: {_rate(low)} to {_rate(high)} tokens/s ({used})",
         markup=False,
     )
 
@@ -224,7 +236,7 @@ def _sets(made: "Plan", share: float) -> list[dict[str, Any]]:
     return rows
 
 
-def _show_sets(rows: list[dict[str, Any]], source: str) -> None:
+def _show_sets(rows: list[dict[str, Any]], share: float, source: str) -> None:
     table = Table("GPUs", "each holds", "reads per token", "all-reduce", "tokens/s", box=None, pad_edge=False)
     for row in rows:
         low, high = row["tokens_per_second"]
@@ -239,7 +251,8 @@ def _show_sets(rows: list[dict[str, Any]], source: str) -> None:
     out.print()
     out.print(table)
     out.print(
-        f"batch 1, predicted: the bandwidth is used {source}; several GPUs were never run", markup=False
+        f"batch 1, predicted: {share:.0%} of the bandwidth, {source}; several GPUs were never run",
+        markup=False,
     )
 
 

@@ -46,7 +46,7 @@ LINKS = {
 }
 # Of the read bandwidth, what decoding one sequence reaches on one GPU: 213 tokens/s of 405 in theory, Flash
 # in ModelOpt's layout on an H200, 15 November 2026 (docs/kernels.md). Nothing was measured on other GPUs.
-SHARE, SHARE_SOURCE = 0.526, "as measured on one H200, 15 November 2026"
+SHARE, SHARE_SOURCE = 0.526, "as Flash was measured on one H200, 15 November 2026"
 
 
 def _between(points: tuple[tuple[int, float], ...], num_bytes: float) -> float:

@@ -21,6 +21,7 @@ from dsv4.lab.gpus import MAX_GPUS, NAMES, Machine, known
 from dsv4.lab.init import contents
 from dsv4.lab.inspect import Component, active_share, components
 from dsv4.lab.links import LINKS
+from dsv4.lab.records import PRESETS
 from dsv4.lab.spilled import spill_figures, split_of
 from dsv4.model.buffers import graph_rows
 from dsv4.model.params import Param, check_ranks, num_parts
@@ -32,7 +33,6 @@ from dsv4.weights.load import Checkpoint, held_bytes
 from dsv4.weights.reader import Entry
 from dsv4.weights.tiled import tiled_format, tiled_source_bytes
 
-PRESETS = ("flash", "pro", "tiny")
 MAX_BATCH = 1 << 20
 # All-reduces of a layer: after attention and after the experts; of a step: the embedding and the choice.
 PER_LAYER, PER_STEP = 2, 2

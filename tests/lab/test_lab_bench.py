@@ -18,6 +18,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the decode kernels need Triton")
 
 from dsv4.cache.store import Cache
+from dsv4.cli.bench_ranks import predicted_rows
 from dsv4.config import ModelConfig, preset
 from dsv4.engine.memory import RESERVED
 from dsv4.errors import ConfigError
@@ -29,7 +30,7 @@ from dsv4.lab.bench.cases import Case, Maker
 from dsv4.lab.bench.ops import CHECKED_ROWS, _call, check, floor, state_bytes, weight_bytes
 from dsv4.lab.bench.plot import draw_speed
 from dsv4.lab.bench.profile import ENDS, Span, kinds_of, summarise
-from dsv4.lab.bench.record import append, check_target, commit
+from dsv4.lab.bench.record import commit
 from dsv4.lab.bench.subject import (
     DTYPE,
     Reads,
@@ -44,7 +45,6 @@ from dsv4.lab.doctor.ops import outputs
 from dsv4.lab.gpus import parse
 from dsv4.lab.plan import Demand, Plan, describe
 from dsv4.lab.plan import Wanted as Planned
-from dsv4.lab.records import best
 from dsv4.lab.synthetic import make_weights, with_experts
 from dsv4.model.buffers import ROWS, Buffers
 from dsv4.model.bundle import Bundle, Numerics
@@ -136,6 +136,29 @@ def test_predicted_of_ranks() -> None:
     assert ranks.predicted(alone, wanted, 4.0, 5.0) == 500
     assert ranks.predicted(one, wanted, 4.0, 5.0) == 2e3 / (4 + 0.005 * (2 * TINY.num_layers + 2))
     assert one.weight_bytes == synthetic_bytes(TINY, "nvfp4", ranks=2) < alone.weight_bytes
+
+
+def test_what_is_in_a_prediction_is_said() -> None:
+    """The step as measured and every all-reduce in full; the text has the same figures as the JSON line."""
+    wanted, ms = bench.Wanted(600, 1, 8), 3.0
+    line = ranks.predictions(synthetic("flash", None, None, "nvfp4", ranks=2), wanted, ms)
+    assert line["all_reduces"] == 2 * preset("flash").num_layers + 2 == 88
+    for rate, each, added in (
+        ("predicted_tokens_per_second", "all_reduce_us", "ms_added"),
+        ("predicted_at_published", "published_all_reduce_us", "ms_added_at_published"),
+    ):
+        assert line[added] == pytest.approx(88 * line[each] / 1e3, abs=1e-3)
+        assert line[rate] == pytest.approx(1e3 / (ms + line[added]), abs=0.1)
+    assert "pushes" in line["predicted_is"] and "counted twice" in line["predicted_is"]
+    (assumed, published, note) = predicted_rows({**line, "ranks": 2})
+    assert assumed == (
+        "predicted",
+        "290.7 tokens/s",
+        "2 GPUs: the step + 0.440 ms for 88 all-reduces of 5.0 us, assumed",
+    )
+    assert "of 4.2 us, published" in published[2] and "added whole" in note[2]
+    alone = ranks.predictions(synthetic("flash", None, None, "nvfp4"), wanted, ms)
+    assert alone["all_reduces"] == alone["ms_added"] == 0 and alone["predicted_tokens_per_second"] == 333.3
 
 
 def size_of(value: Any) -> int:
@@ -318,28 +341,6 @@ def test_profile_adds_up() -> None:
     assert found.busy_us == 21 and found.as_dict()["launches"]["b"]["gap_us"] == 4
     unknown = summarise(spans[:5], names, kinds, 1)
     assert not unknown.is_named and unknown.kinds.keys() == {"all"} and unknown.busy_us == 34
-
-
-def line(**more: Any) -> dict[str, Any]:
-    return {"bench": "decode", "device_name": "NVIDIA H200", "share": 0.5, **more}
-
-
-def test_records_are_what_the_plan_reads(tmp_path: Path) -> None:
-    target = tmp_path / "h200.jsonl"
-    check_target(target, True)
-    append(target, line())
-    target.write_bytes(target.read_bytes().rstrip(b"\n"))  # edited by hand
-    append(target, line(share=0.625))
-    append(target, {"bench": "prefill", "device_name": "NVIDIA H200", "matmul_share": 0.9})
-    assert len(target.read_text().splitlines()) == 3
-    record = best(tmp_path, "H200")
-    assert record is not None and record.share == 0.625
-    shown = ok("plan", "tiny", "--gpus", "H200", "--records", tmp_path)
-    assert "62%" in shown and "h200.jsonl:2" in shown
-    before = target.read_bytes()
-    with pytest.raises(ConfigError, match=r"share of the read ceiling is 1\.25"):
-        append(target, line(share=1.25))
-    assert target.read_bytes() == before
 
 
 def test_commit_is_that_of_the_checkout(tmp_path: Path) -> None:

@@ -58,7 +58,11 @@ def test_decode_on_a_gpu(batch: int, tmp_path: Path) -> None:
     for kind in KINDS:
         assert through[kind] > 0 and through[f"{kind}_share"] < 1.05, through
         assert f"{through[kind]:,.1f} tokens/s" in text
-    assert best(tmp_path, found["device_name"].removeprefix("NVIDIA ")) is not None
+    gpu = found["device_name"].removeprefix("NVIDIA ")
+    record = best(tmp_path, gpu, "tiny", "modelopt")
+    # One sequence is what a plan predicts.
+    assert (record is not None and record.share == found["share"]) == (batch == 1)
+    assert "--save" not in found["command"] and str(tmp_path) not in found["command"]
 
 
 def test_prefill_and_ops_on_a_gpu() -> None:

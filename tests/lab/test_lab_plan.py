@@ -26,7 +26,6 @@ from dsv4.lab.gpus import NAMES, Machine, known, measure_bandwidth, parse, this_
 from dsv4.lab.init import contents
 from dsv4.lab.links import LINKS
 from dsv4.lab.plan import Demand, Plan, Wanted, describe
-from dsv4.lab.records import best
 from dsv4.model.step import Step
 from dsv4.weights.detect import take_inventory
 from dsv4.weights.load import Checkpoint
@@ -369,25 +368,6 @@ def test_this_machine_is_measured() -> None:
     machine = this_machine()
     assert machine.count >= 1 and machine.memory_bytes > 1 << 20 and machine.source == "measured"
     assert 1e8 < measure_bandwidth("cpu", 1 << 26, rounds=2) < 1e13
-
-
-def test_recorded_shares(tmp_path: Path) -> None:
-    assert best(tmp_path / "missing", "H200") is None
-    lines = [
-        {"device_name": "NVIDIA H200", "share": 0.41},
-        {"device_name": "NVIDIA H200", "share": 0.38},
-        {"device_name": "NVIDIA GeForce RTX 5090", "share": 0.9},
-        {"what": "another benchmark"},
-    ]
-    (tmp_path / "runs.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    found = best(tmp_path, "H200")
-    assert found and found.share == 0.41 and found.where.endswith("runs.jsonl:1")
-    assert best(tmp_path, "H100") is None and best(tmp_path, "RTX 5090").share == 0.9  # type: ignore[union-attr]
-    shown = ok("plan", "tiny", "--gpus", "H200", "--records", tmp_path)
-    assert "41% of the ceiling below" in shown
-    for bad in ('{"device_name": "NVIDIA H200", "share": 41}', '{"device_name": 1, "share": 0.4}', "{"):
-        (tmp_path / "runs.jsonl").write_text(bad)
-        assert "runs.jsonl:1" in refused(dsv4("plan", "tiny", "--gpus", "H200", "--records", tmp_path))
 
 
 def test_the_command(tmp_path: Path) -> None:

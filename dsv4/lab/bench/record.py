@@ -33,9 +33,18 @@ def run(arguments: list[str]) -> dict[str, Any]:
     return {
         **{"dsv4": dsv4.__version__, "python": platform.python_version(), "torch": torch.__version__},
         **{"triton": _version("triton"), "cuda": torch.version.cuda, "driver": driver()},
-        **{"commit": commit(ROOT), "command": shlex.join(["dsv4", *arguments])},
+        **{"commit": commit(ROOT), "command": shlex.join(["dsv4", *_without_target(arguments)])},
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def _without_target(arguments: list[str]) -> list[str]:
+    """Where the line was kept is no part of how it was made."""
+    kept: list[str] = []
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        if "--save" not in (before, argument) and not argument.startswith("--save="):
+            kept.append(argument)
+    return kept
 
 
 def _version(name: str) -> str | None:

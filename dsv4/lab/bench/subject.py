@@ -17,9 +17,10 @@ from dsv4.errors import ConfigError
 from dsv4.kernels.common.places import Form, place
 from dsv4.kernels.common.tiles import ROWS, SLICE, Bank, Tiled, tile_bytes
 from dsv4.lab.bench.echo import Echo
+from dsv4.lab.records import published
 from dsv4.lab.routing import apply as follow
 from dsv4.lab.routing import shares
-from dsv4.lab.synthetic import LAYOUTS, format_of, make_weights, with_experts
+from dsv4.lab.synthetic import LAYOUTS, format_of, layout_of, make_weights, with_experts
 from dsv4.model.bundle import Bundle, Numerics, Weights
 from dsv4.model.params import Param, check_ranks, declare, own_experts
 from dsv4.ops import IMPLEMENTATIONS, Ops
@@ -123,7 +124,8 @@ class Subject:
     def facts(self) -> dict[str, Any]:
         c = self.config
         return {
-            **{"model": self.title, "is_synthetic": self.checkpoint is None, "layout": self.layout},
+            **{"model": self.title, "published": published(c), "is_synthetic": self.checkpoint is None},
+            "layout": self.layout,
             **{"layers": c.num_layers, "experts": c.num_experts, "activations": self.activations},
             **({} if self.routing is None else {"routing": self.routing}),
         }
@@ -170,7 +172,14 @@ def synthetic(
 def of_folder(folder: Path) -> Subject:
     checkpoint = Checkpoint.open(folder)
     c = checkpoint.config
-    return Subject(folder.resolve().name, c, "as stored", tiled_bytes(checkpoint), c.num_layers, checkpoint)
+    return Subject(
+        title=folder.resolve().name,
+        config=c,
+        layout=layout_of(checkpoint.inventory),
+        weight_bytes=tiled_bytes(checkpoint),
+        whole_layers=c.num_layers,
+        checkpoint=checkpoint,
+    )
 
 
 def choose(
