@@ -260,8 +260,11 @@ inline void written() { __syncwarp(); }
 inline void __syncwarp() { emulator::meet(emulator::my_warp().barrier, 32); }
 template <typename T> T __ldcg(const T* p) { return *p; }
 inline int __ffs(uint32_t n) { return __builtin_ffs((int)n); }
+inline int __clz(uint32_t n) { return n ? __builtin_clz(n) : 32; }
 inline int __popc(uint32_t n) { return __builtin_popcount(n); }
 template <typename T> T atomicAdd(T* p, T v) { return (*p += v) - v; }
+inline void atomicMin(uint32_t* p, uint32_t v) { *p = min(*p, v); }
+inline void atomicMax(uint32_t* p, uint32_t v) { *p = max(*p, v); }
 inline uint32_t atomicOr(uint32_t* p, uint32_t v) {
     const uint32_t before = *p;
     *p |= v;
@@ -277,6 +280,12 @@ inline uint32_t __reduce_min_sync(uint32_t, uint32_t v) {
     uint32_t all[32];
     emulator::together("reduce_min", v, all);
     return *std::min_element(all, all + 32);
+}
+inline uint32_t __reduce_add_sync(uint32_t, uint32_t v) {
+    uint32_t all[32], sum = 0;
+    emulator::together("reduce_add", v, all);
+    for (uint32_t one : all) sum += one;
+    return sum;
 }
 inline uint32_t __match_any_sync(uint32_t, uint32_t v) {
     uint32_t all[32], bits = 0;

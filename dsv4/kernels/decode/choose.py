@@ -11,18 +11,18 @@ from dsv4.kernels.common.overlap import launcher
 from dsv4.kernels.decode.matvec import COLUMNS, FLOAT_COLUMNS, Tasks
 
 # Warps of a block, and keys of a lane: rows of as many entries are chosen from in registers.
-FEW = ((8, 5), (16, 8), (32, 8))
+FEW = ((16, 4), (32, 8))
 CLUSTER = 8  # blocks that share a longer row, or the rows to be routed
 # Of route.cu, by experts of a lane, for a single row and for a batch: warps of a block, its shared memory.
 SINGLE = {8: (8, 2344), 16: (16, 2344)}
 BATCH = {8: (8, 21544), 16: (8, 38952)}
-DECLARED_SHARED = 1024  # bytes that choose.cu may declare itself
+FEW_SHARED, MANY_SHARED = 5516, 5464  # bytes of choose.cu's blocks beside what is chosen, or chosen from
 MAX_EXPERTS, MAX_CHOICES, MAX_PAIRS = 512, 32, 1024  # pairs: rows times choices
 
 
 def max_entries(capability: int) -> int:
     """Of a row: what a cluster's blocks hold in shared memory."""
-    return CLUSTER * (ARCHITECTURES[capability].block_shared - DECLARED_SHARED) // 4
+    return CLUSTER * (ARCHITECTURES[capability].block_shared - MANY_SHARED) // 4
 
 
 class _Routing(ctypes.Structure):
@@ -150,8 +150,16 @@ def select_rows(
         few = FEW[-1]
         choice.most = few[0] * few[1] * 32
     if few is not None:
-        kernel, blocks, threads = f"select_few_kernel<{few[0]}, {few[1]}>", rows, 32 * few[0]
-        call("choose", kernel, scores.device, choice, blocks=blocks, threads=threads, overlap=overlap)
+        call(
+            "choose",
+            f"select_few_kernel<{few[0]}, {few[1]}>",
+            scores.device,
+            choice,
+            blocks=rows,
+            threads=32 * few[0],
+            shared=FEW_SHARED + 4 * choice.topk,
+            overlap=overlap,
+        )
         if choice.most >= capacity:
             return
         choice.fewest, choice.most = choice.most + 1, capacity
@@ -162,7 +170,7 @@ def select_rows(
         choice,
         blocks=rows * CLUSTER,
         threads=1024,
-        shared=-(-capacity // CLUSTER) * 4,
+        shared=MANY_SHARED + -(-capacity // CLUSTER) * 4,
         cluster=CLUSTER,
         overlap=overlap,
     )
