@@ -336,7 +336,7 @@ def test_choices_wait(source: str, name: str) -> None:
     """At the outermost level, before any way out; no input of the step is read before but through L2."""
     early = until_wait(functions(source)[name])
     assert early.count("{") == early.count("}") + 1, "the wait is inside a branch"
-    assert "return;" not in early and "launch_dependents();" in early
+    assert "return;" not in early and "launch_dependents();" in early and "p.logits" not in early
     choice = COMMENT.sub("", build.source_path("choose").read_text()).split("struct Choice")[1].split("};")[0]
     methods = choice[choice.index("count(int row)") : choice.index("place(")]
     for text in (early, methods):

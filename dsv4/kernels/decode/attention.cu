@@ -1,6 +1,7 @@
 // Decode step: attention of one row, from the queries as their product left them to the rotated-back result, in one launch.
 //
-// A cluster of blocks takes eight heads, or of many rows sixteen, in GROUPS of eight, with the same bits; its blocks cut the keys evenly, 16 at a time (split-KV), by the row's position
+// A cluster of blocks takes eight heads, or of many rows sixteen, in GROUPS of eight, with the same bits.
+// Its blocks cut the keys evenly, 16 at a time (split-KV), by the row's position
 // alone. Of a block's keys each warp has 64 channels, as keys and as values: it copies, decodes and multiplies those without
 // waiting for another. Only scores change hands inside a block, only results inside a cluster: the block of a head sums them up.
 //
@@ -222,7 +223,6 @@ __device__ __forceinline__ void add_values(Memory<GROUPS>& s, float (&d)[GROUPS]
 
 template <int GROUPS>
 __global__ void __launch_bounds__(WARPS * 32, 2) attention_kernel(const Attention p) {
-    constexpr bool BULK = GROUPS > 1;
     Memory<GROUPS>& s = *(Memory<GROUPS>*)shared_memory();
     launch_dependents();
     const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
@@ -346,7 +346,10 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_kernel(const Attentio
         }
         __syncthreads();
         begin += KEYS;
-        if (begin >= keys.own) all_started();   // the inbox is open, and no scores of this block are read any more
+        if (begin >= keys.own) {   // the inbox is open, and no scores of this block are read any more
+            copies_may_follow();
+            all_started();
+        }
         float d[GROUPS][4][4] = {};
         if (is_rope) {
 #pragma unroll 1
@@ -367,33 +370,28 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_kernel(const Attentio
         }
     } while (begin < keys.own);
     all_wait();
-    // Block b sums up head b of each group. Of many rows a head's 64 channels go at once, from where the warp's keys were.
+    // Block b sums up head b of each group. A head's 64 channels go at once, from where the warp's keys were: in pieces of 16 bytes
+    // the network between blocks took longer than everything else.
     float(*staged)[STAGED_ROW] = reinterpret_cast<float(*)[STAGED_ROW]>(is_rope ? s.rotary[0] : s.codes[warp][0]);
-    if constexpr (BULK) __syncwarp();
+    __syncwarp();
 #pragma unroll
     for (int h = 0; h < GROUPS; ++h) {
-        if (keys.own)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {   // a head, 16 channels and 16 more
-                const float(&low)[4] = result[h][i / 2 * 2];
-                const float(&high)[4] = result[h][i / 2 * 2 + 1];
-                const int j = i % 2, at = 8 * g + i / 2 * 4;
-                const float4 four = make_float4(low[j], low[2 + j], high[j], high[2 + j]);
-                if constexpr (BULK) *reinterpret_cast<float4*>(&staged[h * HEADS + 2 * t + j][at]) = four;
-                else send(&s.results[h][block][warp][at], four, 2 * t + j, &s.inbox);
-            }
+        for (int i = 0; i < 4; ++i) {   // a head, 16 channels and 16 more
+            const float(&low)[4] = result[h][i / 2 * 2];
+            const float(&high)[4] = result[h][i / 2 * 2 + 1];
+            const int j = i % 2;
+            *reinterpret_cast<float4*>(&staged[h * HEADS + 2 * t + j][8 * g + i / 2 * 4]) = make_float4(low[j], low[2 + j], high[j], high[2 + j]);
+        }
         if (lane == 0) send(s.peaks[h][block], make_uint2(__float_as_uint(peak[h]), __float_as_uint(total[h])), warp, &s.inbox);
     }
-    if constexpr (BULK) {
-        written();
-        if (keys.own && lane < GROUPS * HEADS)
-            send_from(s.results[lane / HEADS][block][warp], staged[lane], SLICE_WIDTH * 4, lane % HEADS, &s.inbox);
-    }
+    copies_may_follow();
+    __syncwarp();
+    if (keys.own && lane < GROUPS * HEADS)
+        send_from(s.results[lane / HEADS][block][warp], staged[lane], SLICE_WIDTH * 4, lane % HEADS, &s.inbox);
     await_inbox(&s.inbox);
-    if constexpr (BULK) {   // all have what they were sent: memory may go
-        __syncwarp();
-        all_started();
-    }
+    __syncwarp();
+    all_started();   // all have what they were sent: memory may go
     // A thread has two channels, as `add_values` had them.
 #pragma unroll
     for (int h = 0; h < GROUPS; ++h) {
@@ -426,10 +424,8 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_kernel(const Attentio
             reinterpret_cast<uint32_t*>(out)[g] = both;
         }
     }
-    if constexpr (BULK) {
-        __syncwarp();
-        all_wait();
-    }
+    __syncwarp();
+    all_wait();
 }
 
 // What attention.py launches.
