@@ -75,6 +75,14 @@ inline int first_block, threads_per_block;
 inline const std::function<void()>* kernel;
 inline char problem[200];
 
+// What is sent from shared memory is read when it arrives, some time later: who overwrites it, or leaves, is found out.
+struct Sent {
+    char *to, *from;
+    uint64_t* there;   // the inbox
+    int bytes, sender;
+};
+inline std::vector<Sent> on_their_way;
+
 inline void fail(const char* what, const char* detail = "") {
     if (!problem[0]) snprintf(problem, sizeof problem, "%s%s (block %d, thread %d)", what, detail, now->block, now->index);
 }
@@ -127,6 +135,7 @@ inline const char* run(int first, int count, int per_block, size_t shared_bytes,
     kernel = &body;
     problem[0] = 0;
     cluster = {};
+    on_their_way.clear();
     blocks.assign(count, Block{});
     for (Block& block : blocks) {
         block.memory.assign(shared_bytes, (char)0xA5);
@@ -221,9 +230,31 @@ template <typename T> void send(const void* to, T v, int block, const Inbox* inb
     *there -= sizeof(T);
     emulator::yield(false);
 }
-inline void await_inbox(const Inbox* inbox) {
-    while (*inbox) emulator::yield(true);
+inline void send_from(const void* to, const void* from, int bytes, int block, const Inbox* inbox) {
+    Inbox* there = in_block((Inbox*)inbox, block);
+    in_block((char*)to + bytes - 1, block);
+    emulator::on_their_way.push_back({in_block((char*)to, block), (char*)from, there, bytes, emulator::now->block});
+    emulator::yield(false);
 }
+inline void deliver_one() {
+    using namespace emulator;
+    static std::minstd_rand random;
+    if (on_their_way.empty()) return;
+    std::swap(on_their_way[random() % on_their_way.size()], on_their_way.back());
+    const Sent sent = on_their_way.back();
+    on_their_way.pop_back();
+    if (blocks[sent.sender].has_left) fail("a block has left what it sent from its memory");
+    if (*sent.there < (uint64_t)sent.bytes || *sent.there > 1 << 20) fail("more is sent than the inbox expects");
+    memcpy(sent.to, sent.from, sent.bytes);
+    *sent.there -= sent.bytes;
+}
+inline void await_inbox(const Inbox* inbox) {
+    while (*inbox) {
+        deliver_one();
+        if (*inbox) emulator::yield(emulator::on_their_way.empty());
+    }
+}
+inline void copies_may_follow() {}
 inline void launch_dependents() {}
 inline void wait_for_prerequisites() {}
 inline void __syncthreads() { emulator::meet(emulator::blocks[emulator::now->block].barrier, emulator::threads_per_block); }

@@ -260,6 +260,54 @@ def test_experts(format: Format, act: torch.dtype, rows: int, d: int, width: int
             assert apart(out[row, c], want) < tolerance
 
 
+@pytest.mark.parametrize("d", [1024, 4608])
+@pytest.mark.parametrize("kind", ["some", "all different", "none"])
+def test_shares_of_blocks_do_not_show(kind: str, d: int) -> None:
+    """One block with pieces of all experts and of the shared one, in another format; some; many."""
+    rows, experts, k, width = 4, 12, 3, 160
+    up, _ = bank(Format.NVFP4, experts, width, d, 2)
+    down, _ = bank(Format.NVFP4, experts, d, width, 1)
+    shared = tile(weight(Format.FP8, d, width))
+    x = torch.randn(rows, d, device="cuda").bfloat16()
+    beside = torch.randn(rows, width, device="cuda").bfloat16()
+    logits = torch.randn(rows, experts, device="cuda")
+    if kind == "all different":
+        logits += 30.0 * torch.eye(rows, device="cuda").repeat_interleave(k, dim=1)
+    logits[:, -1] -= 60.0 if kind == "none" else 0.0
+    tasks = Tasks.empty(rows, k, "cuda")
+    choose.route(
+        logits=logits,
+        bias=None,
+        table=None,
+        ids=torch.zeros(rows, dtype=torch.long, device="cuda"),
+        scale=1.5,
+        is_float=False,
+        chosen=torch.empty(rows, k, dtype=torch.int32, device="cuda"),
+        tasks=tasks,
+        own=range(experts - 1, experts) if kind == "none" else None,
+    )
+    found = int((tasks.expert >= 0).sum())
+    assert found == {"none": 0, "all different": rows * k}.get(kind, found)
+    alone = torch.full((rows, d), torch.nan, device="cuda", dtype=torch.bfloat16)
+    MatVec([Product(shared, beside, alone)], rows).launch()
+    results = []
+    for blocks in (None, 1, 3):
+        hidden = torch.full((rows * k, width), torch.nan, device="cuda", dtype=torch.bfloat16)
+        out = torch.full((rows, k + 1, d), torch.nan, device="cuda", dtype=torch.bfloat16)
+        kept = carry(rows * k * max(2 * width, d))
+        MatVec([Product(up, x, hidden, "up")], rows, tasks, 1.5, blocks=blocks, carry=kept).launch()
+        products = [
+            Product(down, hidden, out, "down"),
+            Product(shared, beside, out[:, k:], y_stride=out.stride(0)),
+        ]
+        MatVec(products, rows, tasks, blocks=blocks, carry=kept).launch()
+        assert torch.equal(out[:, k], alone)
+        assert torch.isnan(out[:, :k]).all() if kind == "none" else not torch.isnan(out).any()
+        results.append((hidden.view(torch.int16), out.view(torch.int16)))
+    for hidden, out in results[1:]:
+        assert torch.equal(hidden, results[0][0]) and torch.equal(out, results[0][1])
+
+
 @pytest.mark.parametrize("rows", [1, 5, 32])
 @pytest.mark.parametrize("experts", [256, 257, 384, 512])
 def test_route_of_many(rows: int, experts: int) -> None:

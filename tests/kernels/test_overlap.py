@@ -336,7 +336,7 @@ def test_choices_wait(source: str, name: str) -> None:
     """At the outermost level, before any way out; no input of the step is read before but through L2."""
     early = until_wait(functions(source)[name])
     assert early.count("{") == early.count("}") + 1, "the wait is inside a branch"
-    assert "return;" not in early and "launch_dependents();" in early
+    assert "return;" not in early and "launch_dependents();" in early and "p.logits" not in early
     choice = COMMENT.sub("", build.source_path("choose").read_text()).split("struct Choice")[1].split("};")[0]
     methods = choice[choice.index("count(int row)") : choice.index("place(")]
     for text in (early, methods):
@@ -440,7 +440,7 @@ def test_products_wait() -> None:
     assert early.count("return;") == 2 and "if (next_unit >= end) return;" in early  # that one is a lambda's
     assert "if (expert < 0) return;" in early
     assert not re.search(r"put_act|s\.y|put_slice\(|p\.weights", early.split("has_slice =")[1])
-    assert re.findall(r"read_slice\(.*", early.split("has_slice =")[1]) == ["read_slice(warp, 0);"]
+    assert re.findall(r"read_slice\(.*", early.split("has_slice =")[1]) == ["read_slice(warp, 0, some);"]
 
 
 def test_prompts_are_serial(monkeypatch: pytest.MonkeyPatch) -> None:

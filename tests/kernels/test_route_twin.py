@@ -29,6 +29,7 @@ def run(
     table: Tensor | None = None,
     own: range | None = None,
     is_float: bool = False,
+    ids: Tensor | None = None,
     seed: int = 0,
 ) -> tuple[Tensor, Tasks, Tensor]:
     rows, experts = logits.shape
@@ -47,7 +48,7 @@ def run(
             logits=logits,
             bias=bias,
             table=table,
-            ids=torch.arange(rows) % (1 if table is None else len(table)),
+            ids=torch.arange(rows) % (1 if table is None else len(table)) if ids is None else ids,
             scale=2.5,
             is_float=is_float,
             chosen=chosen,
@@ -98,11 +99,39 @@ def test_batches(twin: ctypes.CDLL, rows: int, experts: int, choices: int) -> No
 
 
 def test_a_table_with_repeats(twin: ctypes.CDLL) -> None:
+    """More rows than the cluster takes at once; -1 (the last logits were not finite) counts as 0."""
     table = torch.tensor([[1, 1, 0], [7, 2, 2], [3, 4, 5]])
-    chosen, tasks, _ = run(twin, torch.zeros(4, 8), None, 3, table=table)
-    assert chosen.tolist() == [[0, 1, 1], [2, 2, 7], [3, 4, 5], [0, 1, 1]]
+    ids = torch.arange(80) % 3
+    ids[70] = -1
+    chosen, tasks, _ = run(twin, torch.zeros(80, 8), None, 3, table=table, ids=ids)
+    assert torch.equal(chosen.long(), table[ids.clamp(min=0)].sort(1).values)
     wanted = listed(chosen, range(8), COLUMNS)
     assert list(zip(tasks.expert.tolist(), tasks.pairs.tolist(), strict=True))[: len(wanted)] == wanted
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_ties_and_orders(twin: ctypes.CDLL, rows: int) -> None:
+    """Of equals the lower number, also of those that one lane holds, whatever comes first."""
+    logits = torch.zeros(rows, 100)
+    logits[:, 7] = float("nan")  # the largest, as torch sorts
+    for seed in range(20):
+        chosen, _, _ = run(twin, logits, None, 5, seed=seed)
+        assert chosen.tolist() == [[0, 1, 2, 3, 7]] * rows
+    chosen, _, _ = run(twin, torch.cat((torch.full((rows, 2), -9.0), torch.zeros(rows, 98)), dim=1), None, 5)
+    assert chosen.tolist() == [[2, 3, 4, 5, 6]] * rows
+    one_lane = torch.full((rows, 100), -9.0)
+    one_lane[:, 3::32] = 1.0
+    chosen, _, _ = run(twin, one_lane, None, 3)
+    assert chosen.tolist() == [[3, 35, 67]] * rows
+
+
+def test_a_single_row_among_ranks(twin: ctypes.CDLL) -> None:
+    """A choice of another rank's is a place without a task."""
+    logits = torch.randn(1, 24, generator=torch.Generator().manual_seed(3))
+    chosen, tasks, _ = run(twin, logits, None, 6, own=range(8, 16))
+    here = [expert - 8 if 8 <= expert < 16 else -1 for expert in chosen[0].tolist()]
+    assert tasks.expert.tolist() == here and -1 in here and max(here) >= 0
+    assert tasks.pairs.tolist() == [[place] + [-1] * (COLUMNS - 1) for place in range(6)]
 
 
 def test_all_rows_go_to_one(twin: ctypes.CDLL) -> None:

@@ -1,6 +1,7 @@
 // Decode step: attention of one row, from the queries as their product left them to the rotated-back result, in one launch.
 //
-// A cluster of blocks takes eight heads, or of many rows sixteen, in GROUPS of eight, with the same bits; its blocks cut the keys evenly, 16 at a time (split-KV), by the row's position
+// A cluster of blocks takes eight heads, or of many rows sixteen, in GROUPS of eight, with the same bits.
+// Its blocks cut the keys evenly, 16 at a time (split-KV), by the row's position
 // alone. Of a block's keys each warp has 64 channels, as keys and as values: it copies, decodes and multiplies those without
 // waiting for another. Only scores change hands inside a block, only results inside a cluster: the block of a head sums them up.
 //
@@ -16,7 +17,7 @@ constexpr int CLUSTER = 8, WARPS = 8, HEADS = 8, WIDTH = 512, SLICE_WIDTH = 64, 
 constexpr int KEYS = 80;                             // of a pass, 16 at a time
 constexpr int PER_LANE = (KEYS + 31) / 32;
 constexpr int ROW = 448 + 2 * 64, SCALES = 8;        // bytes of a KV8 row
-constexpr int SCORE_ROW = KEYS + 4, WEIGHT_ROW = KEYS + 8;   // no two lanes meet in a bank
+constexpr int SCORE_ROW = KEYS + 4, WEIGHT_ROW = KEYS + 8, STAGED_ROW = SLICE_WIDTH + 4;   // few lanes meet in a bank
 constexpr float LOG2E = 1.4426950408889634f;
 
 struct Attention {
@@ -345,7 +346,10 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_kernel(const Attentio
         }
         __syncthreads();
         begin += KEYS;
-        if (begin >= keys.own) all_started();   // the inbox is open, and no scores of this block are read any more
+        if (begin >= keys.own) {   // the inbox is open, and no scores of this block are read any more
+            copies_may_follow();
+            all_started();
+        }
         float d[GROUPS][4][4] = {};
         if (is_rope) {
 #pragma unroll 1
@@ -366,20 +370,28 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_kernel(const Attentio
         }
     } while (begin < keys.own);
     all_wait();
-    // Block b sums up head b of each group.
+    // Block b sums up head b of each group. A head's 64 channels go at once, from where the warp's keys were: in pieces of 16 bytes
+    // the network between blocks took longer than everything else.
+    float(*staged)[STAGED_ROW] = reinterpret_cast<float(*)[STAGED_ROW]>(is_rope ? s.rotary[0] : s.codes[warp][0]);
+    __syncwarp();
 #pragma unroll
     for (int h = 0; h < GROUPS; ++h) {
-        if (keys.own)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {   // a head, 16 channels and 16 more
-                const float(&low)[4] = result[h][i / 2 * 2];
-                const float(&high)[4] = result[h][i / 2 * 2 + 1];
-                const int j = i % 2;
-                send(&s.results[h][block][warp][8 * g + i / 2 * 4], make_float4(low[j], low[2 + j], high[j], high[2 + j]), 2 * t + j, &s.inbox);
-            }
+        for (int i = 0; i < 4; ++i) {   // a head, 16 channels and 16 more
+            const float(&low)[4] = result[h][i / 2 * 2];
+            const float(&high)[4] = result[h][i / 2 * 2 + 1];
+            const int j = i % 2;
+            *reinterpret_cast<float4*>(&staged[h * HEADS + 2 * t + j][8 * g + i / 2 * 4]) = make_float4(low[j], low[2 + j], high[j], high[2 + j]);
+        }
         if (lane == 0) send(s.peaks[h][block], make_uint2(__float_as_uint(peak[h]), __float_as_uint(total[h])), warp, &s.inbox);
     }
+    copies_may_follow();
+    __syncwarp();
+    if (keys.own && lane < GROUPS * HEADS)
+        send_from(s.results[lane / HEADS][block][warp], staged[lane], SLICE_WIDTH * 4, lane % HEADS, &s.inbox);
     await_inbox(&s.inbox);
+    __syncwarp();
+    all_started();   // all have what they were sent: memory may go
     // A thread has two channels, as `add_values` had them.
 #pragma unroll
     for (int h = 0; h < GROUPS; ++h) {
@@ -412,9 +424,11 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_kernel(const Attentio
             reinterpret_cast<uint32_t*>(out)[g] = both;
         }
     }
+    __syncwarp();
+    all_wait();
 }
 
 // What attention.py launches.
-static_assert(sizeof(Memory<1>) == 75400 && sizeof(Memory<2>) == 100072);
+static_assert(sizeof(Memory<1>) == 75400 && sizeof(Memory<2>) == 100072 && 2 * HEADS * STAGED_ROW * 4 <= KEYS * SLICE_WIDTH);
 template __global__ void attention_kernel<1>(const Attention);
 template __global__ void attention_kernel<2>(const Attention);

@@ -97,6 +97,28 @@ __device__ __forceinline__ void read_x(const void* row, int k0, int k, int lane,
     for (int i = 0; i < ITEMS / 32; ++i) v[i] = k0 + 4 * (lane + 32 * i) < k ? __ldcg(p + 32 * i) : Four{};
 }
 
+// The same, copied as it is to items of shared memory, where the warp finds it after `await_x` and a barrier. Past L1, as whatever a
+// step writes is read, but for rows that do not lie at multiples of 16 bytes, which no model's step has.
+__device__ __forceinline__ void copy_x(const void* row, int k0, int k, bool is_aligned, int lane, uint2* to) {
+    const uint2* from = static_cast<const uint2*>(row) + k0 / 4;
+    if (is_aligned) {
+#pragma unroll
+        for (int i = 0; i < ITEMS / 64; ++i) {
+            const int item = 2 * (lane + 32 * i), left = k - k0 - 4 * item;   // channels
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                         ::"r"(shared_address(to + item)), "l"(left > 0 ? from + item : row), "r"(max(0, min(left, 8)) * 2) : "memory");
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < ITEMS / 32; ++i) {
+            const int item = lane + 32 * i, left = k - k0 - 4 * item;
+            asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;"
+                         ::"r"(shared_address(to + item)), "l"(left > 0 ? from + item : row), "r"(left > 0 ? 8 : 0) : "memory");
+        }
+    }
+}
+__device__ __forceinline__ void await_x() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // The same, but that lane l holds columns 16l..16l+15: a block of NVFP4.
 __device__ __forceinline__ void read_block(const void* row, int k0, int k, int lane, uint2 (&x)[4]) {
 #pragma unroll

@@ -64,6 +64,15 @@ template <int CHUNK> __device__ __forceinline__ void fetch(uint32_t to, const vo
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(to), "l"(from), "r"(CHUNK), "r"(barrier) : "memory");
 }
+// Those of a warp's stages.
+template <int STAGES> __device__ __forceinline__ void open_barriers(uint32_t barrier, int lane) {
+    if (lane == 0) {
+        for (int i = 0; i < STAGES; ++i)
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier + i * 8) : "memory");
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncwarp();
+}
 // Waits for the warps of one group only. One number is everyone's, since that of __syncthreads is group 0's; sixteen groups are of
 // one warp each and need none.
 constexpr int EVERYONE = 15;
@@ -120,10 +129,10 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     using At = Layout<SINGLE, WIDE>;
     constexpr bool CAN_ROUND = SINGLE && !WIDE && F != BF16;
     constexpr int WARPS = At::WARPS, CHUNK = At::CHUNK, CHUNK_LOADS = CHUNK / 512, CHUNKS = LOADS / CHUNK_LOADS;
-    // A brick's sum is one chain of products, each waiting for the one before: two bricks at a time keep the tensor core busy.
-    constexpr bool PAIRS = F == NVFP4 && !WIDE && CHUNKS == 1;
-    // A single row's launch fetches its instructions anew, so there loops are loops.
-    constexpr int UNROLLED = At::SINGLE ? 2 : CHUNK_LOADS / 2;
+    // A brick's sum is one chain of products, each waiting for the one before: of a single row two bricks at a time keep the tensor
+    // core busy. Of a batch twice as many warps do, and a brick's stage is fetched anew while the other is multiplied.
+    constexpr bool PAIRS = SINGLE && F == NVFP4 && !WIDE;
+    static_assert(!PAIRS || CHUNKS == 1);
     constexpr int PER_GROUP = IS_F32 ? COLUMNS / PARTS : COLUMNS;
     const int stages = At::SINGLE ? p.stages : At::MAX_STAGES;   // a power of two
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -137,27 +146,23 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     const int stride = At::SINGLE ? 0 : X_STRIDE, slice_stride = stride ? COLUMNS * MAX_STRIDE : MAX_STRIDE;
     uint2* x_table = reinterpret_cast<uint2*>(shared + At::X_AT);
     float* undo_table = reinterpret_cast<float*>(x_table + (At::SINGLE && WIDE ? s.span : s.warps) * slice_stride);   // [slice][column]
-    typename Item<IS_F32>::Four some[ITEMS / 32];
-    const auto read_slice = [&](int i, int row) {   // slice i of the segment
+    using Some = typename Item<IS_F32>::Four[ITEMS / 32];
+    Some some;
+    const auto read_slice = [&](int i, int row, Some& some) {   // slice i of the segment
         read_x<IS_F32>(static_cast<const char*>(s.x) + (size_t)row * s.x_stride * (IS_F32 ? 4 : 2), (s.first_slice + i) * SLICE, s.k, lane, some);
     };
-    const auto put_slice = [&](int i, int c, int first, int step) {   // to place i of the table, column c
-        const float undo = put_x<F != BF16, IS_F32>(some, first, step, x_table + i * slice_stride + c * (IS_F32 ? PARTS : 1) * stride);
+    const auto put_slice = [&](int i, int c, const Some& some) {   // to place i of the table, column c
+        const float undo = put_x<F != BF16, IS_F32>(some, lane, 32, x_table + i * slice_stride + c * (IS_F32 ? PARTS : 1) * stride);
         if (lane == 0) undo_table[i * COLUMNS + c] = undo;
     };
     const bool has_slice = At::SINGLE && warp < s.warps;   // of a single row's x a warp brings one slice, of every pass
     const uint32_t stage = shared_address(shared) + At::STAGES_AT + warp * stages * CHUNK;
     const uint32_t barriers = shared_address(shared) + At::BARRIERS_AT, barrier = barriers + warp * At::MAX_STAGES * 8;
-    if (lane == 0 && fetched == 0) {
-        for (int i = 0; i < At::MAX_STAGES; ++i)
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier + i * 8) : "memory");
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
-    __syncwarp();
+    if constexpr (At::SINGLE) open_barriers<At::MAX_STAGES>(barrier, lane);
     // Up cannot fetch weights before its tasks are known, so it waits first; a single row's input is older and is read
     // early. Down reads its tasks early: up, which triggers late, has waited for the router.
     if (s.routed == 1) {
-        if (has_slice) read_slice(warp, 0);
+        if (has_slice) read_slice(warp, 0, some);
         wait_for_prerequisites();
         launch_dependents();
     }
@@ -243,14 +248,35 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     }
     if constexpr (At::SINGLE)
         if (blockIdx.x == gridDim.x - 1 && threadIdx.x < p.clears) p.cleared[threadIdx.x] = 0;
-    const auto bring_x = [&](int skipped, int slices) {   // all columns, by all warps
-        for (int c = 0; c < count; ++c) {
-            const int row = __shfl_sync(~0u, place, c) / (s.routed == 1 ? p.choices : 1);
-            for (int i = warp - c * slices % WARPS; i < slices; i += WARPS)
-                if (i >= 0) {
-                    read_slice(skipped + i, row);
-                    put_slice(i, c, lane, 32);
-                }
+    // All columns, by all warps. A warp first asks for all its slices, which then become what the tensor core takes in their places.
+    const auto bring_x = [&](int skipped, int slices) {
+        const auto each = [&](auto body) {   // slice and column
+            for (int c = 0, i = warp;; i += WARPS) {
+                for (; i >= slices; ++c) i -= slices;
+                if (c >= count) break;
+                body(i, c);
+            }
+        };
+        const auto row_of_x = [&](int c) { return __shfl_sync(~0u, place, c) / (s.routed == 1 ? p.choices : 1); };
+        if constexpr (IS_F32) {
+            each([&](int i, int c) {
+                read_slice(skipped + i, row_of_x(c), some);
+                put_slice(i, c, some);
+            });
+        } else {
+            each([&](int i, int c) {
+                copy_x(static_cast<const char*>(s.x) + (size_t)row_of_x(c) * s.x_stride * 2, (s.first_slice + skipped + i) * SLICE, s.k,
+                       s.x_stride % 8 == 0, lane, x_table + i * slice_stride + c * stride);
+            });
+            await_x();
+            __syncwarp();
+            each([&](int i, int c) {
+                if constexpr (F != BF16)
+#pragma unroll
+                    for (int j = 0; j < ITEMS / 32; ++j) some[j] = x_table[i * slice_stride + c * stride + lane + 32 * j];
+                if constexpr (F != BF16) put_slice(i, c, some);
+                else if (lane == 0) undo_table[i * COLUMNS + c] = 1.f;
+            });
         }
     };
     if constexpr (At::SINGLE) {
@@ -262,7 +288,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
                 if (has_slice) read_block(static_cast<const char*>(s.x) + (size_t)row * s.x_stride * 2, (s.first_slice + warp) * SLICE, s.k, lane, some);
                 if (s.x_top) top = __ldcg(s.x_top + row);
             }
-        if (has_slice && s.routed != 1 && !rounds) read_slice(warp, row);
+        if (has_slice && s.routed != 1 && !rounds) read_slice(warp, row, some);
 #pragma unroll 1
         for (int i = p.early_stages; i < stages; ++i) fetch_next();
         if constexpr (CAN_ROUND)
@@ -279,11 +305,11 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
                     if (lane == 0) undo_table[warp * COLUMNS] = undo;
                 }
             }
-        if (has_slice && !rounds) put_slice(warp, 0, lane, 32);
+        if (has_slice && !rounds) put_slice(warp, 0, some);
         if constexpr (WIDE)
             for (int i = warp + s.warps; has_slice && i < s.span; i += s.warps) {
-                read_slice(i, s.routed == 2 ? work.w : 0);
-                put_slice(i, 0, lane, 32);
+                read_slice(i, s.routed == 2 ? work.w : 0, some);
+                put_slice(i, 0, some);
             }
     } else bring_x(0, s.warps);
     __syncthreads();
@@ -361,7 +387,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
                 if (has_second(unit)) {
                     const uint4* other = next_chunk();
                     float sums[2][4] = {};
-#pragma unroll UNROLLED
+#pragma unroll 2   // a single row's launch fetches its instructions anew, so loops are loops
                     for (int i = 0; i < CHUNK_LOADS; i += 2) {   // a word of scales
                         multiply_nvfp4<2>({first[i * 32], other[i * 32]}, 0, my_x + i * 16, now, sums);
                         multiply_nvfp4<2>({first[i * 32 + 32], other[i * 32 + 32]}, 1, my_x + i * 16, now, sums);
@@ -375,7 +401,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
                     put_sum(1, sums[1]);
                 } else {
                     float sums[1][4] = {};
-#pragma unroll UNROLLED
+#pragma unroll 2   // a single row's launch fetches its instructions anew, so loops are loops
                     for (int i = 0; i < CHUNK_LOADS; i += 2) {
                         multiply_nvfp4<1>({first[i * 32]}, 0, my_x + i * 16, {now[0]}, sums);
                         multiply_nvfp4<1>({first[i * 32 + 32]}, 1, my_x + i * 16, {now[0]}, sums);
@@ -489,7 +515,11 @@ __global__ void __launch_bounds__(Layout<SINGLE, WIDE>::WARPS * 32, Layout<SINGL
         }
         part = Part(p.shares, p.num_shares, tasks, work.y, work.z);
         work = part.next(p.shares, p.num_shares, tasks);
+        if (work.x < 0) wait_for_prerequisites();   // if no block had a share, the launch would be complete too early
     }
+    using At = Layout<SINGLE, WIDE>;
+    if constexpr (!SINGLE)
+        open_barriers<At::MAX_STAGES>(shared_address(shared) + At::BARRIERS_AT + (threadIdx.x >> 5) * At::MAX_STAGES * 8, threadIdx.x & 31);
     uint32_t fetched = 0;
     while (work.x >= 0) {
         const Segment& s = p.segments[work.x];
@@ -501,7 +531,7 @@ __global__ void __launch_bounds__(Layout<SINGLE, WIDE>::WARPS * 32, Layout<SINGL
             case BF16: run<BF16, SINGLE, IS_F32, WIDE>(p, s, work, shared, fetched); break;
         }
         if (!is_shared) break;
-        group_barrier(EVERYONE, Layout<SINGLE, WIDE>::WARPS * 32);   // x and sums are read
+        group_barrier(EVERYONE, At::WARPS * 32);   // x and sums are read
         work = part.next(p.shares, p.num_shares, tasks);
     }
 }

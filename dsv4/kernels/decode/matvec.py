@@ -249,6 +249,7 @@ class MatVec:
         blocks -= mixing is not None
         all_segments = [segment for segment, _ in segments]
         if tasks and rows > 1:
+            assert all(product.who != "up" for product in products[1:]), "the first says when tasks are read"
             shares = _shares(all_segments, rows, columns, self.warps, len(tasks.expert))
             params.num_shares, params.max_tasks = len(shares), len(tasks.expert)
             for i, share in enumerate(shares):
@@ -395,9 +396,8 @@ def _shares(segments: list[_Segment], rows: int, columns: int, warps: int, max_t
     assert len(segments) <= MAX_SHARES, len(segments)
     out = []
     for segment in segments:
-        units = (
-            warps // segment.warps * (2 // segment.halves)
-        )  # that a block multiplies in a turn: two bricks a warp
+        # Of a turn, in which a warp multiplies two bricks.
+        units = warps // segment.warps * (2 // segment.halves)
         turns, repeats = -(-segment.units // units), 0 if segment.routed else -(-rows // columns)
         out.append(_Share(repeats=repeats, turns=turns, units=units, cost=_cost(segment, units)))
     total = sum((share.repeats or max_tasks) * share.turns * share.cost for share in out)
