@@ -16,7 +16,7 @@ from dsv4.kernels.common import quantize
 from dsv4.kernels.decode import attend, index, mhc, prepare
 from dsv4.kernels.decode.matvec import splits
 from dsv4.quant.formats import Format, QuantTensor, empty_rows
-from tests.aot import check_fits, compiling
+from tests.aot import SISTERS, check_fits, compiling
 
 pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="an interpreted function is not compiled")
 T, SLOTS, ROWS = 1, 2, 256
@@ -105,40 +105,40 @@ def launch_quantize(c: ModelConfig, act: torch.dtype) -> None:
     quantize.swiglu_pack(empty(T, 2 * inner, dtype=act), empty(T), c.swiglu_limit)
 
 
-CASES = [
-    ("flash", torch.bfloat16, 90),
-    ("pro", torch.bfloat16, 90),
-    ("tiny", torch.float32, 90),
-    ("flash", torch.bfloat16, 100),
-    ("flash", torch.bfloat16, 120),
-]
-SLOW = [
-    ("pro", torch.bfloat16, 100),
-    ("flash", torch.bfloat16, 103),
-    ("pro", torch.bfloat16, 120),
-    ("flash", torch.bfloat16, 121),
-]
-PRODUCTS = [launch_index, launch_attend]  # what differs between GPUs
-# In BF16 for Hopper at flash's sizes (of mhc, whose chunks are pro's too, at both); the others with -m slow.
+BF16 = torch.bfloat16
+# Every kernel for every GPU at Flash's sizes; for Hopper also at Pro's and in float32, where kernels differ.
+# The sisters from the PTX that was made for another (aot.py). All, each by itself: -m slow.
+CASES = [("flash", BF16, 90), ("flash", BF16, 100), ("flash", BF16, 120)]
+SISTER_CASES = [("flash", BF16, capability) for capability in SISTERS]
+PRODUCTS = [launch_index, launch_attend]
 REST = [launch_mhc, launch_prepare, launch_quantize]
-HERE = [(CASES[0], launch) for launch in REST] + [(CASES[1], launch_mhc)]
-EACH = [
-    pytest.param(
-        *case,
-        launch,
-        marks=[pytest.mark.slow] if case in SLOW or (launch in REST and (case, launch) not in HERE) else [],
-    )
-    for case in CASES + SLOW
+MORE = [(("pro", BF16, 90), launch) for launch in (*PRODUCTS, launch_mhc)]
+MORE += [(("tiny", torch.float32, 90), launch) for launch in PRODUCTS]
+SLOW = [(("pro", BF16, 90), launch) for launch in (launch_prepare, launch_quantize)]
+SLOW += [(("tiny", torch.float32, 90), launch) for launch in REST]
+SLOW += [
+    (case, launch)
+    for case in (("pro", BF16, 100), ("pro", BF16, 120), *SISTER_CASES)
     for launch in PRODUCTS + REST
 ]
+EACH = [
+    *((*case, launch, True) for case in CASES for launch in PRODUCTS + REST),
+    *((*case, launch, True) for case, launch in MORE),
+    *((*case, launch, False) for case in SISTER_CASES for launch in PRODUCTS + REST),
+    *(pytest.param(*case, launch, True, marks=pytest.mark.slow) for case, launch in SLOW),
+]
 
 
-@pytest.mark.parametrize(("name", "act", "capability", "launch"), EACH)
+@pytest.mark.parametrize(("name", "act", "capability", "launch", "is_whole"), EACH)
 def test_compiles(
-    name: str, act: torch.dtype, capability: int, launch: Callable[[ModelConfig, torch.dtype], None]
+    name: str,
+    act: torch.dtype,
+    capability: int,
+    launch: Callable[[ModelConfig, torch.dtype], None],
+    is_whole: bool,
 ) -> None:
     found: list[tuple[str, Any]] = []
-    with compiling(lambda kernel, made: found.append((kernel, made)), capability):
+    with compiling(lambda kernel, made: found.append((kernel, made)), capability, is_whole):
         launch(preset(name), act)
     assert found
     for kernel, made in found:
