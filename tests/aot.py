@@ -18,10 +18,13 @@ from tests.support.cubin import resources
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 
-# Triton tells GPUs by the tens of their compute capability: these have the PTX of another, but for the
-# instructions by which some kernels find a maximum (redux.sync, three operands).
+# Whose PTX a GPU has too: Triton tells GPUs by the tens of their compute capability, and only where something
+# is multiplied. Not that of a kernel that reduces by redux.sync, which sm_100a has alone.
 SISTERS = {103: 100, 121: 120}
-FIND_MAXIMUM = {"_choose_kernel", "_prepare_kernel", "_attend_kernel"}
+ANY_BLACKWELL = {103: 100, 120: 100, 121: 100}
+REDUCES = {"_choose_kernel"}
+# These find a maximum of three operands at once on 10.0 and 12.0, of two on 10.3 and 12.1.
+FIND_MAXIMUM = {"_prepare_kernel", "_attend_kernel"}
 
 
 @contextmanager
@@ -39,18 +42,21 @@ def launching(note: Callable[..., None], capability: int) -> Iterator[None]:
 
 @contextmanager
 def compiling(
-    then: Callable[[str, Any], None], capability: int = 90, is_whole: bool = True
+    then: Callable[[str, Any], None], capability: int = 90, sister: int | None = None, is_whole: bool = True
 ) -> Iterator[None]:
-    """Inside, a launch compiles the kernel and calls `then` with its name and what came out. Not `is_whole`:
-    from PTX that was made for a sister."""
+    """Inside, a launch compiles the kernel and calls `then` with its name and what came out. `sister`: a GPU
+    whose PTX this one has too. Not `is_whole`: from that PTX; else it is compared."""
 
     def run(self: Any, *args: Any, **kwargs: Any) -> None:
-        name, of = self.fn.__name__, SISTERS.get(capability, capability)
-        made = compile_launch(self, args, kwargs, capability if is_whole else of)
-        if is_whole and of != capability and name not in FIND_MAXIMUM:
-            sister = compile_launch(self, args, kwargs, of)
-            assert code_of(made) == code_of(sister), f"{name}: sm_{of}a does not stand for sm_{capability}a"
-        then(name, made if is_whole else assemble(made, of, capability))
+        name = self.fn.__name__
+        if is_whole or sister is None or name in REDUCES:
+            made = compile_launch(self, args, kwargs, capability)
+            if sister is not None and name not in REDUCES | FIND_MAXIMUM:
+                like = compile_launch(self, args, kwargs, sister)
+                assert code_of(made) == code_of(like), f"{name}: sm_{sister} does not stand for {capability}"
+        else:
+            made = assemble(compile_launch(self, args, kwargs, sister), sister, capability)
+        then(name, made)
 
     with launching(run, capability):
         yield

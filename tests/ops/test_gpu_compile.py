@@ -12,6 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from dsv4.config import ModelConfig, preset
+from dsv4.kernels.common.architectures import ARCHITECTURES
 from dsv4.kernels.prefill import experts, gemm, rows
 from dsv4.ops.attend import gpu as attend_gpu
 from dsv4.ops.compress import gpu as compress_gpu
@@ -20,7 +21,7 @@ from dsv4.ops.mhc import gpu as mhc_gpu
 from dsv4.ops.qkv import gpu as qkv_gpu
 from dsv4.ops.route import gpu as route_gpu
 from dsv4.quant.formats import Format, QuantTensor, empty_rows
-from tests.aot import SISTERS, check_fits, compiling
+from tests.aot import ANY_BLACKWELL, SISTERS, check_fits, compiling
 
 pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="compiles; nothing to interpret")
 TENSOR_CORES = {"_gemm_kernel", "_up_kernel", "_down_kernel", "_mixes_kernel", "listed", "by page"}
@@ -102,40 +103,27 @@ def launch_rest(c: ModelConfig, s: Sizes, out: dict[str, Any]) -> None:
 
 
 BF16, F32 = torch.bfloat16, torch.float32
-# Every kernel for every GPU at Flash's sizes; Pro's and float32, where tiles differ, for Hopper. The sisters
-# from the PTX that was made for another (aot.py). All of it for all GPUs, each by itself: -m slow.
-CASES = [
-    ("flash", BF16, 90),
-    ("pro", BF16, 90),
-    ("flash", F32, 90),
-    ("flash", BF16, 100),
-    ("flash", BF16, 120),
+# Every kernel for every GPU at Flash's sizes, some from the PTX that was made for another (aot.py); Pro's and
+# float32, where tiles differ, for Hopper. All of it for all GPUs, each by itself: -m slow.
+LAUNCHES = {launch_products: SISTERS, launch_rest: ANY_BLACKWELL}
+QUICK = [("flash", BF16, c, launch, c not in of) for c in ARCHITECTURES for launch, of in LAUNCHES.items()]
+QUICK += [("pro", BF16, 90, launch, True) for launch in LAUNCHES] + [
+    ("flash", F32, 90, launch_products, True)
 ]
-SISTER_CASES = [("flash", BF16, capability) for capability in SISTERS]
-SLOW = [("pro", BF16, 100), ("flash", F32, 100), ("pro", BF16, 120), ("flash", F32, 120), *SISTER_CASES]
-LAUNCHES = [(launch_products, 11), (launch_rest, 11)]
-EACH = [
-    *(
-        (*case, *launch, True)
-        for case in CASES
-        for launch in LAUNCHES
-        if (case[1], launch[0]) != (F32, launch_rest)
-    ),
-    *((*case, *launch, False) for case in SISTER_CASES for launch in LAUNCHES),
-    *(pytest.param(*case, *launch, True, marks=pytest.mark.slow) for case in SLOW for launch in LAUNCHES),
-    pytest.param("flash", F32, 90, *LAUNCHES[1], True, marks=pytest.mark.slow),
-]
+SIZES = [("flash", BF16), ("pro", BF16), ("flash", F32)]
+ALL = [(*of, capability, launch, True) for of in SIZES for capability in ARCHITECTURES for launch in LAUNCHES]
+EACH = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in QUICK)]
 INSTRUCTION = {90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 
 
-@pytest.mark.parametrize(("name", "dtype", "capability", "launch", "count", "is_whole"), EACH)
+@pytest.mark.parametrize(("name", "dtype", "capability", "launch", "is_whole"), EACH)
 def test_kernels_compile(
-    name: str, dtype: torch.dtype, capability: int, launch: Callable[..., None], count: int, is_whole: bool
+    name: str, dtype: torch.dtype, capability: int, launch: Callable[..., None], is_whole: bool
 ) -> None:
     kernels: dict[str, Any] = {}
-    with compiling(kernels.__setitem__, capability, is_whole):
+    with compiling(kernels.__setitem__, capability, LAUNCHES[launch].get(capability), is_whole):
         launch(preset(name), Sizes(preset(name), dtype), kernels)
-    assert len(kernels) == count
+    assert len(kernels) == 11
     for kind, kernel in kernels.items():
         check_fits(kind, kernel, capability)
         if dtype == torch.bfloat16 and kind in TENSOR_CORES:

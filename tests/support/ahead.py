@@ -15,10 +15,12 @@ from pathlib import Path
 
 from dsv4.kernels.common import build
 
-# (arch -> whose PTX is its own): sources that tell sm_100 from sm_120, and the others. nvcc's optimiser tells
-# 10.0 and 12.0 from 10.3 and 12.1 in some.
+# Whose PTX an architecture has too: of sources that tell sm_100 from sm_120; of those in which the optimiser
+# tells 10.0 and 12.0 from 10.3 and 12.1; of the others.
 FAMILIES = {"103a": "100a", "121a": "120a"}
 MINORS = {"120a": "100a", "121a": "103a"}
+BY_MINOR = ("choose", "queries", "quantize")
+ALL = dict.fromkeys(("103a", "120a", "121a"), "100a")
 
 
 def whole(path: Path) -> str:
@@ -30,7 +32,8 @@ def whole(path: Path) -> str:
 
 def twin(source: Path, arch: str) -> str:
     """The architecture whose PTX serves this one."""
-    pairs = FAMILIES if "__CUDA_ARCH__ >= 1200" in whole(source) else MINORS
+    tells_families = "__CUDA_ARCH__ >= 1200" in whole(source)
+    pairs = FAMILIES if tells_families else MINORS if source.stem in BY_MINOR else ALL
     return pairs.get(arch, arch)
 
 
