@@ -116,9 +116,10 @@ def _row_bytes(c: ModelConfig, dtype: torch.dtype) -> int:
     heads, hidden, choices = c.num_heads * c.head_dim, c.hidden_size, c.experts_per_token
     # The streams; the input, before its norm and after it, packed for weights of two kinds.
     always = c.num_streams * hidden + 5 * hidden
-    # Queries and what becomes of them, packed too, and the product of that; or the indexer's.
+    # Queries, and the indexer's or their results; then these, where attention did not pack them also packed,
+    # and the product of that.
     indexer = 2 * c.index_heads * c.index_dim + 4 * c.head_dim
-    attention = heads + max(2 * heads + c.o_groups * c.o_rank, indexer)
+    attention = heads + max(heads + c.o_groups * c.o_rank, indexer)
     # The shared expert's result; of every choice the input, what lies between its products, and the result;
     # their float32 sum.
     experts = hidden + choices * (2 * hidden + c.expert_width) + 4 * hidden // dtype.itemsize

@@ -58,14 +58,15 @@ class Attention:
             ratio=self.spec.ratio,
             page_entries=cache.page_entries,
             eps=c.norm_eps,
+            reader=self.wo_a if step.tap is None else None,
         )
+        del q, rows  # of a long chunk the largest tensors: their memory is for what follows
         step.see(self.name, "o", o)
         # The ring is overwritten only now: queries of a long chunk still read what lay before it.
         tokens, ring_at = step.remaining(cache.ring_rows)
         ops.qkv.put(cache.ring, ring_at, fresh, tokens)
 
-        grouped = o.reshape(o.shape[0], -1, c.heads_per_group * c.head_dim)
-        y = self.wo_b(ops.linear.grouped(grouped, self.wo_a))
+        y = self.wo_b(ops.linear.grouped(o, self.wo_a))
         step.see(self.name, "out", y)
         return y
 

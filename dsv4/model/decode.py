@@ -268,7 +268,8 @@ class Decoder:
         wo_a, wo_b = b.tiled(f"{name}.wo_a"), b.tiled(f"{name}.wo_b")
         # Late where no `queries` follows: attention reads what `prepare` wrote to the cache before it waits.
         is_next = f.attends_in_one and not selects
-        self._product("queries up", products, mixing=mixing, paced=True, triggers_late=is_next)
+        u_top = f.u_top if f.rows == 1 and self.dtype == torch.bfloat16 else None
+        self._product("queries up", products, mixing=mixing, clears=u_top, paced=True, triggers_late=is_next)
         if not is_next:
             self._add(
                 "queries",
@@ -291,11 +292,19 @@ class Decoder:
                 y=f.u[:, g * rank :],
                 x_stride=groups * group,
                 y_stride=groups * rank,
+                y_top=u_top,
             )
             for g in range(groups)
         ]
         y, parts = f.y.transpose(0, 1), f.y.shape[1]
-        out = Product(wo_b, f.u, y if parts > 1 else y[0], y_stride=parts * c.hidden_size, splits=parts)
+        out = Product(
+            weight=wo_b,
+            x=f.u,
+            y=y if parts > 1 else y[0],
+            y_stride=parts * c.hidden_size,
+            splits=parts,
+            x_top=u_top,
+        )
         # Where wo_b's blocks cannot be resident beside wo_a's, weights that come early would only delay x.
         beside = f.rows == 1 and fits_beside(out, into)
         self._product("output a", into, paced=True, spread=beside)

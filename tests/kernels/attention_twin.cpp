@@ -3,11 +3,16 @@
 
 #include "attention.cu"
 
-extern "C" const char* attend(int rows, const void* params, unsigned seed) {
-    const Attention& p = *(const Attention*)params;
-    for (int i = 0; i < rows * p.heads / HEADS; ++i) {
-        const char* problem = emulator::run(i * CLUSTER, CLUSTER, WARPS * 32, sizeof(Memory), seed, [&] { attention_kernel(p); });
+template <int GROUPS> const char* attend(int rows, const Attention& p, unsigned seed) {
+    for (int i = 0; i < rows << p.group_bits; ++i) {
+        const char* problem =
+            emulator::run(i * CLUSTER, CLUSTER, WARPS * 32, sizeof(Memory<GROUPS>), seed, [&] { attention_kernel<GROUPS>(p); });
         if (*problem) return problem;
     }
     return "";
+}
+
+extern "C" const char* attend(int rows, const void* params, unsigned seed) {
+    const Attention& p = *(const Attention*)params;
+    return p.heads >> p.group_bits == HEADS ? attend<1>(rows, p, seed) : attend<2>(rows, p, seed);
 }

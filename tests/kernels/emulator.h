@@ -33,6 +33,7 @@ template <typename T> T __ldg(const T* p) { return *p; }
 #define threadIdx (emulator::Index{emulator::now->index})
 #define blockIdx (emulator::Index{emulator::first_block + emulator::now->block})
 
+using std::max;
 using std::min;
 
 namespace emulator {
@@ -73,6 +74,14 @@ inline jmp_buf scheduler;
 inline int first_block, threads_per_block;
 inline const std::function<void()>* kernel;
 inline char problem[200];
+
+// What is sent from shared memory is read when it arrives, some time later: who overwrites it, or leaves, is found out.
+struct Sent {
+    char *to, *from;
+    uint64_t* there;   // the inbox
+    int bytes, sender;
+};
+inline std::vector<Sent> on_their_way;
 
 inline void fail(const char* what, const char* detail = "") {
     if (!problem[0]) snprintf(problem, sizeof problem, "%s%s (block %d, thread %d)", what, detail, now->block, now->index);
@@ -126,6 +135,7 @@ inline const char* run(int first, int count, int per_block, size_t shared_bytes,
     kernel = &body;
     problem[0] = 0;
     cluster = {};
+    on_their_way.clear();
     blocks.assign(count, Block{});
     for (Block& block : blocks) {
         block.memory.assign(shared_bytes, (char)0xA5);
@@ -220,16 +230,42 @@ template <typename T> void send(const void* to, T v, int block, const Inbox* inb
     *there -= sizeof(T);
     emulator::yield(false);
 }
-inline void await_inbox(const Inbox* inbox) {
-    while (*inbox) emulator::yield(true);
+inline void send_from(const void* to, const void* from, int bytes, int block, const Inbox* inbox) {
+    Inbox* there = in_block((Inbox*)inbox, block);
+    in_block((char*)to + bytes - 1, block);
+    emulator::on_their_way.push_back({in_block((char*)to, block), (char*)from, there, bytes, emulator::now->block});
+    emulator::yield(false);
 }
+inline void deliver_one() {
+    using namespace emulator;
+    static std::minstd_rand random;
+    if (on_their_way.empty()) return;
+    std::swap(on_their_way[random() % on_their_way.size()], on_their_way.back());
+    const Sent sent = on_their_way.back();
+    on_their_way.pop_back();
+    if (blocks[sent.sender].has_left) fail("a block has left what it sent from its memory");
+    if (*sent.there < (uint64_t)sent.bytes || *sent.there > 1 << 20) fail("more is sent than the inbox expects");
+    memcpy(sent.to, sent.from, sent.bytes);
+    *sent.there -= sent.bytes;
+}
+inline void await_inbox(const Inbox* inbox) {
+    while (*inbox) {
+        deliver_one();
+        if (*inbox) emulator::yield(emulator::on_their_way.empty());
+    }
+}
+inline void copies_may_follow() {}
 inline void launch_dependents() {}
 inline void wait_for_prerequisites() {}
 inline void __syncthreads() { emulator::meet(emulator::blocks[emulator::now->block].barrier, emulator::threads_per_block); }
 inline void __syncwarp() { emulator::meet(emulator::my_warp().barrier, 32); }
 template <typename T> T __ldcg(const T* p) { return *p; }
 inline int __ffs(uint32_t n) { return __builtin_ffs((int)n); }
-inline uint32_t atomicAdd(uint32_t* p, uint32_t v) { return (*p += v) - v; }
+inline int __clz(uint32_t n) { return n ? __builtin_clz(n) : 32; }
+inline int __popc(uint32_t n) { return __builtin_popcount(n); }
+template <typename T> T atomicAdd(T* p, T v) { return (*p += v) - v; }
+inline void atomicMin(uint32_t* p, uint32_t v) { *p = min(*p, v); }
+inline void atomicMax(uint32_t* p, uint32_t v) { *p = max(*p, v); }
 inline uint32_t atomicOr(uint32_t* p, uint32_t v) {
     const uint32_t before = *p;
     *p |= v;
@@ -240,6 +276,23 @@ inline uint32_t __reduce_max_sync(uint32_t, uint32_t v) {
     uint32_t all[32];
     emulator::together("reduce_max", v, all);
     return *std::max_element(all, all + 32);
+}
+inline uint32_t __reduce_min_sync(uint32_t, uint32_t v) {
+    uint32_t all[32];
+    emulator::together("reduce_min", v, all);
+    return *std::min_element(all, all + 32);
+}
+inline uint32_t __reduce_add_sync(uint32_t, uint32_t v) {
+    uint32_t all[32], sum = 0;
+    emulator::together("reduce_add", v, all);
+    for (uint32_t one : all) sum += one;
+    return sum;
+}
+inline uint32_t __match_any_sync(uint32_t, uint32_t v) {
+    uint32_t all[32], bits = 0;
+    emulator::together("match_any", v, all);
+    for (int i = 0; i < 32; ++i) bits |= (uint32_t)(all[i] == v) << i;
+    return bits;
 }
 inline uint32_t __ballot_sync(uint32_t, bool v) {
     uint32_t all[32], bits = 0;
@@ -256,6 +309,11 @@ template <typename T> T __shfl_xor_sync(uint32_t, T v, int with) {
     T all[32];
     emulator::together("shfl_xor", v, all);
     return all[emulator::now->index % 32 ^ with];
+}
+template <typename T> T __shfl_up_sync(uint32_t, T v, int by) {
+    T all[32];
+    emulator::together("shfl_up", v, all);
+    return all[max(emulator::now->index % 32 - by, 0)];
 }
 template <typename T> T __shfl_down_sync(uint32_t, T v, int by) {
     T all[32];

@@ -44,6 +44,38 @@ inline uint32_t bf16(float v) {
     return v != v ? 0x7FFFu : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
 inline uint32_t bf16_pair(float low, float high) { return bf16(low) | bf16(high) << 16; }
+// FP16 by way of float64, which holds products of two and their sum with a third exactly.
+inline double f16_value(uint16_t h) {
+    const int exponent = h >> 10 & 31, mantissa = h & 1023;
+    const double size = exponent == 31 ? (mantissa ? NAN : INFINITY) : exponent ? ldexp(1024 + mantissa, exponent - 25) : ldexp(mantissa, -24);
+    return h & 0x8000 ? -size : size;
+}
+inline uint16_t f16(double v) {
+    const uint16_t sign = signbit(v) ? 0x8000 : 0;
+    if (v != v) return 0x7FFF;
+    const double size = fabs(v);
+    if (size >= 65520.) return sign | 0x7C00;
+    if (size == 0.) return sign;
+    const int exponent = max(ilogb(size), -14);
+    const int units = (int)nearbyint(ldexp(size, 10 - exponent));   // of the last place; 2048 is the next power's first
+    return sign | (uint16_t)(((exponent + 14) << 10) + units);
+}
+inline uint32_t f16_pair(float low, float high) { return f16(low) | (uint32_t)f16(high) << 16; }
+inline uint32_t minus_clamped(uint32_t a, uint32_t b) {
+    return halves(a, b, [](uint16_t a, uint16_t b) {
+        const double v = f16_value(a) - f16_value(b);
+        return f16(v != v ? 0. : min(max(v, 0.), 1.));
+    });
+}
+inline uint32_t times_f16(uint32_t a, uint32_t b) {
+    return halves(a, b, [](uint16_t a, uint16_t b) { return f16(f16_value(a) * f16_value(b)); });
+}
+inline float quotient(float a, float b) { return a / b; }
+inline uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) { return a * b + c; }
+inline uint32_t times_plus(uint32_t a, uint32_t b, uint32_t c) {
+    const auto one = [](uint32_t a, uint32_t b, uint32_t c) { return (uint32_t)f16(f16_value(a) * f16_value(b) + f16_value(c)); };
+    return one(a & 0xFFFF, b & 0xFFFF, c & 0xFFFF) | one(a >> 16, b >> 16, c >> 16) << 16;
+}
 // By search: larger codes of one sign are larger values.
 inline float e4m3(int code) {
     const int exponent = code >> 3 & 15, mantissa = code & 7;
@@ -70,8 +102,20 @@ extern "C" {
 void codes(const uint16_t* x, const float* units, int64_t n, uint8_t* out) {
     for (int64_t i = 0; i < n; ++i) out[i] = codes_of(x[i], ladder(units[i], units[i])) >> 12 & 15;
 }
-// x [rows][width] -> all that the codec makes of it, 16 channels at a time.
-void rows(const uint32_t* x, int64_t count, int64_t width, uint32_t* codes, uint8_t* scales, float* factors, uint32_t* values) {
+// What x [n], each alone in a block with that unit, is worth in a row with that scale, by way of FP16.
+void halves(const uint16_t* x, const float* units, const float* scales, int64_t n, float* out) {
+    for (int64_t i = 0; i < n; ++i) {
+        uint32_t its[8] = {x[i], 0, 0, 0, 0, 0, 0, (uint32_t)x[i] << 16};
+        const Halves row(scales[i]);
+        row.round(its, units[i]);
+        const uint32_t one = its[0], other = its[7];
+        const bool alone = one >> 16 == 0 && (other & 0xFFFF) == 0 && other >> 16 == (one & 0xFFFF) && !(its[1] | its[2] | its[3] | its[4] | its[5] | its[6]);
+        out[i] = alone && is_usual(__float_as_uint(2688.f * scales[i])) ? (float)f16_value(one) * row.undo() : NAN;
+    }
+}
+// x [rows][width] -> all that the codec makes of it, 16 channels at a time. -> how many values are others by way of FP16.
+int64_t rows(const uint32_t* x, int64_t count, int64_t width, uint32_t* codes, uint8_t* scales, float* factors, uint32_t* values) {
+    int64_t wrong = 0;
     for (int64_t row = 0; row < count; ++row, x += width / 2, values += width / 2) {
         uint32_t top = 0;
         for (int64_t i = 0; i < width / 2; ++i) top = max(top, largest<1>({x[i]}));
@@ -83,10 +127,20 @@ void rows(const uint32_t* x, int64_t count, int64_t width, uint32_t* codes, uint
             const Ladder by = ladder(unit_of(*scales++, scale), scale);
             *codes++ = eight_codes(its, by);
             *codes++ = eight_codes(its + 4, by);
+            uint32_t again[8];
+            memcpy(again, its, sizeof its);
             round_a4(its, largest(its), scale);
             memcpy(values + block * 8, its, sizeof its);
+            if (!is_usual(top)) continue;
+            const Halves half = Halves::of_row(top);
+            half.round(again, half.unit_of_block(largest(again)));
+            for (int i = 0; i < 16; ++i) {
+                const float got = (float)f16_value(again[i / 2] >> i % 2 * 16) * half.undo();
+                if (got != __uint_as_float(its[i / 2] >> i % 2 * 16 << 16)) ++wrong;
+            }
         }
     }
+    return wrong;
 }
 // A launch of quantize.cu, block after block.
 const char* launch(const Rows* p, int blocks, int threads, int words, bool makes_codes, int source, unsigned seed) {

@@ -52,6 +52,19 @@ def test_attend(twin: ctypes.CDLL, name: str) -> None:
     assert torch.equal(run(twin, case, seed=1), out), "the order of events shows"
 
 
+@pytest.mark.parametrize("kind", ["window", "listed", "visible"])
+def test_heads_of_a_cluster_do_not_show(
+    twin: ctypes.CDLL, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight or sixteen, as the number of rows has it. With padding, with few keys, with several passes."""
+    case = Case(kind, [3, -1, 5200], heads=16, ratio=4 if kind == "listed" else 8, page=8)
+    few = run(twin, case)
+    monkeypatch.setattr(attention, "RESIDENT", 0)
+    many = run(twin, case, seed=1)
+    case.check(many, kind)
+    assert torch.equal(few, many)
+
+
 @pytest.mark.parametrize("sink", [-100.0, 100.0])
 def test_extremes(twin: ctypes.CDLL, sink: float) -> None:
     """Keys whose scales are far apart, scores far apart between blocks, a sink that outweighs or vanishes."""

@@ -21,6 +21,7 @@ from dsv4.kernels.decode import attention, choose, sample
 from dsv4.kernels.decode.matvec import MatVec, Product, Tasks
 from dsv4.kernels.prefill import attend, product, queries, unpack
 from dsv4.kernels.prefill import streams as streams_kernels
+from dsv4.kernels.prefill.packed import FP8_CODES, IN_16_BITS, IN_FP8, empty_packed
 from dsv4.quant.formats import Format, empty_rows
 from tests.support.cubin import parameter_sizes
 
@@ -197,7 +198,7 @@ def launch_products() -> None:
 def launch_prompts() -> None:
     x, ids = some(20, 512, dtype=torch.bfloat16), some(20, 2, dtype=torch.long)
     by = product.sort(ids, some(20, 2), 7, 128)
-    ways = [(format, "a16") for format in product.NUMBER] + [(format, "a8") for format in product.IN_FP8]
+    ways = [(format, "a16") for format in product.NUMBER] + [(format, "a8") for format in IN_FP8]
     for format, activations in ways:
         up, hidden = tiles.empty(format, (32, 512), 7, 2, "cpu"), some(by.capacity, 32, dtype=torch.bfloat16)
         product.gate_up(product.pack(x, up, activations, by), up, hidden, 1.0, by)
@@ -210,26 +211,28 @@ def launch_prompts() -> None:
 def launch_attend() -> None:
     q, keys, angles = some(3, 64, 512, dtype=torch.bfloat16), some(9, 512, dtype=torch.bfloat16), some(3, 32)
     longs, table = some(3, dtype=torch.long), some(1, 2, dtype=torch.int32)
-    attend.attend(
-        q=q,
-        keys=keys,
-        out=torch.empty_like(q),
-        slots=longs,
-        positions=longs,
-        first=longs,
-        window=128,
-        ring_size=136,
-        ring_rows=4,
-        has_pool=True,
-        rows=None,
-        page_table=table,
-        ratio=4,
-        page_entries=64,
-        sinks=some(64),
-        cos=angles,
-        sin=angles,
-        eps=1e-6,
-    )
+    packed = [empty_packed(mode, 3, 4096, q.device, 8) for mode in set(IN_16_BITS.values())]
+    for out in (torch.empty_like(q), *packed):
+        attend.attend(
+            q=q,
+            keys=keys,
+            out=out,
+            slots=longs,
+            positions=longs,
+            first=longs,
+            window=128,
+            ring_size=136,
+            ring_rows=4,
+            has_pool=True,
+            rows=None,
+            page_table=table,
+            ratio=4,
+            page_entries=64,
+            sinks=some(64),
+            cos=angles,
+            sin=angles,
+            eps=1e-6,
+        )
 
 
 def launch_attention() -> None:
@@ -263,7 +266,7 @@ def launch_streams() -> None:
         fn, gate, comb, mixes = some(4 * d, 24), some(20, 4), some(20, 4, 4), some(24)
         streams_kernels.open_site(None, streams, None, None, fn)
         streams, partial = streams_kernels.open_site(x, streams, gate, comb, fn)
-        modes = {product.FP8_CODES, streams_kernels.IN_BF16}
+        modes = {FP8_CODES, streams_kernels.IN_BF16}
         site = (streams, partial, mixes, mixes, some(d), 1e-6, 1e-6, 20)
         closed = streams_kernels.close_site(*site, modes, wants_codes=True)
         assert closed.codes is not None

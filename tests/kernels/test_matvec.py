@@ -40,6 +40,11 @@ def apart(got: Tensor, want: Tensor) -> float:
     return float(((got.double() - want).abs() / scale).max())
 
 
+def largest(x: Tensor) -> Tensor:
+    """As a product with y_top leaves it."""
+    return x.float().abs().max().view(1).view(torch.int32)
+
+
 @pytest.mark.parametrize("act", ACTS, ids=str)
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 @pytest.mark.parametrize(
@@ -116,20 +121,63 @@ def test_when_weights_are_fetched(format: Format, n: int, k: int) -> None:
 def test_a_single_row_is_rounded_on_the_way(format: Format, k: int, activations: str) -> None:
     """As by a launch before it; the largest value may lie in a slice that another block multiplies."""
     w, parts, n = tile(weight(format, 1200, k)), splits(k), 1200
-    for largest_at in (0, k // 2, k - 1):
-        x = torch.randn(1, k, device="cuda").bfloat16()
-        x[0, largest_at] = 300.0
+
+    def product(x: Tensor, how: str, has_top: bool = True) -> Tensor:
+        y = torch.full((parts, 1, n), torch.nan, device="cuda")
+        top = largest(x.flatten()) if has_top else None
+        out = Product(w, x, y if parts > 1 else y[0], splits=parts, activations=how, x_top=top)
+        MatVec([out], 1, early_stages=0).launch()
+        return y
+
+    usual = torch.randn(1, k, device="cuda").bfloat16()
+    # The last ones are on either side of where a row is too small or too large for FP16 (round.cuh).
+    sizes = (1.0, 1e-3, 3e4, 0.0, 2.0**-130, 2.0**-57, 2.0**-56, 2.0**118, 2.0**119)
+    for number, size in enumerate(sizes):
+        x = usual * size
+        x[0, (0, k // 2, k - 1)[number % 3]] = 300.0 * size
         rounded = round_input(x.cpu(), activations).cuda()
-        found = []
-        for given, how in ((rounded, "a16"), (x, activations)):
-            y = torch.full((parts, 1, n), torch.nan, device="cuda")
-            out = y if parts > 1 else y[0]
-            MatVec([Product(w, given, out, splits=parts, activations=how)], 1, early_stages=0).launch()
-            found.append(y)
-        assert torch.equal(*found), largest_at
+        want = product(rounded, "a16")
+        assert torch.equal(product(x, activations), want)
+        assert parts > 1 or torch.equal(product(x, activations, has_top=False), want)
+    x = usual.clone()
     x[0, 3] = torch.nan
-    MatVec([Product(w, x, out, splits=parts, activations=activations)], 1).launch()
-    assert bool(y[0].isnan().all())
+    assert bool(product(x, activations)[0].isnan().all())
+
+
+@pytest.mark.parametrize("k", [512, 7168])
+def test_the_largest_of_a_single_row(k: int) -> None:
+    """Of several products together; what was cleared before."""
+    x = torch.randn(1, k, device="cuda").bfloat16()
+    y = torch.full((1, 600), torch.nan, device="cuda", dtype=torch.bfloat16)
+    tops = torch.full((3,), 7 << 28, dtype=torch.int32, device="cuda")
+    pieces = [tile(weight(Format.NVFP4, 200, k)) for _ in range(3)]
+    parts = [Product(w, x, y[:, 200 * i :], y_stride=600, y_top=tops[:1]) for i, w in enumerate(pieces)]
+    kept = carry(600)
+    for _ in range(2):
+        MatVec([Product(pieces[0], x, torch.empty_like(y[:, :200]))], 1, clears=tops[:2], carry=kept).launch()
+        MatVec(parts, 1, carry=kept).launch()
+    assert tops.tolist() == [int(largest(y)), 0, 7 << 28]
+
+
+@pytest.mark.parametrize("activations", ["a8", "a4"])
+@pytest.mark.parametrize("format", [f for f in FORMATS if f is not Format.BF16], ids=str)
+def test_each_choice_of_a_single_row_is_rounded(format: Format, activations: str) -> None:
+    """Each by its own largest value."""
+    d, width, choices = 1000, 520, 3
+    weight, _ = bank(format, 5, d, width, 1)
+    tasks = Tasks.empty(1, choices, "cuda")
+    tasks.expert.copy_(torch.tensor([3, 0, 4]))
+    tasks.pairs[:, 0] = torch.arange(choices)
+    hidden = torch.randn(choices, width, device="cuda").bfloat16() * torch.tensor([[1], [300], [1e-3]]).cuda()
+    found = []
+    for x, how in (
+        (hidden.bfloat16(), activations),
+        (round_input(hidden.bfloat16().cpu(), activations), "a16"),
+    ):
+        y = torch.full((choices, d), torch.nan, device="cuda", dtype=torch.bfloat16)
+        MatVec([Product(weight, x.cuda(), y, "down", activations=how)], 1, tasks).launch()
+        found.append(y)
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("k", [1024, 7168])
@@ -210,6 +258,54 @@ def test_experts(format: Format, act: torch.dtype, rows: int, d: int, width: int
             assert apart(hidden[row * k + c], want.to(act).double()) < tolerance
             want = hidden[row * k + c].double() @ decode(w2[int(ids[row, c])][0]).double().t()
             assert apart(out[row, c], want) < tolerance
+
+
+@pytest.mark.parametrize("d", [1024, 4608])
+@pytest.mark.parametrize("kind", ["some", "all different", "none"])
+def test_shares_of_blocks_do_not_show(kind: str, d: int) -> None:
+    """One block with pieces of all experts and of the shared one, in another format; some; many."""
+    rows, experts, k, width = 4, 12, 3, 160
+    up, _ = bank(Format.NVFP4, experts, width, d, 2)
+    down, _ = bank(Format.NVFP4, experts, d, width, 1)
+    shared = tile(weight(Format.FP8, d, width))
+    x = torch.randn(rows, d, device="cuda").bfloat16()
+    beside = torch.randn(rows, width, device="cuda").bfloat16()
+    logits = torch.randn(rows, experts, device="cuda")
+    if kind == "all different":
+        logits += 30.0 * torch.eye(rows, device="cuda").repeat_interleave(k, dim=1)
+    logits[:, -1] -= 60.0 if kind == "none" else 0.0
+    tasks = Tasks.empty(rows, k, "cuda")
+    choose.route(
+        logits=logits,
+        bias=None,
+        table=None,
+        ids=torch.zeros(rows, dtype=torch.long, device="cuda"),
+        scale=1.5,
+        is_float=False,
+        chosen=torch.empty(rows, k, dtype=torch.int32, device="cuda"),
+        tasks=tasks,
+        own=range(experts - 1, experts) if kind == "none" else None,
+    )
+    found = int((tasks.expert >= 0).sum())
+    assert found == {"none": 0, "all different": rows * k}.get(kind, found)
+    alone = torch.full((rows, d), torch.nan, device="cuda", dtype=torch.bfloat16)
+    MatVec([Product(shared, beside, alone)], rows).launch()
+    results = []
+    for blocks in (None, 1, 3):
+        hidden = torch.full((rows * k, width), torch.nan, device="cuda", dtype=torch.bfloat16)
+        out = torch.full((rows, k + 1, d), torch.nan, device="cuda", dtype=torch.bfloat16)
+        kept = carry(rows * k * max(2 * width, d))
+        MatVec([Product(up, x, hidden, "up")], rows, tasks, 1.5, blocks=blocks, carry=kept).launch()
+        products = [
+            Product(down, hidden, out, "down"),
+            Product(shared, beside, out[:, k:], y_stride=out.stride(0)),
+        ]
+        MatVec(products, rows, tasks, blocks=blocks, carry=kept).launch()
+        assert torch.equal(out[:, k], alone)
+        assert torch.isnan(out[:, :k]).all() if kind == "none" else not torch.isnan(out).any()
+        results.append((hidden.view(torch.int16), out.view(torch.int16)))
+    for hidden, out in results[1:]:
+        assert torch.equal(hidden, results[0][0]) and torch.equal(out, results[0][1])
 
 
 @pytest.mark.parametrize("rows", [1, 5, 32])

@@ -314,7 +314,8 @@ def until_wait(function: str) -> str:
 @pytest.mark.parametrize(
     ("source", "names"),
     [
-        ("choose", ["route_kernel", "select_few_kernel", "select_many_kernel"]),
+        ("route", ["route_kernel"]),
+        ("choose", ["select_few_kernel", "select_many_kernel"]),
         ("mix", ["close_kernel"]),
         ("quantize", ["rows_kernel"]),
         ("exchange", ["open_kernel", "gather_kernel"]),
@@ -327,12 +328,15 @@ def test_cuda_kernels_are_the_known_ones(source: str, names: list[str]) -> None:
     assert [name for name, text in functions(source).items() if "__global__" in text] == names
 
 
-@pytest.mark.parametrize("name", ["route_kernel", "select_few_kernel", "select_many_kernel"])
-def test_choices_wait(name: str) -> None:
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [("route", "route_kernel"), ("choose", "select_few_kernel"), ("choose", "select_many_kernel")],
+)
+def test_choices_wait(source: str, name: str) -> None:
     """At the outermost level, before any way out; no input of the step is read before but through L2."""
-    early = until_wait(functions("choose")[name])
+    early = until_wait(functions(source)[name])
     assert early.count("{") == early.count("}") + 1, "the wait is inside a branch"
-    assert "return;" not in early and "launch_dependents();" in early
+    assert "return;" not in early and "launch_dependents();" in early and "p.logits" not in early
     choice = COMMENT.sub("", build.source_path("choose").read_text()).split("struct Choice")[1].split("};")[0]
     methods = choice[choice.index("count(int row)") : choice.index("place(")]
     for text in (early, methods):
@@ -416,9 +420,11 @@ def test_exchanges_wait() -> None:
 def test_products_wait() -> None:
     found = functions("matvec")
     kernel, run = found["matvec_kernel"], found["run"]
-    # The block that mixes waits; every other goes on to `run`.
+    # The block that mixes waits; every other with a share goes on to `run`. "up" reads its tasks to know.
     assert re.search(r"if \(work\.x < 0\) \{\s*wait_for_prerequisites\(\);", kernel)
     assert kernel.count("return;") == 1 and kernel.count("run<") == 4
+    shared = kernel[kernel.index("if (is_shared) {") : kernel.index("task_expert")]
+    assert re.search(r"if \(p\.segments\[0\]\.routed == 1\) \{\s*wait_for_prerequisites\(\);", shared)
     # "up" waits first, the others later; late triggers come after the wait.
     first = re.search(
         r"if \(s\.routed == 1\) \{[^}]*wait_for_prerequisites\(\);\s*launch_dependents\(\);", run
@@ -434,7 +440,7 @@ def test_products_wait() -> None:
     assert early.count("return;") == 2 and "if (next_unit >= end) return;" in early  # that one is a lambda's
     assert "if (expert < 0) return;" in early
     assert not re.search(r"put_act|s\.y|put_slice\(|p\.weights", early.split("has_slice =")[1])
-    assert re.findall(r"read_slice\(.*", early.split("has_slice =")[1]) == ["read_slice(warp, 0);"]
+    assert re.findall(r"read_slice\(.*", early.split("has_slice =")[1]) == ["read_slice(warp, 0, some);"]
 
 
 def test_prompts_are_serial(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,9 +458,10 @@ def test_prompts_are_serial(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_wait_that_moves_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """The scan itself: a wait behind a condition, and an early way out."""
-    text = build.source_path("choose").read_text()
+    text, others = build.source_path("route").read_text(), build.source_path("choose").read_text()
     monkeypatch.setattr(build, "source_path", lambda name: tmp_path / f"{name}.cu")
+    (tmp_path / "choose.cu").write_text(others)
     for old, new in ((WAIT, "if (blockIdx.x) { " + WAIT + " }"), (WAIT, "if (!blockIdx.x) return;\n" + WAIT)):
-        (tmp_path / "choose.cu").write_text(text.replace(old, new))
+        (tmp_path / "route.cu").write_text(text.replace(old, new))
         with pytest.raises(AssertionError):
-            test_choices_wait("route_kernel")
+            test_choices_wait("route", "route_kernel")

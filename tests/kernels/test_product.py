@@ -10,6 +10,7 @@ from dsv4.kernels.common import build
 from dsv4.kernels.common.tiles import Bank, Tiled, empty, put, tile
 from dsv4.kernels.decode.matvec import MatVec, Product
 from dsv4.kernels.prefill import product as prompts
+from dsv4.kernels.prefill.packed import FP8_CODES, IN_16_BITS, ROW_GROUP, Packed, mode_of
 from dsv4.ops.experts import gpu as experts_gpu
 from dsv4.quant.codec import decode, encode_weight
 from dsv4.quant.formats import Format, QuantTensor
@@ -34,13 +35,13 @@ def seed() -> None:
 
 def heights(weight: Tiled, activations: str) -> list[int]:
     """The tiles there are for it."""
-    return [*prompts.heights(weight, prompts.mode_of(weight, activations))]
+    return [*prompts.heights(weight, mode_of(weight, activations))]
 
 
 def test_tiles_fit_in_shared_memory() -> None:
-    for format, activations, paired in product(prompts.IN_16_BITS, ("a16", "a8"), (False, True)):
+    for format, activations, paired in product(IN_16_BITS, ("a16", "a8"), (False, True)):
         weight = empty(format, (16, 512), 1, 1, "cpu")
-        mode = prompts.mode_of(weight, activations)
+        mode = mode_of(weight, activations)
         for cap in heights(weight, activations):
             ring = prompts.rings(format, cap, mode, paired)
             blocks = 2 if ring.is_small else 1
@@ -50,12 +51,12 @@ def test_tiles_fit_in_shared_memory() -> None:
 
 def test_tiles_are_large_where_that_reads_less() -> None:
     fp8, nvfp4 = (empty(format, (16, 512), 1, 1, "cpu") for format in (Format.FP8, Format.NVFP4))
-    codes, numbers = prompts.FP8_CODES, prompts.IN_16_BITS[Format.FP8]
+    codes, numbers = FP8_CODES, IN_16_BITS[Format.FP8]
     # 74 or 128 tiles of rows, times 64, are 36 or 63 rounds of 132; two of either, times 64, are one round.
     assert prompts.even_cap(8192, 64, fp8, numbers, 132) == 112
     assert prompts.even_cap(128, 64, fp8, numbers, 132) == 64
     assert prompts.even_cap(8192, 32, fp8, codes, 132) == 128
-    assert prompts.even_cap(8192, 64, nvfp4, prompts.IN_16_BITS[Format.NVFP4], 132) == 128
+    assert prompts.even_cap(8192, 64, nvfp4, IN_16_BITS[Format.NVFP4], 132) == 128
     assert [prompts.even_cap(rows, 8, fp8, codes, 132) for rows in (1, 16, 17, 64)] == [16, 16, 32, 64]
 
 
@@ -63,9 +64,9 @@ def test_tiles_that_a_kernel_does_not_have_are_refused() -> None:
     """112 rows, FP8's in 16 bits, would be 128 to the others: 4 KiB of their exchange have no place."""
     for format, activations in ((Format.NVFP4, "a16"), (Format.BF16, "a16"), (Format.FP8, "a8")):
         up = empty(format, (16, 512), 1, 2, "cpu")
-        mode, rows = prompts.mode_of(up, activations), torch.zeros(112, dtype=torch.int32)
+        mode, rows = mode_of(up, activations), torch.zeros(112, dtype=torch.int32)
         by = prompts.Sorted(rows, rows.float(), rows[:4].view(1, 4), rows[:2], choices=1, cap=112)
-        x = prompts.Packed(torch.empty(0, dtype=torch.uint8), mode, matrices=1, rows=112, k=512)
+        x = Packed(torch.empty(0, dtype=torch.uint8), mode, matrices=1, rows=112, k=512)
         with pytest.raises(AssertionError, match="tiles of 112 rows"):
             prompts.gate_up(x, up, torch.empty(112, 16, dtype=torch.bfloat16), 1.0, by, by.weights)
 
@@ -286,7 +287,7 @@ def test_sorting(tokens: int, k: int, count: int, most: int) -> None:
     weights = torch.rand(tokens, k, device="cuda")
     by = prompts.sort(ids, weights, count, most)
     num_tiles, num_groups = by.counts.tolist()
-    rows, expert = by.pairs[: num_groups * prompts.ROW_GROUP], ids.flatten()
+    rows, expert = by.pairs[: num_groups * ROW_GROUP], ids.flatten()
     seen = rows[rows >= 0].long()
     assert torch.equal(seen.sort().values, (expert >= 0).nonzero().flatten())
     assert torch.equal(by.weights[: rows.shape[0]][rows >= 0], weights.flatten()[seen])
@@ -294,7 +295,7 @@ def test_sorting(tokens: int, k: int, count: int, most: int) -> None:
     assert torch.equal(seen, order[expert[order] >= 0]), "by expert, and in the pairs' order"
     covered = 0
     for number, first, height, _ in by.tiles[:num_tiles].tolist():
-        assert first % prompts.ROW_GROUP == 0 and 0 < height <= by.cap
+        assert first % ROW_GROUP == 0 and 0 < height <= by.cap
         assert (expert[rows[first : first + height].long()] == number).all()
         covered += height
     assert covered == seen.shape[0]
@@ -311,7 +312,7 @@ def test_sorting_of_own_experts(tokens: int) -> None:
     for first in range(0, count, share):
         by = prompts.sort(ids, weights, share, 128, first=first, ranks=ranks)
         num_tiles, num_groups = by.counts.tolist()
-        rows = by.pairs[: num_groups * prompts.ROW_GROUP].long()
+        rows = by.pairs[: num_groups * ROW_GROUP].long()
         is_own = (expert >= first) & (expert < first + share)
         order = expert.argsort(stable=True)
         assert torch.equal(rows[rows >= 0], order[is_own[order]])

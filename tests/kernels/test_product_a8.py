@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dsv4.kernels.common.tiles import FP8_SPAN, Tiled, tile
 from dsv4.kernels.prefill import product as prompts
+from dsv4.kernels.prefill.packed import mode_of
 from dsv4.ops.experts import gpu as experts_gpu
 from dsv4.quant.codec import decode, e4m3_decode, encode_weight, fp8_round, fp8_rows
 from dsv4.quant.formats import Format, QuantTensor
@@ -53,8 +54,8 @@ def test_which_weights_are_multiplied_in_fp8() -> None:
     for kind, format in FORMATS.items():
         weight = tile(encoded(torch.randn(32, 256), kind))
         want = format in (Format.FP8, Format.MXFP4)
-        assert prompts.mode_of(weight, "a8").is_fp8 == want
-        assert not prompts.mode_of(weight, "a16").is_fp8 and not prompts.mode_of(weight, "a4").is_fp8
+        assert mode_of(weight, "a8").is_fp8 == want
+        assert not mode_of(weight, "a16").is_fp8 and not mode_of(weight, "a4").is_fp8
 
 
 def multiplied(x: Tensor, w: Tiled, dtype: torch.dtype = torch.float32) -> Tensor:

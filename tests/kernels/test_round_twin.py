@@ -40,6 +40,18 @@ def check_codes(twin: ctypes.CDLL, x: Tensor, units: Tensor) -> None:
     ]
 
 
+def check_halves(twin: ctypes.CDLL, x: Tensor, units: Tensor, over: float) -> int:
+    """The same of what a product reads, where rows have a scale of unit / `over`. -> how many were usual."""
+    scales = units / over
+    top = 2688 * scales
+    is_usual = (top >= 2.0**-48) & (top < 2.0**127) & (x.float().abs() < 9 * units)
+    x, units, scales = (t[is_usual].contiguous() for t in (x, units, scales))
+    got, want = torch.empty(len(x)), codec.e2m1_decode(codec.e2m1_encode(x.float() / units)) * units
+    twin.halves(*(at(t) for t in (x, units, scales)), ctypes.c_int64(len(x)), at(got))
+    assert torch.equal(got, want.bfloat16().float())
+    return len(x)
+
+
 @pytest.mark.parametrize("exponent", [-148, -140, -133, -126, -125, -100, -61, -60, -59, 0, 60, 120])
 def test_every_number_beside_every_tie(twin: ctypes.CDLL, exponent: int) -> None:
     """Every mantissa of BF16, with all float32 units for which x / unit is within 20 ulps of a tie: elsewhere
@@ -52,6 +64,9 @@ def test_every_number_beside_every_tie(twin: ctypes.CDLL, exponent: int) -> None
     inside = (units > 0) & (wide > 0) & torch.isfinite(wide)
     for sign in (1, -1):
         check_codes(twin, (sign * wide)[inside], units[inside])
+    for over in (2.0**-9, 1.0, 1.125, 448.0):
+        count = check_halves(twin, wide[inside], units[inside], over)
+        assert count > 20_000 or exponent < 0 or exponent == 120, "some rows are not usual"
 
 
 def test_every_number_in_some_blocks(twin: ctypes.CDLL) -> None:
@@ -62,6 +77,7 @@ def test_every_number_in_some_blocks(twin: ctypes.CDLL) -> None:
     units = (2**exponents * (1 + torch.rand(len(exponents), generator=random).double())).float()
     for unit in units[units > 0].tolist():
         check_codes(twin, numbers, torch.full(numbers.shape, unit))
+        check_halves(twin, numbers, torch.full(numbers.shape, unit), 3.0)
 
 
 def test_rows(twin: ctypes.CDLL) -> None:
@@ -81,7 +97,7 @@ def test_rows(twin: ctypes.CDLL) -> None:
     scales, factor = torch.empty(len(x), blocks, dtype=torch.uint8), torch.empty(len(x))
     values = torch.empty_like(x)
     sizes_of = (ctypes.c_int64(n) for n in x.shape)
-    twin.rows(at(x), *sizes_of, *(at(t) for t in (codes, scales, factor, values)))
+    assert twin.rows(at(x), *sizes_of, *(at(t) for t in (codes, scales, factor, values))) == 0
     want_factor = codec.nvfp4_global(x)
     want_codes, want_scales = codec.nvfp4_rows(x, want_factor)
     assert torch.equal(factor, want_factor.squeeze(1)) and torch.equal(scales, want_scales)

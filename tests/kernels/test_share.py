@@ -1,5 +1,6 @@
 """How a launch's work is cut: every unit of every task once, no more blocks than fit, about equal bytes."""
 
+import ctypes
 from collections import Counter
 
 import pytest
@@ -13,11 +14,14 @@ from dsv4.kernels.decode.matvec import (
     Product,
     Tasks,
     _Segment,
-    _share,
+    _Share,
+    _shares,
+    _work,
     fits_beside,
     splits,
 )
 from dsv4.quant.formats import Format
+from tests.support.twin import build, needs_compiler
 
 
 def segment(units: int, format: int = 0, warps: int = 8, halves: int = 1, routed: int = 0) -> _Segment:
@@ -37,7 +41,7 @@ FLASH = {
 @pytest.mark.parametrize("name", FLASH)
 def test_products_of_all_rows(name: str, rows: int) -> None:
     segments, blocks = FLASH[name], 132
-    work = _share(segments, rows, COLUMNS, None, blocks)
+    work = _work(segments, rows, COLUMNS, None, blocks)
     seen = Counter((s, task, unit) for s, first, count, task in work for unit in range(first, first + count))
     groups = -(-rows // COLUMNS)
     want = {(i, g, u) for i, s in enumerate(segments) for g in range(groups) for u in range(s.units)}
@@ -47,17 +51,58 @@ def test_products_of_all_rows(name: str, rows: int) -> None:
         assert max(count for _, _, count, _ in work) <= 4, "512 units on 132 blocks"
 
 
-@pytest.mark.parametrize("rows", [1, 2, 32])
-def test_experts_and_the_shared_one(rows: int) -> None:
-    tasks = Tasks.empty(rows, 6, "cpu")
+def test_experts_of_a_single_row() -> None:
+    tasks = Tasks.empty(1, 6, "cpu")
     segments = [segment(256, warps=4, routed=2), segment(256, warps=4)]
-    work = _share(segments, rows, COLUMNS, tasks, 264)
+    work = _work(segments, 1, COLUMNS, tasks, 264)
     seen = Counter((s, task, unit) for s, first, count, task in work for unit in range(first, first + count))
-    want = {(0, t, u) for t in range(6 * rows) for u in range(256)}
-    want |= {(1, g, u) for g in range(-(-rows // COLUMNS)) for u in range(256)}
-    assert seen == Counter(want)
-    if rows == 1:
-        assert len(work) <= 264
+    assert seen == Counter((i, t, u) for i in range(2) for t in range(1 if i else 6) for u in range(256))
+    assert len(work) <= 264
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return build("share", tmp_path_factory)
+
+
+def parts(twin: ctypes.CDLL, shares: list[_Share], tasks: int, blocks: int) -> list[list[tuple[int, ...]]]:
+    """Of every block: (segment, first unit, units, task or group of rows)."""
+    given, room, out = (_Share * len(shares))(*shares), (ctypes.c_int * 4096)(), []
+    for block in range(blocks):
+        found = twin.pieces(given, len(shares), tasks, block, blocks, room)
+        out.append([tuple(room[4 * i : 4 * i + 4]) for i in range(found)])
+    return out
+
+
+ROUTED = {
+    "up": [segment(128, halves=2, routed=1)],
+    "up of Pro": [_Segment(units=192, format=0, span=14, warps=7, halves=2, routed=1)],
+    "down": [segment(256, warps=4, routed=2), segment(256, warps=4)],
+    "down beside FP8": [segment(250, warps=4, routed=2), segment(250, format=2, warps=4)],
+    "narrow": [segment(3, warps=1, routed=2), segment(3, warps=1)],
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("blocks", [131, 7])
+@pytest.mark.parametrize("rows", [2, 9, 32])
+@pytest.mark.parametrize("name", ROUTED)
+def test_experts_of_a_batch(twin: ctypes.CDLL, name: str, rows: int, blocks: int) -> None:
+    segments, most = ROUTED[name], 6 * rows
+    shares = _shares(segments, rows, COLUMNS, 16, most)
+    for tasks in {0, 1, most // 3, most}:
+        found, cost = parts(twin, shares, tasks, blocks), [0] * blocks
+        seen: Counter[tuple[int, int, int]] = Counter()
+        for block, pieces in enumerate(found):
+            for i, first, count, task in pieces:
+                cost[block] += count // shares[i].units * shares[i].cost
+                seen.update((i, task, unit) for unit in range(first, min(first + count, segments[i].units)))
+        repeats = [tasks if s.routed else -(-rows // COLUMNS) for s in segments]
+        want = {(i, t, u) for i, s in enumerate(segments) for t in range(repeats[i]) for u in range(s.units)}
+        assert seen == Counter(want)
+        even = sum(r * share.turns * share.cost for r, share in zip(repeats, shares, strict=True)) / blocks
+        assert max(cost) <= even + 1 + max(share.cost for share in shares)
+        assert max(len(pieces) for pieces in found) <= 2 + even / min(s.turns * s.cost for s in shares)
 
 
 @pytest.mark.parametrize("k,count", [(64, 1), (4096, 1), (4097, 2), (7168, 2), (8192, 2), (16384, 4)])
@@ -85,5 +130,5 @@ def test_a_product_beside_a_spread_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(spread.work) <= 132 and len(beside.work) <= 132
     has, reserved = 228 << 10, 1 << 10  # of a multiprocessor, and of it for each block
     assert spread.shared + beside.shared + 2 * reserved <= has < 2 * (spread.shared + reserved)
-    work = _share([segment(256)], 1, COLUMNS, None, 132)
+    work = _work([segment(256)], 1, COLUMNS, None, 132)
     assert max(units for _, _, units, _ in work) == STAGES, "all that its warps multiply is fetched early"

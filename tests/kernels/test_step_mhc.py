@@ -34,6 +34,16 @@ def test_embed(dtype: torch.dtype) -> None:
     assert torch.equal(out.cpu(), want.unsqueeze(1).expand(-1, N, -1))
 
 
+def test_programs() -> None:
+    """One a row while all are resident at once; 32 rows of V4-Flash in one wave, of V4-Pro in three."""
+    for d, most in ((64, 8), (1024, 8), (4096, 5), (7168, 2)):
+        chunks = mhc.num_chunks(d)
+        assert [mhc.programs(rows, chunks) for rows in range(1, most + 1)] == list(range(1, most + 1))
+        for rows in (6, 8, 9, 16, 32, 33):
+            assert mhc.programs(rows, chunks) <= min(rows, mhc.MAX_PROGRAMS)
+    assert mhc.programs(32, mhc.num_chunks(4096)) == 5 and mhc.programs(32, mhc.num_chunks(7168)) == 8
+
+
 def site(d: int, mixes: int) -> tuple[Tensor, Tensor, Tensor]:
     fn = rand(mixes, N * d, seed=1) * d**-0.5
     scale = torch.tensor([0.7, 1.3, 0.9])[: 3 if mixes == M else 1]

@@ -292,8 +292,8 @@ def test_every_function_of_every_op_has_a_case() -> None:
     called = {
         ("linear", "linear"), ("linear", "grouped"), ("linear", "embed"), ("experts", "ffn"),
         ("experts", "routed"), ("route", "by_score"), ("route", "by_hash"), ("norm", "rms_norm"),
-        ("mhc", "pre"), ("mhc", "post"), ("mhc", "head"), ("qkv", "queries"), ("qkv", "entries"),
-        ("qkv", "store"), ("compress", "pool"), ("index", "queries"), ("index", "keys"),
+        ("mhc", "pre"), ("mhc", "post"), ("mhc", "head"), ("mhc", "enter"), ("qkv", "queries"),
+        ("qkv", "entries"), ("qkv", "store"), ("compress", "pool"), ("index", "queries"), ("index", "keys"),
         ("index", "select"), ("index", "visible_rows"), ("attend", "attend"), ("sample", "choose"),
         ("sample", "log_probs"),
     }  # fmt: skip

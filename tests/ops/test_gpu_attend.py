@@ -5,16 +5,19 @@ import random
 
 import pytest
 import torch
-from gpu_support import DEVICE, DTYPES, IS_GPU, MARKS, move, near, to, use_stand_ins
+from gpu_support import DEVICE, DTYPES, IS_GPU, MARKS, move, near, tiled, to, use_stand_ins
 from ops_support import rand
 from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
+from dsv4.kernels.prefill import product as prompts
+from dsv4.kernels.prefill.packed import Packed
 from dsv4.ops.attend import gpu as attend_gpu
 from dsv4.ops.attend import ref as attend_ref
 from dsv4.ops.index import gpu as index_gpu
 from dsv4.ops.index import ref as index_ref
-from dsv4.quant.codec import encode_kv
+from dsv4.ops.linear import gpu as linear_gpu
+from dsv4.quant.codec import encode_kv, encode_weight
 from dsv4.quant.formats import Format, QuantTensor, join
 
 pytestmark = MARKS
@@ -213,6 +216,27 @@ def test_a_token_of_published_sizes_has_its_bits_anywhere(heads: int, has_pool: 
         wider = case.arguments(True)
         wider[9] = torch.cat((wider[9], torch.full((len(wider[9]), 333), -1)), dim=1)
         assert torch.equal(run([*wider, *raw]), got), "padding changes no bit"
+
+
+@needs_gpu
+@pytest.mark.parametrize("format", [Format.NVFP4, Format.FP8, Format.BF16])
+@pytest.mark.parametrize(("tokens", "heads"), [(48, 64), (83, 128), (1, 64)])
+def test_results_packed_for_their_product(format: Format, tokens: int, heads: int) -> None:
+    """Byte for byte what packing makes of the result; rows of every size, a NaN among them."""
+    case = Case([(0, 100, tokens)], torch.bfloat16, heads=heads, **FLASH)
+    sizes = 2.0 ** (torch.arange(tokens) * 7 % 41 - 20)
+    case.fresh = encode_kv((rand(tokens, 512, seed=1) * sizes.unsqueeze(1)).bfloat16(), 64, Format.KV8)
+    case.q[tokens // 2, 5, 7] = math.nan
+    held = tiled(encode_weight(rand(heads * 8, 4096, seed=8).bfloat16(), format))
+    plain = run(case.arguments(True))
+    got = run([*case.arguments(True), None, 0, 0, None, held])
+    want = prompts.pack(plain.view(tokens, -1, 4096), held)
+    assert isinstance(got, Packed) and got.mode == want.mode and got.matrices == want.matrices
+    if tokens % 16 == 0:  # padding is whatever was there
+        used = got.mode.blocks * got.mode.group_bytes + got.mode.undo_bytes
+        assert torch.equal(got.data[..., :used], want.data[..., :used])
+    y, z = linear_gpu.grouped(got, held), linear_gpu.grouped(plain, held)
+    assert torch.equal(y.view(torch.int16), z.view(torch.int16))
 
 
 @needs_gpu

@@ -40,6 +40,33 @@ __device__ __forceinline__ float2 e4m3_values(uint16_t codes) {
     return __half22float2(__half2{halves});
 }
 __device__ __forceinline__ uint32_t bf16_pair(float low, float high) { return __floats2bfloat162_rn(low, high).bits; }
+__device__ __forceinline__ uint32_t f16_pair(float low, float high) { return __floats2half2_rn(low, high).bits; }
+// Of both halves, in FP16: a - b, at least 0 and at most 1; a b, a b + c.
+__device__ __forceinline__ uint32_t minus_clamped(uint32_t a, uint32_t b) {
+    uint32_t out;
+    asm("sub.sat.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+    return out;
+}
+__device__ __forceinline__ uint32_t times_f16(uint32_t a, uint32_t b) { return __hmul2(__half2{a}, __half2{b}).bits; }
+// a / b, rounded as the division is, where b, 1 / b and the rest of an approximate quotient are normal numbers: the same steps without asking.
+__device__ __forceinline__ float quotient(float a, float b) {
+    float inverse;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(b));
+    inverse = __fmaf_rn(inverse, __fmaf_rn(-b, inverse, 1.f), inverse);
+    const float near = __fmul_rn(a, inverse);
+    return __fmaf_rn(inverse, __fmaf_rn(-b, near, a), near);
+}
+// a b + c: one instruction, where C++ becomes two.
+__device__ __forceinline__ uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t out;
+    asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
+    return out;
+}
+__device__ __forceinline__ uint32_t times_plus(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t out;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
+    return out;
+}
 #endif
 
 enum { A16 = 0, A4 = 4, A8 = 8 };
@@ -137,6 +164,55 @@ template <int N> __device__ __forceinline__ void round_a4(uint32_t (&x)[N], uint
         x[i] = (x[i] & SIGNS) | value;
     }
 }
+
+// Rows that `Halves` can take: largest magnitudes from 2^-48 to below 2^127. Others have a scale that underflows or values that overflow.
+constexpr uint32_t USUAL_TOP = 0x3F800000u;
+__device__ __forceinline__ bool is_usual(uint32_t top) { return top - 0x27800000u < 0x7F000000u - 0x27800000u; }
+// A block of 16 of such a row in NVFP4 and back, as FP16 pairs times a power of two, which makes the row's scale 8 to 16. They are exact: the
+// smallest, half of the scale over 512, is above 2^-7, the largest, 2688 scales, below 43,200.
+//
+// FP16 has no comparison as fast as a sum, so a number is compared with an edge by subtracting that, clamped to [0, 1]. For this numbers are scaled once
+// more, by the power of two that makes the unit 2^11 to 2^12: BF16 neighbours are then 4 apart at the lowest edge, and an edge lies in their
+// middle. Numbers below 2^-14 come as something smaller than an edge, too. What a clamped difference, 0 or 1, adds is the way from one value to the next.
+struct Halves {
+    static constexpr uint32_t SCALE_AT = 18 << 7, UNIT_AT = 26 << 7, TWICE = 0x40004000u, HALF = 0x38003800u, MINUS = 0xBC00BC00u;
+    float scale;
+    __device__ __forceinline__ explicit Halves(float scale) : scale(scale) {}
+    __device__ __forceinline__ static Halves of_row(uint32_t top) { return Halves(quotient(__uint_as_float(top), 2688.f)); }
+    // What undoes the power of two.
+    __device__ __forceinline__ float undo() const { return __uint_as_float((__float_as_uint(scale) & INF) - (3u << 23)); }
+    __device__ __forceinline__ float unit_of_block(uint32_t top) const {
+        const float wanted = quotient(__uint_as_float(top), __fmul_rn(6.f, scale));   // too small a one may be anything below the least
+        return unit_of(e4m3_codes(fmaxf(wanted, 0.001953125f), 0.f), scale);
+    }
+    // A BF16 number less this has FP16's exponent, three bits further right.
+    __device__ __forceinline__ static uint32_t base(float v, uint32_t at) { return __byte_perm(__float_as_uint(v) & INF, 0, 0x3232) - at * 0x10001u; }
+    __device__ __forceinline__ static uint32_t edge_of(float v) {
+        const float middle = __uint_as_float(__byte_perm(__float_as_uint(v), 0x8000u, 0x3254));
+        return f16_pair(middle, middle);
+    }
+    __device__ __forceinline__ void round(uint32_t (&x)[8], float unit) const {
+        const float u = __uint_as_float((__float_as_uint(unit) & ~INF) | 138u << 23), ulp = u * 0x1p-24f;   // ties and half ulps as in `ladder`
+        uint32_t edge[7] = {edge_of(__fmaf_rd(0.25f, u, 0.25f * ulp)), edge_of(__fmaf_rd(0.75f, u, -0.5f * ulp)),
+                            edge_of(__fmaf_rd(1.25f, u, ulp)), edge_of(__fmaf_rd(1.75f, u, -ulp))};
+        edge[4] = times_f16(edge[2], TWICE); edge[5] = times_f16(edge[3], TWICE); edge[6] = times_f16(edge[4], TWICE);
+        // One unit and one and a half, rounded to BF16: all others are these times a power of two.
+        const uint32_t both = (bf16_pair(unit, 1.5f * unit) - base(scale, SCALE_AT)) * 8;
+        const uint32_t one = __byte_perm(both, 0, 0x1010), more = __byte_perm(both, 0, 0x3232);
+        const uint32_t half = times_f16(one, HALF), up = times_plus(one, MINUS, more), on = times_plus(one, TWICE, more ^ SIGNS);
+        const uint32_t step[7] = {half, half, up, on, times_f16(up, TWICE), times_f16(on, TWICE), times_f16(times_f16(up, TWICE), TWICE)};
+        const uint32_t low = base(unit, UNIT_AT);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const uint32_t size = multiply_add(larger(x[i] & ~SIGNS, low), 8, low * -8);
+            uint32_t value = times_f16(minus_clamped(size, edge[0]), step[0]);
+#pragma unroll
+            for (int k = 1; k < 7; ++k) value = times_plus(minus_clamped(size, edge[k]), step[k], value);
+            x[i] = (x[i] & SIGNS) | value;
+        }
+    }
+};
+
 // Nearest E2M1 value, ties to even, saturating at 6, with the sign of q. 1.5 * 2^22 times the power of two below |q|, at
 // least 1, has ulps as wide as E2M1's steps there.
 __device__ __forceinline__ float e2m1_round(float q) {
@@ -145,9 +221,10 @@ __device__ __forceinline__ float e2m1_round(float q) {
     const float magic = __uint_as_float((bits & 0x7F800000u) + (22u << 23 | 0x400000u));
     return copysignf(__fsub_rn(__fadd_rn(size, magic), magic), q);
 }
+__device__ __forceinline__ float round_a4(float v, float unit) { return e2m1_round(__fdiv_rn(finite(v), unit)) * unit; }
 __device__ __forceinline__ void round_a4(float (&x)[8], uint32_t top, float scale) {
     const float unit = unit_of(block_code(over<2>(top), scale), scale);
-    for (float& v : x) v = e2m1_round(__fdiv_rn(finite(v), unit)) * unit;
+    for (float& v : x) v = round_a4(v, unit);
 }
 
 // The E8M0 code of a block's scale in FP8; `top`: its largest magnitude.

@@ -12,6 +12,8 @@ struct Segment {            // one weight, or a bank of experts, and what it is 
     const float* factor;    // [count][halves]
     const void* x;          // rows of x_stride values
     void* y;                // rows of y_stride values
+    const uint32_t* x_top;  // [rows of x] of a single row that is rounded to NVFP4: its largest magnitude, float32's bits; null: x is summed at once
+    uint32_t* y_top;        // [rows of y] of a single row: grows to that; may be null
     float* carry;           // [rows of y][halves][n], between two passes over K; null: y holds float32 sums itself
     int format, halves, units, slices;
     int first_slice, span;  // those that are summed

@@ -16,7 +16,9 @@ from dsv4.quant.formats import Format, QuantTensor
 
 # Numbers of attention.cu.
 HEADS, CLUSTER, WIDTH, ROPE, THREADS = 8, 8, 512, 64, 256
-SHARED_BYTES = 75400  # a product's block fits beside it on a multiprocessor
+# By groups of eight heads that a cluster takes; a product's block fits beside one of the first kind.
+SHARED_BYTES = {1: 75400, 2: 100072}
+RESIDENT = 32  # clusters, two blocks a multiprocessor; of more, each gathers its keys for two groups of heads
 
 
 class _Attention(ctypes.Structure):
@@ -86,6 +88,7 @@ def attend(
     assert entries is None or ratio > 0
     assert entries is None or rows is not None or (page_table is not None and page_entries)
     assert rows is None or (rows.is_contiguous() and rows.dtype == torch.int32)
+    groups = 2 if heads > HEADS and tokens * heads > RESIDENT * HEADS else 1
     given = _Attention(
         q=q.data_ptr(),
         ring=ring.data.data_ptr(),
@@ -105,7 +108,7 @@ def attend(
         ring_rows=ring_rows,
         list_width=0 if rows is None else rows.shape[1],
         pages=0 if page_table is None else page_table.stride(0),
-        group_bits=bits_of(heads // HEADS),
+        group_bits=bits_of(heads // (groups * HEADS)),
         ratio_bits=bits_of(ratio),
         page_bits=bits_of(page_entries),
         scale=width**-0.5,
@@ -114,12 +117,12 @@ def attend(
     if tokens:
         call(
             "attention",
-            "attention_kernel",
+            f"attention_kernel<{groups}>",
             q.device,
             given,
-            blocks=tokens * heads // HEADS * CLUSTER,
+            blocks=tokens * heads // (groups * HEADS) * CLUSTER,
             threads=THREADS,
-            shared=SHARED_BYTES,
+            shared=SHARED_BYTES[groups],
             cluster=CLUSTER,
             overlap=overlap,
         )

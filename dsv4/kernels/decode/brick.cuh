@@ -1,5 +1,6 @@
 // Decode step: what a warp multiplies. A brick (16 rows of a weight over 512 columns) by mma.m16n8k16, and x as that takes it.
 #pragma once
+#include "round.cuh"
 #include "tiles.cuh"
 
 // Parts of a float32 input: FP16 carries 11 bits, BF16 8.
@@ -96,6 +97,28 @@ __device__ __forceinline__ void read_x(const void* row, int k0, int k, int lane,
     for (int i = 0; i < ITEMS / 32; ++i) v[i] = k0 + 4 * (lane + 32 * i) < k ? __ldcg(p + 32 * i) : Four{};
 }
 
+// The same, copied as it is to items of shared memory, where the warp finds it after `await_x` and a barrier. Past L1, as whatever a
+// step writes is read, but for rows that do not lie at multiples of 16 bytes, which no model's step has.
+__device__ __forceinline__ void copy_x(const void* row, int k0, int k, bool is_aligned, int lane, uint2* to) {
+    const uint2* from = static_cast<const uint2*>(row) + k0 / 4;
+    if (is_aligned) {
+#pragma unroll
+        for (int i = 0; i < ITEMS / 64; ++i) {
+            const int item = 2 * (lane + 32 * i), left = k - k0 - 4 * item;   // channels
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                         ::"r"(shared_address(to + item)), "l"(left > 0 ? from + item : row), "r"(max(0, min(left, 8)) * 2) : "memory");
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < ITEMS / 32; ++i) {
+            const int item = lane + 32 * i, left = k - k0 - 4 * item;
+            asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;"
+                         ::"r"(shared_address(to + item)), "l"(left > 0 ? from + item : row), "r"(left > 0 ? 8 : 0) : "memory");
+        }
+    }
+}
+__device__ __forceinline__ void await_x() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // The same, but that lane l holds columns 16l..16l+15: a block of NVFP4.
 __device__ __forceinline__ void read_block(const void* row, int k0, int k, int lane, uint2 (&x)[4]) {
 #pragma unroll
@@ -110,20 +133,13 @@ __device__ __forceinline__ void read_block(const void* row, int k0, int k, int l
 // float32 goes to PARTS columns, highest bits first. Returns what undoes the scaling.
 template <bool IS_F16, bool IS_F32>
 __device__ __forceinline__ float put_x(const typename Item<IS_F32>::Four (&v)[ITEMS / 32], int first, int step, uint2* to) {
-    float peak = 0.f;
     if constexpr (!IS_F32) {
         if constexpr (!IS_F16) {
 #pragma unroll
             for (int i = 0; i < ITEMS / 32; ++i) to[first + step * i] = v[i];
             return 1.f;
         }
-#pragma unroll
-        for (int i = 0; i < ITEMS / 32; ++i) {
-            const float2 l = open_bf16(v[i].x), h = open_bf16(v[i].y);
-            peak = fmaxf(fmaxf(peak, fmaxf(fabsf(l.x), fabsf(l.y))), fmaxf(fabsf(h.x), fabsf(h.y)));
-        }
-        for (int i = 16; i; i >>= 1) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, i));
-        const int e = exponent(peak);
+        const int e = exponent(__uint_as_float(__reduce_max_sync(~0u, largest(v))));
         const float up = __uint_as_float((uint32_t)(268 - e) << 23);
 #pragma unroll
         for (int i = 0; i < ITEMS / 32; ++i) {
@@ -132,6 +148,7 @@ __device__ __forceinline__ float put_x(const typename Item<IS_F32>::Four (&v)[IT
         }
         return __uint_as_float((uint32_t)(e - 14) << 23);
     } else {
+        float peak = 0.f;
 #pragma unroll
         for (int i = 0; i < ITEMS / 32; ++i)
             peak = fmaxf(fmaxf(peak, fmaxf(fabsf(v[i].x), fabsf(v[i].y))), fmaxf(fabsf(v[i].z), fabsf(v[i].w)));

@@ -1,156 +1,13 @@
-// Decode step: the choices of a step, one block per decision: experts of the rows, entries to attend to.
-// `select` serves prompts too.
-#include "launch.cuh"
+// Decode step: which entries to attend to, one block or cluster per row. Serves prompts too.
+#include "cluster.cuh"
+#include "order.cuh"
 
-constexpr int MAX_PAIRS = 1024, PAIRS_PER_TASK = 8;
-
-// Larger floats have larger keys; both zeros have one; NaN's is the largest, whatever its sign, as torch sorts.
-__device__ __forceinline__ uint32_t order(float v) {
-    const uint32_t bits = __float_as_uint(v == 0.f ? 0.f : v);
-    return v != v ? ~0u : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
-// The index of the warp's largest key, the lower one on a tie; every lane learns it.
-__device__ __forceinline__ int best_of_warp(uint32_t key, int index) {
-    const uint32_t best = __reduce_max_sync(~0u, key);
-    return (int)__reduce_min_sync(~0u, key == best ? (uint32_t)index : 0xFFFFFFFFu);
-}
-
-__device__ __forceinline__ float expert_score(float logit) { return sqrtf(fmaxf(logit, 0.f) + log1pf(expf(-fabsf(logit)))); }
-
-struct Routing {
-    const float* logits;       // [rows][experts]
-    const float* bias;         // [experts], or null
-    const int64_t* table;      // [vocabulary][choices], or null
-    const int64_t* ids;        // [rows]
-    const int64_t* positions;  // [rows], with `counts`
-    int* counts;               // [experts], or null
-    int* chosen;               // [rows][choices]
-    float* weights;            // beside them
-    int* task_expert;          // [rows * choices]
-    int* task_pairs;           // [rows * choices][PAIRS_PER_TASK]
-    int rows, experts, choices, per_task;
-    int first_own, own;        // of the experts those that this rank has
-    float route_scale;
-};
-
-// Routing: sqrt(softplus(logit)) weights the experts; the largest with bias, or a table by token id, names them.
-// Then tasks: an expert with up to `per_task` of the pairs (row * choices + place) that go to it, by rising expert. Those of
-// other ranks have none: of a single row their places say -1. A task names an expert by its number on this rank.
-// A warp takes a row, MANY experts a lane; for a SINGLE row other warps help with the weights.
-template <int MANY, bool SINGLE>
-__global__ void __launch_bounds__(512) route_kernel(const Routing p) {
-    __shared__ int pair_expert[MAX_PAIRS];
-    __shared__ int warp_total[32];
-    __shared__ float scores[SINGLE ? 32 * MANY : 1];
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = blockDim.x >> 5;
-    float with[MANY];
-#pragma unroll
-    for (int i = 0; i < MANY; ++i) with[i] = p.bias && lane + 32 * i < p.experts ? __ldg(p.bias + lane + 32 * i) : 0.f;
-    launch_dependents();
-    // -1: the row's last logits were not finite.
-    const auto listed_for = [&](int row) { return p.table && lane < p.choices ? (int)p.table[max(__ldcg(p.ids + row), (int64_t)0) * p.choices + lane] : 0; };
-    int listed = warp < p.rows ? listed_for(warp) : 0;
-    wait_for_prerequisites();
-    if constexpr (SINGLE) {
-        scores[threadIdx.x] = threadIdx.x < p.experts ? expert_score(__ldcg(p.logits + threadIdx.x)) : 0.f;
-        __syncthreads();
-        if (warp) return;
-    }
-    for (int row = warp; row < p.rows; row += warps) {
-        float score[MANY];
-        uint32_t key[MANY];   // 0 is below every number's: taken, or no expert
-#pragma unroll
-        for (int i = 0; i < MANY; ++i)
-            score[i] = SINGLE ? scores[lane + 32 * i] : lane + 32 * i < p.experts ? __ldcg(p.logits + (size_t)row * p.experts + lane + 32 * i) : 0.f;
-        if (row > warp) listed = listed_for(row);
-#pragma unroll
-        for (int i = 0; i < MANY; ++i) {
-            if (!SINGLE) score[i] = expert_score(score[i]);
-            key[i] = lane + 32 * i < p.experts ? order(score[i] + with[i]) : 0;
-        }
-        int mine = 0x7FFFFFFF;      // the expert this lane holds, for lanes below `choices`
-        float mine_score = 0.f, total = 0.f;
-        for (int c = 0; c < p.choices; ++c) {
-            int index;
-            if (p.table) index = __shfl_sync(~0u, listed, c);
-            else {
-                uint32_t best = key[0];
-                int at = lane;
-#pragma unroll
-                for (int i = 1; i < MANY; ++i)
-                    if (key[i] > best) { best = key[i]; at = lane + 32 * i; }
-                index = best_of_warp(best, at);
-            }
-            float s = 0.f;
-#pragma unroll
-            for (int i = 0; i < MANY; ++i)
-                if (lane + 32 * i == index) { s = score[i]; key[i] = 0; }
-            s = __shfl_sync(~0u, s, index & 31);
-            total += s;
-            if (lane == c) { mine = index; mine_score = s; }
-        }
-        int place = 0;               // by rising expert; equal ones keep their order
-        for (int c = 0; c < p.choices; ++c) {
-            const int other = __shfl_sync(~0u, mine, c);
-            place += other < mine || (other == mine && c < lane);
-        }
-        if (lane < p.choices) {
-            const int pair = row * p.choices + place;
-            pair_expert[pair] = mine;
-            p.chosen[pair] = mine;
-            // How often each expert is chosen; rows of padding do not count.
-            if (p.counts && __ldcg(p.positions + row) >= 0) atomicAdd(p.counts + mine, 1);
-            p.weights[pair] = mine_score / total * p.route_scale;
-        }
-    }
-    const int pairs = p.rows * p.choices;
-    if (SINGLE) {   // every choice is a task
-        __syncwarp();
-        for (int i = lane; i < pairs * PAIRS_PER_TASK; i += 32)
-            p.task_pairs[i] = i % PAIRS_PER_TASK ? -1 : i / PAIRS_PER_TASK;
-        const uint32_t here = lane < pairs ? pair_expert[lane] - p.first_own : 0;
-        if (lane < pairs) p.task_expert[lane] = here < (uint32_t)p.own ? (int)here : -1;
-        return;
-    }
-    __syncthreads();
-    int running = 0;
-    for (int first = 0; first < p.own; first += blockDim.x) {
-        const int here = first + threadIdx.x, e = p.first_own + here;
-        int count = 0;
-        if (here < p.own)
-            for (int i = 0; i < pairs; ++i) count += pair_expert[i] == e;
-        const int tasks = (count + p.per_task - 1) / p.per_task;
-        int before = tasks;
-        for (int i = 1; i < 32; i <<= 1) {
-            const int v = __shfl_up_sync(~0u, before, i);
-            if (lane >= i) before += v;
-        }
-        if (lane == 31) warp_total[warp] = before;
-        __syncthreads();
-        int offset = running, whole = running;
-        for (int w = 0; w < warps; ++w) {
-            if (w < warp) offset += warp_total[w];
-            whole += warp_total[w];
-        }
-        int task = offset + before - tasks, filled = 0;
-        if (count)
-            for (int i = 0; i < pairs; ++i)
-                if (pair_expert[i] == e) {
-                    if (filled == 0) p.task_expert[task] = here;
-                    p.task_pairs[task * PAIRS_PER_TASK + filled++] = i;
-                    if (filled == p.per_task) { ++task; filled = 0; }
-                }
-        if (filled)
-            for (; filled < PAIRS_PER_TASK; ++filled) p.task_pairs[task * PAIRS_PER_TASK + filled] = -1;
-        running = whole;
-        __syncthreads();
-    }
-    for (int task = running + threadIdx.x; task < pairs; task += blockDim.x) p.task_expert[task] = -1;
-}
+constexpr int CLUSTER = 8, THREADS = 1024;   // of a long row
+constexpr int BIN_BITS = 8, BINS = 1 << BIN_BITS, ROUNDS = 32 / BIN_BITS;
 
 // The `topk` largest of a row's first `count` scores, the lower index on a tie, in rising order, as places in the pool;
-// -1 beyond. The key of the last one taken is found two bits at a time by counting.
+// -1 beyond. The key of the last one taken is looked for in a histogram of the keys between the least and the largest, then in one
+// of its bin's keys, and so on: two or three suffice, since scores are spread.
 struct Choice {
     const float* scores;        // [rows][stride]
     int64_t stride;
@@ -162,132 +19,169 @@ struct Choice {
     int fewest, most;           // entries of a row that this launch chooses from; other rows are another launch's
     int* out;                   // [rows][topk]
 
-    __device__ __forceinline__ int count(int row) const { return (int)((__ldcg(positions + row) + 1) / ratio); }
+    // A position is below 2^31, or -1.
+    __device__ __forceinline__ int count(int row) const { return (int)((uint32_t)(__ldcg(positions + row) + 1) / (uint32_t)ratio); }
     __device__ __forceinline__ const int* pages_of(int row) const { return page_table + __ldcg(slots + row) * pages; }
     __device__ __forceinline__ int place(const int* table, int entry) const {
-        return table[entry / page_entries] * page_entries + entry % page_entries;
+        const uint32_t page = (uint32_t)entry / (uint32_t)page_entries;
+        return (table[page] - (int)page) * page_entries + entry;
     }
 };
 
-// t1, t2 and t3 keys are at least one, two and three: the largest of these that is no larger than the topk'th key becomes the
-// prefix. True when it is found early: then exactly the wanted keys are larger than the prefix.
-__device__ __forceinline__ bool narrow(uint32_t& prefix, uint32_t one, uint32_t two, uint32_t three, uint32_t t1, uint32_t t2, uint32_t t3,
-                                       int topk) {
-    const uint32_t reached = t3 >= topk ? t3 : t2 >= topk ? t2 : t1;
-    if (t3 >= topk) prefix = three;
-    else if (t2 >= topk) prefix = two;
-    else if (t1 >= topk) prefix = one;
-    else return false;
-    if (reached != topk) return false;
-    --prefix;
-    return true;
+// Of the keys from `low` to `low + span` the `need` largest are wanted. Every thread has one.
+struct Search {
+    uint32_t low, span, need;
+    int shift;   // a bin has 1 << shift keys
+
+    __device__ __forceinline__ Search(uint32_t least, uint32_t largest, uint32_t topk)
+        : low(least), span(largest - least), need(topk), shift(max(32 - BIN_BITS - __clz(largest - least), 0)) {}
+    __device__ __forceinline__ void count(uint32_t key, uint32_t* bins) const {
+        if (key - low <= span) atomicAdd(bins + ((key - low) >> shift), 1u);
+    }
+    // The need'th is in this bin, which has so many keys, with so many above. True at the end: then `low` is its key, or else
+    // exactly the wanted keys are larger than `low`.
+    __device__ __forceinline__ bool narrow(uint32_t bin, uint32_t above, uint32_t inside) {
+        low += bin << shift;
+        if (above + inside == need) { --low; return true; }
+        if (shift == 0) return true;
+        span = min((1u << shift) - 1, span - (bin << shift));
+        need -= above;
+        shift = max(shift - BIN_BITS, 0);
+        return false;
+    }
+};
+
+struct Found {
+    uint32_t bin, above, inside;
+};
+// By one warp: the bin of the need'th largest key, counted from the last bin on.
+__device__ __forceinline__ void find(const uint32_t* bins, uint32_t need, Found* found) {
+    constexpr int EACH = BINS / 32;
+    const int lane = threadIdx.x & 31;
+    uint32_t inside[EACH], mine = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; i += 4) {
+        const uint4 four = *reinterpret_cast<const uint4*>(bins + lane * EACH + i);
+        inside[i] = four.x; inside[i + 1] = four.y; inside[i + 2] = four.z; inside[i + 3] = four.w;
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) mine += inside[i];
+    uint32_t upto = mine;
+#pragma unroll
+    for (int i = 1; i < 32; i <<= 1) {
+        const uint32_t v = __shfl_down_sync(~0u, upto, i);
+        if (lane + i < 32) upto += v;
+    }
+    uint32_t above = upto - mine;
+    if (above >= need || upto < need) return;   // all lanes but one
+#pragma unroll
+    for (int i = EACH - 1; i >= 0; --i) {
+        if (above < need && above + inside[i] >= need) *found = {(uint32_t)(lane * EACH + i), above, inside[i]};
+        above += inside[i];
+    }
 }
 
 // A row of few entries is one block's: a warp has KEYS * 32 of them in a row, a lane KEYS of those in registers.
+struct Few {
+    uint32_t bins[ROUNDS * BINS];
+    uint32_t least[32], largest[32], tallies[32];   // of the warps
+    Found found;
+    int table[256];   // pages of a row that has no more
+};
+
 template <int WARPS, int KEYS>
 __global__ void __launch_bounds__(WARPS * 32) select_few_kernel(const Choice p) {
-    constexpr int PAGES = 256;   // of a row, held in shared memory if no more
-    __shared__ uint2 tallies[2][WARPS];
-    __shared__ int table[PAGES];
+    Few& s = *(Few*)shared_memory();
+    int* chosen = (int*)(&s + 1);   // [topk]
     launch_dependents();
     const int row = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, start = warp * KEYS * 32 + lane;
     const int count = p.count(row), topk = p.topk;
     const int* pages = p.pages_of(row);
-    if (p.pages <= PAGES) {
-        for (int i = threadIdx.x; i < p.pages; i += WARPS * 32) table[i] = __ldcg(pages + i);
-        pages = table;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < ROUNDS * BINS; i += WARPS * 32) s.bins[i] = 0;
+    if (p.pages <= sizeof s.table / sizeof *s.table) {
+#pragma unroll 1
+        for (int i = threadIdx.x; i < p.pages; i += WARPS * 32) s.table[i] = __ldcg(pages + i);
+        pages = s.table;
     }
     int* to = p.out + (size_t)row * topk;
     wait_for_prerequisites();
     if (count > p.most) return;
-    __syncthreads();
     if (count <= topk) {
+        __syncthreads();
+#pragma unroll 1
         for (int i = threadIdx.x; i < topk; i += WARPS * 32) to[i] = i < count ? p.place(pages, i) : -1;
         return;
     }
-    uint32_t key[KEYS];   // 0, below every score's, beyond the last
+    uint32_t key[KEYS], least = ~0u, largest = 0;   // 0, below every score's, beyond the last
 #pragma unroll
     for (int i = 0; i < KEYS; ++i) key[i] = start + i * 32 < count ? __float_as_uint(__ldcg(p.scores + row * p.stride + start + i * 32)) : 0;
 #pragma unroll
-    for (int i = 0; i < KEYS; ++i) key[i] = start + i * 32 < count ? max(order(__uint_as_float(key[i])), 1u) : 0;
-    // Sums over the block of two numbers that fit 16 bits, and a third.
-    int turn = 0;
-    const auto everywhere = [&](uint32_t two, uint32_t third) {
-        two = __reduce_add_sync(~0u, two);
-        third = __reduce_add_sync(~0u, third);
-        if (lane == 0) tallies[turn & 1][warp] = make_uint2(two, third);
-        __syncthreads();
-        uint2 total = make_uint2(0, 0);
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) {
-            const uint2 of = tallies[turn & 1][w];
-            total.x += of.x; total.y += of.y;
-        }
-        ++turn;
-        return total;
-    };
-    uint32_t prefix = 0;
-    for (int digit = 0; digit < 16; ++digit) {
-        const int shift = 30 - 2 * digit;
-        const uint32_t one = prefix | 1u << shift, two = prefix | 2u << shift, three = prefix | 3u << shift;
-        uint32_t low = 0, high = 0;
-#pragma unroll
-        for (int i = 0; i < KEYS; ++i) { low += (key[i] >= one) + ((key[i] >= two) << 16); high += key[i] >= three; }
-        const uint2 tally = everywhere(low, high);
-        const uint32_t t1 = tally.x & 0xFFFF, t2 = tally.x >> 16, t3 = tally.y;
-        if (narrow(prefix, one, two, three, t1, t2, t3, topk)) break;
+    for (int i = 0; i < KEYS; ++i) {
+        if (start + i * 32 < count) least = min(least, key[i] = order(__uint_as_float(key[i])));
+        largest = max(largest, key[i]);
     }
-    // prefix is now the key of the last one taken, or less than that of any wanted one.
+    least = __reduce_min_sync(~0u, least);
+    largest = __reduce_max_sync(~0u, largest);
+    if (lane == 0) { s.least[warp] = least; s.largest[warp] = largest; }
+    __syncthreads();
+    Search search(__reduce_min_sync(~0u, s.least[lane % WARPS]), __reduce_max_sync(~0u, s.largest[lane % WARPS]), topk);
+#pragma unroll 1
+    for (uint32_t* bins = s.bins;; bins += BINS) {
+#pragma unroll
+        for (int i = 0; i < KEYS; ++i) search.count(key[i], bins);
+        __syncthreads();
+        if (warp == 0) find(bins, search.need, &s.found);
+        __syncthreads();
+        if (search.narrow(s.found.bin, s.found.above, s.found.inside)) break;
+    }
     uint32_t mine = 0;   // of this warp: larger ones, and from bit 16 on equal ones
 #pragma unroll
-    for (int i = 0; i < KEYS; ++i) mine += (key[i] > prefix) + ((key[i] == prefix) << 16);
+    for (int i = 0; i < KEYS; ++i) mine += (key[i] > search.low) + ((key[i] == search.low) << 16);
     mine = __reduce_add_sync(~0u, mine);
-    if (lane == 0) tallies[turn & 1][warp].x = mine;
+    if (lane == 0) s.tallies[warp] = mine;
     __syncthreads();
-    uint32_t before = 0, all = 0;
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) {
-        const uint32_t of = tallies[turn & 1][w].x;
-        before += w < warp ? of : 0;
-        all += of;
-    }
+    const uint32_t tally = lane < WARPS ? s.tallies[lane] : 0;
+    const uint32_t all = __reduce_add_sync(~0u, tally), before = __reduce_add_sync(~0u, lane < warp ? tally : 0);
     const uint32_t need = topk - (all & 0xFFFF), below = (1u << lane) - 1;   // of those equal to it, the first so many
     uint32_t larger = before & 0xFFFF, equal = before >> 16;
 #pragma unroll
     for (int i = 0; i < KEYS; ++i) {
-        const uint32_t more = __ballot_sync(~0u, key[i] > prefix), same = __ballot_sync(~0u, key[i] == prefix);
+        const uint32_t more = __ballot_sync(~0u, key[i] > search.low), same = __ballot_sync(~0u, key[i] == search.low);
         const uint32_t rank = larger + __popc(more & below), ties = equal + __popc(same & below);
-        if (more >> lane & 1) to[rank + min(ties, need)] = p.place(pages, start + i * 32);
-        else if ((same >> lane & 1) && ties < need) to[rank + ties] = p.place(pages, start + i * 32);
+        if (more >> lane & 1) chosen[rank + min(ties, need)] = start + i * 32;
+        else if ((same >> lane & 1) && ties < need) chosen[rank + ties] = start + i * 32;
         larger += __popc(more);
         equal += __popc(same);
     }
+    __syncthreads();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < topk; i += WARPS * 32) to[i] = p.place(pages, chosen[i]);
 }
 
 // A long row is shared by a cluster of blocks, each with its part of the keys in shared memory.
-constexpr int CLUSTER = 8, THREADS = 1024;
-
-__device__ __forceinline__ uint32_t in_block(const void* p, int block) {   // the same place in another block's shared memory
-    uint32_t address;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"((uint32_t)__cvta_generic_to_shared(p)), "r"(block));
-    return address;
-}
-__device__ __forceinline__ void add_in(uint32_t address, uint32_t v) {
-    asm volatile("red.relaxed.cluster.shared::cluster.add.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
-}
-__device__ __forceinline__ void all_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
+struct Many {
+    uint32_t bins[ROUNDS * BINS];   // of all blocks
+    uint32_t own[BINS];
+    uint32_t least, largest;       // of all blocks
+    uint32_t parts[CLUSTER][2], warps[32][2];
+    Found found;
+    uint32_t padding;
+};
 
 __global__ void __launch_bounds__(THREADS) select_many_kernel(const Choice p) {
-    extern __shared__ uint32_t keys[];
-    __shared__ uint32_t tallies[16][3], parts[CLUSTER][2], warp_sum[32];
+    Many& s = *(Many*)shared_memory();
+    uint32_t* keys = (uint32_t*)(&s + 1);
     launch_dependents();
     const int row = blockIdx.x / CLUSTER, block = blockIdx.x % CLUSTER, tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
-    const float* s = p.scores + row * p.stride;
+    const float* from = p.scores + row * p.stride;
     const int count = p.count(row), topk = p.topk;
     const int* pages = p.pages_of(row);
     int* to = p.out + (size_t)row * topk;
+    for (int i = tid; i < ROUNDS * BINS; i += THREADS) s.bins[i] = 0;
+    if (tid < BINS) s.own[tid] = 0;
+    if (tid < 2 * CLUSTER) s.parts[tid >> 1][tid & 1] = 0;
+    if (tid == 0) { s.least = ~0u; s.largest = 0; }
     wait_for_prerequisites();
     if (count < p.fewest) return;   // the same for all blocks of the row
     if (count <= topk) {
@@ -295,64 +189,72 @@ __global__ void __launch_bounds__(THREADS) select_many_kernel(const Choice p) {
         return;
     }
     const int each = (count + CLUSTER - 1) / CLUSTER, start = min(block * each, count), mine = min(each, count - start);
+    uint32_t least = ~0u, largest = 0;
     for (int first = tid; first < mine; first += THREADS * 8) {
         float v[8];   // eight loads at once: one at a time would wait for each
 #pragma unroll
-        for (int i = 0; i < 8; ++i) v[i] = first + i * THREADS < mine ? __ldcg(s + start + first + i * THREADS) : 0.f;
+        for (int i = 0; i < 8; ++i) v[i] = first + i * THREADS < mine ? __ldcg(from + start + first + i * THREADS) : 0.f;
 #pragma unroll
         for (int i = 0; i < 8; ++i)
-            if (first + i * THREADS < mine) keys[first + i * THREADS] = order(v[i]);
+            if (first + i * THREADS < mine) {
+                const uint32_t key = keys[first + i * THREADS] = order(v[i]);
+                least = min(least, key);
+                largest = max(largest, key);
+            }
     }
-    if (tid < 48) tallies[tid / 3][tid % 3] = 0;
+    // Sums over the block, for warp 0.
+    least = __reduce_min_sync(~0u, least);
+    largest = __reduce_max_sync(~0u, largest);
+    if (lane == 0) { s.warps[warp][0] = least; s.warps[warp][1] = largest; }
+    all_sync();   // every block runs, and its bins are empty
+    if (warp == 0) {
+        least = __reduce_min_sync(~0u, s.warps[lane][0]);
+        largest = __reduce_max_sync(~0u, s.warps[lane][1]);
+        if (lane < CLUSTER) { atomicMin(in_block(&s.least, lane), least); atomicMax(in_block(&s.largest, lane), largest); }
+    }
     all_sync();
-    uint32_t prefix = 0;
-    for (int digit = 0; digit < 16; ++digit) {
-        const int shift = 30 - 2 * digit;
-        const uint32_t one = prefix | 1u << shift, two = prefix | 2u << shift, three = prefix | 3u << shift;
-        uint32_t n1 = 0, n2 = 0, n3 = 0;
-        for (int i = tid; i < mine; i += THREADS) {
-            const uint32_t key = keys[i];
-            n1 += key >= one; n2 += key >= two; n3 += key >= three;
-        }
-        n1 = __reduce_add_sync(~0u, n1); n2 = __reduce_add_sync(~0u, n2); n3 = __reduce_add_sync(~0u, n3);
-        if (lane < 3) {
-            const uint32_t n = lane == 0 ? n1 : lane == 1 ? n2 : n3;
-            for (int b = 0; b < CLUSTER; ++b) add_in(in_block(&tallies[digit][lane], b), n);
+    Search search(s.least, s.largest, topk);
+    for (uint32_t* bins = s.bins;; bins += BINS) {
+        for (int i = tid; i < mine; i += THREADS) search.count(keys[i], s.own);
+        __syncthreads();
+        if (tid < BINS) {
+            const uint32_t n = s.own[tid];
+            s.own[tid] = 0;
+            if (n)
+                for (int b = 0; b < CLUSTER; ++b) atomicAdd(in_block(bins + tid, b), n);
         }
         all_sync();
-        const volatile uint32_t* tally = tallies[digit];
-        const uint32_t t3 = tally[2], t2 = tally[1], t1 = tally[0];
-        if (narrow(prefix, one, two, three, t1, t2, t3, topk)) break;
+        if (warp == 0) find(bins, search.need, &s.found);
+        __syncthreads();
+        if (search.narrow(s.found.bin, s.found.above, s.found.inside)) break;
     }
-    // As above. First how many larger and equal ones each block has.
+    // First how many larger and equal ones each block has.
     uint32_t larger = 0, equal = 0;
-    for (int i = tid; i < mine; i += THREADS) { larger += keys[i] > prefix; equal += keys[i] == prefix; }
-    larger = __reduce_add_sync(~0u, larger); equal = __reduce_add_sync(~0u, equal);
-    if (tid < 2 * CLUSTER) parts[tid >> 1][tid & 1] = 0;
-    all_sync();
+    for (int i = tid; i < mine; i += THREADS) { larger += keys[i] > search.low; equal += keys[i] == search.low; }
+    larger = __reduce_add_sync(~0u, larger);
+    equal = __reduce_add_sync(~0u, equal);
     if (lane < 2)
-        for (int b = 0; b < CLUSTER; ++b) add_in(in_block(&parts[block][lane], b), lane ? equal : larger);
+        for (int b = 0; b < CLUSTER; ++b) atomicAdd(in_block(&s.parts[block][lane], b), lane ? equal : larger);
     all_sync();
     uint32_t total = 0;
     larger = equal = 0;
     for (int b = 0; b < CLUSTER; ++b) {
-        total += parts[b][0];
-        if (b < block) { larger += parts[b][0]; equal += parts[b][1]; }
+        total += s.parts[b][0];
+        if (b < block) { larger += s.parts[b][0]; equal += s.parts[b][1]; }
     }
     const uint32_t need = topk - total;   // of those equal to it, the first so many
     for (int first = 0; first < mine; first += THREADS) {
         const int at = first + tid;
         const uint32_t key = at < mine ? keys[at] : 0;
-        const uint32_t is = at >= mine ? 0 : key > prefix ? 1u : key == prefix ? 0x10000u : 0u;
+        const uint32_t is = at >= mine ? 0 : key > search.low ? 1u : key == search.low ? 0x10000u : 0u;
         uint32_t upto = is;
         for (int i = 1; i < 32; i <<= 1) {
             const uint32_t v = __shfl_up_sync(~0u, upto, i);
             if (lane >= i) upto += v;
         }
-        if (lane == 31) warp_sum[warp] = upto;
+        if (lane == 31) s.warps[warp][0] = upto;
         __syncthreads();
-        uint32_t all = lane < THREADS / 32 ? warp_sum[lane] : 0, before = lane < warp ? all : 0;
-        all = __reduce_add_sync(~0u, all); before = __reduce_add_sync(~0u, before) + upto - is;
+        const uint32_t sum = s.warps[lane][0], all = __reduce_add_sync(~0u, sum), before = __reduce_add_sync(~0u, lane < warp ? sum : 0) + upto - is;
         const uint32_t rank = larger + (before & 0xFFFF), same = equal + (before >> 16);
         if (is == 1u) to[rank + min(same, need)] = p.place(pages, start + at);
         else if (is && same < need) to[rank + same] = p.place(pages, start + at);
@@ -363,11 +265,6 @@ __global__ void __launch_bounds__(THREADS) select_many_kernel(const Choice p) {
 }
 
 // What choose.py launches.
-static_assert(CLUSTER == 8 && THREADS == 1024);
-template __global__ void route_kernel<8, true>(const Routing);
-template __global__ void route_kernel<16, true>(const Routing);
-template __global__ void route_kernel<8, false>(const Routing);
-template __global__ void route_kernel<16, false>(const Routing);
-template __global__ void select_few_kernel<8, 5>(const Choice);
-template __global__ void select_few_kernel<16, 8>(const Choice);
+static_assert(CLUSTER == 8 && THREADS == 1024 && sizeof(Few) == 5516 && sizeof(Many) == 5464);
+template __global__ void select_few_kernel<16, 4>(const Choice);
 template __global__ void select_few_kernel<32, 8>(const Choice);

@@ -1,4 +1,4 @@
-"""Decode step: launches choose.cu. Which experts, which entries. `select_rows` serves prompts too."""
+"""Decode step: launches route.cu (which experts) and choose.cu (which entries; for prompts too)."""
 
 import ctypes
 
@@ -11,22 +11,25 @@ from dsv4.kernels.common.overlap import launcher
 from dsv4.kernels.decode.matvec import COLUMNS, FLOAT_COLUMNS, Tasks
 
 # Warps of a block, and keys of a lane: rows of as many entries are chosen from in registers.
-FEW = ((8, 5), (16, 8), (32, 8))
-CLUSTER = 8  # blocks that share a longer row
-DECLARED_SHARED = 1024  # bytes that choose.cu may declare itself
+FEW = ((16, 4), (32, 8))
+CLUSTER = 8  # blocks that share a longer row, or the rows to be routed
+# Of route.cu, by experts of a lane, for a single row and for a batch: warps of a block, its shared memory.
+SINGLE = {8: (8, 2344), 16: (16, 2344)}
+BATCH = {8: (8, 21544), 16: (8, 38952)}
+FEW_SHARED, MANY_SHARED = 5516, 5464  # bytes of choose.cu's blocks beside what is chosen, or chosen from
 MAX_EXPERTS, MAX_CHOICES, MAX_PAIRS = 512, 32, 1024  # pairs: rows times choices
 
 
 def max_entries(capability: int) -> int:
     """Of a row: what a cluster's blocks hold in shared memory."""
-    return CLUSTER * (ARCHITECTURES[capability].block_shared - DECLARED_SHARED) // 4
+    return CLUSTER * (ARCHITECTURES[capability].block_shared - MANY_SHARED) // 4
 
 
 class _Routing(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("logits", "bias", "table", "ids", "positions", "counts")),
         *((name, ctypes.c_void_p) for name in ("chosen", "weights", "task_expert", "task_pairs")),
-        *((name, ctypes.c_int) for name in ("rows", "experts", "choices", "per_task", "first_own", "own")),
+        *((name, ctypes.c_int) for name in ("rows", "experts", "choices", "task_bits", "first_own", "own")),
         ("route_scale", ctypes.c_float),
     )
 
@@ -73,7 +76,8 @@ def route(
     assert counts is None or (positions is not None and counts.shape == (experts,)), "whose choices count"
     own = range(experts) if own is None else own
     assert 0 <= own.start < own.stop <= experts, (own, experts)
-    many, single = 8 if experts <= 256 else 16, "true" if rows == 1 else "false"
+    is_single, many = rows == 1, 8 if experts <= 256 else 16
+    warps, shared = (SINGLE if is_single else BATCH)[many]
     routing = _Routing(
         logits=logits.data_ptr(),
         bias=address(bias),
@@ -88,18 +92,20 @@ def route(
         rows=rows,
         experts=experts,
         choices=tasks.choices,
-        per_task=FLOAT_COLUMNS if is_float else COLUMNS,
+        task_bits=(FLOAT_COLUMNS if is_float else COLUMNS).bit_length() - 1,
         first_own=own.start,
         own=len(own),
         route_scale=scale,
     )
     call(
-        "choose",
-        f"route_kernel<{many}, {single}>",
+        "route",
+        f"route_kernel<{many}, {str(is_single).lower()}>",
         logits.device,
         routing,
-        blocks=1,
-        threads=32 * many if rows == 1 else 512,
+        blocks=1 if is_single else CLUSTER,
+        threads=32 * warps,
+        shared=shared,
+        cluster=1 if is_single else CLUSTER,
         overlap=overlap,
     )
 
@@ -144,8 +150,16 @@ def select_rows(
         few = FEW[-1]
         choice.most = few[0] * few[1] * 32
     if few is not None:
-        kernel, blocks, threads = f"select_few_kernel<{few[0]}, {few[1]}>", rows, 32 * few[0]
-        call("choose", kernel, scores.device, choice, blocks=blocks, threads=threads, overlap=overlap)
+        call(
+            "choose",
+            f"select_few_kernel<{few[0]}, {few[1]}>",
+            scores.device,
+            choice,
+            blocks=rows,
+            threads=32 * few[0],
+            shared=FEW_SHARED + 4 * choice.topk,
+            overlap=overlap,
+        )
         if choice.most >= capacity:
             return
         choice.fewest, choice.most = choice.most + 1, capacity
@@ -156,7 +170,7 @@ def select_rows(
         choice,
         blocks=rows * CLUSTER,
         threads=1024,
-        shared=-(-capacity // CLUSTER) * 4,
+        shared=MANY_SHARED + -(-capacity // CLUSTER) * 4,
         cluster=CLUSTER,
         overlap=overlap,
     )

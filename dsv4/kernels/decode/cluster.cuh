@@ -28,14 +28,21 @@ __device__ __forceinline__ uint32_t address_in(const void* p, int block) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"((uint32_t)__cvta_generic_to_shared(p)), "r"(block));
     return address;
 }
+__device__ __forceinline__ void send(const void* to, uint32_t v, int block, const Inbox* inbox) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
+                 ::"r"(address_in(to, block)), "r"(v), "r"(address_in(inbox, block)) : "memory");
+}
 __device__ __forceinline__ void send(const void* to, uint2 v, int block, const Inbox* inbox) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];"
                  ::"r"(address_in(to, block)), "r"(v.x), "r"(v.y), "r"(address_in(inbox, block)) : "memory");
 }
-__device__ __forceinline__ void send(const void* to, float4 v, int block, const Inbox* inbox) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
-                 ::"r"(address_in(to, block)), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(address_in(inbox, block)) : "memory");
+// So many bytes of this block's shared memory, which stay as they are until they have arrived.
+__device__ __forceinline__ void send_from(const void* to, const void* from, int bytes, int block, const Inbox* inbox) {
+    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(address_in(to, block)), "r"((uint32_t)__cvta_generic_to_shared(from)), "r"(bytes), "r"(address_in(inbox, block)) : "memory");
 }
+// What this thread read or wrote in shared memory comes before copies to or from there that others start after a barrier.
+__device__ __forceinline__ void copies_may_follow() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void await_inbox(const Inbox* inbox) {
     asm volatile("{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], 0;\n@!p bra again;\n}"
                  ::"r"((uint32_t)__cvta_generic_to_shared(inbox)) : "memory");

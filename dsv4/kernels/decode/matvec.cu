@@ -13,9 +13,10 @@
 #include "brick.cuh"
 #include "mix.cuh"
 #include "round.cuh"
+#include "share.cuh"
 
 enum { AS_ACT = 0, AS_F32 = 1 };   // what y holds; pairs always give SwiGLU in the activations' type
-constexpr int MAX_SLICES = 8, MAX_PASSES = 2, MAX_SEGMENTS = 16;
+constexpr int MAX_SLICES = 8, MAX_PASSES = 2, MAX_SEGMENTS = 16, MAX_SHARES = 2;
 // sm_120 gives a block 99 KiB of shared memory instead of 227 (architectures.py).
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 constexpr bool IS_SMALL = true;
@@ -37,7 +38,10 @@ template <bool IS_SINGLE, bool WIDE> struct Layout {
 
 struct Params {
     Segment segments[MAX_SEGMENTS];
-    const int4* work;         // segment, first unit, units, task (routed) or group of eight rows
+    const int4* work;         // segment, first unit, units, task (routed) or group of eight rows; where there are shares: -, block, blocks, -
+    Share shares[MAX_SHARES];
+    int num_shares;
+    int max_tasks;            // with shares
     const int* task_expert;   // [tasks], -1 beyond the last
     const int* task_pairs;    // [tasks][8], -1 beyond the last
     const float* weights;     // [pairs] routing weights
@@ -48,6 +52,8 @@ struct Params {
     int stages;               // of a single row's warp, 2 or 4
     int early_stages, paced;  // a single row: chunks that a warp fetches before the wait; not all warps at once
     Mixing mixing;            // beside the products, where a block's work says segment -1
+    uint32_t* cleared;        // largest magnitudes of rows that later launches write, zero from here on; a single row's launch
+    int clears;               // so many
     const char* prefetch;     // what the next kernel reads first, prefetched to L2; may be null
     int64_t prefetch_bytes;
 };
@@ -58,8 +64,17 @@ template <int CHUNK> __device__ __forceinline__ void fetch(uint32_t to, const vo
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(to), "l"(from), "r"(CHUNK), "r"(barrier) : "memory");
 }
-// Waits for the warps of one group only. Where there are several passes, groups are few, and one number is everyone's:
-// that of __syncthreads is group 0's.
+// Those of a warp's stages.
+template <int STAGES> __device__ __forceinline__ void open_barriers(uint32_t barrier, int lane) {
+    if (lane == 0) {
+        for (int i = 0; i < STAGES; ++i)
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier + i * 8) : "memory");
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncwarp();
+}
+// Waits for the warps of one group only. One number is everyone's, since that of __syncthreads is group 0's; sixteen groups are of
+// one warp each and need none.
 constexpr int EVERYONE = 15;
 __device__ __forceinline__ void group_barrier(int group, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(group), "r"(threads) : "memory");
@@ -80,26 +95,44 @@ struct Lane {
         : r(lane & 15), h(lane >> 4), tile(paired ? unit : unit + h * groups), n(tile * 16 + r) {}
 };
 
-// 16 channels of a single row, rounded on their way to shared memory; `top`: the largest of the row.
+// 16 channels of a single row, rounded on their way to shared memory; `top`: the largest of the row, for A4.
 // Called, not inlined: instructions that are not run would still delay those behind them.
 __device__ __noinline__ float put_rounded(uint2 a, uint2 b, uint2 c, uint2 d, uint32_t top, int how, uint2* to) {
     uint32_t x[8] = {a.x, a.y, b.x, b.y, c.x, c.y, d.x, d.y};
-    if (how == A4) round_a4(x, largest(x), row_scale(top));
-    else round_a8(x);
+    const int first = 4 * (threadIdx.x & 31);
+    if (how == A4) {
+        if (is_usual(top)) {
+            const Halves row = Halves::of_row(top);
+            row.round(x, row.unit_of_block(largest(x)));
+#pragma unroll
+            for (int i = 0; i < 4; ++i) to[first + i] = make_uint2(x[2 * i], x[2 * i + 1]);
+            return row.undo();
+        }
+        const float scale = row_scale(top), unit = unit_of(block_code(largest(x), scale), scale);
+#pragma unroll 1
+        for (int i = 0; i < 8; ++i) {
+            const float2 two = open_bf16(x[0]);
+            const uint32_t rounded = bf16_pair(round_a4(two.x, unit), round_a4(two.y, unit));
+#pragma unroll
+            for (int k = 0; k < 7; ++k) x[k] = x[k + 1];
+            x[7] = rounded;
+        }
+    } else round_a8(x);
     const uint2 some[ITEMS / 32] = {{x[0], x[1]}, {x[2], x[3]}, {x[4], x[5]}, {x[6], x[7]}};
-    return put_x<true, false>(some, 4 * (threadIdx.x & 31), 1, to);
+    return put_x<true, false>(some, first, 1, to);
 }
 
+// `fetched`: chunks that the warp has fetched in this launch.
 template <int F, bool SINGLE, bool IS_F32, bool WIDE>
-__device__ __forceinline__ void run(const Params& p, const Segment& s, const int4 work, char* shared) {
+__device__ __forceinline__ void run(const Params& p, const Segment& s, const int4 work, char* shared, uint32_t& fetched) {
     constexpr int LOADS = Brick<F>::LOADS, SCALE = Brick<F>::SCALE;
     using At = Layout<SINGLE, WIDE>;
     constexpr bool CAN_ROUND = SINGLE && !WIDE && F != BF16;
     constexpr int WARPS = At::WARPS, CHUNK = At::CHUNK, CHUNK_LOADS = CHUNK / 512, CHUNKS = LOADS / CHUNK_LOADS;
-    // A brick's sum is one chain of products, each waiting for the one before: two bricks at a time keep the tensor core busy.
-    constexpr bool PAIRS = F == NVFP4 && !WIDE && CHUNKS == 1;
-    // A single row's launch fetches its instructions anew, so there loops are loops.
-    constexpr int UNROLLED = At::SINGLE ? 2 : CHUNK_LOADS / 2;
+    // A brick's sum is one chain of products, each waiting for the one before: of a single row two bricks at a time keep the tensor
+    // core busy. Of a batch twice as many warps do, and a brick's stage is fetched anew while the other is multiplied.
+    constexpr bool PAIRS = SINGLE && F == NVFP4 && !WIDE;
+    static_assert(!PAIRS || CHUNKS == 1);
     constexpr int PER_GROUP = IS_F32 ? COLUMNS / PARTS : COLUMNS;
     const int stages = At::SINGLE ? p.stages : At::MAX_STAGES;   // a power of two
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -113,27 +146,23 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     const int stride = At::SINGLE ? 0 : X_STRIDE, slice_stride = stride ? COLUMNS * MAX_STRIDE : MAX_STRIDE;
     uint2* x_table = reinterpret_cast<uint2*>(shared + At::X_AT);
     float* undo_table = reinterpret_cast<float*>(x_table + (At::SINGLE && WIDE ? s.span : s.warps) * slice_stride);   // [slice][column]
-    typename Item<IS_F32>::Four some[ITEMS / 32];
-    const auto read_slice = [&](int i, int row) {   // slice i of the segment
+    using Some = typename Item<IS_F32>::Four[ITEMS / 32];
+    Some some;
+    const auto read_slice = [&](int i, int row, Some& some) {   // slice i of the segment
         read_x<IS_F32>(static_cast<const char*>(s.x) + (size_t)row * s.x_stride * (IS_F32 ? 4 : 2), (s.first_slice + i) * SLICE, s.k, lane, some);
     };
-    const auto put_slice = [&](int i, int c, int first, int step) {   // to place i of the table, column c
-        const float undo = put_x<F != BF16, IS_F32>(some, first, step, x_table + i * slice_stride + c * (IS_F32 ? PARTS : 1) * stride);
+    const auto put_slice = [&](int i, int c, const Some& some) {   // to place i of the table, column c
+        const float undo = put_x<F != BF16, IS_F32>(some, lane, 32, x_table + i * slice_stride + c * (IS_F32 ? PARTS : 1) * stride);
         if (lane == 0) undo_table[i * COLUMNS + c] = undo;
     };
     const bool has_slice = At::SINGLE && warp < s.warps;   // of a single row's x a warp brings one slice, of every pass
     const uint32_t stage = shared_address(shared) + At::STAGES_AT + warp * stages * CHUNK;
     const uint32_t barriers = shared_address(shared) + At::BARRIERS_AT, barrier = barriers + warp * At::MAX_STAGES * 8;
-    if (lane == 0) {
-        for (int i = 0; i < At::MAX_STAGES; ++i)
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier + i * 8) : "memory");
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
-    __syncwarp();
+    if constexpr (At::SINGLE) open_barriers<At::MAX_STAGES>(barrier, lane);
     // Up cannot fetch weights before its tasks are known, so it waits first; a single row's input is older and is read
     // early. Down reads its tasks early: up, which triggers late, has waited for the router.
     if (s.routed == 1) {
-        if (has_slice) read_slice(warp, 0);
+        if (has_slice) read_slice(warp, 0, some);
         wait_for_prerequisites();
         launch_dependents();
     }
@@ -158,7 +187,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     const int units = WIDE ? (end - unit + groups - 1) * s.per_group >> 16 : 0;
     // From where a pass over the units ends to where the next begins, in bricks.
     const auto back = [&] { return (int64_t)(s.warps - units * groups * s.slices) * halves; };
-    uint32_t fetched = 0;
+    uint32_t taken = fetched;
     const auto fetch_next = [&] {
         if (next_unit >= end) return;
         const int at = fetched & (stages - 1);
@@ -212,59 +241,76 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     if (CHUNKS > stages && (!At::SINGLE || p.early_stages == stages) && lane == 0 && next_unit < end)
         asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"((CHUNKS - stages) * CHUNK) : "memory");
     if constexpr (CAN_ROUND)   // of zeros, so that its instructions are here when x is
-        if (s.how && has_slice) put_rounded({}, {}, {}, {}, 0, s.how, x_table + warp * slice_stride);
+        if (s.how && has_slice) put_rounded({}, {}, {}, {}, USUAL_TOP, s.how, x_table + warp * slice_stride);
     if (s.routed != 1) {
         wait_for_prerequisites();
         if (p.triggers_late) launch_dependents();
     }
-    const auto bring_x = [&](int skipped, int slices) {   // all columns, by all warps
-        for (int c = 0; c < count; ++c) {
-            const int row = __shfl_sync(~0u, place, c) / (s.routed == 1 ? p.choices : 1);
-            for (int i = warp - c * slices % WARPS; i < slices; i += WARPS)
-                if (i >= 0) {
-                    read_slice(skipped + i, row);
-                    put_slice(i, c, lane, 32);
-                }
+    if constexpr (At::SINGLE)
+        if (blockIdx.x == gridDim.x - 1 && threadIdx.x < p.clears) p.cleared[threadIdx.x] = 0;
+    // All columns, by all warps. A warp first asks for all its slices, which then become what the tensor core takes in their places.
+    const auto bring_x = [&](int skipped, int slices) {
+        const auto each = [&](auto body) {   // slice and column
+            for (int c = 0, i = warp;; i += WARPS) {
+                for (; i >= slices; ++c) i -= slices;
+                if (c >= count) break;
+                body(i, c);
+            }
+        };
+        const auto row_of_x = [&](int c) { return __shfl_sync(~0u, place, c) / (s.routed == 1 ? p.choices : 1); };
+        if constexpr (IS_F32) {
+            each([&](int i, int c) {
+                read_slice(skipped + i, row_of_x(c), some);
+                put_slice(i, c, some);
+            });
+        } else {
+            each([&](int i, int c) {
+                copy_x(static_cast<const char*>(s.x) + (size_t)row_of_x(c) * s.x_stride * 2, (s.first_slice + skipped + i) * SLICE, s.k,
+                       s.x_stride % 8 == 0, lane, x_table + i * slice_stride + c * stride);
+            });
+            await_x();
+            __syncwarp();
+            each([&](int i, int c) {
+                if constexpr (F != BF16)
+#pragma unroll
+                    for (int j = 0; j < ITEMS / 32; ++j) some[j] = x_table[i * slice_stride + c * stride + lane + 32 * j];
+                if constexpr (F != BF16) put_slice(i, c, some);
+                else if (lane == 0) undo_table[i * COLUMNS + c] = 1.f;
+            });
         }
     };
     if constexpr (At::SINGLE) {
+        const int row = s.routed ? work.w : 0;
         const bool rounds = CAN_ROUND && s.how;
-        uint32_t top = 0;
+        uint32_t top = 0;   // the largest of a row that is rounded to NVFP4
         if constexpr (CAN_ROUND)
             if (__builtin_expect(rounds, false)) {
-                const char* row = static_cast<const char*>(s.x) + (size_t)(s.routed ? work.w : 0) * s.x_stride * 2;
-                if (has_slice) read_block(row, (s.first_slice + warp) * SLICE, s.k, lane, some);
-                if (s.how == A4)   // needs the largest of the row; other blocks multiply the slices that these do not
-#pragma unroll 1
-                    for (int i = warp; i < s.slices - s.warps; i += WARPS) {
-                        uint2 other[ITEMS / 32];
-                        read_block(row, (i < s.first_slice ? i : i + s.warps) * SLICE, s.k, lane, other);
-                        top = max(top, largest(other));
-                    }
+                if (has_slice) read_block(static_cast<const char*>(s.x) + (size_t)row * s.x_stride * 2, (s.first_slice + warp) * SLICE, s.k, lane, some);
+                if (s.x_top) top = __ldcg(s.x_top + row);
             }
-        if (has_slice && s.routed != 1 && !rounds) read_slice(warp, s.routed ? work.w : 0);
+        if (has_slice && s.routed != 1 && !rounds) read_slice(warp, row, some);
 #pragma unroll 1
         for (int i = p.early_stages; i < stages; ++i) fetch_next();
-        if (__builtin_expect(rounds, false)) {
-            if (s.how == A4) {
-                uint32_t* tops = reinterpret_cast<uint32_t*>(shared);
-                top = __reduce_max_sync(~0u, max(top, has_slice ? largest(some) : 0));
-                if (lane == 0) tops[warp] = top;
-                __syncthreads();
-                top = __reduce_max_sync(~0u, tops[lane % WARPS]);
-            }
-            if (has_slice) {
-                const float undo = put_rounded(some[0], some[1], some[2], some[3], top, s.how, x_table + warp * slice_stride);
-                if (lane == 0) undo_table[warp * COLUMNS] = undo;
-            }
-        } else {
-            if (has_slice) put_slice(warp, 0, lane, 32);
-            if constexpr (WIDE)
-                for (int i = warp + s.warps; has_slice && i < s.span; i += s.warps) {
-                    read_slice(i, s.routed == 2 ? work.w : 0);
-                    put_slice(i, 0, lane, 32);
+        if constexpr (CAN_ROUND)
+            if (__builtin_expect(rounds, false)) {
+                if (s.how == A4 && !s.x_top) {   // all of the row is here
+                    uint32_t* tops = reinterpret_cast<uint32_t*>(shared);
+                    top = __reduce_max_sync(~0u, has_slice ? largest(some) : 0);
+                    if (lane == 0) tops[warp] = top;
+                    __syncthreads();
+                    top = __reduce_max_sync(~0u, tops[lane % WARPS]);
                 }
-        }
+                if (has_slice) {
+                    const float undo = put_rounded(some[0], some[1], some[2], some[3], top, s.how, x_table + warp * slice_stride);
+                    if (lane == 0) undo_table[warp * COLUMNS] = undo;
+                }
+            }
+        if (has_slice && !rounds) put_slice(warp, 0, some);
+        if constexpr (WIDE)
+            for (int i = warp + s.warps; has_slice && i < s.span; i += s.warps) {
+                read_slice(i, s.routed == 2 ? work.w : 0, some);
+                put_slice(i, 0, some);
+            }
     } else bring_x(0, s.warps);
     __syncthreads();
     if (idle && (At::SINGLE || !WIDE)) return;   // the others bring x for the next pass too
@@ -279,7 +325,6 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
         return s.carry ? s.carry + ((size_t)at * halves + (paired ? to.h : 0)) * s.n + to.n
                        : static_cast<float*>(s.y) + row_of(at) * s.y_stride + to.n;
     };
-    uint32_t taken = 0;
 #pragma unroll 1
     for (int pass = 0; pass < (WIDE ? MAX_PASSES : 1); ++pass) {
         const int skipped = WIDE ? pass * s.warps : 0;
@@ -342,7 +387,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
                 if (has_second(unit)) {
                     const uint4* other = next_chunk();
                     float sums[2][4] = {};
-#pragma unroll UNROLLED
+#pragma unroll 2   // a single row's launch fetches its instructions anew, so loops are loops
                     for (int i = 0; i < CHUNK_LOADS; i += 2) {   // a word of scales
                         multiply_nvfp4<2>({first[i * 32], other[i * 32]}, 0, my_x + i * 16, now, sums);
                         multiply_nvfp4<2>({first[i * 32 + 32], other[i * 32 + 32]}, 1, my_x + i * 16, now, sums);
@@ -356,7 +401,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
                     put_sum(1, sums[1]);
                 } else {
                     float sums[1][4] = {};
-#pragma unroll UNROLLED
+#pragma unroll 2   // a single row's launch fetches its instructions anew, so loops are loops
                     for (int i = 0; i < CHUNK_LOADS; i += 2) {
                         multiply_nvfp4<1>({first[i * 32]}, 0, my_x + i * 16, {now[0]}, sums);
                         multiply_nvfp4<1>({first[i * 32 + 32]}, 1, my_x + i * 16, {now[0]}, sums);
@@ -398,7 +443,8 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
                 now[0] = next;
                 put_sum(sub, sums[0]);
             }
-            group_barrier(group, s.warps * 32);
+            if (!At::SINGLE && s.warps == 1) __syncwarp();
+            else group_barrier(group, s.warps * 32);
             // One warp per column; the others go on.
             const Lane to(lane, unit, groups, paired);
             const bool inside = to.tile < end && to.n < s.n;
@@ -433,6 +479,10 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
                     if (s.epilogue == AS_F32) static_cast<float*>(s.y)[y_at] = v;
                     else put_act<IS_F32>(s.y, y_at, v);
                 }
+                if (At::SINGLE && s.y_top) {
+                    const uint32_t top = __reduce_max_sync(~0u, inside ? largest<1>({bf16_pair(v, 0.f)}) : 0);
+                    if (lane == 0) atomicMax(s.y_top + at, top);
+                }
             }
         }
     }
@@ -441,7 +491,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
 template <bool SINGLE, bool IS_F32, bool WIDE>
 __global__ void __launch_bounds__(Layout<SINGLE, WIDE>::WARPS * 32, Layout<SINGLE, WIDE>::BLOCKS) matvec_kernel(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) char shared[];
-    const int4 work = __ldg(p.work + blockIdx.x);
+    int4 work = __ldg(p.work + blockIdx.x);
     if (!p.triggers_late) launch_dependents();
     if (work.x < 0) {
         wait_for_prerequisites();
@@ -449,14 +499,40 @@ __global__ void __launch_bounds__(Layout<SINGLE, WIDE>::WARPS * 32, Layout<SINGL
         mix(p.mixing, p.rows);
         return;
     }
-    const Segment& s = p.segments[work.x];
     for (int64_t at = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * 128; at < p.prefetch_bytes; at += (int64_t)gridDim.x * blockDim.x * 128)
         asm volatile("prefetch.global.L2 [%0];" ::"l"(p.prefetch + at));
-    switch (s.format) {
-        case NVFP4: run<NVFP4, SINGLE, IS_F32, WIDE>(p, s, work, shared); break;
-        case MXFP4: run<MXFP4, SINGLE, IS_F32, WIDE>(p, s, work, shared); break;
-        case FP8: run<FP8, SINGLE, IS_F32, WIDE>(p, s, work, shared); break;
-        case BF16: run<BF16, SINGLE, IS_F32, WIDE>(p, s, work, shared); break;
+    const bool is_shared = !SINGLE && p.num_shares;
+    int tasks = 0;
+    Part part;
+    if (is_shared) {
+        if (p.segments[0].routed == 1) {
+            wait_for_prerequisites();
+            launch_dependents();
+        }
+        for (int first = 0; first < p.max_tasks; first += blockDim.x) {
+            const int i = first + threadIdx.x;
+            tasks += __syncthreads_count(i < p.max_tasks && __ldcg(p.task_expert + i) >= 0);
+        }
+        part = Part(p.shares, p.num_shares, tasks, work.y, work.z);
+        work = part.next(p.shares, p.num_shares, tasks);
+        if (work.x < 0) wait_for_prerequisites();   // if no block had a share, the launch would be complete too early
+    }
+    using At = Layout<SINGLE, WIDE>;
+    if constexpr (!SINGLE)
+        open_barriers<At::MAX_STAGES>(shared_address(shared) + At::BARRIERS_AT + (threadIdx.x >> 5) * At::MAX_STAGES * 8, threadIdx.x & 31);
+    uint32_t fetched = 0;
+    while (work.x >= 0) {
+        const Segment& s = p.segments[work.x];
+        if (is_shared) work.z = min(work.z, s.units - work.y);
+        switch (s.format) {
+            case NVFP4: run<NVFP4, SINGLE, IS_F32, WIDE>(p, s, work, shared, fetched); break;
+            case MXFP4: run<MXFP4, SINGLE, IS_F32, WIDE>(p, s, work, shared, fetched); break;
+            case FP8: run<FP8, SINGLE, IS_F32, WIDE>(p, s, work, shared, fetched); break;
+            case BF16: run<BF16, SINGLE, IS_F32, WIDE>(p, s, work, shared, fetched); break;
+        }
+        if (!is_shared) break;
+        group_barrier(EVERYONE, At::WARPS * 32);   // x and sums are read
+        work = part.next(p.shares, p.num_shares, tasks);
     }
 }
 

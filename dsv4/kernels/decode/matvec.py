@@ -16,6 +16,7 @@ from dsv4.kernels.common.tiles import CODE, SLICE, Tiled
 from dsv4.quant.formats import Format
 
 MAX_SLICES, MAX_PASSES, MAX_SEGMENTS, COLUMNS, FLOAT_COLUMNS, STAGES = 8, 2, 16, 8, 2, 2
+MAX_SHARES = 2  # products of a routed batch
 MAX_DEPTH = MAX_PASSES * MAX_SLICES * SLICE  # columns of a weight whose product is one sum
 MAX_MIXED = 256  # rows that a block mixes, one per thread
 # Warps of a block, bytes of its shared memory but for the weights, and those of a warp's chunk; matvec.cu
@@ -28,7 +29,8 @@ MAX_UNITS = 4096  # of a block, many times what it has: so far Segment's shares 
 
 class _Segment(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("data", "scale", "places", "factor", "x", "y", "carry")),
+        *((name, ctypes.c_void_p) for name in ("data", "scale", "places", "factor", "x", "y")),
+        *((name, ctypes.c_void_p) for name in ("x_top", "y_top", "carry")),
         *((name, ctypes.c_int) for name in ("format", "halves", "units", "slices", "first_slice", "span")),
         *((name, ctypes.c_int) for name in ("warps", "n", "k", "x_stride", "y_stride", "epilogue", "routed")),
         *((name, ctypes.c_int) for name in ("how", "per_warp", "per_group")),
@@ -43,15 +45,25 @@ class _Mixing(ctypes.Structure):
     )
 
 
+class _Share(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_int) for name in ("repeats", "turns", "units", "cost"))
+
+
 class _Params(ctypes.Structure):
     _fields_ = (
         ("segments", _Segment * MAX_SEGMENTS),
-        *((name, ctypes.c_void_p) for name in ("work", "task_expert", "task_pairs", "weights")),
+        ("work", ctypes.c_void_p),
+        ("shares", _Share * MAX_SHARES),
+        ("num_shares", ctypes.c_int),
+        ("max_tasks", ctypes.c_int),
+        *((name, ctypes.c_void_p) for name in ("task_expert", "task_pairs", "weights")),
         ("choices", ctypes.c_int),
         ("rows", ctypes.c_int),
         ("limit", ctypes.c_float),
         *((name, ctypes.c_int) for name in ("triggers_late", "stages", "early_stages", "paced")),
         ("mixing", _Mixing),
+        ("cleared", ctypes.c_void_p),
+        ("clears", ctypes.c_int),
         ("prefetch", ctypes.c_void_p),
         ("prefetch_bytes", ctypes.c_int64),
     )
@@ -66,7 +78,9 @@ Who = Literal["rows", "up", "down"]
 class Product:
     """y = x Wt, rounded to y's type. `splits` > 1 (split-K): y [splits, ...] float32, to be summed.
 
-    `activations`: x is rounded on the way, where `can_round` says that this is possible.
+    `activations`: x is rounded on the way, where `can_round` says that this is possible. NVFP4's scale is
+    that of a whole row: where blocks have parts of it, `x_top` [rows of x] has its largest magnitude,
+    float32's bits. Who makes the row, a single one, lets `y_top` [rows of y], cleared before, grow to that.
     """
 
     weight: Tiled
@@ -77,6 +91,8 @@ class Product:
     y_stride: int = 0
     splits: int = 1
     activations: str = "a16"
+    x_top: Tensor | None = None
+    y_top: Tensor | None = None
 
     @property
     def passes(self) -> int:
@@ -150,6 +166,7 @@ class MatVec:
         blocks: int | None = None,
         prefetch: Tensor | None = None,
         mixing: Mixing | None = None,
+        clears: Tensor | None = None,
         carry: Tensor | None = None,
         triggers_late: bool = False,
         early_stages: int = STAGES,
@@ -159,6 +176,8 @@ class MatVec:
         overlap: bool = True,
     ) -> None:
         """`prefetch`: a few megabytes that the next kernel reads, brought to L2 meanwhile.
+
+        `clears`: magnitudes (`y_top`) of a later launch, set to zero here; a single row's launch, not "up".
 
         `carry`: float32 scratch for products that take more than one pass (`Product.carry_row`).
 
@@ -174,12 +193,19 @@ class MatVec:
         device = products[0].x.device
         self.device, self.is_float = device, products[0].x.dtype == torch.float32
         self.overlap, self.is_single = overlap, rows == 1 and not self.is_float
-        self.keep = (products, tasks, prefetch, mixing)  # the launch holds raw pointers into these
+        self.keep = (products, tasks, prefetch, mixing, clears)  # the launch holds raw pointers into these
         self.is_wide = any(product.passes > 1 for product in products)
         rounding = [product for product in products if product.activations != "a16"]
         if rounding:
             assert self.is_single and all(product.can_round for product in products), products
             assert all(product.weight.format is not Format.BF16 for product in rounding), rounding
+            assert all(p.splits == 1 or p.x_top is not None for p in rounding if p.activations == "a4"), (
+                products
+            )
+        tops = [*(p.x_top for p in products), *(p.y_top for p in products), clears]
+        assert all(top is None or (top.dtype == torch.int32 and top.is_contiguous()) for top in tops)
+        assert self.is_single or all(top is None for top in tops[len(products) :]), "several rows"
+        assert all(p.y_top is None or p.weight.halves == 1 for p in products), "pairs have no y_top"
         self.carry = carry if any(product.carry_row for product in products) else None
         triggers_late |= any(product.who == "up" for product in products)
         params = _Params(rows=rows, limit=limit, triggers_late=triggers_late, stages=STAGES)
@@ -195,6 +221,9 @@ class MatVec:
         if tasks:
             params.task_expert, params.task_pairs = tasks.expert.data_ptr(), tasks.pairs.data_ptr()
             params.weights = tasks.weights.data_ptr()
+        if clears is not None:
+            assert clears.numel() <= 32 * self.warps and all(p.who != "up" for p in products), clears.shape
+            params.cleared, params.clears = clears.data_ptr(), clears.numel()
         if prefetch is not None:
             params.prefetch, params.prefetch_bytes = prefetch.data_ptr(), prefetch.nbytes
         segments: list[tuple[_Segment, Product]] = []
@@ -217,8 +246,20 @@ class MatVec:
             blocks = torch.cuda.get_device_properties(device).multi_processor_count
             if self.is_single and has_room(device) and not (spread or beside):
                 blocks *= 2  # that a multiprocessor holds
-        work = _share([s for s, _ in segments], rows, columns, tasks, blocks - (mixing is not None))
-        assert max(units for _, _, units, _ in work) <= MAX_UNITS, work
+        blocks -= mixing is not None
+        all_segments = [segment for segment, _ in segments]
+        if tasks and rows > 1:
+            assert all(product.who != "up" for product in products[1:]), "the first says when tasks are read"
+            shares = _shares(all_segments, rows, columns, self.warps, len(tasks.expert))
+            params.num_shares, params.max_tasks = len(shares), len(tasks.expert)
+            for i, share in enumerate(shares):
+                params.shares[i] = share
+            work = [(0, block, blocks, 0) for block in range(blocks)]
+            longest = max(segment.units for segment in all_segments)
+        else:
+            work = _work(all_segments, rows, columns, tasks, blocks)
+            longest = max(units for _, _, units, _ in work)
+        assert longest <= MAX_UNITS, longest
         if mixing is not None:
             assert mixing.comb.is_contiguous() and rows <= MAX_MIXED, (mixing.comb.shape, rows)
             params.mixing = _Mixing(mixing.comb.data_ptr(), mixing.iters, mixing.eps)
@@ -242,7 +283,7 @@ class MatVec:
 
     @property
     def touches(self) -> Touches:
-        products, tasks, prefetch, mixing = self.keep
+        products, tasks, prefetch, mixing, clears = self.keep
         reads: list[Tensor] = []
         early: list[Tensor] = [self.work]
         for product in products:
@@ -252,15 +293,16 @@ class MatVec:
                 (early if self.is_single else reads).append(product.x)
             else:
                 early += weights
-                reads.append(product.x)
+                reads += tensors_of([product.x, product.x_top])
             if product.who == "down":
                 assert tasks is not None
                 early += [tasks.expert, tasks.pairs]
-        own = tensors_of((mixing and mixing.comb, self.carry))
+        tops = tensors_of([product.y_top for product in products])
+        own = (*tensors_of((mixing and mixing.comb, self.carry)), *tops)
         return Touches(
             reads=(*reads, *own),
             reads_early=tuple(early),
-            writes=(*(product.y for product in products), *own),
+            writes=(*(product.y for product in products), *own, *tensors_of(clears)),
             prefetches=() if prefetch is None else (prefetch,),
             triggers_late=bool(self.params.triggers_late),
         )
@@ -308,6 +350,8 @@ def _segments(product: Product) -> list[_Segment]:
         segment.warps = -(-segment.span // product.passes)
         segment.x = product.x.data_ptr()
         segment.y = (product.y[split] if count > 1 else product.y).data_ptr()
+        segment.x_top = None if product.x_top is None else product.x_top.data_ptr()
+        segment.y_top = None if product.y_top is None else product.y_top.data_ptr()
         segment.x_stride = product.x_stride or weight.shape[1]
         segment.y_stride = product.y_stride or weight.shape[0]
         segment.epilogue = int(is_float)
@@ -317,32 +361,45 @@ def _segments(product: Product) -> list[_Segment]:
     return out
 
 
-def _share(
+def _cost(segment: _Segment, units: int) -> int:
+    """Of so many units with their scales: bytes over 256."""
+    return units * segment.halves * segment.span * (18, 17, 32, 64)[segment.format]
+
+
+def _work(
     segments: list[_Segment], rows: int, columns: int, tasks: Tasks | None, blocks: int
 ) -> list[tuple[int, int, int, int]]:
-    """Cut all units into runs, one per block: (segment, first unit, units, task or group of rows).
-
-    The runs have about equal bytes and all are resident at once. Experts of a batch are the exception: how
-    many tasks there will be is not known here, so each is cut alike and the hardware queues them.
-    """
-    per_load = (9, 8.5, 16, 32)  # bytes of a brick over 512, with its scales
+    """Cut all units into runs, one per block: (segment, first unit, units, task or group of rows). The runs
+    have about equal bytes and all are resident at once."""
     repeats = [len(tasks.expert) if s.routed and tasks else -(-rows // columns) for s in segments]
-    if rows > 1 and any(s.routed for s in segments):
-        runs = [min(16, s.units) for s in segments]
-    else:
-        cost = [s.units * s.halves * s.span * per_load[s.format] for s in segments]
-        # Each repeat of a segment gets a block; the rest go where a run is longest.
-        runs = [1] * len(segments)
-        while True:
-            left = blocks - sum(n * r for n, r in zip(runs, repeats, strict=True))
-            fits = [i for i, r in enumerate(repeats) if r <= left and runs[i] < segments[i].units]
-            if not fits:
-                break
-            longest = max(fits, key=lambda i: cost[i] / runs[i])
-            runs[longest] += 1
+    cost = [_cost(s, s.units) for s in segments]
+    # Each repeat of a segment gets a block; the rest go where a run is longest.
+    runs = [1] * len(segments)
+    while True:
+        left = blocks - sum(n * r for n, r in zip(runs, repeats, strict=True))
+        fits = [i for i, r in enumerate(repeats) if r <= left and runs[i] < segments[i].units]
+        if not fits:
+            break
+        longest = max(fits, key=lambda i: cost[i] / runs[i])
+        runs[longest] += 1
     out = []
     for index, (s, n) in enumerate(zip(segments, runs, strict=True)):
         cuts = [s.units * i // n for i in range(n + 1)]
         for task in range(repeats[index]):
             out += [(index, a, b - a, task) for a, b in pairwise(cuts) if b > a]
+    return out
+
+
+def _shares(segments: list[_Segment], rows: int, columns: int, warps: int, max_tasks: int) -> list[_Share]:
+    """Experts of a batch, and what runs beside them: how many tasks there will be is not known here, so
+    blocks share them when they run (share.cuh)."""
+    assert len(segments) <= MAX_SHARES, len(segments)
+    out = []
+    for segment in segments:
+        # Of a turn, in which a warp multiplies two bricks.
+        units = warps // segment.warps * (2 // segment.halves)
+        turns, repeats = -(-segment.units // units), 0 if segment.routed else -(-rows // columns)
+        out.append(_Share(repeats=repeats, turns=turns, units=units, cost=_cost(segment, units)))
+    total = sum((share.repeats or max_tasks) * share.turns * share.cost for share in out)
+    assert total < 2**31 - 2**16, total
     return out

@@ -21,7 +21,10 @@ from dsv4.kernels.common.shapes import mix_chunks as num_chunks
 
 STREAMS = 4
 ITEM, MAX_CHANNELS = 8, 8192  # of a stream: a thread of mix.cu takes up to two items
-MAX_ROWS = 8  # programs along T of mix_open; each keeps its part of fn for all its rows
+# Programs of mix_open that an H200 surely holds at once, with 96 registers a thread; how many there may be
+# along T; what it costs one to begin, in rows. Measured with 8 along T, 32 rows: 12.8 us with Flash's 128
+# chunks, two waves of four rows, and 19 us with Pro's 224, three. So a row takes 1.3 us, to begin 1.
+RESIDENT, MAX_PROGRAMS, BEGIN = 5 * 132, 8, 0.75
 
 
 @triton.jit
@@ -102,6 +105,15 @@ def _open_kernel(y_ptr, gate_ptr, comb_ptr, streams_ptr, fn_ptr, partial_ptr, ro
         tl.store(partial + N, tl.sum(tl.reshape(new * new, (N * CHUNK,)), 0))
 
 
+def programs(rows: int, chunks: int) -> int:
+    """Along T: what takes the least time, in waves of programs that go through their rows one by one."""
+
+    def time(count: int) -> float:
+        return triton.cdiv(chunks * count, RESIDENT) * (BEGIN + triton.cdiv(rows, count))
+
+    return min(range(1, min(rows, MAX_PROGRAMS) + 1), key=time)
+
+
 @launcher(
     reads=("y", "gate", "comb", "streams"),
     reads_early=("fn",),
@@ -130,7 +142,7 @@ def mix_open(
     if rows:
         launch(
             _open_kernel,
-            grid=(num_chunks(d), min(rows, MAX_ROWS)),
+            grid=(num_chunks(d), programs(rows, num_chunks(d))),
             num_warps=4,
             overlap=overlap,
             y_ptr=y,

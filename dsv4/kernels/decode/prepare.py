@@ -33,6 +33,7 @@ from dsv4.kernels.common.quantize import round_row
 from dsv4.kernels.common.shapes import HOW
 from dsv4.quant.formats import FP8_TILE, Format, QuantTensor
 
+FEW_ROWS = tl.constexpr(8)  # of a block and the one before it: each row lies in registers of its own
 MAX_BLOCK = 16  # older rows of a block that are pooled at a time: 8 KB of values and of scores each
 
 
@@ -68,13 +69,45 @@ def _older(tail_values_ptr, tail_scores_ptr, slot, pos, start, wanted, RATIO: tl
 
 
 @triton.jit
+def _few_older(tail_values_ptr, tail_scores_ptr, slot, pos, wanted, RATIO: tl.constexpr,  # type: ignore[no-untyped-def]
+               OVERLAP: tl.constexpr, TAIL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
+    """Scores and values [SIZE] of the row before the token, of the one before that, and so on."""
+    c = tl.arange(0, SIZE)
+    rows = ()
+    for back in tl.static_range(1, RATIO * (1 + OVERLAP)):
+        j = pos - back
+        seen = wanted & (j >= 0) & (c < D)
+        half = D * OVERLAP if back < RATIO else 0
+        at = (slot * TAIL + tl.maximum(j, 0) % TAIL) * (D * (1 + OVERLAP)) + half + c
+        scores = tl.load(tail_scores_ptr + at, mask=seen, other=-float("inf"), cache_modifier=".cg")
+        values = tl.load(tail_values_ptr + at, mask=seen, other=0.0, cache_modifier=".cg")
+        rows += (scores, values)  # type: ignore[assignment]
+    return rows
+
+
+@triton.jit
+def _few_pooled(score, value, rows, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The token's row and COUNT older ones, weighted by the softmax of their scores, channel by channel."""
+    peak = score
+    for i in tl.static_range(COUNT):
+        peak = tl.maximum(peak, rows[2 * i])
+    count = tl.exp(score - peak)
+    total = value * count
+    for i in tl.static_range(COUNT):
+        weight = tl.exp(rows[2 * i] - peak)
+        count += weight
+        total += weight * rows[2 * i + 1]
+    return tl.div_rn(total, count)
+
+
+@triton.jit
 def _pool(values_ptr, scores_ptr, values_step, scores_step, ape_ptr, tail_values_ptr, tail_scores_ptr, row,  # type: ignore[no-untyped-def]
           slot, pos, RATIO: tl.constexpr, OVERLAP: tl.constexpr, TAIL: tl.constexpr, D: tl.constexpr,
           SIZE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Keep the token's row in the tail; where it ends a block, -> pooled [SIZE], else anything.
 
-    A running softmax from the token back to the oldest row, BLOCK rows at a time. Waits; rows of the tail are
-    read before that too: older steps wrote them, and this one writes another row.
+    Of many rows a running softmax from the token back to the oldest, BLOCK rows at a time. Waits; rows of the
+    tail are read before that too: older steps wrote them, and this one writes another row.
     """
     c = tl.arange(0, SIZE)
     inside = c < D
@@ -86,7 +119,11 @@ def _pool(values_ptr, scores_ptr, values_step, scores_step, ape_ptr, tail_values
     bias = ape_ptr + (pos % RATIO) * width
     first_bias = tl.load(bias + c, mask=inside, other=0.0)
     own_bias = tl.load(bias + own, mask=inside, other=0.0)
-    s, v = _older(tail_values_ptr, tail_scores_ptr, slot, pos, 1, ends, RATIO, OVERLAP, TAIL, D, SIZE, BLOCK)
+    if span <= FEW_ROWS:
+        rows = _few_older(tail_values_ptr, tail_scores_ptr, slot, pos, ends, RATIO, OVERLAP, TAIL, D, SIZE)
+    else:
+        s, v = _older(tail_values_ptr, tail_scores_ptr, slot, pos, 1, ends, RATIO, OVERLAP, TAIL, D, SIZE,
+                      BLOCK)  # fmt: skip
     wait_for_prerequisites()
     values, scores = values_ptr + row * values_step, scores_ptr + row * scores_step
     if OVERLAP:
@@ -99,18 +136,22 @@ def _pool(values_ptr, scores_ptr, values_step, scores_step, ape_ptr, tail_values
     top = tl.load(scores + own, mask=inside, other=0.0) + own_bias
     tl.store(tail_values_ptr + at + own, total, mask=inside)
     tl.store(tail_scores_ptr + at + own, top, mask=inside)
-    count = tl.full([SIZE], 1.0, tl.float32)
     if ends:
-        for start in range(1, span, BLOCK):
-            peak = tl.maximum(top, tl.max(s, 0))
-            weight = tl.exp(s - peak[None, :])
-            again = tl.exp(top - peak)
-            count = count * again + tl.sum(weight, 0)
-            total = total * again + tl.sum(weight * v, 0)
-            top = peak
-            s, v = _older(tail_values_ptr, tail_scores_ptr, slot, pos, start + BLOCK, ends, RATIO, OVERLAP,
-                          TAIL, D, SIZE, BLOCK)  # fmt: skip
-    return tl.div_rn(total, count)
+        if span <= FEW_ROWS:
+            total = _few_pooled(top, total, rows, span - 1)
+        else:
+            count = tl.full([SIZE], 1.0, tl.float32)
+            for start in range(1, span, BLOCK):
+                peak = tl.maximum(top, tl.max(s, 0))
+                weight = tl.exp(s - peak[None, :])
+                again = tl.exp(top - peak)
+                count = count * again + tl.sum(weight, 0)
+                total = total * again + tl.sum(weight * v, 0)
+                top = peak
+                s, v = _older(tail_values_ptr, tail_scores_ptr, slot, pos, start + BLOCK, ends, RATIO,
+                              OVERLAP, TAIL, D, SIZE, BLOCK)  # fmt: skip
+            total = tl.div_rn(total, count)
+    return total
 
 
 @triton.jit

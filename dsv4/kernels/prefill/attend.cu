@@ -3,7 +3,9 @@
 // Keys are gathered 64 at a time into one of two buffers by four warps. Two warpgroups multiply: of the scores each has 32
 // keys, of the result 256 channels; peaks and weights change hands in shared memory. The order of the keys (the window's,
 // then the entries') follows from the token's position alone, so a result does not depend on chunks or neighbours.
-#include "tiles.cuh"
+//
+// A head's result is a slice of the product that follows it, so it is written as that reads it (packed.cuh).
+#include "packed.cuh"
 #include "wgmma.cuh"
 
 constexpr int HEADS = 64, WIDTH = 512, ROPE = 64, KEYS = 64, CONSUMERS = 256, PRODUCERS = 128;
@@ -11,6 +13,8 @@ constexpr int ATOM = 64 * 128;                                    // bytes of 64
 constexpr int Q_BYTES = HEADS * WIDTH * 2, K_BYTES = KEYS * WIDTH * 2, P_BYTES = HEADS * KEYS * 2;
 constexpr int OWN_ROWS = KEYS / 4;                                // keys that a producing warp copies
 constexpr float LOG2E = 1.4426950408889634f;
+constexpr int AS_IT_IS = 3;                                       // a mode beside those of packed.cuh
+static_assert(WIDTH == SLICE);
 
 struct Attend {
     const __nv_bfloat16* q;         // [tokens, heads, WIDTH]
@@ -19,8 +23,9 @@ struct Attend {
     const int* page_table;          // [slots, pages]
     const int64_t *slots, *positions, *first;
     const float *sinks, *cos, *sin; // [heads], [tokens, ROPE / 2]
-    __nv_bfloat16* out;             // as q
+    char* out;                      // as q, or packed: a matrix for each group of heads
     int tokens, heads, window, ring_size, ring_rows, list_width, ratio, page_entries, pages;
+    int group_heads, rows_padded;   // of out, if it is packed
     int has_pool, is_raw;           // is_raw: q is to be normed and rotated
     float scale, eps;
 };
@@ -32,7 +37,9 @@ struct Control {                    // in shared memory, behind the buffers
     float scales[HEADS];            // what turns a score into a power of two's exponent
     float peaks[2][2][HEADS];       // by parity of the block, warpgroup
     float totals[2][HEADS];
+    uint32_t tops[2][HEADS];        // the largest of the result, as packed.cuh's peaks, by warpgroup
 };
+static_assert(sizeof(Control) <= 3072);   // attend.py counts on it
 
 __device__ __forceinline__ void arrive(uint32_t barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
 __device__ __forceinline__ void consumer_barrier() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
@@ -42,11 +49,6 @@ __device__ __forceinline__ float power_of_two(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
-}
-// Rows of 128 bytes, swizzled, eight rows in 1,024 bytes. `leading`: bytes between 64 columns and the next, where they are
-// the rows of the operand (values).
-__device__ __forceinline__ uint64_t swizzled_matrix(uint32_t address, int leading) {
-    return (uint64_t)((address & 0x3FFFF) >> 4) | (uint64_t)(leading >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 | 1ull << 62;
 }
 
 #define F8(I) "+f"(d[I]), "+f"(d[I + 1]), "+f"(d[I + 2]), "+f"(d[I + 3]), "+f"(d[I + 4]), "+f"(d[I + 5]), "+f"(d[I + 6]), "+f"(d[I + 7])
@@ -198,6 +200,22 @@ __device__ __forceinline__ void load_queries(const Attend& p, const __nv_bfloat1
     }
 }
 
+// Where a result waits to be stored: word `word` of chunk `chunk` of a warpgroup's 32, such that lanes of different rows meet in no bank.
+// Then the words of a chunk.
+template <int MODE> __device__ __forceinline__ int place_of(int row, int group, int chunk, int word) {
+    if constexpr (MODE == AS_IT_IS) chunk ^= row & 7;
+    else if constexpr (MODE == FP16_BY_64) { chunk ^= (row & 1) * 4; word ^= row >> 1 & 3; }
+    else { chunk ^= (row & 3) * 2; word ^= (row >> 2 & 1) * 2; }
+    return row * 1024 + (group * 32 + chunk) * 16 + word * 4;
+}
+template <int MODE> __device__ __forceinline__ uint4 chunk_at(const char* shared, int row, int group, int chunk) {
+    const uint4 v = *reinterpret_cast<const uint4*>(shared + (place_of<MODE>(row, group, chunk, 0) & ~15));
+    const int by = MODE == AS_IT_IS ? 0 : MODE == FP16_BY_64 ? row >> 1 & 3 : (row >> 2 & 1) * 2;
+    const uint4 w = by & 1 ? make_uint4(v.y, v.x, v.w, v.z) : v;
+    return by & 2 ? make_uint4(w.z, w.w, w.x, w.y) : w;
+}
+
+template <int MODE>
 __device__ __forceinline__ void attend(const Attend& p, const Where& at, int first_head, Control* control, char* shared, int warp, int lane) {
     const uint32_t k_at = shared_address(shared) + Q_BYTES;
     const uint64_t queries = swizzled_matrix(shared_address(shared), 16), weights_at = swizzled_matrix(k_at + 2 * K_BYTES, 16);
@@ -284,6 +302,7 @@ __device__ __forceinline__ void attend(const Attend& p, const Where& at, int fir
 #pragma unroll
     for (int h = 0; h < 2; ++h) total[h] = __fdiv_rn(1.f, control->totals[0][head + h * 8] + control->totals[1][head + h * 8]);
     // Where the queries were, each warp has room for its heads' 256 channels.
+    uint32_t tops[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < 32; ++i)
 #pragma unroll
@@ -296,18 +315,48 @@ __device__ __forceinline__ void attend(const Attend& p, const Where& at, int fir
                 const float c = __ldcg(p.cos + angle), s = __ldcg(p.sin + angle);
                 pair = pack_bf16(v.x * c + v.y * s, v.y * c - v.x * s);
             }
-            *reinterpret_cast<uint32_t*>(shared + row * 1024 + ((group * 32 + (i ^ row & 7)) << 4) + t * 4) = pair;
+            // Eight channels are pairs 4 i to 4 i + 3.
+            int chunk = i, word = t;
+            if constexpr (MODE == FP16_BY_64) { chunk = i / 8 * 8 + i % 2 * 4 + t; word = i % 8 / 2; }
+            else if constexpr (MODE != AS_IT_IS) { chunk = i / 2 * 2 + t % 2; word = i % 2 * 2 + t / 2; }
+            *reinterpret_cast<uint32_t*>(shared + place_of<MODE>(row, group, chunk, word)) = pair;
+            tops[h] = larger(tops[h], pair & 0x7FFF7FFF);
         }
-    __syncwarp();
+    constexpr bool IS_SCALED = MODE == FP16_BY_64 || MODE == FP16_BY_16;
+    if constexpr (IS_SCALED) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            tops[h] = larger(tops[h], __shfl_xor_sync(~0u, tops[h], 1));
+            tops[h] = larger(tops[h], __shfl_xor_sync(~0u, tops[h], 2));
+            if (t == 0) control->tops[group][head + h * 8] = tops[h];
+        }
+        consumer_barrier();
+    } else __syncwarp();
+    // A lane knows one row's scale, and where it goes: a division takes longer than a row.
+    const int its = (warp & 3) * 16 + (lane & 15), its_head = first_head + its, matrix = its_head / p.group_heads;
+    const Scale16 scales(IS_SCALED ? larger(control->tops[0][its], control->tops[1][its]) : 0);
+    const int its_place = (matrix * (p.rows_padded / ROW_GROUP) + at.token / ROW_GROUP) * p.group_heads + its_head - matrix * p.group_heads;
+    char* to = p.out + chunk_16(at.token, group * 32 + lane);
+    if (MODE != AS_IT_IS && group == 0 && lane < 16)
+        *reinterpret_cast<float*>(p.out + (size_t)its_place * SLICE_16 + undo_16(at.token)) = IS_SCALED ? scales.undo : 1.f;
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
         const int row = (warp & 3) * 16 + i;
-        const uint4 v = *reinterpret_cast<const uint4*>(shared + row * 1024 + ((group * 32 + (lane ^ row & 7)) << 4));
-        __stcg(reinterpret_cast<uint4*>(p.out + own + row * WIDTH + group * 256 + lane * 8), v);
+        uint4 v = chunk_at<MODE>(shared, row, group, lane);
+        if constexpr (MODE == AS_IT_IS) {
+            __stcg(reinterpret_cast<uint4*>(p.out) + (own + row * WIDTH) / 8 + group * 32 + lane, v);
+            continue;
+        }
+        if constexpr (IS_SCALED) {
+            Scale16 scale = scales;
+            scale.up = __shfl_sync(~0u, scales.up, i);
+            v = make_uint4(scale.of(v.x), scale.of(v.y), scale.of(v.z), scale.of(v.w));
+        }
+        __stcg(reinterpret_cast<uint4*>(to + (size_t)(uint32_t)__shfl_sync(~0u, its_place, i) * SLICE_16), v);
     }
 }
 
-__global__ void __launch_bounds__(CONSUMERS + PRODUCERS, 1) attend_kernel(const __grid_constant__ Attend p) {
+template <int MODE> __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, 1) attend_kernel(const __grid_constant__ Attend p) {
     extern __shared__ __align__(1024) char shared[];
     Control* control = reinterpret_cast<Control*>(shared + Q_BYTES + 2 * K_BYTES + P_BYTES);
     const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;   // uniform, as descriptors want it
@@ -331,6 +380,11 @@ __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, 1) attend_kernel(const 
         gather(p, at, control, shared_address(shared) + Q_BYTES, warp - CONSUMERS / 32, lane);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
-        attend(p, at, blockIdx.x % groups * HEADS, control, shared, warp, lane);
+        attend<MODE>(p, at, blockIdx.x % groups * HEADS, control, shared, warp, lane);
     }
 }
+
+template __global__ void attend_kernel<FP16_BY_64>(const __grid_constant__ Attend);
+template __global__ void attend_kernel<FP16_BY_16>(const __grid_constant__ Attend);
+template __global__ void attend_kernel<BF16_BY_16>(const __grid_constant__ Attend);
+template __global__ void attend_kernel<AS_IT_IS>(const __grid_constant__ Attend);

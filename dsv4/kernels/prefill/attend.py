@@ -1,4 +1,5 @@
-"""Prompts: launches attend.cu, attention of whole groups of 64 heads over keys in rows of BF16, on Hopper."""
+"""Prompts: launches attend.cu, attention of whole groups of 64 heads over keys in rows of BF16, on Hopper.
+Its result is as queries are, or packed for the product that follows."""
 
 import ctypes
 
@@ -6,10 +7,12 @@ import torch
 from torch import Tensor
 
 from dsv4.kernels.common.build import HOPPER, architecture, call
+from dsv4.kernels.prefill.packed import Packed, padded
 
 # Numbers of attend.cu.
 HEADS, WIDTH, ROPE, THREADS = 64, 512, 64, 384
-SHARED_BYTES = (HEADS * WIDTH + 2 * 64 * WIDTH + HEADS * 64) * 2 + 2048
+SHARED_BYTES = (HEADS * WIDTH + 2 * 64 * WIDTH + HEADS * 64) * 2 + 3072
+AS_IT_IS = 3
 
 
 class _Attend(ctypes.Structure):
@@ -18,7 +21,7 @@ class _Attend(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("slots", "positions", "first", "sinks", "cos", "sin", "out")),
         *((name, ctypes.c_int) for name in ("tokens", "heads", "window", "ring_size", "ring_rows")),
         *((name, ctypes.c_int) for name in ("list_width", "ratio", "page_entries", "pages")),
-        *((name, ctypes.c_int) for name in ("has_pool", "is_raw")),
+        *((name, ctypes.c_int) for name in ("group_heads", "rows_padded", "has_pool", "is_raw")),
         *((name, ctypes.c_float) for name in ("scale", "eps")),
     )
 
@@ -32,7 +35,7 @@ def serves(q: Tensor, rope: int) -> bool:
 def attend(
     q: Tensor,
     keys: Tensor,
-    out: Tensor,
+    out: Tensor | Packed,
     slots: Tensor,
     positions: Tensor,
     first: Tensor,
@@ -49,12 +52,18 @@ def attend(
     sin: Tensor,
     eps: float | None,
 ) -> None:
-    """As ops/attend/ref.py has it; `keys` [rows, D]: those of the ring, of this step, of the pool."""
+    """As ops/attend/ref.py has it; `keys` [rows, D]: those of the ring, of this step, of the pool. Of
+    packed rows, a matrix has as many heads as it has slices."""
     tokens, heads, width = q.shape
+    to, mode, group_heads = out, None, 1
+    if isinstance(out, Packed):
+        to, mode, group_heads = out.data, out.mode.number, out.k // width
+        assert mode in (0, 1, 2) and (out.rows, out.matrices * out.k) == (tokens, heads * width), out.mode
+    assert isinstance(to, Tensor)
     longs, floats = (slots, positions, first), (sinks, cos, sin)
     assert all(tensor.dtype == torch.long and tensor.is_contiguous() for tensor in longs)
     assert all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in floats)
-    assert all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in (q, keys, out, cos, sin))
+    assert all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in (q, keys, to, cos, sin))
     tables = [table for table in (rows, page_table) if table is not None]
     assert all(table.dtype == torch.int32 and table.is_contiguous() for table in tables)
     assert not has_pool or tables, "entries are found by a list or by a page table"
@@ -69,7 +78,7 @@ def attend(
         sinks=sinks.data_ptr(),
         cos=cos.data_ptr(),
         sin=sin.data_ptr(),
-        out=out.data_ptr(),
+        out=to.data_ptr(),
         tokens=tokens,
         heads=heads,
         window=window,
@@ -79,6 +88,8 @@ def attend(
         ratio=ratio or 1,
         page_entries=page_entries or 1,
         pages=0 if page_table is None else page_table.shape[1],
+        group_heads=group_heads,
+        rows_padded=padded(tokens),
         has_pool=has_pool,
         is_raw=eps is not None,
         scale=width**-0.5,
@@ -86,7 +97,7 @@ def attend(
     )
     call(
         "attend",
-        "attend_kernel",
+        f"attend_kernel<{AS_IT_IS if mode is None else mode}>",
         q.device,
         params,
         blocks=tokens * heads // HEADS,

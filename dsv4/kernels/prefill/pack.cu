@@ -2,11 +2,10 @@
 #include "packed.cuh"
 
 constexpr int ITEMS = SLICE / 16;            // of four columns: what a lane has of a row's slice
-enum { FP16_BY_64 = 0, FP16_BY_16 = 1, BF16_BY_16 = 2 };   // how numbers are held, and the columns that mix
 
 struct Packing {
     const __nv_bfloat16* x;
-    char* out;              // [groups][slices][BLOCKS_K][GROUP_STRIDE], or those of FP8
+    char* out;              // [groups][slices][SLICE_16], or those of FP8
     const int* pairs;       // [rows] token * choices + choice, -1: none; null: `rows` of each matrix, padded
     const int* num_groups;  // on the device; null: `groups`
     int64_t x_row, x_matrix;
@@ -22,8 +21,20 @@ __device__ __forceinline__ const __nv_bfloat16* source(const Packing& p, int row
     return row % p.rows_padded < p.rows ? p.x + row % p.rows_padded * p.x_row + row / p.rows_padded * p.x_matrix : nullptr;
 }
 
-// A warp has eight rows of one slice; lane (r, t) writes its words of row r side by side with the others.
-// FP16: as matvec.cu's put_x, scaled by a power of two per row and slice.
+// Lane t of four has word t of chunks 0 to 3; then it has chunk t.
+__device__ __forceinline__ uint4 chunk_of_four(const uint32_t (&w)[4], int t) {
+    uint2 two[2];   // of chunk t & 1, and of two on, the words of a pair of lanes
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const uint32_t other = __shfl_xor_sync(~0u, t & 1 ? w[2 * i] : w[2 * i + 1], 1);
+        two[i] = t & 1 ? make_uint2(other, w[2 * i + 1]) : make_uint2(w[2 * i], other);
+    }
+    const bool is_upper = t & 2;
+    const uint32_t x = __shfl_xor_sync(~0u, is_upper ? two[0].x : two[1].x, 2), y = __shfl_xor_sync(~0u, is_upper ? two[0].y : two[1].y, 2);
+    return is_upper ? make_uint4(x, y, two[1].x, two[1].y) : make_uint4(two[0].x, two[0].y, x, y);
+}
+
+// A warp has eight rows of one slice, four lanes a row. FP16: as matvec.cu's put_x, scaled by a power of two per row and slice.
 template <int MODE>
 __global__ void __launch_bounds__(128, 5) pack_kernel(const __grid_constant__ Packing p) {
     wait_for_prerequisites();
@@ -52,35 +63,30 @@ __global__ void __launch_bounds__(128, 5) pack_kernel(const __grid_constant__ Pa
         uint32_t peaks = 0;
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) peaks = larger(larger(peaks, v[i].x & 0x7FFF7FFF), v[i].y & 0x7FFF7FFF);
-        peaks = larger(peaks, peaks >> 16);
         peaks = larger(peaks, __shfl_xor_sync(~0u, peaks, 1));
         peaks = larger(peaks, __shfl_xor_sync(~0u, peaks, 2));
-        const float peak = __uint_as_float(peaks << 16);
-        const int e = exponent(peak);
-        const float up = __uint_as_float((uint32_t)(268 - e) << 23);
-        undo = __uint_as_float((uint32_t)(e - 14) << 23);
+        const Scale16 scale(peaks);
+        undo = scale.undo;
 #pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
-            const float2 l = open_bf16(v[i].x), h = open_bf16(v[i].y);
-            v[i] = make_uint2(pack_f16(l.x * up, l.y * up), pack_f16(h.x * up, h.y * up));
-        }
+        for (int i = 0; i < ITEMS; ++i) v[i] = make_uint2(scale.of(v[i].x), scale.of(v[i].y));
     }
     char* to = p.out + at_16(eight * 8, p.slices, slice);
-    if (MODE != FP16_BY_64 && p.is_wide) {
+    const int row = eight * 8 + r;
+    if (p.is_wide) {
 #pragma unroll
-        for (int i = 0; i < ITEMS; i += 2) {
-            uint2* words = reinterpret_cast<uint2*>(to + i / 8 * GROUP_STRIDE) + (i % 8 + t / 2) * 32 + r * 2 + t % 2;
-            words[0] = make_uint2(v[i].x, v[i + 1].x);
-            words[16] = make_uint2(v[i].y, v[i + 1].y);
+        for (int i = 0; i < ITEMS; i += 2) {   // chunk 2 i + t: four lanes write two whole sectors
+            uint4 chunk;
+            if constexpr (MODE == FP16_BY_64) chunk = chunk_of_four({v[i].x, v[i].y, v[i + 1].x, v[i + 1].y}, t);
+            else chunk = chunk_of_two(make_uint4(v[i].x, v[i].y, v[i + 1].x, v[i + 1].y), t & 1);
+            *reinterpret_cast<uint4*>(to + chunk_16(row, 2 * i + t)) = chunk;
         }
     } else
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
-            uint32_t* words = reinterpret_cast<uint32_t*>(to + i / 8 * GROUP_STRIDE) + i % 8 * 64 + lane;
-            words[0] = v[i].x;
-            words[32] = v[i].y;
+            *reinterpret_cast<uint32_t*>(to + chunk_16(row, 2 * i) + t * 4) = v[i].x;
+            *reinterpret_cast<uint32_t*>(to + chunk_16(row, 2 * i + 1) + t * 4) = v[i].y;
         }
-    if (t == 0) reinterpret_cast<float*>(to + (BLOCKS_K - 1) * GROUP_STRIDE + EIGHT_BYTES)[r] = undo;
+    if (t == 0) *reinterpret_cast<float*>(to + undo_16(row)) = undo;
 }
 
 // The same for FP8: rows are quantised on the way, bit for bit as round.cuh's round_a8 does. A warp has

@@ -20,11 +20,12 @@ constexpr int W_COPY = 4096, W_STAGE = UNITS * W_COPY;
 constexpr int EXCHANGE_ROW = 2 * 2 * 4 * 2 * 32 * 4 / 16;   // bytes per row of a tile of pairs: gate and up change hands
 constexpr int MAX_STAGES = 16, SMALL_CAP = 32;
 
-// Packed x: a block of COLUMNS columns, of eight rows, is EIGHT_BYTES of codes or numbers and then `floats` that undo scaling.
-template <int COLUMNS_, int BYTES, int FLOATS> struct Rows {
-    static constexpr int COLUMNS = COLUMNS_, BLOCKS = SLICE / COLUMNS;   // of a slice
+// Packed x (packed.cuh): a block of COLUMNS columns, of eight rows, is EIGHT_BYTES of codes or numbers and FLOATS that undo scaling.
+// UNDO_BYTES, of a group of rows, follow a slice's last block instead, and lie apart in shared memory. Then padding.
+template <int COLUMNS_, int BYTES, int FLOATS, int UNDO, int PADDING> struct Rows {
+    static constexpr int COLUMNS = COLUMNS_, BLOCKS = SLICE / COLUMNS, UNDO_BYTES = UNDO;   // of a slice
     static constexpr int EIGHT_BYTES = 8 * COLUMNS * BYTES, EIGHT_STRIDE = EIGHT_BYTES + 4 * FLOATS;
-    static constexpr int GROUP_STRIDE = ROW_GROUP / 8 * EIGHT_STRIDE;
+    static constexpr int GROUP_STRIDE = ROW_GROUP / 8 * EIGHT_STRIDE, SLICE_STRIDE = BLOCKS * GROUP_STRIDE + UNDO + PADDING;
 };
 
 struct Product {
@@ -32,7 +33,7 @@ struct Product {
     const uint8_t* scale;
     const int64_t* homes;   // [matrices] bytes from `data` and `scale` on to each one's own; null: one follows the other
     const float* factor;
-    const char* x;          // packed: [groups of rows][slices][blocks of columns][Rows::GROUP_STRIDE]
+    const char* x;          // packed: [groups of rows][slices][Rows::SLICE_STRIDE]
     void* y;
     float* carry;           // [blocks][MAX_CARRIED / 2][CONSUMERS]: what is summed before the last part of a split-K
     const int4* tiles;      // matrix, first row, rows; null: `rows` of each matrix, one after the other
@@ -107,7 +108,7 @@ __device__ __forceinline__ void release(uint32_t barrier, int lane, uint32_t rea
 struct Consumer {
     const Product& p;
     char* shared;           // of the block
-    uint32_t w_at, x_at;    // the rings
+    uint32_t w_at, x_at, undo_at;   // the rings
     Ring w, x;
     int warp, lane;
 };
@@ -272,31 +273,36 @@ __device__ __forceinline__ void fetch_w(const Product& p, Ring ring, uint32_t to
 }
 
 template <class X, int WARPS>
-__device__ __forceinline__ void fetch_x(const Product& p, Ring ring, uint32_t to, int lane, int part) {
+__device__ __forceinline__ void fetch_x(const Product& p, Ring ring, uint32_t to, uint32_t undo_to, int lane, int part) {
     const Items items(p);
     const int group = lane * WARPS + part;
     for (int item = blockIdx.x; item < items.total; item += gridDim.x) {
         const Tile tile = items[item];
         const int groups = (tile.rows + ROW_GROUP - 1) / ROW_GROUP, blocks = p.slices * X::BLOCKS;
-        const char* from = p.x + ((size_t)(tile.first / ROW_GROUP) + group) * blocks * X::GROUP_STRIDE;
+        const char* from = p.x + ((size_t)(tile.first / ROW_GROUP) + group) * p.slices * X::SLICE_STRIDE;
 #pragma unroll 1
         for (int block = 0; block < blocks; ++block, from += X::GROUP_STRIDE) {
+            const bool closes = X::UNDO_BYTES && block % X::BLOCKS == X::BLOCKS - 1;
             ring.await_empty();
-            if (lane == 0) ring.come(part, groups * X::GROUP_STRIDE);
+            if (lane == 0) ring.come(part, groups * (X::GROUP_STRIDE + closes * X::UNDO_BYTES));
             __syncwarp();
-            if (group < groups) ring.fetch(to + ring.stage * p.x_stage_bytes + group * X::GROUP_STRIDE, from, X::GROUP_STRIDE);
+            if (group < groups) {
+                ring.fetch(to + ring.stage * p.x_stage_bytes + group * X::GROUP_STRIDE, from, X::GROUP_STRIDE);
+                if (closes) ring.fetch(undo_to + (ring.stage * (p.cap / ROW_GROUP) + group) * X::UNDO_BYTES, from + X::GROUP_STRIDE, X::UNDO_BYTES);
+            }
+            if (closes) from += X::SLICE_STRIDE - X::BLOCKS * X::GROUP_STRIDE;
             ring.next();
         }
     }
 }
 
-// Shared memory: ring of W, ring of x, what is exchanged, barriers (W full, W empty, x full, x empty).
+// Shared memory: ring of W, ring of x, ring of what undoes its scaling, what is exchanged, barriers (W full, W empty, x full, x empty).
 // IS_SMALL: two blocks on a multiprocessor, for tiles of few rows, which wait for latencies.
 template <class Sum, bool IS_SMALL> __device__ __forceinline__ void multiply(const Product& p) {
-    extern __shared__ __align__(128) char shared[];
+    extern __shared__ __align__(1024) char shared[];   // swizzling goes by the address
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const uint32_t w_at = shared_address(shared), x_at = w_at + p.w_stages * W_STAGE;
-    const uint32_t exchange_at = x_at + p.x_stages * p.x_stage_bytes;
+    const uint32_t undo_at = x_at + p.x_stages * p.x_stage_bytes, exchange_at = undo_at + p.x_stages * (p.cap / ROW_GROUP) * Sum::X::UNDO_BYTES;
     const uint32_t barriers = exchange_at + (p.halves == 2 ? p.cap * EXCHANGE_ROW : 0);
     if (threadIdx.x < 4 * MAX_STAGES) {   // full: the fetching warps arrive; empty: all consumers' warps do
         const int which = threadIdx.x / MAX_STAGES, count = which % 2 ? UNITS : which ? FETCHERS - Sum::W_WARPS : Sum::W_WARPS;
@@ -313,12 +319,12 @@ template <class Sum, bool IS_SMALL> __device__ __forceinline__ void multiply(con
             fetch_w<Sum::FORMAT, Sum::W_WARPS>(p, w, w_at, lane, part);
         } else {
             wait_for_prerequisites();
-            fetch_x<typename Sum::X, FETCHERS - Sum::W_WARPS>(p, x, x_at, lane, part - Sum::W_WARPS);
+            fetch_x<typename Sum::X, FETCHERS - Sum::W_WARPS>(p, x, x_at, undo_at, lane, part - Sum::W_WARPS);
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(IS_SMALL ? 104 : 232));
         wait_for_prerequisites();
-        Consumer c{p, shared, w_at, x_at, w, x, warp, lane};
+        Consumer c{p, shared, w_at, x_at, undo_at, w, x, warp, lane};
         uint32_t* exchange = reinterpret_cast<uint32_t*>(shared + (exchange_at - w_at));
         const Items items(p);
         if (blockIdx.x >= items.total) return;

@@ -13,10 +13,21 @@ from torch import Tensor
 from dsv4.kernels.common import quantize
 from dsv4.kernels.common.build import HOPPER, architecture, call
 from dsv4.kernels.common.tiles import BRICK, SLICE, Tiled
+from dsv4.kernels.prefill.packed import (
+    FP8_CODES,
+    IN_16_BITS,
+    ROW_GROUP,
+    Codes,
+    Mode,
+    Packed,
+    empty_packed,
+    mode_of,
+    padded,
+)
 from dsv4.quant.formats import Format
 
 # Numbers of product.cuh and pack.cu.
-ROW_GROUP, UNITS, THREADS, CONSUMERS, MAX_CARRIED = 16, 8, 384, 256, 128
+UNITS, THREADS, CONSUMERS, MAX_CARRIED = 8, 384, 256, 128
 W_STAGE, EXCHANGE_ROW_BYTES, BARRIER_BYTES = 32768, 256, 512
 SORT_THREADS = MAX_EXPERTS = 512
 MAX_SORT_BLOCKS = 32
@@ -24,27 +35,6 @@ SMALL_CAP = 32
 # tiles.cuh's name of a format.
 NUMBER = {Format.NVFP4: 0, Format.MXFP4: 1, Format.FP8: 2, Format.BF16: 3}
 CAPS = (16, 32, 64, 128)  # rows of a tile, at most; `heights` may have another
-
-
-@dataclass(frozen=True)
-class Mode:
-    """How x is held, and so how it is multiplied: in 16 bits (product_16.cuh) or FP8 (product_8.cuh)."""
-
-    packing: str  # kernel of pack.cu
-    blocks: int  # of columns, in a slice
-    group_stride: int  # bytes of a group of rows in one of them
-    is_fp8: bool = False
-
-
-FP8_CODES = Mode("pack_8_kernel", 2, 4224, is_fp8=True)
-IN_16_BITS = {
-    Format.NVFP4: Mode("pack_kernel<0>", 4, 4160),
-    Format.FP8: Mode("pack_kernel<1>", 4, 4160),
-    Format.MXFP4: Mode("pack_kernel<2>", 4, 4160),
-    Format.BF16: Mode("pack_kernel<2>", 4, 4160),
-}
-# Weights whose a8 products run on FP8 tensor cores, if Tiled.fits_fp8. Others take rounded values in 16 bits.
-IN_FP8 = (Format.FP8, Format.MXFP4)
 
 
 class _Product(ctypes.Structure):
@@ -88,43 +78,6 @@ class _Sorting(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class Packed:
-    """Rows of x as the products of one mode read them: [matrices] times `rows`, each padded to groups."""
-
-    data: Tensor  # uint8 [groups, slices, blocks, stride of a group]
-    mode: Mode
-    matrices: int
-    rows: int
-    k: int
-
-    @property
-    def rows_padded(self) -> int:
-        return _padded(self.rows)
-
-    def plain(self) -> Tensor:
-        """[rows, K] of one matrix in BF16, as it was before it was packed."""
-        assert self.mode == IN_16_BITS[Format.BF16] and self.matrices == 1, self.mode
-        groups, slices = self.data.shape[:2]
-        numbers = self.data.view(groups, slices, 4, 2, -1)[..., :2048].contiguous().view(torch.bfloat16)
-        # Of sixteen columns, four pairs lie in one run of eight rows, the pairs between them in the next.
-        by_row = numbers.view(groups, slices, 4, 2, 8, 2, 8, 4, 2).permute(0, 3, 6, 1, 2, 4, 7, 5, 8)
-        return by_row.reshape(groups * ROW_GROUP, -1)[: self.rows, : self.k].contiguous()
-
-
-@dataclass(frozen=True)
-class Codes:
-    """Rows in FP8, one after the other, from which `gather` packs those that experts want."""
-
-    data: Tensor  # uint8 [T, K]
-    scale: Tensor  # float32 [T, K / 128], as packed rows have them
-
-    @classmethod
-    def empty(cls, rows: int, k: int, device: torch.device) -> "Codes":
-        data = torch.empty(rows, k, dtype=torch.uint8, device=device)
-        return cls(data, torch.empty(rows, k // 128, device=device))
-
-
-@dataclass(frozen=True)
 class Sorted:
     """Pairs of token and choice by expert. `capacity`: rows there can be, each expert's padded to groups."""
 
@@ -140,12 +93,6 @@ class Sorted:
         return self.pairs.shape[0]
 
 
-def empty_packed(mode: Mode, rows: int, k: int, device: torch.device, matrices: int = 1) -> Packed:
-    shape = (matrices * _padded(rows) // ROW_GROUP, -(-k // SLICE), mode.blocks, mode.group_stride)
-    data = torch.empty(shape, dtype=torch.uint8, device=device)
-    return Packed(data=data, mode=mode, matrices=matrices, rows=rows, k=k)
-
-
 def serves(x: Tensor, weight: object) -> bool:
     """Whether x times this weight is a product of this file: BF16 and tiles, on Hopper (wgmma)."""
     return (
@@ -154,13 +101,6 @@ def serves(x: Tensor, weight: object) -> bool:
         and x.is_cuda
         and architecture(x.device) == HOPPER
     )
-
-
-def mode_of(weight: Tiled, activations: str) -> Mode:
-    """One for all numbers of rows: it decides the bits."""
-    if activations == "a8" and weight.format in IN_FP8 and weight.fits_fp8:
-        return FP8_CODES
-    return IN_16_BITS[weight.format]
 
 
 def heights(weight: Tiled, mode: Mode) -> tuple[int, ...]:
@@ -174,10 +114,6 @@ def heights(weight: Tiled, mode: Mode) -> tuple[int, ...]:
 def max_cap(weight: Tiled, mode: Mode) -> int:
     """Rows of the largest tile: as many as registers hold. FP8 weights in 16 bits have one sum more there."""
     return heights(weight, mode)[-1]
-
-
-def _padded(rows: int) -> int:
-    return -(-rows // ROW_GROUP) * ROW_GROUP
 
 
 def cap_for(rows: int, most: int = CAPS[-1]) -> int:
@@ -194,7 +130,7 @@ def even_cap(rows: int, tiles_m: int, weight: Tiled, mode: Mode, multiprocessors
         return cap_for(rows, most)
     below = max(cap for cap in CAPS if cap < most)
     w_bytes = BRICK[weight.format] // SLICE * UNITS  # of a column
-    x_bytes = mode.blocks * mode.group_stride / ROW_GROUP / SLICE
+    x_bytes = mode.slice_bytes / ROW_GROUP / SLICE
 
     def read(cap: int) -> float:
         return -(-(-(-rows // cap) * tiles_m) // multiprocessors) * (w_bytes + cap * x_bytes)
@@ -266,7 +202,7 @@ def pack(
         slices=slices,
         k=k,
         rows=rows,
-        rows_padded=_padded(rows),
+        rows_padded=padded(rows),
         choices=1 if by is None else by.choices,
         is_wide=k % 8 == 0 and x.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in x.stride()[:-1]),
     )
@@ -394,11 +330,12 @@ class Rings:
 
     @property
     def x_stage_bytes(self) -> int:
-        return self.cap // ROW_GROUP * self.mode.group_stride
+        return self.cap // ROW_GROUP * self.mode.group_bytes
 
     @property
     def shared_bytes(self) -> int:
-        rings = self.w_stages * W_STAGE + self.x_stages * self.x_stage_bytes
+        x_bytes = self.x_stage_bytes + self.cap // ROW_GROUP * self.mode.undo_bytes
+        rings = self.w_stages * W_STAGE + self.x_stages * x_bytes
         return rings + self.is_paired * self.cap * EXCHANGE_ROW_BYTES + BARRIER_BYTES
 
 

@@ -5,7 +5,7 @@
 #pragma once
 #include "product.cuh"
 
-using X16 = Rows<128, 2, 8>;   // the floats of a slice's last block count
+using X16 = Rows<128, 2, 0, 64, 64>;   // swizzled
 template <int F> constexpr bool IS_BF16 = F == MXFP4 || F == BF16;
 template <int F> constexpr int UNIT_BYTES = Brick<F>::LOADS * 512 / X16::BLOCKS;   // of a unit in a block of columns
 template <int F> constexpr int W_BLOCKS = W_COPY / UNIT_BYTES<F>;               // of columns in a stage of W
@@ -92,7 +92,7 @@ __device__ __forceinline__ void sum_16(Consumer& c, const Tile& tile, float (&to
     const int scale_step = p.halves * Brick<F>::SCALE;
     const float factor = __ldg(p.factor + (p.has_factors ? tile.matrix * p.halves : 0) + half_of(p, c.warp)) * (F == NVFP4 ? E2M1_UNIT : 1.f);
     const char* w_base = c.shared + (c.w_at - shared_address(c.shared)) + c.warp * W_COPY + lane * 16;
-    const char* x_base = c.shared + (c.x_at - shared_address(c.shared)) + X16::EIGHT_BYTES + (lane & 3) * 8;   // what undoes scaling
+    const char* undo_base = c.shared + (c.undo_at - shared_address(c.shared)) + (lane & 3) * 8;   // what undoes scaling
     float* carry = p.carry + ((size_t)blockIdx.x * (MAX_CARRIED / 2)) * CONSUMERS + threadIdx.x;
 
     float sums[N / 2];
@@ -110,7 +110,7 @@ __device__ __forceinline__ void sum_16(Consumer& c, const Tile& tile, float (&to
     decode_next(0, 0);
     // One block of columns: multiplied, while the next one is decoded (unless it `ends` the tile).
     const auto multiply_block = [&](int block, bool closes, bool ends) {
-        const uint64_t matrix = wgmma_matrix(c.x_at + c.x.stage * p.x_stage_bytes, X16::EIGHT_STRIDE);
+        const uint64_t matrix = swizzled_matrix(c.x_at + c.x.stage * p.x_stage_bytes, 16, X16::EIGHT_STRIDE);
         const float by = __uint_as_float(now.word[0]);   // of FP8
         c.x.await_full();
 #pragma unroll
@@ -118,7 +118,7 @@ __device__ __forceinline__ void sum_16(Consumer& c, const Tile& tile, float (&to
             wgmma_fence();
 #pragma unroll
             for (int j = 0; j < 4; ++j)
-                wgmma<IS_BF16<F> ? BF16_BF16 : F16_F16>(sums, a[chunk][j], matrix + (chunk * 4 + j) * (256 >> 4), j || chunk || (F != FP8 && block));
+                wgmma<IS_BF16<F> ? BF16_BF16 : F16_F16>(sums, a[chunk][j], matrix + (chunk * 1024 + j * 32 >> 4), j || chunk || (F != FP8 && block));
             wgmma_commit();
             // Only now a load from shared memory has certainly ended: BF16 goes into a product as it is.
             if (chunk == 1 && block % W_BLOCKS<F> == W_BLOCKS<F> - 1) {
@@ -152,12 +152,12 @@ __device__ __forceinline__ void sum_16(Consumer& c, const Tile& tile, float (&to
 #pragma unroll
         for (int block = 0; block < X16::BLOCKS; ++block) multiply_block(block, block == X16::BLOCKS - 1, last);
         if (F != FP8) wgmma_wait<0>();
-        const char* undo = x_base + c.x.stage * p.x_stage_bytes;
+        const char* undo = undo_base + c.x.stage * (p.cap / ROW_GROUP) * X16::UNDO_BYTES;
         const float(&from)[N / 2] = *reinterpret_cast<const float(*)[N / 2]>(F == FP8 ? blocks : sums);
         uint32_t read = 0;
 #pragma unroll
         for (int i = 0; i < N / 8; ++i) {
-            const float2 by = *reinterpret_cast<const float2*>(undo + i * X16::EIGHT_STRIDE);
+            const float2 by = *reinterpret_cast<const float2*>(undo + i * (X16::UNDO_BYTES / 2));
             read |= __float_as_uint(by.x);
             total[4 * i] = fmaf(from[4 * i], by.x, total[4 * i]);
             total[4 * i + 1] = fmaf(from[4 * i + 1], by.y, total[4 * i + 1]);

@@ -9,7 +9,7 @@
 #pragma once
 #include "product.cuh"
 
-using X8 = Rows<256, 1, 16>;   // floats: [block of 128 columns][row], the scale of x times 2^-X_SHIFT
+using X8 = Rows<256, 1, 16, 0, 0>;   // floats: [block of 128 columns][row], the scale of x times 2^-X_SHIFT
 constexpr int X_SHIFT = 24;    // so that no sum overflows before the weight's scale has entered
 constexpr int TOP_SHIFT = 30;  // 2^15, FP16's largest power of two, has this exponent: it belongs to `top`
 

@@ -244,7 +244,7 @@ template <int FIRST> __device__ __forceinline__ float sum_of_four(float v) {
     return v + __shfl_xor_sync(~0u, v, 2 * FIRST);
 }
 
-// A warp is a row; a lane has eight channels of every 256. Shared memory: eight rows in BF16, and in FP8, as far as these are wanted.
+// A warp is a row; a lane has eight channels of every 256. Shared memory: eight rows in FP8, if these are wanted.
 template <int ITEMS> __global__ void __launch_bounds__(WARPS * 32, ITEMS <= 16 ? 2 : 1) close_kernel(const __grid_constant__ Closing p) {
     extern __shared__ __align__(16) char shared[];
     const int lane = threadIdx.x & 31, row = blockIdx.x * WARPS + (threadIdx.x >> 5), given = min(row, p.rows - 1);
@@ -290,10 +290,9 @@ template <int ITEMS> __global__ void __launch_bounds__(WARPS * 32, ITEMS <= 16 ?
         if (p.x) *reinterpret_cast<uint4*>(p.x + (int64_t)row * p.d + i * PART + lane * 8) = x[i];
     }
     const float size = inverse_size(warp_sum(square), p.d, p.norm_eps);
-    // Packed rows of a block are eight neighbours, of which each line has 16 bytes: they meet in shared memory, in units of 128 bytes
-    // where row r is at r ^ unit, so that lanes meet in no bank.
+    // Of rows packed in FP8 each line has 16 bytes of eight neighbours: they meet in shared memory, in units of 128 bytes where row r is
+    // at r ^ unit, so that lanes meet in no bank.
     const int r = row & 7, sixteen = lane % 16 / 2, half = lane & 1;   // of 128 columns
-    char *in_16 = shared, *in_8 = shared + (p.in_16 ? WARPS * 2 * p.d : 0);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         if (i * PART >= p.d) break;
@@ -309,9 +308,8 @@ template <int ITEMS> __global__ void __launch_bounds__(WARPS * 32, ITEMS <= 16 ?
         const uint4 made = make_uint4(words[0], words[1], words[2], words[3]);
         if (p.normed && is_row) *reinterpret_cast<uint4*>(p.normed + (int64_t)row * p.d + i * PART + lane * 8) = made;
         if (p.in_16) {
-            const int unit = (i * 2 + lane / 16) * 16 + sixteen * 2;
-            *reinterpret_cast<uint2*>(in_16 + unit * 128 + ((r ^ unit & 7) * 16) + half * 8) = make_uint2(words[0], words[2]);
-            *reinterpret_cast<uint2*>(in_16 + (unit + 1) * 128 + ((r ^ (unit + 1) & 7) * 16) + half * 8) = make_uint2(words[1], words[3]);
+            char* to = p.in_16 + at_16(row, p.d / SLICE, i * PART / SLICE);
+            *reinterpret_cast<uint4*>(to + chunk_16(row, i % (SLICE / PART) * 32 + lane)) = chunk_of_two(made, lane & 1);
         }
         if (!p.in_8) continue;
         uint32_t peaks = peaks_of(made);
@@ -320,29 +318,20 @@ template <int ITEMS> __global__ void __launch_bounds__(WARPS * 32, ITEMS <= 16 ?
         const Codes8 codes(peaks);
         const uint2 eight = codes.of(made);
         const int unit = i * 16 + lane / 16 * 8 + sixteen;
-        *reinterpret_cast<uint2*>(in_8 + unit * 128 + ((r ^ unit & 7) * 16) + half * 8) = eight;
+        *reinterpret_cast<uint2*>(shared + unit * 128 + ((r ^ unit & 7) * 16) + half * 8) = eight;
         if (lane % 16 == 0 && row < p.rows_padded) reinterpret_cast<float*>(p.in_8 + at_8(row, p.d / PART, i) + 2048)[lane / 16 * 8 + r] = codes.scale;
         if (p.codes && is_row) {
             *reinterpret_cast<uint2*>(p.codes + (int64_t)row * p.d + i * PART + lane * 8) = eight;
             if (lane % 16 == 0) p.scales[(int64_t)row * (p.d / 128) + i * 2 + lane / 16] = codes.scale;
         }
     }
-    if (p.in_16 || p.in_8) {
+    if (p.in_16 && lane < p.d / SLICE) *reinterpret_cast<float*>(p.in_16 + at_16(row, p.d / SLICE, lane) + undo_16(row)) = 1.f;
+    if (p.in_8) {
         __syncthreads();
         const int first = blockIdx.x * WARPS;   // rows_padded is a multiple of sixteen: all eight are there
         const auto place = [&](int at) { return (at / 8 * 8 + ((at ^ at / 8) & 7)) * 16; };
-        if (p.in_16) {
-            for (int at = threadIdx.x; at < WARPS * 2 * p.d / 16; at += WARPS * 32) {   // 128 of a block of 128 columns
-                char* to = p.in_16 + at_16(first, p.d / SLICE, at / (128 * BLOCKS_K)) + at / 128 % BLOCKS_K * GROUP_STRIDE;
-                *reinterpret_cast<uint4*>(to + place(at % 128)) = reinterpret_cast<const uint4*>(in_16)[at];
-            }
-            // What undoes scaling: a slice's last block has it.
-            for (int at = threadIdx.x; at < p.d / SLICE * 8; at += WARPS * 32)
-                reinterpret_cast<float*>(p.in_16 + at_16(first, p.d / SLICE, at / 8) + (BLOCKS_K - 1) * GROUP_STRIDE + EIGHT_BYTES)[at % 8] = 1.f;
-        }
-        if (p.in_8)
-            for (int at = threadIdx.x; at < WARPS * p.d / 16; at += WARPS * 32)   // 128 of 256 columns
-                *reinterpret_cast<uint4*>(p.in_8 + at_8(first, p.d / PART, at / 128) + place(at % 128)) = reinterpret_cast<const uint4*>(in_8)[at];
+        for (int at = threadIdx.x; at < WARPS * p.d / 16; at += WARPS * 32)   // 128 of 256 columns
+            *reinterpret_cast<uint4*>(p.in_8 + at_8(first, p.d / PART, at / 128) + place(at % 128)) = reinterpret_cast<const uint4*>(shared)[at];
     }
 
     // Sinkhorn's rounds, where nobody waits for them.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4.kernels.common.build import HOPPER, address, architecture, call
-from dsv4.kernels.prefill.product import FP8_CODES, IN_16_BITS, Codes, Mode, Packed, empty_packed
+from dsv4.kernels.prefill.packed import FP8_CODES, IN_16_BITS, Codes, Mode, Packed, empty_packed
 from dsv4.quant.formats import Format
 
 # Numbers of streams.cu.
@@ -167,6 +167,6 @@ def close_site(
         closing,
         blocks=rows_padded // WARPS,
         threads=WARPS * 32,
-        shared=WARPS * d * (2 * (in_16 is not None) + (in_8 is not None)),
+        shared=WARPS * d if in_8 is not None else 0,
     )
     return closed

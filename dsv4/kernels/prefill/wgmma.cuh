@@ -16,6 +16,12 @@ __device__ __forceinline__ uint64_t wgmma_matrix(uint32_t address, int stride) {
     return (uint64_t)((address & 0x3FFFF) >> 4) | (uint64_t)(128 >> 4) << 16 | (uint64_t)(stride >> 4) << 32;
 }
 
+// Rows of 128 bytes, swizzled, eight in 1,024 bytes, the next eight `stride` bytes on. `leading`: bytes between 64 columns and the
+// next, where they are the rows of the operand (values).
+__device__ __forceinline__ uint64_t swizzled_matrix(uint32_t address, int leading, int stride = 1024) {
+    return (uint64_t)((address & 0x3FFFF) >> 4) | (uint64_t)(leading >> 4) << 16 | (uint64_t)(stride >> 4) << 32 | 1ull << 62;
+}
+
 enum Operands { F16_F16, BF16_BF16, E4M3_E4M3, E5M2_E4M3 };   // of A and B: 16 numbers of 16 bits, or 32 of 8
 #define OUT4(I) "+f"(d[I]), "+f"(d[I + 1]), "+f"(d[I + 2]), "+f"(d[I + 3])
 #define OUT8(I) OUT4(I), OUT4(I + 4)

@@ -11,6 +11,7 @@ from torch import Tensor
 from dsv4.cache.layout import CacheLayout
 from dsv4.config import ModelConfig
 from dsv4.kernels.common.tiles import Bank, Tiled, empty, put, tile
+from dsv4.kernels.prefill import product as prompts
 from dsv4.lab.bench.decode import fill_rows
 from dsv4.lab.bench.subject import DTYPE, cache_layout, needed_bytes
 from dsv4.lab.synthetic import format_of
@@ -133,7 +134,9 @@ class Maker:
             x = self.normal(rows, c.o_groups, depth)
             moved = size_of(tiles) + size_of(x) + 2 * rows * c.o_groups * c.o_rank
             work = 2.0 * rows * c.o_groups * c.o_rank * depth
-            return Made({"ref": (x, whole), "gpu": (x, tiles)}, moved, work)
+            # As attention leaves it.
+            given = prompts.pack(x, tiles) if prompts.serves(x, tiles) else x
+            return Made({"ref": (x, whole), "gpu": (given, tiles)}, moved, work)
 
         yield Case("linear", "grouped", f"wo_a {whole[0].format}", grouped)
         table = self.weight((c.vocab_size, c.hidden_size), Format.BF16)
@@ -241,7 +244,20 @@ class Maker:
             rest = (few, base[:n].contiguous(), scale[:n].contiguous(), c.norm_eps, c.hc_eps)
             return Made({"ref": (streams, *rest)}, size_of(streams) * (1 + 1 / n) + size_of(few))
 
-        for name, make in (("pre", pre), ("post", post), ("head", head)):
+        readers = [(self.weight(self.params[f"attn.{name}"]), "a16") for name in ("wq_a", "compressor.wkv")]
+        tiles = [(tile(held), how) for held, how in readers]
+
+        def enter(rows: int) -> Made:
+            x, streams = self.normal(rows, d), self.normal(rows, n, d)
+            gate, comb = self.wide(rows, n).abs(), self.wide(rows, n, n).abs()
+            mixing = (fn, base, scale, c.norm_eps, c.hc_eps, c.sinkhorn_iters)
+            given = (x, streams, gate, comb, mixing, 1 + 0.1 * self.wide(d))
+            # Streams are read by both launches, written once; the input is made as its readers want it.
+            moved = 3 * size_of(streams) + 2 * size_of(x) + size_of(fn)
+            both = {"ref": (*given, readers, False), "gpu": (*given, tiles, False)}
+            return Made(both, moved, 2.0 * rows * mixes * n * d)
+
+        for name, make in (("pre", pre), ("post", post), ("head", head), ("enter", enter)):
             yield Case("mhc", name, f"{n} streams of {d}", make)
 
     def _qkv(self) -> Iterator[Case]:

@@ -5,7 +5,6 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from dsv4.lab.bench.decode import Session, Wanted
 from dsv4.lab.bench.profile import ENDS, SITE, kinds_of
 from dsv4.lab.bench.subject import DTYPE, Subject, check_fits, needed_bytes, other_bytes, synthetic
 from dsv4.lab.doctor.cases import ROUNDINGS, SUMS
-from dsv4.lab.doctor.ops import difference, outputs, relative
+from dsv4.lab.doctor.ops import call, difference, outputs, relative
 from dsv4.model.step import Step
 from dsv4.ops import IMPLEMENTATIONS
 
@@ -113,7 +112,7 @@ def check(case: Case, backend: str) -> str:
 
 
 def _call(case: Case, made: Made, backend: str) -> Any:
-    return getattr(import_module(f"dsv4.ops.{case.op}.{backend}"), case.function)(*made.of(backend))
+    return call(case.op, case.function, backend, made.of(backend))
 
 
 def measure(wished: Wished, read: float, matmul: float, device: torch.device) -> Iterator[Result]:

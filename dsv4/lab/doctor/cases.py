@@ -144,11 +144,17 @@ def _mhc(r: _Random, dtype: torch.dtype) -> list[Case]:
     mixing = (r(256, 24) * 0.2, r(24), (r(3) + 1).repeat_interleave(sizes), 1e-6, 1e-6, 20)
     head = (r(256, 4) * 0.2, r(4), r(1) + 1, 1e-6, 1e-6)
     comb = r(5, 4, 4).abs()
-    return [
+    out = [
         Case("mhc", "pre", "four streams", (streams, *mixing)),
         Case("mhc", "post", "four streams", (r(5, 64).to(dtype), streams, r(5, 4).abs(), comb)),
         Case("mhc", "head", "four streams", (streams, *head)),
     ]
+    # From one site into the next, and what products make of its input: sizes that a kernel of its own serves.
+    left = (r(9, 512).to(dtype), r(9, 4, 512).to(dtype), r(9, 4).abs(), r(9, 4, 4).abs())
+    mixing = (r(2048, 24) * 0.05, *mixing[1:])
+    readers = [(_weight(r(64, 512) * 0.1, Format.FP8), "a8"), (_weight(r(32, 512) * 0.1, Format.BF16), "a16")]
+    out.append(Case("mhc", "enter", "512 channels", (*left, mixing, r(512) + 1, readers), rounds=True))
+    return out
 
 
 def _turn(r: _Random, rows: int, pairs: int) -> tuple[Tensor, Tensor]:

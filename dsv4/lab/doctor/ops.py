@@ -12,7 +12,7 @@ from torch import Tensor
 from dsv4.lab.doctor.cases import Case, make_cases, to_device
 from dsv4.lab.doctor.findings import Finding
 from dsv4.lab.doctor.golden import FINGERPRINTS
-from dsv4.ops import IMPLEMENTATIONS
+from dsv4.ops import IMPLEMENTATIONS, Ops
 from dsv4.quant.codec import decode
 from dsv4.quant.formats import QuantTensor
 
@@ -47,9 +47,43 @@ def outputs(result: Any) -> list[Tensor]:
 
 def run(case: Case, backend: str, device: str) -> list[Tensor]:
     """A backend whose weights are not QuantTensors exports hold(weight: QuantTensor, device) to make them."""
-    module = import_module(f"dsv4.ops.{case.op}.{backend}")
-    arguments = to_device(case.arguments, device, getattr(module, "hold", None))
-    return outputs(getattr(module, case.function)(*arguments))
+    holder = "linear" if case.function == "enter" else case.op
+    hold = getattr(import_module(f"dsv4.ops.{holder}.{backend}"), "hold", None)
+    return outputs(call(case.op, case.function, backend, to_device(case.arguments, device, hold)))
+
+
+def call(op: str, function: str, backend: str, arguments: tuple[Any, ...]) -> Any:
+    """A function of an op's backend; `enter` is of several ops, all of that backend."""
+    if function == "enter":
+        return _enter(backend, *arguments)
+    return getattr(import_module(f"dsv4.ops.{op}.{backend}"), function)(*arguments)
+
+
+def _enter(
+    backend: str,
+    y: Tensor,
+    streams: Tensor,
+    gate: Tensor,
+    comb: Tensor,
+    mixing: tuple[Any, ...],
+    norm: Tensor,
+    readers: list[tuple[Any, str]],
+    multiplies: bool = True,
+) -> tuple[Tensor, ...]:
+    """Ops.enter; and the products of its input with what reads it, which alone know what form it has."""
+    ops = Ops.choose("cpu", **dict.fromkeys(IMPLEMENTATIONS, backend))
+    made = ops.enter(
+        y=y,
+        streams=streams,
+        gate=gate,
+        comb=comb,
+        mixing=mixing,
+        norm=norm,
+        both=True,
+        readers=readers,
+    )
+    products = [ops.linear.linear(made.normed, held, how) for held, how in readers] if multiplies else []
+    return (made.streams, made.gate, made.comb, *products)
 
 
 def fingerprint(results: list[Tensor]) -> list[float]:

@@ -5,6 +5,8 @@ depends on how many entries there can be: a program ends with those that its tok
 BF16 on Hopper, where heads have the published sizes and keys are decoded beforehand: attend.cu. Else Triton.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -13,6 +15,8 @@ from torch import Tensor
 from dsv4.kernels.common.architectures import tile
 from dsv4.kernels.common.numbers import e4m3_decode, power
 from dsv4.kernels.prefill import attend as hopper
+from dsv4.kernels.prefill import product as prompts
+from dsv4.kernels.prefill.packed import empty_packed, mode_of
 from dsv4.quant.formats import KV_BLOCK, Format, QuantTensor
 
 # Entries are found by the page table here, without a list.
@@ -251,12 +255,12 @@ def attend(
     ratio: int = 0,
     page_entries: int = 0,
     eps: float | None = None,
+    reader: Any = None,
 ) -> Tensor:
-    """A token at position -1 attends to nothing."""
+    """A token at position -1 attends to nothing. attend.cu packs its result for a `reader` in tiles."""
     tokens, heads, width = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not tokens:
-        return out
+        return torch.empty_like(q)
     q, dtype = q.contiguous(), q.dtype
     most, keys, warps, stages = tile("prefill attend", BLOCK, dtype, q.device)
     half, is_listed = cos.shape[1], rows is not None
@@ -266,10 +270,17 @@ def attend(
     if ring.format is Format.KV8 and kept * width * dtype.itemsize <= DECODED_BYTES:
         joined = _joined(ring, fresh, pool, dtype, page_table, slots, positions, ratio, page_entries)
     if joined is not None and hopper.serves(q, 2 * half):
+        made: Any
+        if prompts.serves(q, reader) and reader.shape[1] % width == 0:
+            k = reader.shape[1]
+            mode = mode_of(reader, "a16")
+            made = empty_packed(mode, tokens, k, q.device, matrices=heads * width // k)
+        else:
+            made = torch.empty_like(q)
         hopper.attend(
             q=q,
             keys=joined,
-            out=out,
+            out=made,
             slots=slots,
             positions=positions,
             first=first,
@@ -286,7 +297,8 @@ def attend(
             sin=sin.contiguous(),
             eps=eps,
         )
-        return out
+        return made
+    out = torch.empty_like(q)
     data = [joined] * 9
     if joined is None:
         data = [tensor for store in (ring, fresh, entries) for tensor in _pointers(store, dtype)]

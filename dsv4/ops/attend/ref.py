@@ -2,6 +2,7 @@
 
 from functools import cache, lru_cache
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ def attend(
     ratio: int = 0,
     page_entries: int = 0,
     eps: float | None = None,
+    reader: Any = None,
 ) -> Tensor:
     """q [T, H, D] -> o [T, H, D]. With `eps`, q is as its product left it: qkv.queries comes first.
 
@@ -46,7 +48,8 @@ def attend(
     (this step's tokens) and older ones rows `slot*ring_size + j mod ring_size` of `ring`. Compressed keys:
     `pool` rows listed in `rows` [T, S], -1 meaning none; without a list all that are visible, found through
     the page table [S, P]. Keys are the values too. The sink adds to the denominator only. The output is
-    rotated back by the query's position.
+    rotated back by the query's position. A backend may give what linear.grouped takes, for
+    the weights `reader`.
     """
     if eps is not None:
         q = queries(q, cos, sin, eps)

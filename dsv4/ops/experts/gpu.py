@@ -14,6 +14,7 @@ from dsv4.kernels.common import quantize
 from dsv4.kernels.prefill import dense, fp4
 from dsv4.kernels.prefill import experts as kernels
 from dsv4.kernels.prefill import product as prompts
+from dsv4.kernels.prefill.packed import mode_of
 from dsv4.ops.experts.ref import Expert
 from dsv4.ops.linear.gpu import Prepared, hold, prepared, round_input
 
@@ -82,7 +83,7 @@ def routed(
         up, down = experts.w13, experts.w2  # type: ignore[attr-defined]
         cap = fp4.MAX_ROWS
         if not is_fp4:
-            cap = min(prompts.max_cap(w, prompts.mode_of(w, activations)) for w in (up, down))
+            cap = min(prompts.max_cap(w, mode_of(w, activations)) for w in (up, down))
         by = prompts.sort(
             ids=ids, weights=weights.contiguous(), experts=count, max_cap=cap, first=first, ranks=ranks
         )
@@ -136,7 +137,7 @@ def _sorted(
     """y [T * K, D], by token and choice: what each chosen expert makes of its token."""
     up, down = bank.w13, bank.w2
     hidden = y.new_empty(by.capacity, up.shape[0])
-    if ready.codes_8 is not None and prompts.mode_of(up, activations).is_fp8:
+    if ready.codes_8 is not None and mode_of(up, activations).is_fp8:
         packed = prompts.gather(ready.codes_8, by)
     else:
         x, how = ready.to_pack(up, activations)

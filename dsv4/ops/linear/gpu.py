@@ -18,6 +18,7 @@ from dsv4.kernels.prefill import dense, fp4, rows
 from dsv4.kernels.prefill import product as prompts
 from dsv4.kernels.prefill.dense import Weight
 from dsv4.kernels.prefill.gemm import gemm
+from dsv4.kernels.prefill.packed import IN_16_BITS, Codes, Mode, Packed, mode_of
 from dsv4.ops.linear.ref import Held, embed
 from dsv4.quant.formats import Format, QuantTensor
 
@@ -34,16 +35,16 @@ class Prepared:
         self._given, self._norm, self._eps, self._both = x, norm, eps, both
         self._normed = x if norm is None else None
         self._rounded: dict[str, Tensor] = {}
-        self._packed: dict[tuple[str, prompts.Mode], prompts.Packed] = {}  # by activations and mode
-        self.codes_8: prompts.Codes | None = None  # FP8, row by row, where whoever made x made them too
+        self._packed: dict[tuple[str, Mode], Packed] = {}  # by activations and mode
+        self.codes_8: Codes | None = None  # FP8, row by row, where whoever made x made them too
 
     @classmethod
     def of(
         cls,
         like: Tensor,
         x: Tensor | None,
-        packed: dict[prompts.Mode, prompts.Packed],
-        codes_8: prompts.Codes | None,
+        packed: dict[Mode, Packed],
+        codes_8: Codes | None,
     ) -> "Prepared":
         """Of x that was normalised, and packed, by whoever made it: plain, or in BF16 among others."""
         ready = cls(like)
@@ -60,7 +61,7 @@ class Prepared:
     @property
     def x(self) -> Tensor:
         if self._normed is None:
-            held = self._packed.get(("a16", prompts.IN_16_BITS[Format.BF16]))
+            held = self._packed.get(("a16", IN_16_BITS[Format.BF16]))
             self._normed = rows.norm(self._given, self._norm, self._eps) if held is None else held.plain()
         return self._normed
 
@@ -94,13 +95,13 @@ class Prepared:
 
     def to_pack(self, weight: Tiled, activations: str) -> tuple[Tensor, str]:
         """What product.pack takes, and how it has to round that: FP8 codes are made while x is packed."""
-        if prompts.mode_of(weight, activations).is_fp8:
+        if mode_of(weight, activations).is_fp8:
             return self.x.contiguous(), activations
         return self.rounded(activations).contiguous(), "a16"
 
-    def pack(self, weight: Tiled, activations: str) -> prompts.Packed:
+    def pack(self, weight: Tiled, activations: str) -> Packed:
         """For product.cuh."""
-        key = (activations, prompts.mode_of(weight, activations))
+        key = (activations, mode_of(weight, activations))
         if key not in self._packed:
             x, how = self.to_pack(weight, activations)
             self._packed[key] = prompts.pack(x.unsqueeze(1), weight, how)
@@ -155,15 +156,21 @@ def _linear(
 
 
 def grouped(x: Tensor, weights: list[Held]) -> Tensor:
-    """`weights` may also be one weight [G*N, K]."""
-    groups = x.shape[1]
-    if not isinstance(weights, list):
-        y = x.new_empty(x.shape[0], weights.shape[0])
-        product(x.contiguous(), weights, y.view(x.shape[0], groups, -1))
+    """`weights` may also be one weight [G*N, K], and x packed for it."""
+    if isinstance(x, Packed):
+        assert isinstance(weights, Tiled)
+        y = torch.empty(x.rows, weights.shape[0], dtype=torch.bfloat16, device=x.data.device)
+        prompts.product(x, weights, y.unflatten(1, (x.matrices, -1)))
         return y
-    y = x.new_empty(x.shape[0], groups, weights[0].shape[0])
-    for g, weight in enumerate(weights):
-        product(x[:, g : g + 1].contiguous(), weight, y[:, g : g + 1])
+    flat = x.flatten(1).contiguous()
+    if not isinstance(weights, list):
+        groups = flat.shape[1] // weights.shape[1]
+        y = x.new_empty(x.shape[0], weights.shape[0])
+        product(flat.unflatten(1, (groups, -1)), weights, y.unflatten(1, (groups, -1)))
+        return y
+    y = x.new_empty(x.shape[0], len(weights), weights[0].shape[0])
+    for g, (part, weight) in enumerate(zip(flat.chunk(len(weights), dim=1), weights, strict=True)):
+        product(part.contiguous().unsqueeze(1), weight, y[:, g : g + 1])
     return y.flatten(1)
 
 

@@ -49,8 +49,11 @@ def partial(x: Tensor, weight: Held, activations: str, parts: int, is_alone: boo
 
 
 def grouped(x: Tensor, weights: list[Held]) -> Tensor:
-    """x [T, G, K] with one weight [N, K] per group -> [T, G*N]; inputs are never quantised."""
-    return torch.cat([linear(x[:, g].contiguous(), weight) for g, weight in enumerate(weights)], dim=1)
+    """x [T, ...] in equal groups of K, each with a weight [N, K] -> [T, G*N]; inputs are never quantised."""
+    groups = x.flatten(1).chunk(len(weights), dim=1)
+    return torch.cat(
+        [linear(g.contiguous(), weight) for g, weight in zip(groups, weights, strict=True)], dim=1
+    )
 
 
 def embed(ids: Tensor, table: QuantTensor, dtype: torch.dtype) -> Tensor:

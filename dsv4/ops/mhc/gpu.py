@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsv4.kernels.prefill import product
 from dsv4.kernels.prefill import streams as sites
-from dsv4.kernels.prefill.product import Mode
+from dsv4.kernels.prefill.packed import Mode, mode_of
 from dsv4.ops.linear.gpu import Prepared
 from dsv4.ops.mhc.ref import sinkhorn
 
@@ -224,7 +224,7 @@ def enter(
     # A bank of several experts takes rows by choice, of codes.
     banks = [(getattr(held, "w13", held), activations) for held, activations in readers]
     modes: list[tuple[Mode, bool]] = [
-        (product.mode_of(held, activations), held.count > 1)
+        (mode_of(held, activations), held.count > 1)
         for held, activations in banks
         if product.serves(streams, held)
     ]

@@ -1,0 +1,88 @@
+"""choose.cu's own source on the CPU, warps and blocks in shuffled orders, against the reference."""
+
+import ctypes
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4.kernels.common import architectures
+from dsv4.kernels.decode import choose
+from dsv4.ops.route.ref import top_indices
+from tests.support.twin import build, needs_compiler
+
+pytestmark = needs_compiler
+PAGE, RATIO = 24, 4
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    loaded = build("choose", tmp_path_factory)
+    loaded.launch.restype = ctypes.c_char_p
+    return loaded
+
+
+def run(twin: ctypes.CDLL, scores: Tensor, counts: list[int], topk: int, seed: int = 0) -> Tensor:
+    """Places of the chosen, by the launches that select_rows makes."""
+    rows, capacity = scores.shape
+    generator = torch.Generator().manual_seed(seed)
+    pages = torch.stack(
+        [torch.randperm(-(-capacity // PAGE), generator=generator) for _ in range(rows)]
+    ).int()
+    slots, out = torch.randperm(rows, generator=generator), torch.full((rows, topk), 77, dtype=torch.int32)
+    positions = torch.tensor(counts) * RATIO - 1 + torch.tensor([i % RATIO for i in range(rows)])
+
+    def call(source: str, kernel: str, device: torch.device, given: ctypes.Structure, **how: int) -> None:
+        warps = int(match[1]) if (match := re.search(r"few_kernel<(\d+)", kernel)) else 0
+        for row in range(rows):
+            problem = twin.launch(ctypes.byref(given), row, warps, how["shared"], seed + row)
+            assert problem == b"", problem.decode()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choose, "call", call)
+        patch.setattr(architectures, "capability", lambda device: 90)
+        choose.select_rows(scores, positions, RATIO, pages, slots, PAGE, out, overlap=False, mixed=True)
+    table = pages[slots].long()
+    for row, count in enumerate(counts):
+        best = top_indices(scores[row : row + 1, :count], min(topk, count))[0].sort().values
+        places = table[row][best // PAGE] * PAGE + best % PAGE
+        assert out[row, : len(best)].tolist() == places.tolist(), (row, count)
+        assert out[row, len(best) :].eq(-1).all()
+    return out
+
+
+def hostile(kind: str, rows: int, count: int, generator: torch.Generator) -> Tensor:
+    scores = torch.randn(rows, count, generator=generator)
+    match kind:
+        case "equal":
+            scores[:] = -0.25
+        case "few values":
+            scores = scores.round()
+        case "two clumps":  # both far apart and close together: every round of bins is needed
+            scores = torch.where(scores > 0.4, 1e30, 1.0) * (1 + torch.arange(count) % 97 * 2.0**-23)
+        case "signs":
+            scores[:, ::3] = 0.0
+            scores[:, 1::3] = -0.0
+        case "ends":
+            scores[:, ::5] = torch.inf
+            scores[:, 1::5] = -torch.inf
+            scores[:, 2::5] = torch.nan
+            scores[0, 2::5] = -torch.tensor(torch.nan)
+    return scores
+
+
+@pytest.mark.parametrize("kind", ["plain", "equal", "few values", "two clumps", "signs", "ends"])
+@pytest.mark.parametrize(("count", "topk"), [(1088, 512), (300, 299), (1280, 1), (4000, 512)])
+def test_few(twin: ctypes.CDLL, kind: str, count: int, topk: int) -> None:
+    scores = hostile(kind, 3, count, torch.Generator().manual_seed(count))
+    for seed in range(2):
+        run(twin, scores, [count, count - 1, topk // 2], topk, seed)
+
+
+@pytest.mark.parametrize("kind", ["plain", "two clumps", "ends"])
+def test_many(twin: ctypes.CDLL, kind: str) -> None:
+    """Rows of more entries than a block takes, beside ones of fewer: each is another launch's."""
+    count = 9001
+    scores = hostile(kind, 2, count, torch.Generator().manual_seed(3))
+    run(twin, scores, [count, 700], 512, seed=1)
