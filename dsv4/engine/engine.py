@@ -28,6 +28,7 @@ from dsv4.errors import ConfigError, RequestError
 from dsv4.kernels.decode.sample import MAX_PENALISED
 from dsv4.model.bundle import Bundle
 from dsv4.models import embedded
+from dsv4.parallel.comm import PeerError
 from dsv4.parallel.machines import World
 from dsv4.parallel.mesh import Mesh
 from dsv4.text.tokenizer import Tokenizer
@@ -100,7 +101,10 @@ class Engine:
                 undo.callback(ranks.stop)
             weights, notes = prepared.load(progress)
             bundle = prepared.bundle(weights, ranks.join() if ranks else Mesh())
-            engine = cls(bundle, prepared.settings, config, tokenizer, notes, compiled, ranks)
+            try:
+                engine = cls(bundle, prepared.settings, config, tokenizer, notes, compiled, ranks)
+            except PeerError as error:
+                raise (ranks.lost(error) if ranks else error) from None
             undo.pop_all()
         return engine
 

@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dsv4.errors import DeviceError
-from dsv4.parallel.inbox import GONE, Inbox, open_inbox
+from dsv4.parallel.inbox import GONE, MOMENT, Inbox, open_inbox
 
 LOCAL = "127.0.0.1"
-_MOMENT = timedelta(seconds=0.5)
 START_SECONDS = 600.0  # until all ranks have compiled and recorded what they run, each at its pace
 logger = logging.getLogger("dsv4.parallel")
 
@@ -165,8 +164,18 @@ class Group:
             return None
         found, why = None, ""
         try:
-            found = open_inbox(self._store, self._name, self.rank, self.size, places, self._device)
+            found = open_inbox(
+                store=self._store,
+                name=self._name,
+                rank=self.rank,
+                size=self.size,
+                places=places,
+                device=self._device,
+                is_abandoned=lambda: self._is_abandoned,
+            )
         except RuntimeError as error:
+            if self._is_abandoned:
+                raise PeerError("another rank is gone") from None
             why = _first_line(error)
         # Also: all inboxes are empty before anybody pushes.
         has_one = torch.full((1, 1), float(found is not None), device=self._device)
@@ -178,6 +187,8 @@ class Group:
 
     def begin(self) -> None:
         self._gather(torch.zeros(1, device=self._device))
+        if self._is_nccl:  # whose waits are the stream's
+            torch.cuda.synchronize(self._device)
         self._group._set_default_timeout(timedelta(seconds=self._seconds))
         self._store.set_timeout(timedelta(seconds=self._seconds))
 
@@ -206,7 +217,7 @@ class Group:
     def _has_come(self, work: dist.Work) -> bool:
         """Within a moment. gloo does not hear of a machine that was cut off; whoever does calls `abandon`."""
         try:
-            work.wait(_MOMENT)
+            work.wait(MOMENT)
         except RuntimeError:
             if not work.is_completed() and self._is_abandoned:
                 # Never freed: its destructor would wait for what nobody answers, until its time is up.

@@ -1,6 +1,8 @@
 """Memory of this rank that the other ranks' kernels write to, and theirs: torch's symmetric memory."""
 
 import re
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 GONE = -1  # in Inbox.ended: the host knows that a rank is gone
+MOMENT = timedelta(seconds=0.5)  # between two looks whether a rank was lost
 
 
 @dataclass(frozen=True)
@@ -24,11 +27,13 @@ class Inbox:
 
 class CountedFromZero(dist.Store):
     """torch numbers the meetings of symmetric memory by process, in its keys. A rank that was started anew
-    would wait for the first while one that has met others before offers its second; here both say 0."""
+    would wait for the first while one that has met others before offers its second; here both say 0.
+    And a wait ends when `is_abandoned` says that a rank is gone."""
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: dist.Store, is_abandoned: Callable[[], bool]) -> None:
         super().__init__()
-        self._store = store
+        self._store: Any = store
+        self._is_abandoned = is_abandoned
         self._first: int | None = None
 
     def _key(self, key: str) -> str:
@@ -44,25 +49,43 @@ class CountedFromZero(dist.Store):
         self._store.set(self._key(key), value)
 
     def get(self, key: str) -> bytes:
-        return self._store.get(self._key(key))
+        self.wait([key])
+        value: bytes = self._store.get(self._key(key))
+        return value
 
     def add(self, key: str, amount: int) -> int:
-        return self._store.add(self._key(key), amount)
+        total: int = self._store.add(self._key(key), amount)
+        return total
 
     def wait(self, keys: list[str], *timeout: timedelta) -> None:
-        self._store.wait([self._key(key) for key in keys], *timeout)
+        until = time.monotonic() + (timeout[0] if timeout else self._store.timeout).total_seconds()
+        while True:
+            try:
+                self._store.wait([self._key(key) for key in keys], MOMENT)
+                return
+            except RuntimeError:
+                if self._is_abandoned():
+                    raise RuntimeError("another rank is gone") from None
+                if time.monotonic() > until:
+                    raise
 
 
 def open_inbox(
-    store: dist.Store, name: str, rank: int, size: int, places: int, device: torch.device
+    store: dist.Store,
+    name: str,
+    rank: int,
+    size: int,
+    places: int,
+    device: torch.device,
+    is_abandoned: Callable[[], bool],
 ) -> Inbox:
     """Of zeros. All ranks call this; nobody may push before all have returned. Raises RuntimeError where a
-    GPU cannot reach another's memory."""
+    GPU cannot reach another's memory, or a rank is lost meanwhile."""
     c10d: Any = torch._C._distributed_c10d
     memory, shape = c10d._SymmetricMemory, (size, places)
     # Where ranks meet is looked up by the name of a group.
     name = "dsv4-" + name.replace("/", "-")
-    counted = CountedFromZero(dist.PrefixStore("inbox", store))
+    counted = CountedFromZero(dist.PrefixStore("inbox", store), is_abandoned)
     group: Any = dist.ProcessGroup(counted, rank, size)
     group._set_group_name(name)
     c10d._register_process_group(name, group)

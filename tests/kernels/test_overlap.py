@@ -404,6 +404,15 @@ def test_a_single_row_is_rounded_by_who_reads_it(monkeypatch: pytest.MonkeyPatch
         assert launches(made).count("round") == count
         for name, buffer in (("output b", "u"), ("experts down", "all_hidden")):
             assert all(buffer in it.reads for it in made.launches if it.name == name)
+    single = step(monkeypatch, 1, "a4")
+    touched = [
+        (it.name, "u_top" in it.reads, "u_top" in it.writes)
+        for it in single.launches
+        if "u_top" in (*it.reads, *it.reads_early, *it.writes)
+    ]
+    cleared, raised, read = ("queries up", False, True), ("output a", True, True), ("output b", True, False)
+    assert touched == [cleared, raised, read] * TINY.num_layers
+    assert not any("u_top" in it.reads_early for it in single.launches)
 
 
 def test_exchanges_wait() -> None:

@@ -25,4 +25,6 @@ def test_all() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     # Those at published sizes need a GPU; what compiles, no interpreter.
-    assert done.returncode == 0 and f" passed, {PUBLISHED + COMPILED} skipped" in done.stdout, done.stdout[-4000:]
+    assert done.returncode == 0 and f" passed, {PUBLISHED + COMPILED} skipped" in done.stdout, done.stdout[
+        -4000:
+    ]

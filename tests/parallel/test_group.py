@@ -80,11 +80,10 @@ def test_ranks_that_have_met_others_before(tmp_path: Path) -> None:
     barrier, as it makes them, of a process whose third meeting this is and of one whose first it is."""
 
     def rank(number: int) -> list[bytes]:
-        store = CountedFromZero(
-            dist.PrefixStore("inbox", dist.FileStore(str(tmp_path / "store"), 2))  # type: ignore[no-untyped-call]
-        )
+        file = dist.FileStore(str(tmp_path / "store"), 2)
+        store = CountedFromZero(dist.PrefixStore("inbox", file), lambda: False)
         met = 7 * number
-        outer = dist.PrefixStore("dsv4--tmp-1", store)  # type: ignore[no-untyped-call]
+        outer = dist.PrefixStore("dsv4--tmp-1", store)
         outer.set_timeout(timedelta(seconds=20))
         found: list[bytes] = []
         for turn in range(met, met + 3):
@@ -96,3 +95,20 @@ def test_ranks_that_have_met_others_before(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(rank, range(2))
     assert first == second and first[3] == b"1 of 0" and first[4] == b"1 of 1"
+
+
+def test_a_rank_that_is_lost_before_it_meets(tmp_path: Path) -> None:
+    """Whoever waits for it in the store, patiently, hears of it."""
+    file = dist.FileStore(str(tmp_path / "store"), 2)
+    file.set_timeout(timedelta(seconds=600))
+    lost = threading.Event()
+    store = CountedFromZero(dist.PrefixStore("inbox", file), lost.is_set)
+    threading.Timer(0.2, lost.set).start()
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="another rank is gone"):
+        store.get("Memory/0/1")
+    assert time.monotonic() - began < 5
+    lost.clear()
+    file.set_timeout(timedelta(seconds=1))
+    with pytest.raises(RuntimeError, match=r"(?i)timeout"):
+        store.wait(["Memory/0/1"])

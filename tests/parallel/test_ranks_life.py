@@ -14,7 +14,9 @@ import pytest
 from ranks_support import SECONDS, children, engine_on, is_running, rank_pids, wait
 
 from dsv4 import Engine, SamplingParams
+from dsv4.engine.ranks import Ranks
 from dsv4.errors import DeviceError
+from dsv4.parallel.mesh import Mesh
 from tests.serve.serve_support import STORY, Server, worker_pid
 
 LONG = SamplingParams(max_tokens=450, temperature=0, ignore_eos=True)
@@ -66,6 +68,23 @@ def test_slow_rank() -> None:
         assert engine.ranks is not None and select.select([engine.ranks.alarm], [], [], 5)[0], "for the idle"
         with pytest.raises(DeviceError, match="start the engine anew"):
             engine.step()
+
+
+def test_rank_that_dies_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After all have met: its number and how it ended, not what a collective says."""
+    join = Ranks.join
+
+    def join_and_kill(ranks: Ranks) -> Mesh:
+        mesh = join(ranks)
+        os.kill(*rank_pids(), signal.SIGKILL)
+        return mesh
+
+    monkeypatch.setattr(Ranks, "join", join_and_kill)
+    began = time.monotonic()
+    with pytest.raises(DeviceError, match=r"rank 1 has died \(signal 9\)"), engine_on(None, 2):
+        pass
+    assert time.monotonic() - began < 15
+    wait(lambda: rank_pids() == [], 5)
 
 
 @pytest.mark.slow
