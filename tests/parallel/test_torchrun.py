@@ -102,7 +102,8 @@ def test_a_machine_is_lost(tmp_path: Path) -> None:
         wait(lambda: not is_running(first), 5)
         said = logs[0].read_text()
         assert said.count("error: rank 1 on ") == said.count("all 2 ranks were ended") == 1, said
-        assert "Traceback" not in said, said
+        ours = said.partition("failed (exitcode")[0]  # torchrun has a traceback for every rank that ends so
+        assert "Traceback" not in ours, said
         assert zero.wait(SECONDS) != 0
 
 
