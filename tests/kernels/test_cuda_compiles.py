@@ -26,8 +26,8 @@ from dsv4.quant.formats import Format, empty_rows
 from tests.support.cubin import parameter_sizes
 
 COMPILERS = {"NVRTC": build._nvrtc(), "nvcc": build._nvcc()}
-# Products of prompts compile for twenty seconds each: one of the six here, all with -m slow.
-QUICK = {n for n in build.SOURCES if not n.startswith("product")} | {"product_fp8"}
+# Products of prompts compile for twenty seconds each: with -m slow.
+QUICK = {n for n in build.SOURCES if not n.startswith("product")}
 SOURCES = [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in build.SOURCES]
 needs_compiler = pytest.mark.skipif(not any(COMPILERS.values()), reason="neither NVRTC nor nvcc was found")
 
