@@ -10,16 +10,12 @@ from attention_support import Case
 from torch import Tensor
 
 from dsv4.kernels.decode import attention
-from tests.support.twin import build, needs_compiler
+from tests.support.twin import needs_compiler, twin_of
 
 pytestmark = needs_compiler
 
 
-@pytest.fixture(scope="module")
-def twin(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    loaded = build("attention", tmp_path_factory)
-    loaded.attend.restype = ctypes.c_char_p
-    return loaded
+twin = twin_of("attention", attend=ctypes.c_char_p)
 
 
 def run(twin: ctypes.CDLL, case: Case, seed: int = 0) -> Tensor:

@@ -10,17 +10,13 @@ from torch import Tensor
 from dsv4.kernels.common import architectures
 from dsv4.kernels.decode import choose
 from dsv4.ops.route.ref import top_indices
-from tests.support.twin import build, needs_compiler
+from tests.support.twin import needs_compiler, twin_of
 
 pytestmark = needs_compiler
 PAGE, RATIO = 24, 4
 
 
-@pytest.fixture(scope="module")
-def twin(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    loaded = build("choose", tmp_path_factory)
-    loaded.launch.restype = ctypes.c_char_p
-    return loaded
+twin = twin_of("choose", launch=ctypes.c_char_p)
 
 
 def run(twin: ctypes.CDLL, scores: Tensor, counts: list[int], topk: int, seed: int = 0) -> Tensor:

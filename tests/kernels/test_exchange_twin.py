@@ -12,17 +12,13 @@ from dsv4.kernels.common.shapes import MIX_WIDTH, mix_chunks
 from dsv4.kernels.decode.exchange import TURNS
 from dsv4.ops.mhc import ref
 from dsv4.parallel.comm import tree_sum
-from tests.support.twin import at, build, needs_compiler
+from tests.support.twin import at, needs_compiler, twin_of
 
 pytestmark = needs_compiler
 N, M = 4, 24
 
 
-@pytest.fixture(scope="module")
-def twin(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    loaded = build("exchange", tmp_path_factory)
-    loaded.ranks.restype = ctypes.c_char_p
-    return loaded
+twin = twin_of("exchange", ranks=ctypes.c_char_p)
 
 
 class World:

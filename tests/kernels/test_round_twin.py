@@ -12,17 +12,13 @@ from dsv4.ops.experts import ref as experts_ref
 from dsv4.ops.linear.ref import round_input
 from dsv4.ops.norm.ref import rms_norm
 from dsv4.quant import codec
-from tests.support.twin import at, build, needs_compiler
+from tests.support.twin import at, needs_compiler, twin_of
 
 pytestmark = needs_compiler
 TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
-@pytest.fixture(scope="module")
-def twin(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    loaded = build("round", tmp_path_factory)
-    loaded.launch.restype = ctypes.c_char_p
-    return loaded
+twin = twin_of("round", launch=ctypes.c_char_p)
 
 
 def bits(x: Tensor) -> Tensor:

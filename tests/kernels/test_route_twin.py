@@ -9,16 +9,12 @@ from torch import Tensor
 from dsv4.kernels.decode import choose
 from dsv4.kernels.decode.matvec import COLUMNS, FLOAT_COLUMNS, Tasks
 from dsv4.ops.route import ref
-from tests.support.twin import build, needs_compiler
+from tests.support.twin import needs_compiler, twin_of
 
 pytestmark = needs_compiler
 
 
-@pytest.fixture(scope="module")
-def twin(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    loaded = build("route", tmp_path_factory)
-    loaded.launch.restype = ctypes.c_char_p
-    return loaded
+twin = twin_of("route", launch=ctypes.c_char_p)
 
 
 def run(

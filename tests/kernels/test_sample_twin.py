@@ -9,17 +9,12 @@ from sample_support import add_penalties, make
 from torch import Tensor
 
 from dsv4.ops.sample import ref
-from tests.support.twin import at, build, needs_compiler
+from tests.support.twin import at, needs_compiler, twin_of
 
 pytestmark = needs_compiler
 
 
-@pytest.fixture(scope="module")
-def twin(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    loaded = build("sample", tmp_path_factory)
-    loaded.worst_estimate.restype = ctypes.c_double
-    loaded.sample.restype = ctypes.c_char_p
-    return loaded
+twin = twin_of("sample", worst_estimate=ctypes.c_double, sample=ctypes.c_char_p)
 
 
 def mapped(function, x: Tensor, dtype: torch.dtype) -> Tensor:  # type: ignore[no-untyped-def]

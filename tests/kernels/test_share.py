@@ -21,7 +21,7 @@ from dsv4.kernels.decode.matvec import (
     splits,
 )
 from dsv4.quant.formats import Format
-from tests.support.twin import build, needs_compiler
+from tests.support.twin import needs_compiler, twin_of
 
 
 def segment(units: int, format: int = 0, warps: int = 8, halves: int = 1, routed: int = 0) -> _Segment:
@@ -60,9 +60,7 @@ def test_experts_of_a_single_row() -> None:
     assert len(work) <= 264
 
 
-@pytest.fixture(scope="module")
-def twin(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return build("share", tmp_path_factory)
+twin = twin_of("share")
 
 
 def parts(twin: ctypes.CDLL, shares: list[_Share], tasks: int, blocks: int) -> list[list[tuple[int, ...]]]:

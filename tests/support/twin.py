@@ -4,6 +4,7 @@ import ctypes
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -14,7 +15,20 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is 
 _HERE = Path(__file__).parents[1] / "kernels"
 
 
-def build(name: str, factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def twin_of(name: str, **results: Any) -> Any:
+    """A module's fixture: NAME_twin.cpp, loaded; and what its functions return, where that is no int."""
+
+    @pytest.fixture(scope="module", name="twin")
+    def twin(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+        loaded = _build(name, tmp_path_factory)
+        for function, result in results.items():
+            getattr(loaded, function).restype = result
+        return loaded
+
+    return twin
+
+
+def _build(name: str, factory: pytest.TempPathFactory) -> ctypes.CDLL:
     out = factory.mktemp("twin") / "twin.so"
     # Plain products and sums, as IEEE 754 has them; longjmp between stacks is what the emulator is about.
     flags = ["-O2", "-std=c++17", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-w"]

@@ -204,7 +204,7 @@ struct Halves {
         const uint32_t low = base(unit, UNIT_AT);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            const uint32_t size = multiply_add(larger(x[i] & ~SIGNS, low), 8, low * -8);
+            const uint32_t size = multiply_add(larger(x[i] & ~SIGNS, low), 8, 0u - 8 * low);
             uint32_t value = times_f16(minus_clamped(size, edge[0]), step[0]);
 #pragma unroll
             for (int k = 1; k < 7; ++k) value = times_plus(minus_clamped(size, edge[k]), step[k], value);

@@ -10,31 +10,12 @@
 // Eight slices are summed at a time. Of more (WIDE) a block makes two passes over its units, each over half of K: x of all
 // columns would not fit in shared memory. The sums of the first pass are the second's first summand, and the thread that
 // needs them has written them itself.
-#include "brick.cuh"
+#include "block.cuh"
 #include "mix.cuh"
-#include "round.cuh"
 #include "share.cuh"
 
 enum { AS_ACT = 0, AS_F32 = 1 };   // what y holds; pairs always give SwiGLU in the activations' type
-constexpr int MAX_SLICES = 8, MAX_PASSES = 2, MAX_SEGMENTS = 16, MAX_SHARES = 2;
-// sm_120 gives a block 99 KiB of shared memory instead of 227 (architectures.py).
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-constexpr bool IS_SMALL = true;
-#else
-constexpr bool IS_SMALL = false;
-#endif
-// A warp's weights come through shared memory, CHUNK bytes at a time, some chunks ahead.
-// Shared memory of a block: sums of this turn and the last [warp][brick][column][row], barriers, x, then stages.
-// Blocks of 8 warps are for a single row: two fit on a multiprocessor, and one computes while the other begins or ends.
-// A single row's x lies there for all passes.
-template <bool IS_SINGLE, bool WIDE> struct Layout {
-    static constexpr bool SINGLE = IS_SINGLE;
-    static constexpr int WARPS = SINGLE || IS_SMALL ? 8 : 16, CHUNK = !SINGLE && IS_SMALL ? 1024 : 4096, MAX_STAGES = SINGLE ? 4 : 2;
-    static constexpr int BLOCKS = SINGLE ? 2 : 1, SUMS = SINGLE ? 16 : 16 * COLUMNS, TABLE = WARPS * 2 * SUMS;
-    static constexpr int BARRIERS_AT = 2 * TABLE * 4;
-    static constexpr int X_AT = BARRIERS_AT + WARPS * MAX_STAGES * 8, X_SLICES = MAX_SLICES * (SINGLE && WIDE ? MAX_PASSES : 1);
-    static constexpr int STAGES_AT = X_AT + X_SLICES * ((SINGLE ? 1 : COLUMNS) * MAX_STRIDE * 8 + COLUMNS * 4);
-};
+constexpr int MAX_SEGMENTS = 16, MAX_SHARES = 2;
 
 struct Params {
     Segment segments[MAX_SEGMENTS];
@@ -57,70 +38,6 @@ struct Params {
     const char* prefetch;     // what the next kernel reads first, prefetched to L2; may be null
     int64_t prefetch_bytes;
 };
-
-// Copy one chunk to shared memory without a register or a thread; `barrier` turns when all of it is there.
-template <int CHUNK> __device__ __forceinline__ void fetch(uint32_t to, const void* from, uint32_t barrier) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(CHUNK) : "memory");
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"(to), "l"(from), "r"(CHUNK), "r"(barrier) : "memory");
-}
-// Those of a warp's stages.
-template <int STAGES> __device__ __forceinline__ void open_barriers(uint32_t barrier, int lane) {
-    if (lane == 0) {
-        for (int i = 0; i < STAGES; ++i)
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier + i * 8) : "memory");
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
-    __syncwarp();
-}
-// Waits for the warps of one group only. One number is everyone's, since that of __syncthreads is group 0's; sixteen groups are of
-// one warp each and need none.
-constexpr int EVERYONE = 15;
-__device__ __forceinline__ void group_barrier(int group, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(group), "r"(threads) : "memory");
-}
-
-template <bool IS_F32> __device__ __forceinline__ float as_act(float v) {
-    return IS_F32 ? v : __bfloat162float(__float2bfloat16_rn(v));
-}
-template <bool IS_F32> __device__ __forceinline__ void put_act(void* y, size_t at, float v) {
-    if constexpr (IS_F32) static_cast<float*>(y)[at] = v;
-    else static_cast<__nv_bfloat16*>(y)[at] = __float2bfloat16_rn(v);
-}
-
-// What a lane adds up when a turn ends: row r of brick h; row n of the weight.
-struct Lane {
-    int r, h, tile, n;
-    __device__ __forceinline__ Lane(int lane, int unit, int groups, bool paired)
-        : r(lane & 15), h(lane >> 4), tile(paired ? unit : unit + h * groups), n(tile * 16 + r) {}
-};
-
-// 16 channels of a single row, rounded on their way to shared memory; `top`: the largest of the row, for A4.
-// Called, not inlined: instructions that are not run would still delay those behind them.
-__device__ __noinline__ float put_rounded(uint2 a, uint2 b, uint2 c, uint2 d, uint32_t top, int how, uint2* to) {
-    uint32_t x[8] = {a.x, a.y, b.x, b.y, c.x, c.y, d.x, d.y};
-    const int first = 4 * (threadIdx.x & 31);
-    if (how == A4) {
-        if (is_usual(top)) {
-            const Halves row = Halves::of_row(top);
-            row.round(x, row.unit_of_block(largest(x)));
-#pragma unroll
-            for (int i = 0; i < 4; ++i) to[first + i] = make_uint2(x[2 * i], x[2 * i + 1]);
-            return row.undo();
-        }
-        const float scale = row_scale(top), unit = unit_of(block_code(largest(x), scale), scale);
-#pragma unroll 1
-        for (int i = 0; i < 8; ++i) {
-            const float2 two = open_bf16(x[0]);
-            const uint32_t rounded = bf16_pair(round_a4(two.x, unit), round_a4(two.y, unit));
-#pragma unroll
-            for (int k = 0; k < 7; ++k) x[k] = x[k + 1];
-            x[7] = rounded;
-        }
-    } else round_a8(x);
-    const uint2 some[ITEMS / 32] = {{x[0], x[1]}, {x[2], x[3]}, {x[4], x[5]}, {x[6], x[7]}};
-    return put_x<true, false>(some, first, 1, to);
-}
 
 // `fetched`: chunks that the warp has fetched in this launch.
 template <int F, bool SINGLE, bool IS_F32, bool WIDE>
