@@ -102,7 +102,15 @@ class Engine:
             weights, notes = prepared.load(progress)
             bundle = prepared.bundle(weights, ranks.join() if ranks else Mesh())
             try:
-                engine = cls(bundle, prepared.settings, config, tokenizer, notes, compiled, ranks)
+                engine = cls(
+                    bundle=bundle,
+                    settings=prepared.settings,
+                    config=config,
+                    tokenizer=tokenizer,
+                    notes=notes,
+                    compiled=compiled,
+                    ranks=ranks,
+                )
             except PeerError as error:
                 raise (ranks.lost(error) if ranks else error) from None
             undo.pop_all()

@@ -87,7 +87,9 @@ def _record(line: str, where: str) -> Record | None:
         share = _resident_share(raw)
     is_folder = raw.get("is_synthetic") is False or "published" in raw
     model = raw.get("published") or (of_folder(raw["model"]) if is_folder else raw["model"])
-    return None if share is None else Record(name, model, raw["layout"], float(share), where)
+    if share is None:
+        return None
+    return Record(device_name=name, model=model, layout=raw["layout"], share=float(share), where=where)
 
 
 def _resident_share(raw: dict[str, Any]) -> float | None:

@@ -38,7 +38,17 @@ def run(twin: ctypes.CDLL, scores: Tensor, counts: list[int], topk: int, seed: i
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choose, "call", call)
         patch.setattr(architectures, "capability", lambda device: 90)
-        choose.select_rows(scores, positions, RATIO, pages, slots, PAGE, out, overlap=False, mixed=True)
+        choose.select_rows(
+            scores=scores,
+            positions=positions,
+            ratio=RATIO,
+            page_table=pages,
+            slots=slots,
+            page_entries=PAGE,
+            out=out,
+            overlap=False,
+            mixed=True,
+        )
     table = pages[slots].long()
     for row, count in enumerate(counts):
         best = top_indices(scores[row : row + 1, :count], min(topk, count))[0].sort().values
