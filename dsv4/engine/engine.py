@@ -102,15 +102,7 @@ class Engine:
             weights, notes = prepared.load(progress)
             bundle = prepared.bundle(weights, ranks.join() if ranks else Mesh())
             try:
-                engine = cls(
-                    bundle=bundle,
-                    settings=prepared.settings,
-                    config=config,
-                    tokenizer=tokenizer,
-                    notes=notes,
-                    compiled=compiled,
-                    ranks=ranks,
-                )
+                engine = cls(bundle, prepared.settings, config, tokenizer, notes, compiled, ranks)
             except PeerError as error:
                 raise (ranks.lost(error) if ranks else error) from None
             undo.pop_all()
