@@ -41,17 +41,19 @@ struct Index {
     int x;
 };
 struct Barrier {
-    int arrived = 0;
+    int arrived = 0, expected = 0;
     uint64_t turn = 0;
 };
 struct Warp {
     Barrier barrier;
-    uint64_t value[32];
+    uint64_t value[32], settled[32];
     const char* call[32];
 };
+constexpr int NAMED = 16;
 struct Block {
     std::vector<char> memory;
-    Barrier barrier;
+    Barrier barriers[NAMED];   // 0: of all threads
+    int votes = 0;
     std::vector<Warp> warps;
     bool has_left = false;   // a thread of it
 };
@@ -74,6 +76,11 @@ inline jmp_buf scheduler;
 inline int first_block, threads_per_block;
 inline const std::function<void()>* kernel;
 inline char problem[200];
+// Of a launch that may start early: called when no thread can go on but by what the launches before it wrote.
+inline std::function<void()> complete_prerequisites;
+inline Barrier prerequisites;
+inline bool triggers_late;   // not before that
+inline int triggers;
 
 // What is sent from shared memory is read when it arrives, some time later: who overwrites it, or leaves, is found out.
 struct Sent {
@@ -99,6 +106,8 @@ inline void yield(bool spins) {
 }
 inline uint64_t arrive(Barrier& barrier, int expected) {
     const uint64_t turn = barrier.turn;
+    if (barrier.arrived && barrier.expected != expected) fail("threads meet at one barrier, but disagree how many they are");
+    barrier.expected = expected;
     if (++barrier.arrived == expected) {
         barrier.arrived = 0;
         ++barrier.turn;
@@ -109,17 +118,26 @@ inline uint64_t arrive(Barrier& barrier, int expected) {
 inline void meet(Barrier& barrier, int expected) { pause_for(barrier, arrive(barrier, expected)); }
 inline Warp& my_warp() { return blocks[now->block].warps[now->index / 32]; }
 
-// All lanes' values, after all lanes have called this.
-template <typename T> void together(const char* call, T mine, T (&all)[32]) {
+// After all lanes have called this; the last of them runs `settle` on the values of all.
+template <typename T, typename F> void together(const char* call, T mine, F settle) {
+    static_assert(sizeof(T) <= sizeof(uint64_t));
     Warp& warp = my_warp();
-    warp.value[now->index % 32] = (uint64_t)mine;
+    memcpy(&warp.value[now->index % 32], &mine, sizeof mine);
     warp.call[now->index % 32] = call;
-    meet(warp.barrier, 32);
-    for (int i = 0; i < 32; ++i) {
-        if (strcmp(warp.call[i], call)) fail("lanes of a warp call different things, among them ", call);
-        all[i] = (T)warp.value[i];
+    const uint64_t turn = arrive(warp.barrier, 32);
+    if (warp.barrier.turn != turn) {
+        for (const char* other : warp.call)
+            if (strcmp(other, call)) fail("lanes of a warp call different things, among them ", call);
+        memcpy(warp.settled, warp.value, sizeof warp.value);
+        if (!problem[0]) settle(warp.settled);
     }
-    meet(warp.barrier, 32);
+    pause_for(warp.barrier, turn);
+}
+// All lanes' values.
+template <typename T> void together(const char* call, T mine, T (&all)[32]) {
+    together(call, mine, [](const uint64_t*) {});
+    for (int i = 0; i < 32; ++i) memcpy(&all[i], &my_warp().settled[i], sizeof(T));
+    meet(my_warp().barrier, 32);
 }
 
 inline void begin() {
@@ -134,7 +152,8 @@ inline const char* run(int first, int count, int per_block, size_t shared_bytes,
     threads_per_block = per_block;
     kernel = &body;
     problem[0] = 0;
-    cluster = {};
+    cluster = prerequisites = {};
+    triggers = 0;
     on_their_way.clear();
     blocks.assign(count, Block{});
     for (Block& block : blocks) {
@@ -194,6 +213,10 @@ inline const char* run(int first, int count, int per_block, size_t shared_bytes,
         if (!progress && held_back) {
             is_slow.assign(is_slow.size(), 0);
             progress = 1;
+        }
+        if (!progress && prerequisites.arrived && !prerequisites.turn) {
+            complete_prerequisites();
+            prerequisites.turn = progress = 1;
         }
     } while (progress && !problem[0]);
     for (const Thread& thread : threads)
@@ -255,10 +278,32 @@ inline void await_inbox(const Inbox* inbox) {
     }
 }
 inline void copies_may_follow() {}
-inline void launch_dependents() {}
-inline void wait_for_prerequisites() {}
-inline void __syncthreads() { emulator::meet(emulator::blocks[emulator::now->block].barrier, emulator::threads_per_block); }
-inline void __syncwarp() { emulator::meet(emulator::my_warp().barrier, 32); }
+inline void launch_dependents() {
+    ++emulator::triggers;
+    if (emulator::triggers_late && !emulator::prerequisites.turn) emulator::fail("dependents are launched before the wait");
+}
+inline void wait_for_prerequisites() {
+    if (!emulator::complete_prerequisites) return;
+    ++emulator::prerequisites.arrived;
+    emulator::pause_for(emulator::prerequisites, 0);
+}
+inline void group_barrier(int number, int threads) {
+    if (number < 0 || number >= emulator::NAMED || threads % 32) return emulator::fail("no such barrier");
+    emulator::meet(emulator::blocks[emulator::now->block].barriers[number], threads);
+}
+inline void __syncthreads() { group_barrier(0, emulator::threads_per_block); }
+inline int __syncthreads_count(bool v) {
+    emulator::Block& block = emulator::blocks[emulator::now->block];
+    if (block.barriers[0].arrived == 0) block.votes = 0;
+    block.votes += v;
+    __syncthreads();
+    const int votes = block.votes;
+    __syncthreads();
+    return votes;
+}
+inline void __syncwarp() {
+    emulator::together("syncwarp", 0, [](const uint64_t*) {});
+}
 template <typename T> T __ldcg(const T* p) { return *p; }
 inline int __ffs(uint32_t n) { return __builtin_ffs((int)n); }
 inline int __clz(uint32_t n) { return n ? __builtin_clz(n) : 32; }
