@@ -103,6 +103,7 @@ inline void fetch(uint32_t to, const void* from, int bytes, uint32_t barrier) {
 inline uint32_t shared_address(const void* p) { return bulk::BASE + (uint32_t)((const char*)p - shared); }
 template <int BYTES> void copy_some(uint32_t to, const void* from, int bytes) {
     char* at = bulk::place_of(to, BYTES);
+    if (to % BYTES || (uintptr_t)from % BYTES) emulator::fail("a copy that is not aligned");
     if (at && bulk::is_readable(from, bytes)) copy_some(at, from, bytes, BYTES);
 }
 inline void open_barrier(uint32_t barrier) {
