@@ -1,6 +1,7 @@
 // Runs a kernel's own source on one CPU thread: every thread of a cluster of blocks is a coroutine that changes hands at barriers
 // and warp operations, in a shuffled order, some warps far behind others. A barrier that not all threads reach, or a warp
-// operation that not all lanes call alike, ends in a message. For kernels that take all shared memory from shared_memory().
+// operation that not all lanes call alike, ends in a message. For kernels that take all shared memory from shared_memory(), or a
+// block at a time (bulk_twin.h).
 #pragma once
 #include <setjmp.h>
 #include <stddef.h>

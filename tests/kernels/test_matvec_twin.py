@@ -58,8 +58,8 @@ def test_a_single_row(twin: ctypes.CDLL, format: Format) -> None:
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_batches(twin: ctypes.CDLL, format: Format, act: torch.dtype) -> None:
     """Groups of eight rows, of float32 two. From one warp to eight share a sum; up to sixteen groups."""
-    cases = [(600, 64, 2, 1), (300, 1028, 8, 2), (100, 1540, 9, 2), (72, 4096, 3, 1), (90, WIDE, 9, 3)]
-    for seed, (n, k, rows, blocks) in enumerate([*cases, (200, 4100, 7, 1), (40, 2600, 20, 4)]):
+    cases = [(560, 64, 2, 1), (200, 1028, 8, 2), (100, 1540, 9, 2), (40, 4096, 3, 1), (90, WIDE, 9, 3)]
+    for seed, (n, k, rows, blocks) in enumerate([*cases, (130, 4100, 7, 1), (40, 2600, 20, 4)]):
         check_product(twin, format, act, n, k, -(-rows // 4) if act == F32 else rows, blocks, seed)
 
 
@@ -91,7 +91,7 @@ def test_products_side_by_side(twin: ctypes.CDLL, rows: int) -> None:
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_when_weights_are_fetched(twin: ctypes.CDLL, format: Format) -> None:
     """Before the input or after it, all at once or not, two stages or four; blocks with idle warps, too."""
-    for seed, (n, k, blocks) in enumerate([(20, 64, 1), (300, 700, 1), (200, 1400, 2), (40, WIDE, 1)]):
+    for seed, (n, k, blocks) in enumerate([(20, 64, 1), (300, 700, 1), (100, 1400, 1), (40, WIDE, 1)]):
         tiles, w = tiled(format, n, k, seed)
         x = rows_of_x(1, k, BF16)
         for options in (
@@ -113,11 +113,12 @@ def as_top(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("format", QUANTISED, ids=str)
 def test_a_single_row_is_rounded_on_the_way(twin: ctypes.CDLL, format: Format, activations: str) -> None:
     """As before the launch; the largest value may lie in a slice that another block multiplies."""
-    for seed, k in enumerate((64, 1032, 2048, 4608)):
+    for seed, k in enumerate((64, 1032, 3000, 4608)):
         parts, tiles = splits(k), tile(weight(format, 50, k, seed))
         usual = torch.randn(1, k, generator=torch.Generator().manual_seed(k)).bfloat16()
         # The last ones are on either side of where a row is too small or too large for FP16 (round.cuh).
-        for number, size in enumerate((1.0, 0.0, 2.0**-57, 2.0**-56, 2.0**118, 2.0**119)):
+        sizes = (1.0, 0.0, 2.0**-57, 2.0**-56, 2.0**118, 2.0**119)
+        for number, size in enumerate(sizes[seed % 3 :: 3]):
             x = usual * size
             x[0, (0, k // 2, k - 1)[(number + seed) % 3]] = 300.0 * size
             found = []
@@ -131,7 +132,7 @@ def test_a_single_row_is_rounded_on_the_way(twin: ctypes.CDLL, format: Format, a
                 y = torch.full((parts, 1, 50), math.nan)
                 out = y if parts > 1 else y[0]
                 one = Product(tiles, x_in, out, splits=parts, activations=how, x_top=top)
-                launch(twin, MatVec([one], 1, blocks=3, early_stages=seed % 3), seed)
+                launch(twin, MatVec([one], 1, blocks=parts, early_stages=seed % 3), seed)
                 found.append(y)
             assert all(torch.equal(y, found[0]) for y in found[1:]), (k, size)
 
@@ -158,7 +159,7 @@ def test_the_largest_of_a_single_row(twin: ctypes.CDLL, k: int) -> None:
 @pytest.mark.parametrize("rows", [1, 5, 200])
 def test_beside_the_products(twin: ctypes.CDLL, rows: int) -> None:
     """Mixing, in a block of its own; or a prefetch."""
-    n, k, iters, eps = 40, 300, 4, 1e-6
+    n, k, iters, eps = 40, 300, 4, 1e-2
     tiles, w = tiled(Format.FP8, n, k)
     x, y = rows_of_x(rows, k, BF16), torch.full((rows, n), math.nan)
     logits = torch.randn(rows, 4, 4, generator=torch.Generator().manual_seed(rows))
@@ -265,13 +266,24 @@ def test_experts_of_a_single_row(twin: ctypes.CDLL, format: Format) -> None:
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_experts_of_a_batch(twin: ctypes.CDLL, format: Format, act: torch.dtype) -> None:
     """Tasks of one row to eight; shares of one block, of a few, of more than there are turns."""
-    for up, down, rows, blocks in (
-        ((300, 200), (260, 40), 2, 2),
-        ((40, 600), (40, 1032), 20, 1),
-        ((20, 1032), (20, 520), 9, 5),
-        ((20, WIDE), (24, 4100), 5, 3),
-    ):
-        check_experts(twin, format, act, up, down, -(-rows // 4) if act == F32 else rows, blocks)
+    cases = [((300, 200), (260, 40), 2, 2), ((20, WIDE), (24, 4100), 5, 3)]
+    if act == BF16:
+        cases += [((40, 600), (24, 1032), 20, 1), ((20, 1032), (20, 520), 9, 5)]
+    for up, down, rows, blocks in cases:
+        check_experts(twin, format, act, up, down, rows if act == BF16 else 2, blocks)
+
+
+def test_more_tasks_than_threads(twin: ctypes.CDLL) -> None:
+    """A task for every pair: blocks count them in several rounds."""
+    rows = 520
+    down, weights = bank(Format.NVFP4, 2, 16, 64, 1)
+    tasks = Tasks.empty(rows, 1, "cpu")
+    tasks.expert.copy_(torch.arange(rows) * 2 // rows)
+    tasks.pairs[:, 0] = torch.arange(rows)
+    hidden, out = rows_of_x(rows, 64, BF16), torch.full((rows, 2, 16), math.nan)
+    launch(twin, MatVec([Product(down, hidden, out, "down")], rows, tasks, blocks=3))
+    both = [wanted(hidden, w) for (w,) in weights]
+    assert torch.equal(out[:, 0], torch.where(tasks.expert.view(-1, 1) > 0, both[1], both[0]))
 
 
 def test_no_task_at_all(twin: ctypes.CDLL) -> None:
@@ -286,6 +298,8 @@ def test_no_task_at_all(twin: ctypes.CDLL) -> None:
         launch(twin, MatVec([Product(up, x, hidden, "up")], rows, tasks, 1.0, blocks=3))
         products = [Product(down, hidden, out, "down"), Product(shared, beside, out[:, 3:], y_stride=256)]
         launch(twin, MatVec(products, rows, tasks, blocks=4))
+        if rows > 1:
+            launch(twin, MatVec(products[:1], rows, tasks, blocks=2))
         assert hidden.isnan().all() and out[:, :3].isnan().all()
         assert torch.equal(out[:, 3], wanted(beside, w))
 
@@ -298,7 +312,7 @@ def test_each_choice_of_a_single_row_is_rounded(twin: ctypes.CDLL, activations: 
     tasks = Tasks.empty(1, choices, "cpu")
     tasks.expert.copy_(torch.tensor([3, -1, 4]))
     tasks.pairs[:, 0] = torch.arange(choices)
-    sizes = torch.tensor([[1.0], [300.0], [1e-3]])
+    sizes = torch.tensor([[1.0], [300.0], [1.2e-3]])  # no powers of two apart
     hidden = (torch.randn(choices, width, generator=torch.Generator().manual_seed(1)) * sizes).bfloat16()
     tops = torch.cat([as_top(row) for row in hidden])
     found = []
