@@ -20,7 +20,7 @@ from dsv4.engine.eager import Eager
 from dsv4.lab.init import make
 from dsv4.lab.score import score_ids
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 
 def distances(got: Tensor, want: Tensor) -> tuple[Tensor, float]:
