@@ -1,4 +1,4 @@
-// kernels/decode/matvec.cu compiled for the CPU: block after block.
+// kernels/decode/matvec.cu compiled for the CPU: block after block, in a shuffled order.
 #include "bulk_twin.h"
 
 // Every line of what is prefetched, once.
@@ -62,7 +62,10 @@ extern "C" const char* launch(const void* params, bool is_single, bool is_float,
     bulk::readable.assign(readable, readable + num_readable);
     prefetched.clear();
     bool has_waited = false;
-    for (int block = 0; block < blocks; ++block) {
+    std::vector<int> order(blocks);
+    for (int i = 0; i < blocks; ++i) order[i] = i;
+    std::shuffle(order.begin(), order.end(), std::mt19937(seed));
+    for (const int block : order) {
         const char* problem = run_block(p, kernels[is_single ? 2 : is_float][is_wide], block, threads, bytes, {late, late + num_late}, seed, has_waited);
         if (*problem) return problem;
     }
