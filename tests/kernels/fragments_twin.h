@@ -89,27 +89,29 @@ struct Fragments {
     uint32_t a[4], b[2];
     float d[4];
 };
-// The last lane to come multiplies for all: D += A B, each sum in float64, rounded once.
+// D += A B of a warp, each sum in float64, rounded once. Fast even where all else is compiled fast.
+template <typename F> __attribute__((optimize("O3"))) void multiply_all(const uint64_t* all, F value) {
+    const auto of = [&](int row, int pair) { return (Fragments*)all[row * 4 + pair]; };
+    double wide_a[16][16], wide_b[16][8], sums[16][8];   // [k][row], [k][column], [row][column]
+    for (int k = 0; k < 16; ++k)
+        for (int i = 0; i < 8; ++i) {
+            const Fragments& its = *of(i, k % 8 / 2);
+            wide_a[k][i] = value(its.a[k / 8 * 2] >> k % 2 * 16);
+            wide_a[k][i + 8] = value(its.a[k / 8 * 2 + 1] >> k % 2 * 16);
+            wide_b[k][i] = value(its.b[k / 8] >> k % 2 * 16);
+        }
+    for (int row = 0; row < 16; ++row)
+        for (int column = 0; column < 8; ++column) sums[row][column] = of(row % 8, column / 2)->d[row / 8 * 2 + column % 2];
+    for (int k = 0; k < 16; ++k)
+        for (int row = 0; row < 16; ++row)
+            for (int column = 0; column < 8; ++column) sums[row][column] += wide_a[k][row] * wide_b[k][column];
+    for (int row = 0; row < 16; ++row)
+        for (int column = 0; column < 8; ++column) of(row % 8, column / 2)->d[row / 8 * 2 + column % 2] = (float)sums[row][column];
+}
+// The last lane to come multiplies for all.
 template <typename F> void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, F value) {
     Fragments mine = {{a[0], a[1], a[2], a[3]}, {b0, b1}, {d[0], d[1], d[2], d[3]}};
-    together("mma", &mine, [&](const uint64_t* all) {
-        const auto of = [&](int row, int pair) { return (Fragments*)all[row * 4 + pair]; };
-        double wide_a[16][16], wide_b[16][8], sums[16][8];   // [k][row], [k][column], [row][column]
-        for (int k = 0; k < 16; ++k)
-            for (int i = 0; i < 8; ++i) {
-                const Fragments& its = *of(i, k % 8 / 2);
-                wide_a[k][i] = value(its.a[k / 8 * 2] >> k % 2 * 16);
-                wide_a[k][i + 8] = value(its.a[k / 8 * 2 + 1] >> k % 2 * 16);
-                wide_b[k][i] = value(its.b[k / 8] >> k % 2 * 16);
-            }
-        for (int row = 0; row < 16; ++row)
-            for (int column = 0; column < 8; ++column) sums[row][column] = of(row % 8, column / 2)->d[row / 8 * 2 + column % 2];
-        for (int k = 0; k < 16; ++k)
-            for (int row = 0; row < 16; ++row)
-                for (int column = 0; column < 8; ++column) sums[row][column] += wide_a[k][row] * wide_b[k][column];
-        for (int row = 0; row < 16; ++row)
-            for (int column = 0; column < 8; ++column) of(row % 8, column / 2)->d[row / 8 * 2 + column % 2] = (float)sums[row][column];
-    });
+    together("mma", &mine, [&](const uint64_t* all) { multiply_all(all, value); });
     memcpy(d, mine.d, sizeof mine.d);
 }
 template <int N> void load_transposed(uint32_t (&r)[N], const void* row) {

@@ -1,5 +1,9 @@
 // kernels/decode/matvec.cu compiled for the CPU: block after block, in a shuffled order.
+// What switches between threads is compiled to be fast, the kernels to be compiled fast.
+#pragma GCC push_options
+#pragma GCC optimize("O2")
 #include "bulk_twin.h"
+#pragma GCC pop_options
 
 // Every line of what is prefetched, once.
 inline std::map<const char*, int> prefetched;
