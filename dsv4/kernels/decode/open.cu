@@ -207,9 +207,10 @@ template <typename Act, typename Y, bool IS_SHARED> __device__ __forceinline__ v
     if (!Its::BEGINS) launch_dependents();
     wait_for_prerequisites();
     if (Its::BEGINS) launch_dependents();
-    its.read(p.d, is_inside);
     float mine = 0.f;
-    if (IS_SHARED)   // all is pushed before anything is taken; the first row last, since it goes on
+    if (IS_SHARED) {
+        its.read(p.d, is_inside);
+        // All is pushed before anything is taken; the first row last, since it goes on.
 #pragma unroll 1
         for (int row = last; row >= first; row -= p.programs) {
             mine = Its(p, row, c).share(p, row, is_inside);
@@ -217,8 +218,12 @@ template <typename Act, typename Y, bool IS_SHARED> __device__ __forceinline__ v
             for (int to = warp; to < p.peers.size; to += STREAMS)
                 if (is_inside && to != p.peers.rank) push(p.peers.inbox[to] + p.first_place + row * p.d + c, mine, p.tag);
         }
+    }
     for (int row = first, turn = 0;; turn ^= 1) {
-        if (!IS_SHARED) mine = its.share(p, row, is_inside);
+        if (!IS_SHARED) {
+            its.read(p.d, is_inside);
+            mine = its.share(p, row, is_inside);
+        }
         float now[STREAMS], v[8] = {};
         its.mix(IS_SHARED ? reduce(p, mine, row, c, is_inside, s.ranks[turn]) : mine, now);
 #pragma unroll
@@ -235,8 +240,10 @@ template <typename Act, typename Y, bool IS_SHARED> __device__ __forceinline__ v
         row += p.programs;
         if (row >= p.rows) break;
         its = Its(p, row, c);
-        its.read(p.d, is_inside);
-        if (IS_SHARED) mine = its.share(p, row, is_inside);
+        if (IS_SHARED) {
+            its.read(p.d, is_inside);
+            mine = its.share(p, row, is_inside);
+        }
     }
 }
 
