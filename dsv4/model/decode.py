@@ -60,14 +60,16 @@ class Decoder:
         overlap: bool = True,
         counts: Tensor | None = None,
         peers: exchange.Peers | None = None,
+        sums: bool = True,
     ) -> None:
         """`latest` [slots]: where the last choice of every slot is kept, for all decoders of an engine.
         `penalties` [slots, HISTORY + max_context]: of every slot, likewise.
         `counts` int32 [layers, experts]: grow by every expert that a row chooses, likewise.
         `overlap`: launches with PDL, checked here to give what serial ones give.
-        `peers`: the other ranks, where there are some; all decoders of an engine share them."""
+        `peers`: the other ranks, where there are some; all decoders of an engine share them.
+        `sums`: False leaves the all-reduces of a rank out, to time the rest; its logits mean nothing."""
         c = b.config
-        assert (1 if peers is None else peers.size) == b.mesh.size, f"{b.mesh.name}, peers {peers}"
+        assert (1 if peers is None else peers.size) == (b.mesh.size if sums else 1), f"{b.mesh.name}, {peers}"
         self.peers, self.exchanges = peers, 0
         self.latest = latest
         self.b, self.config, self.cache, self.model = b, c, cache, model
@@ -102,7 +104,8 @@ class Decoder:
             self._moe(f"{name}.ffn", spec, mixing, next_fn, None if counts is None else counts[number])
             mixed = f.moe
         self._site("hc_head", "norm", mixed)
-        self._product("head", [Product(b.tiled("head"), f.x, f.own_logits)])
+        share = f.own_logits if sums else f.logits[:, : f.own_logits.shape[1]]
+        self._product("head", [Product(b.tiled("head"), f.x, share, y_stride=share.stride(0))])
         if peers is not None:
             self._exchange("gather", exchange.gather, share=f.own_logits, logits=f.logits)
         self._add(

@@ -57,8 +57,10 @@ def step(
     placement: Placement | None = None,
     ranks: int = 1,
     whole_experts: bool = False,
+    sums: bool = True,
 ) -> Decoder:
-    """The real list of launches; none can be launched here. `ranks`: of one of so many."""
+    """The real list of launches; none can be launched here. `ranks`: of one of so many; `sums`: with its
+    all-reduces."""
     sizes = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: sizes)
     ops = Ops.choose("cuda", **dict.fromkeys(IMPLEMENTATIONS, "gpu"))
@@ -72,12 +74,12 @@ def step(
     )
     mesh = Mesh() if ranks == 1 else Mesh(0, ranks, Echo(ranks), whole_experts)
     bundle = Bundle(TINY, weights, ops, Numerics(torch.bfloat16, activations, True), mesh)
-    peers = None if ranks == 1 else echo_peers(TINY, ranks, rows, torch.device("cpu"))
+    peers = echo_peers(TINY, ranks, rows, torch.device("cpu")) if ranks > 1 and sums else None
     layout = Wanted(600, rows).layout(TINY)
     cache = Cache(layout, "cpu", torch.bfloat16)
     counts = torch.zeros(TINY.num_layers, TINY.num_experts, dtype=torch.int32)
     model = Model(bundle, layout.max_context, "cpu", copies_ahead=False)
-    return Decoder(bundle, model, cache, rows, counts=counts, peers=peers)
+    return Decoder(bundle, model, cache, rows, counts=counts, peers=peers, sums=sums)
 
 
 def test_places_are_read_by_products_of_experts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,6 +169,28 @@ def test_the_step_of_a_rank_is_safe(monkeypatch: pytest.MonkeyPatch, rows: int) 
     assert len(reads) == TINY.num_layers and {whole.launches[i].name for i in reads} == {"mhc open"}
     with pytest.raises(AssertionError, match=r"reads .* before its PDL wait, but (sample|what came before)"):
         check([replace(decoder.launches[0], triggers_late=False), *decoder.launches[1:]], ["inputs"])
+
+
+@pytest.mark.parametrize("whole_experts", [False, True])
+def test_a_rank_without_its_all_reduces(monkeypatch: pytest.MonkeyPatch, whole_experts: bool) -> None:
+    """Its other launches, with the same arguments; its logits lie where all are sampled."""
+    given = {"ranks": 2, "whole_experts": whole_experts}
+    whole, rest = step(monkeypatch, 2, **given), step(monkeypatch, 2, **given, sums=False)
+    checked(rest, lambda launch: launch)
+    assert launches(rest) == [name for name in launches(whole) if name != "gather"]
+    assert not any("inbox" in (*it.reads, *it.writes) for it in rest.launches)
+
+    def touched(it: Launch) -> list[list[str]]:
+        buffers = (it.reads, it.reads_early, it.writes)
+        return [[name for name in names if "#" not in name and name != "inbox"] for names in buffers]
+
+    for a, b in zip([it for it in whole.launches if it.name != "gather"], rest.launches, strict=True):
+        assert touched(a) == touched(b) or a.name == "head", a.name
+    head = next(it for it in rest.launches if it.name == "head")
+    sampled = next(it for it in rest.launches if it.name == "sample")
+    assert "logits" in head.writes and "logits" in sampled.reads
+    with pytest.raises(AssertionError):
+        Decoder(rest.b, rest.model, rest.cache, 2)
 
 
 def test_places_are_taken_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
