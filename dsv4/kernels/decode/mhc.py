@@ -113,6 +113,7 @@ def mix_open(
     """
     rows, n, d = streams.shape
     assert y.shape[::2] == (rows, d) and y.is_contiguous() and y.shape[1], y.shape
+    assert max(y.numel(), streams.numel()) < 2**31, "offsets are 32 bits"
     is_wide = y.dtype == torch.float32
     assert is_wide or (y.dtype == streams.dtype and peers is None and chosen is None), y.dtype
     assert gate.shape == (rows, n) and comb.shape == (rows, n, n), (gate.shape, comb.shape)
