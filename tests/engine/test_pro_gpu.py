@@ -20,13 +20,17 @@ from dsv4.engine.eager import Eager
 from dsv4.lab.init import make
 from dsv4.lab.score import score_ids
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 
 def distances(got: Tensor, want: Tensor) -> tuple[Tensor, float]:
-    """Relative error of each row, and how many have the same best token."""
+    """Relative error of each row, and how many of those with a clear best token have the same one. Clear: it
+    leads by a fiftieth of the logits' spread, as in most rows."""
+    first, second = want.topk(2).values.unbind(1)
+    is_clear = first - second > 0.02 * want.std(dim=1)
+    assert is_clear.float().mean() >= 0.7, is_clear
     is_same = got.argmax(1) == want.argmax(1)
-    return (got - want).norm(dim=1) / want.norm(dim=1), float(is_same.float().mean())
+    return (got - want).norm(dim=1) / want.norm(dim=1), float(is_same[is_clear].float().mean())
 
 
 THREADS = len(os.sched_getaffinity(0))
