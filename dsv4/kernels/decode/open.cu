@@ -34,7 +34,7 @@ struct Shared {
 // Predicated: a row's loads are in flight together, which a condition in C++ turns into branches. What is not there is zero.
 __device__ __forceinline__ float load_weight(const float* from, bool is_there) {
     float v = 0.f;
-    asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %2, 0;\n@p ld.global.nc.f32 %0, [%1];\n}" : "+f"(v) : "l"(from), "r"((int)is_there));
+    asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %2, 0;\n@p ld.global.f32 %0, [%1];\n}" : "+f"(v) : "l"(from), "r"((int)is_there));
     return v;
 }
 __device__ __forceinline__ float load(const float* from, bool is_there) {
