@@ -61,6 +61,7 @@ struct Thread {
     ucontext_t context;
     jmp_buf at;
     bool is_started = false, is_done = false, spins = false;
+    bool has_waited = false, has_triggered = false, triggers_late = false;   // PDL
     const Barrier* waits_for = nullptr;   // until its turn is no longer this one
     uint64_t turn = 0, cluster_turn = 0;
 };
@@ -149,6 +150,7 @@ inline const char* run(int first, int count, int per_block, size_t shared_bytes,
         thread.index = i % per_block;
         thread.stack.resize(32 << 10);
         thread.is_started = thread.is_done = thread.spins = false;
+        thread.has_waited = thread.has_triggered = thread.triggers_late = false;
         thread.waits_for = nullptr;
         order.push_back(i);
     }
@@ -255,8 +257,11 @@ inline void await_inbox(const Inbox* inbox) {
     }
 }
 inline void copies_may_follow() {}
-inline void launch_dependents() {}
-inline void wait_for_prerequisites() {}
+inline void launch_dependents() {
+    if (!emulator::now->has_triggered) emulator::now->triggers_late = emulator::now->has_waited;
+    emulator::now->has_triggered = true;
+}
+inline void wait_for_prerequisites() { emulator::now->has_waited = true; }
 inline void __syncthreads() { emulator::meet(emulator::blocks[emulator::now->block].barrier, emulator::threads_per_block); }
 inline void __syncwarp() { emulator::meet(emulator::my_warp().barrier, 32); }
 template <typename T> T __ldcg(const T* p) { return *p; }

@@ -3,6 +3,7 @@
 #include "emulator.h"
 
 #include <map>
+#include <string>
 
 struct __nv_bfloat16 {
     uint16_t bits;
@@ -16,12 +17,17 @@ inline uint32_t to_bfloat16(float v) {
     return v != v ? 0x7FFFu : (bits + 0x7FFFu + (bits >> 16 & 1)) >> 16;
 }
 inline __nv_bfloat162 __floats2bfloat162_rn(float low, float high) { return {to_bfloat16(high) << 16 | to_bfloat16(low)}; }
+inline void check_has_waited() {
+    if (!emulator::now->has_waited) emulator::fail("something but a weight is touched before the PDL wait");
+}
 // Others go on between any two accesses to an inbox.
 inline void put_packet(uint64_t* to, uint64_t packet) {
+    check_has_waited();
     emulator::yield(false);
     *to = packet;
 }
 inline uint64_t get_packet(const uint64_t* from) {
+    check_has_waited();
     static std::map<emulator::Thread*, std::pair<const uint64_t*, uint64_t>> seen;
     const std::pair<const uint64_t*, uint64_t> found = {from, *from};
     auto& last = seen[emulator::now];
@@ -34,14 +40,29 @@ inline int get_ended(const int* from) { return *from; }
 inline void put_ended(int* to, int v) { *to = v; }
 inline int64_t nanoseconds() { return 0; }
 inline float __shfl_xor_sync(uint32_t mask, float v, int with) { return __uint_as_float(__shfl_xor_sync(mask, __float_as_uint(v), with)); }
-inline float load_weight(const float* from, bool is_there) { return is_there ? *from : 0.f; }
-template <typename T> T load(const T* from, bool is_there) { return is_there ? *from : T(); }
-inline void load_four(const float* from, float (&to)[4]) { std::copy(from, from + 4, to); }
+// Where a launch may read and write; empty: anywhere.
+struct Array {
+    const void* begin;
+    int64_t bytes;
+};
+inline std::vector<Array> weights, inputs, outputs;
+template <typename T> bool is_within(const std::vector<Array>& arrays, const T* p, int count = 1) {
+    if (&arrays != &weights) check_has_waited();
+    bool is_found = arrays.empty();
+    for (const Array& a : arrays) is_found |= (const char*)p >= (const char*)a.begin && (const char*)(p + count) <= (const char*)a.begin + a.bytes;
+    if (!is_found) emulator::fail("an address outside of all arrays");
+    return is_found;
+}
+inline float load_weight(const float* from, bool is_there) { return is_there && is_within(weights, from) ? *from : 0.f; }
+template <typename T> T load(const T* from, bool is_there) { return is_there && is_within(inputs, from) ? *from : T(); }
+inline void load_four(const float* from, float (&to)[4]) {
+    if (is_within(inputs, from, 4)) std::copy(from, from + 4, to);
+}
 inline void store(float* to, float v, bool is_there) {
-    if (is_there) *to = v;
+    if (is_there && is_within(outputs, to)) *to = v;
 }
 inline void store(__nv_bfloat16* to, float v, bool is_there) {
-    if (is_there) to->bits = (uint16_t)(__float_as_uint(v) >> 16);
+    if (is_there && is_within(outputs, to)) to->bits = (uint16_t)(__float_as_uint(v) >> 16);
 }
 #include "exchange.cu"
 #include "open.cu"
@@ -95,9 +116,48 @@ template <typename Act, typename Y> const char* alone(const Step& g, const void*
         else open<Act, Token, false>(p, blockIdx.x, *static_cast<Shared*>(shared_memory()));
     });
 }
+
+// One launch of every rank, as its launcher asks for it.
+template <typename Act, typename Y, bool IS_SHARED> const char* launch(int count, const void* const* params, int blocks, unsigned seed) {
+    const std::vector<Array> before[3] = {weights, inputs, outputs};
+    for (int i = 0; i < count; ++i) {
+        const Open<Act>& p = *static_cast<const Open<Act>*>(params[i]);
+        const int64_t d = p.d, rows = p.rows;
+        weights.push_back({p.fn, p.mixes * STREAMS * d * 4});
+        const Array streams = {p.streams, rows * STREAMS * d * (int64_t)sizeof(Act)}, table = {p.table, p.vocab * d * (p.is_wide ? 4 : 2)};
+        if (Row<Act, Y>::BEGINS) inputs.push_back(table);
+        else inputs.insert(inputs.end(), {streams, {p.y, rows * p.parts * d * (int64_t)sizeof(Y)}, {p.gate, rows * 16}, {p.comb, rows * 64}});
+        outputs.insert(outputs.end(), {streams, {p.partial, rows * p.chunks * WIDTH * 4}});
+    }
+    const char* problem = emulator::run(0, count * blocks, THREADS, sizeof(Shared), seed, [&] {
+        const int rank = blockIdx.x / blocks;
+        open<Act, Y, IS_SHARED>(*static_cast<const Open<Act>*>(params[rank]), blockIdx.x % blocks, *static_cast<Shared*>(shared_memory()));
+        const emulator::Thread& thread = *emulator::now;
+        if (!thread.has_waited || !thread.has_triggered || thread.triggers_late != Row<Act, Y>::BEGINS) emulator::fail("a launch waits or triggers otherwise than declared");
+    });
+    weights = before[0];
+    inputs = before[1];
+    outputs = before[2];
+    return problem;
+}
+typedef __nv_bfloat16 Bf16;
+const std::map<std::string, const char* (*)(int, const void* const*, int, unsigned)> KERNELS = {
+    {"open_kernel<float, true, false>", launch<float, float, false>},
+    {"open_kernel<float, true, true>", launch<float, float, true>},
+    {"open_kernel<__nv_bfloat16, false, false>", launch<Bf16, Bf16, false>},
+    {"open_kernel<__nv_bfloat16, true, false>", launch<Bf16, float, false>},
+    {"open_kernel<__nv_bfloat16, true, true>", launch<Bf16, float, true>},
+    {"embed_kernel<float, false>", launch<float, Token, false>},
+    {"embed_kernel<float, true>", launch<float, Token, true>},
+    {"embed_kernel<__nv_bfloat16, false>", launch<Bf16, Token, false>},
+    {"embed_kernel<__nv_bfloat16, true>", launch<Bf16, Token, true>},
+};
 }  // namespace
 
 extern "C" {
+// `params`: of each rank, the structure that mhc.py passes.
+const char* launched(const char* kernel, int count, const void* const* params, int blocks, unsigned seed) { return KERNELS.at(kernel)(count, params, blocks, seed); }
+
 // streams [rows][4][d] in BF16 or float32, y [rows][parts][d] likewise.
 const char* open_alone(int is_wide, int is_wide_y, int rows, int programs, int d, int vocab, int parts, int mixes, int own, int is_wide_table, const int* chosen,
                        const int64_t* ids, const void* table, const float* fn, const float* gate, const float* comb, const void* y, void* streams, float* partial,
@@ -129,6 +189,7 @@ const char* ranks(int size, int rows, int d, int vocab, int steps, int turns, in
         peers.size = size;
         // The PDL wait of the next launch.
         const auto next_launch = [&] {
+            emulator::now->has_waited = false;
             emulator::meet(complete[rank], blocks * THREADS);
             if (threadIdx.x == 0) ++emulator::cluster.turn;   // other warps fall behind
         };

@@ -196,10 +196,12 @@ def test_a_rank_without_its_all_reduces(monkeypatch: pytest.MonkeyPatch, whole_e
 def test_places_are_taken_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two exchanges in the same place lies another, also from one step to the next (exchange.cuh)."""
     seen: list[int] = []
+    tags: list[int] = []
 
     def note(source: str, kernel: str, device: torch.device, params: Any, **how: Any) -> None:
         if source in ("open", "exchange"):
             seen.append(params.first_place)
+            tags.append(params.tag)
 
     for module in (exchange, mhc, choose, matvec, sample, quantize):
         monkeypatch.setattr(module, "call", note)
@@ -208,6 +210,7 @@ def test_places_are_taken_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     step(monkeypatch, 2, ranks=2).run()
     assert len(seen) == 2 * TINY.num_layers + 2 and len({*seen}) == 3
     assert all(a != b for a, b in zip(seen, [*seen[1:], seen[0]], strict=True)), seen
+    assert len({*tags}) == len(tags), "two exchanges of a step that cannot be told apart"
 
 
 @pytest.mark.parametrize(
@@ -448,6 +451,8 @@ def test_exchanges_wait() -> None:
     found = functions("open")
     early = until_wait(found["open"])
     assert "return;" not in early and re.findall(r"\bload\w*\(([\w.]+)", early) == ["p.fn"]
+    for launcher in (mhc.mix_open, mhc.embed_open):
+        assert launcher.reads_early == ("fn",) and {"streams", "partial", "peers.inbox"} == {*launcher.writes}
     assert not re.search(r"__ld|\bread\(|share\(|reduce\(|store\(", early)
     assert "if (!Its::BEGINS) launch_dependents();" in early
     assert "if (Its::BEGINS) launch_dependents();" in found["open"][len(early) :]
@@ -460,7 +465,7 @@ def test_exchanges_wait() -> None:
     # A row is made before the wait, and has read nothing then.
     for text in rows:
         made = text[text.index("Row(") : text.index("void read(")]
-        assert not re.search(r"load|__ld|\*p\.|\[row\]", made[made.index(")") :])
+        assert not re.search(r"load|__ld|\*p\.|\[row\]|\bread\(|share\(", made[made.index(")") :])
     for text in (early, until_wait(functions("exchange")["gather"])):
         assert not re.search(r"push|take|packet|streams\[|p\.share", text[text.index("{") :])
 
