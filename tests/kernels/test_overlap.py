@@ -43,6 +43,7 @@ from dsv4.ops.index import gpu as index_op
 from dsv4.ops.sample import gpu as sample_op
 from dsv4.parallel.mesh import Mesh
 from dsv4.quant.formats import Format, empty_rows
+from tests.support.cuda_source import COMMENT, WAIT, functions, until_wait
 from tests.support.dry import planned
 from tests.support.triton_source import read
 
@@ -309,36 +310,6 @@ def test_every_tensor_of_a_launcher_is_declared() -> None:
         hints = launcher.function.__annotations__
         tensors = {name for name, hint in hints.items() if re.search("Tensor|Pooling|Tasks|Peers", str(hint))}
         assert declared == tensors, launcher.function.__name__
-
-
-COMMENT = re.compile(r"//[^\n]*")
-WAIT = "wait_for_prerequisites();"
-
-
-def functions(name: str) -> dict[str, str]:
-    """Functions of a CUDA source, comments taken out: name -> its head, then its body."""
-    text, out = COMMENT.sub("", build.source_path(name).read_text()), {}
-    depth, start, head = 0, 0, ""
-    for at, letter in enumerate(text):
-        if letter == "{":
-            depth += 1
-            head = text[start:at].rstrip() if depth == 1 else head
-        elif letter == "}":
-            depth -= 1
-            if depth == 0 and head.endswith(")"):
-                opened, level = len(head) - 1, 1
-                while level:
-                    opened -= 1
-                    level += {")": 1, "(": -1}.get(head[opened], 0)
-                out[re.findall(r"\w+", head[:opened])[-1]] = text[start : at + 1]
-        if depth == 0 and letter in "};":
-            start = at + 1
-    return out
-
-
-def until_wait(function: str) -> str:
-    assert WAIT in function, "never waits"
-    return function[: function.index(WAIT)]
 
 
 @pytest.mark.parametrize(
