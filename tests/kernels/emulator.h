@@ -64,6 +64,7 @@ struct Thread {
     ucontext_t context;
     jmp_buf at;
     bool is_started = false, is_done = false, spins = false;
+    bool has_waited = false, has_triggered = false, triggers_late = false;   // PDL
     const Barrier* waits_for = nullptr;   // until its turn is no longer this one
     uint64_t turn = 0, cluster_turn = 0;
 };
@@ -80,8 +81,6 @@ inline char problem[200];
 // Of a launch that may start early: called when no thread can go on but by what the launches before it wrote.
 inline std::function<void()> complete_prerequisites;
 inline Barrier prerequisites;
-inline bool triggers_late;   // not before that
-inline int triggers;
 
 // What is sent from shared memory is read when it arrives, some time later: who overwrites it, or leaves, is found out.
 struct Sent {
@@ -154,7 +153,6 @@ inline const char* run(int first, int count, int per_block, size_t shared_bytes,
     kernel = &body;
     problem[0] = 0;
     cluster = prerequisites = {};
-    triggers = 0;
     on_their_way.clear();
     blocks.assign(count, Block{});
     for (Block& block : blocks) {
@@ -169,6 +167,7 @@ inline const char* run(int first, int count, int per_block, size_t shared_bytes,
         thread.index = i % per_block;
         thread.stack.resize(32 << 10);
         thread.is_started = thread.is_done = thread.spins = false;
+        thread.has_waited = thread.has_triggered = thread.triggers_late = false;
         thread.waits_for = nullptr;
         order.push_back(i);
     }
@@ -280,10 +279,11 @@ inline void await_inbox(const Inbox* inbox) {
 }
 inline void copies_may_follow() {}
 inline void launch_dependents() {
-    ++emulator::triggers;
-    if (emulator::triggers_late && !emulator::prerequisites.turn) emulator::fail("dependents are launched before the wait");
+    if (!emulator::now->has_triggered) emulator::now->triggers_late = emulator::now->has_waited;
+    emulator::now->has_triggered = true;
 }
 inline void wait_for_prerequisites() {
+    emulator::now->has_waited = true;
     if (!emulator::complete_prerequisites) return;
     ++emulator::prerequisites.arrived;
     emulator::pause_for(emulator::prerequisites, 0);
