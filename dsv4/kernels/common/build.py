@@ -231,6 +231,8 @@ def _kernel(source: str, kernel: str, device: torch.device) -> driver.Kernel:
 def load_all(device: torch.device) -> None:
     """Build and load every kernel, so that no later launch has to."""
     compile_all(architecture(device))
+    if device.index is None:  # tensors' devices have one, and are what launches ask for
+        device = torch.device(device.type, torch.cuda.current_device())
     for source in sources(architecture(device)):
         _module(source, device)
 
