@@ -96,8 +96,9 @@ def test_what_takes_long_compiles(source: str, gpu: Architecture, monkeypatch: p
         if "nknown option" not in str(error):
             raise
         pytest.skip(f"nvcc is older than 12.9; -m slow compiles {source}.cu in full: {error}")
+    symbols = build.symbols(cubin)
     for launch in launches_of(source, gpu, monkeypatch):
-        symbol = build.find(launch.kernel, build.symbols(cubin))
+        symbol = build.find(launch.kernel, symbols)
         assert parameter_sizes(cubin, symbol) == launch.parameters, launch
         assert launch.shared + resources(cubin, symbol).shared <= gpu.block_shared, launch
 
