@@ -329,19 +329,45 @@ def test_cuda_kernels_are_the_known_ones(source: str, names: list[str]) -> None:
     assert [name for name, text in functions(source).items() if "__global__" in text] == names
 
 
-@pytest.mark.parametrize(
-    ("source", "name"),
-    [("route", "route_kernel"), ("choose", "select_few_kernel"), ("choose", "select_many_kernel")],
-)
-def test_choices_wait(source: str, name: str) -> None:
+THROUGH_L1 = r"\b(ids|positions|slots|counts|pages|logits|scores)\["
+
+
+def test_routing_waits() -> None:
     """At the outermost level, before any way out; no input of the step is read before but through L2."""
-    early = until_wait(functions(source)[name])
+    early = until_wait(functions("route")["route_kernel"])
     assert early.count("{") == early.count("}") + 1, "the wait is inside a branch"
     assert "return;" not in early and "launch_dependents();" in early and "p.logits" not in early
-    choice = COMMENT.sub("", build.source_path("choose").read_text()).split("struct Choice")[1].split("};")[0]
-    methods = choice[choice.index("count(int row)") : choice.index("place(")]
-    for text in (early, methods):
-        assert not re.search(r"\b(ids|positions|slots|counts|pages|logits)\[", text), "through L1"
+    assert not re.search(THROUGH_L1, early)
+
+
+def test_choices_wait() -> None:
+    """Each way out of a kernel has one wait before it; scores are read after it, the rest through L2."""
+    found = functions("choose")
+    text = COMMENT.sub("", build.source_path("choose").read_text())
+    assert not re.search(THROUGH_L1, text), "through L1"
+    few, many = found["choose_few"], found["select_many_kernel"]
+    short, loop = few.split("bool is_real = !p.warms;")
+    assert short.count(WAIT) == short.count("return;") == 1 and short.index(WAIT) < short.index("to[")
+    assert short.index(WAIT) < short.index("return;") and "p.scores" not in short
+    assert re.match(r"\s*#pragma unroll 1\s*for \(;; is_real = true\) \{", loop)
+    early, late = loop.split(f"if (is_real) {WAIT}")
+    assert "p.scores" not in early and "return;" not in early and "to[" not in early
+    assert "from = is_real ? p.scores + row * p.stride : (const float*)(p.positions + row);" in late
+    assert len(re.findall(r"p\.scores", late)) == 1 and re.findall(r"(\S+ )return;", late) == ["(is_real) "]
+    assert re.search(r"if \(is_real && [^;{}]*\) to\[", late) and late.count("to[") == 1
+    kernel = found["select_few_kernel"]
+    assert (
+        f"if (count > p.most) {WAIT}\n    else choose_few<" in kernel
+        and kernel.count("launch_dependents();") == 1
+    )
+    taken, shared = many.split("const int* pages = p.pages_of(row);")
+    assert re.search(
+        rf"if \(block == 0\) choose_few<[^;]*;\s*else {re.escape(WAIT)}\s*return;\s*}}\s*$", taken
+    )
+    assert "launch_dependents();" in taken and taken.count("return;") == taken.count(WAIT) == 1
+    early = until_wait(shared)
+    assert early.count("{") == early.count("}") and "return;" not in early, "the wait is inside a branch"
+    assert "from[" not in early and "(from" not in early and "to[" not in early
 
 
 STEP_INPUT = r"\b(positions|slots|page_table|listed|pages|row_pages)\["  # not through __ldcg, so through L1
@@ -472,10 +498,9 @@ def test_prompts_are_serial(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_wait_that_moves_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """The scan itself: a wait behind a condition, and an early way out."""
-    text, others = build.source_path("route").read_text(), build.source_path("choose").read_text()
+    text = build.source_path("route").read_text()
     monkeypatch.setattr(build, "source_path", lambda name: tmp_path / f"{name}.cu")
-    (tmp_path / "choose.cu").write_text(others)
     for old, new in ((WAIT, "if (blockIdx.x) { " + WAIT + " }"), (WAIT, "if (!blockIdx.x) return;\n" + WAIT)):
         (tmp_path / "route.cu").write_text(text.replace(old, new))
         with pytest.raises(AssertionError):
-            test_choices_wait("route", "route_kernel")
+            test_routing_waits()
