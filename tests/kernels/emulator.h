@@ -2,6 +2,7 @@
 // and warp operations, in a shuffled order, some warps far behind others. A barrier that not all threads reach, or a warp
 // operation that not all lanes call alike, ends in a message. For kernels that take all shared memory from shared_memory().
 #pragma once
+#include <math.h>
 #include <setjmp.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -320,3 +321,15 @@ template <typename T> T __shfl_down_sync(uint32_t, T v, int by) {
     emulator::together("shfl_down", v, all);
     return all[min(emulator::now->index % 32 + by, 31)];
 }
+inline float __shfl_xor_sync(uint32_t mask, float v, int with) { return __uint_as_float(__shfl_xor_sync(mask, __float_as_uint(v), with)); }
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t select) {
+    const uint64_t both = (uint64_t)b << 32 | a;
+    uint32_t out = 0;
+    for (int i = 0; i < 4; ++i) out |= (uint32_t)(both >> (select >> 4 * i & 7) * 8 & 255) << 8 * i;
+    return out;
+}
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+inline float __fsqrt_rn(float a) { return sqrtf(a); }

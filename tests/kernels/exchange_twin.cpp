@@ -26,7 +26,6 @@ inline uint64_t get_packet(const uint64_t* from) {
 inline int get_ended(const int* from) { return *from; }
 inline void put_ended(int* to, int v) { *to = v; }
 inline int64_t nanoseconds() { return 0; }
-inline float __shfl_xor_sync(uint32_t mask, float v, int with) { return __uint_as_float(__shfl_xor_sync(mask, __float_as_uint(v), with)); }
 #include "exchange.cu"
 
 extern "C" {

@@ -15,14 +15,6 @@ struct __nv_bfloat16 {
 struct __half2 {
     uint32_t bits;
 };
-inline float __fsqrt_rn(float a) { return sqrtf(a); }
-inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t how) {
-    const uint64_t both = (uint64_t)b << 32 | a;
-    uint32_t out = 0;
-    for (int i = 0; i < 4; ++i) out |= (uint32_t)(both >> 8 * (how >> 4 * i & 7) & 255) << 8 * i;
-    return out;
-}
-inline float __shfl_xor_sync(uint32_t mask, float v, int with) { return __uint_as_float(__shfl_xor_sync(mask, __float_as_uint(v), with)); }
 
 inline float bf16_value(uint16_t bits) { return __uint_as_float((uint32_t)bits << 16); }
 inline uint16_t bf16_bits(float v) {
@@ -52,6 +44,10 @@ inline uint32_t e4m3x2(uint16_t codes) { return pack_f16(e4m3_value((uint8_t)cod
 inline uint32_t times(uint32_t a, __half2 b) {
     return pack_f16(f16_value((uint16_t)a) * f16_value((uint16_t)b.bits), f16_value((uint16_t)(a >> 16)) * f16_value((uint16_t)(b.bits >> 16)));
 }
+inline uint32_t times_bf16(uint32_t a, uint32_t b) {
+    return pack_bf16(bf16_value((uint16_t)a) * bf16_value((uint16_t)b), bf16_value((uint16_t)(a >> 16)) * bf16_value((uint16_t)(b >> 16)));
+}
+inline float at_least_0(float x) { return x != x ? NAN : x > 0.f ? x : 0.f; }
 inline float power_of_two(float x) { return exp2f(x); }
 inline float reciprocal(float x) { return 1.f / x; }
 inline float rsqrtf(float x) { return 1.f / sqrtf(x); }

@@ -322,6 +322,7 @@ def until_wait(function: str) -> str:
         ("exchange", ["open_kernel", "gather_kernel"]),
         ("matvec", ["matvec_kernel"]),
         ("attention", ["attention_kernel"]),
+        ("index", ["queries_kernel", "scores_kernel"]),
     ],
 )
 def test_cuda_kernels_are_the_known_ones(source: str, names: list[str]) -> None:
@@ -368,6 +369,36 @@ def test_choices_wait() -> None:
     early = until_wait(shared)
     assert early.count("{") == early.count("}") and "return;" not in early, "the wait is inside a branch"
     assert "from[" not in early and "(from" not in early and "to[" not in early
+
+
+def test_the_index_waits() -> None:
+    """In the first pass that counts, before its inputs are read and anything is written."""
+    found = functions("index")
+    text = COMMENT.sub("", build.source_path("index").read_text())
+    assert not re.search(r"p\.(q|weights|keys|scales|positions|slots|page_table)\[|pages\[", text), (
+        "through L1"
+    )
+    early, late = found["queries_kernel"].split(f"if (is_real) {{\n            {WAIT}")
+    assert "launch_dependents();" in early and "return;" not in early and "*at" not in early.split("at = ")[1]
+    assert (
+        "bool is_real = !p.warms;" in early and "for (;; is_real = true) {" in early and "(at)" not in early
+    )
+    assert (
+        re.search(r"if \(is_real\) \{\s*\*at = [^;]*;\s*return;\s*\}\s*\}\s*\}$", late) and "p.q" not in late
+    )
+    kernel = found["scores_kernel"]
+    nothing, some = kernel.split("const int* pages = ")
+    assert re.search(rf"if \(first >= count\) \{{\s*{re.escape(WAIT)}\s*return;\s*\}}\s*$", nothing)
+    assert "launch_dependents();" in nothing and nothing.count("return;") == 1
+    early, late = some.split(f"if (step == 0) {{\n            {WAIT}")
+    assert (
+        "for (int step = -p.warms;; ++step) {" in early and "return;" not in early and "continue" not in early
+    )
+    for part in (nothing, early):
+        assert not re.search(r"p\.(q|weights|out)\b", part)
+    assert late.index("if (step < 0) continue;") < late.index("p.out[") < late.index("return;")
+    fetched = text.split("struct Raw {")[1].split("};")[0]
+    assert "__ldcg(pages + " in fetched and not re.search(r"p\.(q|weights|out)\b", fetched)
 
 
 STEP_INPUT = r"\b(positions|slots|page_table|listed|pages|row_pages)\["  # not through __ldcg, so through L1

@@ -37,14 +37,16 @@ def test_scores(
     positions = torch.tensor([cap * ratio - 1, 0, -1, ratio - 1, ratio * 128 + 1, cap * ratio - 2])
     slots = torch.tensor([2, 1, 0, 3, 2, 3])
     rows, spread = len(positions), torch.logspace(-6, 3, 3 * cap).unsqueeze(1)
-    keys = encode_kv(rand(3 * cap, di, seed=1) * spread[torch.randperm(3 * cap)], 0, Format.MXFP4)
+    far = 2.0 ** torch.randint(-9, 9, (3 * cap, di // 32, 1), generator=torch.Generator().manual_seed(5))
+    raw = (rand(3 * cap, di // 32, 32, seed=1) * far).flatten(1)
+    keys = encode_kv(raw * spread[torch.randperm(3 * cap)], 0, Format.MXFP4)
     page_table = torch.randint(0, 3 * pages, (4, pages), generator=torch.Generator().manual_seed(2)).int()
     page_table[3] = page_table[2]  # a fork
     iq = mxfp4_round(rand(rows, heads, di, seed=3)).to(dtype)
     weights, factor = rand(rows, heads, seed=4, dtype=dtype), di**-0.5 * heads**-0.5
     outs = []
-    for multiprocessors in (0, 1 << 30):  # programs of many keys, and of few
-        monkeypatch.setattr(kernels, "MULTIPROCESSORS", multiprocessors)
+    for blocks in (0, 1 << 30):  # for many rows, and for few
+        monkeypatch.setattr(kernels, "MAX_BLOCKS", blocks)
         outs.append(out := blank(rows, cap))
         kernels.scores(
             *(there(iq), there(weights), moved(keys), there(page_table), there(slots), there(positions)),

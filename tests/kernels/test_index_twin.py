@@ -1,0 +1,120 @@
+"""index.cu's own source on the CPU, warps in shuffled orders, to the bit what its order of sums gives."""
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from dsv4.kernels.decode import index
+from dsv4.ops.index import ref
+from dsv4.quant.codec import decode, encode_kv, mxfp4_round
+from dsv4.quant.formats import Format, QuantTensor
+from tests.support.twin import needs_compiler, twin_of
+
+pytestmark = needs_compiler
+twin = twin_of("index", queries=ctypes.c_char_p, scores=ctypes.c_char_p)
+HEADS, WIDTH, PAGE, RATIO = index.HEADS, index.WIDTH, 8, 4
+
+
+def launches(twin: ctypes.CDLL, seed: int) -> Callable[..., None]:
+    """In the place of `call`."""
+
+    def call(source: str, kernel: str, device: torch.device, given: Any, blocks: int, **how: int) -> None:
+        assert source == "index" and how["threads"] == 32 * index.WARPS
+        problem = getattr(twin, kernel.removesuffix("_kernel"))(ctypes.byref(given), blocks, seed)
+        assert problem == b"", problem.decode()
+
+    return call
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    return (a.double() * b.double() + c.double()).float()
+
+
+@pytest.mark.parametrize("warms", [False, True])
+def test_queries(twin: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, warms: bool) -> None:
+    monkeypatch.setattr(index, "call", launches(twin, seed=warms))
+    positions = torch.tensor([0, -1, 900])
+    cos, sin = (torch.rand(1000, index.ROPE // 2, generator=generator(i)) * 2 - 1 for i in range(2))
+    iq = (torch.randn(3, HEADS, WIDTH, generator=generator(2)) * 5).bfloat16()
+    iq[0, 0], iq[0, 1, ::7], iq[2, 3, 64] = 0, 1e-38, torch.inf
+    iq[2, 5, 100] = torch.nan
+    got = iq.clone()
+    index.rotate_round(got, cos, sin, positions, overlap=warms)
+    pairs = iq.float().unflatten(-1, (-1, 2))
+    c = torch.cat((torch.ones(3, 32), cos[positions.clamp(min=0)]), 1).unsqueeze(1)
+    s = torch.cat((torch.zeros(3, 32), sin[positions.clamp(min=0)]), 1).unsqueeze(1)
+    a, b = pairs[..., 0], pairs[..., 1]
+    turned = torch.stack((fma(a, c, -(b * s)), fma(a, s, b * c)), -1).flatten(-2).bfloat16()
+    want = mxfp4_round(ref.hadamard(turned))
+    assert torch.equal(got.isnan(), want.isnan()) and bool(want.isnan().any())
+    assert torch.equal(got.nan_to_num(7).view(torch.int16), want.nan_to_num(7).view(torch.int16))
+
+
+def wanted(iq: Tensor, weights: Tensor, keys: Tensor, factor: float) -> Tensor:
+    """iq [Hi, di], weights [Hi], keys [S, di] -> [S], every sum rounded as on the GPU."""
+    dots = torch.zeros(len(keys), HEADS)
+    for odd in range(2):
+        for block in range(WIDTH // 32):
+            channels = slice(block * 32 + odd, block * 32 + 32, 2)
+            dots = (dots.double() + keys[:, channels].double() @ iq[:, channels].double().t()).float()
+    dots = dots.relu().where(~dots.isnan(), torch.nan)
+    wide = weights.float() * torch.tensor(factor)
+    sums = []
+    for part in range(4):
+        first, *rest = (8 * n + 2 * part + e for n in range(8) for e in range(2))
+        total = fma(wide[first], dots[:, first], wide[rest[0]] * dots[:, rest[0]])
+        for head in rest[1:]:
+            total = fma(wide[head], dots[:, head], total)
+        sums.append(total)
+    return (sums[0] + sums[2]) + (sums[1] + sums[3])
+
+
+@pytest.mark.parametrize("warms", [False, True])
+@pytest.mark.parametrize("programs", [2, 264])
+def test_scores(twin: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, warms: bool, programs: int) -> None:
+    """Blocks of one pass and of several, pages of two rows shared, padding, blocks of scales far apart."""
+    monkeypatch.setattr(index, "call", launches(twin, seed=warms))
+    monkeypatch.setattr(index, "MAX_PROGRAMS", programs)
+    monkeypatch.setattr(index, "serves", lambda iq: True)
+    pages, cap = 9, 70
+    positions = torch.tensor([cap * RATIO - 1, -1, 2, 16 * RATIO + 1, 67 * RATIO - 1])
+    slots = torch.tensor([1, 0, 2, 2, 0])
+    table = torch.randint(0, 2 * pages, (3, pages), generator=generator(1)).int()
+    far = 2.0 ** torch.randint(-9, 9, (2 * pages * PAGE, WIDTH // 32, 1), generator=generator(2))
+    raw = torch.randn(2 * pages * PAGE, WIDTH // 32, 32, generator=generator(3)) * far
+    keys = encode_kv(raw.flatten(1), 0, Format.MXFP4)
+    assert keys.scale is not None
+    keys.scale[table[1, 0] * PAGE + 3, 2] = 255
+    iq = mxfp4_round(torch.randn(5, HEADS, WIDTH, generator=generator(4))).bfloat16()
+    weights = torch.randn(5, HEADS, generator=generator(5)).bfloat16()
+    out = torch.full((5, cap + 2), 77.0)
+    index.scores(
+        iq=iq,
+        weights=weights,
+        keys=keys,
+        page_table=table,
+        slots=slots,
+        positions=positions,
+        out=out[:, :cap],
+        ratio=RATIO,
+        page_entries=PAGE,
+        factor=0.0125,
+        overlap=warms,
+    )
+    for row, position in enumerate(positions.tolist()):
+        count = (position + 1) // RATIO
+        seen: QuantTensor = keys.take(ref.pool_rows(table, int(slots[row]), count, PAGE))
+        want, got = wanted(iq[row], weights[row], decode(seen), 0.0125), out[row, :count]
+        assert torch.equal(got.isnan(), want.isnan()) and (row > 0 or bool(want.isnan().any()))
+        assert torch.equal(got.nan_to_num(7).view(torch.int32), want.nan_to_num(7).view(torch.int32)), row
+        assert bool(out[row, count:].eq(77).all()), f"row {row}: written beyond {count}"
