@@ -386,19 +386,18 @@ def test_the_index_waits() -> None:
     assert (
         re.search(r"if \(is_real\) \{\s*\*at = [^;]*;\s*return;\s*\}\s*\}\s*\}$", late) and "p.q" not in late
     )
-    kernel = found["scores_kernel"]
-    nothing, some = kernel.split("const int* pages = ")
+    nothing, some = found["scores_kernel"].split("const int* pages = ")
     assert re.search(rf"if \(first >= count\) \{{\s*{re.escape(WAIT)}\s*return;\s*\}}\s*$", nothing)
     assert "launch_dependents();" in nothing and nothing.count("return;") == 1
-    early, late = some.split(f"if (step == 0) {{\n            {WAIT}")
+    early, late = some.split(f"if (is_real) {{\n            {WAIT}")
     assert (
-        "for (int step = -p.warms;; ++step) {" in early and "return;" not in early and "continue" not in early
+        "bool is_real = !p.warms;" in early
+        and "for (;; is_real = true) {" in early
+        and "return;" not in early
     )
     for part in (nothing, early):
         assert not re.search(r"p\.(q|weights|out)\b", part)
-    assert late.index("if (step < 0) continue;") < late.index("p.out[") < late.index("return;")
-    fetched = text.split("struct Raw {")[1].split("};")[0]
-    assert "__ldcg(pages + " in fetched and not re.search(r"p\.(q|weights|out)\b", fetched)
+    assert late.index("if (!is_real) continue;") < late.index("p.out[") < late.index("return;")
 
 
 STEP_INPUT = r"\b(positions|slots|page_table|listed|pages|row_pages)\["  # not through __ldcg, so through L1

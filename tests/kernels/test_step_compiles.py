@@ -70,10 +70,11 @@ def launch_prepare(c: ModelConfig, act: torch.dtype) -> None:
 
 def launch_index(c: ModelConfig, act: torch.dtype) -> None:
     iq, weights = empty(T, c.index_heads, c.index_dim, dtype=act), empty(T, c.index_heads, dtype=act)
-    index.scores(
-        *(iq, weights, rows_of(Format.MXFP4, c, act), empty(SLOTS, 64, dtype=torch.int32)),
-        *(numbers(), numbers(), empty(T, 4096), 4, 64, 0.1),
-    )
+    for entries in (4096, 65536):  # programs of few keys, and of many
+        index.scores(
+            *(iq, weights, rows_of(Format.MXFP4, c, act), empty(SLOTS, 64, dtype=torch.int32)),
+            *(numbers(), numbers(), empty(T, entries), 4, 64, 0.1),
+        )
 
 
 def launch_attend(c: ModelConfig, act: torch.dtype) -> None:

@@ -8,6 +8,7 @@ from dsv4.ops.index import ref
 from dsv4.quant.codec import decode, encode_kv, mxfp4_round
 from dsv4.quant.formats import Format
 
+triton = pytest.importorskip("triton", reason="Triton is not installed")
 kernels = pytest.importorskip("dsv4.kernels.decode.index", reason="Triton is not installed")
 pytestmark = runs
 
@@ -45,14 +46,16 @@ def test_scores(
     iq = mxfp4_round(rand(rows, heads, di, seed=3)).to(dtype)
     weights, factor = rand(rows, heads, seed=4, dtype=dtype), di**-0.5 * heads**-0.5
     outs = []
-    for blocks in (0, 1 << 30):  # for many rows, and for few
-        monkeypatch.setattr(kernels, "MAX_BLOCKS", blocks)
+    for multiprocessors in (0, 6 * triton.cdiv(cap, kernels.FEW_KEYS), 1 << 30):
+        # Programs of many keys, of few, and where there is one for these sizes the other kernel.
+        monkeypatch.setattr(kernels, "MULTIPROCESSORS", multiprocessors)
         outs.append(out := blank(rows, cap))
         kernels.scores(
             *(there(iq), there(weights), moved(keys), there(page_table), there(slots), there(positions)),
             *(out, ratio, page, factor),
         )
-    assert torch.equal(outs[0].view(torch.int32), outs[1].view(torch.int32)), "a row alone has other scores"
+    for other in outs[1:]:
+        assert torch.equal(outs[0].view(torch.int32), other.view(torch.int32)), "a row alone has other scores"
     for t in range(rows):
         count = (int(positions[t]) + 1) // ratio
         table = decode(keys.take(ref.pool_rows(page_table, int(slots[t]), count, page)))

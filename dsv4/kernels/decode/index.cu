@@ -7,7 +7,7 @@
 #include "round.cuh"
 
 constexpr int HEADS = 64, WIDTH = 128, ROPE = 64, WARPS = 4;
-constexpr int KEYS = 16, TILES = KEYS / 8;          // of a block at a time
+constexpr int KEYS = 16, TILES = KEYS / 8;          // of a block
 constexpr int KEY_BYTES = WIDTH / 2, BLOCKS = WIDTH / 32;
 constexpr int OWN = HEADS / WARPS, DOTS_ROW = KEYS + 4;   // heads of a warp; few lanes meet in a bank
 constexpr float SHARE = 0.08838834764831845f;       // 128^-0.5
@@ -81,24 +81,7 @@ struct Scores {
 };
 
 struct Memory {
-    float dots[WARPS][OWN][DOTS_ROW], weights[WARPS][OWN], sums[2][WARPS][KEYS];
-};
-
-// A lane's part of a tile's key g: of every block of 32 channels the bytes 4t .. 4t + 3.
-struct Raw {
-    uint32_t words[TILES][BLOCKS], scales[TILES];
-
-    __device__ __forceinline__ void fetch(const Scores& p, const int* pages, int first, int count, int lane) {
-#pragma unroll
-        for (int i = 0; i < TILES; ++i) {
-            const int entry = min(first + 8 * i + (lane >> 2), count - 1);   // a score beyond the last is not kept
-            const int64_t at = ((int64_t)__ldcg(pages + (entry >> p.page_bits)) << p.page_bits) + (entry & ((1 << p.page_bits) - 1));
-            const uint32_t* from = reinterpret_cast<const uint32_t*>(p.keys + at * KEY_BYTES) + (lane & 3);
-#pragma unroll
-            for (int j = 0; j < BLOCKS; ++j) words[i][j] = __ldcg(from + 4 * j);
-            scales[i] = __ldcg(reinterpret_cast<const uint32_t*>(p.scales) + at);
-        }
-    }
+    float dots[WARPS][OWN][DOTS_ROW], weights[WARPS][OWN], sums[WARPS][KEYS];
 };
 
 // The codes in the upper four bits of both halves, as BF16 times `unit`. A code's low bits are those of a number 2^126 below it.
@@ -106,40 +89,47 @@ __device__ __forceinline__ uint32_t open_codes(uint32_t halves, uint32_t unit) {
     return times_bf16((halves >> 6 & 0x01C001C0u) | (halves & 0x80008000u), unit);
 }
 
-// Sixteen keys at a time. A product's 16 channels are the even ones of a block, then the odd ones: those of its bytes' lower and upper halves. A
-// warp has the heads 8n + 2 warp and 8n + 2 warp + 1, as rows n and n + 8; it adds up a key's, by rising head but for the first two, then the warps' are added.
+// Sixteen keys a block. A product's 16 channels are the even ones of a block of 32, then the odd ones: those of its bytes' lower and upper halves; a
+// lane has bytes 4t .. 4t + 3. A warp has the heads 8n + 2 warp and 8n + 2 warp + 1, as rows n and n + 8; it adds up a key's, by rising
+// head but for the first two, then the warps' are added.
 __global__ void __launch_bounds__(WARPS * 32) scores_kernel(const Scores p) {
     Memory& s = *(Memory*)shared_memory();
     launch_dependents();
     const int row = blockIdx.x / p.programs, tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
-    int first = (blockIdx.x - row * p.programs) * KEYS;
-    const int count = ((int)__ldcg(p.positions + row) + 1) >> p.ratio_bits, stride = p.programs * KEYS;
+    const int first = (blockIdx.x - row * p.programs) * KEYS, count = ((int)__ldcg(p.positions + row) + 1) >> p.ratio_bits;
     if (first >= count) {
         wait_for_prerequisites();
         return;
     }
     const int* pages = p.page_table + __ldcg(p.slots + row) * p.pages;
-    Raw raw;
-    raw.fetch(p, pages, first, count, lane);
-    uint32_t q[2 * BLOCKS][4] = {};
-#pragma unroll 1
-    for (int step = -p.warms;; ++step) {
-        uint32_t keys[TILES][2 * BLOCKS][2];
+    uint32_t words[TILES][BLOCKS], scales[TILES];   // of key g of each tile
 #pragma unroll
-        for (int i = 0; i < TILES; ++i)
+    for (int i = 0; i < TILES; ++i) {
+        const int entry = min(first + 8 * i + g, count - 1);   // a score beyond the last is not kept
+        const int64_t at = ((int64_t)__ldcg(pages + (entry >> p.page_bits)) << p.page_bits) + (entry & ((1 << p.page_bits) - 1));
+        const uint32_t* from = reinterpret_cast<const uint32_t*>(p.keys + at * KEY_BYTES) + t;
 #pragma unroll
-            for (int j = 0; j < BLOCKS; ++j) {
-                // A scale that is NaN, or beyond what LIFT leaves room for, gives NaN.
-                const uint32_t code = (raw.scales[i] >> 8 * j & 255) + 126 - LIFT, unit = (code >= 255 ? 0x7FC0u : code << 7) * 0x10001u;
+        for (int j = 0; j < BLOCKS; ++j) words[i][j] = __ldcg(from + 4 * j);
+        scales[i] = __ldcg(reinterpret_cast<const uint32_t*>(p.scales) + at);
+    }
+    uint32_t keys[TILES][2 * BLOCKS][2], q[2 * BLOCKS][4] = {};
 #pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    const uint32_t bytes = __byte_perm(raw.words[i][j], 0, h ? 0x3424 : 0x1404);
-                    keys[i][j][h] = open_codes(bytes << 4, unit);
-                    keys[i][BLOCKS + j][h] = open_codes(bytes, unit);
-                }
+    for (int i = 0; i < TILES; ++i)
+#pragma unroll
+        for (int j = 0; j < BLOCKS; ++j) {
+            // A scale that is NaN, or beyond what LIFT leaves room for, gives NaN.
+            const uint32_t code = (scales[i] >> 8 * j & 255) + 126 - LIFT, unit = (code >= 255 ? 0x7FC0u : code << 7) * 0x10001u;
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const uint32_t bytes = __byte_perm(words[i][j], 0, h ? 0x3424 : 0x1404);
+                keys[i][j][h] = open_codes(bytes << 4, unit);
+                keys[i][BLOCKS + j][h] = open_codes(bytes, unit);
             }
-        if (step >= 0 && first + stride < count) raw.fetch(p, pages, first + stride, count, lane);
-        if (step == 0) {
+        }
+    bool is_real = !p.warms;
+#pragma unroll 1
+    for (;; is_real = true) {
+        if (is_real) {
             wait_for_prerequisites();
             const uint4* from = reinterpret_cast<const uint4*>(p.q + ((int64_t)row * HEADS + 8 * g + 2 * warp) * WIDTH) + t;
 #pragma unroll
@@ -172,18 +162,16 @@ __global__ void __launch_bounds__(WARPS * 32) scores_kernel(const Scores p) {
             float sum = __fmaf_rn(weights[0], at_least_0(s.dots[warp][0][lane]), __fmul_rn(weights[1], at_least_0(s.dots[warp][1][lane])));
 #pragma unroll
             for (int i = 2; i < OWN; ++i) sum = __fmaf_rn(weights[i], at_least_0(s.dots[warp][i][lane]), sum);
-            s.sums[step & 1][warp][lane] = sum;
+            s.sums[warp][lane] = sum;
         }
         __syncthreads();
-        if (step < 0) continue;
+        if (!is_real) continue;
         if (tid < KEYS && first + tid < count) {
-            const float(&sums)[WARPS][KEYS] = s.sums[step & 1];
-            const float sum = __fadd_rn(__fadd_rn(sums[0][tid], sums[2][tid]), __fadd_rn(sums[1][tid], sums[3][tid]));
+            const float sum = __fadd_rn(__fadd_rn(s.sums[0][tid], s.sums[2][tid]), __fadd_rn(s.sums[1][tid], s.sums[3][tid]));
             p.out[row * p.stride + first + tid] = __fmul_rn(sum, 0x1p63f);
         }
-        first += stride;
-        if (first >= count) return;
+        return;
     }
 }
 
-static_assert(sizeof(Memory) == 5888);   // index.py
+static_assert(sizeof(Memory) == 5632);   // index.py

@@ -16,11 +16,13 @@ from dsv4.kernels.common.overlap import launcher
 from dsv4.quant.formats import Format, QuantTensor
 
 MAX_HEADS, MIN_CHANNELS, MAX_CHANNELS = 64, 32, 128  # what queries and keys of a program fit in registers
-KEYS = 128  # that a program of Triton's scores at a time
-MAX_PROGRAMS = 264  # per row: two a multiprocessor of an H200
-# Numbers of index.cu; and the most blocks that its launch may have.
-HEADS, WIDTH, ROPE, WARPS, BLOCK_KEYS, SHARED_BYTES = 64, 128, 64, 4, 16, 5888
-MAX_BLOCKS = 2 * MAX_PROGRAMS
+# Keys a program scores at a time; fewer where each program still has a multiprocessor of an H200 to itself:
+# at 4k and one row 4.9 -> 3.3 us, with 8 and 32 rows no faster.
+KEYS, FEW_KEYS, MULTIPROCESSORS = 128, 64, 132
+MAX_PROGRAMS = 2 * MULTIPROCESSORS  # per row
+# Numbers of index.cu. It scores where each of its blocks has a multiprocessor to itself: at 4k and one row
+# 2.7 -> 2.0 us in a step. 520 blocks (8 rows) take as long as Triton's programs, 2,080 three times as long.
+HEADS, WIDTH, ROPE, WARPS, BLOCK_KEYS, SHARED_BYTES = 64, 128, 64, 4, 16, 5632
 # Keys enter the product 2^63 too small, which is exact (scales of 2^-62 to 2^64): one factor per value then
 # does for two, since 2^126, by which a code's bits are too small, and the scale would overflow together.
 LIFT = 63
@@ -166,9 +168,9 @@ def scores(
     assert weights.is_contiguous() and weights.dtype == iq.dtype
     if not rows or not out.shape[1]:
         return
-    programs = min(triton.cdiv(out.shape[1], BLOCK_KEYS), MAX_PROGRAMS)
+    programs = triton.cdiv(out.shape[1], BLOCK_KEYS)
     are_powers = all(number & (number - 1) == 0 for number in (ratio, page_entries))
-    if serves(iq) and are_powers and rows * programs <= MAX_BLOCKS:
+    if serves(iq) and are_powers and rows * programs <= MULTIPROCESSORS:
         given = _Scores(
             q=iq.data_ptr(),
             weights=weights.data_ptr(),
@@ -197,9 +199,11 @@ def scores(
             overlap=overlap,
         )
     else:
+        is_few = rows * triton.cdiv(out.shape[1], FEW_KEYS) <= MULTIPROCESSORS
+        block = FEW_KEYS if is_few else KEYS
         launch(
             _scores_kernel,
-            grid=(min(triton.cdiv(out.shape[1], KEYS), MAX_PROGRAMS), rows),
+            grid=(min(triton.cdiv(out.shape[1], block), MAX_PROGRAMS), rows),
             num_warps=4,
             overlap=overlap,
             iq_ptr=iq,
@@ -218,6 +222,6 @@ def scores(
             HI=heads,
             HEADS=max(16, triton.next_power_of_2(heads)),
             DI=di,
-            BLOCK=KEYS,
+            BLOCK=block,
             LIFT=LIFT,
         )
