@@ -1,5 +1,5 @@
 # make demo: the engine at work on the embedded model.  make test: everything CI runs.
-# make test-slow: before a release, what takes minutes.
+# make test-slow: before a release, what takes minutes.  make test-gpu: what needs a GPU, about a quarter of an hour.
 # All use the environment in .venv, made with pinned versions, for the demo the core alone; nothing else is needed.
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; do \
@@ -10,7 +10,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 JOBS ?= 2
 
-.PHONY: demo test tests test-slow test-ray lint style types clean
+.PHONY: demo test tests test-slow test-gpu test-ray lint style types clean
 
 demo: .venv/core
 	$(BIN)/dsv4 generate --chat --thinking --temperature 0 --stats "Tell me a short story about a rabbit."
@@ -26,6 +26,11 @@ tests: .venv/dev
 
 test-slow: .venv/dev
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow
+
+# The longest come first, so each is handed out by itself.
+test-gpu: .venv/dev
+	$(BIN)/python -m pytest -n 8 --maxschedchunk 1 -m "gpu and not alone"
+	$(BIN)/python -m pytest -m "gpu and alone"
 
 test-ray: .venv/ray
 	$(BIN)/python -m pytest -m ray tests/serve/test_ray.py tests/serve/test_ray_scale.py

@@ -21,6 +21,7 @@ from dsv4.model.exact import settle_exact
 from dsv4.model.model import Model
 from dsv4.parallel.machines import World
 from dsv4.parallel.mesh import Mesh
+from dsv4.text.tokenizer import Tokenizer
 from dsv4.weights.load import Checkpoint, Progress
 from dsv4.weights.tiled import load_tiled
 
@@ -93,6 +94,18 @@ class Prepared:
             its_config = replace(config, spill="off") if size > 1 else config
             split = check_memory(settings, its_config, checkpoint, size)
         return cls(checkpoint, settings, config, rank, size, split)
+
+    def tokenizer(self, folder: Path) -> Tokenizer | None:
+        """The model's, if its folder has one."""
+        if not (folder / "tokenizer.json").exists():
+            return None
+        tokenizer, rows = Tokenizer.load(folder), self.checkpoint.config.vocab_size
+        if tokenizer.vocab_size > rows:
+            raise ConfigError(
+                f"tokenizer.json has {tokenizer.vocab_size} ids, the model {rows} rows; "
+                f"it belongs to another model: put the model's own into {folder}"
+            )
+        return tokenizer
 
     @property
     def settled(self) -> EngineConfig:

@@ -88,13 +88,7 @@ class Engine:
             )
         devices = rank_devices(config, world)
         prepared = Prepared.make(path, config, 0, devices)
-        tokenizer = Tokenizer.load(folder) if (folder / "tokenizer.json").exists() else None
-        rows = prepared.checkpoint.config.vocab_size
-        if tokenizer is not None and tokenizer.vocab_size > rows:
-            raise ConfigError(
-                f"tokenizer.json has {tokenizer.vocab_size} ids, the model {rows} "
-                "rows; the tokenizer belongs to another model"
-            )
+        tokenizer = prepared.tokenizer(folder)
         ranks = Ranks(path, prepared.settled, devices, world) if len(devices) > 1 else None
         with ExitStack() as undo:
             if ranks:
@@ -102,7 +96,15 @@ class Engine:
             weights, notes = prepared.load(progress)
             bundle = prepared.bundle(weights, ranks.join() if ranks else Mesh())
             try:
-                engine = cls(bundle, prepared.settings, config, tokenizer, notes, compiled, ranks)
+                engine = cls(
+                    bundle,
+                    settings=prepared.settings,
+                    config=config,
+                    tokenizer=tokenizer,
+                    notes=notes,
+                    compiled=compiled,
+                    ranks=ranks,
+                )
             except PeerError as error:
                 raise (ranks.lost(error) if ranks else error) from None
             undo.pop_all()

@@ -23,6 +23,7 @@ from dsv4.engine.scheduler import Scheduler
 from dsv4.engine.settings import Settings
 from dsv4.env import library_settings
 from dsv4.model.bundle import Bundle
+from dsv4.ops import IMPLEMENTATIONS
 from dsv4.weights.checksum import checksum
 
 # An engine with nothing else to do looks for messages again after so long.
@@ -59,7 +60,7 @@ def identity(settings: Settings, bundle: Bundle, cache: Cache) -> str:
         "config": bundle.config.to_dict(),
         "numerics": repr(bundle.numerics),
         "held": [settings.dense, settings.tiled],
-        "ops": {name: _source_of(module) for name, module in vars(settings.ops).items()},
+        "ops": {op: _source_of(getattr(settings.ops, op)) for op in IMPLEMENTATIONS},
         "formats": [layout.kv_format, layout.key_format, layout.rope_itemsize],
         "layers": [layout.num_mtp_layers, layout.page_tokens, cache.page_bytes],
         "machine": [machine_id(device), *library_settings()],

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from hypothesis import strategies as st
 
 from dsv4 import Engine, SamplingParams
 from dsv4.cache.folder import HEADER_BYTES
+from dsv4.engine import keep
+from dsv4.engine.keep import identity
 from dsv4.engine.request import Completion, Request
 from dsv4.errors import ConfigError
 from dsv4.weights.checksum import checksum
@@ -115,6 +118,25 @@ def test_other_models_and_settings_find_nothing(
     assert run(engine, ids).cached_tokens == 0
     assert "are of another model, version or setting" in engine.notices[0]
     assert run(kept(weights="dense"), ids).cached_tokens == 256
+
+
+def test_an_engine_that_has_run_finds_the_same_files(
+    kept: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's runs before its folder is opened: what its ops have looked up by then is no part."""
+    seen: list[tuple[Any, ...]] = []
+
+    def noted(*facts: Any) -> str:
+        seen.append(facts)
+        return identity(*facts)
+
+    monkeypatch.setattr(keep, "identity", noted)
+    engine = kept()
+    (facts,) = seen
+    assert "_prepares" not in vars(engine.settings.ops), "looked up when a model runs"
+    before = identity(*facts)
+    run(engine, text(20, 8))
+    assert "_prepares" in vars(engine.settings.ops) and identity(*facts) == before
 
 
 def test_sizes_that_change_no_bit_share_files(kept: Callable[..., Engine]) -> None:

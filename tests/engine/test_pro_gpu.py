@@ -20,13 +20,17 @@ from dsv4.engine.eager import Eager
 from dsv4.lab.init import make
 from dsv4.lab.score import score_ids
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 
 def distances(got: Tensor, want: Tensor) -> tuple[Tensor, float]:
-    """Relative error of each row, and how many have the same best token."""
+    """Relative error of each row, and how many of those with a clear best token have the same one. Clear: it
+    leads by a fiftieth of the logits' spread, as in most rows."""
+    first, second = want.topk(2).values.unbind(1)
+    is_clear = first - second > 0.02 * want.std(dim=1)
+    assert is_clear.float().mean() >= 0.7, is_clear
     is_same = got.argmax(1) == want.argmax(1)
-    return (got - want).norm(dim=1) / want.norm(dim=1), float(is_same.float().mean())
+    return (got - want).norm(dim=1) / want.norm(dim=1), float(is_same[is_clear].float().mean())
 
 
 THREADS = len(os.sched_getaffinity(0))
@@ -36,7 +40,7 @@ CONFIG = replace(preset("pro"), layers=LAYERS, num_mtp_layers=0, vocab_size=512,
 # Prompts and generated tokens of several texts: where two experts, or two entries, are as good as equal, GPU
 # and CPU may choose differently, and whatever follows in that text is apart. Blocks of 4 close in all, one of
 # 128 in the first. A CPU takes a second for a step.
-LENGTHS = ((150, 4), (42, 3), (37, 3), (33, 3), (30, 3))
+LENGTHS = ((150, 3), (42, 2), (37, 2), (33, 2), (30, 2))
 chance = random.Random(5)
 IDS = [[chance.randrange(CONFIG.vocab_size) for _ in range(sum(both))] for both in LENGTHS]
 
@@ -82,7 +86,7 @@ def on_cpu(folder: Path, dtype: str) -> dict[str, Tensor]:
 def shaken(folder: Path) -> dict[str, Tensor]:
     """The CPU's, from embeddings that differ by what float32 sums in another order do: how far such a
     difference goes where the cache rounds and experts are chosen, is the model's own."""
-    engine, chance = engine_on("cpu", folder, compute_dtype="float32"), torch.Generator().manual_seed(1)
+    engine, chance = cpu_engine(folder, "float32"), torch.Generator().manual_seed(1)
     executor = engine.runner.executor
     assert isinstance(executor, Eager)
     embed = executor.model.embed
@@ -91,8 +95,9 @@ def shaken(folder: Path) -> dict[str, Tensor]:
         x = embed(ids)
         return x * (1 + 5e-7 * torch.randn(x.shape, generator=chance))
 
-    executor.model.embed = shake  # type: ignore[method-assign]
-    return scores(engine)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor.model, "embed", shake)
+        return scores(engine)
 
 
 def test_marks(folder: Path) -> None:

@@ -27,7 +27,7 @@ from tests.parallel.test_shards import WIDE
 from tests.support.checkpoints import write_model
 from tests.support.stress import cases, stress, truth
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 SMALL = replace(WIDE, num_streams=4, hidden_size=256, num_experts=6)
 WHOLE = {"expert_parallel": True}
 FLASH = replace(

@@ -176,6 +176,7 @@ def test_an_engine_takes_what_was_planned(
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize(("context", "batch"), [(8192, 4), (65536, 32)])
 def test_an_engine_on_a_gpu_takes_what_was_planned(context: int, batch: int, tmp_path: Path) -> None:
     """Wide enough that no part is lost in the allocator's rounding to 512 bytes."""

@@ -57,6 +57,15 @@ def test_plain_weights_need_no_tiles(dtype: torch.dtype) -> None:
         near(linear_gpu.linear(*to(x, held)), want, dtype, f"{held.dtype}")
 
 
+@pytest.mark.skipif(not IS_GPU, reason="the interpreter adds up in an order of its own")
+def test_a_long_float32_sum_rounds_as_little_as_a_cpus() -> None:
+    x, w = rand(64, 7168), rand(96, 7168, seed=1)
+    exact = x.double() @ w.double().t()
+    got = linear_gpu.linear(*to(x, w)).cpu()
+    error = ((got - exact).norm() / exact.norm()).item()
+    assert error < 8e-7, f"{error:.1e}; in one chain of additions it is 2e-6"
+
+
 def test_a_large_weight_goes_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     x, q = rand(3, 32).bfloat16(), weight(rand(600, 32, seed=1), "nvfp4")
     whole = linear_gpu.linear(*to(x), tiled(q))

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4.kernels.prefill.gemm import end_chain
+
 # Rows, columns and depth of a tile, warps, stages; by compute type. Gate and up have one such tile each.
 UP_TILE = {torch.bfloat16: (128, 128, 64, 8, 3), torch.float32: (32, 32, 32, 4, 2)}
 DOWN_TILE = {torch.bfloat16: (128, 256, 64, 8, 3), torch.float32: (32, 64, 32, 4, 2)}
@@ -33,6 +35,8 @@ def _up_kernel(x, w, factor, y, tokens, weights, tiles, limit, width, depth,  # 
     steps = tl.cdiv(depth, BK)
     gate = tl.zeros((BM, BN), tl.float32)
     up = tl.zeros((BM, BN), tl.float32)
+    gate_chains = tl.zeros((BM, BN), tl.float32)
+    up_chains = tl.zeros((BM, BN), tl.float32)
     for step in range(PARTS * steps):
         part = step // steps
         at = (step - part * steps) * BK
@@ -48,6 +52,12 @@ def _up_kernel(x, w, factor, y, tokens, weights, tiles, limit, width, depth,  # 
             c = tl.load(w_step + up_half, mask=inside, other=0.0)
         gate = tl.dot(a, tl.trans(b), gate, input_precision="ieee")
         up = tl.dot(a, tl.trans(c), up, input_precision="ieee")
+        if x.dtype.element_ty == tl.float32:
+            gate_chains, gate = end_chain(gate_chains, gate, step)
+            up_chains, up = end_chain(up_chains, up, step)
+    if x.dtype.element_ty == tl.float32:
+        gate += gate_chains
+        up += up_chains
     gate = (gate * tl.load(factor + expert * 2)).to(y.dtype.element_ty).to(tl.float32)
     up = (up * tl.load(factor + expert * 2 + 1)).to(y.dtype.element_ty).to(tl.float32)
     # Comparisons instead of minimum and maximum: NaN stays NaN.
@@ -76,6 +86,7 @@ def _down_kernel(x, w, factor, y, places, tiles, width, depth, w_part, w_expert,
     w_at += tl.minimum(col, width - 1).to(tl.int64)[:, None] * depth + k[None, :]
     steps = tl.cdiv(depth, BK)
     total = tl.zeros((BM, BN), tl.float32)
+    chains = tl.zeros((BM, BN), tl.float32)
     for step in range(PARTS * steps):
         part = step // steps
         at = (step - part * steps) * BK
@@ -87,6 +98,10 @@ def _down_kernel(x, w, factor, y, places, tiles, width, depth, w_part, w_expert,
             a = tl.load(x_at + at, mask=inside, other=0.0)
             b = tl.load(w_at + part * w_part + at, mask=inside, other=0.0)
         total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
+        if x.dtype.element_ty == tl.float32:
+            chains, total = end_chain(chains, total, step)
+    if x.dtype.element_ty == tl.float32:
+        total += chains
     total *= tl.load(factor + expert)
     place = row
     if HAS_PLACE:
