@@ -44,6 +44,7 @@ from dsv4.ops.index import gpu as index_op
 from dsv4.ops.sample import gpu as sample_op
 from dsv4.parallel.mesh import Mesh
 from dsv4.quant.formats import Format, empty_rows
+from tests.support.cuda_source import COMMENT, WAIT, functions, until_wait
 from tests.support.dry import planned
 from tests.support.triton_source import read
 
@@ -282,36 +283,6 @@ def test_every_tensor_of_a_launcher_is_declared() -> None:
         assert declared == tensors, launcher.function.__name__
 
 
-COMMENT = re.compile(r"//[^\n]*")
-WAIT = "wait_for_prerequisites();"
-
-
-def functions(name: str) -> dict[str, str]:
-    """Functions of a CUDA source, comments taken out: name -> its head, then its body."""
-    text, out = COMMENT.sub("", build.source_path(name).read_text()), {}
-    depth, start, head = 0, 0, ""
-    for at, letter in enumerate(text):
-        if letter == "{":
-            depth += 1
-            head = text[start:at].rstrip() if depth == 1 else head
-        elif letter == "}":
-            depth -= 1
-            if depth == 0 and head.endswith(")"):
-                opened, level = len(head) - 1, 1
-                while level:
-                    opened -= 1
-                    level += {")": 1, "(": -1}.get(head[opened], 0)
-                out[re.findall(r"\w+", head[:opened])[-1]] = text[start : at + 1]
-        if depth == 0 and letter in "};":
-            start = at + 1
-    return out
-
-
-def until_wait(function: str) -> str:
-    assert WAIT in function, "never waits"
-    return function[: function.index(WAIT)]
-
-
 @pytest.mark.parametrize(
     ("source", "names"),
     [
@@ -330,74 +301,12 @@ def test_cuda_kernels_are_the_known_ones(source: str, names: list[str]) -> None:
     assert [name for name, text in functions(source).items() if "__global__" in text] == names
 
 
-THROUGH_L1 = r"\b(ids|positions|slots|counts|pages|logits|scores)\["
-
-
 def test_routing_waits() -> None:
     """At the outermost level, before any way out; no input of the step is read before but through L2."""
     early = until_wait(functions("route")["route_kernel"])
     assert early.count("{") == early.count("}") + 1, "the wait is inside a branch"
     assert "return;" not in early and "launch_dependents();" in early and "p.logits" not in early
-    assert not re.search(THROUGH_L1, early)
-
-
-def test_choices_wait() -> None:
-    """Each way out of a kernel has one wait before it; scores are read after it, the rest through L2."""
-    found = functions("choose")
-    text = COMMENT.sub("", build.source_path("choose").read_text())
-    assert not re.search(THROUGH_L1, text), "through L1"
-    few, many = found["choose_few"], found["select_many_kernel"]
-    short, loop = few.split("bool is_real = !p.warms;")
-    assert short.count(WAIT) == short.count("return;") == 1 and short.index(WAIT) < short.index("to[")
-    assert short.index(WAIT) < short.index("return;") and "p.scores" not in short
-    assert re.match(r"\s*#pragma unroll 1\s*for \(;; is_real = true\) \{", loop)
-    early, late = loop.split(f"if (is_real) {WAIT}")
-    assert "p.scores" not in early and "return;" not in early and "to[" not in early
-    assert "from = is_real ? p.scores + row * p.stride : (const float*)(p.positions + row);" in late
-    assert len(re.findall(r"p\.scores", late)) == 1 and re.findall(r"(\S+ )return;", late) == ["(is_real) "]
-    assert re.search(r"if \(is_real && [^;{}]*\) to\[", late) and late.count("to[") == 1
-    kernel = found["select_few_kernel"]
-    assert (
-        f"if (count > p.most) {WAIT}\n    else choose_few<" in kernel
-        and kernel.count("launch_dependents();") == 1
-    )
-    taken, shared = many.split("const int* pages = p.pages_of(row);")
-    assert re.search(
-        rf"if \(block == 0\) choose_few<[^;]*;\s*else {re.escape(WAIT)}\s*return;\s*}}\s*$", taken
-    )
-    assert "launch_dependents();" in taken and taken.count("return;") == taken.count(WAIT) == 1
-    early = until_wait(shared)
-    assert early.count("{") == early.count("}") and "return;" not in early, "the wait is inside a branch"
-    assert "from[" not in early and "(from" not in early and "to[" not in early
-
-
-def test_the_index_waits() -> None:
-    """In the first pass that counts, before its inputs are read and anything is written."""
-    found = functions("index")
-    text = COMMENT.sub("", build.source_path("index").read_text())
-    assert not re.search(r"p\.(q|weights|keys|scales|positions|slots|page_table)\[|pages\[", text), (
-        "through L1"
-    )
-    early, late = found["queries_kernel"].split(f"if (is_real) {{\n            {WAIT}")
-    assert "launch_dependents();" in early and "return;" not in early and "*at" not in early.split("at = ")[1]
-    assert (
-        "bool is_real = !p.warms;" in early and "for (;; is_real = true) {" in early and "(at)" not in early
-    )
-    assert (
-        re.search(r"if \(is_real\) \{\s*\*at = [^;]*;\s*return;\s*\}\s*\}\s*\}$", late) and "p.q" not in late
-    )
-    nothing, some = found["scores_kernel"].split("const int* pages = ")
-    assert re.search(rf"if \(first >= count\) \{{\s*{re.escape(WAIT)}\s*return;\s*\}}\s*$", nothing)
-    assert "launch_dependents();" in nothing and nothing.count("return;") == 1
-    early, late = some.split(f"if (is_real) {{\n            {WAIT}")
-    assert (
-        "bool is_real = !p.warms;" in early
-        and "for (;; is_real = true) {" in early
-        and "return;" not in early
-    )
-    for part in (nothing, early):
-        assert not re.search(r"p\.(q|weights|out)\b", part)
-    assert late.index("if (!is_real) continue;") < late.index("p.out[") < late.index("return;")
+    assert not re.search(r"\b(ids|positions|counts|logits)\[", early), "through L1"
 
 
 STEP_INPUT = r"\b(positions|slots|page_table|listed|pages|row_pages)\["  # not through __ldcg, so through L1
