@@ -84,6 +84,16 @@ struct Sent {
 };
 inline std::vector<Sent> on_their_way;
 
+// Memory that earlier launches are still writing: noise until every thread has waited for them. Nobody writes it before.
+struct Pending {
+    char* at;
+    size_t bytes;
+    std::vector<char> there;
+};
+inline std::vector<Pending> pending;
+inline Barrier prerequisites;
+constexpr char NOISE = (char)0xFF;
+
 inline void fail(const char* what, const char* detail = "") {
     if (!problem[0]) snprintf(problem, sizeof problem, "%s%s (block %d, thread %d)", what, detail, now->block, now->index);
 }
@@ -97,6 +107,12 @@ inline void pause_for(const Barrier& barrier, uint64_t turn) {
 inline void yield(bool spins) {
     now->spins = spins;
     if (!_setjmp(now->at)) _longjmp(scheduler, 1);
+}
+inline void complete_prerequisites() {
+    for (const Pending& it : pending) {
+        if (std::any_of(it.at, it.at + it.bytes, [](char c) { return c != NOISE; })) fail("written before the wait");
+        memcpy(it.at, it.there.data(), it.bytes);
+    }
 }
 inline uint64_t arrive(Barrier& barrier, int expected) {
     const uint64_t turn = barrier.turn;
@@ -135,8 +151,12 @@ inline const char* run(int first, int count, int per_block, size_t shared_bytes,
     threads_per_block = per_block;
     kernel = &body;
     problem[0] = 0;
-    cluster = {};
+    cluster = prerequisites = {};
     on_their_way.clear();
+    for (Pending& it : pending) {
+        it.there.assign(it.at, it.at + it.bytes);
+        memset(it.at, NOISE, it.bytes);
+    }
     blocks.assign(count, Block{});
     for (Block& block : blocks) {
         block.memory.assign(shared_bytes, (char)0xA5);
@@ -202,6 +222,7 @@ inline const char* run(int first, int count, int per_block, size_t shared_bytes,
             now = const_cast<Thread*>(&thread);
             fail("threads wait for ones that never come");
         }
+    if (!pending.empty() && prerequisites.turn == 0) fail("nobody waited for what earlier launches write");
     return problem;
 }
 }  // namespace emulator
@@ -257,7 +278,18 @@ inline void await_inbox(const Inbox* inbox) {
 }
 inline void copies_may_follow() {}
 inline void launch_dependents() {}
-inline void wait_for_prerequisites() {}
+inline void wait_for_prerequisites() {
+    using namespace emulator;
+    if (pending.empty()) return;
+    const uint64_t turn = arrive(prerequisites, (int)threads.size());
+    if (prerequisites.turn != turn) complete_prerequisites();   // by the last one
+    pause_for(prerequisites, turn);
+}
+// So many bytes that the launches from now on find unfinished; 0 ends it.
+extern "C" inline __attribute__((used)) void expect(void* at, size_t bytes) {
+    if (bytes) emulator::pending.push_back({(char*)at, bytes, {}});
+    else emulator::pending.clear();
+}
 inline void __syncthreads() { emulator::meet(emulator::blocks[emulator::now->block].barrier, emulator::threads_per_block); }
 inline void __syncwarp() { emulator::meet(emulator::my_warp().barrier, 32); }
 template <typename T> T __ldcg(const T* p) { return *p; }

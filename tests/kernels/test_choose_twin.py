@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.kernels.common import architectures
+from dsv4.kernels.common import architectures, build
 from dsv4.kernels.decode import choose
 from dsv4.ops.route.ref import top_indices
-from tests.support.twin import needs_compiler, twin_of
+from tests.support.twin import needs_compiler, twin_of, unfinished
 
 pytestmark = needs_compiler
 PAGE, RATIO = 24, 4
@@ -22,7 +22,8 @@ twin = twin_of("choose", launch=ctypes.c_char_p)
 def run(
     twin: ctypes.CDLL, scores: Tensor, counts: list[int], topk: int, seed: int = 0, mixed: bool = True
 ) -> Tensor:
-    """Places of the chosen, by the launches that select_rows makes. With odd seeds as in a step."""
+    """Places of the chosen, by the launches that select_rows makes. With odd seeds as in a step. Scores are
+    noise until a launch waits."""
     rows, capacity = scores.shape
     generator = torch.Generator().manual_seed(seed)
     pages = torch.stack(
@@ -33,9 +34,11 @@ def run(
 
     def call(source: str, kernel: str, device: torch.device, given: ctypes.Structure, **how: int) -> None:
         warps = int(match[1]) if (match := re.search(r"few_kernel<(\d+)", kernel)) else 0
-        for row in range(rows):
-            problem = twin.launch(ctypes.byref(given), row, warps, how["shared"], seed + row)
-            assert problem == b"", problem.decode()
+        assert given.warms == how["overlap"], "work done twice, for nobody"
+        with unfinished(twin, scores, out):
+            for row in range(rows):
+                problem = twin.launch(ctypes.byref(given), row, warps, how["shared"], seed + row)
+                assert problem == b"", problem.decode()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choose, "call", call)
@@ -104,3 +107,8 @@ def test_few_in_a_cache_for_many(twin: ctypes.CDLL) -> None:
     scores = hostile("few values", 5, 9001, torch.Generator().manual_seed(4))
     for seed in range(2):
         run(twin, scores, [1040, 8192, 8193, 512, 0], 512, seed, mixed=False)
+
+
+def test_shared_memory_is_what_the_source_takes() -> None:
+    sizes = re.findall(r"sizeof\((\w+)\) == (\d+)", build.source_path("choose").read_text())
+    assert dict(sizes) == {"Few": str(choose.FEW_SHARED), "Many": str(choose.MANY_SHARED)}

@@ -1,7 +1,9 @@
 """index.cu's own source on the CPU, warps in shuffled orders, to the bit what its order of sums gives."""
 
 import ctypes
+import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,11 +12,12 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from dsv4.kernels.common import build
 from dsv4.kernels.decode import index
 from dsv4.ops.index import ref
 from dsv4.quant.codec import decode, encode_kv, mxfp4_round
 from dsv4.quant.formats import Format, QuantTensor
-from tests.support.twin import needs_compiler, twin_of
+from tests.support.twin import needs_compiler, twin_of, unfinished
 
 pytestmark = needs_compiler
 twin = twin_of("index", queries=ctypes.c_char_p, scores=ctypes.c_char_p)
@@ -49,7 +52,8 @@ def test_queries(twin: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, warms: bool
     iq[0, 0], iq[0, 1, ::7], iq[2, 3, 64] = 0, 1e-38, torch.inf
     iq[2, 5, 100] = torch.nan
     got = iq.clone()
-    index.rotate_round(got, cos, sin, positions, overlap=warms)
+    with unfinished(twin, got):
+        index.rotate_round(got, cos, sin, positions, overlap=warms)
     pairs = iq.float().unflatten(-1, (-1, 2))
     c = torch.cat((torch.ones(3, 32), cos[positions.clamp(min=0)]), 1).unsqueeze(1)
     s = torch.cat((torch.zeros(3, 32), sin[positions.clamp(min=0)]), 1).unsqueeze(1)
@@ -81,10 +85,11 @@ def wanted(iq: Tensor, weights: Tensor, keys: Tensor, factor: float) -> Tensor:
 
 @pytest.mark.parametrize("warms", [False, True])
 def test_scores(twin: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, warms: bool) -> None:
-    """Pages that two rows share, padding, a row's last key inside a block, scales far apart, one NaN."""
+    """Pages that two rows share, padding, a row's last key inside a block and at the end of its pages, scales
+    far apart, one NaN, and a query that is NaN in one head."""
     monkeypatch.setattr(index, "call", launches(twin, seed=warms))
     monkeypatch.setattr(index, "serves", lambda iq: True)
-    pages, cap = 9, 70
+    pages, cap = 9, 72
     positions = torch.tensor([cap * RATIO - 1, -1, 2, 16 * RATIO + 1, 67 * RATIO - 1])
     slots = torch.tensor([1, 0, 2, 2, 0])
     # Behind a row's pages lie ones that do not exist.
@@ -97,21 +102,23 @@ def test_scores(twin: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, warms: bool)
     assert keys.scale is not None
     keys.scale[table[1, 0] * PAGE + 3, 2] = 255
     iq = mxfp4_round(torch.randn(5, HEADS, WIDTH, generator=generator(4))).bfloat16()
+    iq[4, 29, 64:96] = torch.nan
     weights = torch.randn(5, HEADS, generator=generator(5)).bfloat16()
     out = torch.full((5, cap + 2), 77.0)
-    index.scores(
-        iq=iq,
-        weights=weights,
-        keys=keys,
-        page_table=table,
-        slots=slots,
-        positions=positions,
-        out=out[:, :cap],
-        ratio=RATIO,
-        page_entries=PAGE,
-        factor=0.0125,
-        overlap=warms,
-    )
+    with unfinished(twin, iq, weights, out):
+        index.scores(
+            iq=iq,
+            weights=weights,
+            keys=keys,
+            page_table=table,
+            slots=slots,
+            positions=positions,
+            out=out[:, :cap],
+            ratio=RATIO,
+            page_entries=PAGE,
+            factor=0.0125,
+            overlap=warms,
+        )
     for row, position in enumerate(positions.tolist()):
         count = (position + 1) // RATIO
         seen: QuantTensor = keys.take(ref.pool_rows(table, int(slots[row]), count, PAGE))
@@ -119,3 +126,70 @@ def test_scores(twin: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, warms: bool)
         assert torch.equal(got.isnan(), want.isnan()) and (row > 0 or bool(want.isnan().any()))
         assert torch.equal(got.nan_to_num(7).view(torch.int32), want.nan_to_num(7).view(torch.int32)), row
         assert bool(out[row, count:].eq(77).all()), f"row {row}: written beyond {count}"
+
+
+def test_queries_that_overflow_or_cancel(twin: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Infinity has the largest number's scale, not NaN; sums go by the lowest bit of a channel first."""
+    monkeypatch.setattr(index, "call", launches(twin, seed=1))
+    iq = torch.zeros(1, HEADS, WIDTH).bfloat16()
+    iq[0, 0, :2] = 3e38
+    iq[0, 1, 0], iq[0, 1, 4], iq[0, 1, 64] = 2.0**30, 1.0, -(2.0**30)
+    want = mxfp4_round(ref.hadamard(iq))
+    assert want[0, 0].isinf().any() and not want.isnan().any() and not want[0, 1, :64].any()
+    cos, sin = torch.ones(1, index.ROPE // 2), torch.zeros(1, index.ROPE // 2)
+    index.rotate_round(iq, cos, sin, torch.tensor([0]), overlap=True)
+    assert torch.equal(iq, want)
+
+
+def test_scales_up_to_the_limit(twin: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LIFT leaves room for 2^-62 to 2^64; what is beyond gives NaN, as 255 does."""
+    monkeypatch.setattr(index, "call", launches(twin, seed=1))
+    monkeypatch.setattr(index, "serves", lambda iq: True)
+    codes = torch.tensor([65, 66, 127, 190, 191, 192, 193, 254, 255], dtype=torch.uint8)
+    count = len(codes)
+    keys = encode_kv(torch.randn(2 * PAGE, WIDTH, generator=generator(1)), 0, Format.MXFP4)
+    assert keys.scale is not None
+    keys.scale[:count] = codes.unsqueeze(1)
+    iq = mxfp4_round(torch.randn(1, HEADS, WIDTH, generator=generator(2))).bfloat16()
+    weights = torch.randn(1, HEADS, generator=generator(3)).bfloat16()
+    table, slots, out = torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([0]), torch.zeros(1, 2 * PAGE)
+    positions = torch.tensor([count * RATIO - 1])
+    index.scores(iq, weights, keys, table, slots, positions, out, RATIO, PAGE, 0.0125)
+    assert out[0, :count].isnan().tolist() == [code > 191 for code in codes.tolist()]
+    fits = torch.arange(count)[codes <= 191]
+    want = wanted(iq[0], weights[0], decode(keys.take(fits)), 0.0125)
+    assert torch.equal(out[0, fits].view(torch.int32), want.view(torch.int32))
+
+
+def test_who_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """index.cu has its own sizes, pages it can shift by, and a multiprocessor for each block."""
+    sizes = {"is_cuda": True, "dtype": torch.bfloat16, "shape": torch.Size((1, HEADS, WIDTH))}
+    assert index.serves(SimpleNamespace(**sizes))  # type: ignore[arg-type]
+    for name, other in (
+        ("is_cuda", False),
+        ("dtype", torch.float32),
+        ("shape", torch.Size((1, 32, WIDTH))),
+        ("shape", torch.Size((1, HEADS, 64))),
+    ):
+        assert not index.serves(SimpleNamespace(**{**sizes, name: other}))  # type: ignore[arg-type]
+    seen: list[str] = []
+    monkeypatch.setattr(index, "serves", lambda iq: True)
+    monkeypatch.setattr(index, "call", lambda *given, **how: seen.append(f"{how['blocks']} blocks"))
+    monkeypatch.setattr(index, "launch", lambda *given, **how: seen.append("triton"))
+    for rows, entries, ratio, page in (
+        *((1, 2112, 4, 64), (1, 2113, 4, 64), (2, 1056, 4, 64), (2, 1057, 4, 64)),
+        *((1, 64, 4, 6), (1, 64, 3, 64)),
+    ):
+        longs = torch.zeros(rows, dtype=torch.long)
+        iq = torch.zeros(rows, HEADS, WIDTH, dtype=torch.bfloat16)
+        keys = encode_kv(torch.zeros(page, WIDTH), 0, Format.MXFP4)
+        table = torch.zeros(rows, 99, dtype=torch.int32)
+        scores = torch.zeros(rows, entries)
+        index.scores(iq, iq[:, :, 0].contiguous(), keys, table, longs, longs, scores, ratio, page, 1.0)
+    assert seen == ["132 blocks", "triton", "132 blocks", "triton", "triton", "triton"]
+
+
+def test_shared_memory_is_what_the_source_takes() -> None:
+    assert re.findall(r"sizeof\(Memory\) == (\d+)", build.source_path("index").read_text()) == [
+        str(index.SHARED_BYTES)
+    ]
