@@ -182,14 +182,15 @@ struct Many {
     uint32_t padding;
 };
 
-__global__ void __launch_bounds__(THREADS) select_many_kernel(const Choice p) {
+// `ALL`: rows of few entries too. Without, it takes half of the registers, so that two blocks are resident.
+template <bool ALL> __global__ void __launch_bounds__(THREADS) select_many_kernel(const Choice p) {
     Many& s = *(Many*)shared_memory();
     uint32_t* keys = (uint32_t*)(&s + 1);
     launch_dependents();
     const int row = blockIdx.x / CLUSTER, block = blockIdx.x % CLUSTER, tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
     const float* from = p.scores + row * p.stride;
     const int count = p.count(row), topk = p.topk;
-    if (p.fewest == 0 && count <= THREADS * FEW_KEYS) {   // nobody else's
+    if (ALL && count <= THREADS * FEW_KEYS) {
         if (block == 0) choose_few<THREADS / 32, FEW_KEYS>(p, *(Few*)shared_memory(), row, count);
         else wait_for_prerequisites();
         return;
@@ -282,3 +283,5 @@ __global__ void __launch_bounds__(THREADS) select_many_kernel(const Choice p) {
 static_assert(CLUSTER == 8 && THREADS == 1024 && sizeof(Few) == 4496 && sizeof(Many) == 5464);
 template __global__ void select_few_kernel<16, 4>(const Choice);
 template __global__ void select_few_kernel<32, 8>(const Choice);
+template __global__ void select_many_kernel<false>(const Choice);
+template __global__ void select_many_kernel<true>(const Choice);

@@ -169,7 +169,7 @@ def select_rows(
         choice.fewest, choice.most = choice.most + 1, capacity
     call(
         "choose",
-        "select_many_kernel",
+        f"select_many_kernel<{str(choice.fewest == 0).lower()}>",
         scores.device,
         choice,
         blocks=rows * CLUSTER,
