@@ -1,8 +1,8 @@
 // Runs a kernel's own source on one CPU thread: every thread of a cluster of blocks is a coroutine that changes hands at barriers
 // and warp operations, in a shuffled order, some warps far behind others. A barrier that not all threads reach, or a warp
-// operation that not all lanes call alike, ends in a message. For kernels that take all shared memory from shared_memory().
+// operation that not all lanes call alike, ends in a message. For kernels that take all shared memory from shared_memory(), or a
+// block at a time (bulk_twin.h).
 #pragma once
-#include <math.h>
 #include <setjmp.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -42,17 +42,19 @@ struct Index {
     int x;
 };
 struct Barrier {
-    int arrived = 0;
+    int arrived = 0, expected = 0;
     uint64_t turn = 0;
 };
 struct Warp {
     Barrier barrier;
-    uint64_t value[32];
+    uint64_t value[32], settled[32];
     const char* call[32];
 };
+constexpr int NAMED = 16;
 struct Block {
     std::vector<char> memory;
-    Barrier barrier;
+    Barrier barriers[NAMED];   // 0: of all threads
+    int votes = 0;
     std::vector<Warp> warps;
     bool has_left = false;   // a thread of it
 };
@@ -75,6 +77,19 @@ inline jmp_buf scheduler;
 inline int first_block, threads_per_block;
 inline const std::function<void()>* kernel;
 inline char problem[200];
+// Of a launch that may start early: called when no thread can go on but by what the launches before it wrote.
+inline std::function<void()> complete_prerequisites;
+inline Barrier prerequisites;
+inline bool triggers_late;   // not before that
+inline int triggers;
+// Memory that earlier launches are still writing: noise until the wait. Nobody writes it before, and every thread waits, once.
+struct Pending {
+    char* at;
+    size_t bytes;
+    std::vector<char> there;
+};
+inline std::vector<Pending> pending;
+constexpr char NOISE = (char)0xFF;
 
 // What is sent from shared memory is read when it arrives, some time later: who overwrites it, or leaves, is found out.
 struct Sent {
@@ -83,16 +98,6 @@ struct Sent {
     int bytes, sender;
 };
 inline std::vector<Sent> on_their_way;
-
-// Memory that earlier launches are still writing: noise until every thread has waited for them. Nobody writes it before.
-struct Pending {
-    char* at;
-    size_t bytes;
-    std::vector<char> there;
-};
-inline std::vector<Pending> pending;
-inline Barrier prerequisites;
-constexpr char NOISE = (char)0xFF;
 
 inline void fail(const char* what, const char* detail = "") {
     if (!problem[0]) snprintf(problem, sizeof problem, "%s%s (block %d, thread %d)", what, detail, now->block, now->index);
@@ -108,14 +113,10 @@ inline void yield(bool spins) {
     now->spins = spins;
     if (!_setjmp(now->at)) _longjmp(scheduler, 1);
 }
-inline void complete_prerequisites() {
-    for (const Pending& it : pending) {
-        if (std::any_of(it.at, it.at + it.bytes, [](char c) { return c != NOISE; })) fail("written before the wait");
-        memcpy(it.at, it.there.data(), it.bytes);
-    }
-}
 inline uint64_t arrive(Barrier& barrier, int expected) {
     const uint64_t turn = barrier.turn;
+    if (barrier.arrived && barrier.expected != expected) fail("threads meet at one barrier, but disagree how many they are");
+    barrier.expected = expected;
     if (++barrier.arrived == expected) {
         barrier.arrived = 0;
         ++barrier.turn;
@@ -126,17 +127,26 @@ inline uint64_t arrive(Barrier& barrier, int expected) {
 inline void meet(Barrier& barrier, int expected) { pause_for(barrier, arrive(barrier, expected)); }
 inline Warp& my_warp() { return blocks[now->block].warps[now->index / 32]; }
 
-// All lanes' values, after all lanes have called this.
-template <typename T> void together(const char* call, T mine, T (&all)[32]) {
+// After all lanes have called this; the last of them runs `settle` on the values of all.
+template <typename T, typename F> void together(const char* call, T mine, F settle) {
+    static_assert(sizeof(T) <= sizeof(uint64_t));
     Warp& warp = my_warp();
-    warp.value[now->index % 32] = (uint64_t)mine;
+    memcpy(&warp.value[now->index % 32], &mine, sizeof mine);
     warp.call[now->index % 32] = call;
-    meet(warp.barrier, 32);
-    for (int i = 0; i < 32; ++i) {
-        if (strcmp(warp.call[i], call)) fail("lanes of a warp call different things, among them ", call);
-        all[i] = (T)warp.value[i];
+    const uint64_t turn = arrive(warp.barrier, 32);
+    if (warp.barrier.turn != turn) {
+        for (const char* other : warp.call)
+            if (strcmp(other, call)) fail("lanes of a warp call different things, among them ", call);
+        memcpy(warp.settled, warp.value, sizeof warp.value);
+        if (!problem[0]) settle(warp.settled);
     }
-    meet(warp.barrier, 32);
+    pause_for(warp.barrier, turn);
+}
+// All lanes' values.
+template <typename T> void together(const char* call, T mine, T (&all)[32]) {
+    together(call, mine, [](const uint64_t*) {});
+    for (int i = 0; i < 32; ++i) memcpy(&all[i], &my_warp().settled[i], sizeof(T));
+    meet(my_warp().barrier, 32);
 }
 
 inline void begin() {
@@ -152,11 +162,12 @@ inline const char* run(int first, int count, int per_block, size_t shared_bytes,
     kernel = &body;
     problem[0] = 0;
     cluster = prerequisites = {};
-    on_their_way.clear();
+    triggers = 0;
     for (Pending& it : pending) {
         it.there.assign(it.at, it.at + it.bytes);
         memset(it.at, NOISE, it.bytes);
     }
+    on_their_way.clear();
     blocks.assign(count, Block{});
     for (Block& block : blocks) {
         block.memory.assign(shared_bytes, (char)0xA5);
@@ -216,14 +227,31 @@ inline const char* run(int first, int count, int per_block, size_t shared_bytes,
             is_slow.assign(is_slow.size(), 0);
             progress = 1;
         }
+        if (!progress && prerequisites.arrived && !prerequisites.turn) {
+            complete_prerequisites();
+            prerequisites.turn = progress = 1;
+        }
     } while (progress && !problem[0]);
     for (const Thread& thread : threads)
         if (!thread.is_done) {
             now = const_cast<Thread*>(&thread);
             fail("threads wait for ones that never come");
         }
-    if (!pending.empty() && prerequisites.turn == 0) fail("nobody waited for what earlier launches write");
+    if (!pending.empty() && prerequisites.arrived != (int)threads.size()) fail("not every thread waited, once, for what earlier launches write");
     return problem;
+}
+// So many bytes that the launches from now on find unfinished; 0 ends it.
+extern "C" inline __attribute__((used)) void expect(void* at, size_t bytes) {
+    pending.push_back({(char*)at, bytes, {}});
+    complete_prerequisites = [] {
+        for (const Pending& it : pending) {
+            if (std::any_of(it.at, it.at + it.bytes, [](char c) { return c != NOISE; })) fail("written before the wait");
+            memcpy(it.at, it.there.data(), it.bytes);
+        }
+    };
+    if (bytes) return;
+    pending.clear();
+    complete_prerequisites = nullptr;
 }
 }  // namespace emulator
 
@@ -277,21 +305,32 @@ inline void await_inbox(const Inbox* inbox) {
     }
 }
 inline void copies_may_follow() {}
-inline void launch_dependents() {}
+inline void launch_dependents() {
+    ++emulator::triggers;
+    if (emulator::triggers_late && !emulator::prerequisites.turn) emulator::fail("dependents are launched before the wait");
+}
 inline void wait_for_prerequisites() {
-    using namespace emulator;
-    if (pending.empty()) return;
-    const uint64_t turn = arrive(prerequisites, (int)threads.size());
-    if (prerequisites.turn != turn) complete_prerequisites();   // by the last one
-    pause_for(prerequisites, turn);
+    if (!emulator::complete_prerequisites) return;
+    ++emulator::prerequisites.arrived;
+    emulator::pause_for(emulator::prerequisites, 0);
 }
-// So many bytes that the launches from now on find unfinished; 0 ends it.
-extern "C" inline __attribute__((used)) void expect(void* at, size_t bytes) {
-    if (bytes) emulator::pending.push_back({(char*)at, bytes, {}});
-    else emulator::pending.clear();
+inline void group_barrier(int number, int threads) {
+    if (number < 0 || number >= emulator::NAMED || threads % 32) return emulator::fail("no such barrier");
+    emulator::meet(emulator::blocks[emulator::now->block].barriers[number], threads);
 }
-inline void __syncthreads() { emulator::meet(emulator::blocks[emulator::now->block].barrier, emulator::threads_per_block); }
-inline void __syncwarp() { emulator::meet(emulator::my_warp().barrier, 32); }
+inline void __syncthreads() { group_barrier(0, emulator::threads_per_block); }
+inline int __syncthreads_count(bool v) {
+    emulator::Block& block = emulator::blocks[emulator::now->block];
+    if (block.barriers[0].arrived == 0) block.votes = 0;
+    block.votes += v;
+    __syncthreads();
+    const int votes = block.votes;
+    __syncthreads();
+    return votes;
+}
+inline void __syncwarp() {
+    emulator::together("syncwarp", 0, [](const uint64_t*) {});
+}
 template <typename T> T __ldcg(const T* p) { return *p; }
 inline int __ffs(uint32_t n) { return __builtin_ffs((int)n); }
 inline int __clz(uint32_t n) { return n ? __builtin_clz(n) : 32; }
@@ -353,15 +392,3 @@ template <typename T> T __shfl_down_sync(uint32_t, T v, int by) {
     emulator::together("shfl_down", v, all);
     return all[min(emulator::now->index % 32 + by, 31)];
 }
-inline float __shfl_xor_sync(uint32_t mask, float v, int with) { return __uint_as_float(__shfl_xor_sync(mask, __float_as_uint(v), with)); }
-inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t select) {
-    const uint64_t both = (uint64_t)b << 32 | a;
-    uint32_t out = 0;
-    for (int i = 0; i < 4; ++i) out |= (uint32_t)(both >> (select >> 4 * i & 7) * 8 & 255) << 8 * i;
-    return out;
-}
-inline float __fmul_rn(float a, float b) { return a * b; }
-inline float __fadd_rn(float a, float b) { return a + b; }
-inline float __fsub_rn(float a, float b) { return a - b; }
-inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
-inline float __fsqrt_rn(float a) { return sqrtf(a); }

@@ -15,6 +15,13 @@ struct __nv_bfloat16 {
 struct __half2 {
     uint32_t bits;
 };
+inline float __fsqrt_rn(float a) { return sqrtf(a); }
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t how) {
+    const uint64_t both = (uint64_t)b << 32 | a;
+    uint32_t out = 0;
+    for (int i = 0; i < 4; ++i) out |= (uint32_t)(both >> 8 * (how >> 4 * i & 7) & 255) << 8 * i;
+    return out;
+}
 
 inline float bf16_value(uint16_t bits) { return __uint_as_float((uint32_t)bits << 16); }
 inline uint16_t bf16_bits(float v) {
@@ -22,15 +29,25 @@ inline uint16_t bf16_bits(float v) {
     return v != v ? 0x7FFF : (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 inline float f16_value(uint16_t bits) {
-    _Float16 v;
-    memcpy(&v, &bits, 2);
-    return (float)v;
+    static const std::vector<float> values = [] {
+        std::vector<float> all(1 << 16);
+        for (size_t i = 0; i < all.size(); ++i) {
+            const uint16_t bits = (uint16_t)i;
+            _Float16 v;
+            memcpy(&v, &bits, 2);
+            all[i] = (float)v;
+        }
+        return all;
+    }();
+    return values[bits];
 }
 inline uint16_t f16_bits(float v) {
+    const uint32_t bits = __float_as_uint(v), exponent = bits >> 23 & 255;
+    if (exponent > 112 && exponent < 143 && !(bits & 0x1FFF)) return (uint16_t)(bits >> 16 & 0x8000 | (bits >> 13) - (112 << 10) & 0x7FFF);   // exact
     const _Float16 half = (_Float16)v;
-    uint16_t bits;
-    memcpy(&bits, &half, 2);
-    return bits;
+    uint16_t out;
+    memcpy(&out, &half, 2);
+    return out;
 }
 inline float2 open_bf16(uint32_t v) { return {bf16_value((uint16_t)v), bf16_value((uint16_t)(v >> 16))}; }
 inline uint32_t pack_bf16(float a, float b) { return bf16_bits(a) | (uint32_t)bf16_bits(b) << 16; }
@@ -55,40 +72,51 @@ inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
 struct Copy {
     void* to;
     const void* from;
-    bool is_there;
+    int bytes, zeros;
 };
 inline std::map<const emulator::Thread*, std::vector<Copy>> copies;
-inline void copy16(void* to, const void* from, bool is_there) {
-    memset(to, 0xFF, 16);
-    copies[emulator::now].push_back({to, from, is_there});
+inline void copy_some(void* to, const void* from, int bytes, int all) {
+    memset(to, 0xFF, all);
+    copies[emulator::now].push_back({to, from, bytes, all - bytes});
 }
+inline void copy16(void* to, const void* from, bool is_there) { copy_some(to, from, is_there ? 16 : 0, 16); }
 inline void await_copies() {
-    for (const Copy& copy : copies[emulator::now])
-        if (copy.is_there) memcpy(copy.to, copy.from, 16);
-        else memset(copy.to, 0, 16);
+    for (const Copy& copy : copies[emulator::now]) {
+        memcpy(copy.to, copy.from, copy.bytes);
+        memset((char*)copy.to + copy.bytes, 0, copy.zeros);
+    }
     copies[emulator::now].clear();
 }
 
 namespace emulator {
 struct Fragments {
     uint32_t a[4], b[2];
+    float d[4];
 };
-template <typename F> void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, F value) {
-    const Fragments mine = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
-    uint64_t all[32];
-    together("mma", (uint64_t)&mine, all);
-    const int g = now->index % 32 / 4, t = now->index % 4;
-    for (int i = 0; i < 4; ++i) {
-        const int row = g + i / 2 * 8, column = 2 * t + i % 2;
-        double sum = d[i];
-        for (int k = 0; k < 16; ++k) {
-            const Fragments& of_a = *(const Fragments*)all[row % 8 * 4 + k % 8 / 2];
-            const Fragments& of_b = *(const Fragments*)all[column * 4 + k % 8 / 2];
-            sum += (double)value(of_a.a[row / 8 + k / 8 * 2] >> k % 2 * 16) * value(of_b.b[k / 8] >> k % 2 * 16);
+// D += A B of a warp, each sum in float64, rounded once. Fast even where all else is compiled fast.
+template <typename F> __attribute__((optimize("O3"))) void multiply_all(const uint64_t* all, F value) {
+    const auto of = [&](int row, int pair) { return (Fragments*)all[row * 4 + pair]; };
+    double wide_a[16][16], wide_b[16][8], sums[16][8];   // [k][row], [k][column], [row][column]
+    for (int k = 0; k < 16; ++k)
+        for (int i = 0; i < 8; ++i) {
+            const Fragments& its = *of(i, k % 8 / 2);
+            wide_a[k][i] = value(its.a[k / 8 * 2] >> k % 2 * 16);
+            wide_a[k][i + 8] = value(its.a[k / 8 * 2 + 1] >> k % 2 * 16);
+            wide_b[k][i] = value(its.b[k / 8] >> k % 2 * 16);
         }
-        d[i] = (float)sum;
-    }
-    __syncwarp();   // the others may still read this lane's
+    for (int row = 0; row < 16; ++row)
+        for (int column = 0; column < 8; ++column) sums[row][column] = of(row % 8, column / 2)->d[row / 8 * 2 + column % 2];
+    for (int k = 0; k < 16; ++k)
+        for (int row = 0; row < 16; ++row)
+            for (int column = 0; column < 8; ++column) sums[row][column] += wide_a[k][row] * wide_b[k][column];
+    for (int row = 0; row < 16; ++row)
+        for (int column = 0; column < 8; ++column) of(row % 8, column / 2)->d[row / 8 * 2 + column % 2] = (float)sums[row][column];
+}
+// The last lane to come multiplies for all.
+template <typename F> void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, F value) {
+    Fragments mine = {{a[0], a[1], a[2], a[3]}, {b0, b1}, {d[0], d[1], d[2], d[3]}};
+    together("mma", &mine, [&](const uint64_t* all) { multiply_all(all, value); });
+    memcpy(d, mine.d, sizeof mine.d);
 }
 template <int N> void load_transposed(uint32_t (&r)[N], const void* row) {
     uint64_t all[32];

@@ -20,7 +20,7 @@ void halves(const uint16_t* x, const float* units, const float* scales, int64_t 
         row.round(its, units[i]);
         const uint32_t one = its[0], other = its[7];
         const bool alone = one >> 16 == 0 && (other & 0xFFFF) == 0 && other >> 16 == (one & 0xFFFF) && !(its[1] | its[2] | its[3] | its[4] | its[5] | its[6]);
-        out[i] = alone && is_usual(__float_as_uint(2688.f * scales[i])) ? (float)f16_double(one) * row.undo() : NAN;
+        out[i] = alone && is_usual(__float_as_uint(2688.f * scales[i])) ? (float)f16_value(one) * row.undo() : NAN;
     }
 }
 // x [rows][width] -> all that the codec makes of it, 16 channels at a time. -> how many values are others by way of FP16.
@@ -45,7 +45,7 @@ int64_t rows(const uint32_t* x, int64_t count, int64_t width, uint32_t* codes, u
             const Halves half = Halves::of_row(top);
             half.round(again, half.unit_of_block(largest(again)));
             for (int i = 0; i < 16; ++i) {
-                const float got = (float)f16_double(again[i / 2] >> i % 2 * 16) * half.undo();
+                const float got = (float)f16_value(again[i / 2] >> i % 2 * 16) * half.undo();
                 if (got != __uint_as_float(its[i / 2] >> i % 2 * 16 << 16)) ++wrong;
             }
         }

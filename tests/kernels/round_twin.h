@@ -1,12 +1,11 @@
-// kernels/common/round.cuh on the CPU.
+// What kernels/common/round.cuh takes from the GPU, on the CPU.
 #pragma once
-#include "emulator.h"
-#include "vectors.h"
+#include "fragments_twin.h"
 
-#include <math.h>
-
-using std::max;
-
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline float down(double v) {
     const float near = (float)v;
     return (double)near > v ? nextafterf(near, -INFINITY) : near;
@@ -25,17 +24,9 @@ inline uint32_t above(uint32_t a, uint32_t b) {
 inline uint32_t larger(uint32_t a, uint32_t b) { return halves(a, b, [](uint16_t a, uint16_t b) { return max(a, b); }); }
 inline uint32_t smaller(uint32_t a, uint32_t b) { return halves(a, b, [](uint16_t a, uint16_t b) { return min(a, b); }); }
 inline uint32_t pick(uint32_t mask, uint32_t a, uint32_t b) { return (mask & a) | (~mask & b); }
-inline uint32_t bf16(float v) {
-    const uint32_t bits = __float_as_uint(v);
-    return v != v ? 0x7FFFu : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-}
-inline uint32_t bf16_pair(float low, float high) { return bf16(low) | bf16(high) << 16; }
+inline uint32_t bf16_pair(float low, float high) { return pack_bf16(low, high); }
 // FP16 by way of float64, which holds products of two and their sum with a third exactly.
-inline double f16_double(uint16_t h) {
-    const int exponent = h >> 10 & 31, mantissa = h & 1023;
-    const double size = exponent == 31 ? (mantissa ? NAN : INFINITY) : exponent ? ldexp(1024 + mantissa, exponent - 25) : ldexp(mantissa, -24);
-    return h & 0x8000 ? -size : size;
-}
+inline double wide(uint16_t bits) { return f16_value(bits); }
 inline uint16_t f16(double v) {
     const uint16_t sign = signbit(v) ? 0x8000 : 0;
     if (v != v) return 0x7FFF;
@@ -49,35 +40,28 @@ inline uint16_t f16(double v) {
 inline uint32_t f16_pair(float low, float high) { return f16(low) | (uint32_t)f16(high) << 16; }
 inline uint32_t minus_clamped(uint32_t a, uint32_t b) {
     return halves(a, b, [](uint16_t a, uint16_t b) {
-        const double v = f16_double(a) - f16_double(b);
+        const double v = wide(a) - wide(b);
         return f16(v != v ? 0. : min(max(v, 0.), 1.));
     });
 }
 inline uint32_t times_f16(uint32_t a, uint32_t b) {
-    return halves(a, b, [](uint16_t a, uint16_t b) { return f16(f16_double(a) * f16_double(b)); });
+    return halves(a, b, [](uint16_t a, uint16_t b) { return f16(wide(a) * wide(b)); });
 }
 inline float quotient(float a, float b) { return a / b; }
 inline uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) { return a * b + c; }
 inline uint32_t times_plus(uint32_t a, uint32_t b, uint32_t c) {
-    const auto one = [](uint32_t a, uint32_t b, uint32_t c) { return (uint32_t)f16(f16_double(a) * f16_double(b) + f16_double(c)); };
+    const auto one = [](uint32_t a, uint32_t b, uint32_t c) { return (uint32_t)f16(wide(a) * wide(b) + wide(c)); };
     return one(a & 0xFFFF, b & 0xFFFF, c & 0xFFFF) | one(a >> 16, b >> 16, c >> 16) << 16;
 }
 // By search: larger codes of one sign are larger values.
-inline float e4m3(int code) {
-    const int exponent = code >> 3 & 15, mantissa = code & 7;
-    return (code & 127) == 127 ? NAN : exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
-}
 inline int e4m3_code(float v) {
     const int sign = signbit(v) ? 128 : 0;
     if (v != v) return sign | 127;
     int code = 0;
-    while (code < 126 && e4m3(code + 1) <= fabsf(v)) ++code;
+    while (code < 126 && e4m3_value(code + 1) <= fabsf(v)) ++code;
     if (code == 126) return sign | 126;
-    const float middle = (e4m3(code) + e4m3(code + 1)) / 2;
+    const float middle = (e4m3_value(code) + e4m3_value(code + 1)) / 2;
     return sign | (code + (fabsf(v) > middle || (fabsf(v) == middle && code & 1)));
 }
 inline uint16_t e4m3_codes(float a, float b) { return e4m3_code(a) | e4m3_code(b) << 8; }
-inline float2 e4m3_values(uint16_t codes) {
-    const auto value = [](int code) { return code & 128 ? -e4m3(code & 127) : e4m3(code); };
-    return {value(codes & 255), value(codes >> 8)};
-}
+inline float2 e4m3_values(uint16_t codes) { return {e4m3_value((uint8_t)codes), e4m3_value((uint8_t)(codes >> 8))}; }

@@ -17,12 +17,13 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is 
 _HERE = Path(__file__).parents[1] / "kernels"
 
 
-def twin_of(name: str, **results: Any) -> Any:
-    """A module's fixture: NAME_twin.cpp, loaded; and what its functions return, where that is no int."""
+def twin_of(name: str, level: str = "-O2", **results: Any) -> Any:
+    """A module's fixture: NAME_twin.cpp, loaded; and what its functions return, where that is no int. `level`
+    of optimisation: where compiling takes longer than running, a low one."""
 
     @pytest.fixture(scope="module", name="twin")
     def twin(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-        loaded = _build(name, tmp_path_factory)
+        loaded = _build(name, level, tmp_path_factory)
         for function, result in results.items():
             getattr(loaded, function).restype = result
         return loaded
@@ -30,10 +31,10 @@ def twin_of(name: str, **results: Any) -> Any:
     return twin
 
 
-def _build(name: str, factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def _build(name: str, level: str, factory: pytest.TempPathFactory) -> ctypes.CDLL:
     out = factory.mktemp("twin") / "twin.so"
     # Plain products and sums, as IEEE 754 has them; longjmp between stacks is what the emulator is about.
-    flags = ["-O2", "-std=c++17", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-w"]
+    flags = [level, "-std=c++17", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-w"]
     command = ["g++", *flags, *INCLUDES, f"-I{_HERE}", "-o", str(out), str(_HERE / f"{name}_twin.cpp")]
     subprocess.run(command, check=True, capture_output=True)
     return ctypes.CDLL(str(out))

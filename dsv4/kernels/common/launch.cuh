@@ -1,5 +1,6 @@
 // Decode step and prompts: programmatic dependent launch (PDL): with `overlap` (build.py) a kernel may start while the one before it still runs.
 #pragma once
+#ifdef __CUDACC__
 #include "types.cuh"
 
 // The next kernel may start when every block of this one has come here, or has exited.
@@ -8,3 +9,4 @@ __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontr
 // it. What each reads before is declared with its launcher (overlap.py) and read from L2 if a step writes it: until the
 // wait, a line of an earlier kernel may lie in L1.
 __device__ __forceinline__ void wait_for_prerequisites() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+#endif

@@ -27,12 +27,62 @@ struct Segment {            // one weight, or a bank of experts, and what it is 
     int per_group;          // 65536 / groups of so many warps, likewise
 };
 
+// A twin on the CPU (tests/kernels) has its own of these.
+#ifdef __CUDACC__
 __device__ __forceinline__ uint4 stream(const uint4* p) {
     uint4 v;
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
     return v;
 }
+__device__ __forceinline__ uint32_t e4m3x2(uint16_t codes) {
+    uint32_t halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
+    return halves;
+}
+__device__ __forceinline__ float2 e4m3_pair(uint32_t word, int high) {
+    uint32_t h = e4m3x2((uint16_t)(high ? word >> 16 : word & 0xFFFF));
+    return __half22float2(*reinterpret_cast<__half2*>(&h));
+}
+// Codes 0 and 255 have one mantissa bit: the subnormal 2^-127, and NaN. (In C++ this takes 16 registers more.)
+__device__ __forceinline__ float e8m0(uint32_t code) {
+    uint32_t bits = code << 23;
+    asm("{\n.reg .pred p;\nsetp.eq.u32 p, %1, 0;\nsetp.eq.or.u32 p, %1, 255, p;\n@p or.b32 %0, %0, 0x00400000;\n}"
+        : "+r"(bits) : "r"(code));
+    return __uint_as_float(bits);
+}
+__device__ __forceinline__ float2 open_bf16(uint32_t v) {
+    return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xFFFF0000u));
+}
+__device__ __forceinline__ uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ void await(uint32_t barrier, uint32_t parity) {
+    asm volatile("{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra again;\n}"
+                 ::"r"(barrier), "r"(parity) : "memory");
+}
+__device__ __forceinline__ uint32_t times(uint32_t a, __half2 b) {
+    const __half2 v = __hmul2(*reinterpret_cast<__half2*>(&a), b);
+    return *reinterpret_cast<const uint32_t*>(&v);
+}
+__device__ __forceinline__ uint32_t pack_f16(float a, float b) {
+    __half2 h = __floats2half2_rn(a, b);
+    return *reinterpret_cast<uint32_t*>(&h);
+}
+__device__ __forceinline__ uint32_t pack_bf16(float a, float b) {
+    __nv_bfloat162 h = __floats2bfloat162_rn(a, b);
+    return *reinterpret_cast<uint32_t*>(&h);
+}
+// These keep a NaN; fminf and fmaxf would give the other number.
+__device__ __forceinline__ float at_most(float v, float limit) {
+    float out;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(v), "f"(limit));
+    return out;
+}
+__device__ __forceinline__ float at_least(float v, float limit) {
+    float out;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(v), "f"(limit));
+    return out;
+}
+#endif
 
 // Eight E2M1 codes of a word as FP16 pairs, each code's value over E2M1_UNIT. GPUs with an instruction for it have a pair in
 // a byte; for others the codes are spread so that numbers fall out by shift and mask (tiles.py lays them out for either).
@@ -53,25 +103,6 @@ __device__ __forceinline__ void e2m1(uint32_t w, uint32_t (&a)[4]) {
     a[3] = (w & 0x20072007u) * (512 + 4) & 0x8E008E00u;
 }
 #endif
-
-__device__ __forceinline__ uint32_t e4m3x2(uint16_t codes) {
-    uint32_t halves;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
-    return halves;
-}
-
-__device__ __forceinline__ float2 e4m3_pair(uint32_t word, int high) {
-    uint32_t h = e4m3x2((uint16_t)(high ? word >> 16 : word & 0xFFFF));
-    return __half22float2(*reinterpret_cast<__half2*>(&h));
-}
-
-// Codes 0 and 255 have one mantissa bit: the subnormal 2^-127, and NaN. (In C++ this takes 16 registers more.)
-__device__ __forceinline__ float e8m0(uint32_t code) {
-    uint32_t bits = code << 23;
-    asm("{\n.reg .pred p;\nsetp.eq.u32 p, %1, 0;\nsetp.eq.or.u32 p, %1, 255, p;\n@p or.b32 %0, %0, 0x00400000;\n}"
-        : "+r"(bits) : "r"(code));
-    return __uint_as_float(bits);
-}
 
 template <int F> struct Brick {   // bytes of one slice of one tile, in loads of 512
     static constexpr int LOADS = F <= MXFP4 ? 8 : F == FP8 ? 16 : 32;
@@ -98,40 +129,8 @@ template <int F> struct Scales {
     }
 };
 
-__device__ __forceinline__ float2 open_bf16(uint32_t v) {
-    return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xFFFF0000u));
-}
-
-__device__ __forceinline__ uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ void await(uint32_t barrier, uint32_t parity) {
-    asm volatile("{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra again;\n}"
-                 ::"r"(barrier), "r"(parity) : "memory");
-}
-__device__ __forceinline__ uint32_t times(uint32_t a, __half2 b) {
-    const __half2 v = __hmul2(*reinterpret_cast<__half2*>(&a), b);
-    return *reinterpret_cast<const uint32_t*>(&v);
-}
-__device__ __forceinline__ uint32_t pack_f16(float a, float b) {
-    __half2 h = __floats2half2_rn(a, b);
-    return *reinterpret_cast<uint32_t*>(&h);
-}
-__device__ __forceinline__ uint32_t pack_bf16(float a, float b) {
-    __nv_bfloat162 h = __floats2bfloat162_rn(a, b);
-    return *reinterpret_cast<uint32_t*>(&h);
-}
 // The power of two that brings `peak` to [2^14, 2^15), FP16's upper end, as the exponent of its inverse.
 __device__ __forceinline__ int exponent(float peak) {
     const int e = (__float_as_uint(peak) >> 23) & 255;
     return e == 0 ? 127 : max(e, 15);
-}
-// These keep a NaN; fminf and fmaxf would give the other number.
-__device__ __forceinline__ float at_most(float v, float limit) {
-    float out;
-    asm("min.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(v), "f"(limit));
-    return out;
-}
-__device__ __forceinline__ float at_least(float v, float limit) {
-    float out;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(v), "f"(limit));
-    return out;
 }

@@ -24,26 +24,35 @@ template <bool IS_SINGLE, bool WIDE> struct Layout {
     static constexpr int STAGES_AT = X_AT + X_SLICES * ((SINGLE ? 1 : COLUMNS) * MAX_STRIDE * 8 + COLUMNS * 4);
 };
 
+// A twin on the CPU (tests/kernels) has its own of these.
+#ifdef __CUDACC__
 // Copy one chunk to shared memory without a register or a thread; `barrier` turns when all of it is there.
 template <int CHUNK> __device__ __forceinline__ void fetch(uint32_t to, const void* from, uint32_t barrier) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(CHUNK) : "memory");
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(to), "l"(from), "r"(CHUNK), "r"(barrier) : "memory");
 }
+__device__ __forceinline__ void open_barrier(uint32_t barrier) { asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory"); }
+__device__ __forceinline__ void copies_see_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// To L2: so many bytes, a line.
+__device__ __forceinline__ void prefetch(const void* from, int bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void prefetch_line(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+// Waits for the warps of one group only. One number is everyone's, since that of __syncthreads is group 0's; sixteen groups are of
+// one warp each and need none.
+__device__ __forceinline__ void group_barrier(int group, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(group), "r"(threads) : "memory");
+}
+#endif
+constexpr int EVERYONE = 15;
 // Those of a warp's stages.
 template <int STAGES> __device__ __forceinline__ void open_barriers(uint32_t barrier, int lane) {
     if (lane == 0) {
-        for (int i = 0; i < STAGES; ++i)
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier + i * 8) : "memory");
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        for (int i = 0; i < STAGES; ++i) open_barrier(barrier + i * 8);
+        copies_see_barriers();
     }
     __syncwarp();
-}
-// Waits for the warps of one group only. One number is everyone's, since that of __syncthreads is group 0's; sixteen groups are of
-// one warp each and need none.
-constexpr int EVERYONE = 15;
-__device__ __forceinline__ void group_barrier(int group, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(group), "r"(threads) : "memory");
 }
 
 template <bool IS_F32> __device__ __forceinline__ float as_act(float v) {

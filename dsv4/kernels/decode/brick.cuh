@@ -1,5 +1,6 @@
 // Decode step: what a warp multiplies. A brick (16 rows of a weight over 512 columns) by mma.m16n8k16, and x as that takes it.
 #pragma once
+#include "fragments.cuh"
 #include "round.cuh"
 #include "tiles.cuh"
 
@@ -10,17 +11,8 @@ constexpr int COLUMNS = 8, PARTS = 4;
 constexpr int ITEMS = SLICE / 4, MAX_STRIDE = ITEMS + 4;
 template <int F> constexpr int STRIDE = F == NVFP4 ? ITEMS + 2 : MAX_STRIDE;
 
-__device__ __forceinline__ void mma_f16(float (&d)[4], const uint32_t (&a)[4], const uint2 b) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
-}
-
-__device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint2 b) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
-}
+__device__ __forceinline__ void mma_f16(float (&d)[4], const uint32_t (&a)[4], const uint2 b) { multiply_f16(d, a, b.x, b.y); }
+__device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint2 b) { multiply_bf16(d, a, b.x, b.y); }
 
 // One load of each of several NVFP4 bricks, which meet the same x: 64 columns. Code (as e2m1 gives it) times E4M3 scale is exact
 // in FP16, so the scale goes into the weight. `x` is this lane's place in its slice of x.
@@ -97,7 +89,7 @@ __device__ __forceinline__ void read_x(const void* row, int k0, int k, int lane,
     for (int i = 0; i < ITEMS / 32; ++i) v[i] = k0 + 4 * (lane + 32 * i) < k ? __ldcg(p + 32 * i) : Four{};
 }
 
-// The same, copied as it is to items of shared memory, where the warp finds it after `await_x` and a barrier. Past L1, as whatever a
+// The same, copied as it is to items of shared memory, where the warp finds it after `await_copies` and a barrier. Past L1, as whatever a
 // step writes is read, but for rows that do not lie at multiples of 16 bytes, which no model's step has.
 __device__ __forceinline__ void copy_x(const void* row, int k0, int k, bool is_aligned, int lane, uint2* to) {
     const uint2* from = static_cast<const uint2*>(row) + k0 / 4;
@@ -105,19 +97,16 @@ __device__ __forceinline__ void copy_x(const void* row, int k0, int k, bool is_a
 #pragma unroll
         for (int i = 0; i < ITEMS / 64; ++i) {
             const int item = 2 * (lane + 32 * i), left = k - k0 - 4 * item;   // channels
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                         ::"r"(shared_address(to + item)), "l"(left > 0 ? from + item : row), "r"(max(0, min(left, 8)) * 2) : "memory");
+            copy_some<16>(shared_address(to + item), left > 0 ? from + item : row, max(0, min(left, 8)) * 2);
         }
     } else {
 #pragma unroll
         for (int i = 0; i < ITEMS / 32; ++i) {
             const int item = lane + 32 * i, left = k - k0 - 4 * item;
-            asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;"
-                         ::"r"(shared_address(to + item)), "l"(left > 0 ? from + item : row), "r"(left > 0 ? 8 : 0) : "memory");
+            copy_some<8>(shared_address(to + item), left > 0 ? from + item : row, left > 0 ? 8 : 0);
         }
     }
 }
-__device__ __forceinline__ void await_x() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // The same, but that lane l holds columns 16l..16l+15: a block of NVFP4.
 __device__ __forceinline__ void read_block(const void* row, int k0, int k, int lane, uint2 (&x)[4]) {

@@ -24,10 +24,13 @@ __device__ __forceinline__ void load_transposed(uint32_t (&r)[4], const void* ro
 __device__ __forceinline__ void load_transposed(uint32_t (&r)[2], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(shared_address(row)) : "memory");
 }
-// 16 bytes; zeros where there is nothing.
-__device__ __forceinline__ void copy16(void* to, const void* from, bool is_there) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(is_there ? 16 : 0) : "memory");
+// The first `bytes` of 16, past L1, or of 8; then zeros.
+template <int BYTES> __device__ __forceinline__ void copy_some(uint32_t to, const void* from, int bytes) {
+    if constexpr (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+    else asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
+__device__ __forceinline__ void copy16(void* to, const void* from, bool is_there) { copy_some<16>(shared_address(to), from, is_there ? 16 : 0); }
 __device__ __forceinline__ void await_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 // Of both halves, in BF16; what underflows stays.
 __device__ __forceinline__ uint32_t times_bf16(uint32_t a, uint32_t b) {

@@ -156,7 +156,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
     } else for (int i = 0; i < At::MAX_STAGES; ++i) fetch_next();
     // The rest of a first brick of more chunks than stages comes as far as L2.
     if (CHUNKS > stages && (!At::SINGLE || p.early_stages == stages) && lane == 0 && next_unit < end)
-        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"((CHUNKS - stages) * CHUNK) : "memory");
+        prefetch(source, (CHUNKS - stages) * CHUNK);
     if constexpr (CAN_ROUND)   // of zeros, so that its instructions are here when x is
         if (s.how && has_slice) put_rounded({}, {}, {}, {}, USUAL_TOP, s.how, x_table + warp * slice_stride);
     if (s.routed != 1) {
@@ -185,7 +185,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
                 copy_x(static_cast<const char*>(s.x) + (size_t)row_of_x(c) * s.x_stride * 2, (s.first_slice + skipped + i) * SLICE, s.k,
                        s.x_stride % 8 == 0, lane, x_table + i * slice_stride + c * stride);
             });
-            await_x();
+            await_copies();
             __syncwarp();
             each([&](int i, int c) {
                 if constexpr (F != BF16)
@@ -417,7 +417,7 @@ __global__ void __launch_bounds__(Layout<SINGLE, WIDE>::WARPS * 32, Layout<SINGL
         return;
     }
     for (int64_t at = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * 128; at < p.prefetch_bytes; at += (int64_t)gridDim.x * blockDim.x * 128)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(p.prefetch + at));
+        prefetch_line(p.prefetch + at);
     const bool is_shared = !SINGLE && p.num_shares;
     int tasks = 0;
     Part part;

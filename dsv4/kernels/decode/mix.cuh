@@ -1,7 +1,7 @@
 // Decode step: Sinkhorn's rounds over the four streams' mixing matrices of a step. They take longer than any kernel between two
 // products and are wanted much later, so a block of matvec.cu does them beside its products.
 #pragma once
-#include "launch.cuh"
+#include "fragments.cuh"
 
 constexpr int STREAMS = 4;
 
@@ -13,8 +13,7 @@ struct Mixing {
 
 // Four numbers divided by their sum, which is no denormal.
 __device__ __forceinline__ void even(float& a, float& b, float& c, float& d, float eps) {
-    float share;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(share) : "f"((a + b) + (c + (d + eps))));
+    const float share = reciprocal((a + b) + (c + (d + eps)));
     a *= share; b *= share; c *= share; d *= share;
 }
 

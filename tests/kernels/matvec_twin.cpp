@@ -1,0 +1,80 @@
+// kernels/decode/matvec.cu compiled for the CPU: block after block, in a shuffled order.
+// What switches between threads is compiled to be fast, the kernels to be compiled fast.
+#pragma GCC push_options
+#pragma GCC optimize("O2")
+#include "bulk_twin.h"
+#pragma GCC pop_options
+
+// Every line of what is prefetched, once.
+inline std::map<const char*, int> prefetched;
+inline void prefetch_line(const void* from) { ++prefetched[(const char*)from]; }
+inline void prefetch(const void* from, int bytes) { bulk::is_readable(from, bytes); }
+
+#include "matvec.cu"
+
+namespace {
+// What may be read, or written, only after the wait: until then it holds something else, and what is written is lost.
+struct Late {
+    std::vector<bulk::Range> ranges;
+    std::vector<std::vector<char>> saved;
+    explicit Late(std::vector<bulk::Range> given) : ranges(std::move(given)) {
+        for (const bulk::Range& range : ranges) saved.emplace_back(range.at, range.at + range.bytes);
+        for (const bulk::Range& range : ranges) memset((char*)range.at, 0xFF, range.bytes);
+    }
+    void restore() const {
+        for (size_t i = 0; i < ranges.size(); ++i) memcpy((char*)ranges[i].at, saved[i].data(), saved[i].size());
+    }
+};
+
+const char* run_block(const Params& p, void (*kernel)(const Params), int block, int threads, int bytes, const std::vector<bulk::Range>& late, unsigned seed,
+                      bool& has_waited) {
+    memset(shared, 0xFF, sizeof shared);
+    bulk::stages.clear();
+    bulk::flights.clear();
+    bulk::random.seed(seed + block + 1);
+    copies.clear();
+    const Late held(late);
+    bool is_complete = false;
+    emulator::triggers_late = p.triggers_late;
+    emulator::complete_prerequisites = [&] {
+        if (!p.triggers_late && emulator::triggers < threads) emulator::fail("dependents are not launched");
+        held.restore();
+        is_complete = true;
+    };
+    const char* problem = emulator::run(block, 1, threads, bytes, seed + block, [&] { kernel(p); });
+    emulator::complete_prerequisites = nullptr;
+    if (!is_complete) held.restore();
+    has_waited |= is_complete;
+    if (*problem) return problem;
+    if (!bulk::flights.empty()) return "a block leaves while copies are on their way";
+    for (const auto& [address, stage] : bulk::stages)
+        if (*(const uint64_t*)(shared + (address - bulk::BASE)) != bulk::MARK) return "a barrier was overwritten";
+    return "";
+}
+}  // namespace
+
+// `late`: what is read or written after the wait, `readable`: whatever copies may read.
+extern "C" const char* launch(const void* params, bool is_single, bool is_float, bool is_wide, int blocks, int threads, int bytes, const bulk::Range* late,
+                              int num_late, const bulk::Range* readable, int num_readable, unsigned seed) {
+    const Params& p = *(const Params*)params;
+    void (*const kernels[3][2])(const Params) = {
+        {matvec_kernel<false, false, false>, matvec_kernel<false, false, true>},
+        {matvec_kernel<false, true, false>, matvec_kernel<false, true, true>},
+        {matvec_kernel<true, false, false>, matvec_kernel<true, false, true>},
+    };
+    bulk::blocks = blocks;
+    bulk::readable.assign(readable, readable + num_readable);
+    prefetched.clear();
+    bool has_waited = false;
+    std::vector<int> order(blocks);
+    for (int i = 0; i < blocks; ++i) order[i] = i;
+    std::shuffle(order.begin(), order.end(), std::mt19937(seed));
+    for (const int block : order) {
+        const char* problem = run_block(p, kernels[is_single ? 2 : is_float][is_wide], block, threads, bytes, {late, late + num_late}, seed, has_waited);
+        if (*problem) return problem;
+    }
+    if (!has_waited) return "no block waits for the launches before this one";
+    for (int64_t at = 0; at < p.prefetch_bytes; at += 128)
+        if (prefetched[p.prefetch + at] != 1) return "a line is not prefetched, or twice";
+    return (int64_t)prefetched.size() * 128 < p.prefetch_bytes + 128 ? "" : "too much is prefetched";
+}
