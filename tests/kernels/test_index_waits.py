@@ -34,32 +34,3 @@ def test_choices_wait() -> None:
     early = until_wait(shared)
     assert early.count("{") == early.count("}") and "return;" not in early, "the wait is inside a branch"
     assert "from[" not in early and "(from" not in early and "to[" not in early
-
-
-def test_the_index_waits() -> None:
-    """In the first pass that counts, before its inputs are read and anything is written."""
-    found = functions("index")
-    text = COMMENT.sub("", build.source_path("index").read_text())
-    assert not re.search(r"p\.(q|weights|keys|scales|positions|slots|page_table)\[|pages\[", text), (
-        "through L1"
-    )
-    early, late = found["queries_kernel"].split(f"if (is_real) {{\n            {WAIT}")
-    assert "launch_dependents();" in early and "return;" not in early and "*at" not in early.split("at = ")[1]
-    assert (
-        "bool is_real = !p.warms;" in early and "for (;; is_real = true) {" in early and "(at)" not in early
-    )
-    assert (
-        re.search(r"if \(is_real\) \{\s*\*at = [^;]*;\s*return;\s*\}\s*\}\s*\}$", late) and "p.q" not in late
-    )
-    nothing, some = found["scores_kernel"].split("const int* pages = ")
-    assert re.search(rf"if \(first >= count\) \{{\s*{re.escape(WAIT)}\s*return;\s*\}}\s*$", nothing)
-    assert "launch_dependents();" in nothing and nothing.count("return;") == 1
-    early, late = some.split(f"if (is_real) {{\n            {WAIT}")
-    assert (
-        "bool is_real = !p.warms;" in early
-        and "for (;; is_real = true) {" in early
-        and "return;" not in early
-    )
-    for part in (nothing, early):
-        assert not re.search(r"p\.(q|weights|out)\b", part)
-    assert late.index("if (!is_real) continue;") < late.index("p.out[") < late.index("return;")
