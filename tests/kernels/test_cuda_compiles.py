@@ -17,7 +17,7 @@ from torch import Tensor
 from dsv4.config import preset
 from dsv4.errors import DeviceError
 from dsv4.kernels.common import architectures, build, ceiling, driver, tiles
-from dsv4.kernels.decode import attention, choose, sample
+from dsv4.kernels.decode import attention, choose, index, sample
 from dsv4.kernels.decode.matvec import MatVec, Product, Tasks
 from dsv4.kernels.prefill import attend, product, queries, unpack
 from dsv4.kernels.prefill import streams as streams_kernels
@@ -259,6 +259,11 @@ def launch_attention() -> None:
         )
 
 
+def launch_index() -> None:
+    iq, longs = some(2, 64, 128, dtype=torch.bfloat16), some(2, dtype=torch.long)
+    index.rotate_round(iq, some(3, 32), some(3, 32), longs, overlap=True)
+
+
 def launch_streams() -> None:
     by = product.sort(some(20, 2, dtype=torch.long), some(20, 2), 7, 128)
     for d in (512, 7168):
@@ -289,6 +294,7 @@ LAUNCHES += [
     launch_prompts,
     launch_attend,
     launch_attention,
+    launch_index,
     launch_streams,
     launch_queries,
     launch_read,

@@ -34,3 +34,17 @@ def test_choices_wait() -> None:
     early = until_wait(shared)
     assert early.count("{") == early.count("}") and "return;" not in early, "the wait is inside a branch"
     assert "from[" not in early and "(from" not in early and "to[" not in early
+
+
+def test_the_index_waits() -> None:
+    """In the first pass that counts, before inputs are read and anything is written; it triggers then."""
+    kernel = functions("index")["queries_kernel"]
+    text = COMMENT.sub("", build.source_path("index").read_text())
+    assert not re.search(r"p\.(q|positions)\[", text), "through L1"
+    early, late = kernel.split(f"if (is_real) {{\n            {WAIT}\n            launch_dependents();")
+    assert "launch_dependents();" not in early + late and "return;" not in early
+    assert "*at" not in early.split("at = ")[1] and "(at)" not in early
+    assert "bool is_real = !p.warms;" in early and "for (;; is_real = true) {" in early
+    assert (
+        re.search(r"if \(is_real\) \{\s*\*at = [^;]*;\s*return;\s*\}\s*\}\s*\}$", late) and "p.q" not in late
+    )

@@ -28,7 +28,8 @@ from dsv4.kernels.common import driver
 HERE = Path(__file__).parents[1]
 # Which folder of kernels/ each lies in.
 SOURCES = {
-    **{name: "decode" for name in ("matvec", "mix", "route", "choose", "sample", "exchange", "attention")},
+    **{name: "decode" for name in ("matvec", "mix", "route", "choose", "index", "sample", "exchange")},
+    **{"attention": "decode"},
     **{name: "prefill" for name in ("unpack", "pack", "attend", "streams", "queries")},
     **{"quantize": "common", "ceiling": "common"},
     **{f"product_{format}": "prefill" for format in ("nvfp4", "mxfp4", "fp8", "bf16")},

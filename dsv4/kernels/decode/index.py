@@ -1,9 +1,16 @@
-"""Decode step: scores of a CSA layer's index keys for each row. Replaces the product in index.select."""
+"""Decode step: scores of a CSA layer's index keys for each row. Replaces the product in index.select.
 
+index.cu does the queries before it, in V4's sizes and BF16; prepare.py for all others.
+"""
+
+import ctypes
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4.kernels.common.build import call
 from dsv4.kernels.common.numbers import launch, launch_dependents, product, wait_for_prerequisites
 from dsv4.kernels.common.overlap import launcher
 from dsv4.quant.formats import Format, QuantTensor
@@ -13,9 +20,43 @@ MAX_HEADS, MIN_CHANNELS, MAX_CHANNELS = 64, 32, 128  # what queries and keys of 
 # at 4k and one row 4.9 -> 3.3 us, with 8 and 32 rows no faster.
 KEYS, FEW_KEYS, MULTIPROCESSORS = 128, 64, 132
 MAX_PROGRAMS = 2 * MULTIPROCESSORS  # per row
+HEADS, WIDTH, ROPE, WARPS = 64, 128, 64, 4  # of index.cu
 # Keys enter the product 2^63 too small, which is exact (scales of 2^-62 to 2^64): one factor per value then
 # does for two, since 2^126, by which a code's bits are too small, and the scale would overflow together.
 LIFT = 63
+
+
+class _Queries(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "cos", "sin", "positions")),
+        ("warms", ctypes.c_int),
+    )
+
+
+def serves(iq: Tensor) -> bool:
+    """Whether index.cu takes queries of this size and type."""
+    return iq.is_cuda and iq.dtype == torch.bfloat16 and iq.shape[1:] == (HEADS, WIDTH)
+
+
+def rotate_round(iq: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, overlap: bool) -> None:
+    """What `queries` of prepare.py does with iq [T, Hi, di], where index.cu serves it."""
+    assert cos.shape[1] * 2 == sin.shape[1] * 2 == ROPE and cos.is_contiguous() and sin.is_contiguous()
+    given = _Queries(
+        q=iq.data_ptr(),
+        cos=cos.data_ptr(),
+        sin=sin.data_ptr(),
+        positions=positions.data_ptr(),
+        warms=overlap,
+    )
+    call(
+        "index",
+        "queries_kernel",
+        iq.device,
+        given,
+        blocks=iq.shape[0] * HEADS // WARPS,
+        threads=WARPS * 32,
+        overlap=overlap,
+    )
 
 
 @triton.jit

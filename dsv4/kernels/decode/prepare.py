@@ -31,6 +31,7 @@ from dsv4.kernels.common.numbers import (
 from dsv4.kernels.common.overlap import launcher
 from dsv4.kernels.common.quantize import round_row
 from dsv4.kernels.common.shapes import HOW
+from dsv4.kernels.decode import index
 from dsv4.quant.formats import FP8_TILE, Format, QuantTensor
 
 FEW_ROWS = tl.constexpr(8)  # of a block and the one before it: each row lies in registers of its own
@@ -428,7 +429,9 @@ def queries(
     hi, di = (0, 0) if iq is None else iq.shape[1:]
     assert all(x is None or (x.is_contiguous() and len(x) == rows) for x in (q, iq)) and h + hi > 0
     assert di == 0 or (di >= max(32, 2 * cos.shape[1]) and di & (di - 1) == 0), f"{di} index channels"
-    if rows:
+    if rows and q is None and iq is not None and index.serves(iq):
+        index.rotate_round(iq, cos, sin, positions, overlap)
+    elif rows:
         launch(
             _queries_kernel,
             grid=(h + hi, rows),
