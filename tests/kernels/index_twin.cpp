@@ -15,3 +15,6 @@ template <typename F> const char* run(int blocks, size_t shared, unsigned seed, 
 extern "C" const char* queries(const void* params, int blocks, unsigned seed) {
     return run(blocks, 0, seed, [&] { queries_kernel(*(const Queries*)params); });
 }
+extern "C" const char* scores(const void* params, int blocks, unsigned seed) {
+    return run(blocks, sizeof(Many), seed, [&] { scores_kernel(*(const Scores*)params); });
+}

@@ -262,6 +262,21 @@ def launch_attention() -> None:
 def launch_index() -> None:
     iq, longs = some(2, 64, 128, dtype=torch.bfloat16), some(2, dtype=torch.long)
     index.rotate_round(iq, some(3, 32), some(3, 32), longs, overlap=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index, "serves", lambda iq: True)
+        patch.setattr(index, "MAX_ROWS", 2)
+        index.scores(
+            iq=iq,
+            weights=iq[:, :, 0].contiguous(),
+            keys=empty_rows(Format.MXFP4, 128, 128, 0),
+            page_table=some(2, 2, dtype=torch.int32),
+            slots=longs,
+            positions=longs,
+            out=some(2, 128),
+            ratio=4,
+            page_entries=64,
+            factor=0.1,
+        )
 
 
 def launch_streams() -> None:

@@ -38,13 +38,28 @@ def test_choices_wait() -> None:
 
 def test_the_index_waits() -> None:
     """In the first pass that counts, before inputs are read and anything is written; it triggers then."""
-    kernel = functions("index")["queries_kernel"]
+    found = functions("index")
     text = COMMENT.sub("", build.source_path("index").read_text())
-    assert not re.search(r"p\.(q|positions)\[", text), "through L1"
-    early, late = kernel.split(f"if (is_real) {{\n            {WAIT}\n            launch_dependents();")
+    assert not re.search(r"p\.(q|weights|keys|scales|positions|slots|page_table)\[|table\[", text), (
+        "through L1"
+    )
+    early, late = found["queries_kernel"].split(
+        f"if (is_real) {{\n            {WAIT}\n            launch_dependents();"
+    )
     assert "launch_dependents();" not in early + late and "return;" not in early
     assert "*at" not in early.split("at = ")[1] and "(at)" not in early
     assert "bool is_real = !p.warms;" in early and "for (;; is_real = true) {" in early
     assert (
         re.search(r"if \(is_real\) \{\s*\*at = [^;]*;\s*return;\s*\}\s*\}\s*\}$", late) and "p.q" not in late
     )
+    kernel, few, many = (found[name] for name in ("scores_kernel", "score_few", "score_many"))
+    ways = r"if \([^;]*\) score_many\([^;]*;\s*else if \([^;]*\) score_few\([^;]*;\s*else "
+    assert re.search(ways + re.escape(WAIT) + r"\s*\}$", kernel) and "launch_dependents();" in kernel
+    early, late = few.split(f"if (is_real) {{\n            {WAIT}")
+    assert "bool is_real = !p.warms;" in early and "for (;; is_real = true) {" in early
+    assert late.index("if (!is_real) continue;") < late.index("p.out[") < late.index("return;")
+    keys = text.split("struct Keys {")[1].split("\n};")[0]
+    early_many, _ = many.split(f"\n    {WAIT}")
+    assert early_many.count("{") == early_many.count("}") + 1, "the wait is inside a branch"
+    for part in (kernel, early, early_many, keys):
+        assert not re.search(r"p\.(q|weights|out)\b|halved\(|weight\(", part) and "return;" not in part

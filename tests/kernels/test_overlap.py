@@ -292,7 +292,7 @@ def test_every_tensor_of_a_launcher_is_declared() -> None:
         ("exchange", ["open_kernel", "gather_kernel"]),
         ("matvec", ["matvec_kernel"]),
         ("attention", ["attention_kernel"]),
-        ("index", ["queries_kernel"]),
+        ("index", ["queries_kernel", "scores_kernel"]),
     ],
 )
 def test_cuda_kernels_are_the_known_ones(source: str, names: list[str]) -> None:
