@@ -22,8 +22,9 @@ struct Queries {
     int warms;
 };
 
-// A warp has a head, a lane four channels. Sums of the transform by channel bit, the lowest first. Triggers late, as in prepare.py.
+// A warp has a head, a lane four channels. Sums of the transform by channel bit, the lowest first.
 __global__ void __launch_bounds__(WARPS * 32) queries_kernel(const Queries p) {
+    launch_dependents();
     const int head = blockIdx.x * WARPS + (threadIdx.x >> 5), lane = threadIdx.x & 31;   // of all rows
     float2 c = make_float2(1.f, 1.f), s = make_float2(0.f, 0.f);
     if (lane >= (WIDTH - ROPE) / 4) {
@@ -38,7 +39,6 @@ __global__ void __launch_bounds__(WARPS * 32) queries_kernel(const Queries p) {
     for (;; is_real = true) {
         if (is_real) {
             wait_for_prerequisites();
-            launch_dependents();
             v = __ldcg(at);
         }
         const float2 a = open_bf16(v.x), b = open_bf16(v.y);
