@@ -1,5 +1,5 @@
 # make demo: the engine at work on the embedded model.  make test: everything CI runs.
-# make test-slow: before a release, what takes minutes.  make test-gpu: what needs a GPU, about a quarter of an hour.
+# make test-slow: before a release, what takes minutes.  make test-gpu: what needs a GPU.
 # All use the environment in .venv, made with pinned versions, for the demo the core alone; nothing else is needed.
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; do \

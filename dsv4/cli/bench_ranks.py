@@ -29,7 +29,7 @@ def ranks(
     steps: Annotated[int, typer.Option(help="tokens of each sequence that are timed")] = 128,
 ) -> None:
     """Time the decode step of one rank: its share of the weights, every push and every wait, but its own
-    memory answers in its peers' place. Ends in one JSON line."""
+    memory answers in its peers' place; then the same step without its all-reduces. Ends in one JSON line."""
     import torch
 
     from dsv4.cli.bench import finish, machine_of
@@ -58,12 +58,15 @@ def ranks(
 
 def predicted_rows(line: dict[str, Any]) -> list[tuple[str, str, str]]:
     rows = []
-    for rate, each, added, why in (
-        ("predicted_tokens_per_second", "all_reduce_us", "ms_added", "assumed"),
-        ("predicted_at_published", "published_all_reduce_us", "ms_added_at_published", "published"),
+    at_published = "ms_added_at_published"
+    without = f"the step without them, {line['ms_without_all_reduces']:.3f} ms,"
+    for rate, step, each, added, why in (
+        ("predicted_tokens_per_second", "the step", "all_reduce_us", "ms_added", "assumed"),
+        ("predicted_counted_once", without, "all_reduce_us", "ms_added", "assumed"),
+        ("predicted_at_published", "the step", "published_all_reduce_us", at_published, "published"),
     ):
         waits = f"{line['all_reduces']} all-reduces of {line[each]:.1f} us, {why}"
-        what = f"{line['ranks']} GPUs: the step + {line[added]:.3f} ms for {waits}"
+        what = f"{line['ranks']} GPUs: {step} + {line[added]:.3f} ms for {waits}"
         rows.append(("predicted", f"{line[rate]:,.1f} tokens/s", what))
-    step = "the step has its own pushes and waits already"
-    return [*rows, ("", "", f"{step}; each all-reduce is added whole; ranks that come late are not counted")]
+    step = "the step has its own pushes and waits already, so what both have is counted twice; without, once"
+    return [*rows, ("", "", f"{step}; ranks that come late are not counted")]

@@ -60,14 +60,16 @@ class Decoder:
         overlap: bool = True,
         counts: Tensor | None = None,
         peers: exchange.Peers | None = None,
+        sums: bool = True,
     ) -> None:
         """`latest` [slots]: where the last choice of every slot is kept, for all decoders of an engine.
         `penalties` [slots, HISTORY + max_context]: of every slot, likewise.
         `counts` int32 [layers, experts]: grow by every expert that a row chooses, likewise.
         `overlap`: launches with PDL, checked here to give what serial ones give.
-        `peers`: the other ranks, where there are some; all decoders of an engine share them."""
+        `peers`: the other ranks, where there are some; all decoders of an engine share them.
+        `sums`: False leaves the all-reduces of a rank out, to time the rest; its logits mean nothing."""
         c = b.config
-        assert (1 if peers is None else peers.size) == b.mesh.size, f"{b.mesh.name}, peers {peers}"
+        assert (1 if peers is None else peers.size) == (b.mesh.size if sums else 1), f"{b.mesh.name}, {peers}"
         self.peers, self.exchanges = peers, 0
         self.latest = latest
         self.b, self.config, self.cache, self.model = b, c, cache, model
@@ -89,9 +91,7 @@ class Decoder:
         self.names = _names(f, cache, b.weights.placement)
         state = self.names.known
         self.graphs: dict[bool, torch.cuda.CUDAGraph] = {}  # with and without the choice of tokens
-        if peers is None:
-            self._add("embed", mhc.embed, ids=f.ids, table=model.embedding.data, streams=f.streams)
-        else:
+        if peers is not None:
             self.names.add("inbox", peers.inbox)
         mixed: Tensor | None = None
         for number, (spec, layer) in enumerate(zip(c.layers, cache.layers, strict=False)):
@@ -104,7 +104,8 @@ class Decoder:
             self._moe(f"{name}.ffn", spec, mixing, next_fn, None if counts is None else counts[number])
             mixed = f.moe
         self._site("hc_head", "norm", mixed)
-        self._product("head", [Product(b.tiled("head"), f.x, f.own_logits)])
+        share = f.own_logits if sums else f.logits[:, : f.own_logits.shape[1]]
+        self._product("head", [Product(b.tiled("head"), f.x, share, y_stride=share.stride(0))])
         if peers is not None:
             self._exchange("gather", exchange.gather, share=f.own_logits, logits=f.logits)
         self._add(
@@ -127,6 +128,7 @@ class Decoder:
         self.launches.append(self.names.launch(name, run, launcher.touches(arguments)))
 
     def _exchange(self, name: str, launcher: Launcher[...], **arguments: Any) -> None:
+        """With the other ranks, where there are some."""
         self._add(name, launcher, peers=self.peers, number=self.exchanges, **arguments)
         self.exchanges += 1
 
@@ -195,19 +197,16 @@ class Decoder:
         return Mixing(f.comb, c.sinkhorn_iters, c.hc_eps) if gate is not None else None
 
     def _open(self, fn: Tensor, y: Tensor | None) -> None:
-        """The last output into the streams, on several ranks the sum of theirs; then the product with fn."""
+        """The last output into the streams (on several ranks the sum of theirs), or the step's tokens; then
+        the product with fn."""
         f = self.buffers
         into = {"streams": f.streams, "fn": fn, "partial": f.partial}
-        if self.peers is None:
-            self._add("mhc open", mhc.mix_open, y=y, gate=f.gate, comb=f.comb, **into)
-        elif y is None:
+        if y is None:
             table = self.model.embedding.data
-            self._exchange("mhc open", exchange.embed_open, ids=f.ids, table=table, **into)
-        elif y is f.moe and self.own is not None:
-            by = {"chosen": f.chosen, "own": self.own}
-            self._exchange("mhc open", exchange.mix_open, y=y, gate=f.gate, comb=f.comb, **into, **by)
+            self._exchange("mhc open", mhc.embed_open, ids=f.ids, table=table, **into)
         else:
-            self._exchange("mhc open", exchange.mix_open, y=y, gate=f.gate, comb=f.comb, **into)
+            by = {"chosen": f.chosen, "own": self.own} if y is f.moe and self.own is not None else {}
+            self._exchange("mhc open", mhc.mix_open, y=y, gate=f.gate, comb=f.comb, **into, **by)
 
     def _attention(
         self, name: str, spec: LayerSpec, layer: LayerCache, rope: Rope, mixing: Mixing | None

@@ -15,7 +15,7 @@ import torch
 
 from dsv4.kernels.common import build
 from dsv4.kernels.common.shapes import MIX_WIDTH, mix_chunks
-from dsv4.kernels.decode import exchange, mhc
+from dsv4.kernels.decode import mhc
 from dsv4.kernels.decode.exchange import Peers, inbox_places
 from dsv4.lab.bench.decode import Wanted
 from dsv4.lab.bench.ranks import measure
@@ -42,7 +42,7 @@ def step(
 
 
 def chained(size: int, d: int, rows: int) -> float:
-    """Microseconds of one sum among `size` streams; size 1: what one rank launches instead."""
+    """Microseconds of one sum among `size` streams; size 1: the same without one."""
     n, m = 4, 24
     inboxes = [
         torch.zeros(size, inbox_places(rows, d, 8), dtype=torch.int64, device="cuda") for _ in range(size)
@@ -65,16 +65,20 @@ def chained(size: int, d: int, rows: int) -> float:
                 ended=torch.zeros(1, dtype=torch.int32, pin_memory=True),
                 seconds=5.0,
             )
-        else:
-            mhc.mix_open(y, gate, comb, streams, fn, partial, overlap=False)
-            torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for number in range(CHAIN):
-                if peers is None:
-                    mhc.mix_open(y, gate, comb, streams, fn, partial, overlap=False)
-                else:
-                    exchange.mix_open(peers, number, y, gate, comb, streams, fn, partial, overlap=False)
+                mhc.mix_open(
+                    y=y,
+                    gate=gate,
+                    comb=comb,
+                    streams=streams,
+                    fn=fn,
+                    partial=partial,
+                    peers=peers,
+                    number=number,
+                    overlap=False,
+                )
         graphs.append((graph, torch.cuda.Stream()))
         kept.append((streams, partial, y, fn, gate, comb, peers))
     times = []

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dsv4.kernels.common.shapes import MIX_WIDTH, mix_chunks
-from dsv4.kernels.decode import exchange
+from dsv4.kernels.decode import exchange, mhc
 from dsv4.kernels.decode.exchange import Peers, inbox_places
 from dsv4.ops.mhc import ref
 
@@ -63,14 +63,14 @@ class Rank:
         )
 
     def launch(self, number: int) -> None:
-        p, into = self.peers, {"streams": self.streams, "fn": self.fn, "partial": self.partial}
+        into = {"streams": self.streams, "fn": self.fn, "partial": self.partial}
+        which = {"peers": self.peers, "number": number, "overlap": False}
         if number == EMBED:
-            exchange.embed_open(p, number, ids=self.ids, table=self.table, **into, overlap=False)
+            mhc.embed_open(ids=self.ids, table=self.table, **into, **which)
         elif number == LOGITS:
-            exchange.gather(p, number, share=self.logits_share, logits=self.logits, overlap=False)
+            exchange.gather(share=self.logits_share, logits=self.logits, **which)
         else:
-            y = self.y[number]
-            exchange.mix_open(p, number, y=y, gate=self.gate, comb=self.comb, **into, overlap=False)
+            mhc.mix_open(y=self.y[number], gate=self.gate, comb=self.comb, **into, **which)
 
     def share(self, number: int) -> Tensor:
         """float32 [T, count]: what this rank pushes in that exchange."""
@@ -89,7 +89,7 @@ class Rank:
         """int64 [T * count]: number and tag."""
         rows = self.streams.shape[0]
         bits = self.share(number).flatten().view(torch.int32).long() & 0xFFFFFFFF
-        return bits | exchange._tag(number, rows) << 32
+        return bits | exchange.tag(number, rows) << 32
 
     def place(self, sender: int, number: int) -> Tensor:
         """Of this rank's inbox, where that rank's packets of the exchange go."""

@@ -64,6 +64,7 @@ struct Thread {
     ucontext_t context;
     jmp_buf at;
     bool is_started = false, is_done = false, spins = false;
+    bool has_waited = false, has_triggered = false, triggers_late = false;   // PDL
     const Barrier* waits_for = nullptr;   // until its turn is no longer this one
     uint64_t turn = 0, cluster_turn = 0;
 };
@@ -80,9 +81,7 @@ inline char problem[200];
 // Of a launch that may start early: called when no thread can go on but by what the launches before it wrote.
 inline std::function<void()> complete_prerequisites;
 inline Barrier prerequisites;
-inline bool triggers_late;   // not before that
-inline int triggers;
-// Memory that earlier launches are still writing: noise until the wait. Nobody writes it before, and every thread waits, once.
+// Memory that earlier launches are still writing: noise until the wait. Nobody writes it before, and all threads of a block wait, once, or none does.
 struct Pending {
     char* at;
     size_t bytes;
@@ -162,7 +161,6 @@ inline const char* run(int first, int count, int per_block, size_t shared_bytes,
     kernel = &body;
     problem[0] = 0;
     cluster = prerequisites = {};
-    triggers = 0;
     for (Pending& it : pending) {
         it.there.assign(it.at, it.at + it.bytes);
         memset(it.at, NOISE, it.bytes);
@@ -181,6 +179,7 @@ inline const char* run(int first, int count, int per_block, size_t shared_bytes,
         thread.index = i % per_block;
         thread.stack.resize(32 << 10);
         thread.is_started = thread.is_done = thread.spins = false;
+        thread.has_waited = thread.has_triggered = thread.triggers_late = false;
         thread.waits_for = nullptr;
         order.push_back(i);
     }
@@ -237,7 +236,10 @@ inline const char* run(int first, int count, int per_block, size_t shared_bytes,
             now = const_cast<Thread*>(&thread);
             fail("threads wait for ones that never come");
         }
-    if (!pending.empty() && prerequisites.arrived != (int)threads.size()) fail("not every thread waited, once, for what earlier launches write");
+    // A launch must not end before those ahead of it: its first block waits. Others that have nothing to do may leave.
+    const bool has_left_early = prerequisites.arrived == 0 && first > 0;
+    if (!pending.empty() && has_left_early) complete_prerequisites();
+    else if (!pending.empty() && prerequisites.arrived != (int)threads.size()) fail("not every thread waited, once, for what earlier launches write");
     return problem;
 }
 // So many bytes that the launches from now on find unfinished; 0 ends it.
@@ -306,10 +308,11 @@ inline void await_inbox(const Inbox* inbox) {
 }
 inline void copies_may_follow() {}
 inline void launch_dependents() {
-    ++emulator::triggers;
-    if (emulator::triggers_late && !emulator::prerequisites.turn) emulator::fail("dependents are launched before the wait");
+    if (!emulator::now->has_triggered) emulator::now->triggers_late = emulator::now->has_waited;
+    emulator::now->has_triggered = true;
 }
 inline void wait_for_prerequisites() {
+    emulator::now->has_waited = true;
     if (!emulator::complete_prerequisites) return;
     ++emulator::prerequisites.arrived;
     emulator::pause_for(emulator::prerequisites, 0);

@@ -35,9 +35,9 @@ const char* run_block(const Params& p, void (*kernel)(const Params), int block, 
     copies.clear();
     const Late held(late);
     bool is_complete = false;
-    emulator::triggers_late = p.triggers_late;
     emulator::complete_prerequisites = [&] {
-        if (!p.triggers_late && emulator::triggers < threads) emulator::fail("dependents are not launched");
+        for (const emulator::Thread& thread : emulator::threads)
+            if (thread.has_triggered == (bool)p.triggers_late) emulator::fail("dependents are launched otherwise than declared");
         held.restore();
         is_complete = true;
     };

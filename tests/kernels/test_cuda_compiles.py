@@ -17,11 +17,12 @@ from torch import Tensor
 from dsv4.config import preset
 from dsv4.errors import DeviceError
 from dsv4.kernels.common import architectures, build, ceiling, driver, tiles
-from dsv4.kernels.decode import attention, choose, index, sample
+from dsv4.kernels.decode import attention, choose, exchange, index, mhc, sample
 from dsv4.kernels.decode.matvec import MatVec, Product, Tasks
 from dsv4.kernels.prefill import attend, product, queries, unpack
 from dsv4.kernels.prefill import streams as streams_kernels
 from dsv4.kernels.prefill.packed import FP8_CODES, IN_16_BITS, IN_FP8, empty_packed
+from dsv4.lab.bench.echo import echo_peers
 from dsv4.quant.formats import Format, empty_rows
 from tests.support.cubin import parameter_sizes
 
@@ -156,7 +157,6 @@ def launch_sample() -> None:
 
 
 def launch_mix() -> None:
-    mhc = pytest.importorskip("dsv4.kernels.decode.mhc")
     for dtype in (torch.float32, torch.bfloat16):
         x, streams = some(1, 64, dtype=dtype), some(1, 4, 64, dtype=dtype)
         partial, weight = some(1, mhc.num_chunks(64), mhc.WIDTH), some(64)
@@ -173,15 +173,16 @@ def launch_quantize() -> None:
 
 
 def launch_exchange() -> None:
-    exchange = pytest.importorskip("dsv4.kernels.decode.exchange")
-    echo = pytest.importorskip("dsv4.lab.bench.echo")
     config = replace(preset("tiny"), hidden_size=64)
-    peers = echo.echo_peers(config, 2, 2, torch.device("cpu"))
+    peers = echo_peers(config, 2, 2, torch.device("cpu"))
     fn, partial, ids = some(24, 256), some(2, 2, 32), some(2, dtype=torch.long)
     for dtype in (torch.float32, torch.bfloat16):
         streams, table = some(2, 4, 64, dtype=dtype), some(256, 64, dtype=dtype)
-        exchange.embed_open(peers, 0, ids, table, streams, fn, partial)
-        exchange.mix_open(peers, 1, some(2, 3, 64), some(2, 4), some(2, 4, 4), streams, fn, partial)
+        gate, comb = some(2, 4), some(2, 4, 4)
+        for ranks in (None, peers):
+            mhc.embed_open(ids, table, streams, fn, partial, peers=ranks)
+            mhc.mix_open(some(2, 3, 64), gate, comb, streams, fn, partial, peers=ranks)
+        mhc.mix_open(some(2, 3, 64, dtype=dtype), gate, comb, streams, fn, partial)
     exchange.gather(peers, 2, some(2, 256), some(2, 512))
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from dsv4.kernels.common import build
 from dsv4.kernels.common.shapes import MIX_WIDTH, mix_chunks
-from dsv4.kernels.decode import exchange
+from dsv4.kernels.decode import exchange, mhc
 from dsv4.kernels.decode.exchange import Peers, inbox_places
 from dsv4.ops.mhc import ref
 from dsv4.parallel.comm import tree_sum
@@ -82,10 +82,10 @@ class Rank:
         """An embedding, two sums, logits; and again."""
         into = {"streams": self.streams, "fn": self.fn, "partial": self.partial}
         for i in range(0, STEPS, 2):
-            exchange.embed_open(peers, 0, ids=self.ids, table=self.table, **into, **ALONE)
+            mhc.embed_open(ids=self.ids, table=self.table, **into, peers=peers, number=0, **ALONE)
             for number in (1, 2):
-                y = self.y[i + number - 1]
-                exchange.mix_open(peers, number, y=y, gate=self.gate, comb=self.comb, **into, **ALONE)
+                which = {"peers": peers, "number": number, **ALONE}
+                mhc.mix_open(y=self.y[i + number - 1], gate=self.gate, comb=self.comb, **into, **which)
             exchange.gather(peers, 3, share=self.share[i], logits=self.logits[i], **ALONE)
 
 
@@ -138,7 +138,7 @@ def test_ranks_with_whole_experts(rows: int) -> None:
         given.append(y.cuda())
 
     def run(peers: Peers) -> None:
-        exchange.mix_open(
+        mhc.mix_open(
             peers=peers,
             number=1,
             y=given[peers.rank],
@@ -226,6 +226,6 @@ def test_echo_is_one_rank_of_several() -> None:
         partial = torch.zeros(1, mix_chunks(d), MIX_WIDTH, device="cuda")
         y, fn = rand(1, 1, d).cuda(), rand(M, N * d).cuda()
         gate, comb = torch.ones(1, N, device="cuda"), torch.zeros(1, N, N, device="cuda")
-        exchange.mix_open(peers, 1, y, gate, comb, streams, fn, partial)
+        mhc.mix_open(y, gate, comb, streams, fn, partial, peers=peers, number=1)
         assert torch.equal(streams[0, 2].float(), (size * y[0, 0]).to(torch.bfloat16).float())
         assert not int(peers.ended)

@@ -51,7 +51,7 @@ def test_the_index_waits() -> None:
         re.search(r"if \(is_real\) \{\s*\*at = [^;]*;\s*return;\s*\}\s*\}\s*\}$", late) and "p.q" not in late
     )
     kernel, few, many = (found[name] for name in ("scores_kernel", "score_few", "score_many"))
-    ways = r"if \([^;]*\) score_many\([^;]*;\s*else if \([^;]*\) score_few\([^;]*;\s*else "
+    ways = r"if \([^;]*\) score_many\([^;]*;\s*else if \([^;]*\) score_few\([^;]*;\s*else if \(block == 0\) "
     assert re.search(ways + re.escape(WAIT) + r"\s*\}$", kernel) and "launch_dependents();" in kernel
     early, late = few.split(f"if (is_real) {{\n            {WAIT}")
     assert "bool is_real = !p.warms;" in early and "for (;; is_real = true) {" in early

@@ -59,8 +59,10 @@ def step(
     placement: Placement | None = None,
     ranks: int = 1,
     whole_experts: bool = False,
+    sums: bool = True,
 ) -> Decoder:
-    """The real list of launches; none can be launched here. `ranks`: of one of so many."""
+    """The real list of launches; none can be launched here. `ranks`: of one of so many; `sums`: with its
+    all-reduces."""
     sizes = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: sizes)
     ops = Ops.choose("cuda", **dict.fromkeys(IMPLEMENTATIONS, "gpu"))
@@ -74,12 +76,12 @@ def step(
     )
     mesh = Mesh() if ranks == 1 else Mesh(0, ranks, Echo(ranks), whole_experts)
     bundle = Bundle(TINY, weights, ops, Numerics(torch.bfloat16, activations, True), mesh)
-    peers = None if ranks == 1 else echo_peers(TINY, ranks, rows, torch.device("cpu"))
+    peers = echo_peers(TINY, ranks, rows, torch.device("cpu")) if ranks > 1 and sums else None
     layout = Wanted(600, rows).layout(TINY)
     cache = Cache(layout, "cpu", torch.bfloat16)
     counts = torch.zeros(TINY.num_layers, TINY.num_experts, dtype=torch.int32)
     model = Model(bundle, layout.max_context, "cpu", copies_ahead=False)
-    return Decoder(bundle, model, cache, rows, counts=counts, peers=peers)
+    return Decoder(bundle, model, cache, rows, counts=counts, peers=peers, sums=sums)
 
 
 def test_places_are_read_by_products_of_experts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +143,9 @@ def test_every_launch_waits() -> None:
 def test_the_step_is_safe(decoder: Decoder) -> None:
     checked(decoder, lambda launch: launch)
     late = {launch.name for launch in decoder.launches if launch.triggers_late}
-    assert late == {"embed", "queries up", "gate, shared up", "experts up"}
+    assert late == {"mhc open", "queries up", "gate, shared up", "experts up"}
+    opens = [launch.triggers_late for launch in decoder.launches if launch.name == "mhc open"]
+    assert opens == [True] + [False] * 2 * TINY.num_layers and decoder.launches[0].triggers_late
 
 
 def launches(decoder: Decoder) -> list[str]:
@@ -150,12 +154,10 @@ def launches(decoder: Decoder) -> list[str]:
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_the_step_of_a_rank_is_safe(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    """What one rank launches, but that the first sum brings the embedding, and the logits are gathered."""
+    """What one rank launches, but that the logits are gathered."""
     alone, decoder = step(monkeypatch, rows), step(monkeypatch, rows, ranks=2)
     checked(decoder, lambda launch: launch)
-    assert ["embed", *launches(decoder)] == [name for name in launches(alone) if name != "sample"] + [
-        *("gather", "sample")
-    ]
+    assert launches(decoder) == [*launches(alone)[:-1], "gather", "sample"]
     late = [i for i, launch in enumerate(decoder.launches) if launch.triggers_late]
     assert late[0] == 0, "the first launch is the late one of the step"
     whole = step(monkeypatch, rows, ranks=2, whole_experts=True)
@@ -171,25 +173,52 @@ def test_the_step_of_a_rank_is_safe(monkeypatch: pytest.MonkeyPatch, rows: int) 
         check([replace(decoder.launches[0], triggers_late=False), *decoder.launches[1:]], ["inputs"])
 
 
+@pytest.mark.parametrize("whole_experts", [False, True])
+def test_a_rank_without_its_all_reduces(monkeypatch: pytest.MonkeyPatch, whole_experts: bool) -> None:
+    """Its other launches, with the same arguments; its logits lie where all are sampled."""
+    given = {"ranks": 2, "whole_experts": whole_experts}
+    whole, rest = step(monkeypatch, 2, **given), step(monkeypatch, 2, **given, sums=False)
+    checked(rest, lambda launch: launch)
+    assert launches(rest) == [name for name in launches(whole) if name != "gather"]
+    assert not any("inbox" in (*it.reads, *it.writes) for it in rest.launches)
+
+    def touched(it: Launch) -> list[list[str]]:
+        buffers = (it.reads, it.reads_early, it.writes)
+        return [[name for name in names if "#" not in name and name != "inbox"] for names in buffers]
+
+    for a, b in zip([it for it in whole.launches if it.name != "gather"], rest.launches, strict=True):
+        assert touched(a) == touched(b) or a.name == "head", a.name
+    head = next(it for it in rest.launches if it.name == "head")
+    sampled = next(it for it in rest.launches if it.name == "sample")
+    assert "logits" in head.writes and "logits" in sampled.reads
+    with pytest.raises(AssertionError):
+        Decoder(rest.b, rest.model, rest.cache, 2)
+
+
 def test_places_are_taken_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two exchanges in the same place lies another, also from one step to the next (exchange.cuh)."""
     seen: list[int] = []
-    monkeypatch.setattr(
-        exchange, "call", lambda source, kernel, device, params, **_: seen.append(params.first_place)
-    )
-    for module in (mhc, choose, matvec, sample, quantize):
-        monkeypatch.setattr(module, "call", lambda *arguments, **how: None)
-    for module in (mhc, prepare, index, attend):
+    tags: list[int] = []
+
+    def note(source: str, kernel: str, device: torch.device, params: Any, **how: Any) -> None:
+        if source in ("open", "exchange"):
+            seen.append(params.first_place)
+            tags.append(params.tag)
+
+    for module in (exchange, mhc, choose, matvec, sample, quantize):
+        monkeypatch.setattr(module, "call", note)
+    for module in (prepare, index, attend):
         monkeypatch.setattr(module, "launch", lambda *arguments, **how: None)
     step(monkeypatch, 2, ranks=2).run()
     assert len(seen) == 2 * TINY.num_layers + 2 and len({*seen}) == 3
     assert all(a != b for a, b in zip(seen, [*seen[1:], seen[0]], strict=True)), seen
+    assert len({*tags}) == len(tags), "two exchanges of a step that cannot be told apart"
 
 
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("embed", r"prepare .* reads .* before its PDL wait, but (sample|what came before the step)"),
+        ("mhc open", r"prepare .* reads .* before its PDL wait, but (sample|what came before the step)"),
         ("queries up", r"(attend|index scores).* reads layers\.\d\.(ring|keys) .* prepare"),
         ("experts up", r"experts down .* reads tasks .* route"),
         ("gate, shared up", r"experts up .* reads x(_in)? .* mhc close"),
@@ -208,14 +237,15 @@ def test_each_late_trigger_is_needed(decoder: Decoder, name: str, problem: str) 
         *(("projections", "x", "mhc close"), ("mhc open", "comb", "experts up|queries up")),
         *(("attend csa", "chosen_rows", "index select"), ("combine", "part_o", "attend")),
         *(("prepare", "kv", "projections"), ("experts down", "all_hidden", "experts up|round")),
-        *(("head", "x", "mhc close"), ("sample", "logits", "head"), ("embed", "inputs", "sample|before")),
+        *(("head", "x", "mhc close"), ("sample", "logits", "head"), ("mhc open", "inputs", "sample|before")),
     ],
 )
 def test_a_planted_early_read_is_found(decoder: Decoder, name: str, buffer: str, writer: str) -> None:
     assert any(it.name == name and buffer in it.reads for it in decoder.launches), "no such read"
 
     def plant(it: Launch) -> Launch:
-        return replace(it, reads_early=(*it.reads_early, buffer)) if it.name == name else it
+        is_reader = it.name == name and buffer in it.reads
+        return replace(it, reads_early=(*it.reads_early, buffer)) if is_reader else it
 
     with pytest.raises(AssertionError, match=rf"{name} .* reads {buffer} .*({writer})"):
         checked(decoder, plant)
@@ -228,7 +258,7 @@ def test_declarations_are_what_triton_sources_do(decoder: Decoder, monkeypatch: 
     def note(kernel: Any, grid: Any, num_warps: int, overlap: bool, **arguments: Any) -> None:
         seen.append((kernel, arguments))
 
-    for module in (mhc, prepare, index, attend):
+    for module in (prepare, index, attend):
         monkeypatch.setattr(module, "launch", note)
     for module in (mhc, choose, matvec, sample, quantize):
         monkeypatch.setattr(module, "call", lambda *arguments, **how: None)
@@ -262,7 +292,7 @@ def test_declarations_are_what_triton_sources_do(decoder: Decoder, monkeypatch: 
             *((declared[kind], launch.reads_early), (declared[f"{kind} stores"], launch.writes)),
         ):
             to |= {layer.sub("", buffer) for buffer in buffers}
-    kinds = ["embed", "open", "prepare", "queries", "scores", "attend", "combine"]
+    kinds = ["prepare", "queries", "scores", "attend", "combine"]
     assert used.keys() == {f"_{kind}_kernel{part}" for kind in kinds for part in ("", " stores")}
     assert used == declared, "declared in vain"
 
@@ -290,7 +320,8 @@ def test_every_tensor_of_a_launcher_is_declared() -> None:
         ("choose", ["select_few_kernel", "select_many_kernel"]),
         ("mix", ["close_kernel"]),
         ("quantize", ["rows_kernel"]),
-        ("exchange", ["open_kernel", "gather_kernel"]),
+        ("open", ["open_kernel", "embed_kernel"]),
+        ("exchange", ["gather_kernel"]),
         ("matvec", ["matvec_kernel"]),
         ("attention", ["attention_kernel"]),
         ("index", ["queries_kernel", "scores_kernel"]),
@@ -387,12 +418,25 @@ def test_a_single_row_is_rounded_by_who_reads_it(monkeypatch: pytest.MonkeyPatch
 
 def test_exchanges_wait() -> None:
     """Before they push, take or read anything but `fn`: reuse of places rests on it."""
-    found = functions("exchange")
+    found = functions("open")
     early = until_wait(found["open"])
-    assert "return;" not in early and re.findall(r"__ld\w+\(([\w.]+)", early) == ["p.fn"]
-    assert "if (p.y) launch_dependents();" in early
-    assert "if (!p.y) launch_dependents();" in found["open"][len(early) :]
-    for text in (early, until_wait(found["gather"])):
+    assert "return;" not in early and re.findall(r"\bload\w*\(([\w.]+)", early) == ["p.fn"]
+    for launcher in (mhc.mix_open, mhc.embed_open):
+        assert launcher.reads_early == ("fn",) and {"streams", "partial", "peers.inbox"} == {*launcher.writes}
+    assert not re.search(r"__ld|\bread\(|share\(|reduce\(|store\(", early)
+    assert "if (!Its::BEGINS) launch_dependents();" in early
+    assert "if (Its::BEGINS) launch_dependents();" in found["open"][len(early) :]
+    rows = COMMENT.sub("", build.source_path("open").read_text()).split("struct Row")[1:]
+    assert [text.count(f"BEGINS = {its};") for text, its in zip(rows, ("false", "true"), strict=True)] == [
+        1,
+        1,
+    ]
+    assert "struct Token {}" in rows[0] and rows[1].startswith("<Act, Token>"), "which of them begins a step"
+    # A row is made before the wait, and has read nothing then.
+    for text in rows:
+        made = text[text.index("Row(") : text.index("void read(")]
+        assert not re.search(r"load|__ld|\*p\.|\[row\]|\bread\(|share\(", made[made.index(")") :])
+    for text in (early, until_wait(functions("exchange")["gather"])):
         assert not re.search(r"push|take|packet|streams\[|p\.share", text[text.index("{") :])
 
 

@@ -140,25 +140,33 @@ def test_predicted_of_ranks() -> None:
 
 def test_what_is_in_a_prediction_is_said() -> None:
     """The step as measured and every all-reduce in full; the text has the same figures as the JSON line."""
-    wanted, ms = bench.Wanted(600, 1, 8), 3.0
-    line = ranks.predictions(synthetic("flash", None, None, "nvfp4", ranks=2), wanted, ms)
+    wanted, ms, ms_without = bench.Wanted(600, 1, 8), 3.0, 2.8
+    line = ranks.predictions(synthetic("flash", None, None, "nvfp4", ranks=2), wanted, ms, ms_without)
     assert line["all_reduces"] == 2 * preset("flash").num_layers + 2 == 88
-    for rate, each, added in (
-        ("predicted_tokens_per_second", "all_reduce_us", "ms_added"),
-        ("predicted_at_published", "published_all_reduce_us", "ms_added_at_published"),
+    for rate, step, each, added in (
+        ("predicted_tokens_per_second", ms, "all_reduce_us", "ms_added"),
+        ("predicted_counted_once", ms_without, "all_reduce_us", "ms_added"),
+        ("predicted_at_published", ms, "published_all_reduce_us", "ms_added_at_published"),
     ):
         assert line[added] == pytest.approx(88 * line[each] / 1e3, abs=1e-3)
-        assert line[rate] == pytest.approx(1e3 / (ms + line[added]), abs=0.1)
+        assert line[rate] == pytest.approx(1e3 / (step + line[added]), abs=0.1)
     assert "pushes" in line["predicted_is"] and "counted twice" in line["predicted_is"]
-    (assumed, published, note) = predicted_rows({**line, "ranks": 2})
+    assert "without" in line["predicted_counted_once_is"] and "once" in line["predicted_counted_once_is"]
+    assert line["ms_without_all_reduces"] == ms_without
+    (assumed, once, published, note) = predicted_rows({**line, "ranks": 2})
     assert assumed == (
         "predicted",
         "290.7 tokens/s",
         "2 GPUs: the step + 0.440 ms for 88 all-reduces of 5.0 us, assumed",
     )
-    assert "of 4.2 us, published" in published[2] and "added whole" in note[2]
-    alone = ranks.predictions(synthetic("flash", None, None, "nvfp4"), wanted, ms)
+    assert once[1:] == (
+        "308.6 tokens/s",
+        "2 GPUs: the step without them, 2.800 ms, + 0.440 ms for 88 all-reduces of 5.0 us, assumed",
+    )
+    assert "of 4.2 us, published" in published[2] and "counted twice" in note[2]
+    alone = ranks.predictions(synthetic("flash", None, None, "nvfp4"), wanted, ms, ms)
     assert alone["all_reduces"] == alone["ms_added"] == 0 and alone["predicted_tokens_per_second"] == 333.3
+    assert alone["predicted_counted_once"] == 333.3
 
 
 def size_of(value: Any) -> int:
@@ -291,8 +299,8 @@ def test_launches_belong_to_layers(decoder: Decoder) -> None:
     assert names.count(bench.ROUTE) == TINY.num_layers
     for name, kind in zip(names, kinds, strict=True):
         assert not name.startswith("attend ") or name == f"attend {kind}"
-        assert (kind == ENDS) == (name in ("embed", "head", "sample")) or name.startswith("mhc")
-    assert kinds.count(ENDS) == 5
+        assert (kind == ENDS) == (name in ("head", "sample")) or name.startswith("mhc")
+    assert kinds.count(ENDS) == 4
 
 
 def test_launches_read_what_a_step_reads(decoder: Decoder) -> None:

@@ -63,7 +63,7 @@ def test_a_long_float32_sum_rounds_as_little_as_a_cpus() -> None:
     exact = x.double() @ w.double().t()
     got = linear_gpu.linear(*to(x, w)).cpu()
     error = ((got - exact).norm() / exact.norm()).item()
-    assert error < 8e-7, f"{error:.1e}; in one chain of additions it is 2e-6"
+    assert error < 8e-7, f"{error:.1e}; in one chain of additions it is 1.5e-6"
 
 
 def test_a_large_weight_goes_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ def planned(
         sizes = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
         patch.setattr(torch.cuda, "get_device_properties", lambda device: sizes)
         patch.setattr(synthetic, "_random", _unmade)
-        for module in (mhc, prepare, index, attend, quantize):
+        for module in (prepare, index, attend, quantize):
             patch.setattr(module, "launch", lambda kernel, grid, num_warps, overlap, **arguments: None)
         for module in (mhc, choose, matvec, sample, attention):
             patch.setattr(module, "call", lambda *arguments, **how: None)

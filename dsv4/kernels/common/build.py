@@ -26,10 +26,10 @@ from dsv4.errors import DeviceError
 from dsv4.kernels.common import driver
 
 HERE = Path(__file__).parents[1]
+_DECODE = ("matvec", "open", "mix", "route", "choose", "index", "sample", "exchange", "attention")
 # Which folder of kernels/ each lies in.
 SOURCES = {
-    **{name: "decode" for name in ("matvec", "mix", "route", "choose", "index", "sample", "exchange")},
-    **{"attention": "decode"},
+    **{name: "decode" for name in _DECODE},
     **{name: "prefill" for name in ("unpack", "pack", "attend", "streams", "queries")},
     **{"quantize": "common", "ceiling": "common"},
     **{f"product_{format}": "prefill" for format in ("nvfp4", "mxfp4", "fp8", "bf16")},

@@ -3,7 +3,7 @@ activations. Arithmetic only, without Triton."""
 
 import torch
 
-MIX_CHUNK = 32  # channels of each stream per program of mhc.mix_open
+MIX_CHUNK = 32  # channels of each stream per block of open.cu
 MIX_WIDTH = 32  # columns of `partial`: the mixes that weight the streams, the sum of squares, the other mixes
 # What a kernel makes of a row of activations; `a16` leaves it as it is (round.cuh).
 HOW = {"a16": 0, "a8": 8, "a4": 4}

@@ -24,6 +24,7 @@ template <bool IS_SINGLE, bool WIDE> struct Layout {
     static constexpr int STAGES_AT = X_AT + X_SLICES * ((SINGLE ? 1 : COLUMNS) * MAX_STRIDE * 8 + COLUMNS * 4);
 };
 
+constexpr int EVERYONE = 15;   // the number of a barrier
 // A twin on the CPU (tests/kernels) has its own of these.
 #ifdef __CUDACC__
 // Copy one chunk to shared memory without a register or a thread; `barrier` turns when all of it is there.
@@ -34,7 +35,7 @@ template <int CHUNK> __device__ __forceinline__ void fetch(uint32_t to, const vo
 }
 __device__ __forceinline__ void open_barrier(uint32_t barrier) { asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory"); }
 __device__ __forceinline__ void copies_see_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-// To L2: so many bytes, a line.
+// So many bytes to L2; the line of an address.
 __device__ __forceinline__ void prefetch(const void* from, int bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
@@ -45,7 +46,6 @@ __device__ __forceinline__ void group_barrier(int group, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(group), "r"(threads) : "memory");
 }
 #endif
-constexpr int EVERYONE = 15;
 // Those of a warp's stages.
 template <int STAGES> __device__ __forceinline__ void open_barriers(uint32_t barrier, int lane) {
     if (lane == 0) {

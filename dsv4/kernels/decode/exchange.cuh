@@ -17,7 +17,7 @@
 // these, ranks that run different steps wait for each other until their time is up, instead of adding what does not belong together.
 //
 // Progress. A block pushes all that it has before it takes anything, and waits for nothing but pushes. All blocks of a launch are
-// resident at once (exchange.py), so every push is made. Dependents start when all of its blocks have started: they take no room.
+// resident at once (mhc.py, exchange.py), so every push is made. Dependents start when all of its blocks have started: they take no room.
 //
 // Time. A taker that has waited for `limit_ns` writes the sender's number + 1 to `ended`, in pinned host memory; the host writes
 // -1 there when it knows that a rank is gone. Whoever waits looks there now and then, and goes on with a NaN; the host looks when
@@ -66,6 +66,7 @@ constexpr int POLLS = 1024;   // between two looks at the clock
 __device__ __forceinline__ uint64_t wait_for_packet(const uint64_t* from, uint32_t tag, const Peers& p, int sender) {
     const int64_t start = nanoseconds();
     for (;;) {
+#pragma unroll 1
         for (int i = 0; i < POLLS; ++i) {
             const uint64_t packet = get_packet(from);
             if ((uint32_t)(packet >> 32) == tag) return packet;

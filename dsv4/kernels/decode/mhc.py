@@ -1,153 +1,183 @@
 """Decode step: hyper-connections, two launches per site. Replaces ops.mhc.ref and the norm after it.
 
-`mix_open` puts the last output back into the streams and multiplies them with `fn`, a few channels per
-program; `mix_close` (mix.cu) adds the parts up and makes the next input. Four streams, as in every V4 model.
+`mix_open` (open.cu) puts the last output back into the streams, `embed_open` begins them with the step's
+tokens; both multiply them with `fn`, a few channels per block. `mix_close` (mix.cu) adds the parts up and
+makes the next input. Four streams, as in every V4 model. With `peers`, opening is also an all-reduce.
 """
 
 import ctypes
+from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from dsv4.kernels.common.build import address, call
-from dsv4.kernels.common.numbers import launch, launch_dependents, rounded, to_act, wait_for_prerequisites
 from dsv4.kernels.common.overlap import launcher
 from dsv4.kernels.common.shapes import HOW
 from dsv4.kernels.common.shapes import MIX_CHUNK as CHUNK
 from dsv4.kernels.common.shapes import MIX_WIDTH as WIDTH
 from dsv4.kernels.common.shapes import mix_chunks as num_chunks
+from dsv4.kernels.decode.exchange import Peers, PeersStruct, multiprocessors, passed, tag
 
 STREAMS = 4
 ITEM, MAX_CHANNELS = 8, 8192  # of a stream: a thread of mix.cu takes up to two items
-MAX_ROWS = 8  # programs along T of mix_open; each keeps its part of fn for all its rows
+THREADS = STREAMS * CHUNK  # of a block of open.cu
+BLOCKS, SHARED_BLOCKS = 6, 4  # of open.cu, alone and with peers, that a multiprocessor surely holds
 
 
-@triton.jit
-def _embed_kernel(ids_ptr, table_ptr, out_ptr, D: tl.constexpr, N: tl.constexpr,  # type: ignore[no-untyped-def]
-                  BLOCK: tl.constexpr):  # fmt: skip
-    # Late: so the launches after this one may read what is older than the step before they wait.
-    wait_for_prerequisites()
-    launch_dependents()
-    row = tl.program_id(1).to(tl.int64)
-    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    # A row whose last logits were not finite goes on with id -1 until the host hears of it.
-    at = tl.maximum(tl.load(ids_ptr + row), 0)
-    x = tl.load(table_ptr + at * D + c, mask=c < D, other=0.0).to(tl.float32)
-    x = to_act(x, out_ptr.dtype.element_ty)
-    for n in tl.static_range(N):
-        tl.store(out_ptr + (row * N + n) * D + c, x, mask=c < D)
+class _Open(ctypes.Structure):
+    _fields_ = (
+        ("peers", PeersStruct),
+        *((name, ctypes.c_void_p) for name in ("y", "chosen", "ids", "table", "gate", "comb", "streams")),
+        *((name, ctypes.c_void_p) for name in ("fn", "partial")),
+        ("first_place", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in ("rows", "programs", "chunks", "d", "parts", "mixes", "vocab")),
+        *((name, ctypes.c_int) for name in ("first_own", "own", "is_wide")),
+        ("tag", ctypes.c_uint),
+    )
 
 
-@launcher(reads=("ids", "table"), writes=("streams",), triggers_late=True)
-def embed(ids: Tensor, table: Tensor, streams: Tensor, overlap: bool = True) -> None:
-    """ids [T] int64, table [V, D] -> streams [T, N, D]: every stream is the token's row."""
-    rows, n, d = streams.shape
-    assert table.shape[1] == d and ids.shape == (rows,), (table.shape, ids.shape, streams.shape)
-    if rows:
-        launch(
-            _embed_kernel,
-            grid=(triton.cdiv(d, 1024), rows),
-            num_warps=4,
-            overlap=overlap,
-            ids_ptr=ids,
-            table_ptr=table,
-            out_ptr=streams,
-            D=d,
-            N=n,
-            BLOCK=1024,
-        )
-
-
-# One kernel for every T: a row's result must not depend on it.
-@triton.jit(do_not_specialize=["rows"])
-def _open_kernel(y_ptr, gate_ptr, comb_ptr, streams_ptr, fn_ptr, partial_ptr, rows, D: tl.constexpr,  # type: ignore[no-untyped-def]
-                 N: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
-                 CHUNK: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
-    act: tl.constexpr = streams_ptr.dtype.element_ty
-    chunk = tl.program_id(0)
-    c = chunk * CHUNK + tl.arange(0, CHUNK)
-    n, m = tl.arange(0, N), tl.arange(0, MP)
-    inside = c < D
-    at = n[:, None] * D + c[None, :]
-    # fn is a weight, so its loads go before the wait; nothing below needs them until the product.
-    mask = (m < M)[:, None, None] & inside[None, None, :]
-    fn = tl.load(fn_ptr + m[:, None, None] * (N * D) + at[None, :, :], mask=mask, other=0.0)
-    launch_dependents()
-    wait_for_prerequisites()
-    first, step = tl.program_id(1).to(tl.int64), tl.num_programs(1)
-    for i in range(tl.cdiv(rows - first, step)):
-        row = first + i * step
-        streams = streams_ptr + row * (N * D)
-        if y_ptr is None:
-            new = tl.load(streams + at, mask=inside[None, :], other=0.0).to(tl.float32)
-        else:
-            y = tl.zeros([CHUNK], tl.float32)
-            for p in tl.static_range(P):
-                y += tl.load(y_ptr + (row * P + p) * D + c, mask=inside, other=0.0).to(tl.float32)
-            mixed = tl.zeros([N, CHUNK], tl.float32)
-            for j in tl.static_range(N):
-                old = tl.load(streams + j * D + c, mask=inside, other=0.0).to(tl.float32)
-                mixed += tl.load(comb_ptr + row * (N * N) + j * N + n)[:, None] * old[None, :]
-            gate = tl.load(gate_ptr + row * N + n)
-            out = to_act(gate[:, None] * rounded(y, act)[None, :] + mixed, act)
-            # A stream's channel is read by several threads and written by one: all must have read.
-            tl.debug_barrier()
-            tl.store(streams + at, out, mask=inside[None, :])
-            new = out.to(tl.float32)
-        dots = tl.sum(tl.reshape(fn * new[None, :, :], (MP, N * CHUNK)), 1)
-        partial = partial_ptr + (row * C + chunk) * WIDTH
-        tl.store(partial + m + (m >= N).to(tl.int32), dots, mask=m < M)
-        tl.store(partial + N, tl.sum(tl.reshape(new * new, (N * CHUNK,)), 0))
-
-
-@launcher(
-    reads=("y", "gate", "comb", "streams"),
-    reads_early=("fn",),
-    writes=("streams", "partial"),
-)
-def mix_open(
-    y: Tensor | None,
-    gate: Tensor | None,
-    comb: Tensor | None,
+def _open(
+    kernel: str,
     streams: Tensor,
     fn: Tensor,
     partial: Tensor,
+    peers: Peers | None,
+    number: int,
+    overlap: bool,
+    **inputs: Any,
+) -> None:
+    """`inputs`: those fields of _Open that are the output's, or the tokens'."""
+    rows, n, d = streams.shape
+    chunks, mixes, device = num_chunks(d), fn.shape[0], streams.device
+    assert n == STREAMS and mixes in (n, n * (n + 2)) and fn.shape[1] == n * d, (streams.shape, fn.shape)
+    assert partial.shape == (rows, chunks, WIDTH), partial.shape
+    assert streams.is_contiguous() and fn.is_contiguous() and partial.is_contiguous()
+    assert peers is None or (rows <= peers.rows and d == peers.hidden), (streams.shape, peers)
+    # Each keeps its part of fn for all its rows. With peers all blocks are resident at once: a block that
+    # waits may keep none from starting.
+    most = multiprocessors(device) * (BLOCKS if peers is None else SHARED_BLOCKS) // chunks
+    assert most or peers is None, f"{chunks} chunks of {d} channels"
+    in_turn = -(-rows // max(most, 1))
+    programs = -(-rows // in_turn)
+    params = _Open(
+        peers=passed(peers),
+        streams=streams.data_ptr(),
+        fn=fn.data_ptr(),
+        partial=partial.data_ptr(),
+        first_place=0 if peers is None else peers.first_place(number),
+        rows=rows,
+        programs=programs,
+        chunks=chunks,
+        d=d,
+        mixes=mixes,
+        tag=tag(number, rows),
+        **inputs,
+    )
+    call("open", kernel, device, params, blocks=chunks * programs, threads=THREADS, overlap=overlap)
+
+
+def _type(dtype: torch.dtype) -> str:
+    return "float" if dtype == torch.float32 else "__nv_bfloat16"
+
+
+def _truth(value: bool) -> str:
+    return "true" if value else "false"
+
+
+@launcher(
+    reads=("y", "chosen", "gate", "comb", "streams", "peers.inbox"),
+    reads_early=("fn",),
+    writes=("streams", "partial", "peers.inbox"),
+)
+def mix_open(
+    y: Tensor,
+    gate: Tensor,
+    comb: Tensor,
+    streams: Tensor,
+    fn: Tensor,
+    partial: Tensor,
+    chosen: Tensor | None = None,
+    own: range = range(0),
+    peers: Peers | None = None,
+    number: int = 0,
     overlap: bool = True,
 ) -> None:
     """streams [T, N, D] <- mhc.post(sum over P of y, streams, gate, comb); partial <- products with fn.
 
-    y [T, P, D] (None: the streams stay), gate [T, N], comb [T, N, N], fn [M, N*D] float32, partial
-    [T, num_chunks(D), WIDTH] float32: columns 0 .. M are written.
+    y [T, P, D], float32 or as the streams; gate [T, N], comb [T, N, N], fn [M, N*D] float32, partial
+    [T, num_chunks(D), WIDTH] float32: columns 0 .. M are written. With `peers` y is this rank's share, in
+    float32; all ranks' are added up. `number`: of the exchange, in its step. `chosen` int32 [T, P - 1]: the
+    experts whose outputs y holds, before something that always counts; what experts made that are not among
+    this rank's `own` is left out.
     """
     rows, n, d = streams.shape
-    mixes = fn.shape[0]
-    assert n == STREAMS and mixes < WIDTH and fn.shape[1] == n * d, (streams.shape, fn.shape)
-    assert partial.shape == (rows, num_chunks(d), WIDTH), partial.shape
-    assert y is None or (gate is not None and comb is not None and y.shape[::2] == (rows, d)), y.shape
-    assert streams.is_contiguous() and fn.is_contiguous() and (y is None or y.is_contiguous())
+    assert y.shape[::2] == (rows, d) and y.is_contiguous() and y.shape[1], y.shape
+    assert max(y.numel(), streams.numel()) < 2**31, "offsets are 32 bits"
+    is_wide = y.dtype == torch.float32
+    assert is_wide or (y.dtype == streams.dtype and peers is None and chosen is None), y.dtype
+    assert gate.shape == (rows, n) and comb.shape == (rows, n, n), (gate.shape, comb.shape)
+    # They are read 16 bytes at a time.
+    assert all(t.is_contiguous() and t.storage_offset() % 4 == 0 for t in (gate, comb))
+    if chosen is not None:
+        assert chosen.dtype == torch.int32 and chosen.is_contiguous() and len(own), own
+        assert chosen.shape == (rows, y.shape[1] - 1), (chosen.shape, y.shape)
     if rows:
-        launch(
-            _open_kernel,
-            grid=(num_chunks(d), min(rows, MAX_ROWS)),
-            num_warps=4,
+        _open(
+            kernel=f"open_kernel<{_type(streams.dtype)}, {_truth(is_wide)}, {_truth(peers is not None)}>",
+            streams=streams,
+            fn=fn,
+            partial=partial,
+            peers=peers,
+            number=number,
             overlap=overlap,
-            y_ptr=y,
-            gate_ptr=gate,
-            comb_ptr=comb,
-            streams_ptr=streams,
-            fn_ptr=fn,
-            partial_ptr=partial,
-            rows=rows,
-            D=d,
-            N=n,
-            M=mixes,
-            MP=triton.next_power_of_2(mixes),
-            P=0 if y is None else y.shape[1],
-            C=num_chunks(d),
-            CHUNK=CHUNK,
-            WIDTH=WIDTH,
+            y=y.data_ptr(),
+            gate=gate.data_ptr(),
+            comb=comb.data_ptr(),
+            parts=y.shape[1],
+            chosen=address(chosen),
+            first_own=own.start,
+            own=len(own),
+        )
+
+
+@launcher(
+    reads=("ids", "table", "peers.inbox"),
+    reads_early=("fn",),
+    writes=("streams", "partial", "peers.inbox"),
+    triggers_late=True,
+)
+def embed_open(
+    ids: Tensor,
+    table: Tensor,
+    streams: Tensor,
+    fn: Tensor,
+    partial: Tensor,
+    peers: Peers | None = None,
+    number: int = 0,
+    overlap: bool = True,
+) -> None:
+    """ids [T] int64, table [V, D] -> streams [T, N, D]: every stream is the token's row; then as mix_open.
+
+    With `peers`, table [V / ranks, D]: each rank has its rows.
+    """
+    rows, _, d = streams.shape
+    assert ids.shape == (rows,) and ids.is_contiguous() and table.shape[1] == d, (table.shape, ids.shape)
+    assert peers is None or table.shape[0] == peers.vocab, (table.shape, peers)
+    assert table.dtype in (torch.float32, torch.bfloat16) and table.is_contiguous(), table.dtype
+    if rows:
+        _open(
+            kernel=f"embed_kernel<{_type(streams.dtype)}, {_truth(peers is not None)}>",
+            streams=streams,
+            fn=fn,
+            partial=partial,
+            peers=peers,
+            number=number,
+            overlap=overlap,
+            ids=ids.data_ptr(),
+            table=table.data_ptr(),
+            vocab=table.shape[0],
+            is_wide=table.dtype == torch.float32,
         )
 
 
@@ -194,7 +224,6 @@ def mix_close(
     assert d % ITEM == 0 and d <= MAX_CHANNELS, f"{d} channels"
     assert (x_in is None) == (activations == "a16"), activations
     if rows:
-        act = "float" if x.dtype == torch.float32 else "__nv_bfloat16"
         closing = _Closing(
             partial=partial.data_ptr(),
             base=base.data_ptr(),
@@ -214,7 +243,7 @@ def mix_close(
         )
         call(
             "mix",
-            f"close_kernel<{act}>",
+            f"close_kernel<{_type(x.dtype)}>",
             x.device,
             closing,
             blocks=rows if gate is None else 2 * rows,

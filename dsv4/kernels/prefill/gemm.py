@@ -20,8 +20,8 @@ GROUP_M = 8
 def end_chain(chains, total, step, CHAIN: tl.constexpr = 8):  # type: ignore[no-untyped-def]
     """A float32 product after a step: CHAIN tiles are one chain of additions, then its sum joins the others'.
 
-    The rounding of one chain over all of K grows as its root: to 2e-6 of a sum at 7,168 columns, four times
-    what a CPU's blocks have.
+    The rounding of one chain over all of K grows as its root: 1.5e-6 of a sum at 7,168 columns, five times
+    that of chains of 256 or of a CPU's blocks (docs/kernels.md).
     """
     if step % CHAIN == CHAIN - 1:
         chains += total

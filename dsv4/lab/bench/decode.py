@@ -125,9 +125,12 @@ class Timing:
 
 
 class Session:
-    """A decoder with a filled cache, ready to be timed. Everything is compiled and recorded here."""
+    """A decoder with a filled cache, ready to be timed. Everything is compiled and recorded here.
 
-    def __init__(self, bundle: Bundle, wanted: Wanted, device: torch.device) -> None:
+    `sums`: False leaves the all-reduces of a rank of several out.
+    """
+
+    def __init__(self, bundle: Bundle, wanted: Wanted, device: torch.device, sums: bool = True) -> None:
         self.wanted, self.config = wanted, bundle.config
         self.placement = bundle.weights.placement
         layout = wanted.layout(bundle.config)
@@ -135,8 +138,9 @@ class Session:
         fill(self.cache)
         self.model = Model(bundle, layout.max_context, device)
         size = bundle.mesh.size
-        self.peers = None if size == 1 else echo_peers(bundle.config, size, wanted.rows, device)
-        self.decoder = Decoder(bundle, self.model, self.cache, wanted.rows, peers=self.peers)
+        has_peers = sums and size > 1
+        self.peers = echo_peers(bundle.config, size, wanted.rows, device) if has_peers else None
+        self.decoder = Decoder(bundle, self.model, self.cache, wanted.rows, peers=self.peers, sums=sums)
         self.decoder.run()  # all rows unused: compiles, touches nothing
         torch.cuda.synchronize()
         self.decoder.capture()

@@ -11,7 +11,7 @@ from dsv4.lab.bench.decode import PROFILED, Session
 
 # The launch that opens a hyper-connection: two per layer and one before the head.
 SITE = "mhc open"
-ENDS = "ends"  # embedding, head and sampling
+ENDS = "ends"  # head and sampling
 
 
 @dataclass(frozen=True)

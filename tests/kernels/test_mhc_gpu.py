@@ -2,36 +2,26 @@
 
 import pytest
 import torch
-from step_support import DTYPES, blank, check, on_gpu, rand, runs, there
+from step_support import DTYPES, blank, check, rand, there
 from torch import Tensor
 
 from dsv4.kernels.common.tiles import tile
+from dsv4.kernels.decode import mhc
 from dsv4.kernels.decode.matvec import MatVec, Mixing, Product
 from dsv4.ops.linear import ref as linear
 from dsv4.ops.mhc import ref
 from dsv4.ops.norm.ref import rms_norm
 from dsv4.quant.codec import encode_weight
-from dsv4.quant.formats import Format, QuantTensor
+from dsv4.quant.formats import Format
 
-mhc = pytest.importorskip("dsv4.kernels.decode.mhc", reason="Triton is not installed")
-pytestmark = runs
+pytestmark = pytest.mark.gpu
 N, M = 4, 24
 EPS, HC_EPS = 1e-6, 1e-6
 ITERS = 20
-# Rows, channels, parts of the output: odd sizes, more rows than programs along T, and V4-Flash.
-SIZES = [(1, 96, 1), (2, 40, 2), (9, 33, 3), pytest.param(5, 4096, 4, marks=on_gpu)]
+# Rows, channels, parts of the output: odd sizes, V4-Flash, more rows than blocks of a chunk.
+SIZES = [(1, 96, 1), (2, 40, 2), (9, 33, 3), (5, 4096, 9), (32, 7168, 7)]
 # What mix.cu and a product's launch make of it: eight channels at a time.
 WHOLE = [(1, 96, 1), (9, 40, 2), (33, 72, 3), (3, 4096, 7), (2, 7168, 1)]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_embed(dtype: torch.dtype) -> None:
-    table = rand(7, 1100, dtype=torch.bfloat16)
-    ids = torch.tensor([6, 0, 3, 3])
-    out = blank(4, N, 1100, dtype=dtype)
-    mhc.embed(there(ids), there(table), out)
-    want = linear.embed(ids, QuantTensor(Format.BF16, table, (7, 1100)), dtype)
-    assert torch.equal(out.cpu(), want.unsqueeze(1).expand(-1, N, -1))
 
 
 def site(d: int, mixes: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -41,25 +31,53 @@ def site(d: int, mixes: int) -> tuple[Tensor, Tensor, Tensor]:
     return fn, rand(mixes, seed=2), scale.repeat_interleave(counts)
 
 
+def check_products(partial: Tensor, streams: Tensor, fn: Tensor) -> None:
+    """From the streams the kernel made: a rounding that fell the other way is no error of the rest."""
+    made = streams.cpu().double().flatten(1)
+    sums = partial.cpu().double().sum(1)
+    check(sums[:, N].float(), made.square().sum(1).float(), "squares", share=1e-6)
+    columns = [m + (m >= N) for m in range(len(fn))]
+    check(sums[:, columns].float(), (made @ fn.double().t()).float(), "mixes", share=1e-6)
+
+
+def opened(streams: Tensor, fn: Tensor) -> tuple[Tensor, Tensor]:
+    """The streams, which nothing changed, and their products with fn."""
+    rows, _, d = streams.shape
+    held, partial = there(streams), blank(rows, mhc.num_chunks(d), mhc.WIDTH)
+    comb = torch.eye(N).expand(rows, N, N).contiguous()
+    mhc.mix_open(
+        there(torch.zeros(rows, 1, d)), there(torch.zeros(rows, N)), there(comb), held, there(fn), partial
+    )
+    assert torch.equal(held.cpu(), streams)
+    return held, partial
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wide", DTYPES)
+@pytest.mark.parametrize(("rows", "d"), [(4, 1100), (1, 4096), (9, 40)])
+def test_embed(rows: int, d: int, wide: torch.dtype, dtype: torch.dtype) -> None:
+    """Whatever lay in the streams; an id of -1 is the first token's."""
+    table = rand(7, d, dtype=wide)
+    ids = torch.tensor([6, 0, 3, 3, -1, 2, 1, 5, 4])[-rows:]
+    out, partial = blank(rows, N, d, dtype=dtype), blank(rows, mhc.num_chunks(d), mhc.WIDTH)
+    fn, _, _ = site(d, M)
+    mhc.embed_open(there(ids), there(table), out, there(fn), partial)
+    assert torch.equal(out.cpu(), table[ids.clamp(min=0)].to(dtype).unsqueeze(1).expand(-1, N, -1))
+    check_products(partial, out, fn)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "d", "parts"), SIZES)
 def test_open(rows: int, d: int, parts: int, dtype: torch.dtype) -> None:
     streams = rand(rows, N, d, seed=3, dtype=dtype) * 3
     y, gate, comb = rand(rows, parts, d, seed=5), rand(rows, N, seed=6), rand(rows, N, N, seed=7)
-    for mixes, given in ((M, y), (M, None), (M, y.to(dtype)), (N, y))[: None if rows < 9 else 1]:
+    for mixes, given in ((M, y), (M, y.to(dtype)), (N, y)):
         fn, _, _ = site(d, mixes)
         held, partial = there(streams), blank(rows, mhc.num_chunks(d), mhc.WIDTH)
-        mhc.mix_open(
-            None if given is None else there(given), there(gate), there(comb), held, there(fn), partial
-        )
-        want = streams if given is None else ref.post(given.float().sum(1).to(dtype), streams, gate, comb)
+        mhc.mix_open(there(given), there(gate), there(comb), held, there(fn), partial)
+        want = ref.post(given.float().sum(1).to(dtype), streams, gate, comb)
         check(held, want, "streams", ulps=3)
-        # From the streams the kernel made: a rounding that fell the other way is no error of the rest.
-        made = held.cpu().double().flatten(1)
-        sums = partial.cpu().double().sum(1)
-        check(sums[:, N].float(), made.square().sum(1).float(), "squares", share=1e-6)
-        columns = [m + (m >= N) for m in range(mixes)]
-        check(sums[:, columns].float(), (made @ fn.double().t()).float(), "mixes", share=1e-6)
+        check_products(partial, held, fn)
 
 
 def close(
@@ -78,7 +96,6 @@ def close(
     return x, g, c
 
 
-@on_gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "d", "parts"), WHOLE)
 def test_site(rows: int, d: int, parts: int, dtype: torch.dtype) -> None:
@@ -94,21 +111,18 @@ def test_site(rows: int, d: int, parts: int, dtype: torch.dtype) -> None:
     check(c, want[2], "comb", ulps=8, share=1e-5)
 
 
-@on_gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "d", "parts"), WHOLE)
 def test_head(rows: int, d: int, parts: int, dtype: torch.dtype) -> None:
     streams, weight = rand(rows, N, d, seed=3, dtype=dtype), rand(d, seed=4)
     fn, base, scale = site(d, N)
-    held, partial = there(streams), blank(rows, mhc.num_chunks(d), mhc.WIDTH)
+    held, partial = opened(streams, fn)
     x = blank(rows, d, dtype=dtype)
-    mhc.mix_open(None, None, None, held, there(fn), partial)
     mhc.mix_close(partial, there(base), there(scale), held, there(weight), x, None, None, EPS, HC_EPS)
     want = ref.head(streams, fn.t().contiguous(), base, scale, EPS, HC_EPS)
     check(x, rms_norm(want, weight, EPS), "x", ulps=3, share=1e-5)
 
 
-@on_gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activations", ["a8", "a4"])
 @pytest.mark.parametrize(("rows", "d", "parts"), WHOLE)
@@ -119,8 +133,7 @@ def test_input_of_quantised_products(
     streams, weight = rand(rows, N, d, seed=3, dtype=dtype), 30 * rand(d, seed=4)
     streams[0, 0, 1] = 3e4
     fn, base, scale = site(d, M)
-    held, partial = there(streams), blank(rows, mhc.num_chunks(d), mhc.WIDTH)
-    mhc.mix_open(None, None, None, held, there(fn), partial)
+    held, partial = opened(streams, fn)
     want, _, _ = close(partial, base, scale, held, weight)
     x, x_in = blank(rows, d, dtype=dtype), blank(rows, d, dtype=dtype)
     mhc.mix_close(
@@ -141,21 +154,18 @@ def test_input_of_quantised_products(
     assert torch.equal(x_in.cpu(), linear.round_input(x.cpu(), activations))
 
 
-@on_gpu
 def test_extreme_logits() -> None:
     """Sinkhorn of a matrix far from even, and shares at both ends."""
     streams, weight = rand(2, N, 64, seed=3), rand(64, seed=4)
     fn, base, scale = site(64, M)
     base = base * 30
-    held, partial = there(streams), blank(2, mhc.num_chunks(64), mhc.WIDTH)
-    mhc.mix_open(None, None, None, held, there(fn), partial)
+    held, partial = opened(streams, fn)
     _, g, c = close(partial, base, scale, held, weight)
     want = ref.pre(streams, fn.t().contiguous(), base, scale, EPS, HC_EPS, ITERS)
     check(g, want[1], "gate", ulps=64, share=1e-5)
     check(c, want[2], "comb", ulps=64, share=2e-5)
 
 
-@on_gpu
 @pytest.mark.parametrize("rows", [2, 9, 32])
 def test_row_alone(rows: int) -> None:
     """A row gives the same bits alone as among others."""
