@@ -265,11 +265,10 @@ class Decoder:
         wanted = [(f"{name}.wq_b", f.q)] + [(f"{name}.indexer.wq_b", f.iq)] * selects
         products = [Product(b.tiled(w), self._input(w, f.q_low, f.q_in), y) for w, y in wanted]
         wo_a, wo_b = b.tiled(f"{name}.wo_a"), b.tiled(f"{name}.wo_b")
-        # Late where no `queries` follows: attention reads what `prepare` wrote to the cache before it waits.
-        is_next = f.attends_in_one and not selects
         u_top = f.u_top if f.rows == 1 and self.dtype == torch.bfloat16 else None
-        self._product("queries up", products, mixing=mixing, clears=u_top, paced=True, triggers_late=is_next)
-        if not is_next:
+        # Late: index scores and attention read what `prepare` wrote to the cache before they wait.
+        self._product("queries up", products, mixing=mixing, clears=u_top, paced=True, triggers_late=True)
+        if selects or not f.attends_in_one:
             self._add(
                 "queries",
                 queries,

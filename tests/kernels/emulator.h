@@ -81,6 +81,14 @@ inline char problem[200];
 // Of a launch that may start early: called when no thread can go on but by what the launches before it wrote.
 inline std::function<void()> complete_prerequisites;
 inline Barrier prerequisites;
+// Memory that earlier launches are still writing: noise until the wait. Nobody writes it before, and all threads of a block wait, once, or none does.
+struct Pending {
+    char* at;
+    size_t bytes;
+    std::vector<char> there;
+};
+inline std::vector<Pending> pending;
+constexpr char NOISE = (char)0xFF;
 
 // What is sent from shared memory is read when it arrives, some time later: who overwrites it, or leaves, is found out.
 struct Sent {
@@ -153,6 +161,10 @@ inline const char* run(int first, int count, int per_block, size_t shared_bytes,
     kernel = &body;
     problem[0] = 0;
     cluster = prerequisites = {};
+    for (Pending& it : pending) {
+        it.there.assign(it.at, it.at + it.bytes);
+        memset(it.at, NOISE, it.bytes);
+    }
     on_their_way.clear();
     blocks.assign(count, Block{});
     for (Block& block : blocks) {
@@ -224,7 +236,24 @@ inline const char* run(int first, int count, int per_block, size_t shared_bytes,
             now = const_cast<Thread*>(&thread);
             fail("threads wait for ones that never come");
         }
+    // A launch must not end before those ahead of it: its first block waits. Others that have nothing to do may leave.
+    const bool has_left_early = prerequisites.arrived == 0 && first > 0;
+    if (!pending.empty() && has_left_early) complete_prerequisites();
+    else if (!pending.empty() && prerequisites.arrived != (int)threads.size()) fail("not every thread waited, once, for what earlier launches write");
     return problem;
+}
+// So many bytes that the launches from now on find unfinished; 0 ends it.
+extern "C" inline __attribute__((used)) void expect(void* at, size_t bytes) {
+    pending.push_back({(char*)at, bytes, {}});
+    complete_prerequisites = [] {
+        for (const Pending& it : pending) {
+            if (std::any_of(it.at, it.at + it.bytes, [](char c) { return c != NOISE; })) fail("written before the wait");
+            memcpy(it.at, it.there.data(), it.bytes);
+        }
+    };
+    if (bytes) return;
+    pending.clear();
+    complete_prerequisites = nullptr;
 }
 }  // namespace emulator
 

@@ -61,6 +61,10 @@ inline uint32_t e4m3x2(uint16_t codes) { return pack_f16(e4m3_value((uint8_t)cod
 inline uint32_t times(uint32_t a, __half2 b) {
     return pack_f16(f16_value((uint16_t)a) * f16_value((uint16_t)b.bits), f16_value((uint16_t)(a >> 16)) * f16_value((uint16_t)(b.bits >> 16)));
 }
+inline uint32_t times_bf16(uint32_t a, uint32_t b) {
+    return pack_bf16(bf16_value((uint16_t)a) * bf16_value((uint16_t)b), bf16_value((uint16_t)(a >> 16)) * bf16_value((uint16_t)(b >> 16)));
+}
+inline float at_least_0(float x) { return x != x ? NAN : x > 0.f ? x : 0.f; }
 inline float power_of_two(float x) { return exp2f(x); }
 inline float reciprocal(float x) { return 1.f / x; }
 inline float rsqrtf(float x) { return 1.f / sqrtf(x); }

@@ -5,6 +5,7 @@
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline float down(double v) {
     const float near = (float)v;
     return (double)near > v ? nextafterf(near, -INFINITY) : near;

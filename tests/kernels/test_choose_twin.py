@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.kernels.common import architectures
+from dsv4.kernels.common import architectures, build
 from dsv4.kernels.decode import choose
 from dsv4.ops.route.ref import top_indices
-from tests.support.twin import needs_compiler, twin_of
+from tests.support.twin import needs_compiler, twin_of, unfinished
 
 pytestmark = needs_compiler
 PAGE, RATIO = 24, 4
@@ -19,8 +19,11 @@ PAGE, RATIO = 24, 4
 twin = twin_of("choose", launch=ctypes.c_char_p)
 
 
-def run(twin: ctypes.CDLL, scores: Tensor, counts: list[int], topk: int, seed: int = 0) -> Tensor:
-    """Places of the chosen, by the launches that select_rows makes."""
+def run(
+    twin: ctypes.CDLL, scores: Tensor, counts: list[int], topk: int, seed: int = 0, mixed: bool = True
+) -> Tensor:
+    """Places of the chosen, by the launches that select_rows makes. With odd seeds as in a step. Scores are
+    noise until a launch waits."""
     rows, capacity = scores.shape
     generator = torch.Generator().manual_seed(seed)
     pages = torch.stack(
@@ -31,9 +34,11 @@ def run(twin: ctypes.CDLL, scores: Tensor, counts: list[int], topk: int, seed: i
 
     def call(source: str, kernel: str, device: torch.device, given: ctypes.Structure, **how: int) -> None:
         warps = int(match[1]) if (match := re.search(r"few_kernel<(\d+)", kernel)) else 0
-        for row in range(rows):
-            problem = twin.launch(ctypes.byref(given), row, warps, how["shared"], seed + row)
-            assert problem == b"", problem.decode()
+        assert given.warms == how["overlap"], "work done twice, for nobody"
+        with unfinished(twin, scores, out):
+            for row in range(rows):
+                problem = twin.launch(ctypes.byref(given), row, warps, how["shared"], seed + row)
+                assert problem == b"", problem.decode()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choose, "call", call)
@@ -46,8 +51,8 @@ def run(twin: ctypes.CDLL, scores: Tensor, counts: list[int], topk: int, seed: i
             slots=slots,
             page_entries=PAGE,
             out=out,
-            overlap=False,
-            mixed=True,
+            overlap=seed % 2 == 1,
+            mixed=mixed,
         )
     table = pages[slots].long()
     for row, count in enumerate(counts):
@@ -65,6 +70,8 @@ def hostile(kind: str, rows: int, count: int, generator: torch.Generator) -> Ten
             scores[:] = -0.25
         case "few values":
             scores = scores.round()
+        case "close":  # alike in all but the last 21 bits
+            scores = 1 + torch.randint(0, 1 << 21, scores.shape, generator=generator) * 2.0**-23
         case "two clumps":  # both far apart and close together: every round of bins is needed
             scores = torch.where(scores > 0.4, 1e30, 1.0) * (1 + torch.arange(count) % 97 * 2.0**-23)
         case "signs":
@@ -78,12 +85,13 @@ def hostile(kind: str, rows: int, count: int, generator: torch.Generator) -> Ten
     return scores
 
 
-@pytest.mark.parametrize("kind", ["plain", "equal", "few values", "two clumps", "signs", "ends"])
-@pytest.mark.parametrize(("count", "topk"), [(1088, 512), (300, 299), (1280, 1), (4000, 512)])
+@pytest.mark.parametrize("kind", ["plain", "equal", "few values", "close", "two clumps", "signs", "ends"])
+@pytest.mark.parametrize(("count", "topk"), [(1088, 512), (300, 299), (513, 512), (1280, 1), (4000, 512)])
 def test_few(twin: ctypes.CDLL, kind: str, count: int, topk: int) -> None:
     scores = hostile(kind, 3, count, torch.Generator().manual_seed(count))
     for seed in range(2):
         run(twin, scores, [count, count - 1, topk // 2], topk, seed)
+        run(twin, scores, [topk, 0, topk + 1], topk, seed)
 
 
 @pytest.mark.parametrize("kind", ["plain", "two clumps", "ends"])
@@ -92,3 +100,15 @@ def test_many(twin: ctypes.CDLL, kind: str) -> None:
     count = 9001
     scores = hostile(kind, 2, count, torch.Generator().manual_seed(3))
     run(twin, scores, [count, 700], 512, seed=1)
+
+
+def test_few_in_a_cache_for_many(twin: ctypes.CDLL) -> None:
+    """One block of the cluster takes a row that is short; a launch for both kinds of rows."""
+    scores = hostile("few values", 5, 9001, torch.Generator().manual_seed(4))
+    for seed in range(2):
+        run(twin, scores, [1040, 8192, 8193, 512, 0], 512, seed, mixed=False)
+
+
+def test_shared_memory_is_what_the_source_takes() -> None:
+    sizes = re.findall(r"sizeof\((\w+)\) == (\d+)", build.source_path("choose").read_text())
+    assert dict(sizes) == {"Few": str(choose.FEW_SHARED), "Many": str(choose.MANY_SHARED)}

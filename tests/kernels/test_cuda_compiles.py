@@ -17,7 +17,7 @@ from torch import Tensor
 from dsv4.config import preset
 from dsv4.errors import DeviceError
 from dsv4.kernels.common import architectures, build, ceiling, driver, tiles
-from dsv4.kernels.decode import attention, choose, exchange, mhc, sample
+from dsv4.kernels.decode import attention, choose, exchange, index, mhc, sample
 from dsv4.kernels.decode.matvec import MatVec, Product, Tasks
 from dsv4.kernels.prefill import attend, product, queries, unpack
 from dsv4.kernels.prefill import streams as streams_kernels
@@ -260,6 +260,26 @@ def launch_attention() -> None:
         )
 
 
+def launch_index() -> None:
+    iq, longs = some(2, 64, 128, dtype=torch.bfloat16), some(2, dtype=torch.long)
+    index.rotate_round(iq, some(3, 32), some(3, 32), longs, overlap=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index, "serves", lambda iq: True)
+        patch.setattr(index, "MAX_ROWS", 2)
+        index.scores(
+            iq=iq,
+            weights=iq[:, :, 0].contiguous(),
+            keys=empty_rows(Format.MXFP4, 128, 128, 0),
+            page_table=some(2, 2, dtype=torch.int32),
+            slots=longs,
+            positions=longs,
+            out=some(2, 128),
+            ratio=4,
+            page_entries=64,
+            factor=0.1,
+        )
+
+
 def launch_streams() -> None:
     by = product.sort(some(20, 2, dtype=torch.long), some(20, 2), 7, 128)
     for d in (512, 7168):
@@ -290,6 +310,7 @@ LAUNCHES += [
     launch_prompts,
     launch_attend,
     launch_attention,
+    launch_index,
     launch_streams,
     launch_queries,
     launch_read,

@@ -392,14 +392,16 @@ def test_select(count: int, topk: int) -> None:
         assert out[row].tolist() == want + [-1] * (topk - len(want)), row
 
 
-def test_select_of_rows_with_few_entries_and_with_many() -> None:
+@pytest.mark.parametrize("mixed", [False, True])
+def test_select_of_rows_with_few_entries_and_with_many(mixed: bool) -> None:
     """Each row as in a launch for rows of its kind, though none has the capacity's number of entries."""
     counts, topk = [5, 512, 513, 8192, 8193, 20000, 0, 70000], 512
     scores = torch.randn(len(counts), 100000, device="cuda")
     positions = torch.tensor(counts, device="cuda") - 1
     table, slots = torch.zeros(1, 1, dtype=torch.int32, device="cuda"), torch.zeros_like(positions)
     out = torch.full((len(counts), topk), -7, dtype=torch.int32, device="cuda")
-    choose.select_rows(scores, positions, 1, table, slots, scores.shape[1], out, overlap=False, mixed=True)
+    how = {"overlap": not mixed, "mixed": mixed}  # as in a step, and for a prompt
+    choose.select_rows(scores, positions, 1, table, slots, scores.shape[1], out, **how)
     for row, n in enumerate(counts):
         want = route_ref.top_indices(scores[row, :n].cpu(), min(topk, n)).sort().values.tolist()
         assert out[row].tolist() == want + [-1] * (topk - len(want)), n

@@ -3,8 +3,9 @@ are what the kernels' sources say."""
 
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -142,7 +143,7 @@ def test_every_launch_waits() -> None:
 def test_the_step_is_safe(decoder: Decoder) -> None:
     checked(decoder, lambda launch: launch)
     late = {launch.name for launch in decoder.launches if launch.triggers_late}
-    assert late == {"mhc open", "queries", "gate, shared up", "experts up"}
+    assert late == {"mhc open", "queries up", "gate, shared up", "experts up"}
     opens = [launch.triggers_late for launch in decoder.launches if launch.name == "mhc open"]
     assert opens == [True] + [False] * 2 * TINY.num_layers and decoder.launches[0].triggers_late
 
@@ -218,7 +219,7 @@ def test_places_are_taken_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "problem"),
     [
         ("mhc open", r"prepare .* reads .* before its PDL wait, but (sample|what came before the step)"),
-        ("queries", r"(attend|index scores).* reads layers\.\d\.(ring|keys) .* prepare"),
+        ("queries up", r"(attend|index scores).* reads layers\.\d\.(ring|keys) .* prepare"),
         ("experts up", r"experts down .* reads tasks .* route"),
         ("gate, shared up", r"experts up .* reads x(_in)? .* mhc close"),
     ],
@@ -323,6 +324,7 @@ def test_every_tensor_of_a_launcher_is_declared() -> None:
         ("exchange", ["gather_kernel"]),
         ("matvec", ["matvec_kernel"]),
         ("attention", ["attention_kernel"]),
+        ("index", ["queries_kernel", "scores_kernel"]),
     ],
 )
 def test_cuda_kernels_are_the_known_ones(source: str, names: list[str]) -> None:
@@ -330,19 +332,12 @@ def test_cuda_kernels_are_the_known_ones(source: str, names: list[str]) -> None:
     assert [name for name, text in functions(source).items() if "__global__" in text] == names
 
 
-@pytest.mark.parametrize(
-    ("source", "name"),
-    [("route", "route_kernel"), ("choose", "select_few_kernel"), ("choose", "select_many_kernel")],
-)
-def test_choices_wait(source: str, name: str) -> None:
+def test_routing_waits() -> None:
     """At the outermost level, before any way out; no input of the step is read before but through L2."""
-    early = until_wait(functions(source)[name])
+    early = until_wait(functions("route")["route_kernel"])
     assert early.count("{") == early.count("}") + 1, "the wait is inside a branch"
     assert "return;" not in early and "launch_dependents();" in early and "p.logits" not in early
-    choice = COMMENT.sub("", build.source_path("choose").read_text()).split("struct Choice")[1].split("};")[0]
-    methods = choice[choice.index("count(int row)") : choice.index("place(")]
-    for text in (early, methods):
-        assert not re.search(r"\b(ids|positions|slots|counts|pages|logits)\[", text), "through L1"
+    assert not re.search(r"\b(ids|positions|counts|logits)\[", early), "through L1"
 
 
 STEP_INPUT = r"\b(positions|slots|page_table|listed|pages|row_pages)\["  # not through __ldcg, so through L1
@@ -363,7 +358,7 @@ def test_attention_waits() -> None:
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_the_step_of_flash_is_safe(rows: int) -> None:
-    """Attention in one launch: "queries up" triggers late where no `queries` follows it."""
+    """Attention in one launch."""
     c = preset("flash")
     c = replace(c, layers=c.layers[:4], num_experts=16, vocab_size=512)
     decoder = planned(c, rows, context=4096)
@@ -371,11 +366,15 @@ def test_the_step_of_flash_is_safe(rows: int) -> None:
     assert "combine" not in names
     assert names.count("queries") == sum(layer.kind == "csa" for layer in c.layers)
     checked(decoder, lambda launch: launch)
-    for name, reader in (("queries up", "attend (sliding|hca)"), ("queries", "(attend csa|index scores)")):
+    for reader in ("attend (sliding|hca)", "(attend csa|index scores)"):
+        kind = {"sliding", "hca"} if "hca" in reader else {"csa"}
+        late = [layer.kind in kind for layer in c.layers]
+
+        def early(it: Launch, of: Iterator[bool]) -> Launch:
+            return replace(it, triggers_late=False) if it.name == "queries up" and next(of) else it
+
         with pytest.raises(AssertionError, match=rf"{reader}.* reads layers\.\d\.(ring|keys) .* prepare"):
-            checked(
-                decoder, lambda it, name=name: replace(it, triggers_late=it.triggers_late and it.name != name)
-            )
+            checked(decoder, partial(early, of=iter(late)))
 
 
 def test_mix_close_waits() -> None:
@@ -482,10 +481,9 @@ def test_prompts_are_serial(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_wait_that_moves_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """The scan itself: a wait behind a condition, and an early way out."""
-    text, others = build.source_path("route").read_text(), build.source_path("choose").read_text()
+    text = build.source_path("route").read_text()
     monkeypatch.setattr(build, "source_path", lambda name: tmp_path / f"{name}.cu")
-    (tmp_path / "choose.cu").write_text(others)
     for old, new in ((WAIT, "if (blockIdx.x) { " + WAIT + " }"), (WAIT, "if (!blockIdx.x) return;\n" + WAIT)):
         (tmp_path / "route.cu").write_text(text.replace(old, new))
         with pytest.raises(AssertionError):
-            test_choices_wait("route", "route_kernel")
+            test_routing_waits()

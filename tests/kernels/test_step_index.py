@@ -31,8 +31,6 @@ def test_scores(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Few programs: each walks several blocks.
-    monkeypatch.setattr(kernels, "MAX_PROGRAMS", programs)
     cap = page * pages
     positions = torch.tensor([cap * ratio - 1, 0, -1, ratio - 1, ratio * 128 + 1, cap * ratio - 2])
     slots = torch.tensor([2, 1, 0, 3, 2, 3])
@@ -43,14 +41,21 @@ def test_scores(
     iq = mxfp4_round(rand(rows, heads, di, seed=3)).to(dtype)
     weights, factor = rand(rows, heads, seed=4, dtype=dtype), di**-0.5 * heads**-0.5
     outs = []
-    for multiprocessors in (0, 1 << 30):  # programs of many keys, and of few
+    # Programs of many keys, and of few; index.cu, where it serves, in two forms. Few programs walk over keys.
+    for multiprocessors, single, most in (
+        *((0, 0, programs), (1 << 30, 0, programs)),
+        *((0, rows, programs), (0, rows, 1 << 30)),
+    ):
         monkeypatch.setattr(kernels, "MULTIPROCESSORS", multiprocessors)
+        monkeypatch.setattr(kernels, "MAX_ROWS", single)
+        monkeypatch.setattr(kernels, "MAX_PROGRAMS", most)
         outs.append(out := blank(rows, cap))
         kernels.scores(
             *(there(iq), there(weights), moved(keys), there(page_table), there(slots), there(positions)),
             *(out, ratio, page, factor),
         )
-    assert torch.equal(outs[0].view(torch.int32), outs[1].view(torch.int32)), "a row alone has other scores"
+    for other in outs[1:]:
+        assert torch.equal(outs[0].view(torch.int32), other.view(torch.int32)), "a row alone has other scores"
     for t in range(rows):
         count = (int(positions[t]) + 1) // ratio
         table = decode(keys.take(ref.pool_rows(page_table, int(slots[t]), count, page)))

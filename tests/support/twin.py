@@ -3,6 +3,8 @@
 import ctypes
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,3 +43,15 @@ def _build(name: str, level: str, factory: pytest.TempPathFactory) -> ctypes.CDL
 def at(tensor: Tensor | None) -> ctypes.c_void_p:
     assert tensor is None or tensor.is_contiguous()
     return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+@contextmanager
+def unfinished(twin: ctypes.CDLL, *tensors: Tensor) -> Iterator[None]:
+    """Inside, a launch finds noise in these until it has waited, as if earlier ones were still writing them,
+    and may not write them before. Every thread has to wait, once."""
+    for tensor in tensors:
+        twin.expect(at(tensor), ctypes.c_size_t(tensor.nbytes))
+    try:
+        yield
+    finally:
+        twin.expect(None, ctypes.c_size_t(0))

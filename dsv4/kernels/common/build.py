@@ -26,7 +26,7 @@ from dsv4.errors import DeviceError
 from dsv4.kernels.common import driver
 
 HERE = Path(__file__).parents[1]
-_DECODE = ("matvec", "open", "mix", "route", "choose", "sample", "exchange", "attention")
+_DECODE = ("matvec", "open", "mix", "route", "choose", "index", "sample", "exchange", "attention")
 # Which folder of kernels/ each lies in.
 SOURCES = {
     **{name: "decode" for name in _DECODE},

@@ -34,11 +34,7 @@ __device__ __forceinline__ uint16_t e4m3_codes(float a, float b) {
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(b), "f"(a));
     return codes;
 }
-__device__ __forceinline__ float2 e4m3_values(uint16_t codes) {
-    uint32_t halves;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
-    return __half22float2(__half2{halves});
-}
+__device__ __forceinline__ float2 e4m3_values(uint16_t codes) { return __half22float2(__half2{e4m3x2(codes)}); }
 __device__ __forceinline__ uint32_t bf16_pair(float low, float high) { return __floats2bfloat162_rn(low, high).bits; }
 __device__ __forceinline__ uint32_t f16_pair(float low, float high) { return __floats2half2_rn(low, high).bits; }
 // Of both halves, in FP16: a - b, at least 0 and at most 1; a b, a b + c.

@@ -35,14 +35,8 @@ __device__ __forceinline__ uint4 stream(const uint4* p) {
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
     return v;
 }
-__device__ __forceinline__ uint32_t e4m3x2(uint16_t codes) {
-    uint32_t halves;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
-    return halves;
-}
 __device__ __forceinline__ float2 e4m3_pair(uint32_t word, int high) {
-    uint32_t h = e4m3x2((uint16_t)(high ? word >> 16 : word & 0xFFFF));
-    return __half22float2(*reinterpret_cast<__half2*>(&h));
+    return __half22float2(__half2{e4m3x2((uint16_t)(high ? word >> 16 : word & 0xFFFF))});
 }
 // Codes 0 and 255 have one mantissa bit: the subnormal 2^-127, and NaN. (In C++ this takes 16 registers more.)
 __device__ __forceinline__ float e8m0(uint32_t code) {

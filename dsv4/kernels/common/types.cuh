@@ -1,5 +1,5 @@
-// Decode step and prompts: integers of a known size, and of FP16 and BF16 what the kernels use. NVRTC has no headers, and CUDA's own come with the
-// toolkit. Names and results are those of stdint.h, cuda_fp16.h and cuda_bf16.h.
+// Decode step and prompts: integers of a known size, and of FP16, BF16 and E4M3 what the kernels use. NVRTC has no headers, and CUDA's own come with the
+// toolkit. But for e4m3x2, names and results are those of stdint.h, cuda_fp16.h and cuda_bf16.h.
 #pragma once
 #ifdef __CUDACC_RTC__
 typedef unsigned char uint8_t;
@@ -54,4 +54,10 @@ __device__ __forceinline__ __half2 __high2half2(__half2 v) {
     __half2 r;
     asm("{\n.reg .f16 low, high;\nmov.b32 {low, high}, %1;\nmov.b32 %0, {high, high};\n}" : "=r"(r.bits) : "r"(v.bits));
     return r;
+}
+// The two values of E4M3 codes, as FP16 holds them.
+__device__ __forceinline__ uint32_t e4m3x2(uint16_t codes) {
+    uint32_t halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
+    return halves;
 }

@@ -3,6 +3,7 @@
 #include "order.cuh"
 
 constexpr int CLUSTER = 8, THREADS = 1024;   // of a long row
+constexpr int FEW_KEYS = 8;                   // of a thread, of a row that one block takes
 constexpr int BIN_BITS = 8, BINS = 1 << BIN_BITS, ROUNDS = 32 / BIN_BITS;
 
 // The `topk` largest of a row's first `count` scores, the lower index on a tie, in rising order, as places in the pool;
@@ -17,14 +18,16 @@ struct Choice {
     const int64_t* slots;       // [rows]
     int pages, page_entries, topk;
     int fewest, most;           // entries of a row that this launch chooses from; other rows are another launch's
+    int warms;                  // its instructions, before the wait
+    uint64_t page_share;        // 2^42 / page_entries, rounded up: entries and pages have fewer than 2^21
     int* out;                   // [rows][topk]
 
     // A position is below 2^31, or -1.
     __device__ __forceinline__ int count(int row) const { return (int)((uint32_t)(__ldcg(positions + row) + 1) / (uint32_t)ratio); }
     __device__ __forceinline__ const int* pages_of(int row) const { return page_table + __ldcg(slots + row) * pages; }
     __device__ __forceinline__ int place(const int* table, int entry) const {
-        const uint32_t page = (uint32_t)entry / (uint32_t)page_entries;
-        return (table[page] - (int)page) * page_entries + entry;
+        const uint32_t page = (uint32_t)((uint32_t)entry * page_share >> 42);
+        return (__ldcg(table + page) - (int)page) * page_entries + entry;
     }
 };
 
@@ -72,91 +75,101 @@ __device__ __forceinline__ void find(const uint32_t* bins, uint32_t need, Found*
         const uint32_t v = __shfl_down_sync(~0u, upto, i);
         if (lane + i < 32) upto += v;
     }
-    uint32_t above = upto - mine;
+    uint32_t above = upto - mine, total = above, bin = lane * EACH + EACH - 1, in = inside[EACH - 1];
     if (above >= need || upto < need) return;   // all lanes but one
 #pragma unroll
-    for (int i = EACH - 1; i >= 0; --i) {
-        if (above < need && above + inside[i] >= need) *found = {(uint32_t)(lane * EACH + i), above, inside[i]};
-        above += inside[i];
+    for (int i = EACH - 1; i > 0; --i) {
+        total += inside[i];
+        if (total < need) { above = total; bin = lane * EACH + i - 1; in = inside[i - 1]; }
     }
+    *found = {bin, above, in};
 }
 
-// A row of few entries is one block's: a warp has KEYS * 32 of them in a row, a lane KEYS of those in registers.
+// A row of few entries is one block's: each warp has as many, in a row, a lane KEYS of them in registers at most.
 struct Few {
     uint32_t bins[ROUNDS * BINS];
     uint32_t least[32], largest[32], tallies[32];   // of the warps
     Found found;
-    int table[256];   // pages of a row that has no more
+    uint32_t padding;
 };
 
-template <int WARPS, int KEYS>
-__global__ void __launch_bounds__(WARPS * 32) select_few_kernel(const Choice p) {
-    Few& s = *(Few*)shared_memory();
-    int* chosen = (int*)(&s + 1);   // [topk]
-    launch_dependents();
-    const int row = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, start = warp * KEYS * 32 + lane;
-    const int count = p.count(row), topk = p.topk;
+// A launch finds its instructions in no cache, and this code runs once: with `warms` it runs before the wait too, on a single number, so that it
+// is there when the scores are. Where every entry lies in the pool is known before.
+template <int WARPS, int KEYS> __device__ __forceinline__ void choose_few(const Choice& p, Few& s, int row, int count) {
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, topk = p.topk;
+    const int each = (count + WARPS * 32 - 1) / (WARPS * 32) * 32, start = warp * each + lane, end = min(warp * each + each, count);
     const int* pages = p.pages_of(row);
-#pragma unroll 1
-    for (int i = threadIdx.x; i < ROUNDS * BINS; i += WARPS * 32) s.bins[i] = 0;
-    if (p.pages <= sizeof s.table / sizeof *s.table) {
-#pragma unroll 1
-        for (int i = threadIdx.x; i < p.pages; i += WARPS * 32) s.table[i] = __ldcg(pages + i);
-        pages = s.table;
-    }
     int* to = p.out + (size_t)row * topk;
-    wait_for_prerequisites();
-    if (count > p.most) return;
+    int place[KEYS];
+#pragma unroll
+    for (int i = 0; i < KEYS; ++i) place[i] = p.place(pages, max(min(start + i * 32, count - 1), 0));
     if (count <= topk) {
-        __syncthreads();
+        wait_for_prerequisites();
+#pragma unroll
+        for (int i = 0; i < KEYS; ++i)
+            if (start + i * 32 < end) to[start + i * 32] = place[i];
 #pragma unroll 1
-        for (int i = threadIdx.x; i < topk; i += WARPS * 32) to[i] = i < count ? p.place(pages, i) : -1;
+        for (int i = count + threadIdx.x; i < topk; i += WARPS * 32) to[i] = -1;
         return;
     }
-    uint32_t key[KEYS], least = ~0u, largest = 0;   // 0, below every score's, beyond the last
-#pragma unroll
-    for (int i = 0; i < KEYS; ++i) key[i] = start + i * 32 < count ? __float_as_uint(__ldcg(p.scores + row * p.stride + start + i * 32)) : 0;
-#pragma unroll
-    for (int i = 0; i < KEYS; ++i) {
-        if (start + i * 32 < count) least = min(least, key[i] = order(__uint_as_float(key[i])));
-        largest = max(largest, key[i]);
-    }
-    least = __reduce_min_sync(~0u, least);
-    largest = __reduce_max_sync(~0u, largest);
-    if (lane == 0) { s.least[warp] = least; s.largest[warp] = largest; }
-    __syncthreads();
-    Search search(__reduce_min_sync(~0u, s.least[lane % WARPS]), __reduce_max_sync(~0u, s.largest[lane % WARPS]), topk);
+    bool is_real = !p.warms;
 #pragma unroll 1
-    for (uint32_t* bins = s.bins;; bins += BINS) {
-#pragma unroll
-        for (int i = 0; i < KEYS; ++i) search.count(key[i], bins);
-        __syncthreads();
-        if (warp == 0) find(bins, search.need, &s.found);
-        __syncthreads();
-        if (search.narrow(s.found.bin, s.found.above, s.found.inside)) break;
-    }
-    uint32_t mine = 0;   // of this warp: larger ones, and from bit 16 on equal ones
-#pragma unroll
-    for (int i = 0; i < KEYS; ++i) mine += (key[i] > search.low) + ((key[i] == search.low) << 16);
-    mine = __reduce_add_sync(~0u, mine);
-    if (lane == 0) s.tallies[warp] = mine;
-    __syncthreads();
-    const uint32_t tally = lane < WARPS ? s.tallies[lane] : 0;
-    const uint32_t all = __reduce_add_sync(~0u, tally), before = __reduce_add_sync(~0u, lane < warp ? tally : 0);
-    const uint32_t need = topk - (all & 0xFFFF), below = (1u << lane) - 1;   // of those equal to it, the first so many
-    uint32_t larger = before & 0xFFFF, equal = before >> 16;
-#pragma unroll
-    for (int i = 0; i < KEYS; ++i) {
-        const uint32_t more = __ballot_sync(~0u, key[i] > search.low), same = __ballot_sync(~0u, key[i] == search.low);
-        const uint32_t rank = larger + __popc(more & below), ties = equal + __popc(same & below);
-        if (more >> lane & 1) chosen[rank + min(ties, need)] = start + i * 32;
-        else if ((same >> lane & 1) && ties < need) chosen[rank + ties] = start + i * 32;
-        larger += __popc(more);
-        equal += __popc(same);
-    }
-    __syncthreads();
+    for (;; is_real = true) {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < topk; i += WARPS * 32) to[i] = p.place(pages, chosen[i]);
+        for (int i = threadIdx.x; i < ROUNDS * BINS; i += WARPS * 32) s.bins[i] = 0;
+        if (is_real) wait_for_prerequisites();
+        const float* from = is_real ? p.scores + row * p.stride : (const float*)(p.positions + row);
+        uint32_t key[KEYS], least = ~0u, largest = 0;   // 0, below every score's, beyond the last
+#pragma unroll
+        for (int i = 0; i < KEYS; ++i) key[i] = __float_as_uint(__ldcg(from + (is_real ? min(start + i * 32, count - 1) : 0)));
+#pragma unroll
+        for (int i = 0; i < KEYS; ++i) {
+            const bool is_one = start + i * 32 < end;
+            key[i] = is_one ? order(__uint_as_float(key[i])) : 0;
+            least = min(least, is_one ? key[i] : ~0u);
+            largest = max(largest, key[i]);
+        }
+        least = __reduce_min_sync(~0u, least);
+        largest = __reduce_max_sync(~0u, largest);
+        if (lane == 0) { s.least[warp] = least; s.largest[warp] = largest; }
+        __syncthreads();
+        Search search(__reduce_min_sync(~0u, s.least[lane % WARPS]), __reduce_max_sync(~0u, s.largest[lane % WARPS]), topk);
+#pragma unroll 1
+        for (uint32_t* bins = s.bins;; bins += BINS) {
+#pragma unroll
+            for (int i = 0; i < KEYS; ++i) search.count(key[i], bins);
+            __syncthreads();
+            if (warp == 0) find(bins, search.need, &s.found);
+            __syncthreads();
+            if (search.narrow(s.found.bin, s.found.above, s.found.inside)) break;
+        }
+        uint32_t mine = 0;   // of this warp: larger ones, and from bit 16 on equal ones
+#pragma unroll
+        for (int i = 0; i < KEYS; ++i) mine += (key[i] > search.low) + ((key[i] == search.low) << 16);
+        mine = __reduce_add_sync(~0u, mine);
+        if (lane == 0) s.tallies[warp] = mine;
+        __syncthreads();
+        const uint32_t tally = lane < WARPS ? s.tallies[lane] : 0;
+        const uint32_t all = __reduce_add_sync(~0u, tally), before = __reduce_add_sync(~0u, lane < warp ? tally : 0);
+        const uint32_t need = topk - (all & 0xFFFF), below = (1u << lane) - 1;   // of those equal to it, the first so many
+        uint32_t larger = before & 0xFFFF, equal = before >> 16;
+#pragma unroll
+        for (int i = 0; i < KEYS; ++i) {
+            const bool is_more = key[i] > search.low, is_same = key[i] == search.low;
+            const uint32_t more = __ballot_sync(~0u, is_more), same = __ballot_sync(~0u, is_same), ties = equal + __popc(same & below);
+            if (is_real && (is_more || (is_same && ties < need))) to[larger + __popc(more & below) + min(ties, need)] = place[i];
+            larger += __popc(more);
+            equal += __popc(same);
+        }
+        if (is_real) return;
+    }
+}
+
+template <int WARPS, int KEYS> __global__ void __launch_bounds__(WARPS * 32) select_few_kernel(const Choice p) {
+    launch_dependents();
+    const int row = blockIdx.x, count = p.count(row);
+    if (count > p.most) wait_for_prerequisites();
+    else choose_few<WARPS, KEYS>(p, *(Few*)shared_memory(), row, count);
 }
 
 // A long row is shared by a cluster of blocks, each with its part of the keys in shared memory.
@@ -169,13 +182,19 @@ struct Many {
     uint32_t padding;
 };
 
-__global__ void __launch_bounds__(THREADS) select_many_kernel(const Choice p) {
+// `ALL`: rows of few entries too. Without, it takes half of the registers, so that two blocks are resident.
+template <bool ALL> __global__ void __launch_bounds__(THREADS) select_many_kernel(const Choice p) {
     Many& s = *(Many*)shared_memory();
     uint32_t* keys = (uint32_t*)(&s + 1);
     launch_dependents();
     const int row = blockIdx.x / CLUSTER, block = blockIdx.x % CLUSTER, tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
     const float* from = p.scores + row * p.stride;
     const int count = p.count(row), topk = p.topk;
+    if (ALL && count <= THREADS * FEW_KEYS) {
+        if (block == 0) choose_few<THREADS / 32, FEW_KEYS>(p, *(Few*)shared_memory(), row, count);
+        else wait_for_prerequisites();
+        return;
+    }
     const int* pages = p.pages_of(row);
     int* to = p.out + (size_t)row * topk;
     for (int i = tid; i < ROUNDS * BINS; i += THREADS) s.bins[i] = 0;
@@ -184,10 +203,6 @@ __global__ void __launch_bounds__(THREADS) select_many_kernel(const Choice p) {
     if (tid == 0) { s.least = ~0u; s.largest = 0; }
     wait_for_prerequisites();
     if (count < p.fewest) return;   // the same for all blocks of the row
-    if (count <= topk) {
-        for (int i = block * THREADS + tid; i < topk; i += THREADS * CLUSTER) to[i] = i < count ? p.place(pages, i) : -1;
-        return;
-    }
     const int each = (count + CLUSTER - 1) / CLUSTER, start = min(block * each, count), mine = min(each, count - start);
     uint32_t least = ~0u, largest = 0;
     for (int first = tid; first < mine; first += THREADS * 8) {
@@ -265,6 +280,8 @@ __global__ void __launch_bounds__(THREADS) select_many_kernel(const Choice p) {
 }
 
 // What choose.py launches.
-static_assert(CLUSTER == 8 && THREADS == 1024 && sizeof(Few) == 5516 && sizeof(Many) == 5464);
+static_assert(CLUSTER == 8 && THREADS == 1024 && sizeof(Few) == 4496 && sizeof(Many) == 5464);
 template __global__ void select_few_kernel<16, 4>(const Choice);
 template __global__ void select_few_kernel<32, 8>(const Choice);
+template __global__ void select_many_kernel<false>(const Choice);
+template __global__ void select_many_kernel<true>(const Choice);

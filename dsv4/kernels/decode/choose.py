@@ -16,7 +16,7 @@ CLUSTER = 8  # blocks that share a longer row, or the rows to be routed
 # Of route.cu, by experts of a lane, for a single row and for a batch: warps of a block, its shared memory.
 SINGLE = {8: (8, 2344), 16: (16, 2344)}
 BATCH = {8: (8, 21544), 16: (8, 38952)}
-FEW_SHARED, MANY_SHARED = 5516, 5464  # bytes of choose.cu's blocks beside what is chosen, or chosen from
+FEW_SHARED, MANY_SHARED = 4496, 5464  # bytes of choose.cu's blocks; a longer row's beside what is chosen from
 MAX_EXPERTS, MAX_CHOICES, MAX_PAIRS = 512, 32, 1024  # pairs: rows times choices
 
 
@@ -42,7 +42,8 @@ class _Choice(ctypes.Structure):
         ("ratio", ctypes.c_int),
         ("page_table", ctypes.c_void_p),
         ("slots", ctypes.c_void_p),
-        *((name, ctypes.c_int) for name in ("pages", "page_entries", "topk", "fewest", "most")),
+        *((name, ctypes.c_int) for name in ("pages", "page_entries", "topk", "fewest", "most", "warms")),
+        ("page_share", ctypes.c_uint64),
         ("out", ctypes.c_void_p),
     )
 
@@ -142,9 +143,12 @@ def select_rows(
         topk=out.shape[1],
         fewest=0,
         most=capacity,
+        warms=overlap,
+        page_share=-(-(1 << 42) // page_entries),
         out=out.data_ptr(),
     )
     assert capacity <= max_entries(architectures.capability(scores.device)), capacity
+    assert choice.topk <= FEW[-1][0] * FEW[-1][1] * 32, choice.topk
     few = next((size for size in FEW if capacity <= size[0] * size[1] * 32), None)
     if few is None and mixed:
         few = FEW[-1]
@@ -157,7 +161,7 @@ def select_rows(
             choice,
             blocks=rows,
             threads=32 * few[0],
-            shared=FEW_SHARED + 4 * choice.topk,
+            shared=FEW_SHARED,
             overlap=overlap,
         )
         if choice.most >= capacity:
@@ -165,7 +169,7 @@ def select_rows(
         choice.fewest, choice.most = choice.most + 1, capacity
     call(
         "choose",
-        "select_many_kernel",
+        f"select_many_kernel<{str(choice.fewest == 0).lower()}>",
         scores.device,
         choice,
         blocks=rows * CLUSTER,

@@ -32,6 +32,17 @@ template <int BYTES> __device__ __forceinline__ void copy_some(uint32_t to, cons
 }
 __device__ __forceinline__ void copy16(void* to, const void* from, bool is_there) { copy_some<16>(shared_address(to), from, is_there ? 16 : 0); }
 __device__ __forceinline__ void await_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// Of both halves, in BF16; what underflows stays.
+__device__ __forceinline__ uint32_t times_bf16(uint32_t a, uint32_t b) {
+    uint32_t out;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+    return out;
+}
+__device__ __forceinline__ float at_least_0(float x) {   // NaN stays
+    float y;
+    asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
+    return y;
+}
 __device__ __forceinline__ float power_of_two(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -1,9 +1,16 @@
-"""Decode step: scores of a CSA layer's index keys for each row. Replaces the product in index.select."""
+"""Decode step: scores of a CSA layer's index keys for each row. Replaces the product in index.select.
 
+In V4's sizes and BF16 index.cu does it for a single row, and the queries before it for any; Triton the rest.
+"""
+
+import ctypes
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4.kernels.common.build import address, call
 from dsv4.kernels.common.numbers import launch, launch_dependents, product, wait_for_prerequisites
 from dsv4.kernels.common.overlap import launcher
 from dsv4.quant.formats import Format, QuantTensor
@@ -13,9 +20,55 @@ MAX_HEADS, MIN_CHANNELS, MAX_CHANNELS = 64, 32, 128  # what queries and keys of 
 # at 4k and one row 4.9 -> 3.3 us, with 8 and 32 rows no faster.
 KEYS, FEW_KEYS, MULTIPROCESSORS = 128, 64, 132
 MAX_PROGRAMS = 2 * MULTIPROCESSORS  # per row
+# Numbers of index.cu, and how many rows it scores: more were not timed since it has a form for many keys.
+HEADS, WIDTH, ROPE, WARPS, BLOCK_KEYS, SHARED_BYTES = 64, 128, 64, 4, 16, 16640
+MAX_ROWS = 1
 # Keys enter the product 2^63 too small, which is exact (scales of 2^-62 to 2^64): one factor per value then
 # does for two, since 2^126, by which a code's bits are too small, and the scale would overflow together.
 LIFT = 63
+
+
+class _Queries(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "cos", "sin", "positions")),
+        ("warms", ctypes.c_int),
+    )
+
+
+class _Scores(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "weights", "keys", "scales", "page_table")),
+        *((name, ctypes.c_void_p) for name in ("slots", "positions", "out")),
+        ("stride", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in ("pages", "page_bits", "ratio_bits", "programs", "warms")),
+        ("factor", ctypes.c_float),
+    )
+
+
+def serves(iq: Tensor) -> bool:
+    """Whether index.cu takes queries of this size and type."""
+    return iq.is_cuda and iq.dtype == torch.bfloat16 and iq.shape[1:] == (HEADS, WIDTH)
+
+
+def rotate_round(iq: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, overlap: bool) -> None:
+    """What `queries` of prepare.py does with iq [T, Hi, di], where index.cu serves it."""
+    assert cos.shape[1] * 2 == sin.shape[1] * 2 == ROPE and cos.is_contiguous() and sin.is_contiguous()
+    given = _Queries(
+        q=iq.data_ptr(),
+        cos=cos.data_ptr(),
+        sin=sin.data_ptr(),
+        positions=positions.data_ptr(),
+        warms=overlap,
+    )
+    call(
+        "index",
+        "queries_kernel",
+        iq.device,
+        given,
+        blocks=iq.shape[0] * HEADS // WARPS,
+        threads=WARPS * 32,
+        overlap=overlap,
+    )
 
 
 @triton.jit
@@ -112,7 +165,40 @@ def scores(
     assert keys.format is Format.MXFP4 and keys.scale is not None and keys.shape[1] == di, keys.shape
     assert heads <= MAX_HEADS and MIN_CHANNELS <= di <= MAX_CHANNELS, (heads, di)
     assert iq.is_contiguous() and weights.shape == (rows, heads) and out.stride(1) == 1
-    if rows and out.shape[1]:
+    assert weights.is_contiguous() and weights.dtype == iq.dtype
+    if not rows or not out.shape[1]:
+        return
+    programs = min(triton.cdiv(out.shape[1], BLOCK_KEYS), MAX_PROGRAMS)
+    are_powers = all(number & (number - 1) == 0 for number in (ratio, page_entries))
+    if serves(iq) and are_powers and rows <= MAX_ROWS:
+        given = _Scores(
+            q=iq.data_ptr(),
+            weights=weights.data_ptr(),
+            keys=keys.data.data_ptr(),
+            scales=address(keys.scale),
+            page_table=page_table.data_ptr(),
+            slots=slots.data_ptr(),
+            positions=positions.data_ptr(),
+            out=out.data_ptr(),
+            stride=out.stride(0),
+            pages=page_table.stride(0),
+            page_bits=page_entries.bit_length() - 1,
+            ratio_bits=ratio.bit_length() - 1,
+            programs=programs,
+            warms=overlap,
+            factor=factor,
+        )
+        call(
+            "index",
+            "scores_kernel",
+            iq.device,
+            given,
+            blocks=rows * programs,
+            threads=WARPS * 32,
+            shared=SHARED_BYTES,
+            overlap=overlap,
+        )
+    else:
         is_few = rows * triton.cdiv(out.shape[1], FEW_KEYS) <= MULTIPROCESSORS
         block = FEW_KEYS if is_few else KEYS
         launch(

@@ -53,6 +53,7 @@ def _open(
     assert n == STREAMS and mixes in (n, n * (n + 2)) and fn.shape[1] == n * d, (streams.shape, fn.shape)
     assert partial.shape == (rows, chunks, WIDTH), partial.shape
     assert streams.is_contiguous() and fn.is_contiguous() and partial.is_contiguous()
+    assert streams.numel() < 2**31, "offsets are 32 bits"
     assert peers is None or (rows <= peers.rows and d == peers.hidden), (streams.shape, peers)
     # Each keeps its part of fn for all its rows. With peers all blocks are resident at once: a block that
     # waits may keep none from starting.
@@ -113,7 +114,7 @@ def mix_open(
     """
     rows, n, d = streams.shape
     assert y.shape[::2] == (rows, d) and y.is_contiguous() and y.shape[1], y.shape
-    assert max(y.numel(), streams.numel()) < 2**31, "offsets are 32 bits"
+    assert y.numel() < 2**31, "offsets are 32 bits"
     is_wide = y.dtype == torch.float32
     assert is_wide or (y.dtype == streams.dtype and peers is None and chosen is None), y.dtype
     assert gate.shape == (rows, n) and comb.shape == (rows, n, n), (gate.shape, comb.shape)

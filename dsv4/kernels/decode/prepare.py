@@ -31,6 +31,7 @@ from dsv4.kernels.common.numbers import (
 from dsv4.kernels.common.overlap import launcher
 from dsv4.kernels.common.quantize import round_row
 from dsv4.kernels.common.shapes import HOW
+from dsv4.kernels.decode import index
 from dsv4.quant.formats import FP8_TILE, Format, QuantTensor
 
 FEW_ROWS = tl.constexpr(8)  # of a block and the one before it: each row lies in registers of its own
@@ -375,7 +376,6 @@ def _index_query(iq_ptr, cos_ptr, sin_ptr, pos, DI: tl.constexpr, HALF: tl.const
     iq = iq_ptr + tl.arange(0, DI)
     cos, sin = angles(cos_ptr, sin_ptr, pos, 1.0, DI - 2 * HALF, HALF, DI)
     wait_for_prerequisites()
-    launch_dependents()
     y = rotate(tl.load(iq).to(tl.float32), cos, sin, act)
     codes, scale = mxfp4_blocks(hadamard(y, act))
     y = tl.reshape(e2m1_decode(codes) * power(scale)[:, None], (DI,))
@@ -385,10 +385,10 @@ def _index_query(iq_ptr, cos_ptr, sin_ptr, pos, DI: tl.constexpr, HALF: tl.const
 @triton.jit
 def _queries_kernel(q_ptr, iq_ptr, cos_ptr, sin_ptr, positions_ptr, eps, H: tl.constexpr, D: tl.constexpr,  # type: ignore[no-untyped-def]
                     SIZE: tl.constexpr, HI: tl.constexpr, DI: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
+    launch_dependents()
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     pos = tl.maximum(tl.load(positions_ptr + row, cache_modifier=".cg"), 0)
-    # Late: index scores and attention read what `prepare` wrote to the cache before they wait.
     if H == 0:
         _index_query(iq_ptr + (row * HI + head) * DI, cos_ptr, sin_ptr, pos, DI, HALF)
     elif head < H:
@@ -397,21 +397,18 @@ def _queries_kernel(q_ptr, iq_ptr, cos_ptr, sin_ptr, positions_ptr, eps, H: tl.c
         q = q_ptr + (row * H + head) * D
         cos, sin = angles(cos_ptr, sin_ptr, pos, 1.0, D - 2 * HALF, HALF, SIZE)
         wait_for_prerequisites()
-        launch_dependents()
         x = norm(channels(q, D, SIZE).to(tl.float32), None, eps, D, act)
         tl.store(q + c, rotate(x, cos, sin, act).to(act), mask=c < D)
     elif HI > 0:
         _index_query(iq_ptr + (row * HI + head - H) * DI, cos_ptr, sin_ptr, pos, DI, HALF)
     else:
         wait_for_prerequisites()
-        launch_dependents()
 
 
 @launcher(
     reads=("q", "iq"),
     reads_early=("cos", "sin", "positions"),
     writes=("q", "iq"),
-    triggers_late=True,
 )
 def queries(
     q: Tensor | None,
@@ -428,7 +425,9 @@ def queries(
     hi, di = (0, 0) if iq is None else iq.shape[1:]
     assert all(x is None or (x.is_contiguous() and len(x) == rows) for x in (q, iq)) and h + hi > 0
     assert di == 0 or (di >= max(32, 2 * cos.shape[1]) and di & (di - 1) == 0), f"{di} index channels"
-    if rows:
+    if rows and q is None and iq is not None and index.serves(iq):
+        index.rotate_round(iq, cos, sin, positions, overlap)
+    elif rows:
         launch(
             _queries_kernel,
             grid=(h + hi, rows),
