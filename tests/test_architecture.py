@@ -113,10 +113,11 @@ def test_kernels_say_when_they_run() -> None:
         "prefill": ("Prompts: ",),
         "common": ("Decode step and prompts: ", "Decode step: ", "Prompts: ", "Start: ", "Bench: "),
     }
-    for folder, begins in phases.items():
-        paths = sorted((PACKAGE / "kernels" / folder).glob("*.*"))
-        assert paths
-        for path in paths:
+    folders = [((PACKAGE / "kernels" / name).glob("*.*"), begins) for name, begins in phases.items()]
+    for paths, begins in [*folders, ((PACKAGE / "ops").glob("*/gpu.py"), phases["prefill"])]:
+        found = sorted(paths)
+        assert found
+        for path in found:
             first = path.read_text().splitlines()[0].removeprefix('"""').removeprefix("// ")
             assert first.startswith(begins), f"{path.name}: {first!r} does not begin with one of {begins}"
 

@@ -1,4 +1,4 @@
-"""Prompt attention: one program per token and group of heads, keys gathered in blocks, a running softmax in
+"""Prompts: attention, one program per token and group of heads, keys gathered in blocks, a running softmax in
 one fixed order of blocks. A block without keys changes no bit, hence padding of `rows` neither. Nothing
 depends on how many entries there can be: a program ends with those that its token sees.
 

@@ -1,4 +1,4 @@
-"""Pooling in Triton: a block's rows and some channels in one program."""
+"""Prompts: pooling in Triton, a block's rows and some channels in one program."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""Experts of prompts: pairs of token and choice sorted by expert, then many experts in one launch.
+"""Prompts: experts. Pairs of token and choice sorted by expert, then many experts in one launch.
 
 BF16 on Hopper (product.cuh), and NVFP4 where tensor cores multiply it (fp4.py): all of it on the device,
 without a wait. Else, float32 among it, by Triton, a few experts unpacked at a time; there the counts come to

@@ -1,5 +1,6 @@
-"""Index selection in Triton: scores of a block of queries against a block of keys on tensor cores, then an
-exact choice. Nothing loops over tokens in Python, and what a program does ends with what its tokens see."""
+"""Prompts: index selection in Triton, scores of a block of queries against a block of keys on tensor cores,
+then an exact choice. Nothing loops over tokens in Python, and what a program does ends with what its tokens
+see."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""Products for prompts, where a weight meets many rows.
+"""Prompts: products, where a weight meets many rows.
 
 BF16 on Hopper: weights are decoded in registers (product.cuh); a8 runs on FP8 tensor cores. NVFP4 activations
 and weights, where tensor cores multiply FP4: codes as they are (fp4.py). Else, float32 among it, weights are

@@ -1,5 +1,6 @@
-"""Hyper-connections in Triton: the mixes' product with the norm's sum in one read of the streams, in parts of
-some channels; then, token by token, what they become and the weighted sum. Parts are added in one order.
+"""Prompts: hyper-connections in Triton, the mixes' product with the norm's sum in one read of the streams, in
+parts of some channels; then, token by token, what they become and the weighted sum. Parts are added in one
+order.
 
 `enter` serves the published sizes in BF16: from one site into the next in two launches (streams.cu).
 """

@@ -1,4 +1,4 @@
-"""RMSNorm in one Triton launch."""
+"""Prompts: RMSNorm in one Triton launch."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""Queries and raw keys in Triton: norm and rotation in one launch, the KV8 form in another."""
+"""Prompts: queries and raw keys in Triton, norm and rotation in one launch, the KV8 form in another."""
 
 from torch import Tensor
 

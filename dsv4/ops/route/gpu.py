@@ -1,4 +1,4 @@
-"""Routing on the GPU: the gate's product in tiles, then choice and weights in one launch."""
+"""Prompts: routing, the gate's product in tiles, then choice and weights in one launch."""
 
 import torch
 import triton

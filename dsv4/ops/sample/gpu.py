@@ -1,4 +1,4 @@
-"""Sampling for all rows in one launch. For prompts: one by one, so without PDL."""
+"""Prompts: sampling, all rows in one launch, one by one, so without PDL."""
 
 import torch
 from torch import Tensor
