@@ -165,7 +165,8 @@ def test_scales_up_to_the_limit(twin: ctypes.CDLL, monkeypatch: pytest.MonkeyPat
 
 
 def test_who_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """index.cu has its own sizes, pages it can shift by, and a single row in a cache of any size."""
+    """index.cu has its own sizes, pages it can shift by, and one row in a cache of any size; more rows where
+    Triton adds up in another order. There Triton has one tile, for any number of rows."""
     sizes = {"is_cuda": True, "dtype": torch.bfloat16, "shape": torch.Size((1, HEADS, WIDTH))}
     assert index.serves(SimpleNamespace(**sizes))  # type: ignore[arg-type]
     for name, other in (
@@ -178,18 +179,21 @@ def test_who_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     monkeypatch.setattr(index, "serves", lambda iq: True)
     monkeypatch.setattr(index, "call", lambda *given, **how: seen.append(f"{how['blocks']} blocks"))
-    monkeypatch.setattr(index, "launch", lambda *given, **how: seen.append("triton"))
-    for rows, entries, ratio, page in (
-        *((1, 2112, 4, 64), (1, 4225, 4, 64), (1, 262144, 4, 64), (2, 16, 4, 64)),
-        *((1, 64, 4, 6), (1, 64, 3, 64)),
+    monkeypatch.setattr(index, "launch", lambda *given, **how: seen.append(f"{how['BLOCK']} keys"))
+    for gpu, rows, entries, ratio, page in (
+        *((90, 1, 2112, 4, 64), (90, 1, 4225, 4, 64), (90, 1, 262144, 4, 64), (90, 2, 16, 4, 64)),
+        *((90, 1, 64, 4, 6), (90, 1, 64, 3, 64), (100, 2, 64, 4, 64), (120, 32, 64, 4, 64)),
+        *((90, 1, 64, 4, 6), (100, 1, 64, 4, 6), (120, 1, 64, 4, 6)),
     ):
+        monkeypatch.setattr(index, "capability", lambda device, gpu=gpu: gpu)
         longs = torch.zeros(rows, dtype=torch.long)
         iq = torch.zeros(rows, HEADS, WIDTH, dtype=torch.bfloat16)
         keys = encode_kv(torch.zeros(page, WIDTH), 0, Format.MXFP4)
         table = torch.zeros(rows, 99, dtype=torch.int32)
         scores = torch.zeros(rows, entries)
         index.scores(iq, iq[:, :, 0].contiguous(), keys, table, longs, longs, scores, ratio, page, 1.0)
-    assert seen == ["132 blocks", "264 blocks", "264 blocks", "triton", "triton", "triton"]
+    found = ["132 blocks", "264 blocks", "264 blocks", "64 keys", "64 keys", "64 keys"]
+    assert seen == [*found, "8 blocks", "128 blocks", "64 keys", "128 keys", "128 keys"]
 
 
 def test_shared_memory_is_what_the_source_takes() -> None:
