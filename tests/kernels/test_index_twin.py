@@ -29,6 +29,8 @@ def launches(twin: ctypes.CDLL, seed: int) -> Callable[..., None]:
 
     def call(source: str, kernel: str, device: torch.device, given: Any, blocks: int, **how: int) -> None:
         assert source == "index" and how["threads"] == 32 * index.WARPS
+        assert given.warms == how["overlap"], "serial launches start when all is there: work for nobody"
+        assert how.get("shared", 0) == (index.SHARED_BYTES if kernel == "scores_kernel" else 0)
         problem = getattr(twin, kernel.removesuffix("_kernel"))(ctypes.byref(given), blocks, seed)
         assert problem == b"", problem.decode()
 
@@ -162,6 +164,49 @@ def test_scales_up_to_the_limit(twin: ctypes.CDLL, monkeypatch: pytest.MonkeyPat
     fits = torch.arange(count)[codes <= 191]
     want = wanted(iq[0], weights[0], decode(keys.take(fits)), 0.0125)
     assert torch.equal(out[0, fits].view(torch.int32), want.view(torch.int32))
+
+
+def test_few_and_many_keys_give_the_same_bits(twin: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which form scores a key depends on how many there are. Every scale, queries of any size, zeros of both
+    signs, infinity, NaN, and zero times infinity."""
+    monkeypatch.setattr(index, "call", launches(twin, seed=1))
+    monkeypatch.setattr(index, "serves", lambda iq: True)
+    pages = 40
+    count = pages * PAGE
+    keys = encode_kv(torch.randn(count, WIDTH, generator=generator(1)), 0, Format.MXFP4)
+    assert keys.scale is not None
+    keys.data.copy_(torch.randint(0, 256, keys.data.shape, generator=generator(2)))
+    keys.scale.copy_(torch.randint(60, 192, keys.scale.shape, generator=generator(3)))
+    keys.scale[:256] = torch.arange(256).unsqueeze(1)
+    iq = torch.randn(6, HEADS, WIDTH, generator=generator(4))
+    weights = torch.randn(6, HEADS, generator=generator(5))
+    iq *= 2.0 ** torch.tensor([0, -130, 100, 0, 0, 0]).view(6, 1, 1)
+    iq[3, ::2], iq[4, 7, 3], iq[5, 9, 5] = -0.0, torch.inf, torch.nan
+    weights[3, :20], weights[3, 20:40], weights[4, :30] = 0.0, -0.0, 0.0
+    weights[0, 5] = torch.inf
+    monkeypatch.setattr(index, "MAX_ROWS", 6)
+    outs = []
+    for programs in (1 << 30, 3, 1):
+        monkeypatch.setattr(index, "MAX_PROGRAMS", programs)
+        outs.append(out := torch.full((6, count), 77.0))
+        index.scores(
+            iq=mxfp4_round(iq).bfloat16(),
+            weights=weights.bfloat16(),
+            keys=keys,
+            page_table=torch.randperm(pages, generator=generator(6)).int().unsqueeze(0),
+            slots=torch.zeros(6, dtype=torch.long),
+            positions=torch.full((6,), count * RATIO - 1),
+            out=out,
+            ratio=RATIO,
+            page_entries=PAGE,
+            factor=0.0125,
+        )
+    for row, got in enumerate(outs[0]):
+        assert bool(got.isnan().any()) and not bool(got.eq(77).any()), row
+        assert row in (0, 4, 5) or bool(got.isfinite().any()), row
+        for other in outs[1:]:
+            a, b = (it.where(~it.isnan(), torch.nan).view(torch.int32) for it in (got, other[row]))
+            assert torch.equal(a, b), row
 
 
 def test_who_scores(monkeypatch: pytest.MonkeyPatch) -> None:
