@@ -57,6 +57,10 @@ def test_the_index_waits() -> None:
     assert "bool is_real = !p.warms;" in early and "for (;; is_real = true) {" in early
     assert late.index("if (!is_real) continue;") < late.index("p.out[") < late.index("return;")
     keys = text.split("struct Keys {")[1].split("\n};")[0]
+    # `prepare` has written some of these in this step: L1 may hold what lay there before.
+    assert re.findall(r"\b(pages|words|scales)\[i\](?:\[j\])? = (\w+)\(", keys) == [
+        *(("pages", "__ldcg"), ("words", "__ldcg"), ("scales", "__ldcg"))
+    ]
     early_many, _ = many.split(f"\n    {WAIT}")
     assert early_many.count("{") == early_many.count("}") + 1, "the wait is inside a branch"
     for part in (kernel, early, early_many, keys):
