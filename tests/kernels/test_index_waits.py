@@ -10,7 +10,7 @@ def test_choices_wait() -> None:
     """Each way out of a kernel has one wait before it; scores are read after it, the rest through L2."""
     found = functions("choose")
     text = COMMENT.sub("", build.source_path("choose").read_text())
-    assert not re.search(r"\b(positions|slots|pages|scores)\[", text), "through L1"
+    assert not re.search(r"\b(positions|slots|pages|table|scores)\[", text), "through L1"
     few, many = found["choose_few"], found["select_many_kernel"]
     short, loop = few.split("bool is_real = !p.warms;")
     assert short.count(WAIT) == short.count("return;") == 1 and short.index(WAIT) < short.index("to[")
