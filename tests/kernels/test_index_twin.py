@@ -166,6 +166,20 @@ def test_scales_up_to_the_limit(twin: ctypes.CDLL, monkeypatch: pytest.MonkeyPat
     assert torch.equal(out[0, fits].view(torch.int32), want.view(torch.int32))
 
 
+@pytest.mark.parametrize("position", [-1, RATIO - 2, RATIO - 1])
+def test_a_row_without_keys_waits(twin: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, position: int) -> None:
+    """One of its blocks: else the launch would be complete before those ahead of it. Others leave at once."""
+    monkeypatch.setattr(index, "call", launches(twin, seed=1))
+    monkeypatch.setattr(index, "serves", lambda iq: True)
+    iq, out = torch.zeros(1, HEADS, WIDTH).bfloat16(), torch.full((1, 4 * PAGE), 77.0)
+    weights, keys = iq[:, :, 0].clone(), encode_kv(torch.randn(PAGE, WIDTH), 0, Format.MXFP4)
+    table, slots = torch.zeros(1, 4, dtype=torch.int32), torch.tensor([0])
+    with unfinished(twin, iq, weights, out):
+        index.scores(iq, weights, keys, table, slots, torch.tensor([position]), out, RATIO, PAGE, 0.0125)
+    count = (position + 1) // RATIO
+    assert bool(out[0, :count].eq(0).all()) and bool(out[0, count:].eq(77).all())
+
+
 def test_few_and_many_keys_give_the_same_bits(twin: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which form scores a key depends on how many there are. Every scale, queries of any size, zeros of both
     signs, infinity, NaN, and zero times infinity."""
