@@ -1,12 +1,7 @@
 """Compiles, without a GPU, the kernels that launchers would launch for given (meta) tensors."""
 
-import re
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,15 +11,6 @@ from dsv4.kernels.common import architectures
 from tests.support.cubin import resources
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
-
-
-# Whose PTX a GPU has too: Triton tells GPUs by the tens of their compute capability, and only where something
-# is multiplied. Not that of a kernel that reduces by redux.sync, which sm_100a has alone.
-SISTERS = {103: 100, 121: 120}
-ANY_BLACKWELL = {103: 100, 120: 100, 121: 100}
-REDUCES = {"_choose_kernel"}
-# These find a maximum of three operands at once on 10.0 and 12.0, of two on 10.3 and 12.1.
-FIND_MAXIMUM = {"_prepare_kernel", "_attend_kernel"}
 
 
 @contextmanager
@@ -41,22 +27,11 @@ def launching(note: Callable[..., None], capability: int) -> Iterator[None]:
 
 
 @contextmanager
-def compiling(
-    then: Callable[[str, Any], None], capability: int = 90, sister: int | None = None, is_whole: bool = True
-) -> Iterator[None]:
-    """Inside, a launch compiles the kernel and calls `then` with its name and what came out. `sister`: a GPU
-    whose PTX this one has too. Not `is_whole`: from that PTX; else it is compared."""
+def compiling(then: Callable[[str, Any], None], capability: int = 90) -> Iterator[None]:
+    """Inside, a launch compiles the kernel and calls `then` with its name and what came out."""
 
     def run(self: Any, *args: Any, **kwargs: Any) -> None:
-        name = self.fn.__name__
-        if is_whole or sister is None or name in REDUCES:
-            made = compile_launch(self, args, kwargs, capability)
-            if sister is not None and name not in REDUCES | FIND_MAXIMUM:
-                like = compile_launch(self, args, kwargs, sister)
-                assert code_of(made) == code_of(like), f"{name}: sm_{sister} does not stand for {capability}"
-        else:
-            made = assemble(compile_launch(self, args, kwargs, sister), sister, capability)
-        then(name, made)
+        then(self.fn.__name__, compile_launch(self, args, kwargs, capability))
 
     with launching(run, capability):
         yield
@@ -85,25 +60,6 @@ def compile_launch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
     source = triton.compiler.ASTSource(function, signature, constants, attributes)
     target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
     return triton.compile(source, target=target, options=options)
-
-
-def code_of(made: Any) -> str:
-    """Its PTX without the GPU's name and the places in the source."""
-    return re.sub(r"\.target sm_\w+|//.*|\.(file|loc)\s.*", "", made.asm["ptx"])
-
-
-def assemble(made: Any, of: int, capability: int) -> Any:
-    """What was compiled for one GPU, for another: the same PTX, by the assembler that Triton uses."""
-    ptx = made.asm["ptx"].replace(f".target sm_{of}a", f".target sm_{capability}a")
-    assert f".target sm_{capability}a" in ptx
-    ptxas = triton.backends.nvidia.compiler.get_ptxas(capability).path
-    with TemporaryDirectory() as folder:
-        source, out = Path(folder) / "in.ptx", Path(folder) / "out.cubin"
-        source.write_text(ptx)
-        command = [ptxas, f"--gpu-name=sm_{capability}a", source, "-o", out]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return SimpleNamespace(asm={"ptx": ptx, "cubin": out.read_bytes()}, metadata=made.metadata)
 
 
 def check_fits(name: str, made: Any, capability: int) -> None:

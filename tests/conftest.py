@@ -12,6 +12,7 @@ import torch
 from dsv4 import Engine, EngineConfig
 from dsv4.config import ModelConfig, preset
 from dsv4.lab.init import make
+from dsv4.ops._memory import recall
 
 # tests/test_machines.py runs some of the tests with two.
 THREADS = int(os.environ.get("DSV4_TEST_THREADS", "1"))
@@ -40,6 +41,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="minutes: run it with -m slow"))
         if item.get_closest_marker("ray") and config.getoption("-m") != "ray":
             item.add_marker(pytest.mark.skip(reason="needs Ray: make test-ray"))
+
+
+def pytest_runtest_setup() -> None:
+    """What another worker has measured of this machine meanwhile is not measured again."""
+    recall.cache_clear()
 
 
 def small_config() -> ModelConfig:

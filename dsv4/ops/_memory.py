@@ -25,7 +25,10 @@ def path_of(device: torch.device, threads: int) -> Path:
 @cache
 def recall(device: torch.device, threads: int) -> tuple[Facts, str]:
     """What an earlier start found, read once, and a sentence where that could not be read."""
-    path = path_of(device, threads)
+    return _read(path_of(device, threads))
+
+
+def _read(path: Path) -> tuple[Facts, str]:
     try:
         found = json.loads(path.read_text())["facts"]
         if wrong := [name for name, fact in found.items() if not _is_fact(name, fact)]:
@@ -47,10 +50,11 @@ def _is_fact(name: str, fact: Any) -> bool:
 
 def remember(device: torch.device, threads: int, found: Facts) -> str:
     """Add to the file what it lacks; a sentence where that was not possible."""
-    known, _ = recall(device, threads)
+    path = path_of(device, threads)
+    # As it is now: since it was recalled, other models and other processes have added to it.
+    known, _ = _read(path)
     if found.keys() <= known.keys():
         return ""
-    path = path_of(device, threads)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".new", delete=False) as file:

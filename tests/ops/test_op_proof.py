@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,14 @@ def test_what_was_found_is_remembered(folder: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(_product, "measure", lambda *_: pytest.fail("measured again"))
     assert settled() == first
     assert [*folder.glob("dsv4/exact/*")] == [file], "no temporary file stays behind"
+
+
+def test_a_second_model_takes_nothing_from_what_the_first_left(folder: Path) -> None:
+    first, threads = settled(), torch.get_num_threads()
+    other = exact.settle_exact(replace(preset("tiny"), hidden_size=96), 1, 512, CPU, threads)
+    (file,) = folder.glob("dsv4/exact/*.json")
+    assert not set(other.products) <= set(first.products)
+    assert {*first.products, *other.products} <= set(json.loads(file.read_text())["facts"])
 
 
 def test_another_setting_is_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import pytest
 from torch import Tensor
 
 from dsv4.kernels.common.build import INCLUDES
+from tests.support.once import folder_of_run, made_once
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on the PATH")
 _HERE = Path(__file__).parents[1] / "kernels"
@@ -32,12 +33,11 @@ def twin_of(name: str, level: str = "-O2", **results: Any) -> Any:
 
 
 def _build(name: str, level: str, factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    out = factory.mktemp("twin") / "twin.so"
     # Plain products and sums, as IEEE 754 has them; longjmp between stacks is what the emulator is about.
     flags = [level, "-std=c++17", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-w"]
-    command = ["g++", *flags, *INCLUDES, f"-I{_HERE}", "-o", str(out), str(_HERE / f"{name}_twin.cpp")]
-    subprocess.run(command, check=True, capture_output=True)
-    return ctypes.CDLL(str(out))
+    command = ["g++", *flags, *INCLUDES, f"-I{_HERE}", str(_HERE / f"{name}_twin.cpp"), "-o"]
+    make = lambda out: subprocess.run([*command, str(out)], check=True, capture_output=True)  # noqa: E731
+    return ctypes.CDLL(str(made_once(folder_of_run(factory, "twins") / f"{name}{level}.so", make)))
 
 
 def at(tensor: Tensor | None) -> ctypes.c_void_p:
