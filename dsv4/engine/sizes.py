@@ -69,6 +69,10 @@ def problems(c: ModelConfig, max_context: int = 0, capability: int = 90) -> list
             f"{c.index_heads} index heads, expected at most {index.MAX_HEADS}",
         ),
         (
+            c.index_topk > choose.MAX_TOPK,
+            f"{c.index_topk} entries to select, expected at most {choose.MAX_TOPK}",
+        ),
+        (
             c.vocab_size > sample.MAX_VOCAB,
             f"a vocabulary of {c.vocab_size}, expected at most {sample.MAX_VOCAB}",
         ),

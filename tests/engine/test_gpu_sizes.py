@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from dsv4.config import LayerSpec, ModelConfig, preset
+from dsv4.config import Activations, LayerSpec, ModelConfig, preset
 from dsv4.engine.sizes import check_sizes, problems
 from dsv4.errors import ConfigError
 from tests.support.dry import planned
@@ -21,6 +21,7 @@ BASE = replace(
     layers=(LayerSpec("sliding", 0, True), LayerSpec("csa", 4, False), LayerSpec("hca", 128, False)),
     num_mtp_layers=0,
 )
+SELECTING = 4  # tokens of an entry: with more of them than this times `index_topk` entries are selected
 # Field: the last value that runs, the first beyond it, what is said of that. The others are BASE's.
 EDGES: list[tuple[dict[str, int], dict[str, int], str]] = [
     ({"num_streams": 4}, {"num_streams": 5}, "5 streams, expected 4"),
@@ -60,6 +61,7 @@ EDGES: list[tuple[dict[str, int], dict[str, int], str]] = [
         "index keys of 96 channels, expected a power of two from 64 to 128",
     ),
     ({"index_heads": 64}, {"index_heads": 65}, "65 index heads, expected at most 64"),
+    ({"index_topk": 8192}, {"index_topk": 8193}, "8193 entries to select, expected at most 8192"),
     (
         {"vocab_size": 1 << 18},
         {"vocab_size": (1 << 18) + 1},
@@ -77,9 +79,10 @@ def test_the_last_size_is_planned_and_the_next_refused(
     last: dict[str, int], beyond: dict[str, int], said: str
 ) -> None:
     fits, too_much = replace(BASE, **last), replace(BASE, **beyond)  # type: ignore[arg-type]
-    check_sizes(fits)
+    context = SELECTING * fits.index_topk + 300
+    check_sizes(fits, context)
     for rows, dtype in ((1, torch.bfloat16), (32, torch.bfloat16), (8, torch.float32)):
-        planned(fits, rows, dtype)
+        assert planned(fits, rows, dtype, context).buffers.selects
     with pytest.raises(ConfigError, match=f"a model of {said}.*use --device cpu") as told:
         check_sizes(too_much)
     assert "\n" not in str(told.value)
@@ -103,7 +106,7 @@ SIZES = {
     "experts_per_token": (1, 6, 32),
     "index_dim": (64, 128),
     "index_heads": (1, 2, 64),
-    "index_topk": (4, 32, 200),
+    "index_topk": (4, 32, 200, 1024, 8192),
     "vocab_size": (60, 512),
 }
 
@@ -120,13 +123,22 @@ def configs(draw: st.DrawFn) -> ModelConfig:
 
 
 @settings(max_examples=40, deadline=None)
-@given(configs(), st.sampled_from((1, 2, 32)), st.sampled_from((torch.bfloat16, torch.float32)))
-def test_what_is_let_through_can_be_planned(c: ModelConfig, rows: int, dtype: torch.dtype) -> None:
-    found = problems(c)
+@given(
+    c=configs(),
+    rows=st.sampled_from((1, 2, 32)),
+    dtype=st.sampled_from((torch.bfloat16, torch.float32)),
+    layout=st.sampled_from(("modelopt", "official", "nvfp4")),
+    activations=st.sampled_from(("a16", "a8", "a4")),
+)
+def test_what_is_let_through_can_be_planned(
+    c: ModelConfig, rows: int, dtype: torch.dtype, layout: str, activations: Activations
+) -> None:
+    context = SELECTING * c.index_topk + 300
+    found = problems(c, context)
     for text in found:
         assert any(str(number) in text for number in _numbers(c)), text
     if not found:
-        planned(c, rows, dtype)
+        assert planned(c, rows, dtype, context, layout, activations).buffers.selects
 
 
 def _numbers(c: ModelConfig) -> list[int]:
@@ -141,7 +153,7 @@ def test_published_models_are_planned(name: str, rows: int) -> None:
     c = preset(name)
     layers = tuple(dict.fromkeys(c.layers))
     check_sizes(c, c.max_positions)
-    context = 4 * c.index_topk + 300  # so that entries are selected
+    context = SELECTING * c.index_topk + 300
     decoder = planned(replace(c, layers=layers, vocab_size=512), rows, context=context)
     assert decoder.buffers.selects
     assert (decoder.buffers.carry.numel() > 0) == (name == "pro")

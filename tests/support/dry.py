@@ -39,12 +39,12 @@ def planned(
 ) -> Decoder:
     """The step, each launch planned and asked for once: whatever a launcher asserts has been asserted."""
     with pytest.MonkeyPatch.context() as patch:
-        sizes = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
+        sizes = SimpleNamespace(multi_processor_count=MULTIPROCESSORS, major=9, minor=0)
         patch.setattr(torch.cuda, "get_device_properties", lambda device: sizes)
         patch.setattr(synthetic, "_random", _unmade)
         for module in (prepare, index, attend, quantize):
             patch.setattr(module, "launch", lambda kernel, grid, num_warps, overlap, **arguments: None)
-        for module in (mhc, choose, matvec, sample, attention):
+        for module in (mhc, choose, matvec, sample, attention, index, quantize):
             patch.setattr(module, "call", lambda *arguments, **how: None)
         ops = Ops.choose("cuda", **dict.fromkeys(IMPLEMENTATIONS, "gpu"))
         bundle = Bundle(c, synthetic.make_weights(c, layout, "cpu"), ops, Numerics(dtype, activations, True))

@@ -12,6 +12,7 @@ from dsv4.kernels.decode.matvec import COLUMNS, FLOAT_COLUMNS, Tasks
 
 # Warps of a block, and keys of a lane: rows of as many entries are chosen from in registers.
 FEW = ((16, 4), (32, 8))
+MAX_TOPK = FEW[-1][0] * FEW[-1][1] * 32
 CLUSTER = 8  # blocks that share a longer row, or the rows to be routed
 # Of route.cu, by experts of a lane, for a single row and for a batch: warps of a block, its shared memory.
 SINGLE = {8: (8, 2344), 16: (16, 2344)}
@@ -148,7 +149,7 @@ def select_rows(
         out=out.data_ptr(),
     )
     assert capacity <= max_entries(architectures.capability(scores.device)), capacity
-    assert choice.topk <= FEW[-1][0] * FEW[-1][1] * 32, choice.topk
+    assert choice.topk <= MAX_TOPK, choice.topk
     few = next((size for size in FEW if capacity <= size[0] * size[1] * 32), None)
     if few is None and mixed:
         few = FEW[-1]
