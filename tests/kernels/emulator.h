@@ -65,6 +65,7 @@ struct Thread {
     jmp_buf at;
     bool is_started = false, is_done = false, spins = false;
     bool has_waited = false, has_triggered = false, triggers_late = false;   // PDL
+    int waits = 0;
     const Barrier* waits_for = nullptr;   // until its turn is no longer this one
     uint64_t turn = 0, cluster_turn = 0;
 };
@@ -180,6 +181,7 @@ inline const char* run(int first, int count, int per_block, size_t shared_bytes,
         thread.stack.resize(32 << 10);
         thread.is_started = thread.is_done = thread.spins = false;
         thread.has_waited = thread.has_triggered = thread.triggers_late = false;
+        thread.waits = 0;
         thread.waits_for = nullptr;
         order.push_back(i);
     }
@@ -239,7 +241,8 @@ inline const char* run(int first, int count, int per_block, size_t shared_bytes,
     // A launch must not end before those ahead of it: its first block waits. Others that have nothing to do may leave.
     const bool has_left_early = prerequisites.arrived == 0 && first > 0;
     if (!pending.empty() && has_left_early) complete_prerequisites();
-    else if (!pending.empty() && prerequisites.arrived != (int)threads.size()) fail("not every thread waited, once, for what earlier launches write");
+    else if (!pending.empty() && std::any_of(threads.begin(), threads.end(), [](const Thread& it) { return it.waits != 1; }))
+        fail("not every thread waited, once, for what earlier launches write");
     return problem;
 }
 // So many bytes that the launches from now on find unfinished; 0 ends it.
@@ -314,6 +317,7 @@ inline void launch_dependents() {
 inline void wait_for_prerequisites() {
     emulator::now->has_waited = true;
     if (!emulator::complete_prerequisites) return;
+    ++emulator::now->waits;
     ++emulator::prerequisites.arrived;
     emulator::pause_for(emulator::prerequisites, 0);
 }

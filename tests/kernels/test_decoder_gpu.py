@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from dsv4.cache.store import Cache
 from dsv4.config import Activations, ModelConfig, preset
+from dsv4.kernels.decode import index
 from dsv4.lab.bench.decode import Wanted, fill
 from dsv4.lab.synthetic import make_weights, with_experts
 from dsv4.model.bundle import Bundle, Numerics
@@ -109,6 +110,12 @@ def test_the_same_bits(
             for i, (got, want) in enumerate(zip(found, wanted or found, strict=True)):
                 assert torch.equal(got, want), f"tensor {i} with overlap {overlap}, graph {graph}"
             wanted = wanted or found
+
+
+def test_a_row_of_many_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More keys than sixteen for each block, in two rounds, as in a context of 17,000 tokens and more."""
+    monkeypatch.setattr(index, "MAX_PROGRAMS", 8)
+    test_the_same_bits(CUT, "nvfp4", 2500, "a16", rows=1)
 
 
 Plant = Callable[[Running, Bundle, int, int], None]  # into row, slot

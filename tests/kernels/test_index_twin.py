@@ -29,6 +29,8 @@ def launches(twin: ctypes.CDLL, seed: int) -> Callable[..., None]:
 
     def call(source: str, kernel: str, device: torch.device, given: Any, blocks: int, **how: int) -> None:
         assert source == "index" and how["threads"] == 32 * index.WARPS
+        assert given.warms == how["overlap"], "serial launches start when all is there: work for nobody"
+        assert how.get("shared", 0) == (index.SHARED_BYTES if kernel == "scores_kernel" else 0)
         problem = getattr(twin, kernel.removesuffix("_kernel"))(ctypes.byref(given), blocks, seed)
         assert problem == b"", problem.decode()
 
@@ -164,8 +166,66 @@ def test_scales_up_to_the_limit(twin: ctypes.CDLL, monkeypatch: pytest.MonkeyPat
     assert torch.equal(out[0, fits].view(torch.int32), want.view(torch.int32))
 
 
+@pytest.mark.parametrize("position", [-1, RATIO - 2, RATIO - 1])
+def test_a_row_without_keys_waits(twin: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, position: int) -> None:
+    """One of its blocks: else the launch would be complete before those ahead of it. Others leave at once."""
+    monkeypatch.setattr(index, "call", launches(twin, seed=1))
+    monkeypatch.setattr(index, "serves", lambda iq: True)
+    iq, out = torch.zeros(1, HEADS, WIDTH).bfloat16(), torch.full((1, 4 * PAGE), 77.0)
+    weights, keys = iq[:, :, 0].clone(), encode_kv(torch.randn(PAGE, WIDTH), 0, Format.MXFP4)
+    table, slots = torch.zeros(1, 4, dtype=torch.int32), torch.tensor([0])
+    with unfinished(twin, iq, weights, out):
+        index.scores(iq, weights, keys, table, slots, torch.tensor([position]), out, RATIO, PAGE, 0.0125)
+    count = (position + 1) // RATIO
+    assert bool(out[0, :count].eq(0).all()) and bool(out[0, count:].eq(77).all())
+
+
+def test_few_and_many_keys_give_the_same_bits(twin: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which form scores a key depends on how many there are. Every scale, queries of any size, zeros of both
+    signs, infinity, NaN, and zero times infinity."""
+    monkeypatch.setattr(index, "call", launches(twin, seed=1))
+    monkeypatch.setattr(index, "serves", lambda iq: True)
+    pages = 40
+    count = pages * PAGE
+    keys = encode_kv(torch.randn(count, WIDTH, generator=generator(1)), 0, Format.MXFP4)
+    assert keys.scale is not None
+    keys.data.copy_(torch.randint(0, 256, keys.data.shape, generator=generator(2)))
+    keys.scale.copy_(torch.randint(60, 192, keys.scale.shape, generator=generator(3)))
+    keys.scale[:256] = torch.arange(256).unsqueeze(1)
+    iq = torch.randn(6, HEADS, WIDTH, generator=generator(4))
+    weights = torch.randn(6, HEADS, generator=generator(5))
+    iq *= 2.0 ** torch.tensor([0, -130, 100, 0, 0, 0]).view(6, 1, 1)
+    iq[3, ::2], iq[4, 7, 3], iq[5, 9, 5] = -0.0, torch.inf, torch.nan
+    weights[3, :20], weights[3, 20:40], weights[4, :30] = 0.0, -0.0, 0.0
+    weights[0, 5] = torch.inf
+    monkeypatch.setattr(index, "MAX_ROWS", 6)
+    outs = []
+    for programs in (1 << 30, 3, 1):
+        monkeypatch.setattr(index, "MAX_PROGRAMS", programs)
+        outs.append(out := torch.full((6, count), 77.0))
+        index.scores(
+            iq=mxfp4_round(iq).bfloat16(),
+            weights=weights.bfloat16(),
+            keys=keys,
+            page_table=torch.randperm(pages, generator=generator(6)).int().unsqueeze(0),
+            slots=torch.zeros(6, dtype=torch.long),
+            positions=torch.full((6,), count * RATIO - 1),
+            out=out,
+            ratio=RATIO,
+            page_entries=PAGE,
+            factor=0.0125,
+        )
+    for row, got in enumerate(outs[0]):
+        assert bool(got.isnan().any()) and not bool(got.eq(77).any()), row
+        assert row in (0, 4, 5) or bool(got.isfinite().any()), row
+        for other in outs[1:]:
+            a, b = (it.where(~it.isnan(), torch.nan).view(torch.int32) for it in (got, other[row]))
+            assert torch.equal(a, b), row
+
+
 def test_who_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """index.cu has its own sizes, pages it can shift by, and a single row in a cache of any size."""
+    """index.cu has its own sizes, pages it can shift by, and one row in a cache of any size; more rows where
+    Triton adds up in another order. There Triton has one tile, for any number of rows."""
     sizes = {"is_cuda": True, "dtype": torch.bfloat16, "shape": torch.Size((1, HEADS, WIDTH))}
     assert index.serves(SimpleNamespace(**sizes))  # type: ignore[arg-type]
     for name, other in (
@@ -178,18 +238,21 @@ def test_who_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     monkeypatch.setattr(index, "serves", lambda iq: True)
     monkeypatch.setattr(index, "call", lambda *given, **how: seen.append(f"{how['blocks']} blocks"))
-    monkeypatch.setattr(index, "launch", lambda *given, **how: seen.append("triton"))
-    for rows, entries, ratio, page in (
-        *((1, 2112, 4, 64), (1, 4225, 4, 64), (1, 262144, 4, 64), (2, 16, 4, 64)),
-        *((1, 64, 4, 6), (1, 64, 3, 64)),
+    monkeypatch.setattr(index, "launch", lambda *given, **how: seen.append(f"{how['BLOCK']} keys"))
+    for gpu, rows, entries, ratio, page in (
+        *((90, 1, 2112, 4, 64), (90, 1, 4225, 4, 64), (90, 1, 262144, 4, 64), (90, 2, 16, 4, 64)),
+        *((90, 1, 64, 4, 6), (90, 1, 64, 3, 64), (100, 2, 64, 4, 64), (120, 32, 64, 4, 64)),
+        *((90, 1, 64, 4, 6), (100, 1, 64, 4, 6), (120, 1, 64, 4, 6)),
     ):
+        monkeypatch.setattr(index, "capability", lambda device, gpu=gpu: gpu)
         longs = torch.zeros(rows, dtype=torch.long)
         iq = torch.zeros(rows, HEADS, WIDTH, dtype=torch.bfloat16)
         keys = encode_kv(torch.zeros(page, WIDTH), 0, Format.MXFP4)
         table = torch.zeros(rows, 99, dtype=torch.int32)
         scores = torch.zeros(rows, entries)
         index.scores(iq, iq[:, :, 0].contiguous(), keys, table, longs, longs, scores, ratio, page, 1.0)
-    assert seen == ["132 blocks", "264 blocks", "264 blocks", "triton", "triton", "triton"]
+    found = ["132 blocks", "264 blocks", "264 blocks", "64 keys", "64 keys", "64 keys"]
+    assert seen == [*found, "8 blocks", "128 blocks", "64 keys", "128 keys", "128 keys"]
 
 
 def test_shared_memory_is_what_the_source_takes() -> None:

@@ -4,7 +4,9 @@ Knows buffers by name only: neither kernels nor a GPU.
 
 With programmatic dependent launch (PDL) a kernel starts when every block of the launch before it has executed
 launch_dependents or has exited. Its griddepcontrol.wait returns when that launch is complete and its writes
-are visible. Every launch waits, so complete means: it and all before it. Hence the rules of `check`:
+are visible. Of every launch at least one block waits, and it is complete when all its blocks have exited:
+so complete means it and all before it. A block that has nothing to do may leave without a wait. Hence the
+rules of `check`:
 
 - Reads after the wait, and writes (none comes before the wait), are ordered as in a serial step.
 - When a launch starts, all before the last one that triggered late (executed launch_dependents only after its

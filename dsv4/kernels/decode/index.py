@@ -1,6 +1,8 @@
 """Decode step: scores of a CSA layer's index keys for each row. Replaces the product in index.select.
 
-In V4's sizes and BF16 index.cu does it for a single row, and the queries before it for any; Triton the rest.
+In V4's sizes and BF16 index.cu makes the queries, and the scores of a single row; Triton the rest. On Hopper
+both add up in one order. On other GPUs Triton's depends on its tile, so index.cu scores all rows there: a row
+has the same bits alone and in a batch.
 """
 
 import ctypes
@@ -10,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4.kernels.common.architectures import capability
 from dsv4.kernels.common.build import address, call
 from dsv4.kernels.common.numbers import launch, launch_dependents, product, wait_for_prerequisites
 from dsv4.kernels.common.overlap import launcher
@@ -20,7 +23,8 @@ MAX_HEADS, MIN_CHANNELS, MAX_CHANNELS = 64, 32, 128  # what queries and keys of 
 # at 4k and one row 4.9 -> 3.3 us, with 8 and 32 rows no faster.
 KEYS, FEW_KEYS, MULTIPROCESSORS = 128, 64, 132
 MAX_PROGRAMS = 2 * MULTIPROCESSORS  # per row
-# Numbers of index.cu, and how many rows it scores: more were not timed since it has a form for many keys.
+# Numbers of index.cu, and how many rows it scores on Hopper: more were not timed since it has a form for many
+# keys.
 HEADS, WIDTH, ROPE, WARPS, BLOCK_KEYS, SHARED_BYTES = 64, 128, 64, 4, 16, 16640
 MAX_ROWS = 1
 # Keys enter the product 2^63 too small, which is exact (scales of 2^-62 to 2^64): one factor per value then
@@ -170,7 +174,8 @@ def scores(
         return
     programs = min(triton.cdiv(out.shape[1], BLOCK_KEYS), MAX_PROGRAMS)
     are_powers = all(number & (number - 1) == 0 for number in (ratio, page_entries))
-    if serves(iq) and are_powers and rows <= MAX_ROWS:
+    is_hopper = capability(iq.device) == 90
+    if serves(iq) and are_powers and (rows <= MAX_ROWS or not is_hopper):
         given = _Scores(
             q=iq.data_ptr(),
             weights=weights.data_ptr(),
@@ -199,7 +204,7 @@ def scores(
             overlap=overlap,
         )
     else:
-        is_few = rows * triton.cdiv(out.shape[1], FEW_KEYS) <= MULTIPROCESSORS
+        is_few = is_hopper and rows * triton.cdiv(out.shape[1], FEW_KEYS) <= MULTIPROCESSORS
         block = FEW_KEYS if is_few else KEYS
         launch(
             _scores_kernel,
