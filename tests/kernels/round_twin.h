@@ -24,7 +24,6 @@ inline uint32_t above(uint32_t a, uint32_t b) {
 inline uint32_t larger(uint32_t a, uint32_t b) { return halves(a, b, [](uint16_t a, uint16_t b) { return max(a, b); }); }
 inline uint32_t smaller(uint32_t a, uint32_t b) { return halves(a, b, [](uint16_t a, uint16_t b) { return min(a, b); }); }
 inline uint32_t pick(uint32_t mask, uint32_t a, uint32_t b) { return (mask & a) | (~mask & b); }
-inline uint32_t bf16_pair(float low, float high) { return pack_bf16(low, high); }
 // FP16 by way of float64, which holds products of two and their sum with a third exactly.
 inline double wide(uint16_t bits) { return f16_value(bits); }
 inline uint16_t f16(double v) {
@@ -37,7 +36,6 @@ inline uint16_t f16(double v) {
     const int units = (int)nearbyint(ldexp(size, 10 - exponent));   // of the last place; 2048 is the next power's first
     return sign | (uint16_t)(((exponent + 14) << 10) + units);
 }
-inline uint32_t f16_pair(float low, float high) { return f16(low) | (uint32_t)f16(high) << 16; }
 inline uint32_t minus_clamped(uint32_t a, uint32_t b) {
     return halves(a, b, [](uint16_t a, uint16_t b) {
         const double v = wide(a) - wide(b);

@@ -107,8 +107,8 @@ template <int N, bool CODES, int SOURCE> __global__ void __launch_bounds__(MAX_T
             for (int k = 0; k < N; k += 2) {
                 if (channel(i) + 2 * k >= p.width) continue;
                 const float4 w = __ldg(reinterpret_cast<const float4*>(p.weight + channel(i) + 2 * k));
-                x[i][k] = bf16_pair(w.x * (low(x[i][k]) * inverse), w.y * (high(x[i][k]) * inverse));
-                x[i][k + 1] = bf16_pair(w.z * (low(x[i][k + 1]) * inverse), w.w * (high(x[i][k + 1]) * inverse));
+                x[i][k] = pack_bf16(w.x * (low(x[i][k]) * inverse), w.y * (high(x[i][k]) * inverse));
+                x[i][k + 1] = pack_bf16(w.z * (low(x[i][k + 1]) * inverse), w.w * (high(x[i][k + 1]) * inverse));
             }
     } else if constexpr (SOURCE == SWIGLU) {
         const float weight = p.weight ? __ldg(p.weight + given) : 1.f;
@@ -118,7 +118,7 @@ template <int N, bool CODES, int SOURCE> __global__ void __launch_bounds__(MAX_T
             read(from + p.width, channel(i), p.width, up);
 #pragma unroll
             for (int k = 0; k < N; ++k)
-                x[i][k] = bf16_pair(swiglu(low(x[i][k]), low(up[k]), weight, p.eps), swiglu(high(x[i][k]), high(up[k]), weight, p.eps));
+                x[i][k] = pack_bf16(swiglu(low(x[i][k]), low(up[k]), weight, p.eps), swiglu(high(x[i][k]), high(up[k]), weight, p.eps));
         }
     }
     if (p.made && is_row)

@@ -34,9 +34,6 @@ __device__ __forceinline__ uint16_t e4m3_codes(float a, float b) {
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(b), "f"(a));
     return codes;
 }
-__device__ __forceinline__ float2 e4m3_values(uint16_t codes) { return __half22float2(__half2{e4m3x2(codes)}); }
-__device__ __forceinline__ uint32_t bf16_pair(float low, float high) { return __floats2bfloat162_rn(low, high).bits; }
-__device__ __forceinline__ uint32_t f16_pair(float low, float high) { return __floats2half2_rn(low, high).bits; }
 // Of both halves, in FP16: a - b, at least 0 and at most 1; a b, a b + c.
 __device__ __forceinline__ uint32_t minus_clamped(uint32_t a, uint32_t b) {
     uint32_t out;
@@ -150,7 +147,7 @@ template <int N> __device__ __forceinline__ void round_a4(uint32_t (&x)[N], uint
     const float steps[8] = {0.f, 0.5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f};
     uint32_t worth[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) worth[i] = bf16_pair(steps[i] * unit, steps[i] * unit);
+    for (int i = 0; i < 8; ++i) worth[i] = pack_bf16(steps[i] * unit, steps[i] * unit);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
         const uint32_t size = x[i] & ~SIGNS;
@@ -185,7 +182,7 @@ struct Halves {
     __device__ __forceinline__ static uint32_t base(float v, uint32_t at) { return __byte_perm(__float_as_uint(v) & INF, 0, 0x3232) - at * 0x10001u; }
     __device__ __forceinline__ static uint32_t edge_of(float v) {
         const float middle = __uint_as_float(__byte_perm(__float_as_uint(v), 0x8000u, 0x3254));
-        return f16_pair(middle, middle);
+        return pack_f16(middle, middle);
     }
     __device__ __forceinline__ void round(uint32_t (&x)[8], float unit) const {
         const float u = __uint_as_float((__float_as_uint(unit) & ~INF) | 138u << 23), ulp = u * 0x1p-24f;   // ties and half ulps as in `ladder`
@@ -193,7 +190,7 @@ struct Halves {
                             edge_of(__fmaf_rd(1.25f, u, ulp)), edge_of(__fmaf_rd(1.75f, u, -ulp))};
         edge[4] = times_f16(edge[2], TWICE); edge[5] = times_f16(edge[3], TWICE); edge[6] = times_f16(edge[4], TWICE);
         // One unit and one and a half, rounded to BF16: all others are these times a power of two.
-        const uint32_t both = (bf16_pair(unit, 1.5f * unit) - base(scale, SCALE_AT)) * 8;
+        const uint32_t both = (pack_bf16(unit, 1.5f * unit) - base(scale, SCALE_AT)) * 8;
         const uint32_t one = __byte_perm(both, 0, 0x1010), more = __byte_perm(both, 0, 0x3232);
         const uint32_t half = times_f16(one, HALF), up = times_plus(one, MINUS, more), on = times_plus(one, TWICE, more ^ SIGNS);
         const uint32_t step[7] = {half, half, up, on, times_f16(up, TWICE), times_f16(on, TWICE), times_f16(times_f16(up, TWICE), TWICE)};
@@ -235,6 +232,15 @@ struct Scale8 {
         inverse = __uint_as_float((254u - code) << 23);
     }
 };
+// MXFP4: the least power of two that brings 32 values to 6 and below. `top`: bits of the largest.
+struct Scale4 {
+    float unit, inverse;
+    __device__ __forceinline__ explicit Scale4(uint32_t top) {
+        const uint32_t code = (__float_as_uint(fmaxf(finite_top(top), 6.f * 0x1p-126f) * (1.f / 6.f)) + 0x7FFFFFu) >> 23;
+        unit = __uint_as_float(top > INF ? 0x7FC00000u : code << 23);
+        inverse = __uint_as_float((254u - code) << 23);
+    }
+};
 // FP8 in blocks of 128 with power-of-two scales, and back. For an E4M3 code BF16's largest number is as good as float32's.
 template <int N> __device__ __forceinline__ void round_a8(uint32_t (&x)[N]) {
     const Scale8 by(over<64 / N>(largest(x)));
@@ -243,7 +249,7 @@ template <int N> __device__ __forceinline__ void round_a8(uint32_t (&x)[N]) {
         const uint32_t finite = pick(SIGNS, x[i], smaller(x[i] & ~SIGNS, 0x7F7F7F7Fu));
         const float low = __uint_as_float(finite << 16) * by.inverse, high = __uint_as_float(finite & 0xFFFF0000u) * by.inverse;
         const float2 two = e4m3_values(e4m3_codes(low, high));
-        x[i] = bf16_pair(two.x * by.unit, two.y * by.unit);
+        x[i] = pack_bf16(two.x * by.unit, two.y * by.unit);
     }
 }
 __device__ __forceinline__ void round_a8(float (&x)[8]) {

@@ -35,9 +35,6 @@ __device__ __forceinline__ uint4 stream(const uint4* p) {
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
     return v;
 }
-__device__ __forceinline__ float2 e4m3_pair(uint32_t word, int high) {
-    return __half22float2(__half2{e4m3x2((uint16_t)(high ? word >> 16 : word & 0xFFFF))});
-}
 // Codes 0 and 255 have one mantissa bit: the subnormal 2^-127, and NaN. (In C++ this takes 16 registers more.)
 __device__ __forceinline__ float e8m0(uint32_t code) {
     uint32_t bits = code << 23;
@@ -56,14 +53,6 @@ __device__ __forceinline__ void await(uint32_t barrier, uint32_t parity) {
 __device__ __forceinline__ uint32_t times(uint32_t a, __half2 b) {
     const __half2 v = __hmul2(*reinterpret_cast<__half2*>(&a), b);
     return *reinterpret_cast<const uint32_t*>(&v);
-}
-__device__ __forceinline__ uint32_t pack_f16(float a, float b) {
-    __half2 h = __floats2half2_rn(a, b);
-    return *reinterpret_cast<uint32_t*>(&h);
-}
-__device__ __forceinline__ uint32_t pack_bf16(float a, float b) {
-    __nv_bfloat162 h = __floats2bfloat162_rn(a, b);
-    return *reinterpret_cast<uint32_t*>(&h);
 }
 // These keep a NaN; fminf and fmaxf would give the other number.
 __device__ __forceinline__ float at_most(float v, float limit) {

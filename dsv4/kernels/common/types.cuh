@@ -1,5 +1,5 @@
 // Decode step and prompts: integers of a known size, and of FP16, BF16 and E4M3 what the kernels use. NVRTC has no headers, and CUDA's own come with the
-// toolkit. But for e4m3x2, names and results are those of stdint.h, cuda_fp16.h and cuda_bf16.h.
+// toolkit. Names and results are those of stdint.h, cuda_fp16.h and cuda_bf16.h, but for the last ones.
 #pragma once
 #ifdef __CUDACC_RTC__
 typedef unsigned char uint8_t;
@@ -55,9 +55,14 @@ __device__ __forceinline__ __half2 __high2half2(__half2 v) {
     asm("{\n.reg .f16 low, high;\nmov.b32 {low, high}, %1;\nmov.b32 %0, {high, high};\n}" : "=r"(r.bits) : "r"(v.bits));
     return r;
 }
+
+// Two numbers as one word, the first in the low half.
+__device__ __forceinline__ uint32_t pack_f16(float low, float high) { return __floats2half2_rn(low, high).bits; }
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) { return __floats2bfloat162_rn(low, high).bits; }
 // The two values of E4M3 codes, as FP16 holds them.
 __device__ __forceinline__ uint32_t e4m3x2(uint16_t codes) {
     uint32_t halves;
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
     return halves;
 }
+__device__ __forceinline__ float2 e4m3_values(uint16_t codes) { return __half22float2(__half2{e4m3x2(codes)}); }

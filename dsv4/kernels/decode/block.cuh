@@ -87,7 +87,7 @@ __device__ __noinline__ float put_rounded(uint2 a, uint2 b, uint2 c, uint2 d, ui
 #pragma unroll 1
         for (int i = 0; i < 8; ++i) {
             const float2 two = open_bf16(x[0]);
-            const uint32_t rounded = bf16_pair(round_a4(two.x, unit), round_a4(two.y, unit));
+            const uint32_t rounded = pack_bf16(round_a4(two.x, unit), round_a4(two.y, unit));
 #pragma unroll
             for (int k = 0; k < 7; ++k) x[k] = x[k + 1];
             x[7] = rounded;

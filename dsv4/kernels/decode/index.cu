@@ -4,6 +4,7 @@
 // A launch finds its instructions in no cache, and most of these run once. So with `warms` a kernel runs once before its wait, on zeros.
 #include "cluster.cuh"
 #include "fragments.cuh"
+#include "rope.cuh"
 #include "round.cuh"
 
 constexpr int HEADS = 64, WIDTH = 128, ROPE = 64, WARPS = 4;
@@ -41,9 +42,7 @@ __global__ void __launch_bounds__(WARPS * 32) queries_kernel(const Queries p) {
             wait_for_prerequisites();
             v = __ldcg(at);
         }
-        const float2 a = open_bf16(v.x), b = open_bf16(v.y);
-        const float2 low = open_bf16(bf16_pair(__fmaf_rn(a.x, c.x, -__fmul_rn(a.y, s.x)), __fmaf_rn(a.x, s.x, __fmul_rn(a.y, c.x))));
-        const float2 high = open_bf16(bf16_pair(__fmaf_rn(b.x, c.y, -__fmul_rn(b.y, s.y)), __fmaf_rn(b.x, s.y, __fmul_rn(b.y, c.y))));
+        const float2 low = open_bf16(rotated(v.x, c.x, s.x)), high = open_bf16(rotated(v.y, c.y, s.y));
         const float sums[4] = {low.x + low.y, low.x - low.y, high.x + high.y, high.x - high.y};
         float x[4] = {sums[0] + sums[2], sums[1] + sums[3], sums[0] - sums[2], sums[1] - sums[3]};
 #pragma unroll
@@ -52,14 +51,13 @@ __global__ void __launch_bounds__(WARPS * 32) queries_kernel(const Queries p) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) x[i] = __fmaf_rn(sign, x[i], __shfl_xor_sync(~0u, x[i], bit));
         }
-        const uint32_t words[2] = {bf16_pair(x[0] * SHARE, x[1] * SHARE), bf16_pair(x[2] * SHARE, x[3] * SHARE)};
-        const uint32_t top = over<8>(largest(words)), code = (__float_as_uint(fmaxf(finite_top(top), 6.f * 0x1p-126f) * (1.f / 6.f)) + 0x7FFFFFu) >> 23;
-        const float unit = __uint_as_float(top > INF ? 0x7FC00000u : code << 23), inverse = __uint_as_float((254u - code) << 23);
+        const uint32_t words[2] = {pack_bf16(x[0] * SHARE, x[1] * SHARE), pack_bf16(x[2] * SHARE, x[3] * SHARE)};
+        const Scale4 by(over<8>(largest(words)));
         uint32_t rounded[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const float2 two = open_bf16(words[i]);
-            rounded[i] = bf16_pair(e2m1_round(finite(two.x) * inverse) * unit, e2m1_round(finite(two.y) * inverse) * unit);
+            rounded[i] = pack_bf16(e2m1_round(finite(two.x) * by.inverse) * by.unit, e2m1_round(finite(two.y) * by.inverse) * by.unit);
         }
         if (is_real) {
             *at = make_uint2(rounded[0], rounded[1]);

@@ -397,7 +397,7 @@ __device__ __forceinline__ void run(const Params& p, const Segment& s, const int
                     else put_act<IS_F32>(s.y, y_at, v);
                 }
                 if (At::SINGLE && s.y_top) {
-                    const uint32_t top = __reduce_max_sync(~0u, inside ? largest<1>({bf16_pair(v, 0.f)}) : 0);
+                    const uint32_t top = __reduce_max_sync(~0u, inside ? largest<1>({pack_bf16(v, 0.f)}) : 0);
                     if (lane == 0) atomicMax(s.y_top + at, top);
                 }
             }

@@ -32,7 +32,7 @@ template <> struct Stored<__nv_bfloat16> {
     uint32_t v[ITEM / 2];
     __device__ __forceinline__ explicit Stored(const Eight& e) {
 #pragma unroll
-        for (int i = 0; i < ITEM / 2; ++i) v[i] = bf16_pair(e.v[2 * i], e.v[2 * i + 1]);
+        for (int i = 0; i < ITEM / 2; ++i) v[i] = pack_bf16(e.v[2 * i], e.v[2 * i + 1]);
     }
     __device__ __forceinline__ void write(__nv_bfloat16* p) const { *reinterpret_cast<uint4*>(p) = make_uint4(v[0], v[1], v[2], v[3]); }
 };

@@ -6,6 +6,7 @@
 //
 // A head's result is a slice of the product that follows it, so it is written as that reads it (packed.cuh).
 #include "packed.cuh"
+#include "rope.cuh"
 #include "wgmma.cuh"
 
 constexpr int HEADS = 64, WIDTH = 512, ROPE = 64, KEYS = 64, CONSUMERS = 256, PRODUCERS = 128;
@@ -187,12 +188,8 @@ __device__ __forceinline__ void load_queries(const Attend& p, const __nv_bfloat1
         }
         if (lane == 0) control->scales[head] = p.scale * factor * LOG2E;
         if (turns) {
-            const auto turn = [](uint32_t pair, float c, float s) {
-                const float2 v = open_bf16(pair);
-                return pack_bf16(v.x * c - v.y * s, v.x * s + v.y * c);
-            };
             uint4& w = v[i][1];
-            w = make_uint4(turn(w.x, c.x, s.x), turn(w.y, c.y, s.y), turn(w.z, c.z, s.z), turn(w.w, c.w, s.w));
+            w = make_uint4(rotated(w.x, c.x, s.x), rotated(w.y, c.y, s.y), rotated(w.z, c.z, s.z), rotated(w.w, c.w, s.w));
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half)

@@ -1,6 +1,6 @@
 // Prompts: queries of the index: rotated, transformed by Hadamard's matrix, rounded to MXFP4 and back, in one pass.
+#include "rope.cuh"
 #include "round.cuh"
-#include "tiles.cuh"
 
 constexpr int WIDTH = 128, ROPE = 64, OWN = 32;   // channels of a row, those that turn (the last ones), and of a lane: a block of MXFP4
 constexpr float SHARE = 0.08838834764831845f;     // 128^-0.5
@@ -30,10 +30,7 @@ __global__ void __launch_bounds__(128) queries_kernel(const __grid_constant__ Qu
             const float4 c = __ldcg(reinterpret_cast<const float4*>(p.cos + angle) + i), s = __ldcg(reinterpret_cast<const float4*>(p.sin + angle) + i);
             const float cosines[4] = {c.x, c.y, c.z, c.w}, sines[4] = {s.x, s.y, s.z, s.w};
 #pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                const float2 v = open_bf16(words[4 * i + k]);
-                words[4 * i + k] = bf16_pair(v.x * cosines[k] - v.y * sines[k], v.x * sines[k] + v.y * cosines[k]);
-            }
+            for (int k = 0; k < 4; ++k) words[4 * i + k] = rotated(words[4 * i + k], cosines[k], sines[k]);
         }
     }
     float v[OWN];
@@ -60,14 +57,14 @@ __global__ void __launch_bounds__(128) queries_kernel(const __grid_constant__ Qu
             v[i] = part & bit ? other - v[i] : v[i] + other;
         }
 #pragma unroll
-    for (int i = 0; i < OWN / 2; ++i) words[i] = bf16_pair(v[2 * i] * SHARE, v[2 * i + 1] * SHARE);
-    const uint32_t top = largest(words), code = (__float_as_uint(fmaxf(finite_top(top), 6.f * 0x1p-126f) * (1.f / 6.f)) + 0x7FFFFFu) >> 23;
-    const float unit = __uint_as_float(top > INF ? 0x7FC00000u : code << 23), inverse = __uint_as_float((254u - code) << 23);
+    for (int i = 0; i < OWN / 2; ++i) words[i] = pack_bf16(v[2 * i] * SHARE, v[2 * i + 1] * SHARE);
+    const uint32_t top = largest(words);
+    const Scale4 by(top);
 #pragma unroll
     for (int i = 0; i < OWN / 2; ++i) {
         float2 two = open_bf16(words[i]);
         if (top >= INF) two = make_float2(finite(two.x), finite(two.y));
-        words[i] = bf16_pair(e2m1_round(two.x * inverse) * unit, e2m1_round(two.y * inverse) * unit);
+        words[i] = pack_bf16(e2m1_round(two.x * by.inverse) * by.unit, e2m1_round(two.y * by.inverse) * by.unit);
     }
     if (row >= p.rows) return;
     uint4* to = reinterpret_cast<uint4*>(p.out + (int64_t)row * WIDTH + part * OWN);

@@ -64,7 +64,7 @@ __device__ __forceinline__ void put_fn(const Opening& p, int part, char* shared)
                 float a = low[k], b = high[k];
 #pragma unroll
                 for (int term = 0; term < TERMS; ++term) {
-                    const uint32_t both = bf16_pair(a, b);
+                    const uint32_t both = pack_bf16(a, b);
                     const int at = mix / 8 * TERMS + term;
                     const int place = at < 8 ? at / 2 * 512 + lane * 16 + at % 2 * 8 : 2048 + lane * 8;
                     *reinterpret_cast<uint32_t*>(shared + pair / 8 * FRAGMENT + place + word * 4) = both;
@@ -154,7 +154,7 @@ template <bool HAS_Y> __global__ void __launch_bounds__(WARPS * 32, 1) open_kern
                             float2 v = make_float2(comb[0][n] * old[0].x, comb[0][n] * old[0].y);
 #pragma unroll
                             for (int m = 1; m < STREAMS; ++m) v = make_float2(fmaf(comb[m][n], old[m].x, v.x), fmaf(comb[m][n], old[m].y, v.y));
-                            words[h][n][i] = bf16_pair(fmaf(gate[n], y.x, v.x), fmaf(gate[n], y.y, v.y));
+                            words[h][n][i] = pack_bf16(fmaf(gate[n], y.x, v.x), fmaf(gate[n], y.y, v.y));
                         }
                     }
 #pragma unroll
@@ -282,7 +282,7 @@ template <int ITEMS> __global__ void __launch_bounds__(WARPS * 32, ITEMS <= 16 ?
                 const float2 s = open_bf16(word_of(in[n], k));
                 v = make_float2(fmaf(into[n], s.x, v.x), fmaf(into[n], s.y, v.y));
             }
-            words[k] = bf16_pair(v.x, v.y);
+            words[k] = pack_bf16(v.x, v.y);
             v = open_bf16(words[k]);
             square = fmaf(v.x, v.x, fmaf(v.y, v.y, square));
         }
@@ -303,7 +303,7 @@ template <int ITEMS> __global__ void __launch_bounds__(WARPS * 32, ITEMS <= 16 ?
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             const float2 v = open_bf16(word_of(x[i], k));
-            words[k] = bf16_pair(by[2 * k] * (v.x * size), by[2 * k + 1] * (v.y * size));
+            words[k] = pack_bf16(by[2 * k] * (v.x * size), by[2 * k + 1] * (v.y * size));
         }
         const uint4 made = make_uint4(words[0], words[1], words[2], words[3]);
         if (p.normed && is_row) *reinterpret_cast<uint4*>(p.normed + (int64_t)row * p.d + i * PART + lane * 8) = made;

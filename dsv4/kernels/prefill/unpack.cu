@@ -45,7 +45,7 @@ __device__ __forceinline__ void unpack_brick(const Segment& s, int64_t brick, Ou
             uint32_t a[4];
             float low = 1.f, high = 1.f;
             if constexpr (F == NVFP4) {
-                const float2 pair = e4m3_pair(scales.word[load >> 1], load & 1);
+                const float2 pair = e4m3_values((uint16_t)(scales.word[load >> 1] >> (load & 1) * 16));
                 low = E2M1_UNIT * pair.x; high = E2M1_UNIT * pair.y;
                 e2m1(words[j], a);
             } else if constexpr (F == MXFP4) {
