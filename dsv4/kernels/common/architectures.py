@@ -47,7 +47,6 @@ ARCHITECTURES = {
     )
 }
 # A multiprocessor has so many registers, whichever GPU; a thread at most 255 of them.
-REGISTERS = 65536
 
 # (kernel, capability in tens) -> tile by compute type, where the usual one does not fit into shared memory.
 TILES: dict[tuple[str, int], Mapping[torch.dtype, tuple[int, ...]]] = {
