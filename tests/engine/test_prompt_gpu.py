@@ -137,13 +137,14 @@ def test_a_marked_state_is_the_slot_s_own(checkpoint: Callable[..., Path]) -> No
     release(engine, whole, cut)
 
 
-def test_flash_widths() -> None:
-    """Four layers of V4-Flash, every kind: chunks of 1, 7, 64, 300, 4,096 and whole, alone and among others,
-    hit and miss, in 4 and in 8 bits."""
+@pytest.mark.parametrize(("model", "experts"), [("flash", 16), ("pro", 8)])
+def test_published_widths(model: str, experts: int) -> None:
+    """Five layers, every kind: chunks of 1, 7, 64, 300, 4,096 and whole, alone and among others, hit and miss,
+    in 4 and in 8 bits."""
     chance = random.Random(1)
     ids = [chance.randrange(129000) for _ in range(4290)]
     for layout in ("nvfp4", "official"):
-        bundle = synthetic("flash", 16, 5, layout).bundle(torch.device("cuda:0"))
+        bundle = synthetic(model, experts, 5, layout).bundle(torch.device("cuda:0"))
         options = {"device": "cuda", "max_batch": 4, "max_context": 4864, "prefix_snapshots": 8}
         engine = around(bundle, EngineConfig(**options))  # type: ignore[arg-type]
         want = _last_logits(engine, ids, [4290])

@@ -50,9 +50,10 @@ def test_the_embedded_model(batch: int) -> None:
 
 
 @pytest.mark.gpu
-def test_flash_widths() -> None:
-    """Six layers of V4-Flash, every kind, 16 experts: real widths, real vocabulary."""
-    subject = synthetic("flash", 16, 6, "nvfp4")
+@pytest.mark.parametrize(("model", "experts"), [("flash", 16), ("pro", 8)])
+def test_published_widths(model: str, experts: int) -> None:
+    """Six layers, every kind: real widths, real vocabulary."""
+    subject = synthetic(model, experts, 6, "nvfp4")
     bundle = subject.bundle(torch.device("cuda:0"))
     wanted = cases(40, vocab=129000, page=256, seed=3)
     alone = truth(

@@ -46,8 +46,6 @@ ARCHITECTURES = {
         Architecture(121, 99 << 10, _REGISTERS),
     )
 }
-# A multiprocessor has so many registers, whichever GPU; a thread at most 255 of them.
-
 # (kernel, capability in tens) -> tile by compute type, where the usual one does not fit into shared memory.
 TILES: dict[tuple[str, int], Mapping[torch.dtype, tuple[int, ...]]] = {
     # Triton keeps the scores of a tile in shared memory there, beside the keys.
