@@ -139,8 +139,8 @@ def test_a_marked_state_is_the_slot_s_own(checkpoint: Callable[..., Path]) -> No
 
 @pytest.mark.parametrize(("model", "experts"), [("flash", 16), ("pro", 8)])
 def test_published_widths(model: str, experts: int) -> None:
-    """Five layers, every kind: chunks of 1, 7, 64, 300, 4,096 and whole, alone and among others, hit and miss,
-    in 4 and in 8 bits."""
+    """Five layers, every kind: chunks of 1, 7, 64, 300, 4,096 and whole, alone and among others, hit and
+    miss, in 4 and in 8 bits."""
     chance = random.Random(1)
     ids = [chance.randrange(129000) for _ in range(4290)]
     for layout in ("nvfp4", "official"):
