@@ -17,6 +17,10 @@ def seconds_since_start() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
 
+def _duration(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
+
+
 class Stopwatch:
     """Times one answer, or several that run together; starts when it is made."""
 
@@ -41,12 +45,12 @@ class Stopwatch:
         return f"{self.tokens} tokens, {rate:.1f}/s"
 
     def since_prompt(self) -> str:
-        return self._line(f"{self.first - self.begun:.2f} s")
+        return self._line(_duration(self.first - self.begun))
 
     def since_start(self) -> str:
         """With the time from the program's start, loading included, to the first token."""
-        since_start = f"{self.first_since_start:.2f} s after the program's start"
-        return self._line(f"{self.first - self.begun:.2f} s, {since_start}")
+        since_start = f"{_duration(self.first_since_start)} after the program's start"
+        return self._line(f"{_duration(self.first - self.begun)}, {since_start}")
 
     def _line(self, to_first: str) -> str:
         if not self.tokens:

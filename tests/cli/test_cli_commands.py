@@ -147,7 +147,7 @@ def test_generate_streams_one_prompt(model: Path, engine: Engine) -> None:
     done = dsv4("generate", "--model", model, "Once", *GENERATE)
     assert done.code == 0 and done.out == want.text + "\n"
     assert re.fullmatch(
-        r"5 prompt tokens, first token after [\d.]+ s; 8 tokens at [\d.]+/s; ended by length\n", done.err
+        r"5 prompt tokens, first token after [\d.]+ m?s; 8 tokens at [\d.]+/s; ended by length\n", done.err
     )
 
 

@@ -81,9 +81,14 @@ def test_generate_shows_a_chat_answer_as_chat_does(model: Path, thinking: bool) 
 
 
 STATS = (
-    r"(\d+) prompt tokens, first token after ([\d.]+) s, ([\d.]+) s after the program's start;"
+    r"(\d+) prompt tokens, first token after ([\d.]+ m?s), ([\d.]+ m?s) after the program's start;"
     r" (\d+) tokens at ([\d.]+)/s"
 )
+
+
+def seconds(shown: str) -> float:
+    number, unit = shown.split()
+    return float(number) * {"s": 1, "ms": 1e-3}[unit]
 
 
 def test_stats(model: Path) -> None:
@@ -94,7 +99,7 @@ def test_stats(model: Path) -> None:
         assert done.code == 0
         found = re.match(STATS, done.err)
         assert found, done.err
-        assert int(found[1]) == prompt_tokens and 0 < float(found[2]) <= float(found[3])
+        assert int(found[1]) == prompt_tokens and 0 < seconds(found[2]) <= seconds(found[3])
     assert re.match(STATS, several.err)[4] == "24", "all answers together"  # type: ignore[index]
     assert one.err.endswith("; ended by length\n")
 

@@ -11,9 +11,9 @@ from test_cuda_compiles import COMPILERS, LAUNCHES, QUICK, Launch, launched, nee
 
 from dsv4.errors import DeviceError
 from dsv4.kernels.common import architectures, build
-from dsv4.kernels.common.architectures import ARCHITECTURES, REGISTERS, TILES, Architecture
+from dsv4.kernels.common.architectures import ARCHITECTURES, TILES, Architecture
 from tests.support import ahead
-from tests.support.cubin import parameter_sizes, resources
+from tests.support.cubin import REGISTERS, parameter_sizes, resources
 from tests.support.once import folder_of_run
 
 pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="compiles; nothing to interpret")

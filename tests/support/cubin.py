@@ -8,6 +8,8 @@ from dataclasses import dataclass
 _FRAME, _PARAMETER, _REGISTERS = 0x11, 0x17, 0x2F
 # Of every block, from Hopper on, beside what it may have.
 RESERVED = 1024
+# Of a multiprocessor, on every GPU that kernels are built for; threads get them in eights.
+REGISTERS = 65536
 
 
 @dataclass(frozen=True)
