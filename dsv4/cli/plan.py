@@ -78,19 +78,23 @@ def plan(
         if made.today.spill is not None:
             report["spill"] = {**spill_figures(made.today, chosen), "counts": whose}
     share, source = _share(record, name, layout, made.machine.name)
-    predicted = made.predicted(share) if made.machine.count > 1 else None
+    rank_ms = _rank_ms(made, name, layout)
+    predicted = made.predicted(share, rank_ms) if made.machine.count > 1 else None
     report = {
         **{"model": title, **report, "layout": layout, "recorded": vars(record) if record else None},
-        "predicted": {"tokens_per_second": predicted, "share": share, "share_source": source},
+        "predicted": {
+            **{"tokens_per_second": predicted, "rank_step_ms": rank_ms},
+            **{"share": share, "share_source": source},
+        },
     }
     if compare:
-        report["sets"] = _sets(made, share)
+        report["sets"] = _sets(made, share, name, layout)
     if json:
         print_json(report)
         return
     _show(title, made, report, record, source)
     if made.machine.count > 1:
-        _show_predicted(made, predicted, share, source)
+        _show_predicted(made, predicted, rank_ms, f"{share:.0%} of the bandwidth, {source}")
     if compare:
         _show_sets(report["sets"], share, source)
     if made.machine.is_too_old:
@@ -100,6 +104,13 @@ def plan(
         say("note", "yellow", f"{made.machine.name} {too_old(made.machine.capability)}; {reference}")
     if not made.machine.was_run_on:
         say("note", "yellow", f"nothing was ever run on {made.machine.name}; everything here is arithmetic")
+
+
+def _rank_ms(made: "Plan", model: str, layout: str) -> float | None:
+    from dsv4.lab.links import rank_step_ms
+
+    shares_widths = made.tp == made.machine.count and made.ep == 1
+    return rank_step_ms(made.machine.name, model, layout, made.tp) if shares_widths else None
 
 
 def _share(record: "Record | None", model: str, layout: str, gpu: str) -> tuple[float, str]:
@@ -196,8 +207,12 @@ def _show_theory(made: "Plan", which: str) -> None:
         out.print(f"in theory     {which}batch {count} {read}: at most {_rate(rate)} tokens/s{each}")
 
 
-def _show_predicted(made: "Plan", predicted: tuple[float, float] | None, share: float, source: str) -> None:
+def _show_predicted(
+    made: "Plan", predicted: tuple[float, float] | None, rank_ms: float | None, by_share: str
+) -> None:
     """Not measured: what one GPU was measured to reach, and what others have published of their links."""
+    from dsv4.lab.links import RANK_STEPS_SOURCE
+
     said = made.communication()
     if predicted is None or said["all_reduce_us"] is None:
         out.print(f"predicted     nothing: no all-reduce of {made.machine.name} is published", markup=False)
@@ -208,15 +223,11 @@ def _show_predicted(made: "Plan", predicted: tuple[float, float] | None, share: 
         f"each GPU sends {size(said['sent_bytes'])}",
         markup=False,
     )
-    low, high = predicted
-    used = f"{share:.0%} of the bandwidth, {source}"
-    out.print(
-        f"predicted     batch 1: {_rate(low)} to {_rate(high)} tokens/s ({used})",
-        markup=False,
-    )
+    used = by_share if rank_ms is None else f"a rank's step of {rank_ms} ms, {RANK_STEPS_SOURCE}"
+    out.print(f"predicted     batch 1: {_range(predicted)} tokens/s ({used})", markup=False)
 
 
-def _sets(made: "Plan", share: float) -> list[dict[str, Any]]:
+def _sets(made: "Plan", share: float, model: str, layout: str) -> list[dict[str, Any]]:
     from dsv4.lab.gpus import known
     from dsv4.lab.plan import Plan, Wanted
 
@@ -225,12 +236,14 @@ def _sets(made: "Plan", share: float) -> list[dict[str, Any]]:
     for name in ("H200", "B200", "RTX PRO 6000"):
         for count in (1, 2, 4, 8):
             plan = Plan.make(made.demand, known(name, count), free)
+            rank_ms = _rank_ms(plan, model, layout)
             rows.append(
                 {
-                    **{"name": name, "count": count, "tp": plan.tp, "fits": plan.fits},
+                    **{"name": name, "was_run_on": plan.machine.was_run_on, "count": count},
+                    **{"tp": plan.tp, "fits": plan.fits},
                     **{"total_bytes": plan.total_bytes, "read_bytes": plan.read_bytes(1)},
                     **{"all_reduce_us": plan.communication()["all_reduce_us"]},
-                    "tokens_per_second": plan.predicted(share),
+                    **{"tokens_per_second": plan.predicted(share, rank_ms), "rank_step_ms": rank_ms},
                 }
             )
     return rows
@@ -239,8 +252,7 @@ def _sets(made: "Plan", share: float) -> list[dict[str, Any]]:
 def _show_sets(rows: list[dict[str, Any]], share: float, source: str) -> None:
     table = Table("GPUs", "each holds", "reads per token", "all-reduce", "tokens/s", box=None, pad_edge=False)
     for row in rows:
-        low, high = row["tokens_per_second"]
-        speed = _rate(high) if row["count"] == 1 else f"{_rate(low)} to {_rate(high)}"
+        speed = _range(row["tokens_per_second"]) + ("" if row["rank_step_ms"] is None else " *")
         table.add_row(
             f"{row['count']} x {row['name']}",
             size(row["total_bytes"]) + ("" if row["fits"] else ", does not fit"),
@@ -250,10 +262,21 @@ def _show_sets(rows: list[dict[str, Any]], share: float, source: str) -> None:
         )
     out.print()
     out.print(table)
+    never = " and ".join({row["name"]: 0 for row in rows if not row["was_run_on"]})
     out.print(
-        f"batch 1, predicted: {share:.0%} of the bandwidth, {source}; several GPUs were never run",
+        f"batch 1, predicted: {share:.0%} of the bandwidth, {source}; several GPUs, {never} were never run",
         markup=False,
     )
+    if any(row["rank_step_ms"] for row in rows):
+        from dsv4.lab.links import RANK_STEPS_SOURCE
+
+        out.print(f"* by the step of one rank, {RANK_STEPS_SOURCE}", markup=False)
+
+
+def _range(rates: tuple[float, float]) -> str:
+    """`276 to 368`; one number where both are the same."""
+    low, high = map(_rate, rates)
+    return low if low == high else f"{low} to {high}"
 
 
 def _rate(value: float) -> str:

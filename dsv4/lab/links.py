@@ -1,4 +1,4 @@
-"""How long GPUs take to add up a vector that they share: published latencies as data. No measurement here."""
+"""Several GPUs as data: published latencies of an all-reduce, and steps of one rank that were measured."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -47,6 +47,17 @@ LINKS = {
 # Of the read bandwidth, what decoding one sequence reaches on one GPU: 213 tokens/s of 405 in theory, Flash
 # in ModelOpt's layout on an H200, 15 November 2026 (docs/kernels.md). Nothing was measured on other GPUs.
 SHARE, SHARE_SOURCE = 0.526, "as Flash was measured on one H200, 15 November 2026"
+# (GPU, published model, layout) -> number of ranks that share every layer -> ms of one rank's decode step,
+# one sequence at 4k, its own memory in its peers' place (docs/kernels.md, "One rank of several").
+_RANK_STEPS: dict[tuple[str, str, str], dict[int, float]] = {
+    ("H200", "flash", "nvfp4"): {2: 2.866, 4: 2.403, 8: 2.180},
+    ("H200", "pro", "nvfp4"): {8: 4.788},
+}
+RANK_STEPS_SOURCE = "measured on one H200, its own memory in its peers' place, 16 November 2026"
+
+
+def rank_step_ms(gpu: str, model: str, layout: str, ranks: int) -> float | None:
+    return _RANK_STEPS.get((gpu, model, layout), {}).get(ranks)
 
 
 def _between(points: tuple[tuple[int, float], ...], num_bytes: float) -> float:

@@ -369,16 +369,19 @@ class Plan:
         """That each GPU adds to a sum, for one token: float32."""
         return 4 * self.demand.config.hidden_size
 
-    def predicted(self, share: float) -> tuple[float, float] | None:
+    def predicted(self, share: float, rank_ms: float | None) -> tuple[float, float] | None:
         """Tokens/s of one sequence, at least and at most; None where no latency is known.
 
-        `share`: of the read bandwidth, what one GPU reaches. At least: what it loses stays in full on each of
-        several. At most: it shrinks with what a GPU reads.
+        `rank_ms`: a rank's step as measured; at least and at most are the same then. `share`: else, of the
+        read bandwidth, what one GPU reaches. At least: what it loses stays in full on each of several. At
+        most: it shrinks with what a GPU reads.
         """
         link = LINKS.get(self.machine.name)
         if link is None:
             return None
         waits = self.num_all_reduces * link.all_reduce_us(self.tp, self.message_bytes) * 1e-6
+        if rank_ms is not None:
+            return (rate := 1 / (rank_ms * 1e-3 + waits)), rate
         alone = Plan.make(
             self.demand, replace(self.machine, count=1), replace(self.wanted, tp=None, ep=None)
         ).read_bytes(1)

@@ -423,21 +423,36 @@ def test_ranks_hold_what_is_planned(name: str) -> None:
 def test_prediction() -> None:
     """Between everything lost stays and everything shrinks; latencies are those published, and named."""
     one, two = (plan("flash", "modelopt", f"{n}xH200", 4096, 1) for n in (1, 2))
-    measured = one.predicted(0.5)
+    measured = one.predicted(0.5, None)
     assert measured is not None and measured[0] == pytest.approx(measured[1])
     assert measured[0] == pytest.approx(one.tokens_per_second(1) / 2), "one GPU waits for nobody"
     said = two.communication()
     assert said["all_reduces"] == 2 * 43 + 2 and said["message_bytes"] == 16384
     assert said["sent_bytes"] == 88 * 2 * 16384 and 3.9 < said["all_reduce_us"] < 4.5
-    low, high = two.predicted(0.5) or (0, 0)
+    low, high = two.predicted(0.5, None) or (0, 0)
     assert measured[0] < low < high < two.tokens_per_second(1)
     waits = 88 * said["all_reduce_us"] * 1e-6
     assert 1 / high == pytest.approx(2 / two.tokens_per_second(1) + waits)
+    by_step = two.predicted(0.5, 2.866)
+    assert by_step == (pytest.approx(1 / (2.866e-3 + waits)),) * 2
     # A push sends a vector to every other GPU: eight cards wait longer than four, two less.
     times = [LINKS["RTX PRO 6000"].all_reduce_us(n, 16384) for n in (1, 2, 4, 8)]
     assert times[0] == 0 and times == sorted(times) and times[2] == 7.2
     shown = ok("plan", "tiny", "--gpus", "2xH200", "--context", 512, "--batch", 1, "--compare")
     assert "predicted     batch 1:" in shown and "8 x RTX PRO 6000" in shown and "sglang pull 2904" in shown
+
+
+def test_a_measured_rank_goes_before_shares_of_bandwidth() -> None:
+    """Where one was measured: this GPU, model, layout and number of ranks, and widths that ranks share."""
+    shown = ok("plan", "flash", "--format", "hfnvfp4", "--gpus", "2xH200", "--context", 4096, "--compare")
+    assert "predicted     batch 1: 309 tokens/s (a rank's step of 2.866 ms, measured on one H200" in shown
+    rows = {line[:16].strip(): line.rstrip() for line in shown.splitlines() if " x " in line[:16]}
+    assert rows["2 x H200"].endswith("309 *") and " to " not in rows["8 x H200"]
+    assert " to " in rows["2 x B200"] and "*" not in rows["2 x B200"]
+    assert "several GPUs, B200 and RTX PRO 6000 were never run" in shown
+    for other in ("hfnvfp4 --gpus 2xH200 --ep 2", "hfnvfp4 --gpus 2xB200", "modelopt --gpus 2xH200"):
+        report = json.loads(ok("plan", "flash", "--json", "--format", *other.split()))
+        assert report["predicted"]["rank_step_ms"] is None, other
 
 
 REFUSED = {
