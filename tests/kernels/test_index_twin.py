@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from dsv4.kernels.common import build
+from dsv4.kernels.common import architectures, build
 from dsv4.kernels.decode import index
 from dsv4.ops.index import ref
 from dsv4.quant.codec import decode, encode_kv, mxfp4_round
@@ -244,7 +244,7 @@ def test_who_scores(monkeypatch: pytest.MonkeyPatch) -> None:
         *((90, 1, 64, 4, 6), (90, 1, 64, 3, 64), (100, 2, 64, 4, 64), (120, 32, 64, 4, 64)),
         *((90, 1, 64, 4, 6), (100, 1, 64, 4, 6), (120, 1, 64, 4, 6)),
     ):
-        monkeypatch.setattr(index, "capability", lambda device, gpu=gpu: gpu)
+        monkeypatch.setattr(architectures, "capability", lambda device, gpu=gpu: gpu)
         longs = torch.zeros(rows, dtype=torch.long)
         iq = torch.zeros(rows, HEADS, WIDTH, dtype=torch.bfloat16)
         keys = encode_kv(torch.zeros(page, WIDTH), 0, Format.MXFP4)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.kernels.common.architectures import capability
+from dsv4.kernels.common import architectures
 from dsv4.kernels.common.build import address, call
 from dsv4.kernels.common.numbers import launch, launch_dependents, product, wait_for_prerequisites
 from dsv4.kernels.common.overlap import launcher
@@ -174,7 +174,7 @@ def scores(
         return
     programs = min(triton.cdiv(out.shape[1], BLOCK_KEYS), MAX_PROGRAMS)
     are_powers = all(number & (number - 1) == 0 for number in (ratio, page_entries))
-    is_hopper = capability(iq.device) == 90
+    is_hopper = architectures.capability(iq.device) == 90
     if serves(iq) and are_powers and (rows <= MAX_ROWS or not is_hopper):
         given = _Scores(
             q=iq.data_ptr(),
