@@ -11,6 +11,7 @@ from dsv4.config import EngineConfig, ModelConfig
 from dsv4.device import OLDEST, Device, available_memory, too_old
 from dsv4.engine import proof
 from dsv4.engine.memory import Memory, gpu_memory, table_bytes, unpacks_weights
+from dsv4.engine.sizes import check_sizes
 from dsv4.engine.spill import Drafts, Split, check_host, find_split
 from dsv4.errors import ConfigError, DeviceError
 from dsv4.kernels.common.architectures import capability, standing
@@ -82,7 +83,7 @@ def settle(config: EngineConfig, checkpoint: Checkpoint, ranks: int = 1) -> Sett
         chosen("ops", "ref", f"{slow} has no GPU kernels; the reference runs on the GPU, slowly")
     tiled = device.kind == "cuda" and slow is None
     if tiled:
-        _check_gpu(device, checkpoint.config, _max_context(config, checkpoint.config, []))
+        _check_gpu(device, checkpoint.config, _max_context(config, checkpoint.config, []), ranks)
     if tiled and config.weights != "auto":
         raise ConfigError(f"weights {config.weights} is for a CPU; on a GPU use weights auto")
 
@@ -242,7 +243,7 @@ class _Needs:
         )
 
 
-def _check_gpu(device: Device, model: ModelConfig, max_context: int) -> None:
+def _check_gpu(device: Device, model: ModelConfig, max_context: int, ranks: int) -> None:
     """Refuse a GPU, a machine or a model that the kernels cannot run, and compile them, before weights are
     read."""
     found = torch.cuda.get_device_capability(device.torch_name)
@@ -250,15 +251,15 @@ def _check_gpu(device: Device, model: ModelConfig, max_context: int) -> None:
         raise DeviceError(f"{device.name} {too_old(found)}; use --device cpu")
     if find_spec("triton") is None:
         raise DeviceError("the GPU kernels need Triton, which is not installed: pip install triton")
-    # These import Triton, which a machine without a GPU may lack.
-    from dsv4.engine.sizes import check_sizes
+    # Imports Triton, which a machine without a GPU may lack.
     from dsv4.kernels.common.ahead import check_triton
 
     check_triton()
     gpu = torch.device(device.torch_name)
     standing(capability(gpu))
     proof.check(gpu)
-    check_sizes(model, max_context, capability(gpu))
+    multiprocessors = torch.cuda.get_device_properties(gpu).multi_processor_count
+    check_sizes(model, max_context, capability(gpu), multiprocessors, ranks)
     compile_all(architecture(gpu))
 
 
