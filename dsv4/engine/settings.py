@@ -298,9 +298,13 @@ def _choose_ops(device: Device, config: EngineConfig, reference: bool) -> Ops:
     return Ops.choose(device.kind, **default | dict(config.ops))
 
 
+def default_context(model: ModelConfig) -> int:
+    return min(model.max_positions, DEFAULT_CONTEXT)
+
+
 def _max_context(config: EngineConfig, model: ModelConfig, choices: list[Choice]) -> int:
     if config.max_context is None:
-        value = min(model.max_positions, DEFAULT_CONTEXT)
+        value = default_context(model)
         choices.append(Choice("max_context", str(value), f"the model allows {model.max_positions}"))
         return value
     if config.max_context > model.max_positions:

@@ -14,10 +14,12 @@ from dsv4.cache.layout import CacheLayout
 from dsv4.config import EngineConfig, ModelConfig, preset
 from dsv4.engine.memory import Memory, table_bytes, unpacks_weights
 from dsv4.engine.memory import gpu_memory as memory_of
-from dsv4.engine.settings import DEFAULT_CHUNK, DEFAULT_CONTEXT, GPU_CHUNK, fits_dense
+from dsv4.engine.settings import DEFAULT_CHUNK, GPU_CHUNK, fits_dense
+from dsv4.engine.sizes import problems
 from dsv4.engine.spill import Split
 from dsv4.errors import ConfigError
-from dsv4.lab.gpus import MAX_GPUS, NAMES, Machine, known
+from dsv4.kernels.common.architectures import ARCHITECTURES
+from dsv4.lab.gpus import NAMES, Machine, known
 from dsv4.lab.init import contents
 from dsv4.lab.inspect import Component, active_share, components
 from dsv4.lab.links import LINKS
@@ -169,10 +171,6 @@ class Wanted:
             raise ConfigError(f"snapshots is {self.snapshots}, expected 0 or more")
         if self.batch > MAX_BATCH:
             raise ConfigError(f"batch is {self.batch}, expected at most {MAX_BATCH}")
-
-
-def default_context(config: ModelConfig) -> int:
-    return min(config.max_positions, DEFAULT_CONTEXT)
 
 
 @dataclass(frozen=True)
@@ -329,9 +327,27 @@ class Plan:
         return self.total_bytes <= self.machine.memory_bytes
 
     @cached_property
+    def refusal(self) -> str | None:
+        """Why this engine's kernels do not run it, whatever memory there is; None: they do."""
+        m, (major, minor) = self.machine, self.machine.capability
+        if m.is_cpu:
+            return None
+        if 10 * major + minor not in ARCHITECTURES:
+            return f"no kernel is built for compute capability {major}.{minor}, which {m.name} has"
+        if self.wanted.cache != "fp8":
+            return f"the kernels have no cache {self.wanted.cache}; use fp8"
+        found = problems(self.demand.config, self.wanted.context, 10 * major + minor, ranks=self.tp)
+        return f"the kernels cannot run a model of {'; '.join(found)}" if found else None
+
+    @property
+    def runs(self) -> bool:
+        """With every weight on the GPU."""
+        return self.fits and self.refusal is None
+
+    @cached_property
     def spill(self) -> Split | None:
         """Experts in pinned host memory, where that makes one GPU do."""
-        return None if self.fits else split_of(self)
+        return None if self.fits or self.refusal else split_of(self)
 
     @cached_property
     def held(self) -> Memory:
@@ -357,7 +373,7 @@ class Plan:
     @property
     def is_built(self) -> bool:
         """Whether this engine shares a model so: all GPUs share each layer, experts by width or whole."""
-        return self.tp == self.machine.count and self.ep in (1, self.tp)
+        return self.tp == self.machine.count and self.ep in (1, self.tp) and self.refusal is None
 
     @property
     def num_all_reduces(self) -> int:
@@ -392,26 +408,22 @@ class Plan:
 
     def largest_context(self) -> int:
         """The most tokens per sequence that fit with this batch; 0 if not even one does."""
-        return _largest(self.demand.config.max_positions, lambda n: self._wanting(n, self.wanted.batch).fits)
+        return _largest(self.demand.config.max_positions, lambda n: self._wanting(n, self.wanted.batch).runs)
 
     def largest_batch(self) -> int:
-        return _largest(MAX_BATCH, lambda n: self._wanting(self.wanted.context, n).fits)
+        return _largest(MAX_BATCH, lambda n: self._wanting(self.wanted.context, n).runs)
 
     def _wanting(self, context: int, batch: int) -> "Plan":
         return replace(self, wanted=replace(self.wanted, context=context, batch=batch))
 
     def smallest_sets(self) -> list[Machine]:
-        """Of every GPU that kernels run on the fewest that hold what is wanted, fewest and smallest first."""
-        out = []
+        """Of each GPU the fewest that may share the model and hold it; fewest and smallest first."""
+        out: list[Machine] = []
         free = replace(self.wanted, tp=None, ep=None, weights="auto")
+        counts = [count for count in (1, 2, 4, 8) if count <= num_parts(self.demand.config)]
         for name in NAMES:
-            for count in range(1, MAX_GPUS + 1):
-                machine = known(name, count)
-                if machine.is_too_old:
-                    break
-                if Plan.make(self.demand, machine, free).fits:
-                    out.append(machine)
-                    break
+            plans = (Plan.make(self.demand, known(name, count), free) for count in counts)
+            out += [made.machine for made in plans if made.runs][:1]
         return sorted(out, key=lambda machine: (machine.count, machine.memory_bytes))
 
     @property
@@ -444,7 +456,7 @@ class Plan:
 
     def _figures(self) -> dict[str, Any]:
         layout, w = self.layout, self.wanted
-        one = replace(layout, num_slots=1)
+        one, span = replace(layout, num_slots=1), layout.page_tokens
         out: dict[str, Any] = {
             "machine": {
                 **{"name": self.machine.name, "count": self.machine.count},
@@ -457,30 +469,21 @@ class Plan:
             "components": {part.name: part.total_bytes for part in self.demand.components},
             "active_bytes_per_token": sum(part.active_bytes for part in self.demand.components),
             "per_gpu": {**vars(self.held), "total": self.held.total},
-            "fits": self.fits or self.spill is not None,
+            **{"fits": self.runs or self.spill is not None, "refused": self.refusal},
             "spill": None if self.spill is None else spill_figures(self),
             "sequence_bytes": one.sequence_bytes(w.context),
-            "cache_bytes_per_token": cache_growth(one),
+            # Of one more token, on average over whole blocks.
+            "cache_bytes_per_token": (one.sequence_bytes(2 * span) - one.sequence_bytes(span)) / span,
             "read_bytes": {"one": self.read_bytes(1), "batch": self.read_bytes(w.batch)},
-            "tokens_per_second": {
+            "at_most_tokens_per_second": {
                 "one": self.tokens_per_second(1),
                 "batch": self.tokens_per_second(w.batch),
             },
         }
-        if not self.fits:
+        if not self.runs:
             sets = [{"name": m.name, "count": m.count} for m in self.smallest_sets()]
-            out["instead"] = {
-                "context": self.largest_context(),
-                "batch": self.largest_batch(),
-                "gpus": sets,
-            }
+            out["instead"] = {"context": self.largest_context(), "batch": self.largest_batch(), "gpus": sets}
         return out
-
-
-def cache_growth(layout: CacheLayout) -> float:
-    """Bytes that one more token of one sequence adds, on average over whole blocks."""
-    span = layout.page_tokens
-    return (layout.sequence_bytes(2 * span) - layout.sequence_bytes(span)) / span
 
 
 def _largest(limit: int, fits: Callable[[int], bool]) -> int:
