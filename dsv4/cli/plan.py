@@ -115,8 +115,10 @@ def _verdict(made: "Plan") -> str:
         )
     if machine.count == 1:
         return found
-    shared = f"{machine.count} GPUs (--gpus)"
-    return f"{found}; {shared} are " + ("built, and were never run" if made.is_built else "not built")
+    several = f"{machine.count} GPUs (--gpus)"
+    if made.refusal is not None and made.refusal != today.refusal:
+        return f"{found}; {several} cannot share it: {made.refusal}"
+    return f"{found}; {several} are {'built, and were never run' if made.is_built else 'not built'}"
 
 
 def _share(record: "Record | None", model: str, layout: str, gpu: str) -> tuple[float, str]:

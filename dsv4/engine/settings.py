@@ -10,7 +10,7 @@ from dsv4.cache.layout import CacheLayout
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.device import OLDEST, Device, available_memory, too_old
 from dsv4.engine import proof
-from dsv4.engine.memory import Memory, gpu_memory, table_bytes, unpacks_weights
+from dsv4.engine.memory import Memory, gpu_memory, largest_linear, reference_memory, unpacks_weights
 from dsv4.engine.sizes import check_sizes
 from dsv4.engine.spill import Drafts, Split, check_host, find_split
 from dsv4.errors import ConfigError, DeviceError
@@ -149,7 +149,7 @@ def check_memory(
     -> how experts are split between GPU and host memory; None: all are where the other weights are.
     """
     if not settings.tiled:
-        _check_plain(settings, config, checkpoint)
+        _check_plain(settings, config, checkpoint, ranks)
         return None
     needs = _Needs(settings, config, checkpoint, ranks)
     split = needs.split
@@ -164,11 +164,18 @@ def check_memory(
     return split
 
 
-def _check_plain(settings: Settings, config: EngineConfig, checkpoint: Checkpoint) -> None:
+def _check_plain(settings: Settings, config: EngineConfig, checkpoint: Checkpoint, ranks: int) -> None:
+    params = (source.param for source in checkpoint.inventory.sources)
     layout = cache_layout(checkpoint.config, settings, config, checkpoint.inventory.num_mtp_layers)
-    tables = table_bytes(layout.config, layout.max_context, layout.num_slots)
-    lower = "lower max_batch or max_context" + (", or use weights packed" if settings.dense else "")
-    _refuse(settings, layout, checkpoint.held_bytes(settings.dense), tables, lower)
+    need = reference_memory(
+        weights=checkpoint.held_bytes(settings.dense),
+        layout=layout,
+        chunk=settings.chunk,
+        decoded=0 if settings.dense else largest_linear(params),
+        ranks=ranks,
+    )
+    lower = "lower max_batch, max_context or chunk" + (", or use weights packed" if settings.dense else "")
+    _refuse(settings, layout, need.weights, need.beside_weights - layout.store_bytes(), lower)
 
 
 def _refuse(settings: Settings, layout: CacheLayout, weights: int, beside: int, lower: str) -> None:

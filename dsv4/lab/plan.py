@@ -12,12 +12,12 @@ import torch
 
 from dsv4.cache.layout import CacheLayout
 from dsv4.config import EngineConfig, ModelConfig, preset
-from dsv4.engine.memory import Memory, table_bytes, unpacks_weights
+from dsv4.engine.memory import Memory, largest_linear, reference_memory, unpacks_weights
 from dsv4.engine.memory import gpu_memory as memory_of
 from dsv4.engine.settings import DEFAULT_CHUNK, GPU_CHUNK, fits_dense
 from dsv4.engine.sizes import problems
 from dsv4.engine.spill import Split
-from dsv4.errors import ConfigError
+from dsv4.errors import CheckpointError, ConfigError
 from dsv4.kernels.common.architectures import ARCHITECTURES
 from dsv4.lab.gpus import NAMES, Machine, known
 from dsv4.lab.init import contents
@@ -27,8 +27,6 @@ from dsv4.lab.records import PRESETS
 from dsv4.lab.spilled import spill_figures, split_of
 from dsv4.model.buffers import graph_rows
 from dsv4.model.params import Param, check_ranks, num_parts
-from dsv4.ops._exact import padded
-from dsv4.ops.attend.ref import BLOCK, raw_columns
 from dsv4.quant.formats import Format
 from dsv4.weights.detect import Inventory, take_inventory
 from dsv4.weights.load import Checkpoint, held_bytes
@@ -63,6 +61,7 @@ class Demand:
     packed: Shares
     tiled: Shares  # as a GPU holds them
     padded: dict[int, Shares]  # the same by number of ranks, all of them together: tiles are not cut
+    uncut: dict[tuple[int, bool], str]  # why so many ranks cannot share all experts, or all other weights
     read_stored: Shares  # of these, what decoding touches; of the experts all, whichever are chosen
     read_dense: Shares
     largest_linear: int
@@ -72,9 +71,9 @@ class Demand:
     @classmethod
     def of(cls, config: ModelConfig, inventory: Inventory) -> "Demand":
         sums = {name: Counter[str]() for name in ("dense", "packed", "tiled", "read_stored", "read_dense")}
-        largest = 0
         padded = {n: Counter[str]() for n in (2, 4, 8) if n <= num_parts(config)}
         known_bytes: dict[Any, int] = {}
+        uncut: dict[tuple[int, bool], str] = {}
         for source in inventory.sources:
             param, where = source.param, _holder(source.param)
             dense = held_bytes(source, dense=True)
@@ -91,13 +90,15 @@ class Demand:
                 key = (ranks, stored, param.shape, param.shard)
                 if key not in known_bytes:
                     share = replace(source, param=replace(param, shape=param.local_shape(ranks)))
+                    try:
+                        source.shard(0, ranks)
+                    except CheckpointError as error:
+                        uncut.setdefault((ranks, param.expert is not None), str(error))
                     known_bytes[key] = tiled_source_bytes(share) * (1 if param.shard == "whole" else ranks)
                 counts[where] += known_bytes[key]
             if active_share(param.component, config):
                 sums["read_stored"][where] += source.num_bytes
                 sums["read_dense"][where] += dense
-            if param.kind in ("linear", "grouped") and param.name != "embed":
-                largest = max(largest, math.prod(param.shape))
         shares = {name: Shares(**counts) for name, counts in sums.items()}
         parts = tuple(components(inventory, config))
         return cls(
@@ -105,7 +106,8 @@ class Demand:
             num_mtp_layers=inventory.num_mtp_layers,
             components=parts,
             padded={1: shares["tiled"]} | {ranks: Shares(**counts) for ranks, counts in padded.items()},
-            largest_linear=largest,
+            uncut=uncut,
+            largest_linear=largest_linear(source.param for source in inventory.sources),
             expert_format=_formats(inventory, "layers.")[0],
             draft_format=drafts[0] if len(drafts := _formats(inventory, "mtp.")) == 1 else None,
             **shares,
@@ -279,43 +281,15 @@ class Plan:
     @cached_property
     def memory(self) -> Memory:
         """With every weight on the GPU."""
-        layout, w = self.layout, self.wanted
         if not self.machine.is_cpu:
             return self.gpu_memory(spills=False)
-        return Memory(
+        return reference_memory(
             weights=self.weight_bytes,
-            cache=layout.pool_bytes(),
-            state=layout.state_bytes(),
-            snapshots=w.snapshots * layout.snapshot_bytes(),
-            tables=table_bytes(self.demand.config, w.context, self.slots),
-            copies=0,
-            buffers=0,
-            workspace=self._reference_bytes,
-            reserved=0,
+            layout=self.layout,
+            chunk=self.chunk,
+            decoded=0 if self.is_dense else self.demand.largest_linear // self.tp,
+            ranks=self.tp,
         )
-
-    @property
-    def _reference_bytes(self) -> int:
-        """An estimate of what one step of the reference takes and gives back."""
-        c, size, tokens = self.demand.config, self.itemsize, max(self.chunk, self.slots)
-        streams, heads = c.num_streams * c.hidden_size, c.num_heads * c.head_dim // self.tp
-        mixing = 4 * c.num_streams * streams + (4 + 2 * size) * streams + 8 * c.hidden_size
-        attention = (10 + size) * heads + size * (streams + 4 * c.hidden_size)
-        attention += 12 * c.index_heads * c.index_dim
-        pooling = 112 * c.head_dim + 2 * size * streams
-        csa = [layer.ratio for layer in c.layers if layer.kind == "csa"]
-        keys = self.wanted.context // min(csa) if csa else 0
-        run = min(tokens, BLOCK)
-        index = padded(keys) * (8 * c.index_dim + 8 * run * c.index_heads)
-        last_block = 16 * c.head_dim * max(layer.ratio for layer in c.layers)
-        # Keys of a run of queries, decoded and laid out: window and the entries of each (ops/attend/ref.py).
-        visible = [(layer.kind, self.wanted.context // layer.ratio) for layer in c.layers if layer.ratio]
-        listed = max((min(n, c.index_topk) if kind == "csa" else n for kind, n in visible), default=0)
-        columns = raw_columns(c.window) + padded(listed)
-        last_block += 4 * run * (columns * (2 * c.head_dim + 3 * c.num_heads) + listed * c.head_dim)
-        logits = 8 * self.slots * c.vocab_size // self.tp
-        decoded = 0 if self.is_dense else 10 * self.demand.largest_linear // self.tp
-        return tokens * max(mixing, attention, pooling) + max(index, last_block, logits, decoded)
 
     @property
     def total_bytes(self) -> int:
@@ -336,6 +310,9 @@ class Plan:
             return f"no kernel is built for compute capability {major}.{minor}, which {m.name} has"
         if self.wanted.cache != "fp8":
             return f"the kernels have no cache {self.wanted.cache}; use fp8"
+        cut = self.demand.uncut
+        if why := cut.get((self.tp, False)) or cut.get((self.width_ranks, True)):
+            return why
         found = problems(self.demand.config, self.wanted.context, 10 * major + minor, ranks=self.tp)
         return f"the kernels cannot run a model of {'; '.join(found)}" if found else None
 

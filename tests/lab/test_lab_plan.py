@@ -4,6 +4,7 @@ import gc
 import json
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from dsv4 import Engine, EngineConfig, SamplingParams
 from dsv4.config import ModelConfig, preset
 from dsv4.engine.memory import prompt_bytes
-from dsv4.engine.settings import GPU_CHUNK
+from dsv4.engine.settings import GPU_CHUNK, check_memory, settle
 from dsv4.errors import ConfigError
 from dsv4.lab.gpus import NAMES, Machine, known, measure_bandwidth, parse, this_machine
 from dsv4.lab.init import contents
@@ -261,6 +262,31 @@ def test_the_workspace_is_estimated_well(leading: str, tmp_path: Path) -> None:
     assert 0.9 < ratio < 2, f"planned {made.memory.workspace:,}, measured {step.peak:,}"
 
 
+@pytest.mark.parametrize("weights", ["dense", "packed"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_engine_refuses_what_does_not_fit_by_plan(weights: str, ranks: int, tmp_path: Path) -> None:
+    """On a CPU, to the byte: one memory model."""
+    write_model(tmp_path / "model", "bf16", preset("tiny"))
+    checkpoint = Checkpoint.open(tmp_path / "model")
+    machine = replace(ROOMY, count=ranks)
+    made = Plan.make(
+        Demand.of(checkpoint.config, checkpoint.inventory), machine, Wanted(512, 3, tp=ranks, weights=weights)
+    )
+    config = EngineConfig(device="cpu", max_context=512, max_batch=3, weights=weights)
+    share = checkpoint.shard(0, ranks)
+    settings = settle(config, share, ranks)
+    exact = made.total_bytes - made.weight_bytes + share.held_bytes(weights == "dense")
+    assert abs(exact / made.total_bytes - 1) < 0.01, "a plan rounds what ranks share up"
+    for room, fits in ((exact, True), (exact - 1, False)):
+        there = replace(settings, device=replace(settings.device, memory_bytes=room))
+        with (
+            nullcontext()
+            if fits
+            else pytest.raises(ConfigError, match="lower max_batch, max_context or chunk")
+        ):
+            check_memory(there, config, share, ranks)
+
+
 def test_what_would_fit_is_the_largest_that_fits() -> None:
     long, many = 1_048_576, 64
     made = plan("flash", "modelopt", "B300", long, many)
@@ -383,7 +409,9 @@ def test_the_command(tmp_path: Path) -> None:
     assert report["stored_bytes"] == Checkpoint.open(folder).inventory.num_bytes
     here = json.loads(ok("plan", folder, "--json"))
     assert here["context"] == 32768 and here["machine"]["bandwidth_source"] == "measured"
-    too_much = dsv4("plan", "tiny", "--gpus", "2xRTX5090", "--context", 65536, "--batch", 65536)
+    too_much = dsv4(
+        "plan", "tiny", "--gpus", "2xRTX5090", "--context", 65536, "--batch", 65536, "--format", "bf16"
+    )
     assert too_much.code == 0 and "does not fit" in too_much.out and "would do" in too_much.out
     assert "2 GPUs (--gpus) are built, and were never run" in too_much.out
     assert "2 x RTX 5090 (1.79 TB/s each, data sheet); nothing was ever run on one" in too_much.out
@@ -424,6 +452,10 @@ def test_text_and_json_say_the_same() -> None:
     spill = report["spill"]
     rates = [round(spill[f"tokens_per_second_{how}"]["one"]) for how in ("uniform", "assumed")]
     assert f"uniform routing {rates[0]}, 98.5 % hits {rates[1]} tokens/s" in shown
+    # Of two ranks each would have half of an FP8 scale's rows.
+    tiny = json.loads(ok("plan", "tiny", "--gpus", "2xH200", "--json"))
+    assert tiny["fits"] and "; 2 GPUs (--gpus) cannot share it: layers.0." in tiny["verdict"]
+    assert not tiny["in_theory"]["built"] and "fp8 shares a scale among 128" in tiny["in_theory"]["refused"]
     assert spill["gpu_memory_share"] == report["recorded"]["share"] < 1
     assert "tokens_per_second" not in report, "the speed of light is not what a user gets"
 
