@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from dsv4.cli.show import err, out, print_json, say, size
+from dsv4.cli.show import err, out, print_json, size
 from dsv4.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,8 +54,9 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Show what a model needs per GPU, whether it fits, what else would, and the speed of light."""
+    from dsv4.engine.settings import default_context
     from dsv4.lab.gpus import parse, this_machine
-    from dsv4.lab.plan import Demand, Plan, Wanted, default_context, describe
+    from dsv4.lab.plan import Demand, Plan, Wanted, describe
     from dsv4.lab.records import SHIPPED, best, of_folder, published
     from dsv4.lab.spilled import recorded, spill_figures
     from dsv4.lab.synthetic import layout_of
@@ -76,12 +77,16 @@ def plan(
         report = made.report()
         chosen, whose = recorded(model, counts, config)
         if made.today.spill is not None:
-            report["spill"] = {**spill_figures(made.today, chosen), "counts": whose}
+            at = record.share if record else 1.0
+            report["spill"] = {**spill_figures(made.today, chosen, at), "counts": whose}
     share, source = _share(record, name, layout, made.machine.name)
     rank_ms = _rank_ms(made, name, layout)
     predicted = made.predicted(share, rank_ms) if made.machine.count > 1 else None
+    measured = record.share * made.today.tokens_per_second(1) if record and made.today.runs else None
     report = {
-        **{"model": title, **report, "layout": layout, "recorded": vars(record) if record else None},
+        **{"model": title, "verdict": _verdict(made), **report},
+        **{"layout": layout, "recorded": vars(record) if record else None},
+        "measured_tokens_per_second": measured,
         "predicted": {
             **{"tokens_per_second": predicted, "rank_step_ms": rank_ms},
             **{"share": share, "share_source": source},
@@ -97,13 +102,27 @@ def plan(
         _show_predicted(made, predicted, rank_ms, f"{share:.0%} of the bandwidth, {source}")
     if compare:
         _show_sets(report["sets"], share, source)
-    if made.machine.is_too_old:
-        from dsv4.device import too_old
 
-        reference = "there the reference runs, far from these speeds"
-        say("note", "yellow", f"{made.machine.name} {too_old(made.machine.capability)}; {reference}")
-    if not made.machine.was_run_on:
-        say("note", "yellow", f"nothing was ever run on {made.machine.name}; everything here is arithmetic")
+
+def _verdict(made: "Plan") -> str:
+    """About this engine today, on one device; then whether it could share the model between several."""
+    machine, today = made.machine, made.today
+    one = f" on one {machine.name}" if machine.count > 1 else ""
+    free = machine.memory_bytes - today.total_bytes
+    if today.refusal is not None:
+        found = f"does not run{one}: {today.refusal}"
+    elif today.spill is not None:
+        found = f"fits{one} with {size(today.spill.host_bytes)} of experts in pinned host memory"
+    else:
+        found = (
+            f"fits{one}, {size(free)} free" if today.fits else f"does not fit{one}, {size(-free)} too much"
+        )
+    if machine.count == 1:
+        return found
+    several = f"{machine.count} GPUs (--gpus)"
+    if made.refusal is not None and made.refusal != today.refusal:
+        return f"{found}; {several} cannot share it: {made.refusal}"
+    return f"{found}; {several} are {'built, and were never run' if made.is_built else 'not built'}"
 
 
 def _rank_ms(made: "Plan", model: str, layout: str) -> float | None:
@@ -124,19 +143,15 @@ def _share(record: "Record | None", model: str, layout: str, gpu: str) -> tuple[
 
 
 def _show(title: str, made: "Plan", report: dict[str, Any], record: "Record | None", source: str) -> None:
-    """The verdict is about this engine today, on one device; what several could comes last."""
+    """What this engine does today, on one device; what several could comes last."""
     machine, w, today = made.machine, made.wanted, made.today
     per_gpu = report["per_gpu"]
     speed = f"{size(machine.bandwidth)}/s {'each, ' if machine.count > 1 else ''}{machine.source}"
     out.print(f"model    {title}: {size(report['stored_bytes'])} stored", markup=False)
-    out.print(f"machine  {machine.label} ({speed})", markup=False)
-    one = f" on one {machine.name}" if machine.count > 1 else ""
-    free = machine.memory_bytes - today.total_bytes
-    found = f"fits{one}, {size(free)} free" if today.fits else f"does not fit{one}, {size(-free)} too much"
-    if today.spill is not None:
-        found = f"fits{one} with {size(today.spill.host_bytes)} of experts in pinned host memory"
-    more = "; several GPUs (--gpus) are built, and were never run" if machine.count > 1 else ""
-    out.print(f"verdict  {found}{more}\n", style="bold" if report["fits"] else "bold red", markup=False)
+    mark = "" if machine.was_run_on else "; nothing was ever run on one: everything here is arithmetic"
+    out.print(f"machine  {machine.label} ({speed}){mark}", markup=False)
+    style = "bold" if report["fits"] else "bold red"
+    out.print(f"verdict  {report['verdict']}\n", style=style, markup=False)
     slots = f"{today.slots} sequence{'s' if today.slots > 1 else ''}"
     table = Table("memory", "bytes", "", box=None, pad_edge=False)
     for name, what in (
@@ -157,20 +172,19 @@ def _show(title: str, made: "Plan", report: dict[str, Any], record: "Record | No
         table.add_row("beside", size(per_gpu["host"]), "experts in pinned host memory")
     out.print(table)
     if not report["fits"]:
-        _show_instead(report["instead"], w.context, w.batch)
+        _show_instead(report["instead"], w.context, w.batch, report["refused"] is not None)
     growth = report["cache_bytes_per_token"]
     out.print(f"\none sequence  {size(report['sequence_bytes'])} of cache, {growth:,.0f} B per further token")
-    if record and today.fits:
-        rate = record.share * today.tokens_per_second(1)
+    if record and today.runs:
+        rate = _rate(report["measured_tokens_per_second"])
         out.print(
-            f"measured      {record.share:.0%} of the ceiling below ({source}): {_rate(rate)} tokens/s",
-            markup=False,
+            f"measured      {record.share:.0%} of the ceiling below ({source}): {rate} tokens/s", markup=False
         )
     elif not record:
         out.print(f"measured      no run of this model on {machine.name} is recorded", markup=False)
     if today.spill is not None:
         _show_spill(today, record, source, report["spill"])
-    if today.fits or machine.count == 1:
+    if today.runs or machine.count == 1:
         _show_theory(today, "one, " if machine.count > 1 else "")
     if machine.count > 1:
         fits = "fits" if made.fits else "does not fit"
@@ -183,15 +197,16 @@ def _show(title: str, made: "Plan", report: dict[str, Any], record: "Record | No
 def _show_spill(made: "Plan", record: "Record | None", source: str, found: dict[str, Any]) -> None:
     """Beside GPU memory at its recorded speed, or at best, what PCIe costs."""
     from dsv4.lab.gpus import HOST_BANDWIDTH, HOST_MEASURED_ON
-    from dsv4.lab.spilled import rate
 
     spill = made.spill
     assert spill is not None
-    share, of = (record.share, f"{record.share:.0%} {source}") if record else (1.0, "at best")
-    hits, rates = found["hit_rate_recorded"], {"uniform routing": None, "98.5 % hits": 0.985}
-    if hits is not None:
-        rates = {"uniform routing": None, f"recorded routing ({hits:.1%} hits)": hits}
-    said = ", ".join(f"{name} {_rate(rate(made, 1, share, each))}" for name, each in rates.items())
+    of = f"{record.share:.0%} {source}" if record else "at best"
+    rates = {"uniform routing": "uniform", f"{100 * found['hit_rate_assumed']:g} % hits": "assumed"}
+    if (hits := found["hit_rate_recorded"]) is not None:
+        rates = {"uniform routing": "uniform", f"recorded routing ({hits:.1%} hits)": "recorded"}
+    said = ", ".join(
+        f"{name} {_rate(found[f'tokens_per_second_{key}']['one'])}" for name, key in rates.items()
+    )
     where = f"PCIe {HOST_BANDWIDTH / 1e9:.0f} GB/s (measured on {HOST_MEASURED_ON})"
     out.print(f"spilled       {spill.num_spilled:,} experts, {1 - spill.share:.1%} of all", markup=False)
     out.print(f"estimated     {said} tokens/s; GPU memory {of}, {where}", markup=False)
@@ -240,7 +255,7 @@ def _sets(made: "Plan", share: float, model: str, layout: str) -> list[dict[str,
             rows.append(
                 {
                     **{"name": name, "was_run_on": plan.machine.was_run_on, "count": count},
-                    **{"tp": plan.tp, "fits": plan.fits},
+                    **{"tp": plan.tp, "fits": plan.runs},
                     **{"total_bytes": plan.total_bytes, "read_bytes": plan.read_bytes(1)},
                     **{"all_reduce_us": plan.communication()["all_reduce_us"]},
                     **{"tokens_per_second": plan.predicted(share, rank_ms), "rank_step_ms": rank_ms},
@@ -283,12 +298,12 @@ def _rate(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
-def _show_instead(instead: dict[str, Any], context: int, batch: int) -> None:
+def _show_instead(instead: dict[str, Any], context: int, batch: int, is_refused: bool) -> None:
     if instead["context"]:
         out.print(f"would fit     a context of {instead['context']:,} with batch {batch}")
     if instead["batch"]:
         out.print(f"would fit     a batch of {instead['batch']:,} with context {context:,}")
-    if not instead["context"] and not instead["batch"]:
+    if not is_refused and not instead["context"] and not instead["batch"]:
         out.print("would fit     nothing here: weights and workspace alone are too large")
     sets = ", ".join(f"{each['count']} x {each['name']}" for each in instead["gpus"])
     out.print(f"in theory     would do: {sets or 'no set of known GPUs'} (several were never run)")

@@ -1,7 +1,7 @@
-"""What an engine takes of a GPU's memory, part by part: for the engine, `dsv4 plan` and `dsv4 bench`."""
+"""What an engine takes of its device's memory, part by part: for the engine, `dsv4 plan` and `dsv4 bench`."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -9,8 +9,10 @@ import torch
 from dsv4.cache.layout import CacheLayout
 from dsv4.config import ModelConfig
 from dsv4.model.buffers import buffer_bytes, inbox_bytes
-from dsv4.model.params import declare
+from dsv4.model.params import Param, declare
 from dsv4.model.step import prompt_sizes
+from dsv4.ops._exact import padded
+from dsv4.ops.attend.ref import BLOCK, raw_columns
 from dsv4.ops.sample.ref import HISTORY
 
 # Compiled kernels and graphs, and what the allocator rounds up or keeps between two sizes.
@@ -88,6 +90,50 @@ def gpu_memory(
         workspace=prompt_bytes(layout, dtype, chunk, unpacks) if chunk else 0,
         reserved=RESERVED + (step_bytes(layout, dtype, max(sizes)) if chunk and sizes else 0),
     )
+
+
+def reference_memory(weights: int, layout: CacheLayout, chunk: int, decoded: int, ranks: int = 1) -> Memory:
+    """The same where the reference runs. `weights`: their bytes as they are held; `decoded`: values of the
+    largest that is decoded at every use, 0 where none is."""
+    return Memory(
+        weights=weights,
+        cache=layout.pool_bytes(),
+        state=layout.state_bytes(),
+        snapshots=layout.max_snapshots * layout.snapshot_bytes(),
+        tables=table_bytes(layout.config, layout.max_context, layout.num_slots),
+        copies=0,
+        buffers=0,
+        workspace=_reference_bytes(layout, chunk, decoded, ranks),
+        reserved=0,
+    )
+
+
+def largest_linear(params: Iterable[Param]) -> int:
+    """Values of the largest weight that products read."""
+    return max(math.prod(p.shape) for p in params if p.kind in ("linear", "grouped") and p.name != "embed")
+
+
+def _reference_bytes(layout: CacheLayout, chunk: int, decoded: int, ranks: int) -> int:
+    """An estimate of what one step of the reference takes and gives back."""
+    c, size, slots = layout.config, layout.rope_itemsize, layout.num_slots
+    tokens = max(slots, min(chunk, slots * layout.max_context))
+    streams, heads = c.num_streams * c.hidden_size, c.num_heads * c.head_dim // ranks
+    mixing = 4 * c.num_streams * streams + (4 + 2 * size) * streams + 8 * c.hidden_size
+    attention = (10 + size) * heads + size * (streams + 4 * c.hidden_size)
+    attention += 12 * c.index_heads * c.index_dim
+    pooling = 112 * c.head_dim + 2 * size * streams
+    csa = [layer.ratio for layer in c.layers if layer.kind == "csa"]
+    keys = layout.max_context // min(csa) if csa else 0
+    run = min(tokens, BLOCK)
+    index = padded(keys) * (8 * c.index_dim + 8 * run * c.index_heads)
+    last_block = 16 * c.head_dim * max(layer.ratio for layer in c.layers)
+    # Keys of a run of queries, decoded and laid out: window and the entries of each (ops/attend/ref.py).
+    visible = [(layer.kind, layout.max_context // layer.ratio) for layer in c.layers if layer.ratio]
+    listed = max((min(n, c.index_topk) if kind == "csa" else n for kind, n in visible), default=0)
+    columns = raw_columns(c.window) + padded(listed)
+    last_block += 4 * run * (columns * (2 * c.head_dim + 3 * c.num_heads) + listed * c.head_dim)
+    logits = 8 * slots * c.vocab_size // ranks
+    return tokens * max(mixing, attention, pooling) + max(index, last_block, logits, 10 * decoded)
 
 
 def table_bytes(c: ModelConfig, max_context: int, num_slots: int) -> int:

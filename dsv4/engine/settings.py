@@ -10,7 +10,8 @@ from dsv4.cache.layout import CacheLayout
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.device import OLDEST, Device, available_memory, too_old
 from dsv4.engine import proof
-from dsv4.engine.memory import Memory, gpu_memory, table_bytes, unpacks_weights
+from dsv4.engine.memory import Memory, gpu_memory, largest_linear, reference_memory, unpacks_weights
+from dsv4.engine.sizes import check_sizes
 from dsv4.engine.spill import Drafts, Split, check_host, find_split
 from dsv4.errors import ConfigError, DeviceError
 from dsv4.kernels.common.architectures import capability, standing
@@ -82,7 +83,7 @@ def settle(config: EngineConfig, checkpoint: Checkpoint, ranks: int = 1) -> Sett
         chosen("ops", "ref", f"{slow} has no GPU kernels; the reference runs on the GPU, slowly")
     tiled = device.kind == "cuda" and slow is None
     if tiled:
-        _check_gpu(device, checkpoint.config, _max_context(config, checkpoint.config, []))
+        _check_gpu(device, checkpoint.config, _max_context(config, checkpoint.config, []), ranks)
     if tiled and config.weights != "auto":
         raise ConfigError(f"weights {config.weights} is for a CPU; on a GPU use weights auto")
 
@@ -148,7 +149,7 @@ def check_memory(
     -> how experts are split between GPU and host memory; None: all are where the other weights are.
     """
     if not settings.tiled:
-        _check_plain(settings, config, checkpoint)
+        _check_plain(settings, config, checkpoint, ranks)
         return None
     needs = _Needs(settings, config, checkpoint, ranks)
     split = needs.split
@@ -163,11 +164,18 @@ def check_memory(
     return split
 
 
-def _check_plain(settings: Settings, config: EngineConfig, checkpoint: Checkpoint) -> None:
+def _check_plain(settings: Settings, config: EngineConfig, checkpoint: Checkpoint, ranks: int) -> None:
+    params = (source.param for source in checkpoint.inventory.sources)
     layout = cache_layout(checkpoint.config, settings, config, checkpoint.inventory.num_mtp_layers)
-    tables = table_bytes(layout.config, layout.max_context, layout.num_slots)
-    lower = "lower max_batch or max_context" + (", or use weights packed" if settings.dense else "")
-    _refuse(settings, layout, checkpoint.held_bytes(settings.dense), tables, lower)
+    need = reference_memory(
+        weights=checkpoint.held_bytes(settings.dense),
+        layout=layout,
+        chunk=settings.chunk,
+        decoded=0 if settings.dense else largest_linear(params),
+        ranks=ranks,
+    )
+    lower = "lower max_batch, max_context or chunk" + (", or use weights packed" if settings.dense else "")
+    _refuse(settings, layout, need.weights, need.beside_weights - layout.store_bytes(), lower)
 
 
 def _refuse(settings: Settings, layout: CacheLayout, weights: int, beside: int, lower: str) -> None:
@@ -242,7 +250,7 @@ class _Needs:
         )
 
 
-def _check_gpu(device: Device, model: ModelConfig, max_context: int) -> None:
+def _check_gpu(device: Device, model: ModelConfig, max_context: int, ranks: int) -> None:
     """Refuse a GPU, a machine or a model that the kernels cannot run, and compile them, before weights are
     read."""
     found = torch.cuda.get_device_capability(device.torch_name)
@@ -250,15 +258,15 @@ def _check_gpu(device: Device, model: ModelConfig, max_context: int) -> None:
         raise DeviceError(f"{device.name} {too_old(found)}; use --device cpu")
     if find_spec("triton") is None:
         raise DeviceError("the GPU kernels need Triton, which is not installed: pip install triton")
-    # These import Triton, which a machine without a GPU may lack.
-    from dsv4.engine.sizes import check_sizes
+    # Imports Triton, which a machine without a GPU may lack.
     from dsv4.kernels.common.ahead import check_triton
 
     check_triton()
     gpu = torch.device(device.torch_name)
     standing(capability(gpu))
     proof.check(gpu)
-    check_sizes(model, max_context, capability(gpu))
+    multiprocessors = torch.cuda.get_device_properties(gpu).multi_processor_count
+    check_sizes(model, max_context, capability(gpu), multiprocessors, ranks)
     compile_all(architecture(gpu))
 
 
@@ -297,9 +305,13 @@ def _choose_ops(device: Device, config: EngineConfig, reference: bool) -> Ops:
     return Ops.choose(device.kind, **default | dict(config.ops))
 
 
+def default_context(model: ModelConfig) -> int:
+    return min(model.max_positions, DEFAULT_CONTEXT)
+
+
 def _max_context(config: EngineConfig, model: ModelConfig, choices: list[Choice]) -> int:
     if config.max_context is None:
-        value = min(model.max_positions, DEFAULT_CONTEXT)
+        value = default_context(model)
         choices.append(Choice("max_context", str(value), f"the model allows {model.max_positions}"))
         return value
     if config.max_context > model.max_positions:

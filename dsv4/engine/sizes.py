@@ -1,32 +1,61 @@
 """Refuses a model whose sizes the GPU kernels cannot take, by the limits that their launchers assert.
 
-Runs once, before weights are read. Imports Triton, through the kernels it asks.
+Runs once, before weights are read; `dsv4 plan` asks the same. Without Triton.
 """
 
 from dsv4.config import ModelConfig
 from dsv4.errors import ConfigError
+from dsv4.kernels.common.shapes import (
+    MAX_HEAD_DIM,
+    MAX_INDEX_DIM,
+    MAX_INDEX_HEADS,
+    MAX_POOLED,
+    MIN_INDEX_DIM,
+    MIX_CHUNK,
+    NOPE_ALIGNED,
+    mix_chunks,
+)
 from dsv4.kernels.common.tiles import ROWS as TILE_ROWS
-from dsv4.kernels.decode import attend, choose, index, matvec, mhc, sample
+from dsv4.kernels.decode import choose, matvec, mhc, sample
 from dsv4.model.buffers import ROWS
 
 _K_STEP = 4  # a weight's columns come in fours
 _ALIGNED = 8  # values from which a product may read its input: 16 bytes of BF16
+H200_MULTIPROCESSORS = 132
 
 
-def check_sizes(c: ModelConfig, max_context: int = 0, capability: int = 90) -> None:
-    """`max_context`: tokens of a sequence that the cache is made for. `capability`: of the GPU, as 90."""
-    if found := problems(c, max_context, capability):
+def check_sizes(
+    c: ModelConfig,
+    max_context: int = 0,
+    capability: int = 90,
+    multiprocessors: int = H200_MULTIPROCESSORS,
+    ranks: int = 1,
+) -> None:
+    """As `problems`, which it raises."""
+    if found := problems(c, max_context, capability, multiprocessors, ranks):
         raise ConfigError(f"the GPU kernels cannot run a model of {'; '.join(found)}; use --device cpu")
 
 
-def problems(c: ModelConfig, max_context: int = 0, capability: int = 90) -> list[str]:
-    """Each size that is wrong: its name, its value and what was expected."""
+def problems(
+    c: ModelConfig,
+    max_context: int = 0,
+    capability: int = 90,
+    multiprocessors: int = H200_MULTIPROCESSORS,
+    ranks: int = 1,
+) -> list[str]:
+    """Each size that is wrong: its name, its value and what was expected.
+
+    `max_context`: tokens of a sequence that the cache is made for. `capability` and `multiprocessors`: of the
+    GPU, the first as 90. `ranks`: that share the model.
+    """
     group, depth = c.heads_per_group * c.head_dim, matvec.MAX_DEPTH
     output, deepest = c.o_groups * c.o_rank, matvec.MAX_SEGMENTS * matvec.MAX_SLICES * matvec.SLICE
-    key_least = max(index.MIN_CHANNELS, c.rope_dim)
+    key_least = max(MIN_INDEX_DIM, c.rope_dim)
     entries = max((max_context // layer.ratio for layer in c.layers if layer.kind == "csa"), default=0)
     most_entries = choose.max_entries(capability)
     most_chosen = min(choose.MAX_PAIRS // ROWS[-1], choose.MAX_CHOICES)
+    pooled = max((layer.ratio * (1 + (layer.kind == "csa")) for layer in c.layers), default=0)
+    share, resident = c.expert_width // ranks, multiprocessors * mhc.SHARED_BLOCKS
     wrong = [
         (c.num_streams != mhc.STREAMS, f"{c.num_streams} streams, expected {mhc.STREAMS}"),
         (
@@ -36,6 +65,16 @@ def problems(c: ModelConfig, max_context: int = 0, capability: int = 90) -> list
         ),
         _wrong_depth("query rank", c.q_rank, _K_STEP),
         _wrong_depth("expert width", c.expert_width, _K_STEP),
+        (
+            ranks > 1 and share % _K_STEP > 0,
+            f"expert width {c.expert_width} over {ranks} ranks, {share} each, expected a multiple of "
+            f"{_K_STEP}",
+        ),
+        (
+            ranks > 1 and mix_chunks(c.hidden_size) > resident,
+            f"hidden size {c.hidden_size} over {ranks} ranks, expected at most {resident * MIX_CHUNK} with "
+            f"{multiprocessors} multiprocessors",
+        ),
         _wrong_depth("heads of an output group with", group, _ALIGNED, " channels together"),
         (c.o_rank % TILE_ROWS > 0, f"output rank {c.o_rank}, expected a multiple of {TILE_ROWS}"),
         (
@@ -44,12 +83,12 @@ def problems(c: ModelConfig, max_context: int = 0, capability: int = 90) -> list
         ),
         (output > deepest, f"output groups of {output} ranks together, expected at most {deepest}"),
         (
-            c.head_dim > attend.MAX_CHANNELS,
-            f"heads of {c.head_dim} channels, expected at most {attend.MAX_CHANNELS}",
+            c.head_dim > MAX_HEAD_DIM,
+            f"heads of {c.head_dim} channels, expected at most {MAX_HEAD_DIM}",
         ),
         (
-            c.nope_dim < 1 or c.nope_dim % attend.ALIGNED > 0,
-            f"{c.nope_dim} channels of a head without rotation, expected a multiple of {attend.ALIGNED}",
+            c.nope_dim < 1 or c.nope_dim % NOPE_ALIGNED > 0,
+            f"{c.nope_dim} channels of a head without rotation, expected a multiple of {NOPE_ALIGNED}",
         ),
         (
             c.num_experts > choose.MAX_EXPERTS,
@@ -60,13 +99,13 @@ def problems(c: ModelConfig, max_context: int = 0, capability: int = 90) -> list
             f"{c.experts_per_token} experts per token, expected at most {most_chosen}",
         ),
         (
-            c.index_dim & (c.index_dim - 1) > 0 or not key_least <= c.index_dim <= index.MAX_CHANNELS,
+            c.index_dim & (c.index_dim - 1) > 0 or not key_least <= c.index_dim <= MAX_INDEX_DIM,
             f"index keys of {c.index_dim} channels, expected a power of two from {key_least} to "
-            f"{index.MAX_CHANNELS}",
+            f"{MAX_INDEX_DIM}",
         ),
         (
-            c.index_heads > index.MAX_HEADS,
-            f"{c.index_heads} index heads, expected at most {index.MAX_HEADS}",
+            c.index_heads > MAX_INDEX_HEADS,
+            f"{c.index_heads} index heads, expected at most {MAX_INDEX_HEADS}",
         ),
         (
             c.index_topk > choose.MAX_TOPK,
@@ -75,6 +114,10 @@ def problems(c: ModelConfig, max_context: int = 0, capability: int = 90) -> list
         (
             c.vocab_size > sample.MAX_VOCAB,
             f"a vocabulary of {c.vocab_size}, expected at most {sample.MAX_VOCAB}",
+        ),
+        (
+            pooled > MAX_POOLED,
+            f"entries made of {pooled} tokens, expected at most {MAX_POOLED}",
         ),
         (
             entries > most_entries,

@@ -33,11 +33,6 @@ class Machine:
         return self.is_cpu or any(f" {name} " in f" {self.name} " for name in RUN_ON)
 
     @property
-    def is_too_old(self) -> bool:
-        """For the kernels; the reference runs there, slowly."""
-        return self.capability < OLDEST
-
-    @property
     def label(self) -> str:
         return self.name if self.is_cpu else f"{self.count} x {self.name}"
 

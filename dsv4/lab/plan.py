@@ -12,12 +12,14 @@ import torch
 
 from dsv4.cache.layout import CacheLayout
 from dsv4.config import EngineConfig, ModelConfig, preset
-from dsv4.engine.memory import Memory, table_bytes, unpacks_weights
+from dsv4.engine.memory import Memory, largest_linear, reference_memory, unpacks_weights
 from dsv4.engine.memory import gpu_memory as memory_of
-from dsv4.engine.settings import DEFAULT_CHUNK, DEFAULT_CONTEXT, GPU_CHUNK, fits_dense
+from dsv4.engine.settings import DEFAULT_CHUNK, GPU_CHUNK, fits_dense
+from dsv4.engine.sizes import problems
 from dsv4.engine.spill import Split
-from dsv4.errors import ConfigError
-from dsv4.lab.gpus import MAX_GPUS, NAMES, Machine, known
+from dsv4.errors import CheckpointError, ConfigError
+from dsv4.kernels.common.architectures import ARCHITECTURES
+from dsv4.lab.gpus import NAMES, Machine, known
 from dsv4.lab.init import contents
 from dsv4.lab.inspect import Component, active_share, components
 from dsv4.lab.links import LINKS
@@ -25,8 +27,6 @@ from dsv4.lab.records import PRESETS
 from dsv4.lab.spilled import spill_figures, split_of
 from dsv4.model.buffers import graph_rows
 from dsv4.model.params import Param, check_ranks, num_parts
-from dsv4.ops._exact import padded
-from dsv4.ops.attend.ref import BLOCK, raw_columns
 from dsv4.quant.formats import Format
 from dsv4.weights.detect import Inventory, take_inventory
 from dsv4.weights.load import Checkpoint, held_bytes
@@ -61,6 +61,7 @@ class Demand:
     packed: Shares
     tiled: Shares  # as a GPU holds them
     padded: dict[int, Shares]  # the same by number of ranks, all of them together: tiles are not cut
+    uncut: dict[tuple[int, bool], str]  # why so many ranks cannot share all experts, or all other weights
     read_stored: Shares  # of these, what decoding touches; of the experts all, whichever are chosen
     read_dense: Shares
     largest_linear: int
@@ -70,9 +71,9 @@ class Demand:
     @classmethod
     def of(cls, config: ModelConfig, inventory: Inventory) -> "Demand":
         sums = {name: Counter[str]() for name in ("dense", "packed", "tiled", "read_stored", "read_dense")}
-        largest = 0
         padded = {n: Counter[str]() for n in (2, 4, 8) if n <= num_parts(config)}
         known_bytes: dict[Any, int] = {}
+        uncut: dict[tuple[int, bool], str] = {}
         for source in inventory.sources:
             param, where = source.param, _holder(source.param)
             dense = held_bytes(source, dense=True)
@@ -89,13 +90,15 @@ class Demand:
                 key = (ranks, stored, param.shape, param.shard)
                 if key not in known_bytes:
                     share = replace(source, param=replace(param, shape=param.local_shape(ranks)))
+                    try:
+                        source.shard(0, ranks)
+                    except CheckpointError as error:
+                        uncut.setdefault((ranks, param.expert is not None), str(error))
                     known_bytes[key] = tiled_source_bytes(share) * (1 if param.shard == "whole" else ranks)
                 counts[where] += known_bytes[key]
             if active_share(param.component, config):
                 sums["read_stored"][where] += source.num_bytes
                 sums["read_dense"][where] += dense
-            if param.kind in ("linear", "grouped") and param.name != "embed":
-                largest = max(largest, math.prod(param.shape))
         shares = {name: Shares(**counts) for name, counts in sums.items()}
         parts = tuple(components(inventory, config))
         return cls(
@@ -103,7 +106,8 @@ class Demand:
             num_mtp_layers=inventory.num_mtp_layers,
             components=parts,
             padded={1: shares["tiled"]} | {ranks: Shares(**counts) for ranks, counts in padded.items()},
-            largest_linear=largest,
+            uncut=uncut,
+            largest_linear=largest_linear(source.param for source in inventory.sources),
             expert_format=_formats(inventory, "layers.")[0],
             draft_format=drafts[0] if len(drafts := _formats(inventory, "mtp.")) == 1 else None,
             **shares,
@@ -169,10 +173,6 @@ class Wanted:
             raise ConfigError(f"snapshots is {self.snapshots}, expected 0 or more")
         if self.batch > MAX_BATCH:
             raise ConfigError(f"batch is {self.batch}, expected at most {MAX_BATCH}")
-
-
-def default_context(config: ModelConfig) -> int:
-    return min(config.max_positions, DEFAULT_CONTEXT)
 
 
 @dataclass(frozen=True)
@@ -281,43 +281,15 @@ class Plan:
     @cached_property
     def memory(self) -> Memory:
         """With every weight on the GPU."""
-        layout, w = self.layout, self.wanted
         if not self.machine.is_cpu:
             return self.gpu_memory(spills=False)
-        return Memory(
+        return reference_memory(
             weights=self.weight_bytes,
-            cache=layout.pool_bytes(),
-            state=layout.state_bytes(),
-            snapshots=w.snapshots * layout.snapshot_bytes(),
-            tables=table_bytes(self.demand.config, w.context, self.slots),
-            copies=0,
-            buffers=0,
-            workspace=self._reference_bytes,
-            reserved=0,
+            layout=self.layout,
+            chunk=self.chunk,
+            decoded=0 if self.is_dense else self.demand.largest_linear // self.tp,
+            ranks=self.tp,
         )
-
-    @property
-    def _reference_bytes(self) -> int:
-        """An estimate of what one step of the reference takes and gives back."""
-        c, size, tokens = self.demand.config, self.itemsize, max(self.chunk, self.slots)
-        streams, heads = c.num_streams * c.hidden_size, c.num_heads * c.head_dim // self.tp
-        mixing = 4 * c.num_streams * streams + (4 + 2 * size) * streams + 8 * c.hidden_size
-        attention = (10 + size) * heads + size * (streams + 4 * c.hidden_size)
-        attention += 12 * c.index_heads * c.index_dim
-        pooling = 112 * c.head_dim + 2 * size * streams
-        csa = [layer.ratio for layer in c.layers if layer.kind == "csa"]
-        keys = self.wanted.context // min(csa) if csa else 0
-        run = min(tokens, BLOCK)
-        index = padded(keys) * (8 * c.index_dim + 8 * run * c.index_heads)
-        last_block = 16 * c.head_dim * max(layer.ratio for layer in c.layers)
-        # Keys of a run of queries, decoded and laid out: window and the entries of each (ops/attend/ref.py).
-        visible = [(layer.kind, self.wanted.context // layer.ratio) for layer in c.layers if layer.ratio]
-        listed = max((min(n, c.index_topk) if kind == "csa" else n for kind, n in visible), default=0)
-        columns = raw_columns(c.window) + padded(listed)
-        last_block += 4 * run * (columns * (2 * c.head_dim + 3 * c.num_heads) + listed * c.head_dim)
-        logits = 8 * self.slots * c.vocab_size // self.tp
-        decoded = 0 if self.is_dense else 10 * self.demand.largest_linear // self.tp
-        return tokens * max(mixing, attention, pooling) + max(index, last_block, logits, decoded)
 
     @property
     def total_bytes(self) -> int:
@@ -329,9 +301,30 @@ class Plan:
         return self.total_bytes <= self.machine.memory_bytes
 
     @cached_property
+    def refusal(self) -> str | None:
+        """Why this engine's kernels do not run it, whatever memory there is; None: they do."""
+        m, (major, minor) = self.machine, self.machine.capability
+        if m.is_cpu:
+            return None
+        if 10 * major + minor not in ARCHITECTURES:
+            return f"no kernel is built for compute capability {major}.{minor}, which {m.name} has"
+        if self.wanted.cache != "fp8":
+            return f"the kernels have no cache {self.wanted.cache}; use fp8"
+        cut = self.demand.uncut
+        if why := cut.get((self.tp, False)) or cut.get((self.width_ranks, True)):
+            return why
+        found = problems(self.demand.config, self.wanted.context, 10 * major + minor, ranks=self.tp)
+        return f"the kernels cannot run a model of {'; '.join(found)}" if found else None
+
+    @property
+    def runs(self) -> bool:
+        """With every weight on the GPU."""
+        return self.fits and self.refusal is None
+
+    @cached_property
     def spill(self) -> Split | None:
         """Experts in pinned host memory, where that makes one GPU do."""
-        return None if self.fits else split_of(self)
+        return None if self.fits or self.refusal else split_of(self)
 
     @cached_property
     def held(self) -> Memory:
@@ -357,7 +350,7 @@ class Plan:
     @property
     def is_built(self) -> bool:
         """Whether this engine shares a model so: all GPUs share each layer, experts by width or whole."""
-        return self.tp == self.machine.count and self.ep in (1, self.tp)
+        return self.tp == self.machine.count and self.ep in (1, self.tp) and self.refusal is None
 
     @property
     def num_all_reduces(self) -> int:
@@ -395,26 +388,22 @@ class Plan:
 
     def largest_context(self) -> int:
         """The most tokens per sequence that fit with this batch; 0 if not even one does."""
-        return _largest(self.demand.config.max_positions, lambda n: self._wanting(n, self.wanted.batch).fits)
+        return _largest(self.demand.config.max_positions, lambda n: self._wanting(n, self.wanted.batch).runs)
 
     def largest_batch(self) -> int:
-        return _largest(MAX_BATCH, lambda n: self._wanting(self.wanted.context, n).fits)
+        return _largest(MAX_BATCH, lambda n: self._wanting(self.wanted.context, n).runs)
 
     def _wanting(self, context: int, batch: int) -> "Plan":
         return replace(self, wanted=replace(self.wanted, context=context, batch=batch))
 
     def smallest_sets(self) -> list[Machine]:
-        """Of every GPU that kernels run on the fewest that hold what is wanted, fewest and smallest first."""
-        out = []
+        """Of each GPU the fewest that may share the model and hold it; fewest and smallest first."""
+        out: list[Machine] = []
         free = replace(self.wanted, tp=None, ep=None, weights="auto")
+        counts = [count for count in (1, 2, 4, 8) if count <= num_parts(self.demand.config)]
         for name in NAMES:
-            for count in range(1, MAX_GPUS + 1):
-                machine = known(name, count)
-                if machine.is_too_old:
-                    break
-                if Plan.make(self.demand, machine, free).fits:
-                    out.append(machine)
-                    break
+            plans = (Plan.make(self.demand, known(name, count), free) for count in counts)
+            out += [made.machine for made in plans if made.runs][:1]
         return sorted(out, key=lambda machine: (machine.count, machine.memory_bytes))
 
     @property
@@ -447,7 +436,7 @@ class Plan:
 
     def _figures(self) -> dict[str, Any]:
         layout, w = self.layout, self.wanted
-        one = replace(layout, num_slots=1)
+        one, span = replace(layout, num_slots=1), layout.page_tokens
         out: dict[str, Any] = {
             "machine": {
                 **{"name": self.machine.name, "count": self.machine.count},
@@ -460,30 +449,21 @@ class Plan:
             "components": {part.name: part.total_bytes for part in self.demand.components},
             "active_bytes_per_token": sum(part.active_bytes for part in self.demand.components),
             "per_gpu": {**vars(self.held), "total": self.held.total},
-            "fits": self.fits or self.spill is not None,
+            **{"fits": self.runs or self.spill is not None, "refused": self.refusal},
             "spill": None if self.spill is None else spill_figures(self),
             "sequence_bytes": one.sequence_bytes(w.context),
-            "cache_bytes_per_token": cache_growth(one),
+            # Of one more token, on average over whole blocks.
+            "cache_bytes_per_token": (one.sequence_bytes(2 * span) - one.sequence_bytes(span)) / span,
             "read_bytes": {"one": self.read_bytes(1), "batch": self.read_bytes(w.batch)},
-            "tokens_per_second": {
+            "at_most_tokens_per_second": {
                 "one": self.tokens_per_second(1),
                 "batch": self.tokens_per_second(w.batch),
             },
         }
-        if not self.fits:
+        if not self.runs:
             sets = [{"name": m.name, "count": m.count} for m in self.smallest_sets()]
-            out["instead"] = {
-                "context": self.largest_context(),
-                "batch": self.largest_batch(),
-                "gpus": sets,
-            }
+            out["instead"] = {"context": self.largest_context(), "batch": self.largest_batch(), "gpus": sets}
         return out
-
-
-def cache_growth(layout: CacheLayout) -> float:
-    """Bytes that one more token of one sequence adds, on average over whole blocks."""
-    span = layout.page_tokens
-    return (layout.sequence_bytes(2 * span) - layout.sequence_bytes(span)) / span
 
 
 def _largest(limit: int, fits: Callable[[int], bool]) -> int:

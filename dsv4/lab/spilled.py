@@ -14,11 +14,13 @@ from dsv4.weights.load import Checkpoint
 if TYPE_CHECKING:
     from dsv4.lab.plan import Plan
 
+HITS = 0.985  # a share of choices that find their expert on the GPU, for those who know none
+
 
 def split_of(made: "Plan") -> Split | None:
     """Experts in host memory; None: none, or it does not fit."""
     c, m = made.demand.config, made.machine
-    if m.is_cpu or m.is_too_old or m.count > 1:
+    if m.is_cpu or m.count > 1:
         return None
     if made.gpu_memory(spills=False).total <= m.memory_bytes:
         return None
@@ -47,21 +49,23 @@ def rate(made: "Plan", batch: int, share: float = 1.0, hit_rate: float | None = 
     return batch / (batch / made.tokens_per_second(batch) / share + over_pcie / HOST_BANDWIDTH)
 
 
-def spill_figures(made: "Plan", counts: Counts | None = None) -> dict[str, Any]:
-    """What lies in host memory and what that costs; `counts`: how often each expert was chosen."""
+def spill_figures(made: "Plan", counts: Counts | None = None, share: float = 1.0) -> dict[str, Any]:
+    """What lies in host memory and what that costs, GPU memory at that `share` of its speed; `counts`: how
+    often each expert was chosen."""
     spill = made.spill
     assert spill is not None
     out: dict[str, Any] = {
         **{"experts": spill.num_spilled, "host_bytes": spill.host_bytes, "resident_share": spill.share},
         **{"staged": spill.num_staged, "draft_bytes": spill.draft_bytes},
         **{"host_bandwidth": HOST_BANDWIDTH, "host_bandwidth_measured_on": HOST_MEASURED_ON},
-        "tokens_per_second_uniform": _rates(made, None),
+        **{"gpu_memory_share": share, "tokens_per_second_uniform": _rates(made, share, None)},
+        **{"hit_rate_assumed": HITS, "tokens_per_second_assumed": _rates(made, share, HITS)},
         "hit_rate_recorded": None,
         "tokens_per_second_recorded": None,
     }
     if counts is not None:
         hits = coverage(counts, spill.num_resident)
-        out |= {"hit_rate_recorded": round(hits, 5), "tokens_per_second_recorded": _rates(made, hits)}
+        out |= {"hit_rate_recorded": round(hits, 5), "tokens_per_second_recorded": _rates(made, share, hits)}
     return out
 
 
@@ -84,5 +88,5 @@ def recorded(model: str, file: Path | None, config: ModelConfig) -> tuple[Counts
     return known, f"{sum(map(sum, known)):,.0f} choices were counted"
 
 
-def _rates(made: "Plan", hits: float | None) -> dict[str, float]:
-    return {"one": rate(made, 1, hit_rate=hits), "batch": rate(made, made.wanted.batch, hit_rate=hits)}
+def _rates(made: "Plan", share: float, hits: float | None) -> dict[str, float]:
+    return {"one": rate(made, 1, share, hits), "batch": rate(made, made.wanted.batch, share, hits)}

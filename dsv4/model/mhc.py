@@ -14,8 +14,8 @@ from dsv4.model.step import Step
 def wide_scale(scale: Tensor, num_streams: int) -> Tensor:
     """A value for each mix, of scales stored once for each kind: x, gate, comb. A head has the first only."""
     n = num_streams
-    counts = torch.tensor((n, n, n * n)[: len(scale)], device=scale.device)
-    return scale.repeat_interleave(counts)
+    counts = (n, n, n * n)[: len(scale)]
+    return scale.repeat_interleave(torch.tensor(counts, device=scale.device), output_size=sum(counts))
 
 
 @dataclass

@@ -234,22 +234,6 @@ def _tiles(w: Tensor) -> Tensor:
     return w.unflatten(1, (-1, FP8_TILE)).unflatten(0, (-1, FP8_TILE))
 
 
-def swizzle_32_4_4(scale: Tensor) -> Tensor:
-    """Linear scales [M, Ks] -> the tensor cores' 512-byte tiles of 128 rows x 4 columns, flat, 0-padded."""
-    rows, cols = scale.shape
-    padded = torch.nn.functional.pad(scale, (0, -cols % 4, 0, -rows % 128))
-    # row m = 128*tile + 32*quarter + lane; column k = 4*block + inner
-    tiles = padded.reshape(-1, 4, 32, padded.shape[1] // 4, 4)
-    return tiles.permute(0, 3, 2, 1, 4).contiguous().flatten()
-
-
-def unswizzle_32_4_4(flat: Tensor, rows: int, cols: int) -> Tensor:
-    """The inverse: [M, Ks] linear scales without the padding."""
-    tiles = flat.reshape(-(-rows // 128), -(-cols // 4), 32, 4, 4)
-    padded = tiles.permute(0, 3, 2, 1, 4).reshape(-(-rows // 128) * 128, -(-cols // 4) * 4)
-    return padded[:rows, :cols].contiguous()
-
-
 def has_nan_scale(q: QuantTensor) -> bool:
     """Whether any scale of the tensor is NaN or infinite: such a tensor cannot mean anything."""
     if q.scale is None:

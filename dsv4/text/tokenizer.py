@@ -182,18 +182,6 @@ class Tokenizer:
         return self.special_ids[text]
 
     @property
-    def user_id(self) -> int:
-        return self._role(USER)
-
-    @property
-    def assistant_id(self) -> int:
-        return self._role(ASSISTANT)
-
-    @property
-    def think_id(self) -> int:
-        return self._role(THINK)
-
-    @property
     def end_think_id(self) -> int:
         return self._role(END_THINK)
 

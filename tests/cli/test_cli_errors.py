@@ -99,7 +99,7 @@ REFUSED = {
     "generate --model {model} hi --op machine=x": "unknown ops ['machine']",
     "generate --model {model} hi --op attend=ref --op attend=ref": "names an op twice",
     "generate --model {model} hi --threads 99999999999": "threads is 99999999999",
-    "generate --model {model} hi --max-batch 9999999": "lower max_batch or max_context",
+    "generate --model {model} hi --max-batch 9999999": "lower max_batch, max_context or chunk",
     "generate --model {desk}/bare hi": "no tokenizer.json; give token ids instead of text",
     "generate --model {desk}/bare hi --chat": "no tokenizer.json; --chat needs one",
     "generate --model {desk}/bare --ids 5 --stop x": "stop strings need a tokenizer.json",

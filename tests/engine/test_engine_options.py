@@ -103,7 +103,7 @@ def test_threads_batch_and_context_are_used(engine_for: Callable[..., Engine]) -
         ({"threads": 10**10}, "threads is 10000000000, expected at most 1024"),
         ({"qat": "off", "cache": "fp8"}, "with qat off use cache auto, bf16 or f32"),
         ({"max_context": 4097}, "max_context 4097 exceeds the model's 4096 positions"),
-        ({"max_batch": 10**7}, "lower max_batch or max_context"),
+        ({"max_batch": 10**7}, "lower max_batch, max_context or chunk"),
         ({"ops": (("attention", "ref"),)}, "unknown ops ['attention']; the ops are linear, experts"),
         ({"ops": (("machine", "ref"),)}, "unknown ops ['machine']"),
         ({"ops": (("attend", "sm12"),)}, "op attend has no backend 'sm12'; it has ref"),

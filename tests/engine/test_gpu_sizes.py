@@ -1,4 +1,5 @@
-"""Sizes that the GPU kernels cannot take are refused by name; whatever is not refused can be planned."""
+"""Sizes that the GPU kernels cannot take are refused by name; whatever is not refused can be planned: decode
+steps and prompts, on every GPU that kernels are built for, alone or as one of several ranks."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from dsv4.config import Activations, LayerSpec, ModelConfig, preset
 from dsv4.engine.sizes import check_sizes, problems
 from dsv4.errors import ConfigError
+from dsv4.kernels.common.architectures import ARCHITECTURES
+from dsv4.model.params import num_parts
 from tests.support.dry import planned
 
 # A layer of each kind and routing, small in everything that is not drawn.
@@ -82,10 +85,53 @@ def test_the_last_size_is_planned_and_the_next_refused(
     context = SELECTING * fits.index_topk + 300
     check_sizes(fits, context)
     for rows, dtype in ((1, torch.bfloat16), (32, torch.bfloat16), (8, torch.float32)):
-        assert planned(fits, rows, dtype, context).buffers.selects
+        assert planned(fits, rows, dtype, context, prompts=(33,)).buffers.selects
     with pytest.raises(ConfigError, match=f"a model of {said}.*use --device cpu") as told:
         check_sizes(too_much)
     assert "\n" not in str(told.value)
+
+
+def test_blocks_of_tokens_that_one_program_pools() -> None:
+    """An entry of a CSA layer is made of twice its ratio of tokens."""
+    for kind, ratio in (("csa", 2048), ("hca", 4096)):
+        c = replace(BASE, layers=(LayerSpec(kind, ratio, False),), index_topk=4)  # type: ignore[arg-type]
+        planned(c, 2, context=5 * ratio, prompts=(33,))
+        check_sizes(c)
+        with pytest.raises(ConfigError, match=r"entries made of 409[78] tokens, expected at most 4096"):
+            check_sizes(replace(c, layers=(replace(c.layers[0], ratio=ratio + 1),)))
+
+
+def test_ranks_share_widths_that_products_take() -> None:
+    c = replace(BASE, expert_width=72)
+    check_sizes(c, ranks=2)
+    planned(c, 8, ranks=2, prompts=(33,))
+    with pytest.raises(ConfigError, match="expert width 72 over 8 ranks, 9 each, expected a multiple of 4;"):
+        check_sizes(replace(c, o_groups=8, num_heads=8), ranks=8)
+
+
+def test_ranks_need_multiprocessors_that_hold_all_their_blocks() -> None:
+    c = replace(BASE, hidden_size=2560)
+    check_sizes(c, multiprocessors=20, ranks=2)
+    planned(c, 8, multiprocessors=20, ranks=2)
+    wide = replace(c, hidden_size=2568)
+    check_sizes(wide, multiprocessors=20)
+    planned(wide, 8, multiprocessors=20)
+    with pytest.raises(ConfigError, match="hidden size 2568 over 2 ranks, expected at most 2560 with 20"):
+        check_sizes(wide, multiprocessors=20, ranks=2)
+
+
+@pytest.mark.parametrize("multiprocessors", [8, 20, 132])
+def test_few_multiprocessors_have_longer_runs(multiprocessors: int) -> None:
+    """The most rows that a weight may have, of which a block takes a limited number."""
+    c = replace(BASE, vocab_size=1 << 18, o_groups=16, num_heads=1024)
+    check_sizes(c, multiprocessors=multiprocessors)
+    planned(c, 32, torch.float32, multiprocessors=multiprocessors)
+
+
+def test_experts_whose_width_is_not_one_of_whole_blocks() -> None:
+    """FP4 tensor cores multiply blocks of 16: then neither of an expert's products goes there."""
+    c = replace(BASE, expert_width=520)
+    planned(c, 8, layout="nvfp4", activations="a4", capability=120, prompts=(1, 300))
 
 
 def test_a_context_beyond_the_selection_is_refused() -> None:
@@ -129,16 +175,38 @@ def configs(draw: st.DrawFn) -> ModelConfig:
     dtype=st.sampled_from((torch.bfloat16, torch.float32)),
     layout=st.sampled_from(("modelopt", "official", "nvfp4")),
     activations=st.sampled_from(("a16", "a8", "a4")),
+    capability=st.sampled_from(sorted(ARCHITECTURES)),
+    multiprocessors=st.sampled_from((16, 78, 132, 188)),
+    ranks=st.sampled_from((1, 1, 2, 8)),
 )
 def test_what_is_let_through_can_be_planned(
-    c: ModelConfig, rows: int, dtype: torch.dtype, layout: str, activations: Activations
+    c: ModelConfig,
+    rows: int,
+    dtype: torch.dtype,
+    layout: str,
+    activations: Activations,
+    capability: int,
+    multiprocessors: int,
+    ranks: int,
 ) -> None:
-    context = SELECTING * c.index_topk + 300
-    found = problems(c, context)
+    context, ranks = SELECTING * c.index_topk + 300, min(ranks, num_parts(c))
+    found = problems(c, context, capability, multiprocessors, ranks)
     for text in found:
         assert any(str(number) in text for number in _numbers(c)), text
     if not found:
-        assert planned(c, rows, dtype, context, layout, activations).buffers.selects
+        made = planned(
+            c=c,
+            rows=rows,
+            dtype=dtype,
+            context=context,
+            layout=layout,
+            activations="a16" if ranks > 1 else activations,
+            capability=capability,
+            multiprocessors=multiprocessors,
+            ranks=ranks,
+            prompts=(1, 33),
+        )
+        assert made.buffers.selects
 
 
 def _numbers(c: ModelConfig) -> list[int]:

@@ -12,6 +12,7 @@ from dsv4.ops.experts import ref as experts_ref
 from dsv4.ops.linear.ref import round_input
 from dsv4.ops.norm.ref import rms_norm
 from dsv4.quant import codec
+from tests.support.layouts import swizzle_32_4_4
 from tests.support.twin import at, needs_compiler, twin_of
 
 pytestmark = needs_compiler
@@ -158,7 +159,7 @@ def test_the_whole_kernel(quantize: Any, width: int) -> None:
     for is_tiled in (False, True):
         packed = quantize.pack(x, is_tiled)
         assert torch.equal(packed.factor, factor.squeeze(1))
-        assert torch.equal(packed.scales, codec.swizzle_32_4_4(scales) if is_tiled else scales)
+        assert torch.equal(packed.scales, swizzle_32_4_4(scales) if is_tiled else scales)
         assert torch.equal(packed.codes[is_number], codec.pack_nibbles(codes)[is_number])
     assert quantize.threads_of == {{8: 128, 96: 128, 520: 128, 1032: 128, 2056: 96, 8192: 256}[width]}
 

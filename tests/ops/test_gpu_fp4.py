@@ -25,6 +25,7 @@ from dsv4.quant.codec import encode_weight
 from dsv4.quant.formats import Format, QuantTensor
 from tests.aot import check_fits, compile_launch, compiling, launching
 from tests.support.cubin import resources
+from tests.support.layouts import codes_of, swizzle_32_4_4
 
 runs = [
     pytest.mark.skipif(
@@ -188,8 +189,8 @@ def test_emulated_tensor_core(is_tiled: bool) -> None:
     factor = codec.nvfp4_global(x)
     x_codes, x_scales = codec.nvfp4_rows(x, factor)
     x_bytes = codec.pack_nibbles(x_codes)
-    w_bytes, w_scales = (part[0, 0].cpu() for part in tiles.codes_of(bank([[weight]])))
-    scales = [codec.swizzle_32_4_4(s) if is_tiled else s.flatten() for s in (x_scales, w_scales)]
+    w_bytes, w_scales = (part[0, 0].cpu() for part in codes_of(bank([[weight]])))
+    scales = [swizzle_32_4_4(s) if is_tiled else s.flatten() for s in (x_scales, w_scales)]
 
     def at(row: int, block: int) -> int:
         return swizzled_offset(row, block, k // 16) if is_tiled else row * (k // 16) + block

@@ -344,28 +344,3 @@ def test_bad_scales_are_noticed(format: Format, scale: list, global_scale: float
     dtype = torch.float32 if isinstance(scale[0][0], float) else torch.uint8
     q = QuantTensor(format, torch.zeros(1, 48), (1, 96), torch.tensor(scale, dtype=dtype), global_scale)
     assert codec.has_nan_scale(q) is is_bad
-
-
-SWIZZLED = [(1, 1), (5, 3), (32, 4), (127, 5), (128, 4), (129, 9), (300, 7), (2, 13)]
-
-
-@pytest.mark.parametrize(("m", "ks"), SWIZZLED)
-def test_swizzle_puts_every_scale_at_its_byte(m: int, ks: int) -> None:
-    scale = torch.randint(1, 256, (m, ks), generator=torch.Generator().manual_seed(m)).to(torch.uint8)
-    flat = codec.swizzle_32_4_4(scale)
-    column_tiles = -(-ks // 4)
-    assert flat.shape == (-(-m // 128) * column_tiles * 512,)
-    seen = torch.zeros_like(flat)
-    for row in range(m):
-        for k in range(ks):
-            tile = (row // 128) * column_tiles + k // 4
-            offset = tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + k % 4
-            assert flat[offset] == scale[row, k], (row, k)
-            seen[offset] = 1
-    assert not flat[seen == 0].any(), "padding must be zero"
-    assert torch.equal(codec.unswizzle_32_4_4(flat, m, ks), scale)
-
-
-def test_swizzle_takes_a_transposed_view() -> None:
-    scale = torch.arange(128 * 8, dtype=torch.int32).to(torch.uint8).view(8, 128).t()
-    assert torch.equal(codec.swizzle_32_4_4(scale), codec.swizzle_32_4_4(scale.contiguous()))

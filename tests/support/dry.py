@@ -1,32 +1,77 @@
-"""A decode step planned without a GPU: real launches of a real model's sizes, none of which runs."""
+"""Decode and prompt steps planned without a GPU: real launches of a real model's sizes, none of which runs,
+over tensors that have no memory."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import triton
+from torch import Tensor
 
 from dsv4.cache.store import Cache
 from dsv4.config import Activations, ModelConfig
-from dsv4.kernels.common import quantize
-from dsv4.kernels.common.tiles import Tiled, empty
-from dsv4.kernels.decode import attend, attention, choose, index, matvec, mhc, prepare, sample
+from dsv4.kernels.common import architectures, quantize, tiles
+from dsv4.kernels.common.build import HOPPER
+from dsv4.kernels.decode import attend, attention, choose, exchange, index, matvec, mhc, prepare, sample
+from dsv4.kernels.prefill import attend as prompt_attend
+from dsv4.kernels.prefill import product, queries, streams, unpack
 from dsv4.lab import synthetic
 from dsv4.lab.bench.decode import Wanted
+from dsv4.lab.bench.echo import Echo, echo_peers
 from dsv4.model.bundle import Bundle, Numerics
 from dsv4.model.decode import Decoder
 from dsv4.model.model import Model
+from dsv4.model.prompt import Prompt
+from dsv4.model.warm import run_spans
 from dsv4.ops import IMPLEMENTATIONS, Ops
+from dsv4.parallel.mesh import Mesh
 from dsv4.quant.formats import Format
 
 MULTIPROCESSORS = 132
+CUDA = (mhc, choose, matvec, sample, attention, index, exchange, quantize)
+CUDA += (product, prompt_attend, queries, streams, unpack)
 
 
-def _unmade(
-    format: Format, shape: tuple[int, int], count: int, halves: int, device: str, generator: Any
-) -> Tiled:
-    return empty(format, shape, count, halves, "meta")
+def _unmade(format: Format, shape: tuple[int, int], count: int, halves: int, *_: Any) -> tiles.Tiled:
+    return tiles.empty(format, shape, count, halves, "meta")
+
+
+def _values(*shape: Any, dtype: torch.dtype = torch.float32, **_: Any) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def _address(tensor: Tensor) -> int:
+    return 4096 + tensor.storage_offset() * tensor.element_size()
+
+
+def _list(tensor: Tensor) -> list[int]:
+    """Where prompts ask how many tokens an expert has: all of them are the first's."""
+    return [1] + [0] * (tensor.numel() - 1)
+
+
+@contextmanager
+def _unlaunched(multiprocessors: int, capability: int) -> Iterator[None]:
+    """Inside, every tensor is one of such a GPU, and no kernel runs."""
+    sizes = SimpleNamespace(multi_processor_count=multiprocessors)
+    nothing = lambda *arguments, **how: None  # noqa: E731
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: sizes)
+        patch.setattr(architectures, "capability", lambda device: capability)
+        for module in (product, prompt_attend, streams):
+            patch.setattr(module, "architecture", lambda device: HOPPER if capability == 90 else "")
+        patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
+        patch.setattr(torch.Tensor, "data_ptr", _address, raising=False)
+        patch.setattr(torch.Tensor, "tolist", _list, raising=False)
+        for module in (prepare, index, attend, quantize):
+            patch.setattr(module, "launch", nothing)
+        for module in CUDA:
+            patch.setattr(module, "call", nothing)
+        patch.setattr(triton.runtime.jit.JITFunction, "run", nothing)
+        yield
 
 
 def planned(
@@ -36,21 +81,32 @@ def planned(
     context: int = 600,
     layout: str = "modelopt",
     activations: Activations = "a16",
+    capability: int = 90,
+    multiprocessors: int = MULTIPROCESSORS,
+    ranks: int = 1,
+    prompts: tuple[int, ...] = (),
 ) -> Decoder:
-    """The step, each launch planned and asked for once: whatever a launcher asserts has been asserted."""
+    """The step, each launch planned and asked for once: whatever a launcher asserts has been asserted. Then
+    steps of prompts of so many tokens, at the beginning and the end of the context."""
     with pytest.MonkeyPatch.context() as patch:
-        sizes = SimpleNamespace(multi_processor_count=MULTIPROCESSORS, major=9, minor=0)
-        patch.setattr(torch.cuda, "get_device_properties", lambda device: sizes)
         patch.setattr(synthetic, "_random", _unmade)
-        for module in (prepare, index, attend, quantize):
-            patch.setattr(module, "launch", lambda kernel, grid, num_warps, overlap, **arguments: None)
-        for module in (mhc, choose, matvec, sample, attention, index, quantize):
-            patch.setattr(module, "call", lambda *arguments, **how: None)
+        patch.setattr(torch, "randn", _values)
+        patch.setattr(torch, "randint", lambda low, high, shape, **_: _values(shape, dtype=torch.long))
+        with _unlaunched(multiprocessors, capability):
+            weights = synthetic.make_weights(c, layout, "cpu", ranks=ranks)
+    with _unlaunched(multiprocessors, capability):
         ops = Ops.choose("cuda", **dict.fromkeys(IMPLEMENTATIONS, "gpu"))
-        bundle = Bundle(c, synthetic.make_weights(c, layout, "cpu"), ops, Numerics(dtype, activations, True))
+        mesh = Mesh() if ranks == 1 else Mesh(0, ranks, Echo(ranks))
+        bundle = Bundle(c, weights, ops, Numerics(dtype, activations, True), mesh)
         stored = replace(Wanted(context, rows).layout(c), rope_itemsize=dtype.itemsize)
-        model = Model(bundle, stored.max_context, "cpu")
-        decoder = Decoder(bundle, model, Cache(stored, "cpu", dtype), rows)
+        model, cache = Model(bundle, stored.max_context, "meta"), Cache(stored, "meta", dtype)
+        peers = None if ranks == 1 else echo_peers(c, ranks, rows, torch.device("meta"))
+        decoder = Decoder(bundle, model, cache, rows, peers=peers)
         for launch in decoder.launches:
             launch.run()
+        for tokens in prompts:
+            last = max(0, stored.max_context - tokens)
+            run_spans(model, cache, [(start, min(tokens, stored.max_context - start)) for start in (0, last)])
+            if ranks == 1:
+                Prompt(model, cache, tokens).run()
     return decoder

@@ -328,7 +328,13 @@ def test_ids(v4: Tokenizer) -> None:
 
 def test_random_ids_equal_their_text(v4: Tokenizer) -> None:
     rng = random.Random(9)
-    special = [v4.dsml_id, v4.dsml_id, v4.think_id, v4.end_think_id, v4.special_ids["<｜title｜>"]]
+    special = [
+        v4.dsml_id,
+        v4.dsml_id,
+        v4.special_ids["<think>"],
+        v4.end_think_id,
+        v4.special_ids["<｜title｜>"],
+    ]
     common = [
         id for text in ("<", "</", "tool_calls>\n", 'invoke name="f">', "\n\n") for id in v4.encode_text(text)
     ]

@@ -106,8 +106,8 @@ def test_v4_ids_match_the_table(v4: Tokenizer) -> None:
     assert v4.check_v4_ids() == []
     assert v4.vocab_size == 129280
     assert len(v4.special_ids) == 1283
-    assert (v4.bos_id, v4.eos_id, v4.user_id, v4.assistant_id) == (0, 1, 128803, 128804)
-    assert (v4.think_id, v4.end_think_id, v4.dsml_id) == (128821, 128822, 128825)
+    assert (v4.bos_id, v4.eos_id, v4.end_think_id, v4.dsml_id) == (0, 1, 128822, 128825)
+    assert [v4.special_ids[text] for text in (USER, ASSISTANT, THINK)] == [128803, 128804, 128821]
     assert v4.stop_ids == (1, 128803, 0, 128804)
 
 
@@ -252,8 +252,8 @@ def test_a_character_in_pieces_is_not_shown_broken(v4: Tokenizer) -> None:
     assert [stream.push(id) for id in ids] == ["", "", "", "🙂", "", "é"]
     assert stream.finish() == ""
     assert stream.push(ids[0]) == "" and stream.finish() == "\ufffd"
-    assert stream.push(ids[0]) == "" and stream.push(v4.think_id) == "\ufffd<think>"
-    assert v4.decode([ids[0], v4.think_id, *ids[1:4]], keep_special=False) == "\ufffd" * 4
+    assert stream.push(ids[0]) == "" and stream.push(v4.special_ids[THINK]) == "\ufffd<think>"
+    assert v4.decode([ids[0], v4.special_ids[THINK], *ids[1:4]], keep_special=False) == "\ufffd" * 4
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -274,8 +274,8 @@ TINY = Tokenizer(tiny(), "tiny")
 
 
 def test_roles_are_found_by_text_not_by_id() -> None:
-    assert TINY.special_ids[USER] == TINY.user_id == 301
-    assert (TINY.bos_id, TINY.eos_id, TINY.assistant_id, TINY.dsml_id) == (0, 1, 302, 305)
+    assert TINY.special_ids[USER] == 301 and TINY.special_ids[ASSISTANT] == 302
+    assert (TINY.bos_id, TINY.eos_id, TINY.dsml_id) == (0, 1, 305)
     assert TINY.stop_ids == (1, 301, 0, 302)
     assert TINY.vocab_size == 307
     assert TINY.encode_prompt([Special(USER), "th", Special(DSML)]) == [301, 300, 305]

@@ -329,7 +329,7 @@ class Packed:
     """Rows of NVFP4 as FP4 tensor cores read them: value = code * block scale * global scale."""
 
     codes: Tensor  # uint8 [T, K/2], even channels in the low half
-    scales: Tensor  # uint8, E4M3: [T, ceil(K/16)], or flat in the 32_4_4 layout (codec.swizzle_32_4_4)
+    scales: Tensor  # uint8, E4M3: [T, ceil(K/16)], or flat in the 32_4_4 layout of tensor memory
     factor: Tensor  # float32 [T], the global scales
 
     @classmethod

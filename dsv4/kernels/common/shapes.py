@@ -1,10 +1,15 @@
-"""Decode step: into how many parts the step's kernels cut their work, and how they call a way to round
-activations. Arithmetic only, without Triton."""
+"""Decode step: into how many parts the step's kernels cut their work, what those in Triton take at most, and
+how they call a way to round activations. Arithmetic only, without Triton."""
 
 import torch
 
 MIX_CHUNK = 32  # channels of each stream per block of open.cu
 MIX_WIDTH = 32  # columns of `partial`: the mixes that weight the streams, the sum of squares, the other mixes
+# Of a head: a chunk of wider keys does not fit in shared memory (attend.py). Bytes before float32 ones.
+MAX_HEAD_DIM, NOPE_ALIGNED = 512, 4
+# What queries and keys of a program fit in registers (index.py).
+MAX_INDEX_HEADS, MIN_INDEX_DIM, MAX_INDEX_DIM = 64, 32, 128
+MAX_POOLED = 4096  # tokens that an entry is made of: prompts pool them in one program (ops/compress/gpu.py)
 # What a kernel makes of a row of activations; `a16` leaves it as it is (round.cuh).
 HOW = {"a16": 0, "a8": 8, "a4": 4}
 

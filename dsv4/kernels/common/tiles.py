@@ -115,10 +115,10 @@ def empty(
     )
 
 
-def tile_bytes(format: Format, shape: tuple[int, int], halves: int = 1) -> int:
-    """What `empty` allocates for one matrix, or one pair."""
+def tile_bytes(format: Format, shape: tuple[int, int]) -> int:
+    """What `empty` allocates for one matrix."""
     units, slices = -(-shape[0] // ROWS), -(-shape[1] // SLICE)
-    return units * slices * halves * (BRICK[format] + SCALES[format]) + 4 * halves
+    return units * slices * (BRICK[format] + SCALES[format]) + 4
 
 
 def tile(weight: QuantTensor) -> Tiled:
@@ -221,35 +221,3 @@ def _scales(weight: QuantTensor, units: int, slices: int) -> tuple[Tensor, bool]
     else:  # unit, half, g, slice, t (the lane that keeps it), which of its two loads, block of that load
         parts = codes.view(units, 2, 8, slices, 4, 2, 2).permute(0, 3, 2, 4, 5, 1, 6)
     return parts.contiguous().view(units, slices, -1), True
-
-
-def codes_of(weight: Tiled) -> tuple[Tensor, Tensor]:
-    """The codes [count, halves, N, K/2] and scales [count, halves, N, K/16] that NVFP4 tiles were made of.
-
-    For tests and for reading.
-    """
-    assert weight.format is Format.NVFP4
-    (n, k), lead = weight.shape, (weight.count, weight.units, weight.slices, weight.halves)
-    # sixty-four, g, t, four, pair of columns, row half
-    shape = (*lead, 8, 8, 4, 4, 2, 2)
-    if weight.is_plain:
-        bytes_ = weight.data.view(shape)
-    else:
-        words = weight.data.contiguous().view(torch.int32).view(shape[:-2])
-        bytes_ = torch.zeros(shape, dtype=torch.uint8, device=words.device)
-        for pair in range(2):
-            for half in range(2):
-                for column in range(2):
-                    register = half + 2 * pair
-                    code = (words >> (_MAGNITUDE[register] + 16 * column)) & 7
-                    code |= ((words >> (_SIGN[register] + 16 * column)) & 1) << 3
-                    bytes_[..., pair, half] |= (code << (4 * column)).to(torch.uint8)
-    # count, half of a pair, unit, row half, g, slice, sixty-four, sixteen, four, pair of columns
-    codes = bytes_.permute(0, 3, 1, 9, 5, 2, 4, 6, 7, 8).reshape(
-        weight.count, weight.halves, -1, weight.slices * 256
-    )
-    scales = weight.scale.view(*lead, 8, 4, 8, 2)  # g, t, load, row half
-    scales = scales.permute(0, 3, 1, 7, 4, 2, 6, 5).reshape(
-        weight.count, weight.halves, -1, weight.slices * 32
-    )
-    return codes[:, :, :n, : k // 2].contiguous(), scales[:, :, :n, : k // NV_BLOCK].contiguous()

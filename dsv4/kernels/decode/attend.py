@@ -22,16 +22,14 @@ from dsv4.kernels.common.numbers import (
     wait_for_prerequisites,
 )
 from dsv4.kernels.common.overlap import launcher
+from dsv4.kernels.common.shapes import MAX_HEAD_DIM, NOPE_ALIGNED, chunk_keys
 from dsv4.kernels.common.shapes import attend_chunks as num_chunks
-from dsv4.kernels.common.shapes import chunk_keys
 from dsv4.kernels.decode.prepare import rope_part
 from dsv4.quant.formats import QuantTensor
 
 HEADS = 16  # of one program: the smallest product of the tensor cores
 CHANNELS = 512  # of one program of combine: few programs leave room for the product after it
 MERGED = 8  # chunks that combine reads at a time
-MAX_CHANNELS = 512  # of a head: a chunk of wider keys does not fit in shared memory
-ALIGNED = 4  # the channels before the rotary ones: bytes before float32 ones
 
 
 @triton.jit
@@ -153,7 +151,7 @@ def attend(
     """
     tokens, h, d = q.shape
     chunks, keys, rope = part_o.shape[1], chunk_keys(q.dtype), ring.rope_dim
-    assert d <= MAX_CHANNELS and (d - rope) % ALIGNED == 0, (d, rope)
+    assert d <= MAX_HEAD_DIM and (d - rope) % NOPE_ALIGNED == 0, (d, rope)
     assert part_o.shape == (tokens, chunks, h, d) and part_ml.shape == (tokens, chunks, h, 2), part_o.shape
     assert chunks >= num_chunks(q.dtype, window, 0 if rows is None else rows.shape[1]), part_o.shape
     assert q.is_contiguous() and part_o.is_contiguous() and part_ml.is_contiguous()

@@ -16,9 +16,9 @@ from dsv4.kernels.common import architectures
 from dsv4.kernels.common.build import address, call
 from dsv4.kernels.common.numbers import launch, launch_dependents, product, wait_for_prerequisites
 from dsv4.kernels.common.overlap import launcher
+from dsv4.kernels.common.shapes import MAX_INDEX_DIM, MAX_INDEX_HEADS, MIN_INDEX_DIM
 from dsv4.quant.formats import Format, QuantTensor
 
-MAX_HEADS, MIN_CHANNELS, MAX_CHANNELS = 64, 32, 128  # what queries and keys of a program fit in registers
 # Keys a program scores at a time; fewer where each program still has a multiprocessor of an H200 to itself:
 # at 4k and one row 4.9 -> 3.3 us, with 8 and 32 rows no faster.
 KEYS, FEW_KEYS, MULTIPROCESSORS = 128, 64, 132
@@ -167,7 +167,7 @@ def scores(
     """
     rows, heads, di = iq.shape
     assert keys.format is Format.MXFP4 and keys.scale is not None and keys.shape[1] == di, keys.shape
-    assert heads <= MAX_HEADS and MIN_CHANNELS <= di <= MAX_CHANNELS, (heads, di)
+    assert heads <= MAX_INDEX_HEADS and MIN_INDEX_DIM <= di <= MAX_INDEX_DIM, (heads, di)
     assert iq.is_contiguous() and weights.shape == (rows, heads) and out.stride(1) == 1
     assert weights.is_contiguous() and weights.dtype == iq.dtype
     if not rows or not out.shape[1]:

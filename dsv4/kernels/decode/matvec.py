@@ -24,7 +24,7 @@ MAX_MIXED = 256  # rows that a block mixes, one per thread
 # single row's, with one pass, and with more:
 BATCH = {True: (16, 100864, 4096), False: (8, 84352, 1024)}
 SINGLE = {False: (8, 11008, 4096), True: (8, 19712, 4096)}
-MAX_UNITS = 4096  # of a block, many times what it has: so far Segment's shares divide rightly
+MAX_UNITS = 4096  # of a block, many times what it usually has: so far Segment's shares divide rightly
 
 
 class _Segment(ctypes.Structure):
@@ -373,8 +373,8 @@ def _work(
     have about equal bytes and all are resident at once."""
     repeats = [len(tasks.expert) if s.routed and tasks else -(-rows // columns) for s in segments]
     cost = [_cost(s, s.units) for s in segments]
-    # Each repeat of a segment gets a block; the rest go where a run is longest.
-    runs = [1] * len(segments)
+    # Each repeat of a segment gets a block, or as many as its units need; the rest go where a run is longest.
+    runs = [-(-s.units // MAX_UNITS) for s in segments]
     while True:
         left = blocks - sum(n * r for n, r in zip(runs, repeats, strict=True))
         fits = [i for i, r in enumerate(repeats) if r <= left and runs[i] < segments[i].units]

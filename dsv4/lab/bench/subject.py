@@ -12,8 +12,10 @@ from dsv4.cache.layout import CacheLayout
 from dsv4.config import Activations, ModelConfig, preset
 from dsv4.device import OLDEST, available_memory
 from dsv4.engine.memory import gpu_memory, unpacks_weights
+from dsv4.engine.sizes import check_sizes
 from dsv4.engine.spill import Split, check_host, choose_resident, find_split, make_placement
 from dsv4.errors import ConfigError
+from dsv4.kernels.common.architectures import capability
 from dsv4.kernels.common.places import Form, place
 from dsv4.kernels.common.tiles import ROWS, SLICE, Bank, Tiled, tile_bytes
 from dsv4.lab.bench.echo import Echo
@@ -92,7 +94,14 @@ class Subject:
         progress: Progress | None = None,
         split: Split | None = None,
     ) -> Bundle:
-        """The weights with the GPU backend of every op."""
+        """The weights with the GPU backend of every op; sizes that the kernels cannot take are refused."""
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        check_sizes(
+            c=self.config,
+            capability=capability(device),
+            multiprocessors=multiprocessors,
+            ranks=self.ranks,
+        )
         ops = Ops.choose("cuda", **dict.fromkeys(IMPLEMENTATIONS, "gpu"))
         mesh = Mesh() if self.ranks == 1 else Mesh(0, self.ranks, Echo(self.ranks), self.whole_experts)
         weights, numerics = self.load(device, progress, split), Numerics(DTYPE, self.activations, qat=True)

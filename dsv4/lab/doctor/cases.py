@@ -80,9 +80,6 @@ def make_cases(dtype: torch.dtype) -> list[Case]:
     return out
 
 
-Build = Callable[[_Random, torch.dtype], list[Case]]
-
-
 def _weight(values: Tensor, format: Format) -> Weight:
     return Weight(encode_weight(values, format))
 

@@ -253,8 +253,8 @@ def looks_trained(checkpoint: Checkpoint) -> bool:
     return spread > TRAINED * (2 * cols) ** -0.5
 
 
-def _spread(rows: int, pieces: int = 8) -> Iterator[tuple[int, int]]:
+def _spread(rows: int) -> Iterator[tuple[int, int]]:
     """Spans over the vocabulary: its first ids are special and its last ones unused. They start on a tile."""
-    step = max(FP8_TILE, rows // pieces // FP8_TILE * FP8_TILE)
+    step = max(FP8_TILE, rows // 8 // FP8_TILE * FP8_TILE)
     for start in range(0, rows, step):
         yield start, min(rows, start + FP8_TILE)

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsv4.kernels.common.shapes import MAX_POOLED
 from dsv4.kernels.prefill.place import place
 from dsv4.ops.compress.ref import rows_at
 
@@ -59,8 +60,9 @@ def pool(
     if closing.numel():
         assert values.is_contiguous() and scores.is_contiguous()
         assert tail_values.is_contiguous() and tail_scores.is_contiguous()
+        assert span <= MAX_POOLED, span
         r = triton.next_power_of_2(span)
-        c = max(1, min(128, 4096 // r))
+        c = min(128, MAX_POOLED // r)
         _pool_kernel[(closing.shape[0], triton.cdiv(width, c))](
             *(values, scores, tail_values, tail_scores, closing, slots, positions, first, out),
             *(width, columns, tail_values.shape[1], span, ratio),

@@ -26,8 +26,13 @@ GROUP = 16
 
 def never_waits(x: Tensor, experts: Any, activations: str) -> bool:
     """Whether `ffn` and `routed` ask the device nothing, so that a graph can hold them. Of x, its type."""
+    return _multiplies_codes(x, experts, activations) or prompts.serves(x, getattr(experts, "w13", None))
+
+
+def _multiplies_codes(x: Tensor, experts: Any, activations: str) -> bool:
+    """Whether both products of a bank are fp4.py's: the width of an expert may not be one of whole blocks."""
     weights = [getattr(experts, name, None) for name in ("w13", "w2")]
-    return all(fp4.serves(x, w, activations) or prompts.serves(x, w) for w in weights)
+    return all(fp4.serves(x, weight, activations) for weight in weights)
 
 
 def ffn(
@@ -39,7 +44,7 @@ def ffn(
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not len(y):
         return y.unsqueeze(1)
-    if fp4.serves(x, bank, activations):
+    if _multiplies_codes(x, expert, activations):
         _codes(ready, y, expert, limit, None if weight is None else weight.contiguous())
     elif prompts.serves(x, bank):
         _shared(ready, y, expert, limit, activations, weight)
@@ -78,7 +83,7 @@ def routed(
     if not ids.numel():
         return (out.zero_() if beside is None else out.copy_(beside)).unsqueeze(1)
     y = x.new_empty(tokens * k, x.shape[1])
-    is_fp4 = fp4.serves(x, bank, activations)
+    is_fp4 = _multiplies_codes(x, experts, activations)
     if is_fp4 or prompts.serves(x, bank):
         up, down = experts.w13, experts.w2  # type: ignore[attr-defined]
         cap = fp4.MAX_ROWS
