@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -79,7 +79,9 @@ class Ranks:
         self._changed = threading.Condition()
         self._reason = ""  # why the ranks were ended
         self._is_stopping = False
-        self._comm: Group | None = None
+        # Not held: the watching thread may be the last to hold this object, and a group that is freed by a
+        # thread while the interpreter ends aborts the process.
+        self._comm: Callable[[], Group | None] = lambda: None
         # Readable once a rank is lost, for who waits for something else.
         self.alarm, self._ring = socket.socketpair()
         self._peers = started.result()
@@ -98,10 +100,12 @@ class Ranks:
         self.check()
         self.tell(Kind.JOIN)
         try:
-            self._comm = Group(self._meeting, 0, self._devices, self.seconds)
+            comm = Group(self._meeting, 0, self._devices, self.seconds)
         except PeerError as error:
             raise self.lost(error) from None
-        return Mesh(0, self.size, self._comm, self._has_whole_experts)
+        self._comm = weakref.ref(comm)
+        self.check()  # one that was lost just before this has not been abandoned
+        return Mesh(0, self.size, comm, self._has_whole_experts)
 
     def check(self) -> None:
         """Raise if the ranks were ended."""
@@ -148,8 +152,8 @@ class Ranks:
             self._changed.notify_all()
         for peer in self._peers:
             peer.end()
-        if self._comm is not None:
-            self._comm.abandon()
+        if (comm := self._comm()) is not None:
+            comm.abandon()
         with suppress(OSError):
             self._ring.send(b"!")
 
@@ -180,8 +184,8 @@ class Ranks:
             self._is_stopping = True
             self._reason = self._reason or "the engine was closed"
         self._end()
-        if self._comm is not None:
-            self._comm.close()
+        if (comm := self._comm()) is not None:
+            comm.close()
         self.alarm.close()
         self._ring.close()
 

@@ -1,5 +1,6 @@
 """A rank is killed, stopped or fails: an error with its number within seconds, and no process is left."""
 
+import gc
 import os
 import select
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import openai
@@ -85,6 +87,16 @@ def test_rank_that_dies_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -
         pass
     assert time.monotonic() - began < 15
     wait(lambda: rank_pids() == [], 5)
+
+
+def test_group_is_freed_with_the_engine() -> None:
+    """Not by the thread that watches the ranks, which may still hold them while the interpreter ends: freed
+    there, the group aborts the process (signal 6 instead of an exit code)."""
+    with engine_on(None, 2) as engine:
+        ranks, group = engine.ranks, weakref.ref(engine.model.mesh.comm)
+    del engine
+    gc.collect()
+    assert ranks is not None and group() is None
 
 
 @pytest.mark.slow
