@@ -198,6 +198,9 @@ def _show_theory(made: "Plan", which: str) -> None:
 
 def _show_predicted(made: "Plan", predicted: tuple[float, float] | None, share: float, source: str) -> None:
     """Not measured: what one GPU was measured to reach, and what others have published of their links."""
+    if not made.is_built:
+        out.print("predicted     nothing: what such ranks would send each other is not built", markup=False)
+        return
     said = made.communication()
     if predicted is None or said["all_reduce_us"] is None:
         out.print(f"predicted     nothing: no all-reduce of {made.machine.name} is published", markup=False)
@@ -239,8 +242,10 @@ def _sets(made: "Plan", share: float) -> list[dict[str, Any]]:
 def _show_sets(rows: list[dict[str, Any]], share: float, source: str) -> None:
     table = Table("GPUs", "each holds", "reads per token", "all-reduce", "tokens/s", box=None, pad_edge=False)
     for row in rows:
-        low, high = row["tokens_per_second"]
-        speed = _rate(high) if row["count"] == 1 else f"{_rate(low)} to {_rate(high)}"
+        speed = "not built"
+        if row["tokens_per_second"] is not None:
+            low, high = row["tokens_per_second"]
+            speed = _rate(high) if row["count"] == 1 else f"{_rate(low)} to {_rate(high)}"
         table.add_row(
             f"{row['count']} x {row['name']}",
             size(row["total_bytes"]) + ("" if row["fits"] else ", does not fit"),

@@ -438,6 +438,12 @@ def test_prediction() -> None:
     assert times[0] == 0 and times == sorted(times) and times[2] == 7.2
     shown = ok("plan", "tiny", "--gpus", "2xH200", "--context", 512, "--batch", 1, "--compare")
     assert "predicted     batch 1:" in shown and "8 x RTX PRO 6000" in shown and "sglang pull 2904" in shown
+    assert "not built" in shown, "the embedded model on four and eight"
+    # Three GPUs could have whole experts only: that ranks would then send nothing is no prediction.
+    three = plan("flash", "modelopt", "3xH200", 4096, 1)
+    assert not three.is_built and three.predicted(0.5) is None
+    assert three.report()["in_theory"]["communication"] is None
+    assert "predicted     nothing" in ok("plan", "tiny", "--gpus", "4xH200", "--context", 512)
 
 
 REFUSED = {
