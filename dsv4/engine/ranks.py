@@ -74,10 +74,10 @@ class Ranks:
         # Readable once a rank is lost, for who waits for something else.
         self.alarm, self._ring = socket.socketpair()
         guests: list[Guest] = []
-        folder = file = ""
+        self._folder = file = ""
         if world is None:
-            folder = tempfile.mkdtemp(prefix="dsv4-ranks-")
-            file = str(Path(folder) / "store")
+            self._folder = tempfile.mkdtemp(prefix="dsv4-ranks-")
+            file = str(Path(self._folder) / "store")
             self._meeting = Meeting.at(file, self.size)
         else:
             guests, store = receive_guests(world, self.seconds)
@@ -87,7 +87,7 @@ class Ranks:
             if devices[0] != "cpu":
                 self._devices = [devices[0], *(f"cuda:{guest.local_rank}" for guest in guests)]
         self._peers = [_Peer(guest.name, None, guest.channel) for guest in guests]
-        self._end = weakref.finalize(self, _end, self._peers, folder)
+        self._end = weakref.finalize(self, _end, self._peers, self._folder)
         # The kernel ends a rank with the thread that started it: one that lives as long as the ranks.
         # It may call this object at once, so it comes last.
         started: Future[None] = Future()
@@ -122,6 +122,11 @@ class Ranks:
         self._comm = weakref.ref(comm)
         self.check()  # one that was lost just before this has not been abandoned
         return Mesh(0, self.size, comm, self._has_whole_experts)
+
+    def begin(self) -> None:
+        """All have begun: gloo needs the meeting's file no more, and a rank 0 that is killed leaves none."""
+        if self._devices[0] == "cpu":
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def check(self) -> None:
         """Raise if the ranks were ended."""
@@ -287,6 +292,7 @@ class Leader(Member):
     def __init__(self, executor: Executor, ranks: Ranks) -> None:
         super().__init__(executor)
         self.ranks = ranks
+        ranks.begin()
 
     def apply(self, plan: Plan, masks: Masks) -> list[Result]:
         def told(sequence: int) -> bytes | None:

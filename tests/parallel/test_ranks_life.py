@@ -175,7 +175,7 @@ def test_rank_that_sleeps() -> None:
         wait(lambda: rank_pids() == [], 5)
 
 
-def test_killed_rank_zero_leaves_nobody() -> None:
+def test_killed_rank_zero_leaves_nothing(tmp_path: Path) -> None:
     """Whatever the others do at that moment: this one is stopped, and ends all the same."""
     code = (
         "import sys; from dsv4 import Engine, EngineConfig, SamplingParams\n"
@@ -185,7 +185,11 @@ def test_killed_rank_zero_leaves_nobody() -> None:
         "engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2000, ignore_eos=True))"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
     ) as zero:
         assert zero.stdout is not None and zero.stdin is not None
         assert zero.stdout.readline() == "ready\n"
@@ -196,6 +200,7 @@ def test_killed_rank_zero_leaves_nobody() -> None:
         os.kill(rank, signal.SIGSTOP)
         zero.kill()
         wait(lambda: not is_running(rank), 5)
+    assert not list(tmp_path.glob("dsv4-ranks-*"))
 
 
 @pytest.mark.parametrize("is_awaited", [False, pytest.param(True, marks=pytest.mark.slow)])
