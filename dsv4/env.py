@@ -27,6 +27,11 @@ def has_agent_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+def attempt() -> str:
+    """How often torchrun has started the ranks again; its meeting point remembers all of them."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
 def library_settings() -> list[str]:
     """Variables that make torch, MKL or oneDNN compute otherwise; what was measured holds under them."""
     prefixes = ("ATEN_", "DNNL_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_")

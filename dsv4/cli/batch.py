@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -80,6 +81,8 @@ def batch(
     )
     with Output(target) as output:
         tally = output.resume(read_lines(source), job.fingerprint())
+        # As the lines so far have it: the input may have been copied since.
+        job = replace(job, created=tally.created or job.created)
         if tally.before:
             say("note", "yellow", f"{tally.before} of {total} lines are there already; going on")
 

@@ -228,6 +228,9 @@ def _show_predicted(
     """Not measured: what one GPU was measured to reach, and what others have published of their links."""
     from dsv4.lab.links import RANK_STEPS_SOURCE
 
+    if not made.is_built:
+        out.print("predicted     nothing: what such ranks would send each other is not built", markup=False)
+        return
     said = made.communication()
     if predicted is None or said["all_reduce_us"] is None:
         out.print(f"predicted     nothing: no all-reduce of {made.machine.name} is published", markup=False)
@@ -255,7 +258,7 @@ def _sets(made: "Plan", share: float, model: str, layout: str) -> list[dict[str,
             rows.append(
                 {
                     **{"name": name, "was_run_on": plan.machine.was_run_on, "count": count},
-                    **{"tp": plan.tp, "fits": plan.runs},
+                    **{"tp": plan.tp, "fits": plan.runs, "refused": plan.refusal},
                     **{"total_bytes": plan.total_bytes, "read_bytes": plan.read_bytes(1)},
                     **{"all_reduce_us": plan.communication()["all_reduce_us"]},
                     **{"tokens_per_second": plan.predicted(share, rank_ms), "rank_step_ms": rank_ms},
@@ -267,10 +270,13 @@ def _sets(made: "Plan", share: float, model: str, layout: str) -> list[dict[str,
 def _show_sets(rows: list[dict[str, Any]], share: float, source: str) -> None:
     table = Table("GPUs", "each holds", "reads per token", "all-reduce", "tokens/s", box=None, pad_edge=False)
     for row in rows:
-        speed = _range(row["tokens_per_second"]) + ("" if row["rank_step_ms"] is None else " *")
+        speed = "not built"
+        if row["tokens_per_second"] is not None:
+            speed = _range(row["tokens_per_second"]) + ("" if row["rank_step_ms"] is None else " *")
         table.add_row(
             f"{row['count']} x {row['name']}",
-            size(row["total_bytes"]) + ("" if row["fits"] else ", does not fit"),
+            size(row["total_bytes"])
+            + ("" if row["fits"] else f", does not {'run' if row['refused'] else 'fit'}"),
             size(row["read_bytes"]),
             f"{row['all_reduce_us']:.1f} us" if row["count"] > 1 else "",
             speed if row["fits"] else "",

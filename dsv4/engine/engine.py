@@ -93,7 +93,7 @@ class Engine:
         with ExitStack() as undo:
             if ranks:
                 undo.callback(ranks.stop)
-            weights, notes = prepared.load(progress)
+            weights, notes = prepared.load(ranks.watched(progress) if ranks else progress)
             bundle = prepared.bundle(weights, ranks.join() if ranks else Mesh())
             try:
                 engine = cls(

@@ -1,6 +1,7 @@
 """Rank 0's side of several ranks: starts them, tells them every plan, ends all when one is gone or late."""
 
 import json
+import logging
 import select
 import shutil
 import signal
@@ -9,8 +10,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -28,9 +30,13 @@ from dsv4.parallel.channel import Channel, Closed, Kind
 from dsv4.parallel.comm import Group, Meeting, PeerError
 from dsv4.parallel.machines import Guest, World, host_name, receive_guests
 from dsv4.parallel.mesh import Mesh
+from dsv4.weights.load import Progress
 
 # How long a rank that waited in vain may take to say so: those that say nothing are the late ones.
 LAST_WORDS_SECONDS = 1.5
+# After rank 0 has loaded its share, how often those are named that have not.
+LATE_SECONDS = 30.0
+logger = logging.getLogger("dsv4.engine")
 
 
 @dataclass
@@ -59,10 +65,19 @@ class Ranks:
         """`world`: torchrun's; of its other ranks' GPUs `devices` knows only that they are."""
         self.size, self.seconds, self._devices = len(devices), config.rank_seconds, devices
         self._has_whole_experts = config.expert_parallel
-        self._folder = tempfile.mkdtemp(prefix="dsv4-ranks-")
-        file = str(Path(self._folder) / "store")
+        self._changed = threading.Condition()
+        self._reason = ""  # why the ranks were ended
+        self._is_stopping = False
+        # Not held: the watching thread may be the last to hold this object, and a group that is freed by a
+        # thread while the interpreter ends aborts the process.
+        self._comm: Callable[[], Group | None] = lambda: None
+        # Readable once a rank is lost, for who waits for something else.
+        self.alarm, self._ring = socket.socketpair()
         guests: list[Guest] = []
+        self._folder = file = ""
         if world is None:
+            self._folder = tempfile.mkdtemp(prefix="dsv4-ranks-")
+            file = str(Path(self._folder) / "store")
             self._meeting = Meeting.at(file, self.size)
         else:
             guests, store = receive_guests(world, self.seconds)
@@ -71,42 +86,62 @@ class Ranks:
             self._meeting = Meeting(store, address, hosts=hosts)
             if devices[0] != "cpu":
                 self._devices = [devices[0], *(f"cuda:{guest.local_rank}" for guest in guests)]
-        peers = [_Peer(guest.name, None, guest.channel) for guest in guests]
-        # The kernel ends a rank with the thread that started it: one that lives as long as the ranks.
-        started: Future[list[_Peer]] = Future()
-        arguments = (weakref.ref(self), peers, self.size, self.seconds, started)
-        threading.Thread(target=_watch, args=arguments, daemon=True).start()
-        self._changed = threading.Condition()
-        self._reason = ""  # why the ranks were ended
-        self._is_stopping = False
-        self._comm: Group | None = None
-        # Readable once a rank is lost, for who waits for something else.
-        self.alarm, self._ring = socket.socketpair()
-        self._peers = started.result()
+        self._peers = [_Peer(guest.name, None, guest.channel) for guest in guests]
         self._end = weakref.finalize(self, _end, self._peers, self._folder)
+        # The kernel ends a rank with the thread that started it: one that lives as long as the ranks.
+        # It may call this object at once, so it comes last.
+        started: Future[None] = Future()
+        arguments = (weakref.ref(self), self._peers, self.size, self.seconds, started)
+        threading.Thread(target=_watch, args=arguments, daemon=True).start()
+        started.result()
         for rank, peer in enumerate(self._peers, 1):
             start = {
                 **{"path": str(path.resolve()), "config": asdict(config), "rank": rank, "file": file},
                 **{"devices": self._devices, "hosts": self._meeting.hosts},
             }
-            peer.channel.send(Kind.START, json.dumps(start).encode())
+            with suppress(Closed):  # `check` says which one has died, and how
+                peer.channel.send(Kind.START, json.dumps(start).encode())
 
     def join(self) -> Mesh:
         """Until all have loaded their shares; then they meet."""
+        began = time.monotonic()
         with self._changed:
-            self._changed.wait_for(lambda: self._reason or all(peer.is_loaded for peer in self._peers))
+            while not self._changed.wait_for(
+                lambda: self._reason or all(peer.is_loaded for peer in self._peers), LATE_SECONDS
+            ):
+                # A disk may be slow, so nobody is ended for it.
+                late = " and ".join(peer.name for peer in self._peers if not peer.is_loaded)
+                since = time.monotonic() - began
+                logger.warning("still waiting for %s to load, %.0f s after rank 0 has loaded", late, since)
         self.check()
         self.tell(Kind.JOIN)
         try:
-            self._comm = Group(self._meeting, 0, self._devices, self.seconds)
+            comm = Group(self._meeting, 0, self._devices, self.seconds)
         except PeerError as error:
             raise self.lost(error) from None
-        return Mesh(0, self.size, self._comm, self._has_whole_experts)
+        self._comm = weakref.ref(comm)
+        self.check()  # one that was lost just before this has not been abandoned
+        return Mesh(0, self.size, comm, self._has_whole_experts)
+
+    def begin(self) -> None:
+        """All have begun: gloo needs the meeting's file no more, and a rank 0 that is killed leaves none."""
+        if self._devices[0] == "cpu":
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def check(self) -> None:
         """Raise if the ranks were ended."""
         if self._reason:
             raise DeviceError(f"{self._reason}; all {self.size} ranks were ended: start the engine anew")
+
+    def watched(self, progress: Progress | None) -> Progress:
+        """The same while rank 0 loads, which ends as soon as another rank has."""
+
+        def check_and_tell(done: int, total: int) -> None:
+            self.check()
+            if progress:
+                progress(done, total)
+
+        return check_and_tell
 
     def tell(self, kind: Kind, body: bytes = b"") -> None:
         """Send to all; a rank that does not take it is late or gone."""
@@ -148,8 +183,8 @@ class Ranks:
             self._changed.notify_all()
         for peer in self._peers:
             peer.end()
-        if self._comm is not None:
-            self._comm.abandon()
+        if (comm := self._comm()) is not None:
+            comm.abandon()
         with suppress(OSError):
             self._ring.send(b"!")
 
@@ -180,8 +215,8 @@ class Ranks:
             self._is_stopping = True
             self._reason = self._reason or "the engine was closed"
         self._end()
-        if self._comm is not None:
-            self._comm.close()
+        if (comm := self._comm()) is not None:
+            comm.close()
         self.alarm.close()
         self._ring.close()
 
@@ -215,7 +250,7 @@ def _watch(
     peers: list[_Peer],
     size: int,
     seconds: float,
-    started: "Future[list[_Peer]]",
+    started: "Future[None]",
 ) -> None:
     """Starts the ranks that are not there, then hears what all say and when they end.
 
@@ -225,11 +260,11 @@ def _watch(
         for rank in range(len(peers) + 1, size):
             peers.append(_launch(rank, seconds))
     except OSError as error:
-        _end(peers, "")
         why = f"the process of rank {len(peers) + 1} cannot be started ({error.strerror or error})"
+        _end(peers, "")
         started.set_exception(DeviceError(why))
         return
-    started.set_result(peers)
+    started.set_result(None)
     poll, by_file = select.poll(), {peer.channel.fileno(): peer for peer in peers}
     for file in by_file:
         poll.register(file, select.POLLIN)
@@ -257,6 +292,7 @@ class Leader(Member):
     def __init__(self, executor: Executor, ranks: Ranks) -> None:
         super().__init__(executor)
         self.ranks = ranks
+        ranks.begin()
 
     def apply(self, plan: Plan, masks: Masks) -> list[Result]:
         def told(sequence: int) -> bytes | None:

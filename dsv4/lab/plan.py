@@ -363,14 +363,14 @@ class Plan:
         return 4 * self.demand.config.hidden_size
 
     def predicted(self, share: float, rank_ms: float | None) -> tuple[float, float] | None:
-        """Tokens/s of one sequence, at least and at most; None where no latency is known.
+        """Tokens/s of one sequence, at least and at most; None if not built, or where no latency is known.
 
         `rank_ms`: a rank's step as measured; at least and at most are the same then. `share`: else, of the
         read bandwidth, what one GPU reaches. At least: what it loses stays in full on each of several. At
         most: it shrinks with what a GPU reads.
         """
         link = LINKS.get(self.machine.name)
-        if link is None:
+        if link is None or not self.is_built:
             return None
         waits = self.num_all_reduces * link.all_reduce_us(self.tp, self.message_bytes) * 1e-6
         if rank_ms is not None:
@@ -420,7 +420,7 @@ class Plan:
         out["machine"]["count"] = self.machine.count
         if self.machine.count > 1:
             out["in_theory"] = {"built": self.is_built, "tp": self.tp, "ep": self.ep, **self._figures()}
-            out["in_theory"]["communication"] = self.communication()
+            out["in_theory"]["communication"] = self.communication() if self.is_built else None
         return out
 
     def communication(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from dsv4.parallel.inbox import GONE, MOMENT, Inbox, open_inbox
 
 LOCAL = "127.0.0.1"
 START_SECONDS = 600.0  # until all ranks have compiled and recorded what they run, each at its pace
+MEET_SECONDS = 20.0  # at least, until all have connected: one that dies meanwhile is noticed only then
 logger = logging.getLogger("dsv4.parallel")
 
 
@@ -131,13 +132,18 @@ class Group:
         kind: Any = dist.ProcessGroupNCCL if self._is_nccl else dist.ProcessGroupGloo
         options = kind.Options() if self._is_nccl else kind._Options()
         options._timeout = timedelta(seconds=max(seconds, START_SECONDS))
+        patience = options._timeout
         if not self._is_nccl:
             options._devices = [kind.create_device(hostname=meeting.address)]
+            # gloo connects the ranks here, and waits five times as long for a connection as it is told to.
+            options._timeout = timedelta(seconds=max(seconds, MEET_SECONDS) / 5)
         try:
             self._group = kind(store, rank, self.size, options)
         except RuntimeError as error:
             raise PeerError(f"ranks do not find each other: {_first_line(error)}") from None
-        store.set_timeout(options._timeout)
+        if not self._is_nccl:
+            self._group._set_default_timeout(patience)
+        store.set_timeout(patience)
 
     def sum_parts(self, parts: Tensor) -> Tensor:
         return tree_sum(self._gather(tree_sum(parts)).transpose(0, 1))

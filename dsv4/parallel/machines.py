@@ -15,7 +15,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from dsv4.env import has_agent_store, launched_by
+from dsv4.env import attempt, has_agent_store, launched_by
 from dsv4.errors import ConfigError, DeviceError
 from dsv4.parallel.channel import Channel, Closed, Kind
 from dsv4.parallel.comm import Meeting
@@ -62,9 +62,9 @@ class World:
         return world
 
     def store(self) -> dist.Store:
-        """Where all ranks meet: torchrun's, or without one of rank 0."""
+        """Where all ranks meet, in this attempt: torchrun's, or without one of rank 0."""
         try:
-            return dist.TCPStore(
+            store = dist.TCPStore(
                 host_name=self.address,
                 port=self.port,
                 is_master=self.rank == 0 and not has_agent_store(),
@@ -75,6 +75,7 @@ class World:
         except (RuntimeError, ValueError) as error:
             where = f"MASTER_ADDR {self.address}, MASTER_PORT {self.port}"
             raise DeviceError(f"ranks cannot meet at {where}: {str(error).splitlines()[0]}") from None
+        return dist.PrefixStore(f"attempt {attempt()}", store)
 
     def own_address(self) -> str:
         """Of this machine, as seen from the meeting point. Nothing is sent."""

@@ -6,10 +6,12 @@ that was not. Knows no sockets and no cluster.
 """
 
 import asyncio
+import codecs
 import contextlib
 import fcntl
 import hashlib
 import os
+import stat
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
@@ -89,11 +91,13 @@ def line_id(fingerprint: str, number: int, line: bytes) -> str:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """Every line that is not blank."""
+    """Every line that is not blank, without the byte order mark that some editors put in front."""
     try:
         with path.open("rb") as file:
-            for line in file:
-                if line := line.strip():
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ConfigError(f"{path} is a pipe or a device, and a batch is read twice; give it a file")
+            for number, line in enumerate(file):
+                if line := (line if number else line.removeprefix(codecs.BOM_UTF8)).strip():
                     yield line
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
@@ -154,6 +158,7 @@ class Tally:
     failed: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    created: int | None = None  # the time that its answers have
     began: float = field(default_factory=time.monotonic)
 
     def count(self, line: bytes) -> None:
@@ -161,7 +166,10 @@ class Tally:
         self.done += 1
         self.failed += not answered.is_good
         if answered.response is not None:
-            usage = answered.response["body"].get("usage") or {}
+            body = answered.response["body"]
+            if self.created is None:
+                self.created = body.get("created", body.get("created_at"))
+            usage = body.get("usage") or {}
             self.prompt_tokens += usage.get("prompt_tokens", usage.get("input_tokens", 0))
             self.completion_tokens += usage.get("completion_tokens", usage.get("output_tokens", 0))
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dsv4.config import EngineConfig
+from dsv4.device import Device
 from dsv4.engine import proof
 from dsv4.errors import DeviceError
 from dsv4.lab.doctor import first, ops
@@ -69,7 +70,9 @@ def test_the_first_start_examines_once(monkeypatch: pytest.MonkeyPatch) -> None:
     found, said = [[RIGHT, WRONG], [RIGHT]], []
     monkeypatch.setattr(proof, "describe", lambda device: B200)
     monkeypatch.setattr(ops, "examine_gpu", lambda: found.pop(0))
-    config = EngineConfig(gpus="1")  # names a GPU without asking for one
+    there = Device("cuda", "cuda:0", B200.gpu, memory_bytes=0, why="a stub")
+    monkeypatch.setattr(Device, "choose", lambda wanted: there)
+    config = EngineConfig(gpus="1")
     with pytest.raises(DeviceError, match="differ from the reference"):
         first.ensure(config, said.append)
     assert first.ensure(config, said.append) and not first.ensure(config, said.append)

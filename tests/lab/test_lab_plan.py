@@ -447,5 +447,13 @@ def test_prediction() -> None:
     # A push sends a vector to every other GPU: eight cards wait longer than four, two less.
     times = [LINKS["RTX PRO 6000"].all_reduce_us(n, 16384) for n in (1, 2, 4, 8)]
     assert times[0] == 0 and times == sorted(times) and times[2] == 7.2
-    shown = ok("plan", "tiny", "--gpus", "2xH200", "--context", 512, "--batch", 1, "--compare")
+    shown = ok("plan", "flash", "--gpus", "2xH200", "--context", 512, "--batch", 1, "--compare")
     assert "predicted     batch 1:" in shown and "8 x RTX PRO 6000" in shown and "sglang pull 2904" in shown
+    assert "does not run" not in shown
+    shown = ok("plan", "tiny", "--gpus", "2xH200", "--context", 512, "--compare")
+    assert "GB, does not run" in shown, "its scales cannot be cut"
+    # Three GPUs could have whole experts only: that ranks would then send nothing is no prediction.
+    three = plan("flash", "modelopt", "3xH200", 4096, 1)
+    assert not three.is_built and three.predicted(0.5, None) is None
+    assert three.report()["in_theory"]["communication"] is None
+    assert "predicted     nothing" in ok("plan", "tiny", "--gpus", "4xH200", "--context", 512)

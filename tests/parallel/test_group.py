@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from dsv4.config import preset
 from dsv4.engine.eager import Pass
+from dsv4.parallel import comm
 from dsv4.parallel.comm import Group, Meeting, PeerError
 from dsv4.parallel.inbox import CountedFromZero, Inbox
 
@@ -41,6 +42,23 @@ def test_patient_until_all_are_ready(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(rank, range(2))) == [[0.0, 1.0]] * 2
+
+
+def test_a_rank_that_does_not_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo's own patience for those that meet was 50 minutes: five times START_SECONDS."""
+    monkeypatch.setattr(comm, "MEET_SECONDS", SECONDS)
+    found: list[str] = []
+
+    def rank() -> None:
+        try:
+            Group(Meeting.at(str(tmp_path / "store"), 2), 0, ["cpu", "cpu"], SECONDS)
+        except PeerError as error:
+            found.append(str(error))
+
+    waiting = threading.Thread(target=rank, daemon=True)
+    waiting.start()
+    waiting.join(20)
+    assert found and "do not find each other" in found[0]
 
 
 @pytest.mark.parametrize("counts", [[3, 1, 2, 5], [0, 4, 0, 0], [0, 0, 0, 0]])

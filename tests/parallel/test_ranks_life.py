@@ -1,21 +1,28 @@
 """A rank is killed, stopped or fails: an error with its number within seconds, and no process is left."""
 
+import gc
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import openai
 import pytest
 from ranks_support import SECONDS, children, engine_on, is_running, rank_pids, wait
 
-from dsv4 import Engine, SamplingParams
+from dsv4 import Engine, EngineConfig, SamplingParams
+from dsv4.engine import ranks as ranks_module
 from dsv4.engine.ranks import Ranks
 from dsv4.errors import DeviceError
+from dsv4.models import EMBEDDED
+from dsv4.parallel.channel import Channel, Kind
+from dsv4.parallel.machines import Guest, World
 from dsv4.parallel.mesh import Mesh
 from tests.serve.serve_support import STORY, Server, worker_pid
 
@@ -87,6 +94,71 @@ def test_rank_that_dies_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -
     wait(lambda: rank_pids() == [], 5)
 
 
+def test_rank_that_dies_while_rank_zero_loads() -> None:
+    """A share takes minutes to load; nobody waits for the rest of it."""
+    calls: list[int] = []
+
+    def progress(done: int, total: int) -> None:
+        calls.append(done)
+        os.kill(*rank_pids(), signal.SIGKILL)
+        time.sleep(1)
+
+    settings = EngineConfig(device="cpu", ranks=2, threads=1)
+    with pytest.raises(DeviceError, match=r"rank 1 has died \(signal 9\)"):
+        Engine.load(None, settings, progress)
+    assert len(calls) == 1
+
+
+def test_rank_that_loads_slowly_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ranks_module, "LATE_SECONDS", 0.2)
+    join = Ranks.join
+
+    def stop_and_join(ranks: Ranks) -> Mesh:
+        (rank,) = rank_pids()
+        os.kill(rank, signal.SIGSTOP)
+        ranks._peers[0].is_loaded = False
+        threading.Timer(1.0, os.kill, (rank, signal.SIGCONT)).start()
+        threading.Timer(1.5, ranks.take, (ranks._peers[0], Kind.LOADED, b"")).start()
+        return join(ranks)
+
+    monkeypatch.setattr(Ranks, "join", stop_and_join)
+    with engine_on(None, 2):
+        pass
+    assert "still waiting for rank 1 to load" in caplog.text
+
+
+def test_rank_that_is_gone_before_it_is_told_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of torchrun's: whoever hears of it first finds all that it needs, and its name is said."""
+
+    class Now(threading.Thread):
+        def start(self) -> None:
+            self.run()
+
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    guest = Guest(rank=1, local_rank=0, host="there", channel=Channel(ours, 1.0))
+    world = World(rank=0, size=2, local_rank=0, address="127.0.0.1", port=9)
+    monkeypatch.setattr(ranks_module, "receive_guests", lambda world, seconds: ([guest], None))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "Thread", Now)
+        ranks = Ranks(EMBEDDED, EngineConfig(device="cpu"), ["cpu", "cpu"], world)
+    with pytest.raises(DeviceError, match="rank 1 on there has died"):
+        ranks.join()
+    ranks.stop()
+
+
+def test_group_is_freed_with_the_engine() -> None:
+    """Not by the thread that watches the ranks, which may still hold them while the interpreter ends: freed
+    there, the group aborts the process (signal 6 instead of an exit code)."""
+    with engine_on(None, 2) as engine:
+        ranks, group = engine.ranks, weakref.ref(engine.model.mesh.comm)
+    del engine
+    gc.collect()
+    assert ranks is not None and group() is None
+
+
 @pytest.mark.slow
 def test_killed_rank() -> None:
     with engine_on(None, 2) as engine:
@@ -103,7 +175,7 @@ def test_rank_that_sleeps() -> None:
         wait(lambda: rank_pids() == [], 5)
 
 
-def test_killed_rank_zero_leaves_nobody() -> None:
+def test_killed_rank_zero_leaves_nothing(tmp_path: Path) -> None:
     """Whatever the others do at that moment: this one is stopped, and ends all the same."""
     code = (
         "import sys; from dsv4 import Engine, EngineConfig, SamplingParams\n"
@@ -113,7 +185,11 @@ def test_killed_rank_zero_leaves_nobody() -> None:
         "engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2000, ignore_eos=True))"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
     ) as zero:
         assert zero.stdout is not None and zero.stdin is not None
         assert zero.stdout.readline() == "ready\n"
@@ -124,6 +200,7 @@ def test_killed_rank_zero_leaves_nobody() -> None:
         os.kill(rank, signal.SIGSTOP)
         zero.kill()
         wait(lambda: not is_running(rank), 5)
+    assert not list(tmp_path.glob("dsv4-ranks-*"))
 
 
 @pytest.mark.parametrize("is_awaited", [False, pytest.param(True, marks=pytest.mark.slow)])

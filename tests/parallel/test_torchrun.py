@@ -190,6 +190,30 @@ def test_server_ends_with_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             assert "rank 1 on " in server.log and "torchrun can start all of them again" in server.log
 
 
+def test_an_attempt_finds_nothing_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun's meeting point lives on: the place of a rank 0 that is gone lies there."""
+    world = World(rank=0, size=2, local_rank=0, address="127.0.0.1", port=free_port())
+    held = world.store()
+    held.set("place", "of the first")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert not world.store().check(["place"]) and held.check(["place"])
+
+
+@pytest.mark.slow
+def test_torchrun_starts_all_again(tmp_path: Path) -> None:
+    log, port = tmp_path / "log", free_port()
+    command = [*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "1", "--master-port", str(free_port())]
+    command += ["-m", "dsv4", "serve", "--port", str(port), "--device", "cpu"]
+    with started(command, log) as torchrun:
+        wait(lambda: "ready at" in log.read_text(), SECONDS)
+        for pid in children(torchrun.pid):
+            if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+        wait(lambda: log.read_text().count("ready at") == 2, SECONDS)
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+        assert client.completions.create(model="tiny", prompt="Once", max_tokens=4).choices[0].text
+
+
 def test_rank_zero_waits_and_can_be_interrupted(tmp_path: Path) -> None:
     """Nobody else has come; Ctrl-C ends it all the same."""
     log = tmp_path / "0"

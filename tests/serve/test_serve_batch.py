@@ -83,6 +83,36 @@ def test_killed_and_resumed_it_is_the_same_file(undisturbed: bytes, source: Path
     assert target.read_bytes() == undisturbed
 
 
+def test_copied_input_goes_on_with_its_first_time(undisturbed: bytes, source: Path, tmp_path: Path) -> None:
+    """As after a download to another machine: the same lines, another modification time."""
+    copied, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    copied.write_bytes(source.read_bytes())
+    os.utime(copied, (1, 1))
+    kept = undisturbed.splitlines(keepends=True)[: COUNT - 4]
+    target.write_bytes(b"".join(kept))
+    finish(copied, target, "--max-batch", 4)
+    assert target.read_bytes() == undisturbed
+
+
+def test_inputs_of_all_kinds(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf{}\r\n\r\n [1] ")
+    assert list(read_lines(path)) == [b"{}", b"[1]"], "as Windows writes it"
+    path.write_bytes(b"")
+    assert list(read_lines(path)) == []
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    held = os.open(pipe, os.O_RDWR)  # else whoever opens it waits for a writer
+    for wrong, words in (
+        (pipe, "is a pipe or a device"),
+        (tmp_path, "directory"),
+        (tmp_path / "x", "No such"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            list(read_lines(wrong))
+    os.close(held)
+
+
 @pytest.mark.slow
 def test_engine_that_dies_changes_nothing(undisturbed: bytes, source: Path) -> None:
     made: list[bytes] = []
@@ -90,7 +120,8 @@ def test_engine_that_dies_changes_nothing(undisturbed: bytes, source: Path) -> N
     async def go() -> None:
         async with answering(job_of(source), print, lambda done, total: None) as answerer:
             assert isinstance(answerer, Answerer)
-            async for line in in_order(enumerate(read_lines(source)), answerer.answer, 6):
+            # Two at a time: a slow line holds back 16, so at the fifth not all have been answered.
+            async for line in in_order(enumerate(read_lines(source)), answerer.answer, 2):
                 made.append(line)
                 if len(made) == 5:
                     assert answerer.engine._life is not None

@@ -7,6 +7,7 @@ import torch
 from dsv4.config import EngineConfig
 from dsv4.device import Device
 from dsv4.engine import proof
+from dsv4.engine.build import rank_devices
 from dsv4.errors import DeviceError
 from dsv4.lab.doctor.findings import Finding, passed
 
@@ -18,10 +19,10 @@ def ensure(config: EngineConfig, say: Say, known: Collection[int] = proof.MEASUR
 
     `known`: compute capabilities that were measured; a test leaves out that of the GPU at hand.
     """
-    if config.gpus is None and Device.choose(config.device).kind != "cuda":
+    device = Device.choose(rank_devices(config)[0])
+    if device.kind != "cuda":
         return False
-    name = Device.choose(config.device).torch_name if config.gpus is None else "cuda"
-    machine = proof.describe(torch.device(name))
+    machine = proof.describe(torch.device(device.torch_name))
     if not proof.is_needed(machine, known):
         return False
     from dsv4.lab.doctor.ops import examine_gpu  # seldom needed, and it imports every op
