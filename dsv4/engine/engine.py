@@ -19,7 +19,7 @@ from dsv4.engine.output import Output
 from dsv4.engine.pace import Pace
 from dsv4.engine.plan import Plan
 from dsv4.engine.ranks import Leader, Ranks
-from dsv4.engine.request import Completion, Delta, FinishReason, Request, SamplingParams, Sequence
+from dsv4.engine.request import Completion, Delta, FinishReason, Request, SamplingParams, Sequence, Token
 from dsv4.engine.runner import Result, Runner
 from dsv4.engine.scheduler import Scheduler
 from dsv4.engine.settings import Settings, cache_layout
@@ -60,12 +60,13 @@ class Engine:
         self.ranks, self.runner = ranks, Leader(executor, ranks) if ranks else Runner(executor, shelf)
         self.slots = Slots(layout)
         self.prefix = PrefixCache(self.slots, config.prefix_snapshots, shelf)
-        self.scheduler = Scheduler(self.slots, self.prefix, s.chunk, executor.same_bits)
+        self.scheduler = Scheduler(self.slots, self.prefix, s.chunk, executor.same_bits, s.num_drafts)
         self.pace = Pace(config.max_stall_ms / 1000, s.chunk, executor.prompt_sizes)
         self.arrivals = Arrivals(self.scheduler, self.prefix)
         self.grammars = Grammars(tokenizer, bundle.config.vocab_size)
         self._outputs: dict[str, Output] = {}
         self._running: dict[int, Output] = {}  # the same by sequence number
+        self.num_drafted = self.num_accepted = 0  # tokens that were proposed and verified; and were right
         self._ids = itertools.count()
         self._numbers = itertools.count()
 
@@ -201,7 +202,9 @@ class Engine:
             if result.error:
                 self._fail(output, result.error)
             if result.error or result.sequence in samples:
-                deltas.append(self._advance(output, result))
+                deltas += self._advance(output, result)
+            self.num_drafted += result.num_drafted
+            self.num_accepted += len(result.more)
         for delta in deltas:
             if delta.finish_reason == "error":
                 self._drop(delta.request_id)
@@ -233,8 +236,17 @@ class Engine:
     def _fail(output: Output, why: str) -> None:
         output.failure = output.failure or why
 
-    def _advance(self, output: Output, result: Result) -> Delta:
-        sequence, token = output.sequence, result.token
+    def _advance(self, output: Output, result: Result) -> list[Delta]:
+        """A token after the other, until one ends the request: what was accepted after that never was."""
+        deltas: list[Delta] = []
+        for token in (result.token, *result.more):
+            deltas.append(self._take(output, token))
+            if deltas[-1].finish_reason:
+                break
+        return deltas
+
+    def _take(self, output: Output, token: Token | None) -> Delta:
+        sequence = output.sequence
         if output.failure:
             return self._end(output, "error", output.failure)
         if token is None:
@@ -277,6 +289,11 @@ class Engine:
             raise RequestError(f"request {request_id!r} is not running")
         self._end(self._outputs[request_id], "cancelled")
         self._drop(request_id)
+
+    @property
+    def drafts(self) -> str:
+        """How many proposals were accepted, for people; empty without any."""
+        return f"{self.num_accepted} of {self.num_drafted} drafts accepted" if self.num_drafted else ""
 
     @property
     def num_unfinished(self) -> int:
