@@ -67,9 +67,11 @@ class Drafter:
         self._states: dict[int, _State] = {}  # by slot
 
     def proposed(self, span: Span) -> tuple[int, ...]:
-        """What may follow the span's token, as many as it wants verified."""
-        state = self._states[span.slot]
-        assert (state.sequence, state.end) == (span.sequence, span.start), (state, span)
+        """What may follow the span's token, as many as it wants verified. None after a pause that ended in a
+        snapshot before the last token: the slot may be another one."""
+        state = self._states.get(span.slot)
+        if state is None or (state.sequence, state.end) != (span.sequence, span.start):
+            return ()
         return state.proposed[: span.num_drafts]
 
     @torch.inference_mode()

@@ -132,6 +132,19 @@ def test_random_arrivals(engine_for: Callable[..., Engine], monkeypatch: pytest.
     assert engine.num_drafted > 100 and engine.prefix.num_snapshots > 0 and engine.scheduler.num_pauses > 0
 
 
+def test_a_pause_that_ends_right_before_the_last_token(
+    plain: Engine, engine_for: Callable[..., Engine]
+) -> None:
+    """Paused where a page ends, with a snapshot there: it goes on as a generated token, in a slot that has
+    just been another's."""
+    engine = engine_for("modelopt", max_context=512, max_batch=2, cache_pages=3, drafts=3)
+    prompts = [text(180, 1), text(170, 2)]
+    params = SamplingParams(max_tokens=110, temperature=0, ignore_eos=True)
+    got = engine.generate(prompts, params)
+    assert engine.scheduler.num_pauses == 1
+    assert [done.tokens for done in got] == [plain.generate([ids], params)[0].tokens for ids in prompts]
+
+
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.9, "top_p": 0.9, "logprobs": 3},
