@@ -123,8 +123,8 @@ class Drafter:
         """streams [R, N, D] of the block at each sequence's last token, logits [R, V] after the next one."""
         for depth in range(1, self.num_drafts + 1):
             chosen = self._choose(seen, logits, depth)
-            # A position beyond the context has no rotation.
-            room = self.cache.layout.max_context - depth
+            # Beyond the context there is no rotation, and no place for a token that penalties count.
+            room = self.cache.layout.max_context - depth - 1
             goes_on = [
                 row
                 for row, (one, id) in enumerate(zip(seen, chosen, strict=True))

@@ -306,8 +306,11 @@ def test_a_draft_that_is_no_number_is_none(
     assert drafting.num_drafted == before
 
 
-def test_up_to_the_end_of_the_context(plain: Engine, drafting: Engine) -> None:
-    prompt, params = text(680, 2), SamplingParams(temperature=0, ignore_eos=True)
+@pytest.mark.parametrize("penalty", [0.0, 0.5])
+def test_up_to_the_end_of_the_context(plain: Engine, drafting: Engine, penalty: float) -> None:
+    """Proposals beyond it have no rotation, and no place among the tokens that penalties count."""
+    prompt = text(680, 2)
+    params = SamplingParams(temperature=0, ignore_eos=True, frequency_penalty=penalty)
     assert drafting.generate([prompt], params)[0].tokens == plain.generate([prompt], params)[0].tokens
 
 
