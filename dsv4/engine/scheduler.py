@@ -129,8 +129,8 @@ class Scheduler:
             slot=s.slot,
             start=start,
             ids=tuple(s.span(start, stop)),
-            # Decode always chooses; where the token is known already, nobody looks.
-            sampling=s.sampling(stop) if is_last or is_generated else None,
+            # Graphs of generated tokens always choose; where the token is known already, nobody looks.
+            sampling=s.sampling(stop) if is_last or (is_generated and not self.same_bits) else None,
             num_drafts=num_drafts,
             ahead=ahead,
             mark=mark,

@@ -16,6 +16,7 @@ from dsv4.device import Device
 from dsv4.engine.draft import Drafter
 from dsv4.engine.eager import Eager
 from dsv4.engine.plan import Plan, Span
+from dsv4.engine.request import Completion
 from dsv4.engine.runner import Masks, Result
 from dsv4.engine.settings import _num_drafts
 from dsv4.errors import ConfigError
@@ -179,6 +180,38 @@ def test_every_way_to_choose(without: list[Any], drafts: int) -> None:
     got, engine = answers(drafts)
     assert got == without
     assert engine.num_accepted > 0.25 / drafts * engine.num_drafted > 20
+
+
+def interrupted(engine: Engine, prompt: str | list[int], params: SamplingParams, count: int) -> Completion:
+    """After so many tokens or more, all are read again."""
+    stream = engine.stream(engine.request(prompt, params))
+    while len(stream.output.sequence.tokens) < count:
+        engine.step()
+    engine.scheduler.restart()
+    engine.runner.forget()
+    return stream.completion()
+
+
+def test_what_is_read_again_is_known(plain: Engine, engine_for: Callable[..., Engine]) -> None:
+    """In chunks that end among tokens that came out: no proposal takes the place of what followed them."""
+    params = SamplingParams(max_tokens=70, temperature=0, ignore_eos=True, frequency_penalty=0.5)
+    engine = engine_for("modelopt", max_context=700, chunk=7, drafts=3, prefix_snapshots=0)
+    prompt = text(20, 2)
+    assert interrupted(engine, prompt, params, 60).tokens == plain.generate([prompt], params)[0].tokens
+
+
+@pytest.mark.skipif(not find_spec("llguidance"), reason="no grammars")
+def test_nothing_is_proposed_where_a_grammar_decides() -> None:
+    """Nor from a chunk that ends right before the last token: masks of other places would choose."""
+    grammar = r"start: /(the |a )[a-z]+ (was|is) (big|small)\.( (The |A )[a-z]+ (was|is) (big|small)\.)*/"
+    prompt = "Once upon a time, there was a rabbit."
+    params = SamplingParams(max_tokens=30, temperature=0, grammar=grammar)
+    options: dict[str, Any] = {"max_context": 512, "prefix_snapshots": 0}
+    want = Engine.load(embedded(), EngineConfig(**options)).generate([prompt], params)[0]
+    engine = Engine.load(embedded(), EngineConfig(**options, chunk=2, drafts=3))
+    for count in (12, 14):
+        assert interrupted(engine, prompt, params, count).tokens == want.tokens
+    assert not engine.num_drafted
 
 
 def test_ranks_draft_alike(without: list[Any]) -> None:
