@@ -33,9 +33,7 @@ class _State:
 
     sequence: int
     end: int  # tokens of it that were seen
-    waiting: (
-        Tensor | None
-    )  # inside a prompt: streams [1, N, D] of the last token, whose next one is not known
+    waiting: Tensor | None  # inside a prompt: streams [1, N, D] of the last token, before the next is known
     proposed: tuple[int, ...] = ()  # to follow the token at `end`
 
 
@@ -99,7 +97,7 @@ class Drafter:
         self._states[span.slot] = _State(
             sequence=span.sequence,
             end=span.start + len(one.ids),
-            waiting=one.streams[-1:] if one.after is None else None,
+            waiting=one.streams[-1:].clone() if one.after is None else None,  # else it would hold all of them
         )
         # Entries are read as far back as the window, from the end and from the mark on.
         end = first + len(ids)

@@ -323,6 +323,15 @@ def test_drafts_are_chosen_as_tokens_are(
     assert accepted == drafted > 15, (accepted, drafted)
 
 
+def test_one_row_waits_for_the_next_chunk(drafting: Engine) -> None:
+    """Not all rows of its chunk with it."""
+    with drafting.stream(drafting.request(text(300, 1), LONG)) as stream:
+        drafting.step()
+        states = {state.sequence: state for state in drafter_of(drafting)._states.values()}
+        waiting = states[stream.output.sequence.number].waiting
+    assert waiting is not None and waiting.untyped_storage().nbytes() == waiting.nbytes
+
+
 def test_a_draft_that_is_no_number_is_none(
     plain: Engine, drafting: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
