@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ class Pass:
 
     spans: tuple[Span, ...]
     logits: Tensor | None  # [R, V] of the rows that sample, where somebody still needs them
-    proposed: tuple[tuple[int, ...], ...] = ()  # by span: ids that are verified with its own; (): none at all
+    proposed: tuple[tuple[int, ...], ...] = ()  # by span: ids that are verified with its own; left out: none
     streams: Tensor | None = None  # [T, N, D] of all tokens, until they were drafted from
     own: Tensor | None = None  # in place of these until the choice is made: a rank's, [R, V / ranks]
     scored: dict[int, list[Tensor]] = field(default_factory=dict)  # by sequence: result rows of its prompt
@@ -42,13 +43,16 @@ class Pass:
     decoder: Any = None
     done: torch.cuda.Event | None = None
 
+    def __post_init__(self) -> None:
+        self.proposed = self.proposed or ((),) * len(self.spans)
+
     @property
     def sampled(self) -> list[Span]:
         return [span for span in self.spans if span.sampling is not None]
 
     def rows(self) -> Iterator[tuple[Span, Sampling]]:
         """Of `out`: the choice after a span, and after each of its proposals."""
-        for span, ids in zip(self.spans, self.proposed or ((),) * len(self.spans), strict=True):
+        for span, ids in zip(self.spans, self.proposed, strict=True):
             if span.sampling is not None:
                 yield span, span.sampling
                 index = span.sampling.index
@@ -262,8 +266,8 @@ class Eager:
 
     def fetch(self, launched: Pass) -> list[Result]:
         results, row = [], 0
-        proposed = launched.proposed or ((),) * len(launched.spans)
-        for span, ids, tokens in zip(launched.spans, proposed, self._chosen(launched), strict=True):
+        chosen = self._chosen(launched)
+        for span, ids, tokens in zip(launched.spans, launched.proposed, chosen, strict=True):
             logits = None
             if launched.logits is not None and span.sampling is not None and span.wants_logits:
                 logits = launched.logits[row : row + 1]
@@ -282,22 +286,23 @@ class Eager:
 
     def _chosen(self, made: Pass) -> list[tuple[Token | None, ...]]:
         """By span: the token after it, then one more for each proposal that is the token before."""
-        out = [] if made.out is None else made.out.tolist()
-        tokens: list[Token | None] = []
-        for row, (_, sampling) in enumerate(made.rows()):
-            token = read_token(out[row], min(sampling.num_top, MAX_TOP))
-            if made.logits is not None and token and sampling.num_top > MAX_TOP:
-                token = sorted_token(self.sampler, made.logits[row], token.id, sampling.num_top)
-            tokens.append(token)
-        found: list[tuple[Token | None, ...]] = []
-        for span, ids in zip(made.spans, made.proposed or ((),) * len(made.spans), strict=True):
-            if span.sampling is None:
-                found.append(())
-                continue
-            its, tokens = tokens[: 1 + len(ids)], tokens[1 + len(ids) :]
-            agrees = [token is not None and token.id == id for token, id in zip(its, ids, strict=False)]
-            found.append(tuple(its[: 1 + [*agrees, False].index(False)]))
+        rows, found = enumerate([] if made.out is None else made.out.tolist()), []
+        for span, ids in zip(made.spans, made.proposed, strict=True):
+            tokens: list[Token | None] = []
+            if span.sampling is not None:
+                its = list(islice(rows, 1 + len(ids)))
+                for (row, out), id in zip(its, (*ids, None), strict=True):
+                    tokens.append(token := self._token(made, row, out, span.sampling.num_top))
+                    if token is None or token.id != id:
+                        break
+            found.append(tuple(tokens))
         return found
+
+    def _token(self, made: Pass, row: int, out: list[int], num_top: int) -> Token | None:
+        token = read_token(out, min(num_top, MAX_TOP))
+        if made.logits is None or token is None or num_top <= MAX_TOP:
+            return token
+        return sorted_token(self.sampler, made.logits[row], token.id, num_top)
 
     @staticmethod
     def _scored(launched: Pass, span: Span) -> tuple[Token, ...]:
