@@ -15,11 +15,12 @@ from dsv4.cache.layout import SPARE
 from dsv4.device import Device
 from dsv4.engine.draft import Drafter
 from dsv4.engine.eager import Eager
+from dsv4.engine.follow import Follower
 from dsv4.engine.plan import Plan, Span
-from dsv4.engine.request import Completion
+from dsv4.engine.request import Completion, Token
 from dsv4.engine.runner import Masks, Result
 from dsv4.engine.settings import _num_drafts
-from dsv4.errors import ConfigError
+from dsv4.errors import ConfigError, DeviceError
 from dsv4.lab.score import score_ids
 from dsv4.model.step import Step
 from dsv4.models import embedded
@@ -220,6 +221,18 @@ def test_ranks_draft_alike(without: list[Any]) -> None:
     assert got == without and engine.num_accepted > 20
 
 
+def test_a_rank_that_chose_otherwise_is_found() -> None:
+    """By the last token that was accepted, which the next plan begins with."""
+    nothing: Any = None
+    follower = Follower(nothing, nothing, "rank 1")
+    plan = Plan(decode=(Span(sequence=5, slot=0, start=9, ids=(8,), num_drafts=3),))
+    follower._note(plan, [Result(5, Token(1), more=(Token(2), Token(3)), num_drafted=3)])
+    follower._compare(Plan(decode=(Span(sequence=5, slot=0, start=12, ids=(3,)),)))
+    follower._note(plan, [Result(5, Token(1), more=(Token(2), Token(3)), num_drafted=3)])
+    with pytest.raises(DeviceError, match="chose token 3 at position 12, rank 0 chose 4"):
+        follower._compare(Plan(decode=(Span(sequence=5, slot=0, start=12, ids=(4,)),)))
+
+
 def walk(engine: Engine, prompts: list[list[int]], stop: int) -> list[dict[int, tuple[int, ...]]]:
     """Of each prompt, by tokens that have come out, what was proposed to follow them."""
     found: list[dict[int, tuple[int, ...]]] = [{} for _ in prompts]
@@ -275,14 +288,18 @@ def test_a_draft_depends_on_the_tokens_alone(
 
 
 def test_a_hit_drafts_as_any_other(engine_for: Callable[..., Engine]) -> None:
-    """What lay in the slot before is no part of it, though the entry before the hit is lost: it is empty."""
+    """What lay in the slot before is no part of it, nor the token that followed when the snapshot was made,
+    though the entry before the hit is lost: it is empty."""
     engine = engine_for("official", max_context=700, max_batch=2, drafts=3)
-    prompt, other = text(300, 6), text(299, 7)
+    prompt, other = text(260, 6), text(299, 7)
     first = walk(engine, [prompt], 12)[0]
     hit = walk(engine, [prompt], 12)[0]
     assert engine.prefix.num_snapshots == 1
     walk(engine, [other, other[::-1]], 12)
     assert walk(engine, [other[:3], prompt], 12)[1] == hit and hit.keys() == first.keys()
+    engine.prefix.clear()
+    walk(engine, [prompt[:256] + other[:20]], 12)
+    assert walk(engine, [prompt], 12)[0] == hit
 
 
 @pytest.mark.parametrize(
