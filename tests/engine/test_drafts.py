@@ -46,8 +46,8 @@ def drafter_of(engine: Engine) -> Drafter:
 class Oracle:
     """Proposes what the model is known to choose, up to a place where it lies."""
 
-    def __init__(self, engine: Engine, seed: int) -> None:
-        self.engine, self.chance = engine, random.Random(seed)
+    def __init__(self, engine: Engine, seed: int = 0, lies: bool = True) -> None:
+        self.engine, self.chance, self.lies = engine, random.Random(seed), lies
         self.answers: dict[tuple[int, ...], list[int]] = {}
         self.lengths: set[tuple[int, int]] = set()  # proposals, and the place of the lie
 
@@ -58,7 +58,7 @@ class Oracle:
         sequence = self.engine._running[span.sequence].sequence
         answer, at = self.answers[sequence.request.ids], span.start + 1 - sequence.num_prompt
         right = answer[at : at + span.num_drafts]
-        lie = self.chance.randint(0, len(right))
+        lie = self.chance.randint(0, len(right)) if self.lies else len(right)
         self.lengths.add((len(right), lie))
         return tuple(id if n < lie else (id + 1) % VOCAB for n, id in enumerate(right))
 
@@ -97,10 +97,9 @@ def test_a_run_is_cut_where_the_answer_ends(
 ) -> None:
     """By length and by a stop id, at every place of a run: nothing beyond comes out or is counted."""
     prompt = text(50, 8)
-    oracle = Oracle(drafting, 0)
+    oracle = Oracle(drafting, lies=False)
     whole = plain.generate([prompt], LONG)[0].ids
     oracle.know(prompt, whole)
-    monkeypatch.setattr(oracle.chance, "randint", lambda low, high: high)  # no lies
     monkeypatch.setattr(drafter_of(drafting), "proposed", oracle.proposed)
     pool = drafting.slots.pool
     for count in range(1, 12):
@@ -111,6 +110,19 @@ def test_a_run_is_cut_where_the_answer_ends(
             want, got = plain.generate([prompt], params)[0], drafting.generate([prompt], params)[0]
             assert (got.tokens, got.finish_reason) == (want.tokens, want.finish_reason), params
             assert pool.num_available == pool.num_pages
+
+
+def test_a_page_that_ends_within_a_run_is_kept(
+    plain: Engine, drafting: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, oracle = text(253, 12), Oracle(drafting, lies=False)
+    answer = plain.generate([prompt], LONG)[0].ids
+    oracle.know(prompt, answer)
+    with monkeypatch.context() as patch:
+        patch.setattr(drafter_of(drafting), "proposed", oracle.proposed)
+        drafting.generate([prompt], LONG)
+    done = drafting.generate([prompt + answer], LONG)[0]
+    assert done.tokens == plain.generate([prompt + answer], LONG)[0].tokens and done.cached_tokens == 256
 
 
 def test_random_arrivals(engine_for: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
