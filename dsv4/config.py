@@ -176,6 +176,7 @@ def preset(name: str) -> ModelConfig:
     return ModelConfig.from_dict({**_COMMON, **_PRESETS[name]}, where=f"preset {name}")
 
 
+MAX_DRAFTS = 3  # proposals of a draft block that feeds on its own: further ones are hardly ever right
 Activations = Literal["a16", "a8", "a4"]
 _CHOICES = {
     "activations": ("a16", "a8", "a4"),
@@ -216,6 +217,7 @@ class EngineConfig:
     spill: str = "auto"
     expert_memory: int | None = None
     swap_share: float = 0.1
+    drafts: int = 0
     ops: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
@@ -233,6 +235,8 @@ class EngineConfig:
                 continue
             if type(value) is not int or value < 1:
                 raise ConfigError(f"{name} is {value!r}, expected an integer of at least 1")
+        if type(self.drafts) is not int or not 0 <= self.drafts <= MAX_DRAFTS:
+            raise ConfigError(f"drafts is {self.drafts!r}, expected 0 (none) to {MAX_DRAFTS}")
         if type(self.prefix_snapshots) is not int or self.prefix_snapshots < 0:
             raise ConfigError(
                 f"prefix_snapshots is {self.prefix_snapshots!r}, expected 0 (no prefix cache) or more"

@@ -127,7 +127,8 @@ class _Conversation:
                         answer.push(delta.token.id)
         answer.finish(end == "stop")
         notes = {"stop": "", "length": "; cut by the token limit", "stopped": "; stopped"}
-        err.print(f"[dim]{watch.since_start() if self.stats else watch.overall()}{notes[end]}[/]")
+        speed = watch.since_start(self.engine.drafts) if self.stats else watch.overall()
+        err.print(f"[dim]{speed}{notes[end]}[/]")
         return {"reasoning_content": answer.reasoning, "content": answer.content}
 
 

@@ -47,10 +47,11 @@ class Stopwatch:
     def since_prompt(self) -> str:
         return self._line(_duration(self.first - self.begun))
 
-    def since_start(self) -> str:
+    def since_start(self, drafts: str = "") -> str:
         """With the time from the program's start, loading included, to the first token."""
         since_start = f"{_duration(self.first_since_start)} after the program's start"
-        return self._line(f"{_duration(self.first - self.begun)}, {since_start}")
+        line = self._line(f"{_duration(self.first - self.begun)}, {since_start}")
+        return f"{line}; {drafts}" if drafts else line
 
     def _line(self, to_first: str) -> str:
         if not self.tokens:

@@ -36,6 +36,7 @@ _HELP = {
     "expert_memory": "bytes of GPU memory that experts may take; default: all that is left",
     "prefix_dir": "a folder for the prefix cache, which then survives restarts; it holds traces of prompts",
     "prefix_dir_bytes": "what that folder may take; the least recently used files go first",
+    "drafts": "tokens that the draft block proposes for each step, 0 to 3: the same answer, sooner (CPU)",
     "cache_pages": "pages of the cache, one per 256 tokens; default: enough for max-batch x max-context",
 }
 _TYPES: dict[str, Any] = {
@@ -43,7 +44,7 @@ _TYPES: dict[str, Any] = {
     **{"max_batch": int, "chunk": int | None, "max_stall_ms": int, "prefix_snapshots": int},
     **{"gpus": str | None, "ranks": int, "expert_parallel": bool, "rank_seconds": float},
     **{"expert_memory": int | None, "swap_share": float, "prefix_dir": str | None, "prefix_dir_bytes": int},
-    **{"no_graph": bool, "no_overlap": bool},
+    **{"drafts": int, "no_graph": bool, "no_overlap": bool},
 }
 
 

@@ -1,7 +1,9 @@
 """The device's primitives as plain calls of the model: every machine without decode kernels, and prompts."""
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from dsv4.cache.shelf import Landing
 from dsv4.cache.store import Cache
+from dsv4.engine.draft import Drafter, Seen
 from dsv4.engine.logprobs import read_token, sorted_token
 from dsv4.engine.plan import Penalise, Sampling, Span
 from dsv4.engine.request import Token
@@ -26,10 +29,12 @@ _ROWS = 64
 
 @dataclass
 class Pass:
-    """Spans that ran together, and what they gave: a row of `out` for each span that samples."""
+    """Spans that ran together, and what they gave: a row of `out` for each token that may come out."""
 
     spans: tuple[Span, ...]
-    logits: Tensor | None  # [R, V] of the spans that sample, where somebody still needs them
+    logits: Tensor | None  # [R, V] of the rows that sample, where somebody still needs them
+    proposed: tuple[tuple[int, ...], ...] = ()  # by span: ids that are verified with its own; left out: none
+    streams: Tensor | None = None  # [T, N, D] of all tokens, until they were drafted from
     own: Tensor | None = None  # in place of these until the choice is made: a rank's, [R, V / ranks]
     scored: dict[int, list[Tensor]] = field(default_factory=dict)  # by sequence: result rows of its prompt
     sorted: dict[int, list[Token]] = field(default_factory=dict)  # the same with many alternatives
@@ -38,9 +43,20 @@ class Pass:
     decoder: Any = None
     done: torch.cuda.Event | None = None
 
+    def __post_init__(self) -> None:
+        self.proposed = self.proposed or ((),) * len(self.spans)
+
     @property
     def sampled(self) -> list[Span]:
         return [span for span in self.spans if span.sampling is not None]
+
+    def rows(self) -> Iterator[tuple[Span, Sampling]]:
+        """Of `out`: the choice after a span, and after each of its proposals."""
+        for span, ids in zip(self.spans, self.proposed, strict=True):
+            if span.sampling is not None:
+                yield span, span.sampling
+                index = span.sampling.index
+                yield from ((span, replace(span.sampling, index=index + n)) for n in range(1, len(ids) + 1))
 
     @property
     def is_sampled(self) -> bool:
@@ -51,7 +67,7 @@ class Eager:
     max_rows, runs_ahead, same_bits = 1 << 20, False, True
     prompt_sizes: tuple[int, ...] = ()  # of steps that shorter prompts are padded to
 
-    def __init__(self, model: Model, cache: Cache, device: str) -> None:
+    def __init__(self, model: Model, cache: Cache, device: str, num_drafts: int = 0) -> None:
         self.model, self.cache, self.device = model, cache, device
         self.is_cuda = torch.device(device).type == "cuda"
         self.sampler = model.ops.sample
@@ -63,6 +79,9 @@ class Eager:
         self.set_pages = cache.set_pages
         shape = cache.layout.num_slots, HISTORY + cache.layout.max_context
         self.penalties = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.drafter: Drafter | None = None
+        if num_drafts:
+            self.drafter = Drafter(model, cache, self.penalties, self.packed, num_drafts)
 
     def penalise(self, how: Penalise) -> None:
         row = pack_penalties(
@@ -96,15 +115,23 @@ class Eager:
         done.record()
         return Landing(host, done)
 
-    @torch.inference_mode()
     def prefill(self, spans: tuple[Span, ...]) -> Pass:
-        streams = self.read([(span.slot, span.start, span.ids) for span in spans], self._mark(spans))
-        made, row, last = Pass(spans, None), 0, []
-        for span in spans:
+        return self._run(spans, ((),) * len(spans))
+
+    @torch.inference_mode()
+    def _run(self, spans: tuple[Span, ...], proposed: tuple[tuple[int, ...], ...]) -> Pass:
+        tokens: list[Tokens] = [
+            (span.slot, span.start, span.ids + ids) for span, ids in zip(spans, proposed, strict=True)
+        ]
+        streams = self.read(tokens, self._mark(spans))
+        made, row, last = Pass(spans, None, proposed), 0, list[int]()
+        for span, (*_, ids) in zip(spans, tokens, strict=True):
             self._score(made, streams[row : row + len(span.ids)], span)
-            row += len(span.ids)
             if span.sampling is not None:
-                last.append(row - 1)
+                last += range(row + len(span.ids) - 1, row + len(ids))
+            row += len(ids)
+        if self.drafter is not None:
+            made.streams = streams
         if last:
             rows = streams.index_select(0, self.send(torch.tensor(last)))
             if self.choice is None:
@@ -113,7 +140,22 @@ class Eager:
                 made.own = self.model.own_logits(rows)
         if not any(span.sampling.masked for span in made.sampled if span.sampling):
             self.choose(made, None)
+            self._draft(made)
         return made
+
+    def _draft(self, made: Pass) -> None:
+        if self.drafter is None or made.streams is None:
+            return
+        seen, row = [], 0
+        for span, ids, tokens in zip(made.spans, made.proposed, self._chosen(made), strict=True):
+            # Accepted is what a token came out after.
+            count = len(span.ids) + max(0, len(tokens) - 1)
+            after = tokens[-1] if tokens else None
+            streams = made.streams[row : row + count]
+            seen.append(Seen(span, (*span.ids, *ids)[:count], streams, None if after is None else after.id))
+            row += len(span.ids) + len(ids)
+        made.streams = None
+        self.drafter.follow(seen, self._mark(made.spans))
 
     def _mark(self, spans: tuple[Span, ...]) -> Mark | None:
         marks = [Mark(s.slot, s.mark, self.cache.layout.num_slots) for s in spans if s.mark]
@@ -125,10 +167,13 @@ class Eager:
         return self.model.forward(Step.build(spans, self.device, mark=mark), self.cache)
 
     def decode(self, spans: tuple[Span, ...]) -> Pass:
-        for span in spans:
+        drafter = self.drafter
+        proposed = tuple(drafter.proposed(span) if drafter and span.num_drafts else () for span in spans)
+        for span, ids in zip(spans, proposed, strict=True):
             if span.sampling is not None and span.sampling.penalties >= 0:
-                self.penalties[span.slot, HISTORY + span.start] = span.ids[0]
-        return self.prefill(spans)
+                at = HISTORY + span.start
+                self.penalties[span.slot, at : at + 1 + len(ids)] = torch.tensor((*span.ids, *ids))
+        return self._run(spans, proposed)
 
     def _score(self, made: Pass, streams: Tensor, span: Span) -> None:
         """The prompt's tokens of `span.score`, each from the row before it."""
@@ -177,7 +222,7 @@ class Eager:
     def choose(self, made: Pass, mask: Tensor | None) -> None:
         if made.logits is None and made.own is None:
             return
-        samplings = [span.sampling for span in made.sampled if span.sampling]
+        samplings = [sampling for _, sampling in made.rows()]
         penalties = self.penalties if any(s.penalties >= 0 for s in samplings) else None
         settings = self.send(self.packed(samplings))
         if self.choice is not None and made.own is not None:
@@ -192,8 +237,8 @@ class Eager:
         """All logits of the rows whose requests ask for them, or for more alternatives than the op lists."""
         wanted = [
             row
-            for row, span in enumerate(made.sampled)
-            if span.wants_logits or (span.sampling and span.sampling.num_top > MAX_TOP)
+            for row, (span, sampling) in enumerate(made.rows())
+            if span.wants_logits or sampling.num_top > MAX_TOP
         ]
         if wanted:
             rows = self.send(torch.tensor(wanted))
@@ -207,30 +252,57 @@ class Eager:
     def sample(self, launched: Pass, masks: Masks) -> None:
         """The rest of a pass that waited for the masks of its grammars."""
         self.choose(launched, self.mask(launched, masks))
+        self._draft(launched)
 
     def mask(self, launched: Pass, masks: Masks) -> Tensor:
         """int32 [R, W] bits of the tokens that may come next; all, where there is no grammar."""
         width = -(-self.model.config.vocab_size // 32)
-        out = torch.full((len(launched.sampled), width), -1, dtype=torch.int32)
-        for row, span in zip(out, launched.sampled, strict=True):
-            if span.sampling is not None and span.sampling.masked and (bits := masks(span.sequence)):
+        rows = [*launched.rows()]
+        out = torch.full((len(rows), width), -1, dtype=torch.int32)
+        for row, (span, sampling) in zip(out, rows, strict=True):
+            if sampling.masked and (bits := masks(span.sequence)):
                 row.view(torch.uint8)[: len(bits)] = torch.frombuffer(bytearray(bits), dtype=torch.uint8)
         return self.send(out)
 
     def fetch(self, launched: Pass) -> list[Result]:
-        rows = iter(launched.out.tolist() if launched.out is not None else [])
-        results = []
-        for at, span in enumerate(launched.spans):
-            token = logits = None
-            if span.sampling is not None:
-                token = read_token(next(rows), min(span.sampling.num_top, MAX_TOP))
-                row = sum(s.sampling is not None for s in launched.spans[:at])
-                if launched.logits is not None and span.wants_logits:
-                    logits = launched.logits[row : row + 1]
-                if launched.logits is not None and token and span.sampling.num_top > MAX_TOP:
-                    token = sorted_token(self.sampler, launched.logits[row], token.id, span.sampling.num_top)
-            results.append(Result(span.sequence, token, self._scored(launched, span), logits))
+        results, row = [], 0
+        chosen = self._chosen(launched)
+        for span, ids, tokens in zip(launched.spans, launched.proposed, chosen, strict=True):
+            logits = None
+            if launched.logits is not None and span.sampling is not None and span.wants_logits:
+                logits = launched.logits[row : row + 1]
+            row += 0 if span.sampling is None else 1 + len(ids)
+            results.append(
+                Result(
+                    sequence=span.sequence,
+                    token=tokens[0] if tokens else None,
+                    more=tokens[1:],
+                    num_drafted=len(ids),
+                    prompt=self._scored(launched, span),
+                    logits=logits,
+                )
+            )
         return results
+
+    def _chosen(self, made: Pass) -> list[tuple[Token | None, ...]]:
+        """By span: the token after it, then one more for each proposal that is the token before."""
+        rows, found = enumerate([] if made.out is None else made.out.tolist()), []
+        for span, ids in zip(made.spans, made.proposed, strict=True):
+            tokens: list[Token | None] = []
+            if span.sampling is not None:
+                its = list(islice(rows, 1 + len(ids)))
+                for (row, out), id in zip(its, (*ids, None), strict=True):
+                    tokens.append(token := self._token(made, row, out, span.sampling.num_top))
+                    if token is None or token.id != id:
+                        break
+            found.append(tuple(tokens))
+        return found
+
+    def _token(self, made: Pass, row: int, out: list[int], num_top: int) -> Token | None:
+        token = read_token(out, min(num_top, MAX_TOP))
+        if made.logits is None or token is None or num_top <= MAX_TOP:
+            return token
+        return sorted_token(self.sampler, made.logits[row], token.id, num_top)
 
     @staticmethod
     def _scored(launched: Pass, span: Span) -> tuple[Token, ...]:

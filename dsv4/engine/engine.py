@@ -6,7 +6,6 @@ import secrets
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 from dsv4.cache.prefix import PrefixCache
@@ -19,8 +18,8 @@ from dsv4.engine.output import Output
 from dsv4.engine.pace import Pace
 from dsv4.engine.plan import Plan
 from dsv4.engine.ranks import Leader, Ranks
-from dsv4.engine.request import Completion, Delta, FinishReason, Request, SamplingParams, Sequence
-from dsv4.engine.runner import Result, Runner
+from dsv4.engine.request import Completion, Delta, Request, SamplingParams, Sequence
+from dsv4.engine.runner import Runner
 from dsv4.engine.scheduler import Scheduler
 from dsv4.engine.settings import Settings, cache_layout
 from dsv4.engine.stream import Stream
@@ -60,12 +59,13 @@ class Engine:
         self.ranks, self.runner = ranks, Leader(executor, ranks) if ranks else Runner(executor, shelf)
         self.slots = Slots(layout)
         self.prefix = PrefixCache(self.slots, config.prefix_snapshots, shelf)
-        self.scheduler = Scheduler(self.slots, self.prefix, s.chunk, executor.same_bits)
+        self.scheduler = Scheduler(self.slots, self.prefix, s.chunk, executor.same_bits, s.num_drafts)
         self.pace = Pace(config.max_stall_ms / 1000, s.chunk, executor.prompt_sizes)
         self.arrivals = Arrivals(self.scheduler, self.prefix)
         self.grammars = Grammars(tokenizer, bundle.config.vocab_size)
         self._outputs: dict[str, Output] = {}
         self._running: dict[int, Output] = {}  # the same by sequence number
+        self.num_drafted = self.num_accepted = 0  # tokens that were proposed and verified; and were right
         self._ids = itertools.count()
         self._numbers = itertools.count()
 
@@ -199,9 +199,11 @@ class Engine:
             output = self._running[result.sequence]
             output.sequence.prompt += result.prompt
             if result.error:
-                self._fail(output, result.error)
+                output.fail(result.error)
             if result.error or result.sequence in samples:
-                deltas.append(self._advance(output, result))
+                deltas += output.advance((result.token, *result.more))
+            self.num_drafted += result.num_drafted
+            self.num_accepted += len(result.more)
         for delta in deltas:
             if delta.finish_reason == "error":
                 self._drop(delta.request_id)
@@ -226,57 +228,20 @@ class Engine:
         try:
             return output.sequence.matcher.mask()
         except RequestError as error:
-            self._fail(output, str(error))
+            output.fail(str(error))
             return None
-
-    @staticmethod
-    def _fail(output: Output, why: str) -> None:
-        output.failure = output.failure or why
-
-    def _advance(self, output: Output, result: Result) -> Delta:
-        sequence, token = output.sequence, result.token
-        if output.failure:
-            return self._end(output, "error", output.failure)
-        if token is None:
-            position = sequence.num_prompt + len(sequence.tokens)
-            why = f"request {sequence.request.id!r}: the logits for position {position} hold NaN or infinity"
-            return self._end(output, "error", f"{why}; the weights are damaged or their products overflow")
-        try:
-            if sequence.matcher:
-                sequence.matcher.accept(token.id)
-        except RequestError as error:
-            return self._end(output, "error", str(error))
-        sequence.tokens.append(token)
-        reason: FinishReason | None = None
-        if token.id in sequence.stop_ids:
-            text, reason = output.finish(), "stop"
-        else:
-            text, stopped = output.push(token.id)
-            if stopped:
-                reason = "stop"
-            elif len(sequence.tokens) >= sequence.max_tokens:
-                text, reason = text + output.finish(), "length"
-        sequence.finish_reason = reason
-        delta = Delta(sequence.request.id, token, text, reason, "", sequence.num_cached or 0)
-        if len(sequence.tokens) == 1 and sequence.prompt:
-            delta = replace(delta, prompt=tuple(sequence.prompt))
-        output.deltas.append(delta)
-        return delta
-
-    @staticmethod
-    def _end(output: Output, reason: FinishReason, error: str = "") -> Delta:
-        """The last delta of a request that ends without a further token."""
-        output.sequence.finish_reason = reason
-        delta = Delta(output.sequence.request.id, None, output.finish(), reason, error)
-        output.deltas.append(delta)
-        return delta
 
     def cancel(self, request_id: str) -> None:
         """End a request now; its slot and pages are free at once. Unknown or finished ids are an error."""
         if request_id not in self._outputs:
             raise RequestError(f"request {request_id!r} is not running")
-        self._end(self._outputs[request_id], "cancelled")
+        self._outputs[request_id].end("cancelled")
         self._drop(request_id)
+
+    @property
+    def drafts(self) -> str:
+        """How many proposals were accepted, for people; empty without any."""
+        return f"{self.num_accepted} of {self.num_drafted} drafts accepted" if self.num_drafted else ""
 
     @property
     def num_unfinished(self) -> int:

@@ -63,8 +63,9 @@ class Follower(Member):
         # Whoever wants logits may go on with another token than the one that was chosen.
         ends = {span.sequence: span.end for span in plan.spans if not span.wants_logits}
         for result in results:
-            if result.token is not None and result.sequence in ends:
-                self._chosen[result.sequence] = (ends[result.sequence], result.token.id)
+            token = result.more[-1] if result.more else result.token
+            if token is not None and result.sequence in ends:
+                self._chosen[result.sequence] = (ends[result.sequence] + len(result.more), token.id)
 
     def _compare(self, plan: Plan) -> None:
         for span in plan.decode:

@@ -65,6 +65,7 @@ def identity(settings: Settings, bundle: Bundle, cache: Cache) -> str:
         "layers": [layout.num_mtp_layers, layout.page_tokens, cache.page_bytes],
         "machine": [machine_id(device), *library_settings()],
         "threads": settings.threads,
+        "drafts": settings.num_drafts > 0,  # without them a snapshot's window of the draft block is nothing
         "versions": [platform.python_version(), torch.__version__, _version("triton")],
         "source": _source(),
     }

@@ -1,9 +1,11 @@
-"""A sequence's text as it grows: the one place where the engine knows that ids are words."""
+"""A sequence's answer as it grows, and its end: the one place where the engine knows that ids are words."""
 
 from collections import deque
+from collections.abc import Iterable
+from dataclasses import replace
 
-from dsv4.engine.request import Delta, Sequence
-from dsv4.errors import TextError
+from dsv4.engine.request import Delta, FinishReason, Sequence, Token
+from dsv4.errors import RequestError, TextError
 from dsv4.text.stream import StopStrings
 from dsv4.text.tokenizer import TextStream, Tokenizer
 
@@ -17,6 +19,56 @@ class Output:
         self.failure = ""  # why the request must end with an error
         self._text = TextStream(tokenizer) if tokenizer else None
         self._stops = StopStrings(sequence.request.params.stop)
+
+    def fail(self, why: str) -> None:
+        """The next delta is the last one, with the first reason."""
+        self.failure = self.failure or why
+
+    def advance(self, tokens: Iterable[Token | None]) -> list[Delta]:
+        """A token after the other, until one ends the request: what was accepted after that never was."""
+        deltas: list[Delta] = []
+        for token in tokens:
+            deltas.append(self._take(token))
+            if deltas[-1].finish_reason:
+                break
+        return deltas
+
+    def _take(self, token: Token | None) -> Delta:
+        sequence = self.sequence
+        if self.failure:
+            return self.end("error", self.failure)
+        if token is None:
+            position = sequence.num_prompt + len(sequence.tokens)
+            why = f"request {sequence.request.id!r}: the logits for position {position} hold NaN or infinity"
+            return self.end("error", f"{why}; the weights are damaged or their products overflow")
+        try:
+            if sequence.matcher:
+                sequence.matcher.accept(token.id)
+        except RequestError as error:
+            return self.end("error", str(error))
+        sequence.tokens.append(token)
+        reason: FinishReason | None = None
+        if token.id in sequence.stop_ids:
+            text, reason = self.finish(), "stop"
+        else:
+            text, stopped = self.push(token.id)
+            if stopped:
+                reason = "stop"
+            elif len(sequence.tokens) >= sequence.max_tokens:
+                text, reason = text + self.finish(), "length"
+        sequence.finish_reason = reason
+        delta = Delta(sequence.request.id, token, text, reason, "", sequence.num_cached or 0)
+        if len(sequence.tokens) == 1 and sequence.prompt:
+            delta = replace(delta, prompt=tuple(sequence.prompt))
+        self.deltas.append(delta)
+        return delta
+
+    def end(self, reason: FinishReason, error: str = "") -> Delta:
+        """The last delta of a request that ends without a further token."""
+        self.sequence.finish_reason = reason
+        delta = Delta(self.sequence.request.id, None, self.finish(), reason, error)
+        self.deltas.append(delta)
+        return delta
 
     def push(self, token_id: int) -> tuple[str, bool]:
         """-> text released by this token, and whether it completed a stop string."""

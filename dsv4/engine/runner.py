@@ -30,6 +30,8 @@ class Result:
 
     sequence: int
     token: Token | None = None
+    more: tuple[Token | None, ...] = ()  # after it, by proposals that were accepted; None as above
+    num_drafted: int = 0  # proposals that were verified
     prompt: tuple[Token, ...] = ()  # those of the span's `score`
     logits: Tensor | None = None  # [1, V], if asked for
     error: str = ""

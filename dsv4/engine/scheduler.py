@@ -33,8 +33,11 @@ class Scheduler:
     they left in pages is not offered to prompts.
     """
 
-    def __init__(self, slots: Slots, prefix: PrefixCache, chunk: int, same_bits: bool) -> None:
+    def __init__(
+        self, slots: Slots, prefix: PrefixCache, chunk: int, same_bits: bool, num_drafts: int = 0
+    ) -> None:
         self.slots, self.prefix, self.chunk, self.same_bits = slots, prefix, chunk, same_bits
+        self.num_drafts = num_drafts
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_pauses = 0
@@ -120,13 +123,15 @@ class Scheduler:
         # A step launched ahead processes the token at `stop`, and must find a page for it.
         goes_on = stop + 1 < s.num_prompt + s.max_tokens
         ahead = is_last and goes_on and self.slots.grow(s.slot, stop + 1)
+        num_drafts = self._num_drafts(s, stop) if is_last and is_generated else 0
         return Span(
             sequence=s.number,
             slot=s.slot,
             start=start,
             ids=tuple(s.span(start, stop)),
-            # Decode always chooses; where the token is known already, nobody looks.
-            sampling=s.sampling(stop) if is_last or is_generated else None,
+            # Graphs of generated tokens always choose; where the token is known already, nobody looks.
+            sampling=s.sampling(stop) if is_last or (is_generated and not self.same_bits) else None,
+            num_drafts=num_drafts,
             ahead=ahead,
             mark=mark,
             score=score,
@@ -134,16 +139,24 @@ class Scheduler:
             score_top=s.request.params.prompt_logprobs or 0,
         )
 
+    def _num_drafts(self, s: Sequence, stop: int) -> int:
+        """Proposals to verify with the last token: each may be followed by one more, and needs a page."""
+        assert s.slot is not None
+        most = min(self.num_drafts, s.max_tokens - len(s.tokens) - 1)
+        return next((n for n in range(most, 0, -1) if self.slots.grow(s.slot, stop + n)), 0)
+
     def commit(self, plan: Plan) -> None:
-        """The spans of the plan are processed: count them, and keep the pages they have filled."""
+        """The spans of the plan are processed, with accepted proposals: count them, and keep the pages they
+        have filled."""
         size, running = self.slots.layout.page_tokens, {s.number: s for s in self.running}
         for span in plan.spans:
             s = running.get(span.sequence)
             if s is None:  # it failed, and was taken out
                 continue
-            s.num_processed = span.end
+            # What came out follows what was accepted; a stop may have cut it short.
+            s.num_processed = s.num_known - 1 if span.num_drafts else span.end
             assert s.slot is not None and s.node is not None
-            limit = span.end if self.same_bits else min(span.end, s.num_prompt)
+            limit = s.num_processed if self.same_bits else min(s.num_processed, s.num_prompt)
             for end in range((span.start // size + 1) * size, limit + 1, size):
                 ids = tuple(s.span(end - size, end))
                 s.node = self.prefix.keep(

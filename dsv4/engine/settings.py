@@ -50,6 +50,7 @@ class Settings:
     chunk: int
     threads: int
     dense: bool
+    num_drafts: int
     tiled: bool  # weights in the GPU kernels' own form; generated tokens run as graphs
     choices: tuple[Choice, ...]
 
@@ -117,9 +118,19 @@ def settle(config: EngineConfig, checkpoint: Checkpoint, ranks: int = 1) -> Sett
         chunk=chunk or DEFAULT_CHUNK,
         threads=threads,
         dense=weights == "dense",
+        num_drafts=_num_drafts(config, device, checkpoint),
         tiled=tiled,
         choices=tuple(choices),
     )
+
+
+def _num_drafts(config: EngineConfig, device: Device, checkpoint: Checkpoint) -> int:
+    if config.drafts and device.kind != "cpu":
+        raise ConfigError(f"drafts is {config.drafts}: speculation runs on a CPU only; leave it out")
+    if config.drafts and not checkpoint.inventory.num_mtp_layers:
+        why = "its DSpark heads have no kernels here" if checkpoint.config.is_dspark else "it has none"
+        raise ConfigError(f"drafts is {config.drafts}: the model needs a draft block (MTP), and {why}")
+    return config.drafts
 
 
 def fits_dense(need: int, have: int) -> bool:

@@ -64,6 +64,8 @@ class Metrics:
             ("dsv4_cache_pages_kept", "of these, for prefixes", lambda: engine.status.kept_pages),
             ("dsv4_cache_pages", "in all", lambda: engine.status.num_pages),
             ("dsv4_pauses", "of sequences, for want of pages", lambda: engine.status.pauses),
+            ("dsv4_drafts", "proposed by the draft block, and verified", lambda: engine.status.drafted),
+            ("dsv4_drafts_accepted", "of these, as the model chose", lambda: engine.status.accepted),
             ("dsv4_engine_restarts", "since the start", lambda: engine.num_restarts),
             ("dsv4_engine_ready", "1 when a model is loaded", lambda: int(engine.ready is not None)),
         ):

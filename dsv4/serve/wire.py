@@ -53,6 +53,8 @@ class Status:
     num_pages: int = 0
     kept_pages: int = 0
     pauses: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Loading(Message, frozen=True):

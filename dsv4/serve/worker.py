@@ -67,7 +67,7 @@ class Worker:
         waiting = len(self.engine.arrivals.waiting)
         return wire.Status(
             *(len(scheduler.running), waiting, pages.num_available, pages.num_pages),
-            *(pages.num_idle, scheduler.num_pauses),
+            *(pages.num_idle, scheduler.num_pauses, self.engine.num_drafted, self.engine.num_accepted),
         )
 
     def run(self) -> None:

@@ -105,11 +105,11 @@ def test_scored_prompts_do_not_wait_for_files(kept: Callable[..., Engine]) -> No
 
 @pytest.mark.parametrize(
     "other",
-    [{"cache": "f32"}, {"activations": "a8"}, {"weights": "packed"}, {"format": "modelopt"}],
+    [{"cache": "f32"}, {"activations": "a8"}, {"weights": "packed"}, {"format": "modelopt"}, {"drafts": 1}],
     ids=str,
 )
 def test_other_models_and_settings_find_nothing(
-    engine_for: Callable[..., Engine], kept: Callable[..., Engine], tmp_path: Path, other: dict[str, str]
+    engine_for: Callable[..., Engine], kept: Callable[..., Engine], tmp_path: Path, other: dict[str, Any]
 ) -> None:
     ids = text(300, 6)
     run(flushed(kept(weights="dense")), ids)

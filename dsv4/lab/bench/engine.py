@@ -40,6 +40,7 @@ def settings_of(bundle: Bundle, config: EngineConfig) -> Settings:
         chunk=config.chunk or GPU_CHUNK,
         threads=torch.get_num_threads(),
         dense=False,
+        num_drafts=0,
         tiled=True,
         choices=(),
     )
