@@ -127,7 +127,9 @@ class _Conversation:
                         answer.push(delta.token.id)
         answer.finish(end == "stop")
         notes = {"stop": "", "length": "; cut by the token limit", "stopped": "; stopped"}
-        speed = watch.since_start(self.engine.drafts) if self.stats else watch.overall()
+        engine, speed = self.engine, watch.overall()
+        if self.stats:
+            speed = watch.since_start(engine.num_accepted, engine.num_drafted)
         err.print(f"[dim]{speed}{notes[end]}[/]")
         return {"reasoning_content": answer.reasoning, "content": answer.content}
 

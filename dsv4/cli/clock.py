@@ -47,11 +47,12 @@ class Stopwatch:
     def since_prompt(self) -> str:
         return self._line(_duration(self.first - self.begun))
 
-    def since_start(self, drafts: str = "") -> str:
-        """With the time from the program's start, loading included, to the first token."""
+    def since_start(self, num_accepted: int = 0, num_drafted: int = 0) -> str:
+        """With the time from the program's start, loading included, to the first token; and proposals of the
+        draft block, if there were any."""
         since_start = f"{_duration(self.first_since_start)} after the program's start"
         line = self._line(f"{_duration(self.first - self.begun)}, {since_start}")
-        return f"{line}; {drafts}" if drafts else line
+        return f"{line}; {num_accepted} of {num_drafted} drafts accepted" if num_drafted else line
 
     def _line(self, to_first: str) -> str:
         if not self.tokens:

@@ -100,7 +100,7 @@ def generate(
     watch = Stopwatch(sum(len(request.ids) for request in requests))
     if len(requests) == 1 and not json and logprobs is None:
         reason = _stream(engine, requests[0], watch, (thinking if chat and not stop else None))
-        speed = watch.since_start(engine.drafts) if stats else watch.since_prompt()
+        speed = watch.since_start(engine.num_accepted, engine.num_drafted) if stats else watch.since_prompt()
         err.print(f"[dim]{speed}; ended by {reason}[/]")
         return
     completions = _complete(engine, requests, watch)
@@ -114,7 +114,7 @@ def generate(
             text(f"{token.id:>7} {token.logprob:9.4f} {others}\n")
         text("\n")
     if stats:
-        err.print(f"[dim]{watch.since_start(engine.drafts)}[/]")
+        err.print(f"[dim]{watch.since_start(engine.num_accepted, engine.num_drafted)}[/]")
 
 
 def _parse_ids(text: str) -> list[int]:

@@ -239,11 +239,6 @@ class Engine:
         self._drop(request_id)
 
     @property
-    def drafts(self) -> str:
-        """How many proposals were accepted, for people; empty without any."""
-        return f"{self.num_accepted} of {self.num_drafted} drafts accepted" if self.num_drafted else ""
-
-    @property
     def num_unfinished(self) -> int:
         return len(self._outputs)
 

@@ -66,8 +66,14 @@ class Worker:
         scheduler, pages = self.engine.scheduler, self.engine.slots.pool
         waiting = len(self.engine.arrivals.waiting)
         return wire.Status(
-            *(len(scheduler.running), waiting, pages.num_available, pages.num_pages),
-            *(pages.num_idle, scheduler.num_pauses, self.engine.num_drafted, self.engine.num_accepted),
+            running=len(scheduler.running),
+            waiting=waiting,
+            free_pages=pages.num_available,
+            num_pages=pages.num_pages,
+            kept_pages=pages.num_idle,
+            pauses=scheduler.num_pauses,
+            drafted=self.engine.num_drafted,
+            accepted=self.engine.num_accepted,
         )
 
     def run(self) -> None:

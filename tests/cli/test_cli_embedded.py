@@ -101,7 +101,15 @@ def test_stats(model: Path) -> None:
         assert found, done.err
         assert int(found[1]) == prompt_tokens and 0 < seconds(found[2]) <= seconds(found[3])
     assert re.match(STATS, several.err)[4] == "24", "all answers together"  # type: ignore[index]
-    assert one.err.endswith("; ended by length\n")
+    assert one.err.endswith("; ended by length\n") and "drafts" not in one.err
+
+
+def test_drafts_change_nothing_but_the_number_of_steps() -> None:
+    how = ("Once upon a time, there was", "--max-tokens", 30, "--temperature", 0.8, "--seed", 2, "--stats")
+    plain, drafted = dsv4("generate", *how), dsv4("generate", *how, "--drafts", 2)
+    assert plain.code == drafted.code == 0 and plain.out == drafted.out
+    found = re.search(r"; (\d+) of (\d+) drafts accepted; ended by length\n$", drafted.err)
+    assert found and 0 < int(found[1]) < int(found[2]), drafted.err
 
 
 def test_the_programs_start_is_the_start_of_its_process() -> None:
