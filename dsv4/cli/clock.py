@@ -18,7 +18,7 @@ def seconds_since_start() -> float:
 
 
 def _duration(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
+    return f"{seconds:.2f} s" if round(seconds, 4) >= 1 else f"{1e3 * seconds:.1f} ms"
 
 
 class Stopwatch:
