@@ -36,7 +36,7 @@ _HELP = {
     "expert_memory": "bytes of GPU memory that experts may take; default: all that is left",
     "prefix_dir": "a folder for the prefix cache, which then survives restarts; it holds traces of prompts",
     "prefix_dir_bytes": "what that folder may take; the least recently used files go first",
-    "drafts": "tokens the draft block proposes for each step, 0 to 3, often best 1: the same answer (CPU)",
+    "drafts": "tokens the draft block proposes for each step, 0 to 3 (try 1): the same answer, on a CPU only",
     "cache_pages": "pages of the cache, one per 256 tokens; default: enough for max-batch x max-context",
 }
 _TYPES: dict[str, Any] = {

@@ -81,7 +81,9 @@ class Eager:
         self.penalties = torch.zeros(shape, dtype=torch.int32, device=device)
         self.drafter: Drafter | None = None
         if num_drafts:
-            self.drafter = Drafter(model, cache, self.penalties, self.packed, num_drafts)
+            self.drafter = Drafter(
+                model, cache, penalties=self.penalties, pack=self.packed, num_drafts=num_drafts
+            )
 
     def penalise(self, how: Penalise) -> None:
         row = pack_penalties(

@@ -59,7 +59,9 @@ class Engine:
         self.ranks, self.runner = ranks, Leader(executor, ranks) if ranks else Runner(executor, shelf)
         self.slots = Slots(layout)
         self.prefix = PrefixCache(self.slots, config.prefix_snapshots, shelf)
-        self.scheduler = Scheduler(self.slots, self.prefix, s.chunk, executor.same_bits, s.num_drafts)
+        self.scheduler = Scheduler(
+            self.slots, self.prefix, chunk=s.chunk, same_bits=executor.same_bits, num_drafts=s.num_drafts
+        )
         self.pace = Pace(config.max_stall_ms / 1000, s.chunk, executor.prompt_sizes)
         self.arrivals = Arrivals(self.scheduler, self.prefix)
         self.grammars = Grammars(tokenizer, bundle.config.vocab_size)

@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import replace
 
 from dsv4.engine.request import Delta, FinishReason, Sequence, Token
 from dsv4.errors import RequestError, TextError
@@ -57,9 +56,14 @@ class Output:
             elif len(sequence.tokens) >= sequence.max_tokens:
                 text, reason = text + self.finish(), "length"
         sequence.finish_reason = reason
-        delta = Delta(sequence.request.id, token, text, reason, "", sequence.num_cached or 0)
-        if len(sequence.tokens) == 1 and sequence.prompt:
-            delta = replace(delta, prompt=tuple(sequence.prompt))
+        delta = Delta(
+            request_id=sequence.request.id,
+            token=token,
+            text=text,
+            finish_reason=reason,
+            cached_tokens=sequence.num_cached or 0,
+            prompt=tuple(sequence.prompt) if len(sequence.tokens) == 1 else (),
+        )
         self.deltas.append(delta)
         return delta
 

@@ -276,8 +276,13 @@ def _check_gpu(device: Device, model: ModelConfig, max_context: int, ranks: int)
     gpu = torch.device(device.torch_name)
     standing(capability(gpu))
     proof.check(gpu)
-    multiprocessors = torch.cuda.get_device_properties(gpu).multi_processor_count
-    check_sizes(model, max_context, capability(gpu), multiprocessors, ranks)
+    check_sizes(
+        model,
+        max_context=max_context,
+        capability=capability(gpu),
+        multiprocessors=torch.cuda.get_device_properties(gpu).multi_processor_count,
+        ranks=ranks,
+    )
     compile_all(architecture(gpu))
 
 

@@ -32,7 +32,9 @@ def check_sizes(
     ranks: int = 1,
 ) -> None:
     """As `problems`, which it raises."""
-    if found := problems(c, max_context, capability, multiprocessors, ranks):
+    if found := problems(
+        c, max_context=max_context, capability=capability, multiprocessors=multiprocessors, ranks=ranks
+    ):
         raise ConfigError(f"the GPU kernels cannot run a model of {'; '.join(found)}; use --device cpu")
 
 

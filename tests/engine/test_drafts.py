@@ -393,6 +393,9 @@ def test_refusals(engine_for: Callable[..., Engine]) -> None:
         ConfigError, match=r"drafts is 2: the model needs a draft block \(MTP\), and it has none"
     ):
         engine_for("hfnvfp4", drafts=2)
-    gpu, checkpoint = Device("cuda", "cuda:0", "a GPU", 1, ""), Checkpoint.open(embedded())
+    gpu, checkpoint = (
+        Device(kind="cuda", torch_name="cuda:0", name="a GPU", memory_bytes=1, why=""),
+        Checkpoint.open(embedded()),
+    )
     with pytest.raises(ConfigError, match="drafts is 2: speculation runs on a CPU only"):
         _num_drafts(EngineConfig(drafts=2), gpu, checkpoint)
