@@ -3,6 +3,7 @@
 #pragma once
 #include "round_twin.h"
 
+#undef __shared__
 #define __shared__
 #define __align__(bytes)
 #define __noinline__
@@ -19,8 +20,6 @@ inline float e8m0(uint32_t code) { return __uint_as_float(code << 23 | (code == 
 inline __half2 __low2half2(__half2 v) { return {(v.bits & 0xFFFF) * 0x10001u}; }
 inline __half2 __high2half2(__half2 v) { return {(v.bits >> 16) * 0x10001u}; }
 inline float2 __half22float2(__half2 v) { return {f16_value((uint16_t)v.bits), f16_value((uint16_t)(v.bits >> 16))}; }
-inline float __bfloat162float(__nv_bfloat16 v) { return bf16_value(v.bits); }
-inline __nv_bfloat16 __float2bfloat16_rn(float v) { return {bf16_bits(v)}; }
 inline float at_most(float v, float limit) { return v > limit ? limit : v; }
 inline float at_least(float v, float limit) { return v < limit ? limit : v; }
 
@@ -49,6 +48,7 @@ inline std::minstd_rand random;
 constexpr uint32_t BASE = 1 << 20;   // of shared memory's addresses
 constexpr uint64_t MARK = 0x6D62617272696572;
 
+// Barriers tell races.h when copies are complete; how they themselves lie in memory is no thread's.
 inline char* place_of(uint32_t address, int bytes) {
     if (address >= BASE && address - BASE + bytes <= emulator::blocks[0].memory.size()) return shared + (address - BASE);
     emulator::fail("an address outside shared memory");
@@ -62,6 +62,7 @@ inline bool is_readable(const void* from, int64_t bytes) {
 }
 // A barrier is marked in shared memory, too: who writes there is found out.
 inline Stage* stage_of(uint32_t address) {
+    const races::Aside aside;
     const char* at = place_of(address, 8);
     if (at && stages[address].is_open && *(const uint64_t*)at == MARK) return &stages[address];
     emulator::fail("a barrier that is not open, or was overwritten");
@@ -94,6 +95,8 @@ inline void fetch(uint32_t to, const void* from, int bytes, uint32_t barrier) {
         if (at < other.to + other.bytes && other.to < at + bytes) return emulator::fail("two copies to one place");
     stage->has_arrived = true;
     stage->missing += bytes;
+    emulator::mailbox(stage).clock = stage->phase;
+    emulator::post(stage, at, nullptr, bytes);
     memset(at, 0xFF, bytes);
     flights.push_back({at, (const char*)from, bytes, barrier});
     emulator::yield(false);
@@ -107,6 +110,7 @@ template <int BYTES> void copy_some(uint32_t to, const void* from, int bytes) {
     if (at && bulk::is_readable(from, bytes)) copy_some(at, from, bytes, BYTES);
 }
 inline void open_barrier(uint32_t barrier) {
+    const races::Aside aside;
     char* at = bulk::place_of(barrier, 8);
     if (!at) return;
     if (bulk::stages[barrier].is_open) emulator::fail("a barrier is opened twice");
@@ -118,7 +122,11 @@ template <int CHUNK> void fetch(uint32_t to, const void* from, uint32_t barrier)
 inline void await(uint32_t barrier, uint32_t parity) {
     for (;;) {
         const bulk::Stage* stage = bulk::stage_of(barrier);
-        if (!stage || stage->phase % 2 != parity) return;
+        if (!stage) return;
+        if (stage->phase % 2 != parity) {
+            emulator::mailbox(stage).clock = stage->phase;
+            return emulator::collect(stage);
+        }
         bool is_coming = false;
         for (size_t i = 0; i < bulk::flights.size() && !is_coming; ++i) {
             is_coming = bulk::flights[i].barrier == barrier;

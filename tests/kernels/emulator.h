@@ -1,7 +1,7 @@
 // Runs a kernel's own source on one CPU thread: every thread of a cluster of blocks is a coroutine that changes hands at barriers
 // and warp operations, in a shuffled order, some warps far behind others. A barrier that not all threads reach, or a warp
-// operation that not all lanes call alike, ends in a message. For kernels that take all shared memory from shared_memory(), or a
-// block at a time (bulk_twin.h).
+// operation that not all lanes call alike, ends in a message, and so does a race (races.h). For kernels that take all shared memory
+// from shared_memory(), or a block at a time.
 #pragma once
 #include <setjmp.h>
 #include <stddef.h>
@@ -12,8 +12,11 @@
 
 #include <algorithm>
 #include <functional>
+#include <map>
 #include <random>
 #include <vector>
+
+#include "races.h"
 
 inline uint32_t __float_as_uint(float v) {
     uint32_t bits;
@@ -31,6 +34,9 @@ template <typename T> T __ldg(const T* p) { return *p; }
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+// Of the one block that runs.
+#define __shared__ static __attribute__((section("shared_memory")))
+extern "C" __attribute__((weak, visibility("hidden"))) char __start_shared_memory[], __stop_shared_memory[];
 #define threadIdx (emulator::Index{emulator::now->index})
 #define blockIdx (emulator::Index{emulator::first_block + emulator::now->block})
 
@@ -44,6 +50,8 @@ struct Index {
 struct Barrier {
     int arrived = 0, expected = 0;
     uint64_t turn = 0;
+    races::Told told;
+    races::Known heard;
 };
 struct Warp {
     Barrier barrier;
@@ -68,6 +76,8 @@ struct Thread {
     int waits = 0;
     const Barrier* waits_for = nullptr;   // until its turn is no longer this one
     uint64_t turn = 0, cluster_turn = 0;
+    bool has_arrived = false;   // at the cluster's barrier, for which it has not waited yet
+    races::Observer observer;
 };
 
 inline std::vector<Block> blocks;
@@ -91,6 +101,15 @@ struct Pending {
 inline std::vector<Pending> pending;
 constexpr char NOISE = (char)0xFF;
 
+// Where copies tell that they are complete: which thread they are (races.h), and how often that was.
+struct Mailbox {
+    int index;
+    uint32_t clock = 0;
+};
+inline std::map<const void*, Mailbox> mailboxes;
+constexpr size_t MAX_MAILBOXES = 256;
+inline std::vector<std::pair<const void*, size_t>> arrays;   // beside shared memory, in which races are looked for
+
 // What is sent from shared memory is read when it arrives, some time later: who overwrites it, or leaves, is found out.
 struct Sent {
     char *to, *from;
@@ -113,27 +132,35 @@ inline void yield(bool spins) {
     now->spins = spins;
     if (!_setjmp(now->at)) _longjmp(scheduler, 1);
 }
-inline uint64_t arrive(Barrier& barrier, int expected) {
+// What others know after a barrier of what a thread did before it.
+enum Tells { NOTHING, OLDER, ALL };   // OLDER: what earlier barriers had ordered
+inline uint64_t arrive(Barrier& barrier, int expected, Tells tells = ALL) {
     const uint64_t turn = barrier.turn;
     if (barrier.arrived && barrier.expected != expected) fail("threads meet at one barrier, but disagree how many they are");
     barrier.expected = expected;
+    if (tells) barrier.told.add(now->observer, tells == ALL);
     if (++barrier.arrived == expected) {
         barrier.arrived = 0;
+        barrier.heard = barrier.told.all();
+        barrier.told = {};
         ++barrier.turn;
         epochs += expected > 32;
     }
     return turn;
 }
-inline void meet(Barrier& barrier, int expected) { pause_for(barrier, arrive(barrier, expected)); }
+inline void meet(Barrier& barrier, int expected, Tells tells = ALL) {
+    pause_for(barrier, arrive(barrier, expected, tells));
+    if (tells) now->observer.known = barrier.heard;   // its own is part of that
+}
 inline Warp& my_warp() { return blocks[now->block].warps[now->index / 32]; }
 
 // After all lanes have called this; the last of them runs `settle` on the values of all.
-template <typename T, typename F> void together(const char* call, T mine, F settle) {
+template <typename T, typename F> void together(const char* call, T mine, F settle, Tells tells = NOTHING) {
     static_assert(sizeof(T) <= sizeof(uint64_t));
     Warp& warp = my_warp();
     memcpy(&warp.value[now->index % 32], &mine, sizeof mine);
     warp.call[now->index % 32] = call;
-    const uint64_t turn = arrive(warp.barrier, 32);
+    const uint64_t turn = arrive(warp.barrier, 32, tells);
     if (warp.barrier.turn != turn) {
         for (const char* other : warp.call)
             if (strcmp(other, call)) fail("lanes of a warp call different things, among them ", call);
@@ -141,13 +168,27 @@ template <typename T, typename F> void together(const char* call, T mine, F sett
         if (!problem[0]) settle(warp.settled);
     }
     pause_for(warp.barrier, turn);
+    if (tells) now->observer.known = warp.barrier.heard;
 }
 // All lanes' values.
 template <typename T> void together(const char* call, T mine, T (&all)[32]) {
     together(call, mine, [](const uint64_t*) {});
     for (int i = 0; i < 32; ++i) memcpy(&all[i], &my_warp().settled[i], sizeof(T));
-    meet(my_warp().barrier, 32);
+    meet(my_warp().barrier, 32, NOTHING);
 }
+
+inline Mailbox& mailbox(const void* at) {
+    if (mailboxes.size() == MAX_MAILBOXES && !mailboxes.count(at)) fail("too many mailboxes");
+    return mailboxes.insert({at, {(int)(threads.size() + mailboxes.size() % MAX_MAILBOXES)}}).first->second;
+}
+// A copy that this thread starts, and that whoever has awaited the mailbox knows of.
+inline void post(const void* at, const void* to, const void* from, size_t bytes) {
+    const Mailbox& box = mailbox(at);
+    const void* by = __builtin_return_address(0);
+    if (from) races::touch(from, bytes, races::READ, by, box.index, box.clock + 1);
+    races::touch(to, bytes, races::WRITE, by, box.index, box.clock + 1);
+}
+inline void collect(const void* at) { races::hear(now->observer, mailbox(at).index, mailbox(at).clock); }
 
 inline void begin() {
     (*kernel)();
@@ -173,16 +214,23 @@ inline const char* run(int first, int count, int per_block, size_t shared_bytes,
         block.warps.resize(per_block / 32);
     }
     threads.resize(count * per_block);
+    mailboxes.clear();
+    auto watched = arrays;
+    watched.push_back({__start_shared_memory, (size_t)(__stop_shared_memory - __start_shared_memory)});
+    for (const Block& block : blocks) watched.push_back({block.memory.data(), shared_bytes});
+    races::watch(watched);
+    const races::Known nothing = std::make_shared<races::Clocks>(threads.size() + MAX_MAILBOXES);
     std::vector<int> order;
     for (int i = 0; i < count * per_block; ++i) {
         Thread& thread = threads[i];
         thread.block = i / per_block;
         thread.index = i % per_block;
-        thread.stack.resize(32 << 10);
+        thread.stack.resize(races::STACK);
         thread.is_started = thread.is_done = thread.spins = false;
-        thread.has_waited = thread.has_triggered = thread.triggers_late = false;
+        thread.has_waited = thread.has_triggered = thread.triggers_late = thread.has_arrived = false;
         thread.waits = 0;
         thread.waits_for = nullptr;
+        thread.observer = {i, 1, nothing, thread.stack.data()};
         order.push_back(i);
     }
     // Static, as everything that must survive a jump. Warps in `is_slow` stand still until nothing else can go on; others are
@@ -213,9 +261,12 @@ inline const char* run(int first, int count, int per_block, size_t shared_bytes,
             now->spins = false;
             ++progress;
             if (_setjmp(scheduler)) {
+                races::observer = nullptr;
+                if (races::found[0]) fail(races::found);
                 progress -= now->spins;
                 continue;
             }
+            races::observer = &now->observer;
             if (now->is_started) _longjmp(now->at, 1);
             now->is_started = true;
             getcontext(&now->context);
@@ -269,25 +320,41 @@ template <typename T> T* in_block(T* p, int block) {
     if (blocks[block].has_left) fail("another block's memory is touched when that block has left");
     return (T*)(blocks[block].memory.data() + offset);
 }
-inline void all_arrive() {
-    emulator::now->cluster_turn = emulator::arrive(emulator::cluster, (int)emulator::threads.size());
+inline void all_arrive(emulator::Tells tells = emulator::ALL) {
+    if (emulator::now->has_arrived) emulator::fail("the cluster's barrier is arrived at twice before the wait");
+    emulator::now->has_arrived = true;
+    emulator::now->cluster_turn = emulator::arrive(emulator::cluster, (int)emulator::threads.size(), tells);
     emulator::yield(false);   // what follows may come after all others' next steps
 }
-inline void all_started() { all_arrive(); }
-inline void all_wait() { emulator::pause_for(emulator::cluster, emulator::now->cluster_turn); }
+// Releases nothing. What the block's barriers ordered before has happened all the same: its shared memory is one.
+inline void all_started() { all_arrive(emulator::OLDER); }
+inline void all_wait() {
+    if (!emulator::now->has_arrived) emulator::fail("the cluster's barrier is waited for by one that did not arrive");
+    emulator::now->has_arrived = false;
+    emulator::pause_for(emulator::cluster, emulator::now->cluster_turn);
+    emulator::now->observer.known = emulator::cluster.heard;
+}
 // An inbox counts the bytes that are missing.
 typedef uint64_t Inbox;
-inline void open_inbox(Inbox* inbox, int bytes) { *inbox = bytes; }
+inline void open_inbox(Inbox* inbox, int bytes) {
+    const races::Aside aside;
+    *inbox = bytes;
+}
 template <typename T> void send(const void* to, T v, int block, const Inbox* inbox) {
     Inbox* there = in_block((Inbox*)inbox, block);
-    if (*there < sizeof(T) || *there > 1 << 20) emulator::fail("more is sent than the inbox expects");
-    *in_block((T*)to, block) = v;
-    *there -= sizeof(T);
+    emulator::post(there, in_block((T*)to, block), nullptr, sizeof(T));
+    {
+        const races::Aside aside;
+        if (*there < sizeof(T) || *there > 1 << 20) emulator::fail("more is sent than the inbox expects");
+        *in_block((T*)to, block) = v;
+        *there -= sizeof(T);
+    }
     emulator::yield(false);
 }
 inline void send_from(const void* to, const void* from, int bytes, int block, const Inbox* inbox) {
     Inbox* there = in_block((Inbox*)inbox, block);
     in_block((char*)to + bytes - 1, block);
+    emulator::post(there, in_block((char*)to, block), from, bytes);
     emulator::on_their_way.push_back({in_block((char*)to, block), (char*)from, there, bytes, emulator::now->block});
     emulator::yield(false);
 }
@@ -296,6 +363,7 @@ inline void deliver_one() {
     static std::minstd_rand random;
     if (on_their_way.empty()) return;
     std::swap(on_their_way[random() % on_their_way.size()], on_their_way.back());
+    const races::Aside aside;
     const Sent sent = on_their_way.back();
     on_their_way.pop_back();
     if (blocks[sent.sender].has_left) fail("a block has left what it sent from its memory");
@@ -303,11 +371,17 @@ inline void deliver_one() {
     memcpy(sent.to, sent.from, sent.bytes);
     *sent.there -= sent.bytes;
 }
+inline bool is_full(const Inbox* inbox) {
+    const races::Aside aside;
+    return *inbox == 0;
+}
 inline void await_inbox(const Inbox* inbox) {
-    while (*inbox) {
+    while (!is_full(inbox)) {
         deliver_one();
-        if (*inbox) emulator::yield(emulator::on_their_way.empty());
+        if (!is_full(inbox)) emulator::yield(emulator::on_their_way.empty());
     }
+    emulator::mailbox(inbox).clock = 1;   // used once
+    emulator::collect(inbox);
 }
 inline void copies_may_follow() {}
 inline void launch_dependents() {
@@ -336,19 +410,30 @@ inline int __syncthreads_count(bool v) {
     return votes;
 }
 inline void __syncwarp() {
-    emulator::together("syncwarp", 0, [](const uint64_t*) {});
+    emulator::together("syncwarp", 0, [](const uint64_t*) {}, emulator::ALL);
 }
 template <typename T> T __ldcg(const T* p) { return *p; }
 inline int __ffs(uint32_t n) { return __builtin_ffs((int)n); }
 inline int __clz(uint32_t n) { return n ? __builtin_clz(n) : 32; }
 inline int __popc(uint32_t n) { return __builtin_popcount(n); }
-template <typename T> T atomicAdd(T* p, T v) { return (*p += v) - v; }
-inline void atomicMin(uint32_t* p, uint32_t v) { *p = min(*p, v); }
-inline void atomicMax(uint32_t* p, uint32_t v) { *p = max(*p, v); }
-inline uint32_t atomicOr(uint32_t* p, uint32_t v) {
-    const uint32_t before = *p;
-    *p |= v;
+template <typename T, typename F> T atomically(T* p, F next) {
+    races::touch(p, sizeof(T), races::ATOMIC);
+    const races::Aside aside;
+    const T before = *p;
+    *p = next(before);
     return before;
+}
+template <typename T> T atomicAdd(T* p, T v) {
+    return atomically(p, [&](T old) { return old + v; });
+}
+inline uint32_t atomicMin(uint32_t* p, uint32_t v) {
+    return atomically(p, [&](uint32_t old) { return min(old, v); });
+}
+inline uint32_t atomicMax(uint32_t* p, uint32_t v) {
+    return atomically(p, [&](uint32_t old) { return max(old, v); });
+}
+inline uint32_t atomicOr(uint32_t* p, uint32_t v) {
+    return atomically(p, [&](uint32_t old) { return old | v; });
 }
 
 inline uint32_t __reduce_max_sync(uint32_t, uint32_t v) {

@@ -28,6 +28,8 @@ inline uint16_t bf16_bits(float v) {
     const uint32_t bits = __float_as_uint(v);
     return v != v ? 0x7FFF : (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
+inline float __bfloat162float(__nv_bfloat16 v) { return bf16_value(v.bits); }
+inline __nv_bfloat16 __float2bfloat16_rn(float v) { return {bf16_bits(v)}; }
 inline float f16_value(uint16_t bits) {
     static const std::vector<float> values = [] {
         std::vector<float> all(1 << 16);
@@ -76,12 +78,14 @@ struct Copy {
 };
 inline std::map<const emulator::Thread*, std::vector<Copy>> copies;
 inline void copy_some(void* to, const void* from, int bytes, int all) {
+    races::touch(to, all, races::WRITE);
     memset(to, 0xFF, all);
     copies[emulator::now].push_back({to, from, bytes, all - bytes});
 }
 inline void copy16(void* to, const void* from, bool is_there) { copy_some(to, from, is_there ? 16 : 0, 16); }
 inline void await_copies() {
     for (const Copy& copy : copies[emulator::now]) {
+        races::touch(copy.to, copy.bytes + copy.zeros, races::WRITE);
         memcpy(copy.to, copy.from, copy.bytes);
         memset((char*)copy.to + copy.bytes, 0, copy.zeros);
     }
@@ -126,7 +130,7 @@ template <int N> void load_transposed(uint32_t (&r)[N], const void* row) {
         const auto at = [&](int j) { return ((const uint16_t*)all[8 * i + j])[g]; };
         r[i] = at(2 * t) | (uint32_t)at(2 * t + 1) << 16;
     }
-    __syncwarp();
+    meet(my_warp().barrier, 32, NOTHING);   // nobody overtakes
 }
 }  // namespace emulator
 inline void multiply_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {

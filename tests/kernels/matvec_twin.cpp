@@ -29,6 +29,8 @@ struct Late {
 const char* run_block(const Params& p, void (*kernel)(const Params), int block, int threads, int bytes, const std::vector<bulk::Range>& late, unsigned seed,
                       bool& has_waited) {
     memset(shared, 0xFF, sizeof shared);
+    emulator::arrays = {{shared, (size_t)bytes}};
+    for (const bulk::Range& range : late) emulator::arrays.push_back({range.at, (size_t)range.bytes});
     bulk::stages.clear();
     bulk::flights.clear();
     bulk::random.seed(seed + block + 1);

@@ -1,7 +1,6 @@
 // kernels/common/round.cuh and quantize.cu compiled for the CPU.
 #include "round_twin.h"
 
-#define __shared__ static   // of the one block that runs
 #define __grid_constant__
 #define blockDim (emulator::Index{emulator::threads_per_block})
 

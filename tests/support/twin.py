@@ -34,10 +34,23 @@ def twin_of(name: str, level: str = "-O2", **results: Any) -> Any:
 
 def _build(name: str, level: str, factory: pytest.TempPathFactory) -> ctypes.CDLL:
     # Plain products and sums, as IEEE 754 has them; longjmp between stacks is what the emulator is about.
-    flags = [level, "-std=c++17", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-w"]
-    command = ["g++", *flags, *INCLUDES, f"-I{_HERE}", str(_HERE / f"{name}_twin.cpp"), "-o"]
-    make = lambda out: subprocess.run([*command, str(out)], check=True, capture_output=True)  # noqa: E731
+    flags = ["-std=c++17", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-fPIC", "-w", *INCLUDES, f"-I{_HERE}"]
+    # Every load and store calls a function: of races.cpp, not of a library.
+    hooks = ["-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"]
+
+    def make(out: Path) -> None:
+        parts = {f"{name}_twin": [level, *hooks], "races": ["-O2"]}
+        for part, how in parts.items():
+            source, compiled = _HERE / f"{part}.cpp", out.with_name(f"{name}{level}.{part}.o")
+            _run("g++", *how, *flags, "-c", source, "-o", compiled)
+        _run("g++", "-shared", *(out.with_name(f"{name}{level}.{part}.o") for part in parts), "-o", out)
+
     return ctypes.CDLL(str(made_once(folder_of_run(factory, "twins") / f"{name}{level}.so", make)))
+
+
+def _run(*command: str | Path) -> None:
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def at(tensor: Tensor | None) -> ctypes.c_void_p:
