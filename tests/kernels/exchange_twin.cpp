@@ -149,6 +149,12 @@ template <typename Act, typename Y, bool IS_SHARED> const char* launch(int count
     outputs = before[2];
     return problem;
 }
+const char* launch_gather(int count, const void* const* params, int blocks, unsigned seed) {
+    emulator::arrays.clear();
+    return emulator::run(0, count * blocks, GATHER_THREADS, 0, seed, [&] {
+        gather(*static_cast<const Gather*>(params[blockIdx.x / blocks]), blockIdx.x % blocks, GATHER_THREADS);
+    });
+}
 typedef __nv_bfloat16 Bf16;
 const std::map<std::string, const char* (*)(int, const void* const*, int, unsigned)> KERNELS = {
     {"open_kernel<float, true, false>", launch<float, float, false>},
@@ -160,6 +166,7 @@ const std::map<std::string, const char* (*)(int, const void* const*, int, unsign
     {"embed_kernel<float, true>", launch<float, Token, true>},
     {"embed_kernel<__nv_bfloat16, false>", launch<Bf16, Token, false>},
     {"embed_kernel<__nv_bfloat16, true>", launch<Bf16, Token, true>},
+    {"gather_kernel", launch_gather},
 };
 }  // namespace
 

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ def twin_of(name: str, level: str = "-O2", **results: Any) -> Any:
 
     @pytest.fixture(scope="module", name="twin")
     def twin(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-        loaded = _build(name, level, tmp_path_factory)
+        loaded = build(name, level, folder_of_run(tmp_path_factory, "twins"))
         for function, result in results.items():
             getattr(loaded, function).restype = result
         return loaded
@@ -32,7 +33,8 @@ def twin_of(name: str, level: str = "-O2", **results: Any) -> Any:
     return twin
 
 
-def _build(name: str, level: str, factory: pytest.TempPathFactory) -> ctypes.CDLL:
+@cache
+def build(name: str, level: str, folder: Path) -> ctypes.CDLL:
     # Plain products and sums, as IEEE 754 has them; longjmp between stacks is what the emulator is about.
     flags = ["-std=c++17", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-fPIC", "-w", *INCLUDES, f"-I{_HERE}"]
     # Every load and store calls a function: of races.cpp, not of a library.
@@ -45,7 +47,7 @@ def _build(name: str, level: str, factory: pytest.TempPathFactory) -> ctypes.CDL
             _run("g++", *how, *flags, "-c", source, "-o", compiled)
         _run("g++", "-shared", *(out.with_name(f"{name}{level}.{part}.o") for part in parts), "-o", out)
 
-    return ctypes.CDLL(str(made_once(folder_of_run(factory, "twins") / f"{name}{level}.so", make)))
+    return ctypes.CDLL(str(made_once(folder / f"{name}{level}.so", make)))
 
 
 def _run(*command: str | Path) -> None:
