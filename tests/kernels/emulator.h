@@ -34,9 +34,8 @@ template <typename T> T __ldg(const T* p) { return *p; }
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-// Of the one block that runs.
-#define __shared__ static __attribute__((section("shared_memory")))
-extern "C" __attribute__((weak, visibility("hidden"))) char __start_shared_memory[], __stop_shared_memory[];
+// Of the one block that runs; races.cpp finds what is thread_local.
+#define __shared__ static thread_local
 #define threadIdx (emulator::Index{emulator::now->index})
 #define blockIdx (emulator::Index{emulator::first_block + emulator::now->block})
 
@@ -216,7 +215,7 @@ inline const char* run(int first, int count, int per_block, size_t shared_bytes,
     threads.resize(count * per_block);
     mailboxes.clear();
     auto watched = arrays;
-    watched.push_back({__start_shared_memory, (size_t)(__stop_shared_memory - __start_shared_memory)});
+    watched.push_back(races::variables());
     for (const Block& block : blocks) watched.push_back({block.memory.data(), shared_bytes});
     races::watch(watched);
     const races::Known nothing = std::make_shared<races::Clocks>(threads.size() + MAX_MAILBOXES);

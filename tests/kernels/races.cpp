@@ -2,6 +2,7 @@
 #include "races.h"
 
 #include <dlfcn.h>
+#include <link.h>
 #include <stdio.h>
 
 #include <algorithm>
@@ -49,6 +50,23 @@ void touch_word(Region& region, size_t word, const Access& mine) {
 
 Observer* observer;
 char found[200];
+
+std::pair<const void*, size_t> variables() {
+    static thread_local volatile char one;
+    one = 0;   // they are made when one is asked for
+    std::pair<const void*, size_t> all;
+    const auto visit = [](dl_phdr_info* library, size_t, void* all) {
+        for (int i = 0; i < library->dlpi_phnum; ++i) {
+            const char* begin = (const char*)library->dlpi_tls_data;
+            const size_t bytes = library->dlpi_phdr[i].p_memsz;
+            const bool is_ours = library->dlpi_phdr[i].p_type == PT_TLS && begin && (char*)&one >= begin && (char*)&one < begin + bytes;
+            if (is_ours) *(std::pair<const void*, size_t>*)all = {begin, bytes};
+        }
+        return 0;
+    };
+    dl_iterate_phdr(visit, &all);
+    return all;
+}
 
 void watch(const std::vector<std::pair<const void*, size_t>>& arrays) {
     found[0] = 0;

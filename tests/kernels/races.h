@@ -23,6 +23,8 @@ enum Kind : uint8_t { READ, ATOMIC, WRITE };
 
 extern Observer* observer;   // whose accesses these are; null: nobody's
 extern char found[200];      // the first race
+// Where this library's thread_local variables lie.
+std::pair<const void*, size_t> variables();
 // Where to look, from now on.
 void watch(const std::vector<std::pair<const void*, size_t>>& arrays);
 // `as`, `when`: a copy that goes on by itself is someone else, by its own clock.

@@ -164,9 +164,10 @@ def test_the_whole_kernel(quantize: Any, width: int) -> None:
     assert quantize.threads_of == {{8: 128, 96: 128, 520: 128, 1032: 128, 2056: 96, 8192: 256}[width]}
 
 
-def test_what_makes_the_row(quantize: Any) -> None:
+@pytest.mark.parametrize("width", [1000, 4096])  # one warp a row, and several
+def test_what_makes_the_row(quantize: Any, width: int) -> None:
     """The norm, and SwiGLU, are the reference's; what is made of them is made of what they gave."""
-    width, random = 1000, torch.Generator().manual_seed(3)
+    random = torch.Generator().manual_seed(3)
     x, weight = torch.randn(5, width, generator=random).bfloat16(), torch.rand(width, generator=random) + 0.5
     normed, out = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
     quantize.round_values(x, out, "a4", weight, 1e-6, normed)
