@@ -191,6 +191,8 @@ inline void collect(const void* at) { races::hear(now->observer, mailbox(at).ind
 
 inline void begin() {
     (*kernel)();
+    for (const Sent& sent : on_their_way)
+        if (sent.sender == now->block) fail("a block leaves while what it sent is on its way");
     now->is_done = blocks[now->block].has_left = true;
     _longjmp(scheduler, 1);
 }
