@@ -362,7 +362,7 @@ inline void send_from(const void* to, const void* from, int bytes, int block, co
 inline void deliver_one() {
     using namespace emulator;
     static std::minstd_rand random;
-    if (on_their_way.empty()) return;
+    if (on_their_way.empty() || random() % 512) return;   // late, so that who does not wait for it goes first
     std::swap(on_their_way[random() % on_their_way.size()], on_their_way.back());
     const races::Aside aside;
     const Sent sent = on_their_way.back();
