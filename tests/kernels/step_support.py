@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -55,20 +54,7 @@ def check(got: Tensor, want: Tensor, what: str, ulps: float = 2, share: float = 
     )
 
 
-def _let_loops_run_to_tensors() -> None:
-    """Triton 3.6's interpreter counts loops with int(array of one element), which numpy 2.4 refuses."""
-    interpreter = pytest.importorskip("triton.runtime.interpreter")
-    before = interpreter._patch_lang_tensor
-
-    def after(tensor: Any, scope: Any) -> None:
-        before(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = after
-
-
 if IS_INTERPRETED:
-    _let_loops_run_to_tensors()
     quicken()
 
 

@@ -1,4 +1,4 @@
-"""Runs the tests of the decode step's kernels in Triton's interpreter, all in one process of its own."""
+"""Runs the tests of decode steps, launch by launch and whole, in Triton's interpreter, in other processes."""
 
 import os
 import subprocess
@@ -13,15 +13,30 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 
 HERE = Path(__file__).parent
-WHOLE = HERE / "test_step_whole.py"
-SINGLE = sorted(path for path in HERE.glob("test_step_*.py") if path not in (Path(__file__), WHOLE))
+WHOLE = [HERE / "test_step_whole.py", HERE.parent / "engine" / "test_engine_emulated.py"]
+SINGLE = sorted(path for path in HERE.glob("test_step_*.py") if path not in (Path(__file__), *WHOLE))
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is the interpreted process")
-@pytest.mark.parametrize("files", [[WHOLE], SINGLE], ids=["whole steps", "single launches"])
-def test_all(files: list[Path], tmp_path_factory: pytest.TempPathFactory) -> None:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *map(str, files)]
-    twins = str(folder_of_run(tmp_path_factory, "twins"))
+def run(files: list[Path], factory: pytest.TempPathFactory, *options: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options, *map(str, files)]
+    twins = str(folder_of_run(factory, "twins"))
     environment = os.environ | {"TRITON_INTERPRET": "1", "DSV4_TWINS": twins}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:]
+
+
+is_outside = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="this is the interpreted process"
+)
+
+
+@is_outside
+@pytest.mark.parametrize("files", [WHOLE, SINGLE], ids=["whole steps", "single launches"])
+def test_all(files: list[Path], tmp_path_factory: pytest.TempPathFactory) -> None:
+    run(files, tmp_path_factory)
+
+
+@is_outside
+@pytest.mark.slow
+def test_long_ones(tmp_path_factory: pytest.TempPathFactory) -> None:
+    run(WHOLE, tmp_path_factory, "-m", "slow")

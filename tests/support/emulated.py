@@ -29,6 +29,7 @@ from dsv4.ops import IMPLEMENTATIONS, Ops
 from dsv4.parallel.mesh import Mesh
 from dsv4.weights.load import Checkpoint
 from dsv4.weights.tiled import load_tiled
+from tests.support.interpreter import quicken
 from tests.support.twin import build
 
 MULTIPROCESSORS = 4  # so that a launch has few blocks
@@ -110,6 +111,7 @@ class Launches:
 @contextmanager
 def emulated(launches: Launches) -> Iterator[None]:
     """Inside, CPU tensors are a Hopper GPU's."""
+    quicken()
     with pytest.MonkeyPatch.context() as patch:
         properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
         patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)

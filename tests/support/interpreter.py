@@ -1,18 +1,34 @@
 """Triton's interpreter, quicker: the same values, without what it works out again for each operation."""
 
+from functools import cache
 from typing import Any
 
 import pytest
 
 
+@cache
 def quicken() -> None:
-    """Call once, where TRITON_INTERPRET=1 made Triton interpret. Three times as fast with Triton 3.6."""
+    """Where TRITON_INTERPRET=1 made Triton interpret. Three times as fast with Triton 3.6."""
     pytest.importorskip("triton", reason="Triton is not installed")
+    _let_loops_run_to_tensors()
     _patch_a_module_once_per_launch()
     _remember_numpy_types()
     _make_types_when_asked_for()
     _compare_types_by_identity_first()
     _leave_out_checks_nobody_reads()
+
+
+def _let_loops_run_to_tensors() -> None:
+    """Triton 3.6's interpreter counts loops with int(array of one element), which numpy 2.4 refuses."""
+    from triton.runtime import interpreter
+
+    before = interpreter._patch_lang_tensor
+
+    def after(tensor: Any, scope: Any) -> None:
+        before(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = after
 
 
 def _patch_a_module_once_per_launch() -> None:

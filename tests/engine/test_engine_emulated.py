@@ -1,0 +1,142 @@
+"""The engine with the GPU's executor on a CPU: prompts by the reference, generated tokens by whole decode
+steps as a GPU runs them, launched ahead. Every answer is the CPU engine's."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from dsv4 import Engine, EngineConfig, SamplingParams
+from dsv4.cache.store import Cache
+from dsv4.config import preset
+from dsv4.engine import build, graphs
+from dsv4.engine.request import Completion
+from dsv4.engine.settings import Settings, cache_layout
+from dsv4.lab.init import make
+from dsv4.model.bundle import Bundle
+from dsv4.model.model import Model
+from dsv4.model.step import Mark, Step
+from dsv4.ops import IMPLEMENTATIONS, Ops
+from dsv4.weights.load import Checkpoint
+from dsv4.weights.tiled import load_tiled
+from tests.support.emulated import Launches, emulated
+from tests.support.stress import cases as stress_cases
+from tests.support.stress import stress, truth
+from tests.support.twin import needs_compiler
+
+pytestmark = [
+    needs_compiler,
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="run by test_step_interpreted"),
+]
+TINY = preset("tiny")
+CONFIG = replace(TINY, layers=TINY.layers[1:3], num_mtp_layers=0, index_topk=8)
+OPTIONS = EngineConfig(device="cpu", compute_dtype="float32", max_context=512, max_batch=2, threads=1)
+
+
+class Event:
+    """Of a device that has done everything when it is asked."""
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Executor(graphs.Graphs):
+    reader: Model
+
+    def read(self, spans: list[Any], mark: Mark | None = None) -> Tensor:
+        return self.reader.forward(Step.build(spans, "cpu", mark=mark), self.cache)
+
+
+@contextmanager
+def on_emulated_gpu(path: Path, launches: Launches) -> Iterator[Engine]:
+    def make_executor(bundle: Bundle, s: Settings, config: EngineConfig, _: object) -> tuple[Model, Executor]:
+        cache = Cache(cache_layout(bundle.config, s, config, 0), "cpu", s.dtype)
+        ops = Ops.choose("cuda", **dict.fromkeys(IMPLEMENTATIONS, "gpu"))
+        own = replace(bundle, weights=load_tiled(Checkpoint.open(path), "cpu"), ops=ops)
+        executor = Executor(
+            b=own,
+            model=Model(own, s.max_context, "cpu"),
+            cache=cache,
+            max_batch=config.max_batch,
+            chunk=s.chunk,
+            use_graphs=False,
+            overlap=True,
+        )
+        executor.model = executor.reader = Model(bundle, s.max_context, "cpu")
+        return executor.model, executor
+
+    empty = torch.empty
+    with emulated(launches), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "_make_executor", make_executor)
+        patch.setattr(graphs, "warm_up", lambda *_: None)
+        patch.setattr(torch.cuda, "Event", Event)
+        patch.setattr(torch.cuda, "synchronize", lambda device: None)
+        patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+        patch.setattr(torch, "empty", lambda *shape, pin_memory=False, **how: empty(*shape, **how))
+        yield Engine.load(path, OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model") / "model"
+    for _ in make(made, CONFIG, "hfnvfp4", seed=3):
+        pass
+    return made
+
+
+def run(engine: Engine, cases: list[tuple[list[int], SamplingParams]]) -> list[Completion]:
+    """One after the other is submitted, and they share steps as slots get free."""
+    streams = [engine.stream(engine.request(ids, params)) for ids, params in cases]
+    while engine.num_unfinished:
+        engine.step()
+    return [stream.completion() for stream in streams]
+
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(os.environ.get("DSV4_TWINS") or tmp_path_factory.mktemp("twins"))
+
+
+def check(got: list[Completion], want: list[Completion]) -> None:
+    for found, expected in zip(got, want, strict=True):
+        assert [token.id for token in found.tokens] == [token.id for token in expected.tokens]
+        for token, other in zip(found.tokens, expected.tokens, strict=True):
+            assert token.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+def test_answers(path: Path, twins: Path) -> None:
+    """Greedy and sampled, with penalties and log-probabilities, more requests than slots."""
+    prompt, penalties = (
+        [5 + i * 37 % 400 for i in range(126)],
+        {"frequency_penalty": 0.8, "presence_penalty": 0.5},
+    )
+    sampled = {"temperature": 0.9, "ignore_eos": True}
+    cases = [
+        (prompt, SamplingParams(max_tokens=4, temperature=0.0, logprobs=2, ignore_eos=True)),
+        (prompt[:40], SamplingParams(max_tokens=3, seed=1, top_p=0.9, **sampled)),
+        (prompt[::-1][:21], SamplingParams(max_tokens=4, seed=2, **penalties, **sampled)),
+    ]
+    launches, want = Launches(twins), run(Engine.load(path, OPTIONS), cases)
+    with on_emulated_gpu(path, launches) as engine:
+        assert engine.runner.executor.runs_ahead
+        check(run(engine, cases), want)
+    assert launches.counts["sample"] > 4
+
+
+@pytest.mark.slow
+def test_random_arrivals(path: Path, twins: Path) -> None:
+    """Requests come, are cancelled, and leave slots and pages to others while a step is launched ahead."""
+    cases = stress_cases(6, vocab=CONFIG.vocab_size, page=OPTIONS.max_context // 8, longest=5)
+    with on_emulated_gpu(path, Launches(twins)) as engine:
+        alone = truth(engine, cases)
+        assert stress(engine, cases, alone, requests=14) >= 10
+    check(alone, truth(Engine.load(path, OPTIONS), cases))
