@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,23 +18,18 @@ from dsv4.errors import ConfigError
 
 EPILOG = """
 [bold]Examples[/]
-
   dsv4 batch in.jsonl out.jsonl
-
   dsv4 batch in.jsonl out.jsonl --model ./model --max-batch 32 --json
-
   dsv4 batch in.jsonl out.jsonl --ray --replicas 4 --gpus-per-replica 1
-
 [bold]A line of the input[/]
-
   {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": \\[...]}}
-
 Killed at any time, the same command goes on where it was, and the output is the same to the byte.
 """
 # Nobody waits for a token of a batch, so prompts are read in whole chunks.
 MAX_STALL_MS = 600_000
 
 
+@partial(engine_options, max_stall_ms=MAX_STALL_MS)
 def batch(
     source: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="requests, one per line")],
     target: Annotated[Path, typer.Argument(metavar="OUT.jsonl", help="answers, in the same order")],
@@ -141,7 +137,3 @@ def _show(tally: Any, total: int, source: Path, target: Path, json: bool) -> Non
             f"{total} lines, {tally.failed} of them with an error; {tally.prompt_tokens:,} tokens in prompts "
             f"and {tally.completion_tokens:,} generated; {seconds:.1f} s"
         )
-
-
-def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(engine_options(batch, max_stall_ms=MAX_STALL_MS))

@@ -20,6 +20,7 @@ from dsv4.cli.bench_show import (
     show_rows,
     title_of,
 )
+from dsv4.cli.options import add_command, show_help
 from dsv4.cli.show import bytes_bar, count_bar, err, model_folder, out, print_json, size
 
 if TYPE_CHECKING:
@@ -32,36 +33,26 @@ if TYPE_CHECKING:
 
 DECODE_EPILOG = """
 [bold]Examples[/]
-
   dsv4 bench decode --synthetic flash --experts 192 --layout nvfp4 --context 4096
-
   dsv4 bench decode --synthetic flash --batch 8 --profile --save bench/results/h200.jsonl
-
   dsv4 bench decode --synthetic flash --experts 256 --layout official --spill auto --routing uniform,zipf:1
-
   dsv4 bench decode ./DeepSeek-V4-Flash --plot speed.png
 """
 
 PREFILL_EPILOG = """
 [bold]Examples[/]
-
   dsv4 bench prefill --synthetic flash --tokens 8192
-
   dsv4 bench prefill ./DeepSeek-V4-Flash --tokens 32768 --chunk 8192
-
   dsv4 bench prefill --synthetic flash --experts 256 --layout official --spill auto
 """
 OPS_EPILOG = """
 [bold]Examples[/]
-
   dsv4 bench ops
-
   dsv4 bench ops --preset flash --op attend --op decode --tokens 8192
 """
 
 PLOT_EPILOG = """
 [bold]Example[/]
-
   dsv4 bench plot out.jsonl speed.png
 """
 
@@ -482,18 +473,14 @@ def finish(line: dict[str, Any], save: Path | None) -> None:
         append(save, line)
 
 
-def _help(context: typer.Context) -> None:
-    """Measure speed on a GPU: decoding, prefill, single ops, one rank of several."""
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
-
-
-def register(app: typer.Typer) -> None:
-    group = typer.Typer(rich_markup_mode="rich")
-    group.callback(invoke_without_command=True)(_help)
-    group.command(epilog=DECODE_EPILOG)(decode)
-    group.command(epilog=PREFILL_EPILOG)(prefill)
-    group.command(epilog=OPS_EPILOG)(ops)
-    group.command(epilog=PLOT_EPILOG)(plot)
-    group.command(epilog=RANKS_EPILOG)(ranks)
-    app.add_typer(group, name="bench")
+group = typer.Typer(
+    help="Measure speed on a GPU: decoding, prefill, single ops, one rank of several.",
+    callback=show_help,
+    invoke_without_command=True,
+    rich_markup_mode="rich",
+)
+add_command(group, decode, DECODE_EPILOG)
+add_command(group, prefill, PREFILL_EPILOG)
+add_command(group, ops, OPS_EPILOG)
+add_command(group, plot, PLOT_EPILOG)
+add_command(group, ranks, RANKS_EPILOG)

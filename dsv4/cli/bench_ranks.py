@@ -9,9 +9,7 @@ from dsv4.cli.show import err, size
 
 EPILOG = """
 [bold]Examples[/]
-
   dsv4 bench ranks flash --of 2 --layout nvfp4
-
   dsv4 bench ranks pro --of 8 --experts 384 --layout nvfp4
 """
 

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 EPILOG = """
 [bold]Examples[/]
-
   dsv4 chat
-
   dsv4 chat ./model --no-thinking --temperature 0.6 --system "Answer in one sentence."
 """
 HELP = (
@@ -143,7 +141,3 @@ def _read_line() -> str | None:
             return None
         except KeyboardInterrupt:
             out.print()
-
-
-def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(chat)

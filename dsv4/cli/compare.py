@@ -15,11 +15,8 @@ if TYPE_CHECKING:
 
 EPILOG = """
 [bold]Examples[/]
-
   dsv4 compare ./official ./nvfp4
-
   dsv4 compare ./model --a activations=a16 --b activations=a4 --plot depth.png
-
   dsv4 compare ./model --a device=cpu --b device=cuda,compute_dtype=float32 --limit 0.001 --decode 8
 """
 
@@ -171,7 +168,3 @@ def _row(layer: "Layer") -> tuple[str, ...]:
     cells.append(f"{layer.routing.share:.1%}" if layer.routing.chosen else "-")
     cells.append(f"{layer.selection.share:.1%}" if layer.selection.chosen else "-")
     return tuple(cells)
-
-
-def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(compare)

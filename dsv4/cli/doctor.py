@@ -16,11 +16,8 @@ if TYPE_CHECKING:
 
 EPILOG = """
 [bold]Examples[/]
-
   dsv4 doctor
-
   dsv4 doctor ./DeepSeek-V4-Flash
-
   dsv4 doctor ./model --full --json
 """
 _STYLES = {"ok": "green", "note": "yellow", "fail": "bold red"}
@@ -85,7 +82,3 @@ def _conclude(findings: "list[Finding]", seconds: float) -> None:
     out.print(f"[bold red]FAIL[/]  {len(failed)} of {len(findings)} checks. What to do:")
     for number, finding in enumerate(failed, 1):
         out.print(f"  {number}. {escape(f'{finding.area}, {finding.name}: {finding.remedy}')}")
-
-
-def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(doctor)

@@ -18,23 +18,17 @@ from dsv4.models import evaluation_set
 
 EPILOG = """
 [bold]Examples[/]
-
   dsv4 eval
-
   dsv4 eval --suite recall --plot recall.png
-
   dsv4 eval ./model --suite sums --limit 20 --activations a8 --json
-
 [bold]What the indexer has learnt[/]: its entries against as many chosen by lot, and against all visible ones
-
   dsv4 eval --suite recall --op index=dsv4.lab.index_random
-
   dsv4 eval --suite recall --op index=dsv4.lab.index_dense
 """
 
 
 @engine_options
-def eval_(
+def eval(
     model: Annotated[Path | None, typer.Argument(help="model folder; default: the embedded model")] = None,
     suite: Annotated[str, typer.Option(help="stories, sums, recall, chat or all")] = "all",
     set_: Annotated[
@@ -149,7 +143,3 @@ def _indented(parts: dict[str, Any]) -> list[tuple[str, Any]]:
 def _rate(name: str, rate: dict[str, Any]) -> tuple[str, str, str, str]:
     interval = f"{100 * rate['low']:.0f} to {100 * rate['high']:.0f} %"
     return name, f"{100 * rate['share']:.1f} %", interval, str(rate["total"])
-
-
-def register(app: typer.Typer) -> None:
-    app.command("eval", epilog=EPILOG)(eval_)

@@ -19,13 +19,9 @@ if TYPE_CHECKING:
 
 EPILOG = """
 [bold]Examples[/]
-
   dsv4 generate "Once upon a time" --max-tokens 64 --temperature 0
-
   dsv4 generate --chat "What is 27 + 58?" --thinking --stats
-
   dsv4 generate "first prompt" "second prompt" --model ./model --json
-
   dsv4 generate --ids 0,17,42 --model ./model --temperature 0 --logprobs 3 --json
 """
 
@@ -194,7 +190,3 @@ def _as_dict(request: "Request", done: "Completion") -> dict[str, Any]:
             for t in done.tokens
         ]
     return value
-
-
-def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(generate)

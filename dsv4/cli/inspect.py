@@ -11,11 +11,8 @@ from dsv4.config import ModelConfig
 
 EPILOG = """
 [bold]Examples[/]
-
   dsv4 inspect ./DeepSeek-V4-Flash
-
   dsv4 inspect ./model --tensors
-
   dsv4 inspect ./model --json | jq .active_bytes_per_token
 """
 
@@ -63,7 +60,3 @@ def _show_config(c: ModelConfig, family: str, num_mtp: int) -> None:
     out.print(f"experts     {c.experts_per_token} of {c.num_experts}, width {c.expert_width}, 1 shared")
     out.print(f"positions   {c.max_positions:,}")
     out.print()
-
-
-def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(inspect)

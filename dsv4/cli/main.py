@@ -3,26 +3,12 @@
 import io
 import os
 import sys
+from importlib import import_module
 
 import typer
 
-from dsv4.cli import (
-    batch,
-    bench,
-    chat,
-    compare,
-    doctor,
-    eval,
-    experts,
-    generate,
-    info,
-    init,
-    inspect,
-    plan,
-    quantize,
-    score,
-    serve,
-)
+from dsv4.cli.bench import group as bench
+from dsv4.cli.options import add_command, show_help
 from dsv4.cli.show import say
 from dsv4.env import launched_by, wants_traceback
 from dsv4.errors import Dsv4Error
@@ -31,35 +17,19 @@ from dsv4.errors import Dsv4Error
 UsageError: type[typer.BadParameter] = typer.BadParameter.__bases__[0]
 
 app = typer.Typer(
+    help="A small, fast, exact inference engine for DeepSeek-V4.",
+    callback=show_help,
+    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (
-    generate,
-    chat,
-    serve,
-    batch,
-    score,
-    eval,
-    inspect,
-    quantize,
-    plan,
-    experts,
-    doctor,
-    compare,
-    bench,
-    info,
-    init,
-):
-    command.register(app)
-
-
-@app.callback(invoke_without_command=True)
-def _help(context: typer.Context) -> None:
-    """A small, fast, exact inference engine for DeepSeek-V4."""
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+# As --help lists them: each is a module here, with a function of the same name and its EPILOG.
+COMMANDS = "generate chat serve batch score eval inspect quantize plan experts doctor compare info init"
+for name in COMMANDS.split():
+    module = import_module(f"dsv4.cli.{name}")
+    add_command(app, getattr(module, name), module.EPILOG)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:

@@ -48,6 +48,17 @@ _TYPES: dict[str, Any] = {
 }
 
 
+def show_help(context: typer.Context) -> None:
+    """What a group does that is called without a command."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def add_command(group: typer.Typer, command: Callable[..., None], epilog: str) -> None:
+    """`epilog`: what --help ends with, a paragraph per line; one that ends in a backslash goes on."""
+    group.command(epilog=epilog.replace("\n", "\n\n").replace("\\\n\n", "\n"))(command)
+
+
 def engine_options(command: Callable[..., None], **defaults: Any) -> Callable[..., None]:
     """Give a command all engine flags; its parameter `config` becomes the EngineConfig made from them."""
     flags = []

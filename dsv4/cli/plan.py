@@ -15,11 +15,8 @@ if TYPE_CHECKING:
 
 EPILOG = """
 [bold]Examples[/]
-
   dsv4 plan flash --gpus 2xH200 --context 131072 --batch 8
-
   dsv4 plan pro --format official --gpus 8xB200 --tp 8 --ep 8
-
   dsv4 plan ./DeepSeek-V4-Flash --json | jq .per_gpu
 """
 
@@ -313,7 +310,3 @@ def _show_instead(instead: dict[str, Any], context: int, batch: int, is_refused:
         out.print("would fit     nothing here: weights and workspace alone are too large")
     sets = ", ".join(f"{each['count']} x {each['name']}" for each in instead["gpus"])
     out.print(f"in theory     would do: {sets or 'no set of known GPUs'} (several were never run)")
-
-
-def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(plan)

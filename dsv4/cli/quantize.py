@@ -11,13 +11,9 @@ from dsv4.errors import ConfigError
 
 EPILOG = """
 [bold]Examples[/]
-
   dsv4 quantize ./DeepSeek-V4-Flash ./Flash-NVFP4 --format nvfp4
-
   dsv4 quantize ./bf16 ./nvfp4 --format nvfp4 --rest official --least-squares --report report.html
-
   dsv4 quantize ./DeepSeek-V4-Flash ./Flash-BF16 --format bf16 --mtp --recipe cast
-
 An interrupted run goes on where it stopped when the same command is given again.
 """
 
@@ -112,7 +108,3 @@ def _show(result: dict[str, Any]) -> None:
         "[bold]total[/]", f"{len(result['tensors']):,}", f"was {size(result['bytes_before'])}", total
     )
     out.print(table)
-
-
-def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(quantize)

@@ -13,11 +13,8 @@ from dsv4.errors import ConfigError, RequestError
 
 EPILOG = """
 [bold]Examples[/]
-
   dsv4 score --text story.txt
-
   dsv4 score ./model --text story.txt --activations a8 --json
-
   dsv4 score ./model --ids ids.safetensors --prompt-len 300 --logits out.safetensors --chunk 64 --mtp
 """
 
@@ -102,7 +99,3 @@ def _score_text(model: Path | None, path: Path, json: bool, config: EngineConfig
         err.print(
             f"[dim]measured in pieces of {engine.settings.max_context} tokens, each from the start token[/]"
         )
-
-
-def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(score)

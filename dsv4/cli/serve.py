@@ -19,22 +19,14 @@ if TYPE_CHECKING:
 
 EPILOG = """
 [bold]Examples[/]
-
   dsv4 serve
-
   dsv4 serve ./model --port 9000 --max-batch 16 --max-context 16384
-
   dsv4 serve ./model --host 0.0.0.0 --api-key-file keys.txt
-
   dsv4 serve ./model --ray --replicas 2 --max-replicas 8 --gpus-per-replica 1
-
   torchrun --nnodes 2 --node-rank 0 --nproc-per-node 4 --master-addr 10.0.0.1 -m dsv4 serve ./model
-
   (that on the first of two machines, on the other the same with --node-rank 1)
-
 [bold]Then[/]
-
-  curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json" -d
+  curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json" -d\\
   '{"messages": \\[{"role": "user", "content": "What is 27 + 58?"}]}'
 """
 
@@ -167,7 +159,3 @@ def _serve_on_ray(
     if server_config.tls_cert is not None or server_config.cors_origins:
         raise ConfigError("--tls-cert and --cors-origins are for a proxy in front of Ray; leave them out")
     serve_on_ray(folder, config, server_config, Scale(**scale))
-
-
-def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(serve)
