@@ -22,7 +22,7 @@ from dsv4.kernels.common.architectures import ARCHITECTURES
 from dsv4.lab.gpus import NAMES, Machine, known
 from dsv4.lab.init import contents
 from dsv4.lab.inspect import Component, active_share, components
-from dsv4.lab.links import LINKS
+from dsv4.lab.links import LINKS, num_all_reduces
 from dsv4.lab.records import PRESETS
 from dsv4.lab.spilled import spill_figures, split_of
 from dsv4.model.buffers import graph_rows
@@ -34,8 +34,6 @@ from dsv4.weights.reader import Entry
 from dsv4.weights.tiled import tiled_format, tiled_source_bytes
 
 MAX_BATCH = 1 << 20
-# All-reduces of a layer: after attention and after the experts; of a step: the embedding and the choice.
-PER_LAYER, PER_STEP = 2, 2
 
 
 @dataclass(frozen=True)
@@ -354,8 +352,7 @@ class Plan:
 
     @property
     def num_all_reduces(self) -> int:
-        """Of one step."""
-        return PER_LAYER * self.demand.config.num_layers + PER_STEP if self.tp > 1 else 0
+        return num_all_reduces(self.demand.config, self.tp)
 
     @property
     def message_bytes(self) -> int:
@@ -388,10 +385,10 @@ class Plan:
 
     def largest_context(self) -> int:
         """The most tokens per sequence that fit with this batch; 0 if not even one does."""
-        return _largest(self.demand.config.max_positions, lambda n: self._wanting(n, self.wanted.batch).runs)
+        return largest(self.demand.config.max_positions, lambda n: self._wanting(n, self.wanted.batch).runs)
 
     def largest_batch(self) -> int:
-        return _largest(MAX_BATCH, lambda n: self._wanting(self.wanted.context, n).runs)
+        return largest(MAX_BATCH, lambda n: self._wanting(self.wanted.context, n).runs)
 
     def _wanting(self, context: int, batch: int) -> "Plan":
         return replace(self, wanted=replace(self.wanted, context=context, batch=batch))
@@ -466,7 +463,7 @@ class Plan:
         return out
 
 
-def _largest(limit: int, fits: Callable[[int], bool]) -> int:
+def largest(limit: int, fits: Callable[[int], bool]) -> int:
     """The largest n up to `limit` that fits, 0 if 1 does not; what fits, fits with less."""
     low, high = 0, limit
     while low < high:

@@ -18,7 +18,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the decode kernels need Triton")
 
 from dsv4.cache.store import Cache
-from dsv4.cli.bench_ranks import predicted_rows
+from dsv4.cli.bench_show import predicted_rows
 from dsv4.config import ModelConfig, preset
 from dsv4.engine.memory import RESERVED
 from dsv4.errors import ConfigError

@@ -4,13 +4,13 @@ import math
 import statistics
 import time
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
 from dsv4.cache.layout import CacheLayout
 from dsv4.cache.store import Cache
-from dsv4.config import Activations, ModelConfig
+from dsv4.config import ModelConfig
 from dsv4.errors import ConfigError, DeviceError
 from dsv4.lab.bench.decode import fill
 from dsv4.lab.bench.spilled import all_resident
@@ -21,13 +21,6 @@ from dsv4.model.params import declare
 from dsv4.model.step import Step
 
 
-def check_activations(name: str) -> Activations:
-    for known in get_args(Activations):
-        if name == known:
-            return known
-    raise ConfigError(f"activations is {name!r}, expected one of {', '.join(get_args(Activations))}")
-
-
 @dataclass(frozen=True)
 class Wanted:
     """A prompt of `tokens` after `context` others, in chunks; `rounds` times over."""
@@ -36,7 +29,6 @@ class Wanted:
     chunk: int = 8192
     context: int = 0
     rounds: int = 3
-    activations: Activations = "a16"
 
     def __post_init__(self) -> None:
         for name, least in (("tokens", 1), ("chunk", 1), ("context", 0), ("rounds", 1)):
@@ -52,9 +44,9 @@ class Wanted:
             )
         return cache_layout(config, min(config.max_positions, -(-total // 256) * 256), 1)
 
-    def other_bytes(self, config: ModelConfig, spills: bool = False) -> int:
+    def other_bytes(self, config: ModelConfig) -> int:
         """Beside the weights."""
-        return other_bytes(self.layout(config), chunk=min(self.chunk, self.tokens), spills=spills)
+        return other_bytes(self.layout(config), chunk=min(self.chunk, self.tokens))
 
 
 def flops(config: ModelConfig, start: int, tokens: int) -> float:
@@ -128,7 +120,6 @@ def figures(times: list[float], wanted: Wanted, config: ModelConfig, matmul: flo
     rate = flops(config, wanted.context, wanted.tokens) / median
     return {
         **{"tokens": wanted.tokens, "chunk": wanted.chunk, "context": wanted.context},
-        "activations": wanted.activations,
         **{"rounds": wanted.rounds, "ms": round(1e3 * median, 2), "ms_slowest": round(1e3 * max(times), 2)},
         "tokens_per_second": round(wanted.tokens / median, 1),
         "tflops": round(rate / 1e12, 2),
