@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from dsv4.cli.options import engine_options
-from dsv4.cli.show import count_bar, model_folder, out, print_json, say
+from dsv4.cli.options import check_positive, engine_options, needs_extra
+from dsv4.cli.show import count_bar, model_folder, out, print_json, say_note
 from dsv4.config import EngineConfig
 from dsv4.errors import ConfigError
 
@@ -51,19 +51,9 @@ def batch(
 
     Seeds and ids are made from the lines, so a run that was killed and started again gives the same file.
     """
-    try:
+    with needs_extra("a batch", "serve"):
         from dsv4.serve.batch import Job, Output, read_lines, run
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{error.name} is not installed; a batch needs it: pip install 'dsv4[serve]'"
-        ) from None
-    for label, value in (
-        ("--parallel", parallel),
-        ("--replicas", replicas),
-        ("--max-thinking", max_thinking),
-    ):
-        if value is not None and value < 1:
-            raise ConfigError(f"{label} is {value}, expected 1 or more")
+    check_positive(parallel=parallel, replicas=replicas, max_thinking=max_thinking)
     total = sum(1 for _ in read_lines(source))
     if target.exists() and target.samefile(source):
         raise ConfigError(f"{target} is the input too; name another file for the answers")
@@ -80,7 +70,7 @@ def batch(
         # As the lines so far have it: the input may have been copied since.
         job = replace(job, created=tally.created or job.created)
         if tally.before:
-            say("note", "yellow", f"{tally.before} of {total} lines are there already; going on")
+            say_note(f"{tally.before} of {total} lines are there already; going on")
 
         def rest() -> Iterator[tuple[int, bytes]]:
             return islice(enumerate(read_lines(source)), tally.before, None)
@@ -92,19 +82,12 @@ def batch(
                 tally.count(line)
                 update(tally.done, total)
 
-            def log(line: str) -> None:
-                say("note", "yellow", line)
-
             many = parallel or 4 * config.max_batch
             if tally.done == total:
                 pass
             elif ray:
-                try:
+                with needs_extra("--ray", "ray"):
                     from dsv4.serve.ray_batch import run_on_ray
-                except ModuleNotFoundError as error:
-                    why = f"{error.name} is not installed; --ray needs it: pip install 'dsv4[ray]'"
-                    raise ConfigError(why) from None
-
                 run_on_ray(
                     job=job,
                     items=rest(),
@@ -114,7 +97,7 @@ def batch(
                     take=take,
                 )
             else:
-                asyncio.run(run(job, rest(), many, take, log, lambda done, total: None))
+                asyncio.run(run(job, rest(), many, take, say_note, lambda done, total: None))
     _show(tally, total, source, target, json)
 
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
-from dsv4.cli.show import out, say, size
+from dsv4.cli.show import out, say_note, size
 
 if TYPE_CHECKING:
     from dsv4.lab.bench.ops import Result
@@ -49,7 +49,7 @@ def engine(found: dict[str, Any]) -> None:
     """What a user gets."""
     title = f"\nthrough the engine, {found['context']:,} tokens before"
     if "left_out" in found:
-        say("note", "yellow", f"{title.strip()}: left out, {found['left_out']}")
+        say_note(f"{title.strip()}: left out, {found['left_out']}")
         return
     kinds = [kind for kind in found if f"{kind}_share" in found]
     _rows(
@@ -122,7 +122,7 @@ def machine(line: dict[str, Any]) -> None:
 def profile(found: "Profile") -> None:
     total = found.busy_us + found.gap_us
     if not found.is_named:
-        say("note", "yellow", "there were more kernels than launches, so they are told by their own names")
+        say_note("there were more kernels than launches, so they are told by their own names")
     out.print(f"\nkernels {found.busy_us:,.0f} µs and gaps {found.gap_us:,.0f} µs per step", style="bold")
     table = Table(
         "launch", "layers", *("", "each µs", "gap µs", "ms per step", "share"), box=None, pad_edge=False

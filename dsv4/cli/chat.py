@@ -9,7 +9,7 @@ import typer
 
 from dsv4.cli.clock import Stopwatch
 from dsv4.cli.options import engine_options
-from dsv4.cli.show import ctrl_c, err, load_engine, out, say
+from dsv4.cli.show import ctrl_c, err, load_engine, out, say_error
 from dsv4.config import EngineConfig
 from dsv4.errors import RequestError, TextError
 
@@ -105,7 +105,7 @@ class _Conversation:
             reply = self.stream(ids)
         except (RequestError, TextError) as error:
             self.turns.pop()
-            say("error", "bold red", f"{error} (/reset forgets the conversation)")
+            say_error(f"{error} (/reset forgets the conversation)")
             return
         self.turns.append({"role": "assistant", **reply})
 

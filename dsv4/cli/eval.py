@@ -10,8 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from dsv4 import __version__
-from dsv4.cli.options import engine_options
-from dsv4.cli.show import count_bar, ctrl_c, load_engine, out, print_json, say
+from dsv4.cli.options import check_positive, engine_options
+from dsv4.cli.show import count_bar, ctrl_c, load_engine, out, print_json, say_note
 from dsv4.config import EngineConfig
 from dsv4.errors import ConfigError
 from dsv4.models import evaluation_set
@@ -57,9 +57,7 @@ def eval(
 
     if suite not in (*SUITES, "all"):
         raise ConfigError(f"suite is {suite!r}, expected one of {', '.join((*SUITES, 'all'))}")
-    for name, value in (("limit", limit), ("max-tokens", max_tokens)):
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name} is {value}, expected 1 or more")
+    check_positive(limit=limit, max_tokens=max_tokens)
     if plot is not None and suite not in ("recall", "all"):
         raise ConfigError(f"--plot shows recall; use --suite recall or all, not {suite}")
     for name, path in (("answers", answers), ("plot", plot)):
@@ -86,7 +84,7 @@ def eval(
     elif plot is not None:
         outcome.notes.append(f"{plot} was not drawn: there is no recall to show")
     for note in outcome.notes:
-        say("note", "yellow", note)
+        say_note(note)
     if json:
         about = {
             **{"model": str(model or "embedded"), "set": str(source), "suite": suite, "limit": limit},

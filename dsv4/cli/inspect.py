@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from dsv4.cli.show import model_folder, out, print_json, say, size, text
+from dsv4.cli.show import model_folder, out, print_json, say_note, size, text
 from dsv4.config import ModelConfig
 
 EPILOG = """
@@ -46,7 +46,7 @@ def inspect(
             name, shape = source.param.name, str(list(source.param.shape))
             text(f"{name:<44} {shape:<16} {storage_name(source):<20} {source.num_bytes:>15,}\n")
     for note in inventory.notes:
-        say("note", "yellow", note)
+        say_note(note)
 
 
 def _show_config(c: ModelConfig, family: str, num_mtp: int) -> None:

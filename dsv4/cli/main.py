@@ -9,7 +9,7 @@ import typer
 
 from dsv4.cli.bench import group as bench
 from dsv4.cli.options import add_command, show_help
-from dsv4.cli.show import say
+from dsv4.cli.show import say_error
 from dsv4.env import launched_by, wants_traceback
 from dsv4.errors import Dsv4Error
 
@@ -44,22 +44,18 @@ def main() -> None:
         sys.exit(code)
     except UsageError as error:
         command = error.ctx.command_path if error.ctx else "dsv4"
-        say("error", "bold red", f"{error.format_message().rstrip('.')}; see {command} --help")
+        say_error(f"{error.format_message().rstrip('.')}; see {command} --help")
         sys.exit(2)
     except Dsv4Error as error:
         if wants_traceback():
             raise
-        say("error", "bold red", str(error))
+        say_error(str(error))
         sys.exit(2)
     except ModuleNotFoundError as error:
         # A core without a GPU has no Triton, which every kernel is imported with.
         if error.name != "triton" or wants_traceback():
             raise
-        say(
-            "error",
-            "bold red",
-            "this runs GPU kernels, which need Triton; it is not installed: pip install triton",
-        )
+        say_error("this runs GPU kernels, which need Triton; it is not installed: pip install triton")
         sys.exit(2)
     except BrokenPipeError:
         # The reader of our output went away (`| head`): nothing is wrong.
@@ -70,7 +66,7 @@ def main() -> None:
         if wants_traceback():
             raise
         place = "input or output" if error.filename is None else str(error.filename)
-        say("error", "bold red", f"{place} cannot be used: {error.strerror or error}")
+        say_error(f"{place} cannot be used: {error.strerror or error}")
         _forget_output()
         sys.exit(2)
 

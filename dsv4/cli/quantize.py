@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from dsv4.cli.show import bytes_bar, out, print_json, say, size, text
+from dsv4.cli.show import bytes_bar, out, print_json, say_note, size, text
 from dsv4.errors import ConfigError
 
 EPILOG = """
@@ -74,9 +74,9 @@ def quantize(
         print_json({"folder": str(target), "is_new": is_new, **result})
         return
     for note in result["notes"]:
-        say("note", "yellow", note)
+        say_note(note)
     if not is_new:
-        say("note", "yellow", f"{target} was complete already; nothing was written")
+        say_note(f"{target} was complete already; nothing was written")
     if tensors:
         _show_tensors(result)
     _show(result)

@@ -76,15 +76,9 @@ def _score_ids(
 
 
 def _score_text(model: Path | None, path: Path, json: bool, config: EngineConfig) -> None:
-    from dsv4.lab.score import score_text
+    from dsv4.lab.score import read_text, score_text
 
-    try:
-        # Not read_text: it would turn CRLF into LF and measure another text.
-        content = path.read_bytes().decode()
-    except OSError as error:
-        raise RequestError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{path} is not UTF-8 text (byte {error.start}); convert it first") from None
+    content = read_text(path)
     engine = load_engine(model, replace(config, max_batch=1))
     with count_bar("scoring") as update:
         result = score_text(engine, content, update)
