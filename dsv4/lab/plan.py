@@ -57,8 +57,7 @@ class Demand:
     components: tuple[Component, ...]
     dense: Shares
     packed: Shares
-    tiled: Shares  # as a GPU holds them
-    padded: dict[int, Shares]  # the same by number of ranks, all of them together: tiles are not cut
+    tiled: dict[int, Shares]  # on so many GPUs, all of them together: more take more, as tiles are not cut
     uncut: dict[tuple[int, bool], str]  # why so many ranks cannot share all experts, or all other weights
     read_stored: Shares  # of these, what decoding touches; of the experts all, whichever are chosen
     read_dense: Shares
@@ -68,8 +67,8 @@ class Demand:
 
     @classmethod
     def of(cls, config: ModelConfig, inventory: Inventory) -> "Demand":
-        sums = {name: Counter[str]() for name in ("dense", "packed", "tiled", "read_stored", "read_dense")}
-        padded = {n: Counter[str]() for n in (2, 4, 8) if n <= num_parts(config)}
+        sums = {name: Counter[str]() for name in ("dense", "packed", "read_stored", "read_dense")}
+        tiled = {n: Counter[str]() for n in (1, 2, 4, 8) if n <= num_parts(config)}
         known_bytes: dict[Any, int] = {}
         uncut: dict[tuple[int, bool], str] = {}
         for source in inventory.sources:
@@ -77,14 +76,8 @@ class Demand:
             dense = held_bytes(source, dense=True)
             sums["dense"][where] += dense
             sums["packed"][where] += held_bytes(source, dense=False)
-            sums["tiled"][where] += tiled_source_bytes(source)
-            for ranks, counts in padded.items():
-                stored = (
-                    source.format,
-                    source.scale and source.scale.dtype,
-                    param.kind,
-                    param.name == "embed",
-                )
+            stored = (source.format, source.scale and source.scale.dtype, param.kind, param.name == "embed")
+            for ranks, counts in tiled.items():
                 key = (ranks, stored, param.shape, param.shard)
                 if key not in known_bytes:
                     share = replace(source, param=replace(param, shape=param.local_shape(ranks)))
@@ -97,18 +90,16 @@ class Demand:
             if active_share(param.component, config):
                 sums["read_stored"][where] += source.num_bytes
                 sums["read_dense"][where] += dense
-        shares = {name: Shares(**counts) for name, counts in sums.items()}
-        parts = tuple(components(inventory, config))
         return cls(
             config=config,
             num_mtp_layers=inventory.num_mtp_layers,
-            components=parts,
-            padded={1: shares["tiled"]} | {ranks: Shares(**counts) for ranks, counts in padded.items()},
+            components=tuple(components(inventory, config)),
+            tiled={ranks: Shares(**counts) for ranks, counts in tiled.items()},
             uncut=uncut,
             largest_linear=largest_linear(source.param for source in inventory.sources),
             expert_format=_formats(inventory, "layers.")[0],
             draft_format=drafts[0] if len(drafts := _formats(inventory, "mtp.")) == 1 else None,
-            **shares,
+            **{name: Shares(**counts) for name, counts in sums.items()},
         )
 
     @property
@@ -260,7 +251,7 @@ class Plan:
         if self.machine.is_cpu:
             held = self.demand.dense if self.is_dense else self.demand.packed
         else:
-            held = replace(self.demand.padded[self.tp], experts=self.demand.padded[self.width_ranks].experts)
+            held = replace(self.demand.tiled[self.tp], experts=self.demand.tiled[self.width_ranks].experts)
         return held.per_gpu(self.expert_share, self.tp)
 
     def gpu_memory(self, spills: bool) -> Memory:
