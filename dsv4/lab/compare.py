@@ -36,6 +36,7 @@ PARTS = {
     "ffn.out": ("experts", "sum of routed and shared experts"),
     "hc_ffn.streams": ("mhc.post", "streams after the experts"),
 }
+_LOGITS = {"logits": ("linear", "logits (hc_head, norm, head)")}
 LAST_PART = "hc_ffn.streams"
 MAX_TOKENS = 1 << 20
 # Settings of the engine that change no value: not for a comparison.
@@ -171,7 +172,7 @@ def compare(
     logits = Predictions([])
     try:
         for a, b in zip(wanted.logits, run(engine, ids, num_single, drafts, observer), strict=True):
-            observer.check_finite("logits", "logits", "linear", "logits (hc_head, norm, head)", a, b)
+            observer.check_finite("logits", "logits", a, b)
             if observer.departure is None:
                 logits.add(a, b)
             observer.start += len(a)
@@ -229,7 +230,7 @@ class _Observer:
             b = routing_matrix(self.chosen[1], b, count)
         if not a.numel():
             return
-        if self.check_finite(layer.name, part, *PARTS[part], a, b):
+        if self.check_finite(layer.name, part, a, b):
             return
         now = Difference()
         now.add(a, b)
@@ -247,21 +248,20 @@ class _Observer:
         guilty = (chose == bad.unsqueeze(1)).all(0).nonzero().flatten().tolist()
         return f"all of it in tokens of expert {guilty[0]}" if len(guilty) == 1 else ""
 
-    def check_finite(self, layer: str, part: str, op: str, what: str, a: Tensor, b: Tensor) -> bool:
+    def check_finite(self, layer: str, part: str, a: Tensor, b: Tensor) -> bool:
         """Whether NaN or infinity was found, now or before, so that errors mean nothing."""
         places = {"A": first_not_finite(a), "B": first_not_finite(b)}
         bad = {side: place for side, place in places.items() if place is not None}
-        if bad and self.departure is None:
+        if bad:
             where = ", ".join(f"{side} holds NaN or infinity at {place}" for side, place in bad.items())
             first = next(iter(bad.values()))
-            token = self._token(layer, part, first[0] if first else 0)
-            self.departure = Departure(layer, part, op, what, None, token, where)
+            self._depart(layer, part, None, first[0] if first else 0, where)
         return bool(bad)
 
-    def _depart(self, layer: str, part: str, relative: float, row: int, detail: str) -> None:
+    def _depart(self, layer: str, part: str, relative: float | None, row: int, detail: str) -> None:
         if self.departure is None:
             token = self._token(layer, part, row)
-            self.departure = Departure(layer, part, *PARTS[part], relative, token, detail)
+            self.departure = Departure(layer, part, *(PARTS | _LOGITS)[part], relative, token, detail)
 
     def _token(self, layer: str, part: str, row: int) -> int:
         """Where in the text a row of a step's result stands; a pooled one stands where its block ends."""
