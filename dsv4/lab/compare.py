@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -302,8 +302,22 @@ def parse_settings(text: str) -> EngineConfig:
         elif name in values:
             raise ConfigError(f"setting {name!r} is given twice; keep one")
         else:
-            values[name] = int(value) if name == "threads" and value.isdigit() else value
+            values[name] = _typed(name, value)
     return EngineConfig(**values, ops=tuple(ops))
+
+
+def _typed(name: str, text: str) -> Any:
+    """As the type of EngineConfig's field has it."""
+    hint = get_type_hints(EngineConfig)[name]
+    if hint is bool:
+        if text not in ("true", "false"):
+            raise ConfigError(f"{name} is {text!r}, expected true or false")
+        return text == "true"
+    number = next((kind for kind in (int, float) if kind in (hint, *get_args(hint))), None)
+    try:
+        return text if number is None else number(text)
+    except ValueError:
+        raise ConfigError(f"{name} is {text!r}, expected a number") from None
 
 
 def random_ids(config: ModelConfig, count: int) -> list[int]:
