@@ -19,7 +19,7 @@ from dsv4.lab.quantize.convert import Converter, Task, Write
 from dsv4.lab.quantize.headers import quantization
 from dsv4.lab.quantize.job import RECORD, WORK, Job, Part, examine
 from dsv4.lab.quantize.plan import Item, Options, Plan, Shard, Unit, make_plan
-from dsv4.lab.quantize.report import Outcome, make_report
+from dsv4.lab.quantize.report import make_report, record
 from dsv4.quant.bulk import Tally
 from dsv4.weights.load import Checkpoint
 from dsv4.weights.reader import INDEX
@@ -155,9 +155,7 @@ class Quantizer:
                     if progress:
                         progress(min(done, total), total)
                 outcome = [
-                    Outcome.of(item, tallies.get(item.name)).as_list()
-                    for unit in shard.units
-                    for item in unit.items
+                    record(item, tallies.get(item.name)) for unit in shard.units for item in unit.items
                 ]
                 part.finish(outcome)
             finally:
