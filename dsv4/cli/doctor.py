@@ -45,7 +45,7 @@ def doctor(
                 _show(finding)
     is_right = passed(findings)
     if json:
-        print_json({"pass": is_right, "findings": [finding.as_dict() for finding in findings]})
+        print_json({"pass": is_right, "findings": [vars(finding) for finding in findings]})
     else:
         _conclude(findings, time.monotonic() - start)
     if not is_right:
