@@ -90,18 +90,15 @@ class _Conversation:
         err.print(answer, style="dim", markup=False)
         return True
 
-    def messages(self) -> list[dict[str, Any]]:
-        head = [{"role": "system", "content": self.system}] if self.system else []
-        return head + self.turns
-
     def answer(self, line: str) -> None:
         from dsv4.text.chat import encode
 
         self.turns.append({"role": "user", "content": line})
+        system = [{"role": "system", "content": self.system}] if self.system else []
         tokenizer = self.engine.tokenizer
         assert tokenizer is not None
         try:
-            ids = tokenizer.encode_prompt(encode(self.messages(), thinking=self.thinking))
+            ids = tokenizer.encode_prompt(encode(system + self.turns, thinking=self.thinking))
             reply = self.stream(ids)
         except (RequestError, TextError) as error:
             self.turns.pop()

@@ -104,7 +104,7 @@ def generate(
         if json:
             print_json(_as_dict(request, done))
             continue
-        text(_shown(engine, done) + "\n")
+        text((done.text if engine.tokenizer else " ".join(map(str, done.ids))) + "\n")
         for token in done.tokens if logprobs is not None else ():
             others = "".join(f"  {id}:{logprob:.4f}" for id, logprob in token.top)
             text(f"{token.id:>7} {token.logprob:9.4f} {others}\n")
@@ -169,10 +169,6 @@ def _complete(engine: "Engine", requests: "list[Request]", watch: Stopwatch) -> 
         while engine.num_unfinished:
             watch.count(len(engine.step()))
         return [stream.completion() for stream in streams]
-
-
-def _shown(engine: "Engine", done: "Completion") -> str:
-    return done.text if engine.tokenizer else " ".join(map(str, done.ids))
 
 
 def _as_dict(request: "Request", done: "Completion") -> dict[str, Any]:

@@ -46,26 +46,14 @@ def score(
     assert ids is not None
     if not logits.parent.is_dir() or logits.is_dir():
         raise ConfigError(f"--logits {logits}: expected the name of a file in an existing folder")
-    _score_ids(model, ids, prompt_len, logits, mtp, json, config)
-
-
-def _score_ids(
-    model: Path | None,
-    ids_file: Path,
-    prompt_len: int,
-    logits: Path,
-    mtp: bool,
-    json: bool,
-    config: EngineConfig,
-) -> None:
     from dsv4.lab.score import read_ids, score_ids, write_logits
 
-    ids = read_ids(ids_file)
+    given = read_ids(ids)
     if config.max_context is None:
-        config = replace(config, max_context=max(1, len(ids)))
+        config = replace(config, max_context=max(1, len(given)))
     engine = load_engine(model, replace(config, max_batch=1))
     with count_bar("scoring") as update:
-        result = score_ids(engine, ids, prompt_len, mtp, update)
+        result = score_ids(engine, given, prompt_len, mtp, update)
     write_logits(logits, result)
     shapes = {name: list(value.shape) for name, value in result.items()}
     if json:

@@ -3,6 +3,7 @@
 import math
 import statistics
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,8 +65,9 @@ def flops(config: ModelConfig, start: int, tokens: int) -> float:
         elif param.name.endswith("_fn"):
             weights += math.prod(param.shape)
     keys = scored = 0.0
+    specs = Counter((layer.kind, layer.ratio) for layer in c.layers)
     for position in range(start, start + tokens):
-        for kind, ratio, layers in _kinds(c):
+        for (kind, ratio), layers in specs.items():
             seen = (position + 1) // ratio if ratio else 0
             keys += layers * min(c.window, position + 1)
             keys += layers * (min(seen, c.index_topk) if kind == "csa" else seen)
@@ -73,12 +75,6 @@ def flops(config: ModelConfig, start: int, tokens: int) -> float:
                 scored += layers * seen
     attention = 2 * keys * c.num_heads * c.head_dim + scored * c.index_heads * c.index_dim
     return 2 * (weights * tokens + attention)
-
-
-def _kinds(c: ModelConfig) -> list[tuple[str, int, int]]:
-    """(kind, ratio, how many layers)."""
-    specs = [(layer.kind, layer.ratio) for layer in c.layers]
-    return [(*spec, specs.count(spec)) for spec in dict.fromkeys(specs)]
 
 
 def measure(bundle: Bundle, wanted: Wanted, device: torch.device) -> tuple[list[float], float | None]:
