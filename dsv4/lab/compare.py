@@ -220,7 +220,8 @@ class _Observer:
         if self.limit is not None and 1 - now.share > self.limit:
             missed = [len({*x} - {*y}) for x, y in zip(a.tolist(), b.tolist(), strict=True)]
             detail = f"{now.share:.0%} of A's entries are among B's"
-            self._depart(layer.name, "attn.indexer.selected", 1 - now.share, _argmax(missed), detail)
+            worst = max(range(len(missed)), key=missed.__getitem__)
+            self._depart(layer.name, "attn.indexer.selected", 1 - now.share, worst, detail)
 
     def _values(self, layer: Layer, part: str, a: Tensor, b: Tensor) -> None:
         if part == "ffn.weights":
@@ -347,10 +348,6 @@ def check_ids(ids: Sequence[int], num_single: int, config: ModelConfig) -> None:
         raise RequestError(f"{num_single} single tokens of {len(ids)}, expected 0 to {len(ids) - 1}")
     if bad := [id for id in ids if not 0 <= id < config.vocab_size]:
         raise RequestError(f"id {bad[0]} is outside the vocabulary of {config.vocab_size}")
-
-
-def _argmax(values: list[int]) -> int:
-    return max(range(len(values)), key=values.__getitem__)
 
 
 def _short(value: object) -> str:

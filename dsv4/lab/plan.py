@@ -363,10 +363,7 @@ class Plan:
         waits = self.num_all_reduces * link.all_reduce_us(self.tp, self.message_bytes) * 1e-6
         if rank_ms is not None:
             return (rate := 1 / (rank_ms * 1e-3 + waits)), rate
-        alone = Plan.make(
-            self.demand, replace(self.machine, count=1), replace(self.wanted, tp=None, ep=None)
-        ).read_bytes(1)
-        lost = alone / self.machine.bandwidth * (1 / share - 1)
+        lost = self.today.read_bytes(1) / self.machine.bandwidth * (1 / share - 1)
         reads = self.read_bytes(1) / self.machine.bandwidth
         return 1 / (reads + lost + waits), 1 / (reads / share + waits)
 
@@ -394,7 +391,7 @@ class Plan:
             out += [made.machine for made in plans if made.runs][:1]
         return sorted(out, key=lambda machine: (machine.count, machine.memory_bytes))
 
-    @property
+    @cached_property
     def today(self) -> "Plan":
         """What was run: this engine on one device."""
         if self.machine.count == 1:
