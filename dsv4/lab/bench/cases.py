@@ -16,6 +16,7 @@ from dsv4.lab.bench.decode import fill_rows
 from dsv4.lab.bench.subject import DTYPE, cache_layout, needed_bytes
 from dsv4.lab.synthetic import format_of
 from dsv4.model.params import Param, declare
+from dsv4.ops import IMPLEMENTATIONS
 from dsv4.ops.sample.ref import pack
 from dsv4.quant.formats import FP8_TILE, NV_BLOCK, Format, QuantTensor, empty_rows
 
@@ -73,14 +74,8 @@ class Maker:
 
     def cases(self, wants: Callable[[str], bool] = lambda op: True) -> Iterator[Case]:
         """One op after the other; a case holds its weights, so let go of it before the next."""
-        builders = {
-            **{"linear": self._linear, "experts": self._experts, "route": self._route, "norm": self._norm},
-            **{"mhc": self._mhc, "qkv": self._qkv, "compress": self._compress, "index": self._index},
-            **{"attend": self._attend, "sample": self._sample},
-        }
-        for op, build in builders.items():
-            if wants(op):
-                yield from build()
+        for op in filter(wants, IMPLEMENTATIONS):
+            yield from getattr(self, f"_{op}")()
 
     def normal(self, *shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
         return torch.randn(shape, device=self.device, generator=self.generator).to(dtype)
