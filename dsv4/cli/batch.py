@@ -4,36 +4,32 @@ import asyncio
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from dsv4.cli.options import engine_options
-from dsv4.cli.show import count_bar, model_folder, out, print_json, say
+from dsv4.cli.options import check_positive, engine_options, needs_extra
+from dsv4.cli.show import count_bar, model_folder, out, print_json, say_note
 from dsv4.config import EngineConfig
 from dsv4.errors import ConfigError
 
 EPILOG = """
 [bold]Examples[/]
-
   dsv4 batch in.jsonl out.jsonl
-
   dsv4 batch in.jsonl out.jsonl --model ./model --max-batch 32 --json
-
   dsv4 batch in.jsonl out.jsonl --ray --replicas 4 --gpus-per-replica 1
-
 [bold]A line of the input[/]
-
   {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": \\[...]}}
-
 Killed at any time, the same command goes on where it was, and the output is the same to the byte.
 """
 # Nobody waits for a token of a batch, so prompts are read in whole chunks.
 MAX_STALL_MS = 600_000
 
 
+@partial(engine_options, max_stall_ms=MAX_STALL_MS)
 def batch(
     source: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="requests, one per line")],
     target: Annotated[Path, typer.Argument(metavar="OUT.jsonl", help="answers, in the same order")],
@@ -55,19 +51,9 @@ def batch(
 
     Seeds and ids are made from the lines, so a run that was killed and started again gives the same file.
     """
-    try:
+    with needs_extra("a batch", "serve"):
         from dsv4.serve.batch import Job, Output, read_lines, run
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{error.name} is not installed; a batch needs it: pip install 'dsv4[serve]'"
-        ) from None
-    for label, value in (
-        ("--parallel", parallel),
-        ("--replicas", replicas),
-        ("--max-thinking", max_thinking),
-    ):
-        if value is not None and value < 1:
-            raise ConfigError(f"{label} is {value}, expected 1 or more")
+    check_positive(parallel=parallel, replicas=replicas, max_thinking=max_thinking)
     total = sum(1 for _ in read_lines(source))
     if target.exists() and target.samefile(source):
         raise ConfigError(f"{target} is the input too; name another file for the answers")
@@ -84,7 +70,7 @@ def batch(
         # As the lines so far have it: the input may have been copied since.
         job = replace(job, created=tally.created or job.created)
         if tally.before:
-            say("note", "yellow", f"{tally.before} of {total} lines are there already; going on")
+            say_note(f"{tally.before} of {total} lines are there already; going on")
 
         def rest() -> Iterator[tuple[int, bytes]]:
             return islice(enumerate(read_lines(source)), tally.before, None)
@@ -96,19 +82,12 @@ def batch(
                 tally.count(line)
                 update(tally.done, total)
 
-            def log(line: str) -> None:
-                say("note", "yellow", line)
-
             many = parallel or 4 * config.max_batch
             if tally.done == total:
                 pass
             elif ray:
-                try:
+                with needs_extra("--ray", "ray"):
                     from dsv4.serve.ray_batch import run_on_ray
-                except ModuleNotFoundError as error:
-                    why = f"{error.name} is not installed; --ray needs it: pip install 'dsv4[ray]'"
-                    raise ConfigError(why) from None
-
                 run_on_ray(
                     job=job,
                     items=rest(),
@@ -118,7 +97,7 @@ def batch(
                     take=take,
                 )
             else:
-                asyncio.run(run(job, rest(), many, take, log, lambda done, total: None))
+                asyncio.run(run(job, rest(), many, take, say_note, lambda done, total: None))
     _show(tally, total, source, target, json)
 
 
@@ -141,7 +120,3 @@ def _show(tally: Any, total: int, source: Path, target: Path, json: bool) -> Non
             f"{total} lines, {tally.failed} of them with an error; {tally.prompt_tokens:,} tokens in prompts "
             f"and {tally.completion_tokens:,} generated; {seconds:.1f} s"
         )
-
-
-def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(engine_options(batch, max_stall_ms=MAX_STALL_MS))

@@ -7,19 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
-from dsv4.cli.bench_ranks import EPILOG as RANKS_EPILOG
-from dsv4.cli.bench_ranks import ranks
-from dsv4.cli.bench_show import (
-    copied_rows,
-    show_decode,
-    show_engine,
-    show_profile,
-    show_result,
-    show_rows,
-    title_of,
-)
+from dsv4.cli import bench_show
+from dsv4.cli.options import add_command, show_help
 from dsv4.cli.show import bytes_bar, count_bar, err, model_folder, out, print_json, size
 
 if TYPE_CHECKING:
@@ -32,37 +22,32 @@ if TYPE_CHECKING:
 
 DECODE_EPILOG = """
 [bold]Examples[/]
-
   dsv4 bench decode --synthetic flash --experts 192 --layout nvfp4 --context 4096
-
   dsv4 bench decode --synthetic flash --batch 8 --profile --save bench/results/h200.jsonl
-
   dsv4 bench decode --synthetic flash --experts 256 --layout official --spill auto --routing uniform,zipf:1
-
   dsv4 bench decode ./DeepSeek-V4-Flash --plot speed.png
 """
 
 PREFILL_EPILOG = """
 [bold]Examples[/]
-
   dsv4 bench prefill --synthetic flash --tokens 8192
-
   dsv4 bench prefill ./DeepSeek-V4-Flash --tokens 32768 --chunk 8192
-
   dsv4 bench prefill --synthetic flash --experts 256 --layout official --spill auto
 """
 OPS_EPILOG = """
 [bold]Examples[/]
-
   dsv4 bench ops
-
   dsv4 bench ops --preset flash --op attend --op decode --tokens 8192
 """
 
 PLOT_EPILOG = """
 [bold]Example[/]
-
   dsv4 bench plot out.jsonl speed.png
+"""
+RANKS_EPILOG = """
+[bold]Examples[/]
+  dsv4 bench ranks flash --of 2 --layout nvfp4
+  dsv4 bench ranks pro --of 8 --experts 384 --layout nvfp4
 """
 
 Model = Annotated[Path | None, typer.Argument(help="model folder; default: the embedded model")]
@@ -200,6 +185,7 @@ def _decode(
     import torch
 
     from dsv4.lab.bench.ceiling import gpu, measure_host_read, measure_read
+    from dsv4.lab.bench.engine import speeds
     from dsv4.lab.bench.spilled import divide
 
     device = gpu()
@@ -219,24 +205,12 @@ def _decode(
             line = _one(subject, bundle, wanted, split, (ceiling, host_rate), profiled, device) | made
             if not bare:
                 with err.status("decoding through the engine"):
-                    line["engine"] = _speeds(bundle, wanted, line["ms_per_token"])
-                show_engine(line["engine"])
+                    line["engine"] = speeds(bundle, wanted, line["ms_per_token"])
+                bench_show.engine(line["engine"])
             if swept:
                 line |= _sweep(bundle, wanted, ceiling, device)
             lines.append(line)
     return lines
-
-
-def _speeds(bundle: "Bundle", wanted: "Wanted", step_ms: float) -> dict[str, Any]:
-    from dsv4.lab.bench.engine import speeds
-
-    return speeds(
-        bundle=bundle,
-        batch=wanted.batch,
-        context=wanted.context,
-        steps=wanted.steps,
-        step_ms=step_ms,
-    )
 
 
 def _one(
@@ -249,17 +223,12 @@ def _one(
     device: "torch.device",
 ) -> dict[str, Any]:
     """Bare steps. `rates`: bytes per second that a kernel reads of GPU and of host memory at best."""
-    import gc
-
-    import torch
-
-    from dsv4.lab.bench.decode import Session, figures
+    from dsv4.lab.bench.decode import Session, figures, release
     from dsv4.lab.bench.profile import profile
     from dsv4.lab.bench.spilled import spill_figures
     from dsv4.lab.bench.subject import Reads
 
-    gc.collect()  # a decoder's launches refer to it, and it to them
-    torch.cuda.empty_cache()
+    release()
     with err.status("compiling, filling the cache, recording the graph"):
         session = Session(bundle, wanted, device)
     with err.status("decoding"):
@@ -268,10 +237,10 @@ def _one(
     line = {"bench": "decode", **subject.facts(), **figures(timing, wanted, layout, reads, rates[0])}
     if split is not None:
         line["spill"] = spill_figures(timing, reads, split, line["read_bytes"], rates)
-    show_decode(line)
+    bench_show.decode(line)
     if profiled:
         found = profile(session)
-        show_profile(found)
+        bench_show.profile(found)
         line["profile"] = found.as_dict()
     return {**line, **machine_of(device)}
 
@@ -285,15 +254,7 @@ def _sweep(bundle: "Bundle", wanted: "Wanted", ceiling: float, device: "torch.de
         for one in sweep(bundle, wanted, ceiling, device):
             lines.append(one)
             update(len(lines), total)
-    out.print("\nover context and batch", style="bold")
-    table = Table("context", "batch", "tokens/s", "ms per token", "share", box=None, pad_edge=False)
-    for one in lines:
-        if "left_out" in one:
-            table.add_row(f"{one['context']:,}", str(one["batch"]), f"[yellow]left out: {one['left_out']}[/]")
-        else:
-            cells = (f"{one['tokens_per_second']:,.1f}", f"{one['ms_per_token']:.3f}", f"{one['share']:.1%}")
-            table.add_row(f"{one['context']:,}", str(one["batch"]), *cells)
-    out.print(table)
+    bench_show.sweep(lines)
     return series(lines, wanted)
 
 
@@ -301,7 +262,8 @@ def _draw(line: dict[str, Any], path: Path) -> None:
     from dsv4.lab.bench.plot import draw_speed
 
     when = f"{line['device_name']}, {line['date'][:10]}; written above: share of the read ceiling"
-    draw_speed(path, line["over_context"], line["over_batch"], f"Decoding {title_of(line)}", when)
+    title = f"Decoding {bench_show.title_of(line)}"
+    draw_speed(path, line["over_context"], line["over_batch"], title, when)
 
 
 def plot(
@@ -316,32 +278,22 @@ def plot(
 
 def _beside(subject: "Subject", wanted: "Wanted", line: dict[str, Any]) -> dict[str, Any]:
     """Theirs after ours, with nothing of ours left in the GPU's memory."""
-    import gc
-
     import torch
 
     from dsv4.lab.bench import beside
     from dsv4.lab.bench.ceiling import gpu
+    from dsv4.lab.bench.decode import release
 
-    gc.collect()
-    torch.cuda.empty_cache()
+    release()
     device = gpu()
     beside.check_fits(subject.config, torch.cuda.mem_get_info(device)[0])
     with err.status("decoding with Transformers"):
         theirs = beside.measure(subject.config, wanted.context, wanted.batch, device)
-    times = theirs["ms_per_token"] / line["ms_per_token"]
-    show_rows(
-        f"\nbeside Transformers {theirs['version']}: {line['layers']} layers, {line['experts']} experts",
-        [
-            ("theirs", f"{theirs['ms_per_token']:.3f} ms", "per token, bfloat16, eager"),
-            (
-                "ours",
-                f"{line['ms_per_token']:.3f} ms",
-                f"per token, {line['layout']}: {times:.1f} times as fast",
-            ),
-        ],
-    )
-    return {"transformers": theirs, "times_as_fast": round(times, 2)}
+    bench_show.beside(line, theirs)
+    return {
+        "transformers": theirs,
+        "times_as_fast": round(theirs["ms_per_token"] / line["ms_per_token"], 2),
+    }
 
 
 def prefill(
@@ -364,12 +316,12 @@ def prefill(
 
     from dsv4.config import EngineConfig
     from dsv4.lab.bench.ceiling import gpu, measure_matmul
-    from dsv4.lab.bench.prefill import Wanted, check_activations, figures, measure
+    from dsv4.lab.bench.prefill import Wanted, figures, measure
     from dsv4.lab.bench.record import check_target
     from dsv4.lab.bench.spilled import prompt_figures
     from dsv4.lab.bench.subject import check_fits
 
-    wanted = Wanted(tokens, chunk, context, rounds, check_activations(activations))
+    wanted = Wanted(tokens, chunk, context, rounds)
     EngineConfig(spill=spill)  # refuses other words
     subject = _subject(model, synthetic, experts, layers, layout, routing, activations)
     others = wanted.other_bytes(subject.config)
@@ -389,19 +341,7 @@ def prefill(
     line = {"bench": "prefill", **subject.facts(), **figures(times, wanted, subject.config, matmul)}
     if split is not None:
         line["spill"] = prompt_figures(split, line["ms"] / 1e3, resident, -(-tokens // chunk))
-    show_rows(
-        f"prefill: {title_of(line)}, {tokens:,} tokens after {context:,}, chunks of {chunk:,}",
-        [
-            ("prompt", f"{line['ms']:,.1f} ms", f"median of {rounds}, slowest {line['ms_slowest']:,.1f} ms"),
-            ("speed", f"{line['tokens_per_second']:,.0f} tokens/s", ""),
-            ("arithmetic", f"{line['tflops']:,.1f} TFLOP/s", "of the products the prompt needs"),
-            (
-                *("share", f"{line['matmul_share']:.1%}"),
-                f"of {line['matmul_tflops']:,.0f} TFLOP/s: a BF16 product of 8192 x 8192 x 8192, just now",
-            ),
-            *copied_rows(line.get("spill")),
-        ],
-    )
+    bench_show.prefill(line)
     finish({**line, **machine_of(device)}, save)
 
 
@@ -438,7 +378,7 @@ def ops(
         out.print(f"{'model':6} {'op':24} {'backend':8} {'case':42} {'µs':>12} {'floor µs':>9} {'share':>6}")
         for result in measure(wished, read, matmul, device):
             results.append(result)
-            show_result(result)
+            bench_show.op(result)
     line = {
         **{"bench": "ops", "models": list(wished.presets), "tokens": tokens, "experts": experts},
         **{"context": context, "layout": layout, "ceiling_gb_per_second": round(read / 1e9, 1)},
@@ -449,6 +389,38 @@ def ops(
     finish({**line, **machine_of(device)}, save)
     if line["refused"]:
         raise typer.Exit(1)
+
+
+def ranks(
+    name: Annotated[str, typer.Argument(help="flash, pro or tiny: random weights of these sizes")],
+    of: Annotated[int, typer.Option(help="how many ranks there would be: 2, 4 or 8; 1: the whole model")],
+    experts: Annotated[
+        int | None, typer.Option(help="resident experts per layer; default: 192, or all if fewer")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="the first N layers only")] = None,
+    layout: Annotated[str, typer.Option(help="modelopt, official or nvfp4")] = "modelopt",
+    context: Annotated[int, typer.Option(help="tokens before the first")] = 4096,
+    batch: Annotated[int, typer.Option(help="sequences that decode together, 1 to 32")] = 1,
+    steps: Annotated[int, typer.Option(help="tokens of each sequence that are timed")] = 128,
+) -> None:
+    """Time the decode step of one rank: its share of the weights, every push and every wait, but its own
+    memory answers in its peers' place; then the same step without its all-reduces. Ends in one JSON line."""
+    import torch
+
+    from dsv4.lab.bench.ceiling import gpu
+    from dsv4.lab.bench.decode import Wanted
+    from dsv4.lab.bench.ranks import measure
+    from dsv4.lab.bench.subject import check_fits, other_bytes, synthetic
+
+    wanted = Wanted(context, batch, steps)
+    subject = synthetic(name, experts, layers, layout, ranks=of)
+    layout_of_cache = wanted.layout(subject.config)
+    device = gpu()
+    check_fits(subject, other_bytes(layout_of_cache, (wanted.rows,)), torch.cuda.mem_get_info(device)[0])
+    with err.status(f"making {size(subject.weight_bytes)} of weights, compiling, decoding"):
+        line = measure(subject, wanted, device)
+    bench_show.ranks(line)
+    finish({**line, **machine_of(device)}, None)
 
 
 def _load(
@@ -473,27 +445,20 @@ def finish(line: dict[str, Any], save: Path | None) -> None:
     """The machine, then the last line; kept where asked for."""
     from dsv4.lab.bench.record import append
 
-    versions = f"torch {line['torch']}, triton {line['triton']}, CUDA {line['cuda']}, {line['driver']}"
-    memory = f"{size(line['gpu_memory_bytes'])} of {size(line['gpu_memory_total_bytes'])} used"
-    out.print(f"\n{line['device_name']}, {memory}; {versions}", markup=False)
-    out.print(f"commit {line['commit'] or 'unknown'}, {line['date']}", markup=False)
+    bench_show.machine(line)
     print_json(line)
     if save is not None:
         append(save, line)
 
 
-def _help(context: typer.Context) -> None:
-    """Measure speed on a GPU: decoding, prefill, single ops, one rank of several."""
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
-
-
-def register(app: typer.Typer) -> None:
-    group = typer.Typer(rich_markup_mode="rich")
-    group.callback(invoke_without_command=True)(_help)
-    group.command(epilog=DECODE_EPILOG)(decode)
-    group.command(epilog=PREFILL_EPILOG)(prefill)
-    group.command(epilog=OPS_EPILOG)(ops)
-    group.command(epilog=PLOT_EPILOG)(plot)
-    group.command(epilog=RANKS_EPILOG)(ranks)
-    app.add_typer(group, name="bench")
+group = typer.Typer(
+    help="Measure speed on a GPU: decoding, prefill, single ops, one rank of several.",
+    callback=show_help,
+    invoke_without_command=True,
+    rich_markup_mode="rich",
+)
+add_command(group, decode, DECODE_EPILOG)
+add_command(group, prefill, PREFILL_EPILOG)
+add_command(group, ops, OPS_EPILOG)
+add_command(group, plot, PLOT_EPILOG)
+add_command(group, ranks, RANKS_EPILOG)

@@ -9,7 +9,7 @@ import typer
 
 from dsv4.cli.clock import Stopwatch
 from dsv4.cli.options import engine_options
-from dsv4.cli.show import ctrl_c, err, load_engine, out, say
+from dsv4.cli.show import ctrl_c, err, load_engine, out, say_error
 from dsv4.config import EngineConfig
 from dsv4.errors import RequestError, TextError
 
@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 EPILOG = """
 [bold]Examples[/]
-
   dsv4 chat
-
   dsv4 chat ./model --no-thinking --temperature 0.6 --system "Answer in one sentence."
 """
 HELP = (
@@ -92,22 +90,19 @@ class _Conversation:
         err.print(answer, style="dim", markup=False)
         return True
 
-    def messages(self) -> list[dict[str, Any]]:
-        head = [{"role": "system", "content": self.system}] if self.system else []
-        return head + self.turns
-
     def answer(self, line: str) -> None:
         from dsv4.text.chat import encode
 
         self.turns.append({"role": "user", "content": line})
+        system = [{"role": "system", "content": self.system}] if self.system else []
         tokenizer = self.engine.tokenizer
         assert tokenizer is not None
         try:
-            ids = tokenizer.encode_prompt(encode(self.messages(), thinking=self.thinking))
+            ids = tokenizer.encode_prompt(encode(system + self.turns, thinking=self.thinking))
             reply = self.stream(ids)
         except (RequestError, TextError) as error:
             self.turns.pop()
-            say("error", "bold red", f"{error} (/reset forgets the conversation)")
+            say_error(f"{error} (/reset forgets the conversation)")
             return
         self.turns.append({"role": "assistant", **reply})
 
@@ -143,7 +138,3 @@ def _read_line() -> str | None:
             return None
         except KeyboardInterrupt:
             out.print()
-
-
-def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(chat)

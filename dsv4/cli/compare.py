@@ -15,11 +15,8 @@ if TYPE_CHECKING:
 
 EPILOG = """
 [bold]Examples[/]
-
   dsv4 compare ./official ./nvfp4
-
   dsv4 compare ./model --a activations=a16 --b activations=a4 --plot depth.png
-
   dsv4 compare ./model --a device=cpu --b device=cuda,compute_dtype=float32 --limit 0.001 --decode 8
 """
 
@@ -88,7 +85,7 @@ def _tokens(
 ) -> list[int]:
     """The ids to run: given, from a text, or made up."""
     from dsv4.lab.compare import check_ids, default_tokens, random_ids
-    from dsv4.lab.score import read_ids
+    from dsv4.lab.score import read_ids, read_text
     from dsv4.text.tokenizer import Tokenizer
 
     if text is not None and ids is not None:
@@ -100,15 +97,8 @@ def _tokens(
         chosen = read_ids(ids)
         count = len(chosen) if limit is None else limit
     elif text is not None:
-        folder = model if model.is_dir() else model.parent
-        tokenizer = Tokenizer.load(folder)
-        try:
-            content = text.read_bytes().decode()
-        except OSError as error:
-            raise RequestError(f"{text} cannot be read: {error.strerror}") from None
-        except UnicodeDecodeError as error:
-            raise RequestError(f"{text} is not UTF-8 text (byte {error.start}); convert it first") from None
-        chosen = [tokenizer.bos_id, *tokenizer.encode_text(content)]
+        tokenizer = Tokenizer.load(model if model.is_dir() else model.parent)
+        chosen = [tokenizer.bos_id, *tokenizer.encode_text(read_text(text))]
     else:
         chosen = random_ids(config, count)
     chosen = chosen[:count]
@@ -116,29 +106,15 @@ def _tokens(
     return chosen
 
 
-_HEADER = (
-    "layer",
-    "kind",
-    "attention",
-    "cos",
-    "FFN",
-    "cos",
-    "streams",
-    "cos",
-    "|X| A",
-    "|X| B",
-    "experts",
-    "index",
-)
-_WIDTHS = (6, 8, 9, 7, 8, 7, 8, 7, 7, 7, 8, 7)
+# Plain lines, not a table: a table would cut numbers to fit the width it thinks it has.
+_LINE = "{:<6}{:<8}{:>9}{:>7}{:>8}{:>7}{:>8}{:>7}{:>7}{:>7}{:>8}{:>7}"
+_HEADER = ["layer", "kind", "attention", "cos", "FFN", "cos", "streams", "cos"]
+_HEADER += ["|X| A", "|X| B", "experts", "index"]
 
 
 def _show(comparison: "Comparison") -> None:
-    # Plain lines, not a table: a table would cut numbers to fit the width it thinks it has.
     for cells in (_HEADER, *map(_row, comparison.layers.values())):
-        left, right = list(zip(cells, _WIDTHS, strict=True))[:2], list(zip(cells, _WIDTHS, strict=True))[2:]
-        line = "".join(f"{cell:<{width}}" for cell, width in left)
-        out.print(line + "".join(f"{cell:>{width}}" for cell, width in right), markup=False)
+        out.print(_LINE.format(*cells), markup=False)
     legend = "relative error and cosine; |X|: rms of the streams; experts, index: same choices (-: no choice)"
     out.print(f"[dim]{legend}[/]\n")
     departure, jump = comparison.departure, comparison.largest_jump()
@@ -161,7 +137,7 @@ def _show(comparison: "Comparison") -> None:
         )
 
 
-def _row(layer: "Layer") -> tuple[str, ...]:
+def _row(layer: "Layer") -> list[str]:
     cells = [layer.name.removeprefix("layers."), layer.kind]
     for part in ("attn.out", "ffn.out", "hc_ffn.streams"):
         found = layer.parts.get(part)
@@ -170,8 +146,4 @@ def _row(layer: "Layer") -> tuple[str, ...]:
     cells += [f"{rms:.3g}" for rms in streams.rms] if streams else ["-", "-"]
     cells.append(f"{layer.routing.share:.1%}" if layer.routing.chosen else "-")
     cells.append(f"{layer.selection.share:.1%}" if layer.selection.chosen else "-")
-    return tuple(cells)
-
-
-def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(compare)
+    return cells

@@ -16,11 +16,8 @@ if TYPE_CHECKING:
 
 EPILOG = """
 [bold]Examples[/]
-
   dsv4 doctor
-
   dsv4 doctor ./DeepSeek-V4-Flash
-
   dsv4 doctor ./model --full --json
 """
 _STYLES = {"ok": "green", "note": "yellow", "fail": "bold red"}
@@ -48,7 +45,7 @@ def doctor(
                 _show(finding)
     is_right = passed(findings)
     if json:
-        print_json({"pass": is_right, "findings": [finding.as_dict() for finding in findings]})
+        print_json({"pass": is_right, "findings": [vars(finding) for finding in findings]})
     else:
         _conclude(findings, time.monotonic() - start)
     if not is_right:
@@ -85,7 +82,3 @@ def _conclude(findings: "list[Finding]", seconds: float) -> None:
     out.print(f"[bold red]FAIL[/]  {len(failed)} of {len(findings)} checks. What to do:")
     for number, finding in enumerate(failed, 1):
         out.print(f"  {number}. {escape(f'{finding.area}, {finding.name}: {finding.remedy}')}")
-
-
-def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(doctor)

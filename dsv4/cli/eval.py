@@ -10,31 +10,25 @@ from rich.markup import escape
 from rich.table import Table
 
 from dsv4 import __version__
-from dsv4.cli.options import engine_options
-from dsv4.cli.show import count_bar, ctrl_c, load_engine, out, print_json, say
+from dsv4.cli.options import check_positive, engine_options
+from dsv4.cli.show import count_bar, ctrl_c, load_engine, out, print_json, say_note
 from dsv4.config import EngineConfig
 from dsv4.errors import ConfigError
 from dsv4.models import evaluation_set
 
 EPILOG = """
 [bold]Examples[/]
-
   dsv4 eval
-
   dsv4 eval --suite recall --plot recall.png
-
   dsv4 eval ./model --suite sums --limit 20 --activations a8 --json
-
 [bold]What the indexer has learnt[/]: its entries against as many chosen by lot, and against all visible ones
-
   dsv4 eval --suite recall --op index=dsv4.lab.index_random
-
   dsv4 eval --suite recall --op index=dsv4.lab.index_dense
 """
 
 
 @engine_options
-def eval_(
+def eval(
     model: Annotated[Path | None, typer.Argument(help="model folder; default: the embedded model")] = None,
     suite: Annotated[str, typer.Option(help="stories, sums, recall, chat or all")] = "all",
     set_: Annotated[
@@ -63,9 +57,7 @@ def eval_(
 
     if suite not in (*SUITES, "all"):
         raise ConfigError(f"suite is {suite!r}, expected one of {', '.join((*SUITES, 'all'))}")
-    for name, value in (("limit", limit), ("max-tokens", max_tokens)):
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name} is {value}, expected 1 or more")
+    check_positive(limit=limit, max_tokens=max_tokens)
     if plot is not None and suite not in ("recall", "all"):
         raise ConfigError(f"--plot shows recall; use --suite recall or all, not {suite}")
     for name, path in (("answers", answers), ("plot", plot)):
@@ -92,7 +84,7 @@ def eval_(
     elif plot is not None:
         outcome.notes.append(f"{plot} was not drawn: there is no recall to show")
     for note in outcome.notes:
-        say("note", "yellow", note)
+        say_note(note)
     if json:
         about = {
             **{"model": str(model or "embedded"), "set": str(source), "suite": suite, "limit": limit},
@@ -149,7 +141,3 @@ def _indented(parts: dict[str, Any]) -> list[tuple[str, Any]]:
 def _rate(name: str, rate: dict[str, Any]) -> tuple[str, str, str, str]:
     interval = f"{100 * rate['low']:.0f} to {100 * rate['high']:.0f} %"
     return name, f"{100 * rate['share']:.1f} %", interval, str(rate["total"])
-
-
-def register(app: typer.Typer) -> None:
-    app.command("eval", epilog=EPILOG)(eval_)

@@ -10,9 +10,7 @@ from dsv4.cli.show import model_folder, out, print_json, size
 
 EPILOG = """
 [bold]Examples[/]
-
   dsv4 experts ./DeepSeek-V4-Flash
-
   dsv4 experts ./DeepSeek-V4-Flash --json | jq .coverage
 """
 SHARES = (0.05, 0.1, 0.25, 0.5, 0.75, 0.78, 0.9, 0.92, 0.95, 1.0)
@@ -64,7 +62,3 @@ def experts(
         bar = "█" * round(WIDTH * row["hit_rate"])
         table.add_row(f"{row['resident_share']:.0%}", size(int(row["bytes"])), f"{row['hit_rate']:.2%}", bar)
     out.print(table)
-
-
-def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(experts)

@@ -19,13 +19,9 @@ if TYPE_CHECKING:
 
 EPILOG = """
 [bold]Examples[/]
-
   dsv4 generate "Once upon a time" --max-tokens 64 --temperature 0
-
   dsv4 generate --chat "What is 27 + 58?" --thinking --stats
-
   dsv4 generate "first prompt" "second prompt" --model ./model --json
-
   dsv4 generate --ids 0,17,42 --model ./model --temperature 0 --logprobs 3 --json
 """
 
@@ -108,7 +104,7 @@ def generate(
         if json:
             print_json(_as_dict(request, done))
             continue
-        text(_shown(engine, done) + "\n")
+        text((done.text if engine.tokenizer else " ".join(map(str, done.ids))) + "\n")
         for token in done.tokens if logprobs is not None else ():
             others = "".join(f"  {id}:{logprob:.4f}" for id, logprob in token.top)
             text(f"{token.id:>7} {token.logprob:9.4f} {others}\n")
@@ -175,10 +171,6 @@ def _complete(engine: "Engine", requests: "list[Request]", watch: Stopwatch) -> 
         return [stream.completion() for stream in streams]
 
 
-def _shown(engine: "Engine", done: "Completion") -> str:
-    return done.text if engine.tokenizer else " ".join(map(str, done.ids))
-
-
 def _as_dict(request: "Request", done: "Completion") -> dict[str, Any]:
     value: dict[str, Any] = {
         "prompt_tokens": done.prompt_tokens,
@@ -194,7 +186,3 @@ def _as_dict(request: "Request", done: "Completion") -> dict[str, Any]:
             for t in done.tokens
         ]
     return value
-
-
-def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(generate)

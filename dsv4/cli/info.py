@@ -11,9 +11,7 @@ from dsv4.cli.show import out, print_json, size
 
 EPILOG = """
 [bold]Examples[/]
-
   dsv4 info
-
   dsv4 info --device cuda --json
 """
 
@@ -78,7 +76,3 @@ def info(
         out.print("rows      (embedded model, 1 thread)")
         for line in (*summary(exact).split("; "), *rejections(exact.products), *exact.notes):
             out.print(f"  {line}")
-
-
-def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(info)

@@ -9,9 +9,7 @@ from dsv4.cli.show import bytes_bar, out, print_json, size
 
 EPILOG = """
 [bold]Examples[/]
-
   dsv4 init ./random --preset tiny
-
   dsv4 init ./random --preset tiny --format modelopt --seed 7
 """
 
@@ -37,7 +35,3 @@ def init(
         print_json({"folder": str(folder), "preset": preset, "format": format, "seed": seed, "bytes": done})
     else:
         out.print(f"{folder}: {preset}, {format}, seed {seed}, {size(done)}", markup=False)
-
-
-def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(init)

@@ -6,16 +6,13 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from dsv4.cli.show import model_folder, out, print_json, say, size, text
+from dsv4.cli.show import model_folder, out, print_json, say_note, size, text
 from dsv4.config import ModelConfig
 
 EPILOG = """
 [bold]Examples[/]
-
   dsv4 inspect ./DeepSeek-V4-Flash
-
   dsv4 inspect ./model --tensors
-
   dsv4 inspect ./model --json | jq .active_bytes_per_token
 """
 
@@ -49,7 +46,7 @@ def inspect(
             name, shape = source.param.name, str(list(source.param.shape))
             text(f"{name:<44} {shape:<16} {storage_name(source):<20} {source.num_bytes:>15,}\n")
     for note in inventory.notes:
-        say("note", "yellow", note)
+        say_note(note)
 
 
 def _show_config(c: ModelConfig, family: str, num_mtp: int) -> None:
@@ -63,7 +60,3 @@ def _show_config(c: ModelConfig, family: str, num_mtp: int) -> None:
     out.print(f"experts     {c.experts_per_token} of {c.num_experts}, width {c.expert_width}, 1 shared")
     out.print(f"positions   {c.max_positions:,}")
     out.print()
-
-
-def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(inspect)

@@ -3,27 +3,13 @@
 import io
 import os
 import sys
+from importlib import import_module
 
 import typer
 
-from dsv4.cli import (
-    batch,
-    bench,
-    chat,
-    compare,
-    doctor,
-    eval,
-    experts,
-    generate,
-    info,
-    init,
-    inspect,
-    plan,
-    quantize,
-    score,
-    serve,
-)
-from dsv4.cli.show import say
+from dsv4.cli.bench import group as bench
+from dsv4.cli.options import add_command, show_help
+from dsv4.cli.show import say_error
 from dsv4.env import launched_by, wants_traceback
 from dsv4.errors import Dsv4Error
 
@@ -31,35 +17,19 @@ from dsv4.errors import Dsv4Error
 UsageError: type[typer.BadParameter] = typer.BadParameter.__bases__[0]
 
 app = typer.Typer(
+    help="A small, fast, exact inference engine for DeepSeek-V4.",
+    callback=show_help,
+    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (
-    generate,
-    chat,
-    serve,
-    batch,
-    score,
-    eval,
-    inspect,
-    quantize,
-    plan,
-    experts,
-    doctor,
-    compare,
-    bench,
-    info,
-    init,
-):
-    command.register(app)
-
-
-@app.callback(invoke_without_command=True)
-def _help(context: typer.Context) -> None:
-    """A small, fast, exact inference engine for DeepSeek-V4."""
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+# As --help lists them: each is a module here, with a function of the same name and its EPILOG.
+COMMANDS = "generate chat serve batch score eval inspect quantize plan experts doctor compare info init"
+for name in COMMANDS.split():
+    module = import_module(f"dsv4.cli.{name}")
+    add_command(app, getattr(module, name), module.EPILOG)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:
@@ -74,22 +44,18 @@ def main() -> None:
         sys.exit(code)
     except UsageError as error:
         command = error.ctx.command_path if error.ctx else "dsv4"
-        say("error", "bold red", f"{error.format_message().rstrip('.')}; see {command} --help")
+        say_error(f"{error.format_message().rstrip('.')}; see {command} --help")
         sys.exit(2)
     except Dsv4Error as error:
         if wants_traceback():
             raise
-        say("error", "bold red", str(error))
+        say_error(str(error))
         sys.exit(2)
     except ModuleNotFoundError as error:
         # A core without a GPU has no Triton, which every kernel is imported with.
         if error.name != "triton" or wants_traceback():
             raise
-        say(
-            "error",
-            "bold red",
-            "this runs GPU kernels, which need Triton; it is not installed: pip install triton",
-        )
+        say_error("this runs GPU kernels, which need Triton; it is not installed: pip install triton")
         sys.exit(2)
     except BrokenPipeError:
         # The reader of our output went away (`| head`): nothing is wrong.
@@ -100,7 +66,7 @@ def main() -> None:
         if wants_traceback():
             raise
         place = "input or output" if error.filename is None else str(error.filename)
-        say("error", "bold red", f"{place} cannot be used: {error.strerror or error}")
+        say_error(f"{place} cannot be used: {error.strerror or error}")
         _forget_output()
         sys.exit(2)
 

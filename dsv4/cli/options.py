@@ -1,10 +1,11 @@
 """Options shared by commands: every field of EngineConfig becomes a flag; a command gets the config."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import wraps
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -39,17 +40,40 @@ _HELP = {
     "drafts": "tokens the draft block proposes for each step, 0 to 3 (try 1): the same answer, on a CPU only",
     "cache_pages": "pages of the cache, one per 256 tokens; default: enough for max-batch x max-context",
 }
-_TYPES: dict[str, Any] = {
-    **{"max_context": int | None, "threads": int | None, "cache_pages": int | None},
-    **{"max_batch": int, "chunk": int | None, "max_stall_ms": int, "prefix_snapshots": int},
-    **{"gpus": str | None, "ranks": int, "expert_parallel": bool, "rank_seconds": float},
-    **{"expert_memory": int | None, "swap_share": float, "prefix_dir": str | None, "prefix_dir_bytes": int},
-    **{"drafts": int, "no_graph": bool, "no_overlap": bool},
-}
+
+
+@contextmanager
+def needs_extra(what: str, extra: str) -> Iterator[None]:
+    """Around imports of what an extra of the package installs."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        why = f"{error.name} is not installed; {what} needs it: pip install 'dsv4[{extra}]'"
+        raise ConfigError(why) from None
+
+
+def check_positive(**options: int | None) -> None:
+    """Numbers that were given, by the names of their options."""
+    for name, value in options.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}, expected 1 or more")
+
+
+def show_help(context: typer.Context) -> None:
+    """What a group does that is called without a command."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def add_command(group: typer.Typer, command: Callable[..., None], epilog: str) -> None:
+    """`epilog`: what --help ends with, a paragraph per line; one that ends in a backslash goes on."""
+    group.command(epilog=epilog.replace("\n", "\n\n").replace("\\\n\n", "\n"))(command)
 
 
 def engine_options(command: Callable[..., None], **defaults: Any) -> Callable[..., None]:
     """Give a command all engine flags; its parameter `config` becomes the EngineConfig made from them."""
+    # Which words a field allows is EngineConfig's to say, not the parser's.
+    types = get_type_hints(EngineConfig) | {"activations": str}
     flags = []
     for field in fields(EngineConfig):
         if field.name == "ops":
@@ -62,7 +86,7 @@ def engine_options(command: Callable[..., None], **defaults: Any) -> Callable[..
         else:
             # A flag that says no has no opposite.
             names = (f"--{field.name.replace('_', '-')}",) if field.name.startswith("no_") else ()
-            kind = Annotated[_TYPES.get(field.name, str), typer.Option(*names, help=_HELP[field.name])]
+            kind = Annotated[types[field.name], typer.Option(*names, help=_HELP[field.name])]
             default = defaults.get(field.name, field.default)
         flags.append(
             inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)

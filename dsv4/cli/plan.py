@@ -15,11 +15,8 @@ if TYPE_CHECKING:
 
 EPILOG = """
 [bold]Examples[/]
-
   dsv4 plan flash --gpus 2xH200 --context 131072 --batch 8
-
   dsv4 plan pro --format official --gpus 8xB200 --tp 8 --ep 8
-
   dsv4 plan ./DeepSeek-V4-Flash --json | jq .per_gpu
 """
 
@@ -174,14 +171,13 @@ def _show(title: str, made: "Plan", report: dict[str, Any], record: "Record | No
     if not report["fits"]:
         _show_instead(report["instead"], w.context, w.batch, report["refused"] is not None)
     growth = report["cache_bytes_per_token"]
-    out.print(f"\none sequence  {size(report['sequence_bytes'])} of cache, {growth:,.0f} B per further token")
+    out.print()
+    _line("one sequence", f"{size(report['sequence_bytes'])} of cache, {growth:,.0f} B per further token")
     if record and today.runs:
         rate = _rate(report["measured_tokens_per_second"])
-        out.print(
-            f"measured      {record.share:.0%} of the ceiling below ({source}): {rate} tokens/s", markup=False
-        )
+        _line("measured", f"{record.share:.0%} of the ceiling below ({source}): {rate} tokens/s")
     elif not record:
-        out.print(f"measured      no run of this model on {machine.name} is recorded", markup=False)
+        _line("measured", f"no run of this model on {machine.name} is recorded")
     if today.spill is not None:
         _show_spill(today, record, source, report["spill"])
     if today.runs or machine.count == 1:
@@ -189,8 +185,9 @@ def _show(title: str, made: "Plan", report: dict[str, Any], record: "Record | No
     if machine.count > 1:
         fits = "fits" if made.fits else "does not fit"
         each = f"{size(made.total_bytes)} on each GPU, {fits}"
+        out.print()
         state = "never run" if made.is_built else "not built"
-        out.print(f"\n{state}     {machine.label}, tp {made.tp}, ep {made.ep}: {each}", markup=False)
+        _line(state, f"{machine.label}, tp {made.tp}, ep {made.ep}: {each}")
         _show_theory(made, f"{machine.count}, ")
 
 
@@ -208,9 +205,9 @@ def _show_spill(made: "Plan", record: "Record | None", source: str, found: dict[
         f"{name} {_rate(found[f'tokens_per_second_{key}']['one'])}" for name, key in rates.items()
     )
     where = f"PCIe {HOST_BANDWIDTH / 1e9:.0f} GB/s (measured on {HOST_MEASURED_ON})"
-    out.print(f"spilled       {spill.num_spilled:,} experts, {1 - spill.share:.1%} of all", markup=False)
-    out.print(f"estimated     {said} tokens/s; GPU memory {of}, {where}", markup=False)
-    out.print(f"routing       {found['counts']}", markup=False)
+    _line("spilled", f"{spill.num_spilled:,} experts, {1 - spill.share:.1%} of all")
+    _line("estimated", f"{said} tokens/s; GPU memory {of}, {where}")
+    _line("routing", found["counts"])
 
 
 def _show_theory(made: "Plan", which: str) -> None:
@@ -219,7 +216,7 @@ def _show_theory(made: "Plan", which: str) -> None:
         rate = made.tokens_per_second(count)
         each = f", {_rate(rate / count)} each" if count > 1 else ""
         read = f"reads {size(made.read_bytes(count))} per step"
-        out.print(f"in theory     {which}batch {count} {read}: at most {_rate(rate)} tokens/s{each}")
+        _line("in theory", f"{which}batch {count} {read}: at most {_rate(rate)} tokens/s{each}")
 
 
 def _show_predicted(
@@ -229,20 +226,18 @@ def _show_predicted(
     from dsv4.lab.links import RANK_STEPS_SOURCE
 
     if not made.is_built:
-        out.print("predicted     nothing: what such ranks would send each other is not built", markup=False)
+        _line("predicted", "nothing: what such ranks would send each other is not built")
         return
     said = made.communication()
     if predicted is None or said["all_reduce_us"] is None:
-        out.print(f"predicted     nothing: no all-reduce of {made.machine.name} is published", markup=False)
+        _line("predicted", f"nothing: no all-reduce of {made.machine.name} is published")
         return
-    each = f"{said['all_reduces']} all-reduces of {size(said['message_bytes'])}"
-    out.print(
-        f"per token     {each}, {said['all_reduce_us']:.1f} us each ({said['source']}); "
-        f"each GPU sends {size(said['sent_bytes'])}",
-        markup=False,
+    each = (
+        f"{said['all_reduce_us']:.1f} us each ({said['source']}); each GPU sends {size(said['sent_bytes'])}"
     )
+    _line("per token", f"{said['all_reduces']} all-reduces of {size(said['message_bytes'])}, {each}")
     used = by_share if rank_ms is None else f"a rank's step of {rank_ms} ms, {RANK_STEPS_SOURCE}"
-    out.print(f"predicted     batch 1: {_range(predicted)} tokens/s ({used})", markup=False)
+    _line("predicted", f"batch 1: {_range(predicted)} tokens/s ({used})")
 
 
 def _sets(made: "Plan", share: float, model: str, layout: str) -> list[dict[str, Any]]:
@@ -294,6 +289,10 @@ def _show_sets(rows: list[dict[str, Any]], share: float, source: str) -> None:
         out.print(f"* by the step of one rank, {RANK_STEPS_SOURCE}", markup=False)
 
 
+def _line(label: str, text: str) -> None:
+    out.print(f"{label:<13} {text}", markup=False)
+
+
 def _range(rates: tuple[float, float]) -> str:
     """`276 to 368`; one number where both are the same."""
     low, high = map(_rate, rates)
@@ -306,14 +305,10 @@ def _rate(value: float) -> str:
 
 def _show_instead(instead: dict[str, Any], context: int, batch: int, is_refused: bool) -> None:
     if instead["context"]:
-        out.print(f"would fit     a context of {instead['context']:,} with batch {batch}")
+        _line("would fit", f"a context of {instead['context']:,} with batch {batch}")
     if instead["batch"]:
-        out.print(f"would fit     a batch of {instead['batch']:,} with context {context:,}")
+        _line("would fit", f"a batch of {instead['batch']:,} with context {context:,}")
     if not is_refused and not instead["context"] and not instead["batch"]:
-        out.print("would fit     nothing here: weights and workspace alone are too large")
+        _line("would fit", "nothing here: weights and workspace alone are too large")
     sets = ", ".join(f"{each['count']} x {each['name']}" for each in instead["gpus"])
-    out.print(f"in theory     would do: {sets or 'no set of known GPUs'} (several were never run)")
-
-
-def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(plan)
+    _line("in theory", f"would do: {sets or 'no set of known GPUs'} (several were never run)")

@@ -6,18 +6,14 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from dsv4.cli.show import bytes_bar, out, print_json, say, size, text
+from dsv4.cli.show import bytes_bar, out, print_json, say_note, size, text
 from dsv4.errors import ConfigError
 
 EPILOG = """
 [bold]Examples[/]
-
   dsv4 quantize ./DeepSeek-V4-Flash ./Flash-NVFP4 --format nvfp4
-
   dsv4 quantize ./bf16 ./nvfp4 --format nvfp4 --rest official --least-squares --report report.html
-
   dsv4 quantize ./DeepSeek-V4-Flash ./Flash-BF16 --format bf16 --mtp --recipe cast
-
 An interrupted run goes on where it stopped when the same command is given again.
 """
 
@@ -78,9 +74,9 @@ def quantize(
         print_json({"folder": str(target), "is_new": is_new, **result})
         return
     for note in result["notes"]:
-        say("note", "yellow", note)
+        say_note(note)
     if not is_new:
-        say("note", "yellow", f"{target} was complete already; nothing was written")
+        say_note(f"{target} was complete already; nothing was written")
     if tensors:
         _show_tensors(result)
     _show(result)
@@ -112,7 +108,3 @@ def _show(result: dict[str, Any]) -> None:
         "[bold]total[/]", f"{len(result['tensors']):,}", f"was {size(result['bytes_before'])}", total
     )
     out.print(table)
-
-
-def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(quantize)

@@ -13,11 +13,8 @@ from dsv4.errors import ConfigError, RequestError
 
 EPILOG = """
 [bold]Examples[/]
-
   dsv4 score --text story.txt
-
   dsv4 score ./model --text story.txt --activations a8 --json
-
   dsv4 score ./model --ids ids.safetensors --prompt-len 300 --logits out.safetensors --chunk 64 --mtp
 """
 
@@ -49,26 +46,14 @@ def score(
     assert ids is not None
     if not logits.parent.is_dir() or logits.is_dir():
         raise ConfigError(f"--logits {logits}: expected the name of a file in an existing folder")
-    _score_ids(model, ids, prompt_len, logits, mtp, json, config)
-
-
-def _score_ids(
-    model: Path | None,
-    ids_file: Path,
-    prompt_len: int,
-    logits: Path,
-    mtp: bool,
-    json: bool,
-    config: EngineConfig,
-) -> None:
     from dsv4.lab.score import read_ids, score_ids, write_logits
 
-    ids = read_ids(ids_file)
+    given = read_ids(ids)
     if config.max_context is None:
-        config = replace(config, max_context=max(1, len(ids)))
+        config = replace(config, max_context=max(1, len(given)))
     engine = load_engine(model, replace(config, max_batch=1))
     with count_bar("scoring") as update:
-        result = score_ids(engine, ids, prompt_len, mtp, update)
+        result = score_ids(engine, given, prompt_len, mtp, update)
     write_logits(logits, result)
     shapes = {name: list(value.shape) for name, value in result.items()}
     if json:
@@ -79,15 +64,9 @@ def _score_ids(
 
 
 def _score_text(model: Path | None, path: Path, json: bool, config: EngineConfig) -> None:
-    from dsv4.lab.score import score_text
+    from dsv4.lab.score import read_text, score_text
 
-    try:
-        # Not read_text: it would turn CRLF into LF and measure another text.
-        content = path.read_bytes().decode()
-    except OSError as error:
-        raise RequestError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{path} is not UTF-8 text (byte {error.start}); convert it first") from None
+    content = read_text(path)
     engine = load_engine(model, replace(config, max_batch=1))
     with count_bar("scoring") as update:
         result = score_text(engine, content, update)
@@ -102,7 +81,3 @@ def _score_text(model: Path | None, path: Path, json: bool, config: EngineConfig
         err.print(
             f"[dim]measured in pieces of {engine.settings.max_context} tokens, each from the start token[/]"
         )
-
-
-def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(score)

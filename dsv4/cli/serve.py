@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dsv4.cli.options import engine_options
-from dsv4.cli.show import bytes_bar, err, model_folder, say
+from dsv4.cli.options import engine_options, needs_extra
+from dsv4.cli.show import bytes_bar, err, model_folder, say_note
 from dsv4.config import EngineConfig
 from dsv4.errors import ConfigError
 
@@ -19,22 +19,14 @@ if TYPE_CHECKING:
 
 EPILOG = """
 [bold]Examples[/]
-
   dsv4 serve
-
   dsv4 serve ./model --port 9000 --max-batch 16 --max-context 16384
-
   dsv4 serve ./model --host 0.0.0.0 --api-key-file keys.txt
-
   dsv4 serve ./model --ray --replicas 2 --max-replicas 8 --gpus-per-replica 1
-
   torchrun --nnodes 2 --node-rank 0 --nproc-per-node 4 --master-addr 10.0.0.1 -m dsv4 serve ./model
-
   (that on the first of two machines, on the other the same with --node-rank 1)
-
 [bold]Then[/]
-
-  curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json" -d
+  curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json" -d\\
   '{"messages": \\[{"role": "user", "content": "What is 27 + 58?"}]}'
 """
 
@@ -109,14 +101,9 @@ def serve(
 
     One line per request goes to stderr, without its text. Ctrl-C or SIGTERM drains; a second one ends.
     """
-    try:
+    with needs_extra("the server", "serve"):
         from dsv4.serve.gate import LOCAL_NAMES
         from dsv4.serve.server import ServerConfig, serve
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{error.name} is not installed; the server needs it: pip install 'dsv4[serve]'"
-        ) from None
-
     server_config = ServerConfig(
         host=host,
         port=port,
@@ -139,7 +126,7 @@ def serve(
     err.file = UnfailingStderr()  # type: ignore[assignment]
     folder = model_folder(model)
     if api_key_file is None and host not in LOCAL_NAMES:
-        say("note", "yellow", f"whoever reaches {host} can use the model; ask for keys with --api-key-file")
+        say_note(f"whoever reaches {host} can use the model; ask for keys with --api-key-file")
     if ray:
         scale = {"replicas": replicas, "max_replicas": max_replicas, "gpus_per_replica": gpus_per_replica}
         _serve_on_ray(folder, config, server_config, scale)
@@ -160,14 +147,8 @@ def serve(
 def _serve_on_ray(
     folder: Path, config: EngineConfig, server_config: "ServerConfig", scale: dict[str, Any]
 ) -> None:
-    try:
+    with needs_extra("--ray", "ray"):
         from dsv4.serve.ray_serve import Scale, serve_on_ray
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name} is not installed; --ray needs it: pip install 'dsv4[ray]'") from None
     if server_config.tls_cert is not None or server_config.cors_origins:
         raise ConfigError("--tls-cert and --cors-origins are for a proxy in front of Ray; leave them out")
     serve_on_ray(folder, config, server_config, Scale(**scale))
-
-
-def register(app: typer.Typer) -> None:
-    app.command(epilog=EPILOG)(serve)

@@ -6,7 +6,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
@@ -46,10 +47,18 @@ def text(piece: str, style: str | None = None) -> None:
     out.print(Segments([Segment(shown, out.get_style(style) if style else None)]))
 
 
-def say(label: str, style: str, message: str) -> None:
-    """One line on stderr, e.g. `error: ...`; the message may quote anything a file or a user wrote."""
+def say_note(message: str) -> None:
+    _say("[yellow]note:[/]", message)
+
+
+def say_error(message: str) -> None:
+    _say("[bold red]error:[/]", message)
+
+
+def _say(label: str, message: str) -> None:
+    """One line on stderr; the message may quote anything a file or a user wrote."""
     line = message.replace("\n", " ").translate(_CONTROLS)
-    err.print(f"[{style}]{label}:[/] {escape(line)}")
+    err.print(f"{label} {escape(line)}")
 
 
 def print_json(value: Any) -> None:
@@ -65,10 +74,19 @@ def _title() -> TextColumn:
     return TextColumn("{task.description}", markup=False)
 
 
-@contextmanager
-def bytes_bar(title: str) -> Iterator[Any]:
+def bytes_bar(title: str) -> AbstractContextManager[Any]:
     """A bar with bytes per second; yields update(done, total)."""
-    columns = (_title(), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    return _bar(title, DownloadColumn(), TransferSpeedColumn())
+
+
+def count_bar(title: str) -> AbstractContextManager[Any]:
+    """A bar with counts and the time left; yields update(done, total)."""
+    return _bar(title, MofNCompleteColumn())
+
+
+@contextmanager
+def _bar(title: str, *middle: ProgressColumn) -> Iterator[Any]:
+    columns = (_title(), BarColumn(), *middle, TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
@@ -90,15 +108,6 @@ def load_bars(title: str) -> Iterator[tuple[Any, Any]]:
             lambda done, total: update(title, done, total, f"{done / 1e9:.2f} of {total / 1e9:.2f} GB"),
             lambda done, total, name: update("compiling kernels", done, total, f"{done} of {total}, {name}"),
         )
-
-
-@contextmanager
-def count_bar(title: str) -> Iterator[Any]:
-    """A bar with counts and the time left; yields update(done, total)."""
-    columns = (_title(), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 @contextmanager
@@ -144,10 +153,10 @@ def load_engine(model: Path | None, config: "EngineConfig") -> "Engine":
         from dsv4.lab.doctor.first import ensure
 
         model = model_folder(model)
-        ensure(config, lambda what: say("note", "yellow", what))
+        ensure(config, say_note)
         with load_bars(f"loading {model.resolve().name}") as (read, compiled):
             engine = Engine.load(model, config, read, compiled)
     for note in (*engine.notes, *engine.notices):
-        say("note", "yellow", note)
-    engine.notify = lambda what: say("note", "yellow", what)
+        say_note(note)
+    engine.notify = say_note
     return engine

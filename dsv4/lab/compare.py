@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ PARTS = {
     "ffn.out": ("experts", "sum of routed and shared experts"),
     "hc_ffn.streams": ("mhc.post", "streams after the experts"),
 }
+_LOGITS = {"logits": ("linear", "logits (hc_head, norm, head)")}
 LAST_PART = "hc_ffn.streams"
 MAX_TOKENS = 1 << 20
 # Settings of the engine that change no value: not for a comparison.
@@ -171,7 +172,7 @@ def compare(
     logits = Predictions([])
     try:
         for a, b in zip(wanted.logits, run(engine, ids, num_single, drafts, observer), strict=True):
-            observer.check_finite("logits", "logits", "linear", "logits (hc_head, norm, head)", a, b)
+            observer.check_finite("logits", "logits", a, b)
             if observer.departure is None:
                 logits.add(a, b)
             observer.start += len(a)
@@ -219,7 +220,8 @@ class _Observer:
         if self.limit is not None and 1 - now.share > self.limit:
             missed = [len({*x} - {*y}) for x, y in zip(a.tolist(), b.tolist(), strict=True)]
             detail = f"{now.share:.0%} of A's entries are among B's"
-            self._depart(layer.name, "attn.indexer.selected", 1 - now.share, _argmax(missed), detail)
+            worst = max(range(len(missed)), key=missed.__getitem__)
+            self._depart(layer.name, "attn.indexer.selected", 1 - now.share, worst, detail)
 
     def _values(self, layer: Layer, part: str, a: Tensor, b: Tensor) -> None:
         if part == "ffn.weights":
@@ -229,7 +231,7 @@ class _Observer:
             b = routing_matrix(self.chosen[1], b, count)
         if not a.numel():
             return
-        if self.check_finite(layer.name, part, *PARTS[part], a, b):
+        if self.check_finite(layer.name, part, a, b):
             return
         now = Difference()
         now.add(a, b)
@@ -247,21 +249,20 @@ class _Observer:
         guilty = (chose == bad.unsqueeze(1)).all(0).nonzero().flatten().tolist()
         return f"all of it in tokens of expert {guilty[0]}" if len(guilty) == 1 else ""
 
-    def check_finite(self, layer: str, part: str, op: str, what: str, a: Tensor, b: Tensor) -> bool:
+    def check_finite(self, layer: str, part: str, a: Tensor, b: Tensor) -> bool:
         """Whether NaN or infinity was found, now or before, so that errors mean nothing."""
         places = {"A": first_not_finite(a), "B": first_not_finite(b)}
         bad = {side: place for side, place in places.items() if place is not None}
-        if bad and self.departure is None:
+        if bad:
             where = ", ".join(f"{side} holds NaN or infinity at {place}" for side, place in bad.items())
             first = next(iter(bad.values()))
-            token = self._token(layer, part, first[0] if first else 0)
-            self.departure = Departure(layer, part, op, what, None, token, where)
+            self._depart(layer, part, None, first[0] if first else 0, where)
         return bool(bad)
 
-    def _depart(self, layer: str, part: str, relative: float, row: int, detail: str) -> None:
+    def _depart(self, layer: str, part: str, relative: float | None, row: int, detail: str) -> None:
         if self.departure is None:
             token = self._token(layer, part, row)
-            self.departure = Departure(layer, part, *PARTS[part], relative, token, detail)
+            self.departure = Departure(layer, part, *(PARTS | _LOGITS)[part], relative, token, detail)
 
     def _token(self, layer: str, part: str, row: int) -> int:
         """Where in the text a row of a step's result stands; a pooled one stands where its block ends."""
@@ -302,8 +303,22 @@ def parse_settings(text: str) -> EngineConfig:
         elif name in values:
             raise ConfigError(f"setting {name!r} is given twice; keep one")
         else:
-            values[name] = int(value) if name == "threads" and value.isdigit() else value
+            values[name] = _typed(name, value)
     return EngineConfig(**values, ops=tuple(ops))
+
+
+def _typed(name: str, text: str) -> Any:
+    """As the type of EngineConfig's field has it."""
+    hint = get_type_hints(EngineConfig)[name]
+    if hint is bool:
+        if text not in ("true", "false"):
+            raise ConfigError(f"{name} is {text!r}, expected true or false")
+        return text == "true"
+    number = next((kind for kind in (int, float) if kind in (hint, *get_args(hint))), None)
+    try:
+        return text if number is None else number(text)
+    except ValueError:
+        raise ConfigError(f"{name} is {text!r}, expected a number") from None
 
 
 def random_ids(config: ModelConfig, count: int) -> list[int]:
@@ -333,10 +348,6 @@ def check_ids(ids: Sequence[int], num_single: int, config: ModelConfig) -> None:
         raise RequestError(f"{num_single} single tokens of {len(ids)}, expected 0 to {len(ids) - 1}")
     if bad := [id for id in ids if not 0 <= id < config.vocab_size]:
         raise RequestError(f"id {bad[0]} is outside the vocabulary of {config.vocab_size}")
-
-
-def _argmax(values: list[int]) -> int:
-    return max(range(len(values)), key=values.__getitem__)
 
 
 def _short(value: object) -> str:

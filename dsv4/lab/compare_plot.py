@@ -1,5 +1,6 @@
 """A picture of a comparison over depth."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from dsv4.lab.plot import blank
 # One colour per thing, the same in every panel; readable without colour by the order of the legend.
 _SERIES = {"attn.out": "attention output", "ffn.out": "FFN output", "hc_ffn.streams": "streams"}
 _COLOURS = ("#0072b2", "#d55e00", "#009e73")
+_DOTS: dict[str, Any] = {"marker": "o", "markersize": 3}
 _LEAST = 1e-9
 
 
@@ -32,30 +34,20 @@ def draw(comparison: Comparison, title: str, path: Path) -> None:
     panels = figure.subplots(4, 1, sharex=True)
     depth = list(range(len(layers)))
     for (part, label), colour in zip(_SERIES.items(), _COLOURS, strict=True):
-        style = {"color": colour, "marker": "o", "markersize": 3, "label": label}
-        panels[0].semilogy(depth, [_error(layer, part) for layer in layers], **style)
-        panels[1].semilogy(depth, [_angle(layer, part) for layer in layers], **style)
-    for side, colour, line in (("A", "#0072b2", "-"), ("B", "#d55e00", "--")):
-        sizes = [_rms(layer, side) for layer in layers]
-        panels[2].semilogy(depth, sizes, color=colour, linestyle=line, marker="o", markersize=3, label=side)
-    panels[3].plot(
-        depth,
-        [layer.routing.share for layer in layers],
-        color="#0072b2",
-        marker="o",
-        markersize=3,
-        label="experts",
-    )
+        found = [layer.parts.get(part) for layer in layers]
+        errors = [max(_LEAST, one.relative) if one else math.nan for one in found]
+        angles = [max(_LEAST, 1 - one.cosine) if one else math.nan for one in found]
+        panels[0].semilogy(depth, errors, color=colour, label=label, **_DOTS)
+        panels[1].semilogy(depth, angles, color=colour, label=label, **_DOTS)
+    first, second = {"color": _COLOURS[0], **_DOTS}, {"color": _COLOURS[1], "linestyle": "--", **_DOTS}
+    streams = [layer.parts.get("hc_ffn.streams") for layer in layers]
+    for side, label, style in ((0, "A", first), (1, "B", second)):
+        sizes = [one.rms[side] if one else math.nan for one in streams]
+        panels[2].semilogy(depth, sizes, label=label, **style)
+    panels[3].plot(depth, [layer.routing.share for layer in layers], label="experts", **first)
     chosen = [(at, layer.selection.share) for at, layer in enumerate(layers) if layer.selection.chosen]
     if chosen:
-        panels[3].plot(
-            *zip(*chosen, strict=True),
-            color="#d55e00",
-            marker="s",
-            markersize=3,
-            linestyle="--",
-            label="index",
-        )
+        panels[3].plot(*zip(*chosen, strict=True), label="index", **{**second, "marker": "s"})
     _finish(panels, layers, comparison)
     figure.suptitle(title)
     put(path, lambda part: figure.savefig(part, format=path.suffix[1:].lower(), dpi=120))
@@ -77,17 +69,3 @@ def _finish(panels: Any, layers: list[Layer], comparison: Comparison) -> None:
     names = [layer.name.removeprefix("layers.") for layer in layers[::step]]
     panels[3].set_xticklabels(names, rotation=90 if len(layers) > 12 else 0)
     panels[3].set_xlabel("layer")
-
-
-def _error(layer: Layer, part: str) -> float:
-    return max(_LEAST, layer.parts[part].relative) if part in layer.parts else float("nan")
-
-
-def _angle(layer: Layer, part: str) -> float:
-    return max(_LEAST, 1 - layer.parts[part].cosine) if part in layer.parts else float("nan")
-
-
-def _rms(layer: Layer, side: str) -> float:
-    if "hc_ffn.streams" not in layer.parts:
-        return float("nan")
-    return layer.parts["hc_ffn.streams"].rms["AB".index(side)]

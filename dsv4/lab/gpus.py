@@ -69,7 +69,8 @@ def parse(text: str) -> Machine:
     match = re.fullmatch(r"(?:(\d+)\s*[x×*]\s*)?(.+)", text.strip(), flags=re.IGNORECASE)
     plain = {_plain(name): name for name in NAMES}
     if match is None or _plain(match[2]) not in plain:
-        raise ConfigError(f"gpus {text!r}: expected a number and a known GPU, as in 2xH200; known: {_list()}")
+        names = ", ".join(name.replace(" ", "") for name in NAMES)
+        raise ConfigError(f"gpus {text!r}: expected a number and a known GPU, as in 2xH200; known: {names}")
     digits = (match[1] or "1").lstrip("0")
     # Python refuses to read numbers of thousands of digits.
     if not digits or len(digits) > 9 or int(digits) > MAX_GPUS:
@@ -79,10 +80,6 @@ def parse(text: str) -> Machine:
 
 def _plain(name: str) -> str:
     return re.sub(r"[\s_-]", "", name).lower()
-
-
-def _list() -> str:
-    return ", ".join(name.replace(" ", "") for name in NAMES)
 
 
 def this_machine() -> Machine:

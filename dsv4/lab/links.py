@@ -3,6 +3,8 @@
 from bisect import bisect_right
 from dataclasses import dataclass
 
+from dsv4.config import ModelConfig
+
 # All-reduces of a few kilobytes, in one kernel, by number of GPUs: (bytes, microseconds).
 # NVLink: eight H100; github.com/sgl-project/sglang pull 2904, its author's measurement, January 2025.
 _NVLINK: dict[int, tuple[tuple[int, float], ...]] = {
@@ -15,6 +17,11 @@ _NVLINK: dict[int, tuple[tuple[int, float], ...]] = {
 _PCIE: dict[int, tuple[tuple[int, float], ...]] = {
     4: ((4096, 4.0), (8192, 5.0), (16384, 7.2), (32768, 11.8), (131072, 44.5), (393216, 120.3)),
 }
+
+
+def num_all_reduces(config: ModelConfig, ranks: int) -> int:
+    """Of one step: after attention and after the experts of each layer, the embedding and the choice."""
+    return 2 * config.num_layers + 2 if ranks > 1 else 0
 
 
 @dataclass(frozen=True)

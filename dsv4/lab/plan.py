@@ -22,7 +22,7 @@ from dsv4.kernels.common.architectures import ARCHITECTURES
 from dsv4.lab.gpus import NAMES, Machine, known
 from dsv4.lab.init import contents
 from dsv4.lab.inspect import Component, active_share, components
-from dsv4.lab.links import LINKS
+from dsv4.lab.links import LINKS, num_all_reduces
 from dsv4.lab.records import PRESETS
 from dsv4.lab.spilled import spill_figures, split_of
 from dsv4.model.buffers import graph_rows
@@ -34,8 +34,6 @@ from dsv4.weights.reader import Entry
 from dsv4.weights.tiled import tiled_format, tiled_source_bytes
 
 MAX_BATCH = 1 << 20
-# All-reduces of a layer: after attention and after the experts; of a step: the embedding and the choice.
-PER_LAYER, PER_STEP = 2, 2
 
 
 @dataclass(frozen=True)
@@ -59,8 +57,7 @@ class Demand:
     components: tuple[Component, ...]
     dense: Shares
     packed: Shares
-    tiled: Shares  # as a GPU holds them
-    padded: dict[int, Shares]  # the same by number of ranks, all of them together: tiles are not cut
+    tiled: dict[int, Shares]  # on so many GPUs, all of them together: more take more, as tiles are not cut
     uncut: dict[tuple[int, bool], str]  # why so many ranks cannot share all experts, or all other weights
     read_stored: Shares  # of these, what decoding touches; of the experts all, whichever are chosen
     read_dense: Shares
@@ -70,8 +67,8 @@ class Demand:
 
     @classmethod
     def of(cls, config: ModelConfig, inventory: Inventory) -> "Demand":
-        sums = {name: Counter[str]() for name in ("dense", "packed", "tiled", "read_stored", "read_dense")}
-        padded = {n: Counter[str]() for n in (2, 4, 8) if n <= num_parts(config)}
+        sums = {name: Counter[str]() for name in ("dense", "packed", "read_stored", "read_dense")}
+        tiled = {n: Counter[str]() for n in (1, 2, 4, 8) if n <= num_parts(config)}
         known_bytes: dict[Any, int] = {}
         uncut: dict[tuple[int, bool], str] = {}
         for source in inventory.sources:
@@ -79,14 +76,8 @@ class Demand:
             dense = held_bytes(source, dense=True)
             sums["dense"][where] += dense
             sums["packed"][where] += held_bytes(source, dense=False)
-            sums["tiled"][where] += tiled_source_bytes(source)
-            for ranks, counts in padded.items():
-                stored = (
-                    source.format,
-                    source.scale and source.scale.dtype,
-                    param.kind,
-                    param.name == "embed",
-                )
+            stored = (source.format, source.scale and source.scale.dtype, param.kind, param.name == "embed")
+            for ranks, counts in tiled.items():
                 key = (ranks, stored, param.shape, param.shard)
                 if key not in known_bytes:
                     share = replace(source, param=replace(param, shape=param.local_shape(ranks)))
@@ -99,18 +90,16 @@ class Demand:
             if active_share(param.component, config):
                 sums["read_stored"][where] += source.num_bytes
                 sums["read_dense"][where] += dense
-        shares = {name: Shares(**counts) for name, counts in sums.items()}
-        parts = tuple(components(inventory, config))
         return cls(
             config=config,
             num_mtp_layers=inventory.num_mtp_layers,
-            components=parts,
-            padded={1: shares["tiled"]} | {ranks: Shares(**counts) for ranks, counts in padded.items()},
+            components=tuple(components(inventory, config)),
+            tiled={ranks: Shares(**counts) for ranks, counts in tiled.items()},
             uncut=uncut,
             largest_linear=largest_linear(source.param for source in inventory.sources),
             expert_format=_formats(inventory, "layers.")[0],
             draft_format=drafts[0] if len(drafts := _formats(inventory, "mtp.")) == 1 else None,
-            **shares,
+            **{name: Shares(**counts) for name, counts in sums.items()},
         )
 
     @property
@@ -262,7 +251,7 @@ class Plan:
         if self.machine.is_cpu:
             held = self.demand.dense if self.is_dense else self.demand.packed
         else:
-            held = replace(self.demand.padded[self.tp], experts=self.demand.padded[self.width_ranks].experts)
+            held = replace(self.demand.tiled[self.tp], experts=self.demand.tiled[self.width_ranks].experts)
         return held.per_gpu(self.expert_share, self.tp)
 
     def gpu_memory(self, spills: bool) -> Memory:
@@ -354,8 +343,7 @@ class Plan:
 
     @property
     def num_all_reduces(self) -> int:
-        """Of one step."""
-        return PER_LAYER * self.demand.config.num_layers + PER_STEP if self.tp > 1 else 0
+        return num_all_reduces(self.demand.config, self.tp)
 
     @property
     def message_bytes(self) -> int:
@@ -375,10 +363,7 @@ class Plan:
         waits = self.num_all_reduces * link.all_reduce_us(self.tp, self.message_bytes) * 1e-6
         if rank_ms is not None:
             return (rate := 1 / (rank_ms * 1e-3 + waits)), rate
-        alone = Plan.make(
-            self.demand, replace(self.machine, count=1), replace(self.wanted, tp=None, ep=None)
-        ).read_bytes(1)
-        lost = alone / self.machine.bandwidth * (1 / share - 1)
+        lost = self.today.read_bytes(1) / self.machine.bandwidth * (1 / share - 1)
         reads = self.read_bytes(1) / self.machine.bandwidth
         return 1 / (reads + lost + waits), 1 / (reads / share + waits)
 
@@ -388,10 +373,10 @@ class Plan:
 
     def largest_context(self) -> int:
         """The most tokens per sequence that fit with this batch; 0 if not even one does."""
-        return _largest(self.demand.config.max_positions, lambda n: self._wanting(n, self.wanted.batch).runs)
+        return largest(self.demand.config.max_positions, lambda n: self._wanting(n, self.wanted.batch).runs)
 
     def largest_batch(self) -> int:
-        return _largest(MAX_BATCH, lambda n: self._wanting(self.wanted.context, n).runs)
+        return largest(MAX_BATCH, lambda n: self._wanting(self.wanted.context, n).runs)
 
     def _wanting(self, context: int, batch: int) -> "Plan":
         return replace(self, wanted=replace(self.wanted, context=context, batch=batch))
@@ -406,7 +391,7 @@ class Plan:
             out += [made.machine for made in plans if made.runs][:1]
         return sorted(out, key=lambda machine: (machine.count, machine.memory_bytes))
 
-    @property
+    @cached_property
     def today(self) -> "Plan":
         """What was run: this engine on one device."""
         if self.machine.count == 1:
@@ -466,7 +451,7 @@ class Plan:
         return out
 
 
-def _largest(limit: int, fits: Callable[[int], bool]) -> int:
+def largest(limit: int, fits: Callable[[int], bool]) -> int:
     """The largest n up to `limit` that fits, 0 if 1 does not; what fits, fits with less."""
     low, high = 0, limit
     while low < high:

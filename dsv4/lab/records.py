@@ -82,7 +82,7 @@ def _record(line: str, where: str) -> Record | None:
     usual = {"bench": "decode", "batch": 1, "activations": "a16", "ranks": 1}
     if any(raw.get(key, value) != value for key, value in usual.items()):
         return None
-    if "spill" in raw:
+    if raw.get("spill") is not None:
         # Its share counts the wait for host memory; what it reached with all experts resident stands beside.
         share = _resident_share(raw)
     is_folder = raw.get("is_synthetic") is False or "published" in raw

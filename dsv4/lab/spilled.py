@@ -18,11 +18,9 @@ HITS = 0.985  # a share of choices that find their expert on the GPU, for those 
 
 
 def split_of(made: "Plan") -> Split | None:
-    """Experts in host memory; None: none, or it does not fit."""
+    """Experts in host memory, for a model that does not fit; None: with them it does not fit either."""
     c, m = made.demand.config, made.machine
     if m.is_cpu or m.count > 1:
-        return None
-    if made.gpu_memory(spills=False).total <= m.memory_bytes:
         return None
     names = [f"layers.{layer}.ffn.experts" for layer in range(c.num_layers)]
     form = Form(made.demand.expert_format, c.expert_width, c.hidden_size)

@@ -14,6 +14,7 @@ import gc
 import json
 import random
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,17 @@ import torch
 from stall import measure, say
 
 from dsv4 import Engine, EngineConfig, SamplingParams
+from dsv4.config import ModelConfig
 from dsv4.lab.bench import beside
 from dsv4.lab.bench.engine import around
-from dsv4.lab.bench.plot import draw_first_tokens
+from dsv4.lab.bench.plot import BLUE, short
 from dsv4.lab.bench.subject import synthetic
+from dsv4.lab.plot import INK, PALE, blank, check, save, strip
 from dsv4.model.bundle import Bundle
 
 # With weights unpacked to BF16 for every step, 15 November 2026.
 BEFORE = {16: 414, 64: 535, 256: 581, 1024: 617, 4096: 853, 8192: 1178}
+ROUNDS = 5  # beside Transformers
 
 
 class Reader:
@@ -80,15 +84,66 @@ def beside_transformers(args: argparse.Namespace, began: float) -> dict[str, Any
     device, lengths = torch.device("cuda:0"), (64, 1024)
     subject = synthetic("flash", beside.EXPERTS, beside.LAYERS, "modelopt")
     reader = Reader(engine_of(subject.bundle(device), args))
-    ours = {length: reader.best(length, 0, beside.ROUNDS)["ms"] for length in lengths}
+    ours = {length: reader.best(length, 0, ROUNDS)["ms"] for length in lengths}
     say(f"ours {ours}", began)
     del reader
     gc.collect()
     torch.cuda.empty_cache()
     beside.check(max(lengths))
-    theirs = beside.prompt_ms(subject.config, lengths, device)
+    theirs = their_ms(subject.config, lengths, device)
     say(f"theirs {theirs}", began)
     return {"ours_ms": ours, "theirs_ms": theirs, "version": beside.version("transformers")}
+
+
+def their_ms(config: ModelConfig, lengths: Sequence[int], device: torch.device) -> dict[int, float]:
+    """Milliseconds of a prompt of each length up to its first token, the best of ROUNDS."""
+    model, out = beside.make(config, device), {}
+    with torch.inference_mode():
+        for length in lengths:
+            times = []
+            for _ in range(1 + ROUNDS):
+                ids = torch.randint(0, config.vocab_size, (1, length), device=device)
+                int(ids[0, 0])  # waited for
+                start = time.perf_counter()
+                int(model(ids, use_cache=True, logits_to_keep=1).logits[0, -1].argmax())
+                times.append(1e3 * (time.perf_counter() - start))
+            out[length] = round(min(times[1:]), 2)
+    return out
+
+
+def draw_first_tokens(
+    path: Path, before: Mapping[int, float], after: Mapping[int, float], title: str, subtitle: str
+) -> None:
+    """Milliseconds to the first token by the prompt's length."""
+    check(path)
+    figure = blank(7.2, 4.2)
+    axes = figure.add_subplot()
+    for points, name, colour, above in ((before, "before", PALE, True), (after, "now", BLUE, False)):
+        x, y = sorted(points), [points[length] for length in sorted(points)]
+        axes.plot(x, y, color=colour, marker="o", markersize=5, linewidth=1.8, clip_on=False, zorder=3)
+        for length, ms in zip(x, y, strict=True):
+            axes.annotate(
+                *(f"{ms:,.0f}", (length, ms)),
+                **{"xytext": (0, 8 if above else -14), "textcoords": "offset points", "ha": "center"},
+                **{"color": colour, "fontsize": 8},
+            )
+        axes.annotate(
+            *(name, (x[-1], y[-1])),
+            **{"xytext": (10, 0), "textcoords": "offset points", "ha": "left", "va": "center"},
+            **{"color": colour, "fontsize": 9.5},
+        )
+    every = sorted({*before, *after})
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(every, [short(length) for length in every])
+    axes.set_yticks([10, 30, 100, 300, 1000, 3000], ["10", "30", "100", "300", "1,000", "3,000"])
+    axes.set_ylim(14, 1.3 * max(*before.values(), *after.values()))
+    strip(axes)
+    axes.set_xlabel("tokens of the prompt", color=INK, fontsize=9.5, labelpad=8)
+    axes.set_ylabel("milliseconds to the first token", color=INK, fontsize=9.5)
+    figure.text(0.01, 1.07, title, color=INK, fontsize=12, weight="bold", va="bottom")
+    figure.text(0.01, 1.02, subtitle, color=PALE, fontsize=8.5, va="bottom")
+    save(figure, path)
 
 
 def draw(line: Path, picture: Path) -> None:

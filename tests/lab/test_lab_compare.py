@@ -256,7 +256,11 @@ def test_settings() -> None:
     assert parse_settings("") == EngineConfig()
     wanted = EngineConfig(activations="a8", qat="off", threads=2, ops=(("attend", "ref"),))
     assert parse_settings(" activations=a8, op.attend=ref ,qat=off,threads=2,") == wanted
+    wanted = EngineConfig(no_graph=False, expert_parallel=True, rank_seconds=5.0, cache_pages=9)
+    assert parse_settings("no_graph=false,expert_parallel=true,rank_seconds=5,cache_pages=9") == wanted
     for text, word in {
+        "no_graph=off": "no_graph is 'off', expected true or false",
+        "rank_seconds=x": "rank_seconds is 'x', expected a number",
         "activations": "expected NAME=VALUE",
         "activations=": "expected NAME=VALUE",
         "speed=9": "unknown setting 'speed'; use one of activations, cache",

@@ -322,7 +322,7 @@ def test_how_gpus_share_the_weights() -> None:
     """Experts' width, heads and vocabulary in parts, everything else on each GPU; the cache with it."""
     one = plan("flash", "modelopt", "B300", 8192, 8)
     both = plan("flash", "modelopt", "2xB300", 8192, 8)
-    held = one.demand.tiled
+    held = one.demand.tiled[1]
     # Beside halves of the tiles, each GPU has the global scale of every weight.
     halves = held.experts // 2 + held.split // 2 + held.copied
     assert both.weight_bytes == pytest.approx(halves, rel=1e-5)

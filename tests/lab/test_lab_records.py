@@ -76,6 +76,8 @@ def test_a_spilled_run_counts_with_what_it_reached_resident(tmp_path: Path) -> N
     reached = {"spill": {"gpu_gb_per_second": 2000.0}, "ceiling_gb_per_second": 4000.0}
     write(tmp_path / "runs.jsonl", line(share=0.2, **reached))
     assert share(tmp_path) == 0.5
+    write(tmp_path / "runs.jsonl", line(share=0.2, spill=None))
+    assert share(tmp_path) == 0.2
 
 
 @pytest.mark.parametrize("bad", ['{"share": 41}', '{"device_name": 1}', "{"])

@@ -3,7 +3,6 @@
 import math
 import statistics
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
@@ -16,7 +15,7 @@ from dsv4.model.params import declare
 
 LAYERS, EXPERTS = 4, 16  # of both models, unless asked for otherwise
 MAX_CONTEXT = 8192  # their eager attention keeps every score of a prompt
-WARM, STEPS, ROUNDS = 4, 32, 5
+WARM, STEPS = 4, 32
 
 
 def check(context: int) -> Any:
@@ -86,19 +85,3 @@ def measure(config: ModelConfig, context: int, batch: int, device: torch.device)
         **{"steps": STEPS, "ms_per_token": round(median, 4)},
         "tokens_per_second": round(batch * 1e3 / median, 2),
     }
-
-
-def prompt_ms(config: ModelConfig, lengths: Sequence[int], device: torch.device) -> dict[int, float]:
-    """Milliseconds of a prompt of each length up to its first token, the best of ROUNDS."""
-    model, out = make(config, device), {}
-    with torch.inference_mode():
-        for length in lengths:
-            times = []
-            for _ in range(1 + ROUNDS):
-                ids = torch.randint(0, config.vocab_size, (1, length), device=device)
-                int(ids[0, 0])  # waited for
-                start = time.perf_counter()
-                int(model(ids, use_cache=True, logits_to_keep=1).logits[0, -1].argmax())
-                times.append(1e3 * (time.perf_counter() - start))
-            out[length] = round(min(times[1:]), 2)
-    return out

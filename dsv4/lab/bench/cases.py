@@ -16,20 +16,22 @@ from dsv4.lab.bench.decode import fill_rows
 from dsv4.lab.bench.subject import DTYPE, cache_layout, needed_bytes
 from dsv4.lab.synthetic import format_of
 from dsv4.model.params import Param, declare
+from dsv4.ops import IMPLEMENTATIONS
 from dsv4.ops.sample.ref import pack
 from dsv4.quant.formats import FP8_TILE, NV_BLOCK, Format, QuantTensor, empty_rows
 
 
 @dataclass(frozen=True)
 class Made:
-    """Arguments of one call by backend (others take the reference's), and what it cannot do without."""
+    """Arguments of one call and what it cannot do without. `gpu`: in that backend's form, if it has one."""
 
-    arguments: dict[str, tuple[Any, ...]]
+    arguments: tuple[Any, ...]
     num_bytes: float
     flops: float = 0.0
+    gpu: tuple[Any, ...] | None = None
 
     def of(self, backend: str) -> tuple[Any, ...]:
-        return self.arguments.get(backend, self.arguments["ref"])
+        return self.gpu if backend == "gpu" and self.gpu is not None else self.arguments
 
 
 @dataclass(frozen=True)
@@ -72,14 +74,8 @@ class Maker:
 
     def cases(self, wants: Callable[[str], bool] = lambda op: True) -> Iterator[Case]:
         """One op after the other; a case holds its weights, so let go of it before the next."""
-        builders = {
-            **{"linear": self._linear, "experts": self._experts, "route": self._route, "norm": self._norm},
-            **{"mhc": self._mhc, "qkv": self._qkv, "compress": self._compress, "index": self._index},
-            **{"attend": self._attend, "sample": self._sample},
-        }
-        for op, build in builders.items():
-            if wants(op):
-                yield from build()
+        for op in filter(wants, IMPLEMENTATIONS):
+            yield from getattr(self, f"_{op}")()
 
     def normal(self, *shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
         return torch.randn(shape, device=self.device, generator=self.generator).to(dtype)
@@ -136,14 +132,14 @@ class Maker:
             work = 2.0 * rows * c.o_groups * c.o_rank * depth
             # As attention leaves it.
             given = prompts.pack(x, tiles) if prompts.serves(x, tiles) else x
-            return Made({"ref": (x, whole), "gpu": (given, tiles)}, moved, work)
+            return Made((x, whole), moved, work, gpu=(given, tiles))
 
         yield Case("linear", "grouped", f"wo_a {whole[0].format}", grouped)
         table = self.weight((c.vocab_size, c.hidden_size), Format.BF16)
 
         def embed(rows: int) -> Made:
             ids = torch.arange(rows, device=self.device) * 7919 % c.vocab_size
-            return Made({"ref": (ids, table, DTYPE)}, 4 * rows * c.hidden_size)
+            return Made((ids, table, DTYPE), 4 * rows * c.hidden_size)
 
         yield Case("linear", "embed", "bf16", embed)
 
@@ -154,8 +150,7 @@ class Maker:
         def make(rows: int) -> Made:
             x = self.normal(rows, k)
             moved = size_of(tiles) + size_of(x) + rows * n * (out or DTYPE).itemsize
-            both = {"ref": (x, held, "a16", out), "gpu": (x, tiles, "a16", out)}
-            return Made(both, moved, 2.0 * rows * n * k)
+            return Made((x, held, "a16", out), moved, 2.0 * rows * n * k, gpu=(x, tiles, "a16", out))
 
         return Case("linear", "linear", f"{name.removeprefix('attn.')} {n}x{k} {held.format}", make)
 
@@ -178,8 +173,8 @@ class Maker:
 
         def ffn(rows: int) -> Made:
             x = self.normal(rows, c.hidden_size)
-            both = {"ref": (x, shared, c.swiglu_limit, "a16"), "gpu": (x, one, c.swiglu_limit, "a16")}
-            return Made(both, size_of(one) + 2 * size_of(x), rows * per_row)
+            moved, tail = size_of(one) + 2 * size_of(x), (c.swiglu_limit, "a16")
+            return Made((x, shared, *tail), moved, rows * per_row, gpu=(x, one, *tail))
 
         yield Case("experts", "ffn", f"shared {one.w2.format}", ffn)
         experts, bank = self._bank("ffn.experts.0.w1", self.experts)
@@ -191,9 +186,8 @@ class Maker:
             weights = self.wide(rows, c.experts_per_token).abs() + 0.1
             used = ids.unique().numel() / self.experts
             tail = (c.swiglu_limit, "a16")
-            both = {"ref": (x, ids, weights, experts, *tail), "gpu": (x, ids, weights, bank, *tail)}
-            moved = used * size_of(bank) + 3 * size_of(x)
-            return Made(both, moved, rows * c.experts_per_token * per_row)
+            moved, work = used * size_of(bank) + 3 * size_of(x), rows * c.experts_per_token * per_row
+            return Made((x, ids, weights, experts, *tail), moved, work, gpu=(x, ids, weights, bank, *tail))
 
         yield Case("experts", "routed", f"{self.experts} experts {bank.w2.format}", routed)
 
@@ -208,7 +202,7 @@ class Maker:
             ids = ids.view(rows, -1)
             rest = (ids, c.route_scale) if is_hash else (bias, c.experts_per_token, c.route_scale)
             moved, work = size_of(tiles) + size_of(x), 2.0 * rows * c.num_experts * c.hidden_size
-            return Made({"ref": (x, gate, *rest), "gpu": (x, tiles, *rest)}, moved, work)
+            return Made((x, gate, *rest), moved, work, gpu=(x, tiles, *rest))
 
         yield Case("route", "by_score", f"{c.num_experts} experts", lambda rows: make(rows, False))
         yield Case("route", "by_hash", f"{c.num_experts} experts", lambda rows: make(rows, True))
@@ -219,7 +213,7 @@ class Maker:
 
             def make(rows: int, width: int = width, weight: Tensor = weight) -> Made:
                 x = self.normal(rows, width)
-                return Made({"ref": (x, weight, self.c.norm_eps)}, 2 * size_of(x))
+                return Made((x, weight, self.c.norm_eps), 2 * size_of(x))
 
             yield Case("norm", "rms_norm", f"{width} wide", make)
 
@@ -232,17 +226,17 @@ class Maker:
             streams = self.normal(rows, n, d)
             rest = (fn, base, scale, c.norm_eps, c.hc_eps, c.sinkhorn_iters)
             moved = size_of(streams) * (1 + 1 / n) + size_of(fn)
-            return Made({"ref": (streams, *rest)}, moved, 2.0 * rows * mixes * n * d)
+            return Made((streams, *rest), moved, 2.0 * rows * mixes * n * d)
 
         def post(rows: int) -> Made:
             x, streams = self.normal(rows, d), self.normal(rows, n, d)
             gate, comb = self.wide(rows, n).abs(), self.wide(rows, n, n).abs()
-            return Made({"ref": (x, streams, gate, comb)}, 2 * size_of(streams) + size_of(x))
+            return Made((x, streams, gate, comb), 2 * size_of(streams) + size_of(x))
 
         def head(rows: int) -> Made:
             streams, few = self.normal(rows, n, d), fn[:, :n].contiguous()
             rest = (few, base[:n].contiguous(), scale[:n].contiguous(), c.norm_eps, c.hc_eps)
-            return Made({"ref": (streams, *rest)}, size_of(streams) * (1 + 1 / n) + size_of(few))
+            return Made((streams, *rest), size_of(streams) * (1 + 1 / n) + size_of(few))
 
         readers = [(self.weight(self.params[f"attn.{name}"]), "a16") for name in ("wq_a", "compressor.wkv")]
         tiles = [(tile(held), how) for held, how in readers]
@@ -254,8 +248,8 @@ class Maker:
             given = (x, streams, gate, comb, mixing, 1 + 0.1 * self.wide(d))
             # Streams are read by both launches, written once; the input is made as its readers want it.
             moved = 3 * size_of(streams) + 2 * size_of(x) + size_of(fn)
-            both = {"ref": (*given, readers, False), "gpu": (*given, tiles, False)}
-            return Made(both, moved, 2.0 * rows * mixes * n * d)
+            work = 2.0 * rows * mixes * n * d
+            return Made((*given, readers, False), moved, work, gpu=(*given, tiles, False))
 
         for name, make in (("pre", pre), ("post", post), ("head", head), ("enter", enter)):
             yield Case("mhc", name, f"{n} streams of {d}", make)
@@ -266,15 +260,15 @@ class Maker:
 
         def queries(rows: int) -> Made:
             q = self.normal(rows, c.num_heads, c.head_dim)
-            return Made({"ref": (q, *self.turn(rows, pairs), c.norm_eps)}, 2 * size_of(q))
+            return Made((q, *self.turn(rows, pairs), c.norm_eps), 2 * size_of(q))
 
         def entries(rows: int) -> Made:
             x = self.normal(rows, c.head_dim)
-            return Made({"ref": (x, weight, *self.turn(rows, pairs), c.norm_eps)}, 2 * size_of(x))
+            return Made((x, weight, *self.turn(rows, pairs), c.norm_eps), 2 * size_of(x))
 
         def store(rows: int) -> Made:
             x = self.normal(rows, c.head_dim)
-            return Made({"ref": (x, c.rope_dim, Format.KV8, True)}, 1.6 * size_of(x))
+            return Made((x, c.rope_dim, Format.KV8, True), 1.6 * size_of(x))
 
         yield Case("qkv", "queries", f"{c.num_heads} heads", queries)
         yield Case("qkv", "entries", f"{c.head_dim} wide", entries)
@@ -296,7 +290,7 @@ class Maker:
                 fresh = (self.wide(rows, width), self.wide(rows, width))
                 tail = tuple(self.wide(1, m * ratio + 8, width) for _ in range(2))
                 common = (closing, slots, positions, first, ratio, m == 2)
-                return Made({"ref": (*fresh, *tail, *common)}, size_of(fresh))
+                return Made((*fresh, *tail, *common), size_of(fresh))
 
             yield Case("compress", "pool", kind, make)
 
@@ -315,12 +309,12 @@ class Maker:
 
         def queries(rows: int) -> Made:
             q = self.normal(rows, c.index_heads, c.index_dim)
-            return Made({"ref": (q, *self.turn(rows, pairs), True)}, 2 * size_of(q))
+            return Made((q, *self.turn(rows, pairs), True), 2 * size_of(q))
 
         def keys(rows: int) -> Made:
             x = self.normal(rows, c.index_dim)
             rest = (norm, *self.turn(rows, pairs), c.norm_eps, True, Format.MXFP4)
-            return Made({"ref": (x, *rest)}, 1.3 * size_of(x))
+            return Made((x, *rest), 1.3 * size_of(x))
 
         def select(rows: int) -> Made:
             slots, positions, _ = self._where(rows)
@@ -329,13 +323,11 @@ class Maker:
             given = (q, weights, pool, table, slots, positions, ratio, entries, c.index_topk)
             seen = self.context // ratio
             moved = size_of(q) + seen * layout.key_bytes + 4 * rows * c.index_topk
-            return Made({"ref": given}, moved, 2.0 * rows * seen * c.index_heads * c.index_dim)
+            return Made(given, moved, 2.0 * rows * seen * c.index_heads * c.index_dim)
 
         def visible(rows: int) -> Made:
             slots, positions, _ = self._where(rows)
-            return Made(
-                {"ref": (table, slots, positions, ratio, entries)}, 4 * rows * (self.context // ratio)
-            )
+            return Made((table, slots, positions, ratio, entries), 4 * rows * (self.context // ratio))
 
         yield Case("index", "queries", f"{c.index_heads} heads", queries, rounds=True)
         yield Case("index", "keys", "mxfp4", keys, rounds=True)
@@ -371,14 +363,12 @@ class Maker:
                 turn = self.turn(rows, c.rope_dim // 2)
                 fresh = kv8(rows)
                 # Row numbers as each backend's own index op gives them.
-                places = {"ref": chosen, "gpu": None if chosen is None else chosen.int()}
-                both = {
-                    name: (q, fresh, ring, *where, pool, rows_of, sinks, *turn)
-                    for name, rows_of in places.items()
-                }
+                places = (chosen, None if chosen is None else chosen.int())
+                ref, gpu = ((q, fresh, ring, *where, pool, place, sinks, *turn) for place in places)
                 read = min(seen, rows * listed) + c.window + rows
                 moved = 2 * size_of(q) + read * layout.entry_bytes
-                return Made(both, moved, 4.0 * rows * (c.window + listed) * c.num_heads * c.head_dim)
+                work = 4.0 * rows * (c.window + listed) * c.num_heads * c.head_dim
+                return Made(ref, moved, work, gpu=gpu)
 
             yield Case("attend", "attend", f"{kind}, {c.window} + {listed} keys", make)
 
@@ -393,7 +383,6 @@ class Maker:
             def make(rows: int, settings: list[int] = settings) -> Made:
                 logits = 4 * self.wide(rows, self.c.vocab_size)
                 packed = torch.tensor([settings] * rows, device=logits.device)
-                arguments = (logits, packed, None)
-                return Made({"ref": arguments, "gpu": arguments}, size_of(logits))
+                return Made((logits, packed, None), size_of(logits))
 
             yield Case("sample", "choose", name, make)

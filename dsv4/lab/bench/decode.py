@@ -1,5 +1,6 @@
 """Decoding timed step by step: one graph replay per token, on a cache filled with plausible values."""
 
+import gc
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from dsv4.cache.layout import CacheLayout
 from dsv4.cache.store import Cache
 from dsv4.config import ModelConfig
 from dsv4.errors import ConfigError, DeviceError
+from dsv4.lab.bench.ceiling import timed
 from dsv4.lab.bench.echo import echo_peers
 from dsv4.lab.bench.spilled import all_resident
 from dsv4.lab.bench.subject import DTYPE, Reads, cache_layout
@@ -124,6 +126,13 @@ class Timing:
         return sorted(self.milliseconds)[-(-99 * len(self.milliseconds) // 100) - 1]
 
 
+def release() -> None:
+    """Give back the memory of sessions and engines that are done with. A decoder's launches refer to it, and
+    it to them, so it goes only when garbage is collected."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 class Session:
     """A decoder with a filled cache, ready to be timed. Everything is compiled and recorded here.
 
@@ -186,13 +195,7 @@ class Session:
         for _ in range(WARM):
             self.decoder.step()
         torch.cuda.synchronize()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-        events[0].record()
-        for event in events[1:]:
-            self.decoder.step()
-            event.record()
-        torch.cuda.synchronize()
-        return tuple(events[i].elapsed_time(events[i + 1]) for i in range(steps))
+        return tuple(timed(self.decoder.step, steps, warm=0))
 
     def _resident_ms(self, steps: int) -> float | None:
         """The median step at the speed of GPU memory alone. Sequences begin anew."""

@@ -1,8 +1,6 @@
 """An engine around weights that are on the GPU already, and how fast its users' tokens come."""
 
-import gc
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +11,7 @@ from dsv4.engine.engine import Engine
 from dsv4.engine.memory import gpu_memory, unpacks_weights
 from dsv4.engine.request import SamplingParams
 from dsv4.engine.settings import DEFAULT_CONTEXT, GPU_CHUNK, Settings, cache_layout
+from dsv4.lab.bench.decode import Wanted, release
 from dsv4.model.buffers import graph_rows
 from dsv4.model.bundle import Bundle
 from dsv4.quant.formats import Format
@@ -51,18 +50,10 @@ def around(bundle: Bundle, config: EngineConfig) -> Engine:
     return Engine(bundle, settings_of(bundle, config), config)
 
 
-@dataclass(frozen=True)
-class Speed:
-    """Of one kind of request, through `Engine.step`, everybody in the batch alike."""
-
-    kind: str
-    batch: int
-    tokens_per_second: float
-
-
-def speed(engine: Engine, kind: str, batch: int, context: int, steps: int) -> Speed:
-    """Generated tokens per second of `batch` sequences with `context` tokens before, prompts not counted."""
-    params, chance = KINDS[kind], torch.Generator().manual_seed(batch)
+def speed(engine: Engine, params: SamplingParams, batch: int, context: int, steps: int) -> float:
+    """Tokens per second through `Engine.step` of `batch` sequences alike, each with `context` tokens before;
+    prompts are not counted."""
+    chance = torch.Generator().manual_seed(batch)
     vocab = engine.model_config.vocab_size
     prompts = torch.randint(5, vocab, (batch, context), generator=chance).tolist()
     for ids in prompts:
@@ -77,26 +68,20 @@ def speed(engine: Engine, kind: str, batch: int, context: int, steps: int) -> Sp
     seconds = time.perf_counter() - begin
     for s in list(engine.scheduler.running):
         engine.cancel(s.request.id)
-    return Speed(kind, batch, count / seconds)
+    return count / seconds
 
 
-def speeds(
-    bundle: Bundle, batch: int, context: int, steps: int, step_ms: float, chunk: int = GPU_CHUNK
-) -> dict[str, Any]:
-    """Tokens per second of each kind of request through a new engine, and the share of the bare step's.
-
-    `step_ms`: of the bare step, at `context` tokens; `chunk`: prompt tokens of a step. Where no engine fits
-    beside the weights, `left_out` says why.
-    """
-    prompt = min(context, MAX_PROMPT, bundle.config.max_positions - steps - WARM - 1)
+def speeds(bundle: Bundle, wanted: Wanted, step_ms: float) -> dict[str, Any]:
+    """Tokens per second of each kind of request through a new engine, and the share of the bare step's, which
+    takes `step_ms`. Where no engine fits beside the weights, `left_out` says why."""
+    batch, steps = wanted.batch, wanted.steps
+    prompt = min(wanted.context, MAX_PROMPT, bundle.config.max_positions - steps - WARM - 1)
     capacity = min(bundle.config.max_positions, -(-(prompt + steps + WARM + 1) // 256) * 256)
     config = EngineConfig(
-        device="cuda", max_batch=batch, max_context=capacity, prefix_snapshots=0, chunk=min(prompt, chunk)
+        device="cuda", max_batch=batch, max_context=capacity, prefix_snapshots=0, chunk=min(prompt, GPU_CHUNK)
     )
     settings = settings_of(bundle, config)
-    gc.collect()  # a decoder's launches refer to it, and it to them
-    torch.cuda.empty_cache()
-    placement = bundle.weights.placement
+    release()
     need = gpu_memory(
         weights=0,
         layout=cache_layout(bundle.config, settings, config, num_mtp_layers=0),
@@ -105,15 +90,15 @@ def speeds(
         chunk=settings.chunk,
         activations=bundle.numerics.activations,
         unpacks=unpacks_weights(settings.dtype, torch.cuda.get_device_capability()),
-        spills=placement is not None,
+        spills=bundle.weights.placement is not None,
     )
     free, _ = torch.cuda.mem_get_info()
     found: dict[str, Any] = {"context": prompt, "chunk": settings.chunk}
     if need.total > free:
         return {**found, "left_out": f"takes {need.total / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"}
     engine = around(bundle, config)
-    for kind in KINDS:
-        rate = speed(engine, kind, batch, prompt, steps).tokens_per_second
+    for kind, params in KINDS.items():
+        rate = speed(engine, params, batch, prompt, steps)
         found[kind] = round(rate, 2)
         found[f"{kind}_share"] = round(rate * step_ms / 1e3 / batch, 4)
     return found

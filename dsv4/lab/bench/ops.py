@@ -1,6 +1,5 @@
 """Every backend of every op, and every launch of a decode step, timed alone; what computes wrongly is not."""
 
-import gc
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from dsv4.errors import ConfigError
 from dsv4.kernels.decode.matvec import MatVec
 from dsv4.lab.bench.cases import Case, Made, Maker
 from dsv4.lab.bench.ceiling import timed
-from dsv4.lab.bench.decode import Session, Wanted
+from dsv4.lab.bench.decode import Session, Wanted, release
 from dsv4.lab.bench.profile import ENDS, SITE, kinds_of
 from dsv4.lab.bench.subject import DTYPE, Subject, check_fits, needed_bytes, other_bytes, synthetic
 from dsv4.lab.doctor.cases import ROUNDINGS, SUMS
@@ -124,8 +123,7 @@ def measure(wished: Wished, read: float, matmul: float, device: torch.device) ->
                 yield _timed(name, case, backend, wished.tokens, read, matmul)
         if wished.wants("decode"):
             del maker
-            gc.collect()
-            torch.cuda.empty_cache()
+            release()
             yield from launches(wished, name, read, device)
 
 

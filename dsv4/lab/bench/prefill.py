@@ -3,14 +3,15 @@
 import math
 import statistics
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
 from dsv4.cache.layout import CacheLayout
 from dsv4.cache.store import Cache
-from dsv4.config import Activations, ModelConfig
+from dsv4.config import ModelConfig
 from dsv4.errors import ConfigError, DeviceError
 from dsv4.lab.bench.decode import fill
 from dsv4.lab.bench.spilled import all_resident
@@ -21,13 +22,6 @@ from dsv4.model.params import declare
 from dsv4.model.step import Step
 
 
-def check_activations(name: str) -> Activations:
-    for known in get_args(Activations):
-        if name == known:
-            return known
-    raise ConfigError(f"activations is {name!r}, expected one of {', '.join(get_args(Activations))}")
-
-
 @dataclass(frozen=True)
 class Wanted:
     """A prompt of `tokens` after `context` others, in chunks; `rounds` times over."""
@@ -36,7 +30,6 @@ class Wanted:
     chunk: int = 8192
     context: int = 0
     rounds: int = 3
-    activations: Activations = "a16"
 
     def __post_init__(self) -> None:
         for name, least in (("tokens", 1), ("chunk", 1), ("context", 0), ("rounds", 1)):
@@ -52,9 +45,9 @@ class Wanted:
             )
         return cache_layout(config, min(config.max_positions, -(-total // 256) * 256), 1)
 
-    def other_bytes(self, config: ModelConfig, spills: bool = False) -> int:
+    def other_bytes(self, config: ModelConfig) -> int:
         """Beside the weights."""
-        return other_bytes(self.layout(config), chunk=min(self.chunk, self.tokens), spills=spills)
+        return other_bytes(self.layout(config), chunk=min(self.chunk, self.tokens))
 
 
 def flops(config: ModelConfig, start: int, tokens: int) -> float:
@@ -72,8 +65,9 @@ def flops(config: ModelConfig, start: int, tokens: int) -> float:
         elif param.name.endswith("_fn"):
             weights += math.prod(param.shape)
     keys = scored = 0.0
+    specs = Counter((layer.kind, layer.ratio) for layer in c.layers)
     for position in range(start, start + tokens):
-        for kind, ratio, layers in _kinds(c):
+        for (kind, ratio), layers in specs.items():
             seen = (position + 1) // ratio if ratio else 0
             keys += layers * min(c.window, position + 1)
             keys += layers * (min(seen, c.index_topk) if kind == "csa" else seen)
@@ -81,12 +75,6 @@ def flops(config: ModelConfig, start: int, tokens: int) -> float:
                 scored += layers * seen
     attention = 2 * keys * c.num_heads * c.head_dim + scored * c.index_heads * c.index_dim
     return 2 * (weights * tokens + attention)
-
-
-def _kinds(c: ModelConfig) -> list[tuple[str, int, int]]:
-    """(kind, ratio, how many layers)."""
-    specs = [(layer.kind, layer.ratio) for layer in c.layers]
-    return [(*spec, specs.count(spec)) for spec in dict.fromkeys(specs)]
 
 
 def measure(bundle: Bundle, wanted: Wanted, device: torch.device) -> tuple[list[float], float | None]:
@@ -128,7 +116,6 @@ def figures(times: list[float], wanted: Wanted, config: ModelConfig, matmul: flo
     rate = flops(config, wanted.context, wanted.tokens) / median
     return {
         **{"tokens": wanted.tokens, "chunk": wanted.chunk, "context": wanted.context},
-        "activations": wanted.activations,
         **{"rounds": wanted.rounds, "ms": round(1e3 * median, 2), "ms_slowest": round(1e3 * max(times), 2)},
         "tokens_per_second": round(wanted.tokens / median, 1),
         "tflops": round(rate / 1e12, 2),

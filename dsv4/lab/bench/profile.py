@@ -32,10 +32,7 @@ class Share:
     gap_us: float
 
     def as_dict(self) -> dict[str, float]:
-        return {
-            **{"count": round(self.count, 2), "busy_us": round(self.busy_us, 2)},
-            "gap_us": round(self.gap_us, 2),
-        }
+        return {name: round(value, 2) for name, value in vars(self).items()}
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,15 @@
 """A GPU timed as one rank of several, its own memory in its peers' place; and what several would reach."""
 
-import gc
 from typing import Any
 
 import torch
 
-from dsv4.lab.bench.decode import Session, Timing, Wanted
+from dsv4.lab.bench.decode import Session, Timing, Wanted, release
 from dsv4.lab.bench.subject import Subject
-from dsv4.lab.links import LINKS
+from dsv4.lab.links import LINKS, num_all_reduces
 from dsv4.model.bundle import Bundle
 
 EACH_US = 5.0  # of an all-reduce, where nothing is published for the number of GPUs and bytes at hand
-PER_LAYER, PER_STEP = 2, 2  # all-reduces after attention and experts; the embedding and the logits
 # Every all-reduce is added whole: to the step with this rank's part in them, and to the step without.
 ADDED = (
     "the measured step, which has this rank's pushes and its waits answered by its own memory, and beside it "
@@ -25,14 +23,9 @@ ADDED_ONCE = (
 )
 
 
-def num_all_reduces(subject: Subject) -> int:
-    """Of one step."""
-    return PER_LAYER * subject.config.num_layers + PER_STEP if subject.ranks > 1 else 0
-
-
 def predicted(subject: Subject, wanted: Wanted, ms: float, each_us: float) -> float:
     """Tokens/s of all GPUs together, if each all-reduce takes so long beside a step of `ms`."""
-    return 1e3 * wanted.batch / (ms + num_all_reduces(subject) * each_us / 1e3)
+    return 1e3 * wanted.batch / (ms + num_all_reduces(subject.config, subject.ranks) * each_us / 1e3)
 
 
 def measure(subject: Subject, wanted: Wanted, device: torch.device) -> dict[str, Any]:
@@ -52,7 +45,7 @@ def measure(subject: Subject, wanted: Wanted, device: torch.device) -> dict[str,
 
 def _time(bundle: Bundle, wanted: Wanted, device: torch.device, sums: bool = True) -> Timing:
     timing = Session(bundle, wanted, device, sums).time()
-    gc.collect()  # a decoder's launches refer to it, and it to them
+    release()
     return timing
 
 
@@ -61,7 +54,7 @@ def predictions(subject: Subject, wanted: Wanted, ms: float, ms_without: float) 
     `ms_without`: of the step without its all-reduces."""
     vector = 4 * subject.config.hidden_size * wanted.batch
     published = LINKS["H200"].all_reduce_us(subject.ranks, vector)
-    count = num_all_reduces(subject)
+    count = num_all_reduces(subject.config, subject.ranks)
     return {
         **{"all_reduces": count, "all_reduce_us": EACH_US, "ms_added": round(count * EACH_US / 1e3, 4)},
         "predicted_tokens_per_second": round(predicted(subject, wanted, ms, EACH_US), 1),

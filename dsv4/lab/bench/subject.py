@@ -19,6 +19,7 @@ from dsv4.kernels.common.architectures import capability
 from dsv4.kernels.common.places import Form, place
 from dsv4.kernels.common.tiles import ROWS, SLICE, Bank, Tiled, tile_bytes
 from dsv4.lab.bench.echo import Echo
+from dsv4.lab.plan import largest
 from dsv4.lab.records import published
 from dsv4.lab.routing import apply as follow
 from dsv4.lab.routing import shares
@@ -260,17 +261,17 @@ def check_fits(subject: Subject, others: int, free: int) -> None:
     )
     if subject.checkpoint is not None:
         raise ConfigError(f"{found}; lower --context or --batch, or use a smaller model")
-    low, high = c.experts_per_token - 1, c.num_experts
-    while low < high:
-        middle = (low + high + 1) // 2
-        held = synthetic_bytes(with_experts(c, middle), subject.layout, subject.ranks, subject.whole_experts)
-        fits = held + others <= free
-        low, high = (middle, high) if fits else (low, middle - 1)
-    if low < c.experts_per_token:
+
+    def fits(experts: int) -> bool:
+        held = synthetic_bytes(with_experts(c, experts), subject.layout, subject.ranks, subject.whole_experts)
+        return held + others <= free
+
+    most = largest(c.num_experts, fits)
+    if most < c.experts_per_token:
         raise ConfigError(
             f"{found}; not even {c.experts_per_token} fit: lower --context, --batch or --layers"
         )
-    raise ConfigError(f"{found}; at most {low} fit: --experts {low}")
+    raise ConfigError(f"{found}; at most {most} fit: --experts {most}")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Decoding over contexts and over batches with one set of weights: the figures of a speed plot."""
 
-import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import torch
 
 from dsv4.errors import ConfigError
-from dsv4.lab.bench.decode import Session, Wanted, figures
+from dsv4.lab.bench.decode import Session, Wanted, figures, release
 from dsv4.lab.bench.subject import Reads, other_bytes
 from dsv4.model.buffers import ROWS
 from dsv4.model.bundle import Bundle
@@ -30,8 +29,7 @@ def sweep(bundle: Bundle, wanted: Wanted, ceiling: float, device: torch.device) 
     c = bundle.config
     reads = Reads.of(bundle.weights.tensors, c.num_layers)
     for point in points(wanted, c.max_positions):
-        gc.collect()  # a session's launches refer to it, and it to them
-        torch.cuda.empty_cache()
+        release()
         yield _line(bundle, point, reads, ceiling, device)
 
 

@@ -1,7 +1,7 @@
 """What an examination found: one line each, and what to do about it."""
 
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -14,8 +14,11 @@ class Finding:
     text: str
     remedy: str = ""
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+
+def first_of(problems: list[str]) -> str:
+    """A finding names one, and says how many more there are."""
+    more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
+    return problems[0] + more
 
 
 def passed(findings: list[Finding]) -> bool:

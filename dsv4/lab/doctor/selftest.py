@@ -3,7 +3,6 @@
 import math
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -72,16 +71,9 @@ def examine_engine(device: str) -> Finding:
     return Finding("engine", name, "ok", text)
 
 
-@dataclass(frozen=True)
-class Behaviour:
-    """How a model predicts a text: nats per token, and how often its draft block agrees with it."""
-
-    nats: float | None  # None: no tokenizer, so the model's own text was used
-    acceptance: float | None  # None: no draft block
-
-
-def behaviour(engine: Engine) -> Behaviour:
-    """Of a plain text or, without a tokenizer, of what the model writes itself. NaN shows as NaN."""
+def behaviour(engine: Engine) -> tuple[float | None, float | None]:
+    """How a model predicts a plain text or, without a tokenizer, what it writes itself: nats per token (None:
+    its own text), and how often its draft block agrees with it (None: there is none). NaN shows as NaN."""
     tokenizer, vocab = engine.tokenizer, engine.model_config.vocab_size
     if tokenizer is not None and tokenizer.vocab_size <= vocab:
         ids = [tokenizer.bos_id, *tokenizer.encode_text(TEXT)][: engine.settings.max_context]
@@ -94,10 +86,10 @@ def behaviour(engine: Engine) -> Behaviour:
     trunk = logits["prefill_logits"].float().cpu()
     nats = _nats(trunk, ids[1:]) if tokenizer is not None else None
     if "mtp_logits" not in logits:
-        return Behaviour(nats, None)
+        return nats, None
     # The draft made at i for token i+2, against the trunk's own choice one step later.
     draft, chosen = logits["mtp_logits"].argmax(-1).cpu()[:-1], trunk.argmax(-1)[1:]
-    return Behaviour(nats, float((draft == chosen).float().mean()))
+    return nats, float((draft == chosen).float().mean())
 
 
 def _nats(logits: Tensor, targets: Sequence[int]) -> float:
@@ -106,15 +98,15 @@ def _nats(logits: Tensor, targets: Sequence[int]) -> float:
 
 def examine_behaviour(engine: Engine, is_trained: bool) -> list[Finding]:
     try:
-        seen = behaviour(engine)
+        nats, acceptance = behaviour(engine)
     except (Dsv4Error, RuntimeError) as error:
         remedy = "the weights are damaged or overflow: download or convert the checkpoint again"
         return [Finding("model", "run", "fail", f"the model does not run: {error}", remedy)]
     out = []
-    if seen.nats is not None:
+    if nats is not None:
         chance = math.log(engine.model_config.vocab_size)
-        text = f"{seen.nats:.2f} nats per token of a plain text; chance is {chance:.2f}"
-        if not math.isfinite(seen.nats) or (is_trained and seen.nats > CHANCE * chance):
+        text = f"{nats:.2f} nats per token of a plain text; chance is {chance:.2f}"
+        if not math.isfinite(nats) or (is_trained and nats > CHANCE * chance):
             remedy = (
                 "the head looks trained, so other weights or the tokenizer are wrong: see scales, nibbles "
                 "and tokenizer above; convert the checkpoint again"
@@ -124,9 +116,9 @@ def examine_behaviour(engine: Engine, is_trained: bool) -> list[Finding]:
             out.append(Finding("model", "prediction", "note", f"{text}; the weights look random"))
         else:
             out.append(Finding("model", "prediction", "ok", text))
-    if seen.acceptance is not None:
-        text = f"the draft block agrees with the model on {seen.acceptance:.0%} of tokens"
-        if is_trained and seen.acceptance < LEAST_ACCEPTANCE:
+    if acceptance is not None:
+        text = f"the draft block agrees with the model on {acceptance:.0%} of tokens"
+        if is_trained and acceptance < LEAST_ACCEPTANCE:
             remedy = (
                 "convert the draft block (mtp.*) again: its experts may be MXFP4 while the trunk's are "
                 "NVFP4, and E8M0 scales must be copied as bytes"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from dsv4.config import ModelConfig
 from dsv4.errors import TextError
-from dsv4.lab.doctor.findings import Finding
+from dsv4.lab.doctor.findings import Finding, first_of
 from dsv4.text.tokenizer import V4_VOCAB_SIZE, Tokenizer
 
 _FETCH = "put the tokenizer.json of this very model into its folder"
@@ -23,10 +23,8 @@ def examine_tokenizer(folder: Path, config: ModelConfig) -> Finding:
     except TextError as error:
         return found("fail", str(error), _FETCH)
     if config.vocab_size == V4_VOCAB_SIZE:
-        problems = tokenizer.check_v4_ids()
-        if problems:
-            more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
-            return found("fail", f"not DeepSeek-V4's: {problems[0]}{more}", _FETCH)
+        if problems := tokenizer.check_v4_ids():
+            return found("fail", f"not DeepSeek-V4's: {first_of(problems)}", _FETCH)
         return found("ok", f"{tokenizer.vocab_size:,} ids, special tokens and self-test as published")
     ids = f"tokenizer.json has {tokenizer.vocab_size:,} ids, the model {config.vocab_size:,} rows"
     if not (1 - PADDING) * config.vocab_size <= tokenizer.vocab_size <= config.vocab_size:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dsv4.lab.doctor.findings import Finding
+from dsv4.lab.doctor.findings import Finding, first_of
 from dsv4.quant.codec import decode, has_nan_scale
 from dsv4.quant.formats import FP8_TILE, Format, QuantTensor
 from dsv4.weights.detect import Source
@@ -148,8 +148,7 @@ def _length(values: Tensor, dim: int) -> Tensor:
 
 def _finite(seen: _Seen, share: str) -> Finding:
     if seen.damaged:
-        more = f", and {len(seen.damaged) - 1} more" if len(seen.damaged) > 1 else ""
-        return Finding("checkpoint", "values", "fail", seen.damaged[0] + more, _AGAIN)
+        return Finding("checkpoint", "values", "fail", first_of(seen.damaged), _AGAIN)
     text = f"finite in {seen.tensors:,} tensors ({share})"
     if seen.zero:
         return Finding(
@@ -160,8 +159,7 @@ def _finite(seen: _Seen, share: str) -> Finding:
 
 def _plausible(seen: _Seen) -> Finding:
     if seen.implausible:
-        more = f", and {len(seen.implausible) - 1} more" if len(seen.implausible) > 1 else ""
-        text = f"{seen.implausible[0]}{more}; expected {GAIN[0]:.0e} to {GAIN[1]:.0f} times"
+        text = f"{first_of(seen.implausible)}; expected {GAIN[0]:.0e} to {GAIN[1]:.0f} times"
         return Finding("checkpoint", "scales", "fail", text, _SCALES)
     if not seen.gains:
         return Finding("checkpoint", "scales", "ok", "there are none: nothing is quantised")

@@ -45,8 +45,11 @@ def quantization(
         if format.is_plain and official_format(item.source.param) is not Format.BF16:
             unquantised.append(item.name)
     experts = {f for name, f in formats.items() if name.startswith("layers.") and ".ffn.experts." in name}
-    layers = _layers(name for name, format in formats.items() if format is Format.NVFP4)
     nvfp4 = [name for name, format in formats.items() if format is Format.NVFP4]
+    # Routed experts of a layer are one entry, other linears one each.
+    layers = {
+        name.split(".experts.")[0] + ".experts" if ".experts." in name else name: _NV_LAYER for name in nvfp4
+    }
     has_fp8 = not {Format.FP8, Format.MXFP4}.isdisjoint(formats.values())
 
     out = {key: value for key, value in before.items() if key not in ("quantization_config", "expert_dtype")}
@@ -93,13 +96,6 @@ def quantization(
     if config:
         out["quantization_config"] = config
     return out, extra
-
-
-def _layers(names: Iterable[str]) -> dict[str, Any]:
-    """Routed experts of a layer are one entry, other linears one each."""
-    return {
-        name.split(".experts.")[0] + ".experts" if ".experts." in name else name: _NV_LAYER for name in names
-    }
 
 
 def _ignore(nvfp4: list[str]) -> list[str]:

@@ -125,9 +125,6 @@ class Job:
     def statistics(self, shard: str) -> Any:
         return json.loads((self.work / f"{shard}.json").read_bytes())
 
-    def open_part(self, shard: str, size: int) -> "Part":
-        return Part(self, shard, size)
-
     def put(self, name: Path | str, content: bytes) -> None:
         """A small file under its final name, complete or not at all."""
         part = self.work / "small.part"
@@ -154,9 +151,6 @@ class Job:
         self.put(RECORD, json.dumps({"fingerprint": self.fingerprint, **record}).encode())
         self.put("config.json", config)
         sync_folder(self.folder)
-        self.clear()
-
-    def clear(self) -> None:
         shutil.rmtree(self.work)
 
 
@@ -192,9 +186,6 @@ class Part:
             sync_folder(self.job.folder)
         except OSError as error:
             raise self.job.failed(self.target, error) from None
-
-    def close(self) -> None:
-        self.file.close()
 
 
 def sync_folder(folder: Path) -> None:

@@ -138,6 +138,11 @@ class Shard:
     def source_bytes(self) -> int:
         return sum(unit.source_bytes for unit in self.units)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the file, its header included."""
+        return len(self.header) + sum(unit.num_bytes for unit in self.units)
+
     def offsets(self, header_size: int) -> dict[str, int]:
         out, position = {}, header_size
         for tensor in self.tensors:
@@ -321,12 +326,10 @@ def _kept(source: Source, entries: Mapping[str, Entry]) -> Item:
             assert source.global_scale is not None
             base = source.weight.name.rsplit(".", 1)[0]
             outputs.append(Output(rest[0], _scalar(source.global_scale, source.is_reciprocal)))
-            calibration = entries.get(f"{base}.input_scale")
-            inverse = entries.get(f"{base}.input_global_scale")
-            if calibration or inverse:
-                found = calibration or inverse
-                assert found is not None
-                outputs.append(Output(rest[1], _scalar(found, calibration is None)))
+            if found := entries.get(f"{base}.input_scale"):
+                outputs.append(Output(rest[1], _scalar(found, is_reciprocal=False)))
+            elif found := entries.get(f"{base}.input_global_scale"):
+                outputs.append(Output(rest[1], _scalar(found, is_reciprocal=True)))
             else:
                 outputs.append(Output(rest[1], _INPUT_SCALE))
     return Item(name, param.component, stored, stored, source.num_bytes, tuple(outputs), source)

@@ -2,61 +2,50 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from typing import Any
 
 from dsv4.lab.quantize.plan import Item, Plan
 from dsv4.quant.bulk import Tally
 
+# A parameter, what became of it (kept: the stored bytes; exact: re-expressed without loss; rounded: not all),
+# and its errors.
+Result = tuple[Item, str, Tally]
 
-@dataclass(frozen=True)
-class Outcome:
-    """One parameter's result. kept: the stored bytes; exact: re-expressed without loss; rounded: not all."""
 
-    name: str
-    how: str
-    tally: Tally
-
-    @classmethod
-    def of(cls, item: Item, tally: Tally | None) -> "Outcome":
-        if item.format is None:
-            shape = item.source.param.shape if item.source else item.outputs[0].declared.shape
-            return cls(item.name, "kept", Tally(values=math.prod(shape)))
-        assert tally is not None
-        return cls(item.name, "rounded" if tally.inexact else "exact", tally)
-
-    def as_list(self) -> list[Any]:
-        return [self.name, self.how, asdict(self.tally)]
-
-    @classmethod
-    def from_list(cls, record: list[Any]) -> "Outcome":
-        return cls(record[0], record[1], Tally(**record[2]))
+def record(item: Item, tally: Tally | None) -> list[Any]:
+    """A parameter's result as it is kept with its shard."""
+    if item.format is None:
+        shape = item.source.param.shape if item.source else item.outputs[0].declared.shape
+        return [item.name, "kept", asdict(Tally(values=math.prod(shape)))]
+    assert tally is not None
+    return [item.name, "rounded" if tally.inexact else "exact", asdict(tally)]
 
 
 def make_report(plan: Plan, records: Iterable[list[Any]], source: str) -> dict[str, Any]:
     """Everything about the conversion; the same for an interrupted run as for an undisturbed one."""
-    outcomes = {outcome.name: outcome for outcome in map(Outcome.from_list, records)}
-    pairs = [(item, outcomes[item.name]) for item in plan.items]
-    exponents = [sum(count) for count in zip(*(o.tally.exponents for _, o in pairs), strict=True)]
+    found = {name: (how, Tally(**tally)) for name, how, tally in records}
+    results = [(item, *found[item.name]) for item in plan.items]
+    exponents = [sum(count) for count in zip(*(tally.exponents for _, _, tally in results), strict=True)]
     return {
         "source": source,
         "options": {field.name: getattr(plan.options, field.name) for field in fields(plan.options)},
         "shards": len(plan.shards),
-        "bytes_before": sum(item.source_bytes for item, _ in pairs),
-        "bytes_after": sum(item.num_bytes for item, _ in pairs),
-        "components": _components(pairs),
-        "depth": _depth(pairs),
+        "bytes_before": sum(item.source_bytes for item, _, _ in results),
+        "bytes_after": sum(item.num_bytes for item, _, _ in results),
+        "components": _components(results),
+        "depth": _depth(results),
         "scale_exponents": exponents if any(exponents) else None,
         "notes": list(plan.notes),
         "tensors": {
             item.name: {
                 "from": item.stored,
                 "to": item.target,
-                "how": outcome.how,
+                "how": how,
                 "bytes": item.num_bytes,
-                **_quality(outcome.tally, outcome.how),
+                **_quality(tally, how),
             }
-            for item, outcome in pairs
+            for item, how, tally in results
         },
     }
 
@@ -75,13 +64,13 @@ def _short(value: float, digits: int = 6) -> float:
     return float(f"{value:.{digits}g}")
 
 
-def _components(pairs: list[tuple[Item, Outcome]]) -> list[dict[str, Any]]:
+def _components(results: list[Result]) -> list[dict[str, Any]]:
     """One row per component and kind of conversion, the largest first; what is kept is one row each."""
     rows: dict[tuple[str, str, str, str], dict[str, Any]] = {}
     tallies: dict[tuple[str, str, str, str], Tally] = {}
-    for item, outcome in pairs:
-        before, after = ("", "") if outcome.how == "kept" else (item.stored, item.target)
-        key = (item.component, before, after, outcome.how)
+    for item, how, tally in results:
+        before, after = ("", "") if how == "kept" else (item.stored, item.target)
+        key = (item.component, before, after, how)
         row = rows.setdefault(
             key,
             {
@@ -92,28 +81,28 @@ def _components(pairs: list[tuple[Item, Outcome]]) -> list[dict[str, Any]]:
         row["tensors"] += 1
         row["bytes_before"] += item.source_bytes
         row["bytes_after"] += item.num_bytes
-        tallies.setdefault(key, Tally()).add(outcome.tally)
+        tallies.setdefault(key, Tally()).add(tally)
     for key, row in rows.items():
         row["values"] = tallies[key].values
         row |= _quality(tallies[key], row["how"])
     return sorted(rows.values(), key=lambda row: (-row["bytes_after"], row["component"], row["how"]))
 
 
-def _depth(pairs: list[tuple[Item, Outcome]]) -> list[dict[str, Any]]:
+def _depth(results: list[Result]) -> list[dict[str, Any]]:
     """Relative errors of what was rounded, per layer and kind of linear."""
-    groups: dict[tuple[str, int], list[Outcome]] = {}
-    for item, outcome in pairs:
-        if outcome.how == "rounded" and item.name.startswith("layers."):
+    groups: dict[tuple[str, int], list[Tally]] = {}
+    for item, how, tally in results:
+        if how == "rounded" and item.name.startswith("layers."):
             kind = item.component
             if kind == "routed experts":
                 kind += f" {item.name.rsplit('.', 1)[-1]}"
-            groups.setdefault((kind, int(item.name.split(".")[1])), []).append(outcome)
+            groups.setdefault((kind, int(item.name.split(".")[1])), []).append(tally)
     out = []
     for (kind, layer), members in sorted(groups.items()):
         total = Tally()
-        for outcome in members:
-            total.add(outcome.tally)
-        errors = [outcome.tally.relative_error for outcome in members]
+        for tally in members:
+            total.add(tally)
+        errors = [tally.relative_error for tally in members]
         out.append(
             {
                 **{"kind": kind, "layer": layer, "tensors": len(members)},

@@ -17,9 +17,9 @@ from dsv4.errors import CheckpointError, ConfigError
 from dsv4.lab.files import size
 from dsv4.lab.quantize.convert import Converter, Task, Write
 from dsv4.lab.quantize.headers import quantization
-from dsv4.lab.quantize.job import RECORD, WORK, Job, examine
+from dsv4.lab.quantize.job import RECORD, WORK, Job, Part, examine
 from dsv4.lab.quantize.plan import Item, Options, Plan, Shard, Unit, make_plan
-from dsv4.lab.quantize.report import Outcome, make_report
+from dsv4.lab.quantize.report import make_report, record
 from dsv4.quant.bulk import Tally
 from dsv4.weights.load import Checkpoint
 from dsv4.weights.reader import INDEX
@@ -106,7 +106,7 @@ class Quantizer:
         """Of a finished run, after a look at whether its files are still there."""
         for shard in self.plan.shards:
             path = self.folder / shard.name
-            if not path.is_file() or path.stat().st_size != self._shard_size(shard):
+            if not path.is_file() or path.stat().st_size != shard.num_bytes:
                 raise ConfigError(
                     f"{path} is missing or of another size than when it was finished; "
                     "remove the folder and run the command again"
@@ -121,9 +121,8 @@ class Quantizer:
 
     def _check_disk(self) -> None:
         present = {path.name: path.stat().st_size for path in _files(self.folder)}
-        wanted = sum(
-            self._shard_size(shard) for shard in self.plan.shards if shard.name not in present
-        ) + sum(path.stat().st_size for path in self.copies.values())
+        wanted = sum(shard.num_bytes for shard in self.plan.shards if shard.name not in present)
+        wanted += sum(path.stat().st_size for path in self.copies.values())
         parts = sum(path.stat().st_size for path in _files(self.folder / WORK))
         place = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
         free = shutil.disk_usage(place).free + parts
@@ -132,9 +131,6 @@ class Quantizer:
                 f"{self.folder} needs {size(wanted)}, but {size(free)} of disk are free; "
                 "make room or give a folder on another disk"
             )
-
-    def _shard_size(self, shard: Shard) -> int:
-        return len(shard.header) + sum(unit.num_bytes for unit in shard.units)
 
     def _write_shards(
         self, job: Job, converter: Converter, pool: "_Pool", progress: Progress | None
@@ -149,7 +145,7 @@ class Quantizer:
                 records += job.statistics(shard.name)
                 continue
             header = shard.header
-            part = job.open_part(shard.name, self._shard_size(shard))
+            part = Part(job, shard.name, shard.num_bytes)
             try:
                 part.write(0, header)
                 tallies: dict[str, Tally] = {}
@@ -159,14 +155,12 @@ class Quantizer:
                     if progress:
                         progress(min(done, total), total)
                 outcome = [
-                    Outcome.of(item, tallies.get(item.name)).as_list()
-                    for unit in shard.units
-                    for item in unit.items
+                    record(item, tallies.get(item.name)) for unit in shard.units for item in unit.items
                 ]
                 part.finish(outcome)
             finally:
                 pool.drain()
-                part.close()
+                part.file.close()
             records += outcome
         return records
 
@@ -175,7 +169,7 @@ class Quantizer:
             return False
         path, header = job.folder / shard.name, shard.header
         with path.open("rb") as file:
-            return path.stat().st_size == self._shard_size(shard) and file.read(len(header)) == header
+            return path.stat().st_size == shard.num_bytes and file.read(len(header)) == header
 
     def _complete(self, job: Job, report: dict[str, Any]) -> None:
         for name, path in self.copies.items():
