@@ -7,7 +7,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -21,6 +20,7 @@ from types import FrameType
 
 from torch import Tensor
 
+from dsv4.child import child_command
 from dsv4.config import EngineConfig
 from dsv4.engine.plan import Plan
 from dsv4.engine.runner import Executor, Masks, Member, Result
@@ -236,11 +236,10 @@ def _end(peers: list[_Peer], folder: str) -> None:
 def _launch(rank: int, seconds: float) -> _Peer:
     ours, theirs = socket.socketpair()
     with theirs:
-        # The same import path as ours, and not the working directory, which `-m` would put in front of it.
-        path = f"import sys; sys.path[:] = {sys.path!r}"
-        code = f"{path}; from dsv4.engine.follow import main; main({theirs.fileno()})"
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", code], pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL
+            child_command("dsv4.engine.follow", theirs.fileno()),
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
         )
     return _Peer(f"rank {rank}", process, Channel(ours, seconds))
 

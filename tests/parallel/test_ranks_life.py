@@ -203,6 +203,38 @@ def test_killed_rank_zero_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("dsv4-ranks-*"))
 
 
+@pytest.mark.parametrize("command", ["load", "serve"])
+def test_killed_parent_of_a_process_that_is_stopped_while_it_imports_torch(
+    tmp_path: Path, command: str
+) -> None:
+    """The long part of a start: a rank, and the engine's process of a server."""
+    (tmp_path / "torch.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)")
+    shadow = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+    code = {
+        "load": f"import torch; from dsv4 import Engine, EngineConfig; {shadow}"
+        "Engine.load(None, EngineConfig(device='cpu', ranks=2, threads=1))",
+        "serve": f"{shadow}sys.argv[1:] = ['serve', '--port', '0']; from dsv4.cli.main import main; main()",
+    }[command]
+
+    def is_stopped(pid: int) -> bool:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
+
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", code], env=environment) as parent:
+        try:
+            wait(lambda: any(map(is_stopped, children(parent.pid))), SECONDS)
+            (stopped,) = children(parent.pid)
+        finally:
+            parent.kill()
+        wait(lambda: not is_running(stopped), 5)
+
+
+def test_process_whose_parent_died_before_it_could_be_bound_to_it() -> None:
+    code = "from dsv4.child import begin; import os; begin(os.getppid() + 1); print('goes on')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=SECONDS)
+    assert done.returncode == 1 and not done.stdout
+
+
 @pytest.mark.parametrize("is_awaited", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_server_comes_back(tmp_path: Path, is_awaited: bool) -> None:
     """Under load: the client gets an error, and the server serves again, or is told to end before that."""
