@@ -16,7 +16,7 @@ from dsv4.engine.logprobs import read_token, sorted_token
 from dsv4.engine.plan import Penalise, Sampling, Span
 from dsv4.engine.request import Token
 from dsv4.engine.runner import Masks, Result
-from dsv4.errors import DeviceError
+from dsv4.errors import LostError
 from dsv4.model.choice import Choice
 from dsv4.model.model import Model
 from dsv4.model.step import Mark, Step, Tap
@@ -332,5 +332,5 @@ class Eager:
             torch.cuda.synchronize(self.device)
         except RuntimeError as error:
             why = str(error).strip().split("\n")[0]
-            raise DeviceError(f"the GPU stopped working ({why}); start the engine anew") from error
+            raise LostError(f"the GPU stopped working ({why})") from error
         torch.cuda.empty_cache()

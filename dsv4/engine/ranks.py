@@ -24,7 +24,7 @@ from dsv4.child import child_command
 from dsv4.config import EngineConfig
 from dsv4.engine.plan import Plan
 from dsv4.engine.runner import Executor, Masks, Member, Result
-from dsv4.errors import DeviceError, Dsv4Error, RequestError
+from dsv4.errors import DeviceError, Dsv4Error, LostError, RequestError
 from dsv4.model.step import Tap
 from dsv4.parallel.channel import Channel, Closed, Kind
 from dsv4.parallel.comm import Group, Meeting, PeerError
@@ -131,7 +131,7 @@ class Ranks:
     def check(self) -> None:
         """Raise if the ranks were ended."""
         if self._reason:
-            raise DeviceError(f"{self._reason}; all {self.size} ranks were ended: start the engine anew")
+            raise LostError(f"{self._reason}; all {self.size} ranks were ended")
 
     def watched(self, progress: Progress | None) -> Progress:
         """The same while rank 0 loads, which ends as soon as another rank has."""
@@ -155,7 +155,7 @@ class Ranks:
             except Closed as error:
                 raise self.lost(PeerError(str(error))) from None
 
-    def lost(self, error: Exception) -> DeviceError:
+    def lost(self, error: Exception) -> LostError:
         """After a failed plan: what to tell the user, with the number of the rank that caused it."""
         if isinstance(error, PeerError):
             with self._changed:
@@ -171,7 +171,7 @@ class Ranks:
             self._lose(f"the step failed on rank 0: {str(error).strip().splitlines()[0]}")
         try:
             self.check()
-        except DeviceError as made:
+        except LostError as made:
             return made
         raise AssertionError("a reason was just set")
 

@@ -195,7 +195,7 @@ class _Life:
     began: dict[str, float] = field(default_factory=dict)  # sequences that run, since when
     latest: dict[str, float] = field(default_factory=dict)  # when a sequence's last token came
     heard: float = field(default_factory=time.monotonic)  # when the last message came
-    stalled: str = ""
+    why: str = ""  # it has ended, where more is known than how
 
 
 class EngineProcess:
@@ -333,7 +333,7 @@ class EngineProcess:
                     watchdog.cancel()
                     code = await _ended(life)
                 was_ready = life.ready is not None
-                self._trouble = f"the engine's process {life.stalled or 'has died'} ({_how(code)})"
+                self._trouble = life.why or f"the engine's process has died ({_how(code)})"
                 again = f"{self._trouble}; it is being restarted, send the request again"
                 self._fail_all(life, Unavailable(self._stop_reason or again))
             self._give_up(Unavailable(f"{self._trouble} while loading"))
@@ -360,9 +360,8 @@ class EngineProcess:
             if not life.ready or not any(ticket.is_submitted for ticket in life.tickets.values()):
                 life.heard = time.monotonic()
             elif time.monotonic() - life.heard > self.stall_seconds:
-                life.stalled = (
-                    f"did nothing for {self.stall_seconds:g} s while requests waited, and was ended"
-                )
+                what = f"did nothing for {self.stall_seconds:g} s while requests waited, and was ended"
+                life.why = f"the engine's process {what}"
                 life.process.kill()
                 return
 
@@ -411,7 +410,10 @@ class EngineProcess:
             if not self._first_ready.done():
                 self._first_ready.set_result(message)
         elif isinstance(message, wire.Failed):
+            life.why = "the engine cannot be loaded, the server's log says why"
             raise ConfigError(message.error)
+        elif isinstance(message, wire.Lost):
+            life.why = f"the engine has died: {message.reason}"
 
     def _take_gap(self, life: _Life, delta: Delta) -> None:
         last = life.latest.pop(delta.request_id, None)

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dsv4.engine.engine import Engine
 from dsv4.engine.grammar import Matcher
 from dsv4.engine.request import Request
-from dsv4.errors import DeviceError, Dsv4Error, RequestError
+from dsv4.errors import DeviceError, Dsv4Error, LostError, RequestError
 from dsv4.lab.doctor.first import ensure
 from dsv4.serve import wire
 
@@ -203,8 +203,10 @@ def main(descriptor: int) -> None:
                 status=worker.status(),
             )
         )
-        worker.run()
+        try:
+            worker.run()
+        except DeviceError as error:  # the GPU or a rank is lost, and with it all that this process holds
+            link.send(wire.Lost(error.reason if isinstance(error, LostError) else str(error)))
+            sys.exit(1)
     except (BrokenPipeError, ConnectionResetError):
         pass  # the HTTP process is gone, and nobody is left to answer
-    except DeviceError as error:
-        sys.exit(f"error: {error}")  # the GPU is lost, and with it all that this process holds

@@ -12,7 +12,6 @@ import time
 import weakref
 from pathlib import Path
 
-import openai
 import pytest
 from ranks_support import SECONDS, children, engine_on, is_running, rank_pids, wait
 
@@ -237,27 +236,35 @@ def test_process_whose_parent_died_before_it_could_be_bound_to_it() -> None:
 
 @pytest.mark.parametrize("is_awaited", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_server_comes_back(tmp_path: Path, is_awaited: bool) -> None:
-    """Under load: the client gets an error, and the server serves again, or is told to end before that."""
+    """Under load: clients of every kind are told which rank and why, and the server serves again, or is told
+    to end before that."""
     before = children(os.getpid())
     with Server(tmp_path, "--device", "cpu", "--ranks", 2, "--threads", 1) as server:
-        errors: list[Exception] = []
+        chat: dict[str, object] = {"messages": STORY, "max_tokens": 400}
+        bodies: list[tuple[str, dict[str, object]]] = [
+            ("/v1/chat/completions", chat),
+            ("/v1/messages", chat),
+            ("/v1/responses", {"input": "Write a story.", "max_output_tokens": 400}),
+        ]
+        answers: list[str] = []
 
-        def ask() -> None:
-            try:
-                list(server.chat(STORY, max_tokens=400, stream=True))
-            except openai.APIError as error:
-                errors.append(error)
+        def ask(path: str, body: dict[str, object]) -> None:
+            answers.append(str(server.post(path, {"model": "tiny", **body})[1]))
 
-        thread = threading.Thread(target=ask)
-        thread.start()
-        wait(lambda: server.gauge("dsv4_sequences_running") == 1, SECONDS)
+        wanted = [(path, body | {"stream": stream}) for path, body in bodies for stream in (True, False)]
+        threads = [threading.Thread(target=ask, args=one) for one in wanted]
+        for thread in threads:
+            thread.start()
+        wait(lambda: server.gauge("dsv4_sequences_running") == len(wanted), SECONDS)
         first = worker_pid(server)
         (rank,) = rank_pids(first)
         os.kill(rank, signal.SIGKILL)
-        thread.join(5)
-        assert len(errors) == 1 and "died" in str(errors[0])
+        for thread in threads:
+            thread.join(5)
+        said = "the engine has died: rank 1 has died (signal 9); all 2 ranks were ended; it is being"
+        assert len(answers) == len(wanted) and all(said in answer for answer in answers), answers
         wait(lambda: not is_running(first) and not is_running(rank), 5)
-        assert "rank 1 has died (signal 9)" in server.log
+        assert "engine: the engine has died: rank 1 has died (signal 9)" in server.log
         if is_awaited:
             wait(lambda: server.raw("GET", "/ready")[0] == 200, SECONDS)
             assert server.chat(max_tokens=5).choices[0].message
