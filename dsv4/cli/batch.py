@@ -56,7 +56,7 @@ def batch(
     Seeds and ids are made from the lines, so a run that was killed and started again gives the same file.
     """
     try:
-        from dsv4.serve.batch import Job, Output, read_lines, run
+        from dsv4.serve.batch import Job, Output, count_requests, read_lines, run
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"{error.name} is not installed; a batch needs it: pip install 'dsv4[serve]'"
@@ -68,7 +68,7 @@ def batch(
     ):
         if value is not None and value < 1:
             raise ConfigError(f"{label} is {value}, expected 1 or more")
-    total = sum(1 for _ in read_lines(source))
+    total = count_requests(source)
     if target.exists() and target.samefile(source):
         raise ConfigError(f"{target} is the input too; name another file for the answers")
     job = Job(
