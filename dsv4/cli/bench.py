@@ -201,8 +201,10 @@ def _decode(
 
     from dsv4.lab.bench.ceiling import gpu, measure_host_read, measure_read
     from dsv4.lab.bench.spilled import divide
+    from dsv4.lab.bench.subject import check_kernels
 
     device = gpu()
+    check_kernels(subject.config, device, max(w.layout(subject.config).max_context for _, w in runs))
     free, _ = torch.cuda.mem_get_info(device)
     split = divide(subject, max((w for _, w in runs), key=lambda w: w.batch), spill, free)
     lines = []
@@ -367,7 +369,7 @@ def prefill(
     from dsv4.lab.bench.prefill import Wanted, check_activations, figures, measure
     from dsv4.lab.bench.record import check_target
     from dsv4.lab.bench.spilled import prompt_figures
-    from dsv4.lab.bench.subject import check_fits
+    from dsv4.lab.bench.subject import check_fits, check_kernels
 
     wanted = Wanted(tokens, chunk, context, rounds, check_activations(activations))
     EngineConfig(spill=spill)  # refuses other words
@@ -376,6 +378,7 @@ def prefill(
     if save is not None:
         check_target(save, subject.is_whole)
     device = gpu()
+    check_kernels(subject.config, device, wanted.layout(subject.config).max_context)
     free, _ = torch.cuda.mem_get_info(device)
     split = subject.split(spill, others, free)
     if split is None:
@@ -451,11 +454,7 @@ def ops(
         raise typer.Exit(1)
 
 
-def _load(
-    subject: "Subject",
-    device: "torch.device",
-    split: "Split | None" = None,
-) -> "Bundle":
+def _load(subject: "Subject", device: "torch.device", split: "Split | None" = None) -> "Bundle":
     if subject.checkpoint is None:
         with err.status(f"making {size(subject.weight_bytes)} of weights"):
             return subject.bundle(device, split=split)

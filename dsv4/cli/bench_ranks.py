@@ -36,12 +36,13 @@ def ranks(
     from dsv4.lab.bench.ceiling import gpu
     from dsv4.lab.bench.decode import Wanted
     from dsv4.lab.bench.ranks import measure
-    from dsv4.lab.bench.subject import check_fits, other_bytes, synthetic
+    from dsv4.lab.bench.subject import check_fits, check_kernels, other_bytes, synthetic
 
     wanted = Wanted(context, batch, steps)
     subject = synthetic(name, experts, layers, layout, ranks=of)
     layout_of_cache = wanted.layout(subject.config)
     device = gpu()
+    check_kernels(subject.config, device, layout_of_cache.max_context, of)
     check_fits(subject, other_bytes(layout_of_cache, (wanted.rows,)), torch.cuda.mem_get_info(device)[0])
     with err.status(f"making {size(subject.weight_bytes)} of weights, compiling, decoding"):
         line = measure(subject, wanted, device)
