@@ -79,7 +79,19 @@ class PrefixFolder:
         return self._own / f"{key.hex()}.{kind}"
 
     def has(self, key: bytes, kind: Kind) -> bool:
-        return self.path(key, kind).exists()
+        path = self.path(key, kind)
+        try:
+            path.stat()
+        except FileNotFoundError:
+            return False
+        except OSError as error:  # a disk that fails, a server of files that is gone
+            self._miss(path, error)
+            return False
+        return True
+
+    def _miss(self, path: Path, error: OSError) -> None:
+        why = error.strerror or error
+        self.say_once("read", f"{path.name} cannot be read ({why}); it counts as a miss")
 
     def read(self, key: bytes, kind: Kind, target: memoryview) -> bool:
         """Fill the target with the file's bytes; False where it is not there, or not whole and ours."""
@@ -99,9 +111,7 @@ class PrefixFolder:
         except FileNotFoundError:
             return False
         except OSError as error:
-            self.say_once(
-                "read", f"{path.name} cannot be read ({error.strerror or error}); it counts as a miss"
-            )
+            self._miss(path, error)
             return False
         want = HEADER_BYTES + len(target)
         if header[: len(MAGIC)] != MAGIC:
