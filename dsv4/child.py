@@ -6,13 +6,15 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
+# Found here, not between fork and exec, where another thread may have held the loader's lock.
+_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
 def child_command(module: str, descriptor: int) -> list[str]:
-    """Runs `main(descriptor)` of the module in a process that ends with the thread that starts it."""
+    """Runs `main(descriptor)` of the module. Start it with `preexec_fn=partial(end_with, os.getpid())`."""
     # The same import path as ours, and not the working directory, which `-m` would put in front of it.
     path = f"import sys; sys.path[:] = {sys.path!r}"
-    # Before the module is imported: torch alone takes seconds, in which this process may die.
+    # Again, before torch is imported: a Python with capabilities of its own loses at exec what it was told.
     first = f"from dsv4.child import begin; begin({os.getpid()})"
     return [sys.executable, "-P", "-c", f"{path}; {first}; from {module} import main; main({descriptor})"]
 
@@ -26,8 +28,9 @@ def begin(parent: int) -> None:
 
 
 def end_with(parent: int) -> None:
-    """When that process dies, the kernel kills this one, whatever it does: also if it is stopped."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    """When that process dies, or its thread that started this one, the kernel kills this one, whatever it
+    does: also if it is stopped. Between fork and exec no moment is left in which it could outlive it."""
+    if _prctl is not None:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before it could be bound to
         os._exit(1)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import select
 import shutil
 import signal
@@ -15,12 +16,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
 from torch import Tensor
 
-from dsv4.child import child_command
+from dsv4.child import child_command, end_with
 from dsv4.config import EngineConfig
 from dsv4.engine.plan import Plan
 from dsv4.engine.runner import Executor, Masks, Member, Result
@@ -240,6 +242,7 @@ def _launch(rank: int, seconds: float) -> _Peer:
             child_command("dsv4.engine.follow", theirs.fileno()),
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
+            preexec_fn=partial(end_with, os.getpid()),
         )
     return _Peer(f"rank {rank}", process, Channel(ours, seconds))
 

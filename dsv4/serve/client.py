@@ -10,12 +10,14 @@ import asyncio
 import contextlib
 import itertools
 import math
+import os
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
-from dsv4.child import child_command
+from dsv4.child import child_command, end_with
 from dsv4.config import EngineConfig
 from dsv4.engine.request import Delta, Request, SamplingParams
 from dsv4.env import launched_by
@@ -437,6 +439,7 @@ async def _launch() -> _Life:
             *child_command("dsv4.serve.worker", theirs.fileno()),
             pass_fds=(theirs.fileno(),),
             stdin=asyncio.subprocess.DEVNULL,
+            preexec_fn=partial(end_with, os.getpid()),
         )
         undo.pop_all()
     reader, writer = await asyncio.open_connection(sock=ours)

@@ -203,22 +203,31 @@ def test_killed_rank_zero_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["load", "serve"])
-def test_killed_parent_of_a_process_that_is_stopped_while_it_imports_torch(
-    tmp_path: Path, command: str
+@pytest.mark.parametrize("module", ["torch", "sitecustomize"])
+def test_killed_parent_of_a_process_that_is_stopped_while_it_starts(
+    tmp_path: Path, command: str, module: str
 ) -> None:
-    """The long part of a start: a rank, and the engine's process of a server."""
-    (tmp_path / "torch.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)")
-    shadow = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+    """A rank, and the engine's process of a server: in the long part of a start, before its first line."""
+    (tmp_path / f"{module}.py").write_text(
+        "import os, signal\n"
+        "if os.environ.get('STARTED_BY') == str(os.getppid()):\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)"
+    )
+    mark = "import os, sys; os.environ['STARTED_BY'] = str(os.getpid())\n"
+    shadow = f"sys.path.insert(0, {str(tmp_path)!r})\n"
     code = {
-        "load": f"import torch; from dsv4 import Engine, EngineConfig; {shadow}"
+        "load": f"{mark}import torch; from dsv4 import Engine, EngineConfig; {shadow}"
         "Engine.load(None, EngineConfig(device='cpu', ranks=2, threads=1))",
-        "serve": f"{shadow}sys.argv[1:] = ['serve', '--port', '0']; from dsv4.cli.main import main; main()",
+        "serve": f"{mark}{shadow}sys.argv[1:] = ['serve', '--port', '0']\n"
+        "from dsv4.cli.main import main; main()",
     }[command]
 
     def is_stopped(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
 
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    paths = [str(tmp_path)] if module == "sitecustomize" else []
+    paths += [path for path in (os.environ.get("PYTHONPATH"), os.getcwd()) if path]
+    environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(paths)}
     with subprocess.Popen([sys.executable, "-c", code], env=environment) as parent:
         try:
             wait(lambda: any(map(is_stopped, children(parent.pid))), SECONDS)
