@@ -349,8 +349,8 @@ class EngineProcess:
             self.status = wire.Status()
             delay = 0.0 if was_ready else min(MAX_RESTART_SECONDS, max(1.0, 2 * delay))
             self._log(
-                f"engine: {self._trouble} after {time.monotonic() - began:.1f} s, restarting"
-                + (f" in {delay:g} s" if delay else "")
+                f"engine: {self._trouble}; restarting{f' in {delay:g} s' if delay else ''}, "
+                f"it has run for {time.monotonic() - began:.1f} s"
             )
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay)
