@@ -39,6 +39,15 @@ def chain(parent: bytes, ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(array("Q", ids).tobytes(), key=parent, digest_size=DIGEST_BYTES).digest()
 
 
+def why_unusable(folder: Path) -> str:
+    """What keeps this user from having files there; empty: nothing does."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        return error.strerror or str(error)
+    return "" if os.access(folder, os.R_OK | os.W_OK | os.X_OK) else "no permission to write"
+
+
 @dataclass(frozen=True)
 class _Found:
     """One of our files: its time of use, size and path."""

@@ -322,7 +322,7 @@ class EngineProcess:
                 self._life = life
                 watchdog = asyncio.create_task(self._watch(life))
                 try:
-                    self.send(wire.Start(self.model, self.config))
+                    self.send(wire.Start(self.model, self.config, again=self._first_ready.done()))
                     await self._read(life)
                 except OSError:
                     pass  # the process has ended, or is about to

@@ -27,10 +27,11 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class Start(Message, frozen=True):
-    """The first message to the engine's process: what to load."""
+    """The first message to the engine's process: what to load. `again`: it was loaded before, and died."""
 
     model: str
     config: EngineConfig
+    again: bool = False
 
 
 class Submit(Message, frozen=True):

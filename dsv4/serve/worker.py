@@ -10,7 +10,11 @@ import socket
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 
+from dsv4.cache.folder import why_unusable
+from dsv4.config import EngineConfig
 from dsv4.engine.engine import Engine
 from dsv4.engine.grammar import Matcher
 from dsv4.engine.request import Request
@@ -180,10 +184,25 @@ def load(link: Link) -> Engine | None:
 
     try:
         ensure(start.config, lambda what: sys.stderr.write(f"{what}\n"))
-        return Engine.load(start.model, start.config, progress)
+        return Engine.load(start.model, _config(start), progress)
     except Dsv4Error as error:
         link.send(wire.Failed(str(error)))
         return None
+
+
+def _config(start: wire.Start) -> EngineConfig:
+    """As asked for. A folder that has failed since the first start, as a disk does that turns read-only, is
+    left out: the engine that died had gone on without it too."""
+    config = start.config
+    if not start.again or config.prefix_dir is None:
+        return config
+    if not (why := why_unusable(Path(config.prefix_dir).expanduser())):
+        return config
+    sys.stderr.write(
+        f"engine: prefix_dir {config.prefix_dir} cannot be used any more ({why}); until the server is "
+        "started again, prefixes are kept in memory only\n"
+    )
+    return replace(config, prefix_dir=None)
 
 
 def main(descriptor: int) -> None:
