@@ -23,3 +23,11 @@ class TextError(Dsv4Error):
 
 class DeviceError(Dsv4Error):
     """The machine lacks what was asked for."""
+
+
+class LostError(DeviceError):
+    """A GPU or a rank is lost, and the engine with it. `reason`: without what to do about it."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"{reason}; start the engine anew")
+        self.reason = reason

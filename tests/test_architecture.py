@@ -15,7 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Lower layers first; a package may import packages of lower layers, and itself, nothing else.
 LAYERS: list[set[str]] = [
-    {"errors", "env"},
+    {"errors", "env", "child"},
     {"config", "config_json", "device", "models"},
     {"quant", "text"},
     {"kernels"},

@@ -39,6 +39,15 @@ def chain(parent: bytes, ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(array("Q", ids).tobytes(), key=parent, digest_size=DIGEST_BYTES).digest()
 
 
+def why_unusable(folder: Path) -> str:
+    """What keeps this user from having files there; empty: nothing does."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        return error.strerror or str(error)
+    return "" if os.access(folder, os.R_OK | os.W_OK | os.X_OK) else "no permission to write"
+
+
 @dataclass(frozen=True)
 class _Found:
     """One of our files: its time of use, size and path."""
@@ -79,7 +88,19 @@ class PrefixFolder:
         return self._own / f"{key.hex()}.{kind}"
 
     def has(self, key: bytes, kind: Kind) -> bool:
-        return self.path(key, kind).exists()
+        path = self.path(key, kind)
+        try:
+            path.stat()
+        except FileNotFoundError:
+            return False
+        except OSError as error:  # a disk that fails, a server of files that is gone
+            self._miss(path, error)
+            return False
+        return True
+
+    def _miss(self, path: Path, error: OSError) -> None:
+        why = error.strerror or error
+        self.say_once("read", f"{path.name} cannot be read ({why}); it counts as a miss")
 
     def read(self, key: bytes, kind: Kind, target: memoryview) -> bool:
         """Fill the target with the file's bytes; False where it is not there, or not whole and ours."""
@@ -99,9 +120,7 @@ class PrefixFolder:
         except FileNotFoundError:
             return False
         except OSError as error:
-            self.say_once(
-                "read", f"{path.name} cannot be read ({error.strerror or error}); it counts as a miss"
-            )
+            self._miss(path, error)
             return False
         want = HEADER_BYTES + len(target)
         if header[: len(MAGIC)] != MAGIC:

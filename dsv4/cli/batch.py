@@ -52,9 +52,9 @@ def batch(
     Seeds and ids are made from the lines, so a run that was killed and started again gives the same file.
     """
     with needs_extra("a batch", "serve"):
-        from dsv4.serve.batch import Job, Output, read_lines, run
+        from dsv4.serve.batch import Job, Output, count_requests, read_lines, run
     check_positive(parallel=parallel, replicas=replicas, max_thinking=max_thinking)
-    total = sum(1 for _ in read_lines(source))
+    total = count_requests(source)
     if target.exists() and target.samefile(source):
         raise ConfigError(f"{target} is the input too; name another file for the answers")
     job = Job(

@@ -187,8 +187,10 @@ def _decode(
     from dsv4.lab.bench.ceiling import gpu, measure_host_read, measure_read
     from dsv4.lab.bench.engine import speeds
     from dsv4.lab.bench.spilled import divide
+    from dsv4.lab.bench.subject import check_kernels
 
     device = gpu()
+    check_kernels(subject.config, device, max(w.layout(subject.config).max_context for _, w in runs))
     free, _ = torch.cuda.mem_get_info(device)
     split = divide(subject, max((w for _, w in runs), key=lambda w: w.batch), spill, free)
     lines = []
@@ -319,7 +321,7 @@ def prefill(
     from dsv4.lab.bench.prefill import Wanted, figures, measure
     from dsv4.lab.bench.record import check_target
     from dsv4.lab.bench.spilled import prompt_figures
-    from dsv4.lab.bench.subject import check_fits
+    from dsv4.lab.bench.subject import check_fits, check_kernels
 
     wanted = Wanted(tokens, chunk, context, rounds)
     EngineConfig(spill=spill)  # refuses other words
@@ -328,6 +330,7 @@ def prefill(
     if save is not None:
         check_target(save, subject.is_whole)
     device = gpu()
+    check_kernels(subject.config, device, wanted.layout(subject.config).max_context)
     free, _ = torch.cuda.mem_get_info(device)
     split = subject.split(spill, others, free)
     if split is None:
@@ -410,12 +413,13 @@ def ranks(
     from dsv4.lab.bench.ceiling import gpu
     from dsv4.lab.bench.decode import Wanted
     from dsv4.lab.bench.ranks import measure
-    from dsv4.lab.bench.subject import check_fits, other_bytes, synthetic
+    from dsv4.lab.bench.subject import check_fits, check_kernels, other_bytes, synthetic
 
     wanted = Wanted(context, batch, steps)
     subject = synthetic(name, experts, layers, layout, ranks=of)
     layout_of_cache = wanted.layout(subject.config)
     device = gpu()
+    check_kernels(subject.config, device, layout_of_cache.max_context, of)
     check_fits(subject, other_bytes(layout_of_cache, (wanted.rows,)), torch.cuda.mem_get_info(device)[0])
     with err.status(f"making {size(subject.weight_bytes)} of weights, compiling, decoding"):
         line = measure(subject, wanted, device)
@@ -423,11 +427,7 @@ def ranks(
     finish({**line, **machine_of(device)}, None)
 
 
-def _load(
-    subject: "Subject",
-    device: "torch.device",
-    split: "Split | None" = None,
-) -> "Bundle":
+def _load(subject: "Subject", device: "torch.device", split: "Split | None" = None) -> "Bundle":
     if subject.checkpoint is None:
         with err.status(f"making {size(subject.weight_bytes)} of weights"):
             return subject.bundle(device, split=split)

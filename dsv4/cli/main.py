@@ -7,6 +7,7 @@ from importlib import import_module
 
 import typer
 
+from dsv4.child import end_with
 from dsv4.cli.bench import group as bench
 from dsv4.cli.options import add_command, show_help
 from dsv4.cli.show import say_error
@@ -73,7 +74,9 @@ def main() -> None:
 
 def _follow() -> None:
     """A rank of torchrun's other than 0 does what rank 0 says, whatever the command; it ends here."""
-    if launched_by() is not None:
+    if (said := launched_by()) is not None:
+        if said["RANK"] != "0":
+            end_with(os.getppid())  # torchrun: before torch is imported, which takes seconds
         from dsv4.parallel.machines import World
 
         if (world := World.find()) is not None and world.rank > 0:

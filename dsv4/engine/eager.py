@@ -16,15 +16,13 @@ from dsv4.engine.logprobs import read_token, sorted_token
 from dsv4.engine.plan import Penalise, Sampling, Span
 from dsv4.engine.request import Token
 from dsv4.engine.runner import Masks, Result
-from dsv4.errors import DeviceError
+from dsv4.engine.workspace import SCORED_ROWS
+from dsv4.errors import LostError
 from dsv4.model.choice import Choice
 from dsv4.model.model import Model
 from dsv4.model.step import Mark, Step, Tap
 from dsv4.model.step import Span as Tokens
 from dsv4.ops.sample.ref import HISTORY, MAX_TOP, pack_penalties
-
-# Rows of logits made at a time: a long prompt's would take a gigabyte.
-_ROWS = 64
 
 
 @dataclass
@@ -179,8 +177,8 @@ class Eager:
 
     def _score(self, made: Pass, streams: Tensor, span: Span) -> None:
         """The prompt's tokens of `span.score`, each from the row before it."""
-        for first in range(0, len(span.score), _ROWS):
-            ids = span.score[first : first + _ROWS]
+        for first in range(0, len(span.score), SCORED_ROWS):
+            ids = span.score[first : first + SCORED_ROWS]
             at = span.score_from + first
             rows = streams[at : at + len(ids)]
             if span.score_top > MAX_TOP:
@@ -332,5 +330,5 @@ class Eager:
             torch.cuda.synchronize(self.device)
         except RuntimeError as error:
             why = str(error).strip().split("\n")[0]
-            raise DeviceError(f"the GPU stopped working ({why}); start the engine anew") from error
+            raise LostError(f"the GPU stopped working ({why})") from error
         torch.cuda.empty_cache()

@@ -1,6 +1,5 @@
 """A rank other than 0: loads its share, then applies what rank 0 applies, until rank 0 is gone."""
 
-import ctypes
 import json
 import os
 import select
@@ -23,7 +22,6 @@ from dsv4.parallel.comm import Group, Meeting, PeerError
 from dsv4.parallel.machines import World, call_on
 from dsv4.parallel.mesh import Mesh
 
-_PR_SET_PDEATHSIG = 1
 # From the end of the channel on, for a rank to read what rank 0 said last.
 LAST_WORDS_SECONDS = 1.0
 
@@ -114,30 +112,19 @@ def _end_with(channel: Channel, seconds: float, name: str) -> None:
 
 
 def main(descriptor: int) -> None:
-    """A rank that rank 0 has started."""
-    # Signals of the terminal are for rank 0.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    _end_with_parent()
+    """A rank that rank 0 has started (`dsv4.child`)."""
     _run(Channel(socket.socket(fileno=descriptor)), None, "", 0.0)
 
 
 def main_launched(world: World) -> None:
     """A rank that torchrun has started, whose words nobody else repeats."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    _end_with_parent()
     name = f"rank {world.rank} of {world.size}"
     try:
         channel, meeting = call_on(world)
     except DeviceError as error:
         _exit(f"{name}: {error}")
     _run(channel, meeting, name, LAST_WORDS_SECONDS)
-
-
-def _end_with_parent() -> None:
-    """Even a stopped process does."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _run(channel: Channel, meeting: Meeting | None, name: str, seconds: float) -> NoReturn:

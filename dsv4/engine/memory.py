@@ -8,11 +8,10 @@ import torch
 
 from dsv4.cache.layout import CacheLayout
 from dsv4.config import ModelConfig
+from dsv4.engine.workspace import Workspace
 from dsv4.model.buffers import buffer_bytes, inbox_bytes
 from dsv4.model.params import Param, declare
 from dsv4.model.step import prompt_sizes
-from dsv4.ops._exact import padded
-from dsv4.ops.attend.ref import BLOCK, raw_columns
 from dsv4.ops.sample.ref import HISTORY
 
 # Compiled kernels and graphs, and what the allocator rounds up or keeps between two sizes.
@@ -92,9 +91,11 @@ def gpu_memory(
     )
 
 
-def reference_memory(weights: int, layout: CacheLayout, chunk: int, decoded: int, ranks: int = 1) -> Memory:
+def reference_memory(
+    weights: int, layout: CacheLayout, chunk: int, decoded: int, ranks: int = 1, drafts: int = 0
+) -> Memory:
     """The same where the reference runs. `weights`: their bytes as they are held; `decoded`: values of the
-    largest that is decoded at every use, 0 where none is."""
+    largest that is decoded at every use, 0 where none is; `drafts`: proposals for a sequence."""
     return Memory(
         weights=weights,
         cache=layout.pool_bytes(),
@@ -103,7 +104,7 @@ def reference_memory(weights: int, layout: CacheLayout, chunk: int, decoded: int
         tables=table_bytes(layout.config, layout.max_context, layout.num_slots),
         copies=0,
         buffers=0,
-        workspace=_reference_bytes(layout, chunk, decoded, ranks),
+        workspace=Workspace.of(layout, chunk, decoded, ranks=ranks, drafts=drafts).num_bytes,
         reserved=0,
     )
 
@@ -111,29 +112,6 @@ def reference_memory(weights: int, layout: CacheLayout, chunk: int, decoded: int
 def largest_linear(params: Iterable[Param]) -> int:
     """Values of the largest weight that products read."""
     return max(math.prod(p.shape) for p in params if p.kind in ("linear", "grouped") and p.name != "embed")
-
-
-def _reference_bytes(layout: CacheLayout, chunk: int, decoded: int, ranks: int) -> int:
-    """An estimate of what one step of the reference takes and gives back."""
-    c, size, slots = layout.config, layout.rope_itemsize, layout.num_slots
-    tokens = max(slots, min(chunk, slots * layout.max_context))
-    streams, heads = c.num_streams * c.hidden_size, c.num_heads * c.head_dim // ranks
-    mixing = 4 * c.num_streams * streams + (4 + 2 * size) * streams + 8 * c.hidden_size
-    attention = (10 + size) * heads + size * (streams + 4 * c.hidden_size)
-    attention += 12 * c.index_heads * c.index_dim
-    pooling = 112 * c.head_dim + 2 * size * streams
-    csa = [layer.ratio for layer in c.layers if layer.kind == "csa"]
-    keys = layout.max_context // min(csa) if csa else 0
-    run = min(tokens, BLOCK)
-    index = padded(keys) * (8 * c.index_dim + 8 * run * c.index_heads)
-    last_block = 16 * c.head_dim * max(layer.ratio for layer in c.layers)
-    # Keys of a run of queries, decoded and laid out: window and the entries of each (ops/attend/ref.py).
-    visible = [(layer.kind, layout.max_context // layer.ratio) for layer in c.layers if layer.ratio]
-    listed = max((min(n, c.index_topk) if kind == "csa" else n for kind, n in visible), default=0)
-    columns = raw_columns(c.window) + padded(listed)
-    last_block += 4 * run * (columns * (2 * c.head_dim + 3 * c.num_heads) + listed * c.head_dim)
-    logits = 8 * slots * c.vocab_size // ranks
-    return tokens * max(mixing, attention, pooling) + max(index, last_block, logits, 10 * decoded)
 
 
 def table_bytes(c: ModelConfig, max_context: int, num_slots: int) -> int:

@@ -2,12 +2,12 @@
 
 import json
 import logging
+import os
 import select
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -16,15 +16,17 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
 from torch import Tensor
 
+from dsv4.child import child_command, end_with
 from dsv4.config import EngineConfig
 from dsv4.engine.plan import Plan
 from dsv4.engine.runner import Executor, Masks, Member, Result
-from dsv4.errors import DeviceError, Dsv4Error, RequestError
+from dsv4.errors import DeviceError, Dsv4Error, LostError, RequestError
 from dsv4.model.step import Tap
 from dsv4.parallel.channel import Channel, Closed, Kind
 from dsv4.parallel.comm import Group, Meeting, PeerError
@@ -131,7 +133,7 @@ class Ranks:
     def check(self) -> None:
         """Raise if the ranks were ended."""
         if self._reason:
-            raise DeviceError(f"{self._reason}; all {self.size} ranks were ended: start the engine anew")
+            raise LostError(f"{self._reason}; all {self.size} ranks were ended")
 
     def watched(self, progress: Progress | None) -> Progress:
         """The same while rank 0 loads, which ends as soon as another rank has."""
@@ -155,7 +157,7 @@ class Ranks:
             except Closed as error:
                 raise self.lost(PeerError(str(error))) from None
 
-    def lost(self, error: Exception) -> DeviceError:
+    def lost(self, error: Exception) -> LostError:
         """After a failed plan: what to tell the user, with the number of the rank that caused it."""
         if isinstance(error, PeerError):
             with self._changed:
@@ -171,7 +173,7 @@ class Ranks:
             self._lose(f"the step failed on rank 0: {str(error).strip().splitlines()[0]}")
         try:
             self.check()
-        except DeviceError as made:
+        except LostError as made:
             return made
         raise AssertionError("a reason was just set")
 
@@ -236,11 +238,11 @@ def _end(peers: list[_Peer], folder: str) -> None:
 def _launch(rank: int, seconds: float) -> _Peer:
     ours, theirs = socket.socketpair()
     with theirs:
-        # The same import path as ours, and not the working directory, which `-m` would put in front of it.
-        path = f"import sys; sys.path[:] = {sys.path!r}"
-        code = f"{path}; from dsv4.engine.follow import main; main({theirs.fileno()})"
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", code], pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL
+            child_command("dsv4.engine.follow", theirs.fileno()),
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            preexec_fn=partial(end_with, os.getpid()),
         )
     return _Peer(f"rank {rank}", process, Channel(ours, seconds))
 

@@ -184,6 +184,7 @@ def _check_plain(settings: Settings, config: EngineConfig, checkpoint: Checkpoin
         chunk=settings.chunk,
         decoded=0 if settings.dense else largest_linear(params),
         ranks=ranks,
+        drafts=settings.num_drafts,
     )
     lower = "lower max_batch, max_context or chunk" + (", or use weights packed" if settings.dense else "")
     _refuse(settings, layout, need.weights, need.beside_weights - layout.store_bytes(), lower)

@@ -53,7 +53,8 @@ def problems(
     group, depth = c.heads_per_group * c.head_dim, matvec.MAX_DEPTH
     output, deepest = c.o_groups * c.o_rank, matvec.MAX_SEGMENTS * matvec.MAX_SLICES * matvec.SLICE
     key_least = max(MIN_INDEX_DIM, c.rope_dim)
-    entries = max((max_context // layer.ratio for layer in c.layers if layer.kind == "csa"), default=0)
+    ratio = min((layer.ratio for layer in c.layers if layer.kind == "csa"), default=0)
+    entries = max_context // ratio if ratio else 0
     most_entries = choose.max_entries(capability)
     most_chosen = min(choose.MAX_PAIRS // ROWS[-1], choose.MAX_CHOICES)
     pooled = max((layer.ratio * (1 + (layer.kind == "csa")) for layer in c.layers), default=0)
@@ -124,7 +125,7 @@ def problems(
         (
             entries > most_entries,
             f"{entries} compressed entries to select from (max_context {max_context}), expected at most "
-            f"{most_entries}",
+            f"{most_entries} (max_context {ratio * most_entries})",
         ),
     ]
     return [text for is_wrong, text in wrong if is_wrong]

@@ -82,7 +82,12 @@ def row_product(x: Tensor, w: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def zeros(rows: int, width: int, device: torch.device) -> Tensor:
-    """Rows that are read only: padding."""
+    """Rows that are read only: padding. Few of one width have memory of their own, since they stay."""
+    return _zeros(1 << max(0, rows - 1).bit_length(), width, device)[:rows]
+
+
+@cache
+def _zeros(rows: int, width: int, device: torch.device) -> Tensor:
     return torch.zeros(rows, width, device=device)
 
 

@@ -48,6 +48,12 @@ class Line(Strict, frozen=True, kw_only=True):
     body: msgspec.Raw
 
 
+class _Named(msgspec.Struct):
+    """Of a line no more than this is read."""
+
+    custom_id: str | None = None
+
+
 class Answered(msgspec.Struct, frozen=True):
     """What a line of an output says about its request."""
 
@@ -90,15 +96,37 @@ def line_id(fingerprint: str, number: int, line: bytes) -> str:
     return hashlib.sha256(f"{fingerprint} {number} ".encode() + line).hexdigest()[:24]
 
 
+def count_requests(path: Path) -> int:
+    """Lines that are not blank; refuses two of one name, since nobody could tell their answers apart."""
+    count, names = 0, set[str]()
+    for number, line in _numbered_lines(path):
+        count += 1
+        if (name := _custom_id(line)) is None:
+            continue
+        if name in names:
+            first = next(at for at, other in _numbered_lines(path) if _custom_id(other) == name)
+            raise ConfigError(
+                f"lines {first} and {number} of {path} have the same custom_id {name!r}, expected another "
+                "one on each line; rename one of them"
+            )
+        names.add(name)
+    return count
+
+
 def read_lines(path: Path) -> Iterator[bytes]:
     """Every line that is not blank, without the byte order mark that some editors put in front."""
+    return (line for _, line in _numbered_lines(path))
+
+
+def _numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """With their numbers in the file, from 1."""
     try:
         with path.open("rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise ConfigError(f"{path} is a pipe or a device, and a batch is read twice; give it a file")
-            for number, line in enumerate(file):
-                if line := (line if number else line.removeprefix(codecs.BOM_UTF8)).strip():
-                    yield line
+            for number, line in enumerate(file, 1):
+                if line := (line if number > 1 else line.removeprefix(codecs.BOM_UTF8)).strip():
+                    yield number, line
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
 
@@ -259,11 +287,9 @@ class Answerer:
 def _custom_id(line: bytes) -> str | None:
     """As far as it can be told."""
     try:
-        found = msgspec.json.decode(line)
+        return msgspec.json.decode(line, type=_Named).custom_id
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    custom_id = found.get("custom_id") if isinstance(found, dict) else None
-    return custom_id if isinstance(custom_id, str) else None
 
 
 def _checked(line: bytes) -> Line:

@@ -10,12 +10,14 @@ import asyncio
 import contextlib
 import itertools
 import math
+import os
 import socket
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
+from dsv4.child import child_command, end_with
 from dsv4.config import EngineConfig
 from dsv4.engine.request import Delta, Request, SamplingParams
 from dsv4.env import launched_by
@@ -195,7 +197,7 @@ class _Life:
     began: dict[str, float] = field(default_factory=dict)  # sequences that run, since when
     latest: dict[str, float] = field(default_factory=dict)  # when a sequence's last token came
     heard: float = field(default_factory=time.monotonic)  # when the last message came
-    stalled: str = ""
+    why: str = ""  # it has ended, where more is known than how
 
 
 class EngineProcess:
@@ -320,7 +322,7 @@ class EngineProcess:
                 self._life = life
                 watchdog = asyncio.create_task(self._watch(life))
                 try:
-                    self.send(wire.Start(self.model, self.config))
+                    self.send(wire.Start(self.model, self.config, again=self._first_ready.done()))
                     await self._read(life)
                 except OSError:
                     pass  # the process has ended, or is about to
@@ -333,7 +335,7 @@ class EngineProcess:
                     watchdog.cancel()
                     code = await _ended(life)
                 was_ready = life.ready is not None
-                self._trouble = f"the engine's process {life.stalled or 'has died'} ({_how(code)})"
+                self._trouble = life.why or f"the engine's process has died ({_how(code)})"
                 again = f"{self._trouble}; it is being restarted, send the request again"
                 self._fail_all(life, Unavailable(self._stop_reason or again))
             self._give_up(Unavailable(f"{self._trouble} while loading"))
@@ -347,8 +349,8 @@ class EngineProcess:
             self.status = wire.Status()
             delay = 0.0 if was_ready else min(MAX_RESTART_SECONDS, max(1.0, 2 * delay))
             self._log(
-                f"engine: {self._trouble} after {time.monotonic() - began:.1f} s, restarting"
-                + (f" in {delay:g} s" if delay else "")
+                f"engine: {self._trouble}; restarting{f' in {delay:g} s' if delay else ''}, "
+                f"it has run for {time.monotonic() - began:.1f} s"
             )
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay)
@@ -360,9 +362,8 @@ class EngineProcess:
             if not life.ready or not any(ticket.is_submitted for ticket in life.tickets.values()):
                 life.heard = time.monotonic()
             elif time.monotonic() - life.heard > self.stall_seconds:
-                life.stalled = (
-                    f"did nothing for {self.stall_seconds:g} s while requests waited, and was ended"
-                )
+                what = f"did nothing for {self.stall_seconds:g} s while requests waited, and was ended"
+                life.why = f"the engine's process {what}"
                 life.process.kill()
                 return
 
@@ -411,7 +412,10 @@ class EngineProcess:
             if not self._first_ready.done():
                 self._first_ready.set_result(message)
         elif isinstance(message, wire.Failed):
+            life.why = "the engine cannot be loaded, the server's log says why"
             raise ConfigError(message.error)
+        elif isinstance(message, wire.Lost):
+            life.why = f"the engine has died: {message.reason}"
 
     def _take_gap(self, life: _Life, delta: Delta) -> None:
         last = life.latest.pop(delta.request_id, None)
@@ -431,11 +435,11 @@ async def _launch() -> _Life:
     ours, theirs = socket.socketpair()
     with theirs, contextlib.ExitStack() as undo:
         undo.callback(ours.close)
-        # The same import path as ours, and not the working directory, which `-m` would put in front of it.
-        path = f"import sys; sys.path[:] = {sys.path!r}"
-        code = f"{path}; from dsv4.serve.worker import main; main({theirs.fileno()})"
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-c", code, pass_fds=(theirs.fileno(),), stdin=asyncio.subprocess.DEVNULL
+            *child_command("dsv4.serve.worker", theirs.fileno()),
+            pass_fds=(theirs.fileno(),),
+            stdin=asyncio.subprocess.DEVNULL,
+            preexec_fn=partial(end_with, os.getpid()),
         )
         undo.pop_all()
     reader, writer = await asyncio.open_connection(sock=ours)

@@ -27,10 +27,11 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class Start(Message, frozen=True):
-    """The first message to the engine's process: what to load."""
+    """The first message to the engine's process: what to load. `again`: it was loaded before, and died."""
 
     model: str
     config: EngineConfig
+    again: bool = False
 
 
 class Submit(Message, frozen=True):
@@ -76,6 +77,12 @@ class Failed(Message, frozen=True):
     error: str
 
 
+class Lost(Message, frozen=True):
+    """A GPU or a rank is lost, so the process ends; why, for those who wait for their answers."""
+
+    reason: str
+
+
 class Accepted(Message, frozen=True):
     request_id: str
 
@@ -98,7 +105,7 @@ class Stepped(Message, frozen=True):
 
 
 ToEngine = Start | Submit | Cancel
-FromEngine = Loading | Ready | Failed | Accepted | Refused | Stepped
+FromEngine = Loading | Ready | Failed | Lost | Accepted | Refused | Stepped
 Kind = TypeVar("Kind")
 
 to_engine = msgspec.msgpack.Decoder(ToEngine)

@@ -1,20 +1,24 @@
 """The engine's process: reads messages between steps, runs the engine, writes what came out. Knows no HTTP.
 
-It lives as long as its socket: when the HTTP process closes it or dies, this one ends. Signals of the
-terminal or the service manager are for the HTTP process, which drains first; they are ignored here.
+It lives as long as its socket: when the HTTP process closes it, this one ends; when that process dies, the
+kernel ends it (`dsv4.child`). Signals of the terminal or the service manager are for the HTTP process, which
+drains first.
 """
 
 import select
-import signal
 import socket
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 
+from dsv4.cache.folder import why_unusable
+from dsv4.config import EngineConfig
 from dsv4.engine.engine import Engine
 from dsv4.engine.grammar import Matcher
 from dsv4.engine.request import Request
-from dsv4.errors import DeviceError, Dsv4Error, RequestError
+from dsv4.errors import DeviceError, Dsv4Error, LostError, RequestError
 from dsv4.lab.doctor.first import ensure
 from dsv4.serve import wire
 
@@ -180,15 +184,28 @@ def load(link: Link) -> Engine | None:
 
     try:
         ensure(start.config, lambda what: sys.stderr.write(f"{what}\n"))
-        return Engine.load(start.model, start.config, progress)
+        return Engine.load(start.model, _config(start), progress)
     except Dsv4Error as error:
         link.send(wire.Failed(str(error)))
         return None
 
 
+def _config(start: wire.Start) -> EngineConfig:
+    """As asked for. A folder that has failed since the first start, as a disk does that turns read-only, is
+    left out: the engine that died had gone on without it too."""
+    config = start.config
+    if not start.again or config.prefix_dir is None:
+        return config
+    if not (why := why_unusable(Path(config.prefix_dir).expanduser())):
+        return config
+    sys.stderr.write(
+        f"engine: prefix_dir {config.prefix_dir} cannot be used any more ({why}); until the server is "
+        "started again, prefixes are kept in memory only\n"
+    )
+    return replace(config, prefix_dir=None)
+
+
 def main(descriptor: int) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
     link = Link(socket.socket(fileno=descriptor))
     try:
         engine = load(link)
@@ -205,8 +222,10 @@ def main(descriptor: int) -> None:
                 status=worker.status(),
             )
         )
-        worker.run()
+        try:
+            worker.run()
+        except DeviceError as error:  # the GPU or a rank is lost, and with it all that this process holds
+            link.send(wire.Lost(error.reason if isinstance(error, LostError) else str(error)))
+            sys.exit(1)
     except (BrokenPipeError, ConnectionResetError):
         pass  # the HTTP process is gone, and nobody is left to answer
-    except DeviceError as error:
-        sys.exit(f"error: {error}")  # the GPU is lost, and with it all that this process holds

@@ -190,6 +190,20 @@ def test_damaged_files_are_misses_and_made_again(
     assert len(engine.notices) == 1 and "counts as a miss" in engine.notices[0]
 
 
+def test_a_folder_that_fails_later_is_a_miss(
+    kept: Callable[..., Engine], alone: Engine, tmp_path: Path
+) -> None:
+    """As a disk does, or a server of files that is gone: neither the engine nor a request ends with it."""
+    engine, ids = kept(), text(600, 21)
+    assert engine.prefix.shelf is not None
+    engine.prefix.shelf.folder._own = tmp_path / ("x" * 300)  # no file system has such a name
+    done = run(engine, ids)
+    assert values(done) == values(run(alone, ids)) and done.cached_tokens == 0
+    flushed(engine)
+    assert len([line for line in engine.notices if "cannot be read (File name too long)" in line]) == 1
+    assert len([line for line in engine.notices if "cannot be written (File name too long)" in line]) == 1
+
+
 def test_two_engines_on_one_folder(kept: Callable[..., Engine], alone: Engine) -> None:
     """What one writes the other finds, also while it runs; both evict."""
     limit = 2_500_000

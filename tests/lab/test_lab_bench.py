@@ -255,14 +255,6 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         check_fits(subject, 0, subject.weight_bytes - 1)
 
 
-def test_sizes_that_no_kernel_takes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    subject = synthetic("tiny", None, None, "modelopt")
-    with pytest.raises(ConfigError, match="output rank 24, expected a multiple of 16"):
-        replace(subject, config=replace(subject.config, o_rank=24)).bundle(torch.device("cpu"))
-
-
 def test_where_the_tokens_are() -> None:
     flash = preset("flash")
     wanted = bench.Wanted(4096, 3, 128)

@@ -1,7 +1,6 @@
 """Plans: the published totals to the byte, and the memory an engine really takes."""
 
 import gc
-import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,8 +13,6 @@ import torch
 from checkpoints import SMALL, write_model
 from cli_support import ok
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dsv4 import Engine, EngineConfig, SamplingParams
 from dsv4.config import ModelConfig, preset
@@ -26,12 +23,10 @@ from dsv4.lab.gpus import NAMES, Machine, known, measure_bandwidth, parse, this_
 from dsv4.lab.init import contents
 from dsv4.lab.links import LINKS
 from dsv4.lab.plan import Demand, Plan, Wanted, describe
-from dsv4.model.step import Step
 from dsv4.weights.detect import take_inventory
 from dsv4.weights.load import Checkpoint
 from dsv4.weights.reader import Entry
 from dsv4.weights.tiled import tiled_source_bytes
-from tests.support.feeding import cache_of, claim
 
 ROOMY = Machine("a CPU", 1, 1 << 40, 1e10, "made up", is_cpu=True)
 
@@ -203,62 +198,6 @@ def test_an_engine_on_a_gpu_takes_what_was_planned(context: int, batch: int, tmp
     print(f"in all: planned {planned.total:,}, taken of the GPU {all_taken:,}")
     assert step <= planned.workspace + planned.snapshots, "the estimate is on the safe side"
     assert all_taken <= planned.total, "nobody runs out of memory who was told that it fits"
-
-
-class Peak(TorchDispatchMode):
-    """The most memory that results of operations took at any one time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: dict[int, int] = {}
-        self.now = self.peak = 0
-
-    def drop(self, address: int) -> None:
-        self.now -= self.sizes.pop(address)
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        for tensor in tree_leaves(result):
-            memory = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
-            if memory is None or memory.data_ptr() in given or memory.data_ptr() in self.sizes:
-                continue
-            self.sizes[memory.data_ptr()] = memory.nbytes()
-            weakref.finalize(memory, self.drop, memory.data_ptr())
-            self.now += memory.nbytes()
-            self.peak = max(self.peak, self.now)
-        return result
-
-
-WORKSPACES = {
-    "streams": (4, 2, 64, 512, "dense"),
-    "queries": (2, 24, 64, 512, "dense"),
-    "pooling": (2, 2, 64, 512, "packed"),
-    "index keys": (2, 2, 1, 16384, "dense"),
-    "a decoded weight": (2, 2, 1, 512, "packed"),
-}
-
-
-@pytest.mark.parametrize("leading", WORKSPACES)
-def test_the_workspace_is_estimated_well(leading: str, tmp_path: Path) -> None:
-    """One case for each of the things that can take most."""
-    streams, heads, chunk, context, weights = WORKSPACES[leading]
-    shape = replace(SMALL, num_streams=streams, num_heads=heads, index_topk=16)
-    write_model(tmp_path / "model", "modelopt", shape)
-    options = {"weights": weights, "max_context": context, "max_batch": 1, "chunk": chunk}
-    engine = Engine.load(tmp_path / "model", EngineConfig(**options))  # type: ignore[arg-type]
-    slot, model = claim(engine, context), engine.model
-    for _ in range(2):  # the first meets shapes that have to be measured
-        with Peak() as step:
-            streams = model.forward(
-                Step.build([(slot, context - chunk, [7] * chunk)], "cpu"), cache_of(engine)
-            )
-            model.logits(streams[-1:])
-    checkpoint = Checkpoint.open(tmp_path / "model")
-    needed = Demand.of(checkpoint.config, checkpoint.inventory)
-    made = Plan.make(needed, ROOMY, Wanted(context, 1, weights=weights, chunk=chunk))
-    ratio = made.memory.workspace / step.peak
-    assert 0.9 < ratio < 2, f"planned {made.memory.workspace:,}, measured {step.peak:,}"
 
 
 @pytest.mark.parametrize("weights", ["dense", "packed"])

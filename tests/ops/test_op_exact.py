@@ -97,6 +97,13 @@ def test_a_batch_has_the_bits_of_its_products(
     assert torch.equal(batch_product(x, w[:1]), row_product(x.flatten(0, 1), w[0]).view(batch, height, n))
 
 
+def test_padding_stays_small_however_many_heights_are_padded() -> None:
+    made = [_product.zeros(rows, 777, torch.device("cpu")) for rows in range(129)]
+    assert all(part.shape == (rows, 777) and not part.any() for rows, part in enumerate(made))
+    places = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in made[1:]}
+    assert sum(places.values()) < 2 * 4 * 128 * 777
+
+
 def test_infinite_and_nan_rows_stay_in_their_row() -> None:
     x, w = rand(19, 37), rand(37, 11, seed=1)
     clean = row_product(x, w)

@@ -12,7 +12,6 @@ import time
 import weakref
 from pathlib import Path
 
-import openai
 import pytest
 from ranks_support import SECONDS, children, engine_on, is_running, rank_pids, wait
 
@@ -203,29 +202,78 @@ def test_killed_rank_zero_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("dsv4-ranks-*"))
 
 
+@pytest.mark.parametrize("command", ["load", "serve"])
+@pytest.mark.parametrize("module", ["torch", "sitecustomize"])
+def test_killed_parent_of_a_process_that_is_stopped_while_it_starts(
+    tmp_path: Path, command: str, module: str
+) -> None:
+    """A rank, and the engine's process of a server: in the long part of a start, before its first line."""
+    (tmp_path / f"{module}.py").write_text(
+        "import os, signal\n"
+        "if os.environ.get('STARTED_BY') == str(os.getppid()):\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)"
+    )
+    mark = "import os, sys; os.environ['STARTED_BY'] = str(os.getpid())\n"
+    shadow = f"sys.path.insert(0, {str(tmp_path)!r})\n"
+    code = {
+        "load": f"{mark}import torch; from dsv4 import Engine, EngineConfig; {shadow}"
+        "Engine.load(None, EngineConfig(device='cpu', ranks=2, threads=1))",
+        "serve": f"{mark}{shadow}sys.argv[1:] = ['serve', '--port', '0']\n"
+        "from dsv4.cli.main import main; main()",
+    }[command]
+
+    def is_stopped(pid: int) -> bool:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
+
+    paths = [str(tmp_path)] if module == "sitecustomize" else []
+    paths += [path for path in (os.environ.get("PYTHONPATH"), os.getcwd()) if path]
+    environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(paths)}
+    with subprocess.Popen([sys.executable, "-c", code], env=environment) as parent:
+        try:
+            wait(lambda: any(map(is_stopped, children(parent.pid))), SECONDS)
+            (stopped,) = children(parent.pid)
+        finally:
+            parent.kill()
+        wait(lambda: not is_running(stopped), 5)
+
+
+def test_process_whose_parent_died_before_it_could_be_bound_to_it() -> None:
+    code = "from dsv4.child import begin; import os; begin(os.getppid() + 1); print('goes on')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=SECONDS)
+    assert done.returncode == 1 and not done.stdout
+
+
 @pytest.mark.parametrize("is_awaited", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_server_comes_back(tmp_path: Path, is_awaited: bool) -> None:
-    """Under load: the client gets an error, and the server serves again, or is told to end before that."""
+    """Under load: clients of every kind are told which rank and why, and the server serves again, or is told
+    to end before that."""
     before = children(os.getpid())
     with Server(tmp_path, "--device", "cpu", "--ranks", 2, "--threads", 1) as server:
-        errors: list[Exception] = []
+        chat: dict[str, object] = {"messages": STORY, "max_tokens": 400}
+        bodies: list[tuple[str, dict[str, object]]] = [
+            ("/v1/chat/completions", chat),
+            ("/v1/messages", chat),
+            ("/v1/responses", {"input": "Write a story.", "max_output_tokens": 400}),
+        ]
+        answers: list[str] = []
 
-        def ask() -> None:
-            try:
-                list(server.chat(STORY, max_tokens=400, stream=True))
-            except openai.APIError as error:
-                errors.append(error)
+        def ask(path: str, body: dict[str, object]) -> None:
+            answers.append(str(server.post(path, {"model": "tiny", **body})[1]))
 
-        thread = threading.Thread(target=ask)
-        thread.start()
-        wait(lambda: server.gauge("dsv4_sequences_running") == 1, SECONDS)
+        wanted = [(path, body | {"stream": stream}) for path, body in bodies for stream in (True, False)]
+        threads = [threading.Thread(target=ask, args=one) for one in wanted]
+        for thread in threads:
+            thread.start()
+        wait(lambda: server.gauge("dsv4_sequences_running") == len(wanted), SECONDS)
         first = worker_pid(server)
         (rank,) = rank_pids(first)
         os.kill(rank, signal.SIGKILL)
-        thread.join(5)
-        assert len(errors) == 1 and "died" in str(errors[0])
+        for thread in threads:
+            thread.join(5)
+        said = "the engine has died: rank 1 has died (signal 9); all 2 ranks were ended; it is being"
+        assert len(answers) == len(wanted) and all(said in answer for answer in answers), answers
         wait(lambda: not is_running(first) and not is_running(rank), 5)
-        assert "rank 1 has died (signal 9)" in server.log
+        assert "rank 1 has died (signal 9); all 2 ranks were ended; restarting, it has run for" in server.log
         if is_awaited:
             wait(lambda: server.raw("GET", "/ready")[0] == 200, SECONDS)
             assert server.chat(max_tokens=5).choices[0].message

@@ -4,16 +4,17 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
-from batch_support import finish, kill_at, lines_of, requests
-from serve_support import Server
+from batch_support import command, finish, kill_at, lines_of, requests
+from serve_support import ROOT, Server
 
 from dsv4.config import EngineConfig
 from dsv4.errors import ConfigError
 from dsv4.models import EMBEDDED
-from dsv4.serve.batch import Answerer, Job, Output, answering, in_order, read_lines, run
+from dsv4.serve.batch import Answerer, Job, Output, answering, count_requests, in_order, read_lines, run
 
 COUNT = 30
 
@@ -111,6 +112,19 @@ def test_inputs_of_all_kinds(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=words):
             list(read_lines(wrong))
     os.close(held)
+
+
+def test_two_lines_of_one_name_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    """By their numbers in the file, blank lines counted; lines that have no name are no two of one."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    same = ['{"custom_id": "ab"}', '{"custom_id": "a\\u0062", "url": "no"}']
+    lines = ["", "{}", "cut", '{"custom_id": 5}', '{"custom_id": 5}', "{}", requests(1)[0], *same]
+    source.write_text("\n".join(lines))
+    done = subprocess.run(command(source, target), cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "lines 8 and 9 of" in done.stderr and "'ab'" in done.stderr, done.stderr
+    assert not target.exists()
+    source.write_text("\n".join(lines[:-1]))
+    assert count_requests(source) == 7
 
 
 @pytest.mark.slow

@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 from serve_support import KEY, OTHER_KEY, Server, wait, worker_pid
 
+from dsv4.config import EngineConfig
+from dsv4.serve import wire
+from dsv4.serve.worker import _config
+
 PROMPT = " ".join(f"The {number} boats are blue." for number in range(70))
 
 
@@ -41,6 +45,19 @@ def test_prefixes_survive_kill_9(tmp_path: Path) -> None:
         assert PROMPT[:20] not in server.log
 
 
+def test_folder_that_fails_later_keeps_no_engine_from_coming_back(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Only what is wrong from the start is refused, by the engine itself."""
+    good, bad = tmp_path / "kept", tmp_path / "file"
+    bad.touch()
+    for folder, again, wanted in ((good, True, str(good)), (bad, False, str(bad)), (bad, True, None)):
+        start = wire.Start("tiny", EngineConfig(prefix_dir=str(folder)), again)
+        assert _config(start) == EngineConfig(prefix_dir=wanted)
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 1 and f"prefix_dir {bad} cannot be used any more (File exists)" in said[0]
+
+
 @pytest.mark.slow
 def test_killed_engine_and_damaged_files(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
@@ -62,4 +79,10 @@ def test_killed_engine_and_damaged_files(tmp_path: Path) -> None:
         assert ask(server) == (text, cached), "from memory"
         said = re.findall("does not match its checksum; it is removed, counts as a miss", server.log)
         assert len(said) == 1, server.log
+        kept.rename(tmp_path / "away")
+        kept.touch()
+        assert ask(server) == (text, cached), "the folder is gone"
+        os.kill(worker_pid(server), signal.SIGKILL)
+        wait(lambda: server.raw("GET", "/ready")[0] == 200 and "restarting" in server.log, 60)
+        assert ask(server) == (text, 0) and "cannot be used any more" in server.log
         assert PROMPT[:20] not in server.log

@@ -12,7 +12,7 @@ from dsv4.cache.layout import CacheLayout
 from dsv4.config import Activations, ModelConfig, preset
 from dsv4.device import OLDEST, available_memory
 from dsv4.engine.memory import gpu_memory, unpacks_weights
-from dsv4.engine.sizes import check_sizes
+from dsv4.engine.sizes import problems
 from dsv4.engine.spill import Split, check_host, choose_resident, find_split, make_placement
 from dsv4.errors import ConfigError
 from dsv4.kernels.common.architectures import capability
@@ -96,13 +96,7 @@ class Subject:
         split: Split | None = None,
     ) -> Bundle:
         """The weights with the GPU backend of every op; sizes that the kernels cannot take are refused."""
-        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        check_sizes(
-            c=self.config,
-            capability=capability(device),
-            multiprocessors=multiprocessors,
-            ranks=self.ranks,
-        )
+        check_kernels(self.config, device, ranks=self.ranks)
         ops = Ops.choose("cuda", **dict.fromkeys(IMPLEMENTATIONS, "gpu"))
         mesh = Mesh() if self.ranks == 1 else Mesh(0, self.ranks, Echo(self.ranks), self.whole_experts)
         weights, numerics = self.load(device, progress, split), Numerics(DTYPE, self.activations, qat=True)
@@ -139,6 +133,19 @@ class Subject:
             **{"layers": c.num_layers, "experts": c.num_experts, "activations": self.activations},
             **({} if self.routing is None else {"routing": self.routing}),
         }
+
+
+def check_kernels(config: ModelConfig, device: torch.device, max_context: int = 0, ranks: int = 1) -> None:
+    """Refuse what no kernel takes on this GPU. `max_context`: tokens that a cache is made for."""
+    found = problems(
+        c=config,
+        max_context=max_context,
+        capability=capability(device),
+        multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count,
+        ranks=ranks,
+    )
+    if found:
+        raise ConfigError(f"the GPU kernels cannot run a model of {'; '.join(found)}")
 
 
 def synthetic(

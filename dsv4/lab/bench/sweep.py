@@ -8,7 +8,7 @@ import torch
 
 from dsv4.errors import ConfigError
 from dsv4.lab.bench.decode import Session, Wanted, figures, release
-from dsv4.lab.bench.subject import Reads, other_bytes
+from dsv4.lab.bench.subject import Reads, check_kernels, other_bytes
 from dsv4.model.buffers import ROWS
 from dsv4.model.bundle import Bundle
 
@@ -25,7 +25,7 @@ def points(wanted: Wanted, max_positions: int) -> list[Wanted]:
 
 
 def sweep(bundle: Bundle, wanted: Wanted, ceiling: float, device: torch.device) -> Iterator[dict[str, Any]]:
-    """One line per point, with `left_out` and the reason where the cache does not fit."""
+    """One line per point, with `left_out` and the reason where it does not fit, or no kernel takes it."""
     c = bundle.config
     reads = Reads.of(bundle.weights.tensors, c.num_layers)
     for point in points(wanted, c.max_positions):
@@ -39,6 +39,7 @@ def _line(
     line: dict[str, Any] = {"context": point.context, "batch": point.batch}
     try:
         layout = point.layout(bundle.config)
+        check_kernels(bundle.config, device, layout.max_context, bundle.mesh.size)
     except ConfigError as error:
         return {**line, "left_out": str(error)}
     need, (free, _) = other_bytes(layout, (point.rows,)), torch.cuda.mem_get_info(device)

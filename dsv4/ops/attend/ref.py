@@ -20,6 +20,7 @@ WANTS_LISTS = True
 # Queries of one sequence at positions 32n .. 32n+31 share a tile of raw keys. A key's column follows from the
 # query's position, however a prompt was cut: a query's products have one shape, wherever it is computed.
 BLOCK = 32
+MASKS = 64  # of such tiles that are kept
 
 
 def attend(
@@ -117,7 +118,7 @@ def _tiles(decoded: Tensor, raw: int, before: int, after: int, counts: list[int]
     return torch.cat((window.expand(len(counts), -1, -1), entries[:-1]), dim=1)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(MASKS)
 def _hidden(
     low: int, high: int, window: int, columns: int, counts: tuple[int, ...], width: int, device: torch.device
 ) -> Tensor:
