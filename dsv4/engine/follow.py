@@ -115,9 +115,6 @@ def _end_with(channel: Channel, seconds: float, name: str) -> None:
 
 def main(descriptor: int) -> None:
     """A rank that rank 0 has started."""
-    # Signals of the terminal are for rank 0.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
     _end_with_parent()
     _run(Channel(socket.socket(fileno=descriptor)), None, "", 0.0)
 

@@ -7,7 +7,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -26,7 +25,7 @@ from dsv4.engine.plan import Plan
 from dsv4.engine.runner import Executor, Masks, Member, Result
 from dsv4.errors import DeviceError, Dsv4Error, RequestError
 from dsv4.model.step import Tap
-from dsv4.parallel.channel import Channel, Closed, Kind
+from dsv4.parallel.channel import Channel, Closed, Kind, child_command
 from dsv4.parallel.comm import Group, Meeting, PeerError
 from dsv4.parallel.machines import Guest, World, host_name, receive_guests
 from dsv4.parallel.mesh import Mesh
@@ -236,12 +235,8 @@ def _end(peers: list[_Peer], folder: str) -> None:
 def _launch(rank: int, seconds: float) -> _Peer:
     ours, theirs = socket.socketpair()
     with theirs:
-        # The same import path as ours, and not the working directory, which `-m` would put in front of it.
-        path = f"import sys; sys.path[:] = {sys.path!r}"
-        code = f"{path}; from dsv4.engine.follow import main; main({theirs.fileno()})"
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-c", code], pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL
-        )
+        command = child_command("dsv4.engine.follow", theirs.fileno())
+        process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
     return _Peer(f"rank {rank}", process, Channel(ours, seconds))
 
 

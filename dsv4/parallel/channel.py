@@ -2,6 +2,7 @@
 
 import socket
 import struct
+import sys
 from contextlib import suppress
 from enum import IntEnum
 
@@ -9,6 +10,17 @@ from dsv4.errors import DeviceError
 
 HEADER = struct.Struct("!BI")
 MAX_BYTES = 64 << 20
+
+
+def child_command(module: str, descriptor: int) -> list[str]:
+    """A Python that runs `module.main(descriptor)`, a socket's.
+
+    Signals of the terminal are for its parent: they are ignored before anything is imported. It has our
+    import path, and not the working directory, which `-m` would put in front of it.
+    """
+    quiet = "import signal, sys; signal.signal(2, signal.SIG_IGN); signal.signal(15, signal.SIG_IGN)"
+    path = f"sys.path[:] = {sys.path!r}"
+    return [sys.executable, "-P", "-c", f"{quiet}; {path}; from {module} import main; main({descriptor})"]
 
 
 class Kind(IntEnum):

@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import math
 import socket
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from dsv4.config import EngineConfig
 from dsv4.engine.request import Delta, Request, SamplingParams
 from dsv4.env import launched_by
 from dsv4.errors import ConfigError, DeviceError, Dsv4Error, RequestError
+from dsv4.parallel.channel import child_command
 from dsv4.serve import wire
 
 MAX_BUFFERED_DELTAS = 8192
@@ -431,11 +431,10 @@ async def _launch() -> _Life:
     ours, theirs = socket.socketpair()
     with theirs, contextlib.ExitStack() as undo:
         undo.callback(ours.close)
-        # The same import path as ours, and not the working directory, which `-m` would put in front of it.
-        path = f"import sys; sys.path[:] = {sys.path!r}"
-        code = f"{path}; from dsv4.serve.worker import main; main({theirs.fileno()})"
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-c", code, pass_fds=(theirs.fileno(),), stdin=asyncio.subprocess.DEVNULL
+            *child_command("dsv4.serve.worker", theirs.fileno()),
+            pass_fds=(theirs.fileno(),),
+            stdin=asyncio.subprocess.DEVNULL,
         )
         undo.pop_all()
     reader, writer = await asyncio.open_connection(sock=ours)

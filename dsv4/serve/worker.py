@@ -1,11 +1,10 @@
 """The engine's process: reads messages between steps, runs the engine, writes what came out. Knows no HTTP.
 
 It lives as long as its socket: when the HTTP process closes it or dies, this one ends. Signals of the
-terminal or the service manager are for the HTTP process, which drains first; they are ignored here.
+terminal or the service manager are for the HTTP process, which drains first (`child_command`).
 """
 
 import select
-import signal
 import socket
 import sys
 import time
@@ -187,8 +186,6 @@ def load(link: Link) -> Engine | None:
 
 
 def main(descriptor: int) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
     link = Link(socket.socket(fileno=descriptor))
     try:
         engine = load(link)
