@@ -3,9 +3,11 @@
 import io
 import os
 import sys
+from typing import Annotated
 
 import typer
 
+from dsv4 import __version__
 from dsv4.cli import (
     batch,
     bench,
@@ -56,8 +58,14 @@ for command in (
 
 
 @app.callback(invoke_without_command=True)
-def _help(context: typer.Context) -> None:
+def _help(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
     """A small, fast, exact inference engine for DeepSeek-V4."""
+    if version:
+        typer.echo(f"dsv4 {__version__}")
+        raise typer.Exit
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 

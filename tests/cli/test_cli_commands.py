@@ -48,6 +48,10 @@ def test_no_arguments_show_help() -> None:
     assert all(re.search(rf"\b{command} +\S", text) for command in COMMANDS)
 
 
+def test_version() -> None:
+    assert ok("--version") == f"dsv4 {__version__}\n"
+
+
 def test_the_module_is_the_program() -> None:
     done = process(["info", "--json"])
     assert done.returncode == 0 and json.loads(done.stdout)["dsv4"] == __version__
