@@ -42,6 +42,12 @@ def test_help_shows_examples(command: str) -> None:
     assert f"Usage: dsv4 {command} " in text
 
 
+def test_help_shows_a_commands_own_options_first() -> None:
+    own, engine = ok("chat", "--help").split("Engine options")
+    assert "--temperature" in own and "--help" in own and "--device" not in own
+    assert "--device" in engine and "--op" in engine
+
+
 def test_no_arguments_show_help() -> None:
     text = ok()
     assert text.strip() == ok("--help").strip()
