@@ -94,9 +94,11 @@ def generate(
     for prompt in prompts or () if model is None else ():
         if os.path.isfile(os.path.join(prompt, "config.json")):
             raise RequestError(f"the prompt {prompt!r} is a model folder; name the model with --model")
+    # Before a model is loaded, which may take minutes.
+    parsed = [_parse_ids(given) for given in ids or []]
     engine = load_engine(model, config)
     requests = [_text_request(engine, prompt, params, chat, thinking) for prompt in prompts or []]
-    requests += [engine.request(_parse_ids(given), params) for given in ids or []]
+    requests += [engine.request(given, params) for given in parsed]
     watch = Stopwatch(sum(len(request.ids) for request in requests))
     if len(requests) == 1 and not json and logprobs is None:
         reason = _stream(engine, requests[0], watch, (thinking if chat and not stop else None))
@@ -119,9 +121,12 @@ def generate(
 
 def _parse_ids(text: str) -> list[int]:
     try:
-        return [int(part) for part in text.replace(",", " ").split()]
+        found = [int(part) for part in text.replace(",", " ").split()]
     except ValueError:
-        raise RequestError(f"--ids {text!r}: expected numbers separated by commas, e.g. 0,17,42") from None
+        found = []
+    if not found:
+        raise RequestError(f"--ids {text!r}: expected numbers separated by commas, e.g. 0,17,42")
+    return found
 
 
 def _parse_bias(text: str) -> tuple[int, float]:

@@ -91,7 +91,9 @@ REFUSED = {
     "generate --model {model} --ids 1 --logit-bias 5=101": "logit_bias has 5: 101.0, expected token ids and",
     "generate --model {model} --ids 1 --presence-penalty 3": "presence_penalty is 3.0, expected a number",
     "generate --model {model} --ids 300": "prompt id 300 is outside the vocabulary of 300",
-    "generate --model {model} --ids ,": "the prompt is empty",
+    "generate --model {model} --ids ,": "--ids ',': expected numbers separated by commas",
+    # Known without the model, so said before it is loaded.
+    "generate --model {desk}/lacking --ids 1,x": "--ids '1,x': expected numbers separated by commas",
     "generate --model {model} hi --activations a5": "activations is 'a5', expected one of a16, a8, a4",
     "generate --model {model} hi --max-context 9999": "max_context 9999 exceeds the model's 4096 positions",
     "generate --model {model} hi --gpus 0,0": "gpus '0,0': expected how many, or which ones: 2 or 0,1",
