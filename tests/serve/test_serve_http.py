@@ -278,7 +278,17 @@ CHAT = {"messages": QUESTION, "max_tokens": 4}
         ({**CHAT, "frobnicate": 1}, 400, "Unrecognized request argument supplied: frobnicate"),
         ({"max_tokens": 4}, 400, "'messages'"),
         ({**CHAT, "messages": []}, 400, "messages"),
-        ({**CHAT, "messages": [{"role": "king", "content": "x"}]}, 400, "invalid value 'king'"),
+        (
+            {**CHAT, "messages": [{"role": "king", "content": "x"}]},
+            400,
+            "invalid value 'king', expected 'system', 'developer', 'latest_reminder', 'user', 'tool' or 'ass",
+        ),
+        (
+            {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            400,
+            "'messages[0].content[0].type': invalid value 'image_url', expected 'text'",
+        ),
+        ({**CHAT, "reasoning_effort": "huge"}, 400, "invalid enum value 'huge', expected 'high', 'low'"),
         ({**CHAT, "messages": [{"role": "user", "content": 5}]}, 400, "expected `str | array`"),
         ({**CHAT, "messages": QUESTION * 5000}, 400, "5000"),
         ({**CHAT, "model": "gpt-4"}, 404, "'gpt-4' does not exist"),
