@@ -9,7 +9,7 @@ import typer
 
 from dsv4.cli.clock import Stopwatch
 from dsv4.cli.options import engine_options
-from dsv4.cli.show import err, load_engine, out, print_json, text
+from dsv4.cli.show import count_bar, err, load_engine, out, print_json, text
 from dsv4.config import EngineConfig
 from dsv4.errors import RequestError
 
@@ -173,10 +173,16 @@ def _stream(
 
 
 def _complete(engine: "Engine", requests: "list[Request]", watch: Stopwatch) -> "list[Completion]":
+    """All of them together; nothing is printed before the last is done, so a bar says how many are."""
     with ExitStack() as stack:
+        update = stack.enter_context(count_bar("generating"))
         streams = [stack.enter_context(engine.stream(request)) for request in requests]
+        update(0, len(requests))
         while engine.num_unfinished:
-            watch.count(len(engine.step()))
+            deltas = engine.step()
+            watch.count(len(deltas))
+            if any(delta.finish_reason for delta in deltas):
+                update(len(requests) - engine.num_unfinished, len(requests))
         return [stream.completion() for stream in streams]
 
 
