@@ -1,5 +1,6 @@
 """Ctrl-C while modules are imported: exit code 130 at once, no word. Later it is each command's own."""
 
+import json
 import os
 import signal
 import subprocess
@@ -8,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from cli_support import ROOT
+from cli_support import ROOT, Terminal
 
 # Stands in for numpy: torch's C code imports it, drops whatever it raises, and goes on without it.
 SWALLOWS = """
@@ -70,3 +71,16 @@ def test_ctrl_c_while_the_server_loads(tmp_path: Path) -> None:
     finally:
         server.kill()
     assert "Traceback" not in log.read_text() and "server: ended" in log.read_text()
+
+
+def test_ctrl_c_in_a_batch_says_how_to_go_on(tmp_path: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 400}
+    line = json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body})
+    (tmp_path / "in.jsonl").write_text(f"{line}\n" * 40)
+    with Terminal("batch", tmp_path / "in.jsonl", tmp_path / "out.jsonl", "--max-batch", 2) as terminal:
+        terminal.expect("answering")
+        time.sleep(2)
+        terminal.type("\x03")
+        shown = terminal.expect(r"stopped after \d+ of 40 lines; the same command goes on from there")
+        assert "Traceback" not in shown + terminal.unread
+        assert terminal.wait() == 130
