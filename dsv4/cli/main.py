@@ -93,11 +93,7 @@ def main() -> None:
         # A core without a GPU has no Triton, which every kernel is imported with.
         if error.name != "triton" or wants_traceback():
             raise
-        say(
-            "error",
-            "bold red",
-            "this runs GPU kernels, which need Triton; it is not installed: pip install triton",
-        )
+        say("error", "bold red", _without_triton())
         sys.exit(2)
     except BrokenPipeError:
         # The reader of our output went away (`| head`): nothing is wrong.
@@ -122,6 +118,16 @@ def _follow() -> None:
             from dsv4.engine.follow import main_launched
 
             main_launched(world)
+
+
+def _without_triton() -> str:
+    """Triton is not what is missing where there is no GPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        return "this runs GPU kernels, which need Triton; it is not installed: pip install triton"
+    found = f"torch {torch.__version__} sees no CUDA GPU"
+    return f"this runs GPU kernels, and {found}; run it on a machine with one"
 
 
 def _forget_output() -> None:
