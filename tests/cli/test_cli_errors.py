@@ -97,7 +97,7 @@ REFUSED = {
     "generate --model {model} hi --activations a5": "activations is 'a5', expected one of a16, a8, a4",
     "generate --model {model} hi --max-context 9999": "max_context 9999 exceeds the model's 4096 positions",
     "generate --model {model} hi --gpus 0,0": "gpus '0,0': expected how many, or which ones: 2 or 0,1",
-    "generate --model {model} hi --gpus 99": "device 'cuda:",
+    "generate --model {model} hi --gpus 99": "device 'cuda:" if torch.cuda.is_available() else "gpus '99'",
     "generate --model {model} hi --device tpu": "device 'tpu' is unknown; use auto, cpu, cuda or cuda:N",
     "generate --model {model} hi --op attend": "--op 'attend': expected OP=BACKEND",
     "generate --model {model} hi --op machine=x": "unknown ops ['machine']",
