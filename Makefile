@@ -50,6 +50,7 @@ types: .venv/dev
 	@touch $@
 
 .venv/core: .venv/pip requirements.txt pyproject.toml
+	@echo "installing torch and what it needs into .venv: up to some GB, and minutes, without a word"
 	$(PIP) -r requirements.txt
 	$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@

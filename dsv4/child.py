@@ -12,19 +12,14 @@ _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 def child_command(module: str, descriptor: int) -> list[str]:
     """Runs `main(descriptor)` of the module. Start it with `preexec_fn=partial(end_with, os.getpid())`."""
+    # Signals of the terminal or the service manager are for the first process, before anything is imported.
+    quiet = "import signal, sys; signal.signal(2, signal.SIG_IGN); signal.signal(15, signal.SIG_IGN)"
     # The same import path as ours, and not the working directory, which `-m` would put in front of it.
-    path = f"import sys; sys.path[:] = {sys.path!r}"
+    path = f"sys.path[:] = {sys.path!r}"
     # Again, before torch is imported: a Python with capabilities of its own loses at exec what it was told.
-    first = f"from dsv4.child import begin; begin({os.getpid()})"
-    return [sys.executable, "-P", "-c", f"{path}; {first}; from {module} import main; main({descriptor})"]
-
-
-def begin(parent: int) -> None:
-    """The first thing that such a process does."""
-    end_with(parent)
-    # Signals of the terminal or the service manager are for the first process.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    bound = f"from dsv4.child import end_with; end_with({os.getpid()})"
+    code = f"{quiet}; {path}; {bound}; from {module} import main; main({descriptor})"
+    return [sys.executable, "-P", "-c", code]
 
 
 def end_with(parent: int) -> None:

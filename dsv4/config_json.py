@@ -181,6 +181,12 @@ def _show(value: Any) -> str:
 class _Parser:
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
         self.where = where
+        # Before its keys: of another family's file, they are not what is wrong.
+        family, found = _FIXED["model_type"][0], raw.get("model_type")
+        if found not in (None, family):
+            raise self.fail(
+                f"model_type is {_show(found)}, expected {family!r}: this engine runs DeepSeek-V4 only"
+            )
         if unknown := sorted(raw.keys() - _KNOWN):
             raise self.fail(
                 f"unknown keys {_show(unknown)}; this engine runs DeepSeek-V4 only and refuses what it would "

@@ -298,7 +298,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"norm_topk_prob": 1}, "norm_topk_prob is 1, expected True"),
     ({"scoring_func": "softmax"}, "scoring_func is 'softmax', expected 'sqrtsoftplus'"),
     ({"score_func": "sigmoid"}, "score_func"),
-    ({"model_type": "deepseek_v3"}, "model_type"),
+    ({"model_type": "x", "kv_lora_rank": 512}, "model_type is 'x', expected 'deepseek_v4': this engine runs"),
     ({"tie_word_embeddings": True}, "tie_word_embeddings"),
     ({"hidden_size": "256"}, "hidden_size is '256', expected an integer"),
     ({"hidden_size": 256.0}, "hidden_size is 256.0, expected an integer"),

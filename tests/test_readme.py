@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "cli"))
 
-from cli_support import dsv4, ok, refused  # noqa: E402
+from cli_support import Done, dsv4, ok, process, refused  # noqa: E402
 
 README = (ROOT / "README.md").read_text()
 
@@ -70,11 +70,18 @@ def test_python_block_runs(folder: Path) -> None:
 def test_commands_for_real_checkpoints_parse() -> None:
     """They need a download to run; their options must exist all the same."""
     lines = [line for line in "".join(blocks("sh")).splitlines() if "./DeepSeek-V4-Flash" in line]
-    assert len(lines) == 7
+    assert len(lines) == 8
     for line in lines:
         command = shlex.split(line, comments=True)
         assert command[0] == "dsv4"
-        assert "DeepSeek-V4-Flash does not exist" in refused(dsv4(*command[1:]))
+        done = dsv4(*command[1:]) if command[1] != "serve" else outside(command[1:])
+        assert "DeepSeek-V4-Flash does not exist" in refused(done)
+
+
+def outside(arguments: list[str]) -> Done:
+    """In a process of its own: the server writes to that one's stderr."""
+    done = process(arguments)
+    return Done(done.returncode, done.stdout, done.stderr)
 
 
 def test_make_demo_runs_the_same_commands() -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from dsv4.cli.options import check_positive, engine_options, needs_extra
-from dsv4.cli.show import count_bar, model_folder, out, print_json, say_note
+from dsv4.cli.show import count_bar, ctrl_c_cancels, model_folder, out, print_json, say_note
 from dsv4.config import EngineConfig
 from dsv4.errors import ConfigError
 
@@ -75,29 +75,35 @@ def batch(
         def rest() -> Iterator[tuple[int, bytes]]:
             return islice(enumerate(read_lines(source)), tally.before, None)
 
-        with count_bar("answering") as update:
+        try:
+            with count_bar("answering") as update:
 
-            def take(line: bytes) -> None:
-                output.write(line)
-                tally.count(line)
-                update(tally.done, total)
+                def take(line: bytes) -> None:
+                    output.write(line)
+                    tally.count(line)
+                    update(tally.done, total)
 
-            many = parallel or 4 * config.max_batch
-            if tally.done == total:
-                pass
-            elif ray:
-                with needs_extra("--ray", "ray"):
-                    from dsv4.serve.ray_batch import run_on_ray
-                run_on_ray(
-                    job=job,
-                    items=rest(),
-                    parallel=many,
-                    replicas=replicas,
-                    gpus_per_replica=gpus_per_replica,
-                    take=take,
-                )
-            else:
-                asyncio.run(run(job, rest(), many, take, say_note, lambda done, total: None))
+                many = parallel or 4 * config.max_batch
+                if tally.done == total:
+                    pass
+                elif ray:
+                    with needs_extra("--ray", "ray"):
+                        from dsv4.serve.ray_batch import run_on_ray
+                    run_on_ray(
+                        job=job,
+                        items=rest(),
+                        parallel=many,
+                        replicas=replicas,
+                        gpus_per_replica=gpus_per_replica,
+                        take=take,
+                    )
+                else:
+                    with ctrl_c_cancels():
+                        asyncio.run(run(job, rest(), many, take, say_note, lambda done, total: None))
+        except KeyboardInterrupt:
+            done = f"stopped after {tally.done} of {total} lines"
+            say_note(f"{done}; the same command goes on from there")
+            raise
     _show(tally, total, source, target, json)
 
 

@@ -21,6 +21,10 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.2f} s" if round(seconds, 4) >= 1 else f"{1e3 * seconds:.1f} ms"
 
 
+def _tokens(count: int, name: str) -> str:
+    return f"{count} {name}{'' if count == 1 else 's'}"
+
+
 class Stopwatch:
     """Times one answer, or several that run together; starts when it is made."""
 
@@ -42,7 +46,7 @@ class Stopwatch:
     def overall(self) -> str:
         """Tokens per second of the whole, prompt included."""
         rate = self.tokens / max(1e-9, time.perf_counter() - self.begun)
-        return f"{self.tokens} tokens, {rate:.1f}/s"
+        return f"{_tokens(self.tokens, 'token')}, {rate:.1f}/s"
 
     def since_prompt(self) -> str:
         return self._line(_duration(self.first - self.begun))
@@ -55,8 +59,10 @@ class Stopwatch:
         return f"{line}; {num_accepted} of {num_drafted} drafts accepted" if num_drafted else line
 
     def _line(self, to_first: str) -> str:
+        prompt = _tokens(self.prompt_tokens, "prompt token")
         if not self.tokens:
-            return f"{self.prompt_tokens} prompt tokens, no answer"
-        rate = (self.tokens - self._at_first) / max(1e-9, self.last - self.first)
-        first = f"{self.prompt_tokens} prompt tokens, first token after {to_first}"
-        return f"{first}; {self.tokens} tokens at {rate:.1f}/s"
+            return f"{prompt}, no answer"
+        line = f"{prompt}, first token after {to_first}; {_tokens(self.tokens, 'token')}"
+        # What came at once, as a single token does, has no rate.
+        later = self.tokens - self._at_first
+        return f"{line} at {later / max(1e-9, self.last - self.first):.1f}/s" if later else line

@@ -9,7 +9,7 @@ import typer
 
 from dsv4.cli.clock import Stopwatch
 from dsv4.cli.options import engine_options
-from dsv4.cli.show import err, load_engine, out, print_json, text
+from dsv4.cli.show import count_bar, err, load_engine, out, print_json, text
 from dsv4.config import EngineConfig
 from dsv4.errors import RequestError
 
@@ -90,9 +90,11 @@ def generate(
     for prompt in prompts or () if model is None else ():
         if os.path.isfile(os.path.join(prompt, "config.json")):
             raise RequestError(f"the prompt {prompt!r} is a model folder; name the model with --model")
+    # Before a model is loaded, which may take minutes.
+    parsed = [_parse_ids(given) for given in ids or []]
     engine = load_engine(model, config)
     requests = [_text_request(engine, prompt, params, chat, thinking) for prompt in prompts or []]
-    requests += [engine.request(_parse_ids(given), params) for given in ids or []]
+    requests += [engine.request(given, params) for given in parsed]
     watch = Stopwatch(sum(len(request.ids) for request in requests))
     if len(requests) == 1 and not json and logprobs is None:
         reason = _stream(engine, requests[0], watch, (thinking if chat and not stop else None))
@@ -115,9 +117,12 @@ def generate(
 
 def _parse_ids(text: str) -> list[int]:
     try:
-        return [int(part) for part in text.replace(",", " ").split()]
+        found = [int(part) for part in text.replace(",", " ").split()]
     except ValueError:
-        raise RequestError(f"--ids {text!r}: expected numbers separated by commas, e.g. 0,17,42") from None
+        found = []
+    if not found:
+        raise RequestError(f"--ids {text!r}: expected numbers separated by commas, e.g. 0,17,42")
+    return found
 
 
 def _parse_bias(text: str) -> tuple[int, float]:
@@ -164,10 +169,16 @@ def _stream(
 
 
 def _complete(engine: "Engine", requests: "list[Request]", watch: Stopwatch) -> "list[Completion]":
+    """All of them together; nothing is printed before the last is done, so a bar says how many are."""
     with ExitStack() as stack:
+        update = stack.enter_context(count_bar("generating"))
         streams = [stack.enter_context(engine.stream(request)) for request in requests]
+        update(0, len(requests))
         while engine.num_unfinished:
-            watch.count(len(engine.step()))
+            deltas = engine.step()
+            watch.count(len(deltas))
+            if any(delta.finish_reason for delta in deltas):
+                update(len(requests) - engine.num_unfinished, len(requests))
         return [stream.completion() for stream in streams]
 
 

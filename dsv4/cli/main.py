@@ -4,9 +4,11 @@ import io
 import os
 import sys
 from importlib import import_module
+from typing import Annotated
 
 import typer
 
+from dsv4 import __version__
 from dsv4.child import end_with
 from dsv4.cli.bench import group as bench
 from dsv4.cli.options import add_command, show_help
@@ -18,9 +20,6 @@ from dsv4.errors import Dsv4Error
 UsageError: type[typer.BadParameter] = typer.BadParameter.__bases__[0]
 
 app = typer.Typer(
-    help="A small, fast, exact inference engine for DeepSeek-V4.",
-    callback=show_help,
-    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -31,6 +30,18 @@ for name in COMMANDS.split():
     module = import_module(f"dsv4.cli.{name}")
     add_command(app, getattr(module, name), module.EPILOG)
 app.add_typer(bench, name="bench")
+
+
+@app.callback(invoke_without_command=True)
+def _begin(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    """A small, fast, exact inference engine for DeepSeek-V4."""
+    if version:
+        typer.echo(f"dsv4 {__version__}")
+        raise typer.Exit
+    show_help(context)
 
 
 def main() -> None:
@@ -56,7 +67,7 @@ def main() -> None:
         # A core without a GPU has no Triton, which every kernel is imported with.
         if error.name != "triton" or wants_traceback():
             raise
-        say_error("this runs GPU kernels, which need Triton; it is not installed: pip install triton")
+        say_error(_without_triton())
         sys.exit(2)
     except BrokenPipeError:
         # The reader of our output went away (`| head`): nothing is wrong.
@@ -83,6 +94,16 @@ def _follow() -> None:
             from dsv4.engine.follow import main_launched
 
             main_launched(world)
+
+
+def _without_triton() -> str:
+    """Triton is not what is missing where there is no GPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        return "this runs GPU kernels, which need Triton; it is not installed: pip install triton"
+    found = f"torch {torch.__version__} sees no CUDA GPU"
+    return f"this runs GPU kernels, and {found}; run it on a machine with one"
 
 
 def _forget_output() -> None:

@@ -12,6 +12,8 @@ import typer
 from dsv4.config import EngineConfig
 from dsv4.errors import ConfigError
 
+# In `--help`, below the command's own options: most users need none of these.
+PANEL = "Engine options"
 _HELP = {
     "device": "auto, cpu, cuda or cuda:N",
     "activations": "inputs of quantised linears: a16 (unrounded), a8 (FP8, as the official code), a4 (NVFP4)",
@@ -81,12 +83,14 @@ def engine_options(command: Callable[..., None], **defaults: Any) -> Callable[..
                 "--op",
                 metavar="OP=BACKEND",
                 help="backend of an op, or a module with its functions; repeatable",
+                rich_help_panel=PANEL,
             )
             kind, default = Annotated[list[str], option], field.default
         else:
-            # A flag that says no has no opposite.
-            names = (f"--{field.name.replace('_', '-')}",) if field.name.startswith("no_") else ()
-            kind = Annotated[types[field.name], typer.Option(*names, help=_HELP[field.name])]
+            # A switch that is off by default needs no opposite.
+            names = (f"--{field.name.replace('_', '-')}",) if field.default is False else ()
+            option = typer.Option(*names, help=_HELP[field.name], rich_help_panel=PANEL)
+            kind = Annotated[types[field.name], option]
             default = defaults.get(field.name, field.default)
         flags.append(
             inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)

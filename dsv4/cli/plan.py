@@ -181,14 +181,14 @@ def _show(title: str, made: "Plan", report: dict[str, Any], record: "Record | No
     if today.spill is not None:
         _show_spill(today, record, source, report["spill"])
     if today.runs or machine.count == 1:
-        _show_theory(today, "one, " if machine.count > 1 else "")
+        _show_theory(today, "1 GPU, " if machine.count > 1 else "")
     if machine.count > 1:
         fits = "fits" if made.fits else "does not fit"
         each = f"{size(made.total_bytes)} on each GPU, {fits}"
         out.print()
         state = "never run" if made.is_built else "not built"
         _line(state, f"{machine.label}, tp {made.tp}, ep {made.ep}: {each}")
-        _show_theory(made, f"{machine.count}, ")
+        _show_theory(made, f"{machine.count} GPUs, ")
 
 
 def _show_spill(made: "Plan", record: "Record | None", source: str, found: dict[str, Any]) -> None:
@@ -241,8 +241,10 @@ def _show_predicted(
 
 
 def _sets(made: "Plan", share: float, model: str, layout: str) -> list[dict[str, Any]]:
+    """One GPU with experts in host memory, where they do not all fit: as its own plan says."""
     from dsv4.lab.gpus import known
     from dsv4.lab.plan import Plan, Wanted
+    from dsv4.lab.spilled import HITS, rate
 
     w, rows = made.wanted, []
     free = Wanted(context=w.context, batch=w.batch, cache=w.cache, chunk=w.chunk, snapshots=w.snapshots)
@@ -250,31 +252,43 @@ def _sets(made: "Plan", share: float, model: str, layout: str) -> list[dict[str,
         for count in (1, 2, 4, 8):
             plan = Plan.make(made.demand, known(name, count), free)
             rank_ms = _rank_ms(plan, model, layout)
+            speed = plan.predicted(share, rank_ms)
+            if plan.spill is not None:
+                speed = (rate(plan, 1, share), rate(plan, 1, share, HITS))
             rows.append(
                 {
                     **{"name": name, "was_run_on": plan.machine.was_run_on, "count": count},
-                    **{"tp": plan.tp, "fits": plan.runs, "refused": plan.refusal},
-                    **{"total_bytes": plan.total_bytes, "read_bytes": plan.read_bytes(1)},
+                    **{"tp": plan.tp, "fits": plan.runs or plan.spill is not None, "refused": plan.refusal},
+                    **{"total_bytes": plan.held.total, "host_bytes": plan.held.host},
+                    **{"read_bytes": plan.read_bytes(1)},
                     **{"all_reduce_us": plan.communication()["all_reduce_us"]},
-                    **{"tokens_per_second": plan.predicted(share, rank_ms), "rank_step_ms": rank_ms},
+                    **{"tokens_per_second": speed, "rank_step_ms": rank_ms},
                 }
             )
     return rows
 
 
 def _show_sets(rows: list[dict[str, Any]], share: float, source: str) -> None:
-    table = Table("GPUs", "each holds", "reads per token", "all-reduce", "tokens/s", box=None, pad_edge=False)
+    from dsv4.lab.links import RANK_STEPS_SOURCE
+    from dsv4.lab.spilled import HITS
+
+    table = Table(
+        "GPUs", "each holds", "host memory", "reads", "all-reduce", "tokens/s", box=None, pad_edge=False
+    )
     for row in rows:
         speed = "not built"
-        if row["tokens_per_second"] is not None:
-            speed = _range(row["tokens_per_second"]) + ("" if row["rank_step_ms"] is None else " *")
+        if not row["fits"]:
+            speed = "does not run" if row["refused"] else "does not fit"
+        elif row["tokens_per_second"] is not None:
+            mark = " +" if row["host_bytes"] else "" if row["rank_step_ms"] is None else " *"
+            speed = _range(row["tokens_per_second"]) + mark
         table.add_row(
             f"{row['count']} x {row['name']}",
-            size(row["total_bytes"])
-            + ("" if row["fits"] else f", does not {'run' if row['refused'] else 'fit'}"),
+            size(row["total_bytes"]),
+            size(row["host_bytes"]) if row["host_bytes"] else "",
             size(row["read_bytes"]),
             f"{row['all_reduce_us']:.1f} us" if row["count"] > 1 else "",
-            speed if row["fits"] else "",
+            speed,
         )
     out.print()
     out.print(table)
@@ -283,9 +297,12 @@ def _show_sets(rows: list[dict[str, Any]], share: float, source: str) -> None:
         f"batch 1, predicted: {share:.0%} of the bandwidth, {source}; several GPUs, {never} were never run",
         markup=False,
     )
+    if any(row["host_bytes"] for row in rows):
+        out.print(
+            f"+ experts in host memory: uniform routing, and {100 * HITS:g} % of choices on the GPU",
+            markup=False,
+        )
     if any(row["rank_step_ms"] for row in rows):
-        from dsv4.lab.links import RANK_STEPS_SOURCE
-
         out.print(f"* by the step of one rank, {RANK_STEPS_SOURCE}", markup=False)
 
 

@@ -62,6 +62,8 @@ def quantize(
         raise ConfigError(f"shard-gb is {shard_gb}, expected more than 0 and at most 1000")
     if report is not None:
         check_writable(report, "--report")
+        if report.suffix.lower() not in (".html", ".htm"):
+            raise ConfigError(f"--report {report}: expected a name that ends in .html; it is a web page")
     options = Options(format, scope, recipe, rest, mtp, least_squares, max(1, round(shard_gb * 1e9)))
     quantizer = Quantizer.prepare(source, target, options, threads)
     with bytes_bar(f"checking {source.resolve().name}") as update:
@@ -80,6 +82,8 @@ def quantize(
     if tensors:
         _show_tensors(result)
     _show(result)
+    if report is not None:
+        out.print(f"\n{report}: written", markup=False)
 
 
 def _show_tensors(result: dict[str, Any]) -> None:

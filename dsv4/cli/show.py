@@ -128,6 +128,18 @@ def ctrl_c() -> Iterator[list[int]]:
 
 
 @contextmanager
+def ctrl_c_cancels() -> Iterator[None]:
+    """While open, `asyncio.run` cancels its tasks on Ctrl-C: it does so under Python's own handler only."""
+    previous = signal.getsignal(signal.SIGINT)
+    if callable(previous):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+@contextmanager
 def nothing_is_garbage() -> Iterator[None]:
     """What is made while open stays to the end: do not search it for garbage, neither now nor later."""
     gc.disable()

@@ -13,7 +13,7 @@ from dsv4.engine.eager import Eager
 from dsv4.engine.frequency import checksum
 from dsv4.engine.settings import Settings, cache_layout, check_memory, settle
 from dsv4.engine.spill import Split, place_experts
-from dsv4.errors import ConfigError
+from dsv4.errors import ConfigError, DeviceError
 from dsv4.kernels.decode.exchange import Peers, inbox_places
 from dsv4.model.buffers import graph_rows
 from dsv4.model.bundle import Bundle, Numerics, Weights
@@ -50,6 +50,12 @@ def rank_devices(config: EngineConfig, world: World | None = None) -> list[str]:
         numbers = [str(number) for number in range(int(numbers[0]))]
     if not numbers:
         raise ConfigError("gpus 0: expected at least one; use --device cpu for none")
+    if not torch.cuda.is_available():
+        there = f", or use --ranks {len(numbers)} there" if len(numbers) > 1 else ""
+        raise DeviceError(
+            f"gpus {config.gpus!r}: torch {torch.__version__} sees no CUDA GPU; "
+            f"leave it out to run on the CPU{there}"
+        )
     return [Device.choose(f"cuda:{number}").torch_name for number in numbers]
 
 

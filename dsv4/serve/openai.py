@@ -123,7 +123,9 @@ class ChatShape(Shape):
             delta["content"] = piece.content
         if piece.calls:
             delta["tool_calls"] = join_calls([piece])
-        return self._chunk(index, delta, piece.logprobs or None, piece.finish_reason)
+        # OpenAI's schema has `content` in every logprobs object: null where a chunk is reasoning.
+        logprobs = {"content": None, **piece.logprobs} if piece.logprobs else None
+        return self._chunk(index, delta, logprobs, piece.finish_reason)
 
     @staticmethod
     def _chunk(index: int, delta: Any, logprobs: Any, reason: str | None) -> dict[str, Any]:

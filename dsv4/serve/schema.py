@@ -9,6 +9,7 @@ import re
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
+import msgspec.inspect
 from msgspec import Meta
 
 from dsv4.engine.request import MAX_BIAS
@@ -353,15 +354,51 @@ def parse(kind: type[Kind], data: bytes) -> Kind:
         where = f"'{param}': " if param else "the body: "
         is_said = "got `" in message or message.startswith("Invalid ")
         found = "" if is_said else f", found {_shown(data, path)}"
+        if message.startswith("Invalid ") and (choices := _choices(kind, path)):
+            found = f", expected {', '.join(choices[:-1])}{' or ' if choices[1:] else ''}{choices[-1]}"
         raise BadField(f"{where}{message[:1].lower()}{message[1:]}{found}", param, "invalid_type") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadField(f"the body is not valid JSON ({error}); check it and its encoding (UTF-8)") from None
 
 
+_STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
+
+
+def _choices(kind: type, path: str) -> list[str]:
+    """The texts allowed at a path such as `$.messages[0].role`: a literal's, or the tags of messages."""
+    here = _ways([msgspec.inspect.type_info(kind)])
+    for name, _ in _STEP.findall(path):
+        here = _ways([below for each in here for below in _below(each, name)])
+    said = (value for each in here if isinstance(each, msgspec.inspect.LiteralType) for value in each.values)
+    return list(dict.fromkeys(repr(value) for value in said))
+
+
+def _ways(types: list[msgspec.inspect.Type]) -> list[msgspec.inspect.Type]:
+    """Without unions and limits around them."""
+    out: list[msgspec.inspect.Type] = []
+    for each in types:
+        if isinstance(each, msgspec.inspect.Metadata):
+            out += _ways([each.type])
+        else:
+            out += _ways(list(each.types)) if isinstance(each, msgspec.inspect.UnionType) else [each]
+    return out
+
+
+def _below(each: msgspec.inspect.Type, name: str) -> list[msgspec.inspect.Type]:
+    """One step into an object's field, or with no name into a list."""
+    if isinstance(each, msgspec.inspect.ListType):
+        return [] if name else [each.item_type]
+    if not isinstance(each, msgspec.inspect.StructType):
+        return []
+    if name == each.tag_field:
+        return [msgspec.inspect.LiteralType((each.tag,))]
+    return [field.type for field in each.fields if field.encode_name == name]
+
+
 def _shown(data: bytes, path: str) -> str:
     """The value at a path such as `$.messages[0].role`; of a list or a long text its length."""
     value = msgspec.json.decode(data)
-    for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
+    for name, index in _STEP.findall(path):
         value = value[name] if name else value[int(index)]
     text = repr(value)
     return f"one of length {len(value)}" if isinstance(value, list | str) and len(text) > 60 else text[:60]

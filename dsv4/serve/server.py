@@ -270,7 +270,8 @@ async def _serve(
             gc.freeze()  # what is there stays: never look through it again
             for note in load.result().notes:
                 log(f"engine: {note}")
-            log(f"server: {service.name} is ready at {url(sock, 'https' if tls else 'http')}/v1")
+            base = url(sock, "https" if tls else "http")
+            log(f"server: {service.name} is ready at {base}/v1, a chat page at {base}/")
         await asyncio.wait((http, engine.ended), return_when=asyncio.FIRST_COMPLETED)
         if engine.ended.done():
             engine.ended.result()

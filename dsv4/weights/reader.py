@@ -114,7 +114,8 @@ def _entry(path: Path, name: str, info: Any, data_start: int, data_size: int) ->
         )
     if stop > data_size:
         raise CheckpointError(
-            f"{path}: tensor {name!r} ends at byte {stop:,} of {data_size:,}; the file is truncated: {AGAIN}"
+            f"{path}: tensor {name!r} ends at byte {stop:,} of {data_size:,}; the file is truncated: "
+            "copy or download it again"
         )
     return Entry(name, dtype, tuple(shape), path, data_start + start, expected)
 

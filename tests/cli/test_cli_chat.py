@@ -146,3 +146,12 @@ def test_sizes_for_people() -> None:
         (5e13, "50.00 TB"),
     ):
         assert show.size(count) == want
+
+
+def test_generate_says_how_many_prompts_are_done(endless: Path) -> None:
+    """Several prompts, and JSON, are printed at the end only."""
+    given = ("generate", "one", "two", "--model", endless, "--max-tokens", 40, "--chunk", 1)
+    with Terminal(*given) as terminal:
+        terminal.expect("generating")
+        terminal.expect("2/2")
+        assert terminal.wait() == 0

@@ -137,3 +137,6 @@ def test_no_answer_has_no_speed() -> None:
     watch = clock.Stopwatch(7)
     watch.count(0)
     assert watch.since_start() == watch.since_prompt() == "7 prompt tokens, no answer"
+    one = clock.Stopwatch(1)
+    one.count()
+    assert re.fullmatch(r"1 prompt token, first token after [\d.]+ ms; 1 token", one.since_prompt())

@@ -87,6 +87,19 @@ def test_a_measured_rank_goes_before_shares_of_bandwidth() -> None:
         assert report["predicted"]["rank_step_ms"] is None, other
 
 
+def test_one_gpu_of_the_comparison_is_what_its_own_plan_says() -> None:
+    """A GPU that holds the model with experts in host memory was called too small there."""
+    own = json.loads(ok("plan", "flash", "--gpus", "H200", "--json"))
+    report = json.loads(ok("plan", "flash", "--gpus", "H200", "--compare", "--json"))
+    (one,) = (row for row in report["sets"] if row["name"] == "H200" and row["count"] == 1)
+    assert one["fits"] and own["fits"]
+    assert one["host_bytes"] == own["per_gpu"]["host"] and one["total_bytes"] == own["per_gpu"]["total"]
+    rates = [own["spill"][f"tokens_per_second_{how}"]["one"] for how in ("uniform", "assumed")]
+    assert one["tokens_per_second"] == pytest.approx(rates)
+    shown = ok("plan", "flash", "--gpus", "H200", "--compare")
+    assert f"{rates[0]:.0f} to {rates[1]:.0f} +" in shown and "+ experts in host memory" in shown
+
+
 REFUSED = {
     "": "Missing argument 'model'",
     "{folder}/missing": "/missing does not exist",

@@ -262,6 +262,7 @@ REFUSED = {
     "quantize {model} {new} --format nvfp4 --shard-gb nan": "shard-gb is nan",
     "quantize {model} {new} --format nvfp4 --threads 0": "threads is 0, expected 1 to 32",
     "quantize {model} {new} --format nvfp4 --report {desk}/none/x.html": "expected the name of a file in an",
+    "quantize {model} {new} --format nvfp4 --report {desk}/x.txt": "expected a name that ends in .html",
     "quantize {desk}/missing {new} --format nvfp4": "/missing does not exist; give a model folder",
     "quantize {desk}/full {new} --format nvfp4": "config.json does not exist",
     "quantize {model} {model} --format nvfp4": "is the source itself; give a new folder",
@@ -396,6 +397,7 @@ def test_what_is_printed_and_the_page(made: Callable[[str], Path], tmp_path: Pat
         r"^routed experts +27 +bf16 → nvfp4 +\S+ kB +0\.09\d+ +0\.99\d+ +0\.\d+ %$", text, re.MULTILINE
     )
     assert re.search(r"^attention +15 +kept +\S+ \S+ *$", text, re.MULTILINE)
+    assert text.replace("\n", "").endswith("page.html: written")
     again = dsv4(*arguments, "--tensors")
     assert again.code == 0 and "was complete already; nothing was written" in again.err
     assert re.search(

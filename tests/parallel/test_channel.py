@@ -3,6 +3,7 @@
 import socket
 
 import pytest
+import torch
 
 from dsv4.config import EngineConfig
 from dsv4.engine.build import rank_devices
@@ -52,13 +53,17 @@ def test_nobody_takes_it() -> None:
         channel.send(Kind.PLAN, bytes(8 << 20))
 
 
-def test_devices() -> None:
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rank_devices(EngineConfig(device="cpu", ranks=2)) == ["cpu", "cpu"]
     for wrong in ("x", "0,0", "1,", "-1", "99999999"):
         with pytest.raises(ConfigError, match="expected how many, or which ones: 2 or 0,1"):
             rank_devices(EngineConfig(gpus=wrong))
     with pytest.raises(ConfigError, match="gpus 0: expected at least one"):
         rank_devices(EngineConfig(gpus="0"))
+    # Not `use --device cpu`: beside gpus that is refused.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(DeviceError, match=r"gpus '1,0': .* leave it out .* or use --ranks 2 there"):
+        rank_devices(EngineConfig(gpus="1,0"))
     with pytest.raises(ConfigError, match="leave device and ranks out"):
         EngineConfig(gpus="2", ranks=2)
     with pytest.raises(ConfigError, match="rank_seconds is 0"):

@@ -238,7 +238,7 @@ def test_killed_parent_of_a_process_that_is_stopped_while_it_starts(
 
 
 def test_process_whose_parent_died_before_it_could_be_bound_to_it() -> None:
-    code = "from dsv4.child import begin; import os; begin(os.getppid() + 1); print('goes on')"
+    code = "from dsv4.child import end_with; import os; end_with(os.getppid() + 1); print('goes on')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=SECONDS)
     assert done.returncode == 1 and not done.stdout
 

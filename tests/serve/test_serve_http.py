@@ -77,6 +77,20 @@ def test_logprobs_are_of_the_tokens_shown(server: Server) -> None:
         assert sum(math.exp(other.logprob) for other in entry.top_logprobs) <= 1 + 1e-5
 
 
+def test_streamed_logprobs_are_those_of_the_whole_answer(server: Server) -> None:
+    """Chunks of reasoning have no `content`, but its key, which clients read."""
+    whole = server.chat(SHORT, logprobs=True).choices[0].logprobs.model_dump()
+    parts: dict[str, list[Any]] = {"content": [], "reasoning_content": []}
+    for chunk in server.chat(SHORT, logprobs=True, stream=True):
+        said = chunk.choices[0].logprobs
+        if said is not None:
+            assert "content" in said.model_fields_set
+            for name, entries in parts.items():
+                entries += said.model_dump().get(name) or []
+    assert parts["content"] == whole["content"] and parts["content"]
+    assert parts["reasoning_content"] == whole["reasoning_content"] and parts["reasoning_content"]
+
+
 def test_stop_ends_the_content_and_not_the_reasoning(server: Server) -> None:
     choice = server.chat(SHORT, stop=["3 =", "nowhere"]).choices[0]
     assert choice.message.content == "2 + " and choice.finish_reason == "stop"
@@ -278,7 +292,17 @@ CHAT = {"messages": QUESTION, "max_tokens": 4}
         ({**CHAT, "frobnicate": 1}, 400, "Unrecognized request argument supplied: frobnicate"),
         ({"max_tokens": 4}, 400, "'messages'"),
         ({**CHAT, "messages": []}, 400, "messages"),
-        ({**CHAT, "messages": [{"role": "king", "content": "x"}]}, 400, "invalid value 'king'"),
+        (
+            {**CHAT, "messages": [{"role": "king", "content": "x"}]},
+            400,
+            "invalid value 'king', expected 'system', 'developer', 'latest_reminder', 'user', 'tool' or 'ass",
+        ),
+        (
+            {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            400,
+            "'messages[0].content[0].type': invalid value 'image_url', expected 'text'",
+        ),
+        ({**CHAT, "reasoning_effort": "huge"}, 400, "invalid enum value 'huge', expected 'high', 'low'"),
         ({**CHAT, "messages": [{"role": "user", "content": 5}]}, 400, "expected `str | array`"),
         ({**CHAT, "messages": QUESTION * 5000}, 400, "5000"),
         ({**CHAT, "model": "gpt-4"}, 404, "'gpt-4' does not exist"),

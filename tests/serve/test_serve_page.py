@@ -192,3 +192,7 @@ def test_page_needs_the_key_and_forbids_all_but_itself(server: Server) -> None:
         policy = headers["content-security-policy"]
         assert status == 200 and "default-src 'none'" in policy and "unsafe" not in policy
         assert "http://" not in text and "https://" not in text and "innerHTML" not in text
+
+
+def test_the_log_says_where_the_page_is(server: Server) -> None:
+    assert f"/v1, a chat page at http://127.0.0.1:{server.port}/\n" in server.log

@@ -37,7 +37,7 @@ th, td { padding: 5px 14px 5px 0; white-space: nowrap; }
 tr + tr td { border-top: 1px solid var(--line); }
 .n { text-align: right; }
 code { font: 13px ui-monospace, monospace; }
-svg { width: 100%; height: auto; display: block; margin-top: 8px; }
+svg { width: 100%; min-width: 560px; height: auto; display: block; margin-top: 8px; }
 svg text { fill: var(--ink); font-size: 13px; } svg text.small { fill: var(--soft); font-size: 12px; }
 .grid { stroke: var(--line); } .before { fill: var(--before); } .after { fill: var(--accent); }
 polyline { fill: none; stroke-width: 1.8; } polygon.band { stroke: none; opacity: 0.16; }
