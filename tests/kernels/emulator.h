@@ -303,9 +303,12 @@ inline const char* run(int first, int count, int per_block, size_t shared_bytes,
         fail("not every thread waited, once, for what earlier launches write");
     return problem;
 }
-// So many bytes that the launches from now on find unfinished; 0 ends it.
+// So many bytes that the next launch finds unfinished, and in which races are looked for; 0 ends it.
 extern "C" inline __attribute__((used)) void expect(void* at, size_t bytes) {
     pending.push_back({(char*)at, bytes, {}});
+    std::vector<races::Array> watched;
+    for (const Pending& it : pending) watched.push_back({it.at, it.bytes});
+    races::watch(watched);
     complete_prerequisites = [] {
         for (const Pending& it : pending) {
             if (std::any_of(it.at, it.at + it.bytes, [](char c) { return c != NOISE; })) fail("written before the wait");
