@@ -96,7 +96,7 @@ inline void fetch(uint32_t to, const void* from, int bytes, uint32_t barrier) {
     stage->has_arrived = true;
     stage->missing += bytes;
     emulator::mailbox(stage).clock = stage->phase;
-    emulator::post(stage, at, nullptr, bytes);
+    emulator::post(stage, at, from, bytes);
     memset(at, 0xFF, bytes);
     flights.push_back({at, (const char*)from, bytes, barrier});
     emulator::yield(false);

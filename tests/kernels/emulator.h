@@ -49,8 +49,11 @@ struct Index {
 struct Barrier {
     int arrived = 0, expected = 0;
     uint64_t turn = 0;
-    races::Told told;
-    races::Known heard;
+    std::shared_ptr<races::Told> told;   // those of this turn: others may meet here before all of the last one have gone on
+};
+struct Ticket {   // of one that has arrived
+    uint64_t turn = 0;
+    std::shared_ptr<races::Told> told;
 };
 struct Warp {
     Barrier barrier;
@@ -74,7 +77,8 @@ struct Thread {
     bool has_waited = false, has_triggered = false, triggers_late = false;   // PDL
     int waits = 0;
     const Barrier* waits_for = nullptr;   // until its turn is no longer this one
-    uint64_t turn = 0, cluster_turn = 0;
+    uint64_t turn = 0;
+    Ticket at_cluster;
     bool has_arrived = false;   // at the cluster's barrier, for which it has not waited yet
     races::Observer observer;
 };
@@ -106,8 +110,8 @@ struct Mailbox {
     uint32_t clock = 0;
 };
 inline std::map<const void*, Mailbox> mailboxes;
-constexpr size_t MAX_MAILBOXES = 256;
-inline std::vector<std::pair<const void*, size_t>> arrays;   // beside shared memory, in which races are looked for
+// Races are looked for in shared memory, in variables of a block, and in what races::watch was told.
+inline std::vector<races::Array> variables;
 
 // What is sent from shared memory is read when it arrives, some time later: who overwrites it, or leaves, is found out.
 struct Sent {
@@ -132,25 +136,28 @@ inline void yield(bool spins) {
     if (!_setjmp(now->at)) _longjmp(scheduler, 1);
 }
 // What others know after a barrier of what a thread did before it.
-enum Tells { NOTHING, OLDER, ALL };   // OLDER: what earlier barriers had ordered
-inline uint64_t arrive(Barrier& barrier, int expected, Tells tells = ALL) {
-    const uint64_t turn = barrier.turn;
+enum Tells { NOTHING, AT_HOME, ALL };   // AT_HOME: what earlier barriers had ordered in blocks' own shared memory
+inline Ticket arrive(Barrier& barrier, int expected, Tells tells = ALL) {
     if (barrier.arrived && barrier.expected != expected) fail("threads meet at one barrier, but disagree how many they are");
     barrier.expected = expected;
-    if (tells) barrier.told.add(now->observer, tells == ALL);
+    if (tells && !barrier.told) barrier.told = std::make_shared<races::Told>();
+    if (tells == ALL) barrier.told->add(now->observer);
+    if (tells == AT_HOME) barrier.told->add_at_home(now->observer);
+    const Ticket ticket = {barrier.turn, barrier.told};
     if (++barrier.arrived == expected) {
         barrier.arrived = 0;
-        barrier.heard = barrier.told.all();
-        barrier.told = {};
+        if (tells) barrier.told->settle();
+        barrier.told = nullptr;
         ++barrier.turn;
         epochs += expected > 32;
     }
-    return turn;
+    return ticket;
 }
-inline void meet(Barrier& barrier, int expected, Tells tells = ALL) {
-    pause_for(barrier, arrive(barrier, expected, tells));
-    if (tells) now->observer.known = barrier.heard;   // its own is part of that
+inline void leave(const Barrier& barrier, const Ticket& ticket) {
+    pause_for(barrier, ticket.turn);
+    if (ticket.told) ticket.told->tell(now->observer);
 }
+inline void meet(Barrier& barrier, int expected, Tells tells = ALL) { leave(barrier, arrive(barrier, expected, tells)); }
 inline Warp& my_warp() { return blocks[now->block].warps[now->index / 32]; }
 
 // After all lanes have called this; the last of them runs `settle` on the values of all.
@@ -159,15 +166,14 @@ template <typename T, typename F> void together(const char* call, T mine, F sett
     Warp& warp = my_warp();
     memcpy(&warp.value[now->index % 32], &mine, sizeof mine);
     warp.call[now->index % 32] = call;
-    const uint64_t turn = arrive(warp.barrier, 32, tells);
-    if (warp.barrier.turn != turn) {
+    const Ticket ticket = arrive(warp.barrier, 32, tells);
+    if (warp.barrier.turn != ticket.turn) {
         for (const char* other : warp.call)
             if (strcmp(other, call)) fail("lanes of a warp call different things, among them ", call);
         memcpy(warp.settled, warp.value, sizeof warp.value);
         if (!problem[0]) settle(warp.settled);
     }
-    pause_for(warp.barrier, turn);
-    if (tells) now->observer.known = warp.barrier.heard;
+    leave(warp.barrier, ticket);
 }
 // All lanes' values.
 template <typename T> void together(const char* call, T mine, T (&all)[32]) {
@@ -177,15 +183,16 @@ template <typename T> void together(const char* call, T mine, T (&all)[32]) {
 }
 
 inline Mailbox& mailbox(const void* at) {
-    if (mailboxes.size() == MAX_MAILBOXES && !mailboxes.count(at)) fail("too many mailboxes");
-    return mailboxes.insert({at, {(int)(threads.size() + mailboxes.size() % MAX_MAILBOXES)}}).first->second;
+    if (mailboxes.size() == races::MAX_COPIES && !mailboxes.count(at)) fail("too many mailboxes");
+    return mailboxes.insert({at, {races::index_of_copy((int)mailboxes.size())}}).first->second;
 }
 // A copy that this thread starts, and that whoever has awaited the mailbox knows of.
 inline void post(const void* at, const void* to, const void* from, size_t bytes) {
     const Mailbox& box = mailbox(at);
+    const races::Copy copy = {box.index, box.clock + 1, from != nullptr};
     const void* by = __builtin_return_address(0);
-    if (from) races::touch(from, bytes, races::READ, by, box.index, box.clock + 1);
-    races::touch(to, bytes, races::WRITE, by, box.index, box.clock + 1);
+    if (from) races::touch(from, bytes, races::READ, by, &copy);
+    races::touch(to, bytes, races::WRITE, by, &copy);
 }
 inline void collect(const void* at) { races::hear(now->observer, mailbox(at).index, mailbox(at).clock); }
 
@@ -216,11 +223,12 @@ inline const char* run(int first, int count, int per_block, size_t shared_bytes,
     }
     threads.resize(count * per_block);
     mailboxes.clear();
-    auto watched = arrays;
-    watched.push_back(races::variables());
-    for (const Block& block : blocks) watched.push_back({block.memory.data(), shared_bytes});
-    races::watch(watched);
-    const races::Known nothing = std::make_shared<races::Clocks>(threads.size() + MAX_MAILBOXES);
+    std::vector<races::Array> own = variables;
+    own.push_back(races::variables());
+    for (int i = 0; i < count; ++i) own.push_back({blocks[i].memory.data(), shared_bytes, i});
+    std::vector<const races::Observer*> observers;
+    for (const Thread& thread : threads) observers.push_back(&thread.observer);
+    const races::Known nothing = races::begin(own, observers);
     std::vector<int> order;
     for (int i = 0; i < count * per_block; ++i) {
         Thread& thread = threads[i];
@@ -231,7 +239,7 @@ inline const char* run(int first, int count, int per_block, size_t shared_bytes,
         thread.has_waited = thread.has_triggered = thread.triggers_late = thread.has_arrived = false;
         thread.waits = 0;
         thread.waits_for = nullptr;
-        thread.observer = {i, 1, nothing, thread.stack.data()};
+        thread.observer = {i, thread.block, 1, 0, nothing, thread.stack.data()};
         order.push_back(i);
     }
     // Static, as everything that must survive a jump. Warps in `is_slow` stand still until nothing else can go on; others are
@@ -297,9 +305,12 @@ inline const char* run(int first, int count, int per_block, size_t shared_bytes,
         fail("not every thread waited, once, for what earlier launches write");
     return problem;
 }
-// So many bytes that the launches from now on find unfinished; 0 ends it.
+// So many bytes that the next launch finds unfinished, and in which races are looked for; 0 ends it.
 extern "C" inline __attribute__((used)) void expect(void* at, size_t bytes) {
     pending.push_back({(char*)at, bytes, {}});
+    std::vector<races::Array> watched;
+    for (const Pending& it : pending) watched.push_back({it.at, it.bytes});
+    races::watch(watched);
     complete_prerequisites = [] {
         for (const Pending& it : pending) {
             if (std::any_of(it.at, it.at + it.bytes, [](char c) { return c != NOISE; })) fail("written before the wait");
@@ -324,16 +335,14 @@ template <typename T> T* in_block(T* p, int block) {
 inline void all_arrive(emulator::Tells tells = emulator::ALL) {
     if (emulator::now->has_arrived) emulator::fail("the cluster's barrier is arrived at twice before the wait");
     emulator::now->has_arrived = true;
-    emulator::now->cluster_turn = emulator::arrive(emulator::cluster, (int)emulator::threads.size(), tells);
+    emulator::now->at_cluster = emulator::arrive(emulator::cluster, (int)emulator::threads.size(), tells);
     emulator::yield(false);   // what follows may come after all others' next steps
 }
-// Releases nothing. What the block's barriers ordered before has happened all the same: its shared memory is one.
-inline void all_started() { all_arrive(emulator::OLDER); }
+inline void all_started() { all_arrive(emulator::AT_HOME); }   // releases nothing
 inline void all_wait() {
     if (!emulator::now->has_arrived) emulator::fail("the cluster's barrier is waited for by one that did not arrive");
     emulator::now->has_arrived = false;
-    emulator::pause_for(emulator::cluster, emulator::now->cluster_turn);
-    emulator::now->observer.known = emulator::cluster.heard;
+    emulator::leave(emulator::cluster, emulator::now->at_cluster);
 }
 // An inbox counts the bytes that are missing.
 typedef uint64_t Inbox;
@@ -384,7 +393,7 @@ inline void await_inbox(const Inbox* inbox) {
     emulator::mailbox(inbox).clock = 1;   // used once
     emulator::collect(inbox);
 }
-inline void copies_may_follow() {}
+inline void copies_may_follow() { emulator::now->observer.fenced = emulator::now->observer.clock++; }
 inline void launch_dependents() {
     if (!emulator::now->has_triggered) emulator::now->triggers_late = emulator::now->has_waited;
     emulator::now->has_triggered = true;
@@ -418,7 +427,7 @@ inline int __ffs(uint32_t n) { return __builtin_ffs((int)n); }
 inline int __clz(uint32_t n) { return n ? __builtin_clz(n) : 32; }
 inline int __popc(uint32_t n) { return __builtin_popcount(n); }
 template <typename T, typename F> T atomically(T* p, F next) {
-    races::touch(p, sizeof(T), races::ATOMIC);
+    races::touch(p, sizeof(T), races::ATOMIC, __builtin_return_address(0));
     const races::Aside aside;
     const T before = *p;
     *p = next(before);

@@ -24,7 +24,7 @@ inline void check_has_waited() {
 inline void put_packet(uint64_t* to, uint64_t packet) {
     check_has_waited();
     emulator::yield(false);
-    races::touch(to, sizeof packet, races::ATOMIC);
+    races::touch(to, sizeof packet, races::ATOMIC, __builtin_return_address(0));
     const races::Aside aside;
     *to = packet;
 }
@@ -35,7 +35,7 @@ inline uint64_t word_at(const uint64_t* from) {
 inline uint64_t get_packet(const uint64_t* from) {
     check_has_waited();
     static std::map<emulator::Thread*, std::pair<const uint64_t*, uint64_t>> seen;
-    races::touch(from, sizeof *from, races::ATOMIC);
+    races::touch(from, sizeof *from, races::ATOMIC, __builtin_return_address(0));
     const std::pair<const uint64_t*, uint64_t> found = {from, word_at(from)};
     auto& last = seen[emulator::now];
     const bool is_same = last == found;
@@ -113,7 +113,7 @@ template <typename Act> Open<Act> opening(const Step& g, const Peers& peers, Act
 // By itself: the step's tokens (y null), or an output.
 template <typename Act, typename Y> const char* alone(const Step& g, const void* y, void* streams, float* partial, unsigned seed) {
     const int chunks = (g.d + CHUNK - 1) / CHUNK;
-    emulator::arrays = {{streams, g.rows * STREAMS * g.d * sizeof(Act)}, {partial, g.rows * chunks * WIDTH * sizeof(float)}};
+    races::watch({{streams, g.rows * STREAMS * g.d * sizeof(Act)}, {partial, g.rows * chunks * WIDTH * sizeof(float)}});
     return emulator::run(0, chunks * g.programs, THREADS, sizeof(Shared), seed, [&] {
         Peers peers = {};
         peers.size = 1;
@@ -136,8 +136,9 @@ template <typename Act, typename Y, bool IS_SHARED> const char* launch(int count
         else inputs.insert(inputs.end(), {streams, {p.y, rows * p.parts * d * (int64_t)sizeof(Y)}, {p.gate, rows * 16}, {p.comb, rows * 64}});
         outputs.insert(outputs.end(), {streams, {p.partial, rows * p.chunks * WIDTH * 4}});
     }
-    emulator::arrays.clear();
-    for (const Array& it : outputs) emulator::arrays.push_back({it.begin, (size_t)it.bytes});
+    std::vector<races::Array> watched;
+    for (const Array& it : outputs) watched.push_back({it.begin, (size_t)it.bytes});
+    races::watch(watched);
     const char* problem = emulator::run(0, count * blocks, THREADS, sizeof(Shared), seed, [&] {
         const int rank = blockIdx.x / blocks;
         open<Act, Y, IS_SHARED>(*static_cast<const Open<Act>*>(params[rank]), blockIdx.x % blocks, *static_cast<Shared*>(shared_memory()));
@@ -150,7 +151,13 @@ template <typename Act, typename Y, bool IS_SHARED> const char* launch(int count
     return problem;
 }
 const char* launch_gather(int count, const void* const* params, int blocks, unsigned seed) {
-    emulator::arrays.clear();
+    std::vector<races::Array> watched;
+    for (int i = 0; i < count; ++i) {
+        const Gather& p = *static_cast<const Gather*>(params[i]);
+        watched.push_back({p.logits, (size_t)p.rows * p.count * p.peers.size * sizeof(float)});
+        watched.push_back({p.peers.own, (size_t)p.peers.places * p.peers.size * sizeof(uint64_t)});
+    }
+    races::watch(watched);
     return emulator::run(0, count * blocks, GATHER_THREADS, 0, seed, [&] {
         gather(*static_cast<const Gather*>(params[blockIdx.x / blocks]), blockIdx.x % blocks, GATHER_THREADS);
     });
@@ -194,12 +201,12 @@ const char* ranks(int size, int rows, int d, int vocab, int steps, int turns, in
     const int chunks = (d + CHUNK - 1) / CHUNK, blocks = chunks * g.programs;
     const int64_t sums = (int64_t)rows * d, places = turns * sums + (int64_t)rows * vocab;
     std::vector<emulator::Barrier> complete(size);
-    emulator::arrays = {
+    races::watch({
         {streams, size * 4 * sums * sizeof(float)},
         {partial, (size_t)size * rows * chunks * WIDTH * sizeof(float)},
         {logits, (size_t)size * steps * rows * vocab * size * sizeof(float)},
         {inboxes, size * size * places * sizeof(uint64_t)},
-    };
+    });
     return emulator::run(0, size * blocks, THREADS, sizeof(Shared), seed, [&] {
         const int rank = blockIdx.x / blocks, block = blockIdx.x % blocks;
         Peers peers = {};

@@ -75,17 +75,19 @@ struct Copy {
     void* to;
     const void* from;
     int bytes, zeros;
+    const void* by;
 };
 inline std::map<const emulator::Thread*, std::vector<Copy>> copies;
 inline void copy_some(void* to, const void* from, int bytes, int all) {
-    races::touch(to, all, races::WRITE);
+    races::touch(to, all, races::WRITE, __builtin_return_address(0));
     memset(to, 0xFF, all);
-    copies[emulator::now].push_back({to, from, bytes, all - bytes});
+    copies[emulator::now].push_back({to, from, bytes, all - bytes, __builtin_return_address(0)});
 }
 inline void copy16(void* to, const void* from, bool is_there) { copy_some(to, from, is_there ? 16 : 0, 16); }
 inline void await_copies() {
     for (const Copy& copy : copies[emulator::now]) {
-        races::touch(copy.to, copy.bytes + copy.zeros, races::WRITE);
+        races::touch(copy.from, copy.bytes, races::READ, copy.by);
+        races::touch(copy.to, copy.bytes + copy.zeros, races::WRITE, copy.by);
         memcpy(copy.to, copy.from, copy.bytes);
         memset((char*)copy.to + copy.bytes, 0, copy.zeros);
     }

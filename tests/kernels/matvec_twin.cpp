@@ -29,8 +29,7 @@ struct Late {
 const char* run_block(const Params& p, void (*kernel)(const Params), int block, int threads, int bytes, const std::vector<bulk::Range>& late, unsigned seed,
                       bool& has_waited) {
     memset(shared, 0xFF, sizeof shared);
-    emulator::arrays = {{shared, (size_t)bytes}};
-    for (const bulk::Range& range : late) emulator::arrays.push_back({range.at, (size_t)range.bytes});
+    emulator::variables = {{shared, (size_t)bytes}};
     bulk::stages.clear();
     bulk::flights.clear();
     bulk::random.seed(seed + block + 1);
@@ -67,6 +66,9 @@ extern "C" const char* launch(const void* params, bool is_single, bool is_float,
     bulk::blocks = blocks;
     bulk::readable.assign(readable, readable + num_readable);
     prefetched.clear();
+    std::vector<races::Array> watched;
+    for (int i = 0; i < num_late; ++i) watched.push_back({late[i].at, (size_t)late[i].bytes});
+    races::watch(watched);
     bool has_waited = false;
     std::vector<int> order(blocks);
     for (int i = 0; i < blocks; ++i) order[i] = i;

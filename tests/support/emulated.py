@@ -1,22 +1,26 @@
 """Whole decode steps of the GPU's path on a CPU: Triton's kernels interpreted, CUDA's as their twins, one
-launch after the other. Several ranks take turns, but for what they exchange: there all run at once."""
+launch after the other. Several ranks take turns, but for what they exchange: there all run at once. What a
+launch has not declared, or not for before its PDL wait, holds noise."""
 
 import ctypes
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from dsv4.cache.store import Cache
-from dsv4.config import Activations
+from dsv4.config import Activations, ModelConfig
+from dsv4.engine.spill import Split, make_placement
 from dsv4.kernels.common import architectures, quantize
+from dsv4.kernels.common.overlap import Launch, Names, Touches, tensors_of
+from dsv4.kernels.common.places import Form, Placement
 from dsv4.kernels.decode import attention, choose, exchange, index, matvec, mhc, sample
 from dsv4.kernels.decode.exchange import Peers, inbox_places
 from dsv4.lab.bench.decode import Wanted, fill
@@ -26,9 +30,12 @@ from dsv4.model.decode import Decoder
 from dsv4.model.model import Model
 from dsv4.model.step import Step
 from dsv4.ops import IMPLEMENTATIONS, Ops
+from dsv4.ops.sample.ref import HISTORY, pack
 from dsv4.parallel.mesh import Mesh
+from dsv4.quant.formats import Format
 from dsv4.weights.load import Checkpoint
 from dsv4.weights.tiled import load_tiled
+from tests.support.declared import Span, late, noise, spans_of, undeclared
 from tests.support.interpreter import quicken
 from tests.support.twin import build
 
@@ -39,10 +46,11 @@ _TWINS = {"open": "exchange", "quantize": "round"}
 _LEVELS = {"matvec": "-Og"}
 
 
-class _Everything(ctypes.Structure):
-    """Of memory: whatever a copy reads is there."""
-
+class _Range(ctypes.Structure):
     _fields_ = (("at", ctypes.c_void_p), ("bytes", ctypes.c_int64))
+
+
+_EVERYTHING = _Range(None, 1 << 62)  # whatever a copy reads is there
 
 
 @dataclass
@@ -54,6 +62,7 @@ class Launches:
     seed: int = 0
     counts: dict[str, int] = field(default_factory=dict)  # of each source
     waiting: list[Any] = field(default_factory=list)
+    late: list[Span] = field(default_factory=list)  # what the next launch touches only after its wait
 
     def __call__(
         self,
@@ -72,11 +81,16 @@ class Launches:
         name = _TWINS.get(source, source)
         twin = build(name, _LEVELS.get(source, "-O2"), self.folder)
         at, kinds = ctypes.byref(given), re.findall(r"\w+", kernel.partition("<")[2])
+        if source in ("open", "exchange"):
+            self.waiting.append(given)
+            if len(self.waiting) < (self.ranks if source == "exchange" or kinds[-1] == "true" else 1):
+                return
+        unfinished = [_Range(begin, end - begin) for begin, end in self.late]
+        self.late.clear()
+        for it in unfinished if source != "matvec" else []:
+            twin.expect(ctypes.c_void_p(it.at), ctypes.c_size_t(it.bytes))
         match source:
             case "open" | "exchange":
-                self.waiting.append(given)
-                if len(self.waiting) < (self.ranks if source == "exchange" or kinds[-1] == "true" else 1):
-                    return
                 all_given = (ctypes.c_void_p * len(self.waiting))(*map(ctypes.addressof, self.waiting))
                 said = self._run(twin.launched, kernel.encode(), len(all_given), all_given, blocks)
                 self.waiting.clear()
@@ -98,9 +112,11 @@ class Launches:
                 wanted = ("PLAIN", "NORM", "SWIGLU").index(kinds[2])
                 said = self._run(twin.launch, at, blocks, threads, int(kinds[0]), kinds[1] == "true", wanted)
             case "matvec":
-                readable = _Everything(None, 1 << 62)
-                of = (blocks, threads, shared, None, 0, ctypes.byref(readable), 1)
+                late = (_Range * len(unfinished))(*unfinished)
+                of = (blocks, threads, shared, late, len(late), ctypes.byref(_EVERYTHING), 1)
                 said = self._run(twin.launch, at, *(kind == "true" for kind in kinds), *of)
+        if source != "matvec":
+            twin.expect(None, ctypes.c_size_t(0))
         assert not said, f"{kernel}: {said}"
 
     def _run(self, function: Any, *arguments: Any) -> str:
@@ -123,7 +139,29 @@ def emulated(launches: Launches) -> Iterator[None]:
         yield
 
 
-def _peers(c: Any, ranks: int, rows: int) -> list[Peers | None]:
+@contextmanager
+def _noted() -> Iterator[list[Touches]]:
+    """What launches touch that are named inside, in their order."""
+    found: list[Touches] = []
+    before = Names.launch
+
+    def launch(self: Names, name: str, run: Callable[[], None], touches: Touches) -> Launch:
+        found.append(touches)
+        return before(self, name, run, touches)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Names, "launch", launch)
+        yield found
+
+
+def _placement(c: ModelConfig, spilled: int) -> Placement:
+    names = tuple(f"layers.{layer}.ffn.experts" for layer in range(c.num_layers))
+    form = Form(Format.NVFP4, c.expert_width, c.hidden_size)
+    split = Split(form, names, c.num_experts, c.num_layers * (c.num_experts - spilled))
+    return make_placement(split, None, "cpu")
+
+
+def _peers(c: ModelConfig, ranks: int, rows: int) -> list[Peers | None]:
     if ranks == 1:
         return [None]
     vocab = c.vocab_size // ranks
@@ -144,6 +182,14 @@ def _peers(c: Any, ranks: int, rows: int) -> list[Peers | None]:
     ]
 
 
+class Kept(NamedTuple):
+    """What all decoders of an engine share."""
+
+    latest: Tensor
+    penalties: Tensor
+    counts: Tensor
+
+
 class Decoders:
     """A model's decoder on every rank, each with its own cache, filled alike; and the reference's."""
 
@@ -152,18 +198,20 @@ class Decoders:
         path: Path,
         launches: Launches,
         rows: int,
-        position: int,
+        context: int,
         dtype: torch.dtype = torch.float32,
         activations: Activations = "a16",
         whole_experts: bool = False,
         slots: int | None = None,
+        spilled: int = 0,
     ) -> None:
-        """`slots` of the cache, of which the first have a row each; None: as many as there are rows."""
+        """`slots` of the cache, None: as many as there are rows. `spilled`: experts of each layer that lie
+        elsewhere."""
         self.launches, ranks = launches, launches.ranks
         numerics = Numerics(dtype, activations, True)
         checkpoint = Checkpoint.open(path)
-        c = checkpoint.config
-        stored = replace(Wanted(position, slots or rows).layout(c), rope_itemsize=dtype.itemsize)
+        self.config = c = checkpoint.config
+        stored = replace(Wanted(context, slots or rows).layout(c), rope_itemsize=dtype.itemsize)
 
         def cache() -> Cache:
             made = Cache(stored, "cpu", dtype)
@@ -172,33 +220,69 @@ class Decoders:
 
         bundle = Bundle(c, checkpoint.load(False, "cpu"), Ops.choose("cpu"), numerics)
         self.model, self.cache = Model(bundle, stored.max_context, "cpu"), cache()
-        self.ranks = []
+        self.counts = torch.zeros(c.num_layers, c.num_experts, dtype=torch.int32)  # the reference's
+        self.ranks: list[Decoder] = []
+        self.kept: list[Kept] = []
+        self._touches: list[list[Touches]] = []
         ops = Ops.choose("cuda", **dict.fromkeys(IMPLEMENTATIONS, "gpu"))
         with emulated(launches):
             for rank, peers in enumerate(_peers(c, ranks, rows)):
                 share = Checkpoint.open(path).shard(rank, ranks, whole_experts)
                 mesh = Mesh() if ranks == 1 else Mesh(rank, ranks, Echo(ranks), whole_experts)
-                own = Bundle(c, load_tiled(share, "cpu"), ops, numerics, mesh)
-                model = Model(own, stored.max_context, "cpu")
-                self.ranks.append(Decoder(own, model, cache(), rows, peers=peers))
-        ids = torch.arange(7, 7 + rows)
-        self.tokens = [(row, position, [int(ids[row])]) for row in range(rows)]
+                placement = _placement(c, spilled) if spilled else None
+                own = Bundle(c, load_tiled(share, "cpu", placement=placement), ops, numerics, mesh)
+                kept = Kept(
+                    latest=torch.zeros(stored.num_slots, dtype=torch.long),
+                    penalties=torch.zeros(stored.num_slots, HISTORY + stored.max_context, dtype=torch.int32),
+                    counts=torch.zeros_like(self.counts),
+                )
+                model = Model(own, stored.max_context, "cpu", copies_ahead=False)
+                with _noted() as touches:
+                    made = Decoder(own, model, cache(), rows, peers=peers, **kept._asdict())
+                self.ranks.append(made)
+                self.kept.append(kept)
+                self._touches.append(touches)
+
+    def load(self, tokens: list[tuple[int, int, int]], settings: list[list[int]] | None = None) -> None:
+        """(slot, position, id) of the first rows; of a negative id, its slot's last choice."""
+        given = torch.tensor([pack()] * len(tokens) if settings is None else settings)
         for decoder in self.ranks:
-            f = decoder.buffers
-            f.ids.copy_(ids)
-            f.slots.copy_(torch.arange(rows))
-            f.positions.fill_(position)
+            decoder.load(tokens, given, send=lambda staged: staged, take_latest=True)
+
+    @property
+    def used(self) -> Tensor:
+        """[rows]: those that are not padding."""
+        return self.ranks[0].buffers.positions >= 0
 
     @torch.inference_mode()
     def step(self) -> Tensor:
         """[ranks, rows, V]: each launch on every rank, then the next one."""
+        states = [self._state(decoder, of) for decoder, of in zip(self.ranks, self._touches, strict=True)]
         with emulated(self.launches):
-            for launches in zip(*(decoder.launches for decoder in self.ranks), strict=True):
-                for launch in launches:
-                    launch.run()
+            for i, launches in enumerate(zip(*(decoder.launches for decoder in self.ranks), strict=True)):
+                with ExitStack() as stack:
+                    for launch, state, touches in zip(launches, states, self._touches, strict=True):
+                        stack.enter_context(noise(undeclared(state, touches[i]), launch.name))
+                        self.launches.late += late(state, touches[i])
+                        launch.run()
+                    self.launches.late.clear()  # of Triton's, whose sources are looked at (test_overlap.py)
         assert not self.launches.waiting
         return torch.stack([decoder.buffers.logits for decoder in self.ranks])
 
+    @staticmethod
+    def _state(decoder: Decoder, touches: list[Touches]) -> list[Span]:
+        """All that a step, or anybody between two steps, writes."""
+        written = [tensor for launch in touches for tensor in launch.writes]
+        return spans_of((*written, *tensors_of([*vars(decoder.buffers).values()]), decoder.cache.page_table))
+
     def reference(self) -> Tensor:
-        """[rows, V] of the same step."""
-        return self.model.logits(self.model.forward(Step.build(self.tokens, "cpu"), self.cache))
+        """[rows in use, V] of the step to come, which it makes first."""
+        f, layers = self.ranks[0].buffers, iter(self.counts)
+
+        def count(name: str, part: str, value: Tensor) -> None:
+            if part == "chosen":
+                next(layers).add_(torch.bincount(value.flatten(), minlength=self.config.num_experts))
+
+        rows = [row.tolist() for row in torch.stack((f.slots, f.positions, f.ids), dim=1)[self.used]]
+        step = Step.build([(slot, position, [id]) for slot, position, id in rows], "cpu", tap=count)
+        return self.model.logits(self.model.forward(step, self.cache))

@@ -41,11 +41,12 @@ def build(name: str, level: str, folder: Path) -> ctypes.CDLL:
     hooks = ["-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"]
 
     def make(out: Path) -> None:
-        parts = {f"{name}_twin": [level, *hooks], "races": ["-O2"]}
-        for part, how in parts.items():
-            source, compiled = _HERE / f"{part}.cpp", out.with_name(f"{name}{level}.{part}.o")
-            _run("g++", *how, *flags, "-c", source, "-o", compiled)
-        _run("g++", "-shared", *(out.with_name(f"{name}{level}.{part}.o") for part in parts), "-o", out)
+        compiled = []
+        for part, how in {f"{name}_twin": [level, *hooks], "races": ["-O2"]}.items():
+            compiled.append(out.with_name(f"{name}{level}.{part}.o"))
+            _run("g++", *how, *flags, "-c", _HERE / f"{part}.cpp", "-o", compiled[-1])
+        # Functions call each other directly: a hook is called at every access.
+        _run("g++", "-shared", "-Wl,-Bsymbolic", *compiled, "-o", out)
 
     return ctypes.CDLL(str(made_once(folder / f"{name}{level}.so", make)))
 
