@@ -81,7 +81,7 @@ def generate(
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
         repetition_penalty=repetition_penalty,
-        logit_bias=dict(map(_parse_bias, logit_bias or ())),
+        logit_bias=_parse_biases(logit_bias or []),
     )
     if thinking and not chat:
         raise RequestError("--thinking goes with --chat; a plain prompt is continued as it is")
@@ -125,12 +125,22 @@ def _parse_ids(text: str) -> list[int]:
     return found
 
 
-def _parse_bias(text: str) -> tuple[int, float]:
-    id, _, bias = text.partition("=")
-    try:
-        return int(id), float(bias)
-    except ValueError:
-        raise RequestError(f"--logit-bias {text!r}: expected a token id and a number, e.g. 17=-100") from None
+def _parse_biases(texts: list[str]) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for given in texts:
+        id, _, bias = given.partition("=")
+        try:
+            number, value = int(id), float(bias)
+        except ValueError:
+            raise RequestError(
+                f"--logit-bias {given!r}: expected a token id and a number, e.g. 17=-100"
+            ) from None
+        if number in found:
+            raise RequestError(
+                f"--logit-bias {given!r}: token {number} has a bias already; give one for each"
+            )
+        found[number] = value
+    return found
 
 
 def _text_request(

@@ -92,6 +92,11 @@ class Prepared:
                 "spill and expert_memory share experts between a GPU with kernels and host memory, and this "
                 f"engine runs on {settings.device.torch_name} without; leave them out"
             )
+        if not settings.tiled and (config.no_graph or config.no_overlap):
+            raise ConfigError(
+                "no_graph and no_overlap are about a GPU's decode kernels, and this engine runs on "
+                f"{settings.device.torch_name} without; leave them out"
+            )
         if size > 1 and config.spill not in ("off", "auto"):
             raise ConfigError(
                 f"spill {config.spill} is for one GPU, and there are {size} ranks; leave it out"

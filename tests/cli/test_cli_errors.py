@@ -88,6 +88,8 @@ REFUSED = {
     "generate --model {model} hi --thinking": "--thinking goes with --chat",
     "generate --model {model} --ids 1,x": "--ids '1,x': expected numbers separated by commas",
     "generate --model {model} --ids 1 --logit-bias 5": "--logit-bias '5': expected a token id and a number",
+    "generate --model {model} --ids 1 --logit-bias 5=1 --logit-bias 5=2": "token 5 has a bias already",
+    "generate --model {model} --ids 1 --device cpu --no-graph": "no_graph and no_overlap are about",
     "generate --model {model} --ids 1 --logit-bias 5=101": "logit_bias has 5: 101.0, expected token ids and",
     "generate --model {model} --ids 1 --presence-penalty 3": "presence_penalty is 3.0, expected a number",
     "generate --model {model} --ids 300": "prompt id 300 is outside the vocabulary of 300",
