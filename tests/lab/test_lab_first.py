@@ -72,6 +72,7 @@ def test_the_first_start_examines_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "examine_gpu", lambda: found.pop(0))
     there = Device("cuda", "cuda:0", B200.gpu, memory_bytes=0, why="a stub")
     monkeypatch.setattr(Device, "choose", lambda wanted: there)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     config = EngineConfig(gpus="1")
     with pytest.raises(DeviceError, match="differ from the reference"):
         first.ensure(config, said.append)
