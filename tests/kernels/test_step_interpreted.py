@@ -23,5 +23,5 @@ def test_all(files: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Non
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *map(str, files)]
     twins = str(folder_of_run(tmp_path_factory, "twins"))
     environment = os.environ | {"TRITON_INTERPRET": "1", "DSV4_TWINS": twins}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:]
