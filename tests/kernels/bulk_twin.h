@@ -9,7 +9,7 @@
 #define __noinline__
 #define __grid_constant__
 #define blockDim (emulator::Index{emulator::threads_per_block})
-#define gridDim (emulator::Index{bulk::blocks})
+#define gridDim (bulk::Grid{bulk::blocks})
 
 // The one block's dynamic shared memory.
 constexpr int SHARED_BYTES = 227 << 10;
@@ -39,6 +39,9 @@ struct Flight {
     const char* from;
     int bytes;
     uint32_t barrier;
+};
+struct Grid {
+    int x, z = 1;
 };
 inline int blocks;   // of the launch
 inline std::vector<Range> readable;

@@ -70,3 +70,12 @@ def unfinished(twin: ctypes.CDLL, *tensors: Tensor) -> Iterator[None]:
         yield
     finally:
         twin.expect(None, ctypes.c_size_t(0))
+
+
+def as_one(given: tuple[Any, ...]) -> Any:
+    """A launch's arguments as a twin takes them: a structure, or one of several."""
+    if len(given) == 1:
+        return ctypes.byref(given[0])
+    values = [ctypes.c_void_p(it.data_ptr()) if isinstance(it, Tensor) else it for it in given]
+    fields = [(f"_{i}", type(value)) for i, value in enumerate(values)]
+    return ctypes.byref(type("All", (ctypes.Structure,), {"_fields_": fields})(*values))
