@@ -1,8 +1,8 @@
 """Launches of prompts' kernels on their twins, and rows that show what goes wrong."""
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -17,13 +17,12 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 
 @contextmanager
-def on_twin(twin: ctypes.CDLL, module: ModuleType, seed: int = 0) -> Iterator[None]:
-    """Inside, this module's launches run on the twin."""
+def on_twins(twin_of: Callable[[str], ctypes.CDLL], module: ModuleType, seed: int = 0) -> Iterator[None]:
+    """Inside, this module's launches run on the twins of their sources."""
 
     def call(source: str, kernel: str, device: object, *given: object, **how: int) -> None:
-        problem = twin.launch(
-            kernel.encode(), as_one(given), how["blocks"], how["threads"], how.get("shared", 0), seed
-        )
+        of = how["blocks"], how["threads"], how.get("shared", 0), seed
+        problem = twin_of(source).launch(kernel.encode(), as_one(given), *of)
         assert problem == b"", f"{kernel}: {problem.decode()}"
 
     with pytest.MonkeyPatch.context() as patch:
@@ -31,6 +30,10 @@ def on_twin(twin: ctypes.CDLL, module: ModuleType, seed: int = 0) -> Iterator[No
         patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         patch.setattr(module, "call", call)
         yield
+
+
+def on_twin(twin: ctypes.CDLL, module: ModuleType, seed: int = 0) -> AbstractContextManager[None]:
+    return on_twins(lambda source: twin, module, seed)
 
 
 def rand(*shape: int, seed: int) -> Tensor:

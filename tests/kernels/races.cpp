@@ -19,8 +19,10 @@ struct Access {
 struct Region {
     const char *begin, *end;
     std::vector<std::vector<Access>> words;   // of each, what a new access could yet be in conflict with
+    std::vector<int> hidden;                  // the thread that wrote it, from 1 on, and has not shown it yet
 };
 std::vector<Region> regions;   // in order
+std::vector<std::vector<int*>> unshown;   // by thread
 
 unsigned long place_of(const void* code) {   // for addr2line
     Dl_info library;
@@ -45,11 +47,23 @@ void touch_word(Region& region, size_t word, const Access& mine) {
     }
     before.resize(kept);
     before.push_back(mine);
+    if (!looks_for_hidden || mine.kind != WRITE) return;
+    const bool is_copy = mine.index != observer->index;
+    region.hidden[word] = is_copy ? 0 : mine.index + 1;
+    if (is_copy) return;
+    if ((int)unshown.size() <= mine.index) unshown.resize(mine.index + 1);
+    unshown[mine.index].push_back(&region.hidden[word]);
+}
+Region* region_of(const char* p) {
+    if (regions.empty() || p < regions.front().begin || p >= regions.back().end) return nullptr;
+    const auto region = std::upper_bound(regions.begin(), regions.end(), p, [](const char* p, const Region& it) { return p < it.begin; }) - 1;
+    return p < region->end ? &*region : nullptr;
 }
 }  // namespace
 
 Observer* observer;
 char found[200];
+bool looks_for_hidden;
 
 std::pair<const void*, size_t> variables() {
     static thread_local volatile char one;
@@ -71,20 +85,21 @@ std::pair<const void*, size_t> variables() {
 void watch(const std::vector<std::pair<const void*, size_t>>& arrays) {
     found[0] = 0;
     regions.clear();
+    unshown.clear();
     for (const auto& [at, bytes] : arrays) {
         const char* begin = (const char*)((uintptr_t)at & ~(uintptr_t)3);
         const size_t words = ((const char*)at + bytes - begin + 3) / 4;
-        regions.push_back({begin, begin + words * 4, std::vector<std::vector<Access>>(words)});
+        regions.push_back({begin, begin + words * 4, std::vector<std::vector<Access>>(words), std::vector<int>(words)});
     }
     std::sort(regions.begin(), regions.end(), [](const Region& a, const Region& b) { return std::pair(a.begin, a.end) < std::pair(b.begin, b.end); });
 }
 
 void touch(const void* at, size_t bytes, Kind kind, const void* by, int as, uint32_t when) {
-    if (!observer || regions.empty()) return;
+    if (!observer) return;
     const char *p = (const char*)at, *stack = observer->stack;
-    if (p < regions.front().begin || p >= regions.back().end || (p >= stack && p < stack + STACK)) return;
-    auto region = std::upper_bound(regions.begin(), regions.end(), p, [](const char* p, const Region& it) { return p < it.begin; }) - 1;
-    if (p >= region->end) return;
+    if (p >= stack && p < stack + STACK) return;
+    Region* region = region_of(p);
+    if (!region) return;
     size_t from = p - region->begin;
     const size_t to = std::min(from + bytes, (size_t)(region->end - region->begin));
     for (; from < to; from = from / 4 * 4 + 4) {
@@ -94,6 +109,21 @@ void touch(const void* at, size_t bytes, Kind kind, const void* by, int as, uint
 }
 void touch(const void* at, size_t bytes, Kind kind) {
     if (observer) touch(at, bytes, kind, __builtin_return_address(0), observer->index, observer->clock);
+}
+
+void show(const Observer& its) {
+    if ((int)unshown.size() <= its.index) return;
+    for (int* hidden : unshown[its.index])
+        if (*hidden == its.index + 1) *hidden = 0;
+    unshown[its.index].clear();
+}
+bool is_hidden(const void* at, size_t bytes) {
+    const Region* region = region_of((const char*)at);
+    if (!region) return false;
+    const size_t from = (const char*)at - region->begin;
+    for (size_t word = from / 4; word * 4 < from + bytes && word < region->hidden.size(); ++word)
+        if (region->hidden[word]) return true;
+    return false;
 }
 
 void Told::add(Observer& its, bool all) {
@@ -113,6 +143,11 @@ void hear(Observer& its, int index, uint32_t clock) {
     auto both = std::make_shared<Clocks>(*its.known);
     (*both)[index] = clock;
     its.known = both;
+}
+void hear(Observer& its, const Known& all) {
+    Told both;
+    both.of = {its.known, all};
+    its.known = both.all();
 }
 // Calls, since g++ adds the hooks last: it would find nothing between two assignments.
 Aside::Aside() : before(observer) { observer = nullptr; }

@@ -31,6 +31,12 @@ void watch(const std::vector<std::pair<const void*, size_t>>& arrays);
 void touch(const void* at, size_t bytes, Kind kind, const void* by, int as, uint32_t when);
 void touch(const void* at, size_t bytes, Kind kind);
 
+// The tensor core reads shared memory by a way of its own (the async proxy): what a thread wrote, it has to show before others may
+// have it multiplied.
+extern bool looks_for_hidden;
+void show(const Observer& its);
+bool is_hidden(const void* at, size_t bytes);
+
 // What several have told.
 struct Told {
     std::vector<Known> of;
@@ -40,6 +46,7 @@ struct Told {
 };
 // From now on it knows this of one thread.
 void hear(Observer& its, int index, uint32_t clock);
+void hear(Observer& its, const Known& all);
 
 // While it lives accesses are the emulator's own.
 struct Aside {

@@ -17,6 +17,20 @@ from tests.support.once import folder_of_run, made_once
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on the PATH")
 _HERE = Path(__file__).parents[1] / "kernels"
+# Twins are called after their kernels' source, but for these; and those that take long to compile.
+_NAMES = {"open": "exchange", "quantize": "round"}
+_NAMES |= {f"product_{format}": "product_16" for format in ("nvfp4", "mxfp4", "fp8", "bf16")}
+_NAMES |= {f"product_a8_{format}": "product_8" for format in ("mxfp4", "fp8")}
+_LEVELS = {"matvec": "-Og", "product_16": "-Og", "product_8": "-Og", "attend": "-Og"}
+
+
+def of_source(source: str, folder: Path) -> ctypes.CDLL:
+    """The twin of SOURCE.cu."""
+    name = _NAMES.get(source, source)
+    loaded = build(name, _LEVELS.get(name, "-O2"), folder)
+    if hasattr(loaded, "launch"):
+        loaded.launch.restype = ctypes.c_char_p
+    return loaded
 
 
 def twin_of(name: str, level: str = "-O2", **results: Any) -> Any:
