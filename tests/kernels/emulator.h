@@ -95,13 +95,15 @@ inline char problem[200];
 // Of a launch that may start early: called when no thread can go on but by what the launches before it wrote.
 inline std::function<void()> complete_prerequisites;
 inline Barrier prerequisites;
-// Memory that earlier launches are still writing: noise until the wait. Nobody writes it before, and all threads of a block wait, once, or none does.
+// Memory that earlier launches are still writing: noise until the wait. Nobody writes it before. All threads of a block wait, once, or none does,
+// or some never do.
 struct Pending {
     char* at;
     size_t bytes;
     std::vector<char> there;
 };
 inline std::vector<Pending> pending;
+inline bool all_wait = true;   // else some threads need nothing of earlier launches
 constexpr char NOISE = (char)0xFF;
 
 // Where copies tell that they are complete: which thread they are (races.h), and how often that was.
@@ -301,7 +303,7 @@ inline const char* run(int first, int count, int per_block, size_t shared_bytes,
     // A launch must not end before those ahead of it: its first block waits. Others that have nothing to do may leave.
     const bool has_left_early = prerequisites.arrived == 0 && first > 0;
     if (!pending.empty() && has_left_early) complete_prerequisites();
-    else if (!pending.empty() && std::any_of(threads.begin(), threads.end(), [](const Thread& it) { return it.waits != 1; }))
+    else if (!pending.empty() && std::any_of(threads.begin(), threads.end(), [](const Thread& it) { return it.waits > 1 || it.waits < all_wait; }))
         fail("not every thread waited, once, for what earlier launches write");
     return problem;
 }

@@ -84,15 +84,17 @@ inline void copy_some(void* to, const void* from, int bytes, int all) {
     copies[emulator::now].push_back({to, from, bytes, all - bytes, __builtin_return_address(0)});
 }
 inline void copy16(void* to, const void* from, bool is_there) { copy_some(to, from, is_there ? 16 : 0, 16); }
-inline void await_copies() {
-    for (const Copy& copy : copies[emulator::now]) {
-        races::touch(copy.from, copy.bytes, races::READ, copy.by);
-        races::touch(copy.to, copy.bytes + copy.zeros, races::WRITE, copy.by);
-        memcpy(copy.to, copy.from, copy.bytes);
-        memset((char*)copy.to + copy.bytes, 0, copy.zeros);
+inline void complete_copies(size_t count) {   // the first of this thread
+    std::vector<Copy>& all = copies[emulator::now];
+    for (size_t i = 0; i < count; ++i) {
+        races::touch(all[i].from, all[i].bytes, races::READ, all[i].by);
+        races::touch(all[i].to, all[i].bytes + all[i].zeros, races::WRITE, all[i].by);
+        memcpy(all[i].to, all[i].from, all[i].bytes);
+        memset((char*)all[i].to + all[i].bytes, 0, all[i].zeros);
     }
-    copies[emulator::now].clear();
+    all.erase(all.begin(), all.begin() + count);
 }
+inline void await_copies() { complete_copies(copies[emulator::now].size()); }
 
 namespace emulator {
 struct Fragments {

@@ -47,10 +47,7 @@ const char* run_block(const Params& p, void (*kernel)(const Params), int block, 
     if (!is_complete) held.restore();
     has_waited |= is_complete;
     if (*problem) return problem;
-    if (!bulk::flights.empty()) return "a block leaves while copies are on their way";
-    for (const auto& [address, stage] : bulk::stages)
-        if (*(const uint64_t*)(shared + (address - bulk::BASE)) != bulk::MARK) return "a barrier was overwritten";
-    return "";
+    return bulk::left_behind();
 }
 }  // namespace
 

@@ -184,7 +184,7 @@ void Told::settle() {
     heard = out;
 }
 void Told::tell(Observer& its) {
-    if (its.known == heard) return;
+    if (!heard || its.known == heard) return;
     auto& [before, after] = heard_by[its.known.get()];   // threads that knew the same know the same
     if (!before) {
         before = its.known;

@@ -37,13 +37,10 @@ from dsv4.weights.load import Checkpoint
 from dsv4.weights.tiled import load_tiled
 from tests.support.declared import Span, late, noise, spans_of, undeclared
 from tests.support.interpreter import quicken
-from tests.support.twin import build
+from tests.support.twin import of_source
 
 MULTIPROCESSORS = 4  # so that a launch has few blocks
 CUDA = (mhc, choose, matvec, sample, attention, index, exchange, quantize)
-# Twins are called after their kernels' source, but for these.
-_TWINS = {"open": "exchange", "quantize": "round"}
-_LEVELS = {"matvec": "-Og"}
 
 
 class _Range(ctypes.Structure):
@@ -78,8 +75,7 @@ class Launches:
     ) -> None:
         self.counts[source] = self.counts.get(source, 0) + 1
         self.seed += 1
-        name = _TWINS.get(source, source)
-        twin = build(name, _LEVELS.get(source, "-O2"), self.folder)
+        twin = of_source(source, self.folder)
         at, kinds = ctypes.byref(given), re.findall(r"\w+", kernel.partition("<")[2])
         if source in ("open", "exchange"):
             self.waiting.append(given)

@@ -17,6 +17,20 @@ from tests.support.once import folder_of_run, made_once
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on the PATH")
 _HERE = Path(__file__).parents[1] / "kernels"
+# Twins are called after their kernels' source, but for these; and those that take long to compile.
+_NAMES = {"open": "exchange", "quantize": "round"}
+_NAMES |= {f"product_{format}": "product_16" for format in ("nvfp4", "mxfp4", "fp8", "bf16")}
+_NAMES |= {f"product_a8_{format}": "product_8" for format in ("mxfp4", "fp8")}
+_LEVELS = {"matvec": "-Og", "product_16": "-Og", "product_8": "-Og", "attend": "-Og"}
+
+
+def of_source(source: str, folder: Path) -> ctypes.CDLL:
+    """The twin of SOURCE.cu."""
+    name = _NAMES.get(source, source)
+    loaded = build(name, _LEVELS.get(name, "-O2"), folder)
+    if hasattr(loaded, "launch"):
+        loaded.launch.restype = ctypes.c_char_p
+    return loaded
 
 
 def twin_of(name: str, level: str = "-O2", **results: Any) -> Any:
@@ -37,6 +51,8 @@ def twin_of(name: str, level: str = "-O2", **results: Any) -> Any:
 def build(name: str, level: str, folder: Path) -> ctypes.CDLL:
     # Plain products and sums, as IEEE 754 has them; longjmp between stacks is what the emulator is about.
     flags = ["-std=c++17", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-fPIC", "-w", *INCLUDES, f"-I{_HERE}"]
+    # Twins of one process each have the emulator's variables for themselves.
+    flags.append("-fno-gnu-unique")
     # Every load and store calls a function: of races.cpp, not of a library.
     hooks = ["-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"]
 
@@ -71,3 +87,12 @@ def unfinished(twin: ctypes.CDLL, *tensors: Tensor) -> Iterator[None]:
         yield
     finally:
         twin.expect(None, ctypes.c_size_t(0))
+
+
+def as_one(given: tuple[Any, ...]) -> Any:
+    """A launch's arguments as a twin takes them: a structure, or one of several."""
+    if len(given) == 1:
+        return ctypes.byref(given[0])
+    values = [ctypes.c_void_p(it.data_ptr()) if isinstance(it, Tensor) else it for it in given]
+    fields = [(f"_{i}", type(value)) for i, value in enumerate(values)]
+    return ctypes.byref(type("All", (ctypes.Structure,), {"_fields_": fields})(*values))

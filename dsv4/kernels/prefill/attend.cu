@@ -6,6 +6,7 @@
 //
 // A head's result is a slice of the product that follows it, so it is written as that reads it (packed.cuh).
 #include "packed.cuh"
+#include "roles.cuh"
 #include "rope.cuh"
 #include "wgmma.cuh"
 
@@ -42,8 +43,9 @@ struct Control {                    // in shared memory, behind the buffers
 };
 static_assert(sizeof(Control) <= 3072);   // attend.py counts on it
 
-__device__ __forceinline__ void arrive(uint32_t barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
-__device__ __forceinline__ void consumer_barrier() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
+__device__ __forceinline__ void consumer_barrier() { some_threads_meet<1, CONSUMERS>(); }
+// A twin on the CPU (tests/kernels) has its own of these.
+#ifdef __CUDACC__
 // What threads wrote to shared memory is seen by the tensor core.
 __device__ __forceinline__ void show_tensor_core() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ float power_of_two(float x) {
@@ -51,6 +53,12 @@ __device__ __forceinline__ float power_of_two(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+// The first `bytes` of 16, past L1; then zeros. Copies come in groups, of which at most `PENDING` are not complete after a wait.
+__device__ __forceinline__ void copy_chunk(uint32_t to, const void* from, int bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING> __device__ __forceinline__ void await_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
 #define F8(I) "+f"(d[I]), "+f"(d[I + 1]), "+f"(d[I + 2]), "+f"(d[I + 3]), "+f"(d[I + 4]), "+f"(d[I + 5]), "+f"(d[I + 6]), "+f"(d[I + 7])
 #define F32(I) F8(I), F8(I + 8), F8(I + 16), F8(I + 24)
@@ -72,6 +80,7 @@ __device__ __forceinline__ void multiply_values(float (&d)[128], uint64_t weight
 }
 #undef F8
 #undef F32
+#endif
 
 struct Where {   // of a token
     int token, position, raw, entries;   // keys of the window and of the pool
@@ -127,10 +136,10 @@ __device__ __forceinline__ void gather(const Attend& p, Where at, Control* contr
             const __nv_bfloat16* source = p.keys + (int64_t)max(from, 0) * WIDTH + lane * 8;
             const uint32_t at_row = to + key * 128 + (((lane ^ key) & 7) << 4);
             const int bytes = from < 0 ? 0 : 16;   // the rest is zero
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at_row), "l"(source), "r"(bytes) : "memory");
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at_row + 4 * ATOM), "l"(source + 256), "r"(bytes) : "memory");
+            copy_chunk(at_row, source, bytes);
+            copy_chunk(at_row + 4 * ATOM, source + 256, bytes);
         }
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        commit_copies();
     };
     const auto deliver = [&](int block) {
         show_tensor_core();
@@ -140,15 +149,15 @@ __device__ __forceinline__ void gather(const Attend& p, Where at, Control* contr
     copy(0);
     if (blocks > 1) {
         copy(1);
-        asm volatile("cp.async.wait_group 1;" ::: "memory");
+        await_copies<1>();
         deliver(0);
     }
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    await_copies<0>();
     deliver(blocks > 1);
     for (int block = 2; block < blocks; ++block) {
         await(shared_address(&control->empty[block & 1]), (block >> 1 & 1) ^ 1);
         copy(block);
-        asm volatile("cp.async.wait_group 0;" ::: "memory");
+        await_copies<0>();
         deliver(block);
     }
 }
@@ -358,9 +367,9 @@ template <int MODE> __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, 1) 
     Control* control = reinterpret_cast<Control*>(shared + Q_BYTES + 2 * K_BYTES + P_BYTES);
     const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;   // uniform, as descriptors want it
     if (threadIdx.x < 2) {
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&control->full[threadIdx.x])), "n"(PRODUCERS / 32) : "memory");
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&control->empty[threadIdx.x])), "n"(CONSUMERS / 32) : "memory");
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        open_barrier(shared_address(&control->full[threadIdx.x]), PRODUCERS / 32);
+        open_barrier(shared_address(&control->empty[threadIdx.x]), CONSUMERS / 32);
+        copies_see_barriers();
     }
     __syncthreads();
     wait_for_prerequisites();
@@ -373,10 +382,10 @@ template <int MODE> __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, 1) 
     at.raw = min(at.position + 1, p.window);
     at.entries = 0;
     if (warp >= CONSUMERS / 32) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+        keep_registers<56>();
         gather(p, at, control, shared_address(shared) + Q_BYTES, warp - CONSUMERS / 32, lane);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+        take_registers<224>();
         attend<MODE>(p, at, blockIdx.x % groups * HEADS, control, shared, warp, lane);
     }
 }

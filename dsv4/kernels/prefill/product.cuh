@@ -7,7 +7,7 @@
 // What is here is how data comes and goes. How a tile is summed is a class: product_16.cuh in 16 bits with the sums of decode,
 // product_8.cuh in FP8. Neither the number of rows nor their places enter a sum.
 #pragma once
-#include "tiles.cuh"
+#include "roles.cuh"
 #include "wgmma.cuh"
 
 constexpr int UNITS = 8;
@@ -89,20 +89,17 @@ struct Ring {   // a place in a ring of stages
     // Every fetching warp comes to every stage, also without a copy of its own, and the first says how much all bring. One that did
     // not come could be a lap behind, and take the stage's next phase for this one.
     __device__ __forceinline__ void come(int part, uint32_t bytes) const {
-        if (part == 0) asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full + stage * 8), "r"(bytes) : "memory");
-        else asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(full + stage * 8) : "memory");
+        if (part == 0) arrive_expecting(full + stage * 8, bytes);
+        else arrive(full + stage * 8);
     }
-    __device__ __forceinline__ void fetch(uint32_t to, const void* from, uint32_t bytes) const {
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                     ::"r"(to), "l"(from), "r"(bytes), "r"(full + stage * 8) : "memory");
-    }
+    __device__ __forceinline__ void fetch(uint32_t to, const void* from, uint32_t bytes) const { copy_bulk(to, from, bytes, full + stage * 8); }
 };
 // A warp is done with a stage. `read`: a word of each of the last loads from it, if no product has used them yet. ptxas lets the
 // arrival pass loads that are still on their way, and then the next copy does too. So its address needs them: grids are flat,
 // and this adds nothing, which the compiler does not know.
 __device__ __forceinline__ void release(uint32_t barrier, int lane, uint32_t read = 0) {
     __syncwarp();
-    if (lane == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier + (read & (gridDim.z - 1))) : "memory");
+    if (lane == 0) arrive(barrier + (read & (gridDim.z - 1)));
 }
 
 struct Consumer {
@@ -113,11 +110,13 @@ struct Consumer {
     int warp, lane;
 };
 
+#ifdef __CUDACC__
 __device__ __forceinline__ uint32_t transposed(uint32_t v) {   // of 8x8 numbers of 16 bits
     uint32_t out;
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(v));
     return out;
 }
+#endif
 
 // Of pairs, one warpgroup has gate, the other up.
 __device__ __forceinline__ int unit_of(const Product& p, int warp) { return p.halves == 2 ? warp & 3 : warp; }
@@ -194,7 +193,7 @@ __device__ __forceinline__ float swiglu(float gate, float up, float limit) {
     up = at_least(at_most(up, limit), -limit);
     return gate / (1.f + expf(-gate)) * up;
 }
-__device__ __forceinline__ void consumer_barrier() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
+__device__ __forceinline__ void consumer_barrier() { some_threads_meet<1, CONSUMERS>(); }
 
 // One warpgroup has gate, the other up of the same rows: each finishes half of the rows of x.
 template <int N>
@@ -306,13 +305,13 @@ template <class Sum, bool IS_SMALL> __device__ __forceinline__ void multiply(con
     const uint32_t barriers = exchange_at + (p.halves == 2 ? p.cap * EXCHANGE_ROW : 0);
     if (threadIdx.x < 4 * MAX_STAGES) {   // full: the fetching warps arrive; empty: all consumers' warps do
         const int which = threadIdx.x / MAX_STAGES, count = which % 2 ? UNITS : which ? FETCHERS - Sum::W_WARPS : Sum::W_WARPS;
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barriers + threadIdx.x * 8), "r"(count) : "memory");
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        open_barrier(barriers + threadIdx.x * 8, count);
+        copies_see_barriers();
     }
     __syncthreads();
     const Ring w(barriers, p.w_stages), x(barriers + 2 * MAX_STAGES * 8, p.x_stages);
     if (warp >= UNITS) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(IS_SMALL ? 32 : 40));
+        keep_registers<IS_SMALL ? 32 : 40>();
         const int part = warp - UNITS;
         if (part < Sum::W_WARPS) {
             if (p.tiles) wait_for_prerequisites();   // weights are older than any launch, the list of tiles is not
@@ -322,7 +321,7 @@ template <class Sum, bool IS_SMALL> __device__ __forceinline__ void multiply(con
             fetch_x<typename Sum::X, FETCHERS - Sum::W_WARPS>(p, x, x_at, undo_at, lane, part - Sum::W_WARPS);
         }
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(IS_SMALL ? 104 : 232));
+        take_registers<IS_SMALL ? 104 : 232>();
         wait_for_prerequisites();
         Consumer c{p, shared, w_at, x_at, undo_at, w, x, warp, lane};
         uint32_t* exchange = reinterpret_cast<uint32_t*>(shared + (exchange_at - w_at));

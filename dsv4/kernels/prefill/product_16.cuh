@@ -10,11 +10,13 @@ template <int F> constexpr bool IS_BF16 = F == MXFP4 || F == BF16;
 template <int F> constexpr int UNIT_BYTES = Brick<F>::LOADS * 512 / X16::BLOCKS;   // of a unit in a block of columns
 template <int F> constexpr int W_BLOCKS = W_COPY / UNIT_BYTES<F>;               // of columns in a stage of W
 
+#ifdef __CUDACC__
 __device__ __forceinline__ uint32_t times_bf16(uint32_t a, uint32_t b) {
     uint32_t out;
     asm("mul.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
     return out;
 }
+#endif
 // Codes 0 and 255 have one mantissa bit, as in e8m0; both halves of the word.
 __device__ __forceinline__ uint32_t e8m0_bf16(uint32_t code) {
     const uint32_t bits = code << 7 | (code == 0 || code == 255 ? 0x40 : 0);

@@ -13,11 +13,13 @@ using X8 = Rows<256, 1, 16, 0, 0>;   // floats: [block of 128 columns][row], the
 constexpr int X_SHIFT = 24;    // so that no sum overflows before the weight's scale has entered
 constexpr int TOP_SHIFT = 30;  // 2^15, FP16's largest power of two, has this exponent: it belongs to `top`
 
+#ifdef __CUDACC__
 __device__ __forceinline__ uint32_t larger16(uint32_t a, uint32_t b) {   // of two pairs of 16 bits
     uint32_t out;
     asm("max.u16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
     return out;
 }
+#endif
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float((uint32_t)max(exponent + 127, 0) << 23); }
 
 // What turns codes into A's numbers, for a slice of a warp's 16 rows.

@@ -25,6 +25,7 @@ struct Opening {
     int rows, d, blocks;           // blocks: of a part
 };
 
+#ifdef __CUDACC__   // a twin on the CPU (tests/kernels) has its own
 __device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint2 b) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -36,6 +37,7 @@ __device__ __forceinline__ uint4 read(const __nv_bfloat16* p) {
     asm volatile("ld.global.cg.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
     return v;
 }
+#endif
 __device__ __forceinline__ uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 // Two neighbouring channels' rows of fn, four mixes at a time, as the fragments of a warp's products have them. Lanes exchange words

@@ -1,14 +1,8 @@
 // Prompts: Hopper's asynchronous product of a warpgroup: D [64, N] += A [64, 32 bytes] B [32 bytes, N], A in registers, B in shared memory.
 #pragma once
+#ifdef __CUDACC__
 #include "types.cuh"
-
-// Orders the warp's writes of registers before the products that read them, or add to them.
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Until at most `PENDING` of the groups committed are not complete.
-template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
+#endif
 
 // B as core matrices of 8 columns times 16 bytes, 128 bytes each, without swizzle: the two of a product follow each other,
 // the next eight columns' lie `stride` bytes on.
@@ -23,6 +17,17 @@ __device__ __forceinline__ uint64_t swizzled_matrix(uint32_t address, int leadin
 }
 
 enum Operands { F16_F16, BF16_BF16, E4M3_E4M3, E5M2_E4M3 };   // of A and B: 16 numbers of 16 bits, or 32 of 8
+
+// A twin on the CPU (tests/kernels) has its own of these.
+#ifdef __CUDACC__
+// Orders the warp's writes of registers before the products that read them, or add to them.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Until at most `PENDING` of the groups committed are not complete.
+template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
 #define OUT4(I) "+f"(d[I]), "+f"(d[I + 1]), "+f"(d[I + 2]), "+f"(d[I + 3])
 #define OUT8(I) OUT4(I), OUT4(I + 4)
 #define WGMMA(SHAPE, TYPES, MORE, D, A, B, ADDS, ...)                                                                                \
@@ -60,3 +65,4 @@ PRODUCT(128, D64, "%64,%65,%66,%67", "%68", "%69", OUT8(0), OUT8(8), OUT8(16), O
 #undef D36
 #undef D56
 #undef D64
+#endif
