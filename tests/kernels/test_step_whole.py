@@ -62,8 +62,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return get
 
 
-def at(rows: int, position: int = POSITION) -> list[tuple[int, int, int]]:
-    return [(row, position, 7 + row) for row in range(rows)]
+def at(rows: int) -> list[tuple[int, int, int]]:
+    """A token of each row, the first in the last slot."""
+    return [(rows - 1 - row, POSITION, 7 + row) for row in range(rows)]
 
 
 def near(got: Tensor, want: Tensor, share: float = 1e-5) -> None:
@@ -98,7 +99,7 @@ def test_a_row_alone(
         assert bool(((got - want).abs().amax(1) <= 0.05 * want.abs().amax(1)).all())
         assert launches.counts["attention"] and launches.counts["index"]
     alone = Decoders(saved(config), launches, 1, POSITION, BF16, activations, slots=rows)
-    alone.load(at(1))
+    alone.load(at(rows)[:1])
     assert torch.equal(alone.step()[0], got[:1])
 
 
