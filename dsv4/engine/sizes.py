@@ -56,7 +56,7 @@ def problems(
     ratio = min((layer.ratio for layer in c.layers if layer.kind == "csa"), default=0)
     entries = max_context // ratio if ratio else 0
     most_entries = choose.max_entries(capability)
-    most_chosen = min(choose.MAX_PAIRS // ROWS[-1], choose.MAX_CHOICES)
+    most_chosen = min(choose.MAX_PAIRS // ROWS[-1], choose.MAX_CHOICES, c.num_experts)
     pooled = max((layer.ratio * (1 + (layer.kind == "csa")) for layer in c.layers), default=0)
     share, resident = c.expert_width // ranks, multiprocessors * mhc.SHARED_BLOCKS
     wrong = [

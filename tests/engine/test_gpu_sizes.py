@@ -54,6 +54,11 @@ EDGES: list[tuple[dict[str, int], dict[str, int], str]] = [
         "33 experts per token, expected at most 32",
     ),
     (
+        {"num_experts": 31, "experts_per_token": 31},
+        {"num_experts": 31, "experts_per_token": 32},
+        "32 experts per token, expected at most 31",
+    ),
+    (
         {"index_dim": 128},
         {"index_dim": 256},
         "index keys of 256 channels, expected a power of two from 64 to 128",
