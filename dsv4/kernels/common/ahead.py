@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -88,6 +89,28 @@ def _one_parser() -> Iterator[None]:
         kind.parse = before
 
 
+@contextmanager
+def _one_importer() -> Iterator[None]:
+    """Inside, Triton imports one launcher at a time, and each is a copy of its own.
+
+    Launchers are extension modules that all have one name. When one is imported a second time, CPython
+    writes it over the module of that name that came last, and returns that. Of two threads that did so at
+    once, one got the other's launcher, and called its kernel with arguments in another kernel's form.
+    """
+    build, lock = triton.runtime.build, threading.Lock()
+    before = build._load_module_from_path
+
+    def load(name: str, path: str) -> SimpleNamespace:
+        with lock:
+            return SimpleNamespace(**vars(before(name, path)))
+
+    build._load_module_from_path = load
+    try:
+        yield
+    finally:
+        build._load_module_from_path = before
+
+
 def compile_ahead(run: Callable[[], None], progress: Compiled | None = None) -> int:
     """Compile and load the Triton kernels that `run` launches; -> how many variants were new here.
 
@@ -106,7 +129,7 @@ def compile_ahead(run: Callable[[], None], progress: Compiled | None = None) -> 
         if device is not None:
             torch.cuda.set_device(device)  # a thread starts with device 0
 
-    with _one_parser(), ThreadPoolExecutor(threads, "compile", begin) as pool:
+    with _one_parser(), _one_importer(), ThreadPoolExecutor(threads, "compile", begin) as pool:
         jobs = {pool.submit(_make, fn, data, on_gpu): fn.__name__ for (fn, _), data in found.items()}
         try:
             for done, job in enumerate(as_completed(jobs), 1):
