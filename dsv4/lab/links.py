@@ -55,14 +55,15 @@ LINKS = {
 # in ModelOpt's layout on an H200, 15 November 2026 (docs/kernels.md). Nothing was measured on other GPUs.
 SHARE, SHARE_SOURCE = 0.526, "as Flash was measured on one H200, 15 November 2026"
 # (GPU, published model, layout) -> number of ranks that share every layer -> ms of one rank's decode step,
-# one sequence at 4k, 64 experts held of Flash's and 192 of Pro's, its own memory in its peers' place
+# one sequence at 4k, 64 experts held of Flash's and all of Pro's, its own memory in its peers' place
 # (docs/kernels.md, "One rank of several").
 _RANK_STEPS: dict[tuple[str, str, str], dict[int, float]] = {
-    ("H200", "flash", "nvfp4"): {2: 2.866, 4: 2.403, 8: 2.180},
-    ("H200", "pro", "nvfp4"): {8: 4.788},
+    ("H200", "flash", "nvfp4"): {2: 2.845, 4: 2.403, 8: 2.180},
+    ("H200", "pro", "nvfp4"): {8: 4.805},
 }
 RANK_STEPS_SOURCE = (
-    "measured on one H200 at 4k with fewer experts held, its own memory in its peers' place, 16 November 2026"
+    "measured on one H200 at 4k, its own memory in its peers' place, of Flash with 64 experts held, "
+    "16 and 18 November 2026"
 )
 
 
