@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import openai
 import pytest
 from ranks_support import SECONDS, children, engine_on, is_running, wait
 
@@ -24,7 +23,7 @@ from dsv4 import SamplingParams
 from dsv4.errors import ConfigError
 from dsv4.parallel.channel import HEADER, Channel, Kind
 from dsv4.parallel.machines import World, receive_guests
-from tests.serve.serve_support import STORY, Server
+from tests.serve.serve_support import STORY, Server, openai
 
 COMMAND = ["dsv4", "generate", "--device", "cpu", "--threads", "1", "--temperature", "0", "Once upon a"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
