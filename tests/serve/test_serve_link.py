@@ -1,5 +1,6 @@
 """The server's two processes: how they begin and end with each other."""
 
+import asyncio
 import fcntl
 import resource
 import socket
@@ -8,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from dsv4.serve import wire
+from dsv4.config import EngineConfig
+from dsv4.serve import client, wire
 from dsv4.serve.worker import Link
 
 
@@ -37,3 +39,41 @@ def test_engine_hears_at_a_high_descriptor(many_files: None) -> None:
         assert link.receive(None, high[1]) == [], "the alarm ends the wait"
         ours.close()
         assert link.receive(None, high[1]) is None
+
+
+def test_stopped_while_the_process_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in that moment: nobody may wait for an engine that nobody told to end."""
+
+    async def run() -> None:
+        begun, go, real, lives = asyncio.Event(), asyncio.Event(), client._launch, list[client._Life]()
+
+        async def launch() -> client._Life:
+            begun.set()
+            await go.wait()
+            lives.append(await real())
+            return lives[-1]
+
+        monkeypatch.setattr(client, "_launch", launch)
+        engine = client.EngineProcess(
+            "nowhere",
+            EngineConfig(),
+            max_queue=1,
+            queue_seconds=60,
+            request_seconds=60,
+            stall_seconds=60,
+            log=print,
+            progress=lambda done, total: None,
+        )
+        start = asyncio.create_task(engine.start())
+        await begun.wait()
+        stop = asyncio.create_task(engine.stop("Ctrl-C"))
+        await asyncio.sleep(0)
+        go.set()
+        # With a model the engine would load it and wait for ever; with none it would say so.
+        async with asyncio.timeout(30):
+            await stop
+        assert lives[0].process.returncode == 0 and lives[0].why == ""
+        with pytest.raises(client.Unavailable):
+            await start
+
+    asyncio.run(run())
