@@ -165,9 +165,10 @@ def make_executor(
     """The model and its cache on this rank's device, when all ranks have theirs.
 
     `compiled` is told of kernels on a GPU."""
-    made = _make_executor(bundle, settings, config, compiled)
+    model, executor = _make_executor(bundle, settings, config, compiled)
+    executor.threads = settings.threads
     bundle.mesh.comm.begin()
-    return made
+    return model, executor
 
 
 def _make_executor(
