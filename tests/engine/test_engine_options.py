@@ -92,6 +92,20 @@ def test_engines_of_one_process_keep_their_threads(
         torch.set_num_threads(before)
 
 
+def test_load_that_fails_takes_no_threads_from_the_next(checkpoint: Callable[..., Path]) -> None:
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        with pytest.raises(KeyboardInterrupt):
+            Engine.load(checkpoint("modelopt"), EngineConfig(max_context=512), interrupt)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("format", ["bf16", "modelopt"])
 def test_bfloat16_runs_every_layer_kind(logits_of: Callable[..., Tensor], format: str) -> None:
     half, full = logits_of(format, compute_dtype="bfloat16"), logits_of(format)
