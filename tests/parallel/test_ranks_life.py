@@ -148,6 +148,24 @@ def test_rank_that_is_gone_before_it_is_told_anything(monkeypatch: pytest.Monkey
     ranks.stop()
 
 
+def test_interrupted_while_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by Ctrl-C in a notebook, whose process goes on: none of them is left, nor started after that."""
+    launch = ranks_module._launch
+
+    def launch_slowly(rank: int, seconds: float) -> ranks_module._Peer:
+        peer = launch(rank, seconds)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)
+        return peer
+
+    monkeypatch.setattr(ranks_module, "_launch", launch_slowly)
+    started = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        Ranks(EMBEDDED, EngineConfig(device="cpu"), ["cpu"] * 3)
+    wait(lambda: threading.active_count() == started and rank_pids() == [], 10)
+
+
 def test_group_is_freed_with_the_engine() -> None:
     """Not by the thread that watches the ranks, which may still hold them while the interpreter ends: freed
     there, the group aborts the process (signal 6 instead of an exit code)."""
