@@ -1,6 +1,7 @@
 """A library that fails the proof is not taken, the next one is; and what was found is remembered."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -146,6 +147,25 @@ def test_another_setting_is_another_machine(monkeypatch: pytest.MonkeyPatch) -> 
     assert here != _memory.path_of(CPU, 2)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
     assert here != _memory.path_of(CPU, 1)
+
+
+def test_other_code_finds_nothing_that_was_measured_of_this(tmp_path: Path) -> None:
+    """Two versions of dsv4 that share a cache folder: what held for a function of one says nothing of the
+    other's function of that name."""
+    ops = Path(_memory.__file__).parent
+    for name, is_measured in (("_exact.py", True), ("mhc/ref.py", True), ("mhc/gpu.py", False)):
+        copy = tmp_path / name.replace("/", " ") / "ops"
+        shutil.copytree(ops, copy)
+        assert _memory.code_of.__wrapped__(copy) == _memory.code_of(ops)
+        with (copy / name).open("a") as file:
+            file.write("\n# a line more\n")
+        assert (_memory.code_of.__wrapped__(copy) != _memory.code_of(ops)) == is_measured, name
+
+
+def test_the_file_is_named_by_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = _memory.path_of(CPU, 1)
+    monkeypatch.setattr(_memory, "code_of", lambda folder: "another version")
+    assert _memory.path_of(CPU, 1) != here
 
 
 @pytest.mark.parametrize(
