@@ -77,8 +77,13 @@ def remember(machine: Machine, held: list[str]) -> str:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".new", delete=False) as file:
-            json.dump({"machine": asdict(machine), "held": held}, file, indent=1)
-        Path(file.name).replace(path)
+            try:
+                json.dump({"machine": asdict(machine), "held": held}, file, indent=1)
+                file.flush()
+                Path(file.name).replace(path)
+            except BaseException:
+                Path(file.name).unlink(missing_ok=True)
+                raise
     except OSError as error:
         return f"{path} cannot be written ({error.strerror}); ops are examined again at the next start"
     return ""

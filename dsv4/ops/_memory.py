@@ -67,8 +67,13 @@ def remember(device: torch.device, threads: int, found: Facts) -> str:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".new", delete=False) as file:
-            json.dump({"facts": known | found}, file, indent=1)
-        Path(file.name).replace(path)
+            try:
+                json.dump({"facts": known | found}, file, indent=1)
+                file.flush()
+                Path(file.name).replace(path)
+            except BaseException:
+                Path(file.name).unlink(missing_ok=True)
+                raise
     except OSError as error:
         return f"{path} cannot be written ({error.strerror}); the CPU is measured again at the next start"
     return ""

@@ -1,8 +1,11 @@
 """The first start on a GPU that nobody has measured: ops are examined once, and what differed is refused."""
 
+import errno
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +71,15 @@ def test_a_measured_gpu_needs_no_proof() -> None:
 def test_a_folder_that_cannot_be_written_is_said(cache: Path) -> None:
     cache.joinpath("dsv4").write_text("in the way")
     assert "cannot be written" in first.conclude(B200, [RIGHT])
+
+
+def test_a_full_disk_keeps_no_part_of_a_file(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(value: object, file: Any, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(json, "dump", full)
+    assert "cannot be written (No space left on device)" in first.conclude(B200, [RIGHT])
+    assert [*cache.glob("dsv4/proved/*")] == []
 
 
 def test_a_cpu_is_not_asked() -> None:

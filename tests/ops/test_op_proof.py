@@ -1,10 +1,12 @@
 """A library that fails the proof is not taken, the next one is; and what was found is remembered."""
 
+import errno
 import json
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -185,6 +187,18 @@ def test_a_folder_that_cannot_be_written_costs_a_sentence(folder: Path) -> None:
     (folder / "dsv4").write_text("not a folder")
     found = settled()
     assert found.products and "cannot be written" in found.notes[-1]
+
+
+def full(value: object, file: Any, **options: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_keeps_no_part_of_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every start would leave one more."""
+    monkeypatch.setattr(json, "dump", full)
+    found = settled()
+    assert found.products and "cannot be written (No space left on device)" in found.notes[-1]
+    assert [*folder.glob("dsv4/exact/*")] == []
 
 
 def test_a_choice_is_the_same_at_every_start() -> None:
