@@ -22,7 +22,7 @@ from types import FrameType
 
 from torch import Tensor
 
-from dsv4.child import child_command, end_with
+from dsv4.child import begin, child_command
 from dsv4.config import EngineConfig
 from dsv4.engine.plan import Plan
 from dsv4.engine.runner import Executor, Masks, Member, Result
@@ -247,7 +247,7 @@ def _launch(rank: int, seconds: float) -> _Peer:
             child_command("dsv4.engine.follow", theirs.fileno()),
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
-            preexec_fn=partial(end_with, os.getpid()),
+            preexec_fn=partial(begin, os.getpid()),
         )
     return _Peer(f"rank {rank}", process, Channel(ours, seconds))
 

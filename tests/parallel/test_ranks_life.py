@@ -255,6 +255,32 @@ def test_killed_parent_of_a_process_that_is_stopped_while_it_starts(
         wait(lambda: not is_running(stopped), 5)
 
 
+def test_signals_of_the_terminal_are_not_for_a_process_that_starts() -> None:
+    """From its first instruction on, while Python starts in it."""
+    peers: list[ranks_module._Peer] = []
+    is_over = threading.Event()
+
+    def launch() -> None:  # as the ranks' own thread does, with which they end
+        peers.append(ranks_module._launch(1, SECONDS))
+        is_over.wait(SECONDS)
+
+    thread = threading.Thread(target=launch)
+    thread.start()
+    wait(lambda: peers, SECONDS)
+    process = peers[0].process
+    assert process is not None
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            process.send_signal(number)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.5)
+    finally:
+        process.kill()
+        process.wait()
+        is_over.set()
+        thread.join()
+
+
 def test_process_whose_parent_died_before_it_could_be_bound_to_it() -> None:
     code = "from dsv4.child import end_with; import os; end_with(os.getppid() + 1); print('goes on')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=SECONDS)
