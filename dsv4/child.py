@@ -11,15 +11,21 @@ _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
 def child_command(module: str, descriptor: int) -> list[str]:
-    """Runs `main(descriptor)` of the module. Start it with `preexec_fn=partial(end_with, os.getpid())`."""
-    # Signals of the terminal or the service manager are for the first process, before anything is imported.
-    quiet = "import signal, sys; signal.signal(2, signal.SIG_IGN); signal.signal(15, signal.SIG_IGN)"
+    """Runs `main(descriptor)` of the module. Start it with `preexec_fn=partial(begin, os.getpid())`."""
     # The same import path as ours, and not the working directory, which `-m` would put in front of it.
     path = f"sys.path[:] = {sys.path!r}"
     # Again, before torch is imported: a Python with capabilities of its own loses at exec what it was told.
     bound = f"from dsv4.child import end_with; end_with({os.getpid()})"
-    code = f"{quiet}; {path}; {bound}; from {module} import main; main({descriptor})"
+    code = f"import sys; {path}; {bound}; from {module} import main; main({descriptor})"
     return [sys.executable, "-P", "-c", code]
+
+
+def begin(parent: int) -> None:
+    """Between fork and exec. Signals of the terminal or the service manager are for the first process, also
+    while Python starts in this one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end_with(parent)
 
 
 def end_with(parent: int) -> None:

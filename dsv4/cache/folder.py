@@ -9,12 +9,12 @@ import errno
 import hashlib
 import os
 import re
+import secrets
 import time
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Literal
 
@@ -31,7 +31,7 @@ STALE_SECONDS = 600.0
 PAUSE_SECONDS = 10.0
 _FOLDER = re.compile(r"[0-9a-f]{32}")
 _FILE = re.compile(r"[0-9a-f]{64}\.(page|snapshot)")
-_UNFINISHED = re.compile(r"\.[0-9]+-[0-9]+\.new")
+_UNFINISHED = re.compile(r"\.[0-9a-f-]+\.new")
 
 
 def chain(parent: bytes, ids: Sequence[int]) -> bytes:
@@ -65,7 +65,6 @@ class PrefixFolder:
         self.folder, self.max_bytes = folder, max_bytes
         self._own = folder / identity
         self._say, self._said = say, set[str]()
-        self._numbers = count()
         self._unchecked = max_bytes  # bytes written since the folder was last measured
         self._paused_until = 0.0
         try:
@@ -144,7 +143,8 @@ class PrefixFolder:
         if self.touch(key, kind, used_ns) or time.monotonic() < self._paused_until:
             return
         size = HEADER_BYTES + len(data)
-        path = self._own / f".{os.getpid()}-{next(self._numbers)}.new"
+        # Not by the number of the process: in another container there is one of the same number.
+        path = self._own / f".{secrets.token_hex(16)}.new"
         try:
             self._make_room(size)
             self._own.mkdir(mode=0o700, exist_ok=True)

@@ -20,6 +20,8 @@ from dsv4.cache.folder import Kind, PrefixFolder, chain
 
 # Copies that wait to be written: more are not kept, so that a slow disk slows nobody down.
 MAX_UNWRITTEN_BYTES = 256 << 20
+# Prompts whose files wait to be marked as used; more are not, so that a disk that hangs takes no memory.
+MAX_UNMARKED = 1024
 # What was read for prompts that have no slot yet: further reads wait, for so long.
 MAX_FOUND_BYTES = 1 << 30
 MAX_FOUND_SECONDS = 10.0
@@ -81,7 +83,7 @@ class Shelf:
         self._outgoing: dict[int, list[_File]] = {}
         self._incoming: dict[int, Tensor] = {}
         self._found: WeakSet[Found] = WeakSet()
-        self._unwritten_bytes = 0
+        self._unwritten_bytes = self._unmarked = 0
         self._lock = Lock()
         self._writer = ThreadPoolExecutor(1, "prefix-write")
         self._reader = ThreadPoolExecutor(1, "prefix-read")
@@ -103,9 +105,7 @@ class Shelf:
             self._writer.submit(self._write, files, landing)
         else:
             self.num_unkept += len(files)
-            self.folder.say_once(
-                "slow", "the disk is too slow to keep everything; what it misses is not kept"
-            )
+            self._say_slow()
 
     def _write(self, files: list[_File], landing: Landing) -> None:
         try:
@@ -121,14 +121,24 @@ class Shelf:
 
     def use(self, keys: Sequence[bytes], used_ns: Sequence[int], snapshot: bytes | None) -> None:
         """These pages are used again, and a snapshot at the end of one of them."""
+        with self._lock:
+            fits = self._unmarked < MAX_UNMARKED
+            self._unmarked += fits
+        if not fits:
+            return self._say_slow()
 
         def touch() -> None:
             for key, ns in zip(keys, used_ns, strict=True):
                 self.folder.touch(key, "page", ns)
                 if key == snapshot:
                     self.folder.touch(key, "snapshot", ns)
+            with self._lock:
+                self._unmarked -= 1
 
         self._writer.submit(touch)
+
+    def _say_slow(self) -> None:
+        self.folder.say_once("slow", "the disk is too slow to keep everything; what it misses is not kept")
 
     # In: found for a prompt, offered when it has a slot, taken by the runner.
 

@@ -1,6 +1,7 @@
 """From a model folder to a rank's executor: what rank 0 and all others do alike. Knows no scheduler."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -130,17 +131,16 @@ class Prepared:
         s = self.settings
         if s.device.kind == "cuda":
             torch.cuda.set_device(s.device.torch_name)  # kernels run on the thread's current device
-        # Decoding small blocks of rows is done before a second thread has woken up (measured: docs/log.md).
-        torch.set_num_threads(1)
         notes = self.checkpoint.inventory.notes
-        if s.tiled:
-            model = checksum(self.checkpoint)
-            placed, said = place_experts(self.split, model, s.device.torch_name)
-            notes += said
-            weights = load_tiled(self.checkpoint, s.device.torch_name, progress, *placed)
-            weights = replace(weights, checksum=model)
-        else:
-            weights = self.checkpoint.load(s.dense, s.device.torch_name, progress)
+        with _one_thread():
+            if s.tiled:
+                model = checksum(self.checkpoint)
+                placed, said = place_experts(self.split, model, s.device.torch_name)
+                notes += said
+                weights = load_tiled(self.checkpoint, s.device.torch_name, progress, *placed)
+                weights = replace(weights, checksum=model)
+            else:
+                weights = self.checkpoint.load(s.dense, s.device.torch_name, progress)
         torch.set_num_threads(s.threads)
         if not s.tiled:
             notes += settle_exact(
@@ -159,15 +159,29 @@ class Prepared:
         return Bundle(self.checkpoint.config, weights, self.settings.ops, numerics, mesh)
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Decoding small blocks of rows is done before a second thread has woken up (measured: docs/log.md).
+
+    A model that cannot be loaded leaves the number as it was, for the next one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def make_executor(
     bundle: Bundle, settings: Settings, config: EngineConfig, compiled: Compiled | None = None
 ) -> tuple[Model, Eager]:
     """The model and its cache on this rank's device, when all ranks have theirs.
 
     `compiled` is told of kernels on a GPU."""
-    made = _make_executor(bundle, settings, config, compiled)
+    model, executor = _make_executor(bundle, settings, config, compiled)
+    executor.threads = settings.threads
     bundle.mesh.comm.begin()
-    return made
+    return model, executor
 
 
 def _make_executor(

@@ -64,6 +64,7 @@ class Pass:
 class Eager:
     max_rows, runs_ahead, same_bits = 1 << 20, False, True
     prompt_sizes: tuple[int, ...] = ()  # of steps that shorter prompts are padded to
+    threads: int | None = None  # that the engine was settled for; None: those in use
 
     def __init__(self, model: Model, cache: Cache, device: str, num_drafts: int = 0) -> None:
         self.model, self.cache, self.device = model, cache, device
@@ -115,11 +116,17 @@ class Eager:
         done.record()
         return Landing(host, done)
 
+    def _take_threads(self) -> None:
+        """torch has one number for the process: another engine may have set its own since."""
+        if self.threads is not None and torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
+
     def prefill(self, spans: tuple[Span, ...]) -> Pass:
         return self._run(spans, ((),) * len(spans))
 
     @torch.inference_mode()
     def _run(self, spans: tuple[Span, ...], proposed: tuple[tuple[int, ...], ...]) -> Pass:
+        self._take_threads()
         tokens: list[Tokens] = [
             (span.slot, span.start, span.ids + ids) for span, ids in zip(spans, proposed, strict=True)
         ]
@@ -251,6 +258,7 @@ class Eager:
 
     def sample(self, launched: Pass, masks: Masks) -> None:
         """The rest of a pass that waited for the masks of its grammars."""
+        self._take_threads()
         self.choose(launched, self.mask(launched, masks))
         self._draft(launched)
 
@@ -314,6 +322,7 @@ class Eager:
 
     @torch.inference_mode()
     def study(self, span: Span, tap: Tap | None, next_ids: list[int] | None) -> tuple[Tensor, Tensor | None]:
+        self._take_threads()
         step = Step.build([(span.slot, span.start, span.ids)], self.device, tap)
         streams = self.model.forward(step, self.cache)
         logits = self.model.logits(streams)

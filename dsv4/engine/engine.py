@@ -3,10 +3,13 @@
 import itertools
 import operator
 import secrets
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import wraps
 from pathlib import Path
+from typing import Any, TypeVar
 
 from dsv4.cache.prefix import PrefixCache
 from dsv4.cache.slots import Slots
@@ -33,9 +36,25 @@ from dsv4.parallel.mesh import Mesh
 from dsv4.text.tokenizer import Tokenizer
 from dsv4.weights.load import Progress
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _in_turn(method: Method) -> Method:
+    """One thread at a time: what a step of another changes is whole before and after it."""
+
+    @wraps(method)
+    def run(engine: "Engine", *arguments: Any, **named: Any) -> Any:
+        with engine.turn:
+            return method(engine, *arguments, **named)
+
+    return run  # type: ignore[return-value]
+
 
 class Engine:
-    """Continuous batching over one model. Results of a request do not depend on the other requests."""
+    """Continuous batching over one model. Results of a request do not depend on the other requests.
+
+    Several threads may submit, read streams and generate: whoever waits for tokens runs a step for all.
+    """
 
     def __init__(
         self,
@@ -70,6 +89,7 @@ class Engine:
         self.num_drafted = self.num_accepted = 0  # tokens that were proposed and verified; and were right
         self._ids = itertools.count()
         self._numbers = itertools.count()
+        self.turn = threading.RLock()  # whose it is to change what the engine holds
 
     @classmethod
     def load(
@@ -131,6 +151,7 @@ class Engine:
             raise RequestError(f"a prompt is a text or a list of token ids ({error})") from None
         return Request(f"r{next(self._ids)}", ids, params or SamplingParams())
 
+    @_in_turn
     def submit(self, request: Request) -> None:
         """Queue a request, or refuse it with the numbers if it can never be served."""
         if request.id in self._outputs:
@@ -172,6 +193,7 @@ class Engine:
         """A sequence's number, which names it wherever a slot could be somebody else's by now."""
         return next(self._numbers)
 
+    @_in_turn
     def step(self) -> list[Delta]:
         """One pass of every running sequence; what came out."""
         began = time.perf_counter()
@@ -233,6 +255,7 @@ class Engine:
             output.fail(str(error))
             return None
 
+    @_in_turn
     def cancel(self, request_id: str) -> None:
         """End a request now; its slot and pages are free at once. Unknown or finished ids are an error."""
         if request_id not in self._outputs:
@@ -244,6 +267,7 @@ class Engine:
     def num_unfinished(self) -> int:
         return len(self._outputs)
 
+    @_in_turn
     def stream(self, request: Request) -> Stream:
         """Submit a request and iterate over its deltas; several streams may be read in turns."""
         self.submit(request)

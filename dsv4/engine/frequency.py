@@ -3,12 +3,14 @@
 A file is whole or not there. One that is damaged, or another model's, is ignored with a sentence.
 """
 
+import fcntl
 import hashlib
 import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 
@@ -160,8 +162,22 @@ class Recorder:
 
 def save_counts(model: str, new: list[list[int]]) -> None:
     """Add a run's choices to what the model's file has; one that cannot be used is replaced."""
-    counts, _ = known_counts(model, len(new), len(new[0]))
+    path = counts_path(model)
     try:
-        write_counts(counts_path(model), model, merged(counts, [list(map(float, row)) for row in new]))
+        with _alone_in(path.parent):
+            counts, _ = known_counts(model, len(new), len(new[0]))
+            write_counts(path, model, merged(counts, [list(map(float, row)) for row in new]))
     except OSError as error:
         logging.getLogger(__name__).warning("choices of experts could not be kept: %s", error)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Processes that add to a file there do it one after the other; a lock ends with the one that has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

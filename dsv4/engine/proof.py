@@ -19,6 +19,8 @@ from dsv4.env import cache_folder
 from dsv4.errors import DeviceError
 from dsv4.kernels.common.architectures import ARCHITECTURES, capability
 
+# What launches kernels and what they are: it changes more often than the version's name.
+_SOURCES = ("kernels", "ops", "quant")
 MEASURED = frozenset(found for found, gpu in ARCHITECTURES.items() if gpu.was_measured)
 
 
@@ -32,6 +34,7 @@ class Machine:
     dsv4: str
     torch: str
     triton: str
+    code: str
 
     @property
     def path(self) -> Path:
@@ -51,7 +54,16 @@ def describe(device: torch.device) -> Machine:
         dsv4=dsv4.__version__,
         torch=torch.__version__,
         triton=triton,
+        code=code_of(Path(dsv4.__file__).parent),
     )
+
+
+def code_of(root: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(path for package in _SOURCES for path in (root / package).rglob("*.*")):
+        if path.suffix in (".py", ".cu", ".cuh"):
+            digest.update(f"\n{path.relative_to(root)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def is_needed(machine: Machine, known: Collection[int] = MEASURED) -> bool:
@@ -65,8 +77,13 @@ def remember(machine: Machine, held: list[str]) -> str:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".new", delete=False) as file:
-            json.dump({"machine": asdict(machine), "held": held}, file, indent=1)
-        Path(file.name).replace(path)
+            try:
+                json.dump({"machine": asdict(machine), "held": held}, file, indent=1)
+                file.flush()
+                Path(file.name).replace(path)
+            except BaseException:
+                Path(file.name).unlink(missing_ok=True)
+                raise
     except OSError as error:
         return f"{path} cannot be written ({error.strerror}); ops are examined again at the next start"
     return ""

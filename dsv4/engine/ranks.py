@@ -22,7 +22,7 @@ from types import FrameType
 
 from torch import Tensor
 
-from dsv4.child import child_command, end_with
+from dsv4.child import begin, child_command
 from dsv4.config import EngineConfig
 from dsv4.engine.plan import Plan
 from dsv4.engine.runner import Executor, Masks, Member, Result
@@ -95,7 +95,12 @@ class Ranks:
         started: Future[None] = Future()
         arguments = (weakref.ref(self), self._peers, self.size, self.seconds, started)
         threading.Thread(target=_watch, args=arguments, daemon=True).start()
-        started.result()
+        try:
+            started.result()
+        except BaseException:  # Ctrl-C, while the thread goes on with starting
+            started.cancel()
+            self._end()
+            raise
         for rank, peer in enumerate(self._peers, 1):
             start = {
                 **{"path": str(path.resolve()), "config": asdict(config), "rank": rank, "file": file},
@@ -242,7 +247,7 @@ def _launch(rank: int, seconds: float) -> _Peer:
             child_command("dsv4.engine.follow", theirs.fileno()),
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
-            preexec_fn=partial(end_with, os.getpid()),
+            preexec_fn=partial(begin, os.getpid()),
         )
     return _Peer(f"rank {rank}", process, Channel(ours, seconds))
 
@@ -266,6 +271,8 @@ def _watch(
         _end(peers, "")
         started.set_exception(DeviceError(why))
         return
+    if not started.set_running_or_notify_cancel():  # nobody waits for them any more
+        return _end(peers, "")
     started.set_result(None)
     poll, by_file = select.poll(), {peer.channel.fileno(): peer for peer in peers}
     for file in by_file:

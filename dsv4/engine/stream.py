@@ -56,8 +56,9 @@ class Stream:
         return not self.output.deltas and self.output.sequence.finish_reason is not None
 
     def close(self) -> None:
-        if not self.output.sequence.finish_reason:
-            self.engine.cancel(self.output.sequence.request.id)
+        with self.engine.turn:  # else another thread's step may end it between the two
+            if not self.output.sequence.finish_reason:
+                self.engine.cancel(self.output.sequence.request.id)
 
     def __enter__(self) -> "Stream":
         return self

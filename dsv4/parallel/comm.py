@@ -189,6 +189,8 @@ class Group:
             logger.warning("ranks add up their sums by NCCL: a GPU cannot reach another's memory %s", why)
             return None
         self._inbox = found
+        if self._is_abandoned:  # by an `abandon` that found no inbox yet
+            self.abandon()
         return found
 
     def begin(self) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from dsv4.child import child_command, end_with
+from dsv4.child import begin, child_command
 from dsv4.config import EngineConfig
 from dsv4.engine.request import Delta, Request, SamplingParams
 from dsv4.env import launched_by
@@ -320,6 +320,8 @@ class EngineProcess:
                 self._trouble = f"the engine's process cannot be started ({error.strerror or error})"
             else:
                 self._life = life
+                if self._stopping.is_set():  # by a `stop` that found no link to close yet
+                    life.writer.close()
                 watchdog = asyncio.create_task(self._watch(life))
                 try:
                     self.send(wire.Start(self.model, self.config, again=self._first_ready.done()))
@@ -439,7 +441,7 @@ async def _launch() -> _Life:
             *child_command("dsv4.serve.worker", theirs.fileno()),
             pass_fds=(theirs.fileno(),),
             stdin=asyncio.subprocess.DEVNULL,
-            preexec_fn=partial(end_with, os.getpid()),
+            preexec_fn=partial(begin, os.getpid()),
         )
         undo.pop_all()
     reader, writer = await asyncio.open_connection(sock=ours)

@@ -198,7 +198,9 @@ class Listener:
         if self._idle and next(iter(self._idle.values())) < latest:
             next(iter(self._idle)).abort()
         elif self._handshakes and next(iter(self._handshakes.values())) < latest:
-            next(iter(self._handshakes)).cancel()
+            task = next(iter(self._handshakes))
+            del self._handshakes[task]  # it ends in the loop's next turn, and makes room once
+            task.cancel()
         else:
             return False
         return True

@@ -47,13 +47,18 @@ class Link:
         None: the other end is gone.
         """
         bodies: list[bytes] = []
-        waited = [self._socket] if alarm is None else [self._socket, alarm]
-        while self._socket in select.select(waited, [], [], seconds)[0]:
+        # Not `select.select`: a server with a thousand connections starts this process at a descriptor beyond
+        # those that it knows.
+        poll = select.poll()
+        for one in (self._socket,) if alarm is None else (self._socket, alarm):
+            poll.register(one, select.POLLIN)
+        patience = None if seconds is None else round(1000 * seconds)
+        while any(file == self._socket.fileno() for file, _ in poll.poll(patience)):
             data = self._socket.recv(_READ_BYTES)
             if not data:
                 return None
             bodies += self._frames.push(data)
-            seconds = 0
+            patience = 0
         return [wire.read(wire.to_engine, body) for body in bodies]
 
 

@@ -192,7 +192,7 @@ def test_what_is_not_ours_stays(tmp_path: Path) -> None:
 
 def test_unfinished_files_are_ignored_and_go_when_nobody_can_be_writing_them(tmp_path: Path) -> None:
     place = Place(tmp_path)
-    fresh, stale = (tmp_path / IDENTITY / name for name in (".77-0.new", ".78-0.new"))
+    fresh, stale = (tmp_path / IDENTITY / name for name in (f".{'0a' * 16}.new", f".{'1b' * 16}.new"))
     for path in (fresh, stale):
         path.write_bytes(MAGIC)
     old = time.time() - folder_module.STALE_SECONDS - 1
@@ -201,6 +201,22 @@ def test_unfinished_files_are_ignored_and_go_when_nobody_can_be_writing_them(tmp
     assert fresh.exists() and not stale.exists()
     place.write(keys(1)[0])
     assert place.read(keys(1)[0]) == DATA
+
+
+def test_writers_with_one_process_number_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers in two containers, or two engines in one process: one begins inside another's write."""
+    places, (a, b) = [Place(tmp_path), Place(tmp_path)], keys(2)
+    real, inner = os.write, [True]
+
+    def write(file: int, data: memoryview) -> int:
+        if inner and inner.pop():
+            places[1].write(b)
+        return real(file, data)
+
+    monkeypatch.setattr(os, "write", write)
+    places[0].write(a)
+    assert [place.said for place in places] == [[], []]
+    assert places[0].read(a) == places[0].read(b) == DATA
 
 
 def test_a_full_disk_is_said_once_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

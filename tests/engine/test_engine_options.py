@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4 import Engine, EngineConfig
+from dsv4 import Engine, EngineConfig, SamplingParams
 from dsv4.errors import ConfigError, DeviceError
 from dsv4.lab.score import score_ids
+from dsv4.model.model import Model
 from dsv4.ops import IMPLEMENTATIONS
 
 VOCAB = 300
@@ -65,6 +66,44 @@ def test_cache_formats(logits_of: Callable[..., Tensor]) -> None:
 def test_weights_packed_or_dense(logits_of: Callable[..., Tensor]) -> None:
     for format in ("modelopt", "official"):
         assert torch.equal(logits_of(format, weights="packed"), logits_of(format, weights="dense"))
+
+
+def test_engines_of_one_process_keep_their_threads(
+    engine_for: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's number is the process's, so the engine that was loaded last would decide for all."""
+    seen, forward = list[int](), Model.forward
+
+    def noted(*arguments: Any) -> Tensor:
+        seen.append(torch.get_num_threads())
+        return forward(*arguments)
+
+    monkeypatch.setattr(Model, "forward", noted)
+    before = torch.get_num_threads()
+    try:
+        engines = [engine_for("modelopt", threads=threads) for threads in (2, 1)]
+        for engine in (*engines, *engines):
+            engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
+            assert {*seen} == {engine.settings.threads}
+            seen.clear()
+        score_ids(engines[0], IDS, 130)
+        assert {*seen} == {2}
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_load_that_fails_takes_no_threads_from_the_next(checkpoint: Callable[..., Path]) -> None:
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        with pytest.raises(KeyboardInterrupt):
+            Engine.load(checkpoint("modelopt"), EngineConfig(max_context=512), interrupt)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("format", ["bf16", "modelopt"])

@@ -1,13 +1,16 @@
 """Counts of chosen experts: whole or not there, of one model alone, decayed; what a memory would hit."""
 
 import multiprocessing
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from dsv4.engine import frequency
 from dsv4.engine.frequency import (
     HALF_LIFE,
+    Counts,
     checksum,
     counts_path,
     coverage,
@@ -90,6 +93,25 @@ def test_a_run_is_added_to_the_file() -> None:
     counts_path("m").write_text("broken")
     save_counts("m", [[1, 0], [0, 1]])
     assert known_counts("m", 2, 2)[0] == [[1.0, 0.0], [0.0, 1.0]]
+
+
+def test_two_servers_of_one_model_lose_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second adds its run between the first one's reading and its writing."""
+    reading, second = frequency.known_counts, threading.Thread(target=save_counts, args=("m", [[0, 5]]))
+
+    def read_and_wait(model: str, layers: int, experts: int) -> tuple[Counts | None, str | None]:
+        found = reading(model, layers, experts)
+        if not second.ident:
+            second.start()
+            second.join(0.3)
+        return found
+
+    monkeypatch.setattr(frequency, "known_counts", read_and_wait)
+    save_counts("m", [[3, 0]])
+    second.join()
+    counts, _ = known_counts("m", 1, 2)
+    assert counts is not None and [round(value, 3) for value in counts[0]] == [3, 5]
+    assert [p.name for p in counts_path("m").parent.iterdir()] == ["m.json"], "no traces"
 
 
 def test_coverage() -> None:

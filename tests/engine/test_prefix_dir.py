@@ -4,6 +4,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -296,6 +297,27 @@ def test_a_slow_disk_keeps_less_and_slows_nobody(
     run(engine, text(700, 12))
     assert engine.prefix.shelf is not None and engine.prefix.shelf.num_unkept > 2
     assert len(engine.notices) == 1 and "the disk is too slow" in engine.notices[0]
+
+
+def test_a_disk_that_hangs_takes_no_memory(
+    kept: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every prompt marks its files as used, in the thread that hangs."""
+    monkeypatch.setattr("dsv4.cache.shelf.MAX_UNMARKED", 10)
+    engine = kept()
+    shelf, answers = engine.prefix.shelf, threading.Event()
+    assert shelf is not None
+    marked: list[bytes] = []
+    monkeypatch.setattr(shelf.folder, "touch", lambda key, *_: answers.wait(60) and marked.append(key))
+    for number in range(100):
+        shelf.use([bytes([number]) * 32], [1], None)
+    assert len(engine.notices) == 1 and "the disk is too slow" in engine.notices[0]
+    answers.set()
+    flushed(engine)
+    assert len(marked) == 10
+    shelf.use([bytes(32)], [1], None)
+    flushed(engine)
+    assert len(marked) == 11, "and it goes on when the disk does"
 
 
 def test_what_was_read_for_prompts_without_a_slot_is_limited(

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +16,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import triton
 
-from dsv4.kernels.common.ahead import _one_importer, compile_ahead
+from dsv4.kernels.common.ahead import _one_importer, compile_ahead, noting
+from tests.support.compiling import fake_hopper
 
 NAME = "launcher_of_a_test"
 # As Triton's launchers: a module of the old kind, which cannot be made twice.
@@ -78,6 +80,55 @@ def many_kernels(folder: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("triton.knobs.cache.dir", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with fake_hopper():
+        yield
+
+
+def test_two_engines_that_start_at_once_compile_their_own(tmp_path: Path, no_gpu: None) -> None:
+    """The second begins while the first walks through its work."""
+    many, out = many_kernels(tmp_path), torch.zeros(1, dtype=torch.int32)
+    empty, is_second_under_way, has_first_launched = torch.empty, threading.Event(), threading.Event()
+    seen: dict[str, list[str]] = {"first": [], "second": []}
+
+    def first() -> None:
+        second.start()
+        is_second_under_way.wait(0.5)
+        for n in (1, 2, 3):
+            getattr(many, f"add_{n}")[(1,)](out, *range(n), X=0)
+        has_first_launched.set()
+
+    def begin_second() -> None:
+        def run() -> None:
+            is_second_under_way.set()
+            has_first_launched.wait(0.5)
+            for n in (4, 5):
+                getattr(many, f"add_{n}")[(1,)](out, *range(n), X=0)
+
+        compile_ahead(run, lambda done, total, name: seen["second"].append(name))
+
+    second = threading.Thread(target=begin_second)
+    compile_ahead(first, lambda done, total, name: seen["first"].append(name))
+    second.join()
+    assert {who: sorted(names) for who, names in seen.items()} == {
+        "first": ["add_1", "add_2", "add_3"],
+        "second": ["add_4", "add_5"],
+    }
+    assert torch.empty is empty and triton.knobs.runtime.jit_cache_hook is None
+
+
+def test_an_engine_that_runs_launches_while_another_starts(tmp_path: Path, no_gpu: None) -> None:
+    many, out = many_kernels(tmp_path), torch.zeros(1, dtype=torch.int32)
+    noted: list[str] = []
+    with noting(lambda function, key, data: noted.append(function.__name__)), ThreadPoolExecutor(1) as other:
+        many.add_1[(1,)](out, 0, X=0)
+        assert other.submit(lambda: many.add_2.warmup(out, 0, 1, X=0, grid=(1,))).result() is not None
+    assert noted == ["add_1"]
 
 
 @pytest.mark.gpu

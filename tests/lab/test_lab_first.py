@@ -1,11 +1,16 @@
 """The first start on a GPU that nobody has measured: ops are examined once, and what differed is refused."""
 
+import errno
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import dsv4
 from dsv4.config import EngineConfig
 from dsv4.device import Device
 from dsv4.engine import proof
@@ -13,7 +18,7 @@ from dsv4.errors import DeviceError
 from dsv4.lab.doctor import first, ops
 from dsv4.lab.doctor.findings import Finding
 
-B200 = proof.Machine("NVIDIA B200", 100, "driver 580.1", "0.1.0", "2.11.0", "3.6.0")
+B200 = proof.Machine("NVIDIA B200", 100, "driver 580.1", "0.1.0", "2.11.0", "3.6.0", "a digest")
 RIGHT = Finding("ops", "linear.gpu on cuda", "ok", "18 cases, relative error at most 3.0e-03")
 WRONG = Finding("ops", "experts.gpu on cuda", "fail", "routed (two of five): relative error 1.0e+00", "none")
 
@@ -28,9 +33,28 @@ def test_what_held_is_remembered_for_this_machine_alone() -> None:
     assert proof.is_needed(B200)
     assert first.conclude(B200, [RIGHT]) == ""
     assert not proof.is_needed(B200)
-    for other in ({"gpu": "NVIDIA B100"}, {"driver": "driver 590.1"}, {"dsv4": "0.2.0"}, {"triton": "3.7.0"}):
+    others = ({"gpu": "NVIDIA B100"}, {"driver": "driver 590.1"}, {"dsv4": "0.2.0"}, {"triton": "3.7.0"})
+    for other in (*others, {"code": "another digest"}):
         assert proof.is_needed(replace(B200, **other)), other
     assert "linear.gpu" in B200.path.read_text()
+
+
+def test_other_kernels_of_the_same_version_are_proved_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: B200.gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    here, device = Path(dsv4.__file__).parent, torch.device("cuda", 77)
+    assert proof.describe(device).code == proof.code_of(here)
+    for name in ("kernels/decode/mix.cu", "kernels/common/tiles.py", "ops/linear/gpu.py"):
+        for package in ("kernels", "ops", "quant"):
+            shutil.copytree(here / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+        assert proof.code_of(tmp_path) == proof.code_of(here)
+        with (tmp_path / name).open("a") as file:
+            file.write("\n")
+        assert proof.code_of(tmp_path) != proof.code_of(here), name
+        for package in ("kernels", "ops", "quant"):
+            shutil.rmtree(tmp_path / package)
 
 
 def test_what_differs_is_refused_and_not_remembered() -> None:
@@ -47,6 +71,15 @@ def test_a_measured_gpu_needs_no_proof() -> None:
 def test_a_folder_that_cannot_be_written_is_said(cache: Path) -> None:
     cache.joinpath("dsv4").write_text("in the way")
     assert "cannot be written" in first.conclude(B200, [RIGHT])
+
+
+def test_a_full_disk_keeps_no_part_of_a_file(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(value: object, file: Any, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(json, "dump", full)
+    assert "cannot be written (No space left on device)" in first.conclude(B200, [RIGHT])
+    assert [*cache.glob("dsv4/proved/*")] == []
 
 
 def test_a_cpu_is_not_asked() -> None:

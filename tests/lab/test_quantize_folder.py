@@ -1,5 +1,6 @@
 """The target folder of `dsv4 quantize`: shards, interruptions, refusals, full disks, and what is printed."""
 
+import fcntl
 import json
 import os
 import random
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 from checkpoints import read_file
@@ -185,6 +186,25 @@ def test_killed_at_random_moments(made: Callable[[str], Path], tmp_path: Path, k
     run(source, target)
     check_kept()
     assert contents(target) == contents(tmp_path / "whole")
+
+
+def test_a_lock_that_was_removed_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One run ends, and removes its work, as another has opened the lock and a third is yet to come."""
+    first, locks = Job(tmp_path / "new", "same"), fcntl.flock
+    first.__enter__()
+
+    def end_and_lock(file: BinaryIO, how: int) -> None:
+        monkeypatch.undo()
+        first.__exit__(ValueError())
+        locks(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", end_and_lock)
+    with (
+        Job(tmp_path / "new", "same"),
+        pytest.raises(ConfigError, match="another run is writing"),
+        Job(tmp_path / "new", "other"),
+    ):
+        pass
 
 
 def test_only_one_run_at_a_time(made: Callable[[str], Path], tmp_path: Path) -> None:

@@ -1,9 +1,12 @@
 """A library that fails the proof is not taken, the next one is; and what was found is remembered."""
 
+import errno
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -148,6 +151,25 @@ def test_another_setting_is_another_machine(monkeypatch: pytest.MonkeyPatch) -> 
     assert here != _memory.path_of(CPU, 1)
 
 
+def test_other_code_finds_nothing_that_was_measured_of_this(tmp_path: Path) -> None:
+    """Two versions of dsv4 that share a cache folder: what held for a function of one says nothing of the
+    other's function of that name."""
+    ops = Path(_memory.__file__).parent
+    for name, is_measured in (("_exact.py", True), ("mhc/ref.py", True), ("mhc/gpu.py", False)):
+        copy = tmp_path / name.replace("/", " ") / "ops"
+        shutil.copytree(ops, copy)
+        assert _memory.code_of.__wrapped__(copy) == _memory.code_of(ops)
+        with (copy / name).open("a") as file:
+            file.write("\n# a line more\n")
+        assert (_memory.code_of.__wrapped__(copy) != _memory.code_of(ops)) == is_measured, name
+
+
+def test_the_file_is_named_by_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = _memory.path_of(CPU, 1)
+    monkeypatch.setattr(_memory, "code_of", lambda folder: "another version")
+    assert _memory.path_of(CPU, 1) != here
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[]", b'{"facts": 3}', b"\xff\xfe", b'{"facts": {"256x128": 1}}']
 )
@@ -165,6 +187,18 @@ def test_a_folder_that_cannot_be_written_costs_a_sentence(folder: Path) -> None:
     (folder / "dsv4").write_text("not a folder")
     found = settled()
     assert found.products and "cannot be written" in found.notes[-1]
+
+
+def full(value: object, file: Any, **options: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_keeps_no_part_of_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every start would leave one more."""
+    monkeypatch.setattr(json, "dump", full)
+    found = settled()
+    assert found.products and "cannot be written (No space left on device)" in found.notes[-1]
+    assert [*folder.glob("dsv4/exact/*")] == []
 
 
 def test_a_choice_is_the_same_at_every_start() -> None:

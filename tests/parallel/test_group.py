@@ -14,7 +14,7 @@ from dsv4.config import preset
 from dsv4.engine.eager import Pass
 from dsv4.parallel import comm
 from dsv4.parallel.comm import Group, Meeting, PeerError
-from dsv4.parallel.inbox import CountedFromZero, Inbox
+from dsv4.parallel.inbox import GONE, CountedFromZero, Inbox
 
 LATE, SECONDS = 1.5, 0.5
 
@@ -91,6 +91,22 @@ def test_a_step_that_waited_in_vain(tmp_path: Path) -> None:
     group.abandon()
     with pytest.raises(PeerError, match="another rank is gone"):
         executor.fetch(Pass((), None))
+
+
+def test_a_rank_that_is_lost_when_inboxes_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the last exchange and the moment from which on its loss would end a step's wait."""
+    made = Inbox(torch.zeros(1, 4, dtype=torch.int64), (0,), torch.zeros(1, dtype=torch.int32), None)
+    monkeypatch.setattr(comm, "open_inbox", lambda **arguments: made)
+    group = Group(Meeting.at(str(tmp_path / "store"), 1), 0, ["cpu"], SECONDS)
+    gather = group.gather_columns
+
+    def gather_and_lose(columns: torch.Tensor) -> torch.Tensor:
+        found = gather(columns)
+        group.abandon()
+        return found
+
+    monkeypatch.setattr(group, "gather_columns", gather_and_lose)
+    assert group.inbox(4) is made and int(made.ended) == GONE
 
 
 def test_ranks_that_have_met_others_before(tmp_path: Path) -> None:

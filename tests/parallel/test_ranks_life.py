@@ -148,6 +148,24 @@ def test_rank_that_is_gone_before_it_is_told_anything(monkeypatch: pytest.Monkey
     ranks.stop()
 
 
+def test_interrupted_while_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by Ctrl-C in a notebook, whose process goes on: none of them is left, nor started after that."""
+    launch = ranks_module._launch
+
+    def launch_slowly(rank: int, seconds: float) -> ranks_module._Peer:
+        peer = launch(rank, seconds)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)
+        return peer
+
+    monkeypatch.setattr(ranks_module, "_launch", launch_slowly)
+    started = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        Ranks(EMBEDDED, EngineConfig(device="cpu"), ["cpu"] * 3)
+    wait(lambda: threading.active_count() == started and rank_pids() == [], 10)
+
+
 def test_group_is_freed_with_the_engine() -> None:
     """Not by the thread that watches the ranks, which may still hold them while the interpreter ends: freed
     there, the group aborts the process (signal 6 instead of an exit code)."""
@@ -235,6 +253,32 @@ def test_killed_parent_of_a_process_that_is_stopped_while_it_starts(
         finally:
             parent.kill()
         wait(lambda: not is_running(stopped), 5)
+
+
+def test_signals_of_the_terminal_are_not_for_a_process_that_starts() -> None:
+    """From its first instruction on, while Python starts in it."""
+    peers: list[ranks_module._Peer] = []
+    is_over = threading.Event()
+
+    def launch() -> None:  # as the ranks' own thread does, with which they end
+        peers.append(ranks_module._launch(1, SECONDS))
+        is_over.wait(SECONDS)
+
+    thread = threading.Thread(target=launch)
+    thread.start()
+    wait(lambda: peers, SECONDS)
+    process = peers[0].process
+    assert process is not None
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            process.send_signal(number)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.5)
+    finally:
+        process.kill()
+        process.wait()
+        is_over.set()
+        thread.join()
 
 
 def test_process_whose_parent_died_before_it_could_be_bound_to_it() -> None:

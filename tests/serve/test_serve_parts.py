@@ -5,6 +5,8 @@ import gc
 import json
 import random
 import re
+import socket
+import ssl
 import subprocess
 import sys
 import weakref
@@ -24,7 +26,7 @@ from dsv4.errors import RequestError
 from dsv4.models import EMBEDDED
 from dsv4.serve.answer import ChatAnswer, Piece, join_calls
 from dsv4.serve.client import MAX_BUFFERED_DELTAS, Busy, Ticket, TooSlow
-from dsv4.serve.connections import Connection
+from dsv4.serve.connections import Connection, Listener
 from dsv4.serve.gate import Gate
 from dsv4.serve.metrics import Times
 from dsv4.serve.openai import error_body
@@ -389,6 +391,32 @@ def test_chunks_are_those_of_h11_and_wait_for_the_client() -> None:
         asyncio.run(asyncio.wait_for(run(), 30))
     finally:
         gc.enable()
+
+
+def test_silent_handshakes_take_no_more_than_all_places() -> None:
+    """Many at once, of clients that never say what TLS begins with."""
+
+    async def run() -> None:
+        config = uvicorn.Config(lambda scope: None, log_config=None, http="h11")
+        server: Any = SimpleNamespace(config=config, server_state=ServerState())
+        sock = socket.create_server(("127.0.0.1", 0), backlog=100)
+        listener = Listener(sock, server, 4, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+        listener.start()
+        clients = []
+        for _ in range(3):
+            for _ in range(20):
+                clients.append(client := socket.socket())
+                client.setblocking(False)
+                client.connect_ex(sock.getsockname())
+            for _ in range(4):
+                await asyncio.sleep(0.03)  # longer than the youngest are left alone
+                assert listener.num_open <= 4
+        assert listener.num_open == 4
+        listener.stop()
+        for client in clients:
+            client.close()
+
+    asyncio.run(run())
 
 
 def test_times_are_told_as_a_histogram_tells_them() -> None:

@@ -22,6 +22,8 @@ from dsv4.errors import DeviceError
 Compiled = Callable[[int, int, str], None]
 # Triton's passes and ptxas run without the interpreter's lock; the rest does not, so more threads are idle.
 MAX_THREADS = 16
+# What is replaced in Triton and torch meanwhile is the process's: engines of several threads take turns.
+_turn = threading.Lock()
 
 
 def check_triton() -> None:
@@ -56,14 +58,17 @@ def _zeros() -> Iterator[None]:
 @contextmanager
 def noting(note: Callable[[Any, str, str], None]) -> Iterator[None]:
     """Inside, a launch of a kernel that is not compiled yet calls `note` instead, with the Triton function,
-    the key of the variant and all that its `preload` wants to know."""
+    the key of the variant and all that its `preload` wants to know. Other threads launch as before."""
+    runtime, ours = triton.knobs.runtime, threading.get_ident()
+    before = runtime.jit_cache_hook
 
-    def hook(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+    def hook(*, key: str, fn: Any, compile: dict[str, Any], **more: Any) -> bool:
+        if threading.get_ident() != ours:
+            return bool(before and before(key=key, fn=fn, compile=compile, **more))
         note(fn.jit_function, key, compile["specialization_data"])
         return True
 
-    runtime = triton.knobs.runtime
-    before, runtime.jit_cache_hook = runtime.jit_cache_hook, hook
+    runtime.jit_cache_hook = hook
     try:
         with _zeros():
             yield
@@ -116,6 +121,11 @@ def compile_ahead(run: Callable[[], None], progress: Compiled | None = None) -> 
 
     `run` is called once, with zeros for results. It must launch the same variants whatever the values.
     """
+    with _turn:
+        return _compile_ahead(run, progress)
+
+
+def _compile_ahead(run: Callable[[], None], progress: Compiled | None) -> int:
     found: dict[tuple[Any, str], str] = {}
     with noting(lambda function, key, data: found.__setitem__((function, key), data)):
         run()

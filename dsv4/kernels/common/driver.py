@@ -1,6 +1,7 @@
 """Decode step and prompts: loads cubins and launches their kernels through the driver. Knows no source."""
 
 import ctypes
+import threading
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -48,6 +49,7 @@ class Kernel:
     function: ctypes.c_void_p
     shared: int = _FREE_SHARED  # dynamic shared memory it may have
     configs: dict[tuple[int, bool], _Config] = field(default_factory=dict)  # by cluster and overlap
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # of what a launch writes here
 
     def launch(
         self,
@@ -60,23 +62,24 @@ class Kernel:
         overlap: bool,
     ) -> None:
         """As build.call says."""
-        if shared > self.shared:
-            _check(
-                _driver().cuFuncSetAttribute(self.function, _MAX_DYNAMIC_SHARED, shared),
-                f"the kernel {self.name} needs {shared} bytes of shared memory",
-            )
-            self.shared = shared
-        config = self.configs.get((cluster, overlap))
-        if config is None:
-            config = self.configs[cluster, overlap] = _config(cluster, overlap)
-            if overlap:
-                assert self.function.value is not None
-                keep_shared_memory(self.function.value)
-        config.blocks, config.threads, config.shared = blocks, threads, shared
-        config.stream = torch.cuda.current_stream(device).cuda_stream
         values = [_value(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-        code = _driver().cuLaunchKernelEx(ctypes.byref(config), self.function, pointers, None)
+        with self._lock:
+            if shared > self.shared:
+                _check(
+                    _driver().cuFuncSetAttribute(self.function, _MAX_DYNAMIC_SHARED, shared),
+                    f"the kernel {self.name} needs {shared} bytes of shared memory",
+                )
+                self.shared = shared
+            config = self.configs.get((cluster, overlap))
+            if config is None:
+                config = self.configs[cluster, overlap] = _config(cluster, overlap)
+                if overlap:
+                    assert self.function.value is not None
+                    keep_shared_memory(self.function.value)
+            config.blocks, config.threads, config.shared = blocks, threads, shared
+            config.stream = torch.cuda.current_stream(device).cuda_stream
+            code = _driver().cuLaunchKernelEx(ctypes.byref(config), self.function, pointers, None)
         if code:
             _check(code, f"the kernel {self.name} could not be launched")
 

@@ -79,9 +79,13 @@ class Job:
 
     def __enter__(self) -> "Job":
         try:
-            self.work.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.work / "lock").open("wb")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            while self._lock is None:
+                self.work.mkdir(parents=True, exist_ok=True)
+                lock = (self.work / "lock").open("wb")
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # A run that ends removes the lock, which others may have opened just before.
+                if os.fstat(lock.fileno()).st_nlink:
+                    self._lock = lock
         except BlockingIOError:
             raise ConfigError(
                 f"another run is writing {self.folder}; wait for it or give a new folder"
