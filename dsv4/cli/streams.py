@@ -24,12 +24,24 @@ class _Output(io.FileIO):
 
 
 def prepare() -> None:
-    """Before anything is printed."""
+    """Before anything is printed, and before a file takes the number of a stream that was closed."""
+    _reopen()
     sys.stdout, sys.stderr = _output(sys.stdout, 1), _output(sys.stderr, 2)
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         # What is typed or generated may not fit the terminal's encoding; that is no reason to end.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def _reopen() -> None:
+    """A stream that was closed (`>&-`) leaves its number to the next file or socket, which would get what is
+    said there. So reading stdin or writing to stdout becomes an error; who closes stderr wants silence."""
+    flags = {"stdin": os.O_WRONLY, "stdout": os.O_RDONLY, "stderr": os.O_WRONLY}
+    for number, (name, flag) in enumerate(flags.items()):
+        if getattr(sys, name) is None:
+            taken = os.open(os.devnull, flag)  # the lowest number that is free: this one
+            os.set_inheritable(taken, True)  # as streams are
+            setattr(sys, name, os.fdopen(taken, "w" if number else "r", closefd=False))
 
 
 def _file(stream: TextIO) -> io.FileIO | None:

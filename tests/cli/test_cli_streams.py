@@ -1,4 +1,4 @@
-"""Readers of the output that go away: the program ends like any other in a pipe, without a word."""
+"""Readers of the output that go away, and streams that are closed: the program ends as any other would."""
 
 import os
 import subprocess
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from cli_support import ROOT
 
+EMBEDDED = "no model named: using the embedded one\n"
 LINE = (
     '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "A", "max_tokens": 2}}'
 )
@@ -27,9 +28,7 @@ def unread(arguments: list[str], stream: str, *python: str) -> tuple[int, str]:
         )
     finally:
         os.close(writer)
-    return done.returncode, getattr(done, other).decode().replace(
-        "no model named: using the embedded one\n", ""
-    )
+    return done.returncode, getattr(done, other).decode().removeprefix(EMBEDDED)
 
 
 @pytest.mark.parametrize(
@@ -65,3 +64,31 @@ def test_reader_that_leaves_in_the_middle() -> None:
     done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True, timeout=60)
     first, last = done.stdout.splitlines()
     assert first.startswith("model") and last in ("141 0", "0 0") and done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "command", ["inspect", "plan tiny --gpus H200", "info --json", "--help", "--version"]
+)
+def test_closed_output(command: str) -> None:
+    shell = f'"{sys.executable}" -m dsv4 {command} >&-'
+    done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    error = "error: input or output cannot be used: Bad file descriptor\n"
+    assert done.returncode == 2 and done.stderr.removeprefix(EMBEDDED) == error
+
+
+def test_closed_input() -> None:
+    shell = f'"{sys.executable}" -m dsv4 chat --threads 1 <&-'
+    done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.endswith("cannot be used: Bad file descriptor\n")
+
+
+def test_batch_without_streams(tmp_path: Path) -> None:
+    """Its files and those of its processes get no stream's number."""
+    (tmp_path / "in.jsonl").write_text(f"{LINE}\ncut")
+    source, target = f'"{tmp_path}/in.jsonl"', f'"{tmp_path}/out.jsonl"'
+    options = "--max-context 512 --ranks 2 --threads 1"
+    shell = f'"{sys.executable}" -m dsv4 batch {source} {target} {options} <&- 2>&-'
+    done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.startswith("2 lines, 1 of them with an error")
+    lines = (tmp_path / "out.jsonl").read_text().splitlines()
+    assert len(lines) == 2 and all(line.startswith('{"id":"batch_req_') for line in lines)
