@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import resource
 import signal
 import subprocess
 from pathlib import Path
@@ -112,6 +113,34 @@ def test_inputs_of_all_kinds(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=words):
             list(read_lines(wrong))
     os.close(held)
+
+
+def test_outputs_that_are_no_files(tmp_path: Path) -> None:
+    """Refused before anything is read of them: /dev/full gives zeros without end."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for wrong in (pipe, Path("/dev/full"), Path("/dev/null"), tmp_path):
+        with pytest.raises(ConfigError, match="cannot be written: it is no file"):
+            Output(wrong)
+
+
+def test_a_disk_that_fills_up(undisturbed: bytes, source: Path, tmp_path: Path) -> None:
+    """Which file, why, and how to go on; what was written is kept, and the same command goes on."""
+    target, lines = tmp_path / "out.jsonl", undisturbed.splitlines(keepends=True)
+    target.write_bytes(b"".join(lines[:-3]))
+    room = len(undisturbed) - len(lines[-1]) - 20
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+
+    done = subprocess.run(
+        command(source, target, "--max-batch", 4), cwd=ROOT, capture_output=True, text=True, preexec_fn=limit
+    )
+    error = f"error: {target} cannot be written: File too large; the lines so far are kept, and"
+    assert done.returncode == 2 and error in done.stderr, done.stderr
+    assert target.read_bytes() == undisturbed[:room]
+    assert finish(source, target, "--max-batch", 4)["answered_before"] == COUNT - 2
+    assert target.read_bytes() == undisturbed
 
 
 def test_two_lines_of_one_name_are_refused_before_anything_runs(tmp_path: Path) -> None:
