@@ -320,6 +320,8 @@ class EngineProcess:
                 self._trouble = f"the engine's process cannot be started ({error.strerror or error})"
             else:
                 self._life = life
+                if self._stopping.is_set():  # `stop` came during the launch, and found nothing to end
+                    life.writer.close()
                 watchdog = asyncio.create_task(self._watch(life))
                 try:
                     self.send(wire.Start(self.model, self.config, again=self._first_ready.done()))

@@ -15,6 +15,7 @@ from serve_support import ROOT, Server
 from dsv4.config import EngineConfig
 from dsv4.errors import ConfigError
 from dsv4.models import EMBEDDED
+from dsv4.serve import client
 from dsv4.serve.batch import Answerer, Job, Output, answering, count_requests, in_order, read_lines, run
 
 COUNT = 30
@@ -173,6 +174,32 @@ def test_engine_that_dies_changes_nothing(undisturbed: bytes, source: Path) -> N
 
     asyncio.run(go())
     assert b"".join(made) == undisturbed
+
+
+def test_interrupted_while_the_engine_is_being_launched(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process comes up after it was to be ended; nobody waits for it."""
+
+    async def go() -> None:
+        begun, launch = asyncio.Event(), client._launch
+
+        async def slow() -> client._Life:
+            life = await launch()
+            begun.set()
+            await asyncio.sleep(0.5)
+            return life
+
+        monkeypatch.setattr(client, "_launch", slow)
+        running = asyncio.create_task(
+            run(job_of(source), [(0, b"{}")], 1, print, print, lambda done, total: None)
+        )
+        await begun.wait()
+        running.cancel()
+        await asyncio.wait([running], timeout=client.STOP_SECONDS + 5)
+        assert running.cancelled()
+
+    asyncio.run(go())
 
 
 def test_bodies_are_those_of_the_server(undisturbed: bytes, source: Path, server: Server) -> None:
