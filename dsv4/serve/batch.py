@@ -114,6 +114,15 @@ def count_requests(path: Path) -> int:
     return count
 
 
+def state_of(path: Path) -> tuple[int, ...]:
+    """Another one: the file has changed."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
 def read_lines(path: Path) -> Iterator[bytes]:
     """Every line that is not blank, without the byte order mark that some editors put in front."""
     return (line for _, line in _numbered_lines(path))
@@ -191,6 +200,9 @@ class Output:
         except OSError as error:
             why = f"{self._refusal(error)}; the lines so far are kept, and the same command goes on"
             raise ConfigError(why) from None
+        if os.fstat(self._file.fileno()).st_nlink == 0:
+            why = "was removed while it was written, and with it the answers"
+            raise ConfigError(f"{self.path} {why}; begin again")
 
 
 @dataclass

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from batch_support import command, finish, kill_at, lines_of, requests
-from serve_support import ROOT, Server
+from serve_support import ROOT, Server, wait
 
 from dsv4.config import EngineConfig
 from dsv4.errors import ConfigError
@@ -142,6 +142,29 @@ def test_a_disk_that_fills_up(undisturbed: bytes, source: Path, tmp_path: Path) 
     assert target.read_bytes() == undisturbed[:room]
     assert finish(source, target, "--max-batch", 4)["answered_before"] == COUNT - 2
     assert target.read_bytes() == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ("out.jsonl", "was removed while it was written, and with it the answers; begin again"),
+        ("in.jsonl", "was changed while it was answered: 60 lines were asked for, "),
+    ],
+)
+def test_files_that_change_while_a_batch_runs(changed: str, words: str, tmp_path: Path) -> None:
+    """A removed output takes its answers with it; an input that was cut is not answered to its end."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(requests(60)))
+    with subprocess.Popen(
+        command(source, target, "--parallel", 1), cwd=ROOT, stderr=subprocess.PIPE, text=True
+    ) as process:
+        wait(lambda: lines_of(target) > 0 or process.poll() is not None, 60)
+        if changed == "out.jsonl":
+            target.unlink()
+        else:
+            source.write_text("\n".join(requests(1)))
+        said = process.communicate()[1]
+    assert process.returncode == 2 and f"{tmp_path / changed} {words}" in said, said
 
 
 def test_two_lines_of_one_name_are_refused_before_anything_runs(tmp_path: Path) -> None:
