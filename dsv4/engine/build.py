@@ -11,7 +11,7 @@ from dsv4.config import EngineConfig
 from dsv4.device import Device
 from dsv4.engine.eager import Eager
 from dsv4.engine.frequency import checksum
-from dsv4.engine.settings import Settings, cache_layout, check_memory, settle
+from dsv4.engine.settings import Settings, cache_layout, check_memory, crowding, settle
 from dsv4.engine.spill import Split, place_experts
 from dsv4.errors import ConfigError, DeviceError
 from dsv4.kernels.decode.exchange import Peers, inbox_places
@@ -132,7 +132,7 @@ class Prepared:
             torch.cuda.set_device(s.device.torch_name)  # kernels run on the thread's current device
         # Decoding small blocks of rows is done before a second thread has woken up (measured: docs/log.md).
         torch.set_num_threads(1)
-        notes = self.checkpoint.inventory.notes
+        notes = (*self.checkpoint.inventory.notes, *crowding(s.threads, self.config.ranks))
         if s.tiled:
             model = checksum(self.checkpoint)
             placed, said = place_experts(self.split, model, s.device.torch_name)
