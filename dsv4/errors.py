@@ -26,8 +26,9 @@ class DeviceError(Dsv4Error):
 
 
 class LostError(DeviceError):
-    """A GPU or a rank is lost, and the engine with it. `reason`: without what to do about it."""
+    """A GPU or a rank is lost, and the engine with it. `reason`: without what to do about it. `public`: the
+    same without the names of machines, for clients."""
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, public: str = "") -> None:
         super().__init__(f"{reason}; start the engine anew")
-        self.reason = reason
+        self.reason, self.public = reason, public or reason

@@ -52,8 +52,9 @@ def batch(
     Seeds and ids are made from the lines, so a run that was killed and started again gives the same file.
     """
     with needs_extra("a batch", "serve"):
-        from dsv4.serve.batch import Job, Output, count_requests, read_lines, run
+        from dsv4.serve.batch import Job, Output, count_requests, read_lines, run, state_of
     check_positive(parallel=parallel, replicas=replicas, max_thinking=max_thinking)
+    before = state_of(source)
     total = count_requests(source)
     if target.exists() and target.samefile(source):
         raise ConfigError(f"{target} is the input too; name another file for the answers")
@@ -104,6 +105,11 @@ def batch(
             done = f"stopped after {tally.done} of {total} lines"
             say_note(f"{done}; the same command goes on from there")
             raise
+    if state_of(source) != before:
+        raise ConfigError(
+            f"{source} was changed while it was answered: {total} lines were asked for, {tally.done} answers "
+            "are there; the same command checks them line by line and goes on"
+        )
     _show(tally, total, source, target, json)
 
 

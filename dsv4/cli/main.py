@@ -1,6 +1,5 @@
 """`dsv4`: the program. Errors a user can cause end in one sentence and exit code 2."""
 
-import io
 import os
 import sys
 from importlib import import_module
@@ -13,6 +12,7 @@ from dsv4.child import end_with
 from dsv4.cli.bench import group as bench
 from dsv4.cli.options import add_command, show_help
 from dsv4.cli.show import say_error
+from dsv4.cli.streams import forget_output, prepare
 from dsv4.env import launched_by, wants_traceback
 from dsv4.errors import Dsv4Error
 
@@ -45,10 +45,7 @@ def _begin(
 
 
 def main() -> None:
-    for stream in (sys.stdin, sys.stdout, sys.stderr):
-        # What is typed or generated may not fit the terminal's encoding; that is no reason to end.
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    prepare()
     try:
         _follow()
         code = app(prog_name="dsv4", standalone_mode=False)
@@ -69,17 +66,13 @@ def main() -> None:
             raise
         say_error(_without_triton())
         sys.exit(2)
-    except BrokenPipeError:
-        # The reader of our output went away (`| head`): nothing is wrong.
-        sys.stderr.close()
-        sys.exit(141)
     except OSError as error:
         # A name that no file system takes, a disk that is full behind our output: nothing we should explain.
         if wants_traceback():
             raise
         place = "input or output" if error.filename is None else str(error.filename)
         say_error(f"{place} cannot be used: {error.strerror or error}")
-        _forget_output()
+        forget_output()
         sys.exit(2)
 
 
@@ -104,9 +97,3 @@ def _without_triton() -> str:
         return "this runs GPU kernels, which need Triton; it is not installed: pip install triton"
     found = f"torch {torch.__version__} sees no CUDA GPU"
     return f"this runs GPU kernels, and {found}; run it on a machine with one"
-
-
-def _forget_output() -> None:
-    """What stdout could not take would be tried again at exit, and fail again."""
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout is sys.__stdout__:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

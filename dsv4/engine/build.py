@@ -12,7 +12,7 @@ from dsv4.config import EngineConfig
 from dsv4.device import Device
 from dsv4.engine.eager import Eager
 from dsv4.engine.frequency import checksum
-from dsv4.engine.settings import Settings, cache_layout, check_memory, settle
+from dsv4.engine.settings import Settings, cache_layout, check_memory, crowding, settle
 from dsv4.engine.spill import Split, place_experts
 from dsv4.errors import ConfigError, DeviceError
 from dsv4.kernels.decode.exchange import Peers, inbox_places
@@ -131,7 +131,7 @@ class Prepared:
         s = self.settings
         if s.device.kind == "cuda":
             torch.cuda.set_device(s.device.torch_name)  # kernels run on the thread's current device
-        notes = self.checkpoint.inventory.notes
+        notes = (*self.checkpoint.inventory.notes, *crowding(s.threads, self.config.ranks))
         with _one_thread():
             if s.tiled:
                 model = checksum(self.checkpoint)

@@ -43,7 +43,8 @@ logger = logging.getLogger("dsv4.engine")
 
 @dataclass
 class _Peer:
-    name: str
+    rank: int
+    name: str  # with its machine, if that is another
     process: subprocess.Popen[bytes] | None  # None: torchrun's
     channel: Channel
     is_loaded: bool = False
@@ -68,7 +69,7 @@ class Ranks:
         self.size, self.seconds, self._devices = len(devices), config.rank_seconds, devices
         self._has_whole_experts = config.expert_parallel
         self._changed = threading.Condition()
-        self._reason = ""  # why the ranks were ended
+        self._reason = self._public = ""  # why the ranks were ended, and without the names of machines
         self._is_stopping = False
         # Not held: the watching thread may be the last to hold this object, and a group that is freed by a
         # thread while the interpreter ends aborts the process.
@@ -88,7 +89,7 @@ class Ranks:
             self._meeting = Meeting(store, address, hosts=hosts)
             if devices[0] != "cpu":
                 self._devices = [devices[0], *(f"cuda:{guest.local_rank}" for guest in guests)]
-        self._peers = [_Peer(guest.name, None, guest.channel) for guest in guests]
+        self._peers = [_Peer(guest.rank, guest.name, None, guest.channel) for guest in guests]
         self._end = weakref.finalize(self, _end, self._peers, self._folder)
         # The kernel ends a rank with the thread that started it: one that lives as long as the ranks.
         # It may call this object at once, so it comes last.
@@ -138,7 +139,8 @@ class Ranks:
     def check(self) -> None:
         """Raise if the ranks were ended."""
         if self._reason:
-            raise LostError(f"{self._reason}; all {self.size} ranks were ended")
+            all_ended = f"; all {self.size} ranks were ended"
+            raise LostError(self._reason + all_ended, self._public + all_ended)
 
     def watched(self, progress: Progress | None) -> Progress:
         """The same while rank 0 loads, which ends as soon as another rank has."""
@@ -157,7 +159,7 @@ class Ranks:
             try:
                 peer.channel.send(kind, body)
             except TimeoutError:
-                self._lose(f"{peer.name} took nothing for {self.seconds:g} s")
+                self._lose(f" took nothing for {self.seconds:g} s", peer)
                 self.check()
             except Closed as error:
                 raise self.lost(PeerError(str(error))) from None
@@ -169,9 +171,9 @@ class Ranks:
                 self._changed.wait_for(
                     lambda: self._reason or all(peer.has_waited for peer in self._peers), LAST_WORDS_SECONDS
                 )
-            silent = [peer.name for peer in self._peers if not peer.has_waited]
+            silent = [peer for peer in self._peers if not peer.has_waited]
             if silent:
-                self._lose(f"{' and '.join(silent)} did not answer for {self.seconds:g} s")
+                self._lose(f" did not answer for {self.seconds:g} s", *silent)
             else:
                 self._lose(f"rank 0 kept the others waiting for {self.seconds:g} s")
         else:
@@ -182,11 +184,12 @@ class Ranks:
             return made
         raise AssertionError("a reason was just set")
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, what: str, *who: _Peer) -> None:
         with self._changed:
             if self._reason or self._is_stopping:
                 return
-            self._reason = reason
+            self._public = " and ".join(f"rank {peer.rank}" for peer in who) + what
+            self._reason = " and ".join(peer.name for peer in who) + what
             self._changed.notify_all()
         for peer in self._peers:
             peer.end()
@@ -202,7 +205,7 @@ class Ranks:
             peer.has_waited |= kind is Kind.WAITED
             self._changed.notify_all()
         if kind is Kind.FAILED:
-            self._lose(f"{peer.name}: {body.decode(errors='replace')}")
+            self._lose(f": {body.decode(errors='replace')}", peer)
 
     def take_end(self, peer: _Peer) -> None:
         how = "its connection has ended"
@@ -214,7 +217,7 @@ class Ranks:
         with self._changed:
             peer.is_gone = True
         if not peer.has_waited:
-            self._lose(f"{peer.name} has died ({how})")
+            self._lose(f" has died ({how})", peer)
 
     def stop(self) -> None:
         """End the other ranks, now."""
@@ -249,7 +252,7 @@ def _launch(rank: int, seconds: float) -> _Peer:
             stdin=subprocess.DEVNULL,
             preexec_fn=partial(begin, os.getpid()),
         )
-    return _Peer(f"rank {rank}", process, Channel(ours, seconds))
+    return _Peer(rank, f"rank {rank}", process, Channel(ours, seconds))
 
 
 def _watch(

@@ -8,7 +8,7 @@ import torch
 
 from dsv4.cache.layout import CacheLayout
 from dsv4.config import EngineConfig, ModelConfig
-from dsv4.device import OLDEST, Device, available_memory, too_old
+from dsv4.device import OLDEST, Device, available_memory, too_old, usable_cores
 from dsv4.engine import proof
 from dsv4.engine.memory import Memory, gpu_memory, largest_linear, reference_memory, unpacks_weights
 from dsv4.engine.sizes import check_sizes
@@ -121,6 +121,20 @@ def settle(config: EngineConfig, checkpoint: Checkpoint, ranks: int = 1) -> Sett
         num_drafts=_num_drafts(config, device, checkpoint),
         tiled=tiled,
         choices=tuple(choices),
+    )
+
+
+def crowding(threads: int, ranks: int) -> tuple[str, ...]:
+    """A note on more threads than there are cores. `ranks`: processes on this machine.
+
+    No error: it is slow and not wrong, and who wants the bits of a larger machine needs its number."""
+    cores = usable_cores()
+    if threads == 1 or threads * ranks <= cores:
+        return ()
+    found = f"threads is {threads}" + (f" on each of {ranks} ranks" if ranks > 1 else "")
+    return (
+        f"{found}, and this process may use {cores} cores: threads that wait for a core make steps slower; "
+        f"leave threads out, or give at most {max(1, cores // ranks)}",
     )
 
 

@@ -8,6 +8,7 @@ that was not. Knows no sockets and no cluster.
 import asyncio
 import codecs
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -113,6 +114,15 @@ def count_requests(path: Path) -> int:
     return count
 
 
+def state_of(path: Path) -> tuple[int, ...]:
+    """Another one: the file has changed."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
 def read_lines(path: Path) -> Iterator[bytes]:
     """Every line that is not blank, without the byte order mark that some editors put in front."""
     return (line for _, line in _numbered_lines(path))
@@ -137,9 +147,11 @@ class Output:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file = path.open("ab+")
+            if path.exists() and not path.is_file():
+                raise OSError(errno.EINVAL, "it is no file, and a batch reads again what it has written")
+            self._file = path.open("ab+", buffering=0)
         except OSError as error:
-            raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
+            raise self._refusal(error) from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -150,33 +162,47 @@ class Output:
         return self
 
     def __exit__(self, *error: object) -> None:
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with self._file:
+            try:
+                os.fsync(self._file.fileno())
+            except OSError as failed:
+                raise self._refusal(failed) from None
+
+    def _refusal(self, error: OSError) -> ConfigError:
+        return ConfigError(f"{self.path} cannot be written: {error.strerror or error}")
 
     def resume(self, lines: Iterable[bytes], fingerprint: str) -> "Tally":
         """What is there already, checked line by line against the input."""
         tally, end = Tally(), 0
-        self._file.seek(0)
         wanted = iter(lines)
-        for line in self._file:
-            if not line.endswith(b"\n"):
-                break
-            given = next(wanted, None)
-            if given is None or _id_of(line) != f"batch_req_{line_id(fingerprint, tally.done, given)}":
-                raise ConfigError(
-                    f"line {tally.done + 1} of {self.path} is not the answer to that line of the input with "
-                    "this model and these settings; go on with what it was begun with, or name a new file"
-                )
-            tally.count(line)
-            end += len(line)
+        with self.path.open("rb") as file:
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                given = next(wanted, None)
+                if given is None or _id_of(line) != f"batch_req_{line_id(fingerprint, tally.done, given)}":
+                    raise ConfigError(
+                        f"line {tally.done + 1} of {self.path} is not the answer to that line of the input "
+                        "with this model and these settings; go on with what it was begun with, or name a "
+                        "new file"
+                    )
+                tally.count(line)
+                end += len(line)
         self._file.truncate(end)
         tally.before = tally.done
         return tally
 
     def write(self, line: bytes) -> None:
         """Whole, in one call of the system: a kill leaves it there or not, or cut in the last line."""
-        self._file.write(line)
-        self._file.flush()
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            why = f"{self._refusal(error)}; the lines so far are kept, and the same command goes on"
+            raise ConfigError(why) from None
+        if os.fstat(self._file.fileno()).st_nlink == 0:
+            why = "was removed while it was written, and with it the answers"
+            raise ConfigError(f"{self.path} {why}; begin again")
 
 
 @dataclass

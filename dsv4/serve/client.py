@@ -198,6 +198,7 @@ class _Life:
     latest: dict[str, float] = field(default_factory=dict)  # when a sequence's last token came
     heard: float = field(default_factory=time.monotonic)  # when the last message came
     why: str = ""  # it has ended, where more is known than how
+    noted: str = ""  # the same for the log, where it says more
 
 
 class EngineProcess:
@@ -317,10 +318,10 @@ class EngineProcess:
             try:
                 life = await _launch()
             except OSError as error:  # no file descriptor, no memory
-                self._trouble = f"the engine's process cannot be started ({error.strerror or error})"
+                noted = self._trouble = f"the engine's process cannot be started ({error.strerror or error})"
             else:
                 self._life = life
-                if self._stopping.is_set():  # by a `stop` that found no link to close yet
+                if self._stopping.is_set():  # `stop` came during the launch, and found nothing to end
                     life.writer.close()
                 watchdog = asyncio.create_task(self._watch(life))
                 try:
@@ -338,20 +339,21 @@ class EngineProcess:
                     code = await _ended(life)
                 was_ready = life.ready is not None
                 self._trouble = life.why or f"the engine's process has died ({_how(code)})"
+                noted = life.noted or self._trouble
                 again = f"{self._trouble}; it is being restarted, send the request again"
                 self._fail_all(life, Unavailable(self._stop_reason or again))
             self._give_up(Unavailable(f"{self._trouble} while loading"))
             if self._stopping.is_set():
                 return
             if launched_by() is not None:
-                why = f"{self._trouble}, and torchrun's ranks with it; torchrun can start all of them again"
+                why = f"{noted}, and torchrun's ranks with it; torchrun can start all of them again"
                 self.ended.set_exception(DeviceError(why))
                 return
             self.num_restarts += 1
             self.status = wire.Status()
             delay = 0.0 if was_ready else min(MAX_RESTART_SECONDS, max(1.0, 2 * delay))
             self._log(
-                f"engine: {self._trouble}; restarting{f' in {delay:g} s' if delay else ''}, "
+                f"engine: {noted}; restarting{f' in {delay:g} s' if delay else ''}, "
                 f"it has run for {time.monotonic() - began:.1f} s"
             )
             with contextlib.suppress(TimeoutError):
@@ -417,7 +419,8 @@ class EngineProcess:
             life.why = "the engine cannot be loaded, the server's log says why"
             raise ConfigError(message.error)
         elif isinstance(message, wire.Lost):
-            life.why = f"the engine has died: {message.reason}"
+            life.why = f"the engine has died: {message.public}"
+            life.noted = f"the engine has died: {message.reason}"
 
     def _take_gap(self, life: _Life, delta: Delta) -> None:
         last = life.latest.pop(delta.request_id, None)

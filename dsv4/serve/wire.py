@@ -78,9 +78,10 @@ class Failed(Message, frozen=True):
 
 
 class Lost(Message, frozen=True):
-    """A GPU or a rank is lost, so the process ends; why, for those who wait for their answers."""
+    """A GPU or a rank is lost, so the process ends; why, for the log and for those who wait for answers."""
 
     reason: str
+    public: str
 
 
 class Accepted(Message, frozen=True):

@@ -230,7 +230,8 @@ def main(descriptor: int) -> None:
         try:
             worker.run()
         except DeviceError as error:  # the GPU or a rank is lost, and with it all that this process holds
-            link.send(wire.Lost(error.reason if isinstance(error, LostError) else str(error)))
+            lost = error if isinstance(error, LostError) else LostError(str(error))
+            link.send(wire.Lost(lost.reason, lost.public))
             sys.exit(1)
     except (BrokenPipeError, ConnectionResetError):
         pass  # the HTTP process is gone, and nobody is left to answer

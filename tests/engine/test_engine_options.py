@@ -1,7 +1,10 @@
 """Every engine option has an effect or is refused."""
 
+import os
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dsv4 import Engine, EngineConfig, SamplingParams
+from dsv4.engine.settings import crowding
 from dsv4.errors import ConfigError, DeviceError
 from dsv4.lab.score import score_ids
 from dsv4.model.model import Model
@@ -124,6 +128,42 @@ def test_threads_batch_and_context_are_used(engine_for: Callable[..., Engine]) -
     assert engine.settings.max_context == 300
     settled = {choice.name: choice.why for choice in engine.settings.choices}
     assert settled.keys() == {"compute_dtype", "cache", "weights"} and all(settled.values())
+
+
+def test_more_threads_than_cores(engine_for: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said, not refused: it is slow and not wrong."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    assert crowding(1, 4) == crowding(2, 1) == ()
+    (said,) = crowding(2, 2)
+    assert said.startswith("threads is 2 on each of 2 ranks, and this process may use 2 cores: ")
+    assert said.endswith("; leave threads out, or give at most 1")
+    try:
+        assert engine_for("modelopt", threads=2).notes == ()
+        notes = engine_for("modelopt", threads=3).notes
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(1)
+    assert notes == crowding(3, 1) and "threads is 3, and this process may use 2 cores" in notes[0]
+    assert notes[0].endswith("leave threads out, or give at most 2")
+
+
+def test_more_threads_than_cores_are_said(checkpoint: Callable[..., Path]) -> None:
+    given = len(os.sched_getaffinity(0)) + 1
+    command = [
+        "generate",
+        "--model",
+        str(checkpoint()),
+        "--ids",
+        "1",
+        "--max-tokens",
+        "1",
+        "--threads",
+        given,
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "dsv4", *map(str, command)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0 and f"note: threads is {given}, and this process may use" in done.stderr
 
 
 @pytest.mark.parametrize(

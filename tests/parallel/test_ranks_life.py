@@ -18,7 +18,7 @@ from ranks_support import SECONDS, children, engine_on, is_running, rank_pids, w
 from dsv4 import Engine, EngineConfig, SamplingParams
 from dsv4.engine import ranks as ranks_module
 from dsv4.engine.ranks import Ranks
-from dsv4.errors import DeviceError
+from dsv4.errors import DeviceError, LostError
 from dsv4.models import EMBEDDED
 from dsv4.parallel.channel import Channel, Kind
 from dsv4.parallel.machines import Guest, World
@@ -143,8 +143,9 @@ def test_rank_that_is_gone_before_it_is_told_anything(monkeypatch: pytest.Monkey
     with monkeypatch.context() as patch:
         patch.setattr(threading, "Thread", Now)
         ranks = Ranks(EMBEDDED, EngineConfig(device="cpu"), ["cpu", "cpu"], world)
-    with pytest.raises(DeviceError, match="rank 1 on there has died"):
+    with pytest.raises(LostError, match="rank 1 on there has died") as caught:
         ranks.join()
+    assert caught.value.public == "rank 1 has died (its connection has ended); all 2 ranks were ended"
     ranks.stop()
 
 

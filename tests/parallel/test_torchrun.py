@@ -183,8 +183,10 @@ def test_server_ends_with_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             next(iter(stream))
             began = time.monotonic()
             other.kill()
-            with pytest.raises(openai.APIError):
+            with pytest.raises(openai.APIError) as caught:
                 list(stream)
+            assert "rank 1 has died (its connection has ended)" in str(caught.value)
+            assert "127.0.0.1" not in str(caught.value) and socket.gethostname() not in str(caught.value)
             assert server.process.wait(10) == 2 and time.monotonic() - began < 10
             assert "rank 1 on " in server.log and "torchrun can start all of them again" in server.log
 

@@ -142,6 +142,17 @@ def test_batch_over_ray_data_gives_the_same_bytes(tmp_path: Path) -> None:
     assert target.read_bytes() == alone.read_bytes()
 
 
+def test_killed_batch_over_ray_has_what_was_answered(tmp_path: Path) -> None:
+    """Not only whole blocks: what one engine has answered is written while it goes on."""
+    source, alone, target = tmp_path / "in.jsonl", tmp_path / "alone.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join([*requests(200), "ends in zeros\0\0"]))
+    finish(source, alone)
+    kill_at(8, source, target, "--ray", "--parallel", 16)
+    assert 8 <= lines_of(target) < 80
+    assert finish(source, target, "--ray", "--replicas", 2)["answered_before"] >= 8
+    assert target.read_bytes() == alone.read_bytes()
+
+
 def test_500_requests_killed_three_times(tmp_path: Path) -> None:
     source, alone, target = tmp_path / "in.jsonl", tmp_path / "alone.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(requests(500)))

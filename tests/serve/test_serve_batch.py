@@ -3,17 +3,19 @@
 import asyncio
 import json
 import os
+import resource
 import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 from batch_support import command, finish, kill_at, lines_of, requests
-from serve_support import ROOT, Server
+from serve_support import ROOT, Server, wait
 
 from dsv4.config import EngineConfig
 from dsv4.errors import ConfigError
 from dsv4.models import EMBEDDED
+from dsv4.serve import client
 from dsv4.serve.batch import Answerer, Job, Output, answering, count_requests, in_order, read_lines, run
 
 COUNT = 30
@@ -114,6 +116,57 @@ def test_inputs_of_all_kinds(tmp_path: Path) -> None:
     os.close(held)
 
 
+def test_outputs_that_are_no_files(tmp_path: Path) -> None:
+    """Refused before anything is read of them: /dev/full gives zeros without end."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for wrong in (pipe, Path("/dev/full"), Path("/dev/null"), tmp_path):
+        with pytest.raises(ConfigError, match="cannot be written: it is no file"):
+            Output(wrong)
+
+
+def test_a_disk_that_fills_up(undisturbed: bytes, source: Path, tmp_path: Path) -> None:
+    """Which file, why, and how to go on; what was written is kept, and the same command goes on."""
+    target, lines = tmp_path / "out.jsonl", undisturbed.splitlines(keepends=True)
+    target.write_bytes(b"".join(lines[:-3]))
+    room = len(undisturbed) - len(lines[-1]) - 20
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+
+    done = subprocess.run(
+        command(source, target, "--max-batch", 4), cwd=ROOT, capture_output=True, text=True, preexec_fn=limit
+    )
+    error = f"error: {target} cannot be written: File too large; the lines so far are kept, and"
+    assert done.returncode == 2 and error in done.stderr, done.stderr
+    assert target.read_bytes() == undisturbed[:room]
+    assert finish(source, target, "--max-batch", 4)["answered_before"] == COUNT - 2
+    assert target.read_bytes() == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ("out.jsonl", "was removed while it was written, and with it the answers; begin again"),
+        ("in.jsonl", "was changed while it was answered: 60 lines were asked for, "),
+    ],
+)
+def test_files_that_change_while_a_batch_runs(changed: str, words: str, tmp_path: Path) -> None:
+    """A removed output takes its answers with it; an input that was cut is not answered to its end."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(requests(60)))
+    with subprocess.Popen(
+        command(source, target, "--parallel", 1), cwd=ROOT, stderr=subprocess.PIPE, text=True
+    ) as process:
+        wait(lambda: lines_of(target) > 0 or process.poll() is not None, 60)
+        if changed == "out.jsonl":
+            target.unlink()
+        else:
+            source.write_text("\n".join(requests(1)))
+        said = process.communicate()[1]
+    assert process.returncode == 2 and f"{tmp_path / changed} {words}" in said, said
+
+
 def test_two_lines_of_one_name_are_refused_before_anything_runs(tmp_path: Path) -> None:
     """By their numbers in the file, blank lines counted; lines that have no name are no two of one."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -144,6 +197,32 @@ def test_engine_that_dies_changes_nothing(undisturbed: bytes, source: Path) -> N
 
     asyncio.run(go())
     assert b"".join(made) == undisturbed
+
+
+def test_interrupted_while_the_engine_is_being_launched(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process comes up after it was to be ended; nobody waits for it."""
+
+    async def go() -> None:
+        begun, launch = asyncio.Event(), client._launch
+
+        async def slow() -> client._Life:
+            life = await launch()
+            begun.set()
+            await asyncio.sleep(0.5)
+            return life
+
+        monkeypatch.setattr(client, "_launch", slow)
+        running = asyncio.create_task(
+            run(job_of(source), [(0, b"{}")], 1, print, print, lambda done, total: None)
+        )
+        await begun.wait()
+        running.cancel()
+        await asyncio.wait([running], timeout=client.STOP_SECONDS + 5)
+        assert running.cancelled()
+
+    asyncio.run(go())
 
 
 def test_bodies_are_those_of_the_server(undisturbed: bytes, source: Path, server: Server) -> None:

@@ -3,9 +3,11 @@
 import asyncio
 import errno
 import json
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from serve_support import SHORT
@@ -15,6 +17,7 @@ from dsv4.models import EMBEDDED
 from dsv4.serve import app as app_module
 from dsv4.serve import client as client_module
 from dsv4.serve import job as job_module
+from dsv4.serve import wire
 from dsv4.serve.answer import ChatAnswer
 from dsv4.serve.app import make_app
 from dsv4.serve.client import EngineProcess, Ticket, Unavailable
@@ -221,3 +224,41 @@ def test_whenever_it_is_cancelled() -> None:
             assert await harness.is_given_back(), fails_at
 
     run(check)
+
+
+def test_clients_do_not_hear_the_names_of_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log does. Frames as the process of torchrun's rank 0 sends them."""
+
+    class Process:
+        async def wait(self) -> int:
+            return 1
+
+    async def go() -> None:
+        reader, logged = asyncio.StreamReader(), list[str]()
+        ours, theirs = socket.socketpair()
+        _, writer = await asyncio.open_connection(sock=ours)
+        life = client_module._Life(Process(), reader, writer)  # type: ignore[arg-type]
+        monkeypatch.setattr(client_module, "_launch", AsyncMock(return_value=life))
+        engine = EngineProcess(
+            str(EMBEDDED),
+            EngineConfig(),
+            **{"max_queue": 1, "queue_seconds": 9, "request_seconds": 9, "stall_seconds": 9},
+            log=logged.append,
+            progress=lambda done, total: None,
+        )
+        reader.feed_data(wire.frame(wire.Ready(512, 1, 512, [], wire.Status())))
+        await engine.start()
+        with engine.reserve(1) as ticket:
+            reader.feed_data(wire.frame(wire.Lost("rank 1 on there (10.9.0.2) has died", "rank 1 has died")))
+            monkeypatch.setattr(client_module, "_launch", AsyncMock(side_effect=OSError(12, "no memory")))
+            reader.feed_eof()
+            with pytest.raises(Unavailable) as caught:
+                await ticket.next()
+        assert str(caught.value).startswith("the engine has died: rank 1 has died; it is being restarted")
+        assert logged[0].startswith(
+            "engine: the engine has died: rank 1 on there (10.9.0.2) has died; restart"
+        )
+        await engine.stop("the test is over")
+        theirs.close()
+
+    asyncio.run(go())

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from dsv4.device import usable_cores
 from dsv4.errors import CheckpointError, ConfigError
 from dsv4.lab.files import size
 from dsv4.lab.quantize.convert import Converter, Task, Write
@@ -58,7 +59,7 @@ class Quantizer:
     ) -> "Quantizer":
         """Open and plan; refuses what the arguments and the source's headers rule out."""
         source, folder = Path(source), Path(folder)
-        cores = len(os.sched_getaffinity(0))
+        cores = usable_cores()
         if threads is not None and not 1 <= threads <= MAX_THREADS:
             raise ConfigError(
                 f"threads is {threads}, expected 1 to {MAX_THREADS}; more would wait for the disk"
