@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dsv4.cli.options import check_positive, engine_options, needs_extra
+from dsv4.cli.options import check_positive, check_ray, engine_options, needs_extra
 from dsv4.cli.show import count_bar, ctrl_c_cancels, model_folder, out, print_json, say_note
 from dsv4.config import EngineConfig
 from dsv4.errors import ConfigError
@@ -54,6 +54,7 @@ def batch(
     with needs_extra("a batch", "serve"):
         from dsv4.serve.batch import Job, Output, count_requests, read_lines, run
     check_positive(parallel=parallel, replicas=replicas, max_thinking=max_thinking)
+    check_ray(ray, replicas=replicas - 1, gpus_per_replica=gpus_per_replica)
     total = count_requests(source)
     if target.exists() and target.samefile(source):
         raise ConfigError(f"{target} is the input too; name another file for the answers")
