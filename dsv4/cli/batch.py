@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dsv4.cli.options import check_positive, engine_options, needs_extra
+from dsv4.cli.options import check_positive, check_ray, engine_options, needs_extra
 from dsv4.cli.show import count_bar, ctrl_c_cancels, model_folder, out, print_json, say_note
 from dsv4.config import EngineConfig
 from dsv4.errors import ConfigError
@@ -54,6 +54,7 @@ def batch(
     with needs_extra("a batch", "serve"):
         from dsv4.serve.batch import Job, Output, count_requests, read_lines, run, state_of
     check_positive(parallel=parallel, replicas=replicas, max_thinking=max_thinking)
+    check_ray(ray, replicas=replicas - 1, gpus_per_replica=gpus_per_replica)
     before = state_of(source)
     total = count_requests(source)
     if target.exists() and target.samefile(source):
@@ -71,7 +72,8 @@ def batch(
         # As the lines so far have it: the input may have been copied since.
         job = replace(job, created=tally.created or job.created)
         if tally.before:
-            say_note(f"{tally.before} of {total} lines are there already; going on")
+            rest_is = "going on" if tally.before < total else "nothing is left to do"
+            say_note(f"{tally.before} of {total} lines are there already; {rest_is}")
 
         def rest() -> Iterator[tuple[int, bytes]]:
             return islice(enumerate(read_lines(source)), tally.before, None)

@@ -61,6 +61,7 @@ class _Conversation:
         self.engine, self.params, self.stats = engine, params, stats
         self.system, self.thinking = system, thinking
         self.turns: list[dict[str, Any]] = []
+        self.is_first = True  # no answer has come yet since the program's start
 
     def loop(self) -> None:
         if sys.stdin.isatty():
@@ -112,6 +113,7 @@ class _Conversation:
 
         assert self.engine.tokenizer is not None
         answer, watch, end = Answer(self.engine.tokenizer, self.thinking), Stopwatch(len(ids)), "stopped"
+        accepted, drafted = self.engine.num_accepted, self.engine.num_drafted
         with self.engine.stream(self.engine.request(ids, self.params)) as stream, ctrl_c() as pressed:
             # Step by step, not delta by delta: a long prompt can be stopped too.
             while not (pressed or stream.is_done):
@@ -121,10 +123,15 @@ class _Conversation:
                         watch.count()
                         answer.push(delta.token.id)
         answer.finish(end == "stop")
-        notes = {"stop": "", "length": "; cut by the token limit", "stopped": "; stopped"}
-        engine, speed = self.engine, watch.overall()
+        limit = "cut by the token limit"
+        if self.params.max_tokens is None:
+            limit = f"cut: the context of {self.engine.settings.max_context} tokens is full, see /reset"
+        notes = {"stop": "", "length": f"; {limit}", "stopped": "; stopped"}
+        speed = watch.overall()
         if self.stats:
-            speed = watch.since_start(engine.num_accepted, engine.num_drafted)
+            show = watch.since_start if self.is_first else watch.since_prompt
+            speed = show(self.engine.num_accepted - accepted, self.engine.num_drafted - drafted)
+        self.is_first = False
         err.print(f"[dim]{speed}{notes[end]}[/]")
         return {"reasoning_content": answer.reasoning, "content": answer.content}
 

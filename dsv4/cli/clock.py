@@ -48,21 +48,22 @@ class Stopwatch:
         rate = self.tokens / max(1e-9, time.perf_counter() - self.begun)
         return f"{_tokens(self.tokens, 'token')}, {rate:.1f}/s"
 
-    def since_prompt(self) -> str:
-        return self._line(_duration(self.first - self.begun))
+    def since_prompt(self, num_accepted: int = 0, num_drafted: int = 0) -> str:
+        """With proposals of the draft block, if there were any."""
+        return self._line(_duration(self.first - self.begun), num_accepted, num_drafted)
 
     def since_start(self, num_accepted: int = 0, num_drafted: int = 0) -> str:
-        """With the time from the program's start, loading included, to the first token; and proposals of the
-        draft block, if there were any."""
+        """With the time from the program's start, loading included, to the first token too."""
         since_start = f"{_duration(self.first_since_start)} after the program's start"
-        line = self._line(f"{_duration(self.first - self.begun)}, {since_start}")
-        return f"{line}; {num_accepted} of {num_drafted} drafts accepted" if num_drafted else line
+        to_first = f"{_duration(self.first - self.begun)}, {since_start}"
+        return self._line(to_first, num_accepted, num_drafted)
 
-    def _line(self, to_first: str) -> str:
+    def _line(self, to_first: str, num_accepted: int, num_drafted: int) -> str:
         prompt = _tokens(self.prompt_tokens, "prompt token")
         if not self.tokens:
             return f"{prompt}, no answer"
         line = f"{prompt}, first token after {to_first}; {_tokens(self.tokens, 'token')}"
         # What came at once, as a single token does, has no rate.
         later = self.tokens - self._at_first
-        return f"{line} at {later / max(1e-9, self.last - self.first):.1f}/s" if later else line
+        line += f" at {later / max(1e-9, self.last - self.first):.1f}/s" if later else ""
+        return f"{line}; {num_accepted} of {num_drafted} drafts accepted" if num_drafted else line

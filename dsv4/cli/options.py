@@ -61,6 +61,13 @@ def check_positive(**options: int | None) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}, expected 1 or more")
 
 
+def check_ray(is_asked: bool, **options: float | None) -> None:
+    """Numbers that only replicas on Ray have, by the names of their options."""
+    for name, value in options.items():
+        if value and not is_asked:
+            raise ConfigError(f"--{name.replace('_', '-')} goes with --ray; give both, or leave it out")
+
+
 def show_help(context: typer.Context) -> None:
     """What a group does that is called without a command."""
     if context.invoked_subcommand is None:

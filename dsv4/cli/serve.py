@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dsv4.cli.options import engine_options, needs_extra
+from dsv4.cli.options import check_ray, engine_options, needs_extra
 from dsv4.cli.show import bytes_bar, err, model_folder, say_note
 from dsv4.config import EngineConfig
 from dsv4.errors import ConfigError
@@ -123,6 +123,7 @@ def serve(
         log_texts=log_texts,
         isolate_by_key=isolate_by_key,
     )
+    check_ray(ray, replicas=replicas - 1, max_replicas=max_replicas, gpus_per_replica=gpus_per_replica)
     err.file = UnfailingStderr()  # type: ignore[assignment]
     folder = model_folder(model)
     if api_key_file is None and host not in LOCAL_NAMES:

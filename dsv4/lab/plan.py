@@ -127,6 +127,8 @@ def describe(model: str, format: str | None) -> tuple[str, ModelConfig, Inventor
             raise ConfigError(
                 f"--format goes with {', '.join(PRESETS)}; the tensors of {model} say how they are stored"
             )
+        if not Path(model).exists():
+            raise ConfigError(f"{model} does not exist; give a model folder, or one of {', '.join(PRESETS)}")
         checkpoint = Checkpoint.open(model)
         return Path(model).resolve().name, checkpoint.config, checkpoint.inventory
     format = format or "modelopt"
@@ -178,7 +180,8 @@ class Plan:
     def make(cls, demand: Demand, machine: Machine, wanted: Wanted) -> "Plan":
         c, count = demand.config, machine.count
         if wanted.context > c.max_positions:
-            raise ConfigError(f"context {wanted.context} exceeds the model's {c.max_positions} positions")
+            most = f"the model's {c.max_positions} positions"
+            raise ConfigError(f"context {wanted.context} exceeds {most}; lower --context")
         if wanted.weights != "auto" and not machine.is_cpu:
             raise ConfigError(f"weights {wanted.weights} is for a CPU; on a GPU use weights auto")
         tp = math.gcd(count, num_parts(c)) if wanted.tp is None else wanted.tp

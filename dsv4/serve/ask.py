@@ -170,6 +170,8 @@ def _params(
 ) -> list[SamplingParams]:
     if body.seed is not None and not -(1 << 63) <= body.seed < 1 << 64:
         raise BadField(f"seed is {body.seed}, expected a 64-bit integer", "seed")
+    if max_tokens == 0:
+        raise BadField("max_tokens is 0, expected a positive integer", "max_tokens")
     if body.ignore_eos and grammar is not None:
         raise BadField("ignore_eos goes on where the form of the answer ends; give one of them", "ignore_eos")
     return [

@@ -353,7 +353,7 @@ def parse(kind: type[Kind], data: bytes) -> Kind:
             ) from None
         where = f"'{param}': " if param else "the body: "
         is_said = "got `" in message or message.startswith("Invalid ")
-        found = "" if is_said else f", found {_shown(data, path)}"
+        found = "" if is_said else _found(data, path)
         if message.startswith("Invalid ") and (choices := _choices(kind, path)):
             found = f", expected {', '.join(choices[:-1])}{' or ' if choices[1:] else ''}{choices[-1]}"
         raise BadField(f"{where}{message[:1].lower()}{message[1:]}{found}", param, "invalid_type") from None
@@ -395,10 +395,17 @@ def _below(each: msgspec.inspect.Type, name: str) -> list[msgspec.inspect.Type]:
     return [field.type for field in each.fields if field.encode_name == name]
 
 
-def _shown(data: bytes, path: str) -> str:
-    """The value at a path such as `$.messages[0].role`; of a list or a long text its length."""
-    value = msgspec.json.decode(data)
+def _found(data: bytes, path: str) -> str:
+    """The value at a path such as `$.messages[0].role`; of a list or a long text its length.
+
+    A number that no float holds, such as 1e999, hides all of them.
+    """
+    try:
+        value = msgspec.json.decode(data)
+    except msgspec.ValidationError:
+        return "; expected numbers of at most 64 bits"
     for name, index in _STEP.findall(path):
         value = value[name] if name else value[int(index)]
     text = repr(value)
-    return f"one of length {len(value)}" if isinstance(value, list | str) and len(text) > 60 else text[:60]
+    is_long = isinstance(value, list | str) and len(text) > 60
+    return f", found one of length {len(value)}" if is_long else f", found {text[:60]}"

@@ -35,6 +35,8 @@ class Checkpoint:
     @classmethod
     def open(cls, path: str | Path) -> "Checkpoint":
         path = Path(path)
+        if path.is_file() and path.suffix != ".safetensors":
+            raise CheckpointError(f"{path} is a file; give a model folder, or a .safetensors file in one")
         config = ModelConfig.load(path.parent if path.is_file() else path)
         reader = Reader(path)
         return cls(config, reader, take_inventory(reader.entries, config))

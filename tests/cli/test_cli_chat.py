@@ -119,6 +119,13 @@ def test_a_conversation_too_long_is_refused_and_goes_on(endless: Path) -> None:
     assert len(refusals) == 2, "the long question, and the second one after a full answer"
 
 
+def test_a_full_context_is_said(endless: Path) -> None:
+    """Nobody set a limit of tokens here."""
+    given = ("chat", endless, "--temperature", 0, "--max-context", 64, "--no-thinking")
+    done = dsv4(*given, stdin="hello\n")
+    assert "; cut: the context of 64 tokens is full, see /reset\n" in done.err
+
+
 def test_model_text_cannot_command_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     hostile = "a\x1b[31mred\x07\x08\r\x7f\x9b5m\x00\tb\n[bold]c[/] {d}"
     for terminal, want in (

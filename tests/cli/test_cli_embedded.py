@@ -101,6 +101,11 @@ def test_stats(model: Path) -> None:
         assert found, done.err
         assert int(found[1]) == prompt_tokens and 0 < seconds(found[2]) <= seconds(found[3])
     assert re.match(STATS, several.err)[4] == "24", "all answers together"  # type: ignore[index]
+    talk = dsv4("chat", "--drafts", 1, *GREEDY, "--stats", stdin="hi\nhi\n")
+    first, second = (line for line in talk.err.splitlines() if "first token" in line)
+    assert "after the program's start" in first and "program" not in second
+    drafted = [int(re.search(r"(\d+) drafts accepted", line)[1]) for line in (first, second)]  # type: ignore[index]
+    assert max(drafted) <= 8, "of this answer, not of all so far"
     assert one.err.endswith("; ended by length\n") and "drafts" not in one.err
 
 

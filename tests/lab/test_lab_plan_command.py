@@ -1,6 +1,7 @@
 """`dsv4 plan`: the verdict is what the engine would do, text and JSON agree, errors are one sentence."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +28,10 @@ def test_the_command(tmp_path: Path) -> None:
         "plan", "tiny", "--gpus", "2xRTX5090", "--context", 65536, "--batch", 65536, "--format", "bf16"
     )
     assert too_much.code == 0 and "does not fit" in too_much.out and "would do" in too_much.out
-    assert "2 GPUs (--gpus) are built, and were never run" in too_much.out
+    assert "; 2 GPUs (--gpus) do not hold it, " in too_much.out
+    two = ok("plan", "flash", "--gpus", "2xH200")
+    assert re.search(r"; 2 GPUs \(--gpus\) hold it, \d+\.\d\d GB on each: built, and never run", two)
+    assert "one H200  " in two, "the table is not of two"
     assert "2 x RTX 5090 (1.79 TB/s each, data sheet); nothing was ever run on one" in too_much.out
 
 
@@ -104,7 +108,7 @@ REFUSED = {
     "": "Missing argument 'model'",
     "{folder}/missing": "/missing does not exist",
     "{folder}": "config.json does not exist",
-    "huge": "huge does not exist",
+    "huge": "huge does not exist; give a model folder, or one of flash, pro, tiny",
     "tiny --gpus 2xH900": "gpus '2xH900': expected a number and a known GPU",
     "tiny --gpus 0xH200": "gpus '0xH200': expected 1 to 1024 of them",
     f"tiny --gpus {'9' * 5000}xH200": "expected 1 to 1024 of them",
@@ -114,7 +118,7 @@ REFUSED = {
     "tiny --gpus 4xH200 --ep 3": "ep 3 does not divide the 4 GPUs",
     "tiny --gpus H200 --ep 0": "ep is 0, expected at least 1",
     "tiny --gpus H200 --context 0": "context is 0, expected at least 1",
-    "tiny --gpus H200 --context 9999999": "context 9999999 exceeds the model's 65536 positions",
+    "tiny --gpus H200 --context 9999999": "exceeds the model's 65536 positions; lower --context",
     "tiny --gpus H200 --batch 99999999": "batch is 99999999, expected at most",
     "tiny --gpus H200 --format gguf": "unknown format 'gguf'",
     "tiny --gpus H200 --weights none": "weights is 'none'",

@@ -7,9 +7,10 @@ import resource
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
-from batch_support import command, finish, kill_at, lines_of, requests
+from batch_support import command, finish, kill_at, line, lines_of, requests
 from serve_support import ROOT, Server, wait
 
 from dsv4.config import EngineConfig
@@ -165,6 +166,20 @@ def test_files_that_change_while_a_batch_runs(changed: str, words: str, tmp_path
             source.write_text("\n".join(requests(1)))
         said = process.communicate()[1]
     assert process.returncode == 2 and f"{tmp_path / changed} {words}" in said, said
+
+
+def test_a_body_that_cannot_be_read_ends_its_own_line_alone(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    ask: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+    huge = line(1, **ask).replace('"max_tokens": 2', '"temperature": 1e999')
+    lines = [line(0, **ask), huge, line(2).replace("{}", "[5]"), line(3, **ask, stream=True), line(4, **ask)]
+    source.write_text("\n".join(lines))
+    assert finish(source, target)["failed"] == 3
+    found = [json.loads(each) for each in target.read_bytes().splitlines()]
+    codes = [each["response"] and each["response"]["status_code"] for each in found]
+    assert codes == [200, 400, 400, None, 200], found
+    assert "temperature" in found[1]["response"]["body"]["error"]["message"]
+    assert "stream" in found[3]["error"]["message"]
 
 
 def test_two_lines_of_one_name_are_refused_before_anything_runs(tmp_path: Path) -> None:

@@ -273,6 +273,10 @@ def test_what_clients_send_is_taken(server: Server) -> None:
     for extra, says in REFUSED:
         status, body, _ = server.post("/v1/chat/completions", {**CHAT, **extra})
         assert status == 400 and says in body["error"]["message"], (extra, body)
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        ask = CHAT if "chat" in path else {"prompt": "x"}
+        status, body, _ = server.post(path, {**ask, "max_tokens": 0})
+        assert status == 400 and body["error"]["param"] == "max_tokens", body
     assert server.client.models.retrieve("tiny").id == "tiny"
     assert server.raw("GET", "/v1/models/other/one")[0] == 404
     for path in ("/health", "/v1/models", "/"):

@@ -138,6 +138,31 @@ def test_errors_are_shown(page: Any) -> None:
     assert page.text_content(".error") == "the engine <b>died</b>"
 
 
+@needs_browser
+def test_settings_that_are_empty_or_wrong(page: Any) -> None:
+    sent: list[Any] = []
+
+    def fulfill(route: Any) -> None:
+        sent.append(route.request.post_data_json)
+        route.abort() if len(sent) > 1 else route.fulfill(body=STREAM, content_type="text/event-stream")
+
+    page.route("**/v1/chat/completions", fulfill)
+    page.click("#settings-toggle")
+    page.fill("#tools", "[{")
+    ask(page, "hi")
+    page.wait_for_selector(".error")
+    assert page.text_content(".error").startswith("Tools in Settings are not JSON: ") and not sent
+    page.fill("#tools", "")
+    page.fill("#temperature", "")
+    page.click("text=Retry")
+    wait(lambda: page.locator(".assistant .content").last.text_content() == "well", 10)
+    assert "temperature" not in sent[0], "an empty field is the server's default, not 0"
+    ask(page, "again")
+    page.wait_for_selector(".error")
+    assert page.text_content(".error") == "The server cannot be reached; is it running?"
+    page.complaints.clear()
+
+
 STREAM = 'data: {"choices": [{"delta": {"content": "well"}, "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n'
 
 

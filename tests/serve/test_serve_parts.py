@@ -30,6 +30,7 @@ from dsv4.serve.connections import Connection, Listener
 from dsv4.serve.gate import Gate
 from dsv4.serve.metrics import Times
 from dsv4.serve.openai import error_body
+from dsv4.serve.schema import BadField, ChatBody, parse
 from dsv4.serve.wire import (
     MAX_FRAME_BYTES,
     Cancel,
@@ -322,6 +323,21 @@ def test_web_page_cannot_lend_its_name_to_a_local_server() -> None:
         assert asyncio.run(status(host)) == 403
     assert asyncio.run(status(b"evil.example", is_local=False)) == 200
     assert asyncio.run(status(b"proxy", key_hashes=(b"x",))) == 401, "keys do it where there are keys"
+
+
+def test_numbers_that_nothing_holds_are_the_clients_mistake() -> None:
+    """msgspec cannot show such a body, whichever of its fields is refused."""
+    ask = '{"messages":[{"role":"user","content":"x"}],%s}'
+    for fields, says in (
+        ('"temperature":1e999', "'temperature': number out of range; expected numbers of at most 64 bits"),
+        ('"temperature":3,"seed":-1e999', "'temperature': expected `float` <= 2.0; expected numbers of"),
+        ('"user":' + "9" * 5000, "'user': number out of range; expected numbers of"),
+        ('"messages":[],"metadata":{"a":[1e999]}', "'messages': expected `array` of length >= 1; expected"),
+        ('"temperature":3', "'temperature': expected `float` <= 2.0, found 3"),
+    ):
+        with pytest.raises(BadField) as refusal:
+            parse(ChatBody, (ask % fields).encode())
+        assert says in str(refusal.value), fields
 
 
 def test_http_process_does_without_torch() -> None:

@@ -34,14 +34,22 @@ function requestBody() {
   const system = $("system").value.trim();
   const body = {
     messages: system ? [{ role: "system", content: system }, ...messages] : messages,
-    temperature: Number($("temperature").value),
     thinking: { type: $("thinking").checked ? "enabled" : "disabled" },
     stream: true,
     stream_options: { include_usage: true },
   };
+  if ($("temperature").value) body.temperature = Number($("temperature").value);
   if ($("max-tokens").value) body.max_tokens = Number($("max-tokens").value);
-  if ($("tools").value.trim()) body.tools = JSON.parse($("tools").value);
+  if ($("tools").value.trim()) body.tools = tools();
   return body;
+}
+
+function tools() {
+  try {
+    return JSON.parse($("tools").value);
+  } catch (problem) {
+    throw new Error("Tools in Settings are not JSON: " + problem.message);
+  }
 }
 
 // One answer on the page, filled as it arrives.
@@ -111,7 +119,7 @@ class Answer {
       this.foot.append(make("span", "speed", `${count} tokens, ${speed} tokens/s`));
       this.foot.append(make("span", "cached", `prompt ${prompt}, cached ${cached}`));
     }
-    if (this.finish === "length") this.foot.append(make("span", "", "cut: too long"));
+    if (this.finish === "length") this.foot.append(make("span", "", "cut: the limit of tokens is reached"));
     if (!this.finish && !error) this.foot.append(make("span", "", "stopped"));
     this.foot.append(button("Retry", () => retry(this)));
     if (this.message.tool_calls) this.foot.append(button("Send results", () => sendResults(this)));
@@ -152,6 +160,8 @@ async function answer(asked) {
       headers: { "Content-Type": "application/json" },
       body: JSON.stringify(requestBody()),
       signal: mine.signal,
+    }).catch((problem) => {
+      throw problem.name === "AbortError" ? problem : new Error("The server cannot be reached; is it running?");
     });
     if (!response.ok) throw new Error((await response.json()).error.message);
     for await (const chunk of events(response.body)) {
