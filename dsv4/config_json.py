@@ -14,6 +14,10 @@ from dsv4.errors import ConfigError
 
 # Larger numbers mean a damaged file; sizes beyond this could not be multiplied in 64 bits either.
 MAX_NUMBER = 2**31 - 1
+# Smaller ones are 0 in float32, or lose bits there.
+MIN_FLOAT = 2.0**-126
+# Of a rotation: each pair of channels turns slower than the one before; with 1, all would turn alike.
+MIN_BASE = 2
 # Every expert is a parameter to look for, so an absurd count would be an endless search.
 MAX_EXPERTS = 4096
 
@@ -29,7 +33,7 @@ _RATES = {"csa": 4, "hca": 128}
 class _Row:
     """One fact: its Hugging Face key, its official short key, the value when neither is given, and its range.
 
-    Integers are at least `least`, floats more than 0.
+    Numbers are at least `least`, by default integers 1 and floats more than 0.
     """
 
     field: str
@@ -37,7 +41,7 @@ class _Row:
     short: str
     kind: type
     default: Any = None
-    least: int = 1
+    least: int | None = None
     most: int = MAX_NUMBER
 
 
@@ -52,8 +56,8 @@ _ROWS = (
     _Row("o_groups", "o_groups", "o_groups", int),
     _Row("o_rank", "o_lora_rank", "o_lora_rank", int),
     _Row("window", "sliding_window", "window_size", int),
-    _Row("rope_theta", "rope_theta", "rope_theta", float, 10000.0),
-    _Row("compress_rope_theta", "compress_rope_theta", "compress_rope_theta", float, 160000.0),
+    _Row("rope_theta", "rope_theta", "rope_theta", float, 10000.0, MIN_BASE),
+    _Row("compress_rope_theta", "compress_rope_theta", "compress_rope_theta", float, 160000.0, MIN_BASE),
     _Row("max_positions", "max_position_embeddings", "max_seq_len", int, 1048576),
     _Row("index_heads", "index_n_heads", "index_n_heads", int),
     _Row("index_dim", "index_head_dim", "index_head_dim", int),
@@ -197,19 +201,24 @@ class _Parser:
     def fail(self, text: str) -> ConfigError:
         return ConfigError(f"{self.where}: {text}")
 
-    def number(self, name: str, value: Any, kind: type, least: int = 1, most: int = MAX_NUMBER) -> Any:
-        """An integer from `least`, or a float more than 0; at most `most`."""
+    def number(
+        self, name: str, value: Any, kind: type, least: int | None = None, most: int = MAX_NUMBER
+    ) -> Any:
+        """From `least` to `most`; by default an integer from 1, or a float that float32 has, more than 0."""
         if isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)):
             raise self.fail(
                 f"{name} is {_show(value)}, expected {'an integer' if kind is int else 'a number'}"
             )
         # Written so that NaN fails too.
-        if not ((least <= value if kind is int else value > 0) and value <= most):
-            low = f"from {least}" if kind is int else "more than 0 and"
+        lowest = least if least is not None else 1 if kind is int else MIN_FLOAT
+        if not lowest <= value <= most:
+            low = f"from {lowest:g}" if kind is int or value > 0 else "more than 0 and"
             raise self.fail(f"{name} is {_show(value)}, expected {low} up to {most}")
         return kind(value)
 
-    def given(self, *keys: str, kind: type = int, least: int = 1, most: int = MAX_NUMBER) -> dict[str, Any]:
+    def given(
+        self, *keys: str, kind: type = int, least: int | None = None, most: int = MAX_NUMBER
+    ) -> dict[str, Any]:
         return {key: self.number(key, self.raw[key], kind, least, most) for key in keys if key in self.raw}
 
     def agree(self, facts: Mapping[str, Any], what: str) -> Any:
@@ -348,9 +357,10 @@ class _Parser:
                 if isinstance(found, bool) is not isinstance(want, bool) or found != want:
                     raise self.fail(f"{name}.{key} is {_show(found)}, expected {want!r} in DeepSeek-V4")
             theta = "compress_rope_theta" if name.endswith(".compress") else "rope_theta"
-            for fact, key in ((theta, "rope_theta"), ("share", "partial_rotary_factor")):
+            bases = (theta, "rope_theta", MIN_BASE)
+            for fact, key, least in (bases, ("share", "partial_rotary_factor", None)):
                 if key in part:
-                    out[fact][f"{name}.{key}"] = self.number(f"{name}.{key}", part[key], float)
+                    out[fact][f"{name}.{key}"] = self.number(f"{name}.{key}", part[key], float, least)
             yarn = self.yarn(name, part)
             if not name.endswith(".main"):
                 out["yarn"][name] = yarn

@@ -73,7 +73,7 @@ def gpu_memory(
         cache=layout.pool_bytes(),
         state=layout.state_bytes(),
         snapshots=layout.max_snapshots * layout.snapshot_bytes(),
-        tables=table_bytes(c, layout.max_context, layout.num_slots),
+        tables=table_bytes(layout),
         copies=_copied_bytes(c, layout.num_mtp_layers),
         buffers=buffer_bytes(
             c=c,
@@ -101,7 +101,7 @@ def reference_memory(
         cache=layout.pool_bytes(),
         state=layout.state_bytes(),
         snapshots=layout.max_snapshots * layout.snapshot_bytes(),
-        tables=table_bytes(layout.config, layout.max_context, layout.num_slots),
+        tables=table_bytes(layout),
         copies=0,
         buffers=0,
         workspace=Workspace.of(layout, chunk, decoded, ranks=ranks, drafts=drafts).num_bytes,
@@ -114,9 +114,11 @@ def largest_linear(params: Iterable[Param]) -> int:
     return max(math.prod(p.shape) for p in params if p.kind in ("linear", "grouped") and p.name != "embed")
 
 
-def table_bytes(c: ModelConfig, max_context: int, num_slots: int) -> int:
-    """Two tables of float32 cosines and sines, for sliding and for compressed layers; one of penalties."""
-    return 2 * max_context * c.rope_dim * 4 + num_slots * (HISTORY + max_context) * 4
+def table_bytes(layout: CacheLayout) -> int:
+    """Float32 cosines and sines, for sliding and for compressed layers where there are such; penalties."""
+    rotations = len({layer.ratio > 0 for layer in layout.layers})
+    rotated = rotations * layout.max_context * layout.config.rope_dim * 4
+    return rotated + layout.num_slots * (HISTORY + layout.max_context) * 4
 
 
 def _copied_bytes(c: ModelConfig, num_mtp_layers: int) -> int:

@@ -83,6 +83,11 @@ class Workspace:
         return {kind: self.layout.max_context // ratio for kind, ratio in ratios.items()}
 
     @property
+    def raw(self) -> int:
+        """Keys of the window that a run of queries sees."""
+        return raw_columns(min(self.c.window, self.layout.max_context))
+
+    @property
     def selects(self) -> bool:
         return self.visible.get("csa", 0) > self.c.index_topk
 
@@ -94,7 +99,7 @@ class Workspace:
     @property
     def masks(self) -> int:
         """Where queries of a run do not look: kept for other layers and sequences."""
-        columns = raw_columns(self.c.window) + padded(max(self.listed.values(), default=0))
+        columns = self.raw + padded(max(self.listed.values(), default=0))
         return 4 * MASKS * self.run * columns
 
     @property
@@ -148,7 +153,7 @@ class Workspace:
         c, size, run = self.c, self.size, self.run
         rotated = (4 if size == 4 else 10) * c.rope_dim * (self.heads // c.head_dim)
         whole = max(8, 3 * size) * self.heads + rotated
-        most, kept, raw, row = 0, 2 * size * self.heads, raw_columns(c.window), 4 * c.head_dim
+        most, kept, raw, row = 0, 2 * size * self.heads, self.raw, 4 * c.head_dim
         for kind, count in {"sliding": 0, **self.listed}.items():
             # Whoever selects has entries of its own; else a run shares what its last query sees.
             own = run if kind == "csa" and self.selects else 1

@@ -25,8 +25,10 @@ FUNCTIONS = (
     *(_exact.exp, _exact.total, _exact.mean_square, _exact.sigmoid, _exact.silu, _exact.softplus),
     sinkhorn,
 )
-# Numbers of entries that a start looks at; larger ones are measured when a context reaches them.
-ENTRIES = sorted({_exact.padded(count) for count in range(1025)})
+# Numbers of entries and of raw keys that a start looks at; larger ones are measured when a context reaches
+# them.
+MOST = 1024
+ENTRIES = sorted({_exact.padded(count) for count in range(MOST + 1)})
 
 
 @dataclass(frozen=True)
@@ -50,14 +52,15 @@ def settle_exact(
     """Measure what is not remembered, with that many threads in use, and remember it."""
     listed, scored = _entries(config, max_context)
     shapes = weight_shapes(config, num_mtp_layers, ranks, whole_experts)
-    shapes |= attention_shapes(config, listed, scored)
+    columns = _columns(config, max_context)
+    shapes |= attention_shapes(config, listed, scored, columns)
     products = settle(shapes, device, threads)
     at_once = {f.__name__: f.__dict__["is_independent"](device, threads) for f in FUNCTIONS}
     for count in listed:
-        keys, heads = raw_columns(config.window) + count, config.num_heads // ranks
+        keys, heads = columns[-1] + count, config.num_heads // ranks
         width = config.head_dim
-        for depth, columns, is_turned in ((width, keys, True), (keys, width, False)):
-            batch = (heads, depth, columns, is_turned)
+        for depth, out, is_turned in ((width, keys, True), (keys, width, False)):
+            batch = (heads, depth, out, is_turned)
             at_once[batch_name(*batch)] = is_one_call(*batch, device, threads)
     for param in _kinds(config, num_mtp_layers):
         sharing = param.shared_by(ranks, whole_experts)
@@ -99,16 +102,24 @@ def _kinds(config: ModelConfig, num_mtp_layers: int) -> list[Param]:
     return declare(replace(config, layers=tuple(dict.fromkeys(config.layers))), num_mtp_layers)
 
 
-def attention_shapes(config: ModelConfig, listed: list[int], scored: list[int]) -> set[Shape]:
+def attention_shapes(
+    config: ModelConfig, listed: list[int], scored: list[int], columns: list[int]
+) -> set[Shape]:
     """Queries times keys, weights times keys, and index queries times index keys."""
     shapes: set[Shape] = {(config.index_dim, count, (1, config.index_dim)) for count in scored}
-    width, full = config.head_dim, raw_columns(config.window)
-    for columns in range(BLOCK, full + 1, BLOCK):
+    width = config.head_dim
+    for raw in columns:
         # While the window is not full, there are few entries.
-        for count in listed if columns == full else listed[:2]:
-            keys = columns + count
+        for count in listed if raw == columns[-1] else listed[:2]:
+            keys = raw + count
             shapes |= {(width, keys, (1, width)), (keys, width, (width, 1))}
     return shapes
+
+
+def _columns(config: ModelConfig, max_context: int) -> list[int]:
+    """How many raw keys a block of queries is given, up to a full window or the end of the context."""
+    full = raw_columns(min(config.window, max_context))
+    return [*range(BLOCK, min(full, MOST) + 1, BLOCK)]
 
 
 def _entries(config: ModelConfig, max_context: int) -> tuple[list[int], list[int]]:

@@ -1,5 +1,6 @@
 """Every weight of the model declared once: official name, shape, storage, component, how ranks share it."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -156,20 +157,24 @@ def _head_mix(c: ModelConfig, prefix: str, component: str) -> list[Param]:
 
 def declare(c: ModelConfig, num_mtp_layers: int) -> list[Param]:
     """All weights of a model with that many draft blocks, in the order they are loaded."""
+    return [*each_declared(c, num_mtp_layers)]
+
+
+def each_declared(c: ModelConfig, num_mtp_layers: int) -> Iterator[Param]:
+    """The same, a block at a time: of a config that may ask for more than any memory holds."""
     d = c.hidden_size
-    out = [
-        Param("embed", (c.vocab_size, d), "linear", "embedding", shard="rows"),
-        Param("head", (c.vocab_size, d), "linear", "head", shard="rows"),
-        Param("norm", (d,), "plain", "norm"),
-        *_head_mix(c, "", "mhc"),
-    ]
+    yield Param("embed", (c.vocab_size, d), "linear", "embedding", shard="rows")
+    yield Param("head", (c.vocab_size, d), "linear", "head", shard="rows")
+    yield Param("norm", (d,), "plain", "norm")
+    yield from _head_mix(c, "", "mhc")
     for index, spec in enumerate(c.layers):
-        out += block_params(c, f"layers.{index}", spec)
+        yield from block_params(c, f"layers.{index}", spec)
     for index in range(num_mtp_layers):
         prefix = f"mtp.{index}"
-        block = block_params(c, prefix, LayerSpec("sliding", 0, False))
-        out += [replace(p, component="mtp") for p in block]
-        out += [Param(f"{prefix}.{name}", (d, d), "linear", "mtp") for name in ("e_proj", "h_proj")]
-        out += [Param(f"{prefix}.{name}", (d,), "plain", "mtp") for name in ("enorm", "hnorm", "norm")]
-        out += _head_mix(c, f"{prefix}.", "mtp")
-    return out
+        for param in block_params(c, prefix, LayerSpec("sliding", 0, False)):
+            yield replace(param, component="mtp")
+        for name in ("e_proj", "h_proj"):
+            yield Param(f"{prefix}.{name}", (d, d), "linear", "mtp")
+        for name in ("enorm", "hnorm", "norm"):
+            yield Param(f"{prefix}.{name}", (d,), "plain", "mtp")
+        yield from _head_mix(c, f"{prefix}.", "mtp")

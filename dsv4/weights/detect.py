@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dsv4.config import ModelConfig
 from dsv4.errors import CheckpointError
-from dsv4.model.params import Param, declare
+from dsv4.model.params import Param, each_declared
 from dsv4.quant.formats import FP8_TILE, MX_BLOCK, NV_BLOCK, Format, QuantTensor
 from dsv4.weights.names import fused_name, has_weight_suffix, hf_name, resaved_name
 from dsv4.weights.reader import DTYPES, Entry, Reader
@@ -19,8 +19,8 @@ from dsv4.weights.reader import DTYPES, Entry, Reader
 _CALIBRATION = ("input_scale", "input_global_scale")
 # Copies of the trunk's embedding and head that converted files put beside the draft block.
 _DRAFT_COPIES = re.compile(r"mtp\.\d+\.(embed\..*|emb\..*|head\.weight)")
-
-
+# Nobody looks for more: a config of a few kilobytes can ask for any number of them.
+_MOST_MISSING = 100_000
 # Rows and columns per scale.
 _TILES: dict[Format | None, tuple[int, int]] = {
     Format.FP8: (FP8_TILE, FP8_TILE),
@@ -192,15 +192,18 @@ def take_inventory(entries: Mapping[str, Entry], config: ModelConfig) -> Invento
     used: set[str] = set()
     finder = _Finder(entries, used, config.num_experts)
     sources, missing = [], []
-    for param in declare(config, num_mtp):
+    for param in each_declared(config, num_mtp):
         source = finder.find(param)
         if source is None:
             missing.append(param)
+            if len(missing) == _MOST_MISSING:
+                break
         else:
             sources.append(source)
     if missing:
+        more = " or more" if len(missing) == _MOST_MISSING else ""
         raise CheckpointError(
-            f"{len(missing)} tensors are missing, the first is {_stored_name(missing[0], family)!r} "
+            f"{len(missing)}{more} tensors are missing, the first is {_stored_name(missing[0], family)!r} "
             f"{list(missing[0].shape)}; the checkpoint is incomplete (download it again) or its config.json "
             "is of another model"
         )

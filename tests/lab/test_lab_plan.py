@@ -142,7 +142,14 @@ def odd() -> ModelConfig:
     )
 
 
+def of_kind(kind: str) -> ModelConfig:
+    """Whose layers are all alike: one table of rotations is enough."""
+    layers = tuple(layer for layer in SMALL.layers if layer.kind == kind)
+    return replace(SMALL, layers=layers, num_mtp_layers=0)
+
+
 SHAPES = {"small": SMALL, "odd": odd(), "tiny": preset("tiny")}
+SHAPES |= {kind: of_kind(kind) for kind in ("sliding", "hca")}
 TAKEN = [
     ("small", "modelopt", "dense", 256, 1, "fp8"),
     ("small", "modelopt", "packed", 700, 3, "fp8"),
@@ -152,6 +159,8 @@ TAKEN = [
     ("odd", "bf16", "dense", 4096, 1, "fp8"),
     ("tiny", "hfnvfp4", "packed", 1000, 2, "fp8"),
     ("tiny", "modelopt", "dense", 20000, 4, "fp8"),
+    ("sliding", "bf16", "dense", 4096, 1, "fp8"),
+    ("hca", "bf16", "dense", 4096, 1, "fp8"),
 ]
 
 

@@ -115,6 +115,18 @@ def test_a_step_takes_what_was_counted(case: str, tmp_path: Path) -> None:
     assert 1 < ratio < 1.15, f"counted {counted.num_bytes:,}, taken {step.peak:,}"
 
 
+def test_a_window_longer_than_the_context_takes_no_more(tmp_path: Path) -> None:
+    """Neither at the start nor in a step, that of the first token included."""
+    with Peak() as start:
+        write_model(tmp_path / "model", "modelopt", replace(SMALL, window=20000))
+        config = EngineConfig(max_context=256, max_batch=1, prefix_snapshots=0)
+        engine = Engine.load(tmp_path / "model", config)
+    assert start.peak < 100 << 20
+    with Peak() as step:
+        engine.generate([[7] * 40], SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
+    assert step.peak < workspace(engine, tmp_path / "model").num_bytes < 50 << 20
+
+
 def test_a_drawn_token_takes_what_was_counted() -> None:
     rows, vocab = 8, 4096
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0))

@@ -144,6 +144,13 @@ def test_a_second_model_takes_nothing_from_what_the_first_left(folder: Path) -> 
     assert {*first.products, *other.products} <= set(json.loads(file.read_text())["facts"])
 
 
+@pytest.mark.parametrize("context", [512, 1 << 20])
+def test_a_start_looks_at_no_more_than_some_keys(context: int) -> None:
+    """However long the window: at all of them it would look for hours."""
+    config, threads = replace(preset("tiny"), window=1 << 20), torch.get_num_threads()
+    assert len(exact.settle_exact(config, 0, context, CPU, threads).products) < 500
+
+
 def test_another_setting_is_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     here = _memory.path_of(CPU, 1)
     assert here != _memory.path_of(CPU, 2)

@@ -9,14 +9,17 @@ from pathlib import Path
 import pytest
 from checkpoints import SMALL
 
-from dsv4.config import ModelConfig, preset
+from dsv4.config import LayerSpec, ModelConfig, preset
 from dsv4.errors import CheckpointError
 from dsv4.lab.init import STYLES, _declared
-from dsv4.model.params import declare
+from dsv4.model import params
+from dsv4.model.params import Param, declare
 from dsv4.quant.formats import Format
 from dsv4.weights.detect import Inventory, take_inventory
 from dsv4.weights.reader import Entry
 from dsv4.weights.writer import Declared
+
+LAYERS = 2  # of a file whose config asks for many
 
 
 def entries_of(tensors: Iterable[Declared]) -> dict[str, Entry]:
@@ -151,6 +154,32 @@ def test_incomplete_draft_block_is_refused() -> None:
     assert "download" in str(caught.value)
     with pytest.raises(CheckpointError, match=r"the first is 'mtp\.0\.e_proj\.weight'"):
         take_inventory(without(entries, "mtp.0.e_proj.weight", "mtp.0.e_proj.scale"), SMALL)
+
+
+@pytest.mark.parametrize(
+    ("layers", "experts", "said"),
+    [
+        (100_000, SMALL.num_experts, f"100000 or more tensors are missing, the first is 'layers.{LAYERS}."),
+        (10_000, 4096, "layers.0.ffn.gate.weight: shape is"),
+    ],
+)
+def test_nobody_lists_all_that_a_small_config_can_ask_for(
+    layers: int, experts: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second and some megabytes, not the hours and the memory that all of it would take."""
+    made, entries = [], headers(replace(SMALL, layers=SMALL.layers[1:2] * LAYERS), "official")
+    before = params.block_params
+
+    def block_params(c: ModelConfig, prefix: str, spec: LayerSpec) -> list[Param]:
+        made.append(prefix)
+        return before(c, prefix, spec)
+
+    monkeypatch.setattr(params, "block_params", block_params)
+    config = replace(SMALL, layers=SMALL.layers[1:2] * layers, num_experts=experts)
+    with pytest.raises(CheckpointError) as caught:
+        take_inventory(entries, config)
+    assert said in str(caught.value)
+    assert len(made) < 5000
 
 
 def test_mixed_names_are_accepted() -> None:

@@ -123,7 +123,9 @@ def _hidden(
     low: int, high: int, window: int, columns: int, counts: tuple[int, ...], width: int, device: torch.device
 ) -> Tensor:
     """-inf where a query at column low .. high does not see a row of its tile, else 0: [queries, 1, rows]."""
-    hidden = _outside(window, device)[low : high + 1, :columns]
+    before = raw_columns(window) - 1  # of the first row: as many as a query can have keys before it
+    rows = _outside(window, device).unfold(0, columns, 1)[before - high : before - low + 1]
+    hidden = rows.flip(0)
     if width:
         beyond = torch.tensor(counts).unsqueeze(1) <= torch.arange(width)
         hidden = torch.cat(
@@ -134,10 +136,9 @@ def _hidden(
 
 @cache
 def _outside(window: int, device: torch.device) -> Tensor:
-    """-inf where a query at one column does not see the key of another: later ones, and before the window."""
-    column = torch.arange(raw_columns(window))
-    query = column.unsqueeze(1)
-    is_hidden = (column > query) | (column <= query - window)
+    """-inf where a query does not see a key that lies so many columns after its own, or (first) before."""
+    after = torch.arange(1 - raw_columns(window), raw_columns(window))
+    is_hidden = (after > 0) | (after <= -window)
     return torch.zeros(is_hidden.shape).masked_fill(is_hidden, -torch.inf).to(device)
 
 
