@@ -174,6 +174,12 @@ def test_examples(tmp_path: Path) -> None:
     )
     for option in (word for word in arguments if word.startswith("--")):
         assert option in done.stdout, option
+    lines = [
+        line.removeprefix("Environment=") for line in unit.splitlines() if line.startswith("Environment=")
+    ]
+    kept = " ".join(lines).split()
+    for name in ("XDG_CACHE_HOME", "TRITON_CACHE_DIR"):  # where kernels go: homes are out of reach
+        assert any(word.startswith(f"{name}=/var/cache/dsv4") for word in kept), kept
     if shutil.which("systemd-analyze"):
         (tmp_path / "dsv4.service").write_text(unit.replace(shlex.split(line)[0], "ExecStart=/bin/true"))
         checked = subprocess.run(
