@@ -62,8 +62,8 @@ _RANK_STEPS: dict[tuple[str, str, str], dict[int, float]] = {
     ("H200", "pro", "nvfp4"): {8: 4.805},
 }
 RANK_STEPS_SOURCE = (
-    "measured on one H200 at 4k, its own memory in its peers' place, of Flash with 64 experts held, "
-    "16 and 18 November 2026"
+    "measured on one H200 at 4k, its own memory in its peers' place, with 64 of Flash's or all of Pro's "
+    "experts, 16 and 18 November 2026"
 )
 
 
