@@ -71,7 +71,8 @@ def batch(
         # As the lines so far have it: the input may have been copied since.
         job = replace(job, created=tally.created or job.created)
         if tally.before:
-            say_note(f"{tally.before} of {total} lines are there already; going on")
+            rest_is = "going on" if tally.before < total else "nothing is left to do"
+            say_note(f"{tally.before} of {total} lines are there already; {rest_is}")
 
         def rest() -> Iterator[tuple[int, bytes]]:
             return islice(enumerate(read_lines(source)), tally.before, None)

@@ -24,7 +24,7 @@ def check_can_plot(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ConfigError("--plot needs matplotlib; pip install matplotlib") from None
+        raise ConfigError("--plot needs matplotlib: pip install 'dsv4[plot]'") from None
 
 
 def draw(comparison: Comparison, title: str, path: Path) -> None:
