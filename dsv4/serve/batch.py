@@ -54,6 +54,12 @@ class _Named(msgspec.Struct):
     custom_id: str | None = None
 
 
+class _Streams(msgspec.Struct):
+    """Of a body, likewise."""
+
+    stream: Any = None
+
+
 class Answered(msgspec.Struct, frozen=True):
     """What a line of an output says about its request."""
 
@@ -298,8 +304,11 @@ def _checked(line: bytes) -> Line:
     asked = parse(Line, line)
     if asked.url not in URLS:
         raise BadField(f"url is {asked.url!r}, expected one of {', '.join(URLS)}", "url")
-    body = msgspec.json.decode(asked.body)
-    if isinstance(body, dict) and body.get("stream"):
+    try:
+        streams = msgspec.json.decode(asked.body, type=_Streams).stream
+    except msgspec.DecodeError:
+        streams = None  # the routes say what is wrong
+    if streams:
         raise BadField("stream is for clients that wait; a batch has none, leave it out", "body.stream")
     return asked
 

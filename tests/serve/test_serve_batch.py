@@ -6,9 +6,11 @@ import os
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from batch_support import command, finish, kill_at, lines_of, requests
+from batch_support import line as asking
 from serve_support import ROOT, Server
 
 from dsv4.config import EngineConfig
@@ -112,6 +114,21 @@ def test_inputs_of_all_kinds(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=words):
             list(read_lines(wrong))
     os.close(held)
+
+
+def test_a_body_that_cannot_be_read_ends_its_own_line_alone(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    ask: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+    huge = asking(1, **ask).replace('"max_tokens": 2', '"temperature": 1e999')
+    array = asking(2).replace("{}", "[5]")
+    lines = [asking(0, **ask), huge, array, asking(3, **ask, stream=True), asking(4, **ask)]
+    source.write_text("\n".join(lines))
+    assert finish(source, target)["failed"] == 3
+    found = [json.loads(each) for each in target.read_bytes().splitlines()]
+    codes = [each["response"] and each["response"]["status_code"] for each in found]
+    assert codes == [200, 400, 400, None, 200], found
+    assert "temperature" in found[1]["response"]["body"]["error"]["message"]
+    assert "stream" in found[3]["error"]["message"]
 
 
 def test_two_lines_of_one_name_are_refused_before_anything_runs(tmp_path: Path) -> None:
