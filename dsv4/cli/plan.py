@@ -119,7 +119,11 @@ def _verdict(made: "Plan") -> str:
     several = f"{machine.count} GPUs (--gpus)"
     if made.refusal is not None and made.refusal != today.refusal:
         return f"{found}; {several} cannot share it: {made.refusal}"
-    return f"{found}; {several} are {'built, and were never run' if made.is_built else 'not built'}"
+    if not made.is_built:
+        return f"{found}; {several} are not built"
+    if not made.fits:
+        return f"{found}; {several} do not hold it, {size(made.total_bytes)} on each"
+    return f"{found}; {several} hold it, {size(made.total_bytes)} on each: built, and never run"
 
 
 def _rank_ms(made: "Plan", model: str, layout: str) -> float | None:
@@ -150,7 +154,8 @@ def _show(title: str, made: "Plan", report: dict[str, Any], record: "Record | No
     style = "bold" if report["fits"] else "bold red"
     out.print(f"verdict  {report['verdict']}\n", style=style, markup=False)
     slots = f"{today.slots} sequence{'s' if today.slots > 1 else ''}"
-    table = Table("memory", "bytes", "", box=None, pad_edge=False)
+    whose = f"one {machine.name}" if machine.count > 1 else "memory"
+    table = Table(whose, "bytes", "", box=None, pad_edge=False)
     for name, what in (
         ("weights", report["weights"]),
         ("cache", f"{slots} of {w.context:,} tokens, {w.cache}"),

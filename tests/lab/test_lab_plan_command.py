@@ -1,6 +1,7 @@
 """`dsv4 plan`: the verdict is what the engine would do, text and JSON agree, errors are one sentence."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +28,10 @@ def test_the_command(tmp_path: Path) -> None:
         "plan", "tiny", "--gpus", "2xRTX5090", "--context", 65536, "--batch", 65536, "--format", "bf16"
     )
     assert too_much.code == 0 and "does not fit" in too_much.out and "would do" in too_much.out
-    assert "2 GPUs (--gpus) are built, and were never run" in too_much.out
+    assert "; 2 GPUs (--gpus) do not hold it, " in too_much.out
+    two = ok("plan", "flash", "--gpus", "2xH200")
+    assert re.search(r"; 2 GPUs \(--gpus\) hold it, \d+\.\d\d GB on each: built, and never run", two)
+    assert "one H200  " in two, "the table is not of two"
     assert "2 x RTX 5090 (1.79 TB/s each, data sheet); nothing was ever run on one" in too_much.out
 
 
