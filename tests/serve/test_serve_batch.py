@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batch_support import command, finish, kill_at, line, lines_of, requests
+from batch_support import command, finish, kill_at, lines_of, requests
+from batch_support import line as asking
 from serve_support import ROOT, Server, wait
 
 from dsv4.config import EngineConfig
@@ -171,8 +172,9 @@ def test_files_that_change_while_a_batch_runs(changed: str, words: str, tmp_path
 def test_a_body_that_cannot_be_read_ends_its_own_line_alone(tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     ask: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
-    huge = line(1, **ask).replace('"max_tokens": 2', '"temperature": 1e999')
-    lines = [line(0, **ask), huge, line(2).replace("{}", "[5]"), line(3, **ask, stream=True), line(4, **ask)]
+    huge = asking(1, **ask).replace('"max_tokens": 2', '"temperature": 1e999')
+    array = asking(2).replace("{}", "[5]")
+    lines = [asking(0, **ask), huge, array, asking(3, **ask, stream=True), asking(4, **ask)]
     source.write_text("\n".join(lines))
     assert finish(source, target)["failed"] == 3
     found = [json.loads(each) for each in target.read_bytes().splitlines()]
