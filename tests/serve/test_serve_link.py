@@ -1,6 +1,7 @@
 """The server's two processes: how they begin and end with each other."""
 
 import asyncio
+import signal
 import fcntl
 import resource
 import socket
@@ -72,7 +73,8 @@ def test_stopped_while_the_process_is_started(monkeypatch: pytest.MonkeyPatch) -
         # With a model the engine would load it and wait for ever; with none it would say so.
         async with asyncio.timeout(30):
             await stop
-        assert lives[0].process.returncode == 0 and lives[0].why == ""
+        # By itself, or where starting takes longer than it is given for that, killed.
+        assert lives[0].process.returncode in (0, -signal.SIGKILL) and lives[0].why == ""
         with pytest.raises(client.Unavailable):
             await start
 
