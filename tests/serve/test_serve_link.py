@@ -1,9 +1,9 @@
 """The server's two processes: how they begin and end with each other."""
 
 import asyncio
-import signal
 import fcntl
 import resource
+import signal
 import socket
 import time
 from collections.abc import Iterator
