@@ -139,6 +139,18 @@ def test_errors_are_shown(page: Any) -> None:
 
 
 @needs_browser
+def test_the_question_grows_with_its_text(page: Any) -> None:
+    def height() -> float:
+        return page.locator("#question").bounding_box()["height"]
+
+    empty = height()
+    page.fill("#question", "one long line without an end " * 6)
+    assert 3 * empty < height() < 0.4 * 780 + 1, "not with its line breaks alone"
+    page.fill("#question", "one line")
+    assert abs(height() - empty) < 1
+
+
+@needs_browser
 def test_settings_that_are_empty_or_wrong(page: Any) -> None:
     sent: list[Any] = []
 

@@ -207,7 +207,8 @@ function setBusy(busy) {
 
 function fit() {
   const field = $("question");
-  field.rows = Math.min(10, field.value.split("\n").length);
+  field.style.height = "auto";
+  field.style.height = field.scrollHeight + field.offsetHeight - field.clientHeight + "px";
 }
 
 function send(event) {
