@@ -1,8 +1,9 @@
 """A batch over Ray Data: several engines, the same lines as from one. Needs the extra `ray`."""
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, redirect_stdout
 from typing import Any
 
 import ray
@@ -48,16 +49,30 @@ def run_on_ray(
     take: Callable[[bytes], None],
 ) -> None:
     """Every line's answer to `take`, in order. They come back in any order and wait here for their turn."""
-    ray.init(ignore_reinit_error=True, log_to_driver=False, configure_logging=False)
-    if (there := ray.cluster_resources().get("GPU", 0)) < gpus_per_replica:
-        raise ConfigError(f"--gpus-per-replica is {gpus_per_replica:g}, the cluster has {there:g}")
+    if not (lines := list(items)):
+        return
+    with redirect_stdout(sys.stderr):  # where the result goes Ray's threads say what dies, until they end
+        ray.init(ignore_reinit_error=True, log_to_driver=False, configure_logging=False)
+        try:
+            if (there := ray.cluster_resources().get("GPU", 0)) < gpus_per_replica:
+                raise ConfigError(f"--gpus-per-replica is {gpus_per_replica:g}, the cluster has {there:g}")
+            _answer(job, lines, parallel, replicas, gpus_per_replica, take)
+        finally:
+            ray.shutdown()
+
+
+def _answer(
+    job: Job,
+    lines: list[tuple[int, bytes]],
+    parallel: int,
+    replicas: int,
+    gpus_per_replica: float,
+    take: Callable[[bytes], None],
+) -> None:
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     # Answers are sent as they are made: those that only an engine knows are lost when the batch is killed.
     context.target_max_block_size = 1
-    lines = list(items)
-    if not lines:
-        return
     size = min(_BLOCK * parallel, -(-len(lines) // replicas))
     rows = [{"number": number, "line": line} for number, line in lines]
     answered = ray.data.from_items(rows, override_num_blocks=-(-len(rows) // size)).map_batches(

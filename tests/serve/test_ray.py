@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batch_support import finish, kill_at, lines_of, requests
+from batch_support import command, finish, kill_at, lines_of, requests
 from openai import OpenAI
 from serve_support import ROOT, wait
 
@@ -53,7 +53,7 @@ def ray_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
             process.kill()  # what Ray started for it ends with it; a cluster of somebody else does not
 
 
-def replica_pids() -> list[int]:
+def replica_pids(title: bytes = b"ServeReplica:dsv4:Replica") -> list[int]:
     """Processes of Ray's actors that hold an engine."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -61,7 +61,7 @@ def replica_pids() -> list[int]:
             name = (folder / "cmdline").read_bytes()
         except OSError:
             continue
-        if b"ServeReplica:dsv4:Replica" in name:
+        if title in name:
             found.append(int(folder.name))
     return found
 
@@ -150,6 +150,24 @@ def test_killed_batch_over_ray_has_what_was_answered(tmp_path: Path) -> None:
     kill_at(8, source, target, "--ray", "--parallel", 16)
     assert 8 <= lines_of(target) < 80
     assert finish(source, target, "--ray", "--replicas", 2)["answered_before"] >= 8
+    assert target.read_bytes() == alone.read_bytes()
+
+
+def test_killed_engine_of_a_batch_changes_nothing(tmp_path: Path) -> None:
+    """Neither in the answers nor on stdout, where Ray would say it."""
+    source, alone, target = tmp_path / "in.jsonl", tmp_path / "alone.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(requests(150)))
+    finish(source, alone)
+    with subprocess.Popen(
+        command(source, target, "--ray", "--replicas", 2),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        wait(lambda: lines_of(target) > 3 or process.poll() is not None, 300)
+        os.kill(replica_pids(b"MapWorker(MapBatches(Engines)).submit")[0], signal.SIGKILL)
+        said = process.communicate(timeout=300)[0]
+    assert json.loads(said)["lines"] == 150
     assert target.read_bytes() == alone.read_bytes()
 
 
