@@ -2,6 +2,7 @@
 kernel is what the kernel takes."""
 
 import ctypes
+import os
 import re
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -53,6 +54,18 @@ def test_compiles_for_hopper(using: str, name: str, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(build, "compiler", lambda: replace(found, compile=refuse))
     assert build.compile_source(name, "90a") == path
+
+
+def test_a_cubin_that_lost_its_bytes_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a power cut; and bytes are on disk before their name is."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = build.Compiler("fake", "1", Path("fake"), lambda source, arch: b"a cubin")
+    monkeypatch.setattr(build, "compiler", lambda: made)
+    synced: list[int] = []
+    monkeypatch.setattr(build.os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
+    path = build.compile_source("mix", "90a")
+    path.write_bytes(b"")
+    assert build.compile_source("mix", "90a").read_bytes() == b"a cubin" and synced == [7, 7]
 
 
 def test_each_compiler_and_architecture_has_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

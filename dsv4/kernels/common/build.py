@@ -6,6 +6,7 @@ driver loads. Sources hold device code alone and need no headers but their own: 
 
 import ctypes
 import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -172,13 +173,17 @@ def compile_source(name: str, arch: str) -> Path:
     key = hashlib.sha256("\n".join(known).encode()).hexdigest()[:16]
     folder = cache_folder() / "kernels"
     target = folder / f"{name}-sm_{arch}-{key}.cubin"
-    if not target.exists():
+    if not target.exists() or not target.stat().st_size:
         cubin = using.compile(source, arch)
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
-            # Whole or not at all, whoever else writes the same file.
+            # Whole or not at all, whoever else writes the same file, and when the power is cut: a name that
+            # is on disk before the bytes would be an empty file.
             out = Path(temporary) / target.name
-            out.write_bytes(cubin)
+            with out.open("wb") as file:
+                file.write(cubin)
+                file.flush()
+                os.fsync(file.fileno())
             out.replace(target)
     return target
 
