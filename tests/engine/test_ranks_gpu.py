@@ -1,5 +1,5 @@
-"""Two ranks on one GPU, as processes that take turns on it: decode graphs whose sums go through each other's
-memory. Slow, since a rank that waits keeps the other from running until its turn ends; right all the same."""
+"""Two ranks as processes: decode graphs whose sums go through each other's memory. On one GPU they take turns:
+slow, since a rank that waits keeps the other from running until its turn ends; right all the same."""
 
 import gc
 import os
@@ -39,11 +39,12 @@ FLASH = replace(
 
 @contextmanager
 def engine_on(folder: Path, ranks: int, **options: object) -> Iterator[Engine]:
-    """All ranks on the first GPU; torch and `--gpus` refuse that but for tests."""
+    """Ranks share a GPU where there are fewer; torch and `--gpus` refuse that but for tests."""
     settings = {"max_context": 1024, "max_batch": 8, "device": "cuda", "rank_seconds": 60.0}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-        patch.setattr("dsv4.engine.engine.rank_devices", lambda config, world: ["cuda:0"] * ranks)
+        devices = [f"cuda:{rank % torch.cuda.device_count()}" for rank in range(ranks)]
+        patch.setattr("dsv4.engine.engine.rank_devices", lambda config, world: devices)
         engine = Engine.load(folder, EngineConfig(**settings | options))  # type: ignore[arg-type]
     try:
         yield engine
