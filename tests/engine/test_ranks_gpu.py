@@ -1,5 +1,5 @@
-"""Two ranks as processes: decode graphs whose sums go through each other's memory. On one GPU they take turns:
-slow, since a rank that waits keeps the other from running until its turn ends; right all the same."""
+"""Two ranks as processes: decode graphs whose sums go through each other's memory. On one GPU they take
+turns, slowly: a rank that waits keeps the other from running until its turn ends. Right all the same."""
 
 import gc
 import os
