@@ -309,19 +309,18 @@ inline const char* run(int first, int count, int per_block, size_t shared_bytes,
 }
 // So many bytes that the next launch finds unfinished, and in which races are looked for; 0 ends it.
 extern "C" inline __attribute__((used)) void expect(void* at, size_t bytes) {
-    pending.push_back({(char*)at, bytes, {}});
+    if (bytes) pending.push_back({(char*)at, bytes, {}});
+    else pending.clear();   // and what lay there may be freed, and be the emulator's own
     std::vector<races::Array> watched;
     for (const Pending& it : pending) watched.push_back({it.at, it.bytes});
     races::watch(watched);
-    complete_prerequisites = [] {
+    complete_prerequisites = nullptr;
+    if (bytes) complete_prerequisites = [] {
         for (const Pending& it : pending) {
             if (std::any_of(it.at, it.at + it.bytes, [](char c) { return c != NOISE; })) fail("written before the wait");
             memcpy(it.at, it.there.data(), it.bytes);
         }
     };
-    if (bytes) return;
-    pending.clear();
-    complete_prerequisites = nullptr;
 }
 }  // namespace emulator
 
