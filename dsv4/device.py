@@ -2,6 +2,8 @@
 
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,3 +110,15 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1  # not Linux
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Each of torch's functions runs in the calling thread: blocks of rows are decoded before a second one
+    has woken up (measured: docs/log.md), and threads of our own would wait for each other's."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -2,7 +2,8 @@
 
 import gc
 import os
-from collections.abc import Callable, Generator
+import sys
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,6 +60,15 @@ def small_config() -> ModelConfig:
         sinkhorn_iters=4,
         layers=preset("tiny").layers[:3],
     )
+
+
+@pytest.fixture
+def impatient() -> Iterator[None]:
+    """Threads change hands as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 """From a model folder to a rank's executor: what rank 0 and all others do alike. Knows no scheduler."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import torch
 
 from dsv4.cache.store import Cache
 from dsv4.config import EngineConfig
-from dsv4.device import Device
+from dsv4.device import Device, one_thread
 from dsv4.engine.eager import Eager
 from dsv4.engine.frequency import checksum
 from dsv4.engine.settings import Settings, cache_layout, check_memory, crowding, settle
@@ -132,7 +131,7 @@ class Prepared:
         if s.device.kind == "cuda":
             torch.cuda.set_device(s.device.torch_name)  # kernels run on the thread's current device
         notes = (*self.checkpoint.inventory.notes, *crowding(s.threads, self.config.ranks))
-        with _one_thread():
+        with one_thread():
             if s.tiled:
                 model = checksum(self.checkpoint)
                 placed, said = place_experts(self.split, model, s.device.torch_name)
@@ -157,19 +156,6 @@ class Prepared:
     def bundle(self, weights: Weights, mesh: Mesh) -> Bundle:
         numerics = Numerics(self.settings.dtype, self.config.activations, self.config.qat == "on")
         return Bundle(self.checkpoint.config, weights, self.settings.ops, numerics, mesh)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Decoding small blocks of rows is done before a second thread has woken up (measured: docs/log.md).
-
-    A model that cannot be loaded leaves the number as it was, for the next one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def make_executor(

@@ -1,8 +1,7 @@
 """Several threads of one process: one engine for all of them, or an engine for each."""
 
 import random
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,15 +13,7 @@ PROMPTS = [[DRAW.randrange(300) for _ in range(DRAW.randrange(1, 60))] for _ in 
 PARAMS = SamplingParams(max_tokens=7, seed=3, ignore_eos=True)
 ONE = SamplingParams(max_tokens=1, seed=3, ignore_eos=True)
 THREADS = 4
-
-
-@pytest.fixture(autouse=True)
-def impatient() -> Iterator[None]:
-    """Threads change hands as often as they can."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
+pytestmark = pytest.mark.usefixtures("impatient")
 
 
 def answers(engine: Engine, prompts: list[list[int]]) -> list[tuple[int, ...]]:

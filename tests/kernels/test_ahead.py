@@ -31,15 +31,6 @@ PyMODINIT_FUNC PyInit_launcher_of_a_test(void) { return PyModule_Create(&definit
 COUNT = 8
 
 
-@pytest.fixture
-def impatient() -> Iterator[None]:
-    """Threads change hands as often as they can."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
-
-
 def test_threads_get_their_own_launchers(tmp_path: Path, impatient: None) -> None:
     paths = []
     for number in range(COUNT):

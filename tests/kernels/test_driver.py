@@ -1,9 +1,7 @@
 """Launches through the driver, of which there is none here: what it would be told."""
 
 import ctypes
-import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -12,15 +10,6 @@ import pytest
 import torch
 
 from dsv4.kernels.common import driver
-
-
-@pytest.fixture
-def impatient() -> Iterator[None]:
-    """Threads change hands as often as they can."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
 
 
 def test_threads_launch_one_kernel_each_as_it_asked(impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from dsv4.device import one_thread
 from dsv4.lab.doctor.findings import Finding, first_of
 from dsv4.quant.codec import decode, has_nan_scale
 from dsv4.quant.formats import FP8_TILE, Format, QuantTensor
@@ -61,13 +62,8 @@ def examine_weights(checkpoint: Checkpoint, full: bool, progress: Progress | Non
     total = sum(math.prod(source.param.shape) for source in sources)
     sampled = not full and total > BUDGET
     chosen = _sample(checkpoint, sources) if sampled else sources
-    # Blocks of this size are decoded before a second thread has woken up (measured: docs/log.md).
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         seen = _read(checkpoint, chosen, sampled, progress)
-    finally:
-        torch.set_num_threads(threads)
     share = (
         f"a sample of {seen.values / 1e6:,.0f} M of {total / 1e6:,.0f} M values" if sampled else "all values"
     )

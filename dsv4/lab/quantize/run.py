@@ -11,9 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from dsv4.device import usable_cores
+from dsv4.device import one_thread, usable_cores
 from dsv4.errors import CheckpointError, ConfigError
 from dsv4.lab.files import size
 from dsv4.lab.quantize.convert import Converter, Task, Write
@@ -117,7 +115,7 @@ class Quantizer:
 
     @contextmanager
     def _tools(self) -> Iterator[tuple[Converter, "_Pool"]]:
-        with self.checkpoint.reader as reader, _single_threaded_ops(), _Pool(self.threads) as pool:
+        with self.checkpoint.reader as reader, one_thread(), _Pool(self.threads) as pool:
             yield Converter(reader, self.plan.options.least_squares), pool
 
     def _check_disk(self) -> None:
@@ -277,17 +275,6 @@ def _inexact(plan: Plan, converter: Converter, pool: _Pool, progress: Progress |
 
 def _discard(offset: int, content: Any) -> None:
     """Where a trial conversion writes to."""
-
-
-@contextmanager
-def _single_threaded_ops() -> Iterator[None]:
-    """Our threads are the parallelism; each op in one thread, or they would wait for one another."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _files(folder: Path) -> list[Path]:
