@@ -56,7 +56,14 @@ def run_on_ray(
         try:
             if (there := ray.cluster_resources().get("GPU", 0)) < gpus_per_replica:
                 raise ConfigError(f"--gpus-per-replica is {gpus_per_replica:g}, the cluster has {there:g}")
-            _answer(job, lines, parallel, replicas, gpus_per_replica, take)
+            _answer(
+                job=job,
+                lines=lines,
+                parallel=parallel,
+                replicas=replicas,
+                gpus_per_replica=gpus_per_replica,
+                take=take,
+            )
         finally:
             ray.shutdown()
 
