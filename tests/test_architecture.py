@@ -16,7 +16,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Lower layers first; a package may import packages of lower layers, and itself, nothing else.
 LAYERS: list[set[str]] = [
     {"errors", "env", "child"},
-    {"config", "config_json", "device", "models"},
+    {"config", "config_json", "device", "disk", "models"},
+    {"identity"},
     {"quant", "text"},
     {"kernels"},
     {"ops", "cache", "parallel"},
@@ -50,6 +51,7 @@ def imports(path: Path) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
+            found |= {f"dsv4.{a.name}" for a in node.names if node.module == "dsv4" and a.name in LEVEL}
             found.add(node.module or "")
     return found
 

@@ -9,7 +9,6 @@ import errno
 import hashlib
 import os
 import re
-import secrets
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from dsv4 import disk
 from dsv4.errors import ConfigError
 
 Kind = Literal["page", "snapshot"]
@@ -31,7 +31,7 @@ STALE_SECONDS = 600.0
 PAUSE_SECONDS = 10.0
 _FOLDER = re.compile(r"[0-9a-f]{32}")
 _FILE = re.compile(r"[0-9a-f]{64}\.(page|snapshot)")
-_UNFINISHED = re.compile(r"\.[0-9a-f-]+\.new")
+_UNFINISHED = re.compile(r"\.[0-9a-f]{32}\.part")
 
 
 def chain(parent: bytes, ids: Sequence[int]) -> bytes:
@@ -143,28 +143,24 @@ class PrefixFolder:
         if self.touch(key, kind, used_ns) or time.monotonic() < self._paused_until:
             return
         size = HEADER_BYTES + len(data)
-        # Not by the number of the process: in another container there is one of the same number.
-        path = self._own / f".{secrets.token_hex(16)}.new"
         try:
             self._make_room(size)
             self._own.mkdir(mode=0o700, exist_ok=True)
-            # Not synced: after a power cut, what is missing of a file shows in its checksum.
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            try:
-                for part in (memoryview(MAGIC + _digest(key, kind, data)), data):
-                    while part:
-                        part = part[os.write(file, part) :]
-                os.utime(file, ns=(used_ns, used_ns))
-            finally:
-                os.close(file)
-            path.rename(self.path(key, kind))
+            # Not synced: after a power cut, a file's checksum shows that bytes are missing.
+            with disk.whole(self.path(key, kind), synced=False) as unfinished:
+                file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                try:
+                    for part in (memoryview(MAGIC + _digest(key, kind, data)), data):
+                        while part:
+                            part = part[os.write(file, part) :]
+                    os.utime(file, ns=(used_ns, used_ns))
+                finally:
+                    os.close(file)
         except OSError as error:
             self._paused_until = time.monotonic() + PAUSE_SECONDS
             self.say_once(
                 "write", f"cannot be written ({error.strerror or error}); what cannot be is not kept"
             )
-            with suppress(OSError):
-                path.unlink()
 
     def touch(self, key: bytes, kind: Kind, used_ns: int) -> bool:
         """Whether the file is there, which is used now."""

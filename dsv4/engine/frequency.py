@@ -8,7 +8,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from threading import Thread
 import torch
 from torch import Tensor
 
+from dsv4 import disk, identity
 from dsv4.env import cache_folder
 from dsv4.errors import ConfigError
 from dsv4.weights.load import Checkpoint
@@ -44,28 +44,17 @@ def counts_path(model: str) -> Path:
     return cache_folder() / "experts" / f"{model}.json"
 
 
-def _digest(counts: Counts) -> str:
-    return hashlib.sha256(json.dumps(counts).encode()).hexdigest()
-
-
 def write_counts(path: Path, model: str, counts: Counts) -> None:
     """Atomically: a process that is killed leaves the old file or the new one."""
     body = {
         "version": _VERSION,
         "model": model,
         "counts": counts,
-        "digest": _digest(counts),
+        "digest": identity.digest(counts),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", suffix=".tmp", delete=False) as file:
-        try:
-            json.dump(body, file)
-            file.flush()
-            os.fsync(file.fileno())
-            Path(file.name).replace(path)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise
+    with disk.whole(path) as part:
+        part.write_text(json.dumps(body))
 
 
 def read_counts(path: Path, model: str | None = None) -> Counts:
@@ -80,7 +69,7 @@ def read_counts(path: Path, model: str | None = None) -> Counts:
     if (
         not isinstance(counts, list)
         or body.get("version") != _VERSION
-        or body.get("digest") != _digest(counts)
+        or body.get("digest") != identity.digest(counts)
     ):
         raise ConfigError(f"{path} is damaged, or of another version of dsv4; delete it")
     if model is not None and body.get("model") != model:

@@ -1,35 +1,27 @@
 """Prefixes that survive: which folder and identity they have, and prompts that wait for what files hold."""
 
-import hashlib
-import json
-import platform
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
-import dsv4
+from dsv4 import identity
 from dsv4.cache.folder import PrefixFolder
 from dsv4.cache.prefix import PrefixCache
 from dsv4.cache.shelf import Found, Shelf
 from dsv4.cache.store import Cache
 from dsv4.config import EngineConfig
-from dsv4.device import machine_id
 from dsv4.engine.request import Sequence
 from dsv4.engine.scheduler import Scheduler
 from dsv4.engine.settings import Settings
-from dsv4.env import library_settings
 from dsv4.model.bundle import Bundle
 from dsv4.ops import IMPLEMENTATIONS
 from dsv4.weights.checksum import checksum
 
 # An engine with nothing else to do looks for messages again after so long.
 WAIT_SECONDS = 0.02
-# What computes, or decides what lies where.
-_SOURCES = ("cache", "kernels", "model", "ops", "quant", "weights", "engine")
 
 
 def make_shelf(
@@ -39,7 +31,7 @@ def make_shelf(
         return None
     folder = PrefixFolder(
         folder=Path(config.prefix_dir).expanduser(),
-        identity=identity(settings, bundle, cache),
+        identity=folder_name(settings, bundle, cache),
         max_bytes=config.prefix_dir_bytes,
         say=say,
     )
@@ -52,7 +44,7 @@ def make_shelf(
     )
 
 
-def identity(settings: Settings, bundle: Bundle, cache: Cache) -> str:
+def folder_name(settings: Settings, bundle: Bundle, cache: Cache) -> str:
     """A hash of everything that changes a bit of what is kept, or its place."""
     layout, device = cache.layout, torch.device(settings.device.torch_name)
     facts = {
@@ -60,39 +52,22 @@ def identity(settings: Settings, bundle: Bundle, cache: Cache) -> str:
         "config": bundle.config.to_dict(),
         "numerics": repr(bundle.numerics),
         "held": [settings.dense, settings.tiled],
-        "ops": {op: _source_of(getattr(settings.ops, op)) for op in IMPLEMENTATIONS},
+        "ops": {op: _source(getattr(settings.ops, op)) for op in IMPLEMENTATIONS},
         "formats": [layout.kv_format, layout.key_format, layout.rope_itemsize],
         "layers": [layout.num_mtp_layers, layout.page_tokens, cache.page_bytes],
-        "machine": [machine_id(device), *library_settings()],
+        "machine": identity.machine(device),
         "threads": settings.threads,
         "drafts": settings.num_drafts > 0,  # without them a snapshot's window of the draft block is nothing
-        "versions": [platform.python_version(), torch.__version__, _version("triton")],
-        "source": _source(),
+        "versions": identity.versions(),
+        "source": identity.code(),
     }
-    text = json.dumps(facts, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return identity.digest(facts)
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
-
-
-def _source() -> str:
-    """Of the code: a kernel that sums in another order makes other bits, whatever its version is called."""
-    digest, root = hashlib.blake2b(digest_size=16), Path(dsv4.__file__).parent
-    for package in _SOURCES:
-        for path in sorted((root / package).rglob("*")):
-            if path.is_file() and "__pycache__" not in path.parts:
-                digest.update(f"\n{path.relative_to(root)}\n".encode() + path.read_bytes())
-    return digest.hexdigest()
-
-
-def _source_of(module: ModuleType) -> str:
-    source = Path(module.__file__).read_bytes() if module.__file__ else b""
-    return f"{module.__name__} {hashlib.blake2b(source, digest_size=16).hexdigest()}"
+def _source(module: ModuleType) -> str:
+    """An op's backend, which may come from outside dsv4."""
+    path = Path(module.__file__ or "")
+    return f"{module.__name__} {identity.files([path], path.parent)}"
 
 
 class Arrivals:

@@ -3,24 +3,20 @@
 `dsv4 doctor` does that, and so does a first start. What held is kept for this GPU, driver and version.
 """
 
-import hashlib
 import json
-import tempfile
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 import dsv4
+from dsv4 import disk, identity
 from dsv4.device import driver
 from dsv4.env import cache_folder
 from dsv4.errors import DeviceError
 from dsv4.kernels.common.architectures import ARCHITECTURES, capability
 
-# What launches kernels and what they are: it changes more often than the version's name.
-_SOURCES = ("kernels", "ops", "quant")
 MEASURED = frozenset(found for found, gpu in ARCHITECTURES.items() if gpu.was_measured)
 
 
@@ -38,32 +34,19 @@ class Machine:
 
     @property
     def path(self) -> Path:
-        key = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
-        return cache_folder() / "proved" / f"{key}.json"
+        return cache_folder() / "proved" / f"{identity.digest(asdict(self))}.json"
 
 
 def describe(device: torch.device) -> Machine:
-    try:
-        triton = version("triton")
-    except PackageNotFoundError:
-        triton = "none"
     return Machine(
         gpu=torch.cuda.get_device_name(device),
         capability=capability(device),
         driver=driver(),
         dsv4=dsv4.__version__,
         torch=torch.__version__,
-        triton=triton,
-        code=code_of(Path(dsv4.__file__).parent),
+        triton=identity.version("triton"),
+        code=identity.code(),
     )
-
-
-def code_of(root: Path) -> str:
-    digest = hashlib.sha256()
-    for path in sorted(path for package in _SOURCES for path in (root / package).rglob("*.*")):
-        if path.suffix in (".py", ".cu", ".cuh"):
-            digest.update(f"\n{path.relative_to(root)}\n".encode() + path.read_bytes())
-    return digest.hexdigest()
 
 
 def is_needed(machine: Machine, known: Collection[int] = MEASURED) -> bool:
@@ -73,20 +56,8 @@ def is_needed(machine: Machine, known: Collection[int] = MEASURED) -> bool:
 
 def remember(machine: Machine, held: list[str]) -> str:
     """Keep what was found right; a sentence where that was not possible."""
-    path = machine.path
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".new", delete=False) as file:
-            try:
-                json.dump({"machine": asdict(machine), "held": held}, file, indent=1)
-                file.flush()
-                Path(file.name).replace(path)
-            except BaseException:
-                Path(file.name).unlink(missing_ok=True)
-                raise
-    except OSError as error:
-        return f"{path} cannot be written ({error.strerror}); ops are examined again at the next start"
-    return ""
+    text = json.dumps({"machine": asdict(machine), "held": held}, indent=1)
+    return disk.keep(machine.path, text, "ops are examined again at the next start")
 
 
 def check(device: torch.device, known: Collection[int] = MEASURED) -> None:

@@ -4,9 +4,10 @@ import math
 from pathlib import Path
 from typing import Any
 
+from dsv4.disk import result
 from dsv4.errors import ConfigError
 from dsv4.lab.compare import Comparison, Layer
-from dsv4.lab.files import check_writable, put
+from dsv4.lab.files import check_writable
 from dsv4.lab.plot import blank
 
 # One colour per thing, the same in every panel; readable without colour by the order of the legend.
@@ -50,7 +51,8 @@ def draw(comparison: Comparison, title: str, path: Path) -> None:
         panels[3].plot(*zip(*chosen, strict=True), label="index", **{**second, "marker": "s"})
     _finish(panels, layers, comparison)
     figure.suptitle(title)
-    put(path, lambda part: figure.savefig(part, format=path.suffix[1:].lower(), dpi=120))
+    with result(path) as unfinished:
+        figure.savefig(unfinished, format=path.suffix[1:].lower(), dpi=120)
 
 
 def _finish(panels: Any, layers: list[Layer], comparison: Comparison) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from dsv4 import disk
 from dsv4.engine.engine import Engine
 from dsv4.engine.request import SamplingParams
 from dsv4.engine.trial import Trial
-from dsv4.errors import ConfigError, RequestError, TextError
+from dsv4.errors import RequestError, TextError
 from dsv4.lab.evalset import TEXT, Item
 from dsv4.lab.judge import Rate, as_number, last_number, says, uses
 from dsv4.lab.score import Progress, TextScore, score_text
@@ -235,10 +236,8 @@ def figures(outcome: Outcome) -> dict[str, Any]:
 def write_answers(path: Path, answers: list[Answer]) -> None:
     """One JSON object a line, in the order of the set."""
     lines = [json.dumps(answer.as_dict(), ensure_ascii=False) + "\n" for answer in answers]
-    try:
-        path.write_text("".join(lines), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
+    with disk.result(path) as part:
+        part.write_text("".join(lines), encoding="utf-8")
 
 
 def settings(engine: Engine) -> dict[str, Any]:

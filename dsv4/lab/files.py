@@ -1,8 +1,6 @@
-"""Sizes for people; results under names a user gave: refused before the work, complete or not there."""
+"""Sizes for people; names of results, refused before the work."""
 
 import os
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from dsv4.errors import ConfigError
@@ -22,17 +20,3 @@ def check_writable(path: Path, option: str) -> None:
         raise ConfigError(f"{option} {path}: expected the name of a file in an existing folder")
     if not os.access(path.parent, os.W_OK):
         raise ConfigError(f"{option} {path}: {path.parent} cannot be written to; give another folder")
-
-
-def put(path: Path, write: Callable[[Path], object]) -> None:
-    """`write` gets another name; the file takes its own only when complete."""
-    part = path.with_name(f"{path.name}.part")
-    try:
-        write(part)
-        part.replace(path)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
-    finally:
-        # What cannot even be named was not made; the error above tells why.
-        with suppress(OSError):
-            part.unlink(missing_ok=True)

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dsv4.disk import result
 from dsv4.errors import ConfigError
-from dsv4.lab.files import put
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _COLOURS = ("#1f5fa8", "#c4572e", "#3d8a5f", "#7a5195")
@@ -46,7 +46,8 @@ def strip(axes: Any) -> None:
 def save(figure: Any, path: Path) -> None:
     """Whole or not at all."""
     options: dict[str, Any] = {"format": path.suffix[1:].lower(), "bbox_inches": "tight", "pad_inches": 0.15}
-    put(path, lambda part: figure.savefig(part, **options))
+    with result(path) as part:
+        figure.savefig(part, **options)
 
 
 def draw_recall(

@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dsv4 import disk
 from dsv4.engine.engine import Engine
 from dsv4.engine.trial import Trial
 from dsv4.errors import CheckpointError, ConfigError, RequestError
@@ -44,16 +45,12 @@ def read_text(path: Path) -> str:
 
 
 def write_logits(path: Path, logits: dict[str, Tensor]) -> None:
-    """The file appears under its name only when complete."""
-    part = path.with_name(path.name + ".part")
-    try:
-        save_file({name: value.cpu().contiguous() for name, value in logits.items()}, part)
-        part.replace(path)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{path} cannot be written: {error}") from None
-    finally:
-        # Also after Ctrl-C: nothing incomplete is left behind.
-        part.unlink(missing_ok=True)
+    held = {name: value.cpu().contiguous() for name, value in logits.items()}
+    with disk.result(path) as part:
+        try:
+            save_file(held, part)
+        except SafetensorError as error:
+            raise ConfigError(f"{path} cannot be written: {error}") from None
 
 
 def score_ids(

@@ -1,34 +1,22 @@
 """What was measured on this machine, kept for the next start: a file per CPU, torch, settings and code."""
 
-import hashlib
 import json
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dsv4.device import machine_id
-from dsv4.env import cache_folder, library_settings
+from dsv4 import disk, identity
+from dsv4.env import cache_folder
 
 Facts = dict[str, Any]  # what was measured -> what came out
 
 
 def path_of(device: torch.device, threads: int) -> Path:
     """One file for each CPU, torch, library setting, number of threads and version of what was measured."""
-    machine = (machine_id(device), torch.__version__, *library_settings(), f"{threads} threads")
-    key = hashlib.sha256("\n".join((*machine, code_of(Path(__file__).parent))).encode()).hexdigest()[:16]
-    return cache_folder() / "exact" / f"{key}.json"
-
-
-@cache
-def code_of(folder: Path) -> str:
-    """Of the functions that are measured, and of how: another version may have the same cache folder."""
-    digest = hashlib.sha256()
-    for path in sorted((*folder.glob("_*.py"), *folder.glob("*/ref.py"))):
-        digest.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode() + path.read_bytes())
-    return digest.hexdigest()
+    facts = [identity.machine(device), torch.__version__, threads, identity.code("ops")]
+    return cache_folder() / "exact" / f"{identity.digest(facts)}.json"
 
 
 @cache
@@ -64,16 +52,5 @@ def remember(device: torch.device, threads: int, found: Facts) -> str:
     known, _ = _read(path)
     if found.keys() <= known.keys():
         return ""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".new", delete=False) as file:
-            try:
-                json.dump({"facts": known | found}, file, indent=1)
-                file.flush()
-                Path(file.name).replace(path)
-            except BaseException:
-                Path(file.name).unlink(missing_ok=True)
-                raise
-    except OSError as error:
-        return f"{path} cannot be written ({error.strerror}); the CPU is measured again at the next start"
-    return ""
+    text = json.dumps({"facts": known | found}, indent=1)
+    return disk.keep(path, text, "the CPU is measured again at the next start")

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dsv4.errors import CheckpointError
+from dsv4 import disk
 from dsv4.quant.formats import FP8_TILE, MX_BLOCK, NV_BLOCK, Format
 from dsv4.weights.reader import DTYPES, INDEX
 
@@ -107,32 +106,16 @@ def header_bytes(group: Iterable[Declared]) -> bytes:
 
 
 def _write_file(path: Path, group: list[Declared], values: Iterator[Tensor]) -> Iterator[int]:
-    part = path.with_name(path.name + ".part")
-    try:
-        with part.open("wb") as file:
-            file.write(header_bytes(group))
-            for tensor in group:
-                value = next(values)
-                expected = (DTYPES[tensor.dtype][1], tensor.shape)
-                assert (value.dtype, tuple(value.shape)) == expected, tensor.name
-                file.write(value.contiguous().flatten().view(torch.uint8).numpy().data)
-                yield tensor.num_bytes
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from None
-    finally:
-        # Also when the caller stops half-way: nothing incomplete is left behind.
-        part.unlink(missing_ok=True)
+    with disk.result(path) as part, part.open("wb") as file:
+        file.write(header_bytes(group))
+        for tensor in group:
+            value = next(values)
+            expected = (DTYPES[tensor.dtype][1], tensor.shape)
+            assert (value.dtype, tuple(value.shape)) == expected, tensor.name
+            file.write(value.contiguous().flatten().view(torch.uint8).numpy().data)
+            yield tensor.num_bytes
 
 
 def write_text(path: Path, text: str) -> None:
-    """A small file, complete or not at all."""
-    part = path.with_name(path.name + ".part")
-    try:
+    with disk.result(path) as part:
         part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from None

@@ -192,7 +192,7 @@ def test_what_is_not_ours_stays(tmp_path: Path) -> None:
 
 def test_unfinished_files_are_ignored_and_go_when_nobody_can_be_writing_them(tmp_path: Path) -> None:
     place = Place(tmp_path)
-    fresh, stale = (tmp_path / IDENTITY / name for name in (f".{'0a' * 16}.new", f".{'1b' * 16}.new"))
+    fresh, stale = (tmp_path / IDENTITY / name for name in (f".{'0a' * 16}.part", f".{'1b' * 16}.part"))
     for path in (fresh, stale):
         path.write_bytes(MAGIC)
     old = time.time() - folder_module.STALE_SECONDS - 1
@@ -293,5 +293,5 @@ def test_killed_at_any_time_files_are_whole(tmp_path: Path) -> None:
         for key in present:
             assert place.read(key, size) == bytes(range(256)) * 4096
         assert place.said == []
-    left = [path.name for path in (tmp_path / IDENTITY).iterdir() if path.name.endswith(".new")]
+    left = [path.name for path in (tmp_path / IDENTITY).iterdir() if path.name.endswith(".part")]
     assert len(left) <= 12, left

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from dsv4 import Engine, SamplingParams
 from dsv4.cache.folder import HEADER_BYTES
 from dsv4.engine import keep
-from dsv4.engine.keep import identity
+from dsv4.engine.keep import folder_name
 from dsv4.engine.request import Completion, Request
 from dsv4.errors import ConfigError
 from dsv4.weights.checksum import checksum
@@ -129,15 +129,15 @@ def test_an_engine_that_has_run_finds_the_same_files(
 
     def noted(*facts: Any) -> str:
         seen.append(facts)
-        return identity(*facts)
+        return folder_name(*facts)
 
-    monkeypatch.setattr(keep, "identity", noted)
+    monkeypatch.setattr(keep, "folder_name", noted)
     engine = kept()
     (facts,) = seen
     assert "_prepares" not in vars(engine.settings.ops), "looked up when a model runs"
-    before = identity(*facts)
+    before = folder_name(*facts)
     run(engine, text(20, 8))
-    assert "_prepares" in vars(engine.settings.ops) and identity(*facts) == before
+    assert "_prepares" in vars(engine.settings.ops) and folder_name(*facts) == before
 
 
 def test_sizes_that_change_no_bit_share_files(kept: Callable[..., Engine]) -> None:

@@ -1,16 +1,15 @@
 """The first start on a GPU that nobody has measured: ops are examined once, and what differed is refused."""
 
 import errno
-import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-import dsv4
+from dsv4 import identity
 from dsv4.config import EngineConfig
 from dsv4.device import Device
 from dsv4.engine import proof
@@ -44,17 +43,18 @@ def test_other_kernels_of_the_same_version_are_proved_anew(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: B200.gpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    here, device = Path(dsv4.__file__).parent, torch.device("cuda", 77)
-    assert proof.describe(device).code == proof.code_of(here)
-    for name in ("kernels/decode/mix.cu", "kernels/common/tiles.py", "ops/linear/gpu.py"):
-        for package in ("kernels", "ops", "quant"):
-            shutil.copytree(here / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
-        assert proof.code_of(tmp_path) == proof.code_of(here)
-        with (tmp_path / name).open("a") as file:
+    there, code = tmp_path / "dsv4", identity.code()
+    assert proof.describe(torch.device("cuda", 77)).code == code
+    shutil.copytree(identity.PACKAGE, there, ignore=shutil.ignore_patterns("__pycache__", "models"))
+    compute = partial(identity.code.__wrapped__, root=there)
+    assert compute() == code
+    (there / "cli" / "main.py").unlink()
+    assert compute() == code, "no result depends on the commands"
+    for path in (*there.rglob("*.cu"), *there.rglob("tiles.py"), *there.glob("ops/*/gpu.py")):
+        before = compute()
+        with path.open("a") as file:
             file.write("\n")
-        assert proof.code_of(tmp_path) != proof.code_of(here), name
-        for package in ("kernels", "ops", "quant"):
-            shutil.rmtree(tmp_path / package)
+        assert compute() != before, path
 
 
 def test_what_differs_is_refused_and_not_remembered() -> None:
@@ -74,10 +74,11 @@ def test_a_folder_that_cannot_be_written_is_said(cache: Path) -> None:
 
 
 def test_a_full_disk_keeps_no_part_of_a_file(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(value: object, file: Any, **options: object) -> None:
+    def full(path: Path, text: str) -> None:
+        path.touch()
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(json, "dump", full)
+    monkeypatch.setattr(Path, "write_text", full)
     assert "cannot be written (No space left on device)" in first.conclude(B200, [RIGHT])
     assert [*cache.glob("dsv4/proved/*")] == []
 

@@ -5,8 +5,6 @@ driver loads. Sources hold device code alone and need no headers but their own: 
 """
 
 import ctypes
-import hashlib
-import os
 import re
 import shutil
 import subprocess
@@ -22,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4 import disk, identity
 from dsv4.env import cache_folder
 from dsv4.errors import DeviceError
 from dsv4.kernels.common import driver
@@ -170,21 +169,14 @@ def compile_source(name: str, arch: str) -> Path:
     source, using = source_path(name), compiler()
     texts = [path.read_text() for path in (source, *sorted(HERE.glob("*/*.cuh")))]
     known = (*texts, arch, *FLAGS, using.name, using.version)
-    key = hashlib.sha256("\n".join(known).encode()).hexdigest()[:16]
+    key = identity.digest(known)
     folder = cache_folder() / "kernels"
     target = folder / f"{name}-sm_{arch}-{key}.cubin"
     if not target.exists() or not target.stat().st_size:
         cubin = using.compile(source, arch)
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as temporary:
-            # Whole or not at all, whoever else writes the same file, and when the power is cut: a name that
-            # is on disk before the bytes would be an empty file.
-            out = Path(temporary) / target.name
-            with out.open("wb") as file:
-                file.write(cubin)
-                file.flush()
-                os.fsync(file.fileno())
-            out.replace(target)
+        with disk.whole(target) as part:
+            part.write_bytes(cubin)
     return target
 
 

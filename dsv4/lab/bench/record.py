@@ -1,17 +1,16 @@
 """The last line of a benchmark: figures with the machine, versions, commit and date; and where it is kept."""
 
 import json
-import platform
 import shlex
 import subprocess
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import dsv4
+from dsv4 import identity
 from dsv4.device import driver
 from dsv4.errors import ConfigError
 
@@ -31,8 +30,8 @@ def machine(device: torch.device) -> dict[str, Any]:
 def run(arguments: list[str]) -> dict[str, Any]:
     """What made the figures: versions, commit, command, date."""
     return {
-        **{"dsv4": dsv4.__version__, "python": platform.python_version(), "torch": torch.__version__},
-        **{"triton": _version("triton"), "cuda": torch.version.cuda, "driver": driver()},
+        **identity.versions(),
+        **{"cuda": torch.version.cuda, "driver": driver()},
         **{"commit": commit(ROOT), "command": shlex.join(["dsv4", *_without_target(arguments)])},
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
@@ -45,13 +44,6 @@ def _without_target(arguments: list[str]) -> list[str]:
         if "--save" not in (before, argument) and not argument.startswith("--save="):
             kept.append(argument)
     return kept
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def commit(root: Path) -> str | None:

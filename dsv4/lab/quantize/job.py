@@ -12,6 +12,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+from dsv4 import disk
 from dsv4.errors import CheckpointError, ConfigError
 
 WORK = ".dsv4-quantize"
@@ -131,15 +132,11 @@ class Job:
 
     def put(self, name: Path | str, content: bytes) -> None:
         """A small file under its final name, complete or not at all."""
-        part = self.work / "small.part"
         target = self.folder / name
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            with part.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(target)
+            with disk.whole(target, within=self.work) as part:
+                part.write_bytes(content)
         except OSError as error:
             raise self.failed(target, error) from None
 
@@ -154,7 +151,7 @@ class Job:
             self.put(name, content)
         self.put(RECORD, json.dumps({"fingerprint": self.fingerprint, **record}).encode())
         self.put("config.json", config)
-        sync_folder(self.folder)
+        disk.sync(self.folder)
         shutil.rmtree(self.work)
 
 
@@ -187,15 +184,6 @@ class Part:
             self.file.close()
             self.job.put(Path(WORK) / f"{self.shard}.json", json.dumps(statistics).encode())
             self.path.replace(self.target)
-            sync_folder(self.job.folder)
+            disk.sync(self.job.folder)
         except OSError as error:
             raise self.job.failed(self.target, error) from None
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -5,7 +5,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from dsv4.lab.files import put, size
+from dsv4.disk import result
+from dsv4.lab.files import size
 from dsv4.lab.quantize.plots import Point, byte_bars, depth_lines, histogram
 
 WORST = 20
@@ -49,7 +50,8 @@ polyline { fill: none; stroke-width: 1.8; } polygon.band { stroke: none; opacity
 
 
 def write_page(path: Path, report: dict[str, Any]) -> None:
-    put(path, lambda part: part.write_text(page(report), encoding="utf-8"))
+    with result(path) as part:
+        part.write_text(page(report), encoding="utf-8")
 
 
 def page(report: dict[str, Any]) -> str:
