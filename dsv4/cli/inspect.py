@@ -24,10 +24,9 @@ def inspect(
 ) -> None:
     """Show config, formats, bytes per component and bytes read per token. Reads headers only."""
     from dsv4.lab.inspect import components, report, storage_name
-    from dsv4.weights.load import Checkpoint
+    from dsv4.weights.detect import read_headers
 
-    checkpoint = Checkpoint.open(model_folder(model))
-    inventory, config = checkpoint.inventory, checkpoint.config
+    config, _, inventory = read_headers(model_folder(model))
     if json:
         print_json(report(inventory, config))
         return

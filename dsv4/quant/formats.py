@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+# Names of formats are needed where torch, which takes a second to import, is not.
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 FP8_TILE = 128
 MX_BLOCK = 32
@@ -32,9 +35,9 @@ class QuantTensor:
     """A matrix [rows, cols] as stored. `rope_dim` counts the unquantised last columns of a KV8 row."""
 
     format: Format
-    data: Tensor
+    data: "Tensor"
     shape: tuple[int, int]
-    scale: Tensor | None = None
+    scale: "Tensor | None" = None
     global_scale: float = 1.0
     rope_dim: int = 0
 
@@ -43,7 +46,7 @@ class QuantTensor:
         scales = 0 if self.scale is None else self.scale.numel() * self.scale.element_size()
         return self.data.numel() * self.data.element_size() + scales + 4 * (self.format is Format.NVFP4)
 
-    def take(self, rows: Tensor) -> "QuantTensor":
+    def take(self, rows: "Tensor") -> "QuantTensor":
         """The given rows, in order. Not for FP8, whose scales are shared by 128 rows."""
         assert self.format is not Format.FP8
         # index_select and index_copy_ move whole rows; indexing by a tensor moves one byte at a time.
@@ -59,7 +62,7 @@ class QuantTensor:
         shape = (stop - start, self.shape[1])
         return QuantTensor(self.format, self.data[start:stop], shape, scale, self.global_scale, self.rope_dim)
 
-    def put(self, rows: Tensor, values: "QuantTensor") -> None:
+    def put(self, rows: "Tensor", values: "QuantTensor") -> None:
         """Overwrite the given rows in place."""
         assert self.format is values.format and self.format is not Format.FP8
         self.data.index_copy_(0, rows, values.data)
@@ -70,6 +73,8 @@ class QuantTensor:
 
 def join(parts: list[QuantTensor]) -> QuantTensor:
     """The rows of all parts, which are stored alike, one after the other."""
+    import torch
+
     one = parts[0]
     data = torch.cat([part.data for part in parts])
     scale = None if one.scale is None else torch.cat([part.scale for part in parts if part.scale is not None])
@@ -87,10 +92,13 @@ def empty_rows(
     num_rows: int,
     cols: int,
     rope_dim: int = 0,
-    dtype: torch.dtype = torch.bfloat16,
-    device: str | torch.device = "cpu",
+    dtype: "torch.dtype | None" = None,
+    device: "str | torch.device" = "cpu",
 ) -> QuantTensor:
-    """A zeroed store of `num_rows` cache rows. KV8 keeps its rotary columns in `dtype`."""
+    """A zeroed store of `num_rows` cache rows. KV8 keeps its rotary columns in `dtype` (bfloat16)."""
+    import torch
+
+    dtype = dtype or torch.bfloat16
     if format is Format.KV8:
         nope = cols - rope_dim
         data = torch.zeros(num_rows, nope + rope_dim * dtype.itemsize, dtype=torch.uint8, device=device)

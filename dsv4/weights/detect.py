@@ -4,9 +4,8 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-
-import torch
-from torch import Tensor
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dsv4.config import ModelConfig
 from dsv4.errors import CheckpointError
@@ -14,6 +13,9 @@ from dsv4.model.params import Param, each_declared
 from dsv4.quant.formats import FP8_TILE, MX_BLOCK, NV_BLOCK, Format, QuantTensor
 from dsv4.weights.names import fused_name, has_weight_suffix, hf_name, resaved_name
 from dsv4.weights.reader import DTYPES, Entry, Reader
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Calibration constants of activations: never part of a weight, known and passed over.
 _CALIBRATION = ("input_scale", "input_global_scale")
@@ -106,7 +108,7 @@ class Source:
         first, last = self.scale_row + start // high, self.scale_row - (-stop // high)
         place = self.col // wide
         scale = reader.read(self.scale.name, first, last, place, place - (-cols // wide))
-        if scale.dtype == torch.bfloat16:
+        if DTYPES[self.scale.dtype][1] == "bfloat16":
             scale = scale.float()
         return QuantTensor(self.format, data, shape, scale, self.read_global_scale(reader))
 
@@ -118,7 +120,7 @@ class Source:
             return 1.0 / value if value else math.inf  # refused as a scale that is no number
         return value
 
-    def read_plain(self, reader: Reader) -> Tensor:
+    def read_plain(self, reader: Reader) -> "Tensor":
         rows = self.param.shape[0]
         return reader.read(self.weight.name, self.row, self.row + rows).reshape(self.param.shape)
 
@@ -160,6 +162,16 @@ class Inventory:
             else:
                 (here if source.param.expert in own else elsewhere).append(source)
         return replace(self, sources=tuple(here), elsewhere=tuple(elsewhere))
+
+
+def read_headers(path: str | Path) -> tuple[ModelConfig, Reader, Inventory]:
+    """Check the config and all headers of a model folder, or of one file of it. Does not import torch."""
+    path = Path(path)
+    if path.is_file() and path.suffix != ".safetensors":
+        raise CheckpointError(f"{path} is a file; give a model folder, or a .safetensors file in one")
+    config = ModelConfig.load(path.parent if path.is_file() else path)
+    reader = Reader(path)
+    return config, reader, take_inventory(reader.entries, config)
 
 
 def take_inventory(entries: Mapping[str, Entry], config: ModelConfig) -> Inventory:

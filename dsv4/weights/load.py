@@ -14,7 +14,7 @@ from dsv4.model.bundle import Weights
 from dsv4.model.params import check_ranks, own_experts
 from dsv4.quant.codec import NV_RANGE, decode, encode_weight, has_nan_scale
 from dsv4.quant.formats import FP8_TILE, MX_BLOCK, NV_BLOCK, Format, QuantTensor
-from dsv4.weights.detect import Inventory, Source, take_inventory
+from dsv4.weights.detect import Inventory, Source, read_headers
 from dsv4.weights.reader import Reader
 
 # Decoded bytes handled at a time: bounds what loading needs beyond the model itself.
@@ -34,12 +34,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | Path) -> "Checkpoint":
-        path = Path(path)
-        if path.is_file() and path.suffix != ".safetensors":
-            raise CheckpointError(f"{path} is a file; give a model folder, or a .safetensors file in one")
-        config = ModelConfig.load(path.parent if path.is_file() else path)
-        reader = Reader(path)
-        return cls(config, reader, take_inventory(reader.entries, config))
+        return cls(*read_headers(path))
 
     def shard(self, rank: int, size: int, whole_experts: bool = False) -> "Checkpoint":
         """A rank's shares of the weights; sizes that do not split are refused."""

@@ -8,34 +8,42 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
-
-import numpy as np
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from dsv4.errors import CheckpointError
 
-# safetensors name -> bytes per element, and the torch type it is handed out as. 8-bit codes stay raw bytes.
-DTYPES: dict[str, tuple[int, torch.dtype]] = {
-    "F64": (8, torch.float64),
-    "F32": (4, torch.float32),
-    "F16": (2, torch.float16),
-    "BF16": (2, torch.bfloat16),
-    "I64": (8, torch.int64),
-    "I32": (4, torch.int32),
-    "I16": (2, torch.int16),
-    "I8": (1, torch.uint8),
-    "U8": (1, torch.uint8),
-    "BOOL": (1, torch.uint8),
-    "F8_E4M3": (1, torch.uint8),
-    "F8_E5M2": (1, torch.uint8),
-    "F8_E8M0": (1, torch.uint8),
+# Headers are read without torch and NumPy, which take a second to import.
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+# safetensors name -> bytes per element, and the name of the torch type it is read as. 8-bit codes stay bytes.
+DTYPES: dict[str, tuple[int, str]] = {
+    "F64": (8, "float64"),
+    "F32": (4, "float32"),
+    "F16": (2, "float16"),
+    "BF16": (2, "bfloat16"),
+    "I64": (8, "int64"),
+    "I32": (4, "int32"),
+    "I16": (2, "int16"),
+    "I8": (1, "uint8"),
+    "U8": (1, "uint8"),
+    "BOOL": (1, "uint8"),
+    "F8_E4M3": (1, "uint8"),
+    "F8_E5M2": (1, "uint8"),
+    "F8_E8M0": (1, "uint8"),
 }
 MAX_HEADER = 100_000_000
 MAX_RANK = 8
 INDEX = "model.safetensors.index.json"
 AGAIN = "the file is damaged or incomplete: copy or download it again"
+
+
+def torch_type(dtype: str) -> "torch.dtype":
+    """The type of a tensor read from an entry of this dtype."""
+    import torch
+
+    return getattr(torch, DTYPES[dtype][1])
 
 
 @dataclass(frozen=True)
@@ -181,13 +189,15 @@ class Reader:
 
     def read(
         self, name: str, start: int = 0, stop: int | None = None, first: int = 0, last: int | None = None
-    ) -> Tensor:
+    ) -> "Tensor":
         """Rows [start, stop) of the tensor, leading dimensions flattened, of them columns [first, last).
 
         Plain file reads, not a memory map: only what is asked for takes memory. Threads may read at once.
         """
+        import torch
+
         entry = self.entries[name]
-        itemsize, dtype = DTYPES[entry.dtype]
+        itemsize = DTYPES[entry.dtype][0]
         is_matrix = len(entry.shape) > 1
         rows = math.prod(entry.shape[:-1]) if is_matrix else math.prod(entry.shape)
         cols = entry.shape[-1] if is_matrix else 1
@@ -200,10 +210,12 @@ class Reader:
         elif buffer.numel():
             self._fill_columns(entry, offset, line, slice(first * itemsize, last * itemsize), buffer)
         shape = (stop - start, last - first) if is_matrix else (stop - start,) if entry.shape else ()
-        return buffer.view(dtype).reshape(shape)
+        return buffer.view(torch_type(entry.dtype)).reshape(shape)
 
-    def _fill_columns(self, entry: Entry, offset: int, line: int, part: slice, target: Tensor) -> None:
+    def _fill_columns(self, entry: Entry, offset: int, line: int, part: slice, target: "Tensor") -> None:
         """The same bytes of every line from `offset` on: mapped, because a call for each would take long."""
+        import numpy as np
+
         rows = target.numel() // (part.stop - part.start)
         begin = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         with self._lock:

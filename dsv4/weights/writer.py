@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsv4 import disk
 from dsv4.quant.formats import FP8_TILE, MX_BLOCK, NV_BLOCK, Format
-from dsv4.weights.reader import DTYPES, INDEX
+from dsv4.weights.reader import DTYPES, INDEX, torch_type
 
 SHARD_BYTES = 5_000_000_000
 
@@ -110,7 +110,7 @@ def _write_file(path: Path, group: list[Declared], values: Iterator[Tensor]) -> 
         file.write(header_bytes(group))
         for tensor in group:
             value = next(values)
-            expected = (DTYPES[tensor.dtype][1], tensor.shape)
+            expected = (torch_type(tensor.dtype), tensor.shape)
             assert (value.dtype, tuple(value.shape)) == expected, tensor.name
             file.write(value.contiguous().flatten().view(torch.uint8).numpy().data)
             yield tensor.num_bytes

@@ -29,7 +29,7 @@ from dsv4.lab.quantize.plan import official_format  # noqa: E402
 from dsv4.model.params import declare  # noqa: E402
 from dsv4.quant.formats import Format  # noqa: E402
 from dsv4.weights.names import has_weight_suffix  # noqa: E402
-from dsv4.weights.reader import DTYPES  # noqa: E402
+from dsv4.weights.reader import DTYPES, torch_type  # noqa: E402
 from dsv4.weights.writer import Declared, declare_linear, write_checkpoint  # noqa: E402
 
 
@@ -57,7 +57,7 @@ def make(folder: Path, config: ModelConfig, is_official: bool) -> int:
                 codes = np.frombuffer(random.bytes(count), np.uint8) & 0xF7
                 yield torch.from_numpy(codes).reshape(tensor.shape)
             else:
-                yield torch.zeros(tensor.shape, dtype=DTYPES[tensor.dtype][1])
+                yield torch.zeros(tensor.shape, dtype=torch_type(tensor.dtype))
 
     folder.mkdir(parents=True)
     for _ in write_checkpoint(folder, tensors, values(), limit=10**12):

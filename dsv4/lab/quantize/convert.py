@@ -32,7 +32,7 @@ from dsv4.quant.cast import SPAN, cast_scales, global_scale, zero_blocks
 from dsv4.quant.formats import FP8_TILE, MX_BLOCK, NV_BLOCK, Format, QuantTensor
 from dsv4.weights.detect import Source
 from dsv4.weights.load import check_finite, check_scales
-from dsv4.weights.reader import DTYPES, Entry, Reader
+from dsv4.weights.reader import Entry, Reader, torch_type
 
 TASK_BYTES = 32 << 20
 
@@ -252,7 +252,7 @@ def _column_slices(source: Source) -> Iterator[tuple[int, int]]:
 
 def _rows_of(output: Output, count: int) -> Tensor:
     declared = output.declared
-    return torch.empty((count, declared.shape[1]), dtype=DTYPES[declared.dtype][1])
+    return torch.empty((count, declared.shape[1]), dtype=torch_type(declared.dtype))
 
 
 def _place(target: Tensor, values: Tensor, first: int, last: int, per: int) -> None:
