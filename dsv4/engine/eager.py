@@ -18,7 +18,6 @@ from dsv4.engine.request import Token
 from dsv4.engine.runner import Masks, Result
 from dsv4.engine.workspace import SCORED_ROWS
 from dsv4.errors import LostError
-from dsv4.model.choice import Choice
 from dsv4.model.model import Model
 from dsv4.model.step import Mark, Step, Tap
 from dsv4.model.step import Span as Tokens
@@ -33,7 +32,6 @@ class Pass:
     logits: Tensor | None  # [R, V] of the rows that sample, where somebody still needs them
     proposed: tuple[tuple[int, ...], ...] = ()  # by span: ids that are verified with its own; left out: none
     streams: Tensor | None = None  # [T, N, D] of all tokens, until they were drafted from
-    own: Tensor | None = None  # in place of these until the choice is made: a rank's, [R, V / ranks]
     scored: dict[int, list[Tensor]] = field(default_factory=dict)  # by sequence: result rows of its prompt
     sorted: dict[int, list[Token]] = field(default_factory=dict)  # the same with many alternatives
     out: Tensor | None = None  # int32 [R, RESULT]
@@ -70,10 +68,6 @@ class Eager:
         self.model, self.cache, self.device = model, cache, device
         self.is_cuda = torch.device(device).type == "cuda"
         self.sampler = model.ops.sample
-        # Not on the GPUs of one machine: they gather all logits in 4 us, and sample in one launch.
-        self.choice: Choice | None = None
-        if model.mesh.size > 1 and not (self.is_cuda and model.mesh.comm.is_local):
-            self.choice = Choice(self.sampler, model.mesh)
         self.save, self.restore, self.drop = cache.save, cache.restore, cache.drop
         self.set_pages = cache.set_pages
         shape = cache.layout.num_slots, HISTORY + cache.layout.max_context
@@ -140,11 +134,7 @@ class Eager:
         if self.drafter is not None:
             made.streams = streams
         if last:
-            rows = streams.index_select(0, self.send(torch.tensor(last)))
-            if self.choice is None:
-                made.logits = self.model.logits(rows)
-            else:
-                made.own = self.model.own_logits(rows)
+            made.logits = self.model.logits(streams.index_select(0, self.send(torch.tensor(last))))
         if not any(span.sampling.masked for span in made.sampled if span.sampling):
             self.choose(made, None)
             self._draft(made)
@@ -196,10 +186,7 @@ class Eager:
                 made.sorted.setdefault(span.sequence, []).extend(tokens)
                 continue
             settings = self.send(self.packed([Sampling(num_top=span.score_top)] * len(ids), ids))
-            if self.choice is None:
-                out = self.sampler.choose(self.model.logits(rows), settings, None)
-            else:
-                out = self.choice(self.model.own_logits(rows), settings, None)
+            out = self.sampler.choose(self.model.logits(rows), settings, None)
             made.scored.setdefault(span.sequence, []).append(out)
 
     def packed(self, samplings: list[Sampling], forced: tuple[int, ...] | None = None) -> Tensor:
@@ -227,30 +214,12 @@ class Eager:
 
     @torch.inference_mode()
     def choose(self, made: Pass, mask: Tensor | None) -> None:
-        if made.logits is None and made.own is None:
+        if made.logits is None:
             return
         samplings = [sampling for _, sampling in made.rows()]
         penalties = self.penalties if any(s.penalties >= 0 for s in samplings) else None
         settings = self.send(self.packed(samplings))
-        if self.choice is not None and made.own is not None:
-            self._gather_wanted(made, made.own)
-            self.land(made, self.choice(made.own, settings, mask, penalties))
-            made.own = None
-        else:
-            assert made.logits is not None
-            self.land(made, self.sampler.choose(made.logits, settings, mask, penalties))
-
-    def _gather_wanted(self, made: Pass, own: Tensor) -> None:
-        """All logits of the rows whose requests ask for them, or for more alternatives than the op lists."""
-        wanted = [
-            row
-            for row, (span, sampling) in enumerate(made.rows())
-            if span.wants_logits or sampling.num_top > MAX_TOP
-        ]
-        if wanted:
-            rows = self.send(torch.tensor(wanted))
-            made.logits = own.new_empty(len(own), own.shape[1] * self.model.mesh.size)
-            made.logits[rows] = self.model.mesh.comm.gather_columns(own[rows])
+        self.land(made, self.sampler.choose(made.logits, settings, mask, penalties))
 
     def land(self, made: Pass, out: Tensor) -> None:
         """Result rows int32 [R, RESULT], on their way to the host."""

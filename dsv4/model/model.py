@@ -72,13 +72,8 @@ class Model:
     @torch.inference_mode()
     def logits(self, streams: Tensor) -> Tensor:
         """streams [R, N, D] of the rows that need them -> float32 [R, V] on every rank."""
-        return self.mesh.comm.gather_columns(self.own_logits(streams))
-
-    @torch.inference_mode()
-    def own_logits(self, streams: Tensor) -> Tensor:
-        """The same -> float32 [R, V / ranks]: this rank's run of the vocabulary."""
         hidden = self.ops.norm.rms_norm(self.hc_head.head(streams), self.norm, self.config.norm_eps)
-        return self.head(hidden, torch.float32)
+        return self.mesh.comm.gather_columns(self.head(hidden, torch.float32))
 
     @torch.inference_mode()
     def draft(

@@ -31,11 +31,6 @@ class PeerError(DeviceError):
 class Comm(Protocol):
     """Collectives: each rank calls the same ones in the same order."""
 
-    @property
-    def is_local(self) -> bool:
-        """Whether all ranks are on one machine."""
-        ...
-
     def sum_parts(self, parts: Tensor) -> Tensor:
         """[T, P, D], P a power of two -> [T, D]: the parts of all ranks, added up."""
         ...
@@ -72,8 +67,6 @@ def tree_sum(parts: Tensor) -> Tensor:
 
 class Alone:
     """A world of one: what it sends comes back."""
-
-    is_local = True
 
     def inbox(self, places: int) -> Inbox | None:
         return None

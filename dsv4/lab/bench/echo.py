@@ -18,7 +18,6 @@ class Echo:
     """A Comm whose other ranks have what this one has."""
 
     size: int
-    is_local: bool = True
 
     def sum_parts(self, parts: Tensor) -> Tensor:
         return tree_sum(parts) * self.size

@@ -117,12 +117,12 @@ def choose(logits: Tensor, settings: Tensor, mask: Tensor | None, penalties: Ten
     num_top, forced = settings[:, 6].to(torch.int32), settings[:, 7]
     z = logits.double() + 0.0  # -0.0 becomes 0.0, and a tie with it
     finite = torch.isfinite(z)
-    allowed = allowed_bits(finite, settings, mask)
+    allowed = _allowed(finite, settings, mask)
     status = torch.where(allowed.any(1), CHOSEN, NONE_ALLOWED)
     status = torch.where((finite | (z == -torch.inf)).all(1), status, NOT_FINITE)
     is_chosen = status == CHOSEN
 
-    x = all_penalised(logits, settings, penalties) if penalties is not None else z
+    x = _all_penalised(logits, settings, penalties) if penalties is not None else z
     values = torch.where(allowed, x, -torch.inf)
     ids = values.argmax(1)
     ids = torch.where(forced >= 0, forced, ids)
@@ -135,8 +135,7 @@ def choose(logits: Tensor, settings: Tensor, mask: Tensor | None, penalties: Ten
             kept = _best(values, weight, settings[draws, 5:6], top_p[draws])
             kept &= weight >= torch.ceil(min_p[draws] * ONE).long()
             x = torch.where(kept, x, -torch.inf)
-        every = torch.arange(vocab, device=x.device)
-        ids[draws] = noisy(x, settings[draws, 3], settings[draws, 4], every).argmax(1)
+        ids[draws] = _noisy(x, settings[draws, 3], settings[draws, 4]).argmax(1)
 
     result = torch.full((rows, RESULT), -1, dtype=torch.int32, device=logits.device)
     result[:, 0] = torch.where(is_chosen, ids, -1)
@@ -154,35 +153,33 @@ def choose(logits: Tensor, settings: Tensor, mask: Tensor | None, penalties: Ten
     return result
 
 
-def allowed_bits(finite: Tensor, settings: Tensor, mask: Tensor | None, first: int = 0) -> Tensor:
-    """Bool [T, n]: tokens from `first` on that are finite and that a grammar, where there is one, allows."""
+def _allowed(finite: Tensor, settings: Tensor, mask: Tensor | None) -> Tensor:
+    """Bool [T, V]: tokens whose logits are finite and that the row's grammar, if any, allows."""
     allowed = finite & ((settings[:, 6] >> 32 & 1 == 0) | (settings[:, 7] >= 0)).unsqueeze(1)
     if mask is not None:
         bits = (mask.unsqueeze(-1) >> torch.arange(32, device=mask.device, dtype=torch.int32)) & 1
-        allowed |= finite & bits.flatten(1)[:, first : first + finite.shape[1]].bool()
+        allowed |= finite & bits.flatten(1)[:, : finite.shape[1]].bool()
     return allowed
 
 
-def penalised(logits: Tensor, penalties: Tensor, index: int, first_id: int = 0) -> Tensor:
-    """logits [n] float32 of tokens from `first_id` on, penalties [HISTORY + C]: for the generated token of
-    that index -> float32 [n].
+def penalised(logits: Tensor, penalties: Tensor, index: int) -> Tensor:
+    """logits [V] float32, penalties [HISTORY + C]: for the generated token of that index -> float32 [V].
 
     One float32 operation after the other, the bias first. Repetition is of all tokens before it; presence and
     frequency are of the generated ones. A finite logit stays finite.
     """
     presence, frequency, repetition = penalties[:3].view(torch.float32)
     num_prompt, first, num_bias = penalties[3:6].tolist()
-    biased = penalties[_HEAD : _HEAD + num_bias].long() - first_id
+    biased = penalties[_HEAD : _HEAD + num_bias].long()
     bias = penalties[_HEAD + MAX_BIAS : _HEAD + MAX_BIAS + num_bias].view(torch.float32)
-    history = penalties[HISTORY : HISTORY + num_prompt + index] - first_id
+    history = penalties[HISTORY : HISTORY + num_prompt + index]
 
     def counted(ids: Tensor) -> Tensor:
-        return torch.bincount(ids[(ids >= 0) & (ids < len(logits))], minlength=len(logits))
+        return torch.bincount(ids, minlength=len(logits))
 
     count = counted(history[max(first, num_prompt) :]).float()
     v = logits + 0.0
-    is_here = (biased >= 0) & (biased < len(logits))
-    v[biased[is_here]] += bias[is_here]
+    v[biased] += bias
     v = torch.where(
         counted(history[first:]) > 0,
         torch.where(v > 0, v / repetition, v * repetition),
@@ -193,14 +190,14 @@ def penalised(logits: Tensor, penalties: Tensor, index: int, first_id: int = 0) 
     return torch.where(logits > -torch.inf, v.clamp(-_LARGEST, _LARGEST), -torch.inf)
 
 
-def all_penalised(logits: Tensor, settings: Tensor, penalties: Tensor, first_id: int = 0) -> Tensor:
-    """Double [T, n]; rows without penalties, and forced ones, as they are."""
+def _all_penalised(logits: Tensor, settings: Tensor, penalties: Tensor) -> Tensor:
+    """Double [T, V]; rows without penalties, and forced ones, as they are."""
     out = logits.double() + 0.0
     rows = ((settings[:, 6] >> 33 > 0) & (settings[:, 7] < 0)).nonzero().flatten().tolist()
     for row in rows:
         index, asked = settings[row, 4].item(), settings[row, 6].item()
         how = penalties[(int(asked) >> 33) - 1]
-        out[row] = penalised(logits[row], how, int(index), first_id).double() + 0.0
+        out[row] = penalised(logits[row], how, int(index)).double() + 0.0
     return out
 
 
@@ -219,10 +216,10 @@ def log_probs(logits: Tensor) -> Tensor:
     z = logits.double() + 0.0
     shifted = z - z.amax(-1, keepdim=True)
     total = weight_of(shifted).sum(-1, keepdim=True)
-    return (shifted - log_total(total)).float()
+    return (shifted - _log_total(total)).float()
 
 
-def log_total(weight: Tensor) -> Tensor:
+def _log_total(weight: Tensor) -> Tensor:
     """The logarithm of a sum of weights, in units of the best token's."""
     return _log(weight.double() * 2.0**-44)
 
@@ -271,10 +268,10 @@ def _log(y: Tensor) -> Tensor:
     return e * _LN2_HIGH + (s * log + e * _LN2_LOW)
 
 
-def noisy(x: Tensor, seed: Tensor, index: Tensor, ids: Tensor) -> Tensor:
-    """x + noise [T, n], x at most 0, of these tokens ([n] or [T, n]); -inf where it is not the row's largest:
-    exact sums are made only for those that a library's logarithm, whichever it is, finds near that."""
-    u = uniform(seed, index, ids)
+def _noisy(x: Tensor, seed: Tensor, index: Tensor) -> Tensor:
+    """x + noise [T, V], x at most 0; -inf where it is not the row's largest: exact sums are made only for
+    those that a library's logarithm, whichever it is, finds near that."""
+    u = uniform(seed, index, torch.arange(x.shape[1], device=x.device))
     estimate = x - torch.log(-torch.log1p(-u))
     is_near = estimate >= estimate.amax(1, keepdim=True) - 1e-6
     sums = torch.full_like(x, -torch.inf)
@@ -289,7 +286,7 @@ def gumbel(u: Tensor) -> Tensor:
 
 def uniform(seed: Tensor, index: Tensor, ids: Tensor) -> Tensor:
     """Double [T, n], multiples of 2**-53 above 0 and below 1, by the requests' seeds and indices [T] and by
-    the tokens, [n] or [T, n]."""
+    the tokens [n]."""
     base = _mix(_mix(seed + _GOLDEN) + index * _ODD)
     hashed = _mix(base.unsqueeze(1) + (ids + 1) * _GOLDEN)
     return _shift(hashed, 11).clamp_min(1).double() * 2.0**-53
