@@ -29,6 +29,16 @@ class Yarn:
 
 
 @dataclass(frozen=True)
+class Dspark:
+    """A draft head of several stages: drafts `block_size` tokens at once from the target layers' streams."""
+
+    block_size: int
+    noise_id: int
+    target_layers: tuple[int, ...]
+    markov_rank: int
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     hidden_size: int
     vocab_size: int
@@ -60,7 +70,7 @@ class ModelConfig:
     bos_id: int
     eos_id: int
     quantization: Mapping[str, Any]
-    is_dspark: bool
+    dspark: Dspark | None
 
     @property
     def num_layers(self) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dsv4.config import LayerKind, LayerSpec, ModelConfig, Yarn
+from dsv4.config import Dspark, LayerKind, LayerSpec, ModelConfig, Yarn
 from dsv4.errors import ConfigError
 
 # Larger numbers mean a damaged file; sizes beyond this could not be multiplied in 64 bits either.
@@ -120,16 +120,14 @@ IGNORED = {
     "n_group": "V4 has no expert groups; derived configs may carry it",
     "topk_group": "V4 has no expert groups; derived configs may carry it",
     "max_batch_size": "an engine option here",
-    "dspark_markov_rank": "the DSpark draft head is not run",
-    "dspark_noise_token_id": "the DSpark draft head is not run",
-    "dspark_target_layer_ids": "the DSpark draft head is not run",
 }
 # Keys read by the parser's own methods rather than by a row.
 _STRUCTURE = {
     *("num_hidden_layers", "n_layers", "num_hash_layers", "n_hash_layers", "compress_ratios", "layer_types"),
     *("compress_rates", "compress_rate_csa", "compress_rate_hca", "mlp_layer_types", "partial_rotary_factor"),
     *("rope_scaling", "rope_parameters", "rope_factor", "original_seq_len", "beta_fast", "beta_slow"),
-    *("quantization_config", "dspark_block_size"),
+    *("quantization_config", "dspark_block_size", "dspark_noise_token_id", "dspark_target_layer_ids"),
+    "dspark_markov_rank",
 }
 _KNOWN = {key for row in _ROWS for key in (row.hf, row.short)} | _STRUCTURE
 _KNOWN |= _FIXED.keys() | _FIXED_ELSEWHERE.keys() | IGNORED.keys()
@@ -267,11 +265,30 @@ class _Parser:
             layers=layers,
             yarn=self.agree(nested["yarn"], "YaRN"),
             quantization=quantization,
-            is_dspark="dspark_block_size" in self.raw,
+            dspark=self.dspark(len(layers)),
             **values,
         )
         self.check(config)
         return config
+
+    def dspark(self, num_layers: int) -> Dspark | None:
+        """The draft head, which is there if its block size is."""
+        if "dspark_block_size" not in self.raw:
+            return None
+        numbers = {}
+        for name, least in (("block_size", 1), ("noise_token_id", 0), ("markov_rank", 1)):
+            key = f"dspark_{name}"
+            numbers[name] = self.needed(self.given(key, least=least), "the DSpark draft head", key)
+        targets = self.raw.get("dspark_target_layer_ids")
+        if not isinstance(targets, list) or not targets or targets != sorted({*targets}, key=targets.index):
+            raise self.fail(
+                f"dspark_target_layer_ids is {_show(targets)}, expected a list of layers, each once"
+            )
+        for target in targets:
+            self.number("dspark_target_layer_ids", target, int, 0, num_layers - 1)
+        return Dspark(
+            numbers["block_size"], numbers["noise_token_id"], tuple(sorted(targets)), numbers["markov_rank"]
+        )
 
     def layers(self) -> tuple[LayerSpec, ...]:
         stated = self.given("num_hidden_layers", "n_layers")

@@ -19,6 +19,7 @@ LAYERS: list[set[str]] = [
     {"config", "config_json", "device", "disk", "models"},
     {"identity"},
     {"quant", "text"},
+    {"spec"},
     {"kernels"},
     {"ops", "cache", "parallel"},
     {"model"},
@@ -41,7 +42,7 @@ FORBIDDEN = {
 def unit(path: Path) -> str:
     """`dsv4/ops/norm/ref.py` -> `ops`; `dsv4/config.py` -> `config`."""
     parts = path.relative_to(PACKAGE).parts
-    return parts[0] if len(parts) > 1 else path.stem
+    return parts[0] if len(parts) > 1 and path.stem != "__main__" else path.stem
 
 
 def imports(path: Path) -> set[str]:

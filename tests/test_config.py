@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DeepseekV4Config
 
-from dsv4.config import EngineConfig, LayerSpec, ModelConfig, Yarn, preset
+from dsv4.config import Dspark, EngineConfig, LayerSpec, ModelConfig, Yarn, preset
 from dsv4.config_json import IGNORED
 from dsv4.errors import ConfigError
 
@@ -399,8 +399,29 @@ def test_stated_draft_count_stands_above_the_ratio_list() -> None:
 
 
 def test_dspark_is_noticed() -> None:
-    assert ModelConfig.from_dict(flat() | {"dspark_block_size": 4}) == replace(SMALL, is_dspark=True)
-    assert not ModelConfig.from_dict(flat() | {"dspark_block_size": None}).is_dspark
+    keys = {"block_size": 5, "noise_token_id": 99, "target_layer_ids": [3, 1], "markov_rank": 16}
+    raw = {f"dspark_{key}": value for key, value in keys.items()}
+    assert ModelConfig.from_dict(flat() | raw) == replace(SMALL, dspark=Dspark(5, 99, (1, 3), 16))
+    assert ModelConfig.from_dict(flat() | raw | {"dspark_block_size": None}).dspark is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("markov_rank", None, "the DSpark draft head is not given; add dspark_markov_rank"),
+        (
+            "target_layer_ids",
+            [1, 1],
+            r"dspark_target_layer_ids is \[1, 1\], expected a list of layers, each once",
+        ),
+        ("target_layer_ids", [4], "dspark_target_layer_ids is 4, expected from 0 up to 3"),
+        ("block_size", 0, "dspark_block_size is 0, expected from 1"),
+    ],
+)
+def test_a_broken_dspark_head_is_refused(key: str, value: Any, said: str) -> None:
+    keys = {"block_size": 5, "noise_token_id": 99, "target_layer_ids": [3, 1], "markov_rank": 16, key: value}
+    with pytest.raises(ConfigError, match=said):
+        ModelConfig.from_dict(flat() | {f"dspark_{name}": given for name, given in keys.items()})
 
 
 def test_ignored_keys_change_nothing() -> None:
@@ -437,7 +458,7 @@ def test_arbitrary_json_gives_a_config_or_a_config_error(data: st.DataObject, di
     except ConfigError as error:
         assert len(str(error)) < 1000
     else:
-        assert ModelConfig.from_dict(config.to_dict()) == replace(config, is_dspark=False)
+        assert ModelConfig.from_dict(config.to_dict()) == replace(config, dspark=None)
 
 
 @settings(max_examples=200, deadline=None)

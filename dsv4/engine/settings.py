@@ -142,7 +142,7 @@ def _num_drafts(config: EngineConfig, device: Device, checkpoint: Checkpoint) ->
     if config.drafts and device.kind != "cpu":
         raise ConfigError(f"drafts is {config.drafts}: speculation runs on a CPU only; leave it out")
     if config.drafts and not checkpoint.inventory.num_mtp_layers:
-        why = "its DSpark heads have no kernels here" if checkpoint.config.is_dspark else "it has none"
+        why = "its DSpark heads have no kernels here" if checkpoint.config.dspark else "it has none"
         raise ConfigError(f"drafts is {config.drafts}: the model needs a draft block (MTP), and {why}")
     return config.drafts
 

@@ -278,7 +278,7 @@ class _Observer:
 def check_alike(a: ModelConfig, b: ModelConfig) -> None:
     """Two models can be compared layer by layer when all their sizes agree."""
     for each in fields(ModelConfig):
-        if each.name in ("quantization", "num_mtp_layers", "is_dspark", "max_positions"):
+        if each.name in ("quantization", "num_mtp_layers", "dspark", "max_positions"):
             continue
         x, y = getattr(a, each.name), getattr(b, each.name)
         if x != y:

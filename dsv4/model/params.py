@@ -171,10 +171,31 @@ def each_declared(c: ModelConfig, num_mtp_layers: int) -> Iterator[Param]:
         yield from block_params(c, f"layers.{index}", spec)
     for index in range(num_mtp_layers):
         prefix = f"mtp.{index}"
-        for param in block_params(c, prefix, LayerSpec("sliding", 0, False)):
-            yield replace(param, component="mtp")
+        yield from _draft_block(c, prefix)
         for name in ("e_proj", "h_proj"):
             yield Param(f"{prefix}.{name}", (d, d), "linear", "mtp")
         for name in ("enorm", "hnorm", "norm"):
             yield Param(f"{prefix}.{name}", (d,), "plain", "mtp")
         yield from _head_mix(c, f"{prefix}.", "mtp")
+
+
+def _draft_block(c: ModelConfig, prefix: str) -> Iterator[Param]:
+    for param in block_params(c, prefix, LayerSpec("sliding", 0, False)):
+        yield replace(param, component="mtp")
+
+
+def declare_dspark(c: ModelConfig, num_stages: int) -> Iterator[Param]:
+    """All weights of a DSpark draft head; none without one."""
+    if c.dspark is None or not num_stages:
+        return
+    d, rank = c.hidden_size, c.dspark.markov_rank
+    for stage in range(num_stages):
+        yield from _draft_block(c, f"mtp.{stage}")
+    yield Param("mtp.0.main_proj", (d, len(c.dspark.target_layers) * d), "linear", "mtp")
+    yield Param("mtp.0.main_norm", (d,), "plain", "mtp")
+    last = f"mtp.{num_stages - 1}."
+    yield Param(f"{last}norm", (d,), "plain", "mtp")
+    yield from _head_mix(c, last, "mtp")
+    for name in ("markov_w1", "markov_w2"):
+        yield Param(f"{last}markov_head.{name}", (c.vocab_size, rank), "linear", "mtp")
+    yield Param(f"{last}confidence_head.proj", (1, d + rank), "linear", "mtp")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from dsv4.config import ModelConfig
 from dsv4.errors import CheckpointError
-from dsv4.model.params import Param, each_declared
+from dsv4.model.params import Param, declare_dspark, each_declared
 from dsv4.quant.formats import FP8_TILE, MX_BLOCK, NV_BLOCK, Format, QuantTensor
 from dsv4.weights.names import fused_name, has_weight_suffix, hf_name, resaved_name
 from dsv4.weights.reader import DTYPES, Entry, Reader
@@ -134,6 +134,7 @@ class Inventory:
     notes: tuple[str, ...]
     family: str
     elsewhere: tuple[Source, ...] = ()  # experts that only other ranks have
+    dspark: tuple[Source, ...] = ()  # a whole DSpark draft head, which engines do not run
 
     @property
     def num_bytes(self) -> int:
@@ -188,8 +189,9 @@ def take_inventory(entries: Mapping[str, Entry], config: ModelConfig) -> Invento
     num_mtp = 0
     while f"mtp.{num_mtp}.attn_norm.weight" in entries:
         num_mtp += 1
-    if config.is_dspark or num_mtp > 2:
-        num_mtp, skip = 0, re.compile(r"mtp\..*")
+    num_stages = 0
+    if config.dspark or num_mtp > 2:
+        num_stages, num_mtp, skip = num_mtp, 0, re.compile(r"mtp\..*")
         notes.append("the DSpark draft head (mtp.*) is not run; the trunk is complete without it")
     elif num_mtp == 0 and config.num_mtp_layers:
         if draft := sorted(n for n in entries if n.startswith("mtp.") and not skip.fullmatch(n)):
@@ -226,7 +228,11 @@ def take_inventory(entries: Mapping[str, Entry], config: ModelConfig) -> Invento
             f"{entries[left[0]].dtype} {list(entries[left[0]].shape)} in {entries[left[0]].file.name}; "
             "config.json is of another model, or the tensor must be removed"
         )
-    return Inventory(tuple(sources), num_mtp, tuple(notes), family)
+    drafts = [finder.find(param) for param in declare_dspark(config, num_stages)]
+    whole = tuple(source for source in drafts if source is not None)
+    return Inventory(
+        tuple(sources), num_mtp, tuple(notes), family, dspark=whole if len(whole) == len(drafts) else ()
+    )
 
 
 def _stored_name(param: Param, family: str) -> str:

@@ -9,7 +9,10 @@ import torch
 from safetensors.torch import save_file
 
 from dsv4 import Engine, EngineConfig
+from dsv4.lab.reference import open_model, reference_logits
 from dsv4.lab.score import score_ids
+from dsv4.spec.rounding import MODES
+from dsv4.weights.load import Checkpoint
 
 SLIDING, CSA, HCA = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 BASE: dict[str, Any] = {
@@ -86,5 +89,9 @@ def test_logits_agree(case: str, saved: str, tmp_path: Path) -> None:
     engine = Engine.load(tmp_path, EngineConfig(qat="off", max_batch=1, chunk=100, max_context=300))
     parts = score_ids(engine, ids[0].tolist(), 250)
     got = torch.cat((parts["prefill_logits"], parts["decode_logits"]))
-    r = (got - want).norm(dim=1) / want.norm(dim=1)
-    assert r.max() <= 1e-4, f"{case}: position {int(r.argmax())} differs by {r.max():.1e}"
+    checkpoint = Checkpoint.open(tmp_path)
+    with checkpoint.reader:
+        of_spec = reference_logits(open_model(checkpoint, MODES["off"]), ids[0])["prefill_logits"]
+    for who, logits in (("the engine", got), ("the specification", of_spec)):
+        r = (logits - want).norm(dim=1) / want.norm(dim=1)
+        assert r.max() <= 1e-4, f"{case}, {who}: position {int(r.argmax())} differs by {r.max():.1e}"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from checkpoints import SMALL
 
-from dsv4.config import LayerSpec, ModelConfig, preset
+from dsv4.config import Dspark, LayerSpec, ModelConfig, preset
 from dsv4.errors import CheckpointError
 from dsv4.lab.init import STYLES, _declared
 from dsv4.model import params
@@ -132,7 +132,7 @@ def test_dspark_head_is_passed_over_with_a_note() -> None:
         ("the DSpark draft head (mtp.*) is not run; the trunk is complete without it",),
     )
     assert summary(take_inventory(drafts | odd, SMALL)) == want
-    assert summary(take_inventory(trunk | odd, replace(SMALL, is_dspark=True))) == want
+    assert summary(take_inventory(trunk | odd, replace(SMALL, dspark=Dspark(5, 9, (1,), 4)))) == want
 
 
 def test_number_of_draft_blocks_comes_from_the_weights() -> None:

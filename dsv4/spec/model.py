@@ -1,0 +1,175 @@
+"""DeepSeek-V4: embed, expand to streams, run the blocks, mix the streams, norm, head."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dsv4.config import LayerSpec, ModelConfig
+from dsv4.spec import ops
+from dsv4.spec.rounding import Rounding, linear_input
+
+Attend = Callable[[Tensor], Tensor]  # the attention of a layer: its input [..., T, D] -> its output
+
+
+@dataclass(frozen=True)
+class Model:
+    """The whole model over whole sequences. `ids` are [..., T]; position t is the t-th token."""
+
+    config: ModelConfig
+    tensors: Mapping[str, Tensor]  # float values by official name (model/params.py)
+    rounding: Rounding
+    quantised: Collection[str] = ()  # the names of weights stored in 8 or 4 bits
+    ops: ClassVar[ModuleType] = ops
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def logits(self, ids: Tensor) -> Tensor:
+        """Return float32 [..., T, V]: row t predicts token t + 1."""
+        return self.head(self.streams(ids)[-1])
+
+    def streams(self, ids: Tensor) -> list[Tensor]:
+        """Return the residual streams [..., T, N, D] after each block."""
+        streams = [self.spread(self.embed(ids))]
+        for number, layer in enumerate(self.config.layers):
+            streams.append(self.block(streams[-1], ids, f"layers.{number}", layer))
+        return streams[1:]
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self["embed"][ids].to(self.rounding.dtype)
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Begin all streams [..., N, D] with one vector."""
+        return x.unsqueeze(-2).expand(*x.shape[:-1], self.config.num_streams, -1)
+
+    def head(self, streams: Tensor, prefix: str = "") -> Tensor:
+        """Return float32 logits. `prefix`: a draft block's own mixing and norm; the matrix is shared."""
+        return self.product(self.norm(self.mix_head(streams, prefix), f"{prefix}norm").float(), "head")
+
+    def mix_head(self, streams: Tensor, prefix: str = "") -> Tensor:
+        c, name = self.config, f"{prefix}hc_head"
+        m = self.ops.mixes(streams, self[f"{name}_fn"], c.norm_eps)
+        return self.ops.mix_head(streams, m, self[f"{name}_base"], self[f"{name}_scale"], c.hc_eps)
+
+    def block(
+        self, streams: Tensor, ids: Tensor, name: str, layer: LayerSpec, attend: Attend | None = None
+    ) -> Tensor:
+        """Attention, then experts, each between the streams. There is no other residual path."""
+        attend = attend or partial(self.attention, name=f"{name}.attn", layer=layer)
+        x, gate, comb = self.mix_in(streams, f"{name}.hc_attn")
+        y = attend(self.norm(x, f"{name}.attn_norm"))
+        streams = self.ops.mix_out(y, streams, gate, comb)
+        x, gate, comb = self.mix_in(streams, f"{name}.hc_ffn")
+        y = self.moe(self.norm(x, f"{name}.ffn_norm"), ids, f"{name}.ffn", layer.hash_routed)
+        return self.ops.mix_out(y, streams, gate, comb)
+
+    def mix_in(self, streams: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the input of a layer half [..., T, D], and how its output goes back: gate and comb."""
+        c, base, scale = self.config, self[f"{name}_base"], self[f"{name}_scale"]
+        m = self.ops.mixes(streams, self[f"{name}_fn"], c.norm_eps)
+        x, gate, logits = self.ops.mix_in(streams, m, base, scale, c.hc_eps)
+        return x, gate, self.ops.sinkhorn(logits, c.sinkhorn_iters, c.hc_eps)
+
+    def attention(self, x: Tensor, name: str, layer: LayerSpec) -> Tensor:
+        c = self.config
+        positions = torch.arange(x.shape[-2], device=x.device)
+        rope = self.rope(positions, layer)
+        q, q_low = self.queries(x, name, rope)
+        keys = self.entries(self.linear(x, f"{name}.wkv"), f"{name}.kv_norm", rope)
+        seen = ops.in_window(positions, positions, c.window).expand(*x.shape[:-1], -1)
+        if layer.ratio:
+            entries = self.compressed(x, f"{name}.compressor", layer)
+            keys = torch.cat((keys, self.rounding.entry(entries, c.rope_dim)), -2)
+            chosen = self.chosen(x, q_low, entries.shape[-2], name, layer)
+            seen = torch.cat((seen, chosen.expand(*seen.shape[:-1], -1)), -1)
+        return self.output(self.ops.attend(q, keys, seen, self[f"{name}.attn_sink"]), name, rope)
+
+    def queries(self, x: Tensor, name: str, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return q [..., T, H, d], normalised per head and rotated, and the low-rank vector it is made of."""
+        q_low = self.norm(self.linear(x, f"{name}.wq_a"), f"{name}.q_norm")
+        q = self.linear(q_low, f"{name}.wq_b").unflatten(-1, (-1, self.config.head_dim))
+        return self.ops.rotate_heads(self.ops.rms_norm(q, None, self.config.norm_eps), *rope), q_low
+
+    def entries(self, kv: Tensor, norm: str, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """Make raw keys [..., T, d], one head that all queries share, as the cache keeps them."""
+        return self.rounding.entry(self.ops.rotate(self.norm(kv, norm), *rope), self.config.rope_dim)
+
+    def compressed(self, x: Tensor, name: str, layer: LayerSpec) -> Tensor:
+        """Pool each complete block, then norm it and rotate it to the position of its first token."""
+        values, scores = (self.product(x.float(), f"{name}.{w}") for w in ("wkv", "wgate"))
+        positions = torch.arange(x.shape[-2], device=x.device)
+        scores = scores + self[f"{name}.ape"][positions % layer.ratio]  # on the score alone
+        pooled = self.ops.compress(values, scores, layer.ratio, layer.kind == "csa").to(x.dtype)
+        starts = torch.arange(pooled.shape[-2], device=x.device) * layer.ratio
+        return self.ops.rotate(self.norm(pooled, f"{name}.norm"), *self.rope(starts, layer))
+
+    def chosen(self, x: Tensor, q_low: Tensor, entries: int, name: str, layer: LayerSpec) -> Tensor:
+        """Return which entries [..., T, C] a query attends to: CSA's indexer takes the best, HCA all."""
+        c, positions = self.config, torch.arange(x.shape[-2], device=x.device)
+        visible = ops.is_visible(positions, entries, layer.ratio)
+        if layer.kind != "csa" or entries <= c.index_topk:
+            return visible
+        q = self.linear(q_low, f"{name}.indexer.wq_b").unflatten(-1, (c.index_heads, c.index_dim))
+        q = self.rounding.index(self.ops.rotate_heads(q, *self.rope(positions, layer)))
+        keys = self.rounding.index(self.compressed(x, f"{name}.indexer.compressor", layer))
+        weights = self.linear(x, f"{name}.indexer.weights_proj", rounds=False).float() * c.index_factor
+        return ops.select(self.ops.index_scores(q, keys, weights), visible, c.index_topk)
+
+    def output(self, o: Tensor, name: str, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """Rotate o [..., T, H, d] back by the query's position; project each group of heads, then all."""
+        o = self.ops.rotate_heads(o, rope[0], -rope[1])
+        groups = o.flatten(-2).unflatten(-1, (self.config.o_groups, -1))
+        wo_a = self[f"{name}.wo_a"].unflatten(0, (self.config.o_groups, -1))
+        u = torch.einsum("...gk,grk->...gr", groups.float(), wo_a.float()).to(o.dtype)
+        return self.linear(u.flatten(-2), f"{name}.wo_b")
+
+    def moe(self, x: Tensor, ids: Tensor, name: str, hash_routed: bool) -> Tensor:
+        """Sum the chosen experts in float32, add the shared one, round once."""
+        chosen, weights = self.route(x, ids, f"{name}.gate", hash_routed)
+        y = torch.zeros_like(x, dtype=torch.float32)
+        for expert in chosen.unique().tolist():
+            is_choice = chosen == expert
+            rows = is_choice.any(-1)
+            weight = weights[is_choice].unsqueeze(-1)
+            y[rows] += self.expert(x[rows], f"{name}.experts.{expert}", weight).float()
+        return (y + self.expert(x, f"{name}.shared_experts").float()).to(x.dtype)
+
+    def route(self, x: Tensor, ids: Tensor, name: str, hash_routed: bool) -> tuple[Tensor, Tensor]:
+        """Return experts [..., T, K] and their weights: by a table of token ids, or by biased scores."""
+        c = self.config
+        scores = self.ops.route_scores(self.product(x.float(), name))
+        if hash_routed:
+            chosen = self[f"{name}.tid2eid"][ids]
+        else:
+            chosen = ops.top_k(scores + self[f"{name}.bias"], c.experts_per_token)
+        return chosen, self.ops.route_weights(scores, chosen, c.route_scale)
+
+    def expert(self, x: Tensor, name: str, weight: Tensor | float = 1.0) -> Tensor:
+        """Run one expert; a routed one's weight [..., 1] enters before the down projection."""
+        gate, up = self.linear(x, f"{name}.w1"), self.linear(x, f"{name}.w3")
+        hidden = weight * self.ops.swiglu(gate, up, self.config.swiglu_limit)
+        return self.linear(hidden.to(x.dtype), f"{name}.w2")
+
+    def linear(self, x: Tensor, name: str, rounds: bool = True) -> Tensor:
+        """Multiply by a weight [N, K]; quantised weights may have their input rounded."""
+        if rounds and name in self.quantised:
+            x = linear_input(x, self.rounding.activations)
+        return self.product(x, name).to(x.dtype)
+
+    def product(self, x: Tensor, name: str) -> Tensor:
+        """Return x · Wᵀ with float32 accumulation, unrounded."""
+        return x.float() @ self[name].float().mT
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return self.ops.rms_norm(x, self[name], self.config.norm_eps)
+
+    def rope(self, positions: Tensor, layer: LayerSpec) -> tuple[Tensor, Tensor]:
+        """Plain RoPE in sliding layers; in layers with entries another base, with YaRN, for everything."""
+        c = self.config
+        theta, yarn = (c.compress_rope_theta, c.yarn) if layer.ratio else (c.rope_theta, None)
+        return ops.rope_table(positions, theta, c.rope_dim, yarn)
