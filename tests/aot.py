@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from dsv4.kernels.common import architectures
+from dsv4.gpu import architectures
 from tests.support.cubin import REGISTERS, resources
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")

@@ -37,7 +37,7 @@ PREFILL_EPILOG = """
 OPS_EPILOG = """
 [bold]Examples[/]
   dsv4 bench ops
-  dsv4 bench ops --preset flash --op attend --op decode --tokens 8192
+  dsv4 bench ops --preset flash --op attention --op decode --tokens 8192
 """
 
 PLOT_EPILOG = """

@@ -24,7 +24,7 @@ EPILOG = """
 def compare(
     model_a: Annotated[Path, typer.Argument(metavar="A", help="model folder; the one taken for right")],
     model_b: Annotated[Path | None, typer.Argument(metavar="B", help="model folder; default: A")] = None,
-    a: Annotated[str, typer.Option("--a", help="settings of A: activations=a16,op.attend=ref,...")] = "",
+    a: Annotated[str, typer.Option("--a", help="settings of A: activations=a16,op.attention=cpu,...")] = "",
     b: Annotated[str, typer.Option("--b", help="settings of B")] = "",
     text: Annotated[Path | None, typer.Option(help="text file (UTF-8) to run")] = None,
     ids: Annotated[Path | None, typer.Option(help="safetensors file with a tensor `ids` [T] to run")] = None,

@@ -40,7 +40,7 @@ def info(
         "ops": ops,
     }
     if chosen.kind == "cuda":
-        from dsv4.kernels.common.architectures import capability, standing
+        from dsv4.gpu.architectures import capability, standing
 
         facts["kernels"] = standing(capability(torch.device(chosen.torch_name)))
     exact = None
@@ -67,7 +67,7 @@ def info(
     for op, backend in ops.items():
         slow = (
             "  [yellow](slow: no kernel for this GPU yet)[/]"
-            if chosen.kind != "cpu" and backend == "ref"
+            if chosen.kind != "cpu" and backend == "cpu"
             else ""
         )
         out.print(f"  {op:<9} {backend:<6} of {', '.join(IMPLEMENTATIONS[op])}{slow}")

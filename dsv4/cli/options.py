@@ -120,5 +120,5 @@ def engine_options(command: Callable[..., None], **defaults: Any) -> Callable[..
 def _split(text: str) -> tuple[str, str]:
     name, equals, backend = text.partition("=")
     if not (name and equals and backend):
-        raise ConfigError(f"--op {text!r}: expected OP=BACKEND, for example --op attend=ref")
+        raise ConfigError(f"--op {text!r}: expected OP=BACKEND, for example --op attention=cpu")
     return name, backend

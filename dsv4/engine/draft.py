@@ -14,7 +14,7 @@ from dsv4.cache.store import Cache
 from dsv4.engine.plan import Sampling, Span
 from dsv4.model.model import Model
 from dsv4.model.step import Mark, Step
-from dsv4.ops.sample.ref import HISTORY
+from dsv4.ops.sample.cpu import HISTORY
 
 
 @dataclass(frozen=True)

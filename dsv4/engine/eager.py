@@ -21,7 +21,7 @@ from dsv4.errors import LostError
 from dsv4.model.model import Model
 from dsv4.model.step import Mark, Step, Tap
 from dsv4.model.step import Span as Tokens
-from dsv4.ops.sample.ref import HISTORY, MAX_TOP, pack_penalties
+from dsv4.ops.sample.cpu import HISTORY, MAX_TOP, pack_penalties
 
 
 @dataclass

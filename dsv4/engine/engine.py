@@ -27,9 +27,9 @@ from dsv4.engine.scheduler import Scheduler
 from dsv4.engine.settings import Settings, cache_layout
 from dsv4.engine.stream import Stream
 from dsv4.errors import ConfigError, RequestError
-from dsv4.kernels.decode.sample import MAX_PENALISED
 from dsv4.model.bundle import Bundle
 from dsv4.models import embedded
+from dsv4.ops.sample.decode import MAX_PENALISED
 from dsv4.parallel.comm import PeerError
 from dsv4.parallel.machines import World
 from dsv4.parallel.mesh import Mesh

@@ -17,9 +17,7 @@ from dsv4.engine.plan import Sampling, Span
 from dsv4.engine.runner import UNSEEN, Masks, Result
 from dsv4.engine.swap import Swapper
 from dsv4.errors import DeviceError
-from dsv4.kernels.common.ahead import Compiled
-from dsv4.kernels.decode.exchange import Peers
-from dsv4.kernels.decode.sample import MAX_PENALISED
+from dsv4.gpu.ahead import Compiled
 from dsv4.model.buffers import graph_rows
 from dsv4.model.bundle import Bundle
 from dsv4.model.decode import Decoder
@@ -28,7 +26,9 @@ from dsv4.model.prompt import Prompt, never_waits
 from dsv4.model.step import Mark, prompt_sizes
 from dsv4.model.step import Span as Tokens
 from dsv4.model.warm import warm_up
-from dsv4.ops.sample.ref import MAX_TOP
+from dsv4.ops.exchange.decode import Peers
+from dsv4.ops.sample.cpu import MAX_TOP
+from dsv4.ops.sample.decode import MAX_PENALISED
 from dsv4.parallel.comm import PeerError
 
 # (sequence, slot, position, sampling) of each row that a decoder's buffers hold.

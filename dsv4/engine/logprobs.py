@@ -5,7 +5,7 @@ from types import ModuleType
 from torch import Tensor
 
 from dsv4.engine.request import Token
-from dsv4.ops.sample.ref import unpack
+from dsv4.ops.sample.cpu import unpack
 
 
 def read_token(row: list[int], num_top: int) -> Token | None:

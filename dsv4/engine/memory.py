@@ -12,7 +12,7 @@ from dsv4.engine.workspace import Workspace
 from dsv4.model.buffers import buffer_bytes, inbox_bytes
 from dsv4.model.params import Param, declare
 from dsv4.model.step import prompt_sizes
-from dsv4.ops.sample.ref import HISTORY
+from dsv4.ops.sample.cpu import HISTORY
 
 # Compiled kernels and graphs, and what the allocator rounds up or keeps between two sizes.
 RESERVED = 1 << 30
@@ -160,7 +160,7 @@ def result_bytes(c: ModelConfig, dtype: torch.dtype, sizes: Sequence[int]) -> in
 def step_bytes(layout: CacheLayout, dtype: torch.dtype, tokens: int) -> int:
     """What a prompt's step of so many tokens takes beside weights. Recorded steps keep it: all share the
     memory of the largest. Beside its rows, those are a layer's entries as values and the scores of its index
-    keys (ops/attend/gpu.py, ops/index/gpu.py)."""
+    keys (ops/attention/prefill.py, ops/index/prefill.py)."""
     c = layout.config
     entries = max((layout.num_pages * layout.page_entries(s) for s in layout.layers if s.ratio), default=0)
     scored = max((layout.max_context // s.ratio for s in layout.layers if s.kind == "csa"), default=0)

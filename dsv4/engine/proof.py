@@ -15,7 +15,7 @@ from dsv4 import disk, identity
 from dsv4.device import driver
 from dsv4.env import cache_folder
 from dsv4.errors import DeviceError
-from dsv4.kernels.common.architectures import ARCHITECTURES, capability
+from dsv4.gpu.architectures import ARCHITECTURES, capability
 
 MEASURED = frozenset(found for found, gpu in ARCHITECTURES.items() if gpu.was_measured)
 

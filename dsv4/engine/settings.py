@@ -14,8 +14,8 @@ from dsv4.engine.memory import Memory, gpu_memory, largest_linear, reference_mem
 from dsv4.engine.sizes import check_sizes
 from dsv4.engine.spill import Drafts, Split, check_host, find_split
 from dsv4.errors import ConfigError, DeviceError
-from dsv4.kernels.common.architectures import capability, standing
-from dsv4.kernels.common.build import architecture, compile_all
+from dsv4.gpu.architectures import capability, standing
+from dsv4.gpu.build import architecture, compile_all
 from dsv4.model.buffers import graph_rows
 from dsv4.ops import IMPLEMENTATIONS, Ops
 from dsv4.quant.formats import FP8_TILE, Format
@@ -81,7 +81,7 @@ def settle(config: EngineConfig, checkpoint: Checkpoint, ranks: int = 1) -> Sett
 
     slow = _why_reference(config, cache) if device.kind == "cuda" else None
     if slow:
-        chosen("ops", "ref", f"{slow} has no GPU kernels; the reference runs on the GPU, slowly")
+        chosen("ops", "cpu", f"{slow} has no GPU kernels; the reference runs on the GPU, slowly")
     tiled = device.kind == "cuda" and slow is None
     if tiled:
         _check_gpu(device, checkpoint.config, _max_context(config, checkpoint.config, []), ranks)
@@ -285,7 +285,7 @@ def _check_gpu(device: Device, model: ModelConfig, max_context: int, ranks: int)
     if find_spec("triton") is None:
         raise DeviceError("the GPU kernels need Triton, which is not installed: pip install triton")
     # Imports Triton, which a machine without a GPU may lack.
-    from dsv4.kernels.common.ahead import check_triton
+    from dsv4.gpu.ahead import check_triton
 
     check_triton()
     gpu = torch.device(device.torch_name)
@@ -330,9 +330,9 @@ def _choose_ops(device: Device, config: EngineConfig, reference: bool) -> Ops:
     if len(dict(config.ops)) < len(config.ops):
         raise ConfigError(f"ops names an op twice: {', '.join(f'{o}={b}' for o, b in config.ops)}; keep one")
     for op, backend in config.ops:
-        if device.kind == "cpu" and backend != "ref" and backend in IMPLEMENTATIONS[op]:
-            raise ConfigError(f"{op}={backend} needs a GPU, and the engine runs on a CPU; use {op}=ref")
-    default = dict.fromkeys(IMPLEMENTATIONS, "ref") if reference else {}
+        if device.kind == "cpu" and backend != "cpu" and backend in IMPLEMENTATIONS[op]:
+            raise ConfigError(f"{op}={backend} needs a GPU, and the engine runs on a CPU; use {op}=cpu")
+    default = dict.fromkeys(IMPLEMENTATIONS, "cpu") if reference else {}
     return Ops.choose(device.kind, **default | dict(config.ops))
 
 

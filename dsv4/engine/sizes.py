@@ -5,7 +5,7 @@ Runs once, before weights are read; `dsv4 plan` asks the same. Without Triton.
 
 from dsv4.config import ModelConfig
 from dsv4.errors import ConfigError
-from dsv4.kernels.common.shapes import (
+from dsv4.gpu.shapes import (
     MAX_HEAD_DIM,
     MAX_INDEX_DIM,
     MAX_INDEX_HEADS,
@@ -15,9 +15,13 @@ from dsv4.kernels.common.shapes import (
     NOPE_ALIGNED,
     mix_chunks,
 )
-from dsv4.kernels.common.tiles import ROWS as TILE_ROWS
-from dsv4.kernels.decode import choose, matvec, mhc, sample
+from dsv4.gpu.tiles import ROWS as TILE_ROWS
 from dsv4.model.buffers import ROWS
+from dsv4.ops.index import decode_select as selecting
+from dsv4.ops.linear import decode as matvec
+from dsv4.ops.mhc import decode as mhc
+from dsv4.ops.route import decode as routing
+from dsv4.ops.sample import decode as sample
 
 _K_STEP = 4  # a weight's columns come in fours
 _ALIGNED = 8  # values from which a product may read its input: 16 bytes of BF16
@@ -55,8 +59,8 @@ def problems(
     key_least = max(MIN_INDEX_DIM, c.rope_dim)
     ratio = min((layer.ratio for layer in c.layers if layer.kind == "csa"), default=0)
     entries = max_context // ratio if ratio else 0
-    most_entries = choose.max_entries(capability)
-    most_chosen = min(choose.MAX_PAIRS // ROWS[-1], choose.MAX_CHOICES, c.num_experts)
+    most_entries = selecting.max_entries(capability)
+    most_chosen = min(routing.MAX_PAIRS // ROWS[-1], routing.MAX_CHOICES, c.num_experts)
     pooled = max((layer.ratio * (1 + (layer.kind == "csa")) for layer in c.layers), default=0)
     share, resident = c.expert_width // ranks, multiprocessors * mhc.SHARED_BLOCKS
     wrong = [
@@ -94,8 +98,8 @@ def problems(
             f"{c.nope_dim} channels of a head without rotation, expected a multiple of {NOPE_ALIGNED}",
         ),
         (
-            c.num_experts > choose.MAX_EXPERTS,
-            f"{c.num_experts} experts, expected at most {choose.MAX_EXPERTS}",
+            c.num_experts > routing.MAX_EXPERTS,
+            f"{c.num_experts} experts, expected at most {routing.MAX_EXPERTS}",
         ),
         (
             c.experts_per_token > most_chosen,
@@ -111,8 +115,8 @@ def problems(
             f"{c.index_heads} index heads, expected at most {MAX_INDEX_HEADS}",
         ),
         (
-            c.index_topk > choose.MAX_TOPK,
-            f"{c.index_topk} entries to select, expected at most {choose.MAX_TOPK}",
+            c.index_topk > selecting.MAX_TOPK,
+            f"{c.index_topk} entries to select, expected at most {selecting.MAX_TOPK}",
         ),
         (
             c.vocab_size > sample.MAX_VOCAB,

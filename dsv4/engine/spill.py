@@ -11,7 +11,7 @@ import torch
 
 from dsv4.engine.frequency import known_counts
 from dsv4.errors import ConfigError
-from dsv4.kernels.common.places import Form, Placement, Slots, place
+from dsv4.ops.experts.placement import Form, Placement, Slots, place
 
 # Of the device's table and the factors, per expert.
 ENTRY_BYTES = 8 + 3 * 4

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dsv4.kernels.common.places import Placement
+from dsv4.ops.experts.placement import Placement
 
 # An expert in host memory is worth a place when it was chosen this much more often than the one that has it.
 WORTH, MARGIN = 1.5, 8.0

@@ -1,6 +1,6 @@
 """What one step of the reference takes and gives back: stage by stage, the tensors that are alive at once.
 
-Counted from the ops' `ref.py`; tests/lab/test_workspace.py holds it against what steps really take.
+Counted from the ops' `cpu.py`; tests/lab/test_workspace.py holds it against what steps really take.
 """
 
 import math
@@ -10,14 +10,14 @@ from dsv4.cache.layout import CacheLayout
 from dsv4.config import ModelConfig
 from dsv4.model.params import declare, num_parts
 from dsv4.ops._exact import padded
-from dsv4.ops.attend.ref import BLOCK, MASKS, raw_columns
-from dsv4.ops.experts.ref import FEW
+from dsv4.ops.attention.cpu import BLOCK, MASKS, raw_columns
+from dsv4.ops.experts.cpu import FEW
 from dsv4.quant.formats import FP8_TILE
 
 # Bytes of a weight's value that is decoded: itself, and again in the order that products read.
 DECODED = 8
 # Bytes of a logit: as the product left it in pieces and whole, or while a token is drawn and its alternatives
-# are listed (ops/sample/ref.py: double and int64 for the most part).
+# are listed (ops/sample/cpu.py: double and int64 for the most part).
 SAMPLED = 117
 # Rows of a prompt's logits that are made at a time: a long one's would take a gigabyte.
 SCORED_ROWS = 64

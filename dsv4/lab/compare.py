@@ -288,7 +288,7 @@ def check_alike(a: ModelConfig, b: ModelConfig) -> None:
 
 
 def parse_settings(text: str) -> EngineConfig:
-    """`activations=a8,op.attend=ref` -> an EngineConfig; names are its fields, and op.NAME."""
+    """`activations=a8,op.attention=cpu` -> an EngineConfig; names are its fields, and op.NAME."""
     names = {each.name for each in fields(EngineConfig)} - _ALIKE
     values: dict[str, Any] = {}
     ops: list[tuple[str, str]] = []

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from dsv4.ops.index.ref import hadamard, keys, pool_rows, queries, visible_rows
+from dsv4.ops.index.cpu import hadamard, keys, pool_rows, queries, visible_rows
 from dsv4.quant.formats import QuantTensor
 
 __all__ = ["hadamard", "keys", "pool_rows", "queries", "select", "visible_rows"]

@@ -1,6 +1,6 @@
 """Ablation of the op `index`: as many entries as it would choose, but chosen by lot. Not a backend.
 
-What a model loses with it against `ref` is what its indexer has learnt.
+What a model loses with it against the op's own is what its indexer has learnt.
 """
 
 import zlib
@@ -8,7 +8,7 @@ import zlib
 import torch
 from torch import Tensor
 
-from dsv4.ops.index.ref import hadamard, keys, pool_rows, queries, visible_rows
+from dsv4.ops.index.cpu import hadamard, keys, pool_rows, queries, visible_rows
 from dsv4.quant.formats import QuantTensor
 
 __all__ = ["hadamard", "keys", "pool_rows", "queries", "select", "visible_rows"]

@@ -18,7 +18,7 @@ from dsv4.engine.settings import DEFAULT_CHUNK, GPU_CHUNK, fits_dense
 from dsv4.engine.sizes import problems
 from dsv4.engine.spill import Split
 from dsv4.errors import CheckpointError, ConfigError
-from dsv4.kernels.common.architectures import ARCHITECTURES
+from dsv4.gpu.architectures import ARCHITECTURES
 from dsv4.lab.gpus import NAMES, Machine, known
 from dsv4.lab.init import contents
 from dsv4.lab.inspect import Component, active_share, components

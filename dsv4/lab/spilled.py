@@ -7,8 +7,8 @@ from dsv4.config import ModelConfig
 from dsv4.engine.frequency import Counts, checksum, coverage, known_counts, read_counts
 from dsv4.engine.spill import Drafts, Split, find_split
 from dsv4.errors import ConfigError
-from dsv4.kernels.common.places import Form
 from dsv4.lab.gpus import HOST_BANDWIDTH, HOST_MEASURED_ON, HOST_MEMORY
+from dsv4.ops.experts.placement import Form
 from dsv4.weights.load import Checkpoint
 
 if TYPE_CHECKING:

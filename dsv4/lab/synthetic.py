@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from dsv4.config import ModelConfig
-from dsv4.kernels.common.places import Placement
-from dsv4.kernels.common.tiles import Bank, Tiled, empty
+from dsv4.gpu.tiles import Bank, Tiled, empty
 from dsv4.model.bundle import Weights
 from dsv4.model.params import Param, declare
+from dsv4.ops.experts.placement import Placement
 from dsv4.quant.formats import Format, QuantTensor
 from dsv4.weights.detect import Inventory
 from dsv4.weights.tiled import tiled_format

@@ -33,14 +33,14 @@ class Attention:
         cos, sin = step.rotation(self.rope)
         q_low = ops.normed(self.wq_a(x), self.q_norm, c.norm_eps, both=False)
         q = self.wq_b(q_low).unflatten(1, (self.num_heads, c.head_dim))
-        kv = ops.qkv.entries(self.wkv(x), self.kv_norm, cos, sin, c.norm_eps)
+        kv = ops.attention.entries(self.wkv(x), self.kv_norm, cos, sin, c.norm_eps)
         if step.tap is not None:
-            step.see(self.name, "q", ops.qkv.queries(q, cos, sin, c.norm_eps))
+            step.see(self.name, "q", ops.attention.queries(q, cos, sin, c.norm_eps))
         step.see(self.name, "kv", kv)
-        fresh = ops.qkv.store(kv, c.rope_dim, cache.ring.format, self.numerics.qat)
+        fresh = ops.attention.store(kv, c.rope_dim, cache.ring.format, self.numerics.qat)
 
         rows = self._compressed_rows(x, q_low, step, cache, page_table)
-        o = ops.attend.attend(
+        o = ops.attention.attend(
             q=q,
             fresh=fresh,
             ring=cache.ring,
@@ -64,7 +64,7 @@ class Attention:
         step.see(self.name, "o", o)
         # The ring is overwritten only now: queries of a long chunk still read what lay before it.
         tokens, ring_at = step.remaining(cache.ring_rows)
-        ops.qkv.put(cache.ring, ring_at, fresh, tokens)
+        ops.attention.put_rows(cache.ring, ring_at, fresh, tokens)
 
         y = self.wo_b(ops.linear.grouped(o, self.wo_a))
         step.see(self.name, "out", y)
@@ -83,9 +83,9 @@ class Attention:
         rows = step.entry_rows(ratio, cache.page_entries, page_table)
         if rows.shape[0]:
             at_block = step.block_rotation(self.rope, ratio)
-            kv = ops.qkv.entries(pooled, self.compressor.norm, *at_block, c.norm_eps)
-            stored = ops.qkv.store(kv, c.rope_dim, cache.entries.format, self.numerics.qat)
-            ops.qkv.put(cache.entries, rows, stored)
+            kv = ops.attention.entries(pooled, self.compressor.norm, *at_block, c.norm_eps)
+            stored = ops.attention.store(kv, c.rope_dim, cache.entries.format, self.numerics.qat)
+            ops.attention.put_rows(cache.entries, rows, stored)
         if self.indexer is not None:
             return self.indexer(x, q_low, rows, step, cache, page_table)
         return visible(ops, step, ratio, cache.page_entries, page_table)

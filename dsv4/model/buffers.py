@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from dsv4.config import ModelConfig
-from dsv4.kernels.common.overlap import tensors_of
-from dsv4.kernels.common.shapes import MIX_WIDTH, attend_chunks, mix_chunks
-from dsv4.kernels.decode import attention, sample
-from dsv4.kernels.decode.exchange import inbox_places
-from dsv4.kernels.decode.matvec import Tasks, splits
+from dsv4.gpu.pdl import tensors_of
+from dsv4.gpu.shapes import MIX_WIDTH, attend_chunks, mix_chunks
+from dsv4.ops.attention import decode as attention
+from dsv4.ops.exchange.decode import inbox_places
+from dsv4.ops.linear.decode import Tasks, splits
+from dsv4.ops.sample import decode as sample
 
 ROWS = (1, 2, 4, 8, 16, 32)
 

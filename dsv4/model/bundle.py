@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from dsv4.config import Activations, ModelConfig
-from dsv4.kernels.common.places import Placement
-from dsv4.kernels.common.tiles import Bank, Tiled
+from dsv4.gpu.tiles import Bank, Tiled
 from dsv4.model.params import num_parts
 from dsv4.ops import Ops
 from dsv4.ops._exact import cast
+from dsv4.ops.experts.placement import Placement
 from dsv4.parallel.mesh import Mesh
 
 

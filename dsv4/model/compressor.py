@@ -24,12 +24,12 @@ class Compressor:
         values = self.wkv(x, torch.float32)
         scores = self.wgate(x, torch.float32) + self.ape.index_select(0, step.phase(ratio))
         closing = step.closing(ratio)
-        pooled = self.ops.compress.pool(
+        pooled = self.ops.attention.pool(
             *(values, scores, tail.values, tail.scores),
             *(closing, step.slots, step.positions, step.first),
             *(ratio, self.spec.kind == "csa"),
         )
         step.see(self.name, "pooled", pooled)
         tokens, rows = step.remaining(tail.num_rows)
-        self.ops.compress.put(tail.values, tail.scores, rows, values, scores, tokens)
+        self.ops.attention.put_tail(tail.values, tail.scores, rows, values, scores, tokens)
         return closing, pooled.to(self.dtype)

@@ -15,18 +15,25 @@ from torch import Tensor
 
 from dsv4.cache.store import Cache, LayerCache, Tail
 from dsv4.config import LayerSpec
-from dsv4.kernels.common import quantize
-from dsv4.kernels.common.overlap import Launch, Launcher, Names, check, tensors_of
-from dsv4.kernels.common.places import Placement
-from dsv4.kernels.decode import attend, attention, choose, exchange, index, mhc, sample
-from dsv4.kernels.decode.matvec import MatVec, Mixing, Product, Tasks, fits_beside
-from dsv4.kernels.decode.prepare import Pooling, prepare, queries
+from dsv4.gpu.pdl import Launch, Launcher, Names, check, tensors_of
 from dsv4.model.buffers import Buffers
 from dsv4.model.bundle import Bundle
 from dsv4.model.mhc import wide_scale
 from dsv4.model.model import Model
 from dsv4.model.params import own_experts
 from dsv4.model.rope import Rope
+from dsv4.ops.attention import decode as attention
+from dsv4.ops.attention import decode_any
+from dsv4.ops.attention.prepare import Pooling, prepare, queries
+from dsv4.ops.exchange import decode as exchange
+from dsv4.ops.experts.placement import Placement
+from dsv4.ops.index import decode as index
+from dsv4.ops.index import decode_select as selecting
+from dsv4.ops.linear.decode import MatVec, Mixing, Product, Tasks, fits_beside
+from dsv4.ops.mhc import decode as mhc
+from dsv4.ops.route import decode as routing
+from dsv4.ops.rows import quantize
+from dsv4.ops.sample import decode as sample
 from dsv4.quant.formats import QuantTensor
 
 Send = Callable[[Tensor], Tensor]  # a host tensor to the device, without waiting
@@ -356,7 +363,7 @@ class Decoder:
             out=f.index_scores,
             **visible,
         )
-        self._add("index select", choose.select_rows, scores=f.index_scores, out=f.chosen_rows, **visible)
+        self._add("index select", selecting.select_rows, scores=f.index_scores, out=f.chosen_rows, **visible)
 
     def _attend(self, name: str, spec: LayerSpec, layer: LayerCache, rope: Rope, selects: bool) -> None:
         f, c, cache = self.buffers, self.config, self.cache
@@ -380,8 +387,8 @@ class Decoder:
         places = cache.layout.max_context // spec.ratio if spec.ratio else 0
         part_o, part_ml = f.chunks(self.dtype, c.window, c.index_topk if selects else places)
         parts = {"part_o": part_o, "part_ml": part_ml}
-        self._add(f"attend {spec.kind}", attend.attend, **over, **parts)
-        self._add("combine", attend.combine, positions=f.positions, **parts, **after)
+        self._add(f"attend {spec.kind}", decode_any.attend, **over, **parts)
+        self._add("combine", decode_any.combine, positions=f.positions, **parts, **after)
 
     def _moe(
         self, name: str, spec: LayerSpec, mixing: Mixing | None, next_fn: Tensor, counts: Tensor | None
@@ -403,7 +410,7 @@ class Decoder:
         )
         self._add(
             "route",
-            choose.route,
+            routing.route,
             logits=f.gate_logits,
             bias=None if spec.hash_routed else b.plain(f"{name}.gate.bias"),
             table=b.plain(f"{name}.gate.tid2eid") if spec.hash_routed else None,

@@ -18,8 +18,8 @@ from dsv4.ops._product import (
     is_one_call,
     settle,
 )
-from dsv4.ops.attend.ref import BLOCK, raw_columns
-from dsv4.ops.mhc.ref import sinkhorn
+from dsv4.ops.attention.cpu import BLOCK, raw_columns
+from dsv4.ops.mhc.cpu import sinkhorn
 
 FUNCTIONS = (
     *(_exact.exp, _exact.total, _exact.mean_square, _exact.sigmoid, _exact.silu, _exact.softplus),

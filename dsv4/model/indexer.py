@@ -13,7 +13,7 @@ from dsv4.ops import Ops
 
 def visible(ops: Ops, step: Step, ratio: int, page_entries: int, page_table: Tensor) -> Tensor | None:
     """Pool rows [T, S] of every entry a query sees; None where `attend` finds them as fast by itself."""
-    if not getattr(ops.attend, "WANTS_LISTS", True):
+    if not getattr(ops.attention, "WANTS_LISTS", True):
         return None
     return step.visible_rows(ops.index, ratio, page_entries, page_table)
 
@@ -38,7 +38,7 @@ class Indexer:
             at_block = step.block_rotation(self.rope, ratio)
             norm, format = self.compressor.norm, cache.keys.format
             keys = index.keys(pooled, norm, *at_block, c.norm_eps, qat, format)
-            self.ops.qkv.put(cache.keys, rows, keys)
+            self.ops.attention.put_rows(cache.keys, rows, keys)
 
         if not c.selects(ratio, step.longest):
             return visible(self.ops, step, ratio, cache.page_entries, page_table)

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.store import Cache
-from dsv4.kernels.common.staging import READ_IN_PLACE, Staging
 from dsv4.model.block import Block
 from dsv4.model.bundle import Bundle
 from dsv4.model.mhc import HyperConnection, Left
 from dsv4.model.mtp import Mtp
 from dsv4.model.rope import Rope
 from dsv4.model.step import Step
+from dsv4.ops.experts.staging import READ_IN_PLACE, Staging
 from dsv4.quant.formats import QuantTensor
 
 
@@ -72,7 +72,7 @@ class Model:
     @torch.inference_mode()
     def logits(self, streams: Tensor) -> Tensor:
         """streams [R, N, D] of the rows that need them -> float32 [R, V] on every rank."""
-        hidden = self.ops.norm.rms_norm(self.hc_head.head(streams), self.norm, self.config.norm_eps)
+        hidden = self.ops.rows.rms_norm(self.hc_head.head(streams), self.norm, self.config.norm_eps)
         return self.mesh.comm.gather_columns(self.head(hidden, torch.float32))
 
     @torch.inference_mode()

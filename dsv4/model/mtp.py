@@ -31,7 +31,7 @@ class Mtp:
     ) -> tuple[Tensor, Tensor]:
         """streams [T, N, D] of positions i, embedded [T, D] of tokens i+1 -> streams for a further draft, and
         the normalised vector [T, D] whose head logits predict token i+2."""
-        eps, norm = self.config.norm_eps, self.ops.norm.rms_norm
+        eps, norm = self.config.norm_eps, self.ops.rows.rms_norm
         e = self.e_proj(norm(embedded, self.enorm, eps))
         h = self.h_proj(norm(streams, self.hnorm, eps).flatten(0, 1)).view_as(streams)
         streams = self.block(Left(e.unsqueeze(1) + h), next_ids, step, cache, page_table).close(step)

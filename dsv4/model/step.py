@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4.kernels.common.staging import READ_IN_PLACE, Staging
 from dsv4.model.rope import Rope
+from dsv4.ops.experts.staging import READ_IN_PLACE, Staging
 
 # Looks at intermediate results: whose (`layers.3.attn`), which (`q`), and the tensor, not to be changed.
 Tap = Callable[[str, str, Tensor], None]

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from dsv4.cache.store import Cache
 from dsv4.config import ModelConfig
-from dsv4.kernels.common import build
-from dsv4.kernels.common.ahead import Compiled, compile_ahead
-from dsv4.kernels.common.tiles import Bank, Tiled
+from dsv4.gpu import build
+from dsv4.gpu.ahead import Compiled, compile_ahead
+from dsv4.gpu.tiles import Bank, Tiled
 from dsv4.model.model import Model
 from dsv4.model.prompt import Prompt
 from dsv4.model.step import Step

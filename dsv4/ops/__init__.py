@@ -13,19 +13,23 @@ from torch import Tensor
 from dsv4.errors import ConfigError
 
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
-    "linear": ("ref", "gpu"),
-    "experts": ("ref", "gpu"),
-    "route": ("ref", "gpu"),
-    "norm": ("ref", "gpu"),
-    "mhc": ("ref", "gpu"),
-    "qkv": ("ref", "gpu"),
-    "compress": ("ref", "gpu"),
-    "index": ("ref", "gpu"),
-    "attend": ("ref", "gpu"),
-    "sample": ("ref", "gpu"),
+    "linear": ("cpu", "gpu"),
+    "experts": ("cpu", "gpu"),
+    "route": ("cpu", "gpu"),
+    "rows": ("cpu", "gpu"),
+    "mhc": ("cpu", "gpu"),
+    "index": ("cpu", "gpu"),
+    "attention": ("cpu", "gpu"),
+    "sample": ("cpu", "gpu"),
 }
 # Best first, by the machine's kind as device.py names it.
-PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("ref",), "cuda": ("gpu", "ref")}
+PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("cpu",), "cuda": ("gpu", "cpu")}
+# A backend's file in an op's room. Decode steps launch what lies beside it, by model/decode.py.
+FILE_OF = {"cpu": "cpu", "gpu": "prefill"}
+
+
+def backend_module(op: str, backend: str) -> ModuleType:
+    return import_module(f"dsv4.ops.{op}.{FILE_OF[backend]}")
 
 
 class Entered(NamedTuple):
@@ -46,19 +50,17 @@ class Ops:
     linear: ModuleType
     experts: ModuleType
     route: ModuleType
-    norm: ModuleType
+    rows: ModuleType
     mhc: ModuleType
-    qkv: ModuleType
-    compress: ModuleType
     index: ModuleType
-    attend: ModuleType
+    attention: ModuleType
     sample: ModuleType
 
     @classmethod
     def choose(cls, machine: str, /, **override: str) -> "Ops":
         """The best backend of every op for `machine`, except where `override` names another.
 
-        A name with a dot is a module from elsewhere, such as an experiment, with the functions of `ref`.
+        A name with a dot is a module from elsewhere, such as an experiment, with the functions of `cpu.py`.
         """
         if unknown := sorted(override.keys() - IMPLEMENTATIONS.keys()):
             raise ConfigError(f"unknown ops {unknown}; the ops are {', '.join(IMPLEMENTATIONS)}")
@@ -68,7 +70,7 @@ class Ops:
             if "." in name:
                 chosen[op] = _foreign(op, name)
             elif name in backends:
-                chosen[op] = import_module(f"dsv4.ops.{op}.{name}")
+                chosen[op] = backend_module(op, name)
             else:
                 raise ConfigError(f"op {op} has no backend {name!r}; it has {', '.join(backends)}")
         return cls(**chosen)
@@ -81,7 +83,7 @@ class Ops:
         """
         if self._prepares:
             return self.linear.Prepared(x, weight, eps, both)
-        return self.norm.rms_norm(x, weight, eps)
+        return self.rows.rms_norm(x, weight, eps)
 
     def enter(
         self,
@@ -120,7 +122,7 @@ class Ops:
     @cached_property
     def _prepares(self) -> bool:
         names = self.names()
-        return all(names[op] == "gpu" for op in ("norm", "linear", "route", "experts"))
+        return all(names[op] == "gpu" for op in ("rows", "linear", "route", "experts"))
 
     @cached_property
     def _mixes(self) -> bool:
@@ -129,7 +131,9 @@ class Ops:
     def names(self) -> dict[str, str]:
         """op -> backend, as shown by `dsv4 info`."""
         modules = {field.name: getattr(self, field.name).__name__ for field in fields(self)}
-        return {op: name.removeprefix(f"dsv4.ops.{op}.") for op, name in modules.items()}
+        files = {op: name.removeprefix(f"dsv4.ops.{op}.") for op, name in modules.items()}
+        backends = {file: backend for backend, file in FILE_OF.items()}
+        return {op: backends.get(file, file) for op, file in files.items()}
 
 
 def _foreign(op: str, name: str) -> ModuleType:
@@ -139,7 +143,7 @@ def _foreign(op: str, name: str) -> ModuleType:
     # TypeError, ValueError: a name such as `.x` or `a..b`, which is no module's.
     except (ImportError, TypeError, ValueError) as error:
         raise ConfigError(f"op {op}: the module {name!r} cannot be imported ({error})") from None
-    reference = import_module(f"dsv4.ops.{op}.ref")
+    reference = backend_module(op, "cpu")
     needed = [
         key
         for key, value in vars(reference).items()
@@ -148,6 +152,6 @@ def _foreign(op: str, name: str) -> ModuleType:
     if lacking := [key for key in needed if not key.startswith("_") and not hasattr(module, key)]:
         raise ConfigError(
             f"op {op}: the module {name!r} lacks {', '.join(lacking)}; "
-            f"it needs the functions of dsv4/ops/{op}/ref.py"
+            f"it needs the functions of dsv4/ops/{op}/cpu.py"
         )
     return module

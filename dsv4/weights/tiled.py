@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from dsv4.errors import CheckpointError
-from dsv4.kernels.common.places import Form, Placement
-from dsv4.kernels.common.tiles import Bank, Tiled, empty, put, tile, tile_bytes
+from dsv4.gpu.tiles import Bank, Tiled, empty, put, tile, tile_bytes
 from dsv4.model.bundle import Weights
+from dsv4.ops.experts.placement import Form, Placement
 from dsv4.quant.codec import decode
 from dsv4.quant.formats import Format, QuantTensor
 from dsv4.weights.detect import Source

@@ -13,13 +13,13 @@ import json
 
 import torch
 
-from dsv4.kernels.common import build
-from dsv4.kernels.common.shapes import MIX_WIDTH, mix_chunks
-from dsv4.kernels.decode import mhc
-from dsv4.kernels.decode.exchange import Peers, inbox_places
+from dsv4.gpu import build
+from dsv4.gpu.shapes import MIX_WIDTH, mix_chunks
 from dsv4.lab.bench.decode import Wanted
 from dsv4.lab.bench.ranks import measure
 from dsv4.lab.bench.subject import synthetic
+from dsv4.ops.exchange.decode import Peers, inbox_places
+from dsv4.ops.mhc import decode as mhc
 
 CHAIN = 50  # exchanges of a graph
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4.kernels.common.shapes import MIX_WIDTH, mix_chunks
-from dsv4.kernels.decode import exchange, mhc
-from dsv4.kernels.decode.exchange import Peers, inbox_places
-from dsv4.ops.mhc import ref
+from dsv4.gpu.shapes import MIX_WIDTH, mix_chunks
+from dsv4.ops.exchange import decode as exchange
+from dsv4.ops.exchange.decode import Peers, inbox_places
+from dsv4.ops.mhc import cpu
+from dsv4.ops.mhc import decode as mhc
 
 RANKS, N, MIXES, PARTS, VOCAB = 2, 4, 24, 7, 1024
 CHANNELS, ROWS = (4096, 7168), (1, 8)
@@ -136,7 +137,7 @@ def check_results(ranks: list[Rank], what: str) -> None:
     want = (first.share(EMBED) + second.share(EMBED)).to(torch.bfloat16).unsqueeze(1).expand(-1, N, -1)
     for number in SUMS:
         y = first.share(number) + second.share(number)
-        want = ref.post(y.to(torch.bfloat16), want, first.gate.cpu(), first.comb.cpu())
+        want = cpu.post(y.to(torch.bfloat16), want, first.gate.cpu(), first.comb.cpu())
     error = float((first.streams.cpu().float() - want.float()).abs().max())
     expect(error <= 2.0**-7 * float(want.abs().max()), f"{what}: streams are off by {error:.2e}")
     whole = torch.cat([rank.logits_share.cpu() for rank in ranks], dim=1)

@@ -28,12 +28,7 @@ from torch import Tensor
 
 from dsv4.cache.store import Cache
 from dsv4.config import preset
-from dsv4.kernels.common import quantize
-from dsv4.kernels.common.tiles import SLICE, Tiled
-from dsv4.kernels.prefill import attend as attention
-from dsv4.kernels.prefill import experts as sums
-from dsv4.kernels.prefill import product, rows, streams
-from dsv4.kernels.prefill.packed import ROW_GROUP, Packed
+from dsv4.gpu.tiles import SLICE, Tiled
 from dsv4.lab.bench.decode import fill
 from dsv4.lab.bench.subject import DTYPE, cache_layout, needed_bytes
 from dsv4.lab.synthetic import make_weights, with_experts
@@ -42,13 +37,18 @@ from dsv4.model.model import Model
 from dsv4.model.prompt import Prompt
 from dsv4.model.step import SIZES, Step
 from dsv4.ops import IMPLEMENTATIONS, Ops
-from dsv4.ops.attend import gpu as attend
-from dsv4.ops.compress import gpu as compress
-from dsv4.ops.index import gpu as index
-from dsv4.ops.linear import gpu as linear
-from dsv4.ops.mhc import gpu as mhc
-from dsv4.ops.qkv import gpu as qkv
-from dsv4.ops.route import gpu as route
+from dsv4.ops.attention import prefill as attention
+from dsv4.ops.attention import prefill_sm90 as attention_sm90
+from dsv4.ops.experts import prefill_gemm as sums
+from dsv4.ops.index import prefill as index
+from dsv4.ops.linear import prefill as linear
+from dsv4.ops.linear import prefill_product as product
+from dsv4.ops.linear.prefill_packed import ROW_GROUP, Packed
+from dsv4.ops.mhc import prefill as mhc
+from dsv4.ops.mhc import prefill_sm90 as streams
+from dsv4.ops.route import prefill as route
+from dsv4.ops.rows import prefill as rows
+from dsv4.ops.rows import quantize
 from dsv4.quant.formats import QuantTensor
 
 WHOLE = preset("flash")
@@ -58,19 +58,22 @@ EACH = 2  # layers of a kind
 WATCHED = (
     (product, ("sort", "pack", "gather", "product", "gate_up", "down")),
     (streams, ("open_site", "close_site")),
-    (attention, ("attend",)),
-    (attend, ("attend", "_joined")),
+    (attention_sm90, ("attend",)),
+    (attention, ("attend", "_joined", "queries", "entries", "store", "put_rows", "pool", "put_tail")),
     (sums, ("sum_choices",)),
     (quantize, ("round_values", "pack")),
-    (rows, ("norm",)),
+    (rows, ("rms_norm",)),
     (linear, ("embed",)),
-    (qkv, ("queries", "entries", "store", "put")),
-    (compress, ("pool", "put")),
     (index, ("keys", "queries", "select", "visible_rows")),
     (route, ("_choose",)),
     (mhc, ("pre", "post", "head")),
 )
-BY_KIND = ("attend", "keys decoded", "compress")  # ops that differ between kinds of layers
+BY_KIND = (
+    "attend",
+    "keys decoded",
+    "attention pool",
+    "attention put_tail",
+)  # ops that differ between kinds of layers
 BY_CONTEXT = ("attend", "keys decoded", "index select", "layer")
 
 
@@ -183,11 +186,11 @@ class Recorder:
             share = 1.0 if by is None else routed_rows(by) / by.capacity
             op = "gather for experts" if name == "gather" else f"pack for {whose}"
             return op, 0.0, size(a["x"]) + share * size(result)
-        if module is attention:
+        if module is attention_sm90:
             seen, keys = visible(a)
             flop = 4.0 * a["q"].shape[1] * a["q"].shape[2] * keys
             return "attend", flop, size(a["q"], a["out"]) + 2.0 * a["q"].shape[2] * min(seen, keys)
-        if module is attend and name == "_joined":
+        if module is attention and name == "_joined":
             seen, _ = visible({**a, "window": 0, "has_pool": a["pool"] is not None, "rows": None})
             row = 2.0 * a["ring"].shape[1] + a["ring"].num_bytes / a["ring"].shape[0]
             return "keys decoded for attend", 0.0, row * (a["ring"].shape[0] + a["fresh"].shape[0] + seen)
@@ -197,10 +200,10 @@ class Recorder:
             pool = most * a["pool"].num_bytes / a["pool"].shape[0]
             flop = 2.0 * a["q"].shape[1] * a["q"].shape[2] * seen
             return "index select", flop, size(a["q"], a["weights"], result) + pool
-        if name == "put":
-            values = [a["values"], a.get("scores", a["values"])][: 1 + (module is compress)]
+        if name in ("put_rows", "put_tail"):
+            values = [a["values"], a.get("scores", a["values"])][: 1 + (name == "put_tail")]
             row = sum(size(v) / (v.shape[0] if isinstance(v, QuantTensor | Tensor) else 1) for v in values)
-            return f"{named(module)} put", 0.0, 2.0 * row * int((a["rows"] >= 0).sum())
+            return f"attention {name}", 0.0, 2.0 * row * int((a["rows"] >= 0).sum())
         if module is linear:  # rows of a table
             return "embed", 0.0, 2.0 * size(result)
         if module is product:
@@ -215,7 +218,7 @@ class Recorder:
 
 def named(module: Any) -> str:
     *_, op, last = module.__name__.split(".")
-    return op if last == "gpu" else last
+    return op if last == "prefill" else last
 
 
 def routed_rows(by: product.Sorted) -> int:

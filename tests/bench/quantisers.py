@@ -20,8 +20,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from dsv4.kernels.common import quantize
-from dsv4.kernels.prefill import rows
+from dsv4.ops.rows import prefill as rows
+from dsv4.ops.rows import quantize
 
 SETS, LAUNCHES, ROUNDS = 4, 8, 7
 WIDTHS = {"q_low": 1024, "hidden": 2048, "x": 4096, "wo_b's input": 8192}
@@ -100,7 +100,7 @@ def measure(count: int, width: int, ceiling: float) -> list[dict[str, object]]:
     for how in ("a8", "a4"):
         timed(f"{how} values", 2 * whole, lambda i, how=how: values(i, how))
     timed("a4 codes", whole + coded, lambda i: quantize.pack(x[i]))
-    alone = timed("norm", 2 * whole, lambda i: rows.norm(x[i], weight, 1e-6))
+    alone = timed("norm", 2 * whole, lambda i: rows.rms_norm(x[i], weight, 1e-6))
     for how in ("a8", "a4"):
         timed(f"norm and {how}", 2 * whole, lambda i, how=how: values(i, how, weight), alone)
         timed(f"norm, kept, and {how}", 3 * whole, lambda i, how=how: values(i, how, weight, made[i]), alone)

@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dsv4.kernels.decode.sample import sample
-from dsv4.ops.sample.ref import HISTORY, RESULT, pack, pack_penalties
+from dsv4.ops.sample.cpu import HISTORY, RESULT, pack, pack_penalties
+from dsv4.ops.sample.decode import sample
 
 VOCAB, REPEATS = 129280, 200
 KINDS = {

@@ -138,14 +138,14 @@ def test_inspect_text(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_info() -> None:
     facts = json.loads(ok("info", "--json"))
-    assert facts["device"] == "cpu" and facts["ops"] == dict.fromkeys(IMPLEMENTATIONS, "ref")
+    assert facts["device"] == "cpu" and facts["ops"] == dict.fromkeys(IMPLEMENTATIONS, "cpu")
     assert facts["memory_bytes"] > 0 and facts["torch"] == torch.__version__ and facts["why"]
     products = facts["exact"]["products"]
     assert products["256x4096"]["why"] and products["256x4096"]["heights"]
     text = ok("info", "--device", "cpu")
     assert re.search(r"^  (blas|onednn) multiplies \d+ shapes in tiles of", text, flags=re.MULTILINE)
     assert f"dsv4 {__version__}" in text and "asked for" in text
-    assert all(re.search(rf"^  {op} +ref", text, flags=re.MULTILINE) for op in IMPLEMENTATIONS)
+    assert all(re.search(rf"^  {op} +cpu", text, flags=re.MULTILINE) for op in IMPLEMENTATIONS)
 
 
 GENERATE = ("--max-tokens", 8, "--seed", 5, "--temperature", 0.8, "--ignore-eos")

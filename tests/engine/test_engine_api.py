@@ -16,7 +16,7 @@ from dsv4 import Engine, EngineConfig, SamplingParams
 from dsv4.errors import ConfigError, RequestError
 from dsv4.lab.byte_tokenizer import byte_tokenizer_json
 from dsv4.lab.score import score_ids
-from dsv4.ops.sample.ref import choose, pack, unpack
+from dsv4.ops.sample.cpu import choose, pack, unpack
 
 VOCAB = 300
 STOPS = {0, 1, 3, 4}  # the end of a turn, and what can only begin the next one

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsv4 import Engine, EngineConfig, SamplingParams
-from dsv4.ops.sample.ref import pack
+from dsv4.ops.sample.cpu import pack
 from tests.support.feeding import claim
 
 pytestmark = pytest.mark.gpu

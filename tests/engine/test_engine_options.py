@@ -183,10 +183,13 @@ def test_more_threads_than_cores_are_said(checkpoint: Callable[..., Path]) -> No
         ({"qat": "off", "cache": "fp8"}, "with qat off use cache auto, bf16 or f32"),
         ({"max_context": 4097}, "max_context 4097 exceeds the model's 4096 positions"),
         ({"max_batch": 10**7}, "lower max_batch, max_context or chunk"),
-        ({"ops": (("attention", "ref"),)}, "unknown ops ['attention']; the ops are linear, experts"),
-        ({"ops": (("machine", "ref"),)}, "unknown ops ['machine']"),
-        ({"ops": (("attend", "sm12"),)}, "op attend has no backend 'sm12'; it has ref"),
-        ({"ops": (("attend", "ref"), ("attend", "gpu"))}, "names an op twice: attend=ref, attend=gpu"),
+        ({"ops": (("attend", "cpu"),)}, "unknown ops ['attend']; the ops are linear, experts"),
+        ({"ops": (("machine", "cpu"),)}, "unknown ops ['machine']"),
+        ({"ops": (("attention", "sm12"),)}, "op attention has no backend 'sm12'; it has cpu"),
+        (
+            {"ops": (("attention", "cpu"), ("attention", "gpu"))},
+            "names an op twice: attention=cpu, attention=gpu",
+        ),
     ],
     ids=str,
 )
@@ -203,6 +206,6 @@ def test_unknown_devices(checkpoint: Callable[..., Path]) -> None:
 
 @pytest.mark.parametrize("op", sorted(op for op, backends in IMPLEMENTATIONS.items() if "gpu" in backends))
 def test_an_op_for_a_gpu_on_a_cpu_is_one_sentence(op: str) -> None:
-    said = f"{op}=gpu needs a GPU, and the engine runs on a CPU; use {op}=ref"
+    said = f"{op}=gpu needs a GPU, and the engine runs on a CPU; use {op}=cpu"
     with pytest.raises(ConfigError, match=said):
         Engine.load(None, EngineConfig(device="cpu", ops=((op, "gpu"),)))

@@ -190,10 +190,10 @@ class FakeDecoder:
 
 def test_holds_after_a_failed_load() -> None:
     from dsv4.engine.graphs import Graphs
-    from dsv4.ops.sample import ref
+    from dsv4.ops.sample import cpu
 
     g = Graphs.__new__(Graphs)
-    g.sampler, g._holds, g.decoders = ref, {}, {1: FakeDecoder(1)}
+    g.sampler, g._holds, g.decoders = cpu, {}, {1: FakeDecoder(1)}
     g.swapper = g.recorder = None
     g.send = lambda t: t
     g.land = lambda made, out: setattr(made, "out", out)

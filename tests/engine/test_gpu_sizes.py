@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from dsv4.config import Activations, LayerSpec, ModelConfig, preset
 from dsv4.engine.sizes import check_sizes, problems
 from dsv4.errors import ConfigError
-from dsv4.kernels.common.architectures import ARCHITECTURES
+from dsv4.gpu.architectures import ARCHITECTURES
 from dsv4.model.params import num_parts
 from tests.support.dry import planned
 

@@ -15,7 +15,7 @@ from dsv4 import Engine, EngineConfig, SamplingParams
 from dsv4.engine import scheduler
 from dsv4.errors import RequestError
 from dsv4.lab.score import score_ids
-from dsv4.ops.sample.ref import log_probs
+from dsv4.ops.sample.cpu import log_probs
 from tests.support.stress import penalties
 
 ALL: dict[str, Any] = {

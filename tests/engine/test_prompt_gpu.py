@@ -14,10 +14,10 @@ from dsv4 import Engine, EngineConfig, SamplingParams
 from dsv4.engine.eager import Eager
 from dsv4.engine.plan import Sampling, Span
 from dsv4.engine.trial import Trial
-from dsv4.kernels.prefill import streams
 from dsv4.lab.bench.engine import around
 from dsv4.lab.bench.subject import synthetic
 from dsv4.model.step import Mark
+from dsv4.ops.mhc import prefill_sm90 as streams
 from tests.conftest import small_config
 from tests.support.checkpoints import write_model
 from tests.support.feeding import cache_of, claim, release
@@ -77,7 +77,7 @@ def test_a_graph_or_launch_by_launch(checkpoint: Callable[..., Path]) -> None:
 @torch.inference_mode()
 @pytest.mark.parametrize("activations", ["a16", "a8"])
 def test_streams_of_published_widths(tmp_path: Path, activations: str) -> None:
-    """Those that `streams.cu` takes, and rows of experts gathered from its codes."""
+    """Those that `mhc/prefill_sm90.cu` takes, and rows of experts gathered from its codes."""
     config = replace(small_config(), hidden_size=512)
     made = write_model(tmp_path / "model", "official", config)
     engine = load(made, compute_dtype="bfloat16", activations=activations)

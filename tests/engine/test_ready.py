@@ -22,16 +22,16 @@ from dsv4.cache.layout import CacheLayout
 from dsv4.cache.store import Cache
 from dsv4.config import ModelConfig, preset
 from dsv4.errors import DeviceError
-from dsv4.kernels.common import tiles
-from dsv4.kernels.common.ahead import check_triton, compile_ahead, noting
-from dsv4.kernels.prefill import rows
+from dsv4.gpu import tiles
+from dsv4.gpu.ahead import check_triton, compile_ahead, noting
 from dsv4.lab.synthetic import make_weights
 from dsv4.model.bundle import Bundle, Numerics, Weights
 from dsv4.model.model import Model
 from dsv4.model.step import Step
 from dsv4.model.warm import one_of_each, run_spans, spans
 from dsv4.ops import Ops
-from dsv4.ops.route import gpu as route
+from dsv4.ops.route import prefill as route
+from dsv4.ops.rows import prefill as rows
 from dsv4.quant.formats import Format
 from dsv4.weights.load import Checkpoint
 from dsv4.weights.tiled import load_tiled
@@ -56,8 +56,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def unpacked(weight: Any, shape: tuple[int, ...], dtype: torch.dtype, parts: int) -> Tensor:
         return torch.empty(parts, *shape, dtype=dtype, device="meta")  # hundreds of megabytes elsewhere
 
-    monkeypatch.setattr("dsv4.kernels.prefill.dense._unpacked", unpacked)
-    monkeypatch.setattr("dsv4.ops.index.gpu.choose", lambda **arguments: None)
+    monkeypatch.setattr("dsv4.ops.linear.prefill_dense._unpacked", unpacked)
+    monkeypatch.setattr("dsv4.ops.index.prefill.choose", lambda **arguments: None)
     monkeypatch.setattr(route, "_choose", chosen)
     with fake_hopper():
         yield
@@ -182,9 +182,9 @@ def test_compiles_ahead_and_shows_progress(tmp_path: Path, monkeypatch: pytest.M
     x, seen = torch.zeros(3, 64), []
 
     def run() -> None:
-        rows.norm(x, None, 1e-6)
-        rows.norm(x.bfloat16(), None, 1e-6)
-        rows.norm(x[:2], None, 1e-6)
+        rows.rms_norm(x, None, 1e-6)
+        rows.rms_norm(x.bfloat16(), None, 1e-6)
+        rows.rms_norm(x[:2], None, 1e-6)
 
     count = compile_ahead(run, lambda done, total, name: seen.append((done, total, name)))
     assert count == 2 and seen == [(1, 2, "_rows_kernel"), (2, 2, "_rows_kernel")]

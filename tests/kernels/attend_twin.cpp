@@ -1,4 +1,4 @@
-// kernels/prefill/attend.cu compiled for the CPU.
+// ops/attention/prefill_sm90.cu compiled for the CPU.
 // What switches between threads is compiled to be fast, the kernels to be compiled fast.
 #pragma GCC push_options
 #pragma GCC optimize("O2")
@@ -22,7 +22,7 @@ inline void multiply_values(float (&d)[128], uint64_t weights, uint64_t values) 
 inline bool __any_sync(uint32_t all, bool v) { return __ballot_sync(all, v); }
 template <typename T> void __stcg(T* p, T v) { *p = v; }
 
-#include "attend.cu"
+#include "attention/prefill_sm90.cu"
 
 LAUNCH(groups.clear(); CASE("attend_kernel<0>", attend_kernel<0>, Attend) CASE("attend_kernel<1>", attend_kernel<1>, Attend)
            CASE("attend_kernel<2>", attend_kernel<2>, Attend) CASE("attend_kernel<3>", attend_kernel<3>, Attend))

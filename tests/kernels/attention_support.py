@@ -4,8 +4,8 @@ import torch
 from step_support import check, rand
 from torch import Tensor
 
-from dsv4.ops.attend import ref
-from dsv4.ops.index.ref import visible_rows
+from dsv4.ops.attention import cpu
+from dsv4.ops.index.cpu import visible_rows
 from dsv4.quant.codec import encode_kv
 from dsv4.quant.formats import Format
 
@@ -62,7 +62,7 @@ class Case:
         slots, positions = self.slots[live], self.positions[live]
         fresh = self.ring.take(slots * RING + positions % RING)
         listed = {"window": None, "visible": self.visible, "listed": self.listed}[self.kind]
-        return ref.attend(
+        return cpu.attend(
             *(self.q[live], fresh, self.ring, slots, positions, positions, WINDOW, RING, self.entries),
             *(None if listed is None else listed[live].long(), self.sinks),
             *(self.cos[positions], self.sin[positions]),

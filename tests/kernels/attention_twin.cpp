@@ -1,7 +1,7 @@
-// kernels/decode/attention.cu compiled for the CPU: a cluster at a time.
+// ops/attention/decode.cu compiled for the CPU: a cluster at a time.
 #include "fragments_twin.h"
 
-#include "attention.cu"
+#include "attention/decode.cu"
 
 template <int GROUPS> const char* attend(int rows, const Attention& p, unsigned seed) {
     for (int i = 0; i < rows << p.group_bits; ++i) {

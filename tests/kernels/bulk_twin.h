@@ -1,4 +1,4 @@
-// kernels/common/tiles.cuh and kernels/decode/block.cuh, what they take from the GPU, on the CPU: conversions, and copies to
+// gpu/tiles.cuh and ops/linear/block.cuh, what they take from the GPU, on the CPU: conversions, and copies to
 // shared memory behind barriers. For one block at a time.
 #pragma once
 #include "round_twin.h"

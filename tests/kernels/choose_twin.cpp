@@ -1,7 +1,7 @@
-// kernels/decode/choose.cu compiled for the CPU.
+// ops/index/decode_select.cu compiled for the CPU.
 #include "emulator.h"
 #include "vectors.h"
-#include "choose.cu"
+#include "index/decode_select.cu"
 
 template <int WARPS, int KEYS> const char* few(const Choice& p, int row, int shared, unsigned seed) {
     return emulator::run(row, 1, 32 * WARPS, shared, seed, [&] { select_few_kernel<WARPS, KEYS>(p); });

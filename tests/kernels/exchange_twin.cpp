@@ -1,4 +1,4 @@
-// kernels/decode/open.cu and exchange.cu compiled for the CPU: all blocks of all ranks at once, in a shuffled order, some warps far
+// ops/mhc/decode_open.cu and exchange/decode.cu compiled for the CPU: all blocks of all ranks at once, in a shuffled order, some warps far
 // behind. A rank's launches follow one another; ranks have nothing in common but their inboxes.
 #include "emulator.h"
 
@@ -70,8 +70,8 @@ inline void store(float* to, float v, bool is_there) {
 inline void store(__nv_bfloat16* to, float v, bool is_there) {
     if (is_there && is_within(outputs, to)) to->bits = (uint16_t)(__float_as_uint(v) >> 16);
 }
-#include "exchange.cu"
-#include "open.cu"
+#include "exchange/decode.cu"
+#include "mhc/decode_open.cu"
 
 namespace {
 // A step's inputs and outputs, as the tests have them.
@@ -178,7 +178,7 @@ const std::map<std::string, const char* (*)(int, const void* const*, int, unsign
 }  // namespace
 
 extern "C" {
-// `params`: of each rank, the structure that mhc.py passes.
+// `params`: of each rank, the structure that mhc/decode.py passes.
 const char* launched(const char* kernel, int count, const void* const* params, int blocks, unsigned seed) { return KERNELS.at(kernel)(count, params, blocks, seed); }
 
 // streams [rows][4][d] in BF16 or float32, y [rows][parts][d] likewise.

@@ -1,4 +1,4 @@
-// kernels/decode/fragments.cuh and what it includes, on the CPU.
+// gpu/fragments.cuh and what it includes, on the CPU.
 #pragma once
 #include "emulator.h"
 #include "vectors.h"

@@ -1,8 +1,8 @@
-// kernels/decode/index.cu compiled for the CPU, a block at a time.
+// ops/index/decode.cu compiled for the CPU, a block at a time.
 #include "fragments_twin.h"
 #include "round_twin.h"
 
-#include "index.cu"
+#include "index/decode.cu"
 
 template <typename F> const char* run(int blocks, size_t shared, unsigned seed, F kernel) {
     for (int i = 0; i < blocks; ++i) {

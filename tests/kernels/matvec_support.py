@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.kernels.common.tiles import Tiled, empty, put, tile
-from dsv4.kernels.decode import matvec
-from dsv4.kernels.decode.matvec import MatVec
+from dsv4.gpu.tiles import Tiled, empty, put, tile
+from dsv4.ops.linear import decode as matvec
+from dsv4.ops.linear.decode import MatVec
 from dsv4.quant.codec import decode, e4m3_encode
 from dsv4.quant.formats import FP8_TILE, MX_BLOCK, NV_BLOCK, Format, QuantTensor
 

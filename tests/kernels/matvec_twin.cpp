@@ -1,4 +1,4 @@
-// kernels/decode/matvec.cu compiled for the CPU: block after block, in a shuffled order.
+// ops/linear/matvec.cu compiled for the CPU: block after block, in a shuffled order.
 // What switches between threads is compiled to be fast, the kernels to be compiled fast.
 #pragma GCC push_options
 #pragma GCC optimize("O2")
@@ -10,7 +10,7 @@ inline std::map<const char*, int> prefetched;
 inline void prefetch_line(const void* from) { ++prefetched[(const char*)from]; }
 inline void prefetch(const void* from, int bytes) { bulk::is_readable(from, bytes); }
 
-#include "matvec.cu"
+#include "linear/matvec.cu"
 
 namespace {
 // What may be read, or written, only after the wait: until then it holds something else, and what is written is lost.

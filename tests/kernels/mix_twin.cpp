@@ -1,9 +1,9 @@
-// kernels/decode/mix.cu compiled for the CPU, a block at a time.
+// ops/mhc/decode_mix.cu compiled for the CPU, a block at a time.
 #include "round_twin.h"
 
 inline float __fdividef(float a, float b) { return a / b; }
 
-#include "mix.cu"
+#include "mhc/decode_mix.cu"
 
 // Blocks as their launcher asks for them, each beside noise where what launches before this one write is still missing.
 extern "C" const char* launch(const void* params, bool is_wide, int blocks, unsigned seed) {

@@ -1,4 +1,4 @@
-// kernels/prefill/product_16.cuh compiled for the CPU, in every format.
+// ops/linear/prefill_sm90_16.cuh compiled for the CPU, in every format.
 // What switches between threads is compiled to be fast, the kernels to be compiled fast.
 #pragma GCC push_options
 #pragma GCC optimize("O2")
@@ -13,7 +13,7 @@ inline uint32_t transposed(uint32_t v) {
     return at(2 * t) | at(2 * t + 1) << 16;
 }
 
-#include "product_16.cuh"
+#include "prefill_sm90_16.cuh"
 
 // Weights are older than any launch: who fetches them does not wait.
 LAUNCH(emulator::all_wait = false; CASE("product_kernel<0, false>", (product_kernel<NVFP4, false>), Product) CASE("product_kernel<0, true>", (product_kernel<NVFP4, true>), Product)

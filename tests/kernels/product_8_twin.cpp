@@ -1,4 +1,4 @@
-// kernels/prefill/product_8.cuh compiled for the CPU, in every format.
+// ops/linear/prefill_sm90_8.cuh compiled for the CPU, in every format.
 // What switches between threads is compiled to be fast, the kernels to be compiled fast.
 #pragma GCC push_options
 #pragma GCC optimize("O2")
@@ -15,7 +15,7 @@ inline uint32_t transposed(uint32_t v) {
 inline uint32_t larger16(uint32_t a, uint32_t b) { return larger(a, b); }
 
 
-#include "product_8.cuh"
+#include "prefill_sm90_8.cuh"
 
 // Weights are older than any launch: who fetches them does not wait.
 LAUNCH(emulator::all_wait = false; CASE("product_kernel<1, false>", (product_kernel<MXFP4, false>), Product) CASE("product_kernel<1, true>", (product_kernel<MXFP4, true>), Product)

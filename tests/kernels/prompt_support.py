@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.kernels.prefill.packed import Packed
+from dsv4.ops.linear.prefill_packed import Packed
 from tests.support.twin import as_one
 
 MULTIPROCESSORS = 3  # so that a launch has few blocks, and a block has several tiles

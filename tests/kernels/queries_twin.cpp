@@ -1,6 +1,6 @@
-// kernels/prefill/queries.cu compiled for the CPU.
+// ops/index/prefill_queries.cu compiled for the CPU.
 #include "prompt_twin.h"
 
-#include "queries.cu"
+#include "index/prefill_queries.cu"
 
 LAUNCH(CASE("queries_kernel", queries_kernel, Queries))

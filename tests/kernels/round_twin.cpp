@@ -1,10 +1,10 @@
-// kernels/common/round.cuh and quantize.cu compiled for the CPU.
+// gpu/round.cuh and quantize.cu compiled for the CPU.
 #include "round_twin.h"
 
 #define __grid_constant__
 #define blockDim (emulator::Index{emulator::threads_per_block})
 
-#include "quantize.cu"
+#include "rows/quantize.cu"
 
 extern "C" {
 // Which code x [n] has in a block whose unit is that of `units` [n].

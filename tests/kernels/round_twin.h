@@ -1,4 +1,4 @@
-// What kernels/common/round.cuh takes from the GPU, on the CPU.
+// What gpu/round.cuh takes from the GPU, on the CPU.
 #pragma once
 #include "fragments_twin.h"
 

@@ -1,8 +1,8 @@
-// kernels/decode/route.cu compiled for the CPU.
+// ops/route/decode.cu compiled for the CPU.
 #include <math.h>
 
 #include "emulator.h"
-#include "route.cu"
+#include "route/decode.cu"
 
 template <int MANY, bool SINGLE> const char* route(const Routing& p, unsigned seed) {
     const int threads = 32 * (SINGLE ? MANY : WARPS);

@@ -6,7 +6,7 @@ import random
 import torch
 from torch import Tensor
 
-from dsv4.ops.sample.ref import HISTORY, pack, pack_penalties
+from dsv4.ops.sample.cpu import HISTORY, pack, pack_penalties
 
 LARGEST = 3.4028234663852886e38
 

@@ -1,6 +1,6 @@
-// kernels/decode/sample.cu and its arithmetic, compiled for the CPU.
+// ops/sample/decode.cu and its arithmetic, compiled for the CPU.
 #include "emulator.h"
-#include "sample.cu"
+#include "sample/decode.cu"
 
 extern "C" {
 void weights(const double* x, int64_t n, int64_t* out) {

@@ -1,4 +1,4 @@
-// kernels/decode/share.cuh compiled for the CPU.
+// ops/linear/share.cuh compiled for the CPU.
 #include "vectors.h"
 #include "emulator.h"
 #include "share.cuh"

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import triton
 
-from dsv4.kernels.common.ahead import _one_importer, compile_ahead, noting
+from dsv4.gpu.ahead import _one_importer, compile_ahead, noting
 from tests.support.compiling import fake_hopper
 
 NAME = "launcher_of_a_test"

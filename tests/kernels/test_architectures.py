@@ -10,8 +10,8 @@ from step_support import IS_INTERPRETED
 from test_cuda_compiles import COMPILERS, LAUNCHES, QUICK, Launch, launched, needs_compiler
 
 from dsv4.errors import DeviceError
-from dsv4.kernels.common import architectures, build
-from dsv4.kernels.common.architectures import ARCHITECTURES, TILES, Architecture
+from dsv4.gpu import architectures, build
+from dsv4.gpu.architectures import ARCHITECTURES, TILES, Architecture
 from tests.support import ahead
 from tests.support.cubin import REGISTERS, parameter_sizes, resources
 from tests.support.once import folder_of_run
@@ -22,7 +22,11 @@ EACH = [(name, gpu) for gpu in ARCHITECTURES.values() for name in build.sources(
 # No source tells these from sm_100a and sm_120a: -m slow.
 NAMED = [ARCHITECTURES[103], ARCHITECTURES[121]]
 # What takes long, in haste: Hopper's products, and the decode step's on Blackwell. In full: -m slow.
-LONG = [(name, gpu) for name, gpu in EACH if name not in QUICK or (name == "matvec" and gpu.capability > 90)]
+LONG = [
+    (name, gpu)
+    for name, gpu in EACH
+    if name not in QUICK or (name == "linear/matvec" and gpu.capability > 90)
+]
 SLOW = [(name, gpu) for name, gpu in EACH if (name, gpu) in LONG or gpu in NAMED]
 UNKNOWN = r"nsupported gpu architecture|invalid value for --gpu-architecture"
 
@@ -125,7 +129,7 @@ def test_fp4_codes_become_numbers_by_an_instruction(gpu: Architecture) -> None:
     """Where there is one: four for the eight codes of a word, which are nine by shifts and masks."""
     triton = pytest.importorskip("triton", reason="its package brings the disassembler")
     disassembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    cubin = build.compile_source("unpack", gpu.name)
+    cubin = build.compile_source("linear/prefill_unpack", gpu.name)
     sass = subprocess.run([disassembler, "--dump-sass", cubin], capture_output=True, text=True).stdout
     # NVFP4 and MXFP4, to BF16 and float32: eight loads of four words.
     assert sass.count("F2FP.F16.E2M1.UNPACK_B") == (4 * 8 * 4 * 4 if gpu.converts_fp4 else 0)

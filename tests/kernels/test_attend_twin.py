@@ -1,4 +1,4 @@
-"""attend.cu's own source on the CPU: attention of a prompt's tokens against the reference, and packed for the
+"""attention/prefill_sm90.cu's own source on the CPU: attention of a prompt's tokens against the reference, and packed for the
 product that follows as packing would."""
 
 import ctypes
@@ -10,10 +10,11 @@ import torch
 from prompt_support import on_twin, on_twins, rand
 from torch import Tensor
 
-from dsv4.kernels.common.tiles import empty
-from dsv4.kernels.prefill import attend, product
-from dsv4.kernels.prefill.packed import Packed, empty_packed, mode_of
-from dsv4.ops.attend import ref
+from dsv4.gpu.tiles import empty
+from dsv4.ops.attention import cpu
+from dsv4.ops.attention import prefill_sm90 as attention
+from dsv4.ops.linear import prefill_product as product
+from dsv4.ops.linear.prefill_packed import Packed, empty_packed, mode_of
 from dsv4.quant.codec import encode_kv
 from dsv4.quant.formats import Format
 from tests.support.once import folder_of_run
@@ -78,12 +79,12 @@ class Case:
         to: Packed | None = None,
         seed: int = 0,
     ) -> Tensor:
-        twin, out = twins("attend"), torch.full_like(self.q, math.nan)
+        twin, out = twins("attention/prefill_sm90"), torch.full_like(self.q, math.nan)
         keys = torch.cat((self.ring, self.fresh, *([self.pool] if has_pool else [])))
         lists = [] if self.table is not None else [self.rows]
         late = self.q, keys, self.slots, self.positions, self.first, self.cos, self.sin, *lists
-        with on_twin(twin, attend, seed), unfinished(twin, *late):
-            attend.attend(
+        with on_twin(twin, attention, seed), unfinished(twin, *late):
+            attention.attend(
                 q=self.q,
                 keys=keys,
                 out=out if to is None else to,
@@ -109,7 +110,7 @@ class Case:
         """Of the first tokens; None: of all."""
         kept = self.fresh[:tokens], self.ring, self.pool
         fresh, ring, pool = (encode_kv(it, ROPE, Format.BF16) for it in kept)
-        return ref.attend(
+        return cpu.attend(
             q=self.q[:tokens],
             fresh=fresh,
             ring=ring,

@@ -1,4 +1,4 @@
-"""attention.cu on a GPU: the reference's results; the same bits alone and among others, as a graph or not."""
+"""attention/decode.cu on a GPU: the reference's results; the same bits alone and among others, as a graph or not."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from attention_support import Case
 from step_support import moved
 from torch import Tensor
 
-from dsv4.kernels.decode import attention
+from dsv4.ops.attention import decode as attention
 
 pytestmark = pytest.mark.gpu
 # Flash's and Pro's heads, of one GPU and of one rank of two; positions around every change of shape.

@@ -1,4 +1,4 @@
-"""attention.cu's own source on the CPU, all blocks of a cluster at once in shuffled orders, against the
+"""attention/decode.cu's own source on the CPU, all blocks of a cluster at once in shuffled orders, against the
 reference."""
 
 import ctypes
@@ -9,7 +9,7 @@ import torch
 from attention_support import Case
 from torch import Tensor
 
-from dsv4.kernels.decode import attention
+from dsv4.ops.attention import decode as attention
 from tests.support.twin import needs_compiler, twin_of
 
 pytestmark = needs_compiler

@@ -1,4 +1,4 @@
-"""choose.cu's own source on the CPU, warps and blocks in shuffled orders, against the reference."""
+"""index/decode_select.cu's own source on the CPU, warps and blocks in shuffled orders, against the reference."""
 
 import ctypes
 import re
@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.kernels.common import architectures, build
-from dsv4.kernels.decode import choose
-from dsv4.ops.route.ref import top_indices
+from dsv4.gpu import architectures, build
+from dsv4.ops.index import decode_select as selecting
+from dsv4.ops.route.cpu import top_indices
 from tests.support.twin import needs_compiler, twin_of, unfinished
 
 pytestmark = needs_compiler
@@ -41,9 +41,9 @@ def run(
                 assert problem == b"", problem.decode()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choose, "call", call)
+        patch.setattr(selecting, "call", call)
         patch.setattr(architectures, "capability", lambda device: 90)
-        choose.select_rows(
+        selecting.select_rows(
             scores=scores,
             positions=positions,
             ratio=RATIO,
@@ -110,5 +110,5 @@ def test_few_in_a_cache_for_many(twin: ctypes.CDLL) -> None:
 
 
 def test_shared_memory_is_what_the_source_takes() -> None:
-    sizes = re.findall(r"sizeof\((\w+)\) == (\d+)", build.source_path("choose").read_text())
-    assert dict(sizes) == {"Few": str(choose.FEW_SHARED), "Many": str(choose.MANY_SHARED)}
+    sizes = re.findall(r"sizeof\((\w+)\) == (\d+)", build.source_path("index/decode_select").read_text())
+    assert dict(sizes) == {"Few": str(selecting.FEW_SHARED), "Many": str(selecting.MANY_SHARED)}

@@ -17,19 +17,28 @@ from torch import Tensor
 
 from dsv4.config import preset
 from dsv4.errors import DeviceError
-from dsv4.kernels.common import architectures, build, ceiling, driver, tiles
-from dsv4.kernels.decode import attention, choose, exchange, index, mhc, sample
-from dsv4.kernels.decode.matvec import MatVec, Product, Tasks
-from dsv4.kernels.prefill import attend, product, queries, unpack
-from dsv4.kernels.prefill import streams as streams_kernels
-from dsv4.kernels.prefill.packed import FP8_CODES, IN_16_BITS, IN_FP8, empty_packed
+from dsv4.gpu import architectures, build, ceiling, driver, tiles
 from dsv4.lab.bench.echo import echo_peers
+from dsv4.ops.attention import decode as attention
+from dsv4.ops.attention import prefill_sm90 as prompt_attention
+from dsv4.ops.exchange import decode as exchange
+from dsv4.ops.index import decode as index
+from dsv4.ops.index import decode_select as selecting
+from dsv4.ops.index import prefill_queries as queries
+from dsv4.ops.linear import prefill_product as product
+from dsv4.ops.linear import prefill_unpack as unpack
+from dsv4.ops.linear.decode import MatVec, Product, Tasks
+from dsv4.ops.linear.prefill_packed import FP8_CODES, IN_16_BITS, IN_FP8, empty_packed
+from dsv4.ops.mhc import decode as mhc
+from dsv4.ops.mhc import prefill_sm90 as streams_kernels
+from dsv4.ops.route import decode as routing
+from dsv4.ops.sample import decode as sample
 from dsv4.quant.formats import Format, empty_rows
 from tests.support.cubin import parameter_sizes
 
 COMPILERS = {"NVRTC": build._nvrtc(), "nvcc": build._nvcc()}
 # Products of prompts compile for twenty seconds each: with -m slow.
-QUICK = {n for n in build.SOURCES if not n.startswith("product")}
+QUICK = {n for n in build.SOURCES if not n.startswith("linear/prefill_sm90")}
 SOURCES = [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in build.SOURCES]
 needs_compiler = pytest.mark.skipif(not any(COMPILERS.values()), reason="neither NVRTC nor nvcc was found")
 
@@ -63,9 +72,9 @@ def test_a_cubin_that_lost_its_bytes_is_made_again(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(build, "compiler", lambda: made)
     synced: list[int] = []
     monkeypatch.setattr(build.os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
-    path = build.compile_source("mix", "90a")
+    path = build.compile_source("mhc/decode_mix", "90a")
     path.write_bytes(b"")
-    assert build.compile_source("mix", "90a").read_bytes() == b"a cubin" and synced == [7, 7]
+    assert build.compile_source("mhc/decode_mix", "90a").read_bytes() == b"a cubin" and synced == [7, 7]
 
 
 def test_each_compiler_and_architecture_has_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,17 +84,22 @@ def test_each_compiler_and_architecture_has_its_file(tmp_path: Path, monkeypatch
         using = build.Compiler(name, version, tmp_path, lambda source, arch, made=made: made + arch.encode())  # type: ignore[misc]
         monkeypatch.setattr(build, "compiler", lambda using=using: using)
         for arch in ("90a", "100a"):
-            assert build.compile_source("mix", arch).read_bytes() == made + arch.encode()
+            assert build.compile_source("mhc/decode_mix", arch).read_bytes() == made + arch.encode()
 
 
-def test_every_source_is_listed() -> None:
-    assert {path.stem: path.parent.name for path in build.HERE.glob("*/*.cu")} == build.SOURCES
+def test_every_source_is_found() -> None:
+    assert {*build.PACKAGE.rglob("*.cu")} == {*build.SOURCES.values()}
+    assert {*build.PACKAGE.rglob("*.cuh")} == {*build.HEADERS}
+    names = [path.name for path in build.HEADERS]
+    assert len({*names}) == len(names), "an #include names one file"
+    assert {*build.ONLY} == {name for name in build.SOURCES if "_sm90" in name}
+    assert {*build.ONLY.values()} == {build.HOPPER}
 
 
 def test_no_source_needs_a_header_that_wheels_may_lack() -> None:
     """stdint.h is nvcc's alone: NVRTC has none. What a host compiler takes of sample.cuh is for tests."""
     allowed = {"types.cuh": {"stdint.h"}, "sample.cuh": {"math.h", "stdint.h", "string.h"}}
-    for path in [*build.HERE.glob("*/*.cu"), *build.HERE.glob("*/*.cuh")]:
+    for path in [*build.SOURCES.values(), *build.HEADERS]:
         found = set(re.findall(r"#include <(.*)>", path.read_text()))
         assert found <= allowed.get(path.name, set()), path.name
 
@@ -99,7 +113,7 @@ def test_a_broken_source_is_one_sentence(using: str, tmp_path: Path, monkeypatch
     monkeypatch.setattr(build, "source_path", lambda name: tmp_path / f"{name}.cu")
     monkeypatch.setattr(build, "compiler", lambda: found)
     with pytest.raises(
-        DeviceError, match=rf"{using} could not compile broken\.cu for sm_90a: .*error"
+        DeviceError, match=rf"{using} could not compile \S+/broken\.cu for sm_90a: .*error"
     ) as told:
         build.compile_source("broken", "90a")
     assert "\n" not in str(told.value)
@@ -115,7 +129,7 @@ def test_a_missing_compiler_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> 
 def _compile_alone(folder: str) -> bytes:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", folder)
-        return build.compile_source("ceiling", "90a").read_bytes()
+        return build.compile_source("gpu/ceiling", "90a").read_bytes()
 
 
 @needs_compiler
@@ -144,15 +158,15 @@ def launch_route() -> None:
     for experts in (256, 384):
         for rows in (1, 2):
             ids, chosen = some(rows, dtype=torch.long), some(rows, 6, dtype=torch.int32)
-            choose.route(some(rows, experts), some(experts), None, ids, 1.5, False, chosen, tasks)
+            routing.route(some(rows, experts), some(experts), None, ids, 1.5, False, chosen, tasks)
 
 
 def launch_select() -> None:
-    most = choose.max_entries(architectures.capability(torch.device("cpu")))
+    most = selecting.max_entries(architectures.capability(torch.device("cpu")))
     for capacity in (1000, 4000, 8000, most):
         longs, table = some(2, dtype=torch.long), some(2, 9, dtype=torch.int32)
         out = some(2, 512, dtype=torch.int32)
-        choose.select_rows(some(2, capacity), longs, 4, table, longs, 64, out, mixed=True)
+        selecting.select_rows(some(2, capacity), longs, 4, table, longs, 64, out, mixed=True)
 
 
 def launch_sample() -> None:
@@ -178,7 +192,7 @@ def launch_mix() -> None:
 
 
 def launch_quantize() -> None:
-    quantize = pytest.importorskip("dsv4.kernels.common.quantize")
+    quantize = pytest.importorskip("dsv4.ops.rows.quantize")
     for width in (96, 8192):
         x = some(2, width, dtype=torch.bfloat16)
         quantize.round_values(x, x, "a4", some(width), 1e-6, x)
@@ -227,7 +241,7 @@ def launch_attend() -> None:
     longs, table = some(3, dtype=torch.long), some(1, 2, dtype=torch.int32)
     packed = [empty_packed(mode, 3, 4096, q.device, 8) for mode in set(IN_16_BITS.values())]
     for out in (torch.empty_like(q), *packed):
-        attend.attend(
+        prompt_attention.attend(
             q=q,
             keys=keys,
             out=out,

@@ -12,13 +12,13 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from dsv4.cache.store import Cache
 from dsv4.config import Activations, ModelConfig, preset
-from dsv4.kernels.decode import index
 from dsv4.lab.bench.decode import Wanted, fill
 from dsv4.lab.synthetic import make_weights, with_experts
 from dsv4.model.bundle import Bundle, Numerics
 from dsv4.model.decode import Decoder
 from dsv4.model.model import Model
 from dsv4.ops import IMPLEMENTATIONS, Ops
+from dsv4.ops.index import decode as index
 
 pytestmark = pytest.mark.gpu
 TINY, FLASH, PRO = preset("tiny"), preset("flash"), preset("pro")

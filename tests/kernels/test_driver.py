@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4.kernels.common import driver
+from dsv4.gpu import driver
 
 
 def test_threads_launch_one_kernel_each_as_it_asked(impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:

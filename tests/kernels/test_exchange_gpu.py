@@ -9,11 +9,12 @@ from step_support import rand
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from dsv4.kernels.common import build
-from dsv4.kernels.common.shapes import MIX_WIDTH, mix_chunks
-from dsv4.kernels.decode import exchange, mhc
-from dsv4.kernels.decode.exchange import Peers, inbox_places
-from dsv4.ops.mhc import ref
+from dsv4.gpu import build
+from dsv4.gpu.shapes import MIX_WIDTH, mix_chunks
+from dsv4.ops.exchange import decode as exchange
+from dsv4.ops.exchange.decode import Peers, inbox_places
+from dsv4.ops.mhc import cpu
+from dsv4.ops.mhc import decode as mhc
 from dsv4.parallel.comm import tree_sum
 from dsv4.parallel.inbox import GONE
 
@@ -99,7 +100,7 @@ def test_sums(size: int, rows: int, d: int, dtype: torch.dtype) -> None:
     want = first.embedded.to(dtype).unsqueeze(1).expand(-1, N, -1)
     for i in (STEPS - 2, STEPS - 1):
         parts = torch.stack([rank.y[i].cpu().sum(1) for rank in held], dim=1)
-        want = ref.post(tree_sum(parts).to(dtype), want, first.gate.cpu(), first.comb.cpu())
+        want = cpu.post(tree_sum(parts).to(dtype), want, first.gate.cpu(), first.comb.cpu())
     bound = (2.0**-7 if dtype == torch.bfloat16 else 1e-5) * want.abs().max()
     assert float((first.streams.cpu().float() - want.float()).abs().max()) <= bound
     made = first.streams.cpu().double().flatten(1)

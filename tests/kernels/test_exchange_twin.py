@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.kernels.common.shapes import MIX_WIDTH, mix_chunks
-from dsv4.kernels.decode.exchange import TURNS
-from dsv4.ops.mhc import ref
+from dsv4.gpu.shapes import MIX_WIDTH, mix_chunks
+from dsv4.ops.exchange.decode import TURNS
+from dsv4.ops.mhc import cpu
 from dsv4.parallel.comm import tree_sum
 from tests.support.twin import at, needs_compiler, twin_of
 
@@ -84,7 +84,7 @@ class World:
             y = self.y[:, i].transpose(0, 1)  # [T, ranks, parts, D]
             for rank in range(self.size):
                 y[:, rank, :-1][self.chosen // self.own != rank] = 0
-            want = ref.post(tree_sum(y.sum(2)), want, self.gate, self.comb)
+            want = cpu.post(tree_sum(y.sum(2)), want, self.gate, self.comb)
         torch.testing.assert_close(self.streams[0], want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
         assert all(torch.equal(streams, self.streams[0]) for streams in self.streams), "ranks differ"
         assert all(torch.equal(partial, self.partial[0]) for partial in self.partial), "ranks differ"
@@ -192,7 +192,7 @@ def test_alone(
     total = torch.zeros(rows, d)
     for i in range(parts):
         total = total + site.y[:, i].float()
-    want = ref.post(total.to(dtype), site.start, site.gate, site.comb)
+    want = cpu.post(total.to(dtype), site.start, site.gate, site.comb)
     first = site.run(twin)
     site.check(*first, want)
     for seed, programs in ((1, 2), (2, 4), (3, 9)):
@@ -233,7 +233,7 @@ def test_alone_with_some_experts(twin: ctypes.CDLL) -> None:
     is_other = site.chosen >= 2
     assert bool(is_other.any()) and not bool(is_other.all())
     site.y[:, :-1][is_other] = 0
-    want = ref.post(site.y.sum(1), site.start, site.gate, site.comb)
+    want = cpu.post(site.y.sum(1), site.start, site.gate, site.comb)
     site.y[:, :-1][is_other] = math.nan
     site.check(*site.run(twin, seed=3, programs=2), want)
 

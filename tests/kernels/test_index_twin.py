@@ -1,4 +1,4 @@
-"""index.cu's own source on the CPU, warps in shuffled orders, to the bit what its order of sums gives."""
+"""index/decode.cu's own source on the CPU, warps in shuffled orders, to the bit what its order of sums gives."""
 
 import ctypes
 import re
@@ -12,9 +12,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from dsv4.kernels.common import architectures, build
-from dsv4.kernels.decode import index
-from dsv4.ops.index import ref
+from dsv4.gpu import architectures, build
+from dsv4.ops.index import cpu
+from dsv4.ops.index import decode as index
 from dsv4.quant.codec import decode, encode_kv, mxfp4_round
 from dsv4.quant.formats import Format, QuantTensor
 from tests.support.twin import needs_compiler, twin_of, unfinished
@@ -28,7 +28,7 @@ def launches(twin: ctypes.CDLL, seed: int) -> Callable[..., None]:
     """In the place of `call`."""
 
     def call(source: str, kernel: str, device: torch.device, given: Any, blocks: int, **how: int) -> None:
-        assert source == "index" and how["threads"] == 32 * index.WARPS
+        assert source == "index/decode" and how["threads"] == 32 * index.WARPS
         assert given.warms == how["overlap"], "serial launches start when all is there: work for nobody"
         assert how.get("shared", 0) == (index.SHARED_BYTES if kernel == "scores_kernel" else 0)
         problem = getattr(twin, kernel.removesuffix("_kernel"))(ctypes.byref(given), blocks, seed)
@@ -61,7 +61,7 @@ def test_queries(twin: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, warms: bool
     s = torch.cat((torch.zeros(3, 32), sin[positions.clamp(min=0)]), 1).unsqueeze(1)
     a, b = pairs[..., 0], pairs[..., 1]
     turned = torch.stack((fma(a, c, -(b * s)), fma(a, s, b * c)), -1).flatten(-2).bfloat16()
-    want = mxfp4_round(ref.hadamard(turned))
+    want = mxfp4_round(cpu.hadamard(turned))
     assert torch.equal(got.isnan(), want.isnan()) and bool(want.isnan().any())
     assert torch.equal(got.nan_to_num(7).view(torch.int16), want.nan_to_num(7).view(torch.int16))
 
@@ -126,7 +126,7 @@ def test_scores(twin: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, warms: bool,
         )
     for row, position in enumerate(positions.tolist()):
         count = (position + 1) // RATIO
-        seen: QuantTensor = keys.take(ref.pool_rows(table, int(slots[row]), count, PAGE))
+        seen: QuantTensor = keys.take(cpu.pool_rows(table, int(slots[row]), count, PAGE))
         want, got = wanted(iq[row], weights[row], decode(seen), 0.0125), out[row, :count]
         assert torch.equal(got.isnan(), want.isnan()) and (row > 0 or bool(want.isnan().any()))
         assert torch.equal(got.nan_to_num(7).view(torch.int32), want.nan_to_num(7).view(torch.int32)), row
@@ -139,7 +139,7 @@ def test_queries_that_overflow_or_cancel(twin: ctypes.CDLL, monkeypatch: pytest.
     iq = torch.zeros(1, HEADS, WIDTH).bfloat16()
     iq[0, 0, :2] = 3e38
     iq[0, 1, 0], iq[0, 1, 4], iq[0, 1, 64] = 2.0**30, 1.0, -(2.0**30)
-    want = mxfp4_round(ref.hadamard(iq))
+    want = mxfp4_round(cpu.hadamard(iq))
     assert want[0, 0].isinf().any() and not want.isnan().any() and not want[0, 1, :64].any()
     cos, sin = torch.ones(1, index.ROPE // 2), torch.zeros(1, index.ROPE // 2)
     index.rotate_round(iq, cos, sin, torch.tensor([0]), overlap=True)
@@ -256,5 +256,5 @@ def test_who_scores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_shared_memory_is_what_the_source_takes() -> None:
-    sizes = re.findall(r"sizeof\((?:Few|Many)\) == (\d+)", build.source_path("index").read_text())
+    sizes = re.findall(r"sizeof\((?:Few|Many)\) == (\d+)", build.source_path("index/decode").read_text())
     assert max(map(int, sizes)) == index.SHARED_BYTES and len(sizes) == 2

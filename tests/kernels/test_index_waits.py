@@ -2,14 +2,14 @@
 
 import re
 
-from dsv4.kernels.common import build
+from dsv4.gpu import build
 from tests.support.cuda_source import COMMENT, WAIT, functions, until_wait
 
 
 def test_choices_wait() -> None:
     """Each way out of a kernel has one wait before it; scores are read after it, the rest through L2."""
-    found = functions("choose")
-    text = COMMENT.sub("", build.source_path("choose").read_text())
+    found = functions("index/decode_select")
+    text = COMMENT.sub("", build.source_path("index/decode_select").read_text())
     assert not re.search(r"\b(positions|slots|pages|table|scores)\[", text), "through L1"
     few, many = found["choose_few"], found["select_many_kernel"]
     short, loop = few.split("bool is_real = !p.warms;")
@@ -38,8 +38,8 @@ def test_choices_wait() -> None:
 
 def test_the_index_waits() -> None:
     """In the first pass that counts, before inputs are read and anything is written."""
-    found = functions("index")
-    text = COMMENT.sub("", build.source_path("index").read_text())
+    found = functions("index/decode")
+    text = COMMENT.sub("", build.source_path("index/decode").read_text())
     assert not re.search(r"p\.(q|weights|keys|scales|positions|slots|page_table)\[|table\[", text), (
         "through L1"
     )

@@ -4,12 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.kernels.common.tiles import Tiled, empty, put, tile
-from dsv4.kernels.decode import choose
-from dsv4.kernels.decode.matvec import MatVec, Product, Tasks, splits
-from dsv4.kernels.prefill.unpack import unpack
-from dsv4.ops.linear.ref import round_input
-from dsv4.ops.route import ref as route_ref
+from dsv4.gpu.tiles import Tiled, empty, put, tile
+from dsv4.ops.index import decode_select as selecting
+from dsv4.ops.linear.cpu import round_input
+from dsv4.ops.linear.decode import MatVec, Product, Tasks, splits
+from dsv4.ops.linear.prefill_unpack import unpack
+from dsv4.ops.route import cpu as route_cpu
+from dsv4.ops.route import decode as routing
 from dsv4.quant.codec import decode, encode_weight
 from dsv4.quant.formats import Format, QuantTensor
 
@@ -225,7 +226,7 @@ def test_experts(format: Format, act: torch.dtype, rows: int, d: int, width: int
     bias = torch.randn(experts, device="cuda") * 0.1
     tasks = Tasks.empty(rows, k, "cuda")
     chosen = torch.empty(rows, k, dtype=torch.int32, device="cuda")
-    choose.route(
+    routing.route(
         logits,
         bias,
         None,
@@ -241,9 +242,9 @@ def test_experts(format: Format, act: torch.dtype, rows: int, d: int, width: int
     MatVec([Product(up, x, hidden, "up")], rows, tasks, limit, carry=kept).launch()
     MatVec([Product(down, hidden, out, "down")], rows, tasks, carry=kept).launch()
 
-    s = route_ref.softplus(logits.cpu()).sqrt().cuda()
-    ids = route_ref.top_indices(s + bias, k)
-    weights = route_ref._weights(s.cpu(), ids.cpu(), 1.5).cuda()
+    s = route_cpu.softplus(logits.cpu()).sqrt().cuda()
+    ids = route_cpu.top_indices(s + bias, k)
+    weights = route_cpu._weights(s.cpu(), ids.cpu(), 1.5).cuda()
     order = ids.argsort(1)
     ids, weights = ids.gather(1, order), weights.gather(1, order)
     assert torch.equal(ids.int(), chosen)
@@ -275,7 +276,7 @@ def test_shares_of_blocks_do_not_show(kind: str, d: int) -> None:
         logits += 30.0 * torch.eye(rows, device="cuda").repeat_interleave(k, dim=1)
     logits[:, -1] -= 60.0 if kind == "none" else 0.0
     tasks = Tasks.empty(rows, k, "cuda")
-    choose.route(
+    routing.route(
         logits=logits,
         bias=None,
         table=None,
@@ -315,11 +316,11 @@ def test_route_of_many(rows: int, experts: int) -> None:
     logits, bias = torch.randn(rows, experts, device="cuda"), torch.randn(experts, device="cuda") * 0.1
     tasks, chosen = Tasks.empty(rows, k, "cuda"), torch.empty(rows, k, dtype=torch.int32, device="cuda")
     ids = torch.zeros(rows, dtype=torch.long, device="cuda")
-    choose.route(logits, bias, None, ids, 2.5, False, chosen, tasks)
-    s = route_ref.softplus(logits.cpu()).sqrt()
-    want = route_ref.top_indices(s + bias.cpu(), k).sort(1).values
+    routing.route(logits, bias, None, ids, 2.5, False, chosen, tasks)
+    s = route_cpu.softplus(logits.cpu()).sqrt()
+    want = route_cpu.top_indices(s + bias.cpu(), k).sort(1).values
     assert torch.equal(chosen.cpu().long(), want)
-    weights = route_ref._weights(s, want, 2.5).flatten()
+    weights = route_cpu._weights(s, want, 2.5).flatten()
     assert torch.allclose(tasks.weights.cpu(), weights, rtol=1e-6)
     used = [e for e in tasks.expert.tolist() if e >= 0]
     assert used == sorted(used) and set(used) == set(want.flatten().tolist())
@@ -336,7 +337,7 @@ def test_route_to_own_experts(rows: int, is_float: bool) -> None:
 
     def tasks_of(own: range | None) -> list[tuple[int, list[int]]]:
         tasks, chosen = Tasks.empty(rows, k, "cuda"), torch.empty(rows, k, dtype=torch.int32, device="cuda")
-        choose.route(logits, bias, None, ids, 2.5, is_float, chosen, tasks, own=own)
+        routing.route(logits, bias, None, ids, 2.5, is_float, chosen, tasks, own=own)
         start = 0 if own is None else own.start
         listed = list(zip(tasks.expert.tolist(), tasks.pairs.tolist(), strict=True))
         if rows > 1:
@@ -355,11 +356,11 @@ def test_route_by_table_with_repeats_and_ties() -> None:
     ids = torch.tensor([0, 1, 2, 1], device="cuda")
     logits = torch.zeros(rows, experts, device="cuda")
     tasks, chosen = Tasks.empty(rows, k, "cuda"), torch.empty(rows, k, dtype=torch.int32, device="cuda")
-    choose.route(logits, None, table, ids, 1.5, False, chosen, tasks)
+    routing.route(logits, None, table, ids, 1.5, False, chosen, tasks)
     assert chosen.tolist() == [[0, 1, 1], [2, 2, 7], [3, 4, 5], [2, 2, 7]]
     assert tasks.expert.tolist() == [0, 1, 2, 3, 4, 5, 7] + [-1] * 5
     assert tasks.pairs[2].tolist() == [3, 4, 9, 10, -1, -1, -1, -1]
-    choose.route(logits, torch.zeros(experts, device="cuda"), None, ids, 1.5, False, chosen, tasks)
+    routing.route(logits, torch.zeros(experts, device="cuda"), None, ids, 1.5, False, chosen, tasks)
     assert chosen.tolist() == [[0, 1, 2]] * rows
 
 
@@ -385,10 +386,10 @@ def test_select(count: int, topk: int) -> None:
     counts = torch.tensor([count, max(1, count - 1), count, count, count], dtype=torch.int32, device="cuda")
     out = torch.full((rows, topk), -7, dtype=torch.int32, device="cuda")
     table, slots = torch.zeros(1, 1, dtype=torch.int32, device="cuda"), torch.zeros_like(counts).long()
-    choose.select_rows(scores, counts.long() - 1, 1, table, slots, scores.shape[1], out)
+    selecting.select_rows(scores, counts.long() - 1, 1, table, slots, scores.shape[1], out)
     for row in range(rows):
         n = int(counts[row])
-        want = route_ref.top_indices(scores[row, :n].cpu(), min(topk, n)).sort().values.tolist()
+        want = route_cpu.top_indices(scores[row, :n].cpu(), min(topk, n)).sort().values.tolist()
         assert out[row].tolist() == want + [-1] * (topk - len(want)), row
 
 
@@ -401,9 +402,9 @@ def test_select_of_rows_with_few_entries_and_with_many(mixed: bool) -> None:
     table, slots = torch.zeros(1, 1, dtype=torch.int32, device="cuda"), torch.zeros_like(positions)
     out = torch.full((len(counts), topk), -7, dtype=torch.int32, device="cuda")
     how = {"overlap": not mixed, "mixed": mixed}  # as in a step, and for a prompt
-    choose.select_rows(scores, positions, 1, table, slots, scores.shape[1], out, **how)
+    selecting.select_rows(scores, positions, 1, table, slots, scores.shape[1], out, **how)
     for row, n in enumerate(counts):
-        want = route_ref.top_indices(scores[row, :n].cpu(), min(topk, n)).sort().values.tolist()
+        want = route_cpu.top_indices(scores[row, :n].cpu(), min(topk, n)).sort().values.tolist()
         assert out[row].tolist() == want + [-1] * (topk - len(want)), n
 
 
@@ -414,8 +415,8 @@ def test_select_through_pages() -> None:
     scores = torch.randn(rows, 48, device="cuda")
     out = torch.empty(rows, topk, dtype=torch.int32, device="cuda")
     slots = torch.tensor([1, 0], device="cuda")
-    choose.select_rows(scores, positions, ratio, table, slots, page_entries, out)
-    best = route_ref.top_indices(scores[0, :40].cpu(), topk).sort().values.tolist()
+    selecting.select_rows(scores, positions, ratio, table, slots, page_entries, out)
+    best = route_cpu.top_indices(scores[0, :40].cpu(), topk).sort().values.tolist()
     pages = table[1].tolist()
     assert out[0].tolist() == [pages[e // 16] * 16 + e % 16 for e in best]
     assert out[1].tolist() == [-1] * topk

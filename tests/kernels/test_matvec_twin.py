@@ -9,10 +9,10 @@ import torch
 from matvec_support import BF16, F32, FORMATS, bank, launch, tiled, wanted, weight, whole
 from torch import Tensor
 
-from dsv4.kernels.common.tiles import tile
-from dsv4.kernels.decode.matvec import COLUMNS, FLOAT_COLUMNS, MatVec, Mixing, Product, Tasks, splits
-from dsv4.ops.linear.ref import round_input
-from dsv4.ops.mhc.ref import sinkhorn
+from dsv4.gpu.tiles import tile
+from dsv4.ops.linear.cpu import round_input
+from dsv4.ops.linear.decode import COLUMNS, FLOAT_COLUMNS, MatVec, Mixing, Product, Tasks, splits
+from dsv4.ops.mhc.cpu import sinkhorn
 from dsv4.quant.codec import encode_weight
 from dsv4.quant.formats import Format, QuantTensor
 from tests.support.twin import needs_compiler, twin_of

@@ -5,12 +5,12 @@ import torch
 from step_support import DTYPES, blank, check, rand, there
 from torch import Tensor
 
-from dsv4.kernels.common.tiles import tile
-from dsv4.kernels.decode import mhc
-from dsv4.kernels.decode.matvec import MatVec, Mixing, Product
-from dsv4.ops.linear import ref as linear
-from dsv4.ops.mhc import ref
-from dsv4.ops.norm.ref import rms_norm
+from dsv4.gpu.tiles import tile
+from dsv4.ops.linear import cpu as linear
+from dsv4.ops.linear.decode import MatVec, Mixing, Product
+from dsv4.ops.mhc import cpu
+from dsv4.ops.mhc import decode as mhc
+from dsv4.ops.rows.cpu import rms_norm
 from dsv4.quant.codec import encode_weight
 from dsv4.quant.formats import Format
 
@@ -20,7 +20,7 @@ EPS, HC_EPS = 1e-6, 1e-6
 ITERS = 20
 # Rows, channels, parts of the output: odd sizes, V4-Flash, more rows than blocks of a chunk.
 SIZES = [(1, 96, 1), (2, 40, 2), (9, 33, 3), (5, 4096, 9), (32, 7168, 7)]
-# What mix.cu and a product's launch make of it: eight channels at a time.
+# What mhc/decode_mix.cu and a product's launch make of it: eight channels at a time.
 WHOLE = [(1, 96, 1), (9, 40, 2), (33, 72, 3), (3, 4096, 7), (2, 7168, 1)]
 
 
@@ -75,7 +75,7 @@ def test_open(rows: int, d: int, parts: int, dtype: torch.dtype) -> None:
         fn, _, _ = site(d, mixes)
         held, partial = there(streams), blank(rows, mhc.num_chunks(d), mhc.WIDTH)
         mhc.mix_open(there(given), there(gate), there(comb), held, there(fn), partial)
-        want = ref.post(given.float().sum(1).to(dtype), streams, gate, comb)
+        want = cpu.post(given.float().sum(1).to(dtype), streams, gate, comb)
         check(held, want, "streams", ulps=3)
         check_products(partial, held, fn)
 
@@ -105,7 +105,7 @@ def test_site(rows: int, d: int, parts: int, dtype: torch.dtype) -> None:
     held, partial = there(streams), blank(rows, mhc.num_chunks(d), mhc.WIDTH)
     mhc.mix_open(there(y), there(gate), there(comb), held, there(fn), partial)
     x, g, c = close(partial, base, scale, held, weight)
-    want = ref.pre(held.cpu(), fn.t().contiguous(), base, scale, EPS, HC_EPS, ITERS)
+    want = cpu.pre(held.cpu(), fn.t().contiguous(), base, scale, EPS, HC_EPS, ITERS)
     check(x, rms_norm(want[0], weight, EPS), "x", ulps=3, share=1e-5)
     check(g, want[1], "gate", ulps=8, share=1e-5)
     check(c, want[2], "comb", ulps=8, share=1e-5)
@@ -119,7 +119,7 @@ def test_head(rows: int, d: int, parts: int, dtype: torch.dtype) -> None:
     held, partial = opened(streams, fn)
     x = blank(rows, d, dtype=dtype)
     mhc.mix_close(partial, there(base), there(scale), held, there(weight), x, None, None, EPS, HC_EPS)
-    want = ref.head(streams, fn.t().contiguous(), base, scale, EPS, HC_EPS)
+    want = cpu.head(streams, fn.t().contiguous(), base, scale, EPS, HC_EPS)
     check(x, rms_norm(want, weight, EPS), "x", ulps=3, share=1e-5)
 
 
@@ -161,7 +161,7 @@ def test_extreme_logits() -> None:
     base = base * 30
     held, partial = opened(streams, fn)
     _, g, c = close(partial, base, scale, held, weight)
-    want = ref.pre(streams, fn.t().contiguous(), base, scale, EPS, HC_EPS, ITERS)
+    want = cpu.pre(streams, fn.t().contiguous(), base, scale, EPS, HC_EPS, ITERS)
     check(g, want[1], "gate", ulps=64, share=1e-5)
     check(c, want[2], "comb", ulps=64, share=2e-5)
 

@@ -1,4 +1,4 @@
-"""mix.cu's own source on the CPU: a site's next input, gate and comb as the reference has them."""
+"""mhc/decode_mix.cu's own source on the CPU: a site's next input, gate and comb as the reference has them."""
 
 import ctypes
 from typing import Any
@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.kernels.common.shapes import MIX_CHUNK, MIX_WIDTH, mix_chunks
-from dsv4.kernels.decode import mhc
-from dsv4.ops.linear.ref import round_input
-from dsv4.ops.mhc import ref
-from dsv4.ops.norm.ref import rms_norm
+from dsv4.gpu.shapes import MIX_CHUNK, MIX_WIDTH, mix_chunks
+from dsv4.ops.linear.cpu import round_input
+from dsv4.ops.mhc import cpu
+from dsv4.ops.mhc import decode as mhc
+from dsv4.ops.rows.cpu import rms_norm
 from tests.support.twin import needs_compiler, twin_of, unfinished
 
 pytestmark = needs_compiler
@@ -31,7 +31,7 @@ class Site:
         self.streams, self.weight = (rand(rows, N, d, seed=1) * 3).to(dtype), rand(d, seed=2)
         self.fn, self.base = rand(mixes, N * d, seed=3) * d**-0.5, rand(mixes, seed=4)
         self.scale = torch.tensor([0.7, 1.3, 0.9]).repeat_interleave(torch.tensor([N, N, N * N]))[:mixes]
-        # By chunk, as open.cu leaves it; beyond the last column nobody looks.
+        # By chunk, as mhc/decode_open.cu leaves it; beyond the last column nobody looks.
         self.partial = torch.full((rows, mix_chunks(d), MIX_WIDTH), torch.nan)
         columns = [m + (m >= N) for m in range(mixes)]
         for chunk in range(mix_chunks(d)):
@@ -47,7 +47,7 @@ class Site:
         """What the launcher has the kernel write."""
 
         def call(source: str, kernel: str, device: object, given: Any, blocks: int, **how: int) -> None:
-            assert source == "mix" and how["threads"] == 512
+            assert source == "mhc/decode_mix" and how["threads"] == 512
             problem = twin.launch(ctypes.byref(given), kernel == "close_kernel<float>", blocks, seed)
             assert problem == b"", problem.decode()
 
@@ -89,7 +89,7 @@ def test_site(
 ) -> None:
     site = Site(rows, d, dtype)
     got = site.close(twin, monkeypatch)
-    x, gate, comb = ref.pre(site.streams, site.fn.t().contiguous(), site.base, site.scale, EPS, HC_EPS, 1)
+    x, gate, comb = cpu.pre(site.streams, site.fn.t().contiguous(), site.base, site.scale, EPS, HC_EPS, 1)
     close_to(got["x"], rms_norm(x, site.weight, EPS))
     close_to(got["gate"], gate)
     # The first of Sinkhorn's rounds: columns alone, since the rows are even.
@@ -100,7 +100,7 @@ def test_site(
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_head(twin: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     site = Site(2, 1024, dtype, mixes=N)
-    want = ref.head(site.streams, site.fn.t().contiguous(), site.base, site.scale, EPS, HC_EPS)
+    want = cpu.head(site.streams, site.fn.t().contiguous(), site.base, site.scale, EPS, HC_EPS)
     close_to(site.close(twin, monkeypatch)["x"], rms_norm(want, site.weight, EPS))
 
 

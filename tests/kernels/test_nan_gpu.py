@@ -6,17 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.kernels.common.tiles import empty, put, tile
-from dsv4.kernels.decode import choose
-from dsv4.kernels.decode.matvec import MatVec, Mixing, Product, Tasks
-from dsv4.kernels.prefill.unpack import unpack
-from dsv4.ops.mhc import ref as mhc_ref
-from dsv4.ops.norm.ref import rms_norm
-from dsv4.ops.route import ref as route_ref
+from dsv4.gpu.tiles import empty, put, tile
+from dsv4.ops.index import decode_select as selecting
+from dsv4.ops.linear.decode import MatVec, Mixing, Product, Tasks
+from dsv4.ops.linear.prefill_unpack import unpack
+from dsv4.ops.mhc import cpu as mhc_cpu
+from dsv4.ops.route import cpu as route_cpu
+from dsv4.ops.route import decode as routing
+from dsv4.ops.rows.cpu import rms_norm
 from dsv4.quant.codec import decode, encode_weight
 from dsv4.quant.formats import Format, QuantTensor
 
-mhc = pytest.importorskip("dsv4.kernels.decode.mhc", reason="Triton is not installed")
+mhc = pytest.importorskip("dsv4.ops.mhc.decode", reason="Triton is not installed")
 pytestmark = pytest.mark.gpu
 FORMATS = [Format.NVFP4, Format.MXFP4, Format.FP8, Format.BF16]
 ACTS = [torch.bfloat16, torch.float32]
@@ -100,7 +101,7 @@ def test_clamped_swiglu(format: Format, act: torch.dtype, rows: int, half: int) 
     logits = torch.randn(rows, experts, device="cuda")
     logits[:, 5] += 9
     ids = torch.zeros(rows, dtype=torch.long, device="cuda")
-    choose.route(logits, None, None, ids, 1.5, act == torch.float32, chosen, tasks)
+    routing.route(logits, None, None, ids, 1.5, act == torch.float32, chosen, tasks)
     found = []
     for is_broken in (False, True):
         if is_broken:
@@ -132,9 +133,9 @@ def test_route(rows: int, value: float) -> None:
         elif step == 2:
             logits[row] = value
         tasks, chosen = Tasks.empty(rows, k, "cuda"), torch.empty(rows, k, dtype=torch.int32, device="cuda")
-        choose.route(logits, bias, None, ids, 1.5, False, chosen, tasks)
-        s = route_ref.softplus(logits.cpu()).sqrt()
-        want = route_ref.top_indices(s + bias.cpu(), k).sort(1).values
+        routing.route(logits, bias, None, ids, 1.5, False, chosen, tasks)
+        s = route_cpu.softplus(logits.cpu()).sqrt()
+        want = route_cpu.top_indices(s + bias.cpu(), k).sort(1).values
         assert torch.equal(chosen.cpu().long(), want), step
         weights = tasks.weights.view(rows, k)
         assert bool(torch.isfinite(weights[:row]).all())
@@ -154,8 +155,8 @@ def test_select(count: int, topk: int) -> None:
     scores[3, 20] = -INF
     out = torch.full((4, topk), -7, dtype=torch.int32, device="cuda")
     table, slots = torch.zeros(1, 1, dtype=torch.int32, device="cuda"), torch.zeros(4, device="cuda").long()
-    choose.select_rows(scores, torch.full_like(slots, count - 1), 1, table, slots, count, out)
-    want = route_ref.top_indices(scores.cpu(), topk).sort(1).values
+    selecting.select_rows(scores, torch.full_like(slots, count - 1), 1, table, slots, count, out)
+    want = route_cpu.top_indices(scores.cpu(), topk).sort(1).values
     assert torch.equal(out.cpu().long(), want)
 
 
@@ -190,8 +191,8 @@ def test_mhc_site(where: str, act: torch.dtype) -> None:
         return [held, x, g, c]
 
     found = run(slice(None))
-    new = mhc_ref.post(y.sum(1).to(act), streams, gate, comb)
-    x, g, c = mhc_ref.pre(new, fn.t().contiguous(), base, scale, EPS, EPS, ITERS)
+    new = mhc_cpu.post(y.sum(1).to(act), streams, gate, comb)
+    x, g, c = mhc_cpu.pre(new, fn.t().contiguous(), base, scale, EPS, EPS, ITERS)
     want = [new, rms_norm(x, norm, EPS), g, c]
     assert not all(bool(torch.isfinite(t).all()) for t in want), "the reference hides it"
     for name, got, wanted in zip(("streams", "x", "gate", "comb"), found, want, strict=True):

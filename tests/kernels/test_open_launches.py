@@ -1,5 +1,5 @@
-"""What mhc.py launches of open.cu, run by the kernel's own source on the CPU: its structure, its grid, its
-numbers to the bit. Nothing outside of the arrays is touched."""
+"""What mhc/decode.py launches of mhc/decode_open.cu, run by the kernel's own source on the CPU: its
+structure, its grid, its numbers to the bit. Nothing outside of the arrays is touched."""
 
 import ctypes
 import math
@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.kernels.common import build
-from dsv4.kernels.decode import mhc
-from dsv4.kernels.decode.exchange import Peers, inbox_places
+from dsv4.gpu import build
 from dsv4.model.buffers import ROWS
+from dsv4.ops.exchange.decode import Peers, inbox_places
+from dsv4.ops.mhc import decode as mhc
 from dsv4.parallel.comm import tree_sum
 from tests.support.twin import needs_compiler, twin_of
 
@@ -38,7 +38,7 @@ class Launches:
     def _note(
         self, source: str, kernel: str, device: Any, params: Any, blocks: int, threads: int, overlap: bool
     ) -> None:
-        assert source == "open" and threads == mhc.THREADS
+        assert source == "mhc/decode_open" and threads == mhc.THREADS
         self.kernels.append(kernel)
         self.params.append(params)
         self.blocks.append(blocks)
@@ -193,7 +193,7 @@ def test_embed(
 @pytest.mark.parametrize("d", [96, 4096, 7168])
 def test_ranks_are_resident(monkeypatch: pytest.MonkeyPatch, d: int, multiprocessors: int) -> None:
     """With peers no more blocks than all multiprocessors surely hold; each row has one for every chunk."""
-    text = build.source_path("open").read_text()
+    text = build.source_path("mhc/decode_open").read_text()
     found = re.search(r"SHARED_BLOCKS = (\d+), BLOCKS = (\d+);", text)
     assert found and (int(found[1]), int(found[2])) == (mhc.SHARED_BLOCKS, mhc.BLOCKS)
     assert text.count("__launch_bounds__(THREADS, IS_SHARED ? SHARED_BLOCKS : BLOCKS)") == text.count(

@@ -19,20 +19,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from dsv4.cache.store import Cache
 from dsv4.config import Activations, preset
 from dsv4.engine.spill import Split, make_placement
-from dsv4.kernels.common import build, quantize
-from dsv4.kernels.common.overlap import Launch, Launcher, check
-from dsv4.kernels.common.places import Form, Placement
-from dsv4.kernels.decode import (
-    attend,
-    attention,
-    choose,
-    exchange,
-    index,
-    matvec,
-    mhc,
-    prepare,
-    sample,
-)
+from dsv4.gpu import build
+from dsv4.gpu.pdl import Launch, Launcher, check
 from dsv4.lab.bench.decode import Wanted
 from dsv4.lab.bench.echo import Echo, echo_peers
 from dsv4.lab.synthetic import make_weights
@@ -40,8 +28,19 @@ from dsv4.model.bundle import Bundle, Numerics
 from dsv4.model.decode import Decoder
 from dsv4.model.model import Model
 from dsv4.ops import IMPLEMENTATIONS, Ops
-from dsv4.ops.index import gpu as index_op
-from dsv4.ops.sample import gpu as sample_op
+from dsv4.ops.attention import decode as attention
+from dsv4.ops.attention import decode_any, prepare
+from dsv4.ops.exchange import decode as exchange
+from dsv4.ops.experts.placement import Form, Placement
+from dsv4.ops.index import decode as index
+from dsv4.ops.index import decode_select as selecting
+from dsv4.ops.index import prefill as index_op
+from dsv4.ops.linear import decode as matvec
+from dsv4.ops.mhc import decode as mhc
+from dsv4.ops.route import decode as routing
+from dsv4.ops.rows import quantize
+from dsv4.ops.sample import decode as sample
+from dsv4.ops.sample import prefill as sample_op
 from dsv4.parallel.mesh import Mesh
 from dsv4.quant.formats import Format, empty_rows
 from tests.support.cuda_source import COMMENT, WAIT, functions, until_wait
@@ -201,13 +200,13 @@ def test_places_are_taken_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     tags: list[int] = []
 
     def note(source: str, kernel: str, device: torch.device, params: Any, **how: Any) -> None:
-        if source in ("open", "exchange"):
+        if source in ("mhc/decode_open", "exchange/decode"):
             seen.append(params.first_place)
             tags.append(params.tag)
 
-    for module in (exchange, mhc, choose, matvec, sample, quantize):
+    for module in (exchange, mhc, routing, selecting, matvec, sample, quantize):
         monkeypatch.setattr(module, "call", note)
-    for module in (prepare, index, attend):
+    for module in (prepare, index, decode_any):
         monkeypatch.setattr(module, "launch", lambda *arguments, **how: None)
     step(monkeypatch, 2, ranks=2).run()
     assert len(seen) == 2 * TINY.num_layers + 2 and len({*seen}) == 3
@@ -258,9 +257,9 @@ def test_declarations_are_what_triton_sources_do(decoder: Decoder, monkeypatch: 
     def note(kernel: Any, grid: Any, num_warps: int, overlap: bool, **arguments: Any) -> None:
         seen.append((kernel, arguments))
 
-    for module in (prepare, index, attend):
+    for module in (prepare, index, decode_any):
         monkeypatch.setattr(module, "launch", note)
-    for module in (mhc, choose, matvec, sample, quantize):
+    for module in (mhc, routing, selecting, matvec, sample, quantize):
         monkeypatch.setattr(module, "call", lambda *arguments, **how: None)
     written = {buffer for launch in decoder.launches for buffer in launch.writes}
     declared: dict[str, set[str]] = defaultdict(set)
@@ -300,7 +299,18 @@ def test_declarations_are_what_triton_sources_do(decoder: Decoder, monkeypatch: 
 def test_every_tensor_of_a_launcher_is_declared() -> None:
     found = [
         value
-        for module in (mhc, prepare, index, attend, attention, choose, sample, quantize, exchange)
+        for module in (
+            mhc,
+            prepare,
+            index,
+            decode_any,
+            attention,
+            routing,
+            selecting,
+            sample,
+            quantize,
+            exchange,
+        )
         for value in vars(module).values()
         if isinstance(value, Launcher)
     ]
@@ -316,15 +326,15 @@ def test_every_tensor_of_a_launcher_is_declared() -> None:
 @pytest.mark.parametrize(
     ("source", "names"),
     [
-        ("route", ["route_kernel"]),
-        ("choose", ["select_few_kernel", "select_many_kernel"]),
-        ("mix", ["close_kernel"]),
-        ("quantize", ["rows_kernel"]),
-        ("open", ["open_kernel", "embed_kernel"]),
-        ("exchange", ["gather_kernel"]),
-        ("matvec", ["matvec_kernel"]),
-        ("attention", ["attention_kernel"]),
-        ("index", ["queries_kernel", "scores_kernel"]),
+        ("route/decode", ["route_kernel"]),
+        ("index/decode_select", ["select_few_kernel", "select_many_kernel"]),
+        ("mhc/decode_mix", ["close_kernel"]),
+        ("rows/quantize", ["rows_kernel"]),
+        ("mhc/decode_open", ["open_kernel", "embed_kernel"]),
+        ("exchange/decode", ["gather_kernel"]),
+        ("linear/matvec", ["matvec_kernel"]),
+        ("attention/decode", ["attention_kernel"]),
+        ("index/decode", ["queries_kernel", "scores_kernel"]),
     ],
 )
 def test_cuda_kernels_are_the_known_ones(source: str, names: list[str]) -> None:
@@ -334,7 +344,7 @@ def test_cuda_kernels_are_the_known_ones(source: str, names: list[str]) -> None:
 
 def test_routing_waits() -> None:
     """At the outermost level, before any way out; no input of the step is read before but through L2."""
-    early = until_wait(functions("route")["route_kernel"])
+    early = until_wait(functions("route/decode")["route_kernel"])
     assert early.count("{") == early.count("}") + 1, "the wait is inside a branch"
     assert "return;" not in early and "launch_dependents();" in early and "p.logits" not in early
     assert not re.search(r"\b(ids|positions|counts|logits)\[", early), "through L1"
@@ -345,8 +355,11 @@ STEP_INPUT = r"\b(positions|slots|page_table|listed|pages|row_pages)\["  # not t
 
 def test_attention_waits() -> None:
     """Once, whichever keys a block has: before it looks at the list, else after it asked for its keys."""
-    found = functions("attention")
-    kernel, row = found["attention_kernel"], COMMENT.sub("", build.source_path("attention").read_text())
+    found = functions("attention/decode")
+    kernel, row = (
+        found["attention_kernel"],
+        COMMENT.sub("", build.source_path("attention/decode").read_text()),
+    )
     assert kernel.count(WAIT) == 2 and "return;" not in kernel
     first, rest = kernel.split(f"if (!is_known) {WAIT}")
     second, after = rest.split(f"if (is_known) {WAIT}")
@@ -379,7 +392,7 @@ def test_the_step_of_flash_is_safe(rows: int) -> None:
 
 def test_mix_close_waits() -> None:
     """A block goes one of two ways; each waits first, and has read weights alone."""
-    found = functions("mix")
+    found = functions("mhc/decode_mix")
     early = until_wait(found["close_kernel"])
     assert early.count("return;") == 1
     assert re.search(r"next_output\([^;]*\);\s*return;", early), "the only other way is next_output"
@@ -394,7 +407,7 @@ def test_mix_close_waits() -> None:
 
 def test_rows_wait() -> None:
     """Before they read anything, at the outermost level."""
-    early = until_wait(functions("quantize")["rows_kernel"])
+    early = until_wait(functions("rows/quantize")["rows_kernel"])
     assert "launch_dependents();" in early and not re.search(r"return|p\.|if \(", early[early.index("{") :])
 
 
@@ -418,7 +431,7 @@ def test_a_single_row_is_rounded_by_who_reads_it(monkeypatch: pytest.MonkeyPatch
 
 def test_exchanges_wait() -> None:
     """Before they push, take or read anything but `fn`: reuse of places rests on it."""
-    found = functions("open")
+    found = functions("mhc/decode_open")
     early = until_wait(found["open"])
     assert "return;" not in early and re.findall(r"\bload\w*\(([\w.]+)", early) == ["p.fn"]
     for launcher in (mhc.mix_open, mhc.embed_open):
@@ -426,7 +439,7 @@ def test_exchanges_wait() -> None:
     assert not re.search(r"__ld|\bread\(|share\(|reduce\(|store\(", early)
     assert "if (!Its::BEGINS) launch_dependents();" in early
     assert "if (Its::BEGINS) launch_dependents();" in found["open"][len(early) :]
-    rows = COMMENT.sub("", build.source_path("open").read_text()).split("struct Row")[1:]
+    rows = COMMENT.sub("", build.source_path("mhc/decode_open").read_text()).split("struct Row")[1:]
     assert [text.count(f"BEGINS = {its};") for text, its in zip(rows, ("false", "true"), strict=True)] == [
         1,
         1,
@@ -436,12 +449,12 @@ def test_exchanges_wait() -> None:
     for text in rows:
         made = text[text.index("Row(") : text.index("void read(")]
         assert not re.search(r"load|__ld|\*p\.|\[row\]|\bread\(|share\(", made[made.index(")") :])
-    for text in (early, until_wait(functions("exchange")["gather"])):
+    for text in (early, until_wait(functions("exchange/decode")["gather"])):
         assert not re.search(r"push|take|packet|streams\[|p\.share", text[text.index("{") :])
 
 
 def test_products_wait() -> None:
-    found = functions("matvec")
+    found = functions("linear/matvec")
     kernel, run = found["matvec_kernel"], found["run"]
     # The block that mixes waits; every other with a share goes on to `run`. "up" reads its tasks to know.
     assert re.search(r"if \(work\.x < 0\) \{\s*wait_for_prerequisites\(\);", kernel)
@@ -470,7 +483,7 @@ def test_prompts_are_serial(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a prompt launches of the decode kernels starts when the launch before it has ended."""
     seen: list[Any] = []
     monkeypatch.setattr(sample, "call", lambda *arguments, overlap, **how: seen.append(overlap))
-    monkeypatch.setattr(choose, "call", lambda *arguments, overlap, **how: seen.append(overlap))
+    monkeypatch.setattr(selecting, "call", lambda *arguments, overlap, **how: seen.append(overlap))
     sample_op.choose(torch.zeros(2, 40), torch.zeros(2, sample.WIDTH, dtype=torch.long), None)
     monkeypatch.setattr(index_op, "_scores", lambda *arguments: None)
     keys = empty_rows(Format.MXFP4, 64, 32)
@@ -481,9 +494,9 @@ def test_prompts_are_serial(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_wait_that_moves_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """The scan itself: a wait behind a condition, and an early way out."""
-    text = build.source_path("route").read_text()
-    monkeypatch.setattr(build, "source_path", lambda name: tmp_path / f"{name}.cu")
+    text = build.source_path("route/decode").read_text()
+    monkeypatch.setattr(build, "source_path", lambda name: tmp_path / "decode.cu")
     for old, new in ((WAIT, "if (blockIdx.x) { " + WAIT + " }"), (WAIT, "if (!blockIdx.x) return;\n" + WAIT)):
-        (tmp_path / "route.cu").write_text(text.replace(old, new))
+        (tmp_path / "decode.cu").write_text(text.replace(old, new))
         with pytest.raises(AssertionError):
             test_routing_waits()

@@ -1,4 +1,4 @@
-"""pack.cu's own source on the CPU: rows as products read them, and which expert meets which rows."""
+"""linear/prefill_pack.cu's own source on the CPU: rows as products read them, and which expert meets which rows."""
 
 import ctypes
 
@@ -7,9 +7,9 @@ import torch
 from prompt_support import BF16, fp8_rows_of, hostile, on_twin, rand
 from torch import Tensor
 
-from dsv4.kernels.common.tiles import Tiled, tile
-from dsv4.kernels.prefill import product as prompts
-from dsv4.kernels.prefill.packed import ROW_GROUP, Codes, Packed
+from dsv4.gpu.tiles import Tiled, tile
+from dsv4.ops.linear import prefill_product as prompts
+from dsv4.ops.linear.prefill_packed import ROW_GROUP, Codes, Packed
 from dsv4.quant.codec import encode_weight, fp8_rows
 from dsv4.quant.formats import Format
 from tests.support.twin import needs_compiler, twin_of, unfinished

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.kernels.common.places import Form, Placement, Slots, place
-from dsv4.kernels.common.tiles import Bank, Tiled, empty, put
-from dsv4.kernels.decode.matvec import MatVec, Product, Tasks
-from dsv4.kernels.prefill.unpack import unpack
-from dsv4.ops.experts import gpu as experts_op
+from dsv4.gpu.tiles import Bank, Tiled, empty, put
+from dsv4.ops.experts import prefill as experts_op
+from dsv4.ops.experts.placement import Form, Placement, Slots, place
+from dsv4.ops.linear.decode import MatVec, Product, Tasks
+from dsv4.ops.linear.prefill_unpack import unpack
 from dsv4.quant.codec import encode_weight
 from dsv4.quant.formats import Format, QuantTensor
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.kernels.common import build
-from dsv4.kernels.common.tiles import Bank, Tiled, empty, put, tile
-from dsv4.kernels.decode.matvec import MatVec, Product
-from dsv4.kernels.prefill import product as prompts
-from dsv4.kernels.prefill.packed import FP8_CODES, IN_16_BITS, ROW_GROUP, Packed, mode_of
-from dsv4.ops.experts import gpu as experts_gpu
+from dsv4.gpu import build
+from dsv4.gpu.tiles import Bank, Tiled, empty, put, tile
+from dsv4.ops.experts import prefill as experts_prefill
+from dsv4.ops.linear import prefill_product as prompts
+from dsv4.ops.linear.decode import MatVec, Product
+from dsv4.ops.linear.prefill_packed import FP8_CODES, IN_16_BITS, ROW_GROUP, Packed, mode_of
 from dsv4.quant.codec import decode, encode_weight
 from dsv4.quant.formats import Format, QuantTensor
 
@@ -72,9 +72,9 @@ def test_tiles_that_a_kernel_does_not_have_are_refused() -> None:
 
 
 def test_other_architectures_do_without() -> None:
-    assert "product_nvfp4" in build.sources(build.HOPPER)
-    assert not [name for name in build.sources("100a") if name.startswith("product")]
-    assert "unpack" in build.sources("100a")
+    assert "linear/prefill_sm90_nvfp4" in build.sources(build.HOPPER)
+    assert not [name for name in build.sources("100a") if "sm90" in name]
+    assert "linear/prefill_unpack" in build.sources("100a")
 
 
 def encoded(values: Tensor, kind: str) -> QuantTensor:
@@ -214,7 +214,7 @@ def choices(tokens: int, count: int, k: int = 6) -> Tensor:
 
 
 def routed(x: Tensor, ids: Tensor, weights: Tensor, bank: Bank, activations: str = "a16") -> Tensor:
-    return experts_gpu.routed(x, ids, weights, bank, 1.5, activations)[:, 0]  # type: ignore[arg-type]
+    return experts_prefill.routed(x, ids, weights, bank, 1.5, activations)[:, 0]  # type: ignore[arg-type]
 
 
 @gpu

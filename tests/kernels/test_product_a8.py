@@ -8,10 +8,10 @@ import torch
 from test_product import FORMATS, HEIGHTS, SHAPES, Experts, apart, choices, encoded, heights
 from torch import Tensor
 
-from dsv4.kernels.common.tiles import FP8_SPAN, Tiled, tile
-from dsv4.kernels.prefill import product as prompts
-from dsv4.kernels.prefill.packed import mode_of
-from dsv4.ops.experts import gpu as experts_gpu
+from dsv4.gpu.tiles import FP8_SPAN, Tiled, tile
+from dsv4.ops.experts import prefill as experts_prefill
+from dsv4.ops.linear import prefill_product as prompts
+from dsv4.ops.linear.prefill_packed import mode_of
 from dsv4.quant.codec import decode, e4m3_decode, encode_weight, fp8_round, fp8_rows
 from dsv4.quant.formats import Format, QuantTensor
 
@@ -184,7 +184,7 @@ def test_experts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     e = Experts(kind)
 
     def routed(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        return experts_gpu.routed(x, ids, weights, e.bank, 1.5, "a8")[:, 0]  # type: ignore[arg-type]
+        return experts_prefill.routed(x, ids, weights, e.bank, 1.5, "a8")[:, 0]  # type: ignore[arg-type]
 
     for tokens in (1, 16, 70, 700):
         x, ids = torch.randn(tokens, 512, device="cuda").bfloat16(), choices(tokens, e.count)
@@ -212,12 +212,12 @@ def test_experts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_shared_expert_and_a_graph() -> None:
     e = Experts("fp8", count=1)
     x = torch.randn(90, 512, device="cuda").bfloat16()
-    got = experts_gpu.ffn(x, e.bank, math.inf, "a8")[:, 0]  # type: ignore[arg-type]
+    got = experts_prefill.ffn(x, e.bank, math.inf, "a8")[:, 0]  # type: ignore[arg-type]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = experts_gpu.ffn(x, e.bank, math.inf, "a8")  # type: ignore[arg-type]
+        out = experts_prefill.ffn(x, e.bank, math.inf, "a8")  # type: ignore[arg-type]
     graph.replay()
     assert torch.equal(out[:, 0], got)
     for rows in (1, 7, 64):
-        part = experts_gpu.ffn(x[:rows], e.bank, math.inf, "a8")[:, 0]  # type: ignore[arg-type]
+        part = experts_prefill.ffn(x[:rows], e.bank, math.inf, "a8")[:, 0]  # type: ignore[arg-type]
         assert torch.equal(part, got[:rows])

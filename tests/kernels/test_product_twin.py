@@ -11,10 +11,10 @@ from matvec_support import FORMATS, bank, launch, tiled, wanted, whole
 from prompt_support import BF16, F32, on_twins, rand
 from torch import Tensor
 
-from dsv4.kernels.common.tiles import Tiled, tile
-from dsv4.kernels.decode.matvec import MatVec, Product
-from dsv4.kernels.prefill import product as prompts
-from dsv4.kernels.prefill.packed import Packed
+from dsv4.gpu.tiles import Tiled, tile
+from dsv4.ops.linear import prefill_product as prompts
+from dsv4.ops.linear.decode import MatVec, Product
+from dsv4.ops.linear.prefill_packed import Packed
 from dsv4.quant.codec import decode, encode_weight, fp8_round
 from dsv4.quant.formats import Format, QuantTensor
 from tests.support.once import folder_of_run
@@ -59,7 +59,7 @@ def run(
     twins: Twins, x: Packed, w: Tiled, y: Tensor, launch: Callable[[], None], by: prompts.Sorted | None = None
 ) -> None:
     lists = [] if by is None else [by.pairs, by.weights, by.tiles, by.counts]
-    twin = twins(f"product_{'a8_' if x.mode.is_fp8 else ''}{w.format.value}")
+    twin = twins(f"linear/prefill_sm90_{'a8_' if x.mode.is_fp8 else ''}{w.format.value}")
     for tensor in (w.data, x.data):
         storage = tensor.untyped_storage()
         twin.allow(ctypes.c_void_p(storage.data_ptr()), ctypes.c_int64(storage.nbytes()))
@@ -118,13 +118,13 @@ def test_decode_gives_the_same_bits(twins: Twins, format: Format) -> None:
     """One sum and two (split-K)."""
     w, stored = scaled(format, 40, 1600)
     x, y = rand(8, 1600, seed=2).bfloat16(), torch.full((8, 40), torch.nan)
-    launch(twins("matvec"), MatVec([Product(w, x, y)], 8, blocks=2))
+    launch(twins("linear/matvec"), MatVec([Product(w, x, y)], 8, blocks=2))
     got = multiplied(twins, x, w)
     assert torch.equal(got, y)
     exact = x.double() @ decode(stored).double().t()
     assert float((got - exact).norm() / exact.norm()) < 1e-6
     parts = torch.full((2, 8, 40), torch.nan)
-    launch(twins("matvec"), MatVec([Product(w, x, parts, splits=2)], 8, blocks=3))
+    launch(twins("linear/matvec"), MatVec([Product(w, x, parts, splits=2)], 8, blocks=3))
     assert torch.equal(multiplied(twins, x, w, parts=2), parts[0] + parts[1])
 
 

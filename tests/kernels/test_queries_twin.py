@@ -1,4 +1,4 @@
-"""queries.cu's own source on the CPU: the index's queries, bit for bit the reference's."""
+"""index/prefill_queries.cu's own source on the CPU: the index's queries, bit for bit the reference's."""
 
 import ctypes
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from prompt_support import hostile, on_twin, rand
 
-from dsv4.kernels.prefill import queries
-from dsv4.ops.index import ref
+from dsv4.ops.index import cpu
+from dsv4.ops.index import prefill_queries as queries
 from tests.support.twin import needs_compiler, twin_of, unfinished
 
 pytestmark = needs_compiler
@@ -22,6 +22,6 @@ def test_the_reference(twin: ctypes.CDLL, tokens: int, heads: int) -> None:
         q = q.bfloat16().view(tokens, heads, 128)
         with on_twin(twin, queries, seed), unfinished(twin, q, cos, sin):
             got = queries.rotate_round(q, cos, sin)
-        want = ref.queries(q, cos, sin, qat=True)
+        want = cpu.queries(q, cos, sin, qat=True)
         assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
         assert torch.equal(got.isnan(), want.isnan())

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.ops.experts import ref as experts_ref
-from dsv4.ops.linear.ref import round_input
-from dsv4.ops.norm.ref import rms_norm
+from dsv4.ops.experts import cpu as experts_cpu
+from dsv4.ops.linear.cpu import round_input
+from dsv4.ops.rows.cpu import rms_norm
 from dsv4.quant import codec
 from tests.support.layouts import swizzle_32_4_4
 from tests.support.twin import at, needs_compiler, twin_of
@@ -112,7 +112,7 @@ def test_rows(twin: ctypes.CDLL) -> None:
 @pytest.fixture
 def quantize(twin: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The launchers, with the kernel's twin."""
-    module = pytest.importorskip("dsv4.kernels.common.quantize", reason="Triton is not installed")
+    module = pytest.importorskip("dsv4.ops.rows.quantize", reason="Triton is not installed")
     if module.triton.knobs.runtime.interpret:
         pytest.skip("there Triton's kernels run")
     threads_of: set[int] = set()
@@ -184,7 +184,7 @@ def test_what_makes_the_row(quantize: Any, width: int) -> None:
     both, unit = 8 * torch.randn(6, 2 * 192, generator=random).bfloat16(), torch.eye(2 * 192)
     expert = (unit[:, :192].contiguous(), unit[:, 192:].contiguous(), torch.eye(192))
     for weights in (None, torch.rand(6, generator=random)):
-        want = experts_ref.ffn(both, expert, 10.0, "a16", weights).view(6, 192).bfloat16()
+        want = experts_cpu.ffn(both, expert, 10.0, "a16", weights).view(6, 192).bfloat16()
         got = quantize.swiglu_values(both, weights, 10.0, "a16")
         assert bool(((got - want).abs() <= 2**-7 * want.abs()).all())
         assert same(quantize.swiglu_values(both, weights, 10.0, "a8"), round_input(got, "a8"))

@@ -1,4 +1,4 @@
-"""route.cu's own source on the CPU, the blocks of a cluster in shuffled orders, against the reference."""
+"""route/decode.cu's own source on the CPU, the blocks of a cluster in shuffled orders, against the reference."""
 
 import ctypes
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.kernels.decode import choose
-from dsv4.kernels.decode.matvec import COLUMNS, FLOAT_COLUMNS, Tasks
-from dsv4.ops.route import ref
+from dsv4.ops.linear.decode import COLUMNS, FLOAT_COLUMNS, Tasks
+from dsv4.ops.route import cpu
+from dsv4.ops.route import decode as routing
 from tests.support.twin import needs_compiler, twin_of
 
 pytestmark = needs_compiler
@@ -39,8 +39,8 @@ def run(
         assert problem == b"", problem.decode()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choose, "call", call)
-        choose.route(
+        patch.setattr(routing, "call", call)
+        routing.route(
             logits=logits,
             bias=bias,
             table=table,
@@ -75,10 +75,10 @@ def test_batches(twin: ctypes.CDLL, rows: int, experts: int, choices: int) -> No
     logits[:, 3] += 4.0  # liked by all: several tasks
     bias = torch.randn(experts, generator=generator) * 0.1
     chosen, tasks, counts = run(twin, logits, bias, choices)
-    scores = ref.softplus(logits).sqrt()
-    want = ref.top_indices(scores + bias, choices).sort(1).values
+    scores = cpu.softplus(logits).sqrt()
+    want = cpu.top_indices(scores + bias, choices).sort(1).values
     assert torch.equal(chosen.long(), want)
-    assert torch.allclose(tasks.weights, ref._weights(scores, want, 2.5).flatten(), rtol=1e-6)
+    assert torch.allclose(tasks.weights, cpu._weights(scores, want, 2.5).flatten(), rtol=1e-6)
     assert torch.equal(counts.long(), torch.bincount(want[1:].flatten(), minlength=experts)), (
         "but for padding"
     )

@@ -5,15 +5,15 @@ import torch
 from sample_support import add_penalties, make
 from torch import Tensor
 
-from dsv4.kernels.decode.sample import MAX_PENALISED, sample
-from dsv4.ops.sample import gpu, ref
+from dsv4.ops.sample import cpu, prefill
+from dsv4.ops.sample.decode import MAX_PENALISED, sample
 
 pytestmark = pytest.mark.gpu
 POISON = 0x5A5A5A5A
 
 
 def poisoned(rows: int) -> Tensor:
-    return torch.full((rows, ref.RESULT), POISON, dtype=torch.int32, device="cuda")
+    return torch.full((rows, cpu.RESULT), POISON, dtype=torch.int32, device="cuda")
 
 
 def check(got: Tensor, want: Tensor, settings: Tensor) -> None:
@@ -33,25 +33,25 @@ def check(got: Tensor, want: Tensor, settings: Tensor) -> None:
 )
 def test_rows_of_all_kinds(vocab: int, rows: int, seed: int) -> None:
     logits, settings, mask = make(rows, vocab, seed)
-    want = ref.choose(logits, settings, mask)
+    want = cpu.choose(logits, settings, mask)
     out, device = poisoned(rows), (logits.cuda(), settings.cuda(), mask.cuda())
     sample(*device, out)
     check(out, want, settings)
-    check(gpu.choose(*device), want, settings)
+    check(prefill.choose(*device), want, settings)
     assert torch.equal(device[1].cpu(), settings), "without positions nothing moves on"
     # The reference itself gives the same on a GPU, and a mask that was promised and is not there is visible.
-    check(ref.choose(*device), want, settings)
-    check(gpu.choose(device[0], device[1], None), ref.choose(logits, settings, None), settings)
+    check(cpu.choose(*device), want, settings)
+    check(prefill.choose(device[0], device[1], None), cpu.choose(logits, settings, None), settings)
 
 
 @pytest.mark.parametrize(("vocab", "rows"), [(100, 200), (4096, 200), (129280, 60), (MAX_PENALISED, 16)])
 def test_penalties(vocab: int, rows: int) -> None:
     logits, settings, mask = make(rows, vocab, seed=vocab)
     penalties = add_penalties(settings, vocab, seed=vocab, context=5000)
-    want = ref.choose(logits, settings, mask, penalties)
+    want = cpu.choose(logits, settings, mask, penalties)
     device = (logits.cuda(), settings.cuda(), mask.cuda(), penalties.cuda())
-    check(gpu.choose(*device), want, settings)
-    check(ref.choose(*device), want, settings)
+    check(prefill.choose(*device), want, settings)
+    check(cpu.choose(*device), want, settings)
     assert torch.equal(device[3].cpu(), penalties), "without ids nothing is noted"
 
 
@@ -84,8 +84,8 @@ def test_a_graph_notes_its_inputs() -> None:
     for step in range(20):
         graph.replay()
         for row in (slots >= 0).nonzero().flatten().tolist():
-            penalties[slots[row], ref.HISTORY + 7 + 3 + step - 1] = inputs[row]
-        want = ref.choose(logits, settings, mask, penalties)
+            penalties[slots[row], cpu.HISTORY + 7 + 3 + step - 1] = inputs[row]
+        want = cpu.choose(logits, settings, mask, penalties)
         check(out, want, settings)
         assert torch.equal(state[3].cpu(), penalties)
         inputs = want[:, 0].long()
@@ -96,9 +96,9 @@ def test_a_graph_notes_its_inputs() -> None:
 
 
 def test_no_rows() -> None:
-    assert gpu.choose(torch.empty(0, 9).cuda(), torch.empty(0, 8).long().cuda(), None).shape == (
+    assert prefill.choose(torch.empty(0, 9).cuda(), torch.empty(0, 8).long().cuda(), None).shape == (
         0,
-        ref.RESULT,
+        cpu.RESULT,
     )
 
 
@@ -120,7 +120,7 @@ def test_many_tokens_of_one_graph() -> None:
     assert bool((out == POISON).all()), "captured, not run"
     for step in range(4):
         graph.replay()
-        want = ref.choose(logits, settings, mask)
+        want = cpu.choose(logits, settings, mask)
         check(out[~is_padding.cuda()], want[~is_padding], settings[~is_padding])
         assert bool((out[is_padding.cuda()] == POISON).all())
         assert torch.equal(next_ids.cpu(), torch.where(is_padding, 77, want[:, 0].long()))
@@ -132,6 +132,6 @@ def test_many_tokens_of_one_graph() -> None:
 def test_the_same_result_again_and_again() -> None:
     """A race would show in one of 300 runs beside another kernel's."""
     logits, settings, mask = (tensor.cuda() for tensor in make(64, 129280, seed=11))
-    first = gpu.choose(logits, settings, mask)
+    first = prefill.choose(logits, settings, mask)
     for _ in range(300):
-        assert torch.equal(gpu.choose(logits, settings, mask), first)
+        assert torch.equal(prefill.choose(logits, settings, mask), first)

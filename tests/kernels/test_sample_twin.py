@@ -8,7 +8,7 @@ import torch
 from sample_support import add_penalties, make
 from torch import Tensor
 
-from dsv4.ops.sample import ref
+from dsv4.ops.sample import cpu
 from tests.support.twin import at, needs_compiler, twin_of
 
 pytestmark = needs_compiler
@@ -36,7 +36,7 @@ def test_weights(twin: ctypes.CDLL) -> None:
     edges = torch.tensor([0.0, -0.0, -5e-324, -2.3e-308, -31.0, math.nextafter(-31, 0), -math.inf])
     ties = -(torch.arange(46, dtype=torch.float64) - 0.5) / 1.4426950408889634  # k about to change
     for x in (uniform, anything, edges.double(), ties):
-        assert torch.equal(mapped(twin.weights, x, torch.int64), ref.weight_of(x))
+        assert torch.equal(mapped(twin.weights, x, torch.int64), cpu.weight_of(x))
 
 
 def test_logs(twin: ctypes.CDLL) -> None:
@@ -45,17 +45,17 @@ def test_logs(twin: ctypes.CDLL) -> None:
     near = 1 - 2.0 ** -torch.arange(1, 54, dtype=torch.float64)
     root = torch.tensor([math.sqrt(0.5), math.sqrt(2), math.nextafter(math.sqrt(2), 2), 1.0, 2.0**-53])
     for y in (anything, near, root.double(), 1 + near):
-        assert torch.equal(mapped(twin.logs, y, torch.float64), ref._log(y))
+        assert torch.equal(mapped(twin.logs, y, torch.float64), cpu._log(y))
 
 
 def test_noise(twin: ctypes.CDLL) -> None:
     for seed, index in ((0, 0), (1, 1), ((1 << 64) - 1, 123456), (1 << 63, (1 << 40) + 7)):
         out = torch.empty(262_144, dtype=torch.float64)
         twin.noise(ctypes.c_uint64(seed), ctypes.c_int64(index), ctypes.c_int64(out.numel()), at(out))
-        u = ref.uniform(torch.tensor([ref._signed(seed)]), torch.tensor([index]), torch.arange(out.numel()))[
+        u = cpu.uniform(torch.tensor([cpu._signed(seed)]), torch.tensor([index]), torch.arange(out.numel()))[
             0
         ]
-        assert torch.equal(out, ref.gumbel(u))
+        assert torch.equal(out, cpu.gumbel(u))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.013, 7.5e-3, 80.0, 1e30, 1e-30, 5e-324])
@@ -105,11 +105,11 @@ def test_the_kernel_chooses_what_the_reference_does(
     twin: ctypes.CDLL, cluster: int, vocab: int, rows: int, most_held: int
 ) -> None:
     logits, settings, mask = make(rows, vocab, seed=vocab + most_held)
-    want = ref.choose(logits, settings, mask)
+    want = cpu.choose(logits, settings, mask)
     for has_mask in (True, False):
         if not has_mask:
-            want = ref.choose(logits, settings, None)
-        out = torch.full((rows, ref.RESULT), 0x5A5A5A5A, dtype=torch.int32)
+            want = cpu.choose(logits, settings, None)
+        out = torch.full((rows, cpu.RESULT), 0x5A5A5A5A, dtype=torch.int32)
         problem = twin.sample(
             *(cluster, at(logits), rows, vocab, at(settings), at(mask if has_mask else None), at(out)),
             *(at(None), at(None), at(None), 0, most_held, 1 + vocab),
@@ -124,14 +124,14 @@ def test_rows_in_use_move_on_and_padding_stays(twin: ctypes.CDLL) -> None:
     positions = torch.arange(40) * 3 - 1
     positions[7:11] = -1
     before, next_ids = settings.clone(), torch.full((40,), 77)
-    out, moved = torch.full((40, ref.RESULT), 99, dtype=torch.int32), positions.clone()
+    out, moved = torch.full((40, cpu.RESULT), 99, dtype=torch.int32), positions.clone()
     problem = twin.sample(
         *(2, at(logits), 40, 100, at(settings), at(mask), at(out), at(next_ids), at(moved)),
         *(at(None), 0, 18500, 3),
     )
     assert problem == b""
     is_padding = positions < 0
-    want = ref.choose(logits, before, mask)
+    want = cpu.choose(logits, before, mask)
     assert torch.equal(out[~is_padding], want[~is_padding]) and bool((out[is_padding] == 99).all())
     assert torch.equal(next_ids, torch.where(is_padding, 77, want[:, 0].long()))
     assert torch.equal(moved, positions + ~is_padding)
@@ -169,11 +169,11 @@ def test_the_kernel_penalises_as_the_reference_does(
 ) -> None:
     logits, settings, mask = make(rows, vocab, seed=vocab + 1)
     penalties = add_penalties(settings, vocab, seed=vocab)
-    want, before = ref.choose(logits, settings, mask, penalties), penalties.clone()
+    want, before = cpu.choose(logits, settings, mask, penalties), penalties.clone()
     plain = settings.clone()
     plain[:, 6] &= (1 << 33) - 1
-    assert bool((ref.choose(logits, plain, mask)[:, 0] != want[:, 0]).any()), "penalties matter"
-    out = torch.full((rows, ref.RESULT), 0x5A5A5A5A, dtype=torch.int32)
+    assert bool((cpu.choose(logits, plain, mask)[:, 0] != want[:, 0]).any()), "penalties matter"
+    out = torch.full((rows, cpu.RESULT), 0x5A5A5A5A, dtype=torch.int32)
     problem = twin.sample(
         *(cluster, at(logits), rows, vocab, at(settings), at(mask), at(out), at(None), at(None)),
         *(at(penalties), penalties.shape[1], 18500, 1 + vocab),
@@ -198,7 +198,7 @@ def test_inputs_are_noted_in_the_history(twin: ctypes.CDLL) -> None:
     positions[4:9] = -1
     next_ids = torch.arange(rows) % vocab
     known, how = penalties.clone(), settings.clone()
-    out = torch.empty((rows, ref.RESULT), dtype=torch.int32)
+    out = torch.empty((rows, cpu.RESULT), dtype=torch.int32)
     for step in range(4):
         inputs = next_ids.clone()
         problem = twin.sample(
@@ -209,8 +209,8 @@ def test_inputs_are_noted_in_the_history(twin: ctypes.CDLL) -> None:
         for row in range(rows):
             slot = (int(how[row, 6]) >> 33) - 1
             if positions[row] >= 0 and slot >= 0:
-                known[slot, ref.HISTORY + int(known[slot, 3]) + int(how[row, 4]) - 1] = inputs[row]
-        want = ref.choose(logits, how, mask, known)
+                known[slot, cpu.HISTORY + int(known[slot, 3]) + int(how[row, 4]) - 1] = inputs[row]
+        want = cpu.choose(logits, how, mask, known)
         in_use = positions >= 0
         assert torch.equal(out[in_use], want[in_use]) and torch.equal(penalties, known)
         assert torch.equal(next_ids, torch.where(in_use, want[:, 0].long(), inputs))

@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 import torch
 
-from dsv4.kernels.common.tiles import empty
-from dsv4.kernels.decode.matvec import (
+from dsv4.gpu.tiles import empty
+from dsv4.ops.linear.decode import (
     COLUMNS,
     STAGES,
     MatVec,

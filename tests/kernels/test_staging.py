@@ -11,8 +11,8 @@ from torch import Tensor
 
 from dsv4.engine import swap
 from dsv4.engine.swap import Swapper
-from dsv4.kernels.common.places import Form, Placement, Slots, place
-from dsv4.kernels.common.staging import Staging, ring_copies
+from dsv4.ops.experts.placement import Form, Placement, Slots, place
+from dsv4.ops.experts.staging import Staging, ring_copies
 from dsv4.quant.formats import Format
 
 FORM, LAYERS, EXPERTS = Form(Format.NVFP4, 32, 64), 5, 8

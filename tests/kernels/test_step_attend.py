@@ -5,12 +5,12 @@ import torch
 from step_support import DEVICE, DTYPES, blank, check, moved, on_gpu, rand, runs, there
 from torch import Tensor
 
-from dsv4.ops.attend import ref
-from dsv4.ops.index.ref import visible_rows
+from dsv4.ops.attention import cpu
+from dsv4.ops.index.cpu import visible_rows
 from dsv4.quant.codec import encode_kv
 from dsv4.quant.formats import Format, QuantTensor
 
-kernels = pytest.importorskip("dsv4.kernels.decode.attend", reason="Triton is not installed")
+kernels = pytest.importorskip("dsv4.ops.attention.decode_any", reason="Triton is not installed")
 pytestmark = runs
 LONGEST, SLOTS = 2100, 4
 # What float32 sums in another order, and bfloat16 weights rounded relative to another maximum, can do.
@@ -46,7 +46,7 @@ def want(
 ) -> Tensor:  # fmt: skip
     cos, sin = (table[positions] for table in tables(ring.rope_dim // 2))
     fresh = ring.take(slots * (window + 8) + positions % (window + 8))
-    return ref.attend(
+    return cpu.attend(
         *(q, fresh, ring, slots, positions, positions, window, window + 8),
         *(entries, None if rows is None else rows.long(), sinks, cos, sin),
     )

@@ -12,9 +12,10 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from dsv4.config import ModelConfig, preset
-from dsv4.kernels.common import quantize
-from dsv4.kernels.common.architectures import ARCHITECTURES
-from dsv4.kernels.decode import attend, index, prepare
+from dsv4.gpu.architectures import ARCHITECTURES
+from dsv4.ops.attention import decode_any, prepare
+from dsv4.ops.index import decode as index
+from dsv4.ops.rows import quantize
 from dsv4.quant.formats import Format, QuantTensor, empty_rows
 from tests.aot import check_fits, compiling
 
@@ -68,18 +69,18 @@ def launch_index(c: ModelConfig, act: torch.dtype) -> None:
 
 
 def launch_attend(c: ModelConfig, act: torch.dtype) -> None:
-    chunks = attend.num_chunks(act, c.window, c.index_topk)
+    chunks = decode_any.num_chunks(act, c.window, c.index_topk)
     q = empty(T, c.num_heads, c.head_dim, dtype=act)
     part_o, part_ml = empty(T, chunks, *q.shape[1:]), empty(T, chunks, c.num_heads, 2)
     ring, entries = rows_of(Format.KV8, c, act), rows_of(Format.KV8, c, act)
     listed, table = empty(T, c.index_topk, dtype=torch.int32), empty(SLOTS, 64, dtype=torch.int32)
     for pool, rows, ratio in ((None, None, 0), (entries, listed, 4), (entries, None, 128)):
-        attend.attend(
+        decode_any.attend(
             *(q, ring, c.window + 8, c.window, pool, rows, table, 256 // max(ratio, 1), ratio),
             *(numbers(), numbers(), part_o, part_ml),
         )
     cos, out = empty(1024, c.rope_dim // 2), empty(T, c.num_heads * c.head_dim, dtype=act)
-    attend.combine(part_o, part_ml, empty(c.num_heads), cos, cos, numbers(), out)
+    decode_any.combine(part_o, part_ml, empty(c.num_heads), cos, cos, numbers(), out)
 
 
 def launch_quantize(c: ModelConfig, act: torch.dtype) -> None:
@@ -97,8 +98,8 @@ def launch_quantize(c: ModelConfig, act: torch.dtype) -> None:
 
 
 BF16, F32 = torch.bfloat16, torch.float32
-# Each kernel for Hopper as it is launched there: what attends in float32, since attention.cu has BF16 at
-# published sizes. For Blackwell what multiplies. All of it for all GPUs: -m slow.
+# Each kernel for Hopper as it is launched there: what attends in float32, since attention/decode.cu has BF16
+# at published sizes. For Blackwell what multiplies. All of it for all GPUs: -m slow.
 LAUNCHES = (launch_index, launch_attend, launch_prepare, launch_quantize)
 QUICK = [("flash", BF16, 90, launch) for launch in (launch_index, launch_prepare, launch_quantize)]
 QUICK += [("flash", BF16, capability, launch_index) for capability in (100, 120)]

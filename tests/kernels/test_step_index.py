@@ -4,11 +4,11 @@ import pytest
 import torch
 from step_support import DTYPES, blank, check, moved, on_gpu, rand, runs, there
 
-from dsv4.ops.index import ref
+from dsv4.ops.index import cpu
 from dsv4.quant.codec import decode, encode_kv, mxfp4_round
 from dsv4.quant.formats import Format
 
-kernels = pytest.importorskip("dsv4.kernels.decode.index", reason="Triton is not installed")
+kernels = pytest.importorskip("dsv4.ops.index.decode", reason="Triton is not installed")
 pytestmark = runs
 
 
@@ -41,7 +41,7 @@ def test_scores(
     iq = mxfp4_round(rand(rows, heads, di, seed=3)).to(dtype)
     weights, factor = rand(rows, heads, seed=4, dtype=dtype), di**-0.5 * heads**-0.5
     outs = []
-    # Programs of many keys, and of few; index.cu, where it serves, in two forms. Few programs walk over keys.
+    # Programs of many keys, and of few; index/decode.cu, where it serves, in two forms. Few walk over keys.
     for multiprocessors, single, most in (
         *((0, 0, programs), (1 << 30, 0, programs)),
         *((0, rows, programs), (0, rows, 1 << 30)),
@@ -58,7 +58,7 @@ def test_scores(
         assert torch.equal(outs[0].view(torch.int32), other.view(torch.int32)), "a row alone has other scores"
     for t in range(rows):
         count = (int(positions[t]) + 1) // ratio
-        table = decode(keys.take(ref.pool_rows(page_table, int(slots[t]), count, page)))
+        table = decode(keys.take(cpu.pool_rows(page_table, int(slots[t]), count, page)))
         dots = (iq[t].double() @ table.double().t()).relu()
         wide = weights[t].float() * factor
         want = (dots * wide.double().unsqueeze(1)).sum(0)

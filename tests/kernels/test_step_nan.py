@@ -8,15 +8,14 @@ import torch
 from step_support import DTYPES, blank, moved, on_gpu, rand, runs, there
 from torch import Tensor
 
-from dsv4.ops.attend import ref as attend_ref
-from dsv4.ops.compress import ref as compress
-from dsv4.ops.index import ref as index_ref
-from dsv4.ops.qkv import ref as qkv
+from dsv4.ops.attention import cpu as attention
+from dsv4.ops.index import cpu as index_cpu
 from dsv4.quant.codec import decode, encode_kv, mxfp4_round
 from dsv4.quant.formats import Format, QuantTensor, empty_rows
 
-attend = pytest.importorskip("dsv4.kernels.decode.attend", reason="Triton is not installed")
-from dsv4.kernels.decode import index, prepare  # noqa: E402
+attend = pytest.importorskip("dsv4.ops.attention.decode_any", reason="Triton is not installed")
+from dsv4.ops.attention import prepare  # noqa: E402
+from dsv4.ops.index import decode as index  # noqa: E402
 
 pytestmark = runs
 EPS, LONGEST, RING, NAN, INF = 1e-6, 256, 48, float("nan"), float("inf")
@@ -130,12 +129,12 @@ def test_prepare(launch: int, part: str, value: float, dtype: torch.dtype) -> No
         others = [at for at in range(3) if at != row]
         assert torch.equal(got[others], clean[name][others]), f"{name} changed"
     cos, sin = (table[POSITIONS] for table in tables())
-    fresh = qkv.entries(inputs["kv"], rand(D, seed=34), cos, sin, EPS)
-    check_broken(found["kv"], decode(qkv.store(fresh, ROPE, Format.KV8, True)), "kv")
+    fresh = attention.entries(inputs["kv"], rand(D, seed=34), cos, sin, EPS)
+    check_broken(found["kv"], decode(attention.store(fresh, ROPE, Format.KV8, True)), "kv")
     if "tail" not in part:
         scores = inputs["entry scores"] + rand(RATIO, 2 * D, seed=31)[3]
         slots, positions = torch.tensor(SLOTS), torch.tensor(POSITIONS)
-        pooled = compress.pool(
+        pooled = attention.pool(
             *(inputs["entry values"], scores, inputs["entry tail"], inputs["entry tail scores"]),
             *(torch.arange(3), slots, positions, positions, RATIO, True),
         )
@@ -150,8 +149,8 @@ def test_queries(value: float, dtype: torch.dtype) -> None:
     q[1, 2, 70], iq[0, 1, 4] = value, value
     held, iheld = there(q), there(iq)
     prepare.queries(held, iheld, there(cos), there(sin), there(positions), EPS)
-    check_broken(held, qkv.queries(q, cos[positions], sin[positions], EPS), "q")
-    check_broken(iheld, index_ref.queries(iq, cos[positions], sin[positions], True), "iq")
+    check_broken(held, attention.queries(q, cos[positions], sin[positions], EPS), "q")
+    check_broken(iheld, index_cpu.queries(iq, cos[positions], sin[positions], True), "iq")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -219,7 +218,7 @@ def attended(
     out = blank(tokens, heads * d, dtype=q.dtype)
     attend.combine(part_o, part_ml, there(sinks), there(cos), there(sin), there(positions), out)
     fresh = ring.take(slots * (window + 8) + positions % (window + 8))
-    want = attend_ref.attend(
+    want = attention.attend(
         *(q, fresh, ring, slots, positions, positions, window, window + 8, entries),
         *(None if rows is None else rows.long(), sinks, cos[positions], sin[positions]),
     )

@@ -4,13 +4,13 @@ import pytest
 import torch
 from step_support import DEVICE, rand, runs, there
 
-from dsv4.ops.index.ref import hadamard
+from dsv4.ops.index.cpu import hadamard
 from dsv4.quant import codec
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 import triton.language as tl  # noqa: E402
 
-from dsv4.kernels.common import numbers  # noqa: E402
+from dsv4.gpu import numbers  # noqa: E402
 
 pytestmark = runs
 SIZE = 4096

@@ -7,14 +7,13 @@ import torch
 from step_support import DTYPES, blank, check, check_rows, moved, on_gpu, rand, runs, there
 from torch import Tensor
 
-from dsv4.ops.compress import ref as compress
-from dsv4.ops.index import ref as index
-from dsv4.ops.linear.ref import round_input
-from dsv4.ops.norm.ref import rms_norm
-from dsv4.ops.qkv import ref as qkv
+from dsv4.ops.attention import cpu as attention
+from dsv4.ops.index import cpu as index
+from dsv4.ops.linear.cpu import round_input
+from dsv4.ops.rows.cpu import rms_norm
 from dsv4.quant.formats import Format, QuantTensor, empty_rows
 
-kernels = pytest.importorskip("dsv4.kernels.decode.prepare", reason="Triton is not installed")
+kernels = pytest.importorskip("dsv4.ops.attention.prepare", reason="Triton is not installed")
 pytestmark = runs
 EPS, SLOTS, PAGE, PAGES, SPARE = 1e-6, 5, 4, 12, 8
 LONGEST = 1024
@@ -57,7 +56,7 @@ def closed(p: kernels.Pooling, slots: Tensor, positions: Tensor, ratio: int, dty
     m = p.values.shape[1] // p.norm.shape[0]
     scores = p.scores + p.ape[positions % ratio]
     tails = (p.tail_values, p.tail_scores)
-    pooled = compress.pool(
+    pooled = attention.pool(
         *(p.values, scores, *tails, torch.arange(len(slots)), slots, positions, positions, ratio, m == 2)
     )
     live = positions >= 0
@@ -116,8 +115,8 @@ def test_prepare(
     check(q_out, rms_norm(q_low.to(dtype), q_norm, EPS), "q_low", ulps=2)
     live = positions >= 0
     ring_at = (slots * ring_rows + positions % ring_rows)[live]
-    fresh = qkv.entries(kv.to(dtype), kv_norm, cos[at], sin[at], EPS)
-    ring.put(ring_at, qkv.store(fresh[live], rope, Format.KV8, True))
+    fresh = attention.entries(kv.to(dtype), kv_norm, cos[at], sin[at], EPS)
+    ring.put(ring_at, attention.store(fresh[live], rope, Format.KV8, True))
     check_rows(given_ring, ring, ring_at.tolist(), "ring")
     if not ratio:
         return
@@ -132,7 +131,7 @@ def test_prepare(
         if name == "keys":
             made = index.keys(pooled, p.norm, *turn, EPS, True, Format.MXFP4)
         else:
-            made = qkv.store(qkv.entries(pooled, p.norm, *turn, EPS), rope, Format.KV8, True)
+            made = attention.store(attention.entries(pooled, p.norm, *turn, EPS), rope, Format.KV8, True)
         p.out.put(pool_at, made)
         check_rows(got.out, p.out, pool_at.tolist(), name)
         assert torch.equal(got.tail_values.cpu(), p.tail_values), name
@@ -158,7 +157,7 @@ def test_queries(heads: int, d: int, rope: int, index_heads: int, di: int, dtype
     iq = rand(4, index_heads, di, seed=2, dtype=dtype) * 5 if di else None
     held, iheld = there(q), None if iq is None else there(iq)
     kernels.queries(held, iheld, there(cos), there(sin), there(positions), EPS)
-    check(held, qkv.queries(q, cos[at], sin[at], EPS), "q", ulps=3)
+    check(held, attention.queries(q, cos[at], sin[at], EPS), "q", ulps=3)
     if iq is not None:
         want, got = index.queries(iq, cos[at], sin[at], True), iheld.cpu()
         assert float((got != want).float().mean()) <= 0.02

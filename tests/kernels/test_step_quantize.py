@@ -5,15 +5,15 @@ import torch
 from step_support import DTYPES, IS_INTERPRETED, blank, check, rand, runs, there
 from torch import Tensor
 
-from dsv4.ops.experts import ref as experts_ref
-from dsv4.ops.linear.ref import round_input
-from dsv4.ops.norm.ref import rms_norm
+from dsv4.ops.experts import cpu as experts_cpu
+from dsv4.ops.linear.cpu import round_input
+from dsv4.ops.rows.cpu import rms_norm
 from dsv4.quant import codec
 from tests.support.layouts import swizzle_32_4_4
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from dsv4.kernels.common import quantize
+from dsv4.ops.rows import quantize
 
 pytestmark = runs
 WIDTHS = [96, 512] if IS_INTERPRETED else [96, 512, 1536, 2048, 4096, 7168, 16384, 65536]
@@ -119,7 +119,7 @@ def test_swiglu(weighted: bool, dtype: torch.dtype) -> None:
     weights = rand(6, seed=3).abs() if weighted else None
     unit = torch.eye(2 * width)
     expert = (unit[:, :width].contiguous(), unit[:, width:].contiguous(), torch.eye(width))
-    want = experts_ref.ffn(x, expert, limit, "a16", weights).view(6, width).to(dtype)
+    want = experts_cpu.ffn(x, expert, limit, "a16", weights).view(6, width).to(dtype)
     there_weights = None if weights is None else there(weights)
     got = quantize.swiglu_values(there(x), there_weights, limit, "a16")
     check(got, want, "swiglu")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsv4.config import Activations, ModelConfig, preset
 from dsv4.lab.init import make
-from dsv4.ops.sample.ref import HISTORY, choose, pack, pack_penalties
+from dsv4.ops.sample.cpu import HISTORY, choose, pack, pack_penalties
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -97,7 +97,7 @@ def test_a_row_alone(
     want, (got,) = batch.reference(), batch.step()
     if config is HEADS:  # 4-bit inputs make steps of BF16's last bits
         assert bool(((got - want).abs().amax(1) <= 0.05 * want.abs().amax(1)).all())
-        assert launches.counts["attention"] and launches.counts["index"]
+        assert launches.counts["attention/decode"] and launches.counts["index/decode"]
     alone = Decoders(saved(config), launches, 1, POSITION, BF16, activations, slots=rows)
     alone.load(at(rows)[:1])
     assert torch.equal(alone.step()[0], got[:1])

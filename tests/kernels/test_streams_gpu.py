@@ -5,13 +5,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.kernels.common.tiles import tile
-from dsv4.kernels.prefill import product as prompts
-from dsv4.kernels.prefill import streams as sites
-from dsv4.kernels.prefill.packed import FP8_CODES, Packed
-from dsv4.ops.linear.ref import Held
-from dsv4.ops.mhc import ref
-from dsv4.ops.norm import ref as norm_ref
+from dsv4.gpu.tiles import tile
+from dsv4.ops.linear import prefill_product as prompts
+from dsv4.ops.linear.cpu import Held
+from dsv4.ops.linear.prefill_packed import FP8_CODES, Packed
+from dsv4.ops.mhc import cpu
+from dsv4.ops.mhc import prefill_sm90 as sites
+from dsv4.ops.rows import cpu as rows_cpu
 from dsv4.quant.codec import encode_weight
 from dsv4.quant.formats import Format
 
@@ -29,7 +29,7 @@ def seed() -> None:
 def site(rows: int, d: int) -> Site:
     """y, streams, gate, comb; fn, base, scale, the norm's weight."""
     y, streams = torch.randn(rows, d).bfloat16(), (3 * torch.randn(rows, 4, d)).bfloat16()
-    gate, comb = 2 * torch.rand(rows, 4), ref.sinkhorn(torch.randn(rows, 4, 4), ITERS, HC_EPS)
+    gate, comb = 2 * torch.rand(rows, 4), cpu.sinkhorn(torch.randn(rows, 4, 4), ITERS, HC_EPS)
     fn = torch.randn(4 * d, 24) / (4 * d) ** 0.5
     both = y, streams, gate, comb, fn, torch.randn(24), torch.rand(24) + 0.5, torch.rand(d) + 0.5
     return tuple(tensor.cuda() for tensor in both)
@@ -78,12 +78,12 @@ def test_against_the_reference(rows: int, d: int) -> None:
     logits = flat @ fn / (flat.square().mean(1, keepdim=True) + EPS).sqrt() * scale + base
     shares = logits[:, :8].sigmoid()
     assert float((got.gate.cpu() - 2 * shares[:, 4:]).abs().max()) < 1e-5
-    want = ref.sinkhorn(logits[:, 8:].view(-1, 4, 4).float(), ITERS, HC_EPS)
+    want = cpu.sinkhorn(logits[:, 8:].view(-1, 4, 4).float(), ITERS, HC_EPS)
     assert float((got.comb.cpu() - want).abs().max()) < 2e-5
     x = ((shares[:, :4] + HC_EPS).unsqueeze(-1) * got_streams.cpu().double()).sum(1)
     assert got.x is not None
     assert float(((got.x.cpu().double() - x).abs() / x.abs().clamp(min=1)).max()) < 2.0**-8
-    x = norm_ref.rms_norm(got.x.cpu().float(), norm.float(), EPS).double()
+    x = rows_cpu.rms_norm(got.x.cpu().float(), norm.float(), EPS).double()
     assert float(((got.normed.cpu().double() - x).abs() / x.abs().clamp(min=1)).max()) < 2.0**-8
 
 

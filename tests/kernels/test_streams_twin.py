@@ -1,4 +1,4 @@
-"""streams.cu's own source on the CPU: sites of a prompt as the reference has them, in all forms that are
+"""mhc/prefill_sm90.cu's own source on the CPU: sites of a prompt as the reference has them, in all forms that are
 wanted."""
 
 import ctypes
@@ -8,10 +8,10 @@ import torch
 from prompt_support import BF16, fp8_rows_of, on_twin, rand
 from torch import Tensor
 
-from dsv4.kernels.prefill import streams as sites
-from dsv4.kernels.prefill.packed import FP8_CODES
-from dsv4.ops.mhc import ref
-from dsv4.ops.norm.ref import rms_norm
+from dsv4.ops.linear.prefill_packed import FP8_CODES
+from dsv4.ops.mhc import cpu
+from dsv4.ops.mhc import prefill_sm90 as sites
+from dsv4.ops.rows.cpu import rms_norm
 from dsv4.quant.codec import fp8_rows
 from tests.support.twin import needs_compiler, twin_of, unfinished
 
@@ -27,7 +27,7 @@ class Site:
     def __init__(self, rows: int, d: int) -> None:
         self.y, self.streams = rand(rows, d, seed=1).bfloat16(), (3 * rand(rows, 4, d, seed=2)).bfloat16()
         self.gate = rand(rows, 4, seed=3).sigmoid() * 2
-        self.comb = ref.sinkhorn(rand(rows, 4, 4, seed=4), ITERS, HC_EPS).contiguous()
+        self.comb = cpu.sinkhorn(rand(rows, 4, 4, seed=4), ITERS, HC_EPS).contiguous()
         self.fn, self.base = rand(4 * d, 24, seed=5) / (4 * d) ** 0.5, rand(24, seed=6)
         self.scale, self.norm = rand(24, seed=7).sigmoid(), rand(d, seed=8).sigmoid()
 
@@ -71,8 +71,8 @@ def test_the_reference(twin: ctypes.CDLL, rows: int, d: int, has_y: bool) -> Non
     site = Site(rows, d)
     streams, got = site.run(twin, has_y=has_y)
     if has_y:
-        near(streams, ref.post(site.y, site.streams, site.gate, site.comb), "streams")
-    x, gate, comb = ref.pre(streams, site.fn, site.base, site.scale, EPS, HC_EPS, ITERS)
+        near(streams, cpu.post(site.y, site.streams, site.gate, site.comb), "streams")
+    x, gate, comb = cpu.pre(streams, site.fn, site.base, site.scale, EPS, HC_EPS, ITERS)
     near(got.x, x, "x")
     near(got.gate, gate, "gate")
     near(got.comb, comb, "comb")

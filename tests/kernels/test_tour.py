@@ -43,7 +43,7 @@ def test_the_table_is_what_a_step_launches(name: str) -> None:
 
 
 def test_its_sources_exist() -> None:
-    found = {source for row in rows() for source in re.findall(r"`([a-z_]+\.(?:cu|py))`", row[1])}
-    folder = ROOT / "dsv4" / "kernels" / "decode"
-    assert {"matvec.cu", "attention.cu", "sample.cu"} <= found
+    found = {source for row in rows() for source in re.findall(r"`([a-z_/0-9]+\.(?:cu|py))`", row[1])}
+    folder = ROOT / "dsv4" / "ops"
+    assert {"linear/matvec.cu", "attention/decode.cu", "sample/decode.cu"} <= found
     assert not {source for source in found if not (folder / source).is_file()}

@@ -1,4 +1,4 @@
-"""unpack.cu's own source on the CPU: weights in tiles as rows, bit for bit the codec's."""
+"""linear/prefill_unpack.cu's own source on the CPU: weights in tiles as rows, bit for bit the codec's."""
 
 import ctypes
 from dataclasses import replace
@@ -8,8 +8,8 @@ import torch
 from matvec_support import FORMATS, bank
 from prompt_support import BF16, F32, on_twin, rand
 
-from dsv4.kernels.common.tiles import tile
-from dsv4.kernels.prefill import unpack
+from dsv4.gpu.tiles import tile
+from dsv4.ops.linear import prefill_unpack as unpack
 from dsv4.quant.codec import decode, encode_weight
 from dsv4.quant.formats import Format
 from tests.support.twin import needs_compiler, twin_of

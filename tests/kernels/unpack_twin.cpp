@@ -1,4 +1,4 @@
-// kernels/prefill/unpack.cu compiled for the CPU.
+// ops/linear/prefill_unpack.cu compiled for the CPU.
 #include "prompt_twin.h"
 
 struct __nv_bfloat162 {
@@ -6,7 +6,7 @@ struct __nv_bfloat162 {
 };
 inline __nv_bfloat162 __floats2bfloat162_rn(float low, float high) { return {pack_bf16(low, high)}; }
 
-#include "unpack.cu"
+#include "linear/prefill_unpack.cu"
 
 // Its three arguments.
 struct Unpacking {

@@ -1,4 +1,4 @@
-// kernels/prefill/wgmma.cuh, what it takes from the GPU, on the CPU. A product is made when it is waited for: until then its sums are NaN, and
+// gpu/wgmma.cuh, what it takes from the GPU, on the CPU. A product is made when it is waited for: until then its sums are NaN, and
 // who changes an operand too early changes it. Races.h knows its reads of shared memory by the warp's mailbox, which a wait collects.
 #pragma once
 #include "bulk_twin.h"

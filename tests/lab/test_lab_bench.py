@@ -22,8 +22,8 @@ from dsv4.cli.bench_show import predicted_rows
 from dsv4.config import ModelConfig, preset
 from dsv4.engine.memory import RESERVED
 from dsv4.errors import ConfigError
-from dsv4.kernels.common.overlap import tensors_of
-from dsv4.kernels.common.tiles import Bank, Tiled
+from dsv4.gpu.pdl import tensors_of
+from dsv4.gpu.tiles import Bank, Tiled
 from dsv4.lab.bench import beside, prefill, ranks
 from dsv4.lab.bench import decode as bench
 from dsv4.lab.bench.cases import Case, Maker
@@ -51,7 +51,7 @@ from dsv4.model.bundle import Bundle, Numerics
 from dsv4.model.decode import Decoder
 from dsv4.model.model import Model
 from dsv4.ops import IMPLEMENTATIONS, Ops
-from dsv4.ops.sample.ref import HISTORY
+from dsv4.ops.sample.cpu import HISTORY
 from dsv4.quant.codec import decode
 from dsv4.quant.formats import QuantTensor
 
@@ -466,23 +466,23 @@ def test_cases_are_of_every_op(cases: list[Case]) -> None:
     for case in cases:
         made = case.make(CHECKED_ROWS)
         assert made.num_bytes > 0
-        for result in outputs(_call(case, made, "ref")):
+        for result in outputs(_call(case, made, "cpu")):
             assert bool(torch.isfinite(result.double()).all()), (case.op, case.function, case.name)
 
 
 def test_a_wrong_backend_is_found(cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsv4.ops.norm import gpu, ref
+    from dsv4.ops.rows import cpu, prefill
 
-    case = next(case for case in cases if case.op == "norm")
-    monkeypatch.setattr(gpu, "rms_norm", ref.rms_norm)
-    assert check(case, "gpu") == "" == check(case, "ref")
-    monkeypatch.setattr(gpu, "rms_norm", lambda x, weight, eps: 1.1 * ref.rms_norm(x, weight, eps))
+    case = next(case for case in cases if case.op == "rows")
+    monkeypatch.setattr(prefill, "rms_norm", cpu.rms_norm)
+    assert check(case, "gpu") == "" == check(case, "cpu")
+    monkeypatch.setattr(prefill, "rms_norm", lambda x, weight, eps: 1.1 * cpu.rms_norm(x, weight, eps))
     assert "relative error" in check(case, "gpu")
 
     def broken(*given: Any) -> Tensor:
         raise RuntimeError("no\nsuch kernel")
 
-    monkeypatch.setattr(gpu, "rms_norm", broken)
+    monkeypatch.setattr(prefill, "rms_norm", broken)
     assert check(case, "gpu") == "raised RuntimeError: no such kernel"
 
 

@@ -33,7 +33,7 @@ MACHINE = {
 
 
 def test_the_read_kernel_adds_up_every_word() -> None:
-    from dsv4.kernels.common import ceiling
+    from dsv4.gpu import ceiling
 
     for count in (0, 4, 1028, 132 * 4 * 512 * 4 * 9 + 12):
         data = torch.randint(-(2**31), 2**31, (count,), device="cuda", dtype=torch.int64).int()
@@ -68,9 +68,9 @@ def test_decode_on_a_gpu(batch: int, tmp_path: Path) -> None:
 def test_prefill_and_ops_on_a_gpu() -> None:
     given = ("--synthetic", "tiny", "--tokens", 700, "--chunk", 512, "--context", 300)
     assert last(ok("bench", "prefill", *given)).keys() >= MACHINE | {"tflops", "matmul_share"}
-    chosen = ("--op", "norm", "--op", "attend", "--op", "decode", "--experts", 8, "--context", 1024)
+    chosen = ("--op", "rows", "--op", "attention", "--op", "decode", "--experts", 8, "--context", 1024)
     found = last(ok("bench", "ops", "--preset", "tiny", *chosen))
-    assert found["refused"] == 0 and {r["backend"] for r in found["results"]} == {"ref", "gpu"}
+    assert found["refused"] == 0 and {r["backend"] for r in found["results"]} == {"cpu", "gpu"}
 
 
 def test_beside_transformers_on_a_gpu() -> None:

@@ -254,8 +254,8 @@ def test_only_models_of_one_size_can_be_compared() -> None:
 
 def test_settings() -> None:
     assert parse_settings("") == EngineConfig()
-    wanted = EngineConfig(activations="a8", qat="off", threads=2, ops=(("attend", "ref"),))
-    assert parse_settings(" activations=a8, op.attend=ref ,qat=off,threads=2,") == wanted
+    wanted = EngineConfig(activations="a8", qat="off", threads=2, ops=(("attention", "cpu"),))
+    assert parse_settings(" activations=a8, op.attention=cpu ,qat=off,threads=2,") == wanted
     wanted = EngineConfig(no_graph=False, expert_parallel=True, rank_seconds=5.0, cache_pages=9)
     assert parse_settings("no_graph=false,expert_parallel=true,rank_seconds=5,cache_pages=9") == wanted
     for text, word in {
@@ -342,7 +342,7 @@ REFUSED: dict[str, str] = {
     "{model} {desk}": "config.json does not exist",
     "{model} {desk}/other": "the models differ in hidden_size",
     "{model} --a speed=9": "unknown setting 'speed'",
-    "{model} --b op.attend=sm90": "op attend has no backend 'sm90'",
+    "{model} --b op.attention=sm90": "op attention has no backend 'sm90'",
     "{model} --limit -1": "limit is -1.0, expected a number from 0",
     "{model} --limit nan": "limit is nan, expected a number from 0",
     "{model} --tokens 1": "tokens is 1, expected at least 2",

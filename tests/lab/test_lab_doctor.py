@@ -1,6 +1,5 @@
 """The doctor finds each planted fault, names it and says what to do; and nothing where nothing is wrong."""
 
-import importlib
 import json
 import shutil
 import sys
@@ -31,13 +30,13 @@ from dsv4.lab.doctor.ops import backend_finding, examine_ops, fingerprints
 from dsv4.lab.doctor.selftest import examine_engine
 from dsv4.lab.doctor.tokenizer import examine_tokenizer
 from dsv4.lab.doctor.weights import examine_weights, looks_trained
-from dsv4.ops import IMPLEMENTATIONS
+from dsv4.ops import IMPLEMENTATIONS, backend_module
 from dsv4.ops._memory import recall
 from dsv4.ops._product import Product
-from dsv4.ops.experts import ref as experts
-from dsv4.ops.mhc import ref as mhc
-from dsv4.ops.norm import ref as norm
-from dsv4.ops.sample import ref as sample
+from dsv4.ops.experts import cpu as experts
+from dsv4.ops.mhc import cpu as mhc
+from dsv4.ops.rows import cpu as norm
+from dsv4.ops.sample import cpu as sample
 from dsv4.quant.formats import QuantTensor
 from dsv4.weights.load import Checkpoint
 
@@ -291,11 +290,11 @@ def test_every_function_of_every_op_has_a_case() -> None:
     covered = {(case.op, case.function) for case in make_cases(torch.float32)}
     called = {
         ("linear", "linear"), ("linear", "grouped"), ("linear", "embed"), ("experts", "ffn"),
-        ("experts", "routed"), ("route", "by_score"), ("route", "by_hash"), ("norm", "rms_norm"),
-        ("mhc", "pre"), ("mhc", "post"), ("mhc", "head"), ("mhc", "enter"), ("qkv", "queries"),
-        ("qkv", "entries"), ("qkv", "store"), ("compress", "pool"), ("index", "queries"), ("index", "keys"),
-        ("index", "select"), ("index", "visible_rows"), ("attend", "attend"), ("sample", "choose"),
-        ("sample", "log_probs"),
+        ("experts", "routed"), ("route", "by_score"), ("route", "by_hash"), ("rows", "rms_norm"),
+        ("mhc", "pre"), ("mhc", "post"), ("mhc", "head"), ("mhc", "enter"), ("attention", "queries"),
+        ("attention", "entries"), ("attention", "store"), ("attention", "pool"), ("attention", "attend"),
+        ("index", "queries"), ("index", "keys"), ("index", "select"), ("index", "visible_rows"),
+        ("sample", "choose"), ("sample", "log_probs"),
     }  # fmt: skip
     assert covered == called
     assert {op for op, _ in covered} == set(IMPLEMENTATIONS)
@@ -310,11 +309,11 @@ def test_recorded_numbers_are_those_of_the_reference() -> None:
 
 def fake(op: str, monkeypatch: pytest.MonkeyPatch, **functions: object) -> None:
     """A second backend of an op: the reference's functions, with some replaced."""
-    reference = importlib.import_module(f"dsv4.ops.{op}.ref")
-    module = types.ModuleType(f"dsv4.ops.{op}.gpu")
+    reference = backend_module(op, "cpu")
+    module = types.ModuleType(f"dsv4.ops.{op}.prefill")
     vars(module).update({**vars(reference), "__name__": module.__name__, **functions})
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(IMPLEMENTATIONS, op, ("ref", "gpu"))
+    monkeypatch.setitem(IMPLEMENTATIONS, op, ("cpu", "gpu"))
 
 
 def broken(*arguments: object) -> None:
@@ -322,16 +321,16 @@ def broken(*arguments: object) -> None:
 
 
 def test_a_wrong_backend_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake("norm", monkeypatch)
-    assert backend_finding("norm", "gpu", "cpu").level == "ok"
-    fake("norm", monkeypatch, rms_norm=lambda x, w, eps: norm.rms_norm(x, w, eps) * 1.001)
-    finding = backend_finding("norm", "gpu", "cpu")
+    fake("rows", monkeypatch)
+    assert backend_finding("rows", "gpu", "cpu").level == "ok"
+    fake("rows", monkeypatch, rms_norm=lambda x, w, eps: norm.rms_norm(x, w, eps) * 1.001)
+    finding = backend_finding("rows", "gpu", "cpu")
     assert finding.level == "fail" and "rms_norm (weighted): relative error 1.0e-03" in finding.text
-    assert "--op norm=ref" in finding.remedy
-    fake("norm", monkeypatch, rms_norm=lambda x, w, eps: norm.rms_norm(x, w, eps) / 0)
-    assert "NaN or infinity" in backend_finding("norm", "gpu", "cpu").text
-    fake("norm", monkeypatch, rms_norm=broken)
-    assert "ValueError: no kernel image is available" in backend_finding("norm", "gpu", "cpu").text
+    assert "--op rows=cpu" in finding.remedy
+    fake("rows", monkeypatch, rms_norm=lambda x, w, eps: norm.rms_norm(x, w, eps) / 0)
+    assert "NaN or infinity" in backend_finding("rows", "gpu", "cpu").text
+    fake("rows", monkeypatch, rms_norm=broken)
+    assert "ValueError: no kernel image is available" in backend_finding("rows", "gpu", "cpu").text
     fake("sample", monkeypatch, choose=lambda *arguments: sample.choose(*arguments) + 1)
     assert "choices differ" in backend_finding("sample", "gpu", "cpu").text
     fake("sample", monkeypatch, log_probs=lambda logits: logits[:-1])
@@ -362,8 +361,8 @@ def test_a_backend_may_hold_weights_in_its_own_form(monkeypatch: pytest.MonkeyPa
     both = {name: through(getattr(experts, name)) for name in ("ffn", "routed")}
     fake("experts", monkeypatch, hold=hold, **both)
     assert backend_finding("experts", "gpu", "cpu").level == "ok" and held == ["cpu"] * 18
-    fake("attend", monkeypatch, hold=broken)
-    assert backend_finding("attend", "gpu", "cpu").level == "ok", "nothing to hold"
+    fake("attention", monkeypatch, hold=broken)
+    assert backend_finding("attention", "gpu", "cpu").level == "ok", "nothing to hold"
     fake("experts", monkeypatch, hold=broken)
     assert "ValueError: no kernel image is available" in backend_finding("experts", "gpu", "cpu").text
 
@@ -374,35 +373,35 @@ def test_gpu_backends_get_tiles() -> None:
     weighty = {("linear", "linear"), ("linear", "grouped"), ("experts", "ffn"), ("experts", "routed")}
     weighty |= {("route", "by_score"), ("route", "by_hash")}
     for case in make_cases(torch.bfloat16):
-        module = importlib.import_module(f"dsv4.ops.{case.op}.gpu")
+        module = backend_module(case.op, "gpu")
         shown = str(to_device(case.arguments, "cpu", getattr(module, "hold", None)))
         assert ("Tiled(" in shown) is ((case.op, case.function) in weighty), (case.op, case.function)
 
 
 def test_every_backend_runs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that is not chosen there."""
-    fake("norm", monkeypatch)
+    fake("rows", monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(
         ops, "backend_finding", lambda op, name, device: Finding(device, f"{op}.{name}", "ok", "")
     )
     found = {f.name for f in examine_ops() if f.area == "cuda"}
     assert found == {f"{op}.{name}" for op, names in IMPLEMENTATIONS.items() for name in names}
-    assert "norm.gpu" in found
+    assert "rows.gpu" in found
 
 
 def test_backends_that_cannot_run_here_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("they run here")
-    fake("norm", monkeypatch)
+    fake("rows", monkeypatch)
     notes = [f.text for f in examine_ops() if f.level == "note"]
-    assert any("norm.gpu" in text for text in notes)
+    assert any("rows.gpu" in text for text in notes)
 
 
 def test_a_reference_that_computes_otherwise_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     right = mhc.post
     monkeypatch.setattr(mhc, "post", lambda x, streams, gate, comb: right(x, streams, gate, comb.mT))
-    assert [f.name for f in examine_ops() if f.level == "fail"] == ["mhc.ref"]
+    assert [f.name for f in examine_ops() if f.level == "fail"] == ["mhc.cpu"]
     finding = examine_engine("cpu")
     assert finding.level == "fail" and "median relative error" in finding.text
 

@@ -50,7 +50,7 @@ def test_other_kernels_of_the_same_version_are_proved_anew(
     assert compute() == code
     (there / "cli" / "main.py").unlink()
     assert compute() == code, "no result depends on the commands"
-    for path in (*there.rglob("*.cu"), *there.rglob("tiles.py"), *there.glob("ops/*/gpu.py")):
+    for path in (*there.rglob("*.cu"), *there.rglob("tiles.py"), *there.glob("ops/*/prefill.py")):
         before = compute()
         with path.open("a") as file:
             file.write("\n")

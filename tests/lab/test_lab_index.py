@@ -15,7 +15,7 @@ from dsv4.errors import ConfigError
 from dsv4.lab import index_dense, index_random
 from dsv4.lab.score import score_ids
 from dsv4.ops import IMPLEMENTATIONS, Ops
-from dsv4.ops.index import ref
+from dsv4.ops.index import cpu
 from dsv4.quant.formats import Format, QuantTensor
 
 RATIO, PAGE, TOPK = 4, 8, 6
@@ -39,8 +39,8 @@ def queries(count: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("module", [index_dense, index_random])
 def test_they_have_the_functions_of_the_reference(module: ModuleType) -> None:
-    for name, function in vars(ref).items():
-        if inspect.isfunction(function) and function.__module__ == ref.__name__ and name[0] != "_":
+    for name, function in vars(cpu).items():
+        if inspect.isfunction(function) and function.__module__ == cpu.__name__ and name[0] != "_":
             assert inspect.signature(getattr(module, name)) == inspect.signature(function), name
             assert (getattr(module, name) is function) == (name != "select")
 
@@ -100,20 +100,20 @@ def test_random_answers_do_not_depend_on_the_batch(engine_for: Callable[..., Eng
 
 def test_a_module_from_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "my_kernels").mkdir()
-    (tmp_path / "my_kernels" / "norm.py").write_text("from dsv4.ops.norm.ref import rms_norm\n")
+    (tmp_path / "my_kernels" / "rows.py").write_text("from dsv4.ops.rows.cpu import rms_norm\n")
     (tmp_path / "my_kernels" / "half.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    ops = Ops.choose("cpu", norm="my_kernels.norm", index="dsv4.lab.index_dense")
-    assert ops.norm is sys.modules["my_kernels.norm"]
+    ops = Ops.choose("cpu", rows="my_kernels.rows", index="dsv4.lab.index_dense")
+    assert ops.rows is sys.modules["my_kernels.rows"]
     names = ops.names()
-    assert names.pop("norm") == "my_kernels.norm" and names.pop("index") == "dsv4.lab.index_dense"
-    assert names == {op: "ref" for op in IMPLEMENTATIONS if op not in ("norm", "index")}
+    assert names.pop("rows") == "my_kernels.rows" and names.pop("index") == "dsv4.lab.index_dense"
+    assert names == {op: "cpu" for op in IMPLEMENTATIONS if op not in ("rows", "index")}
     for name, why in (
-        ("my_kernels.half", "lacks rms_norm; it needs the functions of dsv4/ops/norm/ref.py"),
+        ("my_kernels.half", "lacks rms_norm; it needs the functions of dsv4/ops/rows/cpu.py"),
         ("my_kernels.none", "cannot be imported"),
-        (".norm", "cannot be imported"),
+        (".rows", "cannot be imported"),
         ("a..b", "cannot be imported"),
-        ("nothing", "op norm has no backend 'nothing'; it has ref"),
+        ("nothing", "op rows has no backend 'nothing'; it has cpu"),
     ):
         with pytest.raises(ConfigError, match=why):
-            Ops.choose("cpu", norm=name)
+            Ops.choose("cpu", rows=name)

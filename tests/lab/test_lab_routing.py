@@ -11,13 +11,13 @@ from dsv4.config import preset
 from dsv4.engine.frequency import write_counts
 from dsv4.engine.spill import Split, make_placement
 from dsv4.errors import ConfigError
-from dsv4.kernels.common.places import Form
-from dsv4.kernels.common.tiles import Bank
+from dsv4.gpu.tiles import Bank
 from dsv4.lab.bench.decode import Timing
 from dsv4.lab.bench.spilled import all_resident, prompt_figures, spill_figures
 from dsv4.lab.bench.subject import Reads, synthetic
 from dsv4.lab.routing import MOST, apply, biases, shares
-from dsv4.ops.route.ref import softplus, top_indices
+from dsv4.ops.experts.placement import Form
+from dsv4.ops.route.cpu import softplus, top_indices
 from dsv4.quant.formats import Format
 
 FLASH = replace(preset("flash"), layers=preset("flash").layers[:2])

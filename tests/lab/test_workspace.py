@@ -19,7 +19,7 @@ from dsv4.engine.memory import largest_linear
 from dsv4.engine.settings import cache_layout
 from dsv4.engine.workspace import SAMPLED, Workspace
 from dsv4.model.step import Step
-from dsv4.ops.sample.ref import choose, pack, pack_penalties
+from dsv4.ops.sample.cpu import choose, pack, pack_penalties
 from dsv4.weights.load import Checkpoint
 from tests.support.feeding import cache_of, claim
 

@@ -11,7 +11,7 @@ import torch
 from ops_support import check_close
 from torch import Tensor
 
-from dsv4.kernels.common import tiles
+from dsv4.gpu import tiles
 from dsv4.quant.codec import decode, encode_weight
 from dsv4.quant.formats import Format, QuantTensor
 from tests.support.interpreter import quicken
@@ -27,12 +27,12 @@ MARKS = [
     *([] if IS_INTERPRETED else [pytest.mark.gpu]),
 ]
 SMALL = {
-    "dsv4.kernels.prefill.gemm.TILE": (16, 32, 32, 4, 1),
-    "dsv4.kernels.prefill.experts.UP_TILE": (16, 32, 32, 4, 1),
-    "dsv4.kernels.prefill.experts.DOWN_TILE": (16, 64, 32, 4, 1),
-    "dsv4.ops.attend.gpu.BLOCK": (16, 32, 4, 1),
-    "dsv4.ops.index.gpu.BLOCK": (32, 64, 4, 1),
-    "dsv4.ops.mhc.gpu.TILE": (16, 64, 4, 1),
+    "dsv4.ops.linear.prefill_gemm.TILE": (16, 32, 32, 4, 1),
+    "dsv4.ops.experts.prefill_gemm.UP_TILE": (16, 32, 32, 4, 1),
+    "dsv4.ops.experts.prefill_gemm.DOWN_TILE": (16, 64, 32, 4, 1),
+    "dsv4.ops.attention.prefill.BLOCK": (16, 32, 4, 1),
+    "dsv4.ops.index.prefill.BLOCK": (32, 64, 4, 1),
+    "dsv4.ops.mhc.prefill.TILE": (16, 64, 4, 1),
 }
 
 if IS_INTERPRETED:
@@ -109,8 +109,8 @@ def use_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """What CUDA C++ does, where there is no GPU; and small tiles, which are interpreted faster."""
     if IS_GPU:
         return
-    monkeypatch.setattr("dsv4.kernels.prefill.unpack.unpack", _unpack)
-    monkeypatch.setattr("dsv4.ops.index.gpu.choose", _select)
+    monkeypatch.setattr("dsv4.ops.linear.prefill_unpack.unpack", _unpack)
+    monkeypatch.setattr("dsv4.ops.index.prefill.choose", _select)
     for name, tile in SMALL.items():
         monkeypatch.setattr(name, dict.fromkeys((torch.float32, torch.bfloat16), tile))
 

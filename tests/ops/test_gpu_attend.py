@@ -10,13 +10,13 @@ from ops_support import rand
 from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from dsv4.kernels.prefill import product as prompts
-from dsv4.kernels.prefill.packed import Packed
-from dsv4.ops.attend import gpu as attend_gpu
-from dsv4.ops.attend import ref as attend_ref
-from dsv4.ops.index import gpu as index_gpu
-from dsv4.ops.index import ref as index_ref
-from dsv4.ops.linear import gpu as linear_gpu
+from dsv4.ops.attention import cpu as attention_cpu
+from dsv4.ops.attention import prefill as attention_prefill
+from dsv4.ops.index import cpu as index_cpu
+from dsv4.ops.index import prefill as index_prefill
+from dsv4.ops.linear import prefill as linear_prefill
+from dsv4.ops.linear import prefill_product as prompts
+from dsv4.ops.linear.prefill_packed import Packed
 from dsv4.quant.codec import encode_kv, encode_weight
 from dsv4.quant.formats import Format, QuantTensor, join
 
@@ -95,7 +95,7 @@ def run(arguments: list) -> Tensor:
         move(a) if isinstance(a, QuantTensor) else a.to(DEVICE) if isinstance(a, Tensor) else a
         for a in arguments
     ]
-    return attend_gpu.attend(*there)
+    return attention_prefill.attend(*there)
 
 
 SPANS = [(2, 0, 3), (0, 60, 3), (1, 39, 2), (3, 200, 1)]
@@ -108,9 +108,9 @@ def test_attend(
 ) -> None:
     """Keys of the ring, of this step and of the pool; a pool decoded beforehand or row by row."""
     if not is_decoded:
-        monkeypatch.setattr(attend_gpu, "DECODED_BYTES", 0)
+        monkeypatch.setattr(attention_prefill, "DECODED_BYTES", 0)
     case = Case(SPANS, dtype)
-    want = attend_ref.attend(*case.arguments(has_pool))
+    want = attention_cpu.attend(*case.arguments(has_pool))
     got = run(case.arguments(has_pool))
     near(got, want, dtype, "attend", share=ROUNDED)
     for t in (4, 7) if IS_GPU else (4,):
@@ -128,17 +128,17 @@ def test_every_visible_entry_through_the_page_table(
 ) -> None:
     """Without a list: as with one of all that a query sees. Padding attends to nothing and changes no bit."""
     if not is_decoded:
-        monkeypatch.setattr(attend_gpu, "DECODED_BYTES", 0)
+        monkeypatch.setattr(attention_prefill, "DECODED_BYTES", 0)
     case = Case([(1, 60, 3), (0, 3, 2)], dtype)
     case.pool = encode_kv(rand(50, 80, seed=2).to(dtype), 16, Format.KV8)
     table = torch.tensor([[3, 0, 7, 9], [8, 2, 5, 1]], dtype=torch.int32)
     arguments = case.arguments(True)
-    arguments[9] = index_ref.visible_rows(table, case.slots, case.positions, 4, 5)
+    arguments[9] = index_cpu.visible_rows(table, case.slots, case.positions, 4, 5)
     listed = run(arguments)
     arguments[9] = None
     arguments += [table, 4, 5]
     assert torch.equal(run(arguments), listed)
-    near(listed, attend_ref.attend(*arguments), dtype, "all", share=ROUNDED)
+    near(listed, attention_cpu.attend(*arguments), dtype, "all", share=ROUNDED)
     padded = [*arguments]
     for i, value in ((0, 1.0), (3, 0), (4, -1), (5, 0), (11, 1.0), (12, 0.0)):
         more = torch.full((2, *padded[i].shape[1:]), value, dtype=padded[i].dtype)
@@ -153,7 +153,7 @@ def test_queries_as_their_product_left_them(dtype: torch.dtype) -> None:
     case = Case(SPANS, dtype)
     arguments = [*case.arguments(True), None, 0, 0, 1e-6]
     got = run(arguments)
-    near(got, attend_ref.attend(*arguments), dtype, "raw", share=2 * ROUNDED)
+    near(got, attention_cpu.attend(*arguments), dtype, "raw", share=2 * ROUNDED)
     alone = run([*case.arguments(True, only=4), None, 0, 0, 1e-6])
     assert torch.equal(alone[0], got[4])
 
@@ -162,16 +162,25 @@ def test_queries_as_their_product_left_them(dtype: torch.dtype) -> None:
 def test_plain_stores(format: Format) -> None:
     dtype = torch.float32 if format is Format.F32 else torch.bfloat16
     case = Case([(0, 5, 4)], dtype, format, heads=17, width=48, rope=8)
-    near(run(case.arguments(True)), attend_ref.attend(*case.arguments(True)), dtype, "plain", share=ROUNDED)
+    near(
+        run(case.arguments(True)), attention_cpu.attend(*case.arguments(True)), dtype, "plain", share=ROUNDED
+    )
 
 
 def test_extreme_sinks_and_scores() -> None:
     case = Case([(0, 0, 3)], torch.float32)
     for value in (-math.inf, -3.0, 80.0, 1e4, math.inf):
         case.sinks = torch.full((6,), value)
-        near(run(case.arguments(False)), attend_ref.attend(*case.arguments(False)), torch.float32, f"{value}")
+        near(
+            run(case.arguments(False)),
+            attention_cpu.attend(*case.arguments(False)),
+            torch.float32,
+            f"{value}",
+        )
     case.sinks, case.q = torch.zeros(6), case.q * 1e3
-    near(run(case.arguments(True)), attend_ref.attend(*case.arguments(True)), torch.float32, "large scores")
+    near(
+        run(case.arguments(True)), attention_cpu.attend(*case.arguments(True)), torch.float32, "large scores"
+    )
 
 
 def test_nothing_to_attend() -> None:
@@ -194,7 +203,9 @@ FLASH = {"rope": 64, "width": 512, "window": 128}
 @DTYPES
 def test_attend_at_flash_sizes(dtype: torch.dtype) -> None:
     case = Case([(0, 500, 70), (1, 0, 10)], dtype, heads=64, listed=600, **FLASH)
-    near(run(case.arguments(True)), attend_ref.attend(*case.arguments(True)), dtype, "flash", share=ROUNDED)
+    near(
+        run(case.arguments(True)), attention_cpu.attend(*case.arguments(True)), dtype, "flash", share=ROUNDED
+    )
 
 
 @needs_gpu
@@ -206,7 +217,7 @@ def test_a_token_of_published_sizes_has_its_bits_anywhere(heads: int, has_pool: 
     case = Case(spans, torch.bfloat16, heads=heads, listed=200, **FLASH)
     raw = [None, 0, 0, 1e-6]
     got = run([*case.arguments(has_pool), *raw])
-    want = attend_ref.attend(*case.arguments(has_pool), *raw)
+    want = attention_cpu.attend(*case.arguments(has_pool), *raw)
     near(got, want, torch.bfloat16, "raw", share=2 * ROUNDED)
     assert torch.equal(run([*case.arguments(has_pool), *raw]), got), "a second run differs"
     for t in (0, 1, 63, 64, 69, 70, 71, 79, 80, 82, 83, 86, 87, 150, 214, 226):
@@ -235,7 +246,7 @@ def test_results_packed_for_their_product(format: Format, tokens: int, heads: in
     if tokens % 16 == 0:  # padding is whatever was there
         used = got.mode.blocks * got.mode.group_bytes + got.mode.undo_bytes
         assert torch.equal(got.data[..., :used], want.data[..., :used])
-    y, z = linear_gpu.grouped(got, held), linear_gpu.grouped(plain, held)
+    y, z = linear_prefill.grouped(got, held), linear_prefill.grouped(plain, held)
     assert torch.equal(y.view(torch.int16), z.view(torch.int16))
 
 
@@ -247,12 +258,12 @@ def test_published_sizes_through_the_page_table() -> None:
     table = pages.view(3, 70)
     case.pool = encode_kv(rand(210 * 5, 512, seed=2).bfloat16(), 64, Format.KV8)
     arguments = case.arguments(True)
-    arguments[9] = index_ref.visible_rows(table, case.slots, case.positions, 4, 5)
+    arguments[9] = index_cpu.visible_rows(table, case.slots, case.positions, 4, 5)
     listed = run(arguments)
     arguments[9] = None
     arguments += [table, 4, 5]
     assert torch.equal(run(arguments), listed)
-    near(listed, attend_ref.attend(*arguments), torch.bfloat16, "all", share=ROUNDED)
+    near(listed, attention_cpu.attend(*arguments), torch.bfloat16, "all", share=ROUNDED)
     padded = [*arguments]
     for i, value in ((0, 1.0), (3, 0), (4, -1), (5, 0), (11, 1.0), (12, 0.0)):
         more = torch.full((2, *padded[i].shape[1:]), value, dtype=padded[i].dtype)
@@ -267,10 +278,10 @@ def test_extreme_sinks_and_scores_of_published_sizes() -> None:
     case = Case([(0, 100, 9)], torch.bfloat16, heads=64, **FLASH)
     for value in (-math.inf, -3.0, 80.0, 1e4, math.inf):
         case.sinks = torch.full((64,), value)
-        want = attend_ref.attend(*case.arguments(True))
+        want = attention_cpu.attend(*case.arguments(True))
         near(run(case.arguments(True)), want, torch.bfloat16, f"sink {value}", share=ROUNDED)
     case.sinks, case.q = torch.zeros(64), case.q * 100
-    want = attend_ref.attend(*case.arguments(True))
+    want = attention_cpu.attend(*case.arguments(True))
     near(run(case.arguments(True)), want, torch.bfloat16, "large scores", share=ROUNDED)
     case.q[3, 5, 7] = math.nan
     found = torch.isnan(run(case.arguments(True))).cpu()
@@ -305,19 +316,19 @@ def test_select(format: Format, dtype: torch.dtype) -> None:
     )
     slots, positions = (torch.tensor(v) for v in zip(*at, strict=True))
     # FP4 values and few bits of weight: all sums are exact, so that the order of a sum decides nothing.
-    q = index_ref.mxfp4_round(rand(len(at), 5, 64, seed=1)).to(dtype)
+    q = index_cpu.mxfp4_round(rand(len(at), 5, 64, seed=1)).to(dtype)
     weights = (rand(len(at), 5, seed=2) * 4).round() / 4
     where = (pages.table, slots, positions)
     for topk in (1, 12, 1000) if IS_GPU else (12, 1000):
-        want = index_ref.select(q, weights, pages.pool, *where, RATIO, PAGE, topk)
-        got = index_gpu.select(*to(q, weights), move(pages.pool), *to(*where), RATIO, PAGE, topk)
+        want = index_cpu.select(q, weights, pages.pool, *where, RATIO, PAGE, topk)
+        got = index_prefill.select(*to(q, weights), move(pages.pool), *to(*where), RATIO, PAGE, topk)
         if format is Format.MXFP4 or topk > 100:
             assert torch.equal(got.cpu().long(), want), topk
         else:  # products of plain keys are rounded: near ties may fall either way
             assert float((got.cpu().long() != want).float().mean()) < 0.05
         for t in (0, 21) if topk == 12 else ():
             one = [v[t : t + 1] for v in (q, weights, slots, positions)]
-            alone = index_gpu.select(
+            alone = index_prefill.select(
                 *to(*one[:2]), move(pages.pool), *to(pages.table, *one[2:]), RATIO, PAGE, topk
             )
             assert torch.equal(alone[0], got[t, : alone.shape[1]]) and bool(
@@ -330,11 +341,11 @@ def test_select_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     pages = Pages([70], 32, Format.MXFP4, torch.float32)
     positions = torch.arange(200, 240)
     where = (pages.table, torch.zeros(40, dtype=torch.long), positions)
-    q, weights = index_ref.mxfp4_round(rand(40, 2, 32, seed=1)), -torch.ones(40, 2)
+    q, weights = index_cpu.mxfp4_round(rand(40, 2, 32, seed=1)), -torch.ones(40, 2)
     q[7] = 0.0
-    want = index_ref.select(q, weights, pages.pool, *where, RATIO, PAGE, 9)
-    monkeypatch.setattr(index_gpu, "SCORE_BYTES", 1)
-    got = index_gpu.select(*to(q, weights), move(pages.pool), *to(*where), RATIO, PAGE, 9)
+    want = index_cpu.select(q, weights, pages.pool, *where, RATIO, PAGE, 9)
+    monkeypatch.setattr(index_prefill, "SCORE_BYTES", 1)
+    got = index_prefill.select(*to(q, weights), move(pages.pool), *to(*where), RATIO, PAGE, 9)
     assert torch.equal(got.cpu().long(), want)
 
 
@@ -346,7 +357,7 @@ def test_a_score_that_is_nan_shows() -> None:
     q, weights, out = rand(2, 3, 32, seed=1), torch.ones(2, 3), torch.zeros(2, 8, device=DEVICE)
     q[0, 1, 5] = math.nan
     pages.pool.scale[int(pages.table[0, 0]) * PAGE + 4, 0] = 255
-    index_gpu._scores(*to(q, weights), move(pages.pool), *to(*where), out, RATIO, PAGE)
+    index_prefill._scores(*to(q, weights), move(pages.pool), *to(*where), out, RATIO, PAGE)
     want = torch.zeros(2, 8, dtype=torch.bool)
     want[0, :7] = want[1, 4] = True
     assert torch.equal(torch.isnan(out.cpu()), want)
@@ -355,9 +366,9 @@ def test_a_score_that_is_nan_shows() -> None:
 def test_visible_rows() -> None:
     pages = Pages([70, 9], 32, Format.F32, torch.float32)
     slots, positions = torch.tensor([0, 0, 1, 1, 0]), torch.tensor([0, 3, 35, 2, 279])
-    want = index_ref.visible_rows(pages.table, slots, positions, RATIO, PAGE)
-    got = index_gpu.visible_rows(*to(pages.table, slots, positions), RATIO, PAGE)
+    want = index_cpu.visible_rows(pages.table, slots, positions, RATIO, PAGE)
+    got = index_prefill.visible_rows(*to(pages.table, slots, positions), RATIO, PAGE)
     assert got.dtype == torch.int32 and torch.equal(got.cpu().long(), want)
     none = torch.tensor([], dtype=torch.long)
-    assert index_gpu.visible_rows(*to(pages.table, none, none), RATIO, PAGE).shape == (0, 0)
-    assert index_gpu.visible_rows(*to(pages.table, slots[:1], positions[:1]), RATIO, PAGE).shape == (1, 0)
+    assert index_prefill.visible_rows(*to(pages.table, none, none), RATIO, PAGE).shape == (0, 0)
+    assert index_prefill.visible_rows(*to(pages.table, slots[:1], positions[:1]), RATIO, PAGE).shape == (1, 0)

@@ -12,14 +12,14 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from dsv4.config import ModelConfig, preset
-from dsv4.kernels.common.architectures import ARCHITECTURES
-from dsv4.kernels.prefill import experts, gemm, rows
-from dsv4.ops.attend import gpu as attend_gpu
-from dsv4.ops.compress import gpu as compress_gpu
-from dsv4.ops.index import gpu as index_gpu
-from dsv4.ops.mhc import gpu as mhc_gpu
-from dsv4.ops.qkv import gpu as qkv_gpu
-from dsv4.ops.route import gpu as route_gpu
+from dsv4.gpu.architectures import ARCHITECTURES
+from dsv4.ops.attention import prefill as attention_prefill
+from dsv4.ops.experts import prefill_gemm as experts
+from dsv4.ops.index import prefill as index_prefill
+from dsv4.ops.linear import prefill_gemm as gemm
+from dsv4.ops.mhc import prefill as mhc_prefill
+from dsv4.ops.route import prefill as route_prefill
+from dsv4.ops.rows import prefill as rows
 from dsv4.quant.formats import Format, QuantTensor, empty_rows
 from tests.aot import check_fits, compiling
 
@@ -66,25 +66,27 @@ def launch_products(c: ModelConfig, s: Sizes, out: dict[str, Any]) -> None:
     up = (s.act(t, d), s.act(1, 4, 2 * inner, d), meta(4, 2), s.act(t, inner), ints(t), meta(t), tiles)
     experts.gate_up(*up, 1.0, 0)
     experts.down(s.act(t, inner), s.act(1, 4, d, inner), meta(4, 1), s.act(t, d), ints(t), tiles, 0)
-    mhc_gpu.pre(s.streams, meta(n * d, 24), meta(24), meta(24), 1e-6, 1e-6, 20)
+    mhc_prefill.pre(s.streams, meta(n * d, 24), meta(24), meta(24), 1e-6, 1e-6, 20)
     q, sinks = s.act(t, s.heads, s.width), meta(s.heads)
     before_rows = (q, s.fresh, s.ring, longs, longs, longs, 128, 136, s.pool)
     listed = (*before_rows, ints(t, c.index_topk), sinks, *s.turns)
-    attend_gpu.attend(*listed)
+    attention_prefill.attend(*listed)
     out["listed"] = out.pop("_attend_kernel")
-    attend_gpu.attend(*before_rows, None, sinks, *s.turns, ints(8, 64), 128, 2)
+    attention_prefill.attend(*before_rows, None, sinks, *s.turns, ints(8, 64), 128, 2)
     out["by page"] = out.pop("_attend_kernel")
-    before, attend_gpu.DECODED_BYTES = attend_gpu.DECODED_BYTES, 0
-    attend_gpu.attend(*listed)
-    attend_gpu.DECODED_BYTES = before
+    before, attention_prefill.DECODED_BYTES = attention_prefill.DECODED_BYTES, 0
+    attention_prefill.attend(*listed)
+    attention_prefill.DECODED_BYTES = before
     keys = store(Format.MXFP4, 4096, 128, 0, s.dtype)
-    index_gpu._scores(s.act(t, 64, 128), meta(t, 64), keys, ints(8, 64), longs, longs, meta(t, 2048), 4, 64)
+    index_prefill._scores(
+        s.act(t, 64, 128), meta(t, 64), keys, ints(8, 64), longs, longs, meta(t, 2048), 4, 64
+    )
 
 
 def launch_rest(c: ModelConfig, s: Sizes, out: dict[str, Any]) -> None:
     t, d, longs = s.tokens, c.hidden_size, s.longs
     experts.sum_choices(s.act(50, 6, d), meta(50, d))
-    rows.norm(s.act(t, d), meta(d), 1e-6)
+    rows.rms_norm(s.act(t, d), meta(d), 1e-6)
     out["norm"] = out.pop("_rows_kernel")
     rows.norm_rotate(s.act(t, s.heads, s.width), None, *s.turns, 1e-6)
     out["rotate"] = out.pop("_rows_kernel")
@@ -93,13 +95,13 @@ def launch_rest(c: ModelConfig, s: Sizes, out: dict[str, Any]) -> None:
     rows.index_keys(s.act(t, 128), meta(128), *s.turns, 1e-6)
     out["keys"] = out.pop("_rows_kernel")
     rows.kv8(s.act(t, s.width), s.rope)
-    mhc_gpu.post(s.act(t, d), s.streams, meta(t, 4), meta(t, 4, 4))
+    mhc_prefill.post(s.act(t, d), s.streams, meta(t, 4), meta(t, 4, 4))
     tails = (meta(8, 16, 1024), meta(8, 16, 1024))
     closing = meta(75, dtype=torch.long)
-    compress_gpu.pool(meta(t, 1024), meta(t, 1024), *tails, closing, longs, longs, longs, 4, True)
-    route_gpu._choose(meta(t, c.num_experts), meta(c.num_experts), None, 6, 1.5)
-    qkv_gpu.put(s.ring, longs, s.fresh)
-    index_gpu._listed(ints(8, 64), longs, longs, 4, 64, 512)
+    attention_prefill.pool(meta(t, 1024), meta(t, 1024), *tails, closing, longs, longs, longs, 4, True)
+    route_prefill._choose(meta(t, c.num_experts), meta(c.num_experts), None, 6, 1.5)
+    attention_prefill.put_rows(s.ring, longs, s.fresh)
+    index_prefill._listed(ints(8, 64), longs, longs, 4, 64, 512)
 
 
 BF16, F32 = torch.bfloat16, torch.float32

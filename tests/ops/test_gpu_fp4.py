@@ -12,14 +12,16 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from dsv4.kernels.common import architectures, quantize, tiles
-from dsv4.kernels.common.architectures import ARCHITECTURES
-from dsv4.kernels.prefill import fp4, product
-from dsv4.ops.experts import gpu as experts_gpu
-from dsv4.ops.experts import ref as experts_ref
-from dsv4.ops.linear import gpu as linear_gpu
-from dsv4.ops.linear import ref as linear_ref
-from dsv4.ops.norm import ref as norm_ref
+from dsv4.gpu import architectures, tiles
+from dsv4.gpu.architectures import ARCHITECTURES
+from dsv4.ops.experts import cpu as experts_cpu
+from dsv4.ops.experts import prefill as experts_prefill
+from dsv4.ops.linear import cpu as linear_cpu
+from dsv4.ops.linear import prefill as linear_prefill
+from dsv4.ops.linear import prefill_fp4 as fp4
+from dsv4.ops.linear import prefill_product as product
+from dsv4.ops.rows import cpu as rows_cpu
+from dsv4.ops.rows import quantize
 from dsv4.quant import codec
 from dsv4.quant.codec import encode_weight
 from dsv4.quant.formats import Format, QuantTensor
@@ -66,7 +68,7 @@ def bank(groups: list[list[QuantTensor]]) -> tiles.Tiled:
 
 
 def sort(ids: Tensor, weights: Tensor, experts: int, max_cap: int, first: int, ranks: int) -> product.Sorted:
-    """As pack.cu, where there is no GPU: each expert's pairs from a multiple of 16 rows on."""
+    """As linear/prefill_pack.cu, where there is no GPU: each expert's pairs from a multiple of 16 rows on."""
     cap, pairs, of_rows, cut = min(16, max_cap), [], [], []
     for expert in range(experts):
         own = [at for at, chosen in enumerate(ids.flatten().tolist()) if chosen == first + expert]
@@ -107,13 +109,13 @@ def test_linear(rows: int, n: int, k: int, normed: bool) -> None:
     """The whole op: quantise, or normalise and quantise, then FP4 by FP4."""
     x, stored, norm = hostile(rows, k), make(n, k, seed=2), 1 + 0.1 * rand(k, seed=5)
     weight = bank([[stored]])
-    wide = norm_ref.rms_norm(x, norm, 1e-6) if normed else x
+    wide = rows_cpu.rms_norm(x, norm, 1e-6) if normed else x
     # Of the reference in float32: in BF16 it would round the inputs' global scales in.
-    want = linear_ref.linear(wide.float(), stored, "a4")
+    want = linear_cpu.linear(wide.float(), stored, "a4")
 
     def run(x: Tensor, dtype: torch.dtype) -> Tensor:
-        ready = linear_gpu.Prepared(*to(x), *(to(norm) if normed else []), eps=1e-6)
-        return linear_gpu.linear(ready, weight, "a4", dtype)
+        ready = linear_prefill.Prepared(*to(x), *(to(norm) if normed else []), eps=1e-6)
+        return linear_prefill.linear(ready, weight, "a4", dtype)
 
     for dtype in (torch.float32, torch.bfloat16):
         y = run(x, dtype)
@@ -143,17 +145,17 @@ def test_experts(spills: bool) -> None:
     if spills:
         up, down = map(scattered, (up, down))
     held = tiles.Bank(up, down)
-    assert experts_gpu.never_waits(*to(x), held, "a4")
+    assert experts_prefill.never_waits(*to(x), held, "a4")
     # What BF16 rounds between the products moves codes of the second: half a code's step of a few values.
-    want = experts_ref.routed(x.float(), ids, weights, stored, limit, "a4")
-    got = experts_gpu.routed(*to(x, ids, weights), held, limit, "a4")
+    want = experts_cpu.routed(x.float(), ids, weights, stored, limit, "a4")
+    got = experts_prefill.routed(*to(x, ids, weights), held, limit, "a4")
     assert got.shape == want.shape and float((got.cpu() - want).norm() / want.norm()) <= 0.05
     if not spills:
         one = tiles.Bank(up.span(2, 3), down.span(2, 3))
-        want = experts_ref.ffn(x.float(), stored[2], limit, "a4", weights[:, 0])
-        got = experts_gpu.ffn(*to(x), one, limit, "a4", *to(weights[:, 0]))
+        want = experts_cpu.ffn(x.float(), stored[2], limit, "a4", weights[:, 0])
+        got = experts_prefill.ffn(*to(x), one, limit, "a4", *to(weights[:, 0]))
         assert float((got.cpu().float() - want).norm() / want.norm()) <= 0.05
-        alone = experts_gpu.ffn(*to(x[7:8]), one, limit, "a4", *to(weights[7:8, 0]))
+        alone = experts_prefill.ffn(*to(x[7:8]), one, limit, "a4", *to(weights[7:8, 0]))
         assert torch.equal(alone, got[7:8]), "a row sees its company"
 
 
@@ -207,7 +209,7 @@ def test_emulated_tensor_core(is_tiled: bool) -> None:
                     part += value[a & 15] * value[b & 15] + value[a >> 4] * value[b >> 4]
                 y[r, c] += part * scale[int(scales[0][at(r, block)])] * scale[int(scales[1][at(c, block)])]
     y *= factor.double() * weight.global_scale
-    want = linear_ref.linear(x.float(), weight, "a4")
+    want = linear_cpu.linear(x.float(), weight, "a4")
     error = (y - want.double()).abs().amax(1) / want.abs().amax(1).clamp(min=1e-30)
     assert float(error.max()) <= 1e-6
 
@@ -237,14 +239,14 @@ def test_what_the_ops_launch(capability: int, monkeypatch: pytest.MonkeyPatch) -
         assert not fp4.serves(meta(t, d), dense, "a16") and not fp4.serves(meta(t, d).float(), dense, "a4")
         if not is_served:
             return
-        ready = linear_gpu.Prepared(meta(t, d), meta(d, dtype=torch.float32), 1e-6)
-        linear_gpu.linear(ready, dense, "a4")
-        linear_gpu.linear(linear_gpu.Prepared(meta(9, d)), dense, "a4")
-        assert experts_gpu.never_waits(meta(0), held, "a4")
+        ready = linear_prefill.Prepared(meta(t, d), meta(d, dtype=torch.float32), 1e-6)
+        linear_prefill.linear(ready, dense, "a4")
+        linear_prefill.linear(linear_prefill.Prepared(meta(9, d)), dense, "a4")
+        assert experts_prefill.never_waits(meta(0), held, "a4")
         one = tiles.Bank(held.w13.span(0, 1), held.w2.span(0, 1))
-        experts_gpu.ffn(ready, one, 10.0, "a4")
+        experts_prefill.ffn(ready, one, 10.0, "a4")
         ids, weights = meta(t, 6, dtype=torch.long), meta(t, 6, dtype=torch.float32)
-        experts_gpu.routed(ready, ids, weights, held, 10.0, "a4")
+        experts_prefill.routed(ready, ids, weights, held, 10.0, "a4")
     ours = ["rows_kernel", "_fp4_kernel"]
     few, shared, routed = ours, ["_fp4_kernel", *ours], ["_fp4_kernel", *ours, "_sum_kernel"]
     assert [name for name, *_ in found] == [*ours, *few, *shared, *routed], "one rounding serves all"

@@ -8,7 +8,7 @@ from ops_support import FUNCTION, ROUND, check_close, one_more_rounding, rand
 from torch import Tensor
 
 from dsv4.ops._exact import rotate
-from dsv4.ops.attend.ref import attend
+from dsv4.ops.attention.cpu import attend
 from dsv4.quant.codec import decode, encode_kv
 from dsv4.quant.formats import Format, QuantTensor
 

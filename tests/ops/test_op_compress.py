@@ -15,7 +15,7 @@ from dsv4.model.bundle import Bundle, Numerics, Weights
 from dsv4.model.compressor import Compressor
 from dsv4.model.step import Step
 from dsv4.ops import Ops
-from dsv4.ops.compress import ref
+from dsv4.ops.attention import cpu
 
 CSA, HCA = LayerSpec("csa", 4, False), LayerSpec("hca", 128, False)
 WIDTH, CHANNELS, SLOTS = 5, 3, 4
@@ -139,7 +139,7 @@ def test_overlap_takes_first_halves_of_the_previous_block() -> None:
     values = torch.cat((torch.arange(1.0, 9).view(8, 1), 100 + torch.arange(1.0, 9).view(8, 1)), dim=1)
     scores, tail = torch.zeros(8, 2), torch.full((1, 16, 2), math.nan)
     where = (torch.zeros(8, dtype=torch.long), torch.arange(8), torch.zeros(8, dtype=torch.long))
-    got = ref.pool(values, scores, tail, tail, torch.tensor([3, 7]), *where, 4, True)
+    got = cpu.pool(values, scores, tail, tail, torch.tensor([3, 7]), *where, 4, True)
     first = (101 + 102 + 103 + 104) / 4  # no previous block: weight 0, not score 0
     second = (1 + 2 + 3 + 4 + 105 + 106 + 107 + 108) / 8
     assert got.tolist() == [[first], [second]]
@@ -152,10 +152,10 @@ def test_far_scores_and_no_closing_block() -> None:
     )
     tail = torch.zeros(1, 4 + SPARE, 1)
     zeros = torch.zeros(4, dtype=torch.long)
-    got = ref.pool(values, scores, tail, tail, torch.tensor([3]), zeros, torch.arange(4), zeros, 4, False)
+    got = cpu.pool(values, scores, tail, tail, torch.tensor([3]), zeros, torch.arange(4), zeros, 4, False)
     assert got.tolist() == [[4.0]]
     none = torch.tensor([], dtype=torch.long)
-    assert ref.pool(values, scores, tail, tail, none, zeros, torch.arange(4), zeros, 4, False).shape == (0, 1)
+    assert cpu.pool(values, scores, tail, tail, none, zeros, torch.arange(4), zeros, 4, False).shape == (0, 1)
     both = torch.zeros(4, 6)
     wide = torch.zeros(1, 4 + SPARE, 6)
-    assert ref.pool(both, both, wide, wide, none, zeros, torch.arange(4), zeros, 4, True).shape == (0, 3)
+    assert cpu.pool(both, both, wide, wide, none, zeros, torch.arange(4), zeros, 4, True).shape == (0, 3)

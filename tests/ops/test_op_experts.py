@@ -7,8 +7,8 @@ import torch
 from ops_support import ROUND, check_close, rand
 from torch import Tensor
 
-from dsv4.ops.experts import ref
-from dsv4.ops.linear.ref import dense, round_input
+from dsv4.ops.experts import cpu
+from dsv4.ops.linear.cpu import dense, round_input
 from dsv4.quant.codec import decode, encode_weight
 from dsv4.quant.formats import Format, QuantTensor
 
@@ -51,9 +51,9 @@ def bound(x: Tensor, expert: tuple[Tensor, Tensor, Tensor], limit: float) -> flo
 def test_ffn_against_loops(tokens: int, width: int, inner: int, format: Format) -> None:
     x, expert = rand(tokens, width), make_expert(width, inner, 1, format)
     routing = rand(tokens, seed=9).abs()
-    plain, weighted = ref.ffn(x, expert, 10.0, "a16")[:, 0], ref.ffn(x, expert, 10.0, "a16", routing)[:, 0]
+    plain, weighted = cpu.ffn(x, expert, 10.0, "a16")[:, 0], cpu.ffn(x, expert, 10.0, "a16", routing)[:, 0]
     held = tuple(dense(w) for w in expert)
-    assert torch.equal(ref.ffn(x, held, 10.0, "a16")[:, 0], plain), (
+    assert torch.equal(cpu.ffn(x, held, 10.0, "a16")[:, 0], plain), (
         "decoded once or at each use: the same bits"
     )
     for t in range(tokens):
@@ -77,7 +77,7 @@ def test_ffn_against_loops(tokens: int, width: int, inner: int, format: Format) 
 )
 def test_clamp(gate: float, up: float, want_gate: float, want_up: float) -> None:
     one = torch.ones(1, 1)
-    got = ref.ffn(one, (gate * one, up * one, one), 10.0, "a16")[:, 0]
+    got = cpu.ffn(one, (gate * one, up * one, one), 10.0, "a16")[:, 0]
     silu = 0.0 if want_gate == -math.inf else want_gate / (1 + math.exp(-want_gate))
     check_close(
         got, torch.tensor([[silu * want_up]], dtype=torch.float64), 4e-7 * abs(silu * want_up), "clamp"
@@ -88,7 +88,7 @@ def test_the_routing_weight_enters_before_the_down_projection() -> None:
     """With FP8 inputs it matters: w2 sees the rounding of weight * hidden, not of hidden."""
     x, expert = rand(3, 32), make_expert(32, 48, 1)
     weight = torch.tensor([0.3, 0.77, 1.9])
-    got = ref.ffn(x, expert, 10.0, "a8", weight)[:, 0]
+    got = cpu.ffn(x, expert, 10.0, "a8", weight)[:, 0]
     inputs = round_input(x, "a8")
     w1, w3, w2 = values(expert)
     gate, up = (inputs @ w1.t()).clamp(max=10), (inputs @ w3.t()).clamp(-10, 10)
@@ -107,7 +107,7 @@ def test_hidden_is_rounded_to_the_compute_type() -> None:
     gate, up = (x.float() @ w1.t()).bfloat16().float(), (x.float() @ w3.t()).bfloat16().float()
     hidden = (torch.nn.functional.silu(gate.clamp(max=10)) * up.clamp(-10, 10)).bfloat16().float()
     want = hidden @ w2.t()
-    got = ref.ffn(x, expert, 10.0, "a16")[:, 0]
+    got = cpu.ffn(x, expert, 10.0, "a16")[:, 0]
     assert got.dtype == torch.float32, "ranks add up what they get; only the sum is rounded"
     check_close(got, want, 2.0**-8 * want.abs() + 2.0**-7 * float(hidden.abs().max()) * 2**-8, "bfloat16")
 
@@ -118,7 +118,7 @@ def test_routed_sums_the_chosen(tokens: int, experts: int, k: int) -> None:
     all_experts = [make_expert(12, 10, 10 * e) for e in range(experts)]
     ids = rand(tokens, experts, seed=3).argsort(1)[:, :k]
     weights = rand(tokens, k, seed=4).abs()
-    got = ref.routed(x, ids, weights, all_experts, 10.0, "a16")[:, 0]
+    got = cpu.routed(x, ids, weights, all_experts, 10.0, "a16")[:, 0]
     assert got.dtype == torch.float32 and got.shape == x.shape
     for t in range(tokens):
         want = torch.zeros(12, dtype=torch.float64)
@@ -128,12 +128,12 @@ def test_routed_sums_the_chosen(tokens: int, experts: int, k: int) -> None:
             near += bound(x[t], values(all_experts[e]), 10.0) * (1 + w)
         check_close(got[t], want, near, f"token {t}")
     shuffled = torch.arange(k - 1, -1, -1)
-    again = ref.routed(x, ids[:, shuffled], weights[:, shuffled], all_experts, 10.0, "a16")[:, 0]
+    again = cpu.routed(x, ids[:, shuffled], weights[:, shuffled], all_experts, 10.0, "a16")[:, 0]
     assert torch.equal(again, got), "summed by expert id: the order of choice changes no bit"
     shared = rand(tokens, 2, 12, seed=5)
-    parts = ref.routed(x, ids, weights, all_experts, 10.0, "a16", parts=2)
-    both = ref.routed(x, ids, weights, all_experts, 10.0, "a16", parts=2, shared=shared, is_alone=True)
+    parts = cpu.routed(x, ids, weights, all_experts, 10.0, "a16", parts=2)
+    both = cpu.routed(x, ids, weights, all_experts, 10.0, "a16", parts=2, shared=shared, is_alone=True)
     assert torch.equal(both, parts + shared), "the shared expert's part by part, added last"
     for t in range(tokens):
-        alone = ref.routed(x[t : t + 1], ids[t : t + 1], weights[t : t + 1], all_experts, 10.0, "a16")[:, 0]
+        alone = cpu.routed(x[t : t + 1], ids[t : t + 1], weights[t : t + 1], all_experts, 10.0, "a16")[:, 0]
         assert torch.equal(alone[0], got[t]), "batch-mates at the same expert change no bit"

@@ -11,8 +11,8 @@ from ops_support import ROUND, check_close, rand
 from torch import Tensor
 
 from dsv4.ops._exact import rotate
-from dsv4.ops.index import ref
-from dsv4.ops.norm.ref import rms_norm
+from dsv4.ops.index import cpu
+from dsv4.ops.rows.cpu import rms_norm
 from dsv4.quant.codec import decode, encode_kv
 from dsv4.quant.formats import Format, QuantTensor
 
@@ -23,13 +23,13 @@ RATIO, PAGE = 4, 8
 def test_hadamard_is_sylvesters_matrix(size: int) -> None:
     """Entry (i, j) is (-1)^popcount(i & j), scaled; orthogonal, so applying it twice gives the input back."""
     want = [[(-1) ** (i & j).bit_count() * size**-0.5 for j in range(size)] for i in range(size)]
-    got = ref.hadamard(torch.eye(size))
+    got = cpu.hadamard(torch.eye(size))
     check_close(got, torch.tensor(want, dtype=torch.float64), 2 * ROUND, "matrix")
     x = rand(3, 5, size)
     bound = (4 + 2 * math.log2(size)) * ROUND * x.abs().sum(-1, keepdim=True).double()
-    check_close(ref.hadamard(ref.hadamard(x)), x, bound, "twice")
-    assert ref.hadamard(x.bfloat16()).dtype == torch.bfloat16
-    assert ref.hadamard(x[:0]).shape == (0, 5, size)
+    check_close(cpu.hadamard(cpu.hadamard(x)), x, bound, "twice")
+    assert cpu.hadamard(x.bfloat16()).dtype == torch.bfloat16
+    assert cpu.hadamard(x[:0]).shape == (0, 5, size)
 
 
 def mxfp4_rounded(x: Tensor) -> Tensor:
@@ -44,20 +44,20 @@ def mxfp4_rounded(x: Tensor) -> Tensor:
 def test_queries_and_keys_are_rotated_then_transformed_then_rounded() -> None:
     q, angle, weight = rand(3, 5, 64), rand(3, 4, seed=1), rand(64, seed=2)
     cos, sin = angle.cos(), angle.sin()
-    assert torch.equal(ref.queries(q, cos, sin, qat=False), rotate(q, cos, sin))
-    assert torch.equal(ref.queries(q, cos, sin, qat=True), mxfp4_rounded(ref.hadamard(rotate(q, cos, sin))))
+    assert torch.equal(cpu.queries(q, cos, sin, qat=False), rotate(q, cos, sin))
+    assert torch.equal(cpu.queries(q, cos, sin, qat=True), mxfp4_rounded(cpu.hadamard(rotate(q, cos, sin))))
     plain = rotate(rms_norm(q[:, 0], weight, 1e-6), cos, sin)
-    assert torch.equal(decode(ref.keys(q[:, 0], weight, cos, sin, 1e-6, False, Format.F32)), plain)
-    rounded = mxfp4_rounded(ref.hadamard(plain))
+    assert torch.equal(decode(cpu.keys(q[:, 0], weight, cos, sin, 1e-6, False, Format.F32)), plain)
+    rounded = mxfp4_rounded(cpu.hadamard(plain))
     for format in (Format.MXFP4, Format.BF16, Format.F32):
-        got = decode(ref.keys(q[:, 0], weight, cos, sin, 1e-6, True, format))
+        got = decode(cpu.keys(q[:, 0], weight, cos, sin, 1e-6, True, format))
         assert torch.equal(got, rounded), f"{format}: every cache format holds the rounded key"
 
 
 def test_leaving_the_transform_out_on_both_sides_changes_no_score() -> None:
     q, k = rand(6, 64), rand(9, 64, seed=1)
     bound = 40 * ROUND * (q.abs().sum(1, keepdim=True) * k.abs().amax()).double()
-    check_close(ref.hadamard(q) @ ref.hadamard(k).t(), (q @ k.t()).double(), bound, "scores")
+    check_close(cpu.hadamard(q) @ cpu.hadamard(k).t(), (q @ k.t()).double(), bound, "scores")
 
 
 class Pages:
@@ -92,7 +92,7 @@ def run_select(
     pages: Pages, q: Tensor, w: Tensor, slots: list[int], positions: list[int], topk: int
 ) -> Tensor:
     where = (torch.tensor(slots), torch.tensor(positions))
-    return ref.select(q, w, pages.pool, pages.table, *where, RATIO, PAGE, topk)
+    return cpu.select(q, w, pages.pool, pages.table, *where, RATIO, PAGE, topk)
 
 
 @pytest.mark.parametrize("topk", [1, 3, 12, 1000])
@@ -149,7 +149,7 @@ def test_select_reads_stored_keys(format: Format) -> None:
     keys, q, w = rand(16, 32), rand(1, 3, 32, seed=1), rand(1, 3, seed=2)
     pool = encode_kv(keys, 0, format)
     table = torch.tensor([[1, 0]], dtype=torch.int32)
-    got = ref.select(q, w, pool, table, torch.tensor([0]), torch.tensor([63]), RATIO, PAGE, 5)
+    got = cpu.select(q, w, pool, table, torch.tensor([0]), torch.tensor([63]), RATIO, PAGE, 5)
     by_entry = torch.cat((decode(pool)[8:], decode(pool)[:8]))
     want = [(c + 8) % 16 for c in naive_select(q[0], w[0], by_entry, 16, 5)]
     assert got[0].tolist() == want
@@ -158,10 +158,10 @@ def test_select_reads_stored_keys(format: Format) -> None:
 def test_visible_rows() -> None:
     pages = Pages([25, 9], d=1)
     slots, positions = [0, 1, 0, 1, 0], [0, 3, 99, 34, 4]
-    got = ref.visible_rows(pages.table, torch.tensor(slots), torch.tensor(positions), RATIO, PAGE)
+    got = cpu.visible_rows(pages.table, torch.tensor(slots), torch.tensor(positions), RATIO, PAGE)
     assert got.shape == (5, 25)
     for t, (slot, p) in enumerate(zip(slots, positions, strict=True)):
         rows = [pages.row(slot, c) for c in range((p + 1) // RATIO)]
         assert got[t].tolist() == rows + [-1] * (25 - len(rows)), (slot, p)
     none = torch.tensor([], dtype=torch.long)
-    assert ref.visible_rows(pages.table, none, none, RATIO, PAGE).shape == (0, 0)
+    assert cpu.visible_rows(pages.table, none, none, RATIO, PAGE).shape == (0, 0)

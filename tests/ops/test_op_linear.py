@@ -7,7 +7,7 @@ import torch
 from ops_support import ROUND, check_close, one_more_rounding, product_bound, rand
 from torch import Tensor
 
-from dsv4.ops.linear import ref
+from dsv4.ops.linear import cpu
 from dsv4.quant.codec import decode, encode_weight
 from dsv4.quant.formats import Format, QuantTensor
 
@@ -31,16 +31,16 @@ def test_every_format_against_loops(format: Format, t: int, n: int, k: int) -> N
     x, weight = rand(t, k), encode_weight(rand(n, k, seed=1), format)
     values = decode(weight)
     want, bound = naive(x, values), product_bound(x, values.t())
-    got = ref.linear(x, weight)
+    got = cpu.linear(x, weight)
     check_close(got, want, bound, f"{format} {(t, n, k)}")
-    assert torch.equal(ref.linear(x, ref.dense(weight)), got), "decoded once or at each use: the same bits"
-    rounded = ref.linear(x.bfloat16(), weight)
+    assert torch.equal(cpu.linear(x, cpu.dense(weight)), got), "decoded once or at each use: the same bits"
+    rounded = cpu.linear(x.bfloat16(), weight)
     assert rounded.dtype == torch.bfloat16
     want = naive(x.bfloat16().float(), values)
     bound = product_bound(x.bfloat16().float(), values.t())
     check_close(rounded, want, bound + one_more_rounding(want, torch.bfloat16), "bfloat16")
     check_close(
-        ref.linear(x.bfloat16(), weight, out_dtype=torch.float32), want, bound, "float32 from bfloat16"
+        cpu.linear(x.bfloat16(), weight, out_dtype=torch.float32), want, bound, "float32 from bfloat16"
     )
 
 
@@ -77,34 +77,34 @@ def test_rounded_inputs(activations: str, rounded: object, k: int) -> None:
     x[1, k // 2] = 1e5  # an outlier in its block
     x[4, 64:] *= 100  # half a block louder than the other half
     want_x = torch.from_numpy(rounded(x.numpy()))  # type: ignore[operator]
-    assert torch.equal(ref.round_input(x, activations), want_x)
+    assert torch.equal(cpu.round_input(x, activations), want_x)
     weight = encode_weight(rand(5, k, seed=1), Format.BF16)
-    assert torch.equal(ref.linear(x, weight, activations), ref.linear(want_x, weight))
-    assert not torch.equal(ref.linear(x, weight, activations), ref.linear(x, weight)), "it does round"
+    assert torch.equal(cpu.linear(x, weight, activations), cpu.linear(want_x, weight))
+    assert not torch.equal(cpu.linear(x, weight, activations), cpu.linear(x, weight)), "it does round"
 
 
 def test_a16_leaves_the_input_alone() -> None:
     x = rand(3, 40)
-    assert ref.round_input(x, "a16") is x
+    assert cpu.round_input(x, "a16") is x
 
 
 def test_infinite_inputs_are_clamped_not_nan() -> None:
     x = rand(2, 128)
     x[0, 3] = float("inf")
     for activations in ("a8", "a4"):
-        rounded = ref.round_input(x, activations)
+        rounded = cpu.round_input(x, activations)
         assert torch.isfinite(rounded[1]).all() and not torch.isnan(rounded).any()
 
 
 def test_rows_and_views() -> None:
     x, weight = rand(19, 66), encode_weight(rand(11, 66, seed=1), Format.NVFP4)
     for activations in ("a16", "a8", "a4"):
-        whole = ref.linear(x, weight, activations)
+        whole = cpu.linear(x, weight, activations)
         for t in range(19):
-            assert torch.equal(ref.linear(x[t : t + 1], weight, activations)[0], whole[t]), (activations, t)
+            assert torch.equal(cpu.linear(x[t : t + 1], weight, activations)[0], whole[t]), (activations, t)
         view = rand(66, 19, seed=2).t()
         assert torch.equal(
-            ref.linear(view, weight, activations), ref.linear(view.contiguous(), weight, activations)
+            cpu.linear(view, weight, activations), cpu.linear(view.contiguous(), weight, activations)
         )
 
 
@@ -113,7 +113,7 @@ def test_grouped_keeps_groups_apart() -> None:
     t, groups, n, k = 3, 4, 5, 6
     x = rand(t, groups, k)
     weights = [encode_weight(rand(n, k, seed=g + 1), Format.F32) for g in range(groups)]
-    got = ref.grouped(x, weights)
+    got = cpu.grouped(x, weights)
     want = torch.zeros(t, groups * n, dtype=torch.float64)
     for token in range(t):
         for g in range(groups):
@@ -122,7 +122,7 @@ def test_grouped_keeps_groups_apart() -> None:
                     float(x[token, g, i]) * float(weights[g].data[j, i]) for i in range(k)
                 )
     check_close(got, want, 8 * ROUND * 6 * 9, "grouped")
-    assert ref.grouped(x[:0], weights).shape == (0, groups * n)
+    assert cpu.grouped(x[:0], weights).shape == (0, groups * n)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -130,6 +130,6 @@ def test_embed(dtype: torch.dtype) -> None:
     rows = rand(9, 5).bfloat16()
     table = QuantTensor(Format.BF16, rows, (9, 5))
     ids = torch.tensor([8, 0, 3, 3])
-    got = ref.embed(ids, table, dtype)
+    got = cpu.embed(ids, table, dtype)
     assert got.dtype == dtype and got.tolist() == [rows[i].tolist() for i in ids.tolist()]
-    assert ref.embed(ids[:0], table, dtype).shape == (0, 5)
+    assert cpu.embed(ids[:0], table, dtype).shape == (0, 5)

@@ -7,7 +7,7 @@ import torch
 from ops_support import ROUND, check_close, one_more_rounding, rand
 from torch import Tensor
 
-from dsv4.ops.mhc import ref
+from dsv4.ops.mhc import cpu
 
 MIXES = [0.3, -0.2, 0.1, 0, 0.5, -0.5, 0.25, 0, 1, 0.2, -0.3, 0.4, 0, 0.9, 0.1, -0.6,
          -0.2, 0.3, 0.8, 0.1, 0.5, -0.1, 0.2, 0.7]  # fmt: skip
@@ -27,7 +27,7 @@ COMB = torch.tensor(
 
 def test_check_values_of_sinkhorn() -> None:
     logits = 2 * torch.tensor(MIXES[8:]).view(1, 4, 4)
-    comb = ref.sinkhorn(logits, 20, 1e-6)[0]
+    comb = cpu.sinkhorn(logits, 20, 1e-6)[0]
     check_close(comb, COMB, 1e-7, "comb")
     check_close(comb.sum(0), torch.ones(4), 2e-6, "the last step normalises columns (but for eps)")
     # Rows were normalised one step earlier: they are off by more than columns, and by little.
@@ -39,7 +39,7 @@ def test_check_values_of_pre() -> None:
     width = 8
     streams = torch.ones(3, 4, width)
     fn = (torch.tensor(MIXES) / (4 * width)).expand(4 * width, 24).contiguous()
-    x, gate, comb = ref.pre(streams, fn, BASE, SCALE, 0.0, 1e-6, 20)
+    x, gate, comb = cpu.pre(streams, fn, BASE, SCALE, 0.0, 1e-6, 20)
     check_close(gate, POST.expand(3, 4), 1e-6, "gate")
     check_close(comb, COMB.expand(3, 4, 4), 3e-7, "comb")
     # Streams that are 0 but one give pre of that stream, once rescaled to the same norm of 1.
@@ -48,7 +48,7 @@ def test_check_values_of_pre() -> None:
         one[0, j] = 2.0
         fn_j = torch.zeros(4 * width, 24)
         fn_j[j * width : (j + 1) * width] = torch.tensor(MIXES) / (2 * width)
-        x, _, _ = ref.pre(one, fn_j, BASE, SCALE, 0.0, 1e-6, 20)
+        x, _, _ = cpu.pre(one, fn_j, BASE, SCALE, 0.0, 1e-6, 20)
         check_close(x[0] / 2, PRE[j].expand(width), 1e-6, f"pre {j}")
 
 
@@ -86,9 +86,9 @@ def test_pre_post_head_against_loops(tokens: int, n: int, width: int, iters: int
     m = 2 * n + n * n
     fn, base, scale = rand(n * width, m, seed=1) * width**-0.5, rand(m, seed=2), rand(m, seed=3)
     y = rand(tokens, width, seed=4).to(dtype)
-    x, gate, comb = ref.pre(streams, fn, base, scale, 1e-6, 1e-5, iters)
-    new = ref.post(y, streams, gate, comb)
-    top = ref.head(streams, fn[:, :n].contiguous(), base[:n], scale[:n], 1e-6, 1e-5)
+    x, gate, comb = cpu.pre(streams, fn, base, scale, 1e-6, 1e-5, iters)
+    new = cpu.post(y, streams, gate, comb)
+    top = cpu.head(streams, fn[:, :n].contiguous(), base[:n], scale[:n], 1e-6, 1e-5)
     assert x.dtype == new.dtype == top.dtype == dtype and gate.dtype == comb.dtype == torch.float32
     # Products of n*width terms, then functions with slopes below 1; 20 steps of 2 roundings in the mixing.
     near = 4 * (n * width + 4 * iters + 10) * ROUND
@@ -129,14 +129,14 @@ def test_sinkhorn_takes_the_given_number_of_steps(iters: int) -> None:
     """Far from doubly stochastic, so that every step still moves the result."""
     logits = 6 * rand(5, 3, 3)
     want = torch.tensor([naive_sinkhorn(matrix, iters, 1e-6) for matrix in logits.tolist()])
-    check_close(ref.sinkhorn(logits, iters, 1e-6), want, 40 * iters * ROUND, f"{iters} iterations")
+    check_close(cpu.sinkhorn(logits, iters, 1e-6), want, 40 * iters * ROUND, f"{iters} iterations")
 
 
 def test_post_sums_over_the_first_index() -> None:
     """A comb that sends stream 0 to stream 1 only: comb[0, 1] = 1. Transposed, stream 0 would receive."""
     streams = torch.tensor([[[1.0, 2.0], [10.0, 20.0]]])
     comb = torch.tensor([[[0.0, 1.0], [0.0, 0.0]]])
-    out = ref.post(torch.zeros(1, 2), streams, torch.zeros(1, 2), comb)
+    out = cpu.post(torch.zeros(1, 2), streams, torch.zeros(1, 2), comb)
     assert out.tolist() == [[[0.0, 0.0], [1.0, 2.0]]]
 
 
@@ -144,20 +144,20 @@ def test_rows_are_independent_and_none_is_fine() -> None:
     n, width = 4, 33
     streams, fn = rand(21, n, width), rand(n * width, 24, seed=1)
     base, scale = rand(24, seed=2), rand(24, seed=3)
-    whole = ref.pre(streams, fn, base, scale, 1e-6, 1e-6, 20)
-    posted = ref.post(whole[0], streams, whole[1], whole[2])
+    whole = cpu.pre(streams, fn, base, scale, 1e-6, 1e-6, 20)
+    posted = cpu.post(whole[0], streams, whole[1], whole[2])
     for count in (0, 1, 2, 7, 8, 9):
-        part = ref.pre(streams[:count], fn, base, scale, 1e-6, 1e-6, 20)
+        part = cpu.pre(streams[:count], fn, base, scale, 1e-6, 1e-6, 20)
         assert all(torch.equal(a, b[:count]) for a, b in zip(part, whole, strict=True)), count
-        assert torch.equal(ref.post(part[0], streams[:count], part[1], part[2]), posted[:count])
+        assert torch.equal(cpu.post(part[0], streams[:count], part[1], part[2]), posted[:count])
     for t in range(21):
-        alone = ref.pre(streams[t : t + 1], fn, base, scale, 1e-6, 1e-6, 20)
+        alone = cpu.pre(streams[t : t + 1], fn, base, scale, 1e-6, 1e-6, 20)
         assert all(torch.equal(a[0], b[t]) for a, b in zip(alone, whole, strict=True)), t
     # The first layer hands in one row expanded over the streams: no memory of its own.
     view = rand(5, width).unsqueeze(1).expand(-1, n, -1)
     for a, b in zip(
-        ref.pre(view, fn, base, scale, 1e-6, 1e-6, 20),
-        ref.pre(view.contiguous(), fn, base, scale, 1e-6, 1e-6, 20),
+        cpu.pre(view, fn, base, scale, 1e-6, 1e-6, 20),
+        cpu.pre(view.contiguous(), fn, base, scale, 1e-6, 1e-6, 20),
         strict=True,
     ):
         assert torch.equal(a, b)
@@ -167,10 +167,10 @@ def test_extreme_mixes_stay_finite() -> None:
     """Zero streams (the norm's eps carries them), huge ones, and logits far apart."""
     fn, base, scale = rand(4 * 8, 24), torch.zeros(24), torch.full((24,), 50.0)
     for streams in (torch.zeros(2, 4, 8), 1e15 * rand(2, 4, 8), 1e-30 * rand(2, 4, 8)):
-        x, gate, comb = ref.pre(streams, fn, base, scale, 1e-6, 1e-6, 20)
+        x, gate, comb = cpu.pre(streams, fn, base, scale, 1e-6, 1e-6, 20)
         assert all(torch.isfinite(v).all() for v in (x, gate, comb))
         check_close(comb.sum(1), torch.ones(2, 4), 2e-6, "columns")
     far = torch.tensor([[[1e4, -1e4], [1e4, -1e4]]])
-    comb = ref.sinkhorn(far, 20, 1e-6)
+    comb = cpu.sinkhorn(far, 20, 1e-6)
     check_close(comb.sum(1), torch.ones(1, 2), 1e-5, "columns of far logits")
-    assert torch.isnan(ref.sinkhorn(torch.tensor([[[math.nan, 0.0], [0.0, 0.0]]]), 20, 1e-6)).all()
+    assert torch.isnan(cpu.sinkhorn(torch.tensor([[[math.nan, 0.0], [0.0, 0.0]]]), 20, 1e-6)).all()

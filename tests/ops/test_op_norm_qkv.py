@@ -11,8 +11,8 @@ from ops_support import ROUND, check_close, one_more_rounding, rand
 from dsv4.config import Yarn
 from dsv4.model.rope import Rope
 from dsv4.ops._exact import rotate
-from dsv4.ops.norm.ref import rms_norm
-from dsv4.ops.qkv import ref
+from dsv4.ops.attention import cpu
+from dsv4.ops.rows.cpu import rms_norm
 from dsv4.quant.codec import decode
 from dsv4.quant.formats import Format
 from dsv4.spec.ops import rope_table
@@ -101,7 +101,7 @@ def test_angles_are_float32_products_and_their_cosines_accurate() -> None:
 def test_queries_norm_each_head_and_rotate() -> None:
     q, angle = rand(3, 5, 12), rand(3, 2, seed=1)
     cos, sin = angle.cos(), angle.sin()
-    got = ref.queries(q, cos, sin, 1e-6)
+    got = cpu.queries(q, cos, sin, 1e-6)
     wide = q.double()
     normed = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt()
     want = rotate(normed.float(), cos, sin)
@@ -113,7 +113,7 @@ def test_queries_norm_each_head_and_rotate() -> None:
 
 def test_entries_use_the_weight() -> None:
     x, weight, angle = rand(4, 12), rand(12, seed=2), rand(4, 2, seed=1)
-    got = ref.entries(x, weight, angle.cos(), angle.sin(), 1e-6)
+    got = cpu.entries(x, weight, angle.cos(), angle.sin(), 1e-6)
     want = rotate(rms_norm(x, weight, 1e-6), angle.cos(), angle.sin())
     assert torch.equal(got, want) and not torch.equal(got[:, :8], rms_norm(x, None, 1e-6)[:, :8])
 
@@ -132,16 +132,16 @@ def test_store_rounds_unrotated_channels_in_blocks_of_64(format: Format, dtype: 
         want[row, :nope] = torch.from_numpy((oracle.E4M3[codes] * spread).astype(np.float32))
     if format is Format.BF16:
         want = want.bfloat16().float()
-    assert torch.equal(decode(ref.store(kv, rope_dim, format, qat=True)), want)
+    assert torch.equal(decode(cpu.store(kv, rope_dim, format, qat=True)), want)
     if format is not Format.KV8:
         plain = kv.bfloat16().float() if format is Format.BF16 else kv.float()
-        assert torch.equal(decode(ref.store(kv, rope_dim, format, qat=False)), plain)
+        assert torch.equal(decode(cpu.store(kv, rope_dim, format, qat=False)), plain)
 
 
 def test_store_check_values() -> None:
     given = [0.013, -0.5, 1, 3.14159, -7.7, 100, 447, -449]
     row = torch.zeros(1, 64 + 2)
     row[0, :8] = torch.tensor(given)
-    stored = decode(ref.store(row, 2, Format.KV8, qat=True))
+    stored = decode(cpu.store(row, 2, Format.KV8, qat=True))
     assert stored[0, :8].tolist() == [0.01171875, -0.5, 1, 3.25, -7.5, 96, 448, -448]
-    assert decode(ref.store(torch.zeros(0, 66), 2, Format.KV8, qat=True)).shape == (0, 66)
+    assert decode(cpu.store(torch.zeros(0, 66), 2, Format.KV8, qat=True)).shape == (0, 66)

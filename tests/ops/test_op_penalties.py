@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dsv4.engine.request import MAX_BIAS as REQUEST_BIAS
-from dsv4.ops.sample.ref import HISTORY, MAX_BIAS, choose, pack, pack_penalties, penalised, unpack
+from dsv4.ops.sample.cpu import HISTORY, MAX_BIAS, choose, pack, pack_penalties, penalised, unpack
 
 LARGEST = 3.4028234663852886e38
 VOCAB = 40

@@ -162,7 +162,7 @@ def test_other_code_finds_nothing_that_was_measured_of_this(tmp_path: Path) -> N
     """Two versions of dsv4 that share a cache folder: what held for a function of one says nothing of the
     other's function of that name."""
     ops = Path(_memory.__file__).parent
-    for name in ("_exact.py", "mhc/ref.py"):
+    for name in ("_exact.py", "mhc/cpu.py"):
         copy = tmp_path / name.replace("/", " ") / "ops"
         shutil.copytree(ops, copy)
         here, there = identity.code("ops"), partial(identity.code.__wrapped__, "ops", root=copy.parent)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dsv4.ops.sample.ref import (
+from dsv4.ops.sample.cpu import (
     CHOSEN,
     NONE_ALLOWED,
     NOT_FINITE,

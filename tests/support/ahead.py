@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from dsv4.kernels.common import build
+from dsv4.gpu import build
 from tests.support.once import made_once
 
 MADE, SERVED = "100a", "120a"
@@ -20,7 +20,9 @@ MADE, SERVED = "100a", "120a"
 def whole(path: Path) -> str:
     """A source with what it includes."""
     text = path.read_text()
-    parts = [part for name in re.findall(r'#include "(.*)"', text) for part in build.HERE.glob(f"*/{name}")]
+    parts = [
+        part for name in re.findall(r'#include "(.*)"', text) for part in build.HEADERS if part.name == name
+    ]
     return text + "".join(map(whole, parts))
 
 
@@ -39,7 +41,7 @@ def _compile(nvcc: build.Compiler, folder: Path, source: Path, arch: str) -> byt
         return nvcc.compile(source, arch)
     flags = (*build.FLAGS, *build.INCLUDES, "-ptx", f"-arch=sm_{MADE}")
     make = lambda out: _run([nvcc.path, "-O3", *flags, "-o", out, source], source, MADE)  # noqa: E731
-    text = made_once(folder / f"{source.stem}.ptx", make).read_text()
+    text = made_once(folder / f"{source.parent.name}-{source.stem}.ptx", make).read_text()
     text = text.replace(f".target sm_{MADE}\n", f".target sm_{arch}\n")
     assert f".target sm_{arch}\n" in text
     with tempfile.TemporaryDirectory() as made:

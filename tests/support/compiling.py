@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dsv4.kernels.common import build
+from dsv4.gpu import build
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 

@@ -2,7 +2,7 @@
 
 import re
 
-from dsv4.kernels.common import build
+from dsv4.gpu import build
 
 COMMENT = re.compile(r"//[^\n]*")
 WAIT = "wait_for_prerequisites();"

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from dsv4.kernels.common.overlap import Touches
+from dsv4.gpu.pdl import Touches
 
 Span = tuple[int, int]  # addresses: the first byte, and the one after the last
 _NOISE = 0xFF  # NaN, and -1

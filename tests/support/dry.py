@@ -14,11 +14,8 @@ from torch import Tensor
 
 from dsv4.cache.store import Cache
 from dsv4.config import Activations, ModelConfig
-from dsv4.kernels.common import architectures, quantize, tiles
-from dsv4.kernels.common.build import HOPPER
-from dsv4.kernels.decode import attend, attention, choose, exchange, index, matvec, mhc, prepare, sample
-from dsv4.kernels.prefill import attend as prompt_attend
-from dsv4.kernels.prefill import product, queries, streams, unpack
+from dsv4.gpu import architectures, tiles
+from dsv4.gpu.build import HOPPER
 from dsv4.lab import synthetic
 from dsv4.lab.bench.decode import Wanted
 from dsv4.lab.bench.echo import Echo, echo_peers
@@ -28,12 +25,27 @@ from dsv4.model.model import Model
 from dsv4.model.prompt import Prompt
 from dsv4.model.warm import run_spans
 from dsv4.ops import IMPLEMENTATIONS, Ops
+from dsv4.ops.attention import decode as attention
+from dsv4.ops.attention import decode_any, prepare
+from dsv4.ops.attention import prefill_sm90 as prompt_attention
+from dsv4.ops.exchange import decode as exchange
+from dsv4.ops.index import decode as index
+from dsv4.ops.index import decode_select as selecting
+from dsv4.ops.index import prefill_queries as queries
+from dsv4.ops.linear import decode as matvec
+from dsv4.ops.linear import prefill_product as product
+from dsv4.ops.linear import prefill_unpack as unpack
+from dsv4.ops.mhc import decode as mhc
+from dsv4.ops.mhc import prefill_sm90 as streams
+from dsv4.ops.route import decode as routing
+from dsv4.ops.rows import quantize
+from dsv4.ops.sample import decode as sample
 from dsv4.parallel.mesh import Mesh
 from dsv4.quant.formats import Format
 
 MULTIPROCESSORS = 132
-CUDA = (mhc, choose, matvec, sample, attention, index, exchange, quantize)
-CUDA += (product, prompt_attend, queries, streams, unpack)
+CUDA = (mhc, routing, selecting, matvec, sample, attention, index, exchange, quantize)
+CUDA += (product, prompt_attention, queries, streams, unpack)
 
 
 def _unmade(format: Format, shape: tuple[int, int], count: int, halves: int, *_: Any) -> tiles.Tiled:
@@ -61,12 +73,12 @@ def _unlaunched(multiprocessors: int, capability: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_properties", lambda device: sizes)
         patch.setattr(architectures, "capability", lambda device: capability)
-        for module in (product, prompt_attend, streams):
+        for module in (product, prompt_attention, streams):
             patch.setattr(module, "architecture", lambda device: HOPPER if capability == 90 else "")
         patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
         patch.setattr(torch.Tensor, "data_ptr", _address, raising=False)
         patch.setattr(torch.Tensor, "tolist", _list, raising=False)
-        for module in (prepare, index, attend, quantize):
+        for module in (prepare, index, decode_any, quantize):
             patch.setattr(module, "launch", nothing)
         for module in CUDA:
             patch.setattr(module, "call", nothing)

@@ -18,11 +18,8 @@ from torch import Tensor
 from dsv4.cache.store import Cache
 from dsv4.config import Activations, ModelConfig
 from dsv4.engine.spill import Split, make_placement
-from dsv4.kernels.common import architectures, quantize
-from dsv4.kernels.common.overlap import Launch, Names, Touches, tensors_of
-from dsv4.kernels.common.places import Form, Placement
-from dsv4.kernels.decode import attention, choose, exchange, index, matvec, mhc, sample
-from dsv4.kernels.decode.exchange import Peers, inbox_places
+from dsv4.gpu import architectures
+from dsv4.gpu.pdl import Launch, Names, Touches, tensors_of
 from dsv4.lab.bench.decode import Wanted, fill
 from dsv4.lab.bench.echo import Echo
 from dsv4.model.bundle import Bundle, Numerics
@@ -30,7 +27,18 @@ from dsv4.model.decode import Decoder
 from dsv4.model.model import Model
 from dsv4.model.step import Step
 from dsv4.ops import IMPLEMENTATIONS, Ops
-from dsv4.ops.sample.ref import HISTORY, pack
+from dsv4.ops.attention import decode as attention
+from dsv4.ops.exchange import decode as exchange
+from dsv4.ops.exchange.decode import Peers, inbox_places
+from dsv4.ops.experts.placement import Form, Placement
+from dsv4.ops.index import decode as index
+from dsv4.ops.index import decode_select as selecting
+from dsv4.ops.linear import decode as matvec
+from dsv4.ops.mhc import decode as mhc
+from dsv4.ops.route import decode as routing
+from dsv4.ops.rows import quantize
+from dsv4.ops.sample import decode as sample
+from dsv4.ops.sample.cpu import HISTORY, pack
 from dsv4.parallel.mesh import Mesh
 from dsv4.quant.formats import Format
 from dsv4.weights.load import Checkpoint
@@ -40,7 +48,7 @@ from tests.support.interpreter import quicken
 from tests.support.twin import of_source
 
 MULTIPROCESSORS = 4  # so that a launch has few blocks
-CUDA = (mhc, choose, matvec, sample, attention, index, exchange, quantize)
+CUDA = (mhc, routing, selecting, matvec, sample, attention, index, exchange, quantize)
 
 
 class _Range(ctypes.Structure):
@@ -77,41 +85,41 @@ class Launches:
         self.seed += 1
         twin = of_source(source, self.folder)
         at, kinds = ctypes.byref(given), re.findall(r"\w+", kernel.partition("<")[2])
-        if source in ("open", "exchange"):
+        if source in ("mhc/decode_open", "exchange/decode"):
             self.waiting.append(given)
-            if len(self.waiting) < (self.ranks if source == "exchange" or kinds[-1] == "true" else 1):
+            if len(self.waiting) < (self.ranks if source == "exchange/decode" or kinds[-1] == "true" else 1):
                 return
         unfinished = [_Range(begin, end - begin) for begin, end in self.late]
         self.late.clear()
-        for it in unfinished if source != "matvec" else []:
+        for it in unfinished if source != "linear/matvec" else []:
             twin.expect(ctypes.c_void_p(it.at), ctypes.c_size_t(it.bytes))
         match source:
-            case "open" | "exchange":
+            case "mhc/decode_open" | "exchange/decode":
                 all_given = (ctypes.c_void_p * len(self.waiting))(*map(ctypes.addressof, self.waiting))
                 said = self._run(twin.launched, kernel.encode(), len(all_given), all_given, blocks)
                 self.waiting.clear()
-            case "mix":
+            case "mhc/decode_mix":
                 said = self._run(twin.launch, at, kinds[0] == "float", blocks)
-            case "route":
+            case "route/decode":
                 said = self._run(twin.launch, at)
-            case "choose":
+            case "index/decode_select":
                 warps = int(kinds[0]) if "few" in kernel else 0
                 rows = [self._run(twin.launch, at, row, warps, shared) for row in range(blocks // cluster)]
                 said = next(filter(None, rows), "")
-            case "index":
+            case "index/decode":
                 said = self._run(getattr(twin, kernel.removesuffix("_kernel")), at, blocks)
-            case "attention":
+            case "attention/decode":
                 said = self._run(twin.attend, blocks // cluster >> given.group_bits, at)
-            case "sample":
+            case "sample/decode":
                 said = self._run(twin.launch, at, blocks, shared)
-            case "quantize":
+            case "rows/quantize":
                 wanted = ("PLAIN", "NORM", "SWIGLU").index(kinds[2])
                 said = self._run(twin.launch, at, blocks, threads, int(kinds[0]), kinds[1] == "true", wanted)
-            case "matvec":
+            case "linear/matvec":
                 late = (_Range * len(unfinished))(*unfinished)
                 of = (blocks, threads, shared, late, len(late), ctypes.byref(_EVERYTHING), 1)
                 said = self._run(twin.launch, at, *(kind == "true" for kind in kinds), *of)
-        if source != "matvec":
+        if source != "linear/matvec":
             twin.expect(None, ctypes.c_size_t(0))
         assert not said, f"{kernel}: {said}"
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dsv4.kernels.common.tiles import _MAGNITUDE, _SIGN, Tiled
+from dsv4.gpu.tiles import _MAGNITUDE, _SIGN, Tiled
 from dsv4.quant.formats import NV_BLOCK, Format
 
 

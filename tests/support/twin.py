@@ -12,21 +12,28 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from dsv4.kernels.common.build import INCLUDES
+from dsv4.gpu.build import INCLUDES, PACKAGE
 from tests.support.once import folder_of_run, made_once
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on the PATH")
 _HERE = Path(__file__).parents[1] / "kernels"
-# Twins are called after their kernels' source, but for these; and those that take long to compile.
-_NAMES = {"open": "exchange", "quantize": "round"}
-_NAMES |= {f"product_{format}": "product_16" for format in ("nvfp4", "mxfp4", "fp8", "bf16")}
-_NAMES |= {f"product_a8_{format}": "product_8" for format in ("mxfp4", "fp8")}
+# The twin of each source, and the twins that take long to compile.
+_NAMES = {
+    **{"linear/matvec": "matvec", "linear/prefill_pack": "pack", "linear/prefill_unpack": "unpack"},
+    **{f"linear/prefill_sm90_{format}": "product_16" for format in ("nvfp4", "mxfp4", "fp8", "bf16")},
+    **{f"linear/prefill_sm90_a8_{format}": "product_8" for format in ("mxfp4", "fp8")},
+    **{"attention/decode": "attention", "attention/prefill_sm90": "attend"},
+    **{"index/decode": "index", "index/decode_select": "choose", "index/prefill_queries": "queries"},
+    **{"mhc/decode_open": "exchange", "mhc/decode_mix": "mix", "mhc/prefill_sm90": "streams"},
+    **{"exchange/decode": "exchange", "route/decode": "route", "sample/decode": "sample"},
+    **{"rows/quantize": "round"},
+}
 _LEVELS = {"matvec": "-Og", "product_16": "-Og", "product_8": "-Og", "attend": "-Og"}
 
 
 def of_source(source: str, folder: Path) -> ctypes.CDLL:
-    """The twin of SOURCE.cu."""
-    name = _NAMES.get(source, source)
+    """The twin of a source, named as build.py names it."""
+    name = _NAMES[source]
     loaded = build(name, _LEVELS.get(name, "-O2"), folder)
     if hasattr(loaded, "launch"):
         loaded.launch.restype = ctypes.c_char_p
@@ -50,7 +57,16 @@ def twin_of(name: str, level: str = "-O2", **results: Any) -> Any:
 @cache
 def build(name: str, level: str, folder: Path) -> ctypes.CDLL:
     # Plain products and sums, as IEEE 754 has them; longjmp between stacks is what the emulator is about.
-    flags = ["-std=c++17", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-fPIC", "-w", *INCLUDES, f"-I{_HERE}"]
+    flags = [
+        "-std=c++17",
+        "-ffp-contract=off",
+        "-U_FORTIFY_SOURCE",
+        "-fPIC",
+        "-w",
+        *INCLUDES,
+        f"-I{PACKAGE / 'ops'}",
+        f"-I{_HERE}",
+    ]
     # Twins of one process each have the emulator's variables for themselves.
     flags.append("-fno-gnu-unique")
     # Every load and store calls a function: of races.cpp, not of a library.

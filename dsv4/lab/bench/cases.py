@@ -10,14 +10,14 @@ from torch import Tensor
 
 from dsv4.cache.layout import CacheLayout
 from dsv4.config import ModelConfig
-from dsv4.kernels.common.tiles import Bank, Tiled, empty, put, tile
-from dsv4.kernels.prefill import product as prompts
+from dsv4.gpu.tiles import Bank, Tiled, empty, put, tile
 from dsv4.lab.bench.decode import fill_rows
 from dsv4.lab.bench.subject import DTYPE, cache_layout, needed_bytes
 from dsv4.lab.synthetic import format_of
 from dsv4.model.params import Param, declare
 from dsv4.ops import IMPLEMENTATIONS
-from dsv4.ops.sample.ref import pack
+from dsv4.ops.linear import prefill_product as prompts
+from dsv4.ops.sample.cpu import pack
 from dsv4.quant.formats import FP8_TILE, NV_BLOCK, Format, QuantTensor, empty_rows
 
 
@@ -215,7 +215,7 @@ class Maker:
                 x = self.normal(rows, width)
                 return Made((x, weight, self.c.norm_eps), 2 * size_of(x))
 
-            yield Case("norm", "rms_norm", f"{width} wide", make)
+            yield Case("rows", "rms_norm", f"{width} wide", make)
 
     def _mhc(self) -> Iterator[Case]:
         c, n, d = self.c, self.c.num_streams, self.c.hidden_size
@@ -270,9 +270,9 @@ class Maker:
             x = self.normal(rows, c.head_dim)
             return Made((x, c.rope_dim, Format.KV8, True), 1.6 * size_of(x))
 
-        yield Case("qkv", "queries", f"{c.num_heads} heads", queries)
-        yield Case("qkv", "entries", f"{c.head_dim} wide", entries)
-        yield Case("qkv", "store", "kv8", store, rounds=True)
+        yield Case("attention", "queries", f"{c.num_heads} heads", queries)
+        yield Case("attention", "entries", f"{c.head_dim} wide", entries)
+        yield Case("attention", "store", "kv8", store, rounds=True)
 
     def _where(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """Slots, positions and first positions of tokens of one sequence, the last at the context's end."""
@@ -292,7 +292,7 @@ class Maker:
                 common = (closing, slots, positions, first, ratio, m == 2)
                 return Made((*fresh, *tail, *common), size_of(fresh))
 
-            yield Case("compress", "pool", kind, make)
+            yield Case("attention", "pool", kind, make)
 
     def _stores(self) -> tuple[CacheLayout, Tensor]:
         layout = cache_layout(self.c, -(-self.context // 256) * 256, 1)
@@ -364,13 +364,13 @@ class Maker:
                 fresh = kv8(rows)
                 # Row numbers as each backend's own index op gives them.
                 places = (chosen, None if chosen is None else chosen.int())
-                ref, gpu = ((q, fresh, ring, *where, pool, place, sinks, *turn) for place in places)
+                cpu, gpu = ((q, fresh, ring, *where, pool, place, sinks, *turn) for place in places)
                 read = min(seen, rows * listed) + c.window + rows
                 moved = 2 * size_of(q) + read * layout.entry_bytes
                 work = 4.0 * rows * (c.window + listed) * c.num_heads * c.head_dim
-                return Made(ref, moved, work, gpu=gpu)
+                return Made(cpu, moved, work, gpu=gpu)
 
-            yield Case("attend", "attend", f"{kind}, {c.window} + {listed} keys", make)
+            yield Case("attention", "attend", f"{kind}, {c.window} + {listed} keys", make)
 
     def _sample(self) -> Iterator[Case]:
         kinds = {

@@ -7,7 +7,7 @@ import torch
 
 from dsv4.device import OLDEST, too_old
 from dsv4.errors import DeviceError
-from dsv4.kernels.common import ceiling
+from dsv4.gpu import ceiling
 
 READ_BYTES = 8 << 30
 HOST_BYTES = 1 << 28

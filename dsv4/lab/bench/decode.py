@@ -18,7 +18,7 @@ from dsv4.model.buffers import ROWS
 from dsv4.model.bundle import Bundle
 from dsv4.model.decode import Decoder
 from dsv4.model.model import Model
-from dsv4.ops.sample.ref import pack
+from dsv4.ops.sample.cpu import pack
 from dsv4.quant.formats import Format, QuantTensor
 
 WARM, COUNTED, PROFILED = 8, 32, 5

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4.config import ModelConfig
-from dsv4.kernels.decode.exchange import Peers, inbox_places
+from dsv4.ops.exchange.decode import Peers, inbox_places
 from dsv4.parallel.comm import tree_sum
 
 

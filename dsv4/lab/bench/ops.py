@@ -11,7 +11,6 @@ import torch
 from dsv4.cache.layout import CacheLayout
 from dsv4.config import preset
 from dsv4.errors import ConfigError
-from dsv4.kernels.decode.matvec import MatVec
 from dsv4.lab.bench.cases import Case, Made, Maker
 from dsv4.lab.bench.ceiling import timed
 from dsv4.lab.bench.decode import Session, Wanted, release
@@ -21,6 +20,7 @@ from dsv4.lab.doctor.cases import ROUNDINGS, SUMS
 from dsv4.lab.doctor.ops import call, difference, outputs, relative
 from dsv4.model.step import Step
 from dsv4.ops import IMPLEMENTATIONS
+from dsv4.ops.linear.decode import MatVec
 
 PRESETS = ("flash", "pro")
 CHECKED_ROWS = 3
@@ -99,11 +99,11 @@ def floor(num_bytes: float, flops: float, read: float, matmul: float) -> tuple[f
 
 def check(case: Case, backend: str) -> str:
     """What is wrong with a few rows, against the reference on the same GPU; or nothing."""
-    if backend == "ref":
+    if backend == "cpu":
         return ""
     try:
         made = case.make(CHECKED_ROWS)
-        got, want = (outputs(_call(case, made, name)) for name in (backend, "ref"))
+        got, want = (outputs(_call(case, made, name)) for name in (backend, "cpu"))
     # A kernel that cannot be built raises whatever its compiler does; that is the finding.
     except Exception as error:  # noqa: BLE001
         return f"raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"

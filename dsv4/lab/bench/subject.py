@@ -15,9 +15,8 @@ from dsv4.engine.memory import gpu_memory, unpacks_weights
 from dsv4.engine.sizes import problems
 from dsv4.engine.spill import Split, check_host, choose_resident, find_split, make_placement
 from dsv4.errors import ConfigError
-from dsv4.kernels.common.architectures import capability
-from dsv4.kernels.common.places import Form, place
-from dsv4.kernels.common.tiles import ROWS, SLICE, Bank, Tiled, tile_bytes
+from dsv4.gpu.architectures import capability
+from dsv4.gpu.tiles import ROWS, SLICE, Bank, Tiled, tile_bytes
 from dsv4.lab.bench.echo import Echo
 from dsv4.lab.plan import largest
 from dsv4.lab.records import published
@@ -27,6 +26,7 @@ from dsv4.lab.synthetic import LAYOUTS, format_of, layout_of, make_weights, with
 from dsv4.model.bundle import Bundle, Numerics, Weights
 from dsv4.model.params import Param, check_ranks, declare, own_experts
 from dsv4.ops import IMPLEMENTATIONS, Ops
+from dsv4.ops.experts.placement import Form, place
 from dsv4.parallel.mesh import Mesh
 from dsv4.quant.formats import Format
 from dsv4.weights.load import Checkpoint, Progress

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.ops.sample.ref import pack
+from dsv4.ops.sample.cpu import pack
 from dsv4.quant.codec import encode_kv, encode_weight
 from dsv4.quant.formats import Format, QuantTensor
 
@@ -130,8 +130,8 @@ def _route(r: _Random, dtype: torch.dtype) -> list[Case]:
 
 def _norm(r: _Random, dtype: torch.dtype) -> list[Case]:
     return [
-        Case("norm", "rms_norm", "weighted", ((r(5, 96) * 50).to(dtype), r(96) + 1, 1e-6)),
-        Case("norm", "rms_norm", "plain", (r(3, 2, 64).to(dtype), None, 1e-6)),
+        Case("rows", "rms_norm", "weighted", ((r(5, 96) * 50).to(dtype), r(96) + 1, 1e-6)),
+        Case("rows", "rms_norm", "plain", (r(3, 2, 64).to(dtype), None, 1e-6)),
     ]
 
 
@@ -162,9 +162,9 @@ def _turn(r: _Random, rows: int, pairs: int) -> tuple[Tensor, Tensor]:
 def _qkv(r: _Random, dtype: torch.dtype) -> list[Case]:
     x, turn = r(6, 128).to(dtype), _turn(r, 6, 16)
     return [
-        Case("qkv", "queries", "four heads", (r(6, 4, 128).to(dtype), *turn, 1e-6)),
-        Case("qkv", "entries", "one head", (x, r(128) + 1, *turn, 1e-6)),
-        Case("qkv", "store", "fp8", (x, 32, Format.KV8, True), rounds=True),
+        Case("attention", "queries", "four heads", (r(6, 4, 128).to(dtype), *turn, 1e-6)),
+        Case("attention", "entries", "one head", (x, r(128) + 1, *turn, 1e-6)),
+        Case("attention", "store", "fp8", (x, 32, Format.KV8, True), rounds=True),
     ]
 
 
@@ -176,8 +176,8 @@ def _compress(r: _Random, dtype: torch.dtype) -> list[Case]:
     overlap = (r(12, 128), r(12, 128), r(1, 16, 128), r(1, 16, 128))
     whole = (r(12, 64), r(12, 64), r(1, 12, 64), r(1, 12, 64))
     return [
-        Case("compress", "pool", "overlap", (*overlap, closing, *common, 4, True)),
-        Case("compress", "pool", "whole", (*whole, closing, *common, 4, False)),
+        Case("attention", "pool", "overlap", (*overlap, closing, *common, 4, True)),
+        Case("attention", "pool", "whole", (*whole, closing, *common, 4, False)),
     ]
 
 
@@ -205,8 +205,8 @@ def _attend(r: _Random, dtype: torch.dtype) -> list[Case]:
     where = (slots, positions, torch.full((3,), 6), 5, 13)
     q, sinks = (r(3, 4, 128) * 4).to(dtype), r(4)
     return [
-        Case("attend", "attend", "window", (q, fresh, ring, *where, None, None, sinks, *turn)),
-        Case("attend", "attend", "entries", (q, fresh, ring, *where, pool, chosen, sinks, *turn)),
+        Case("attention", "attend", "window", (q, fresh, ring, *where, None, None, sinks, *turn)),
+        Case("attention", "attend", "entries", (q, fresh, ring, *where, pool, chosen, sinks, *turn)),
     ]
 
 

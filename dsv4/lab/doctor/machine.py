@@ -11,7 +11,7 @@ import torch
 
 from dsv4.device import available_memory, driver
 from dsv4.errors import DeviceError
-from dsv4.kernels.common.build import compiler
+from dsv4.gpu.build import compiler
 from dsv4.lab.doctor.findings import Finding
 
 PYTHONS = ((3, 11), (3, 12), (3, 13), (3, 14))

@@ -3,7 +3,6 @@
 A backend that is added to the kernel table is examined here without another line.
 """
 
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from dsv4.lab.doctor.cases import Case, make_cases, to_device
 from dsv4.lab.doctor.findings import Finding
 from dsv4.lab.doctor.golden import FINGERPRINTS
-from dsv4.ops import IMPLEMENTATIONS, Ops
+from dsv4.ops import IMPLEMENTATIONS, Ops, backend_module
 from dsv4.quant.codec import decode
 from dsv4.quant.formats import QuantTensor
 
@@ -23,7 +22,7 @@ def examine_ops() -> list[Finding]:
     if torch.cuda.is_available():
         out += examine_gpu()
     else:
-        others = [f"{op}.{b}" for op, backends in IMPLEMENTATIONS.items() for b in backends if b != "ref"]
+        others = [f"{op}.{b}" for op, backends in IMPLEMENTATIONS.items() for b in backends if b != "cpu"]
         if others:
             text = f"no GPU: not examined: {', '.join(others)}"
             out.append(Finding("ops", "gpu backends", "note", text))
@@ -48,7 +47,7 @@ def outputs(result: Any) -> list[Tensor]:
 def run(case: Case, backend: str, device: str) -> list[Tensor]:
     """A backend whose weights are not QuantTensors exports hold(weight: QuantTensor, device) to make them."""
     holder = "linear" if case.function == "enter" else case.op
-    hold = getattr(import_module(f"dsv4.ops.{holder}.{backend}"), "hold", None)
+    hold = getattr(backend_module(holder, backend), "hold", None)
     return outputs(call(case.op, case.function, backend, to_device(case.arguments, device, hold)))
 
 
@@ -56,7 +55,7 @@ def call(op: str, function: str, backend: str, arguments: tuple[Any, ...]) -> An
     """A function of an op's backend; `enter` is of several ops, all of that backend."""
     if function == "enter":
         return _enter(backend, *arguments)
-    return getattr(import_module(f"dsv4.ops.{op}.{backend}"), function)(*arguments)
+    return getattr(backend_module(op, backend), function)(*arguments)
 
 
 def _enter(
@@ -99,14 +98,14 @@ def fingerprint(results: list[Tensor]) -> list[float]:
 def fingerprints() -> dict[str, list[float]]:
     """What golden.py records."""
     cases = make_cases(torch.float32)
-    return {f"{c.op}.{c.function} {c.name}": fingerprint(run(c, "ref", "cpu")) for c in cases}
+    return {f"{c.op}.{c.function} {c.name}": fingerprint(run(c, "cpu", "cpu")) for c in cases}
 
 
 def _reference(op: str) -> Finding:
-    name, cases = f"{op}.ref", [case for case in make_cases(torch.float32) if case.op == op]
+    name, cases = f"{op}.cpu", [case for case in make_cases(torch.float32) if case.op == op]
     for case in cases:
         key = f"{case.op}.{case.function} {case.name}"
-        got, want = fingerprint(run(case, "ref", "cpu")), FINGERPRINTS[key]
+        got, want = fingerprint(run(case, "cpu", "cpu")), FINGERPRINTS[key]
         bound = case.tolerance(torch.float32) * max(map(abs, want))
         if len(got) != len(want) or any(abs(g - w) > bound for g, w in zip(got, want, strict=True)):
             text = f"{case.function} ({case.name}) gives {_short(got)}, elsewhere it gave {_short(want)}"
@@ -123,13 +122,13 @@ def backend_finding(op: str, backend: str, device: str) -> Finding:
     worst = 0.0
     for case in cases:
         where = f"{case.function} ({case.name})"
-        remedy = f"do not use it (--op {op}=ref); report this line"
+        remedy = f"do not use it (--op {op}=cpu); report this line"
         try:
             got = run(case, backend, device)
         # A kernel that cannot be built raises whatever its compiler does; that is the finding.
         except Exception as error:  # noqa: BLE001
             return Finding("ops", name, "fail", f"{where} raised {type(error).__name__}: {error}", remedy)
-        want = run(case, "ref", "cpu")
+        want = run(case, "cpu", "cpu")
         if problem := difference(got, want, case.tolerance(dtype)):
             return Finding("ops", name, "fail", f"{where}: {problem}", remedy)
         worst = max([worst, *(relative(g, w) for g, w in zip(got, want, strict=True))])

@@ -1,1 +1,1 @@
-"""Backends of the op `experts`; `ref.py` is the contract."""
+"""The room of the op `experts`; `cpu.py` is the contract."""

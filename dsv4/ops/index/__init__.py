@@ -1,1 +1,1 @@
-"""Backends of the op `index`; `ref.py` is the contract."""
+"""The room of the op `index`; `cpu.py` is the contract."""

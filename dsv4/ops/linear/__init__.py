@@ -1,1 +1,1 @@
-"""Backends of the op `linear`; `ref.py` is the contract."""
+"""The room of the op `linear`; `cpu.py` is the contract."""

@@ -1,1 +1,1 @@
-"""Backends of the op `mhc`; `ref.py` is the contract."""
+"""The room of the op `mhc`; `cpu.py` is the contract."""

@@ -1,1 +1,1 @@
-"""Backends of the op `route`; `ref.py` is the contract."""
+"""The room of the op `route`; `cpu.py` is the contract."""

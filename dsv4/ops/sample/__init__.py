@@ -1,1 +1,1 @@
-"""Backends of the op `sample`; `ref.py` is the contract."""
+"""The room of the op `sample`; `cpu.py` is the contract."""

@@ -1,0 +1,224 @@
+"""Start: weights as GPU kernels want them, tiles of 16 rows in the order of tensor cores' registers."""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dsv4.errors import CheckpointError
+from dsv4.gpu import architectures
+from dsv4.quant.codec import e8m0_decode
+from dsv4.quant.formats import FP8_TILE, MX_BLOCK, NV_BLOCK, Format, QuantTensor
+
+ROWS, SLICE = 16, 512
+# Bytes of one brick (16 rows, 512 columns) and of the scales beside it; matvec.cu knows the same numbers.
+BRICK = {Format.NVFP4: 4096, Format.MXFP4: 4096, Format.FP8: 8192, Format.BF16: 16384}
+SCALES = {Format.NVFP4: 512, Format.MXFP4: 256, Format.FP8: 16, Format.BF16: 0}
+CODE = {Format.NVFP4: 0, Format.MXFP4: 1, Format.FP8: 2, Format.BF16: 3}
+# linear/prefill_sm90_8.cuh: how far, in powers of two, a scale may lie below its row's largest, and the
+# least of those.
+FP8_SPAN, FP8_LEAST = 16, 30
+# Where the three magnitude bits and the sign of a lane's four codes lie in each half of a word, for GPUs that
+# have no instruction for E2M1. Others want the two codes of a register in one byte (Tiled.is_plain).
+_MAGNITUDE, _SIGN = (9, 6, 3, 0), (15, 12, 14, 13)
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """`count` matrices [N, K], or pairs of them (gate and up), each multiplied by its float32 `factor`.
+
+    They follow one another in `data` and `scale`; or, with `places`, each lies that many bytes from where
+    `data` and `scale` begin, wherever that is (experts/placement.py). `is_plain`: FP4 codes lie two a byte,
+    as GPUs want them whose tensor cores or conversions take FP4; of any other format nothing.
+    """
+
+    format: Format
+    shape: tuple[int, int]
+    data: Tensor  # uint8 [count, units, slices, halves, brick]
+    scale: Tensor  # uint8 [count, units, slices, halves, scales of a brick]
+    factor: Tensor  # float32 [count, halves]
+    fits_bf16: bool = True
+    fits_fp8: bool = True
+    places: Tensor | None = None  # int64 [count]
+    is_plain: bool = False
+
+    @property
+    def count(self) -> int:
+        return self.factor.shape[0]
+
+    @property
+    def units(self) -> int:
+        return self.data.shape[1]
+
+    @property
+    def slices(self) -> int:
+        return self.data.shape[2]
+
+    @property
+    def halves(self) -> int:
+        return self.data.shape[3]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all matrices, wherever they lie."""
+        _, *rest = self.data.shape
+        one = math.prod(rest) + math.prod(self.scale.shape[1:])
+        return self.count * one + 4 * self.factor.numel()
+
+    def span(self, first: int, stop: int) -> "Tiled":
+        """Matrices first .. stop-1, not copied."""
+        if self.places is not None:
+            return replace(self, factor=self.factor[first:stop], places=self.places[first:stop])
+        data, scale, factor = self.data[first:stop], self.scale[first:stop], self.factor[first:stop]
+        return replace(self, data=data, scale=scale, factor=factor)
+
+    def rows(self, start: int, stop: int) -> "Tiled":
+        """Rows start .. stop-1 of a single matrix, not copied; both on a tile's edge, or the end."""
+        assert self.count == 1 and self.halves == 1 and self.places is None and start % ROWS == 0
+        stop = min(stop, self.shape[0])
+        units = slice(start // ROWS, -(-stop // ROWS))
+        shape = (stop - start, self.shape[1])
+        return replace(self, shape=shape, data=self.data[:, units], scale=self.scale[:, units])
+
+
+@dataclass(frozen=True)
+class Bank:
+    """All experts of a layer (or the shared one alone): gate and up in pairs, and down."""
+
+    w13: Tiled
+    w2: Tiled
+
+
+def is_plain_on(device: str | torch.device) -> bool:
+    """Whether kernels for this device read FP4 codes two a byte: the one place that chooses the layout."""
+    return architectures.ARCHITECTURES[architectures.capability(torch.device(device))].converts_fp4
+
+
+def empty(
+    format: Format,
+    shape: tuple[int, int],
+    count: int,
+    halves: int,
+    device: str | torch.device,
+    is_plain: bool | None = None,
+) -> Tiled:
+    """`is_plain`: None for the layout of the device's kernels."""
+    units, slices = -(-shape[0] // ROWS), -(-shape[1] // SLICE)
+    lead = (count, units, slices, halves)
+    return Tiled(
+        format=format,
+        shape=shape,
+        data=torch.empty(*lead, BRICK[format], dtype=torch.uint8, device=device),
+        scale=torch.empty(*lead, SCALES[format], dtype=torch.uint8, device=device),
+        factor=torch.empty(count, halves, dtype=torch.float32, device=device),
+        is_plain=is_plain_on(device) if is_plain is None else is_plain,
+    )
+
+
+def tile_bytes(format: Format, shape: tuple[int, int]) -> int:
+    """What `empty` allocates for one matrix."""
+    units, slices = -(-shape[0] // ROWS), -(-shape[1] // SLICE)
+    return units * slices * (BRICK[format] + SCALES[format]) + 4
+
+
+def tile(weight: QuantTensor) -> Tiled:
+    """One weight in its tiles, on the device where its bytes are."""
+    out = empty(weight.format, weight.shape, 1, 1, weight.data.device)
+    return put(out, 0, 0, weight).of(out)
+
+
+@dataclass(frozen=True)
+class Fits:
+    """In which types a product may hold a weight's codes times their scales (without the factor), exactly."""
+
+    bf16: bool = True
+    fp8: bool = True  # as linear/prefill_sm90_8.cuh does
+
+    def of(self, weight: Tiled) -> Tiled:
+        """The weight, with what one of its matrices says of all."""
+        bf16, fp8 = weight.fits_bf16 and self.bf16, weight.fits_fp8 and self.fp8
+        return replace(weight, fits_bf16=bf16, fits_fp8=fp8)
+
+
+def put(to: Tiled, index: int, half: int, weight: QuantTensor) -> Fits:
+    """Write `weight` as matrix `index` (and half) of a bank."""
+    assert weight.format is to.format and weight.shape == to.shape, (weight.format, weight.shape, to.shape)
+    if weight.shape[1] % 4:
+        raise CheckpointError(f"a weight of {weight.shape[1]} columns: the GPU kernels need a multiple of 4")
+    to.data[index, :, :, half] = _data(weight, to.units, to.slices, to.is_plain)
+    to.factor[index, half] = weight.global_scale
+    if weight.format is Format.BF16:
+        return Fits()
+    scale, fits_bf16 = _scales(weight, to.units, to.slices)
+    to.scale[index, :, :, half] = scale
+    return Fits(fits_bf16, weight.format is not Format.MXFP4 or _fits_fp8(weight))
+
+
+def _fits_fp8(weight: QuantTensor) -> bool:
+    """MXFP4: whether the scales of each row, blocks of zeros apart, lie within FP8_SPAN of its largest."""
+    assert weight.scale is not None
+    codes = weight.scale.view(torch.uint8)
+    tops = codes.amax(1, keepdim=True).clamp(min=FP8_LEAST)
+    if bool((tops == 255).any()):  # NaN
+        return False
+    far = tops - codes.clamp(max=tops) > FP8_SPAN
+    if not bool(far.any()):
+        return True
+    blocks = _padded(weight.data, weight.shape[0], codes.shape[1] * MX_BLOCK // 2).view(*codes.shape, -1)
+    return not bool((far & ((blocks & 0x77) != 0).any(-1)).any())
+
+
+def _padded(x: Tensor, rows: int, cols: int) -> Tensor:
+    return torch.nn.functional.pad(x, (0, cols - x.shape[1], 0, rows - x.shape[0]))
+
+
+def _data(weight: QuantTensor, units: int, slices: int, is_plain: bool) -> Tensor:
+    """[units, slices, brick] bytes. A lane is (g, t): rows g and g+8, columns 4t .. 4t+3 of every 16."""
+    if weight.format is Format.BF16:
+        plain = _padded(weight.data.view(torch.int16), units * ROWS, slices * SLICE)
+        # unit, half of the rows, g, slice, sixteen, t, pair of columns, column
+        parts = plain.view(units, 2, 8, slices, 32, 4, 2, 2)
+        ordered = parts.permute(0, 3, 4, 2, 5, 6, 1, 7).contiguous()
+        return ordered.view(torch.uint8).view(units, slices, -1)
+    if weight.format is Format.FP8:
+        codes = _padded(weight.data.view(torch.uint8), units * ROWS, slices * SLICE)
+        parts = codes.view(units, 2, 8, slices, 16, 2, 4, 2, 2)
+        return parts.permute(0, 3, 4, 2, 6, 5, 7, 1, 8).contiguous().view(units, slices, -1)
+    packed = _padded(weight.data, units * ROWS, slices * SLICE // 2)
+    # unit, half, g, slice, sixty-four, sixteen, four, pair of columns (one byte). A lane has four columns of
+    # each sixteen, or with NVFP4 one sixteen, which has one scale.
+    lanes = (5, 6) if weight.format is Format.NVFP4 else (6, 5)
+    parts = packed.view(units, 2, 8, slices, 8, 4, 4, 2).permute(0, 3, 4, 2, *lanes, 7, 1)
+    if is_plain:
+        return parts.contiguous().view(units, slices, -1)
+    words = torch.zeros(parts.shape[:-2], dtype=torch.int32, device=packed.device)
+    for pair in range(2):
+        for half in range(2):
+            register = half + 2 * pair
+            both = parts[..., pair, half].int()
+            for column in range(2):
+                code = (both >> (4 * column)) & 15
+                words |= (code & 7) << (_MAGNITUDE[register] + 16 * column)
+                words |= (code >> 3) << (_SIGN[register] + 16 * column)
+    return words.contiguous().view(torch.uint8).view(units, slices, -1)
+
+
+def _scales(weight: QuantTensor, units: int, slices: int) -> tuple[Tensor, bool]:
+    """[units, slices, scales of a brick] bytes, and whether BF16 holds code times scale."""
+    assert weight.scale is not None
+    if weight.format is Format.FP8:
+        raw = weight.scale
+        scale = e8m0_decode(raw) if raw.dtype == torch.uint8 else raw.float()
+        mantissa, _ = torch.frexp(scale)
+        fits = bool(((mantissa.abs() == 0.5) | (scale == 0)).all())
+        rows = torch.arange(units, device=scale.device) * ROWS // FP8_TILE
+        wide = torch.nn.functional.pad(scale, (0, slices * 4 - scale.shape[1]))
+        return wide[rows].contiguous().view(torch.uint8).view(units, slices, 16), fits
+    block = NV_BLOCK if weight.format is Format.NVFP4 else MX_BLOCK
+    codes = _padded(weight.scale.view(torch.uint8), units * ROWS, slices * SLICE // block)
+    if weight.format is Format.NVFP4:  # unit, half, g, slice, load, t: a lane's own block of every load
+        parts = codes.view(units, 2, 8, slices, 8, 4).permute(0, 3, 2, 5, 4, 1)
+    else:  # unit, half, g, slice, t (the lane that keeps it), which of its two loads, block of that load
+        parts = codes.view(units, 2, 8, slices, 4, 2, 2).permute(0, 3, 2, 4, 5, 1, 6)
+    return parts.contiguous().view(units, slices, -1), True

@@ -1,1 +1,0 @@
-"""Decode step: one token of each sequence, inside the graph. Some also serve prompts, and say so."""

@@ -1,1 +1,0 @@
-"""Prompts: many tokens of few sequences, launched eagerly."""

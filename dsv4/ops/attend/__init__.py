@@ -1,1 +1,0 @@
-"""Backends of the op `attend`; `ref.py` is the contract."""

@@ -1,0 +1,1 @@
+"""The room of the op `attention`; `cpu.py` is the contract."""

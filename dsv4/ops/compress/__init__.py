@@ -1,1 +1,0 @@
-"""Backends of the op `compress`; `ref.py` is the contract."""

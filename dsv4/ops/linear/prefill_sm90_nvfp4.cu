@@ -1,0 +1,5 @@
+// Prompts: prefill_sm90_16.cuh with NVFP4 weights. A source of its own, so that formats compile side by side.
+#include "prefill_sm90_16.cuh"
+
+template __global__ void product_kernel<NVFP4, false>(const __grid_constant__ Product);
+template __global__ void product_kernel<NVFP4, true>(const __grid_constant__ Product);

@@ -1,1 +1,0 @@
-"""Backends of the op `norm`; `ref.py` is the contract."""

@@ -1,1 +1,0 @@
-"""Backends of the op `qkv`; `ref.py` is the contract."""

@@ -1,0 +1,87 @@
+"""Decode step: launches decode.cu: which experts a row meets, and their tasks."""
+
+import ctypes
+
+from torch import Tensor
+
+from dsv4.gpu.build import address, call
+from dsv4.gpu.pdl import launcher
+from dsv4.ops.linear.decode import COLUMNS, FLOAT_COLUMNS, Tasks
+
+CLUSTER = 8  # blocks that share a batch's rows
+# By experts of a lane, for a single row and for a batch: warps of a block, its shared memory.
+SINGLE = {8: (8, 2344), 16: (16, 2344)}
+BATCH = {8: (8, 21544), 16: (8, 38952)}
+MAX_EXPERTS, MAX_CHOICES, MAX_PAIRS = 512, 32, 1024  # pairs: rows times choices
+
+
+class _Routing(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("logits", "bias", "table", "ids", "positions", "counts")),
+        *((name, ctypes.c_void_p) for name in ("chosen", "weights", "task_expert", "task_pairs")),
+        *((name, ctypes.c_int) for name in ("rows", "experts", "choices", "task_bits", "first_own", "own")),
+        ("route_scale", ctypes.c_float),
+    )
+
+
+@launcher(
+    reads=("logits", "positions", "counts"),
+    reads_early=("bias", "table", "ids"),
+    writes=("chosen", "tasks", "counts"),
+)
+def route(
+    logits: Tensor,
+    bias: Tensor | None,
+    table: Tensor | None,
+    ids: Tensor,
+    scale: float,
+    is_float: bool,
+    chosen: Tensor,
+    tasks: Tasks,
+    positions: Tensor | None = None,
+    counts: Tensor | None = None,
+    own: range | None = None,
+    overlap: bool = True,
+) -> None:
+    """logits [T, E] float32; bias [E], or a table [V, K] by token id. -> chosen int32 [T, K] by rising
+    expert, and tasks with the weights. `is_float` says how many pairs a task may hold. `counts` int32 [E]
+    grow by the choices of rows whose `positions` are not negative. `own`: the experts that this rank has, all
+    if None; tasks are theirs alone, by their number here."""
+    rows, experts = logits.shape
+    assert experts <= MAX_EXPERTS and tasks.choices <= MAX_CHOICES, (experts, tasks.choices)
+    assert rows * tasks.choices <= MAX_PAIRS, (rows, tasks.choices)
+    assert counts is None or (positions is not None and counts.shape == (experts,)), "whose choices count"
+    own = range(experts) if own is None else own
+    assert 0 <= own.start < own.stop <= experts, (own, experts)
+    is_single, many = rows == 1, 8 if experts <= 256 else 16
+    warps, shared = (SINGLE if is_single else BATCH)[many]
+    routing = _Routing(
+        logits=logits.data_ptr(),
+        bias=address(bias),
+        table=address(table),
+        ids=ids.data_ptr(),
+        positions=address(positions),
+        counts=address(counts),
+        chosen=chosen.data_ptr(),
+        weights=tasks.weights.data_ptr(),
+        task_expert=tasks.expert.data_ptr(),
+        task_pairs=tasks.pairs.data_ptr(),
+        rows=rows,
+        experts=experts,
+        choices=tasks.choices,
+        task_bits=(FLOAT_COLUMNS if is_float else COLUMNS).bit_length() - 1,
+        first_own=own.start,
+        own=len(own),
+        route_scale=scale,
+    )
+    call(
+        "route/decode",
+        f"route_kernel<{many}, {str(is_single).lower()}>",
+        logits.device,
+        routing,
+        blocks=1 if is_single else CLUSTER,
+        threads=32 * warps,
+        shared=shared,
+        cluster=1 if is_single else CLUSTER,
+        overlap=overlap,
+    )

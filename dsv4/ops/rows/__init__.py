@@ -1,0 +1,1 @@
+"""The room of the op `rows`; `cpu.py` is the contract."""
