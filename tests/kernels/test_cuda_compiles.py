@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4 import disk
 from dsv4.config import preset
 from dsv4.errors import DeviceError
 from dsv4.gpu import architectures, build, ceiling, driver, tiles
@@ -71,7 +72,7 @@ def test_a_cubin_that_lost_its_bytes_is_made_again(tmp_path: Path, monkeypatch: 
     made = build.Compiler("fake", "1", Path("fake"), lambda source, arch: b"a cubin")
     monkeypatch.setattr(build, "compiler", lambda: made)
     synced: list[int] = []
-    monkeypatch.setattr(build.os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
+    monkeypatch.setattr(disk.os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
     path = build.compile_source("mhc/decode_mix", "90a")
     path.write_bytes(b"")
     assert build.compile_source("mhc/decode_mix", "90a").read_bytes() == b"a cubin" and synced == [7, 7]
