@@ -68,12 +68,8 @@ WATCHED = (
     (route, ("_choose",)),
     (mhc, ("pre", "post", "head")),
 )
-BY_KIND = (
-    "attend",
-    "keys decoded",
-    "attention pool",
-    "attention put_tail",
-)  # ops that differ between kinds of layers
+# Ops that differ between kinds of layers.
+BY_KIND = ("attend", "keys decoded", "attention pool", "attention put_tail")
 BY_CONTEXT = ("attend", "keys decoded", "index select", "layer")
 
 

@@ -1,5 +1,5 @@
-"""attention/prefill_sm90.cu's own source on the CPU: attention of a prompt's tokens against the reference, and packed for the
-product that follows as packing would."""
+"""attention/prefill_sm90.cu's own source on the CPU: attention of a prompt's tokens against the reference,
+and packed for the product that follows as packing would."""
 
 import ctypes
 import math

@@ -1,4 +1,5 @@
-"""attention/decode.cu on a GPU: the reference's results; the same bits alone and among others, as a graph or not."""
+"""attention/decode.cu on a GPU: the reference's results; the same bits alone and among others, as a
+graph or not."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
-"""attention/decode.cu's own source on the CPU, all blocks of a cluster at once in shuffled orders, against the
-reference."""
+"""attention/decode.cu's own source on the CPU, all blocks of a cluster at once in shuffled orders, against
+the reference."""
 
 import ctypes
 from dataclasses import replace

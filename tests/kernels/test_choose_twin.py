@@ -1,4 +1,5 @@
-"""index/decode_select.cu's own source on the CPU, warps and blocks in shuffled orders, against the reference."""
+"""index/decode_select.cu's own source on the CPU, warps and blocks in shuffled orders, against the
+reference."""
 
 import ctypes
 import re

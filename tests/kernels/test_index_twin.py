@@ -1,4 +1,5 @@
-"""index/decode.cu's own source on the CPU, warps in shuffled orders, to the bit what its order of sums gives."""
+"""index/decode.cu's own source on the CPU, warps in shuffled orders, to the bit what its order of sums
+gives."""
 
 import ctypes
 import re

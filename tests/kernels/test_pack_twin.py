@@ -1,4 +1,5 @@
-"""linear/prefill_pack.cu's own source on the CPU: rows as products read them, and which expert meets which rows."""
+"""linear/prefill_pack.cu's own source on the CPU: rows as products read them, and which expert meets which
+rows."""
 
 import ctypes
 

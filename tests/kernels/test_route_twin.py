@@ -1,4 +1,5 @@
-"""route/decode.cu's own source on the CPU, the blocks of a cluster in shuffled orders, against the reference."""
+"""route/decode.cu's own source on the CPU, the blocks of a cluster in shuffled orders, against the
+reference."""
 
 import ctypes
 

@@ -1,5 +1,5 @@
-"""mhc/prefill_sm90.cu's own source on the CPU: sites of a prompt as the reference has them, in all forms that are
-wanted."""
+"""mhc/prefill_sm90.cu's own source on the CPU: sites of a prompt as the reference has them, in all
+forms that are wanted."""
 
 import ctypes
 

@@ -207,7 +207,7 @@ class Maker:
         yield Case("route", "by_score", f"{c.num_experts} experts", lambda rows: make(rows, False))
         yield Case("route", "by_hash", f"{c.num_experts} experts", lambda rows: make(rows, True))
 
-    def _norm(self) -> Iterator[Case]:
+    def _rows(self) -> Iterator[Case]:
         for width in dict.fromkeys((self.c.hidden_size, self.c.q_rank)):
             weight = 1 + 0.1 * self.wide(width)
 
@@ -254,7 +254,12 @@ class Maker:
         for name, make in (("pre", pre), ("post", post), ("head", head), ("enter", enter)):
             yield Case("mhc", name, f"{n} streams of {d}", make)
 
-    def _qkv(self) -> Iterator[Case]:
+    def _attention(self) -> Iterator[Case]:
+        yield from self._ready()
+        yield from self._pool()
+        yield from self._attend()
+
+    def _ready(self) -> Iterator[Case]:
         c = self.c
         weight, pairs = 1 + 0.1 * self.wide(c.head_dim), c.rope_dim // 2
 
@@ -280,7 +285,7 @@ class Maker:
         positions = torch.arange(start, self.context, device=self.device)
         return torch.zeros_like(positions), positions, torch.full_like(positions, start)
 
-    def _compress(self) -> Iterator[Case]:
+    def _pool(self) -> Iterator[Case]:
         for kind, m in (("csa", 2), ("hca", 1)):
 
             def make(rows: int, ratio: int = self.ratio[kind], m: int = m) -> Made:
