@@ -135,7 +135,8 @@ def nvfp4_rows(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
 
 def nvfp4_global(x: Tensor) -> Tensor:
     """[..., K] -> [..., 1], each row's amax / (6*448); 1 for zeros, for what that makes zero, and for NaN."""
-    share = _finite(x.float()).abs().amax(-1, keepdim=True) / NV_RANGE
+    largest = _finite(x.float()).abs().amax(-1, keepdim=True)
+    share = largest / largest.new_tensor(NV_RANGE)  # a GPU would multiply by a number's reciprocal
     return torch.where(share > 0, share, torch.ones_like(share))
 
 
