@@ -21,6 +21,7 @@ LAYERS: list[set[str]] = [
     {"gpu", "spec"},
     {"ops", "cache", "parallel"},
     {"model"},
+    {"step"},
     {"weights"},
     {"engine"},
     {"lab"},

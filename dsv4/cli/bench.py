@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dsv4.cli import bench_show
-from dsv4.cli.options import add_command, show_help
+from dsv4.cli.options import add_command, numbers, show_help
 from dsv4.cli.show import bytes_bar, count_bar, err, model_folder, out, print_json, size
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def decode(
     from dsv4.lab.bench.decode import Wanted
     from dsv4.lab.bench.record import check_target
 
-    batches, laws = _numbers(batch), [None] if routing is None else routing.split(",")
+    batches, laws = numbers("batch", batch), [None] if routing is None else routing.split(",")
     runs = [(law, Wanted(context, number, steps, max_context)) for law in laws for number in batches]
     if len(runs) > 1 and (sweep or plot is not None or beside_transformers):
         raise ConfigError("--sweep, --plot and --beside-transformers go with one --batch and one --routing")
@@ -162,15 +162,6 @@ def _subject(
 
     found = choose(model_folder(model) if name is None else model, name, experts, layers, layout, routing)
     return replace(found, activations=EngineConfig(activations=activations).activations)  # type: ignore[arg-type]
-
-
-def _numbers(text: str) -> list[int]:
-    from dsv4.errors import ConfigError
-
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and len(part) < 9 for part in parts):
-        raise ConfigError(f"batch is {text!r}, expected a number, or several as in 1,8")
-    return [int(part) for part in parts]
 
 
 def _decode(

@@ -1,7 +1,7 @@
 """`dsv4 doctor`: is this machine, this build and this checkpoint right?"""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
+from dsv4.cli.options import numbers
 from dsv4.cli.show import count_bar, out, print_json
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ EPILOG = """
   dsv4 doctor
   dsv4 doctor ./DeepSeek-V4-Flash
   dsv4 doctor ./model --full --json
+  dsv4 doctor --step --rows 1,32 --context 128,5120,140000   # a GPU that nobody has tried yet
 """
 _STYLES = {"ok": "green", "note": "yellow", "fail": "bold red"}
 
@@ -28,16 +30,24 @@ def doctor(
     full: Annotated[
         bool, typer.Option("--full", help="read every weight and run the model, however large")
     ] = False,
+    step: Annotated[
+        bool,
+        typer.Option("--step", help="on a GPU: hold every launch of a decode step against what it means"),
+    ] = False,
+    rows: Annotated[str, typer.Option(help="of --step: rows of the step, of 1, 2, 4, 8, 16, 32")] = "1,8",
+    context: Annotated[str, typer.Option(help="of --step: tokens before the step")] = "128,5120",
+    activations: Annotated[str, typer.Option(help="of --step: a16, a8 or a4")] = "a16",
     json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """Check the machine, every op, the engine and a checkpoint. Ends with PASS (exit code 0) or FAIL (1)."""
-    from dsv4.lab.doctor.examine import examine
+    """Check the machine, every op, the engine and a checkpoint. Ends with PASS (exit code 0) or FAIL (1).
+
+    With --step, check one decode step instead, launch by launch; without a model, with random weights."""
     from dsv4.lab.doctor.findings import passed
 
     start = time.monotonic()
     findings = []
     with ExitStack() as stack:
-        for finding in examine(model, full, _WeightsBar(stack).update):
+        for finding in _findings(model, full, step, rows, context, activations, stack):
             # A bar that an unreadable file cut short must not stand among the findings.
             stack.close()
             findings.append(finding)
@@ -50,6 +60,26 @@ def doctor(
         _conclude(findings, time.monotonic() - start)
     if not is_right:
         raise typer.Exit(1)
+
+
+def _findings(
+    model: Path | None, full: bool, step: bool, rows: str, context: str, activations: str, stack: ExitStack
+) -> "Iterator[Finding]":
+    if not step:
+        from dsv4.lab.doctor.examine import examine
+
+        yield from examine(model, full, _WeightsBar(stack).update)
+        return
+    from dsv4.config import EngineConfig
+    from dsv4.lab.doctor.step import examine_steps
+
+    yield from examine_steps(
+        model,
+        rows=numbers("rows", rows),
+        contexts=numbers("context", context),
+        activations=EngineConfig(activations=activations).activations,  # type: ignore[arg-type]
+        reading=_WeightsBar(stack).update,
+    )
 
 
 class _WeightsBar:

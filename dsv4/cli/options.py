@@ -122,3 +122,11 @@ def _split(text: str) -> tuple[str, str]:
     if not (name and equals and backend):
         raise ConfigError(f"--op {text!r}: expected OP=BACKEND, for example --op attention=cpu")
     return name, backend
+
+
+def numbers(name: str, text: str) -> list[int]:
+    """An option that takes several numbers: `1,8`."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and len(part) < 9 for part in parts):
+        raise ConfigError(f"{name} is {text!r}, expected a number, or several as in 1,8")
+    return [int(part) for part in parts]

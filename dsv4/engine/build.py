@@ -14,13 +14,13 @@ from dsv4.engine.frequency import checksum
 from dsv4.engine.settings import Settings, cache_layout, check_memory, crowding, settle
 from dsv4.engine.spill import Split, place_experts
 from dsv4.errors import ConfigError, DeviceError
-from dsv4.model.buffers import graph_rows
 from dsv4.model.bundle import Bundle, Numerics, Weights
 from dsv4.model.exact import settle_exact
 from dsv4.model.model import Model
 from dsv4.ops.exchange.decode import Peers, inbox_places
 from dsv4.parallel.machines import World
 from dsv4.parallel.mesh import Mesh
+from dsv4.step.buffers import graph_rows
 from dsv4.text.tokenizer import Tokenizer
 from dsv4.weights.load import Checkpoint, Progress
 from dsv4.weights.tiled import load_tiled

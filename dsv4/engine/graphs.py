@@ -18,9 +18,7 @@ from dsv4.engine.runner import UNSEEN, Masks, Result
 from dsv4.engine.swap import Swapper
 from dsv4.errors import DeviceError
 from dsv4.gpu.ahead import Compiled
-from dsv4.model.buffers import graph_rows
 from dsv4.model.bundle import Bundle
-from dsv4.model.decode import Decoder
 from dsv4.model.model import Model
 from dsv4.model.prompt import Prompt, never_waits
 from dsv4.model.step import Mark, prompt_sizes
@@ -30,6 +28,8 @@ from dsv4.ops.exchange.decode import Peers
 from dsv4.ops.sample.cpu import MAX_TOP
 from dsv4.ops.sample.decode import MAX_PENALISED
 from dsv4.parallel.comm import PeerError
+from dsv4.step.buffers import graph_rows
+from dsv4.step.run import Decoder
 
 # (sequence, slot, position, sampling) of each row that a decoder's buffers hold.
 Rows = list[tuple[int, int, int, Sampling | None]]

@@ -9,10 +9,10 @@ import torch
 from dsv4.cache.layout import CacheLayout
 from dsv4.config import ModelConfig
 from dsv4.engine.workspace import Workspace
-from dsv4.model.buffers import buffer_bytes, inbox_bytes
 from dsv4.model.params import Param, declare
 from dsv4.model.step import prompt_sizes
 from dsv4.ops.sample.cpu import HISTORY
+from dsv4.step.buffers import buffer_bytes, inbox_bytes
 
 # Compiled kernels and graphs, and what the allocator rounds up or keeps between two sizes.
 RESERVED = 1 << 30

@@ -16,9 +16,9 @@ from dsv4.engine.spill import Drafts, Split, check_host, find_split
 from dsv4.errors import ConfigError, DeviceError
 from dsv4.gpu.architectures import capability, standing
 from dsv4.gpu.build import architecture, compile_all
-from dsv4.model.buffers import graph_rows
 from dsv4.ops import IMPLEMENTATIONS, Ops
 from dsv4.quant.formats import FP8_TILE, Format
+from dsv4.step.buffers import graph_rows
 from dsv4.weights.load import Checkpoint
 from dsv4.weights.tiled import draft_form, expert_bytes, expert_form, tiled_bytes
 

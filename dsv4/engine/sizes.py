@@ -16,12 +16,12 @@ from dsv4.gpu.shapes import (
     mix_chunks,
 )
 from dsv4.gpu.tiles import ROWS as TILE_ROWS
-from dsv4.model.buffers import ROWS
 from dsv4.ops.index import decode_select as selecting
 from dsv4.ops.linear import decode as matvec
 from dsv4.ops.mhc import decode as mhc
 from dsv4.ops.route import decode as routing
 from dsv4.ops.sample import decode as sample
+from dsv4.step.buffers import ROWS
 
 _K_STEP = 4  # a weight's columns come in fours
 _ALIGNED = 8  # values from which a product may read its input: 16 bytes of BF16

@@ -137,3 +137,14 @@ def keep_shared_memory(function: int) -> None:
     """
     code = _driver().cuFuncSetAttribute(ctypes.c_void_p(function), _CARVEOUT, 100)  # percent
     _check(code, "the driver refused a kernel's share of shared memory")
+
+
+def copy_bytes(to: Tensor, source: int) -> None:
+    """Fill a contiguous tensor from an address, of either memory where the tensor is a GPU's."""
+    assert to.is_contiguous(), to.stride()
+    if to.is_cuda:
+        torch.cuda.synchronize(to.device)
+        pointers = ctypes.c_void_p(to.data_ptr()), ctypes.c_void_p(source)
+        _check(_driver().cuMemcpy(*pointers, ctypes.c_size_t(to.nbytes)), "copying an expert")
+    else:
+        ctypes.memmove(to.data_ptr(), source, to.nbytes)

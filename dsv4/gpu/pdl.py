@@ -25,6 +25,8 @@ from typing import Any, Generic, ParamSpec
 
 from torch import Tensor
 
+from dsv4.gpu.meaning import Claim
+
 P = ParamSpec("P")
 
 
@@ -34,6 +36,8 @@ class Launch:
 
     name: str
     run: Callable[[], None]
+    layer: str = ""
+    claims: Callable[[], list[Claim]] | None = None  # what it computes, in torch
     reads: tuple[str, ...] = ()  # after the wait
     reads_early: tuple[str, ...] = ()  # before it
     writes: tuple[str, ...] = ()  # after it
@@ -65,6 +69,7 @@ class Launcher(Generic[P]):
     reads_early: tuple[str, ...]
     writes: tuple[str, ...]
     triggers_late: bool
+    means: Callable[..., list[Claim]] | None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
         self.function(*args, **kwargs)
@@ -86,8 +91,9 @@ def launcher(
     reads_early: Sequence[str] = (),
     writes: Sequence[str] = (),
     triggers_late: bool = False,
+    means: Callable[..., list[Claim]] | None = None,
 ) -> Callable[[Callable[P, None]], Launcher[P]]:
-    """Declares the parameters of a function that launches one kernel."""
+    """Declares the parameters of a function that launches one kernel, and what that kernel computes."""
 
     def declare(function: Callable[P, None]) -> Launcher[P]:
         known = inspect.signature(function).parameters
@@ -99,6 +105,7 @@ def launcher(
             reads_early=tuple(reads_early),
             writes=tuple(writes),
             triggers_late=triggers_late,
+            means=means,
         )
 
     return declare
@@ -144,10 +151,19 @@ class Names:
             found[self._names[_memory(tensor)]] = None
         return tuple(found)
 
-    def launch(self, name: str, run: Callable[[], None], touches: Touches) -> Launch:
+    def launch(
+        self,
+        name: str,
+        run: Callable[[], None],
+        touches: Touches,
+        layer: str = "",
+        claims: Callable[[], list[Claim]] | None = None,
+    ) -> Launch:
         return Launch(
             name=name,
             run=run,
+            layer=layer,
+            claims=claims,
             reads=self.of(touches.reads, name),
             reads_early=self.of(touches.reads_early, name),
             writes=self.of(touches.writes, name),

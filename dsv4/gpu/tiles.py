@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from dsv4.errors import CheckpointError
-from dsv4.gpu import architectures
-from dsv4.quant.codec import e8m0_decode
+from dsv4.gpu import architectures, driver
+from dsv4.quant.codec import e2m1_decode, e4m3_decode, e8m0_decode, unpack_nibbles
 from dsv4.quant.formats import FP8_TILE, MX_BLOCK, NV_BLOCK, Format, QuantTensor
 
 ROWS, SLICE = 16, 512
@@ -222,3 +222,63 @@ def _scales(weight: QuantTensor, units: int, slices: int) -> tuple[Tensor, bool]
     else:  # unit, half, g, slice, t (the lane that keeps it), which of its two loads, block of that load
         parts = codes.view(units, 2, 8, slices, 4, 2, 2).permute(0, 3, 2, 4, 5, 1, 6)
     return parts.contiguous().view(units, slices, -1), True
+
+
+def values(weight: Tiled, index: int = 0, half: int = 0) -> Tensor:
+    """One matrix as float32 [N, K] again: what kernels multiply with."""
+    units, slices = weight.units, weight.slices
+    data, scale = _stored(weight, index, weight.data), _stored(weight, index, weight.scale)
+    codes = _codes(data[:, :, half].contiguous(), weight.format, weight.is_plain)
+    if weight.format is not Format.BF16:
+        codes = codes * _scale_values(scale[:, :, half].contiguous(), weight.format)
+    rows, cols = weight.shape
+    return codes.reshape(units * ROWS, slices * SLICE)[:rows, :cols] * weight.factor[index, half]
+
+
+def _stored(weight: Tiled, index: int, part: Tensor) -> Tensor:
+    """The bytes of one matrix, [units, slices, halves, ...], wherever they lie."""
+    if weight.places is None:
+        return part[index]
+    out = torch.empty_like(part[0])
+    driver.copy_bytes(out, part.data_ptr() + int(weight.places[index]))
+    return out
+
+
+def _codes(data: Tensor, format: Format, is_plain: bool) -> Tensor:
+    """[units, slices, brick] bytes -> float32 [units, 16, slices, 512]: the inverse of `_data`."""
+    units, slices, _ = data.shape
+    if format is Format.BF16:
+        parts = data.view(torch.bfloat16).view(units, slices, 32, 8, 4, 2, 2, 2)
+        return parts.permute(0, 6, 3, 1, 2, 4, 5, 7).reshape(units, ROWS, slices, SLICE).float()
+    if format is Format.FP8:
+        parts = data.view(units, slices, 16, 8, 4, 2, 2, 2, 2).permute(0, 7, 3, 1, 2, 5, 4, 6, 8)
+        return e4m3_decode(parts.reshape(units, ROWS, slices, SLICE))
+    lanes = (4, 5) if format is Format.NVFP4 else (5, 4)
+    if is_plain:
+        parts = data.view(units, slices, 8, 8, 4, 4, 2, 2)
+    else:
+        words = data.view(torch.int32).view(units, slices, 8, 8, 4, 4)
+        parts = torch.empty(*words.shape, 2, 2, dtype=torch.uint8, device=data.device)
+        for register in range(4):
+            code = torch.zeros_like(words)
+            for column in range(2):
+                magnitude = (words >> (_MAGNITUDE[register] + 16 * column)) & 7
+                sign = (words >> (_SIGN[register] + 16 * column)) & 1
+                code |= (magnitude | sign << 3) << (4 * column)
+            parts[..., register // 2, register % 2] = code.to(torch.uint8)
+    packed = parts.permute(0, 7, 3, 1, 2, *lanes, 6).reshape(units, ROWS, slices, SLICE // 2)
+    return e2m1_decode(unpack_nibbles(packed))
+
+
+def _scale_values(scale: Tensor, format: Format) -> Tensor:
+    """[units, slices, scales of a brick] bytes -> float32, one for each column: the inverse of `_scales`."""
+    units, slices, _ = scale.shape
+    if format is Format.FP8:
+        wide = scale.view(torch.float32).view(units, 1, slices, 4)
+    elif format is Format.NVFP4:
+        codes = scale.view(units, slices, 8, 4, 8, 2).permute(0, 5, 2, 1, 4, 3)
+        wide = e4m3_decode(codes.reshape(units, ROWS, slices, 32))
+    else:
+        codes = scale.view(units, slices, 8, 4, 2, 2, 2).permute(0, 5, 2, 1, 3, 4, 6)
+        wide = e8m0_decode(codes.reshape(units, ROWS, slices, 16))
+    return wide.repeat_interleave(SLICE // wide.shape[-1], -1)

@@ -25,9 +25,9 @@ from dsv4.lab.inspect import Component, active_share, components
 from dsv4.lab.links import LINKS, num_all_reduces
 from dsv4.lab.records import PRESETS
 from dsv4.lab.spilled import spill_figures, split_of
-from dsv4.model.buffers import graph_rows
 from dsv4.model.params import Param, check_ranks, num_parts
 from dsv4.quant.formats import Format
+from dsv4.step.buffers import graph_rows
 from dsv4.weights.detect import Inventory, take_inventory
 from dsv4.weights.load import Checkpoint, held_bytes
 from dsv4.weights.reader import Entry

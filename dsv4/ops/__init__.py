@@ -24,7 +24,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
 }
 # Best first, by the machine's kind as device.py names it.
 PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("cpu",), "cuda": ("gpu", "cpu")}
-# A backend's file in an op's room. Decode steps launch what lies beside it, by model/decode.py.
+# A backend's file in an op's room. Decode steps launch what lies beside it, by step/launches.py.
 FILE_OF = {"cpu": "cpu", "gpu": "prefill"}
 
 

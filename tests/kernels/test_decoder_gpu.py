@@ -15,10 +15,10 @@ from dsv4.config import Activations, ModelConfig, preset
 from dsv4.lab.bench.decode import Wanted, fill
 from dsv4.lab.synthetic import make_weights, with_experts
 from dsv4.model.bundle import Bundle, Numerics
-from dsv4.model.decode import Decoder
 from dsv4.model.model import Model
 from dsv4.ops import IMPLEMENTATIONS, Ops
 from dsv4.ops.index import decode as index
+from dsv4.step.run import Decoder
 
 pytestmark = pytest.mark.gpu
 TINY, FLASH, PRO = preset("tiny"), preset("flash"), preset("pro")

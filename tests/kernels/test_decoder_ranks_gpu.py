@@ -16,13 +16,13 @@ from dsv4.gpu import build
 from dsv4.lab.bench.decode import fill
 from dsv4.lab.bench.echo import Echo
 from dsv4.model.bundle import Bundle, Numerics
-from dsv4.model.decode import Decoder
 from dsv4.model.model import Model
 from dsv4.ops import IMPLEMENTATIONS, Ops
 from dsv4.ops.exchange.decode import Peers, inbox_places
 from dsv4.parallel.inbox import GONE
 from dsv4.parallel.mesh import Mesh
 from dsv4.quant.formats import Format
+from dsv4.step.run import Decoder
 from dsv4.weights.load import Checkpoint
 from dsv4.weights.tiled import load_tiled
 from tests.parallel.test_shards import WIDE

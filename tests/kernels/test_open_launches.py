@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from dsv4.gpu import build
-from dsv4.model.buffers import ROWS
 from dsv4.ops.exchange.decode import Peers, inbox_places
 from dsv4.ops.mhc import decode as mhc
 from dsv4.parallel.comm import tree_sum
+from dsv4.step.buffers import ROWS
 from tests.support.twin import needs_compiler, twin_of
 
 pytestmark = needs_compiler

@@ -25,7 +25,6 @@ from dsv4.lab.bench.decode import Wanted
 from dsv4.lab.bench.echo import Echo, echo_peers
 from dsv4.lab.synthetic import make_weights
 from dsv4.model.bundle import Bundle, Numerics
-from dsv4.model.decode import Decoder
 from dsv4.model.model import Model
 from dsv4.ops import IMPLEMENTATIONS, Ops
 from dsv4.ops.attention import decode as attention
@@ -43,6 +42,7 @@ from dsv4.ops.sample import decode as sample
 from dsv4.ops.sample import prefill as sample_op
 from dsv4.parallel.mesh import Mesh
 from dsv4.quant.formats import Format, empty_rows
+from dsv4.step.run import Decoder
 from tests.support.cuda_source import COMMENT, WAIT, functions, until_wait
 from tests.support.dry import planned
 from tests.support.triton_source import read
@@ -191,7 +191,7 @@ def test_a_rank_without_its_all_reduces(monkeypatch: pytest.MonkeyPatch, whole_e
     sampled = next(it for it in rest.launches if it.name == "sample")
     assert "logits" in head.writes and "logits" in sampled.reads
     with pytest.raises(AssertionError):
-        Decoder(rest.b, rest.model, rest.cache, 2)
+        Decoder(rest.bundle, rest.model, rest.cache, 2)
 
 
 def test_places_are_taken_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:

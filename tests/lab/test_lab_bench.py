@@ -46,14 +46,14 @@ from dsv4.lab.gpus import parse
 from dsv4.lab.plan import Demand, Plan, describe
 from dsv4.lab.plan import Wanted as Planned
 from dsv4.lab.synthetic import make_weights, with_experts
-from dsv4.model.buffers import ROWS, Buffers
 from dsv4.model.bundle import Bundle, Numerics
-from dsv4.model.decode import Decoder
 from dsv4.model.model import Model
 from dsv4.ops import IMPLEMENTATIONS, Ops
 from dsv4.ops.sample.cpu import HISTORY
 from dsv4.quant.codec import decode
 from dsv4.quant.formats import QuantTensor
+from dsv4.step.buffers import ROWS, Buffers
+from dsv4.step.run import Decoder
 
 CPU = torch.device("cpu")
 TINY = preset("tiny")
@@ -305,7 +305,7 @@ def test_launches_belong_to_layers(decoder: Decoder) -> None:
 
 def test_launches_read_what_a_step_reads(decoder: Decoder) -> None:
     """Every weight is in one launch: those of the launches are those of the step, but for plain tensors."""
-    tensors = decoder.b.weights.tensors
+    tensors = decoder.bundle.weights.tensors
     tiled = {name: held for name, held in tensors.items() if isinstance(held, Tiled | Bank)}
     tasks = decoder.buffers.tasks
     tasks.expert.copy_(torch.tensor([3, 5]))
@@ -320,7 +320,7 @@ def test_launches_read_the_cache_and_the_mixing_matrices(decoder: Decoder) -> No
     for name, kind in zip(names, kinds_of(names, TINY), strict=True):
         found[name == "mhc open"] += state_bytes(name, kind, layout, position)
     assert found[False] == layout.read_bytes(position)
-    assert found[True] == sum(size_of(t) for n, t in decoder.b.weights.tensors.items() if n.endswith("_fn"))
+    assert found[True] == sum(size_of(t) for n, t in decoder.bundle.weights.tensors.items() if n.endswith("_fn"))
 
 
 def test_figures() -> None:

@@ -20,7 +20,6 @@ from dsv4.lab import synthetic
 from dsv4.lab.bench.decode import Wanted
 from dsv4.lab.bench.echo import Echo, echo_peers
 from dsv4.model.bundle import Bundle, Numerics
-from dsv4.model.decode import Decoder
 from dsv4.model.model import Model
 from dsv4.model.prompt import Prompt
 from dsv4.model.warm import run_spans
@@ -42,6 +41,7 @@ from dsv4.ops.rows import quantize
 from dsv4.ops.sample import decode as sample
 from dsv4.parallel.mesh import Mesh
 from dsv4.quant.formats import Format
+from dsv4.step.run import Decoder
 
 MULTIPROCESSORS = 132
 CUDA = (mhc, routing, selecting, matvec, sample, attention, index, exchange, quantize)

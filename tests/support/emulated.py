@@ -23,7 +23,6 @@ from dsv4.gpu.pdl import Launch, Names, Touches, tensors_of
 from dsv4.lab.bench.decode import Wanted, fill
 from dsv4.lab.bench.echo import Echo
 from dsv4.model.bundle import Bundle, Numerics
-from dsv4.model.decode import Decoder
 from dsv4.model.model import Model
 from dsv4.model.step import Step
 from dsv4.ops import IMPLEMENTATIONS, Ops
@@ -41,6 +40,7 @@ from dsv4.ops.sample import decode as sample
 from dsv4.ops.sample.cpu import HISTORY, pack
 from dsv4.parallel.mesh import Mesh
 from dsv4.quant.formats import Format
+from dsv4.step.run import Decoder
 from dsv4.weights.load import Checkpoint
 from dsv4.weights.tiled import load_tiled
 from tests.support.declared import Span, late, noise, spans_of, undeclared
@@ -149,9 +149,9 @@ def _noted() -> Iterator[list[Touches]]:
     found: list[Touches] = []
     before = Names.launch
 
-    def launch(self: Names, name: str, run: Callable[[], None], touches: Touches) -> Launch:
+    def launch(self: Names, name: str, run: Callable[[], None], touches: Touches, *meant: Any) -> Launch:
         found.append(touches)
-        return before(self, name, run, touches)
+        return before(self, name, run, touches, *meant)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Names, "launch", launch)

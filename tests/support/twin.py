@@ -18,7 +18,7 @@ from tests.support.once import folder_of_run, made_once
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on the PATH")
 _HERE = Path(__file__).parents[1] / "kernels"
 # The twin of each source, and the twins that take long to compile.
-_NAMES = {
+TWINS = {
     **{"linear/matvec": "matvec", "linear/prefill_pack": "pack", "linear/prefill_unpack": "unpack"},
     **{f"linear/prefill_sm90_{format}": "product_16" for format in ("nvfp4", "mxfp4", "fp8", "bf16")},
     **{f"linear/prefill_sm90_a8_{format}": "product_8" for format in ("mxfp4", "fp8")},
@@ -28,13 +28,13 @@ _NAMES = {
     **{"exchange/decode": "exchange", "route/decode": "route", "sample/decode": "sample"},
     **{"rows/quantize": "round"},
 }
-_LEVELS = {"matvec": "-Og", "product_16": "-Og", "product_8": "-Og", "attend": "-Og"}
+LEVELS = {"matvec": "-Og", "product_16": "-Og", "product_8": "-Og", "attend": "-Og"}
 
 
 def of_source(source: str, folder: Path) -> ctypes.CDLL:
     """The twin of a source, named as build.py names it."""
-    name = _NAMES[source]
-    loaded = build(name, _LEVELS.get(name, "-O2"), folder)
+    name = TWINS[source]
+    loaded = build(name, LEVELS.get(name, "-O2"), folder)
     if hasattr(loaded, "launch"):
         loaded.launch.restype = ctypes.c_char_p
     return loaded

@@ -14,12 +14,12 @@ from dsv4.lab.bench.ceiling import timed
 from dsv4.lab.bench.echo import echo_peers
 from dsv4.lab.bench.spilled import all_resident
 from dsv4.lab.bench.subject import DTYPE, Reads, cache_layout
-from dsv4.model.buffers import ROWS
 from dsv4.model.bundle import Bundle
-from dsv4.model.decode import Decoder
 from dsv4.model.model import Model
 from dsv4.ops.sample.cpu import pack
 from dsv4.quant.formats import Format, QuantTensor
+from dsv4.step.buffers import ROWS
+from dsv4.step.run import Decoder
 
 WARM, COUNTED, PROFILED = 8, 32, 5
 ROUTE = "route"  # the launch that writes which experts were chosen

@@ -12,9 +12,9 @@ from dsv4.engine.memory import gpu_memory, unpacks_weights
 from dsv4.engine.request import SamplingParams
 from dsv4.engine.settings import DEFAULT_CONTEXT, GPU_CHUNK, Settings, cache_layout
 from dsv4.lab.bench.decode import Wanted, release
-from dsv4.model.buffers import graph_rows
 from dsv4.model.bundle import Bundle
 from dsv4.quant.formats import Format
+from dsv4.step.buffers import graph_rows
 
 # What users ask for: the names of `dsv4 bench decode`'s last figures.
 KINDS = {

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from dsv4.engine.settings import GPU_CHUNK
 from dsv4.engine.spill import Split
 from dsv4.lab.bench.subject import Reads, Subject, check_fits, other_bytes
-from dsv4.model.buffers import graph_rows
 from dsv4.ops.experts.placement import Placement
+from dsv4.step.buffers import graph_rows
 
 COPY_RATE = 55e9  # bytes per second of a copy engine over PCIe 5.0 x16, measured on an H200
 

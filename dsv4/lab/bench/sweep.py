@@ -9,8 +9,8 @@ import torch
 from dsv4.errors import ConfigError
 from dsv4.lab.bench.decode import Session, Wanted, figures, release
 from dsv4.lab.bench.subject import Reads, check_kernels, other_bytes
-from dsv4.model.buffers import ROWS
 from dsv4.model.bundle import Bundle
+from dsv4.step.buffers import ROWS
 
 CONTEXTS = (4096, 16384, 65536, 131072, 262144, 1048576)
 STEPS = 64

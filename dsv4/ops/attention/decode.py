@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dsv4.gpu.build import address, call
 from dsv4.gpu.pdl import launcher
+from dsv4.ops.attention import meaning
 from dsv4.quant.formats import Format, QuantTensor
 
 # Numbers of decode.cu.
@@ -48,6 +49,7 @@ def bits_of(power: int) -> int:
     reads=("q", "rows", "entries"),
     reads_early=("ring", "entries", "page_table", "slots", "positions", "sinks", "cos", "sin"),
     writes=("out",),
+    means=meaning.attend,
 )
 def attend(
     q: Tensor,

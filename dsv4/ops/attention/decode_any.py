@@ -25,6 +25,7 @@ from dsv4.gpu.numbers import (
 from dsv4.gpu.pdl import launcher
 from dsv4.gpu.shapes import MAX_HEAD_DIM, NOPE_ALIGNED, chunk_keys
 from dsv4.gpu.shapes import attend_chunks as num_chunks
+from dsv4.ops.attention import meaning
 from dsv4.ops.attention.prepare import rope_part
 from dsv4.quant.formats import QuantTensor
 
@@ -127,6 +128,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     reads=("q", "rows", "entries"),
     reads_early=("ring", "entries", "page_table", "slots", "positions"),
     writes=("part_o", "part_ml"),
+    means=meaning.attend_parts,
 )
 def attend(
     q: Tensor,
@@ -238,6 +240,7 @@ def _combine_kernel(part_o_ptr, part_ml_ptr, sinks_ptr, cos_ptr, sin_ptr, positi
     reads=("part_o", "part_ml"),
     reads_early=("sinks", "cos", "sin", "positions"),
     writes=("out",),
+    means=meaning.combine,
 )
 def combine(
     part_o: Tensor,

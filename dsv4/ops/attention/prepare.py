@@ -31,6 +31,7 @@ from dsv4.gpu.numbers import (
 )
 from dsv4.gpu.pdl import launcher
 from dsv4.gpu.shapes import HOW
+from dsv4.ops.attention import meaning
 from dsv4.ops.index import decode as index
 from dsv4.ops.rows.quantize import round_row
 from dsv4.quant.formats import FP8_TILE, Format, QuantTensor
@@ -285,6 +286,7 @@ _POOLED = ("tail_values", "tail_scores", "ape", "norm")
         *("q_low_out", "q_in", "ring", "entries.tail_values", "entries.tail_scores", "entries.out"),
         *("keys.tail_values", "keys.tail_scores", "keys.out"),
     ),
+    means=meaning.prepare,
 )
 def prepare(
     q_low: Tensor,
@@ -410,6 +412,7 @@ def _queries_kernel(q_ptr, iq_ptr, cos_ptr, sin_ptr, positions_ptr, eps, H: tl.c
     reads=("q", "iq"),
     reads_early=("cos", "sin", "positions"),
     writes=("q", "iq"),
+    means=meaning.queries,
 )
 def queries(
     q: Tensor | None,

@@ -17,6 +17,7 @@ from dsv4.gpu.build import address, call
 from dsv4.gpu.numbers import launch, launch_dependents, product, wait_for_prerequisites
 from dsv4.gpu.pdl import launcher
 from dsv4.gpu.shapes import MAX_INDEX_DIM, MAX_INDEX_HEADS, MIN_INDEX_DIM
+from dsv4.ops.index import meaning
 from dsv4.quant.formats import Format, QuantTensor
 
 # Keys a program scores at a time; fewer where each program still has a multiprocessor of an H200 to itself:
@@ -148,6 +149,7 @@ def _scores_kernel(iq_ptr, weights_ptr, data_ptr, scale_ptr, page_table_ptr, slo
     reads=("iq", "weights", "keys", "page_table"),
     reads_early=("keys", "page_table", "slots", "positions"),
     writes=("out",),
+    means=meaning.scores,
 )
 def scores(
     iq: Tensor,

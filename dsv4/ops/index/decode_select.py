@@ -8,6 +8,7 @@ from dsv4.gpu import architectures
 from dsv4.gpu.architectures import ARCHITECTURES
 from dsv4.gpu.build import call
 from dsv4.gpu.pdl import launcher
+from dsv4.ops.index import meaning
 
 # Warps of a block, and keys of a lane: rows of as many entries are chosen from in registers.
 FEW = ((16, 4), (32, 8))
@@ -42,6 +43,7 @@ class _Choice(ctypes.Structure):
     reads=("scores", "page_table"),
     reads_early=("positions", "slots", "page_table"),
     writes=("out",),
+    means=meaning.select_rows,
 )
 def select_rows(
     scores: Tensor,

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from dsv4.gpu.architectures import has_room
 from dsv4.gpu.build import call
+from dsv4.gpu.meaning import Claim
 from dsv4.gpu.pdl import Touches, tensors_of
 from dsv4.gpu.shapes import HOW
 from dsv4.gpu.tiles import CODE, SLICE, Tiled
+from dsv4.ops.linear.meaning import matvec
 from dsv4.quant.formats import Format
 
 MAX_SLICES, MAX_PASSES, MAX_SEGMENTS, COLUMNS, FLOAT_COLUMNS, STAGES = 8, 2, 16, 8, 2, 2
@@ -192,7 +194,7 @@ class MatVec:
         """
         device = products[0].x.device
         self.device, self.is_float = device, products[0].x.dtype == torch.float32
-        self.overlap, self.is_single = overlap, rows == 1 and not self.is_float
+        self.overlap, self.rows, self.is_single = overlap, rows, rows == 1 and not self.is_float
         self.keep = (products, tasks, prefetch, mixing, clears)  # the launch holds raw pointers into these
         self.is_wide = any(product.passes > 1 for product in products)
         rounding = [product for product in products if product.activations != "a16"]
@@ -280,6 +282,10 @@ class MatVec:
             shared=self.shared,
             overlap=self.overlap,
         )
+
+    def claims(self) -> list[Claim]:
+        products, tasks, _, mixing, clears = self.keep
+        return matvec(products, self.rows, tasks, self.params.limit, mixing, clears)
 
     @property
     def touches(self) -> Touches:

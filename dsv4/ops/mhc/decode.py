@@ -19,6 +19,7 @@ from dsv4.gpu.shapes import MIX_CHUNK as CHUNK
 from dsv4.gpu.shapes import MIX_WIDTH as WIDTH
 from dsv4.gpu.shapes import mix_chunks as num_chunks
 from dsv4.ops.exchange.decode import Peers, PeersStruct, multiprocessors, passed, tag
+from dsv4.ops.mhc import meaning
 
 STREAMS = 4
 ITEM, MAX_CHANNELS = 8, 8192  # of a stream: a thread of decode_mix.cu takes up to two items
@@ -93,6 +94,7 @@ def _truth(value: bool) -> str:
     reads=("y", "chosen", "gate", "comb", "streams", "peers.inbox"),
     reads_early=("fn",),
     writes=("streams", "partial", "peers.inbox"),
+    means=meaning.mix_open,
 )
 def mix_open(
     y: Tensor,
@@ -150,6 +152,7 @@ def mix_open(
     reads_early=("fn",),
     writes=("streams", "partial", "peers.inbox"),
     triggers_late=True,
+    means=meaning.embed_open,
 )
 def embed_open(
     ids: Tensor,
@@ -198,6 +201,7 @@ class _Closing(ctypes.Structure):
     reads=("partial", "streams"),
     reads_early=("base", "scale", "weight"),
     writes=("x", "x_in", "gate", "comb"),
+    means=meaning.mix_close,
 )
 def mix_close(
     partial: Tensor,

@@ -7,6 +7,7 @@ from torch import Tensor
 from dsv4.gpu.build import address, call
 from dsv4.gpu.pdl import launcher
 from dsv4.ops.linear.decode import COLUMNS, FLOAT_COLUMNS, Tasks
+from dsv4.ops.route import meaning
 
 CLUSTER = 8  # blocks that share a batch's rows
 # By experts of a lane, for a single row and for a batch: warps of a block, its shared memory.
@@ -28,6 +29,7 @@ class _Routing(ctypes.Structure):
     reads=("logits", "positions", "counts"),
     reads_early=("bias", "table", "ids"),
     writes=("chosen", "tasks", "counts"),
+    means=meaning.route,
 )
 def route(
     logits: Tensor,

@@ -34,6 +34,7 @@ from dsv4.gpu.numbers import (
 )
 from dsv4.gpu.pdl import launcher
 from dsv4.gpu.shapes import HOW
+from dsv4.ops.rows import meaning
 from dsv4.quant.formats import FP8_TILE, NV_BLOCK
 
 MAX_CHANNELS = 65536  # of a row, which one program holds
@@ -247,7 +248,12 @@ def _warps(size: int) -> int:
     return min(32, max(1, size // 512))
 
 
-@launcher(reads=("x",), reads_early=("norm_weight",), writes=("out", "normed"))
+@launcher(
+    reads=("x",),
+    reads_early=("norm_weight",),
+    writes=("out", "normed"),
+    means=meaning.round_values,
+)
 def round_values(
     x: Tensor,
     out: Tensor,

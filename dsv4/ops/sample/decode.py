@@ -7,6 +7,7 @@ from torch import Tensor
 
 from dsv4.gpu.build import address, call
 from dsv4.gpu.pdl import launcher
+from dsv4.ops.sample import meaning
 
 WIDTH, RESULT, MAX_VOCAB = 8, 44, 1 << 18
 CLUSTER, THREADS = 8, 512  # blocks of a row, threads of a block
@@ -27,6 +28,7 @@ class _Sampling(ctypes.Structure):
 @launcher(
     reads=("logits", "settings", "mask", "next_ids", "positions", "slots", "penalties"),
     writes=("out", "settings", "next_ids", "positions", "latest", "penalties"),
+    means=meaning.sample,
 )
 def sample(
     logits: Tensor,

@@ -1,11 +1,10 @@
-"""One token of every running sequence on a GPU: a fixed list of kernel launches, replayed as one graph.
+"""What a decode step computes: a list of launches over named buffers, for one token of every sequence.
 
-The same mathematics as model.py and its parts, cut where a GPU wants it cut: what reads the same input is one
-launch, and nothing depends on the host. Token, position and slot of a row live on the device; position -1
-marks an unused row. Buffers are made once for a number of rows.
+The model of dsv4/spec, cut where a GPU wants it cut: what reads the same input is one launch, and nothing
+depends on the host. Token, position and slot of a row live on the device; position -1 marks an unused row.
+How launches overlap is in schedule.py, how they are run in run.py.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +15,6 @@ from torch import Tensor
 from dsv4.cache.store import Cache, LayerCache, Tail
 from dsv4.config import LayerSpec
 from dsv4.gpu.pdl import Launch, Launcher, Names, check, tensors_of
-from dsv4.model.buffers import Buffers
 from dsv4.model.bundle import Bundle
 from dsv4.model.mhc import wide_scale
 from dsv4.model.model import Model
@@ -35,8 +33,8 @@ from dsv4.ops.route import decode as routing
 from dsv4.ops.rows import quantize
 from dsv4.ops.sample import decode as sample
 from dsv4.quant.formats import QuantTensor
-
-Send = Callable[[Tensor], Tensor]  # a host tensor to the device, without waiting
+from dsv4.step.buffers import Buffers
+from dsv4.step.schedule import SCHEDULE
 
 
 def _names(f: Buffers, cache: Cache, placement: Placement | None) -> Names:
@@ -53,56 +51,39 @@ def _names(f: Buffers, cache: Cache, placement: Placement | None) -> Names:
     return names
 
 
-class Decoder:
-    """The launches of one step for a fixed number of rows."""
+class Launches:
+    """The launches of one step for a fixed number of rows, in order."""
 
     def __init__(
         self,
         b: Bundle,
         model: Model,
         cache: Cache,
-        rows: int,
-        latest: Tensor | None = None,
-        penalties: Tensor | None = None,
-        overlap: bool = True,
-        counts: Tensor | None = None,
-        peers: exchange.Peers | None = None,
-        sums: bool = True,
+        buffers: Buffers,
+        latest: Tensor | None,
+        penalties: Tensor | None,
+        counts: Tensor | None,
+        peers: exchange.Peers | None,
+        overlap: bool,
+        sums: bool,
     ) -> None:
-        """`latest` [slots]: where the last choice of every slot is kept, for all decoders of an engine.
-        `penalties` [slots, HISTORY + max_context]: of every slot, likewise.
-        `counts` int32 [layers, experts]: grow by every expert that a row chooses, likewise.
-        `overlap`: launches with PDL, checked here to give what serial ones give.
-        `peers`: the other ranks, where there are some; all decoders of an engine share them.
-        `sums`: False leaves the all-reduces of a rank out, to time the rest; its logits mean nothing."""
-        c = b.config
-        assert (1 if peers is None else peers.size) == (b.mesh.size if sums else 1), f"{b.mesh.name}, {peers}"
+        """The arguments are those of run.py's Decoder."""
+        c, f = b.config, buffers
         self.peers, self.exchanges = peers, 0
-        self.latest = latest
-        self.b, self.config, self.cache, self.model = b, c, cache, model
-        self.dtype = b.numerics.dtype
-        self.buffers = f = Buffers(
-            c=c,
-            rows=rows,
-            max_context=cache.layout.max_context,
-            dtype=self.dtype,
-            device=cache.page_table.device,
-            activations=b.numerics.activations,
-            ranks=b.mesh.size,
-            whole_experts=b.mesh.whole_experts,
-        )
+        self.b, self.config, self.cache, self.model, self.buffers = b, c, cache, model, buffers
+        self.dtype, self.overlap = b.numerics.dtype, overlap
         # Of the routed experts those that this rank has, if it has some of them whole.
         self.own = own_experts(c, b.mesh.rank, b.mesh.size) if b.mesh.whole_experts else None
-        self.overlap = overlap
-        self.launches: list[Launch] = []
+        self.list: list[Launch] = []
+        self.layer = ""
         self.names = _names(f, cache, b.weights.placement)
         state = self.names.known
-        self.graphs: dict[bool, torch.cuda.CUDAGraph] = {}  # with and without the choice of tokens
         if peers is not None:
             self.names.add("inbox", peers.inbox)
         mixed: Tensor | None = None
         for number, (spec, layer) in enumerate(zip(c.layers, cache.layers, strict=False)):
-            name, rope = f"layers.{number}", model.blocks[number].attention.rope
+            self.layer = name = f"layers.{number}"
+            rope = model.blocks[number].attention.rope
             mixing = self._site(f"{name}.hc_attn", f"{name}.attn_norm", mixed)
             self._attention(f"{name}.attn", spec, layer, rope, mixing)
             mixing = self._site(f"{name}.hc_ffn", f"{name}.ffn_norm", f.y)
@@ -110,6 +91,7 @@ class Decoder:
             next_fn = b.plain("hc_head_fn" if last else f"layers.{number + 1}.hc_attn_fn")
             self._moe(f"{name}.ffn", spec, mixing, next_fn, None if counts is None else counts[number])
             mixed = f.moe
+        self.layer = ""
         self._site("hc_head", "norm", mixed)
         share = f.own_logits if sums else f.logits[:, : f.own_logits.shape[1]]
         self._product("head", [Product(b.tiled("head"), f.x, share, y_stride=share.stride(0))])
@@ -128,11 +110,12 @@ class Decoder:
             latest=latest,
             penalties=penalties,
         )
-        check(self.launches, between=state)
+        check(self.list, between=state)
 
     def _add(self, name: str, launcher: Launcher[...], **arguments: Any) -> None:
         run = partial(launcher, **arguments, overlap=self.overlap)
-        self.launches.append(self.names.launch(name, run, launcher.touches(arguments)))
+        claims = None if launcher.means is None else partial(launcher.means, **arguments)
+        self.list.append(self.names.launch(name, run, launcher.touches(arguments), self.layer, claims))
 
     def _exchange(self, name: str, launcher: Launcher[...], **arguments: Any) -> None:
         """With the other ranks, where there are some."""
@@ -140,19 +123,37 @@ class Decoder:
         self.exchanges += 1
 
     def _product(
-        self, name: str, products: list[Product], tasks: Tasks | None = None, **options: Any
+        self,
+        name: str,
+        products: list[Product],
+        tasks: Tasks | None = None,
+        mixing: Mixing | None = None,
+        next_fn: Tensor | None = None,
+        clears: Tensor | None = None,
+        row: str = "",
     ) -> None:
-        """`options` are MatVec's."""
+        """`mixing` and `next_fn`, the next site's, are for the launches of which the schedule says so; `row`:
+        of the schedule, if it is not called as the launch."""
+        how = SCHEDULE[row or name]
+        assert (mixing is None or how.mixes) and (next_fn is None or how.prefetches), name
         planned = MatVec(
             products=products,
             rows=self.buffers.rows,
             tasks=tasks,
             limit=self.config.swiglu_limit,
+            prefetch=next_fn,
+            mixing=mixing,
+            clears=clears,
             carry=self.buffers.carry,
+            triggers_late=how.triggers_late,
+            early_stages=how.early_stages,
+            paced=how.paced,
+            spread=how.spread,
+            beside=how.beside,
             overlap=self.overlap,
-            **options,
         )
-        self.launches.append(self.names.launch(name, planned.launch, planned.touches))
+        launch = self.names.launch(name, planned.launch, planned.touches, self.layer, planned.claims)
+        self.list.append(launch)
 
     def _input(self, weight: str, plain: Tensor, rounded: Tensor | None) -> Tensor:
         """What the product with this weight reads, of an input that is kept in both forms."""
@@ -245,7 +246,7 @@ class Decoder:
         selects = spec.kind == "csa" and f.selects
         if selects:
             products.append(Product(b.tiled(f"{name}.indexer.weights_proj"), f.x, f.index_weights))
-        self._product("projections", products, paced=True)
+        self._product("projections", products)
         self._add(
             "prepare",
             prepare,
@@ -273,8 +274,7 @@ class Decoder:
         products = [Product(b.tiled(w), self._input(w, f.q_low, f.q_in), y) for w, y in wanted]
         wo_a, wo_b = b.tiled(f"{name}.wo_a"), b.tiled(f"{name}.wo_b")
         u_top = f.u_top if f.rows == 1 and self.dtype == torch.bfloat16 else None
-        # Late: index scores and attention read what `prepare` wrote to the cache before they wait.
-        self._product("queries up", products, mixing=mixing, clears=u_top, paced=True, triggers_late=True)
+        self._product("queries up", products, mixing=mixing, clears=u_top)
         if selects or not f.attends_in_one:
             self._add(
                 "queries",
@@ -311,12 +311,11 @@ class Decoder:
             x_top=u_top,
         )
         # Where wo_b's blocks cannot be resident beside wo_a's, weights that come early would only delay x.
-        beside = f.rows == 1 and fits_beside(out, into)
-        self._product("output a", into, paced=True, spread=beside)
+        beside = ", beside" if f.rows == 1 and fits_beside(out, into) else ""
+        self._product("output a", into, row=f"output a{beside}")
         next_fn = b.plain(name.replace(".attn", ".hc_ffn_fn"))
         rounded = self._rounding([f"{name}.wo_b"], [out], f.u)
-        how = {"beside": True, "paced": True} if beside else {"early_stages": 0}
-        self._product("output b", rounded, prefetch=next_fn, **how)
+        self._product("output b", rounded, next_fn=next_fn, row=f"output b{beside}")
 
     def _pooling(
         self,
@@ -404,9 +403,6 @@ class Decoder:
                 Product(b.tiled(f"{name}.gate"), f.x, f.gate_logits),
                 Product(shared.w13, self._input(shared_w1, f.x, f.x_in), f.shared_hidden),
             ],
-            triggers_late=True,  # "experts up" reads its input early
-            paced=True,
-            spread=True,
         )
         self._add(
             "route",
@@ -431,47 +427,4 @@ class Decoder:
             Product(shared.w2, f.shared_hidden, last, y_stride=f.moe.stride(0)),
         ]
         rounded = self._rounding([routed_w1, shared_w1], down, f.all_hidden)
-        self._product("experts down", rounded, f.tasks, prefetch=next_fn, early_stages=1)
-
-    def load(
-        self, tokens: list[tuple[int, int, int]], settings: Tensor, send: Send, take_latest: bool = False
-    ) -> None:
-        """(slot, position, id) of each row in use, and its settings [R, WIDTH]; the other rows are padding.
-
-        With `take_latest`, a row with a negative id takes the last choice of its slot.
-        """
-        f = self.buffers
-        staged = torch.zeros(f.inputs.shape, dtype=torch.long)
-        staged[1] = -1
-        if tokens:
-            slots, positions, ids = torch.tensor(tokens).t()
-            staged[:3, : len(tokens)] = torch.stack((ids, positions, slots))
-            staged[3:].view(f.settings.shape)[: len(tokens)] = settings
-        f.inputs.copy_(send(staged))
-        if take_latest:
-            assert self.latest is not None
-            f.ids.copy_(torch.where(f.ids < 0, self.latest[f.slots], f.ids))
-
-    def run(self, samples: bool = True) -> None:
-        """The launches, one by one."""
-        for launch in self.launches if samples else self.launches[:-1]:
-            launch.run()
-
-    def sample(self) -> None:
-        """The next token of every row, from its logits: it is the next input; positions move on."""
-        self.launches[-1].run()
-
-    def capture(self) -> None:
-        """Record the launches as graphs, when each has run once."""
-        for samples in (True, False):
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self.run(samples)
-            self.graphs[samples] = graph
-
-    def step(self, samples: bool = True) -> None:
-        """One token of every row in use: logits and, if it `samples`, the next token."""
-        if self.graphs:
-            self.graphs[samples].replay()
-        else:
-            self.run(samples)
+        self._product("experts down", rounded, f.tasks, next_fn=next_fn)
