@@ -320,7 +320,8 @@ def test_launches_read_the_cache_and_the_mixing_matrices(decoder: Decoder) -> No
     for name, kind in zip(names, kinds_of(names, TINY), strict=True):
         found[name == "mhc open"] += state_bytes(name, kind, layout, position)
     assert found[False] == layout.read_bytes(position)
-    assert found[True] == sum(size_of(t) for n, t in decoder.bundle.weights.tensors.items() if n.endswith("_fn"))
+    tensors = decoder.bundle.weights.tensors
+    assert found[True] == sum(size_of(t) for n, t in tensors.items() if n.endswith("_fn"))
 
 
 def test_figures() -> None:

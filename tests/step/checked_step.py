@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from dsv4.config import ModelConfig, preset
-from dsv4.lab.doctor.step import parted, place
+from dsv4.lab.doctor.step import parted, place, raise_sinks
 from dsv4.lab.init import make
 from tests.support.emulated import Decoders, Launches, emulated
 
@@ -31,6 +31,7 @@ def check(
         launches = Launches(twins)
         decoders = Decoders(Path(folder) / "model", launches, rows, CONTEXT, dtype, activations)  # type: ignore[arg-type]
     (decoder,) = decoders.ranks
+    raise_sinks(decoder.bundle)
     place(decoder, CONTEXT, config.vocab_size)
     with emulated(launches):
         return [f"{each.launch.name}: {each}" for each in parted(decoder)]

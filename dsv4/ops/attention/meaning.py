@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from dsv4.ops.attention.prepare import Pooling
 
 TRAINED = Rounding()
-# Weights are rounded to BF16 relative to another peak, and so may a query's channels.
-WEIGHTS = {torch.bfloat16: 2.0**-7, torch.float32: 2.0**-17}
+# Weights are rounded to BF16, by half a unit, relative to another peak on each side.
+WEIGHTS = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-17}
 
 
 def _angles(cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -275,7 +275,7 @@ def combine(
             o = (held[:, :-1] * share.unsqueeze(-1)).to(out.dtype)
             cs, sn = _angles(cos, sin, positions[row])
             value, slack = _near(ops.rotate(o, cs, -sn))
-            return value.flatten(), (slack * torch.ones(heads, width, device=out.device)).flatten()
+            return value.flatten(), (4 * slack).expand(heads, width).flatten()  # parts in another order
 
         return Claim(f"out[{row}]", out.view(rows, -1)[row], want, ulps=2)
 
