@@ -266,7 +266,7 @@ def combine(
     **_: Any,
 ) -> list[Claim]:
     """The sum of the parts with the sink, rotated back."""
-    rows, _chunks, heads, width = part_o.shape
+    rows = part_o.shape[0]
 
     def claim(row: int) -> Claim:
         def want() -> Wanted:
@@ -275,7 +275,8 @@ def combine(
             o = (held[:, :-1] * share.unsqueeze(-1)).to(out.dtype)
             cs, sn = _angles(cos, sin, positions[row])
             value, slack = _near(ops.rotate(o, cs, -sn))
-            return value.flatten(), (4 * slack).expand(heads, width).flatten()  # parts in another order
+            # Parts are added in another order.
+            return value.flatten(), (4 * slack * torch.ones_like(value, dtype=torch.float32)).flatten()
 
         return Claim(f"out[{row}]", out.view(rows, -1)[row], want, ulps=2)
 
