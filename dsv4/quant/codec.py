@@ -140,9 +140,9 @@ def nvfp4_global(x: Tensor) -> Tensor:
     return torch.where(share > 0, share, torch.ones_like(share))
 
 
-def nvfp4_round(x: Tensor) -> Tensor:
-    """Quantise and dequantise as activations are at run time: each row has a global scale of its own."""
-    global_scale = nvfp4_global(x)
+def nvfp4_round(x: Tensor, global_scale: Tensor | None = None) -> Tensor:
+    """Quantise and dequantise; by default as activations are, each row with a global scale of its own."""
+    global_scale = nvfp4_global(x) if global_scale is None else global_scale
     codes, scale = nvfp4_rows(x, global_scale)
     values = _blocks(e2m1_decode(codes), NV_BLOCK) * (e4m3_decode(scale) * global_scale).unsqueeze(-1)
     return values.flatten(-2)[..., : x.shape[-1]].to(x.dtype)

@@ -55,17 +55,14 @@ def dspark_streams(model: Model, taps: Tensor, anchor: int) -> Tensor:
     slots = torch.arange(p + 1, p + 1 + dspark.block_size)
     ids = torch.tensor([anchor] + [dspark.noise_id] * (dspark.block_size - 1))
     context = model.norm(model.linear(taps[before], "mtp.0.main_proj"), "mtp.0.main_norm")
+    earlier, rope = model.rope(before, SLIDING), model.rope(slots, SLIDING)
     streams = model.spread(model.embed(ids))
     for stage in range(num_stages(model)):
         name = f"mtp.{stage}.attn"
 
         def attend(x: Tensor, name: str = name) -> Tensor:
-            rope = model.rope(slots, SLIDING)
             q, _ = model.queries(x, name, rope)
-            past = model.linear(context, f"{name}.wkv")
-            past = model.entries(past, f"{name}.kv_norm", model.rope(before, SLIDING))
-            own = model.entries(model.linear(x, f"{name}.wkv"), f"{name}.kv_norm", rope)
-            keys = torch.cat((past, own))
+            keys = torch.cat((model.raw_keys(context, name, earlier), model.raw_keys(x, name, rope)))
             seen = torch.ones(len(slots), len(keys), dtype=torch.bool)
             return model.output(ops.attend(q, keys, seen, model[f"{name}.attn_sink"]), name, rope)
 
@@ -83,9 +80,9 @@ def dspark(
     previous, logits, drafts, confidence = anchor, [], [], []
     for slot in range(len(base)):
         markov = model[f"{prefix}markov_head.markov_w1"][previous]
-        logits.append(base[slot] + model.product(markov, f"{prefix}markov_head.markov_w2"))
+        logits.append(base[slot] + model.product(markov, model[f"{prefix}markov_head.markov_w2"]))
         seen = torch.cat((mixed[slot].float(), markov.float()))
-        confidence.append(model.product(seen, f"{prefix}confidence_head.proj")[0])
+        confidence.append(model.product(seen, model[f"{prefix}confidence_head.proj"])[0])
         drafts.append(ops.top_k(logits[-1], 1)[0])
         previous = int(drafts[-1]) if forced is None else forced[slot]
     return base, torch.stack(logits), torch.stack(drafts), torch.stack(confidence)

@@ -4,7 +4,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ class Model:
     tensors: Mapping[str, Tensor]  # float values by official name (model/params.py)
     rounding: Rounding
     quantised: Collection[str] = ()  # the names of weights stored in 8 or 4 bits
-    ops: ClassVar[ModuleType] = ops
+    ops: ModuleType = ops  # operations of these names: dsv4.spec.ops, or others tested equal
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -49,7 +48,7 @@ class Model:
 
     def head(self, streams: Tensor, prefix: str = "") -> Tensor:
         """Return float32 logits. `prefix`: a draft block's own mixing and norm; the matrix is shared."""
-        return self.product(self.norm(self.mix_head(streams, prefix), f"{prefix}norm").float(), "head")
+        return self.product(self.norm(self.mix_head(streams, prefix), f"{prefix}norm"), self["head"])
 
     def mix_head(self, streams: Tensor, prefix: str = "") -> Tensor:
         c, name = self.config, f"{prefix}hc_head"
@@ -76,11 +75,10 @@ class Model:
         return x, gate, self.ops.sinkhorn(logits, c.sinkhorn_iters, c.hc_eps)
 
     def attention(self, x: Tensor, name: str, layer: LayerSpec) -> Tensor:
-        c = self.config
-        positions = torch.arange(x.shape[-2], device=x.device)
+        c, positions = self.config, torch.arange(x.shape[-2], device=x.device)
         rope = self.rope(positions, layer)
         q, q_low = self.queries(x, name, rope)
-        keys = self.entries(self.linear(x, f"{name}.wkv"), f"{name}.kv_norm", rope)
+        keys = self.raw_keys(x, name, rope)
         seen = ops.in_window(positions, positions, c.window).expand(*x.shape[:-1], -1)
         if layer.ratio:
             entries = self.compressed(x, f"{name}.compressor", layer)
@@ -95,75 +93,82 @@ class Model:
         q = self.linear(q_low, f"{name}.wq_b").unflatten(-1, (-1, self.config.head_dim))
         return self.ops.rotate_heads(self.ops.rms_norm(q, None, self.config.norm_eps), *rope), q_low
 
-    def entries(self, kv: Tensor, norm: str, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """Make raw keys [..., T, d], one head that all queries share, as the cache keeps them."""
-        return self.rounding.entry(self.ops.rotate(self.norm(kv, norm), *rope), self.config.rope_dim)
+    def raw_keys(self, x: Tensor, name: str, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """Return keys [..., T, d], one head that all queries share, as the cache keeps them."""
+        normed = self.norm(self.linear(x, f"{name}.wkv"), f"{name}.kv_norm")
+        return self.rounding.entry(self.ops.rotate(normed, *rope), self.config.rope_dim)
 
     def compressed(self, x: Tensor, name: str, layer: LayerSpec) -> Tensor:
         """Pool each complete block, then norm it and rotate it to the position of its first token."""
-        values, scores = (self.product(x.float(), f"{name}.{w}") for w in ("wkv", "wgate"))
-        positions = torch.arange(x.shape[-2], device=x.device)
-        scores = scores + self[f"{name}.ape"][positions % layer.ratio]  # on the score alone
+        values, scores = self.product(x.float(), self[f"{name}.wkv"]), self.pool_scores(x, name, layer)
         pooled = self.ops.compress(values, scores, layer.ratio, layer.kind == "csa").to(x.dtype)
         starts = torch.arange(pooled.shape[-2], device=x.device) * layer.ratio
         return self.ops.rotate(self.norm(pooled, f"{name}.norm"), *self.rope(starts, layer))
 
+    def pool_scores(self, x: Tensor, name: str, layer: LayerSpec) -> Tensor:
+        """Score each channel's part in its entry; the position bias enters here and not in the values."""
+        bias = self[f"{name}.ape"][torch.arange(x.shape[-2], device=x.device) % layer.ratio]
+        return self.product(x.float(), self[f"{name}.wgate"]) + bias
+
     def chosen(self, x: Tensor, q_low: Tensor, entries: int, name: str, layer: LayerSpec) -> Tensor:
         """Return which entries [..., T, C] a query attends to: CSA's indexer takes the best, HCA all."""
-        c, positions = self.config, torch.arange(x.shape[-2], device=x.device)
-        visible = ops.is_visible(positions, entries, layer.ratio)
-        if layer.kind != "csa" or entries <= c.index_topk:
+        visible = ops.is_visible(torch.arange(x.shape[-2], device=x.device), entries, layer.ratio)
+        if layer.kind != "csa" or entries <= self.config.index_topk:
             return visible
+        return ops.select(self.index_scores(x, q_low, name, layer), visible, self.config.index_topk)
+
+    def index_scores(self, x: Tensor, q_low: Tensor, name: str, layer: LayerSpec) -> Tensor:
+        """Return the indexer's score [..., T, C] of every entry, by queries and keys of its own."""
+        c, positions = self.config, torch.arange(x.shape[-2], device=x.device)
         q = self.linear(q_low, f"{name}.indexer.wq_b").unflatten(-1, (c.index_heads, c.index_dim))
         q = self.rounding.index(self.ops.rotate_heads(q, *self.rope(positions, layer)))
         keys = self.rounding.index(self.compressed(x, f"{name}.indexer.compressor", layer))
         weights = self.linear(x, f"{name}.indexer.weights_proj", rounds=False).float() * c.index_factor
-        return ops.select(self.ops.index_scores(q, keys, weights), visible, c.index_topk)
+        return self.ops.index_scores(q, keys, weights)
 
     def output(self, o: Tensor, name: str, rope: tuple[Tensor, Tensor]) -> Tensor:
         """Rotate o [..., T, H, d] back by the query's position; project each group of heads, then all."""
-        o = self.ops.rotate_heads(o, rope[0], -rope[1])
-        groups = o.flatten(-2).unflatten(-1, (self.config.o_groups, -1))
-        wo_a = self[f"{name}.wo_a"].unflatten(0, (self.config.o_groups, -1))
-        u = torch.einsum("...gk,grk->...gr", groups.float(), wo_a.float()).to(o.dtype)
-        return self.linear(u.flatten(-2), f"{name}.wo_b")
+        o, n = self.ops.rotate_heads(o, rope[0], -rope[1]), self.config.o_groups
+        groups = zip(o.flatten(-2).chunk(n, -1), self[f"{name}.wo_a"].chunk(n), strict=True)
+        u = torch.cat([self.product(*group) for group in groups], -1).to(o.dtype)
+        return self.linear(u, f"{name}.wo_b")
 
     def moe(self, x: Tensor, ids: Tensor, name: str, hash_routed: bool) -> Tensor:
         """Sum the chosen experts in float32, add the shared one, round once."""
         chosen, weights = self.route(x, ids, f"{name}.gate", hash_routed)
+        y = self.experts(x, chosen, weights, f"{name}.experts")
+        return (y + self.expert(x, f"{name}.shared_experts").float()).to(x.dtype)
+
+    def experts(self, x: Tensor, chosen: Tensor, weights: Tensor, name: str) -> Tensor:
         y = torch.zeros_like(x, dtype=torch.float32)
         for expert in chosen.unique().tolist():
-            is_choice = chosen == expert
-            rows = is_choice.any(-1)
-            weight = weights[is_choice].unsqueeze(-1)
-            y[rows] += self.expert(x[rows], f"{name}.experts.{expert}", weight).float()
-        return (y + self.expert(x, f"{name}.shared_experts").float()).to(x.dtype)
+            rows, weight = (chosen == expert).any(-1), weights[chosen == expert].unsqueeze(-1)
+            y[rows] += self.expert(x[rows], f"{name}.{expert}", weight).float()
+        return y
 
     def route(self, x: Tensor, ids: Tensor, name: str, hash_routed: bool) -> tuple[Tensor, Tensor]:
         """Return experts [..., T, K] and their weights: by a table of token ids, or by biased scores."""
-        c = self.config
-        scores = self.ops.route_scores(self.product(x.float(), name))
+        scores = self.ops.route_scores(self.product(x.float(), self[name]))
         if hash_routed:
             chosen = self[f"{name}.tid2eid"][ids]
         else:
-            chosen = ops.top_k(scores + self[f"{name}.bias"], c.experts_per_token)
-        return chosen, self.ops.route_weights(scores, chosen, c.route_scale)
+            chosen = ops.top_k(scores + self[f"{name}.bias"], self.config.experts_per_token)
+        return chosen, self.ops.route_weights(scores, chosen, self.config.route_scale)
 
     def expert(self, x: Tensor, name: str, weight: Tensor | float = 1.0) -> Tensor:
         """Run one expert; a routed one's weight [..., 1] enters before the down projection."""
         gate, up = self.linear(x, f"{name}.w1"), self.linear(x, f"{name}.w3")
-        hidden = weight * self.ops.swiglu(gate, up, self.config.swiglu_limit)
-        return self.linear(hidden.to(x.dtype), f"{name}.w2")
+        return self.linear(self.ops.swiglu(gate, up, self.config.swiglu_limit, weight), f"{name}.w2")
 
     def linear(self, x: Tensor, name: str, rounds: bool = True) -> Tensor:
         """Multiply by a weight [N, K]; quantised weights may have their input rounded."""
         if rounds and name in self.quantised:
             x = linear_input(x, self.rounding.activations)
-        return self.product(x, name).to(x.dtype)
+        return self.product(x, self[name]).to(x.dtype)
 
-    def product(self, x: Tensor, name: str) -> Tensor:
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return x · Wᵀ with float32 accumulation, unrounded."""
-        return x.float() @ self[name].float().mT
+        return x.float() @ weight.float().mT
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         return self.ops.rms_norm(x, self[name], self.config.norm_eps)

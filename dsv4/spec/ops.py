@@ -86,10 +86,8 @@ def mix_in(streams: Tensor, m: Tensor, base: Tensor, scale: Tensor, eps: float) 
 def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
     """Make [..., N, N] nearly doubly stochastic; the last step normalises columns. Float32."""
     comb = logits.softmax(-1) + eps
-    comb = comb / (comb.sum(-2, keepdim=True) + eps)
-    for _ in range(iters - 1):
-        comb = comb / (comb.sum(-1, keepdim=True) + eps)
-        comb = comb / (comb.sum(-2, keepdim=True) + eps)
+    for dim in (-2, *(-1, -2) * (iters - 1)):
+        comb = comb / (comb.sum(dim, keepdim=True) + eps)
     return comb
 
 
@@ -172,6 +170,6 @@ def route_weights(scores: Tensor, chosen: Tensor, scale: float) -> Tensor:
     return picked / picked.sum(-1, keepdim=True) * scale
 
 
-def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    """Return silu(gate) · up in float32, the gate clamped from above and `up` on both sides."""
-    return F.silu(gate.float().clamp(max=limit)) * up.float().clamp(-limit, limit)
+def swiglu(gate: Tensor, up: Tensor, limit: float, weight: Tensor | float = 1.0) -> Tensor:
+    """Return silu(gate) · up · weight, the gate clamped from above and `up` on both sides."""
+    return (weight * (F.silu(gate.float().clamp(max=limit)) * up.float().clamp(-limit, limit))).to(gate.dtype)

@@ -17,14 +17,7 @@ from dsv4.text.tokenizer import Tokenizer
 from dsv4.weights.names import has_weight_suffix
 from dsv4.weights.writer import SHARD_BYTES, Declared, write_checkpoint, write_text
 from recipes.tiny.train import model_config
-from recipes.tiny.twin import Twin, official
-
-# Linears that are small or whose rounding flips choices stay as they are, as in the published checkpoints.
-KEPT = ("embed", "head", "gate", "weights_proj", "compressor.wkv", "compressor.wgate")
-
-
-def is_large(param: Param) -> bool:
-    return param.kind in ("linear", "grouped") and not param.name.endswith(KEPT)
+from recipes.tiny.twin import Twin, is_large, official
 
 
 def export(
@@ -93,8 +86,8 @@ def main() -> None:
     )
     parser.add_argument("--shard-bytes", type=int, default=SHARD_BYTES)
     args = parser.parse_args()
-    twin = Twin(model_config(Tokenizer.load(args.tokenizer).vocab_size), 4096)
-    twin.load_state_dict(torch.load(args.run / "last.pt", map_location="cpu", weights_only=True)["twin"])
+    twin = Twin.make(model_config(Tokenizer.load(args.tokenizer).vocab_size))
+    twin.restore(torch.load(args.run / "last.pt", map_location="cpu", weights_only=True)["twin"])
     quantization = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
     large = Format(args.large)
     export(

@@ -29,8 +29,8 @@ class Optimiser:
     def __init__(self, twin: Twin) -> None:
         self.groups: dict[tuple[int, int], list[Tensor]] = {}
         others = []
-        for name, p in twin.p.items():
-            if not p.requires_grad or name.endswith("gate/bias"):
+        for name, p in twin.tensors.items():
+            if not p.requires_grad or name.endswith("gate.bias"):
                 continue
             if p.dim() >= 2 and not name.endswith(_OTHERS):
                 self.groups.setdefault((p.shape[-2], p.shape[-1]), []).append(p)

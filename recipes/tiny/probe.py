@@ -1,5 +1,6 @@
 """How well the twin recalls while it trains: held-out contexts, the share of answers right in every token."""
 
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -10,7 +11,6 @@ from torch import Tensor
 from dsv4.text.tokenizer import Tokenizer
 from recipes.tiny.kinds import make_record
 from recipes.tiny.mix import KIND, build_world
-from recipes.tiny.plain import Documents
 from recipes.tiny.records import encode
 from recipes.tiny.twin import Twin
 
@@ -32,18 +32,15 @@ def recall_rows(corpus: Path, tokenizer: Tokenizer, count: int, length: int) -> 
 @torch.no_grad()
 def recall_rate(twin: Twin, ids: Tensor, mask: Tensor, rows: int = 8) -> float:
     """Share of answers whose every token is the most likely one."""
-    was_training = twin.training
-    twin.eval()
+    twin = replace(twin, documents=None, notes=None)
     right = total = 0
     for at in range(0, ids.shape[0], rows):
         some, wanted = ids[at : at + rows], mask[at : at + rows]
-        documents = Documents(torch.zeros_like(some, dtype=torch.int32))
-        best = twin.logits(twin.streams(some, torch.bfloat16, documents)).argmax(-1)
+        best = twin.logits(some).argmax(-1)
         is_wrong = wanted[:, 1:] & (best[:, :-1] != some[:, 1:])
         starts = wanted[:, 1:] & ~wanted[:, :-1]
         answer = starts.int().cumsum(1) + torch.arange(some.shape[0], device=ids.device)[:, None] * 64
         failed = torch.unique(answer[is_wrong]).numel()
         total += int(starts.sum())
         right += int(starts.sum()) - failed
-    twin.train(was_training)
     return right / max(total, 1)

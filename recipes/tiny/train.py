@@ -19,9 +19,8 @@ from dsv4.config import LayerSpec, ModelConfig, Yarn, preset
 from dsv4.text.tokenizer import Tokenizer
 from recipes.tiny import plain
 from recipes.tiny.optim import Optimiser
-from recipes.tiny.plain import Documents
 from recipes.tiny.probe import recall_rate
-from recipes.tiny.twin import Twin
+from recipes.tiny.twin import Notes, Twin
 
 MAX_LENGTH = 4096
 PROBE_ROWS = 48
@@ -67,7 +66,7 @@ def initialise(twin: Twin, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     c, n = twin.config, twin.config.num_streams
     with torch.no_grad():
-        for name, p in twin.p.items():
+        for name, p in twin.tensors.items():
             noise = torch.randn(p.shape, generator=generator)
             if name.endswith("tid2eid"):
                 value = torch.rand(c.vocab_size, c.num_experts, generator=generator).argsort(1)
@@ -164,32 +163,34 @@ class Feeder:
             process.terminate()
 
 
-def losses(twin: Twin, ids: Tensor, mask: Tensor, of: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """ids, mask (tokens to be predicted), of (their documents) [B, L] -> the loss, and its parts."""
-    twin.index_losses = []
-    documents = Documents(of)
-    streams = twin.streams(ids, torch.bfloat16, documents)
+def losses(
+    twin: Twin, ids: Tensor, mask: Tensor, of: Tensor
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """ids, mask (tokens to be predicted), of (their documents) [B, L] -> the loss, its parts, loads."""
+    notes = Notes()
+    twin = replace(twin, documents=of, notes=notes)
+    streams = twin.streams(ids)[-1]
 
     def mean(logits: Tensor, ahead: int) -> Tensor:
         """Of the tokens that many places on, within the document."""
         targets = F.pad(ids[:, ahead:], (0, ahead))
         wanted = F.pad(mask[:, ahead:] & (of[:, ahead:] == of[:, :-ahead]), (0, ahead))
-        return (twin.parts.nats(logits, targets) * wanted).sum() / wanted.sum().clamp(min=1)
+        return (twin.ops.nats(logits, targets) * wanted).sum() / wanted.sum().clamp(min=1)
 
-    main = mean(twin.logits(streams), 1)
-    draft = mean(twin.draft(streams, F.pad(ids[:, 1:], (0, 1)), documents), 2)
-    index = torch.stack(twin.index_losses).mean()
-    return main + DRAFT_WEIGHT * draft + INDEX_WEIGHT * index, {"main": main, "draft": draft, "index": index}
+    main = mean(twin.head(streams), 1)
+    draft = mean(twin.draft(streams, F.pad(ids[:, 1:], (0, 1))), 2)
+    index = torch.stack(notes.index_losses).mean()
+    parts = {"main": main, "draft": draft, "index": index}
+    return main + DRAFT_WEIGHT * draft + INDEX_WEIGHT * index, parts, notes.loads
 
 
-def balance(twin: Twin) -> None:
+def balance(twin: Twin, loads: dict[str, Tensor]) -> None:
     """Nudge each router's bias towards experts that were chosen too seldom."""
     target = twin.config.experts_per_token / twin.config.num_experts
-    names = [f"layers.{i}" for i in range(twin.config.num_layers)] + ["mtp.0"]
     with torch.no_grad():
-        for index, name in enumerate(names):
-            if f"{name}.ffn.gate.bias".replace(".", "/") in twin.p:
-                twin[f"{name}.ffn.gate.bias"].add_(torch.sign(target - twin.load[index]), alpha=BALANCE_RATE)
+        for name, load in loads.items():
+            if f"{name}.bias" in twin.tensors:
+                twin[f"{name}.bias"].add_(torch.sign(target - load), alpha=BALANCE_RATE)
 
 
 def rate(done: float) -> float:
@@ -203,7 +204,7 @@ def train(twin: Twin, feeder: Feeder, phases: list[Phase], out: Path, device: st
     before, step, tokens, edge = 0.0, 0, 0, 0.0
     if (out / "last.pt").exists():
         saved = torch.load(out / "last.pt", map_location=device, weights_only=True)
-        twin.load_state_dict(saved["twin"])
+        twin.restore(saved["twin"])
         optimiser.load_state_dict(saved["optimiser"])
         before, step, tokens = saved["seconds"], saved["step"], saved["tokens"]
     start: float | None = None
@@ -211,14 +212,14 @@ def train(twin: Twin, feeder: Feeder, phases: list[Phase], out: Path, device: st
     with (out / "log.jsonl").open("a") as log:
         for phase in phases:
             edge += phase.share * seconds
-            twin.rounding.cache, twin.rounding.weights = phase.rounds_cache, phase.rounds_weights
+            twin = twin.rounds(phase.rounds_cache, phase.rounds_weights, torch.bfloat16)
             batches = feeder.batches(phase, device)
             while elapsed < edge:
                 ids, mask, of = next(batches)
-                loss, parts = losses(twin, ids, mask, of)
+                loss, parts, loads = losses(twin, ids, mask, of)
                 loss.backward()
                 optimiser.step(rate(elapsed / seconds))
-                balance(twin)
+                balance(twin, loads)
                 step, tokens = step + 1, tokens + ids.numel()
                 if start is None:
                     torch.cuda.synchronize()
@@ -227,7 +228,7 @@ def train(twin: Twin, feeder: Feeder, phases: list[Phase], out: Path, device: st
                 if step % 20 == 0:
                     row = {"step": step, "phase": phase.name, "seconds": round(elapsed, 1), "tokens": tokens}
                     row |= {name: round(float(value.detach()), 4) for name, value in parts.items()}
-                    row |= {"max_load": round(float(twin.load.max()), 3)}
+                    row |= {"max_load": round(max(float(load.max()) for load in loads.values()), 3)}
                     log.write(json.dumps(row) + "\n")
                     log.flush()
                 if step % 500 == 0:
@@ -239,7 +240,7 @@ def train(twin: Twin, feeder: Feeder, phases: list[Phase], out: Path, device: st
 
 
 def _save(twin: Twin, optimiser: Optimiser, out: Path, step: int, tokens: int, seconds: float) -> None:
-    state = {"twin": twin.state_dict(), "optimiser": optimiser.state_dict()}
+    state = {"twin": dict(twin.tensors), "optimiser": optimiser.state_dict()}
     torch.save(state | {"step": step, "tokens": tokens, "seconds": seconds}, out / "last.tmp")
     (out / "last.tmp").replace(out / "last.pt")
 
@@ -266,11 +267,9 @@ def main() -> None:
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
     config = model_config(Tokenizer.load(args.tokenizer).vocab_size)
-    parts = importlib.import_module("recipes.tiny.fused") if args.device.startswith("cuda") else plain
-    twin = Twin(config, MAX_LENGTH, args.device, parts)
+    ops = importlib.import_module("recipes.tiny.fused") if args.device.startswith("cuda") else plain
+    twin = Twin.make(config, args.device, ops)
     initialise(twin, args.seed)
-    twin.train()
-    twin.wants_index_loss = True
     try:
         train(twin, feeder, phases, args.out, args.device, args.seconds)
     finally:

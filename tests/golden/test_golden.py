@@ -31,14 +31,15 @@ def folder(format: str) -> Path:
     return found
 
 
-def config_of(mode: str, chunk: int) -> EngineConfig:
+def config_of(mode: str, chunk: int, ranks: int = 1) -> EngineConfig:
     return EngineConfig(
-        activations="a8" if mode == "a8" else "a16",
+        activations=mode if mode in ("a8", "a4") else "a16",  # type: ignore[arg-type]
         qat="off" if mode == "noqat" else "on",
         chunk=chunk,
         max_batch=1,
         max_context=340,
         threads=torch.get_num_threads(),
+        ranks=ranks,
     )
 
 

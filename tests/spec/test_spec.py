@@ -1,8 +1,10 @@
 """The specification against what the official computation gave, and against the engine in every mode."""
 
+import re
 import subprocess
 import sys
 from functools import cache
+from inspect import isfunction
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,13 @@ from torch import Tensor
 from dsv4 import Engine, EngineConfig
 from dsv4.lab.reference import open_model, reference_logits
 from dsv4.lab.score import score_ids
+from dsv4.spec import drafts, ops, rounding
+from dsv4.spec.model import Model
 from dsv4.spec.rounding import MODES
 from dsv4.weights.load import Checkpoint
 from tests.golden.test_golden import CASES, MARKS, STEP_MARKS, check, folder
 
+ROOT = Path(__file__).parents[2]
 # Distances seen: 2e-6 without rounding points, on every machine.
 DRAFT_MARKS = STEP_MARKS
 
@@ -116,7 +121,21 @@ def test_command(tmp_path: Path) -> None:
         assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
+def test_the_tour_has_every_operation() -> None:
+    """docs/model.md names functions that exist, and leaves out none of ops.py, drafts.py and rounding.py."""
+    tour = (ROOT / "docs" / "model.md").read_text()
+    places = {"Model": Model, "ops": ops, "rounding": rounding, "Rounding": rounding.Rounding}
+    for place, name in re.findall(r"`(Model|ops|rounding|Rounding)\.(\w+)`", tour):
+        assert name == "py" or callable(getattr(places[place], name, None)), f"{place}.{name}"
+    for module in (ops, drafts, rounding):
+        for name, value in vars(module).items():
+            if isfunction(value) and value.__module__ == module.__name__ and name != "num_stages":
+                assert re.search(rf"`(\w+\.)?{name}`", tour), f"{name} is not in docs/model.md"
+    lines = tour.splitlines()
+    assert len(lines) <= 120 and max(map(len, lines)) <= 120
+
+
 def test_specification_is_short() -> None:
-    files = sorted((Path(__file__).parents[2] / "dsv4" / "spec").glob("*.py"))
+    files = sorted((ROOT / "dsv4" / "spec").glob("*.py"))
     lines = sum(len(path.read_text().splitlines()) for path in files)
     assert lines <= 500, f"{lines} lines in dsv4/spec, expected at most 500: it is read in one sitting"
