@@ -8,10 +8,11 @@ the model writes forced text as any other, under the mask.
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from dsv4.engine.request import SamplingParams
 from dsv4.errors import RequestError, TextError
 from dsv4.text.tokenizer import Tokenizer
 
@@ -72,6 +73,48 @@ class Matcher:
             raise RequestError(
                 f"the output's grammar cannot go on ({_short(self._state.get_error())}); simplify it"
             )
+
+
+class Bounds:
+    """What `min_tokens`, `bad_words` and `allowed_ids` leave of the vocabulary, and a grammar of it."""
+
+    def __init__(
+        self, params: SamplingParams, stop_ids: Iterable[int], vocab_size: int, grammar: Matcher | None
+    ) -> None:
+        self._params, self._grammar = params, grammar
+        self._stops, self._num_bytes = _bits(stop_ids), -(-vocab_size // 8)
+        self._allowed = _bits(params.allowed_ids) if params.allowed_ids else (1 << vocab_size) - 1
+        self._ids: list[int] = []
+
+    def mask(self) -> bytes:
+        """As a Matcher's."""
+        bits = self._allowed
+        if self._grammar is not None:
+            bits &= int.from_bytes(self._grammar.mask(), "little")
+        if len(self._ids) < self._params.min_tokens:
+            bits &= ~self._stops
+        for *begin, last in self._params.bad_words:
+            if len(begin) <= len(self._ids) and self._ids[len(self._ids) - len(begin) :] == begin:
+                bits &= ~(1 << last)
+        if not bits:
+            raise RequestError(
+                "min_tokens, bad_words, allowed ids and the form together allow no token here; loosen one"
+            )
+        return bits.to_bytes(self._num_bytes, "little")
+
+    def accept(self, id: int) -> None:
+        if self._grammar is not None:
+            self._grammar.accept(id)
+        self._ids.append(id)
+
+
+def _bits(ids: Iterable[int]) -> int:
+    """Bit i: whether i is among them. Not by adding up: a hundred thousand shifts take seconds."""
+    known = set(ids)
+    data = bytearray(max(known, default=0) // 8 + 1)
+    for id in known:
+        data[id // 8] |= 1 << id % 8
+    return int.from_bytes(data, "little")
 
 
 class Grammars:
