@@ -21,7 +21,7 @@ from dsv4.serve.answer import ChatAnswer, Echo, PlainAnswer
 from dsv4.serve.anthropic import CountBody, MessagesBody, MessagesShape
 from dsv4.serve.ask import Asked, ask_chat, ask_completion, check_fits, check_ids
 from dsv4.serve.describe import openapi
-from dsv4.serve.gate import Gate, json_response, key_hash, read_body, refusal
+from dsv4.serve.gate import Gate, body_limit, json_response, key_hash, read_body, refusal
 from dsv4.serve.job import AnyShape, EventStream, Job, Replay, Service
 from dsv4.serve.openai import ChatShape, HttpError, PlainShape, Shape
 from dsv4.serve.parse import Notes
@@ -120,7 +120,9 @@ class Routes:
         """The handler of a request, given a body of the type that it names."""
 
         async def read(request: Request) -> Response:
-            body = await read_body(request, handler.__annotations__["body"])
+            ready = self.engine.ready
+            most = body_limit(ready.max_context if ready else 0)
+            body = await read_body(request, handler.__annotations__["body"], most)
             self._check_model(body.model)
             return await handler(request, body)
 

@@ -31,6 +31,8 @@ from dsv4.serve.schema import MAX_BODY_BYTES
 from dsv4.serve.ticket import Busy, Unavailable
 
 BODY_SECONDS = 30.0
+LEAST_BODY_BYTES, BYTES_PER_TOKEN = 10 << 20, 32
+SMALL_BODY_BYTES = 128 << 10  # read within a millisecond or two; larger ones beside the event loop
 RETRY_SECONDS = 1
 LOCAL_NAMES = ("127.0.0.1", "::1", "localhost")
 OPEN_ROUTES = ("/health",)
@@ -196,7 +198,12 @@ def refusal(error: Dsv4Error, for_anthropic: bool = False, **beside: Any) -> Res
     return json_response(body, status, headers)
 
 
-async def read_body(request: Request, kind: type[Kind]) -> Kind:
+def body_limit(max_context: int) -> int:
+    """Bytes of a body, by the context: one full of \\uXXXX fits."""
+    return min(MAX_BODY_BYTES, max(LEAST_BODY_BYTES, BYTES_PER_TOKEN * max_context))
+
+
+async def read_body(request: Request, kind: type[Kind], most: int) -> Kind:
     """The checked body; asking for JSON's media type keeps other web pages from posting here."""
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":
@@ -205,18 +212,21 @@ async def read_body(request: Request, kind: type[Kind]) -> Kind:
         why = "small bodies could unpack to any size; send it as it is"
         raise HttpError(415, f"Content-Encoding is {coding[:60]!r}, expected none: {why}")
     # Before a byte of it is asked for, as `Expect: 100-continue` wants to know.
-    if len(length := request.headers.get("content-length", "")) > 18 or int(length or 0) > MAX_BODY_BYTES:
-        raise HttpError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", "body_too_large")
+    if len(length := request.headers.get("content-length", "")) > 18 or int(length or 0) > most:
+        raise HttpError(413, f"the body is larger than {most} bytes", "body_too_large")
     data = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():
                 data += part
-                if len(data) > MAX_BODY_BYTES:
-                    raise HttpError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", "body_too_large")
+                if len(data) > most:
+                    raise HttpError(413, f"the body is larger than {most} bytes", "body_too_large")
     except TimeoutError:
         raise HttpError(408, f"the body did not arrive within {BODY_SECONDS:g} s", "timeout") from None
     except ClientDisconnect:
         raise HttpError(499, "the client went away while it sent its request") from None
     request.scope["size"] = len(data)
-    return parse(kind, data, request.scope["notes"].ignored)
+    ignored = request.scope["notes"].ignored
+    if len(data) <= SMALL_BODY_BYTES:
+        return parse(kind, data, ignored)
+    return await asyncio.to_thread(parse, kind, data, ignored)

@@ -48,7 +48,7 @@ def parse(kind: type[Kind], data: bytes | bytearray, ignored: list[str] | None =
 
 def checked(kind: type[Kind], value: Any, where: str = "", ignored: list[str] | None = None) -> Kind:
     """The same from JSON values; `where` is their place in the body."""
-    value = _settled(_info(kind), value, where, ignored, False)  # type: ignore[arg-type]
+    value = _plan(kind).settled(value, where, ignored, False)  # type: ignore[arg-type]
     try:
         return msgspec.convert(value, kind, str_keys=True)
     except msgspec.ValidationError as error:
@@ -76,80 +76,114 @@ def _info(kind: Hashable) -> inspect.Type:
     return inspect.type_info(kind)
 
 
-def _settled(info: inspect.Type, value: Any, where: str, ignored: list[str] | None, lax: bool) -> Any:
-    """Without what asks for nothing; `lax`: within a message that comes back."""
-    if isinstance(value, dict):
-        struct = _struct(info, value)
-        return value if struct is None else _settled_object(struct, value, where, ignored, lax)
-    if isinstance(value, list):
-        items = next((each.item_type for each in _ways([info]) if isinstance(each, inspect.ListType)), None)
-        if items is None or isinstance(items, inspect.IntType | inspect.AnyType):
-            return value
-        return [_settled(items, item, f"{where}[{at}]", ignored, lax) for at, item in enumerate(value)]
-    if isinstance(value, float) and value.is_integer():
-        kinds = {type(each) for each in _ways([info])}
-        return int(value) if inspect.IntType in kinds and inspect.FloatType not in kinds else value
-    return value
+class _Object:
+    """What is to be done with the objects of a type."""
+
+    def __init__(self, struct: inspect.StructType) -> None:
+        self.cls, self.tag_field = struct.cls, struct.tag_field
+        self.comes_back = bool(getattr(struct.cls, "comes_back", False))
+        self.table, self.aliases = rows(struct.cls), aliases(struct.cls)
+        self.fields = {field.encode_name: _Plan.of(field.type) for field in struct.fields}
+        self.fields |= {self.tag_field: None} if self.tag_field else {}
 
 
-def _struct(info: inspect.Type, value: dict[str, Any]) -> inspect.StructType | None:
-    """The type that the object is of, told by its tag where there are several."""
-    for each in _ways([info]):
-        if isinstance(each, inspect.StructType) and (
-            each.tag_field is None or value.get(each.tag_field) == each.tag
-        ):
-            return each
-    return None
+class _Plan:
+    """What is to be done with the values of a field's type, found once: bodies have many small objects."""
+
+    def __init__(self, ways: list[inspect.Type]) -> None:
+        structs = [way for way in ways if isinstance(way, inspect.StructType)]
+        self.tag_field = structs[0].tag_field if structs else None
+        self.objects = {struct.tag: _object(struct.cls) for struct in structs}
+        lists = [way.item_type for way in ways if isinstance(way, inspect.ListType)]
+        self.items = _Plan.of(lists[0]) if lists else None
+        kinds = {type(way) for way in ways}
+        self.is_whole = inspect.IntType in kinds and inspect.FloatType not in kinds
+
+    @classmethod
+    def of(cls, info: inspect.Type) -> "_Plan | None":
+        """None: nothing, whatever the value."""
+        plan = cls(_ways([info]))
+        return plan if plan.objects or plan.items or plan.is_whole else None
+
+    def settled(self, value: Any, where: "_Place", ignored: list[str] | None, lax: bool) -> Any:
+        """Without what asks for nothing; `lax`: within a message that comes back."""
+        kind = type(value)
+        if kind is dict and self.objects:
+            tag = value.get(self.tag_field) if self.tag_field else None
+            struct = self.objects.get(tag) if isinstance(tag, str | None) else None
+            return value if struct is None else _settled_object(struct, value, where, ignored, lax)
+        if kind is list and self.items is not None:
+            settled = self.items.settled
+            return [settled(item, (where, at), ignored, lax) for at, item in enumerate(value)]
+        return int(value) if kind is float and self.is_whole and value.is_integer() else value
+
+
+@cache
+def _object(kind: type) -> _Object:
+    info = _info(kind)
+    assert isinstance(info, inspect.StructType)
+    return _Object(info)
+
+
+@cache
+def _plan(kind: Hashable) -> _Plan:
+    return _Plan(_ways([_info(kind)]))
+
+
+# Where a value stands: what it is in, and its name or number there. Spelled out only in errors.
+_Place = tuple[Any, str | int] | str
+
+
+def _spelled(place: _Place) -> str:
+    if isinstance(place, str):
+        return place
+    outer, name = _spelled(place[0]), place[1]
+    return f"{outer}[{name}]" if isinstance(name, int) else f"{outer}.{name[:60]}" if outer else name[:60]
 
 
 def _settled_object(
-    struct: inspect.StructType, value: dict[str, Any], where: str, ignored: list[str] | None, lax: bool
+    struct: _Object, value: dict[str, Any], where: _Place, ignored: list[str] | None, lax: bool
 ) -> dict[str, Any]:
-    lax = lax or getattr(struct.cls, "comes_back", False)
-    fields, table = _fields(struct.cls), rows(struct.cls)
+    lax = lax or struct.comes_back
+    fields, table = struct.fields, struct.table
     out: dict[str, Any] = {}
-    for name, item in _renamed(struct.cls, value, lax).items():
-        at = f"{where}.{name}" if where else name
+    for name, item in (_renamed(struct.aliases, value, lax) if struct.aliases else value).items():
         if item is None:
             continue
-        if name == struct.tag_field:
-            out[name] = item
-        elif name in fields:
-            out[name] = _settled(fields[name], item, at, ignored, lax)
+        if name in fields:
+            plan = fields[name]
+            out[name] = item if plan is None else plan.settled(item, (where, name), ignored, lax)
         elif name in table:
             if not table[name].passes(item, value):
+                at = _spelled((where, name))
                 why = f"'{at}': {_shown(item)} is not supported; {table[name].expected}"
                 raise BadField(why, at, "unsupported_value")
         elif lax:
             continue
         elif ignored is not None:
-            ignored.append(at)
+            ignored.append(_spelled((where, name)))
         else:
-            near = get_close_matches(name, [*fields, *table], 1)
+            at = _spelled((where, name))
+            near = get_close_matches(name[:60], [*fields, *table], 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise BadField(f"Unrecognized request argument supplied: {at}{hint}", at, "unknown_parameter")
     return out
 
 
-@cache
-def _fields(kind: type) -> dict[str, inspect.Type]:
-    info = _info(kind)
-    assert isinstance(info, inspect.StructType)
-    return {field.encode_name: field.type for field in info.fields}
-
-
-def _renamed(kind: type, value: dict[str, Any], lax: bool) -> dict[str, Any]:
+def _renamed(names: Mapping[str, str], value: dict[str, Any], lax: bool) -> dict[str, Any]:
     """With our names for those of others."""
-    for theirs, ours in aliases(kind).items():
+    for theirs, ours in names.items():
         if value.get(theirs) is None:
             continue
         value = dict(value)
         item, (outer, _, inner) = value.pop(theirs), ours.partition(".")
-        item = {**(value.get(outer) or {}), inner: item} if inner else item
-        if not inner and value.get(outer) not in (None, item):
+        given = value.get(outer)
+        if inner and isinstance(given, dict | None):
+            item = {**(given or {}), inner: item}
+        elif given not in (None, item):
             if lax:
                 continue
-            raise BadField(f"give {theirs} or {ours}, not both", theirs)
+            raise BadField(f"give {theirs} or {outer}, not both", theirs)
         value[outer] = item
     return value
 

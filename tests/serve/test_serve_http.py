@@ -11,7 +11,7 @@ import openai
 import pytest
 from serve_support import KEY, OTHER_KEY, QUESTION, SHORT, STORY, Server, wait
 
-from dsv4.serve.schema import MAX_BODY_BYTES
+from dsv4.serve.gate import LEAST_BODY_BYTES
 
 
 def joined(chunks: list[Any]) -> dict[int, dict[str, Any]]:
@@ -338,7 +338,7 @@ CHAT = {"messages": QUESTION, "max_tokens": 4}
         (b'{"messages": [{"role": ' + b"[" * 100_000, 400, "JSON"),
         (b"\xff\xfe", 400, "JSON"),
         (b"", 400, "JSON"),
-        (b" " * (MAX_BODY_BYTES + 1), 413, str(MAX_BODY_BYTES)),
+        (b" " * (LEAST_BODY_BYTES + 1), 413, str(LEAST_BODY_BYTES)),
     ],
     ids=lambda value: str(value)[-60:] if isinstance(value, dict) else None,
 )
@@ -373,7 +373,7 @@ def test_client_that_leaves_frees_its_pages(server: Server, stream: bool) -> Non
     connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.sock.close()
     wait(server.is_idle, 3)
-    assert "gone=yes" in server.log
+    wait(lambda: "gone=yes" in server.log, 5)
 
 
 def test_full_queue_is_429_and_running_requests_do_not_notice(server: Server) -> None:
