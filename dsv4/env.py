@@ -32,6 +32,11 @@ def attempt() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
+def service_manager() -> str:
+    """The socket on which systemd waits to hear that a service of Type=notify is ready; empty: none does."""
+    return os.environ.get("NOTIFY_SOCKET", "")
+
+
 def library_settings() -> list[str]:
     """Variables that make torch, MKL or oneDNN compute otherwise; what was measured holds under them."""
     prefixes = ("ATEN_", "DNNL_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_")

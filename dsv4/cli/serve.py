@@ -53,11 +53,14 @@ def serve(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0: any free one")] = 8000,
     name: Annotated[
-        str,
+        list[str] | None,
         typer.Option(
-            "--served-model-name", "--name", help="the model's name for clients; default: its folder's"
+            "--served-model-name",
+            "--name",
+            help="the model's name for clients; default: its folder's; more of them, or patterns such as"
+            " 'claude-*', are other names",
         ),
-    ] = "",
+    ] = None,
     api_key_file: Annotated[
         Path | None, typer.Option(help="keys, one per line; needed on every route but /health")
     ] = None,
@@ -90,6 +93,9 @@ def serve(
     isolate_by_key: Annotated[
         bool, typer.Option(help="share cached prefixes only among requests with the same key")
     ] = False,
+    lenient: Annotated[
+        bool, typer.Option(help="leave out fields of requests that are not known, and name them in a header")
+    ] = False,
     ray: Annotated[bool, typer.Option("--ray", help="as replicas behind Ray Serve, on its cluster")] = False,
     replicas: Annotated[int, typer.Option(help="with --ray: engines, at least")] = 1,
     max_replicas: Annotated[int | None, typer.Option(help="with --ray: engines, at most")] = None,
@@ -99,7 +105,8 @@ def serve(
 ) -> None:
     """Serve a model to OpenAI's clients (/v1/chat/completions, /v1/responses) and Anthropic's (/v1/messages).
 
-    One line per request goes to stderr, without its text. Ctrl-C or SIGTERM drains; a second one ends.
+    One line per request goes to stderr, without its text. Ctrl-C or SIGTERM drains; a second one ends. SIGHUP
+    reads keys and certificates again.
     """
     with needs_extra("the server", "serve"):
         from dsv4.serve.gate import LOCAL_NAMES
@@ -107,7 +114,7 @@ def serve(
     server_config = ServerConfig(
         host=host,
         port=port,
-        name=name,
+        names=tuple(name or ()),
         api_key_file=api_key_file,
         max_queue=max_queue,
         queue_seconds=queue_seconds,
@@ -122,6 +129,7 @@ def serve(
         tls_key=tls_key,
         log_texts=log_texts,
         isolate_by_key=isolate_by_key,
+        lenient=lenient,
     )
     check_ray(ray, replicas=replicas - 1, max_replicas=max_replicas, gpus_per_replica=gpus_per_replica)
     err.file = UnfailingStderr()  # type: ignore[assignment]

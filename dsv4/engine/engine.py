@@ -5,9 +5,10 @@ import operator
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import wraps
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from dsv4.cache.prefix import PrefixCache
 from dsv4.cache.slots import Slots
 from dsv4.config import EngineConfig
 from dsv4.engine.build import Compiled, Prepared, make_executor, rank_devices
-from dsv4.engine.grammar import Grammars
+from dsv4.engine.grammar import Bounds, Grammars
 from dsv4.engine.keep import Arrivals, make_shelf
 from dsv4.engine.output import Output
 from dsv4.engine.pace import Pace
@@ -159,7 +160,10 @@ class Engine:
         params, vocab = request.params, self.model_config.vocab_size
         if not request.ids:
             raise RequestError("the prompt is empty; give at least one token")
-        known = {"prompt id": request.ids, "stop id": params.stop_ids, "logit_bias id": params.logit_bias}
+        known: dict[str, Iterable[int]] = {
+            **{"prompt id": request.ids, "stop id": params.stop_ids, "logit_bias id": params.logit_bias},
+            **{"allowed id": params.allowed_ids, "bad word's id": chain(*params.bad_words)},
+        }
         for what, ids in known.items():
             if bad := [i for i in ids if not isinstance(i, int) or not 0 <= i < vocab]:
                 raise RequestError(f"{what} {bad[0]!r} is outside the vocabulary of {vocab}")
@@ -170,6 +174,8 @@ class Engine:
                 f"prompt of {length} tokens + max_tokens {max_tokens} = {length + max_tokens} exceeds "
                 f"max_context {max_context}; shorten one of them or raise max_context"
             )
+        if params.min_tokens > max_tokens:
+            raise RequestError(f"min_tokens is {params.min_tokens}, expected at most max_tokens {max_tokens}")
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer.json in the model folder; use stop_ids")
         if (most := max(params.logprobs or 0, params.prompt_logprobs or 0)) > vocab:
@@ -185,6 +191,8 @@ class Engine:
         sequence = Sequence(self.next_number(), request, seed, max_tokens, frozenset(stop_ids))
         if params.grammar is not None:
             sequence.matcher = self.grammars.matcher(params.grammar)
+        if params.is_bounded:
+            sequence.matcher = Bounds(params, stop_ids, vocab, sequence.matcher)
         output = Output(sequence, self.tokenizer)
         self._outputs[request.id] = self._running[sequence.number] = output
         self.arrivals.add(sequence)
@@ -262,6 +270,13 @@ class Engine:
             raise RequestError(f"request {request_id!r} is not running")
         self._outputs[request_id].end("cancelled")
         self._drop(request_id)
+
+    def progress(self, request_id: str) -> tuple[int, int] | None:
+        """Tokens of a prompt that were found in the cache, and that are processed; None: it has not begun."""
+        sequence = self._outputs[request_id].sequence
+        if sequence.num_cached is None:
+            return None
+        return sequence.num_cached, min(sequence.num_processed, sequence.num_prompt)
 
     @property
     def num_unfinished(self) -> int:

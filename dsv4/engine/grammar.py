@@ -1,15 +1,18 @@
 """Which tokens may come next, by a grammar. The one user of llguidance, which is loaded when first asked for.
 
 Grammars are llguidance's Lark; special tokens stand in them as <[id]>. What a grammar costs is limited by
-fuel, not by time: at compilation about a second, then at most some 20 ms per token.
+fuel, not by time: at compilation about a second, then at most some 20 ms per token. llguidance would spell
+out text that a grammar forces, and tokenise it, without fuel: 120 bytes can force a gigabyte. So it does not;
+the model writes forced text as any other, under the mask.
 """
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from dsv4.engine.request import SamplingParams
 from dsv4.errors import RequestError, TextError
 from dsv4.text.tokenizer import Tokenizer
 
@@ -17,8 +20,12 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_KNOWN = 64
+MAX_KNOWN_CHARACTERS = 4 << 20  # a compiled grammar takes a few times the bytes of its text
 MAX_GRAMMAR_CHARACTERS = 1 << 20
 MAX_GRAMMAR_SYMBOLS = 200_000
+MAX_LEXER_STATES = 25_000  # of 1 to 2 kB
+PANICKED = "the grammar library gave up on it"
+NO_FORCING = '%llguidance {"no_forcing": true}\n'
 COMPILE_FUEL, STEP_FUEL, STEP_ITEMS = 5_000_000, 200_000, 50_000
 
 
@@ -68,6 +75,48 @@ class Matcher:
             )
 
 
+class Bounds:
+    """What `min_tokens`, `bad_words` and `allowed_ids` leave of the vocabulary, and a grammar of it."""
+
+    def __init__(
+        self, params: SamplingParams, stop_ids: Iterable[int], vocab_size: int, grammar: Matcher | None
+    ) -> None:
+        self._params, self._grammar = params, grammar
+        self._stops, self._num_bytes = _bits(stop_ids), -(-vocab_size // 8)
+        self._allowed = _bits(params.allowed_ids) if params.allowed_ids else (1 << vocab_size) - 1
+        self._ids: list[int] = []
+
+    def mask(self) -> bytes:
+        """As a Matcher's."""
+        bits = self._allowed
+        if self._grammar is not None:
+            bits &= int.from_bytes(self._grammar.mask(), "little")
+        if len(self._ids) < self._params.min_tokens:
+            bits &= ~self._stops
+        for *begin, last in self._params.bad_words:
+            if len(begin) <= len(self._ids) and self._ids[len(self._ids) - len(begin) :] == begin:
+                bits &= ~(1 << last)
+        if not bits:
+            raise RequestError(
+                "min_tokens, bad_words, allowed ids and the form together allow no token here; loosen one"
+            )
+        return bits.to_bytes(self._num_bytes, "little")
+
+    def accept(self, id: int) -> None:
+        if self._grammar is not None:
+            self._grammar.accept(id)
+        self._ids.append(id)
+
+
+def _bits(ids: Iterable[int]) -> int:
+    """Bit i: whether i is among them. Not by adding up: a hundred thousand shifts take seconds."""
+    known = set(ids)
+    data = bytearray(max(known, default=0) // 8 + 1)
+    for id in known:
+        data[id // 8] |= 1 << id % 8
+    return int.from_bytes(data, "little")
+
+
 class Grammars:
     """Compiled grammars of one model, by their text, the most recently used ones. Usable from any thread."""
 
@@ -85,9 +134,10 @@ class Grammars:
                 self._known.move_to_end(text)
                 return Matcher(known.deep_copy(), self._vocab_size)
         made = self._compiled(text)
+        Matcher(made, self._vocab_size).mask()  # the first costs most, and here no stream waits for it
         with self._lock:
             self._known[text] = made
-            while len(self._known) > MAX_KNOWN:
+            while len(self._known) > MAX_KNOWN or sum(map(len, self._known)) > MAX_KNOWN_CHARACTERS:
                 self._known.popitem(last=False)
             return Matcher(made.deep_copy(), self._vocab_size)
 
@@ -107,11 +157,12 @@ class Grammars:
             step_lexer_fuel=STEP_FUEL,
             step_max_items=STEP_ITEMS,
             max_grammar_size=MAX_GRAMMAR_SYMBOLS,
+            max_lexer_states=MAX_LEXER_STATES,
             verbose_errors=False,
         )
         words = self._all_words()
         with _own_failure():
-            state = LLMatcher(words, text, log_level=0, limits=limits)
+            state = LLMatcher(words, NO_FORCING + text, log_level=0, limits=limits)
         if state.is_error():
             raise RequestError(f"the grammar cannot be used: {_short(state.get_error())}")
         return state
@@ -136,9 +187,10 @@ def _own_failure() -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise RequestError(f"the output's grammar failed ({_short(str(error))}); simplify it") from error
+        raise RequestError(f"the output's grammar failed ({PANICKED}); simplify it") from error
 
 
 def _short(error: str) -> str:
-    """llguidance's message without its state and stack."""
-    return error.strip().split("\n")[0][:300]
+    """llguidance's message without its state and stack. A panic's names paths of the machine."""
+    first = error.strip().split("\n")[0][:300]
+    return PANICKED if "panic" in first else first

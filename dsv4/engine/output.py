@@ -17,7 +17,9 @@ class Output:
         self.deltas: deque[Delta] = deque()  # not yet taken by a Stream
         self.failure = ""  # why the request must end with an error
         self._text = TextStream(tokenizer) if tokenizer else None
-        self._stops = StopStrings(sequence.request.params.stop)
+        params = sequence.request.params
+        self._min_tokens, self._includes_stop = params.min_tokens, params.include_stop
+        self._stops = StopStrings(params.stop, params.include_stop)
 
     def fail(self, why: str) -> None:
         """The next delta is the last one, with the first reason."""
@@ -48,7 +50,8 @@ class Output:
         sequence.tokens.append(token)
         reason: FinishReason | None = None
         if token.id in sequence.stop_ids:
-            text, reason = self.finish(), "stop"
+            is_told = self._includes_stop and token.id in sequence.request.params.stop_ids
+            text, reason = (self.push(token.id)[0] if is_told else "") + self.finish(), "stop"
         else:
             text, stopped = self.push(token.id)
             if stopped:
@@ -83,6 +86,8 @@ class Output:
         except TextError:
             # A padded output row can be sampled, but has no entry in the tokenizer and no text of its own.
             piece = self._text.finish() + "\ufffd"
+        if len(self.sequence.tokens) <= self._min_tokens:
+            return piece, False
         return self._stops.push(piece)
 
     def finish(self) -> str:

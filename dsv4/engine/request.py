@@ -33,6 +33,10 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # divides logits above 0, multiplies others; of the prompt's tokens too
     logit_bias: dict[int, float] = field(default_factory=dict)  # token id -> what is added, before all this
     grammar: str | None = None  # of the whole output, see engine/grammar.py
+    min_tokens: int = 0  # before this many, no stop id is chosen and no stop string looked for
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids whose last does not follow the others
+    allowed_ids: tuple[int, ...] = ()  # none: all
+    include_stop: bool = False  # the text ends behind the stop string or stop id, not before it
 
     def __post_init__(self) -> None:
         rules = [
@@ -50,6 +54,12 @@ class SamplingParams:
             (_within(self.presence_penalty, -2, 2), "presence_penalty", "a number from -2 to 2"),
             (_within(self.frequency_penalty, -2, 2), "frequency_penalty", "a number from -2 to 2"),
             (_within(self.repetition_penalty, 0.01, 100), "repetition_penalty", "a number from 0.01 to 100"),
+            (_integer(self.min_tokens, 0), "min_tokens", "0 or more tokens"),
+            (
+                _all(self.bad_words, tuple | list) and all(w and _all(w, int) for w in self.bad_words),
+                *("bad_words", "a tuple of tuples of ids, none empty"),
+            ),
+            (_all(self.allowed_ids, int), "allowed_ids", "a tuple of ids"),
             (_all(self.stop_ids, int) and all(i >= 0 for i in self.stop_ids), "stop_ids", "a tuple of ids"),
             (self.grammar is None or isinstance(self.grammar, str), "grammar", "a grammar as text"),
             (_all(self.stop, str) and all(self.stop), "stop", "a tuple of non-empty strings"),
@@ -65,6 +75,11 @@ class SamplingParams:
                 raise RequestError(
                     f"logit_bias has {id!r}: {bias!r}, expected token ids and numbers from -100 to 100"
                 )
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether a mask says what may come next, beside a grammar."""
+        return bool(self.min_tokens or self.bad_words or self.allowed_ids)
 
     @property
     def is_penalised(self) -> bool:
@@ -84,7 +99,7 @@ def _within(value: object, low: float, high: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
 
 
-def _all(values: object, kind: type) -> bool:
+def _all(values: object, kind: Any) -> bool:
     return isinstance(values, tuple | list) and all(isinstance(value, kind) for value in values)
 
 
@@ -161,7 +176,7 @@ class Sequence:
     num_cached: int | None = None  # None: never admitted
     num_saved: int = 0  # where its last snapshot was made or found
     found: Any = None  # cache.shelf.Found: what files have of its prompt
-    matcher: Any = None  # engine.grammar.Matcher, for a request with a grammar
+    matcher: Any = None  # engine.grammar.Matcher or Bounds, for a request with a grammar or bounds
 
     @property
     def num_prompt(self) -> int:

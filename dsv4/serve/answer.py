@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dsv4.engine.request import Delta, Token
+from dsv4.engine.request import Delta, SamplingParams, Token
 from dsv4.errors import RequestError, TextError
 from dsv4.text.deltas import CallArguments, CallStart, Content, Reasoning
 from dsv4.text.deltas import Delta as Parsed
@@ -24,14 +24,15 @@ class Piece:
     calls: list[dict[str, Any]] = field(default_factory=list)
     logprobs: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     tokens: list[Token] = field(default_factory=list)  # with log-probabilities, for plain completions
+    ids: list[int] = field(default_factory=list)  # where they are asked for
+    prompt: tuple[Token, ...] = ()  # of the prompt, where they are scored
     finish_reason: str | None = None
     stop: str | None = None  # the stop string that ended it
 
     @property
     def is_empty(self) -> bool:
-        return not (
-            self.content or self.reasoning or self.calls or self.logprobs or self.tokens or self.finish_reason
-        )
+        texts = (self.content, self.reasoning, self.calls, self.finish_reason)
+        return not any((*texts, self.logprobs, self.tokens, self.ids, self.prompt))
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,15 @@ class Echo:
 class PlainAnswer:
     """A continuation as it is; the engine has cut it at a stop string."""
 
-    def __init__(self, echo: Echo | None = None) -> None:
-        self._echo, self._is_first = echo, True
+    def __init__(self, echo: Echo | None = None, tells_ids: bool = False) -> None:
+        self._echo, self._is_first, self._tells_ids = echo, True, tells_ids
         self.num_tokens = self.num_reasoning = self.num_cached = 0
         self.finish_reason: str | None = None
 
     def push(self, delta: Delta) -> Piece:
         _check(delta)
         self.num_cached = max(self.num_cached, delta.cached_tokens)
-        piece = Piece(content=delta.text, finish_reason=delta.finish_reason)
+        piece = Piece(content=delta.text, finish_reason=delta.finish_reason, prompt=delta.prompt)
         self.finish_reason = delta.finish_reason
         silent = self._echo is not None and self._echo.is_all
         if silent:
@@ -63,6 +64,7 @@ class PlainAnswer:
         elif delta.token is not None:
             self.num_tokens += 1
             piece.tokens = [delta.token] if delta.token.logprob is not None else []
+            piece.ids = [delta.token.id] if self._tells_ids else []
         if self._echo is not None and self._is_first:
             piece.content = self._echo.text + piece.content
             if delta.prompt or (delta.token is not None and delta.token.logprob is not None):
@@ -81,8 +83,10 @@ class ChatAnswer:
         *,
         thinking: bool,
         tools: Sequence[Mapping[str, Any]] | None,
-        stops: tuple[str, ...],
         id_prefix: str,
+        stops: tuple[str, ...] = (),
+        params: SamplingParams | None = None,
+        tells_ids: bool = False,
     ) -> None:
         self.num_tokens = self.num_reasoning = self.num_cached = 0
         self.finish_reason: str | None = None
@@ -90,8 +94,9 @@ class ChatAnswer:
         self._parser = OutputParser(
             thinking=thinking, tokenizer=tokenizer, tools=tools, id_prefix=id_prefix, keeps_markup=False
         )
-        self._has_tools = bool(tools)
-        self._stops = StopStrings(stops)
+        self._has_tools, self._tells_ids = bool(tools), tells_ids
+        self._params = params or SamplingParams()
+        self._stops = StopStrings(stops, self._params.include_stop)
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -100,13 +105,16 @@ class ChatAnswer:
     def push(self, delta: Delta) -> Piece:
         _check(delta)
         assert self.finish_reason is None, "the answer has ended"
-        piece, token = Piece(), delta.token
+        piece, token = Piece(prompt=delta.prompt), delta.token
         self.num_cached = max(self.num_cached, delta.cached_tokens)
         if token is not None:
             self.num_tokens += 1
             section = self._parser.section
             self.num_reasoning += section == "reasoning"
-            self._add(piece, self._parsed(token.id))
+            piece.ids = [token.id] if self._tells_ids else []
+            is_stop = delta.finish_reason == "stop" and token.id in self._params.stop_ids
+            if not is_stop or self._params.include_stop:
+                self._add(piece, self._parsed(token.id))
             is_text = token.id not in self._tokenizer.special_texts
             if token.logprob is not None and is_text and section != "calls":
                 name = "reasoning_content" if section == "reasoning" else "content"
@@ -131,7 +139,8 @@ class ChatAnswer:
             if isinstance(delta, Reasoning):
                 piece.reasoning += delta.text
             elif isinstance(delta, Content):
-                text, stopped = self._stops.push(delta.text)
+                is_early = self.num_tokens <= self._params.min_tokens
+                text, stopped = (delta.text, False) if is_early else self._stops.push(delta.text)
                 piece.content += text
                 if stopped:
                     self.finish_reason = "stop"

@@ -1,7 +1,7 @@
 """What a checked body asks of the engine: how to think, how to sample, what form to keep. Knows no routes."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -18,16 +18,27 @@ from dsv4.serve.schema import (
     ChatBody,
     CompletionBody,
     JsonFormat,
-    NamedTool,
     SchemaFormat,
     ToolMessage,
+    TooLong,
     UserMessage,
 )
+from dsv4.text.generation import SamplingDefaults
+from dsv4.text.messages import read_tools
 from dsv4.text.tokenizer import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16
 # How long a thought may be, in tokens; the model itself knows two efforts only.
 EFFORT_TOKENS = {"minimal": 512, "low": 2048, "medium": 8192}
+
+
+@dataclass(frozen=True)
+class Usual:
+    """What holds where a request does not say."""
+
+    thinking: bool = True
+    max_thinking: int | None = None  # tokens; also where a request asks for more
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
 
 
 @dataclass(frozen=True)
@@ -41,21 +52,23 @@ class Asked:
     continues: bool = False  # the last message is the beginning of the answer
 
 
-def ask_chat(body: ChatBody, tokenizer: Tokenizer, default_thinking: bool, max_thinking: int | None) -> Asked:
+def ask_chat(body: ChatBody, tokenizer: Tokenizer, usual: Usual) -> Asked:
     if not body.messages:
         raise BadField("the conversation is empty; expected at least one message with content", "messages")
     _check_json("tools", body.offered, MAX_TOOLS_BYTES)
+    read_tools(body.offered, "tools")
     _check_tool_choice(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise BadField("top_logprobs goes with logprobs: true", "top_logprobs")
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise BadField("give max_tokens or max_completion_tokens, not both", "max_tokens")
-    thinking, effort = _thinking(body, default_thinking)
+    thinking, effort = _thinking(body, usual.thinking)
     form, continues = _form(body), _continues(body)
     if continues and form is not None:
         raise BadField("an answer that was begun cannot be held to a form; leave out prefix", "messages")
     budget = body.thinking.budget_tokens if body.thinking else None
-    budgets = (budget, EFFORT_TOKENS.get(body.reasoning_effort or ""), max_thinking)
+    effort_tokens = EFFORT_TOKENS.get(body.reasoning_effort or "")
+    budgets = (budget, body.thinking_token_budget, effort_tokens, usual.max_thinking)
     if thinking and not continues and (known := [number for number in budgets if number is not None]):
         # The thought is closed there; the answer is not cut.
         form = replace(form or Form(is_free=True), max_thinking=min(known))
@@ -63,17 +76,22 @@ def ask_chat(body: ChatBody, tokenizer: Tokenizer, default_thinking: bool, max_t
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     grammar = form.grammar(tokenizer, thinking) if form is not None else None
     # Stop strings of a chat end its content, which only the parser of the answer can tell from the reasoning.
-    params = _params(body, limit, logprobs, (), grammar)
+    params = _params(body, limit, logprobs, (), grammar, tokenizer, usual.sampling)
+    if body.min_tokens and form is not None and not form.is_free:
+        raise BadField(
+            "min_tokens cannot go on where the form of the answer ends; leave it out", "min_tokens"
+        )
     return Asked(params, thinking, effort, form.schema if form else None, continues)
 
 
-def ask_completion(body: CompletionBody, tokenizer: Tokenizer) -> Asked:
+def ask_completion(body: CompletionBody, tokenizer: Tokenizer, usual: Usual) -> Asked:
     limit = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if body.echo:
         # Nothing but the prompt's own tokens is asked for; one more is made, and left out of the answer.
         limit = limit or 1
     form = _structured(body)
-    params = _params(body, limit, body.logprobs, body.stops, form.grammar(tokenizer, False) if form else None)
+    grammar = form.grammar(tokenizer, False) if form else None
+    params = _params(body, limit, body.logprobs, body.stops, grammar, tokenizer, usual.sampling)
     if body.echo and body.logprobs is not None:
         params = [replace(one, prompt_logprobs=body.logprobs) for one in params]
     return Asked(params)
@@ -85,13 +103,7 @@ def check_fits(
     """Refuse with the numbers what can never run; `least`: "at least " where not all is counted."""
     wanted = 1 if max_tokens is None else max_tokens
     if num_prompt + wanted > max_context:
-        raise BadField(
-            f"This model's maximum context length is {max_context} tokens. However, you requested {least}"
-            f"{num_prompt + wanted} tokens ({least}{num_prompt} in the prompt, {wanted} for the answer). "
-            "Please shorten one of them.",
-            field,
-            "context_length_exceeded",
-        )
+        raise TooLong(num_prompt, wanted, max_context, field, least)
 
 
 def check_ids(ids: Iterable[int], vocab_size: int, field: str) -> None:
@@ -120,10 +132,12 @@ def _continues(body: ChatBody) -> bool:
     last, where = body.messages[-1], f"message {len(body.messages) - 1}"
     if any(isinstance(message, AssistantMessage) and message.prefix for message in body.messages[:-1]):
         raise BadField("prefix: true is for the last message", "messages")
+    if body.continue_final_message and not isinstance(last, AssistantMessage):
+        raise BadField(f"{where} is not the assistant's, so it cannot go on", "continue_final_message")
     if isinstance(last, UserMessage | ToolMessage):
         return False
     if isinstance(last, AssistantMessage):
-        if not (last.prefix or last.wo_eos):
+        if not (last.prefix or last.wo_eos or body.continue_final_message):
             why = "is the assistant's, and the last; to have it continued, give it prefix: true"
             raise BadField(f"{where} {why}", "messages")
         if last.tool_calls:
@@ -144,11 +158,12 @@ def _form(body: ChatBody) -> Form | None:
         schema = given.json_schema.schema if isinstance(given, SchemaFormat) else None
         form = Form(schema={"type": "object"} if schema is None else schema)
         _check_json("response_format", form.schema, MAX_SCHEMA_BYTES)
-    named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
-    tools = [tool for tool in body.offered if named in (None, tool["function"].get("name"))]
-    if form == Form() and not body.must_call and not any(tool["function"].get("strict") for tool in tools):
+    named = body.named
+    tools = [tool for tool in body.offered if named is None or tool["function"]["name"] in named]
+    is_strict = any(tool["function"].get("strict") for tool in tools)
+    if form == Form() and named is None and not body.must_call and not is_strict:
         return None
-    many = named is None and body.parallel_tool_calls is not False
+    many = body.parallel_tool_calls is not False and not body.must_call_one
     return replace(form, tools=tools, must_call=body.must_call, many_calls=many)
 
 
@@ -166,7 +181,13 @@ def _structured(body: Body) -> Form | None:
 
 
 def _params(
-    body: Body, max_tokens: int | None, logprobs: int | None, stops: tuple[str, ...], grammar: str | None
+    body: Body,
+    max_tokens: int | None,
+    logprobs: int | None,
+    stops: tuple[str, ...],
+    grammar: str | None,
+    tokenizer: Tokenizer,
+    usual: SamplingDefaults,
 ) -> list[SamplingParams]:
     if body.seed is not None and not -(1 << 63) <= body.seed < 1 << 64:
         raise BadField(f"seed is {body.seed}, expected a 64-bit integer", "seed")
@@ -174,13 +195,16 @@ def _params(
         raise BadField("max_tokens is 0, expected a positive integer", "max_tokens")
     if body.ignore_eos and grammar is not None:
         raise BadField("ignore_eos goes on where the form of the answer ends; give one of them", "ignore_eos")
+    if body.return_progress and not body.stream:
+        raise BadField("return_progress goes with stream: true", "return_progress")
+    bad_words = tuple(spelled for word in body.bad_words or () for spelled in _spelled(word, tokenizer))
     return [
         SamplingParams(
             max_tokens=max_tokens,
-            temperature=1.0 if body.temperature is None else body.temperature,
-            top_k=max(0, body.top_k or 0),
-            top_p=1.0 if body.top_p is None else body.top_p,
-            min_p=body.min_p or 0.0,
+            temperature=_or(body.temperature, usual.temperature),
+            top_k=max(0, _or(body.top_k, usual.top_k)),
+            top_p=_or(body.top_p, usual.top_p),
+            min_p=_or(body.min_p, usual.min_p),
             seed=None if body.seed is None else (body.seed + index) % (1 << 64),
             stop=stops,
             ignore_eos=bool(body.ignore_eos),
@@ -188,20 +212,34 @@ def _params(
             grammar=grammar,
             presence_penalty=body.presence_penalty or 0.0,
             frequency_penalty=body.frequency_penalty or 0.0,
-            repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+            repetition_penalty=_or(body.repetition_penalty, usual.repetition_penalty),
             logit_bias=body.logit_bias or {},
+            stop_ids=(*usual.stop_ids, *(body.stop_token_ids or ())),
+            min_tokens=body.min_tokens or 0,
+            bad_words=bad_words,
+            allowed_ids=tuple(body.allowed_token_ids or ()),
+            include_stop=bool(body.include_stop_str_in_output),
+            prompt_logprobs=body.prompt_logprobs,
         )
         for index in range(body.n or 1)
     ]
 
 
+def _or(value: Any, usual: Any) -> Any:
+    return usual if value is None else value
+
+
+def _spelled(word: str, tokenizer: Tokenizer) -> set[tuple[int, ...]]:
+    """The word's tokens, at the beginning of a text and after a space."""
+    return {tuple(tokenizer.encode_text(text)) for text in (word, f" {word.lstrip(' ')}")}
+
+
 def _check_tool_choice(body: ChatBody) -> None:
     if body.tool_choice not in (None, "none", "auto") and not body.tools:
         raise BadField("tool_choice is only allowed when tools are given", "tool_choice")
-    if isinstance(body.tool_choice, NamedTool):
-        wanted = body.tool_choice.function.name
-        if wanted not in [tool.function.get("name") for tool in body.tools or ()]:
-            raise BadField(f"tool_choice names {wanted!r}, which is not among the tools", "tool_choice")
+    known = [tool["function"]["name"] for tool in body.offered]
+    if unknown := [name for name in body.named or () if name not in known]:
+        raise BadField(f"tool_choice names {unknown[0]!r}, which is not among the tools", "tool_choice")
 
 
 def _check_json(name: str, value: Any, max_bytes: int) -> None:

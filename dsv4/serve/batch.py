@@ -28,8 +28,10 @@ from dsv4.errors import ConfigError
 from dsv4.serve.app import make_app
 from dsv4.serve.client import EngineProcess
 from dsv4.serve.job import Replay
-from dsv4.serve.schema import MAX_BODY_BYTES, BadField, Strict, parse
+from dsv4.serve.parse import parse
+from dsv4.serve.schema import MAX_BODY_BYTES, BadField, Strict
 from dsv4.serve.server import ServerConfig, make_service
+from dsv4.text.generation import FILE as GENERATION
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 # Of the engine's settings, those that change no token.
@@ -46,19 +48,13 @@ class Line(Strict, frozen=True, kw_only=True):
     custom_id: Annotated[str, Meta(min_length=1, max_length=512)]
     method: Literal["POST"]
     url: str
-    body: msgspec.Raw
+    body: Any
 
 
 class _Named(msgspec.Struct):
     """Of a line no more than this is read."""
 
     custom_id: str | None = None
-
-
-class _Streams(msgspec.Struct):
-    """Of a body, likewise."""
-
-    stream: Any = None
 
 
 class Answered(msgspec.Struct, frozen=True):
@@ -94,7 +90,8 @@ class Job:
         settings = {key: value for key, value in asdict(self.engine).items() if key not in _ALIKE}
         folder = self.folder if self.folder.is_dir() else self.folder.parent
         files = sorted((path.name, path.stat().st_size) for path in folder.glob("*.safetensors"))
-        small = [(folder / name).read_bytes() for name in ("config.json", "tokenizer.json")]
+        names = ("config.json", "tokenizer.json", GENERATION)
+        small = [path.read_bytes() for name in names if (path := folder / name).exists()]
         parts = [settings, self.served_name, self.thinking, self.max_thinking, files]
         return hashlib.sha256(b"\0".join([msgspec.json.encode(parts), *small])).hexdigest()
 
@@ -298,7 +295,7 @@ class Answerer:
             "headers": [(b"content-type", b"application/json")],
             "replay": replay,
         }
-        parts = deque([{"type": "http.request", "body": bytes(asked.body), "more_body": False}])
+        parts = deque([{"type": "http.request", "body": msgspec.json.encode(asked.body), "more_body": False}])
         status, data = 0, b""
 
         async def receive() -> dict[str, Any]:
@@ -330,11 +327,7 @@ def _checked(line: bytes) -> Line:
     asked = parse(Line, line)
     if asked.url not in URLS:
         raise BadField(f"url is {asked.url!r}, expected one of {', '.join(URLS)}", "url")
-    try:
-        streams = msgspec.json.decode(asked.body, type=_Streams).stream
-    except msgspec.DecodeError:
-        streams = None  # the routes say what is wrong
-    if streams:
+    if isinstance(asked.body, dict) and asked.body.get("stream"):  # what else is wrong, the routes say
         raise BadField("stream is for clients that wait; a batch has none, leave it out", "body.stream")
     return asked
 
@@ -346,7 +339,7 @@ async def answering(
     """A loaded model, in a process of its own, and the server's routes around it."""
     ModelConfig.load(job.folder)
     config = ServerConfig(
-        name=job.served_name,
+        names=(job.served_name,),
         max_queue=100_000,
         queue_seconds=_DAY,
         request_seconds=_DAY,

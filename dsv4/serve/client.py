@@ -1,15 +1,8 @@
-"""The HTTP process's side of the engine: starts its process, restarts it, hands out deltas. Knows no HTTP.
-
-A Ticket is the places of one caller's sequences (n answers of one prompt) and one bounded buffer. It is made
-before the prompts are known, and as a context manager the only owner of its places: whatever ends its block
-gives them back. Nothing here waits for a caller: one that does not take its deltas loses its ticket, and the
-others do not notice.
-"""
+"""The HTTP process's side of the engine: starts its process, restarts it, hands out deltas. Knows no HTTP."""
 
 import asyncio
 import contextlib
 import itertools
-import math
 import os
 import socket
 import time
@@ -19,12 +12,12 @@ from functools import partial
 
 from dsv4.child import begin, child_command
 from dsv4.config import EngineConfig
-from dsv4.engine.request import Delta, Request, SamplingParams
+from dsv4.engine.request import Delta
 from dsv4.env import launched_by
 from dsv4.errors import ConfigError, DeviceError, Dsv4Error, RequestError
 from dsv4.serve import wire
+from dsv4.serve.ticket import Busy, Ticket, Unavailable
 
-MAX_BUFFERED_DELTAS = 8192
 MAX_UNSENT_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
 # After a process that died before it was ready: wait, longer each time.
@@ -32,157 +25,6 @@ MAX_RESTART_SECONDS = 30.0
 STOP_SECONDS = 10.0
 MAX_RETRY_SECONDS = 60
 MEAN_OVER = 16
-
-
-class Busy(Dsv4Error):
-    """As many requests wait as may, or for as long as they may; come back after so many seconds."""
-
-    def __init__(self, message: str, retry_seconds: int) -> None:
-        super().__init__(message)
-        self.retry_seconds = retry_seconds
-
-
-class Unavailable(Dsv4Error):
-    """The engine is loading, has died, or the server shuts down."""
-
-
-class TooSlow(Dsv4Error):
-    """The caller did not take its tokens, or its time is over."""
-
-
-class Ticket:
-    """The deltas of one caller's sequences, in the order they came: (index of the sequence, delta)."""
-
-    def __init__(self, engine: "EngineProcess", ids: list[str], ready: wire.Ready, now: float) -> None:
-        self._engine, self._ids, self.ready = engine, ids, ready
-        self._deadline = now + engine.request_seconds
-        self._queue_deadline = now + engine.queue_seconds
-        self._has_started = self.is_submitted = False
-        self._open = set(ids)
-        self._unanswered = set(ids)
-        self._deltas: list[tuple[int, Delta]] = []
-        self._error: Dsv4Error | None = None
-        self._waiter: asyncio.Future[None] | None = None  # of the one task that takes the deltas
-        self._alarm: asyncio.TimerHandle | None = None
-
-    def __enter__(self) -> "Ticket":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all deltas were taken and none will come, for no other reason than that all have ended."""
-        return not (self._open or self._deltas or self._error)
-
-    def submit(self, prompts: list[tuple[int, ...]], params: list[SamplingParams], owner: str) -> None:
-        """One sequence per prompt and entry of `params`, the prompt's entries one after the other."""
-        if self._error is not None:
-            raise self._error
-        self.is_submitted = True
-        self._queue_deadline = asyncio.get_running_loop().time() + self._engine.queue_seconds
-        wanted = [(ids, one) for ids in prompts for one in params]
-        for id, (prompt, one) in zip(self._ids, wanted, strict=True):
-            self._engine.send(wire.Submit(Request(id, prompt, one, owner)))
-
-    async def started(self) -> None:
-        """Until the engine has taken all sequences and begun with one; raises why it has not."""
-        while (self._unanswered or not self._has_started) and self._error is None:
-            await self._wait()
-        if self._error is not None:
-            raise self._error
-
-    async def next(self, patience: float = math.inf) -> list[tuple[int, Delta]]:
-        """All deltas that there are, as soon as there are some; none when all sequences have ended.
-
-        TimeoutError: nothing came for so many seconds; ask again.
-        """
-        end = asyncio.get_running_loop().time() + patience
-        while not self._deltas and self._error is None and self._open:
-            if await self._wait(end) >= end and not self._deltas:
-                raise TimeoutError
-        if not self._deltas and self._error is not None:
-            raise self._error
-        deltas, self._deltas = self._deltas, []
-        return deltas
-
-    async def _wait(self, until: float = math.inf) -> float:
-        """Until something has changed, or that time has come; -> the time."""
-        loop = asyncio.get_running_loop()
-        deadline = self._deadline if self._has_started else min(self._deadline, self._queue_deadline)
-        self._ring_at(min(deadline, until), loop)
-        self._waiter = loop.create_future()
-        await self._waiter
-        now = loop.time()
-        if now < deadline:
-            return now
-        if deadline == self._deadline:
-            why = f"the answer took longer than the {self._engine.request_seconds:g} s allowed"
-            self.fail(TooSlow(why))
-        else:
-            why = f"nothing was free for {self._engine.queue_seconds:g} s, the longest a request may wait"
-            self.fail(Busy(f"{why}; try again later", self._engine.retry_seconds))
-        return now
-
-    def _ring_at(self, time: float, loop: asyncio.AbstractEventLoop) -> None:
-        """Something changes by then. An earlier alarm stays, since tokens are more frequent than alarms: who
-        wakes too early waits again."""
-        if self._alarm is None or self._alarm.when() > time:
-            self._stop_alarm()
-            self._alarm = loop.call_at(time, self._ring)
-
-    def _ring(self) -> None:
-        self._alarm = None
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def _stop_alarm(self) -> None:
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
-
-    def cancel(self, index: int) -> None:
-        """End one sequence; its pages are free within one step."""
-        self._drop(self._ids[index])
-
-    def close(self) -> None:
-        """End what has not ended."""
-        self._stop_alarm()
-        for id in list(self._open):
-            self._drop(id)
-
-    def _drop(self, id: str) -> None:
-        if id in self._open:
-            self._open.discard(id)
-            self._engine.forget(id)
-        self._wake()
-
-    # What the engine's reader calls.
-
-    def fail(self, error: Dsv4Error) -> None:
-        self._error = self._error or error
-        self.close()
-        self._wake()
-
-    def take_start(self) -> None:
-        self._has_started = True
-        self._wake()
-
-    def take_answer(self, id: str) -> None:
-        self._unanswered.discard(id)
-        self._wake()
-
-    def take(self, delta: Delta) -> None:
-        if len(self._deltas) >= MAX_BUFFERED_DELTAS:
-            return self.fail(TooSlow(f"{MAX_BUFFERED_DELTAS} tokens were not read in time; read faster"))
-        self._deltas.append((self._ids.index(delta.request_id), delta))
-        if delta.finish_reason:
-            self._open.discard(delta.request_id)
-        self._wake()
 
 
 @dataclass
@@ -193,6 +35,7 @@ class _Life:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     ready: wire.Ready | None = None
+    loading: wire.Loading = field(default_factory=lambda: wire.Loading("starting"))
     tickets: dict[str, Ticket] = field(default_factory=dict)
     began: dict[str, float] = field(default_factory=dict)  # sequences that run, since when
     latest: dict[str, float] = field(default_factory=dict)  # when a sequence's last token came
@@ -243,6 +86,17 @@ class EngineProcess:
     def ready(self) -> wire.Ready | None:
         """What is loaded, or None while nothing is."""
         return self._life.ready if self._life else None
+
+    @property
+    def phase(self) -> tuple[str, float]:
+        """What it does, and how much of its weights are loaded."""
+        if self._stop_reason is not None:
+            return "draining", 1.0
+        if self._life is None:
+            return "restarting" if self._first_ready.done() else "starting", 0.0
+        loading = self._life.loading
+        loaded = loading.done_bytes / loading.total_bytes if loading.total_bytes else 0.0
+        return ("ready", 1.0) if self._life.ready else (loading.phase, loaded)
 
     @property
     def num_open(self) -> int:
@@ -394,6 +248,9 @@ class EngineProcess:
                 if ticket := life.tickets.get(id):
                     ticket.take_start()
                     life.began[id] = time.monotonic()
+            for progress in message.progress:
+                if ticket := life.tickets.get(progress.request_id):
+                    ticket.note_progress(progress)
             for delta in message.deltas:
                 ended = delta.finish_reason is not None
                 tickets = life.tickets
@@ -410,7 +267,11 @@ class EngineProcess:
             if ticket := life.tickets.pop(message.request_id, None):
                 ticket.fail(RequestError(message.error))
         elif isinstance(message, wire.Loading):
-            self._progress(message.done_bytes, message.total_bytes)
+            life.loading = message
+            if message.says:
+                self._log(f"engine: {message.says}")
+            elif message.total_bytes:
+                self._progress(message.done_bytes, message.total_bytes)
         elif isinstance(message, wire.Ready):
             life.ready, self.status, self._trouble = message, message.status, ""
             if not self._first_ready.done():

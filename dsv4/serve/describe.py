@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from dsv4.serve.fields import described
 from dsv4.serve.wire import Ready
 
 
@@ -21,7 +22,6 @@ def openapi(
     texts = {"type": "array", "items": {"type": "string"}, "minItems": 1}
     # What the types cannot say: it is the model's, or not there.
     own: dict[str, Any] = {
-        "previous_response_id": {"type": "null"},
         "model": {"enum": [name]},
         "max_tokens": length,
         "max_completion_tokens": length,
@@ -32,6 +32,7 @@ def openapi(
     for kind in kinds.values():
         properties = components[kind.__name__]["properties"]
         properties |= {field: schema for field, schema in own.items() if field in properties}
+        properties |= dict(described(kind))
     components[kinds["/tokenize"].__name__]["properties"]["prompt"] = {"type": "string"}
     paths: dict[str, Any] = {
         path: {"get": _operation(get.__doc__)} for path, get in gets.items() if get.__doc__

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dsv4.serve.schema import BadField
+from dsv4.serve.schema import INPUT_FORM, BadField
 from dsv4.text.tokenizer import Tokenizer
 
 # The spelling of JSON that the model was shown (`text.messages.to_json`).
@@ -130,6 +130,8 @@ class _Writer:
             for key in (*way.properties, *sorted(way.required - way.properties.keys())):
                 value, at = way.properties.get(key, {}), f"{where}, parameter {key!r}"
                 tag_name = _quoted(f'parameter name="{_tag_name(key, at)}" string=')
+                if form := function.get(INPUT_FORM):
+                    value = {"type": "string", INPUT_FORM: form}
                 parts.append(self._parameter(tag_name, value, shared, strict, at))
                 parts[-1] += "" if key in way.required else "?"
             if way.extra is not None:
@@ -156,6 +158,11 @@ class _Writer:
 
     def _raw(self, schema: Mapping[str, Any], strict: bool, at: str) -> str:
         """A string as it is, up to the `</` before the closing tag's mark."""
+        if isinstance(form := schema.get(INPUT_FORM), Mapping):
+            rule = self._new_rule("form")
+            content = Form(lark=form.get("lark"), regex=form.get("regex")).content
+            self._rules.append(f'{rule}: {content} "</"')
+            return rule
         known = [schema["const"]] if "const" in schema else schema.get("enum")
         if isinstance(known, list):
             texts = [_quoted(value + "</") for value in known if isinstance(value, str)]

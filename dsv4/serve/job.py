@@ -1,10 +1,12 @@
 """One request for tokens on its way: tickets to pieces, whole or as server-sent events. Knows no routes."""
 
+import contextlib
 import json
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
 import msgspec
@@ -14,31 +16,49 @@ from starlette.types import Receive, Scope, Send
 from dsv4.engine.request import Delta
 from dsv4.errors import Dsv4Error, RequestError
 from dsv4.serve.answer import ChatAnswer, Piece, PlainAnswer
-from dsv4.serve.client import EngineProcess, Ticket
+from dsv4.serve.ask import Usual
+from dsv4.serve.client import EngineProcess
 from dsv4.serve.metrics import Metrics
 from dsv4.serve.openai import HttpError, Usage
 from dsv4.serve.prompt import Encoder
+from dsv4.serve.store import Store
+from dsv4.serve.ticket import Ticket
 
 # A stream that is silent for so long says that it is still there: proxies and clients give up on silence.
 KEEP_ALIVE_SECONDS = 10.0
+
+
+@dataclass
+class Keys:
+    """The hashes of the API keys, in the file's order; none: everybody may. Read again on SIGHUP."""
+
+    hashes: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)
 class Service:
     """What the routes need."""
 
-    name: str
+    names: tuple[str, ...]  # of the model: what it is called, then other names and patterns of them
     engine: EngineProcess
     encoder: Encoder
     metrics: Metrics
     log: Callable[[str], None]
-    key_hashes: tuple[bytes, ...] = ()  # none: everybody may
+    keys: Keys = field(default_factory=Keys)
+    store: Store = field(default_factory=Store)
+    usual: Usual = field(default_factory=Usual)
     is_local: bool = False  # reached by names of this machine only
-    thinking: bool = True  # where a request does not say
-    max_thinking: int | None = None  # tokens, where a request does not ask for less
     isolates: bool = False  # cached prefixes are shared among requests with the same key only
     logs_texts: bool = False  # prompts and answers
+    is_lenient: bool = False  # unknown fields are left out and named in a header
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    def serves(self, model: str | None) -> bool:
+        return model is None or any(fnmatchcase(model, name) for name in self.names)
 
 
 @dataclass(frozen=True)
@@ -55,6 +75,7 @@ class AnyShape(Protocol):
     """What an API makes of pieces: events of a stream, or a whole answer."""
 
     end: bytes  # of a stream, after the last event
+    counts_each: bool  # every chunk has the usage so far
 
     def opening(self, usage: Usage) -> list[dict[str, Any]]: ...
     def chunks(self, index: int, piece: Piece) -> list[dict[str, Any]]: ...
@@ -74,8 +95,9 @@ class Job:
     num_prompt: int  # tokens of all prompts
     num_prompts: int
     note: dict[str, Any]  # for the log line
+    began: float  # when the request arrived
+    progress: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # a chunk that tells it
     tells_cached: bool = True
-    began: float = field(default_factory=time.monotonic)
     first: float | None = None
     texts: list[str] = field(default_factory=list)  # of the answers, where they are logged
 
@@ -84,16 +106,17 @@ class Job:
 
     def __exit__(self, *error: object) -> None:
         """Takes stock; the ticket has an owner of its own."""
-        metrics, now, usage = self.service.metrics, time.monotonic(), self.usage
-        tokens = usage.completion
-        metrics.prompt_tokens.inc(usage.prompt)
-        metrics.completion_tokens.inc(tokens)
-        metrics.cached_tokens.inc(usage.cached)
-        if self.first is not None and tokens > len(self.answers):
-            metrics.per_token.observe((now - self.first) / (tokens / len(self.answers) - 1))
-        reasons = ",".join(answer.finish_reason or "cut" for answer in self.answers)
-        counts = {"prompt": usage.prompt, "cached": usage.cached, "completion": tokens}
-        self.note |= {**counts, "finish": reasons}
+        now, usage = time.monotonic(), self.usage
+        reasons = [answer.finish_reason or "abort" for answer in self.answers]
+        self.service.metrics.count(
+            usage,
+            reasons,
+            seconds=now - self.began,
+            queued=self.ticket.began and self.ticket.began - self.ticket.submitted,
+            answered=None if self.first is None else now - self.first,
+        )
+        counts = {"prompt": usage.prompt, "cached": usage.cached, "completion": usage.completion}
+        self.note |= {**counts, "finish": ",".join(reasons)}
         if self.service.logs_texts:
             self.note["answer_text"] = json.dumps("".join(self.texts), ensure_ascii=False)
         if self.first is not None:
@@ -142,11 +165,14 @@ class Job:
 
     async def events(self) -> list[dict[str, Any]]:
         """The next ones; none where nothing came for long, and with the last all that ends the stream."""
-        try:
+        found: list[tuple[int, Piece]] = []
+        with contextlib.suppress(TimeoutError):
             found = await self.pieces(KEEP_ALIVE_SECONDS)
-        except TimeoutError:
-            return []
-        events = [event for index, piece in found for event in self.shape.chunks(index, piece)]
+        told = self.ticket.take_progress()
+        events = [self.progress(told)] if self.progress is not None and told is not None else []
+        events += [event for index, piece in found for event in self.shape.chunks(index, piece)]
+        if self.shape.counts_each:
+            events = [{**event, "usage": self.usage.shown()} for event in events]
         return events + self.shape.closing(self.usage) if self.ticket.is_over else events
 
     async def watch(self, receive: Receive) -> None:

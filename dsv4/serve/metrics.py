@@ -3,17 +3,32 @@
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.metrics_core import HistogramMetricFamily
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    Info,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from dsv4 import __version__
 from dsv4.serve.client import EngineProcess
+from dsv4.serve.openai import Usage
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 1_000_000)
 _TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.012, 0.02, 0.04, 0.1, 0.25, 1, 5)
 # Around the default of --max-stall-ms too.
 _GAP_SECONDS = (0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.08, 0.1, 0.12, 0.15, 0.25, 0.5, 1, 2.5, 10)
@@ -38,38 +53,97 @@ class Times(Collector):
         yield family
 
 
+class Live(Collector):
+    """What is read when asked for: counters and gauges of the engine."""
+
+    def __init__(self, rows: Iterable[tuple[type[Metric], str, str, Callable[[], float]]]) -> None:
+        self._rows = tuple(rows)
+
+    def collect(self) -> Iterator[Metric]:
+        for kind, name, help, value in self._rows:
+            yield kind(name, help, value=value())  # type: ignore[call-arg]
+
+
 class Metrics:
-    def __init__(self, engine: EngineProcess) -> None:
+    """Names and types are vLLM's where it has them, with `dsv4_` in front."""
+
+    def __init__(self, engine: EngineProcess, name: str = "") -> None:
         self._registry = registry = CollectorRegistry()
-        self.requests = Counter("dsv4_requests", "answered", ["route", "status"], registry=registry)
-        self.prompt_tokens = Counter("dsv4_prompt_tokens", "in prompts", registry=registry)
-        self.cached_tokens = Counter("dsv4_cached_tokens", "of prompts, not processed", registry=registry)
-        self.completion_tokens = Counter("dsv4_completion_tokens", "generated", registry=registry)
-        self.first_token = Histogram(
-            "dsv4_time_to_first_token_seconds", "from the request", buckets=_SECONDS, registry=registry
+        ProcessCollector(registry=registry)
+        Info("dsv4_build", "what runs here", registry=registry).info({"version": __version__, "model": name})
+
+        def counter(name: str, help: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(f"dsv4_{name}", help, labels, registry=registry)
+
+        def times(name: str, help: str, bounds: tuple[float, ...]) -> Histogram:
+            return Histogram(f"dsv4_{name}", help, buckets=bounds, registry=registry)
+
+        self.requests = counter("requests", "answered", ("route", "status"))
+        self._finished = counter("request_success", "sequences that have ended", ("finished_reason",))
+        self._prompt_tokens = counter("prompt_tokens", "in prompts")
+        self._generation_tokens = counter("generation_tokens", "generated")
+        self._cache_queries = counter("prefix_cache_queries", "tokens of prompts, looked up")
+        self._cache_hits = counter("prefix_cache_hits", "of these, found and not processed")
+        self.dropped_lines = counter("log_lines_dropped", "that nobody read in time")
+        self.first_token = times("time_to_first_token_seconds", "from the request", _SECONDS)
+        self._whole = times("e2e_request_latency_seconds", "from the request to the last token", _SECONDS)
+        self._queued = times("request_queue_time_seconds", "until the engine began", _SECONDS)
+        self._per_token = times(
+            "request_time_per_output_token_seconds", "after the first, mean of an answer", _TOKEN_SECONDS
         )
-        self.per_token = Histogram(
-            "dsv4_time_per_token_seconds",
-            "after the first, mean of an answer",
-            buckets=_TOKEN_SECONDS,
-            registry=registry,
-        )
-        between = Times("dsv4_time_between_tokens_seconds", "every one", _GAP_SECONDS)
+        self._prompt_sizes = times("request_prompt_tokens", "of a request", _TOKENS)
+        self._answer_sizes = times("request_generation_tokens", "of a request", _TOKENS)
+        between = Times("dsv4_inter_token_latency_seconds", "every one", _GAP_SECONDS)
         registry.register(between)
         engine.on_gap = between.observe
-        for name, help, value in (
-            ("dsv4_sequences_running", "that hold pages", lambda: engine.status.running),
-            ("dsv4_sequences_waiting", "in the engine's queue", lambda: engine.status.waiting),
-            ("dsv4_cache_pages_free", "that no sequence holds", lambda: engine.status.free_pages),
-            ("dsv4_cache_pages_kept", "of these, for prefixes", lambda: engine.status.kept_pages),
-            ("dsv4_cache_pages", "in all", lambda: engine.status.num_pages),
-            ("dsv4_pauses", "of sequences, for want of pages", lambda: engine.status.pauses),
-            ("dsv4_drafts", "proposed by the draft block, and verified", lambda: engine.status.drafted),
-            ("dsv4_drafts_accepted", "of these, as the model chose", lambda: engine.status.accepted),
-            ("dsv4_engine_restarts", "since the start", lambda: engine.num_restarts),
-            ("dsv4_engine_ready", "1 when a model is loaded", lambda: int(engine.ready is not None)),
+
+        def used() -> float:
+            pages = engine.status.num_pages
+            return 1 - engine.status.free_pages / pages if pages else 0.0
+
+        gauge, count = GaugeMetricFamily, CounterMetricFamily
+        rows: tuple[tuple[type[Metric], str, str, Callable[[], float]], ...] = (
+            (gauge, "num_requests_running", "sequences that hold pages", lambda: engine.status.running),
+            (gauge, "num_requests_waiting", "in the engine's queue", lambda: engine.status.waiting),
+            (gauge, "kv_cache_usage_perc", "of the pages, from 0 to 1", used),
+            (gauge, "cache_pages", "in all", lambda: engine.status.num_pages),
+            (gauge, "cache_pages_free", "that no sequence holds", lambda: engine.status.free_pages),
+            (gauge, "cache_pages_kept", "of these, for prefixes", lambda: engine.status.kept_pages),
+            (count, "num_preemptions", "pauses, for want of pages", lambda: engine.status.pauses),
+            (count, "spec_decode_num_draft_tokens", "proposed", lambda: engine.status.drafted),
+            (count, "spec_decode_num_accepted_tokens", "of these", lambda: engine.status.accepted),
+            (count, "engine_restarts", "since the start", lambda: engine.num_restarts),
+            (gauge, "engine_ready", "1 when a model is loaded", lambda: int(engine.ready is not None)),
+        )
+        registry.register(Live((kind, f"dsv4_{name}", help, value) for kind, name, help, value in rows))
+
+    def count(
+        self,
+        usage: Usage,
+        reasons: list[str],
+        *,
+        seconds: float,
+        queued: float | None,
+        answered: float | None,
+    ) -> None:
+        """A request that has ended; `queued` and `answered`, after its first token, where it came so far."""
+        each = usage.completion / len(reasons)
+        for metric, amount in (
+            (self._prompt_tokens, usage.prompt),
+            (self._generation_tokens, usage.completion),
+            (self._cache_queries, usage.prompt),
+            (self._cache_hits, usage.cached),
         ):
-            Gauge(name, help, registry=registry).set_function(value)
+            metric.inc(amount)
+        for reason in reasons:
+            self._finished.labels(reason).inc()
+        self._whole.observe(seconds)
+        self._prompt_sizes.observe(usage.prompt)
+        self._answer_sizes.observe(usage.completion)
+        if queued is not None:
+            self._queued.observe(queued)
+        if answered is not None and each > 1:
+            self._per_token.observe(answered / (each - 1))
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

@@ -7,8 +7,8 @@ from typing import Any
 from dsv4.engine.request import Token
 from dsv4.errors import Dsv4Error, RequestError, TextError
 from dsv4.serve.answer import LOWEST_LOGPROB, ChatAnswer, Piece, PlainAnswer, join_calls, token_text
-from dsv4.serve.client import Busy, TooSlow, Unavailable
-from dsv4.serve.schema import BadField
+from dsv4.serve.schema import BadField, Body, StreamOptions
+from dsv4.serve.ticket import Busy, TooSlow, Unavailable
 from dsv4.text.tokenizer import Tokenizer
 
 
@@ -76,11 +76,20 @@ class Shape:
     name = chunk_name = ""
     end = b"data: [DONE]\n\n"
 
-    def __init__(self, head: dict[str, Any], count: int, with_logprobs: bool, with_usage: bool) -> None:
-        self.head, self.count, self.with_logprobs, self.with_usage = head, count, with_logprobs, with_usage
+    def __init__(self, head: dict[str, Any], count: int, body: Body, tokenizer: Tokenizer) -> None:
+        self.head, self.count, self.body, self.tokenizer = head, count, body, tokenizer
+        self.prompts: list[tuple[int, ...]] = []  # their ids, once they are known
+        options = body.stream_options or StreamOptions()
+        self.with_usage = options.include_usage
+        self.counts_each = options.include_usage and options.continuous_usage_stats
 
     def opening(self, usage: Usage) -> list[dict[str, Any]]:
         return []
+
+    def progress(self, told: dict[str, Any]) -> dict[str, Any]:
+        """How far the prompts are, in a chunk that adds nothing."""
+        (chunk,) = self.chunks(0, Piece())
+        return {**chunk, "prompt_progress": told}
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         raise NotImplementedError
@@ -97,7 +106,31 @@ class Shape:
 
     def whole(self, pieces: list[list[Piece]], usage: Usage) -> dict[str, Any]:
         choices = [self.choice(index, part) for index, part in enumerate(pieces)]
+        for choice, part in zip(choices, pieces, strict=True):
+            if self.body.return_token_ids:
+                choice["token_ids"] = [id for piece in part for id in piece.ids]
         return {**self.head, "object": self.name, "choices": choices, "usage": usage.shown()}
+
+    def prompt_of(self, index: int) -> tuple[int, ...]:
+        return self.prompts[index // (self.count // len(self.prompts))]
+
+    def scored(self, index: int, pieces: list[Piece]) -> list[dict[int, Any] | None]:
+        """vLLM's `prompt_logprobs`: of each token of the prompt and its alternatives, none of the first."""
+        tokens = [token for piece in pieces for token in piece.prompt]
+        return [None, *(self._alternatives(token) for token in tokens)]
+
+    def _alternatives(self, token: Token) -> dict[int, Any]:
+        ranked = {id: (value, rank) for rank, (id, value) in enumerate(token.top, 1)}
+        assert token.logprob is not None
+        known = {**ranked, token.id: ranked.get(token.id, (token.logprob, None))}
+        return {
+            id: {
+                "logprob": max(value, LOWEST_LOGPROB),
+                "rank": rank,
+                "decoded_token": token_text(self.tokenizer, id)[0],
+            }
+            for id, (value, rank) in known.items()
+        }
 
     def error(self, error: Dsv4Error) -> dict[str, Any]:
         return error_body(error)[1]
@@ -110,10 +143,13 @@ class ChatShape(Shape):
 
     def opening(self, usage: Usage) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
-        return [
+        chunks: list[dict[str, Any]] = [
             {**self.head, "object": self.chunk_name, "choices": [self._chunk(index, delta, None, None)]}
             for index in range(self.count)
         ]
+        if self.body.return_token_ids:
+            chunks[0]["prompt_token_ids"] = self.prompts[0]
+        return chunks
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         delta: dict[str, Any] = {}
@@ -125,7 +161,7 @@ class ChatShape(Shape):
             delta["tool_calls"] = join_calls([piece])
         # OpenAI's schema has `content` in every logprobs object: null where a chunk is reasoning.
         logprobs = {"content": None, **piece.logprobs} if piece.logprobs else None
-        return self._chunk(index, delta, logprobs, piece.finish_reason)
+        return _with_ids(self._chunk(index, delta, logprobs, piece.finish_reason), piece)
 
     @staticmethod
     def _chunk(index: int, delta: Any, logprobs: Any, reason: str | None) -> dict[str, Any]:
@@ -140,7 +176,7 @@ class ChatShape(Shape):
         if calls:
             message["tool_calls"] = calls
         logprobs = None
-        if self.with_logprobs:
+        if getattr(self.body, "logprobs", None):
             logprobs = {
                 name: [entry for piece in pieces for entry in piece.logprobs.get(name, ())]
                 for name in ("content", "reasoning_content")
@@ -148,33 +184,54 @@ class ChatShape(Shape):
         reason = pieces[-1].finish_reason
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
+    def whole(self, pieces: list[list[Piece]], usage: Usage) -> dict[str, Any]:
+        made = super().whole(pieces, usage)
+        if self.body.return_token_ids:
+            made["prompt_token_ids"] = self.prompts[0]
+        if self.body.prompt_logprobs is not None:
+            made["prompt_logprobs"] = self.scored(0, pieces[0])
+        return made
+
+
+def _with_ids(choice: dict[str, Any], piece: Piece) -> dict[str, Any]:
+    return {**choice, "token_ids": piece.ids} if piece.ids else choice
+
 
 class PlainShape(Shape):
     """Pieces of a plain continuation."""
 
     name = chunk_name = "text_completion"
 
-    def __init__(self, tokenizer: Tokenizer, *args: Any) -> None:
+    def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._tokenizer = tokenizer
         self._offsets: dict[int, int] = {}
+        self._begun: set[int] = set()
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         logprobs = self._logprobs(index, piece.tokens) if piece.tokens else None
-        return {
+        made: dict[str, Any] = {
             "index": index,
             "text": piece.content,
             "logprobs": logprobs,
             "finish_reason": piece.finish_reason,
         }
+        if self.body.return_token_ids and piece.ids and index not in self._begun:
+            self._begun.add(index)
+            made["prompt_token_ids"] = self.prompt_of(index)
+        return _with_ids(made, piece)
 
     def choice(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
         text = "".join(piece.content for piece in pieces)
         tokens = [token for piece in pieces for token in piece.tokens]
-        return self.chunk(index, Piece(content=text, tokens=tokens, finish_reason=pieces[-1].finish_reason))
+        ids = [id for piece in pieces for id in piece.ids]
+        last = pieces[-1].finish_reason
+        made = self.chunk(index, Piece(content=text, tokens=tokens, ids=ids, finish_reason=last))
+        if self.body.prompt_logprobs is not None:
+            made["prompt_logprobs"] = self.scored(index, pieces)
+        return made
 
     def _logprobs(self, index: int, tokens: list[Token]) -> dict[str, Any]:
-        texts = [token_text(self._tokenizer, token.id)[0] for token in tokens]
+        texts = [token_text(self.tokenizer, token.id)[0] for token in tokens]
         offsets, at = [], self._offsets.get(index, 0)
         for text in texts:
             offsets.append(at)
@@ -195,5 +252,5 @@ class PlainShape(Shape):
             return None
         pairs = (*token.top, (token.id, token.logprob))
         return {
-            token_text(self._tokenizer, id)[0]: max(value, LOWEST_LOGPROB) for id, value in reversed(pairs)
+            token_text(self.tokenizer, id)[0]: max(value, LOWEST_LOGPROB) for id, value in reversed(pairs)
         }

@@ -9,7 +9,9 @@ from dsv4.text.tokenizer import PIECE_CHARACTERS, Segment, Tokenizer
 
 # Tokens of one turn, at least: conversations are made of many small pieces.
 _TURN_TOKENS = 2048
-
+# A text with no more characters than this for each token of the context is counted in full, though it may
+# not fit: agents shorten their conversation by what the refusal says.
+_COUNTED_PER_TOKEN = 8
 
 # Work on so many characters takes a millisecond, less than it takes to have a thread do it.
 _SMALL = 2048
@@ -29,13 +31,12 @@ class Encoder:
         self.tokenizer = tokenizer
         self._turn = asyncio.Lock()
 
-    async def ids(
-        self, segments: Sequence[Segment], max_tokens: int | None, max_context: int | None, field: str
-    ) -> list[int]:
-        """The ids; refuses a prompt without room for `max_tokens` behind it as soon as that is certain."""
-        if max_context is not None:
-            check_fits(self.tokenizer.fewest_tokens(segments), max_tokens, max_context, field, "at least ")
+    async def ids(self, segments: Sequence[Segment], max_context: int | None, field: str) -> list[int]:
+        """The ids; of a text much longer than can fit no more than is needed to refuse it."""
         size = sum(len(segment) for segment in segments if isinstance(segment, str))
+        most = max_context if max_context is not None and size > _COUNTED_PER_TOKEN * max_context else None
+        if most is not None:
+            check_fits(self.tokenizer.fewest_tokens(segments), None, most, field, "at least ")
         if size <= PIECE_CHARACTERS:
             return await beside(size, self.tokenizer.encode_prompt, segments)
         ids: list[int] = []
@@ -46,8 +47,8 @@ class Encoder:
             if not more:
                 return ids
             ids += more
-            if max_context is not None:
-                check_fits(len(ids), max_tokens, max_context, field, "at least ")
+            if most is not None:
+                check_fits(len(ids), None, most, field, "at least ")
 
 
 def _some(pieces: Iterator[list[int]]) -> list[int]:

@@ -27,11 +27,11 @@ from dsv4.config import EngineConfig
 from dsv4.errors import ConfigError
 from dsv4.models import EMBEDDED
 from dsv4.serve.app import make_app
-from dsv4.serve.client import Unavailable
 from dsv4.serve.gate import refusal
 from dsv4.serve.openai import HttpError
 from dsv4.serve.schema import MAX_BODY_BYTES
 from dsv4.serve.server import ServerConfig, make_service
+from dsv4.serve.ticket import Unavailable
 
 APP = "dsv4"
 # A request whose replica died before a byte of the answer was sent is sent to another one.

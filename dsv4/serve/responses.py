@@ -1,9 +1,9 @@
-"""OpenAI's Responses: bodies to those of a chat, answers as items and events. Nothing is kept for later."""
+"""OpenAI's Responses: bodies to those of a chat, answers as items and events. Knows no routes."""
 
-import base64
-import binascii
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -11,149 +11,264 @@ from msgspec import Meta
 from dsv4.errors import Dsv4Error
 from dsv4.serve import schema
 from dsv4.serve.answer import Piece
-from dsv4.serve.blocks import Block, Blocks
+from dsv4.serve.blocks import Block, Blocks, sealed, unsealed
 from dsv4.serve.openai import Usage, error_body
+from dsv4.serve.parse import Notes, checked_each
 
-# Items of the input. Fields without a type are what comes back of our own answers, and has no effect.
+LOGPROBS, SEALED = "message.output_text.logprobs", "reasoning.encrypted_content"
+# What an answer may include; of tools that are not here, nothing comes.
+_Included = Literal[
+    "reasoning.encrypted_content",
+    "message.output_text.logprobs",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "file_search_call.results",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+]
+
+# Items of the input: what comes back of our own answers, and what is new.
 
 
 class Part(schema.Strict, frozen=True, kw_only=True):
+    comes_back: ClassVar[bool] = True
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: str
-    annotations: Any = None
-    logprobs: Any = None
 
 
 class Item(schema.Strict, frozen=True, kw_only=True):
-    id: Any = None
-    status: Any = None
+    comes_back: ClassVar[bool] = True
 
 
 class MessageItem(Item, frozen=True, kw_only=True):
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[Part]
-    type: Literal["message"] = "message"
-    phase: Any = None
 
 
 class CallItem(Item, frozen=True, kw_only=True):
-    type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
+    namespace: str | None = None
+
+
+class CustomCallItem(Item, frozen=True, kw_only=True):
+    call_id: str
+    name: str
+    input: str
+    namespace: str | None = None
+
+    @property
+    def arguments(self) -> str:
+        return json.dumps({"input": self.input}, ensure_ascii=False)
 
 
 class OutputItem(Item, frozen=True, kw_only=True):
-    type: Literal["function_call_output"]
     call_id: str
-    output: str | list[Part]
+    output: str | list[dict[str, Any]]
 
 
 class ReasoningItem(Item, frozen=True, kw_only=True):
-    type: Literal["reasoning"]
     summary: list[Part] | None = None
     content: list[Part] | None = None
     encrypted_content: str | None = None
 
+    @property
+    def text(self) -> str:
+        """Another server's thought, sealed, is one that nobody else can read."""
+        return (
+            _text(self.content or []) or unsealed(self.encrypted_content or "") or _text(self.summary or [])
+        )
 
-ITEMS: dict[Any, type[Any]] = {
+
+ITEMS: dict[str, type] = {
     "message": MessageItem,
     "function_call": CallItem,
+    "custom_tool_call": CustomCallItem,
     "function_call_output": OutputItem,
+    "custom_tool_call_output": OutputItem,
     "reasoning": ReasoningItem,
 }
 
 
 class FlatTool(schema.Strict, frozen=True, kw_only=True):
-    type: Literal["function"]
     name: str
+    type: str = "function"
     parameters: dict[str, Any] | None = None
     description: str | None = None
     strict: bool | None = None
 
 
-class FlatChoice(schema.Strict, frozen=True, kw_only=True):
-    type: Literal["function"]
+class InputForm(schema.Strict, frozen=True, kw_only=True):
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] = "lark"
+    definition: str | None = None
+
+
+class CustomTool(schema.Strict, frozen=True, kw_only=True):
+    """A function of one text. Its form is told to the model, and kept to."""
+
     name: str
+    type: str
+    description: str | None = None
+    format: InputForm | None = None
+
+
+class Namespace(schema.Strict, frozen=True, kw_only=True):
+    """Functions whose names share a beginning; only they are shown to the model."""
+
+    name: str
+    type: str
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=schema.MAX_TOOLS)]
+    description: str | None = None
+
+
+_FLAT: dict[str, type] = {"function": FlatTool, "custom": CustomTool}
+TOOLS: dict[str, type] = {**_FLAT, "namespace": Namespace}
+
+
+class FlatChoice(schema.Strict, frozen=True, kw_only=True):
+    type: Literal["function", "custom", "allowed_tools"]
+    name: str = ""
+    namespace: str | None = None
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=schema.MAX_TOOLS)] = msgspec.field(
+        default_factory=list
+    )
 
 
 class Reasoning(schema.Strict, frozen=True, kw_only=True):
     effort: schema.Effort | None = None
-    summary: str | None = None
-    generate_summary: str | None = None
 
 
 class TextConfig(schema.Strict, frozen=True, kw_only=True):
     format: schema.TextFormat | schema.JsonFormat | schema.JsonSchema | None = None
-    verbosity: str | None = None
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A tool as the client knows it, and the function that the model is shown."""
+
+    kind: str
+    name: str
+    namespace: str | None
+    function: dict[str, Any] = field(repr=False)
 
 
 class ResponsesBody(schema.Strict, frozen=True, kw_only=True):
-    """The last group has no effect."""
-
     input: str | Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=schema.MAX_MESSAGES)]
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: schema.Count | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_logprobs: schema.Alternatives | None = None
     stream: bool | None = None
-    tools: Annotated[list[FlatTool], Meta(max_length=schema.MAX_TOOLS)] | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=schema.MAX_TOOLS)] | None = None
     tool_choice: Literal["auto", "none", "required"] | FlatChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
     previous_response_id: str | None = None
-    background: Literal[False] | None = None
-    truncation: Literal["disabled"] | None = None
-
-    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] | None = None
-    stream_options: schema.StreamOptions | None = None
+    include: list[_Included] | None = None
     store: bool | None = None
-    metadata: dict[str, str] | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    service_tier: str | None = None
-    conversation: None = None
-    prompt: None = None
+    chat_template_kwargs: schema.TemplateOptions | None = None
+    seed: int | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=schema.MAX_INT)] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
 
-    def chat(self) -> schema.ChatBody:
-        if self.previous_response_id is not None:
-            why = "responses are not kept here; send the whole conversation as input"
-            raise schema.BadField(
-                f"previous_response_id is {self.previous_response_id!r}, but {why}", "previous_response_id"
-            )
-        system: list[schema.AnyMessage] = (
-            [schema.SystemMessage(content=self.instructions)] if self.instructions else []
-        )
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+
+    def declared(self, notes: Notes) -> dict[str, Declared]:
+        """The tools by the names that the model is shown."""
+        return dict(_declared(self.tools or [], None, "tools", notes))
+
+    def chat(self, items: list[dict[str, Any]], tools: dict[str, Declared], notes: Notes) -> schema.ChatBody:
+        """The same request as a chat's; `items` is the whole input."""
+        messages = _chat_messages(items, notes)
+        if self.instructions:
+            messages.insert(0, schema.SystemMessage(content=self.instructions))
         given = self.text.format if self.text else None
         form: Any = given
         if isinstance(given, schema.JsonSchema):
-            form = schema.SchemaFormat(json_schema=schema.NamedSchema(name="answer", schema=given.schema))
-        choice: Any = self.tool_choice
-        if isinstance(choice, FlatChoice):
-            choice = schema.NamedTool(function=schema.FunctionName(name=choice.name))
+            form = schema.SchemaFormat(json_schema=schema.NamedSchema(schema=given.schema))
         return schema.ChatBody(
-            messages=[*system, *_chat_messages(self.input)],
+            messages=messages,
             max_tokens=self.max_output_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
+            top_k=self.top_k,
+            seed=self.seed,
             stream=self.stream,
-            tools=[schema.Tool(function=_function(tool)) for tool in self.tools or ()],
-            tool_choice=choice if self.tools else None,
+            logprobs=self.wants_logprobs,
+            top_logprobs=self.top_logprobs,
+            tools=[schema.Tool(function=tool.function) for tool in tools.values()],
+            tool_choice=_choice(self.tool_choice, tools) if tools else None,
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=self.reasoning.effort if self.reasoning else None,
+            chat_template_kwargs=self.chat_template_kwargs,
             response_format=form,
+            cache_salt=self.cache_salt,
         )
 
 
-def _function(tool: FlatTool) -> dict[str, Any]:
-    fields = {name: getattr(tool, name) for name in ("name", "description", "parameters", "strict")}
-    return {name: value for name, value in fields.items() if value is not None}
+def _declared(
+    tools: list[dict[str, Any]], namespace: str | None, where: str, notes: Notes
+) -> Iterator[tuple[str, Declared]]:
+    for tool in checked_each(_FLAT if namespace else TOOLS, "function", tools, where, notes):
+        if isinstance(tool, Namespace):
+            yield from _declared(tool.tools, tool.name, f"{where}.tools", notes)
+            continue
+        name = _shown_name(tool.name, namespace)
+        function = {"name": name, "description": tool.description}
+        if isinstance(tool, CustomTool):
+            function |= _of_one_text(tool)
+        else:
+            function |= {"parameters": tool.parameters, "strict": tool.strict}
+        kept = {key: value for key, value in function.items() if value is not None}
+        yield name, Declared(tool.type, tool.name, namespace, kept)
 
 
-def _chat_messages(given: str | list[dict[str, Any]]) -> list[schema.AnyMessage]:
+def _shown_name(name: str, namespace: str | None) -> str:
+    return f"{namespace}__{name}" if namespace else name
+
+
+def _of_one_text(tool: CustomTool) -> dict[str, Any]:
+    text = {"type": "string"}
+    function: dict[str, Any] = {
+        "parameters": {"type": "object", "properties": {"input": text}, "required": ["input"]}
+    }
+    if tool.format is not None and tool.format.type == "grammar":
+        syntax, form = tool.format.syntax, tool.format.definition
+        if not form:
+            raise schema.BadField(f"tool {tool.name!r}: format.definition is missing", "tools")
+        told = f"{tool.description or ''}\n\nThe input has the form of this {syntax} grammar:\n{form}".strip()
+        function |= {"description": told, "strict": True, schema.INPUT_FORM: {syntax: form}}
+    return function
+
+
+def _choice(choice: Any, tools: dict[str, Declared]) -> Any:
+    if not isinstance(choice, FlatChoice):
+        return choice
+    if choice.type != "allowed_tools":
+        name = _shown_name(choice.name, choice.namespace)
+        return schema.ToolChoice(function=schema.FunctionName(name=name))
+    names = [_shown_name(str(tool.get("name")), tool.get("namespace")) for tool in choice.tools]
+    named = [schema.NamedTool(function=schema.FunctionName(name=name)) for name in names]
+    if not named:
+        raise schema.BadField("tool_choice allows no tool; name some, or use none", "tool_choice")
+    allowed = schema.AllowedTools(mode=choice.mode, tools=named)
+    return schema.ToolChoice(type="allowed_tools", allowed_tools=allowed)
+
+
+def _chat_messages(items: list[dict[str, Any]], notes: Notes) -> list[schema.AnyMessage]:
     """A thought, a text and calls that follow each other are one turn of the assistant."""
     messages: list[schema.AnyMessage] = []
     turn: dict[str, Any] = {}
@@ -163,21 +278,13 @@ def _chat_messages(given: str | list[dict[str, Any]]) -> list[schema.AnyMessage]
             messages.append(schema.AssistantMessage(**turn))
             turn.clear()
 
-    for at, raw in enumerate([{"role": "user", "content": given}] if isinstance(given, str) else given):
-        kind = ITEMS.get(raw.get("type", "message"))
-        if kind is None:
-            raise schema.BadField(
-                f"input[{at}]: type is {raw.get('type')!r}; use one of {', '.join(ITEMS)}", "input"
-            )
-        try:
-            item = msgspec.convert(raw, kind)
-        except msgspec.ValidationError as error:
-            raise schema.BadField(f"input[{at}]: {error}", "input", "invalid_type") from None
+    for item in checked_each(ITEMS, "message", items, "input", notes):
         if isinstance(item, ReasoningItem):
             end_turn()
-            turn["reasoning_content"] = _thought(item, at)
-        elif isinstance(item, CallItem):
-            called = schema.CalledFunction(name=item.name, arguments=item.arguments)
+            turn["reasoning_content"] = item.text
+        elif isinstance(item, CallItem | CustomCallItem):
+            name = _shown_name(item.name, item.namespace)
+            called = schema.CalledFunction(name=name, arguments=item.arguments)
             turn.setdefault("tool_calls", []).append(schema.ToolCall(id=item.call_id, function=called))
         elif isinstance(item, MessageItem) and item.role == "assistant":
             if "content" in turn or "tool_calls" in turn:
@@ -185,45 +292,47 @@ def _chat_messages(given: str | list[dict[str, Any]]) -> list[schema.AnyMessage]
             turn["content"] = _text(item.content)
         else:
             end_turn()
-            if isinstance(item, OutputItem):
-                messages.append(schema.ToolMessage(content=_text(item.output), tool_call_id=item.call_id))
-            else:
-                kinds = {
-                    "user": schema.UserMessage,
-                    "system": schema.SystemMessage,
-                    "developer": schema.SystemMessage,
-                }
-                parts = (
-                    item.content
-                    if isinstance(item.content, str)
-                    else [schema.TextPart(text=p.text) for p in item.content]
-                )
-                messages.append(kinds[item.role](content=parts))
+            messages.append(_input_message(item))
     end_turn()
     return messages
+
+
+def _input_message(item: OutputItem | MessageItem) -> schema.AnyMessage:
+    if isinstance(item, OutputItem):
+        output: Any = item.output
+        if isinstance(output, list):
+            texts = ("input_text", "output_text", "text")
+            output = [
+                {"type": "text", "text": p.get("text")} if p.get("type") in texts else p for p in output
+            ]
+        return schema.ToolMessage(content=output, tool_call_id=item.call_id)
+    content = item.content
+    parts = content if isinstance(content, str) else [schema.TextPart(text=part.text) for part in content]
+    return schema.UserMessage(content=parts) if item.role == "user" else schema.SystemMessage(content=parts)
 
 
 def _text(content: str | list[Part]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def _thought(item: ReasoningItem, at: int) -> str:
-    """`encrypted_content` is what clients send back that keep nothing else; here it is the text as it is."""
-    if item.content or not item.encrypted_content:
-        return _text(item.content or item.summary or "")
-    try:
-        return base64.b64decode(item.encrypted_content, validate=True).decode()
-    except (binascii.Error, UnicodeDecodeError):
-        raise schema.BadField(f"input[{at}]: encrypted_content is not this server's", "input") from None
-
-
 class ResponsesShape:
-    end = b""
+    """`keep` takes the finished response."""
 
-    def __init__(self, id: str, created: int, model: str, body: ResponsesBody) -> None:
-        self._id, self._body, self._blocks, self._number = id, body, Blocks(), 0
+    end, counts_each = b"", False
+
+    def __init__(
+        self,
+        id: str,
+        created: int,
+        model: str,
+        body: ResponsesBody,
+        tools: dict[str, Declared],
+        keep: Callable[[dict[str, Any]], None] | None,
+    ) -> None:
+        self._id, self._body, self._tools, self._keep = id, body, tools, keep
+        self._blocks, self._number = Blocks(), 0
         shown = msgspec.to_builtins(body)
-        kept = ("instructions", "max_output_tokens", "temperature", "top_p", "metadata", "user")
+        kept = ("instructions", "max_output_tokens", "temperature", "top_p", "previous_response_id")
         self._head = {
             "id": f"resp_{id}",
             "object": "response",
@@ -232,9 +341,11 @@ class ResponsesShape:
             "error": None,
             **{key: shown[key] for key in kept},
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
             "reasoning": shown["reasoning"] or {"effort": None, "summary": None},
-            "store": False,
+            "metadata": {},
+            "background": False,
+            "top_logprobs": body.top_logprobs or 0,
+            "store": keep is not None,
             "text": shown["text"] or {"format": {"type": "text"}},
             "tool_choice": shown["tool_choice"] or "auto",
             "tools": shown["tools"] or [],
@@ -250,18 +361,24 @@ class ResponsesShape:
 
     def closing(self, usage: Usage) -> list[dict[str, Any]]:
         events = [event for step in self._blocks.close() for event in self._events(*step)]
-        response = self._response(usage)
+        response = self._finished(usage)
         return [*events, self._event(f"response.{response['status']}", response=response)]
 
     def whole(self, pieces: list[list[Piece]], usage: Usage) -> dict[str, Any]:
         for piece in pieces[0]:
             for _ in self._blocks.push(piece):
                 pass
-        return self._response(usage)
+        return self._finished(usage)
 
     def error(self, error: Dsv4Error) -> dict[str, Any]:
         body = error_body(error)[1]["error"]
         return self._event("error", message=body["message"], code=body["code"], param=body["param"])
+
+    def _finished(self, usage: Usage) -> dict[str, Any]:
+        response = self._response(usage)
+        if self._keep is not None:
+            self._keep(response)
+        return response
 
     def _response(self, usage: Usage) -> dict[str, Any]:
         is_cut = self._blocks.finish_reason == "length"
@@ -282,14 +399,22 @@ class ResponsesShape:
     def _item(self, block: Block, status: str) -> dict[str, Any]:
         item: dict[str, Any] = {"id": self._item_id(block), "status": status}
         if block.kind == "call":
-            call = {"call_id": block.id, "name": block.name, "arguments": block.text}
-            return {**item, "type": "function_call", **call}
-        part = [_part(block, block.text)] if status == "completed" else []
+            return {**item, **self._call(block)}
+        part = [self._part(block)] if status == "completed" else []
         if block.kind == "text":
             return {**item, "type": "message", "role": "assistant", "content": part}
-        is_wanted = status == "completed" and "reasoning.encrypted_content" in (self._body.include or ())
-        sealed = base64.b64encode(block.text.encode()).decode() if is_wanted else None
-        return {**item, "type": "reasoning", "summary": [], "content": part, "encrypted_content": sealed}
+        is_wanted = status == "completed" and SEALED in (self._body.include or ())
+        seal = sealed(block.text) if is_wanted else None
+        return {**item, "type": "reasoning", "summary": [], "content": part, "encrypted_content": seal}
+
+    def _call(self, block: Block) -> dict[str, Any]:
+        """By the name that the client knows."""
+        tool = self._tools.get(block.name) or Declared("function", block.name, None, {})
+        call = {"call_id": block.id, "name": tool.name}
+        call |= {"namespace": tool.namespace} if tool.namespace else {}
+        if tool.kind == "custom":
+            return {**call, "type": "custom_tool_call", "input": _input(block.text)}
+        return {**call, "type": "function_call", "arguments": block.text}
 
     def _item_id(self, block: Block) -> str:
         return f"{ {'reasoning': 'rs', 'text': 'msg', 'call': 'fc'}[block.kind] }_{self._id}_{block.index}"
@@ -297,20 +422,31 @@ class ResponsesShape:
     def _events(self, what: str, block: Block, text: str) -> Iterator[dict[str, Any]]:
         at = {"item_id": self._item_id(block), "output_index": block.index}
         inside = at if block.kind == "call" else {**at, "content_index": 0}
+        tool = self._tools.get(block.name)
+        is_custom = block.kind == "call" and tool is not None and tool.kind == "custom"
         names = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
-        name = f"response.{names[block.kind]}"
+        name = f"response.{'custom_tool_call_input' if is_custom else names[block.kind]}"
+        key, value = "arguments" if block.kind == "call" else "text", block.text
+        if is_custom:
+            key, value = "input", _input(block.text)
         extra: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
         if what == "more":
-            yield self._event(f"{name}.delta", **inside, delta=text, **extra)
+            if extra and self._body.wants_logprobs:
+                extra = {"logprobs": self._blocks.logprobs}
+            if not is_custom:  # its text is known when its JSON is whole
+                yield self._event(f"{name}.delta", **inside, delta=text, **extra)
             return
         verb, status = ("added", "in_progress") if what == "open" else ("done", "completed")
         item = {"output_index": block.index, "item": self._item(block, status)}
-        part = {**inside, "part": _part(block, block.text)} if block.kind != "call" else None
+        part = {**inside, "part": self._part(block)} if block.kind != "call" else None
         if what == "open":
             yield self._event("response.output_item.added", **item)
         else:
-            key = "arguments" if block.kind == "call" else "text"
-            yield self._event(f"{name}.done", **inside, **{key: block.text}, **extra)
+            if is_custom and value:
+                yield self._event(f"{name}.delta", **inside, delta=value)
+            if extra:
+                extra = {"logprobs": self._part(block)["logprobs"]}
+            yield self._event(f"{name}.done", **inside, **{key: value}, **extra)
         if part is not None:
             yield self._event(f"response.content_part.{verb}", **part)
         if what == "close":
@@ -320,8 +456,20 @@ class ResponsesShape:
         self._number += 1
         return {"type": kind, "sequence_number": self._number - 1, **fields}
 
+    def _part(self, block: Block) -> dict[str, Any]:
+        logprobs = block.logprobs if self._body.wants_logprobs else []
+        if block.kind == "reasoning":
+            return {
+                "type": "reasoning_text",
+                "text": block.text,
+                **({"logprobs": logprobs} if logprobs else {}),
+            }
+        return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": logprobs}
 
-def _part(block: Block, text: str) -> dict[str, Any]:
-    if block.kind == "reasoning":
-        return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+def _input(arguments: str) -> str:
+    """The one text of a custom tool's call; what there is of one that was cut."""
+    try:
+        return str(json.loads(arguments)["input"])
+    except (ValueError, KeyError, TypeError):
+        return ""

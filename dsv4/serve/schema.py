@@ -1,21 +1,17 @@
-"""The bodies that clients send: their fields and limits. Knows no routes, and not what is done with them.
+"""The bodies that clients send: the fields that have an effect, and their limits. Knows no routes.
 
-A field that is not here is refused by name. One whose effect is missing is taken only at values that ask for
-nothing, so that no wish is passed over in silence. Fields of which nothing depends (names of participants,
-marks for other servers' caches) are taken and not read.
+`fields` has those without an effect; any other is refused by name, so that no wish is passed over in silence.
 """
 
-import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-import msgspec.inspect
 from msgspec import Meta
 
 from dsv4.engine.request import MAX_BIAS
 from dsv4.errors import RequestError
 
-MAX_BODY_BYTES = 10 << 20
+MAX_BODY_BYTES = 32 << 20  # a million tokens of \uXXXX
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 256 << 10
@@ -25,7 +21,13 @@ MAX_CHOICES = 16
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_TOP_LOGPROBS = 20
+MAX_STOP_IDS = 256
+MAX_BAD_WORDS = 256
+MAX_ALLOWED_IDS = 1 << 18
 MAX_INT = (1 << 31) - 1
+# In a function's declaration: what its one text is held to, {"lark" or "regex": grammar}. The model is not
+# shown it.
+INPUT_FORM = "x-input-form"
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Count = Annotated[int, Meta(ge=1, le=MAX_INT)]
@@ -44,8 +46,24 @@ class BadField(RequestError):
         self.param, self.code = param, code
 
 
+class TooLong(BadField):
+    """A prompt without room for its answer, with the numbers that clients act on."""
+
+    def __init__(self, num_prompt: int, wanted: int, max_context: int, field: str, least: str = "") -> None:
+        super().__init__(
+            f"This model's maximum context length is {max_context} tokens. However, you requested {least}"
+            f"{num_prompt + wanted} tokens ({least}{num_prompt} in the prompt, {wanted} for the answer). "
+            "Please shorten one of them.",
+            field,
+            "context_length_exceeded",
+        )
+        self.num_prompt, self.wanted, self.max_context = num_prompt, wanted, max_context
+
+
 class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of what clients send."""
+    """Base of what clients send. Of what `comes_back`, unknown fields are not read."""
+
+    comes_back: ClassVar[bool] = False
 
 
 # Messages.
@@ -53,10 +71,6 @@ class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 class TextPart(Strict, frozen=True, kw_only=True, tag_field="type", tag="text"):
     text: str
-    cache_control: Any = None
-    annotations: Any = None
-    citations: None = None
-    parsed_output: None = None
 
 
 Text = str | list[TextPart]
@@ -71,25 +85,15 @@ class ToolCall(Strict, frozen=True, kw_only=True):
     function: CalledFunction
     id: str | None = None
     type: Literal["function"] = "function"
-    index: int | None = None
 
 
 class Message(Strict, frozen=True, kw_only=True, tag_field="role"):
     """`content` is text; `plain` is the form that `text.chat` takes."""
 
-    name: str | None = None
-    cache_control: Any = None
-
     def plain(self) -> dict[str, Any]:
         fields = msgspec.to_builtins(self)
         fields |= {"role": "system"} if fields["role"] == "developer" else {}
-        if isinstance(parts := fields["content"], list):
-            kept = ("type", "text")
-            fields["content"] = [{k: v for k, v in p.items() if k in kept or "text" not in p} for p in parts]
-        for call in fields.get("tool_calls") or ():
-            call.pop("index")
-        unread = {"name", "cache_control", "refusal", "annotations", "audio", "function_call", "prefix"}
-        return {key: value for key, value in fields.items() if value is not None and key not in unread}
+        return {key: value for key, value in fields.items() if value is not None and key != "prefix"}
 
 
 class SystemMessage(Message, frozen=True, kw_only=True, tag="system"):
@@ -110,23 +114,20 @@ class UserMessage(Message, frozen=True, kw_only=True, tag="user"):
 
 
 class ToolMessage(Message, frozen=True, kw_only=True, tag="tool"):
-    content: str | list[dict[str, Any]]
+    content: str | list[dict[str, Any]] = ""
     tool_call_id: str | None = None
 
 
 class AssistantMessage(Message, frozen=True, kw_only=True, tag="assistant"):
     """With `prefix`, and last of all: the beginning of the answer."""
 
-    content: Text | None = None
+    comes_back: ClassVar[bool] = True
+    content: Text = ""
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
     prefix: bool | None = None
     wo_eos: bool | None = None
     task: str | None = None
-    refusal: str | None = None
-    annotations: list[Any] | None = None
-    audio: None = None
-    function_call: None = None
 
 
 AnyMessage = SystemMessage | DeveloperMessage | ReminderMessage | UserMessage | ToolMessage | AssistantMessage
@@ -149,7 +150,6 @@ class Tool(Strict, frozen=True, kw_only=True):
 
     function: Annotated[dict[str, Any], Meta(extra_json_schema=_FUNCTION)]
     type: Literal["function"] = "function"
-    cache_control: Any = None
 
 
 class FunctionName(Strict, frozen=True, kw_only=True):
@@ -161,6 +161,21 @@ class NamedTool(Strict, frozen=True, kw_only=True):
     type: Literal["function"] = "function"
 
 
+class AllowedTools(Strict, frozen=True, kw_only=True):
+    """All tools are shown to the model, and these may be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class ToolChoice(Strict, frozen=True, kw_only=True):
+    """One function that must be called, or some of which one may or must."""
+
+    type: Literal["function", "allowed_tools"] = "function"
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
+
+
 class TextFormat(Strict, frozen=True, kw_only=True, tag_field="type", tag="text"):
     pass
 
@@ -170,19 +185,13 @@ class JsonFormat(Strict, frozen=True, kw_only=True, tag_field="type", tag="json_
 
 
 class NamedSchema(Strict, frozen=True, kw_only=True):
-    name: str
     schema: dict[str, Any] | None = None
-    description: str | None = None
-    strict: bool | None = None  # the schema is always kept to
 
 
 class JsonSchema(Strict, frozen=True, kw_only=True, tag_field="type", tag="json_schema"):
-    """As the newer endpoints have it; the first three have no effect beside it."""
+    """As the newer endpoints have it."""
 
     schema: dict[str, Any]
-    name: str | None = None
-    description: str | None = None
-    strict: bool | None = None
 
 
 class SchemaFormat(Strict, frozen=True, kw_only=True, tag_field="type", tag="json_schema"):
@@ -204,7 +213,7 @@ class StructuredOutputs(Strict, frozen=True, kw_only=True):
 
 class StreamOptions(Strict, frozen=True, kw_only=True):
     include_usage: bool = False
-    include_obfuscation: bool = False
+    continuous_usage_stats: bool = False  # in every chunk, beside include_usage
 
 
 class Thinking(Strict, frozen=True, kw_only=True):
@@ -212,7 +221,7 @@ class Thinking(Strict, frozen=True, kw_only=True):
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Count | None = None
-    display: Literal["summarized"] | None = None
+    display: Literal["summarized", "omitted"] | None = None
 
 
 class TemplateOptions(Strict, frozen=True, kw_only=True):
@@ -223,7 +232,7 @@ class TemplateOptions(Strict, frozen=True, kw_only=True):
 
 
 class Body(Strict, frozen=True, kw_only=True):
-    """What both of OpenAI's first endpoints take. The last group has no effect on the answer."""
+    """What both of OpenAI's first endpoints take, most of it as vLLM has it."""
 
     model: str | None = None
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
@@ -242,13 +251,15 @@ class Body(Strict, frozen=True, kw_only=True):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=MAX_BIAS)] | None = None
-
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-
-    @property
-    def wants_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_IDS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    bad_words: Annotated[list[Stop], Meta(max_length=MAX_BAD_WORDS)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_IDS)] | None = None
+    prompt_logprobs: Alternatives | None = None
+    return_token_ids: bool | None = None
+    return_progress: bool | None = None  # of the prompt, in a stream's chunks
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None  # who shares prefixes
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -261,37 +272,49 @@ class ChatBody(Body, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
     thinking: Thinking | None = None
+    thinking_token_budget: Count | None = None
     chat_template_kwargs: TemplateOptions | None = None
     response_format: TextFormat | JsonFormat | SchemaFormat | None = None
-
-    store: bool | None = None
-    service_tier: str | None = None
-    parallel_tool_calls: bool | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    verbosity: str | None = None
-    modalities: list[Literal["text"]] | None = None
+    continue_final_message: bool | None = None
 
     @property
     def offered(self) -> list[dict[str, Any]]:
-        """The tools the model may call."""
+        """The tools that are shown to the model."""
         given = (self.tools or []) if self.tool_choice != "none" else []
-        return [{"type": "function", "function": tool.function} for tool in given]
+        return [
+            {"type": "function", "function": {k: v for k, v in tool.function.items() if v is not None}}
+            for tool in given
+        ]
 
     @property
     def must_call(self) -> bool:
-        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+        choice = self.tool_choice
+        if isinstance(choice, ToolChoice):
+            return choice.allowed_tools is None or choice.allowed_tools.mode == "required"
+        return choice == "required"
+
+    @property
+    def must_call_one(self) -> bool:
+        return isinstance(self.tool_choice, ToolChoice) and self.tool_choice.allowed_tools is None
+
+    @property
+    def named(self) -> list[str] | None:
+        """The tools that may be called, where not all."""
+        choice = self.tool_choice
+        if not isinstance(choice, ToolChoice):
+            return None
+        known = choice.allowed_tools.tools if choice.allowed_tools else [choice]
+        return [each.function.name for each in known if each.function is not None]
 
 
 class CompletionBody(Body, frozen=True, kw_only=True):
     prompt: str | list[Any]
     logprobs: Alternatives | None = None
     echo: bool | None = None
-    best_of: Literal[1] | None = None
-    suffix: Literal[""] | None = None
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -325,87 +348,3 @@ class TokenizeBody(Strict, frozen=True, kw_only=True):
 class DetokenizeBody(Strict, frozen=True, kw_only=True):
     tokens: list[int]
     model: str | None = None
-
-
-Kind = TypeVar("Kind")
-
-
-def parse(kind: type[Kind], data: bytes) -> Kind:
-    """A body from its bytes, or a BadField that names what is wrong."""
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `")
-        if path.startswith("key` in `"):
-            message, path = message.replace("Expected", "Expected keys of", 1), path.removeprefix("key` in `")
-        param = path.rstrip("`").removeprefix("$").removeprefix(".") or None
-        if message.startswith("Object contains unknown field `"):
-            name = message.split("`")[1]
-            param = f"{param}.{name}" if param else name
-            raise BadField(
-                f"Unrecognized request argument supplied: {param}", param, "unknown_parameter"
-            ) from None
-        if message.startswith("Object missing required field `"):
-            name = message.split("`")[1]
-            param = f"{param}.{name}" if param else name
-            raise BadField(
-                f"you must provide a {param!r} parameter", param, "missing_required_parameter"
-            ) from None
-        where = f"'{param}': " if param else "the body: "
-        is_said = "got `" in message or message.startswith("Invalid ")
-        found = "" if is_said else _found(data, path)
-        if message.startswith("Invalid ") and (choices := _choices(kind, path)):
-            found = f", expected {', '.join(choices[:-1])}{' or ' if choices[1:] else ''}{choices[-1]}"
-        raise BadField(f"{where}{message[:1].lower()}{message[1:]}{found}", param, "invalid_type") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadField(f"the body is not valid JSON ({error}); check it and its encoding (UTF-8)") from None
-
-
-_STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
-
-
-def _choices(kind: type, path: str) -> list[str]:
-    """The texts allowed at a path such as `$.messages[0].role`: a literal's, or the tags of messages."""
-    here = _ways([msgspec.inspect.type_info(kind)])
-    for name, _ in _STEP.findall(path):
-        here = _ways([below for each in here for below in _below(each, name)])
-    said = (value for each in here if isinstance(each, msgspec.inspect.LiteralType) for value in each.values)
-    return list(dict.fromkeys(repr(value) for value in said))
-
-
-def _ways(types: list[msgspec.inspect.Type]) -> list[msgspec.inspect.Type]:
-    """Without unions and limits around them."""
-    out: list[msgspec.inspect.Type] = []
-    for each in types:
-        if isinstance(each, msgspec.inspect.Metadata):
-            out += _ways([each.type])
-        else:
-            out += _ways(list(each.types)) if isinstance(each, msgspec.inspect.UnionType) else [each]
-    return out
-
-
-def _below(each: msgspec.inspect.Type, name: str) -> list[msgspec.inspect.Type]:
-    """One step into an object's field, or with no name into a list."""
-    if isinstance(each, msgspec.inspect.ListType):
-        return [] if name else [each.item_type]
-    if not isinstance(each, msgspec.inspect.StructType):
-        return []
-    if name == each.tag_field:
-        return [msgspec.inspect.LiteralType((each.tag,))]
-    return [field.type for field in each.fields if field.encode_name == name]
-
-
-def _found(data: bytes, path: str) -> str:
-    """The value at a path such as `$.messages[0].role`; of a list or a long text its length.
-
-    A number that no float holds, such as 1e999, hides all of them.
-    """
-    try:
-        value = msgspec.json.decode(data)
-    except msgspec.ValidationError:
-        return "; expected numbers of at most 64 bits"
-    for name, index in _STEP.findall(path):
-        value = value[name] if name else value[int(index)]
-    text = repr(value)
-    is_long = isinstance(value, list | str) and len(text) > 60
-    return f", found one of length {len(value)}" if is_long else f", found {text[:60]}"

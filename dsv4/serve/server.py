@@ -3,12 +3,9 @@
 import asyncio
 import contextlib
 import gc
-import logging
 import signal
 import socket
 import ssl
-import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,14 +15,18 @@ import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 
 from dsv4.config import EngineConfig, ModelConfig
+from dsv4.env import service_manager
 from dsv4.errors import ConfigError
 from dsv4.serve.app import make_app
+from dsv4.serve.ask import Usual
 from dsv4.serve.client import EngineProcess
 from dsv4.serve.connections import IDLE_SECONDS, Listener
 from dsv4.serve.gate import LOCAL_NAMES, key_hash
-from dsv4.serve.job import Service
+from dsv4.serve.job import Keys, Service
+from dsv4.serve.lines import Lines, reported
 from dsv4.serve.metrics import Metrics
 from dsv4.serve.prompt import Encoder
+from dsv4.text.generation import SamplingDefaults
 from dsv4.text.tokenizer import Tokenizer
 
 # Time for the last answers, or the error that ends them, to reach the clients.
@@ -39,7 +40,7 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    name: str = ""  # empty: the folder's name
+    names: tuple[str, ...] = ()  # of the model, patterns such as claude-* among them; none: the folder's
     api_key_file: Path | None = None
     max_queue: int = 64
     queue_seconds: float = 60.0
@@ -54,10 +55,13 @@ class ServerConfig:
     tls_key: Path | None = None
     log_texts: bool = False
     isolate_by_key: bool = False
+    lenient: bool = False
 
     def __post_init__(self) -> None:
         if self.isolate_by_key and self.api_key_file is None:
             raise ConfigError("isolate_by_key needs keys to tell users apart; give --api-key-file")
+        if self.names and (not all(self.names) or set(self.names[0]) & set("*?[")):
+            raise ConfigError(f"the model's names are {self.names}, expected the first to be no pattern")
         for name, holds, expected in (
             ("port", 0 <= self.port < 65536, "a number from 0 (any free one) to 65535"),
             ("max_queue", 0 <= self.max_queue <= 100_000, "a number from 0 to 100000"),
@@ -71,40 +75,6 @@ class ServerConfig:
         ):
             if not holds:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected {expected}")
-
-
-class Reports(logging.Handler):
-    """What is said beside the line per request: of each kind one a second, and how many were left out."""
-
-    def __init__(self, log: Callable[[str], None]) -> None:
-        super().__init__(logging.WARNING)
-        self._log = log
-        self._last: dict[tuple[str, int], tuple[float, int]] = {}
-
-    def emit(self, record: logging.LogRecord) -> None:
-        kind, now = (record.pathname, record.lineno), time.monotonic()
-        last, num_missed = self._last.get(kind, (-1.0, 0))
-        if now - last < 1:
-            self._last[kind] = (last, num_missed + 1)
-            return
-        self._last[kind] = (now, 0)
-        line = record.getMessage() + (f" (and {num_missed} times before)" if num_missed else "")
-        if record.exc_info and record.exc_info[1] is not None:
-            line += "".join(traceback.format_exception(record.exc_info[1], limit=-8)).join(("\n", ""))
-        self._log(f"server: {line}")
-
-
-@contextmanager
-def reported(log: Callable[[str], None]) -> Iterator[None]:
-    """While open, warnings of this package, uvicorn and asyncio go to `log`."""
-    handler, loggers = Reports(log), [logging.getLogger(name) for name in ("dsv4", "uvicorn", "asyncio")]
-    for logger in loggers:
-        logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeHandler(handler)
 
 
 class _Uvicorn(uvicorn.Server):
@@ -146,28 +116,39 @@ def serve(
     log: Callable[[str], None],
     progress: Callable[[int, int], None],
 ) -> None:
-    """Serve the model in `folder` until a signal. A `log` that fails, as on a full disk, stops nothing."""
-
-    def safe_log(line: str) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            log(line)
-
+    """Serve the model in `folder` until a signal. A `log` that fails or stands still stops nothing."""
     ModelConfig.load(folder)
     tls = tls_context(config)
-    with bind(config.host, config.port) as sock, reported(safe_log):
-        asyncio.run(_serve(folder, engine_config, config, sock, tls, safe_log, progress))
+    lines = Lines(log)
+    try:
+        with bind(config.host, config.port) as sock, reported(lines.put):
+            asyncio.run(_serve(folder, engine_config, config, sock, tls, lines, progress))
+    finally:
+        lines.close()
 
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
     if config.tls_cert is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    load_certificates(context, config)
+    return context
+
+
+def load_certificates(context: ssl.SSLContext, config: ServerConfig) -> None:
+    assert config.tls_cert is not None
     try:
         context.load_cert_chain(config.tls_cert, config.tls_key)
     except OSError as error:
         where = f"--tls-cert {config.tls_cert} and --tls-key {config.tls_key}"
         raise ConfigError(f"{where} cannot be used: {error.strerror or error}; expected PEM files") from None
-    return context
+
+
+def tell_manager(state: str) -> None:
+    """To systemd, where it has started the server with Type=notify."""
+    if path := service_manager():
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock, contextlib.suppress(OSError):
+            sock.sendto(state.encode(), path.replace("@", "\0", 1) if path.startswith("@") else path)
 
 
 def url(sock: socket.socket, scheme: str = "http") -> str:
@@ -193,17 +174,18 @@ def make_service(
         log=log,
         progress=progress,
     )
+    names = config.names or (folder.resolve().name,)
     return Service(
-        name=config.name or folder.resolve().name,
+        names=names,
         engine=engine,
         encoder=Encoder(Tokenizer.load(folder)),
-        metrics=Metrics(engine),
+        metrics=Metrics(engine, names[0]),
         log=log,
-        key_hashes=read_keys(config.api_key_file),
-        thinking=config.thinking,
-        max_thinking=config.max_thinking,
+        keys=Keys(read_keys(config.api_key_file)),
+        usual=Usual(config.thinking, config.max_thinking, SamplingDefaults.load(folder)),
         isolates=config.isolate_by_key,
         logs_texts=config.log_texts,
+        is_lenient=config.lenient,
     )
 
 
@@ -213,16 +195,17 @@ async def _serve(
     config: ServerConfig,
     sock: socket.socket,
     tls: ssl.SSLContext | None,
-    log: Callable[[str], None],
+    lines: Lines,
     progress: Callable[[int, int], None],
 ) -> None:
+    log = lines.put
     service = make_service(folder, engine_config, config, log, progress)
-    engine = service.engine
+    engine, lines.on_drop = service.engine, service.metrics.dropped_lines.inc
     app = make_app(replace(service, is_local=config.host in LOCAL_NAMES))
     if config.cors_origins:
-        exposed = ("x-request-id", "retry-after")
+        exposed = ("x-request-id", "x-ignored-fields", "retry-after")
         app = CORSMiddleware(
-            app, config.cors_origins, ("GET", "POST"), allow_headers=("*",), expose_headers=exposed
+            app, config.cors_origins, ("GET", "POST", "DELETE"), allow_headers=("*",), expose_headers=exposed
         )
     uvicorn_config = uvicorn.Config(
         app,
@@ -234,31 +217,48 @@ async def _serve(
         http="h11",
         ws="none",
         timeout_keep_alive=IDLE_SECONDS,
-        timeout_graceful_shutdown=int(config.drain_seconds + LAST_WORDS_SECONDS) + 1,
+        timeout_graceful_shutdown=int(LAST_WORDS_SECONDS) + 1,
     )
     server = _Uvicorn(uvicorn_config)
     listener = Listener(sock, server, config.max_connections, tls)
     loop = asyncio.get_running_loop()
     closing: list[asyncio.Task[None]] = []
 
-    async def cut() -> None:
-        await asyncio.sleep(config.drain_seconds)
-        await engine.stop(
-            f"the server shuts down and the answer took longer than {config.drain_seconds:g} s more"
-        )
+    def leave() -> None:
+        listener.stop()
+        server.should_exit = True
+
+    async def finish() -> None:
+        """Until the open answers have ended, new requests are told to go elsewhere."""
+        end = loop.time() + config.drain_seconds
+        while engine.num_open and loop.time() < end:
+            await asyncio.sleep(0.02)
+        if engine.num_open:
+            more = f"the answer took longer than {config.drain_seconds:g} s more"
+            await engine.stop(f"the server shuts down and {more}")
+        leave()
 
     def drain() -> None:
         if closing:
             server.force_exit = True
-            return
+            return leave()
         log(f"server: draining, {engine.num_open} sequences are open, {config.drain_seconds:g} s at most")
+        tell_manager("STOPPING=1")
         engine.refuse_new("the server shuts down")
-        closing.append(asyncio.create_task(cut()))
-        listener.stop()
-        server.should_exit = True
+        closing.append(asyncio.create_task(finish()))
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, drain)
+    def reload() -> None:
+        try:
+            service.keys.hashes = read_keys(config.api_key_file)
+            if tls is not None:
+                load_certificates(tls, config)
+        except ConfigError as error:
+            log(f"server: {error}; what was read before stays in use")
+        else:
+            log(f"server: read again, {len(service.keys.hashes)} API keys")
+
+    for number, handler in ((signal.SIGTERM, drain), (signal.SIGINT, drain), (signal.SIGHUP, reload)):
+        loop.add_signal_handler(number, handler)
     uvicorn_config.load()
     listener.start()
     http = asyncio.create_task(server.serve([]))
@@ -272,6 +272,7 @@ async def _serve(
                 log(f"engine: {note}")
             base = url(sock, "https" if tls else "http")
             log(f"server: {service.name} is ready at {base}/v1, a chat page at {base}/")
+            tell_manager("READY=1")
         await asyncio.wait((http, engine.ended), return_when=asyncio.FIRST_COMPLETED)
         if engine.ended.done():
             engine.ended.result()

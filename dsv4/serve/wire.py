@@ -35,7 +35,10 @@ class Start(Message, frozen=True):
 
 
 class Submit(Message, frozen=True):
+    """`tells_progress`: how far its prompt is, after every step."""
+
     request: Request
+    tells_progress: bool = False
 
 
 class Cancel(Message, frozen=True):
@@ -59,8 +62,12 @@ class Status:
 
 
 class Loading(Message, frozen=True):
-    done_bytes: int
-    total_bytes: int
+    """What the engine does before it is ready, and how far weights are; `says` is a line for the log."""
+
+    phase: str
+    done_bytes: int = 0
+    total_bytes: int = 0
+    says: str = ""
 
 
 class Ready(Message, frozen=True):
@@ -93,6 +100,16 @@ class Refused(Message, frozen=True):
     error: str
 
 
+@dataclass(frozen=True)
+class Progress:
+    """Tokens of a prompt: found in the cache, and processed (these among them), after so many seconds."""
+
+    request_id: str
+    cached: int
+    processed: int
+    seconds: float
+
+
 class Stepped(Message, frozen=True):
     """What one step gave to all requests; the last delta of a request has a finish reason.
 
@@ -103,6 +120,7 @@ class Stepped(Message, frozen=True):
     status: Status
     started: list[str] = []
     notices: list[str] = []
+    progress: list[Progress] = []
 
 
 ToEngine = Start | Submit | Cancel

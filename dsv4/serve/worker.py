@@ -9,15 +9,16 @@ import select
 import socket
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dsv4.cache.folder import why_unusable
 from dsv4.config import EngineConfig
 from dsv4.engine.engine import Engine
 from dsv4.engine.grammar import Matcher
-from dsv4.engine.request import Request
+from dsv4.engine.request import Delta, Request
 from dsv4.errors import DeviceError, Dsv4Error, LostError, RequestError
 from dsv4.lab.doctor.first import ensure
 from dsv4.serve import wire
@@ -62,11 +63,22 @@ class Link:
         return [wire.read(wire.to_engine, body) for body in bodies]
 
 
+@dataclass
+class _Reading:
+    """A prompt on its way: its tokens, how many are processed, since when."""
+
+    total: int
+    processed: int = -1
+    began: float = 0.0
+
+
 class Worker:
     def __init__(self, link: Link, engine: Engine) -> None:
         self.link, self.engine = link, engine
         self._running: set[str] = set()
         self._queued: set[str] = set()  # those of them that no step has begun with
+        self._reading: dict[str, _Reading] = {}  # those whose prompt's progress is to be told
+        self._step_began = 0.0
         # Grammars are compiled beside the steps; requests wait here meanwhile, each with its deadline.
         self._compiling: dict[str, tuple[Request, Future[Matcher], float]] = {}
         self._compilers = ThreadPoolExecutor(MAX_COMPILERS, "grammar")
@@ -96,12 +108,32 @@ class Worker:
                 self._handle(message)
             self._take_compiled()
             steps = bool(self._running)
+            self._step_began = time.monotonic()
             deltas = self.engine.step() if steps else []
             self._running -= {delta.request_id for delta in deltas if delta.finish_reason}
             started = self._take_started()
             # After every step, also one that gave nothing: silence means that the engine hangs.
             if steps or messages or started:
-                self.link.send(wire.Stepped(deltas, self.status(), started, self.take_notices()))
+                progress = self._progress(deltas) if self._reading else []
+                notices = self.take_notices()
+                self.link.send(wire.Stepped(deltas, self.status(), started, notices, progress))
+
+    def _progress(self, deltas: list[Delta]) -> list[wire.Progress]:
+        """Of the prompts that got further; with its first token a prompt is whole."""
+        told, now = [], time.monotonic()
+        first = {delta.request_id: delta for delta in deltas if delta.request_id in self._reading}
+        for id, reading in list(self._reading.items()):
+            delta = first.get(id)
+            if delta is not None:
+                at = (delta.cached_tokens, reading.total) if delta.token is not None else None
+            else:
+                at = self.engine.progress(id) if id in self._running else None
+            if at is not None and at[1] > reading.processed:
+                reading.processed, reading.began = at[1], reading.began or self._step_began
+                told.append(wire.Progress(id, *at, now - reading.began))
+            if delta is not None or not (id in self._running or id in self._compiling):
+                del self._reading[id]
+        return told
 
     def take_notices(self) -> list[str]:
         """Lines that other threads may add to meanwhile."""
@@ -121,6 +153,8 @@ class Worker:
     def _handle(self, message: wire.ToEngine) -> None:
         if isinstance(message, wire.Submit):
             grammar = message.request.params.grammar
+            if message.tells_progress:
+                self._reading[message.request.id] = _Reading(len(message.request.ids))
             if grammar is None:
                 self._submit(message.request)
             else:
@@ -183,19 +217,22 @@ def load(link: Link) -> Engine | None:
 
     def progress(done: int, total: int) -> None:
         nonlocal last
-        if time.monotonic() - last > _PROGRESS_SECONDS:
+        if time.monotonic() - last > _PROGRESS_SECONDS or done == total:
             last = time.monotonic()
-            link.send(wire.Loading(done, total))
+            link.send(wire.Loading("weights" if done < total else "preparing", done, total))
+
+    def say(what: str) -> None:
+        link.send(wire.Loading("checking", says=what))
 
     try:
-        ensure(start.config, lambda what: sys.stderr.write(f"{what}\n"))
-        return Engine.load(start.model, _config(start), progress)
+        ensure(start.config, say)
+        return Engine.load(start.model, _config(start, say), progress)
     except Dsv4Error as error:
         link.send(wire.Failed(str(error)))
         return None
 
 
-def _config(start: wire.Start) -> EngineConfig:
+def _config(start: wire.Start, say: Callable[[str], object]) -> EngineConfig:
     """As asked for. A folder that has failed since the first start, as a disk does that turns read-only, is
     left out: the engine that died had gone on without it too."""
     config = start.config
@@ -203,10 +240,8 @@ def _config(start: wire.Start) -> EngineConfig:
         return config
     if not (why := why_unusable(Path(config.prefix_dir).expanduser())):
         return config
-    sys.stderr.write(
-        f"engine: prefix_dir {config.prefix_dir} cannot be used any more ({why}); until the server is "
-        "started again, prefixes are kept in memory only\n"
-    )
+    what = f"prefix_dir {config.prefix_dir} cannot be used any more ({why})"
+    say(f"{what}; until the server is started again, prefixes are kept in memory only")
     return replace(config, prefix_dir=None)
 
 

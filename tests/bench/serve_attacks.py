@@ -128,11 +128,11 @@ def full_disk(server: Server, count: int) -> Iterator[None]:
 @contextlib.contextmanager
 def frozen_engine(server: Server, count: int) -> Iterator[None]:
     """It has work and does nothing: ended and started again, and who waits for it is told."""
-    restarts = server.gauge("dsv4_engine_restarts")
+    restarts = server.gauge("dsv4_engine_restarts_total")
     os.kill(worker_pid(server), signal.SIGSTOP)
     yield
     wait(lambda: server.raw("GET", "/ready")[0] == 200, 60)
-    assert server.gauge("dsv4_engine_restarts") == restarts + 1
+    assert server.gauge("dsv4_engine_restarts_total") == restarts + 1
 
 
 @contextlib.contextmanager

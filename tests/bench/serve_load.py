@@ -279,8 +279,8 @@ def main() -> None:
             load = Load(server.port, truth, bodies)
             memory = asyncio.run(run(load, pids, args.clients, args.seconds))
             wait(server.is_idle, 30)
-            kept, pauses = server.gauge("dsv4_cache_pages_kept"), server.gauge("dsv4_pauses")
-            restarts = server.gauge("dsv4_engine_restarts")
+            kept, pauses = server.gauge("dsv4_cache_pages_kept"), server.gauge("dsv4_num_preemptions_total")
+            restarts = server.gauge("dsv4_engine_restarts_total")
     seen = load.seen
     completed = seen.outcomes["whole"] + seen.outcomes["streamed"]
     report = {

@@ -309,7 +309,7 @@ def test_server_comes_back(tmp_path: Path, is_awaited: bool) -> None:
         threads = [threading.Thread(target=ask, args=one) for one in wanted]
         for thread in threads:
             thread.start()
-        wait(lambda: server.gauge("dsv4_sequences_running") == len(wanted), SECONDS)
+        wait(lambda: server.gauge("dsv4_num_requests_running") == len(wanted), SECONDS)
         first = worker_pid(server)
         (rank,) = rank_pids(first)
         os.kill(rank, signal.SIGKILL)

@@ -106,7 +106,7 @@ class Server:
 
     def is_idle(self) -> bool:
         free = self.gauge("dsv4_cache_pages_free")
-        return free == self.gauge("dsv4_cache_pages") and self.gauge("dsv4_sequences_waiting") == 0
+        return free == self.gauge("dsv4_cache_pages") and self.gauge("dsv4_num_requests_waiting") == 0
 
 
 def wait(condition: Callable[[], bool], seconds: float) -> None:

@@ -179,8 +179,8 @@ def test_a_body_that_cannot_be_read_ends_its_own_line_alone(tmp_path: Path) -> N
     assert finish(source, target)["failed"] == 3
     found = [json.loads(each) for each in target.read_bytes().splitlines()]
     codes = [each["response"] and each["response"]["status_code"] for each in found]
-    assert codes == [200, 400, 400, None, 200], found
-    assert "temperature" in found[1]["response"]["body"]["error"]["message"]
+    assert codes == [200, None, 400, None, 200], found
+    assert "number out of range" in found[1]["error"]["message"]
     assert "stream" in found[3]["error"]["message"]
 
 

@@ -19,7 +19,7 @@ def test_short_prompts_are_answered_while_a_long_one_is_read(tmp_path: Path) -> 
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
         long = server.connection()
         long.request("POST", "/v1/completions", body, headers)
-        wait(lambda: server.gauge("dsv4_sequences_running") == 1, 20)
+        wait(lambda: server.gauge("dsv4_num_requests_running") == 1, 20)
         waits = []
         for _ in range(2):
             began = time.monotonic()
@@ -30,6 +30,6 @@ def test_short_prompts_are_answered_while_a_long_one_is_read(tmp_path: Path) -> 
         # Behind the chunk that was under way, then a few steps in turns with the long one.
         assert max(waits) < 5 + 10 * alone, (waits, alone)
         text = server.raw("GET", "/metrics")[1]
-        assert "dsv4_time_between_tokens_seconds_count 9.0" in text
+        assert "dsv4_inter_token_latency_seconds_count 9.0" in text
         long.close()
         wait(server.is_idle, 20)

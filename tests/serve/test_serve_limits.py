@@ -179,7 +179,7 @@ def test_half_closed_client_is_answered_and_one_that_left_is_not(server: Server)
     for body in ({**CHAT, "messages": STORY, "max_tokens": 2000},):
         sock = connect(server)
         sock.sendall(http("/v1/chat/completions", body))
-        wait(lambda: server.gauge("dsv4_sequences_running") == 1, 10)
+        wait(lambda: server.gauge("dsv4_num_requests_running") == 1, 10)
         sock.close()  # an ordinary one, which looks like half of one
         wait(server.is_idle, 5)
 
@@ -321,7 +321,8 @@ def test_errors_show_no_path_of_the_machine(server: Server) -> None:
 def test_times_per_token_have_fine_buckets(server: Server) -> None:
     server.chat(QUESTION, max_tokens=8)
     text = server.raw("GET", "/metrics")[1]
-    edges = [float(edge) for edge in re.findall(r'time_per_token_seconds_bucket{le="([\d.e-]+)"', text)]
+    name = "dsv4_request_time_per_output_token_seconds"
+    edges = [float(edge) for edge in re.findall(name + r'_bucket{le="([\d.e-]+)"', text)]
     assert edges[0] == 0.0005 and sum(edge <= 0.02 for edge in edges) >= 8
 
 

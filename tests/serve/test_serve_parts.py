@@ -25,12 +25,14 @@ from dsv4.engine.request import Delta, Request, SamplingParams, Token
 from dsv4.errors import RequestError
 from dsv4.models import EMBEDDED
 from dsv4.serve.answer import ChatAnswer, Piece, join_calls
-from dsv4.serve.client import MAX_BUFFERED_DELTAS, Busy, Ticket, TooSlow
 from dsv4.serve.connections import Connection, Listener
 from dsv4.serve.gate import Gate
+from dsv4.serve.job import Keys
 from dsv4.serve.metrics import Times
 from dsv4.serve.openai import error_body
-from dsv4.serve.schema import BadField, ChatBody, parse
+from dsv4.serve.parse import parse
+from dsv4.serve.schema import BadField, ChatBody
+from dsv4.serve.ticket import MAX_BUFFERED_DELTAS, Busy, Ticket, TooSlow
 from dsv4.serve.wire import (
     MAX_FRAME_BYTES,
     Cancel,
@@ -310,7 +312,8 @@ def test_web_page_cannot_lend_its_name_to_a_local_server() -> None:
         async def send(message: Any) -> None:
             sent.append(message)
 
-        made = {"key_hashes": (), "is_local": True, "isolates": False, "log": lambda line: None, **options}
+        made = {"keys": Keys(), "is_local": True, "isolates": False, "log": lambda line: None, **options}
+        made["is_lenient"] = False
         metrics = SimpleNamespace(requests=Counter("x", "x", ["a", "b"], registry=None))
         service = SimpleNamespace(**made, metrics=metrics)
         scope = {"type": "http", "path": "/v1/models", "method": "GET", "headers": [(b"host", host)]}
@@ -322,17 +325,16 @@ def test_web_page_cannot_lend_its_name_to_a_local_server() -> None:
     for host in (b"evil.example", b"evil.example:8000", b"", b"localhost.evil.example", b"127.0.0.1.evil:80"):
         assert asyncio.run(status(host)) == 403
     assert asyncio.run(status(b"evil.example", is_local=False)) == 200
-    assert asyncio.run(status(b"proxy", key_hashes=(b"x",))) == 401, "keys do it where there are keys"
+    assert asyncio.run(status(b"proxy", keys=Keys((b"x",)))) == 401, "keys do it where there are keys"
 
 
 def test_numbers_that_nothing_holds_are_the_clients_mistake() -> None:
-    """msgspec cannot show such a body, whichever of its fields is refused."""
     ask = '{"messages":[{"role":"user","content":"x"}],%s}'
     for fields, says in (
-        ('"temperature":1e999', "'temperature': number out of range; expected numbers of at most 64 bits"),
-        ('"temperature":3,"seed":-1e999', "'temperature': expected `float` <= 2.0; expected numbers of"),
-        ('"user":' + "9" * 5000, "'user': number out of range; expected numbers of"),
-        ('"messages":[],"metadata":{"a":[1e999]}', "'messages': expected `array` of length >= 1; expected"),
+        ('"temperature":1e999', "the body: number out of range; expected numbers of at most 64 bits"),
+        ('"temperature":3,"seed":-1e999', "number out of range; expected numbers of"),
+        ('"user":' + "9" * 5000, "integer value out of range; expected numbers of"),
+        ('"messages":[],"metadata":{"a":[1e999]}', "number out of range; expected numbers of"),
         ('"temperature":3', "'temperature': expected `float` <= 2.0, found 3"),
     ):
         with pytest.raises(BadField) as refusal:

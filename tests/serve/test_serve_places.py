@@ -20,10 +20,11 @@ from dsv4.serve import job as job_module
 from dsv4.serve import wire
 from dsv4.serve.answer import ChatAnswer
 from dsv4.serve.app import make_app
-from dsv4.serve.client import EngineProcess, Ticket, Unavailable
+from dsv4.serve.client import EngineProcess
 from dsv4.serve.job import Job, Service
 from dsv4.serve.metrics import Metrics
 from dsv4.serve.prompt import Encoder
+from dsv4.serve.ticket import Ticket, Unavailable
 from dsv4.text.tokenizer import Tokenizer
 
 BODY = {
@@ -89,7 +90,8 @@ def run(check: Callable[[Harness], Awaitable[None]]) -> None:
         )
         await engine.start()
         encoder = Encoder(Tokenizer.load(EMBEDDED))
-        service = Service(name="tiny", engine=engine, encoder=encoder, metrics=Metrics(engine), log=silent)
+        metrics = Metrics(engine)
+        service = Service(names=("tiny",), engine=engine, encoder=encoder, metrics=metrics, log=silent)
         harness = Harness(service)
         try:
             assert await harness.request(BODY) == 200
