@@ -31,6 +31,7 @@ RETRY_SECONDS = 1
 LOCAL_NAMES = ("127.0.0.1", "::1", "localhost")
 OPEN_ROUTES = ("/health",)
 QUIET_ROUTES = ("/health", "/ready", "/metrics")
+PAGES = ("/", "/status")
 ANTHROPIC_ROUTE = "/v1/messages"
 
 logger = logging.getLogger("dsv4.serve")
@@ -77,11 +78,11 @@ class Gate:
             note["error"] = type(error).__name__
             if not status:  # else the answer is cut, and the connection with it
                 answer = refusal(_told(error, scope), path.startswith(ANTHROPIC_ROUTE))
-                if path == "/" and answer.status_code == 401:  # a browser, which can ask its user for the key
+                if path in PAGES and answer.status_code == 401:  # a browser can ask for the key
                     answer.headers["WWW-Authenticate"] = 'Basic realm="dsv4: the API key as password"'
                 await answer(scope, receive, noted)
         finally:
-            if path not in QUIET_ROUTES:
+            if path not in QUIET_ROUTES and not path.startswith("/page/"):
                 route = path if path in self._routes else "other"
                 self.service.metrics.requests.labels(route, status).inc()
                 fields = {"route": route, "status": status, **note}
