@@ -28,6 +28,7 @@ def page(browser: Any, server: Server) -> Iterator[Any]:
     # As after the browser's own question for the key, which a headless one cannot show.
     credentials = {"username": "", "password": KEY}
     context = browser.new_context(http_credentials=credentials, viewport={"width": 1100, "height": 780})
+    context.set_default_timeout(10_000)
     page = context.new_page()
     page.complaints = watch(page, f"http://127.0.0.1:{server.port}/")
     page.goto(f"http://127.0.0.1:{server.port}/")

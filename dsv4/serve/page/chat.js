@@ -261,6 +261,11 @@ export class Chat {
     this.sendResults(turn, cards);
   }
 
+  // The tab is about to close or to sleep.
+  keep() {
+    for (const { conversation, turn } of this.runs.values()) conversation.save(turn);
+  }
+
   stop() {
     this.run?.stop();
   }

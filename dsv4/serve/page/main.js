@@ -172,10 +172,10 @@ for (const dialog of document.querySelectorAll("dialog")) {
   dialog.querySelector("[data-close]").addEventListener("click", () => dialog.close());
 }
 addEventListener("keydown", keys);
-addEventListener("hashchange", () => openFromAddress());
+addEventListener("pagehide", () => chat.keep());
+addEventListener("hashchange", () => openConversation(location.hash.slice(1)));
 
-async function openFromAddress() {
-  const id = location.hash.slice(1);
+async function openConversation(id) {
   if (!id || id === chat.conversation.id) return;
   const fields = (await store.conversations()).find((one) => one.id === id);
   if (fields) await chat.open(fields);
@@ -183,6 +183,7 @@ async function openFromAddress() {
   list.show();
 }
 
+const wanted = location.hash.slice(1);
 startSettings();
 setSide(!narrow.matches && local.get(SIDE) !== "closed");
 chat.draw();
@@ -197,7 +198,7 @@ await store.open(
     if (id === chat.conversation.id) chat.reload();
   },
 );
-await openFromAddress();
+await openConversation(wanted);
 await list.show();
 document.body.classList.add("is-ready");
 store.purge(Date.now() - PURGE_AFTER_MS);

@@ -57,7 +57,10 @@ function draw(box, source, isDisplay) {
       maxExpand: 200,
     };
     const tree = temml.__renderToMathMLTree(source, options);
-    const math = build(tree, { left: MAX_NODES });
+    const budget = { left: MAX_NODES };
+    const math = build(tree, budget);
+    // Too wide for a line, it scrolls by itself.
+    box.classList.toggle("long", !isDisplay && MAX_NODES - budget.left > 60);
     if (isDisplay) box.tabIndex = 0;
     box.replaceChildren(math);
   } catch (problem) {

@@ -25,7 +25,7 @@ export class Rendering {
     this.limit = null; // from here on text is plain
     this.tail = []; // that block's nodes
     this.code = null; // { start, block } where it is a code block
-    this.env = {};
+    this.references = {}; // defined in finished text
     this.count = 0;
     this.timer = null;
     this.wait = MIN_WAIT_MS;
@@ -37,6 +37,12 @@ export class Rendering {
   }
 
   finish() {
+    this.render(true);
+    // Links may come before what they refer to.
+    if (this.limit !== null || !Object.keys(this.references).length) return;
+    this.element.replaceChildren();
+    this.start = this.count = 0;
+    this.tail = [];
     this.render(true);
   }
 
@@ -56,7 +62,8 @@ export class Rendering {
   renderMarkdown(isWhole) {
     const limit = this.excess();
     const source = this.source.slice(this.start, limit ?? undefined);
-    const found = blocks(source, this.env);
+    const env = { references: { ...this.references } };
+    const found = blocks(source, env);
     const last = found.at(-1);
     const base = this.start;
     for (const block of found) {
@@ -69,6 +76,9 @@ export class Rendering {
       this.start = limit;
       this.limit = limit;
     } else if (isWhole) this.start = this.source.length;
+    const isNew = Object.keys(env.references).length > Object.keys(this.references).length;
+    // Half a definition is one too, of another place: only those above the last block count.
+    if (isNew && this.start > base) blocks(this.source.slice(base, this.start), this);
   }
 
   // Where text begins that is no longer taken for Markdown, or null.

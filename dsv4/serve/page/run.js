@@ -2,7 +2,7 @@
 
 import { ask, events, metrics, Refused, total } from "./api.js";
 
-const SAVE_MS = 1000;
+const SAVE_MS = 500;
 const QUEUE_MS = 1000;
 
 export class Run {
