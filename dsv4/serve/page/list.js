@@ -46,7 +46,7 @@ export class List {
     let group = "";
     for (const one of found) {
       const next = ageGroup(one.updated);
-      if (next !== group) items.push(make("li", { className: "group", role: "presentation" }, next));
+      if (next !== group) items.push(make("li", { className: "group" }, next));
       group = next;
       items.push(this.item(one));
     }
@@ -101,7 +101,7 @@ export class List {
       menu.remove();
       if (document.activeElement === document.body && button.isConnected) button.focus();
     });
-    document.body.append(menu);
+    $("side").append(menu);
     const { right, bottom } = button.getBoundingClientRect();
     menu.showPopover();
     const left = Math.min(right - menu.offsetWidth, innerWidth - menu.offsetWidth - 8);

@@ -129,7 +129,8 @@ function begin(token) {
     const table = make("table");
     return make("div", { className: "table", tabindex: "0", role: "region", "aria-label": "Table" }, table);
   }
-  if (/^h[1-6]$/.test(tag)) return make(`h${Math.min(6, Number(tag[1]) + 2)}`, { className: tag });
+  // Below a turn's own heading; `rendering.js` sets the levels.
+  if (/^h[1-6]$/.test(tag)) return make("h3", { className: tag });
   if (tag === "th" || tag === "td") {
     const side = /text-align:(left|right|center)/.exec(token.attrGet("style") ?? "");
     return make(tag, { className: side ? side[1] : "", scope: tag === "th" ? "col" : null });

@@ -38,6 +38,20 @@ export class Rendering {
 
   finish() {
     this.render(true);
+    this.link();
+    this.setLevels();
+  }
+
+  // Headings below that of the turn (2), none deeper by more than one than the heading before it.
+  setLevels() {
+    let level = 2;
+    for (const heading of this.element.querySelectorAll("h3")) {
+      level = Math.min(Number(heading.className[1]) + 2, level + 1);
+      heading.setAttribute("aria-level", level);
+    }
+  }
+
+  link() {
     // Links may come before what they refer to.
     if (this.limit !== null || !Object.keys(this.references).length) return;
     this.element.replaceChildren();
