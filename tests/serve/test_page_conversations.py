@@ -327,6 +327,24 @@ def test_only_readers_at_the_end_are_moved(page: Any) -> None:  # noqa: F811
     assert not page.is_visible("#down")
 
 
+def test_a_model_that_loads_and_a_server_that_is_away_are_told(page: Any) -> None:  # noqa: F811
+    loading = json.dumps({"ready": False, "phase": "weights", "fraction": 0.5})
+    page.route(
+        "**/ready", lambda route: route.fulfill(status=503, body=loading, content_type="application/json")
+    )
+    page.reload()
+    page.wait_for_selector("#banner:has-text('The model is loading (weights): 50 %')")
+    assert page.locator("#banner progress").evaluate("(bar) => bar.value") == 0.5
+    page.unroute("**/ready")
+    page.wait_for_selector("#banner", state="hidden")
+    page.wait_for_selector(".example")
+    page.route("**/health", lambda route: route.abort())
+    page.wait_for_selector("#banner:has-text('The server cannot be reached')")
+    page.unroute("**/health")
+    page.wait_for_selector("#banner", state="hidden")
+    page.complaints.clear()  # the browser's own lines on both
+
+
 def test_progress_is_told(page: Any) -> None:  # noqa: F811
     page.route(
         "**/metrics",

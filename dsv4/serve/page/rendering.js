@@ -6,7 +6,7 @@ import { blocks, elements, languageOf } from "./markdown.js";
 
 // Of the time between two renderings at most this share is spent in them.
 const SHARE = 0.1;
-const MIN_WAIT_MS = 40;
+const MIN_WAIT_MS = 80;
 // What exceeds these is shown as plain text, in pieces that are laid out only when they are seen.
 const MAX_LINE = 8000;
 const MAX_BLOCK = 40000;

@@ -60,7 +60,9 @@ export class Run {
       }
     }
     clearInterval(watcher);
-    if (this.thoughtAt !== null) turn.thinkingSeconds = this.thinkingSeconds;
+    if (this.thoughtAt !== null) {
+      Object.assign(turn, { thinkingSeconds: this.thinkingSeconds, thinkingTokens: this.num.reasoning });
+    }
     if (this.speed) turn.speed = this.speed;
     this.phase = "over";
     await this.conversation.save(turn);

@@ -1,7 +1,7 @@
 // The status page: what /metrics tells, drawn every second. Measurements that a server lacks have no card.
 
 import { metrics, total } from "./api.js";
-import { $, bytes, count, duration, make, svg } from "./dom.js";
+import { $, bytes, count, duration, make, plural, svg } from "./dom.js";
 import { facts, loadFacts, model } from "./model.js";
 
 const POLL_MS = 1000;
@@ -14,6 +14,8 @@ const NAMES = {
   running: ["num_requests_running", "sequences_running"],
   waiting: ["num_requests_waiting", "sequences_waiting"],
   generated: ["generation_tokens_total", "completion_tokens_total"],
+  // Counted at every token; the totals grow when an answer ends.
+  live: ["inter_token_latency_seconds_count", "time_between_tokens_seconds_count"],
   prompt: ["prompt_tokens_total"],
   cached: ["prefix_cache_hits_total", "prompt_tokens_cached_total", "cached_tokens_total"],
   free: ["cache_pages_free"],
@@ -90,7 +92,7 @@ function quantile(names, share, from) {
 
 function sparkline(values, label) {
   const most = Math.max(...values, 1e-9);
-  const step = 100 / (KEPT - 1);
+  const step = 100 / (Math.max(30, values.length) - 1);
   const first = 100 - step * (values.length - 1);
   const points = values.map(
     (each, at) => `${(first + at * step).toFixed(2)},${(30 - (28 * each) / most).toFixed(2)}`,
@@ -109,7 +111,8 @@ function sparkline(values, label) {
   );
 }
 
-const short = (number) => (number >= 100 ? count(number) : number.toFixed(number >= 10 ? 1 : 2));
+const short = (number) =>
+  number >= 100 || number === 0 ? count(number) : number.toFixed(number >= 10 ? 1 : 2);
 const ms = (seconds) =>
   seconds === null ? "–" : seconds < 1 ? `${Math.round(1000 * seconds)} ms` : duration(seconds);
 const big = (text, unit) => make("div", { className: "big" }, text, " ", make("small", {}, unit));
@@ -154,8 +157,8 @@ function speed() {
   if (value("generated") === null) return null;
   return card(
     "Generation",
-    big(short(rate("generated", 3) ?? 0), "tokens/s"),
-    sparkline(rates("generated"), "Generated tokens per second"),
+    big(short(rate("live", 3) ?? 0), "tokens/s"),
+    sparkline(rates("live"), "Generated tokens per second"),
     rows([
       ["Since the start", `${count(value("generated"))} tokens`],
       ["Between tokens, median", ms(quantile(BETWEEN, 0.5))],
@@ -198,7 +201,7 @@ function memory() {
   if (pages) {
     bars.push(
       bar("Cache pages in use", pages - free, pages, `${count(pages - free)} of ${count(pages)}`),
-      bar("Kept for prefixes", kept, pages, `${count(kept)} pages`),
+      bar("Kept for prefixes", kept, pages, plural(kept, "page")),
     );
   }
   for (const [name, part] of [

@@ -249,7 +249,8 @@ export class AnswerView extends TurnView {
 
   showSummary() {
     const { turn, run } = this;
-    const tokens = turn.usage?.completion_tokens_details?.reasoning_tokens || run?.num.reasoning;
+    const tokens =
+      turn.usage?.completion_tokens_details?.reasoning_tokens || run?.num.reasoning || turn.thinkingTokens;
     const seconds = run ? run.thinkingSeconds : turn.thinkingSeconds;
     const facts = [seconds !== undefined ? duration(seconds) : null, tokens ? plural(tokens, "token") : null];
     const isRunning = run?.phase === "thinking";
