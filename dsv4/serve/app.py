@@ -5,9 +5,12 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+<<<<<<< HEAD
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+=======
+>>>>>>> page
 from typing import Any
 
 from starlette.requests import Request
@@ -21,7 +24,12 @@ from dsv4.serve.answer import ChatAnswer, Echo, PlainAnswer
 from dsv4.serve.anthropic import CountBody, MessagesBody, MessagesShape
 from dsv4.serve.ask import Asked, ask_chat, ask_completion, check_fits, check_ids
 from dsv4.serve.describe import openapi
+<<<<<<< HEAD
 from dsv4.serve.gate import Gate, body_limit, json_response, key_hash, read_body, refusal
+=======
+from dsv4.serve.files import routes as page_routes
+from dsv4.serve.gate import Gate, json_response, read_body
+>>>>>>> page
 from dsv4.serve.job import AnyShape, EventStream, Job, Replay, Service
 from dsv4.serve.openai import ChatShape, HttpError, PlainShape, Shape
 from dsv4.serve.parse import Notes
@@ -40,26 +48,6 @@ from dsv4.serve.schema import (
 from dsv4.serve.ticket import Ticket, Unavailable
 from dsv4.text.chat import encode
 from dsv4.text.tokenizer import Segment
-
-_FILES = Path(__file__).parent / "page"
-# The chat page: three files of ours, nothing from elsewhere, and no string that becomes a script.
-PAGE = {
-    path: ((_FILES / name).read_bytes(), f"{media}; charset=utf-8")
-    for path, name, media in (
-        ("/", "index.html", "text/html"),
-        ("/page.css", "page.css", "text/css"),
-        ("/page.js", "page.js", "text/javascript"),
-    )
-}
-PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-    "require-trusted-types-for 'script'; trusted-types 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-cache",
-}
 
 
 def shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -97,7 +85,6 @@ class Routes:
             "/detokenize": self.detokenize,
         }
         self.gets: dict[str, Callable[[Request], Awaitable[Response]]] = {
-            **dict.fromkeys(PAGE, self.page),
             "/openapi.json": self.description,
             "/v1/models": self.models,
             "/v1/models/{id:path}": self.model,
@@ -113,8 +100,12 @@ class Routes:
             Route(path, self._reading(handler), methods=["POST"]) for path, handler in self.posts.items()
         ]
         routes += [Route(path, handler, methods=["GET"]) for path, handler in self.gets.items()]
+<<<<<<< HEAD
         routes.append(Route("/v1/responses/{id}", self.delete_response, methods=["DELETE"]))
         return Router(routes, redirect_slashes=False)
+=======
+        return Router([*routes, *page_routes(self.service)], redirect_slashes=False)
+>>>>>>> page
 
     def _reading(self, handler: Callable[..., Awaitable[Response]]) -> Callable[[Request], Any]:
         """The handler of a request, given a body of the type that it names."""
@@ -317,10 +308,6 @@ class Routes:
         """The text of token ids."""
         check_fits(len(body.tokens), 0, self.engine.check_ready().max_context, "tokens")
         return json_response({"prompt": await asyncio.to_thread(self.tokenizer.decode, body.tokens)})
-
-    async def page(self, request: Request) -> Response:
-        data, media = PAGE[request.url.path]
-        return Response(data, media_type=media, headers=PAGE_HEADERS)
 
     async def description(self, request: Request) -> Response:
         return json_response(

@@ -37,6 +37,7 @@ RETRY_SECONDS = 1
 LOCAL_NAMES = ("127.0.0.1", "::1", "localhost")
 OPEN_ROUTES = ("/health",)
 QUIET_ROUTES = ("/health", "/ready", "/metrics")
+PAGES = ("/", "/status")
 ANTHROPIC_ROUTE = "/v1/messages"
 
 logger = logging.getLogger("dsv4.serve")
@@ -86,11 +87,18 @@ class Gate:
                 logger.error("a mistake of the server at %s", path, exc_info=error)
             note["error"] = type(error).__name__
             if not status:  # else the answer is cut, and the connection with it
+<<<<<<< HEAD
                 await self._refuse(_told(error, scope), error, scope, noted)
             if is_ended:
                 raise
+=======
+                answer = refusal(_told(error, scope), path.startswith(ANTHROPIC_ROUTE))
+                if path in PAGES and answer.status_code == 401:  # a browser can ask for the key
+                    answer.headers["WWW-Authenticate"] = 'Basic realm="dsv4: the API key as password"'
+                await answer(scope, receive, noted)
+>>>>>>> page
         finally:
-            if path not in QUIET_ROUTES:
+            if path not in QUIET_ROUTES and not path.startswith("/page/"):
                 route = path if path in self._routes else "other"
                 self.service.metrics.requests.labels(route, status).inc()
                 stamp = datetime.now(UTC).isoformat(timespec="milliseconds")
