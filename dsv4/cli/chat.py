@@ -38,7 +38,9 @@ def chat(
         int | None, typer.Option(help="per answer; default: until the context is full")
     ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 1.0,
-    top_p: Annotated[float, typer.Option()] = 1.0,
+    top_p: Annotated[
+        float, typer.Option(help="keep the likeliest tokens that together have this probability")
+    ] = 1.0,
     seed: Annotated[int | None, typer.Option(help="default: a new one each time")] = None,
     stats: Annotated[bool, typer.Option("--stats", help="show timing after each answer")] = False,
     *,

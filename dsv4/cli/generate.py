@@ -39,21 +39,33 @@ def generate(
     thinking: Annotated[
         bool, typer.Option("--thinking", help="with --chat: let the model think first")
     ] = False,
-    max_tokens: Annotated[int | None, typer.Option(help="default: until the context is full")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="length of an answer; default: until the context is full")
+    ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="0: all")] = 0,
-    top_p: Annotated[float, typer.Option()] = 1.0,
-    min_p: Annotated[float, typer.Option()] = 0.0,
-    presence_penalty: Annotated[float, typer.Option(help="of tokens that have come, once")] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option(help="of tokens that have come, each time")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="above 1: of the prompt's tokens too")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="keep the N likeliest tokens; 0: all")] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="keep the likeliest tokens that together have this probability")
+    ] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="drop tokens less likely than this share of the likeliest")
+    ] = 0.0,
+    presence_penalty: Annotated[
+        float, typer.Option(help="subtracted once from every token already present")
+    ] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="subtracted per earlier occurrence")] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="above 1 makes seen tokens (prompt included) less likely")
+    ] = 1.0,
     logit_bias: Annotated[
         list[str] | None, typer.Option(help="added to a token's logit, e.g. 17=-100; repeatable")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="default: a new one each time")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="end before this text; repeatable")] = None,
     stop_id: Annotated[list[int] | None, typer.Option(help="end after this token id; repeatable")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos")] = False,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="go on after the end-of-text token")
+    ] = False,
     logprobs: Annotated[
         int | None, typer.Option(help="log-probabilities with this many alternatives")
     ] = None,

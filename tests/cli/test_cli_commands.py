@@ -42,20 +42,10 @@ def test_help_shows_examples(command: str) -> None:
     assert f"Usage: dsv4 {command} " in text
 
 
-def test_help_shows_a_commands_own_options_first() -> None:
-    own, engine = ok("chat", "--help").split("Engine options")
-    assert "--temperature" in own and "--help" in own and "--device" not in own
-    assert "--device" in engine and "--op" in engine
-
-
 def test_no_arguments_show_help() -> None:
     text = ok()
     assert text.strip() == ok("--help").strip()
     assert all(re.search(rf"\b{command} +\S", text) for command in COMMANDS)
-
-
-def test_version() -> None:
-    assert ok("--version") == f"dsv4 {__version__}\n"
 
 
 def test_the_module_is_the_program() -> None:
@@ -97,7 +87,7 @@ def test_init_json_counts_bytes_and_names_with_brackets_work(tmp_path: Path) -> 
 
 
 def test_init_offers_every_format() -> None:
-    text = " ".join(ok("init", "--help").replace("│", " ").split())
+    text = " ".join(ok("init", "--help").split())
     assert all(re.search(rf"[ ,]{name}[ ,]", text) for name in STYLES)
 
 

@@ -228,7 +228,7 @@ def test_a_full_disk_behind_the_output(command: str) -> None:
     shell = f'"{sys.executable}" -m dsv4 {command} > /dev/full'
     done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert done.stderr == "error: input or output cannot be used: No space left on device\n"
+    assert done.stderr == "error: cannot write output: no space left on device\n"
 
 
 @pytest.fixture
