@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from dsv4.cli.show import bytes_bar, out, print_json, say_note, size, text
+from dsv4.cli.show import bytes_bar, model_folder, out, print_json, say_note, size, text
 from dsv4.errors import ConfigError
 
 EPILOG = """
@@ -53,6 +53,7 @@ def quantize(
     json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Write a checkpoint in another number format. Needs under 2 GiB of memory for any model."""
+    source = model_folder(source)
     from dsv4.lab.files import check_writable
     from dsv4.lab.quantize.page import write_page
     from dsv4.lab.quantize.plan import Options

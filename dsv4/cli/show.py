@@ -25,6 +25,7 @@ from rich.progress import (
 )
 from rich.segment import Segment, Segments
 
+from dsv4.config import ModelConfig
 from dsv4.lab.files import size as size
 from dsv4.models import embedded
 
@@ -155,16 +156,18 @@ def model_folder(model: Path | None) -> Path:
     if model is None:
         model = embedded()
         err.print("[dim]no model named: using the embedded one[/]")
+    if not model.is_file():
+        ModelConfig.load(model)  # a wrong name is refused before torch is imported
     return model
 
 
 def load_engine(model: Path | None, config: "EngineConfig") -> "Engine":
     """Load with a progress bar; what the checkpoint lacks is said on stderr."""
+    model = model_folder(model)
     with nothing_is_garbage():
         from dsv4.engine.engine import Engine
         from dsv4.lab.doctor.first import ensure
 
-        model = model_folder(model)
         ensure(config, say_note)
         with load_bars(f"loading {model.resolve().name}") as (read, compiled):
             engine = Engine.load(model, config, read, compiled)
