@@ -200,7 +200,46 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Every knob of the engine. `auto` is settled once, when the engine is built, and shown with a reason."""
+    """Every knob of the engine, in the words of its flag. `auto` is settled once, when the engine is built.
+
+    max_context: tokens one sequence may have, prompt and answer together, e.g. 32k
+    gpus: GPUs that share the model: how many, or which, e.g. 2 or 0,1
+
+    Size and memory
+    device: auto, cpu, cuda or cuda:N
+    max_batch: sequences that run at the same time
+    chunk: prompt tokens processed per step; default: 512 on a CPU, 4096 on a GPU
+    max_stall_ms: longest step that processes a prompt while others wait for a token (best effort)
+    threads: CPU threads; default: what suits the model's size
+    cache_pages: pages of the cache, one per 256 tokens; default: enough for max-batch x max-context
+    spill: experts in pinned host memory: off, auto (those that do not fit on the GPU) or N per layer
+    expert_memory: bytes of GPU memory for experts; default: all that is left
+    swap_share: share of PCIe's bandwidth for moving experts that become hot or cold; 0: none
+
+    Prefix cache
+    prefix_snapshots: saved states of the prefix cache; 0 turns it off
+    prefix_dir: keep the prefix cache in this folder over restarts; it holds traces of prompts
+    prefix_dir_bytes: size limit of that folder; the least recently used files go first
+
+    Precision
+    activations: inputs of quantised linears: a16 (unrounded), a8 (FP8, as the official code) or a4
+    compute_dtype: auto, float32 or bfloat16
+    qat: on: the rounding the model was trained with; off: none
+    cache: key/value cache: auto, fp8 (lossless with qat on), bf16 or f32
+    weights: in memory: auto, dense (decoded once) or packed (as stored, slower on a CPU)
+    head: output matrix: stored, or nvfp4 (rounded at load: a third of the bytes, less exact)
+
+    Several processes
+    ranks: CPU processes that share the model, to try what several GPUs do
+    expert_parallel: give each rank whole experts, not a part of each
+    rank_seconds: how long ranks wait for one another before all of them end
+
+    Drafts and debugging
+    drafts: tokens the draft block proposes per step, 0 to 3 (try 1): the same answer; CPU only
+    no_graph: on a GPU, launch kernels one by one: the same tokens, slower
+    no_overlap: on a GPU, do not overlap kernels (no PDL): the same tokens, slower
+    ops: backend of an op, or a module with its functions
+    """
 
     device: str = "auto"
     activations: Activations = "a16"

@@ -24,6 +24,8 @@ EPILOG = """
 [bold]A line of the input[/]
   {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": \\[...]}}
 Killed at any time, the same command goes on where it was, and the output is the same to the byte.
+[bold]Exit codes[/]
+  0: every line is answered. 4: the output is complete, and some of its lines are errors.
 """
 # Nobody waits for a token of a batch, so prompts are read in whole chunks.
 MAX_STALL_MS = 600_000
@@ -33,11 +35,17 @@ MAX_STALL_MS = 600_000
 def batch(
     source: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="requests, one per line")],
     target: Annotated[Path, typer.Argument(metavar="OUT.jsonl", help="answers, in the same order")],
-    model: Annotated[Path | None, typer.Option(help="model folder; default: the embedded model")] = None,
+    model: Annotated[
+        Path | None, typer.Option("--model", "-m", help="model folder; default: the embedded model")
+    ] = None,
     name: Annotated[str, typer.Option("--served-model-name", help="as in the requests' `model`")] = "",
     parallel: Annotated[int | None, typer.Option(help="requests under way; default: 4 x --max-batch")] = None,
-    thinking: Annotated[bool, typer.Option(help="think first, where a request does not say")] = True,
-    max_thinking: Annotated[int | None, typer.Option(help="tokens a thought may have")] = None,
+    thinking: Annotated[
+        bool, typer.Option(help="let the model think first, unless a request says otherwise")
+    ] = True,
+    max_thinking: Annotated[
+        int | None, typer.Option(help="thinking tokens at most; then the answer begins")
+    ] = None,
     ray: Annotated[
         bool, typer.Option("--ray", help="over Ray Data, on the cluster RAY_ADDRESS names")
     ] = False,
@@ -47,7 +55,7 @@ def batch(
     *,
     config: EngineConfig,
 ) -> None:
-    """Answer a file of requests. Bad lines become lines with an error; the others do not notice.
+    """Answer a file of requests. A bad line becomes an error line; the rest are unaffected.
 
     Seeds and ids are made from the lines, so a run that was killed and started again gives the same file.
     """
@@ -113,6 +121,8 @@ def batch(
             "are there; the same command checks them line by line and goes on"
         )
     _show(tally, total, source, target, json)
+    if tally.failed:
+        raise typer.Exit(4)
 
 
 def _show(tally: Any, total: int, source: Path, target: Path, json: bool) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dsv4.cli.show import err, load_engine, out, print_json
+from dsv4.cli.show import err, load_engine, model_folder, out, print_json
 from dsv4.errors import RequestError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ EPILOG = """
 
 
 def compare(
-    model_a: Annotated[Path, typer.Argument(metavar="A", help="model folder; the one taken for right")],
+    model_a: Annotated[Path, typer.Argument(metavar="A", help="model folder: the reference")],
     model_b: Annotated[Path | None, typer.Argument(metavar="B", help="model folder; default: A")] = None,
     a: Annotated[str, typer.Option("--a", help="settings of A: activations=a16,op.attention=cpu,...")] = "",
     b: Annotated[str, typer.Option("--b", help="settings of B")] = "",
@@ -39,12 +39,12 @@ def compare(
     json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Run the same tokens twice: errors, routing, selection layer by layer, then KL and top-1 of logits."""
+    model_a, model_b = model_folder(model_a), model_folder(model_b or model_a)
     from dsv4.lab.compare import check_alike, parse_settings, record
     from dsv4.lab.compare import compare as compare_with
     from dsv4.lab.compare_plot import check_can_plot, draw
     from dsv4.weights.load import Checkpoint
 
-    model_b = model_b or model_a
     settings = [parse_settings(a), parse_settings(b)]
     if limit is not None and not limit >= 0:
         raise RequestError(f"limit is {limit}, expected a number from 0")

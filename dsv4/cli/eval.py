@@ -21,7 +21,7 @@ EPILOG = """
   dsv4 eval
   dsv4 eval --suite recall --plot recall.png
   dsv4 eval ./model --suite sums --limit 20 --activations a8 --json
-[bold]What the indexer has learnt[/]: its entries against as many chosen by lot, and against all visible ones
+[bold]What the indexer has learnt[/]: its entries against as many chosen at random, and against all
   dsv4 eval --suite recall --op index=dsv4.lab.index_random
   dsv4 eval --suite recall --op index=dsv4.lab.index_dense
 """

@@ -21,14 +21,14 @@ def experts(
     model: Annotated[Path | None, typer.Argument(help="model folder; default: the embedded model")] = None,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """Show what was counted while this model decoded on a GPU: the share of choices that the most frequent
-    experts cover. Counts hold no text."""
+    """Show how often experts were chosen during GPU decoding. No text is stored."""
+    model = model_folder(model)
     from dsv4.engine.frequency import checksum, counts_path, coverage, read_counts
     from dsv4.errors import ConfigError
     from dsv4.weights.load import Checkpoint
     from dsv4.weights.tiled import expert_form
 
-    checkpoint = Checkpoint.open(model_folder(model))
+    checkpoint = Checkpoint.open(model)
     form, names = expert_form(checkpoint)
     key = checksum(checkpoint)
     path = counts_path(key)

@@ -2,35 +2,50 @@
 
 import platform
 from dataclasses import asdict
-from typing import Annotated
+from importlib.metadata import version
+from typing import Annotated, Any
 
 import typer
 
 from dsv4 import __version__
 from dsv4.cli.show import out, print_json, size
+from dsv4.device import Device, available_memory, cpu_name, driver, gpu_names, usable_cores
 
 EPILOG = """
 [bold]Examples[/]
   dsv4 info
+  dsv4 info --brief
   dsv4 info --device cuda --json
 """
 
 
 def info(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
+    brief: Annotated[bool, typer.Option("--brief", help="versions and the machine only, at once")] = False,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Show the machine, the versions, and which backend each op gets."""
+    facts: dict[str, Any] = {
+        **{"dsv4": __version__, "python": platform.python_version(), "torch": version("torch")},
+        **{"cpu": cpu_name(), "cores": usable_cores(), "gpus": gpu_names(), "driver": driver()},
+        "memory_bytes": available_memory(),
+    }
+    if brief and json:
+        print_json(facts)
+    elif brief:
+        gpus = f"{', '.join(facts['gpus'])} ({facts['driver']})" if facts["gpus"] else "none"
+        _show_versions(facts)
+        out.print(f"CPU      {facts['cpu']}, {facts['cores']} cores, {size(facts['memory_bytes'])} free")
+        out.print(f"GPUs     {gpus}")
+    if brief:
+        return
     import torch
 
-    from dsv4.device import Device
     from dsv4.ops import IMPLEMENTATIONS, Ops
 
     chosen = Device.choose(device)
     ops = Ops.choose(chosen.kind).names()
-    facts = {
-        "dsv4": __version__,
-        "python": platform.python_version(),
+    facts |= {
         "torch": torch.__version__,
         "device": chosen.torch_name,
         "device_name": chosen.name,
@@ -58,7 +73,7 @@ def info(
     if json:
         print_json(facts)
         return
-    out.print(f"dsv4 {__version__}, Python {facts['python']}, torch {facts['torch']}")
+    _show_versions(facts)
     out.print(f"device   {chosen.torch_name} ({chosen.name}): {chosen.why}")
     out.print(f"memory   {size(chosen.memory_bytes)} free, {facts['threads']} threads")
     if "kernels" in facts:
@@ -76,3 +91,7 @@ def info(
         out.print("rows      (embedded model, 1 thread)")
         for line in (*summary(exact).split("; "), *rejections(exact.products), *exact.notes):
             out.print(f"  {line}")
+
+
+def _show_versions(facts: dict[str, Any]) -> None:
+    out.print(f"dsv4 {__version__}, Python {facts['python']}, torch {facts['torch']}")

@@ -1,5 +1,6 @@
 """`dsv4`: the program. Errors a user can cause end in one sentence and exit code 2."""
 
+import errno
 import os
 import sys
 from importlib import import_module
@@ -10,6 +11,7 @@ import typer
 from dsv4 import __version__
 from dsv4.child import end_with
 from dsv4.cli.bench import group as bench
+from dsv4.cli.help import CONTEXT, Command, Group
 from dsv4.cli.options import add_command, show_help
 from dsv4.cli.show import say_error
 from dsv4.cli.streams import forget_output, prepare
@@ -20,22 +22,31 @@ from dsv4.errors import Dsv4Error
 UsageError: type[typer.BadParameter] = typer.BadParameter.__bases__[0]
 
 app = typer.Typer(
-    add_completion=False,
+    cls=Group,
+    context_settings=CONTEXT,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
 # As --help lists them: each is a module here, with a function of the same name and its EPILOG.
-COMMANDS = "generate chat serve batch score eval inspect quantize plan experts doctor compare info init"
+COMMANDS = (
+    "generate chat serve launch batch score eval inspect quantize plan experts doctor compare info init"
+)
 for name in COMMANDS.split():
     module = import_module(f"dsv4.cli.{name}")
     add_command(app, getattr(module, name), module.EPILOG)
-app.add_typer(bench, name="bench")
+app.add_typer(bench, name="bench", cls=Group)
+
+
+@app.command(cls=Command, name="help", context_settings={"ignore_unknown_options": True})
+def _show_help(words: Annotated[list[str] | None, typer.Argument(metavar="COMMAND")] = None) -> None:
+    """Show the help of a command, as its --help does."""
+    app([*(words or ()), "--help"], prog_name="dsv4", standalone_mode=False)
 
 
 @app.callback(invoke_without_command=True)
 def _begin(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+    version: Annotated[bool, typer.Option("--version", "-V", help="show the version")] = False,
 ) -> None:
     """A small, fast, exact inference engine for DeepSeek-V4."""
     if version:
@@ -70,8 +81,11 @@ def main() -> None:
         # A name that no file system takes, a disk that is full behind our output: nothing we should explain.
         if wants_traceback():
             raise
-        place = "input or output" if error.filename is None else str(error.filename)
-        say_error(f"{place} cannot be used: {error.strerror or error}")
+        reason = error.strerror or str(error)
+        output = f"cannot write output: {reason[:1].lower()}{reason[1:]}"
+        if error.errno == errno.EBADF:
+            output = "standard input or output is closed"
+        say_error(output if error.filename is None else f"{error.filename} cannot be used: {reason}")
         forget_output()
         sys.exit(2)
 

@@ -3,45 +3,51 @@
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import fields
 from functools import wraps
-from typing import Annotated, Any, get_type_hints
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
+from typer.models import ArgumentInfo
 
+from dsv4.cli.help import CONTEXT, Command, show_everything
 from dsv4.config import EngineConfig
-from dsv4.errors import ConfigError
+from dsv4.engine.request import SamplingParams
+from dsv4.errors import ConfigError, RequestError
 
-# In `--help`, below the command's own options: most users need none of these.
-PANEL = "Engine options"
-_HELP = {
-    "device": "auto, cpu, cuda or cuda:N",
-    "activations": "inputs of quantised linears: a16 (unrounded), a8 (FP8, as the official code), a4 (NVFP4)",
-    "compute_dtype": "auto, float32 or bfloat16",
-    "qat": "on: the rounding points the model was trained with; off: none of them",
-    "cache": "key/value cache: auto, fp8 (lossless with qat on), bf16 or f32",
-    "weights": "in memory: auto, dense (decoded once) or packed (as stored, slower on a CPU)",
-    "head": "output matrix: stored, or nvfp4 (rounded at load: a third of the bytes, other probabilities)",
-    "max_context": "tokens one sequence may reach; sizes the cache",
-    "max_batch": "sequences that run at the same time",
-    "chunk": "prompt tokens processed per step; default: 512 on a CPU, 4096 on a GPU",
-    "max_stall_ms": "how long a step may take that reads a prompt while others wait for a token, if it can",
-    "threads": "CPU threads; default: what suits the model's size",
-    "gpus": "several GPUs that share the model: how many, or which, e.g. 2 or 0,1",
-    "ranks": "processes on a CPU that share the model: to try what several GPUs do",
-    "expert_parallel": "ranks have whole experts each, not a part of each",
-    "rank_seconds": "how long ranks wait for one another before all of them are ended",
-    "no_graph": "on a GPU, launch a step's kernels one by one: the same tokens, slower, for debugging",
-    "no_overlap": "on a GPU, overlap no kernels of a step (no PDL): the same tokens, slower, for debugging",
-    "prefix_snapshots": "places from which a prompt with a known beginning can go on; 0: no prefix cache",
-    "spill": "experts in pinned host memory: off, auto (what does not fit on the GPU) or N of every layer",
-    "swap_share": "of PCIe's bandwidth, for experts that change places as they become hot or cold; 0: none",
-    "expert_memory": "bytes of GPU memory that experts may take; default: all that is left",
-    "prefix_dir": "a folder for the prefix cache, which then survives restarts; it holds traces of prompts",
-    "prefix_dir_bytes": "what that folder may take; the least recently used files go first",
-    "drafts": "tokens the draft block proposes for each step, 0 to 3 (try 1): the same answer, on a CPU only",
-    "cache_pages": "pages of the cache, one per 256 tokens; default: enough for max-batch x max-context",
+# Rarer options of the commands themselves, which only --help-all shows.
+_RARE = {
+    "Output": "ids logprobs stats",
+    "Server limits": "max_queue queue_seconds request_seconds drain_seconds stall_seconds max_connections",
+    "Server security": "cors_origins tls_cert tls_key log_texts isolate_by_key",
+    "Replicas on Ray": "ray replicas max_replicas gpus_per_replica",
 }
+_PANELS = {name: title for title, names in _RARE.items() for name in names.split()}
+# Fields whose flag has another form: its name, its type, and the field's value from it.
+_FORMS: dict[str, tuple[str, Any, Callable[[Any], Any]]] = {
+    "ops": ("--op", list[str], lambda given: tuple(_split(text) for text in given)),
+    "logit_bias": ("--logit-bias", list[str], lambda given: _biases(given)),
+    "stop": ("--stop", list[str], tuple),
+    "stop_ids": ("--stop-id", list[int], tuple),
+    "activations": ("--activations", str, str),  # which words are allowed is EngineConfig's to say
+}
+_HIDDEN = ("prompt_logprobs", "grammar")  # of the API only
+_SUFFIXES = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+_METAVARS: dict[Any, str] = {
+    **{float: "X", str: "TEXT", Path: "PATH", list[str]: "TEXT", list[int]: "N"},
+}
+
+
+def count(text: str | int) -> int:
+    """An integer, which may end in k, M or G (of 1024)."""
+    digits, suffix = (text[:-1], text[-1:].lower()) if isinstance(text, str) else (text, "")
+    try:
+        return int(digits) * _SUFFIXES[suffix] if suffix in _SUFFIXES else int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not an integer, e.g. 4096 or 4k") from None
 
 
 @contextmanager
@@ -74,45 +80,114 @@ def show_help(context: typer.Context) -> None:
         typer.echo(context.get_help())
 
 
+def complete_model(incomplete: str) -> list[str]:
+    """Folders that hold a model; of paths, the shell itself has the rest."""
+    begin = "./" if incomplete.startswith("./") else ""
+    return [begin + path.parent.name for path in sorted(Path().glob("*/config.json"))]
+
+
 def add_command(group: typer.Typer, command: Callable[..., None], epilog: str) -> None:
-    """`epilog`: what --help ends with, a paragraph per line; one that ends in a backslash goes on."""
-    group.command(epilog=epilog.replace("\n", "\n\n").replace("\\\n\n", "\n"))(command)
+    """`epilog`: what --help ends with.
+
+    A positional model can also be given as -m/--model, and integers with k, M or G.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    parameters = []
+    for parameter in signature.parameters.values():
+        parameters.append(_described(parameter))
+        if parameter.name == "model" and "model_option" not in signature.parameters:
+            parameters += _model_option(parameters)
+    everything = typer.Option(
+        *("--help-all",),
+        is_eager=True,
+        expose_value=False,
+        callback=show_everything,
+        help="show every option",
+    )
+    if any(_info(parameter).rich_help_panel for parameter in parameters):
+        parameters.append(_flag("help_all", Annotated[bool, everything], False))
+
+    @wraps(command)
+    def wrapper(help_all: bool = False, model_option: Any = None, **given: Any) -> None:
+        if model_option is not None:
+            if given.get("model") is not None:
+                raise ConfigError(f"two models are named, {given['model']} and {model_option}; name one")
+            given["model"] = model_option
+        command(**given)
+
+    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
+    group.command(epilog=epilog, cls=Command, context_settings=CONTEXT)(wrapper)
+
+
+def _flag(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _info(parameter: inspect.Parameter) -> Any:
+    return get_args(parameter.annotation)[1]
+
+
+def _described(parameter: inspect.Parameter) -> inspect.Parameter:
+    """The parameter with what all of its kind have: a name for the value, a panel, suffixes, completion."""
+    kind, info = get_args(parameter.annotation)[0], copy(_info(parameter))
+    bare = next((part for part in get_args(kind) if part is not NoneType), kind)
+    if bare is int and info.parser is None:
+        info.parser, info.metavar = count, info.metavar or "N"
+    info.metavar = info.metavar or _METAVARS.get(bare)
+    info.rich_help_panel = info.rich_help_panel or _PANELS.get(parameter.name)
+    if parameter.name == "model":
+        info.autocompletion, info.metavar = complete_model, "MODEL"
+    return parameter.replace(annotation=Annotated[kind, info], kind=inspect.Parameter.KEYWORD_ONLY)
+
+
+def _model_option(parameters: list[inspect.Parameter]) -> list[inspect.Parameter]:
+    """-m/--model beside the positional argument that came last."""
+    position = parameters[-1]
+    if not isinstance(_info(position), ArgumentInfo) or position.default is inspect.Parameter.empty:
+        return []
+    option = typer.Option(
+        *("--model", "-m"), metavar="MODEL", help="the same, as an option", autocompletion=complete_model
+    )
+    return [_flag("model_option", Annotated[get_args(position.annotation)[0], option], None)]
+
+
+def _flags(made: type, defaults: dict[str, Any]) -> Iterator[inspect.Parameter]:
+    """A flag for every field that the class's docstring describes, under the docstring's titles."""
+    types, title = get_type_hints(made), None
+    known = {field.name: field for field in fields(made)}
+    for line in inspect.cleandoc(made.__doc__ or "").splitlines()[1:]:
+        name, colon, words = line.partition(": ")
+        if not colon:
+            title = line.strip() or title
+        elif name not in _HIDDEN:
+            flag, kind, _ = _FORMS.get(name, (f"--{name.replace('_', '-')}", types[name], None))
+            names = (flag,) if name in _FORMS or known[name].default is False else ()
+            words += "; repeatable" if get_origin(kind) is list else ""
+            option = typer.Option(*names, help=words, rich_help_panel=title)
+            default = [] if get_origin(kind) is list else defaults.get(name, known[name].default)
+            yield _flag(name, Annotated[kind, option], default)
 
 
 def engine_options(command: Callable[..., None], **defaults: Any) -> Callable[..., None]:
-    """Give a command all engine flags; its parameter `config` becomes the EngineConfig made from them."""
-    # Which words a field allows is EngineConfig's to say, not the parser's.
-    types = get_type_hints(EngineConfig) | {"activations": str}
-    flags = []
-    for field in fields(EngineConfig):
-        if field.name == "ops":
-            option = typer.Option(
-                "--op",
-                metavar="OP=BACKEND",
-                help="backend of an op, or a module with its functions; repeatable",
-                rich_help_panel=PANEL,
-            )
-            kind, default = Annotated[list[str], option], field.default
+    """Give a command a flag for every field of its EngineConfig, and of its SamplingParams if it has some."""
+    own, made = [], {}
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        if parameter.annotation in (EngineConfig, SamplingParams):
+            made[parameter.name] = (parameter.annotation, list(_flags(parameter.annotation, defaults)))
         else:
-            # A switch that is off by default needs no opposite.
-            names = (f"--{field.name.replace('_', '-')}",) if field.default is False else ()
-            option = typer.Option(*names, help=_HELP[field.name], rich_help_panel=PANEL)
-            kind = Annotated[types[field.name], option]
-            default = defaults.get(field.name, field.default)
-        flags.append(
-            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-        )
-    signature = inspect.signature(command, eval_str=True)
-    own = [p for p in signature.parameters.values() if p.name != "config"]
+            own.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
     @wraps(command)
     def wrapper(**given: Any) -> None:
-        values = {flag.name: given.pop(flag.name) for flag in flags}
-        values["ops"] = tuple(_split(text) for text in values["ops"])
-        command(config=EngineConfig(**values), **given)
+        for name, (kind, flags) in made.items():
+            values = {flag.name: given.pop(flag.name) for flag in flags}
+            values |= {field: _FORMS[field][2](value) for field, value in values.items() if field in _FORMS}
+            given[name] = kind(**values)
+        command(**given)
 
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + flags
-    wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    parameters = own + [flag for _, flags in made.values() for flag in flags]
+    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": None}
     return wrapper
 
@@ -130,3 +205,21 @@ def numbers(name: str, text: str) -> list[int]:
     if not all(part.isdecimal() and len(part) < 9 for part in parts):
         raise ConfigError(f"{name} is {text!r}, expected a number, or several as in 1,8")
     return [int(part) for part in parts]
+
+
+def _biases(texts: list[str]) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for given in texts:
+        id, _, bias = given.partition("=")
+        try:
+            number, value = int(id), float(bias)
+        except ValueError:
+            raise RequestError(
+                f"--logit-bias {given!r}: expected a token id and a number, e.g. 17=-100"
+            ) from None
+        if number in found:
+            raise RequestError(
+                f"--logit-bias {given!r}: token {number} has a bias already; give one for each"
+            )
+        found[number] = value
+    return found

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from dsv4.cli.show import bytes_bar, out, print_json, say_note, size, text
+from dsv4.cli.show import bytes_bar, model_folder, out, print_json, say_note, size, text
 from dsv4.errors import ConfigError
 
 EPILOG = """
@@ -49,10 +49,11 @@ def quantize(
     shard_gb: Annotated[float, typer.Option(help="size of a shard in GB")] = 5.0,
     threads: Annotated[int | None, typer.Option(help="default: all cores")] = None,
     report: Annotated[Path | None, typer.Option(help="write a page with plots to this .html file")] = None,
-    tensors: Annotated[bool, typer.Option("--tensors", help="list every parameter")] = False,
+    tensors: Annotated[bool, typer.Option("--tensors", help="list every parameter, also in JSON")] = False,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Write a checkpoint in another number format. Needs under 2 GiB of memory for any model."""
+    source = model_folder(source)
     from dsv4.lab.files import check_writable
     from dsv4.lab.quantize.page import write_page
     from dsv4.lab.quantize.plan import Options
@@ -73,7 +74,8 @@ def quantize(
     if report is not None:
         write_page(report, result)
     if json:
-        print_json({"folder": str(target), "is_new": is_new, **result})
+        shown = {name: value for name, value in result.items() if tensors or name != "tensors"}
+        print_json({"folder": str(target), "is_new": is_new, **shown})
         return
     for note in result["notes"]:
         say_note(note)

@@ -75,14 +75,16 @@ def serve(
         float, typer.Option(help="on SIGTERM: time for running answers to finish")
     ] = 30.0,
     stall_seconds: Annotated[
-        float, typer.Option(help="an engine that has work and is silent for so long is started again")
+        float, typer.Option(help="restart the engine after this long without output")
     ] = 120.0,
     max_connections: Annotated[
-        int, typer.Option(help="the longest idle one makes room for a new one")
+        int, typer.Option(help="limit; when full, the longest-idle connection is closed")
     ] = 1024,
-    thinking: Annotated[bool, typer.Option(help="think first, where a request does not say")] = True,
+    thinking: Annotated[
+        bool, typer.Option(help="let the model think first, unless a request says otherwise")
+    ] = True,
     max_thinking: Annotated[
-        int | None, typer.Option(help="tokens a thought may have; it is then closed, and answered")
+        int | None, typer.Option(help="thinking tokens at most; then the answer begins")
     ] = None,
     cors_origins: Annotated[
         str, typer.Option(help="web pages that may use the API, e.g. https://a.example,https://b.example")
@@ -135,7 +137,7 @@ def serve(
     err.file = UnfailingStderr()  # type: ignore[assignment]
     folder = model_folder(model)
     if api_key_file is None and host not in LOCAL_NAMES:
-        say_note(f"whoever reaches {host} can use the model; ask for keys with --api-key-file")
+        say_note(f"anyone who can reach {host} can use the model; protect it with --api-key-file")
     if ray:
         scale = {"replicas": replicas, "max_replicas": max_replicas, "gpus_per_replica": gpus_per_replica}
         _serve_on_ray(folder, config, server_config, scale)

@@ -25,6 +25,7 @@ from rich.progress import (
 )
 from rich.segment import Segment, Segments
 
+from dsv4.config import ModelConfig
 from dsv4.lab.files import size as size
 from dsv4.models import embedded
 
@@ -40,10 +41,15 @@ _CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t
 _CONTROLS |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
+def visible(piece: str) -> str:
+    """The text with symbols in place of control characters."""
+    return piece.translate(_CONTROLS)
+
+
 def text(piece: str, style: str | None = None) -> None:
     """Write model text as it is: no markup, no wrapping; control characters made visible on a terminal."""
     # As a segment: anything rich takes for text loses its carriage returns and has its tabs expanded.
-    shown = piece.translate(_CONTROLS) if out.is_terminal else piece
+    shown = visible(piece) if out.is_terminal else piece
     out.print(Segments([Segment(shown, out.get_style(style) if style else None)]))
 
 
@@ -57,7 +63,7 @@ def say_error(message: str) -> None:
 
 def _say(label: str, message: str) -> None:
     """One line on stderr; the message may quote anything a file or a user wrote."""
-    line = message.replace("\n", " ").translate(_CONTROLS)
+    line = visible(message.replace("\n", " "))
     err.print(f"{label} {escape(line)}")
 
 
@@ -155,16 +161,18 @@ def model_folder(model: Path | None) -> Path:
     if model is None:
         model = embedded()
         err.print("[dim]no model named: using the embedded one[/]")
+    if not model.is_file():
+        ModelConfig.load(model)  # a wrong name is refused before torch is imported
     return model
 
 
 def load_engine(model: Path | None, config: "EngineConfig") -> "Engine":
     """Load with a progress bar; what the checkpoint lacks is said on stderr."""
+    model = model_folder(model)
     with nothing_is_garbage():
         from dsv4.engine.engine import Engine
         from dsv4.lab.doctor.first import ensure
 
-        model = model_folder(model)
         ensure(config, say_note)
         with load_bars(f"loading {model.resolve().name}") as (read, compiled):
             engine = Engine.load(model, config, read, compiled)

@@ -1,7 +1,6 @@
 """The loop: submit, step, stream, cancel. Built from a checkpoint and an EngineConfig."""
 
 import itertools
-import operator
 import secrets
 import threading
 import time
@@ -16,13 +15,14 @@ from dsv4.cache.prefix import PrefixCache
 from dsv4.cache.slots import Slots
 from dsv4.config import EngineConfig
 from dsv4.engine.build import Compiled, Prepared, make_executor, rank_devices
+from dsv4.engine.calls import Calls, counter
 from dsv4.engine.grammar import Bounds, Grammars
 from dsv4.engine.keep import Arrivals, make_shelf
 from dsv4.engine.output import Output
 from dsv4.engine.pace import Pace
 from dsv4.engine.plan import Plan
 from dsv4.engine.ranks import Leader, Ranks
-from dsv4.engine.request import Completion, Delta, Request, SamplingParams, Sequence
+from dsv4.engine.request import Delta, Request, Sequence
 from dsv4.engine.runner import Runner
 from dsv4.engine.scheduler import Scheduler
 from dsv4.engine.settings import Settings, cache_layout
@@ -46,12 +46,14 @@ def _in_turn(method: Method) -> Method:
     @wraps(method)
     def run(engine: "Engine", *arguments: Any, **named: Any) -> Any:
         with engine.turn:
+            if engine.is_closed:
+                raise RequestError("the engine is closed; load it again with Engine.load")
             return method(engine, *arguments, **named)
 
     return run  # type: ignore[return-value]
 
 
-class Engine:
+class Engine(Calls):
     """Continuous batching over one model. Results of a request do not depend on the other requests.
 
     Several threads may submit, read streams and generate: whoever waits for tokens runs a step for all.
@@ -90,6 +92,7 @@ class Engine:
         self.num_drafted = self.num_accepted = 0  # tokens that were proposed and verified; and were right
         self._ids = itertools.count()
         self._numbers = itertools.count()
+        self.is_closed = False
         self.turn = threading.RLock()  # whose it is to change what the engine holds
 
     @classmethod
@@ -102,6 +105,7 @@ class Engine:
     ) -> "Engine":
         """An engine for a model folder, else the embedded model; tokenizer.json, if there, gives it text."""
         path, config = embedded() if path is None else Path(path), config or EngineConfig()
+        progress = progress or counter(f"loading {path.name}, bytes", None)
         folder = path if path.is_dir() else path.parent
         world = World.find()
         if world is not None and world.rank > 0:
@@ -134,23 +138,24 @@ class Engine:
         return engine
 
     def close(self) -> None:
-        """End the other ranks, if there are any; they also end with this process."""
+        """Cancel all requests and end the other ranks. Memory is freed once nothing refers to the engine."""
+        with self.turn:
+            for request_id in () if self.is_closed else tuple(self._outputs):
+                self.cancel(request_id)
+            self.is_closed = True
         if self.ranks:
             self.ranks.stop()
 
-    def request(
-        self, prompt: str | list[int] | tuple[int, ...], params: SamplingParams | None = None
-    ) -> Request:
-        """A request from plain text (as it is, no chat markup) or from token ids."""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError("the model folder has no tokenizer.json; give token ids instead of text")
-            prompt = [self.tokenizer.bos_id, *self.tokenizer.encode_text(prompt)]
-        try:
-            ids = tuple(operator.index(id) for id in prompt)  # also NumPy's and torch's integers
-        except TypeError as error:
-            raise RequestError(f"a prompt is a text or a list of token ids ({error})") from None
-        return Request(f"r{next(self._ids)}", ids, params or SamplingParams())
+    def __repr__(self) -> str:
+        s, c = self.settings, self.model_config
+        state = "closed" if self.is_closed else f"{self.num_unfinished} requests running"
+        where = f"{self.ranks.size} devices" if self.ranks else s.device.torch_name
+        sizes = f"max_context={s.max_context}, max_batch={self.config.max_batch}"
+        return f"<Engine of {c.num_layers} layers x {c.hidden_size} on {where}, {sizes}, {state}>"
+
+    def next_id(self) -> str:
+        """A name for a request that no other has."""
+        return f"r{next(self._ids)}"
 
     @_in_turn
     def submit(self, request: Request) -> None:
@@ -287,14 +292,3 @@ class Engine:
         """Submit a request and iterate over its deltas; several streams may be read in turns."""
         self.submit(request)
         return Stream(self, self._outputs[request.id])
-
-    def generate(
-        self, prompts: list[Request] | list[str] | list[list[int]], params: SamplingParams | None = None
-    ) -> list[Completion]:
-        """Run all prompts together; completions in the order of the prompts."""
-        if isinstance(prompts, str) or any(isinstance(prompt, int) for prompt in prompts):
-            raise RequestError("generate takes a list of prompts; put a single prompt in a list")
-        requests = [p if isinstance(p, Request) else self.request(p, params) for p in prompts]
-        with ExitStack() as stack:
-            streams = [stack.enter_context(self.stream(request)) for request in requests]
-            return [stream.completion() for stream in streams]

@@ -14,29 +14,56 @@ MAX_BIAS = 1024  # entries of a request's logit_bias
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are chosen and when to end. The defaults: temperature 1, nothing filtered."""
+    """How tokens are chosen and when an answer ends. The defaults: temperature 1, nothing filtered.
 
-    max_tokens: int | None = None  # None: until the context is full
-    temperature: float = 1.0  # 0: greedy
-    top_k: int = 0  # 0: all
+    max_tokens: length of an answer; default: until the context is full
+    temperature: randomness; 0 always takes the likeliest token
+    seed: the same seed gives the same answer; default: a new one each time
+
+    Sampling
+    top_k: choose among the N likeliest tokens; 0: all
+    top_p: choose among the likeliest tokens that together have this probability
+    min_p: drop tokens less likely than this share of the likeliest
+    presence_penalty: subtracted once from every token already present
+    frequency_penalty: subtracted per earlier occurrence
+    repetition_penalty: above 1 makes seen tokens (prompt included) less likely
+    logit_bias: added to a token's logit before all this, e.g. 17=-100
+    bad_words: token sequences that are never completed
+    allowed_ids: choose among these tokens only; none: all
+
+    Where an answer ends
+    stop: end before this text
+    stop_ids: end after this token id
+    ignore_eos: go on after the end-of-text token
+    min_tokens: no answer ends before this many tokens
+    include_stop: the text ends behind what stopped it, not before
+
+    Output
+    logprobs: also give log-probabilities, with N alternatives per token
+    prompt_logprobs: the same for the prompt's tokens
+    grammar: what the whole output must match (llguidance's Lark)
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: int | None = None  # None: drawn once per request
+    seed: int | None = None
     stop_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None  # how many alternatives to report beside each token; None: no logprobs at all
-    prompt_logprobs: int | None = None  # the same for the tokens of the prompt
-    # Subtracted from the logits of tokens that were generated: once, and for every time.
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0  # divides logits above 0, multiplies others; of the prompt's tokens too
-    logit_bias: dict[int, float] = field(default_factory=dict)  # token id -> what is added, before all this
-    grammar: str | None = None  # of the whole output, see engine/grammar.py
-    min_tokens: int = 0  # before this many, no stop id is chosen and no stop string looked for
-    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids whose last does not follow the others
-    allowed_ids: tuple[int, ...] = ()  # none: all
-    include_stop: bool = False  # the text ends behind the stop string or stop id, not before it
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    grammar: str | None = None
+    min_tokens: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_ids: tuple[int, ...] = ()
+    include_stop: bool = False
 
     def __post_init__(self) -> None:
         rules = [

@@ -1,6 +1,8 @@
 """What a caller reads of one request. Asking for the next delta runs the engine."""
 
-from typing import TYPE_CHECKING
+import asyncio
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 from dsv4.engine.output import Output
 from dsv4.engine.request import Completion, Delta
@@ -9,37 +11,73 @@ from dsv4.errors import RequestError
 if TYPE_CHECKING:
     from dsv4.engine.engine import Engine
 
+Item = TypeVar("Item")
 
-class Stream:
-    """The deltas of one request. Asking for the next one runs the engine; closing early cancels the request.
 
-    A request that was cancelled ends with a delta without a token; one that failed raises its error.
-    """
+class Reader(ABC, Generic[Item]):
+    """Deltas by `for`, or by `async for`: the engine then runs in a thread, and the event loop goes on."""
 
     def __init__(self, engine: "Engine", output: Output) -> None:
         self.engine, self.output = engine, output
 
-    def __iter__(self) -> "Stream":
+    @abstractmethod
+    def _take(self) -> Item:
+        """The oldest delta that is there."""
+
+    def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Delta:
+    def __next__(self) -> Item:
         while not self.is_done:
             if self.output.deltas:
                 return self._take()
             self.engine.step()
         raise StopIteration
 
-    def advance(self) -> list[Delta]:
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Item:
+        item = await asyncio.to_thread(next, self, None)
+        if item is None:
+            raise StopAsyncIteration
+        return item
+
+    def advance(self) -> list[Item]:
         """What there is, after one step of the engine if that was nothing: empty inside a prompt."""
         if not self.output.deltas and not self.is_done:
             self.engine.step()
-        return [self._take() for _ in range(len(self.output.deltas))]
+        taken = []
+        while self.output.deltas:
+            taken.append(self._take())
+        return taken
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all deltas were taken and no more will come."""
+        return not self.output.deltas and self.output.sequence.finish_reason is not None
+
+    def close(self) -> None:
+        """Cancel the request if it has not ended."""
+        with self.engine.turn:  # else another thread's step may end it between the two
+            if not self.output.sequence.finish_reason:
+                self.engine.cancel(self.output.sequence.request.id)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class Stream(Reader[Delta]):
+    """The deltas of one request. Closing early cancels it.
+
+    A request that was cancelled ends with a delta without a token; one that failed raises its error.
+    """
 
     def _take(self) -> Delta:
-        delta = self.output.deltas.popleft()
-        if delta.finish_reason == "error":
-            raise RequestError(delta.error)
-        return delta
+        return next_delta(self.output)
 
     def completion(self) -> Completion:
         """Run to the end; -> every token, and the text that was not taken yet."""
@@ -50,18 +88,10 @@ class Stream:
             *(sequence.num_prompt, sequence.seed, sequence.num_cached or 0, tuple(sequence.prompt)),
         )
 
-    @property
-    def is_done(self) -> bool:
-        """Whether all deltas were taken and no more will come."""
-        return not self.output.deltas and self.output.sequence.finish_reason is not None
 
-    def close(self) -> None:
-        with self.engine.turn:  # else another thread's step may end it between the two
-            if not self.output.sequence.finish_reason:
-                self.engine.cancel(self.output.sequence.request.id)
-
-    def __enter__(self) -> "Stream":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+def next_delta(output: Output) -> Delta:
+    """The oldest delta; a failure is raised."""
+    delta = output.deltas.popleft()
+    if delta.finish_reason == "error":
+        raise RequestError(delta.error)
+    return delta

@@ -72,14 +72,14 @@ def test_reader_that_leaves_in_the_middle() -> None:
 def test_closed_output(command: str) -> None:
     shell = f'"{sys.executable}" -m dsv4 {command} >&-'
     done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    error = "error: input or output cannot be used: Bad file descriptor\n"
+    error = "error: standard input or output is closed\n"
     assert done.returncode == 2 and done.stderr.removeprefix(EMBEDDED) == error
 
 
 def test_closed_input() -> None:
     shell = f'"{sys.executable}" -m dsv4 chat --threads 1 <&-'
     done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and done.stderr.endswith("cannot be used: Bad file descriptor\n")
+    assert done.returncode == 2 and done.stderr.endswith("standard input or output is closed\n")
 
 
 def test_batch_without_streams(tmp_path: Path) -> None:
@@ -89,6 +89,6 @@ def test_batch_without_streams(tmp_path: Path) -> None:
     options = "--max-context 512 --ranks 2 --threads 1"
     shell = f'"{sys.executable}" -m dsv4 batch {source} {target} {options} <&- 2>&-'
     done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and done.stdout.startswith("2 lines, 1 of them with an error")
+    assert done.returncode == 4 and done.stdout.startswith("2 lines, 1 of them with an error")
     lines = (tmp_path / "out.jsonl").read_text().splitlines()
     assert len(lines) == 2 and all(line.startswith('{"id":"batch_req_') for line in lines)

@@ -290,12 +290,6 @@ def test_a_request_id_can_run_once_at_a_time(engine: Engine) -> None:
     assert engine.generate([request])[0].request_id == request.id
 
 
-@pytest.mark.parametrize("prompts", ["one prompt", [1, 2, 3]])
-def test_a_single_prompt_is_not_taken_for_many(engine: Engine, prompts: Any) -> None:
-    with pytest.raises(RequestError, match="list of prompts"):
-        engine.generate(prompts)
-
-
 @pytest.mark.parametrize(
     ("name", "values"),
     [
