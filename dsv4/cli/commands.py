@@ -33,7 +33,7 @@ COMMANDS = {
     "/quit": ("", "end; as Ctrl-D does"),
 }
 ALIASES = {"/exit": "/quit", "/reset": "/new", "/clear": "/new", "/?": "/help"}
-_OTHERS = ("grammar", "prompt_logprobs", "logprobs")
+_OTHERS = ("grammar", "prompt_logprobs", "logprobs", "bad_words", "allowed_ids")
 SETTABLE = tuple(field.name for field in fields(SamplingParams) if field.name not in _OTHERS)
 
 

@@ -34,7 +34,7 @@ _FORMS: dict[str, tuple[str, Any, Callable[[Any], Any]]] = {
     "stop_ids": ("--stop-id", list[int], tuple),
     "activations": ("--activations", str, str),  # which words are allowed is EngineConfig's to say
 }
-_HIDDEN = ("prompt_logprobs", "grammar")  # of the API only
+_HIDDEN = ("prompt_logprobs", "grammar", "bad_words", "allowed_ids")  # of the API only
 _SUFFIXES = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _METAVARS: dict[Any, str] = {
     **{float: "X", str: "TEXT", Path: "PATH", list[str]: "TEXT", list[int]: "N"},

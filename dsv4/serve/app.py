@@ -5,12 +5,8 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-<<<<<<< HEAD
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
-=======
->>>>>>> page
 from typing import Any
 
 from starlette.requests import Request
@@ -24,12 +20,8 @@ from dsv4.serve.answer import ChatAnswer, Echo, PlainAnswer
 from dsv4.serve.anthropic import CountBody, MessagesBody, MessagesShape
 from dsv4.serve.ask import Asked, ask_chat, ask_completion, check_fits, check_ids
 from dsv4.serve.describe import openapi
-<<<<<<< HEAD
-from dsv4.serve.gate import Gate, body_limit, json_response, key_hash, read_body, refusal
-=======
 from dsv4.serve.files import routes as page_routes
-from dsv4.serve.gate import Gate, json_response, read_body
->>>>>>> page
+from dsv4.serve.gate import Gate, body_limit, json_response, key_hash, read_body, refusal
 from dsv4.serve.job import AnyShape, EventStream, Job, Replay, Service
 from dsv4.serve.openai import ChatShape, HttpError, PlainShape, Shape
 from dsv4.serve.parse import Notes
@@ -100,12 +92,8 @@ class Routes:
             Route(path, self._reading(handler), methods=["POST"]) for path, handler in self.posts.items()
         ]
         routes += [Route(path, handler, methods=["GET"]) for path, handler in self.gets.items()]
-<<<<<<< HEAD
         routes.append(Route("/v1/responses/{id}", self.delete_response, methods=["DELETE"]))
-        return Router(routes, redirect_slashes=False)
-=======
         return Router([*routes, *page_routes(self.service)], redirect_slashes=False)
->>>>>>> page
 
     def _reading(self, handler: Callable[..., Awaitable[Response]]) -> Callable[[Request], Any]:
         """The handler of a request, given a body of the type that it names."""

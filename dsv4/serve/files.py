@@ -49,8 +49,8 @@ def routes(service: Service) -> list[Route]:
         ready = service.engine.ready
         own = {
             "name": service.name,
-            "thinking": service.thinking,
-            "max_thinking": service.max_thinking,
+            "thinking": service.usual.thinking,
+            "max_thinking": service.usual.max_thinking,
             "context": ready.max_context if ready else None,
             "max_batch": ready.max_batch if ready else None,
         }

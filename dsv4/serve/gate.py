@@ -87,16 +87,9 @@ class Gate:
                 logger.error("a mistake of the server at %s", path, exc_info=error)
             note["error"] = type(error).__name__
             if not status:  # else the answer is cut, and the connection with it
-<<<<<<< HEAD
                 await self._refuse(_told(error, scope), error, scope, noted)
             if is_ended:
                 raise
-=======
-                answer = refusal(_told(error, scope), path.startswith(ANTHROPIC_ROUTE))
-                if path in PAGES and answer.status_code == 401:  # a browser can ask for the key
-                    answer.headers["WWW-Authenticate"] = 'Basic realm="dsv4: the API key as password"'
-                await answer(scope, receive, noted)
->>>>>>> page
         finally:
             if path not in QUIET_ROUTES and not path.startswith("/page/"):
                 route = path if path in self._routes else "other"
@@ -113,7 +106,7 @@ class Gate:
         answer = refusal(told, scope["path"].startswith(ANTHROPIC_ROUTE))
         if answer.status_code == 401:
             # A browser can ask its user for the key.
-            way = 'Basic realm="dsv4: the API key as password"' if scope["path"] == "/" else "Bearer"
+            way = 'Basic realm="dsv4: the API key as password"' if scope["path"] in PAGES else "Bearer"
             answer.headers["WWW-Authenticate"] = way
         if isinstance(error, HTTPException):
             answer.headers.update(error.headers or {})  # Allow, of a wrong method
