@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dsv4.cli.show import err, load_engine, out, print_json
+from dsv4.cli.show import err, load_engine, model_folder, out, print_json
 from dsv4.errors import RequestError
+from dsv4.hub.cache import title
 
 if TYPE_CHECKING:
     from dsv4.config import ModelConfig
@@ -44,7 +45,8 @@ def compare(
     from dsv4.lab.compare_plot import check_can_plot, draw
     from dsv4.weights.load import Checkpoint
 
-    model_b = model_b or model_a
+    model_a = model_folder(model_a)
+    model_b = model_folder(model_b) if model_b else model_a
     settings = [parse_settings(a), parse_settings(b)]
     if limit is not None and not limit >= 0:
         raise RequestError(f"limit is {limit}, expected a number from 0")
@@ -77,7 +79,7 @@ def compare(
 
 
 def _label(model: Path, settings: str) -> str:
-    return model.resolve().name + (f" ({settings})" if settings else "")
+    return title(model) + (f" ({settings})" if settings else "")
 
 
 def _tokens(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from dsv4.cli.show import count_bar, out, print_json
+from dsv4.cli.show import count_bar, model_folder, out, print_json
 
 if TYPE_CHECKING:
     from dsv4.lab.doctor.findings import Finding
@@ -37,7 +37,7 @@ def doctor(
     start = time.monotonic()
     findings = []
     with ExitStack() as stack:
-        for finding in examine(model, full, _WeightsBar(stack).update):
+        for finding in examine(model and model_folder(model), full, _WeightsBar(stack).update):
             # A bar that an unreadable file cut short must not stand among the findings.
             stack.close()
             findings.append(finding)

@@ -25,6 +25,8 @@ from rich.progress import (
 )
 from rich.segment import Segment, Segments
 
+from dsv4.hub.cache import title
+from dsv4.hub.names import resolve
 from dsv4.lab.files import size as size
 from dsv4.models import embedded
 
@@ -151,11 +153,12 @@ def nothing_is_garbage() -> Iterator[None]:
 
 
 def model_folder(model: Path | None) -> Path:
-    """The model that was named, else the embedded one, which is said on stderr."""
-    if model is None:
-        model = embedded()
-        err.print("[dim]no model named: using the embedded one[/]")
-    return model
+    """The folder of a model that was given by path or name; the embedded one, with a note, by default."""
+    if model is not None:
+        return resolve(model)
+    folder = embedded()
+    err.print("[dim]no model named: using the embedded one[/]")
+    return folder
 
 
 def load_engine(model: Path | None, config: "EngineConfig") -> "Engine":
@@ -166,7 +169,7 @@ def load_engine(model: Path | None, config: "EngineConfig") -> "Engine":
 
         model = model_folder(model)
         ensure(config, say_note)
-        with load_bars(f"loading {model.resolve().name}") as (read, compiled):
+        with load_bars(f"loading {title(model)}") as (read, compiled):
             engine = Engine.load(model, config, read, compiled)
     for note in (*engine.notes, *engine.notices):
         say_note(note)

@@ -19,6 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import ConfigError
+from dsv4.hub.cache import title
 from dsv4.serve.app import make_app
 from dsv4.serve.client import EngineProcess
 from dsv4.serve.connections import IDLE_SECONDS, Listener
@@ -194,7 +195,7 @@ def make_service(
         progress=progress,
     )
     return Service(
-        name=config.name or folder.resolve().name,
+        name=config.name or title(folder),
         engine=engine,
         encoder=Encoder(Tokenizer.load(folder)),
         metrics=Metrics(engine),

@@ -33,6 +33,8 @@ DTYPES: dict[str, tuple[int, str]] = {
     "F8_E5M2": (1, "uint8"),
     "F8_E8M0": (1, "uint8"),
 }
+# How a file begins that stands for another one in a clone without Git LFS.
+_POINTER = b"version https://git-lfs.github.com/spec/"
 MAX_HEADER = 100_000_000
 MAX_RANK = 8
 INDEX = "model.safetensors.index.json"
@@ -64,6 +66,12 @@ def read_header(path: Path) -> dict[str, Entry]:
         size = path.stat().st_size
         with path.open("rb") as file:
             prefix = file.read(8)
+            if prefix + file.read(len(_POINTER) - 8) == _POINTER:
+                raise CheckpointError(
+                    f"{path} is a Git LFS pointer, not the weights themselves; run git lfs pull in "
+                    f"{path.parent}, or fetch the model with dsv4 pull"
+                )
+            file.seek(8)
             length = int.from_bytes(prefix, "little")
             if len(prefix) < 8 or length > size - 8 or length > MAX_HEADER:
                 raise CheckpointError(

@@ -15,6 +15,7 @@ from dsv4.engine.memory import gpu_memory, unpacks_weights
 from dsv4.engine.sizes import problems
 from dsv4.engine.spill import Split, check_host, choose_resident, find_split, make_placement
 from dsv4.errors import ConfigError
+from dsv4.hub.cache import title
 from dsv4.kernels.common.architectures import capability
 from dsv4.kernels.common.places import Form, place
 from dsv4.kernels.common.tiles import ROWS, SLICE, Bank, Tiled, tile_bytes
@@ -190,7 +191,7 @@ def of_folder(folder: Path) -> Subject:
     checkpoint = Checkpoint.open(folder)
     c = checkpoint.config
     return Subject(
-        title=folder.resolve().name,
+        title=title(folder),
         config=c,
         layout=layout_of(checkpoint.inventory),
         weight_bytes=tiled_bytes(checkpoint),
