@@ -115,10 +115,12 @@ class Source:
     def read_global_scale(self, reader: Reader) -> float:
         if self.global_scale is None:
             return 1.0
-        value = float(reader.read(self.global_scale.name).flatten()[0])
+        return self.global_value(float(reader.read(self.global_scale.name).flatten()[0]))
+
+    def global_value(self, stored: float) -> float:
         if self.is_reciprocal:
-            return 1.0 / value if value else math.inf  # refused as a scale that is no number
-        return value
+            return 1.0 / stored if stored else math.inf  # refused as a scale that is no number
+        return stored
 
     def read_plain(self, reader: Reader) -> "Tensor":
         rows = self.param.shape[0]
