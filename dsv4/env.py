@@ -26,6 +26,18 @@ def variables_with(more: dict[str, str]) -> dict[str, str]:
     return {**os.environ, **more}
 
 
+def hub_cache() -> Path:
+    """Where huggingface_hub keeps models: HF_HUB_CACHE, else HF_HOME/hub, else ~/.cache/huggingface/hub."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    home = _expanded(os.environ.get("HF_HOME") or os.path.join(base, "huggingface"))
+    cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    return Path(_expanded(cache) if cache else os.path.join(home, "hub"))
+
+
+def _expanded(path: str) -> str:
+    return os.path.expandvars(os.path.expanduser(path))
+
+
 def launched_by() -> dict[str, str] | None:
     """What torchrun tells the ranks that it starts; None: it did not start this process."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -23,7 +23,7 @@ LAYERS: list[set[str]] = [
     {"model"},
     {"step"},
     {"weights"},
-    {"engine"},
+    {"engine", "hub"},
     {"lab"},
     {"serve"},
     {"cli"},
@@ -34,7 +34,7 @@ SAME_LAYER = {("config", "config_json"), ("config_json", "config")}
 # package (or file stem) -> third-party and standard modules it may not import
 FORBIDDEN = {
     **{"text": {"torch", "numpy"}, "serve": {"torch", "numpy", "pickle"}},
-    **{"config": {"torch"}, "errors": {"torch"}, "env": {"torch"}},
+    **{"config": {"torch"}, "hub": {"torch", "numpy"}, "errors": {"torch"}, "env": {"torch"}},
 }
 
 

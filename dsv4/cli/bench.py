@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dsv4.cli import bench_show
+from dsv4.cli import bench_load, bench_show
 from dsv4.cli.options import add_command, numbers, show_help
 from dsv4.cli.show import bytes_bar, count_bar, err, model_folder, out, print_json, size
 
@@ -443,7 +443,7 @@ def finish(line: dict[str, Any], save: Path | None) -> None:
 
 
 group = typer.Typer(
-    help="Measure speed on a GPU: decoding, prefill, single ops, one rank of several.",
+    help="Measure speed on a GPU: decoding, prefill, single ops, one rank of several; loading anywhere.",
     callback=show_help,
     invoke_without_command=True,
     rich_markup_mode="rich",
@@ -453,3 +453,4 @@ add_command(group, prefill, PREFILL_EPILOG)
 add_command(group, ops, OPS_EPILOG)
 add_command(group, plot, PLOT_EPILOG)
 add_command(group, ranks, RANKS_EPILOG)
+add_command(group, bench_load.load, bench_load.EPILOG)

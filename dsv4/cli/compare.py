@@ -8,6 +8,7 @@ import typer
 
 from dsv4.cli.show import err, load_engine, model_folder, out, print_json
 from dsv4.errors import RequestError
+from dsv4.hub.cache import title
 
 if TYPE_CHECKING:
     from dsv4.config import ModelConfig
@@ -77,7 +78,7 @@ def compare(
 
 
 def _label(model: Path, settings: str) -> str:
-    return model.resolve().name + (f" ({settings})" if settings else "")
+    return title(model) + (f" ({settings})" if settings else "")
 
 
 def _tokens(

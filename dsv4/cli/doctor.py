@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from dsv4.cli.options import numbers
-from dsv4.cli.show import count_bar, out, print_json
+from dsv4.cli.show import count_bar, model_folder, out, print_json
 
 if TYPE_CHECKING:
     from dsv4.lab.doctor.findings import Finding
@@ -47,7 +47,9 @@ def doctor(
     start = time.monotonic()
     findings = []
     with ExitStack() as stack:
-        for finding in _findings(model, full, step, rows, context, activations, stack):
+        for finding in _findings(
+            model and model_folder(model), full, step, rows, context, activations, stack
+        ):
             # A bar that an unreadable file cut short must not stand among the findings.
             stack.close()
             findings.append(finding)

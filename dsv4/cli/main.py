@@ -29,7 +29,8 @@ app = typer.Typer(
 )
 # As --help lists them: each is a module here, with a function of the same name and its EPILOG.
 COMMANDS = (
-    "generate chat serve launch batch score eval inspect quantize plan experts doctor compare info init"
+    "pull models build generate chat serve launch batch score eval inspect quantize plan experts doctor"
+    " compare info init"
 )
 for name in COMMANDS.split():
     module = import_module(f"dsv4.cli.{name}")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from dsv4.cli.show import err, out, print_json, size
+from dsv4.cli.show import err, model_folder, out, print_json, size
 from dsv4.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def plan(
     from dsv4.engine.settings import default_context
     from dsv4.lab.gpus import parse, this_machine
     from dsv4.lab.plan import Demand, Plan, Wanted, describe
-    from dsv4.lab.records import SHIPPED, best, of_folder, published
+    from dsv4.lab.records import PRESETS, SHIPPED, best, of_folder, published
     from dsv4.lab.spilled import recorded, spill_figures
     from dsv4.lab.synthetic import layout_of
 
@@ -63,6 +63,7 @@ def plan(
             f"--records {records} is not a folder; give one with *.jsonl files, or leave it out"
         )
     machine = parse(gpus) if gpus is not None else None
+    model = model if model in PRESETS else str(model_folder(Path(model)))
     with err.status("reading headers"):
         title, config, inventory = describe(model, format)
         demand = Demand.of(config, inventory)

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from dsv4.cli.show import bytes_bar, model_folder, out, print_json, say_note, size, text
 from dsv4.errors import ConfigError
+from dsv4.hub.cache import title
 
 EPILOG = """
 [bold]Examples[/]
@@ -66,8 +67,9 @@ def quantize(
         if report.suffix.lower() not in (".html", ".htm"):
             raise ConfigError(f"--report {report}: expected a name that ends in .html; it is a web page")
     options = Options(format, scope, recipe, rest, mtp, least_squares, max(1, round(shard_gb * 1e9)))
+    source = model_folder(source)
     quantizer = Quantizer.prepare(source, target, options, threads)
-    with bytes_bar(f"checking {source.resolve().name}") as update:
+    with bytes_bar(f"checking {title(source)}") as update:
         quantizer.check(update)
     with bytes_bar(f"writing {target.resolve().name}") as update:
         result, is_new = quantizer.write(update)

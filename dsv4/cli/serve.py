@@ -13,6 +13,7 @@ from dsv4.cli.options import check_ray, engine_options, needs_extra
 from dsv4.cli.show import bytes_bar, err, model_folder, say_note
 from dsv4.config import EngineConfig
 from dsv4.errors import ConfigError
+from dsv4.hub.cache import title
 
 if TYPE_CHECKING:
     from dsv4.serve.server import ServerConfig
@@ -143,7 +144,7 @@ def serve(
         _serve_on_ray(folder, config, server_config, scale)
         return
     with ExitStack() as stack:
-        update = stack.enter_context(bytes_bar(f"loading {folder.resolve().name}"))
+        update = stack.enter_context(bytes_bar(f"loading {title(folder)}"))
 
         # Not with rich, which takes 0.1 ms for a line: all streams would wait for it.
         form = "\x1b[2m{}\x1b[0m\n" if err.is_terminal and not err.no_color else "{}\n"

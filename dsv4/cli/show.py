@@ -26,6 +26,8 @@ from rich.progress import (
 from rich.segment import Segment, Segments
 
 from dsv4.config import ModelConfig
+from dsv4.hub.cache import title
+from dsv4.hub.names import resolve
 from dsv4.lab.files import size as size
 from dsv4.models import embedded
 
@@ -164,6 +166,12 @@ def model_folder(model: Path | None) -> Path:
     if not model.is_file():
         ModelConfig.load(model)  # a wrong name is refused before torch is imported
     return model
+    """The folder of a model that was given by path or name; the embedded one, with a note, by default."""
+    if model is not None:
+        return resolve(model)
+    folder = embedded()
+    err.print("[dim]no model named: using the embedded one[/]")
+    return folder
 
 
 def load_engine(model: Path | None, config: "EngineConfig") -> "Engine":
@@ -174,7 +182,7 @@ def load_engine(model: Path | None, config: "EngineConfig") -> "Engine":
         from dsv4.lab.doctor.first import ensure
 
         ensure(config, say_note)
-        with load_bars(f"loading {model.resolve().name}") as (read, compiled):
+        with load_bars(f"loading {title(model)}") as (read, compiled):
             engine = Engine.load(model, config, read, compiled)
     for note in (*engine.notes, *engine.notices):
         say_note(note)

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from ctypes.util import find_library
 from dataclasses import dataclass
 from functools import cache, partial
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from dsv4 import disk, identity
+from dsv4.device import usable_cores
 from dsv4.env import cache_folder
 from dsv4.errors import DeviceError
 from dsv4.gpu import driver
@@ -176,11 +177,19 @@ def compile_source(name: str, arch: str) -> Path:
     return target
 
 
-def compile_all(arch: str) -> None:
-    """Every source, side by side."""
+def compile_all(arch: str, compiled: Callable[[int, int], object] | None = None) -> list[Path]:
+    """Every source, one per core at a time. `compiled`: told how many of them are done."""
     names = sources(arch)
-    with ThreadPoolExecutor(len(names)) as pool:
-        list(pool.map(lambda name: compile_source(name, arch), names))  # asked for, so that errors are raised
+    with ThreadPoolExecutor(min(usable_cores(), len(names))) as pool:
+        jobs = [pool.submit(compile_source, name, arch) for name in names]
+        try:
+            for done, job in enumerate(as_completed(jobs), 1):
+                job.result()
+                if compiled is not None:
+                    compiled(done, len(jobs))
+        finally:
+            pool.shutdown(cancel_futures=True)
+    return [job.result() for job in jobs]
 
 
 def mangled(kernel: str) -> str:

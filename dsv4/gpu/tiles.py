@@ -143,30 +143,51 @@ class Fits:
 
 def put(to: Tiled, index: int, half: int, weight: QuantTensor) -> Fits:
     """Write `weight` as matrix `index` (and half) of a bank."""
-    assert weight.format is to.format and weight.shape == to.shape, (weight.format, weight.shape, to.shape)
+    factor = torch.tensor([weight.global_scale], device=to.factor.device)
+    bf16, fp8 = put_stack(to, slice(index, index + 1), half, weight, factor).tolist()
+    return Fits(bf16, fp8)
+
+
+def can_stack(format: Format, rows: int) -> bool:
+    """Whether matrices of so many rows, one below the other, are tiled as one matrix of all rows."""
+    return rows % (FP8_TILE if format is Format.FP8 else ROWS) == 0
+
+
+def put_stack(to: Tiled, at: slice | Tensor, half: int, weight: QuantTensor, factor: Tensor) -> Tensor:
+    """Write matrices that lie one below the other in `weight` as those `at` indices (and half) of a bank.
+
+    factor: of each; `weight.global_scale` is not looked at. -> [2] bool on the device, as in Fits, for all.
+    """
+    count, units = len(factor), len(factor) * to.units
+    assert weight.format is to.format and weight.shape == (count * to.shape[0], to.shape[1])
+    assert count == 1 or can_stack(to.format, to.shape[0])
     if weight.shape[1] % 4:
         raise CheckpointError(f"a weight of {weight.shape[1]} columns: the GPU kernels need a multiple of 4")
-    to.data[index, :, :, half] = _data(weight, to.units, to.slices, to.is_plain)
-    to.factor[index, half] = weight.global_scale
+    lead = (count, to.units, to.slices, -1)
+    to.data[at, :, :, half] = _data(weight, units, to.slices, to.is_plain).view(lead)
+    to.factor[at, half] = factor
+    fits = torch.ones(2, dtype=torch.bool, device=factor.device)
     if weight.format is Format.BF16:
-        return Fits()
-    scale, fits_bf16 = _scales(weight, to.units, to.slices)
-    to.scale[index, :, :, half] = scale
-    return Fits(fits_bf16, weight.format is not Format.MXFP4 or _fits_fp8(weight))
+        return fits
+    scale = _scales(weight, units, to.slices)
+    to.scale[at, :, :, half] = scale.view(lead)
+    if weight.format is Format.FP8:
+        mantissa, _ = torch.frexp(scale.view(torch.float32))
+        fits[0] = ((mantissa.abs() == 0.5) | (mantissa == 0)).all()
+    elif weight.format is Format.MXFP4:
+        fits[1] = _fits_fp8(weight)
+    return fits
 
 
-def _fits_fp8(weight: QuantTensor) -> bool:
+def _fits_fp8(weight: QuantTensor) -> Tensor:
     """MXFP4: whether the scales of each row, blocks of zeros apart, lie within FP8_SPAN of its largest."""
     assert weight.scale is not None
     codes = weight.scale.view(torch.uint8)
     tops = codes.amax(1, keepdim=True).clamp(min=FP8_LEAST)
-    if bool((tops == 255).any()):  # NaN
-        return False
     far = tops - codes.clamp(max=tops) > FP8_SPAN
-    if not bool(far.any()):
-        return True
     blocks = _padded(weight.data, weight.shape[0], codes.shape[1] * MX_BLOCK // 2).view(*codes.shape, -1)
-    return not bool((far & ((blocks & 0x77) != 0).any(-1)).any())
+    is_wrong = (tops == 255) | far & ((blocks & 0x77) != 0).any(-1)  # 255: NaN
+    return ~is_wrong.any()
 
 
 def _padded(x: Tensor, rows: int, cols: int) -> Tensor:
@@ -204,24 +225,22 @@ def _data(weight: QuantTensor, units: int, slices: int, is_plain: bool) -> Tenso
     return words.contiguous().view(torch.uint8).view(units, slices, -1)
 
 
-def _scales(weight: QuantTensor, units: int, slices: int) -> tuple[Tensor, bool]:
-    """[units, slices, scales of a brick] bytes, and whether BF16 holds code times scale."""
+def _scales(weight: QuantTensor, units: int, slices: int) -> Tensor:
+    """[units, slices, scales of a brick] bytes."""
     assert weight.scale is not None
     if weight.format is Format.FP8:
         raw = weight.scale
         scale = e8m0_decode(raw) if raw.dtype == torch.uint8 else raw.float()
-        mantissa, _ = torch.frexp(scale)
-        fits = bool(((mantissa.abs() == 0.5) | (scale == 0)).all())
         rows = torch.arange(units, device=scale.device) * ROWS // FP8_TILE
         wide = torch.nn.functional.pad(scale, (0, slices * 4 - scale.shape[1]))
-        return wide[rows].contiguous().view(torch.uint8).view(units, slices, 16), fits
+        return wide[rows].contiguous().view(torch.uint8).view(units, slices, 16)
     block = NV_BLOCK if weight.format is Format.NVFP4 else MX_BLOCK
     codes = _padded(weight.scale.view(torch.uint8), units * ROWS, slices * SLICE // block)
     if weight.format is Format.NVFP4:  # unit, half, g, slice, load, t: a lane's own block of every load
         parts = codes.view(units, 2, 8, slices, 8, 4).permute(0, 3, 2, 5, 4, 1)
     else:  # unit, half, g, slice, t (the lane that keeps it), which of its two loads, block of that load
         parts = codes.view(units, 2, 8, slices, 4, 2, 2).permute(0, 3, 2, 4, 5, 1, 6)
-    return parts.contiguous().view(units, slices, -1), True
+    return parts.contiguous().view(units, slices, -1)
 
 
 def values(weight: Tiled, index: int = 0, half: int = 0) -> Tensor:

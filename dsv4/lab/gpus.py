@@ -8,6 +8,7 @@ import torch
 
 from dsv4.device import OLDEST, Device
 from dsv4.errors import ConfigError
+from dsv4.gpu.architectures import ARCHITECTURES
 
 MIB = 1 << 20
 # Left to the driver and to torch's context on each GPU.
@@ -62,6 +63,20 @@ RUN_ON = ("H200",)
 def known(name: str, count: int) -> Machine:
     memory_mib, bandwidth, source, capability = _KNOWN[name]
     return Machine(name, count, memory_mib * MIB - RESERVED, bandwidth, source, False, capability)
+
+
+def capability_of(text: str) -> int:
+    """`h200`, `rtx-pro-6000`, `sm_90a` or `90a` -> 90, of GPUs that kernels are built for."""
+    names = {_plain(name): 10 * major + minor for name, (*_, (major, minor)) in _KNOWN.items()}
+    number = re.fullmatch(r"(?:sm)?(\d+)a?", _plain(text))
+    found = int(number[1]) if number and len(number[1]) < 5 else names.get(_plain(text))
+    if found not in ARCHITECTURES:
+        gpus = ", ".join(
+            name.replace(" ", "-").lower() for name in NAMES if names[_plain(name)] in ARCHITECTURES
+        )
+        built = ", ".join(f"sm_{gpu.name}" for gpu in ARCHITECTURES.values())
+        raise ConfigError(f"--for {text!r}: kernels are built for {gpus}; or {built}")
+    return found
 
 
 def parse(text: str) -> Machine:

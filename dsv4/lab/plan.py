@@ -19,6 +19,7 @@ from dsv4.engine.sizes import problems
 from dsv4.engine.spill import Split
 from dsv4.errors import CheckpointError, ConfigError
 from dsv4.gpu.architectures import ARCHITECTURES
+from dsv4.hub.cache import title
 from dsv4.lab.gpus import NAMES, Machine, known
 from dsv4.lab.init import contents
 from dsv4.lab.inspect import Component, active_share, components
@@ -130,7 +131,7 @@ def describe(model: str, format: str | None) -> tuple[str, ModelConfig, Inventor
         if not Path(model).exists():
             raise ConfigError(f"{model} does not exist; give a model folder, or one of {', '.join(PRESETS)}")
         checkpoint = Checkpoint.open(model)
-        return Path(model).resolve().name, checkpoint.config, checkpoint.inventory
+        return title(Path(model)), checkpoint.config, checkpoint.inventory
     format = format or "modelopt"
     config, _, tensors = contents(preset(model), format)
     file = Path("model.safetensors")

@@ -15,11 +15,11 @@ from torch import Tensor
 from dsv4.errors import Dsv4Error, RequestError
 from dsv4.lab.score import read_ids, write_logits
 from dsv4.quant.codec import decode
-from dsv4.quant.formats import QuantTensor
+from dsv4.quant.formats import Format
 from dsv4.spec.drafts import dspark, dspark_taps, mtp, mtp_steps
 from dsv4.spec.model import Model
 from dsv4.spec.rounding import MODES, Rounding
-from dsv4.weights.load import Checkpoint, load_one
+from dsv4.weights.load import Checkpoint
 from dsv4.weights.reader import Reader
 
 
@@ -32,8 +32,14 @@ class Stored(Mapping[str, Tensor]):
         self.sources = {source.param.name: source for source in (*inventory.sources, *inventory.dspark)}
 
     def __getitem__(self, name: str) -> Tensor:
-        held = load_one(self.checkpoint.reader, self.sources[name], False, "cpu", self.checkpoint.config)
-        return decode(held) if isinstance(held, QuantTensor) else held
+        source, reader = self.sources[name], self.checkpoint.reader
+        if source.param.kind in ("table", "plain"):
+            plain = source.read_plain(reader)
+            return plain.long() if source.param.kind == "table" else plain.float()
+        values = decode(source.read_rows(reader, 0, source.param.shape[0]))
+        # The official conversion makes BF16 of what is stored in FP8.
+        is_rounded = source.param.kind == "grouped" and source.format is Format.FP8
+        return values.bfloat16().float() if is_rounded else values
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.sources)

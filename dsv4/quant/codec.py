@@ -239,7 +239,11 @@ def has_nan_scale(q: QuantTensor) -> bool:
     """Whether any scale of the tensor is NaN or infinite: such a tensor cannot mean anything."""
     if q.scale is None:
         return False
-    if q.scale.dtype == torch.uint8:
-        bad = (q.scale & 127) == 127 if q.format is Format.NVFP4 else q.scale == 255
-        return bool(bad.any()) or not abs(q.global_scale) <= F32_MAX
-    return not bool(torch.isfinite(q.scale).all())
+    return bool(bad_scales(q.scale, q.format).any()) or not abs(q.global_scale) <= F32_MAX
+
+
+def bad_scales(scale: Tensor, format: Format) -> Tensor:
+    """Which of them are NaN or infinite."""
+    if scale.dtype != torch.uint8:
+        return ~torch.isfinite(scale)
+    return (scale & 127) == 127 if format is Format.NVFP4 else scale == 255

@@ -25,6 +25,7 @@ from msgspec import Meta
 
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.errors import ConfigError
+from dsv4.hub.cache import title
 from dsv4.serve.app import make_app
 from dsv4.serve.client import EngineProcess
 from dsv4.serve.job import Replay
@@ -83,7 +84,7 @@ class Job:
 
     @property
     def served_name(self) -> str:
-        return self.name or self.folder.resolve().name
+        return self.name or title(self.folder)
 
     def fingerprint(self) -> str:
         """Of all that answers depend on. Weights count by their sizes: reading them takes minutes."""

@@ -17,6 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.env import service_manager
 from dsv4.errors import ConfigError
+from dsv4.hub.cache import title
 from dsv4.serve.app import make_app
 from dsv4.serve.ask import Usual
 from dsv4.serve.client import EngineProcess
@@ -174,7 +175,7 @@ def make_service(
         log=log,
         progress=progress,
     )
-    names = config.names or (folder.resolve().name,)
+    names = config.names or (title(folder),)
     return Service(
         names=names,
         engine=engine,

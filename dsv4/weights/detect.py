@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from dsv4.config import ModelConfig
 from dsv4.errors import CheckpointError
-from dsv4.model.params import Param, declare_dspark, each_declared
+from dsv4.model.params import Param, block_params, declare_dspark, each_declared
 from dsv4.quant.formats import FP8_TILE, MX_BLOCK, NV_BLOCK, Format, QuantTensor
 from dsv4.weights.names import fused_name, has_weight_suffix, hf_name, resaved_name
 from dsv4.weights.reader import DTYPES, Entry, Reader
@@ -115,10 +115,12 @@ class Source:
     def read_global_scale(self, reader: Reader) -> float:
         if self.global_scale is None:
             return 1.0
-        value = float(reader.read(self.global_scale.name).flatten()[0])
+        return self.global_value(float(reader.read(self.global_scale.name).flatten()[0]))
+
+    def global_value(self, stored: float) -> float:
         if self.is_reciprocal:
-            return 1.0 / value if value else math.inf  # refused as a scale that is no number
-        return value
+            return 1.0 / stored if stored else math.inf  # refused as a scale that is no number
+        return stored
 
     def read_plain(self, reader: Reader) -> "Tensor":
         rows = self.param.shape[0]
@@ -233,6 +235,15 @@ def take_inventory(entries: Mapping[str, Entry], config: ModelConfig) -> Invento
     return Inventory(
         tuple(sources), num_mtp, tuple(notes), family, dspark=whole if len(whole) == len(drafts) else ()
     )
+
+
+def storage_of(entries: Mapping[str, Entry], config: ModelConfig) -> str:
+    """How the first layer's routed experts and attention are stored, e.g. "mxfp4, fp8"."""
+    finder = _Finder(entries, set(), config.num_experts)
+    wanted = ("layers.0.ffn.experts.0.w1", "layers.0.attn.wq_a")
+    params = [p for p in block_params(config, "layers.0", config.layers[0]) if p.name in wanted]
+    found = [source for param in reversed(params) if (source := finder.find(param)) is not None]
+    return ", ".join(dict.fromkeys(str(source.format) for source in found))
 
 
 def _stored_name(param: Param, family: str) -> str:

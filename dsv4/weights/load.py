@@ -14,11 +14,16 @@ from dsv4.model.bundle import Weights
 from dsv4.model.params import check_ranks, own_experts
 from dsv4.quant.codec import NV_RANGE, decode, encode_weight, has_nan_scale
 from dsv4.quant.formats import FP8_TILE, MX_BLOCK, NV_BLOCK, Format, QuantTensor
+from dsv4.weights.batches import Batch, plan
 from dsv4.weights.detect import Inventory, Source, read_headers
+from dsv4.weights.feed import stream
 from dsv4.weights.reader import Reader
+from dsv4.weights.stack import Stack, stack_of
 
 # Decoded bytes handled at a time: bounds what loading needs beyond the model itself.
 BLOCK_BYTES = 64 << 20
+# Stored bytes read ahead at a time on a CPU; four bits decode to eight times as much.
+CPU_BATCH_BYTES = 16 << 20
 
 Progress = Callable[[int, int], None]  # stored bytes done, stored bytes in all
 
@@ -72,19 +77,20 @@ class Checkpoint:
         self, dense: bool, device: str | torch.device = "cpu", progress: Progress | None = None
     ) -> Weights:
         """dense: decode linears to float32 [K, N] now; else keep them as stored."""
-        tensors: dict[str, Tensor | QuantTensor] = {}
-        total, done = self.inventory.num_bytes, 0
+        target, inventory = torch.device(device), self.inventory
+        held = {source.param.name: _Held(self, source, dense, target) for source in inventory.sources}
         with self.reader as reader:
-            for source in self.inventory.sources:
-                if self.is_recoded(source):
-                    held = recode(load_one(reader, source, False, device, self.config))
-                    tensors[source.param.name] = decode(held).t().contiguous() if dense else held
-                else:
-                    tensors[source.param.name] = load_one(reader, source, dense, device, self.config)
-                done += source.num_bytes
-                if progress:
-                    progress(done, total)
-        return Weights(tensors, self.inventory.quantised, self.inventory.num_mtp_layers)
+            batches = plan(inventory.sources, CPU_BATCH_BYTES, together=False)
+            count = Counted(progress, inventory)
+            for batch, stored in stream(reader, batches, torch.device("cpu")):
+                for part in batch.parts:
+                    stack = stack_of(part, stored)
+                    for number, source in enumerate(part.sources):
+                        held[source.param.name].put(stack.one(number))
+                count.add(batch)
+            reader.check_unchanged()
+        tensors = {name: one.finish() for name, one in held.items()}
+        return Weights(tensors, inventory.quantised, inventory.num_mtp_layers)
 
 
 def held_bytes(source: Source, dense: bool) -> int:
@@ -108,49 +114,117 @@ def held_bytes(source: Source, dense: bool) -> int:
     return count * (2 if source.format is Format.BF16 else 4)
 
 
-def load_one(
-    reader: Reader, source: Source, dense: bool, device: str | torch.device, config: ModelConfig
-) -> Tensor | QuantTensor:
-    kind, name = source.param.kind, source.param.name
-    if kind == "table":
-        table = source.read_plain(reader).long()
-        if table.numel() and (int(table.min()) < 0 or int(table.max()) >= config.num_experts):
-            raise CheckpointError(
-                f"{source.weight.name} names experts {int(table.min())} to {int(table.max())}, "
-                f"expected 0 to {config.num_experts - 1}; config.json or the table is of another model"
-            )
-        return table.to(device)
-    if kind == "plain":
-        plain = source.read_plain(reader).float()
-        check_finite(plain, source)
-        return plain.to(device)
-    to_bf16 = kind == "grouped" and source.format is Format.FP8
-    if name == "embed" or not (dense or to_bf16):
-        held = check_scales(source.read_rows(reader, 0, source.param.shape[0]), source)
-        _check_codes(held, source)
-        return move(held, device)
-    return _decoded(reader, source, dense, device)
+class Counted:
+    """Tells progress of stored bytes."""
+
+    def __init__(self, progress: Progress | None, inventory: Inventory) -> None:
+        self._progress, self._total, self._done = progress, inventory.num_bytes, 0
+
+    def add(self, batch: Batch) -> None:
+        """A source that came in several parts counts in proportion; the last bytes are then exact."""
+        for part in batch.parts:
+            rows = part.stop - part.start
+            self._done += sum(s.num_bytes * rows // s.param.shape[0] for s in part.sources)
+        if self._progress is not None:
+            self._progress(min(self._done, self._total), self._total)
 
 
-def _decoded(reader: Reader, source: Source, dense: bool, device: str | torch.device) -> Tensor | QuantTensor:
-    """Row blocks, decoded: float32 [K, N] when dense, else BF16 [N, K]. Grouped FP8 takes BF16 values."""
-    rows, cols = source.param.shape
-    block = max(FP8_TILE, BLOCK_BYTES // (4 * cols) // FP8_TILE * FP8_TILE)
-    out = torch.empty(
-        (cols, rows) if dense else (rows, cols), dtype=torch.float32 if dense else torch.bfloat16
-    )
-    for start in range(0, rows, block):
-        stop = min(rows, start + block)
-        values = decode(check_scales(source.read_rows(reader, start, stop), source))
-        check_finite(values, source, start)
+class _Held:
+    """One weight on its way from stored rows to the form that it is held in."""
+
+    def __init__(self, checkpoint: Checkpoint, source: Source, dense: bool, device: torch.device) -> None:
+        self._checkpoint, self._source, self._device = checkpoint, source, device
+        self._is_recoded = checkpoint.is_recoded(source)
+        kind = source.param.kind
+        self._is_plain = kind in ("table", "plain")
+        self._dense = dense and not self._is_plain and source.param.name != "embed"
+        to_bf16 = kind == "grouped" and source.format is Format.FP8
+        self._is_decoded = (self._dense and not self._is_recoded) or to_bf16
+        self._out: Tensor | QuantTensor | None = None
+
+    def put(self, rows: Stack) -> None:
+        if self._is_plain:
+            self._out = _plain(rows.data, self._source, self._checkpoint.config).to(self._device)
+        elif self._is_decoded:
+            self._put_decoded(rows)
+        else:
+            self._put_stored(rows)
+
+    def finish(self) -> Tensor | QuantTensor:
+        out = self._out
+        assert out is not None
+        if not self._is_recoded:
+            return out
+        held = recode(out)
+        return decode(held).t().contiguous() if self._dense else held
+
+    def _put_stored(self, rows: Stack) -> None:
+        q, source = check_scales(rows.quant(float(rows.factor)), self._source), self._source
+        _check_codes(q, source, rows.first)
+        if self._out is None:
+            shape = (source.param.shape[0], q.shape[1])
+            scale = None
+            if q.scale is not None:
+                assert q.scale is not None
+                height = -(-shape[0] // source.tile[0])
+                scale = q.scale.new_empty(height, q.scale.shape[1], device=self._device)
+            data = q.data.new_empty(shape[0], q.data.shape[1], device=self._device)
+            self._out = QuantTensor(q.format, data, shape, scale, q.global_scale)
+        out = self._out
+        assert isinstance(out, QuantTensor)
+        out.data[rows.first : rows.first + q.shape[0]] = q.data
+        if q.scale is not None and out.scale is not None:
+            first = rows.first // source.tile[0]
+            out.scale[first : first + q.scale.shape[0]] = q.scale
+
+    def _put_decoded(self, rows: Stack) -> None:
+        """float32 [K, N] when dense, else BF16 [N, K]. Grouped FP8 takes BF16 values."""
+        source, (total, cols) = self._source, self._source.param.shape
+        values = decode(check_scales(rows.quant(float(rows.factor)), source))
+        check_finite(values, source, rows.first)
         if source.param.kind == "grouped" and source.format is Format.FP8:
             values = values.to(torch.bfloat16)
-        if dense:
-            out[:, start:stop] = values.t()
+        if self._out is None:
+            shape, dtype = (cols, total), torch.float32
+            if not self._dense:
+                shape, dtype = (total, cols), torch.bfloat16
+            out = torch.empty(shape, dtype=dtype, device=self._device)
+            self._out = out if self._dense else QuantTensor(Format.BF16, out, (total, cols))
+        span = slice(rows.first, rows.first + values.shape[0])
+        if isinstance(self._out, QuantTensor):
+            self._out.data[span] = values.to(self._device)
         else:
-            out[start:stop] = values
-    out = out.to(device)
-    return out if dense else QuantTensor(Format.BF16, out, (rows, cols))
+            self._out[:, span] = values.t().to(self._device)
+
+
+def _plain(stored: Tensor, source: Source, config: ModelConfig) -> Tensor:
+    """A table of experts, or float32 values; a copy."""
+    if source.param.kind != "table":
+        plain = stored.reshape(source.param.shape).to(torch.float32, copy=True)
+        check_finite(plain, source)
+        return plain
+    table = stored.reshape(source.param.shape).to(torch.long, copy=True)
+    if table.numel() and (int(table.min()) < 0 or int(table.max()) >= config.num_experts):
+        raise CheckpointError(
+            f"{source.weight.name} names experts {int(table.min())} to {int(table.max())}, "
+            f"expected 0 to {config.num_experts - 1}; config.json or the table is of another model"
+        )
+    return table
+
+
+def check_stored(checkpoint: Checkpoint, source: Source) -> None:
+    """Read a weight again, and raise with the place of what is wrong in it."""
+    reader = checkpoint.reader
+    if source.format is None:
+        _plain(source.read_plain(reader), source, checkpoint.config)
+        return
+    q = check_scales(source.read_rows(reader, 0, source.param.shape[0]), source)
+    _check_codes(q, source)
+    if q.format is Format.F32 and not torch.equal(q.data.to(torch.bfloat16).float(), q.data):
+        raise CheckpointError(
+            f"{source.weight.name} is float32 and its values do not fit BF16, which the GPU kernels need; "
+            "convert it (dsv4 quantize --format bf16) or use --device cpu"
+        )
 
 
 def recode(held: Tensor | QuantTensor) -> QuantTensor:
@@ -184,14 +258,12 @@ def check_finite(values: Tensor, source: Source, first_row: int = 0, first_col: 
         _refuse(~torch.isfinite(values), source, first_row, first_col)
 
 
-def _check_codes(q: QuantTensor, source: Source) -> None:
+def _check_codes(q: QuantTensor, source: Source, first_row: int = 0) -> None:
     """What decoding would show: NaN codes of FP8, NaN or infinity of plain values. 4-bit codes have none."""
-    if q.format is not Format.FP8 and not q.format.is_plain:
-        return
-    step = max(1, BLOCK_BYTES // (4 * q.shape[1]))
-    for start in range(0, q.shape[0], step):
-        part = q.data[start : start + step]
-        _refuse((part & 127) == 127 if q.format is Format.FP8 else ~torch.isfinite(part), source, start)
+    if q.format.is_plain:
+        check_finite(q.data, source, first_row)
+    elif q.format is Format.FP8:
+        _refuse((q.data & 127) == 127, source, first_row)
 
 
 def _refuse(bad: Tensor, source: Source, first_row: int, first_col: int = 0) -> None:
@@ -202,8 +274,3 @@ def _refuse(bad: Tensor, source: Source, first_row: int, first_col: int = 0) -> 
             f"{source.weight.name} in {source.weight.file.name} holds NaN or infinity, first at {place}; "
             "the checkpoint is damaged: download or convert it again"
         )
-
-
-def move(q: QuantTensor, device: str | torch.device) -> QuantTensor:
-    scale = None if q.scale is None else q.scale.to(device)
-    return QuantTensor(q.format, q.data.to(device), q.shape, scale, q.global_scale, q.rope_dim)

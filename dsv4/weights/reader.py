@@ -5,6 +5,8 @@ import math
 import mmap
 import os
 import threading
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +35,8 @@ DTYPES: dict[str, tuple[int, str]] = {
     "F8_E5M2": (1, "uint8"),
     "F8_E8M0": (1, "uint8"),
 }
+# How a file begins that stands for another one in a clone without Git LFS.
+_POINTER = b"version https://git-lfs.github.com/spec/"
 MAX_HEADER = 100_000_000
 MAX_RANK = 8
 INDEX = "model.safetensors.index.json"
@@ -64,6 +68,12 @@ def read_header(path: Path) -> dict[str, Entry]:
         size = path.stat().st_size
         with path.open("rb") as file:
             prefix = file.read(8)
+            if prefix + file.read(len(_POINTER) - 8) == _POINTER:
+                raise CheckpointError(
+                    f"{path} is a Git LFS pointer, not the weights themselves; run git lfs pull in "
+                    f"{path.parent}, or fetch the model with dsv4 pull"
+                )
+            file.seek(8)
             length = int.from_bytes(prefix, "little")
             if len(prefix) < 8 or length > size - 8 or length > MAX_HEADER:
                 raise CheckpointError(
@@ -152,7 +162,10 @@ class Reader:
         self.num_read = 0  # bytes of tensors, so far
         self.entries: dict[str, Entry] = {}
         files, index = _files_of(path)
+        self._identities: dict[Path, tuple[int, int, int]] = {}
         for file in files:
+            with suppress(OSError, ValueError):  # read_header says what is wrong
+                self._identities[file] = _identity(file.stat())
             for name, entry in read_header(file).items():
                 if name in self.entries:
                     raise CheckpointError(
@@ -238,21 +251,48 @@ class Reader:
                 self._open[entry.file] = entry.file.open("rb", buffering=0)
             except OSError as error:
                 raise _unreadable(entry, error) from None
+            self._check_unchanged(entry.file, os.fstat(self._open[entry.file].fileno()))
         return self._open[entry.file].fileno()
+
+    def check_unchanged(self) -> None:
+        """Raise if a file that was read since its header has been written to, or is another one now."""
+        for path, file in self._open.items():
+            self._check_unchanged(path, os.fstat(file.fileno()))
+
+    def _check_unchanged(self, path: Path, now: os.stat_result) -> None:
+        if _identity(now) != self._identities[path]:
+            raise CheckpointError(f"{path} was changed while it was read; load it again when it is complete")
 
     def fill(self, entry: Entry, offset: int, target: memoryview) -> None:
         """Bytes of the entry's file from `offset` on, exactly as many as the target holds."""
+        self.scatter(offset, [(entry, target)])
+
+    def scatter(self, offset: int, targets: Sequence[tuple[Entry, memoryview]]) -> None:
+        """Bytes of one file from `offset` on into several places, each with the tensor that it belongs to."""
+        targets = [(entry, target) for entry, target in targets if len(target)]
+        if not targets:
+            return
+        entry, rest = targets[0][0], [target for _, target in targets]
         with self._lock:
-            file, done = self._file(entry), 0
-            self.num_read += len(target)
+            file = self._file(entry)
+            self.num_read += sum(map(len, rest))
         try:
-            while done < len(target):
-                count = os.preadv(file, [target[done:]], offset + done)
+            while rest:
+                count = os.preadv(file, rest, offset)
                 if not count:
+                    entry = targets[len(targets) - len(rest)][0]
                     raise CheckpointError(f"{entry.file} ended while reading {entry.name!r}; {AGAIN}")
-                done += count
+                offset += count
+                while rest and count >= len(rest[0]):
+                    count -= len(rest.pop(0))
+                if count:
+                    rest[0] = rest[0][count:]
         except OSError as error:
-            raise _unreadable(entry, error) from None
+            raise _unreadable(targets[len(targets) - len(rest)][0], error) from None
+
+
+def _identity(found: os.stat_result) -> tuple[int, int, int]:
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _unreadable(entry: Entry, error: OSError) -> CheckpointError:

@@ -1,30 +1,25 @@
-"""Loads a checkpoint in the GPU kernels' tiles: streamed weight by weight, experts into their bank."""
+"""Loads a checkpoint in the GPU kernels' tiles: streamed batch by batch, experts into their bank."""
 
-import re
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from dsv4.errors import CheckpointError
-from dsv4.gpu.tiles import Bank, Tiled, empty, put, tile, tile_bytes
+from dsv4.gpu.tiles import Bank, Tiled, can_stack, empty, put_stack, tile, tile_bytes
 from dsv4.model.bundle import Weights
 from dsv4.ops.experts.placement import Form, Placement
 from dsv4.quant.codec import decode
 from dsv4.quant.formats import Format, QuantTensor
+from dsv4.weights.batches import EXPERT, Batch, Part, plan
 from dsv4.weights.detect import Source
-from dsv4.weights.load import (
-    Checkpoint,
-    Progress,
-    check_finite,
-    check_scales,
-    held_bytes,
-    load_one,
-    move,
-    recode,
-)
+from dsv4.weights.feed import stream
+from dsv4.weights.findings import Findings
+from dsv4.weights.load import Checkpoint, Counted, Progress, held_bytes, recode
+from dsv4.weights.stack import Stack, stack_of
 
-_EXPERT = re.compile(r"(.*\.(?:shared_experts|experts))(?:\.(\d+))?\.(w[123])")
+# Stored bytes per copy to a GPU, and per group of launches.
+BATCH_BYTES = 128 << 20
 # As halves of a pair, and the down projection.
 _PLACE = {"w1": ("w13", 0), "w3": ("w13", 1), "w2": ("w2", 0)}
 
@@ -41,39 +36,173 @@ def load_tiled(
     With `placement` each routed expert is written where it will lie, with `drafts` those of draft blocks;
     nothing is held twice.
     """
-    tensors: dict[str, Tensor | QuantTensor | Tiled | Bank] = {}
-    total, done = checkpoint.inventory.num_bytes, 0
-    sources, own = checkpoint.inventory.sources, checkpoint.inventory.experts
+    target, inventory = torch.device(device), checkpoint.inventory
     with checkpoint.reader as reader:
-        for source in sources:
+        tiler = _Tiler(checkpoint, target, [where for where in (placement, drafts) if where])
+        count = Counted(progress, inventory)
+        for batch, stored in stream(reader, plan(inventory.sources, BATCH_BYTES, together=True), target):
+            tiler.take(batch, stored)
+            count.add(batch)
+        tensors = tiler.finish()
+        reader.check_unchanged()
+    if target.type == "cuda":
+        torch.cuda.synchronize(target)  # copies of experts to host memory too
+        torch.cuda.empty_cache()
+    return Weights(tensors, inventory.quantised, inventory.num_mtp_layers, placement, drafts=drafts)
+
+
+class _Tiler:
+    """Makes tiles of batches, with launches alone: what they find wrong shows a batch later."""
+
+    def __init__(self, checkpoint: Checkpoint, device: torch.device, placements: list[Placement]) -> None:
+        self._checkpoint, self._device, self._placements = checkpoint, device, placements
+        self._own = checkpoint.inventory.experts
+        self._tensors: dict[str, Tensor | QuantTensor | Tiled | Bank] = {}
+        self._whole: dict[str, Tensor] = {}  # what is recoded when all of it is here
+        self._findings = Findings(checkpoint, device)
+
+    def take(self, batch: Batch, stored: Tensor) -> None:
+        banks: dict[str, list[Part]] = {}
+        for part in batch.parts:
+            source = part.sources[0]
             name, kind = source.param.name, source.param.kind
-            if kind in ("plain", "table") or name == "embed":
-                tensors[name] = load_one(reader, source, False, device, checkpoint.config)
+            if kind in ("plain", "table"):
+                self._tensors[name] = self._findings.checked_plain(stack_of(part, stored).data, source)
+            elif match := EXPERT.fullmatch(name):
+                banks.setdefault(match[1], []).append(part)
             else:
-                held = move(
-                    _stored(check_scales(source.read_rows(reader, 0, source.param.shape[0]), source), source),
-                    device,
+                self._take_linear(name, source, stack_of(part, stored))
+        for name, parts in banks.items():
+            self._take_experts(name, parts, stored)
+        self._findings.end_batch()
+
+    def finish(self) -> dict[str, Tensor | QuantTensor | Tiled | Bank]:
+        fits = self._findings.finish()
+        for name, values in self._whole.items():
+            rows, cols = values.shape
+            self._tensors[name] = tile(recode(QuantTensor(Format.BF16, values, (rows, cols))))
+        for (name, part), found in fits.items():
+            held = self._tensors[name]
+            if isinstance(held, Bank):
+                self._tensors[name] = replace(held, **{part: found.of(getattr(held, part))})
+            elif isinstance(held, Tiled):
+                self._tensors[name] = found.of(held)
+        return self._tensors
+
+    def _take_linear(self, name: str, source: Source, stack: Stack) -> None:
+        """Some rows of it, as they come."""
+        rows, span = _shape(source), slice(stack.first, stack.first + len(stack.data))
+        self._findings.check(stack, [source])
+        if name == "embed":
+            assert stack.format is not None
+            if name not in self._tensors:
+                self._tensors[name] = QuantTensor(stack.format, stack.data.new_empty(rows), rows)
+            held = self._tensors[name]
+            assert isinstance(held, QuantTensor)
+            held.data[span] = stack.data
+            return
+        stack = self._as_held(stack, [source])
+        if self._checkpoint.is_recoded(source):
+            self._whole.setdefault(name, stack.data.new_empty(rows))[span] = stack.data
+            return
+        if name not in self._tensors:
+            assert stack.format is not None
+            self._tensors[name] = empty(stack.format, rows, 1, 1, self._device)
+        tiled = self._tensors[name]
+        assert isinstance(tiled, Tiled)
+        to = tiled.rows(span.start, span.stop)
+        self._findings.add_fits((name, ""), put_stack(to, slice(0, 1), 0, stack.quant(), stack.factor))
+
+    def _as_held(self, stack: Stack, sources: list[Source]) -> Stack:
+        """In the format it is tiled in."""
+        format = tiled_format(sources[0])
+        if format is stack.format:
+            return stack
+        values = decode(stack.quant())
+        rounded = values.to(torch.bfloat16)
+        # The reference itself rounds a grouped FP8 weight to BF16.
+        if stack.format is Format.F32:
+            same = (rounded.float() == values).view(len(stack), -1).all(1)
+            self._findings.expect(same, sources)
+        return replace(stack, data=rounded, scale=None, format=format)
+
+    def _take_experts(self, name: str, parts: list[Part], stored: Tensor) -> None:
+        """Some experts of a bank, all three matrices of each."""
+        placement = next((p for p in self._placements if name in p.names), None)
+        if name not in self._tensors:
+            self._tensors[name] = placement.bank(name) if placement else self._empty_bank(parts)
+        bank = self._tensors[name]
+        assert isinstance(bank, Bank)
+        numbers = list(dict.fromkeys(_number(source) for part in parts for source in part.sources))
+        if placement is None:
+            to, row_of = bank, {number: number - self._own.start for number in numbers if number is not None}
+        else:  # made side by side, then brought to where each lies
+            form = placement.form
+            to = _room(form.format, form.width, form.hidden, len(numbers), self._device)
+            row_of = {number: row for row, number in enumerate(numbers) if number is not None}
+        for part in parts:
+            stack, sources = stack_of(part, stored), part.sources
+            self._findings.check(stack, sources)
+            stack = self._as_held(stack, sources)
+            half_of, half = _PLACE[_which(sources[0])]
+            tiled = getattr(to, half_of)
+            if stack.format is None or stack.format is not tiled.format:
+                raise CheckpointError(
+                    f"{sources[0].weight.name} is {stack.format} and other experts of the layer are "
+                    f"{tiled.format}; the GPU kernels need one format per layer: convert the checkpoint, or "
+                    "use --device cpu"
                 )
-                if checkpoint.is_recoded(source):
-                    held = recode(held)
-                if match := _EXPERT.fullmatch(name):
-                    where = next((p for p in (placement, drafts) if p and match[1] in p.names), None)
-                    _put_expert(
-                        tensors=tensors,
-                        match=match,
-                        held=held,
-                        source=source,
-                        hidden=checkpoint.config.hidden_size,
-                        own=own,
-                        placement=where,
-                    )
-                else:
-                    tensors[name] = tile(held)
-            done += source.num_bytes
-            if progress:
-                progress(done, total)
-    quantised = checkpoint.inventory.quantised
-    return Weights(tensors, quantised, checkpoint.inventory.num_mtp_layers, placement, drafts=drafts)
+            rows = [row_of.get(_number(source), 0) for source in sources]  # type: ignore[arg-type]
+            if not can_stack(tiled.format, tiled.shape[0]):
+                for number, row in enumerate(rows):
+                    one = stack.one(number)
+                    fits = put_stack(tiled, slice(row, row + 1), half, one.quant(), one.factor)
+                    self._findings.add_fits((name, half_of), fits)
+                continue
+            fits = put_stack(tiled, self._index(rows), half, stack.quant(), stack.factor)
+            self._findings.add_fits((name, half_of), fits)
+        if placement is not None:
+            for number, row in row_of.items():
+                where = placement.expert(name, number)
+                for half_of in ("w13", "w2"):
+                    source, target = getattr(to, half_of), getattr(where, half_of)
+                    target.data.copy_(source.data[row : row + 1], non_blocking=True)
+                    target.scale.copy_(source.scale[row : row + 1], non_blocking=True)
+                    target.factor.copy_(source.factor[row : row + 1])
+
+    def _empty_bank(self, parts: list[Part]) -> Bank:
+        source = parts[0].sources[0]
+        count = len(self._own) if source.param.expert is not None else 1
+        rows, cols = _shape(source)
+        width, hidden = (cols, rows) if _which(source) == "w2" else (rows, cols)
+        return _room(tiled_format(source), width, hidden, count, self._device)
+
+    def _index(self, rows: list[int]) -> slice | Tensor:
+        if rows == list(range(rows[0], rows[0] + len(rows))):
+            return slice(rows[0], rows[0] + len(rows))
+        index = torch.tensor(rows)
+        if self._device.type != "cuda":
+            return index
+        return index.pin_memory().to(self._device, non_blocking=True)
+
+
+def _room(format: Format, width: int, hidden: int, count: int, device: torch.device) -> Bank:
+    up = empty(format, (width, hidden), count, 2, device)
+    return Bank(up, empty(format, (hidden, width), count, 1, device))
+
+
+def _shape(source: Source) -> tuple[int, int]:
+    rows, cols = source.param.shape
+    return rows, cols
+
+
+def _which(source: Source) -> str:
+    return source.param.name.rpartition(".")[2]
+
+
+def _number(source: Source) -> int | None:
+    """None: a shared expert."""
+    return source.param.expert
 
 
 def tiled_bytes(checkpoint: Checkpoint) -> int:
@@ -144,62 +273,3 @@ def tiled_format(source: Source) -> Format:
 
 def _is_power_of_two_scaled(source: Source) -> bool:
     return source.format is not Format.FP8 or source.scale is None or source.scale.dtype == "F8_E8M0"
-
-
-def _stored(held: QuantTensor, source: Source) -> QuantTensor:
-    """The weight in the format it is tiled in; what was checked at load on the CPU is checked here too."""
-    if held.format.is_plain:
-        check_finite(held.data, source)
-    elif held.format is Format.FP8 and bool(((held.data.view(torch.uint8) & 127) == 127).any()):
-        raise CheckpointError(
-            f"{source.weight.name} in {source.weight.file.name} holds NaN; "
-            "the checkpoint is damaged: download or convert it again"
-        )
-    format = tiled_format(source)
-    if format is held.format:
-        return held
-    values = decode(held)
-    rounded = values.to(torch.bfloat16)
-    # The reference itself rounds a grouped FP8 weight to BF16.
-    if held.format is Format.F32 and not torch.equal(rounded.float(), values):
-        raise CheckpointError(
-            f"{source.weight.name} is float32 and its values do not fit BF16, which the GPU kernels need; "
-            "convert it (dsv4 quantize --format bf16) or use --device cpu"
-        )
-    return QuantTensor(Format.BF16, rounded, held.shape)
-
-
-def _put_expert(
-    tensors: dict[str, Tensor | QuantTensor | Tiled | Bank],
-    match: re.Match[str],
-    held: QuantTensor,
-    source: Source,
-    hidden: int,
-    own: range,
-    placement: Placement | None,
-) -> None:
-    """`own`: the routed experts of a bank."""
-    name, number, which = match.groups()
-    at, count = (int(number) - own.start, len(own)) if number is not None else (0, 1)
-    part, half = _PLACE[which]
-    bank = tensors.get(name)
-    if placement is not None and bank is None:
-        bank = tensors[name] = placement.bank(name)
-    elif bank is None:
-        device = held.data.device
-        width = held.shape[1] if part == "w2" else held.shape[0]  # of this rank
-        up = empty(held.format, (width, hidden), count, 2, device)
-        down = empty(held.format, (hidden, width), count, 1, device)
-        bank = tensors[name] = Bank(up, down)
-    assert isinstance(bank, Bank)
-    to = getattr(bank, part)
-    if held.format is not to.format:
-        raise CheckpointError(
-            f"{source.weight.name} is {held.format} and other experts of the layer are {to.format}; the GPU "
-            "kernels need one format per layer: convert the checkpoint, or use --device cpu"
-        )
-    if placement is not None:
-        fits = put(getattr(placement.expert(name, at), part), 0, half, held)
-    else:
-        fits = put(to, at, half, held)
-    tensors[name] = replace(bank, **{part: fits.of(to)})

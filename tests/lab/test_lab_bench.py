@@ -490,3 +490,16 @@ def test_a_wrong_backend_is_found(cases: list[Case], monkeypatch: pytest.MonkeyP
 def test_floor_says_what_bounds() -> None:
     assert floor(4e6, 1e6, 4e12, 8e14) == (1.0, "memory")
     assert floor(4e6, 8e9, 4e12, 8e14) == (10.0, "arithmetic")
+
+
+def test_load_on_a_cpu() -> None:
+    """Of the embedded model: each way, cold and warm, and every byte of it."""
+    line = json.loads(ok("bench", "load", "--device", "cpu", "--rounds", "1").splitlines()[-1])
+    assert [(r["what"], r["is_cold"]) for r in line["results"]] == [
+        *(("reads", True), ("load", True), ("reads", False), ("load", False))
+    ]
+    assert len({r["num_bytes"] for r in line["results"]}) == 1
+    assert line["results"][0]["num_bytes"] > 13_900_000 and all(r["seconds"] > 0 for r in line["results"])
+    phases = json.loads(ok("bench", "load", "--device", "cpu", "--ready").splitlines()[-1])["ready"]
+    assert 0 < phases["imported"] < phases["first_bytes"] <= phases["loaded"] < phases["ready"]
+    assert "leave it out" in dsv4("bench", "load", "--device", "cpu", "--spill", "2").err

@@ -17,6 +17,7 @@ from dsv4.engine.spill import Split, check_host, choose_resident, find_split, ma
 from dsv4.errors import ConfigError
 from dsv4.gpu.architectures import capability
 from dsv4.gpu.tiles import ROWS, SLICE, Bank, Tiled, tile_bytes
+from dsv4.hub.cache import title
 from dsv4.lab.bench.echo import Echo
 from dsv4.lab.plan import largest
 from dsv4.lab.records import published
@@ -190,7 +191,7 @@ def of_folder(folder: Path) -> Subject:
     checkpoint = Checkpoint.open(folder)
     c = checkpoint.config
     return Subject(
-        title=folder.resolve().name,
+        title=title(folder),
         config=c,
         layout=layout_of(checkpoint.inventory),
         weight_bytes=tiled_bytes(checkpoint),
