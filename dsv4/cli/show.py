@@ -159,19 +159,14 @@ def nothing_is_garbage() -> Iterator[None]:
 
 
 def model_folder(model: Path | None) -> Path:
-    """The model that was named, else the embedded one, which is said on stderr."""
+    """The folder of a model that was given by path or name; the embedded one, with a note, by default."""
     if model is None:
         model = embedded()
         err.print("[dim]no model named: using the embedded one[/]")
+    model = resolve(model)
     if not model.is_file():
         ModelConfig.load(model)  # a wrong name is refused before torch is imported
     return model
-    """The folder of a model that was given by path or name; the embedded one, with a note, by default."""
-    if model is not None:
-        return resolve(model)
-    folder = embedded()
-    err.print("[dim]no model named: using the embedded one[/]")
-    return folder
 
 
 def load_engine(model: Path | None, config: "EngineConfig") -> "Engine":
