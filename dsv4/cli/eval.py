@@ -21,9 +21,9 @@ EPILOG = """
   dsv4 eval
   dsv4 eval --suite recall --plot recall.png
   dsv4 eval ./model --suite sums --limit 20 --activations a8 --json
-[bold]What the indexer has learnt[/]: its entries against as many chosen by lot, and against all visible ones
-  dsv4 eval --suite recall --op index=dsv4.lab.index_random
-  dsv4 eval --suite recall --op index=dsv4.lab.index_dense
+[bold]What the indexer has learnt[/] (in a checkout): against entries chosen at random, and against all
+  python -m dsv4 eval --suite recall --op index=recipes.ablations.index_random
+  python -m dsv4 eval --suite recall --op index=recipes.ablations.index_dense
 """
 
 

@@ -132,7 +132,7 @@ def test_the_picture(model: Path, prompts: Path, tmp_path: Path) -> None:
     ok(*given, tmp_path / "recall.png")
     width, height = png_size(tmp_path / "recall.png")
     assert 1000 < width < 1400 and 500 < height < 900
-    ok(*given, tmp_path / "recall.svg", "--op", "index=dsv4.lab.index_random")
+    ok(*given, tmp_path / "recall.svg", "--op", "index=recipes.ablations.index_random")
     assert "<svg" in (tmp_path / "recall.svg").read_text()
 
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from dsv4 import Engine, SamplingParams
 from dsv4.errors import ConfigError
-from dsv4.lab import index_dense, index_random
 from dsv4.lab.score import score_ids
 from dsv4.ops import IMPLEMENTATIONS, Ops
 from dsv4.ops.index import ref
 from dsv4.quant.formats import Format, QuantTensor
+from recipes.ablations import index_dense, index_random
 
 RATIO, PAGE, TOPK = 4, 8, 6
 # Two sequences of up to 64 entries on shuffled pages; keys are never to be read, so they are NaN.
@@ -84,14 +84,14 @@ def test_the_model_differs_only_where_entries_compete(engine_for: Callable[..., 
     ids = [(7 * i) % 250 + 20 for i in range(140)]
     plain = score_ids(engine_for(), ids, 140)["prefill_logits"]
     for chunk in (140, 33):
-        changed = score_ids(engine_for(ops=(("index", f"dsv4.lab.{name}"),), chunk=chunk), ids, 140)
+        changed = score_ids(engine_for(ops=(("index", f"recipes.ablations.{name}"),), chunk=chunk), ids, 140)
         got = changed["prefill_logits"]
         assert torch.equal(got[:48], plain[:48])
         assert (got[60:] != plain[60:]).any(1).all()
 
 
 def test_random_answers_do_not_depend_on_the_batch(engine_for: Callable[..., Engine]) -> None:
-    engine = engine_for(ops=(("index", "dsv4.lab.index_random"),))
+    engine = engine_for(ops=(("index", "recipes.ablations.index_random"),))
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
     prompts = [[(seed * i) % 250 + 20 for i in range(90 + seed)] for seed in (3, 5, 7)]
     together = [done.ids for done in engine.generate(prompts, params)]
@@ -103,10 +103,10 @@ def test_a_module_from_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     (tmp_path / "my_kernels" / "norm.py").write_text("from dsv4.ops.norm.ref import rms_norm\n")
     (tmp_path / "my_kernels" / "half.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    ops = Ops.choose("cpu", norm="my_kernels.norm", index="dsv4.lab.index_dense")
+    ops = Ops.choose("cpu", norm="my_kernels.norm", index="recipes.ablations.index_dense")
     assert ops.norm is sys.modules["my_kernels.norm"]
     names = ops.names()
-    assert names.pop("norm") == "my_kernels.norm" and names.pop("index") == "dsv4.lab.index_dense"
+    assert names.pop("norm") == "my_kernels.norm" and names.pop("index") == "recipes.ablations.index_dense"
     assert names == {op: "ref" for op in IMPLEMENTATIONS if op not in ("norm", "index")}
     for name, why in (
         ("my_kernels.half", "lacks rms_norm; it needs the functions of dsv4/ops/norm/ref.py"),
