@@ -24,8 +24,7 @@ LAYERS: list[set[str]] = [
     {"model"},
     {"weights"},
     {"engine"},
-    {"lab"},
-    {"serve"},
+    {"lab", "serve"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -162,7 +162,7 @@ def load_engine(model: Path | None, config: "EngineConfig") -> "Engine":
     """Load with a progress bar; what the checkpoint lacks is said on stderr."""
     with nothing_is_garbage():
         from dsv4.engine.engine import Engine
-        from dsv4.lab.doctor.first import ensure
+        from dsv4.engine.first import ensure
 
         model = model_folder(model)
         ensure(config, say_note)

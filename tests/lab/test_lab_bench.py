@@ -41,7 +41,6 @@ from dsv4.lab.bench.subject import (
     synthetic_bytes,
 )
 from dsv4.lab.bench.sweep import CONTEXTS, points, series
-from dsv4.lab.doctor.ops import outputs
 from dsv4.lab.gpus import parse
 from dsv4.lab.plan import Demand, Plan, describe
 from dsv4.lab.plan import Wanted as Planned
@@ -51,6 +50,7 @@ from dsv4.model.bundle import Bundle, Numerics
 from dsv4.model.decode import Decoder
 from dsv4.model.model import Model
 from dsv4.ops import IMPLEMENTATIONS, Ops
+from dsv4.ops.agree import outputs
 from dsv4.ops.sample.ref import HISTORY
 from dsv4.quant.codec import decode
 from dsv4.quant.formats import QuantTensor

@@ -17,10 +17,10 @@ from dsv4.lab.bench.ceiling import timed
 from dsv4.lab.bench.decode import Session, Wanted, release
 from dsv4.lab.bench.profile import ENDS, SITE, kinds_of
 from dsv4.lab.bench.subject import DTYPE, Subject, check_fits, needed_bytes, other_bytes, synthetic
-from dsv4.lab.doctor.cases import ROUNDINGS, SUMS
-from dsv4.lab.doctor.ops import call, difference, outputs, relative
 from dsv4.model.step import Step
 from dsv4.ops import IMPLEMENTATIONS
+from dsv4.ops.agree import call, difference, outputs, relative
+from dsv4.ops.cases import ROUNDINGS, SUMS
 
 PRESETS = ("flash", "pro")
 CHECKED_ROWS = 3

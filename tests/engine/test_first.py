@@ -12,14 +12,13 @@ import torch
 from dsv4 import identity
 from dsv4.config import EngineConfig
 from dsv4.device import Device
-from dsv4.engine import proof
+from dsv4.engine import first, proof
 from dsv4.errors import DeviceError
-from dsv4.lab.doctor import first, ops
-from dsv4.lab.doctor.findings import Finding
+from dsv4.ops.agree import Verdict
 
 B200 = proof.Machine("NVIDIA B200", 100, "driver 580.1", "0.1.0", "2.11.0", "3.6.0", "a digest")
-RIGHT = Finding("ops", "linear.gpu on cuda", "ok", "18 cases, relative error at most 3.0e-03")
-WRONG = Finding("ops", "experts.gpu on cuda", "fail", "routed (two of five): relative error 1.0e+00", "none")
+RIGHT = Verdict("linear.gpu on cuda", text="18 cases, relative error at most 3.0e-03")
+WRONG = Verdict("experts.gpu on cuda", "routed (two of five): relative error 1.0e+00")
 
 
 @pytest.fixture(autouse=True)
@@ -100,10 +99,10 @@ def test_an_engine_refuses_what_nobody_looked_at(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_first_start_examines_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is run there is examine_gpu; here it is a stub, as is the GPU."""
+    """What is run there is compare_all; here it is a stub, as is the GPU."""
     found, said = [[RIGHT, WRONG], [RIGHT]], []
     monkeypatch.setattr(proof, "describe", lambda device: B200)
-    monkeypatch.setattr(ops, "examine_gpu", lambda: found.pop(0))
+    monkeypatch.setattr(first, "compare_all", lambda device: found.pop(0))
     there = Device("cuda", "cuda:0", B200.gpu, memory_bytes=0, why="a stub")
     monkeypatch.setattr(Device, "choose", lambda wanted: there)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
