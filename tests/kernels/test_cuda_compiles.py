@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.echo import echo_peers
 from dsv4.config import preset
 from dsv4.errors import DeviceError
 from dsv4.kernels.common import architectures, build, ceiling, driver, tiles
@@ -23,7 +24,6 @@ from dsv4.kernels.decode.matvec import MatVec, Product, Tasks
 from dsv4.kernels.prefill import attend, product, queries, unpack
 from dsv4.kernels.prefill import streams as streams_kernels
 from dsv4.kernels.prefill.packed import FP8_CODES, IN_16_BITS, IN_FP8, empty_packed
-from dsv4.lab.bench.echo import echo_peers
 from dsv4.quant.formats import Format, empty_rows
 from tests.support.cubin import parameter_sizes
 

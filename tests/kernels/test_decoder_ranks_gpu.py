@@ -10,12 +10,12 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from bench.echo import Echo
 from dsv4.cache.layout import CacheLayout
 from dsv4.cache.store import Cache
 from dsv4.kernels.common import build
 from dsv4.kernels.decode.exchange import Peers, inbox_places
 from dsv4.lab.bench.decode import fill
-from dsv4.lab.bench.echo import Echo
 from dsv4.model.bundle import Bundle, Numerics
 from dsv4.model.decode import Decoder
 from dsv4.model.model import Model

@@ -16,6 +16,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from bench.echo import Echo, echo_peers
 from dsv4.cache.store import Cache
 from dsv4.config import Activations, preset
 from dsv4.engine.spill import Split, make_placement
@@ -34,7 +35,6 @@ from dsv4.kernels.decode import (
     sample,
 )
 from dsv4.lab.bench.decode import Wanted
-from dsv4.lab.bench.echo import Echo, echo_peers
 from dsv4.lab.synthetic import make_weights
 from dsv4.model.bundle import Bundle, Numerics
 from dsv4.model.decode import Decoder

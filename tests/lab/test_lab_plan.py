@@ -13,6 +13,7 @@ import pytest
 import torch
 from checkpoints import SMALL, write_model
 from cli_support import ok
+from dsv4.lab.links import LINKS
 from torch import Tensor
 
 from dsv4 import Engine, EngineConfig, SamplingParams
@@ -22,7 +23,6 @@ from dsv4.engine.settings import GPU_CHUNK, check_memory, settle
 from dsv4.errors import ConfigError
 from dsv4.lab.gpus import NAMES, Machine, known, measure_bandwidth, parse, this_machine
 from dsv4.lab.init import contents
-from dsv4.lab.links import LINKS
 from dsv4.lab.plan import Demand, Plan, Wanted, describe
 from dsv4.weights.detect import take_inventory
 from dsv4.weights.load import Checkpoint

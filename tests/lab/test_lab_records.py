@@ -14,7 +14,7 @@ from cli_support import dsv4, ok, refused
 from dsv4.config import preset
 from dsv4.errors import ConfigError
 from dsv4.lab.bench import subject
-from dsv4.lab.bench.record import append, check_target, run
+from dsv4.lab.bench.record import append, check_target, command
 from dsv4.lab.init import STYLES
 from dsv4.lab.plan import describe
 from dsv4.lab.records import SHIPPED, best, of_folder, published
@@ -150,8 +150,8 @@ def test_layouts_by_what_is_stored(format: str) -> None:
 
 def test_the_command_is_without_its_target() -> None:
     typed = ["bench", "decode", "--save", "/there/x.jsonl", "--synthetic", "flash"]
-    assert run(typed)["command"] == run(["bench", "decode", "--save=x.jsonl", *typed[4:]])["command"]
-    assert run(typed)["command"] == "dsv4 bench decode --synthetic flash"
+    assert command("dsv4", typed) == command("dsv4", ["bench", "decode", "--save=x.jsonl", *typed[4:]])
+    assert command("dsv4", typed) == "dsv4 bench decode --synthetic flash"
 
 
 def test_the_packages_own_lines() -> None:

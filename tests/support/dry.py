@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from bench.echo import Echo, echo_peers
 from dsv4.cache.store import Cache
 from dsv4.config import Activations, ModelConfig
 from dsv4.kernels.common import architectures, quantize, tiles
@@ -21,7 +22,6 @@ from dsv4.kernels.prefill import attend as prompt_attend
 from dsv4.kernels.prefill import product, queries, streams, unpack
 from dsv4.lab import synthetic
 from dsv4.lab.bench.decode import Wanted
-from dsv4.lab.bench.echo import Echo, echo_peers
 from dsv4.model.bundle import Bundle, Numerics
 from dsv4.model.decode import Decoder
 from dsv4.model.model import Model

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.echo import Echo
 from dsv4.cache.store import Cache
 from dsv4.config import Activations, ModelConfig
 from dsv4.engine.spill import Split, make_placement
@@ -24,7 +25,6 @@ from dsv4.kernels.common.places import Form, Placement
 from dsv4.kernels.decode import attention, choose, exchange, index, matvec, mhc, sample
 from dsv4.kernels.decode.exchange import Peers, inbox_places
 from dsv4.lab.bench.decode import Wanted, fill
-from dsv4.lab.bench.echo import Echo
 from dsv4.model.bundle import Bundle, Numerics
 from dsv4.model.decode import Decoder
 from dsv4.model.model import Model

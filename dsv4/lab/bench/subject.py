@@ -18,7 +18,6 @@ from dsv4.errors import ConfigError
 from dsv4.kernels.common.architectures import capability
 from dsv4.kernels.common.places import Form, place
 from dsv4.kernels.common.tiles import ROWS, SLICE, Bank, Tiled, tile_bytes
-from dsv4.lab.bench.echo import Echo
 from dsv4.lab.plan import largest
 from dsv4.lab.records import published
 from dsv4.lab.routing import apply as follow
@@ -94,13 +93,14 @@ class Subject:
         device: torch.device,
         progress: Progress | None = None,
         split: Split | None = None,
+        mesh: Mesh | None = None,
     ) -> Bundle:
-        """The weights with the GPU backend of every op; sizes that the kernels cannot take are refused."""
+        """The weights with the GPU backend of every op; sizes that the kernels cannot take are refused.
+        `mesh`: of a rank of several."""
         check_kernels(self.config, device, ranks=self.ranks)
         ops = Ops.choose("cuda", **dict.fromkeys(IMPLEMENTATIONS, "gpu"))
-        mesh = Mesh() if self.ranks == 1 else Mesh(0, self.ranks, Echo(self.ranks), self.whole_experts)
         weights, numerics = self.load(device, progress, split), Numerics(DTYPE, self.activations, qat=True)
-        return Bundle(self.config, weights, ops, numerics, mesh)
+        return Bundle(self.config, weights, ops, numerics, mesh or Mesh())
 
     def split(self, spill: str, others: int, free: int) -> Split | None:
         """How experts are divided when `others` bytes beside the weights are needed; None: all on the GPU."""

@@ -1,7 +1,7 @@
 """What rounded activations cost: a table of settings on the same weights, and where in the network it hurts.
 
-    python tests/bench/activations.py --jobs 2                      # the embedded model; minutes on two cores
-    python tests/bench/activations.py --suites text --tokens 64     # quicker, less certain
+    python -m bench.activations --jobs 2                      # the embedded model; minutes on two cores
+    python -m bench.activations --suites text --tokens 64     # quicker, less certain
 
 Every setting runs in a process of its own, on one thread, in float32 on the CPU. Attention: wq_a, wkv, wq_b
 and the indexer's wq_b; output: wo_b; experts: routed and shared ones.
@@ -15,8 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
+ROOT = Path(__file__).parents[1]
 
 PARTS = ("attention", "output", "experts")
 # What each part's inputs are rounded to, and the head; the first is what the others are held against.

@@ -1,6 +1,6 @@
 """Times what a prompt's step launches, op by op, beside what each must take at least.
 
-    PYTHONPATH=. python -m tests.bench.prefill_ops --tokens 16,64,256,1024,8192 --contexts 4096,131072,1040000
+    python -m bench.prefill_ops --tokens 16,64,256,1024,8192 --contexts 4096,131072,1040000
 
 A step of the model runs, two layers of every kind at V4-Flash's sizes, as the engine runs it: up to 1,024
 tokens padded, as a graph has it. Every call of a kernel's launcher is kept, with what it was given; those of

@@ -1,6 +1,6 @@
 """Several ranks on this CPU at length: bits of 1, 2, 4 and 8, random arrivals, and kills under load.
 
-    python -m tests.bench.ranks --requests 200 --kills 10
+    python -m bench.rank_kills --requests 200 --kills 10
 
 Minutes. The last line is JSON.
 """

@@ -1,6 +1,6 @@
 """A decode step at V4-Flash's or V4-Pro's widths on a CPU, kernels emulated: two rows, and one of them alone.
 
-    TRITON_INTERPRET=1 python -m tests.bench.published_widths pro
+    TRITON_INTERPRET=1 python -m bench.published_widths pro
 
 Two layers of that model, a CSA one routed by hash and an HCA one, every width its own; 8 experts of which 2
 are chosen, NVFP4, BF16. Prints how far logits are from the reference's, and whether the row alone has the

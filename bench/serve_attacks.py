@@ -1,6 +1,6 @@
 """Attacks on `dsv4 serve` at full size, one after the other, while a client goes on asking.
 
-    PYTHONPATH=. python tests/bench/serve_attacks.py [--connections 2000] [--seconds 15]
+    python -m bench.serve_attacks [--connections 2000] [--seconds 15]
 
 For each attack: how long /health and an answer of 8 tokens took, how many were told to come back (429, 503),
 and how the log has grown. Whoever is answered gets the same answer as before; /health never waits for more

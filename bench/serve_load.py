@@ -1,6 +1,6 @@
 """Many clients at once against `dsv4 serve` on the embedded model, and a plain Transformers loop beside it.
 
-python tests/bench/serve_load.py [--clients 64] [--seconds 300]: random lengths, streams and whole answers,
+python -m bench.serve_load [--clients 64] [--seconds 300]: random lengths, streams and whole answers,
 cancels, disconnects, wrong bodies, penalties, seeds, grammars, prefixes in files. Every completed answer must
 equal the same request run alone on a server without prefix cache or batching; no error but the planned ones
 (400 for wrong bodies, 429 for a full queue); memory flat after warm-up; all pages free at the end. The last
@@ -15,7 +15,6 @@ import random
 import socket
 import statistics
 import struct
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -25,9 +24,7 @@ from typing import Any
 
 import httpx2 as httpx
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "serve")]
-
-from serve_support import KEY, Server, wait, worker_pid  # noqa: E402
+from tests.serve.serve_support import KEY, Server, wait, worker_pid
 
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 WORDS = (

@@ -1,6 +1,6 @@
 """Kills `dsv4 quantize` at random moments, restarts it, and holds the result against an undisturbed run.
 
-    python tests/bench/kills.py --kills 20                     # 200 MB of disk; a minute
+    python -m bench.quantize_kills --kills 20                     # 200 MB of disk; a minute
 
 Moments are spread over the whole run, from the lock to the last rename. A run that ends before its moment is
 compared and begun again in a new folder. Prints one JSON line; exit code 1 if a byte differs.
@@ -17,12 +17,11 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
+from dsv4.config import preset
+from dsv4.lab.init import make
+from dsv4.lab.quantize.job import WORK
 
-from dsv4.config import preset  # noqa: E402
-from dsv4.lab.init import make  # noqa: E402
-from dsv4.lab.quantize.job import WORK  # noqa: E402
+ROOT = Path(__file__).parents[1]
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -1,6 +1,6 @@
 """schemathesis against `dsv4 serve` on the embedded model: no request may be answered with a 5xx.
 
-python tests/bench/serve_fuzz.py [--cases 5000]: bodies made from /openapi.json, right and wrong ones. The
+python -m bench.serve_fuzz [--cases 5000]: bodies made from /openapi.json, right and wrong ones. The
 context is short, so that answers are. The last line is JSON: how many requests got which status.
 """
 
@@ -13,9 +13,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "serve")]
-
-from serve_support import KEY, Server  # noqa: E402
+from tests.serve.serve_support import KEY, Server
 
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens")
 ROUTES += ("/v1/responses", "/tokenize", "/detokenize")  # all that have bodies

@@ -1,6 +1,14 @@
-"""Every backend of every op, and every launch of a decode step, timed alone; what computes wrongly is not."""
+"""Every backend of every op, and every launch of a decode step, timed alone; what computes wrongly is not.
 
+    python -m bench.ops --preset flash --op attend --op decode --tokens 8192
+
+Backends are timed if they agree with the reference on a few rows. The last line is JSON; exit code 1 if one
+does not agree.
+"""
+
+import argparse
 import statistics
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -8,12 +16,13 @@ from typing import Any
 
 import torch
 
+from bench import arguments
+from bench.cases import Case, Made, Maker
 from dsv4.cache.layout import CacheLayout
 from dsv4.config import preset
 from dsv4.errors import ConfigError
 from dsv4.kernels.decode.matvec import MatVec
-from dsv4.lab.bench.cases import Case, Made, Maker
-from dsv4.lab.bench.ceiling import timed
+from dsv4.lab.bench.ceiling import gpu, measure_matmul, measure_read, timed
 from dsv4.lab.bench.decode import Session, Wanted, release
 from dsv4.lab.bench.profile import ENDS, SITE, kinds_of
 from dsv4.lab.bench.subject import DTYPE, Subject, check_fits, needed_bytes, other_bytes, synthetic
@@ -219,3 +228,54 @@ def check_step(wished: Wished, name: str, device: torch.device) -> str:
     if (error := statistics.median(errors)) > LOGITS_ERROR:
         return f"logits differ from the ops' by {error:.1e}, expected at most {LOGITS_ERROR}"
     return ""
+
+
+def line_of(result: Result) -> str:
+    what = f"{result.model:6} {result.op:24} {result.backend:8} {result.name:42}"
+    if result.refused or result.us is None:
+        return f"{what} not timed: {result.refused}"
+    floor = result.floor_us
+    share = f"{floor:9.1f} {floor / result.us:6.1%} of {result.bound}" if floor else f"{'':16} {result.bound}"
+    return f"{what} {result.us:12,.1f} {share}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--preset", action="append", help="sizes of flash or pro; repeatable; default: both")
+    parser.add_argument(
+        "--op", action="append", help="only this op, or decode (a step's launches); repeatable"
+    )
+    parser.add_argument("--tokens", type=int, default=512, help="rows of each call")
+    parser.add_argument("--experts", type=int, default=16, help="experts of a layer that are made")
+    parser.add_argument("--context", type=int, default=8192, help="tokens that queries look back on")
+    parser.add_argument("--layout", default="modelopt", help="modelopt or nvfp4")
+    given = parser.parse_args()
+    wished = Wished(
+        *(tuple(given.preset or PRESETS), tuple(given.op or ()), given.tokens, given.experts, given.context),
+        layout=given.layout,
+    )
+    device = gpu()
+    check_memory(wished, torch.cuda.mem_get_info(device)[0])
+    results = []
+    with torch.inference_mode():
+        read, matmul = measure_read(device), measure_matmul(device)
+        print(f"{'model':6} {'op':24} {'backend':8} {'case':42} {'µs':>12} {'floor µs':>9} {'share':>6}")
+        for result in measure(wished, read, matmul, device):
+            results.append(result)
+            print(line_of(result), flush=True)
+    refused = sum(bool(result.refused) for result in results)
+    arguments.finish(
+        {
+            **{"bench": "ops", "models": list(wished.presets), "tokens": given.tokens},
+            **{"experts": given.experts, "context": given.context, "layout": given.layout},
+            **{"ceiling_gb_per_second": round(read / 1e9, 1), "matmul_tflops": round(matmul / 1e12, 1)},
+            **{"refused": refused, "results": [result.as_dict() for result in results]},
+        }
+    )
+    sys.exit(bool(refused))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,7 @@
 """Any placement of experts, and experts that change places all the time: what everything resident gives, bit
 for bit. Prompts, generated tokens, cancelled requests and paused ones, through the engine, on a GPU.
 
-    python tests/bench/places.py --steps 10000
+    python -m bench.places --steps 10000
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Milliseconds from a request to its first token, over the prompt's length, through `Engine.step`.
 
-    PYTHONPATH=. python tests/bench/first_token.py --experts 192
-    PYTHONPATH=. python tests/bench/first_token.py --turns 64@131072 --max-context 139264 --stall > line
-    PYTHONPATH=. python tests/bench/first_token.py --draw line docs/first_token.png
+    python -m bench.first_token --experts 192
+    python -m bench.first_token --turns 64@131072 --max-context 139264 --stall > line
+    python -m bench.first_token --draw line docs/first_token.png
 
 V4-Flash's sizes, random weights, greedy, one request at a time, the best of `--rounds`. `--turns` adds
 prompts after a context that is in the cache already: `64@131072` is a chat turn of 64 tokens. `--stall`
@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from stall import measure, say
 
+from bench import beside
+from bench.stall import measure, say
+from bench.sweep import BLUE, short
 from dsv4 import Engine, EngineConfig, SamplingParams
 from dsv4.config import ModelConfig
-from dsv4.lab.bench import beside
 from dsv4.lab.bench.engine import around
-from dsv4.lab.bench.plot import BLUE, short
 from dsv4.lab.bench.subject import synthetic
 from dsv4.lab.plot import INK, PALE, blank, check, save, strip
 from dsv4.model.bundle import Bundle

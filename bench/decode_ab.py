@@ -1,6 +1,6 @@
 """Decode steps of this checkout and of another, in turns on the same GPU: two H200s differ by 4 %.
 
-    python tests/bench/decode_ab.py ../before --batch 1 8 32 --layout nvfp4 --turns 2
+    python -m bench.decode_ab ../before --batch 1 8 32 --layout nvfp4 --turns 2
 
 Each turn is a `dsv4 bench decode --synthetic flash` of its own in each folder. Prints milliseconds per step.
 """
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from statistics import median
 
-HERE = Path(__file__).parents[2]
+HERE = Path(__file__).parents[1]
 
 
 def step_ms(folder: Path, options: list[str]) -> float:

@@ -1,6 +1,6 @@
 """Time to the first token of a long conversation after a restart, with and without its folder of prefixes.
 
-    PYTHONPATH=. python tests/bench/prefix_dir.py [tokens, 10000] [model folder, the embedded one]
+    python -m bench.prefix_dir [tokens, 10000] [model folder, the embedded one]
 
 Each run is a process of its own. Also: what writing behind costs the first run, and what the folder takes.
 The last line is JSON.

@@ -1,6 +1,6 @@
 """lm-eval (pip install 'lm-eval[api]' transformers) against `dsv4 serve` on a small task of its own.
 
-python tests/bench/serve_lm_eval.py [--lm-eval PATH]: starts a server on the embedded model, lets lm-eval's
+python -m bench.serve_lm_eval [--lm-eval PATH]: starts a server on the embedded model, lets lm-eval's
 OpenAI-style backend choose between continuations by their log-probabilities, in batches, and compares what it
 reports with the engine's own scores. The last line is JSON.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from dsv4 import Engine, EngineConfig, SamplingParams
 from dsv4.models import EMBEDDED
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 TASK = """
 task: dsv4_endings
 dataset_path: json

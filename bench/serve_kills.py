@@ -1,6 +1,6 @@
 """Kills the server's engine under load again and again: clients get a clear error, memory and files stay.
 
-    PYTHONPATH=. python tests/bench/serve_kills.py [kills, 12]
+    python -m bench.serve_kills [kills, 12]
 
 Prints after each restart the resident memory of both processes, open files and listening ports of the server.
 """

@@ -1,6 +1,6 @@
 """Speed of `dsv4 quantize` against copying on the same disk, and of rounding from BF16; peak memory of both.
 
-    python tests/bench/quantize.py --folder build/bench        # 5 GB; needs 16 GB of disk and cleans up
+    python -m bench.quantize --folder build/bench        # 5 GB; needs 16 GB of disk and cleans up
 
 Random checkpoints with V4-Pro's widths. Every timed step starts with its source out of the page cache and
 ends with its result on disk; the command is timed as a user runs it, start of Python included.
@@ -21,16 +21,15 @@ from typing import Any
 import numpy as np
 import torch
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
+from dsv4.config import LayerSpec, ModelConfig, preset
+from dsv4.lab.quantize.plan import official_format
+from dsv4.model.params import declare
+from dsv4.quant.formats import Format
+from dsv4.weights.names import has_weight_suffix
+from dsv4.weights.reader import DTYPES, torch_type
+from dsv4.weights.writer import Declared, declare_linear, write_checkpoint
 
-from dsv4.config import LayerSpec, ModelConfig, preset  # noqa: E402
-from dsv4.lab.quantize.plan import official_format  # noqa: E402
-from dsv4.model.params import declare  # noqa: E402
-from dsv4.quant.formats import Format  # noqa: E402
-from dsv4.weights.names import has_weight_suffix  # noqa: E402
-from dsv4.weights.reader import DTYPES, torch_type  # noqa: E402
-from dsv4.weights.writer import Declared, declare_linear, write_checkpoint  # noqa: E402
+ROOT = Path(__file__).parents[1]
 
 
 def make(folder: Path, config: ModelConfig, is_official: bool) -> int:

@@ -1,6 +1,6 @@
 """Times the sampling kernel in a graph: microseconds per launch for 1, 8 and 32 rows of each kind.
 
-python tests/bench/sample.py
+python -m bench.sample
 """
 
 from collections.abc import Callable

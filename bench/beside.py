@@ -1,4 +1,9 @@
-"""Hugging Face Transformers' DeepSeek-V4 on the same GPU: random weights of the same sizes, BF16, eager."""
+"""Hugging Face Transformers' DeepSeek-V4 on the same GPU: random weights of the same sizes, BF16, eager.
+
+    python -m bench.beside flash --context 1024 --steps 32
+
+First ours, then theirs, each alone in GPU memory; 4 layers and 16 experts by default. The last line is JSON.
+"""
 
 import math
 import statistics
@@ -9,8 +14,12 @@ from typing import Any
 
 import torch
 
-from dsv4.config import ModelConfig
+from bench import arguments
+from dsv4.config import ModelConfig, preset
 from dsv4.errors import ConfigError
+from dsv4.lab.bench.ceiling import gpu, measure_read
+from dsv4.lab.bench.decode import Session, Wanted, figures, release
+from dsv4.lab.bench.subject import Reads, Subject, check_fits, check_kernels, other_bytes
 from dsv4.model.params import declare
 
 LAYERS, EXPERTS = 4, 16  # of both models, unless asked for otherwise
@@ -24,7 +33,7 @@ def check(context: int) -> Any:
         import transformers
     except ImportError as error:
         raise ConfigError(
-            f"--beside-transformers needs Hugging Face Transformers ({error}); pip install transformers"
+            f"this needs Hugging Face Transformers ({error}); pip install transformers"
         ) from None
     if not hasattr(transformers, "DeepseekV4ForCausalLM"):
         raise ConfigError(
@@ -32,13 +41,13 @@ def check(context: int) -> Any:
         )
     if context > MAX_CONTEXT:
         raise ConfigError(
-            f"context {context} with --beside-transformers: theirs keeps every attention score of a prompt; "
+            f"context {context}: Transformers keeps every attention score of a prompt; "
             f"use at most {MAX_CONTEXT}"
         )
     return transformers
 
 
-def check_fits(config: ModelConfig, free: int) -> None:
+def check_theirs(config: ModelConfig, free: int) -> None:
     """Their weights take two bytes each."""
     need = 2 * sum(math.prod(param.shape) for param in declare(config, 0))
     if need > free:
@@ -85,3 +94,36 @@ def measure(config: ModelConfig, context: int, batch: int, device: torch.device)
         **{"steps": STEPS, "ms_per_token": round(median, 4)},
         "tokens_per_second": round(batch * 1e3 / median, 2),
     }
+
+
+def ours(subject: Subject, wanted: Wanted, device: torch.device) -> dict[str, Any]:
+    layout = wanted.layout(subject.config)
+    check_kernels(subject.config, device, layout.max_context)
+    check_fits(subject, other_bytes(layout, (wanted.rows,)), torch.cuda.mem_get_info(device)[0])
+    with torch.inference_mode():
+        ceiling = measure_read(device)
+        bundle = subject.bundle(device)
+        timing = Session(bundle, wanted, device).time()
+        reads = Reads.of(bundle.weights.tensors, subject.config.num_layers)
+    return {**subject.facts(), **figures(timing, wanted, layout, reads, ceiling)}
+
+
+def main() -> None:
+    parser = arguments.parser(__doc__)
+    parser.add_argument("name", help="flash, pro or tiny: random weights of these sizes")
+    parser.set_defaults(layers=LAYERS)
+    given = parser.parse_args()
+    given.experts = given.experts or min(EXPERTS, preset(given.name).num_experts)
+    check(given.context)
+    subject, device = arguments.subject_of(given, given.name), gpu()
+    wanted = Wanted(given.context, given.batch[0], given.steps)
+    line = ours(subject, wanted, device)
+    release()
+    check_theirs(subject.config, torch.cuda.mem_get_info(device)[0])
+    theirs = measure(subject.config, given.context, wanted.batch, device)
+    times = round(theirs["ms_per_token"] / line["ms_per_token"], 2)
+    arguments.finish({"bench": "beside", **line, "transformers": theirs, "times_as_fast": times})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
 """The exchange of two ranks, small and without Triton, to be run under compute-sanitizer:
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m tests.bench.exchange_checked
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m bench.exchange_checked
 
 Without torch's cache every tensor is an allocation of its own, so a byte too far is found. A tool may run one
 kernel at a time, and ranks wait for each other. So there are three parts. *One by one*: the host plays the

@@ -1,6 +1,6 @@
 """Speed of the quantisers of prompts beside the memory ceiling; of norm and quantiser beside the norm alone.
 
-    python tests/bench/quantisers.py --rows 8192        # Flash's widths, on a GPU
+    python -m bench.quantisers --rows 8192        # Flash's widths, on a GPU
 
 Bytes are those that must move: rows read once, what is made of them written once. The ceiling is a copy of 1
 GiB, bytes read plus written, in the same run, by torch or by the quantiser's own kernel without rounding, the
@@ -10,15 +10,11 @@ faster. Inputs change from launch to launch: no cache holds them.
 import argparse
 import json
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from dsv4.kernels.common import quantize
 from dsv4.kernels.prefill import rows

@@ -1,6 +1,6 @@
 """The server's overhead: what passes outside the engine, over kept-alive connections, 200-token prompts.
 
-    PYTHONPATH=. python tests/bench/serve_latency.py [--streams 16] [--seconds 10]
+    python -m bench.serve_latency [--streams 16] [--seconds 10]
 
 The engine's process is replaced by one that computes nothing and gives each sequence a token every 4 ms. Its
 token's text is the time it was made. Three clocks are read, all the same one (CLOCK_MONOTONIC):

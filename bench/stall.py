@@ -1,7 +1,7 @@
 """Streams beside arriving prompts: time between tokens, and how fast the prompts are read meanwhile.
 
-    PYTHONPATH=. python tests/bench/stall.py                                       # the embedded model, CPU
-    PYTHONPATH=. python tests/bench/stall.py --synthetic flash --experts 192       # V4-Flash's sizes, GPU
+    python -m bench.stall                                       # the embedded model, CPU
+    python -m bench.stall --synthetic flash --experts 192       # V4-Flash's sizes, GPU
 
 Through `Engine.step`. Streams generate for as long as it takes; a prompt arrives, and as soon as it has its
 first token, the next. The first ones are not counted: the engine learns its pace from them. The last line is
