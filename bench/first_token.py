@@ -27,7 +27,7 @@ from dsv4 import Engine, EngineConfig, SamplingParams
 from dsv4.config import ModelConfig
 from dsv4.lab.bench.engine import around
 from dsv4.lab.bench.subject import synthetic
-from dsv4.lab.plot import INK, PALE, blank, check, save, strip
+from dsv4.lab.draw import INK, PALE, blank, check, save, strip
 from dsv4.model.bundle import Bundle
 
 # With weights unpacked to BF16 for every step, 15 November 2026.

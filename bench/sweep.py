@@ -20,7 +20,7 @@ from dsv4.errors import ConfigError
 from dsv4.lab.bench.ceiling import gpu, measure_read
 from dsv4.lab.bench.decode import Session, Wanted, figures, release
 from dsv4.lab.bench.subject import Reads, check_fits, check_kernels, other_bytes
-from dsv4.lab.plot import INK, PALE, blank, check, save, strip
+from dsv4.lab.draw import INK, PALE, blank, check, save, strip
 from dsv4.model.buffers import ROWS
 from dsv4.model.bundle import Bundle
 

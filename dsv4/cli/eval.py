@@ -50,10 +50,10 @@ def eval(
 
     Answers are greedy. Ctrl-C ends early and shows the figures of what is done.
     """
+    from dsv4.lab.draw import check, draw_recall
     from dsv4.lab.evalset import SUITES, choose, read_set
     from dsv4.lab.evaluate import evaluate, figures, settings, write_answers
     from dsv4.lab.files import check_writable
-    from dsv4.lab.plot import check, draw_recall
 
     if suite not in (*SUITES, "all"):
         raise ConfigError(f"suite is {suite!r}, expected one of {', '.join((*SUITES, 'all'))}")
