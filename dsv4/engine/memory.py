@@ -7,17 +7,24 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from dsv4.cache.layout import CacheLayout
-from dsv4.config import ModelConfig
-from dsv4.engine.workspace import Workspace
+from dsv4.config import LayerSpec, ModelConfig
 from dsv4.model.buffers import buffer_bytes, inbox_bytes
-from dsv4.model.params import Param, declare
+from dsv4.model.params import Param, declare, num_parts
 from dsv4.model.step import prompt_sizes
+from dsv4.ops._exact import padded
+from dsv4.ops.attend.ref import BLOCK, MASKS, raw_columns
+from dsv4.ops.experts.ref import FEW
 from dsv4.ops.sample.ref import HISTORY
 
 # Compiled kernels and graphs, and what the allocator rounds up or keeps between two sizes.
 RESERVED = 1 << 30
 # What a prompt's step takes, beside what was counted: small results, and rounding.
 MARGIN = 1.15
+# On a CPU: bytes of a logit while a token is drawn and its alternatives are listed (ops/sample/ref.py); of
+# a value of a weight that is decoded, itself and in the order that products read it.
+SAMPLED, DECODED = 117, 8
+# Rows of a prompt's logits that are made at a time: a long one's would take a gigabyte.
+SCORED_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -104,9 +111,52 @@ def reference_memory(
         tables=table_bytes(layout),
         copies=0,
         buffers=0,
-        workspace=Workspace.of(layout, chunk, decoded, ranks=ranks, drafts=drafts).num_bytes,
+        workspace=reference_workspace(layout, chunk, decoded, ranks, drafts),
         reserved=0,
     )
+
+
+def reference_workspace(
+    layout: CacheLayout, chunk: int, decoded: int, ranks: int = 1, drafts: int = 0
+) -> int:
+    """Bound what a step of the reference takes and gives back: what is alive all the time, and the stage that
+    takes most. Never below, mostly within 40 % (tests/engine/test_memory.py)."""
+    c, size, slots, context = layout.config, layout.rope_itemsize, layout.num_slots, layout.max_context
+    least = slots * (1 + drafts)
+    tokens = max(least, min(chunk, slots * context))
+    d, n, heads, wide = c.hidden_size, c.num_streams, c.num_heads // ranks, c.index_heads * c.index_dim
+    queries, sums, run = heads * c.head_dim, 4 * d * num_parts(c) // ranks, min(tokens, BLOCK)
+    # Compressed entries that a query sees, by kind of layer; those it attends to, and these with its window.
+    seen = {layer.kind: context // layer.ratio for layer in c.layers if layer.ratio}
+    selects = seen.get("csa", 0) > c.index_topk
+    listed = max([0, *(min(count, c.index_topk) if kind == "csa" else count for kind, count in seen.items())])
+    columns = raw_columns(min(c.window, context)) + padded(listed)
+    keys = padded(seen.get("csa", 0))
+    choices = tokens * c.experts_per_token
+    rows = choices + (FEW - 1) * min(choices, c.num_experts)  # each expert multiplies a few rows at least
+    mixing = 4 * tokens * d * n * (n + 2)
+    pooling = max([0, *(_pooled_bytes(layout, layer, tokens) for layer in c.layers if layer.ratio)])
+    # The indexer's queries, and of a run of them the scores of all keys by head.
+    scores = tokens * 32 * wide + keys * (8 * c.index_dim + run * (12 * c.index_heads + 8) + 16)
+    # Queries and results; of a run its keys, which each query has of its own where they are selected.
+    attention = 16 * tokens * queries
+    attention += columns * (12 * run * heads + 12 * c.head_dim * (run if selects else 1))
+    experts = rows * (2 * sums + 8 * d + 24 * c.expert_width // ranks) + 2 * tokens * sums
+    stages = (mixing, size * tokens * queries + max(pooling, selects * scores), attention, experts)
+    streams = size * tokens * d * n
+    alive = tokens * (size * d + 24 * listed + 16 * n * n + 12 * c.rope_dim + 256)
+    alive += streams * (2 if drafts else 1)
+    logits = streams + SAMPLED * max(least, min(tokens, SCORED_ROWS)) * c.vocab_size // ranks
+    masks = 4 * MASKS * run * columns  # kept for other layers and sequences
+    return max(alive + max(stages), logits) + DECODED * decoded + masks
+
+
+def _pooled_bytes(layout: CacheLayout, layer: LayerSpec, tokens: int) -> int:
+    """Values and scores of the step's tokens, and of all rows of the blocks that they close."""
+    both = 2 if layer.kind == "csa" else 1  # blocks that overlap, and twice the channels
+    row = 4 * both * layout.config.head_dim
+    closed = min(tokens, tokens // layer.ratio + layout.num_slots)
+    return 2 * row * tokens + (4 * row + 64) * closed * layer.ratio * both
 
 
 def largest_linear(params: Iterable[Param]) -> int:
