@@ -14,7 +14,7 @@ from dsv4.kernels.common.tiles import Bank, Tiled, empty, put, tile
 from dsv4.kernels.prefill import product as prompts
 from dsv4.lab.bench.decode import fill_rows
 from dsv4.lab.bench.subject import DTYPE, cache_layout, needed_bytes
-from dsv4.lab.synthetic import format_of
+from dsv4.lab.styles import format_of
 from dsv4.model.params import Param, declare
 from dsv4.ops import IMPLEMENTATIONS
 from dsv4.ops.sample.ref import pack

@@ -21,7 +21,7 @@ from dsv4.engine.engine import Engine
 from dsv4.engine.graphs import Graphs
 from dsv4.engine.request import SamplingParams
 from dsv4.engine.spill import Split
-from dsv4.kernels.common.places import Form
+from dsv4.kernels.common.shapes import Form
 from dsv4.lab.bench.engine import around
 from dsv4.lab.bench.subject import Subject
 from dsv4.lab.synthetic import with_experts

@@ -14,6 +14,7 @@ import torch
 
 from bench import arguments
 from bench.echo import Echo, echo_peers
+from bench.links import LINKS
 from dsv4.cli.bench_show import show_rows, title_of
 from dsv4.cli.show import size
 from dsv4.kernels.common import build
@@ -23,13 +24,12 @@ from dsv4.kernels.decode.exchange import Peers, inbox_places
 from dsv4.lab.bench.ceiling import gpu
 from dsv4.lab.bench.decode import Session, Timing, Wanted, release
 from dsv4.lab.bench.subject import Subject, check_fits, check_kernels, other_bytes
-from dsv4.lab.links import LINKS, num_all_reduces
+from dsv4.lab.records import ALL_REDUCE_US, num_all_reduces
 from dsv4.model.bundle import Bundle
 from dsv4.parallel.mesh import Mesh
 
 CHAIN = 50  # exchanges of a graph
 
-EACH_US = 5.0  # of an all-reduce, where nothing is published for the number of GPUs and bytes at hand
 # Every all-reduce is added whole: to the step with this rank's part in them, and to the step without.
 ADDED = (
     "the measured step, which has this rank's pushes and its waits answered by its own memory, and beside it "
@@ -83,10 +83,11 @@ def predictions(subject: Subject, wanted: Wanted, ms: float, ms_without: float) 
     published = LINKS["H200"].all_reduce_us(subject.ranks, vector)
     count = num_all_reduces(subject.config, subject.ranks)
     return {
-        **{"all_reduces": count, "all_reduce_us": EACH_US, "ms_added": round(count * EACH_US / 1e3, 4)},
-        "predicted_tokens_per_second": round(predicted(subject, wanted, ms, EACH_US), 1),
+        **{"all_reduces": count, "all_reduce_us": ALL_REDUCE_US},
+        "ms_added": round(count * ALL_REDUCE_US / 1e3, 4),
+        "predicted_tokens_per_second": round(predicted(subject, wanted, ms, ALL_REDUCE_US), 1),
         "ms_without_all_reduces": round(ms_without, 4),
-        "predicted_counted_once": round(predicted(subject, wanted, ms_without, EACH_US), 1),
+        "predicted_counted_once": round(predicted(subject, wanted, ms_without, ALL_REDUCE_US), 1),
         **{"published_all_reduce_us": round(published, 2), "published_source": LINKS["H200"].source},
         "ms_added_at_published": round(count * published / 1e3, 4),
         "predicted_at_published": round(predicted(subject, wanted, ms, published), 1),

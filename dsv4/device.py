@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from dsv4.errors import DeviceError
+
+# Importing torch takes a second, which `dsv4 info --brief` and `dsv4 plan` should not wait.
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -24,9 +27,11 @@ class Device:
 
     @classmethod
     def choose(cls, wanted: str) -> "Device":
+        import torch
+
         why_cpu = {"cpu": "asked for", "auto": _why_cpu()}.get(wanted)
         if why_cpu is not None:
-            return cls("cpu", "cpu", _cpu_name(), available_memory(), why_cpu)
+            return cls("cpu", "cpu", cpu_name(), available_memory(), why_cpu)
         why = "the kernels run on it" if wanted == "auto" else "asked for"
         wanted = "cuda" if wanted == "auto" else wanted
         if not (wanted == "cuda" or wanted.startswith("cuda:")):
@@ -48,6 +53,8 @@ OLDEST = (9, 0)
 
 def _why_cpu() -> str | None:
     """Why `auto` does not take a GPU, None where it does."""
+    import torch
+
     if not torch.cuda.is_available():
         return "no CUDA GPU is visible"
     found = torch.cuda.get_device_capability(0)
@@ -61,7 +68,7 @@ def too_old(found: tuple[int, int]) -> str:
     return f"has compute capability {found[0]}.{found[1]}, the kernels need {need}"
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -69,6 +76,13 @@ def _cpu_name() -> str:
     except OSError:
         pass  # not Linux: the platform module's name is all there is
     return platform.processor() or platform.machine()
+
+
+def gpu_names() -> list[str]:
+    """As NVIDIA's driver has them, without asking torch."""
+    files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    lines = [line for file in files for line in file.read_text().splitlines()]
+    return [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
 
 
 def driver() -> str:
@@ -81,9 +95,11 @@ def driver() -> str:
     return f"driver {versions[0]}" if versions else "driver unknown"
 
 
-def machine_id(device: torch.device) -> str:
+def machine_id(device: "torch.device") -> str:
     """All that a library may choose its algorithms by; a CPU's name alone says little."""
     if device.type == "cuda":
+        import torch
+
         return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
     wanted = ("vendor_id", "cpu family", "model", "stepping", "cache size", "flags", "Features")
     try:
@@ -91,7 +107,7 @@ def machine_id(device: torch.device) -> str:
     except OSError:
         lines = []  # not Linux: the platform module's name is all there is
     facts = [line for line in lines if line.split("\t")[0].split(":")[0].strip() in wanted]
-    return "\n".join([platform.machine(), _cpu_name(), str(os.cpu_count()), *facts])
+    return "\n".join([platform.machine(), cpu_name(), str(os.cpu_count()), *facts])
 
 
 def available_memory() -> int:
@@ -116,6 +132,8 @@ def usable_cores() -> int:
 def one_thread() -> Iterator[None]:
     """Each of torch's functions runs in the calling thread: blocks of rows are decoded before a second one
     has woken up (measured: docs/log.md), and threads of our own would wait for each other's."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -202,7 +202,7 @@ def take_inventory(entries: Mapping[str, Entry], config: ModelConfig) -> Invento
         notes.append(f"draft blocks: {num_mtp} in the weights, {config.num_mtp_layers} in config.json")
 
     used: set[str] = set()
-    finder = _Finder(entries, used, config.num_experts)
+    finder = Finder(entries, used, config.num_experts)
     sources, missing = [], []
     for param in each_declared(config, num_mtp):
         source = finder.find(param)
@@ -234,7 +234,7 @@ def _stored_name(param: Param, family: str) -> str:
     return f"{name}.weight" if has_weight_suffix(param.name) else name
 
 
-class _Finder:
+class Finder:
     def __init__(self, entries: Mapping[str, Entry], used: set[str], num_experts: int) -> None:
         self.entries, self.used, self.num_experts = entries, used, num_experts
 

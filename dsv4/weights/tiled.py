@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from dsv4.errors import CheckpointError
-from dsv4.kernels.common.places import Form, Placement
-from dsv4.kernels.common.tiles import Bank, Tiled, empty, put, tile, tile_bytes
+from dsv4.kernels.common.places import Placement
+from dsv4.kernels.common.shapes import Form
+from dsv4.kernels.common.tiles import Bank, Tiled, empty, put, tile
 from dsv4.model.bundle import Weights
 from dsv4.quant.codec import decode
 from dsv4.quant.formats import Format, QuantTensor
@@ -18,11 +19,11 @@ from dsv4.weights.load import (
     Progress,
     check_finite,
     check_scales,
-    held_bytes,
     load_one,
     move,
     recode,
 )
+from dsv4.weights.sizes import tiled_format, tiled_source_bytes
 
 _EXPERT = re.compile(r"(.*\.(?:shared_experts|experts))(?:\.(\d+))?\.(w[123])")
 # As halves of a pair, and the down projection.
@@ -85,13 +86,6 @@ def tiled_bytes(checkpoint: Checkpoint) -> int:
     )
 
 
-def tiled_source_bytes(source: Source) -> int:
-    shape, kind = source.param.shape, source.param.kind
-    if kind in ("plain", "table") or source.param.name == "embed":
-        return held_bytes(source, dense=False)
-    return tile_bytes(tiled_format(source), (shape[0], shape[1]))
-
-
 def expert_bytes(checkpoint: Checkpoint) -> int:
     """Of `tiled_bytes` what the layers' routed experts take."""
     return sum(tiled_source_bytes(s) for s in checkpoint.inventory.sources if _is_routed(s))
@@ -130,20 +124,6 @@ def _formats(checkpoint: Checkpoint, of: str) -> tuple[dict[Format, str], list[s
             names[source.param.name.rsplit(".", 2)[0]] = None
             formats.setdefault(tiled_format(source), source.param.name)
     return formats, list(names)
-
-
-def tiled_format(source: Source) -> Format:
-    """F32 linears are refused where their values do not fit BF16, so they are held in that."""
-    assert source.format is not None
-    if source.format is Format.F32 or (
-        source.param.kind == "grouped" and not _is_power_of_two_scaled(source)
-    ):
-        return Format.BF16
-    return source.format
-
-
-def _is_power_of_two_scaled(source: Source) -> bool:
-    return source.format is not Format.FP8 or source.scale is None or source.scale.dtype == "F8_E8M0"
 
 
 def _stored(held: QuantTensor, source: Source) -> QuantTensor:

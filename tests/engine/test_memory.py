@@ -1,5 +1,6 @@
 """What a step takes on a CPU lies below its bound, and not far: memory that no step uses is not asked for."""
 
+import itertools
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +13,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dsv4 import Engine, EngineConfig, SamplingParams
+from dsv4.cache.layout import CacheLayout
 from dsv4.config import ModelConfig, preset
+from dsv4.engine import memory
 from dsv4.engine.memory import SAMPLED, largest_linear, reference_workspace
 from dsv4.engine.settings import cache_layout
-from dsv4.model.step import Span, Step
-from dsv4.ops.sample.ref import choose, pack, pack_penalties
+from dsv4.model.buffers import graph_rows
+from dsv4.model.params import num_parts
+from dsv4.model.step import SIZES, Span, Step, prompt_sizes
+from dsv4.ops._exact import padded
+from dsv4.ops.attend import ref as attend
+from dsv4.ops.experts import ref as experts
+from dsv4.ops.sample.ref import HISTORY, choose, pack, pack_penalties
+from dsv4.quant.formats import Format
 from dsv4.weights.load import Checkpoint
 from tests.support.checkpoints import SMALL, write_model
 from tests.support.feeding import cache_of, claim
@@ -154,3 +163,27 @@ def test_requests_of_all_kinds_stay_below(tmp_path: Path) -> None:
         with Peak() as step:
             engine.generate(prompts, params)
     assert 1 < bound(engine, tmp_path / "model") / step.peak < 1.7
+
+
+def test_what_is_said_of_the_ops_is_so() -> None:
+    assert (memory.RUN, memory.MASKS, memory.FEW) == (attend.BLOCK, attend.MASKS, experts.FEW)
+    assert (HISTORY, SIZES[-1]) == (memory.HISTORY, memory.RECORDED)
+    assert max(prompt_sizes(4096, spills=True)) == memory.RECORDED_SPILLED
+    counts = (0, 1, 64, 256, 257, 600)
+    assert [memory._padded(n) for n in counts] == [padded(n) for n in counts]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("model", ["flash", "pro", "tiny"])
+def test_a_plan_is_never_below_what_an_engine_counts(model: str, ranks: int) -> None:
+    """At every context and batch, and hardly above."""
+    c = preset(model)
+    ranks = min(ranks, num_parts(c))
+    for context, batch in itertools.product((4096, 32768, c.max_positions), (1, 3, 8, 64)):
+        layout = CacheLayout(c, Format.KV8, Format.MXFP4, 2, context, batch, c.num_mtp_layers, 64)
+        for spills, whole in ((False, False), (False, True), (True, False)):
+            plan = memory.planned_memory(0, layout, 4096, False, spills, ranks).total
+            kinds = {"spills": spills, "ranks": ranks, "whole_experts": whole}
+            rows = graph_rows(batch)
+            engine = memory.gpu_memory(0, layout, torch.bfloat16, rows, 4096, **kinds).total
+            assert engine <= plan < engine + (150 << 20), (context, batch, engine, plan)

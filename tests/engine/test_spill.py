@@ -22,7 +22,7 @@ from dsv4.engine.spill import (
     place_experts,
 )
 from dsv4.errors import ConfigError
-from dsv4.kernels.common.places import Form
+from dsv4.kernels.common.shapes import Form
 from dsv4.kernels.common.tiles import Bank
 from dsv4.models import embedded
 from dsv4.quant.formats import Format

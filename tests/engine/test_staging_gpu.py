@@ -13,7 +13,8 @@ from dsv4.cache.layout import CacheLayout
 from dsv4.cache.store import Cache
 from dsv4.config import ModelConfig, preset
 from dsv4.engine.spill import Split, make_placement
-from dsv4.kernels.common.places import Form, Placement
+from dsv4.kernels.common.places import Placement
+from dsv4.kernels.common.shapes import Form
 from dsv4.kernels.common.staging import READ_IN_PLACE, Staging, StreamLanes
 from dsv4.lab.synthetic import make_weights
 from dsv4.model.bundle import Bundle, Numerics

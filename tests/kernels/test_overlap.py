@@ -22,7 +22,8 @@ from dsv4.config import Activations, preset
 from dsv4.engine.spill import Split, make_placement
 from dsv4.kernels.common import build, quantize
 from dsv4.kernels.common.overlap import Launch, Launcher, check
-from dsv4.kernels.common.places import Form, Placement
+from dsv4.kernels.common.places import Placement
+from dsv4.kernels.common.shapes import Form
 from dsv4.kernels.decode import (
     attend,
     attention,

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.kernels.common.places import Form, Placement, Slots, place
+from dsv4.kernels.common.places import Placement, Slots, place, views
+from dsv4.kernels.common.shapes import Form
 from dsv4.kernels.common.tiles import Bank, Tiled, empty, put
 from dsv4.kernels.decode.matvec import MatVec, Product, Tasks
 from dsv4.kernels.prefill.unpack import unpack
@@ -92,10 +93,10 @@ def test_slots_do_not_overlap() -> None:
     begins = sorted(slots[i].data_ptr() for i in range(len(slots)))
     assert all(b - a >= form.num_bytes for a, b in pairwise(begins))
     assert [slots.is_resident(i) for i in range(7)] == [True] * 3 + [False] * 4
-    views = [view for i in range(len(slots)) for view in form.views(slots[i])]
-    for number, view in enumerate(views):
-        view.fill_(number)
-    assert all(bool((view == number).all()) for number, view in enumerate(views))
+    parts = [part for i in range(len(slots)) for part in views(form, slots[i])]
+    for number, part in enumerate(parts):
+        part.fill_(number)
+    assert all(bool((part == number).all()) for number, part in enumerate(parts))
 
 
 def test_a_moved_expert_is_found_when_published() -> None:

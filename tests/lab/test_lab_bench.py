@@ -34,9 +34,8 @@ from dsv4.lab.bench.subject import (
     synthetic,
     synthetic_bytes,
 )
-from dsv4.lab.gpus import parse
-from dsv4.lab.plan import Demand, Plan, describe
-from dsv4.lab.plan import Wanted as Planned
+from dsv4.lab.inspect import active_share
+from dsv4.lab.plan import describe
 from dsv4.lab.synthetic import make_weights, with_experts
 from dsv4.model.buffers import Buffers
 from dsv4.model.decode import Decoder
@@ -144,15 +143,18 @@ def meta_weights(config: ModelConfig, layout: str, monkeypatch: pytest.MonkeyPat
 
 def test_bytes_read_are_those_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for block scales, which tiles of FP8 repeat for every 16 rows, and norms kept in float32."""
-    config, inventory = describe("flash", "modelopt")[1:]
-    plan = Plan.make(Demand.of(config, inventory), parse("8xB200"), Planned(4096, 1, 1, 1))
-    demand = plan.demand
-    of_experts = demand.read_stored.experts * config.experts_per_token / config.num_experts
-    want = of_experts + demand.read_stored.split + demand.read_stored.copied
+    demand = describe("flash", "modelopt")
+    config, kinds = (
+        demand.config,
+        [(s, n) for s, n in demand.kinds if active_share(s.param.component, demand.config)],
+    )
+    experts = sum(s.num_bytes * n for s, n in kinds if s.param.expert is not None)
+    others = sum(s.num_bytes * n for s, n in kinds if s.param.expert is None)
+    want = experts * config.experts_per_token / config.num_experts + others
     config = replace(config, num_mtp_layers=0)
     reads = Reads.of(meta_weights(config, "modelopt", monkeypatch).tensors, config.num_layers)
     assert reads.step([config.experts_per_token] * config.num_layers) == pytest.approx(want, rel=3e-3)
-    assert sum(reads.per_expert) * config.num_experts == pytest.approx(demand.read_stored.experts, rel=1e-5)
+    assert sum(reads.per_expert) * config.num_experts == pytest.approx(experts, rel=1e-5)
     # Fewer resident experts make the model smaller, not the step; the gate apart.
     fewer = with_experts(config, 16)
     small = Reads.of(meta_weights(fewer, "modelopt", monkeypatch).tensors, config.num_layers)

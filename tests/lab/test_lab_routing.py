@@ -11,7 +11,7 @@ from dsv4.config import preset
 from dsv4.engine.frequency import write_counts
 from dsv4.engine.spill import Split, make_placement
 from dsv4.errors import ConfigError
-from dsv4.kernels.common.places import Form
+from dsv4.kernels.common.shapes import Form
 from dsv4.kernels.common.tiles import Bank
 from dsv4.lab.bench.decode import Timing, spill_figures
 from dsv4.lab.bench.prefill import spill_figures as prompt_figures

@@ -21,7 +21,8 @@ from dsv4.config import Activations, ModelConfig
 from dsv4.engine.spill import Split, make_placement
 from dsv4.kernels.common import architectures, quantize
 from dsv4.kernels.common.overlap import Launch, Names, Touches, tensors_of
-from dsv4.kernels.common.places import Form, Placement
+from dsv4.kernels.common.places import Placement
+from dsv4.kernels.common.shapes import Form
 from dsv4.kernels.decode import attention, choose, exchange, index, matvec, mhc, sample
 from dsv4.kernels.decode.exchange import Peers, inbox_places
 from dsv4.lab.bench.decode import Wanted, fill

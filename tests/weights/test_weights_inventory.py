@@ -11,7 +11,7 @@ from checkpoints import SMALL
 
 from dsv4.config import LayerSpec, ModelConfig, preset
 from dsv4.errors import CheckpointError
-from dsv4.lab.init import STYLES, _declared
+from dsv4.lab.styles import STYLES, stored_tensors
 from dsv4.model import params
 from dsv4.model.params import Param, declare
 from dsv4.quant.formats import Format
@@ -28,7 +28,7 @@ def entries_of(tensors: Iterable[Declared]) -> dict[str, Entry]:
 
 
 def headers(config: ModelConfig, style: str, num_mtp: int = 1) -> dict[str, Entry]:
-    return entries_of(t for p in declare(config, num_mtp) for t in _declared(p, STYLES[style]))
+    return entries_of(t for p in declare(config, num_mtp) for t in stored_tensors(p, STYLES[style]))
 
 
 TOTALS = [

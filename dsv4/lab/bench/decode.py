@@ -9,7 +9,7 @@ import torch
 from dsv4.cache.layout import CacheLayout
 from dsv4.cache.store import Cache
 from dsv4.config import ModelConfig
-from dsv4.engine.settings import GPU_CHUNK
+from dsv4.engine.memory import GPU_CHUNK
 from dsv4.engine.spill import Split
 from dsv4.errors import ConfigError, DeviceError
 from dsv4.kernels.decode.exchange import Peers

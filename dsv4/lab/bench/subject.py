@@ -16,13 +16,15 @@ from dsv4.engine.sizes import problems
 from dsv4.engine.spill import Split, check_host, choose_resident, find_split, make_placement
 from dsv4.errors import ConfigError
 from dsv4.kernels.common.architectures import capability
-from dsv4.kernels.common.places import Form, place
-from dsv4.kernels.common.tiles import ROWS, SLICE, Bank, Tiled, tile_bytes
+from dsv4.kernels.common.places import place
+from dsv4.kernels.common.shapes import ROWS, SLICE, Form, tile_bytes
+from dsv4.kernels.common.tiles import Bank, Tiled
 from dsv4.lab.plan import largest
 from dsv4.lab.records import published
 from dsv4.lab.routing import apply as follow
 from dsv4.lab.routing import shares
-from dsv4.lab.synthetic import LAYOUTS, format_of, layout_of, make_weights, with_experts
+from dsv4.lab.styles import LAYOUTS, format_of, layout_of
+from dsv4.lab.synthetic import make_weights, with_experts
 from dsv4.model.bundle import Bundle, Numerics, Weights
 from dsv4.model.params import Param, check_ranks, declare, own_experts
 from dsv4.ops import IMPLEMENTATIONS, Ops
@@ -192,7 +194,7 @@ def of_folder(folder: Path) -> Subject:
     return Subject(
         title=folder.resolve().name,
         config=c,
-        layout=layout_of(checkpoint.inventory),
+        layout=layout_of((source, 1) for source in checkpoint.inventory.sources),
         weight_bytes=tiled_bytes(checkpoint),
         whole_layers=c.num_layers,
         checkpoint=checkpoint,
@@ -251,7 +253,7 @@ def other_bytes(layout: CacheLayout, rows: Sequence[int] = (), chunk: int = 0, s
         dtype=DTYPE,
         graph_rows=rows,
         chunk=chunk,
-        unpacks=unpacks_weights(DTYPE, found),
+        unpacks=unpacks_weights(DTYPE.itemsize, found),
         spills=spills,
     ).total
 

@@ -8,7 +8,7 @@ import torch
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.engine import proof
 from dsv4.engine.engine import Engine
-from dsv4.engine.settings import DEFAULT_CONTEXT
+from dsv4.engine.memory import DEFAULT_CONTEXT
 from dsv4.errors import CheckpointError, Dsv4Error
 from dsv4.lab.doctor.exact import examine_exact
 from dsv4.lab.doctor.findings import Finding, passed

@@ -1,9 +1,7 @@
-"""Several GPUs as data: published latencies of an all-reduce, and steps of one rank that were measured."""
+"""Published latencies of an all-reduce among several GPUs."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
-
-from dsv4.config import ModelConfig
 
 # All-reduces of a few kilobytes, in one kernel, by number of GPUs: (bytes, microseconds).
 # NVLink: eight H100; github.com/sgl-project/sglang pull 2904, its author's measurement, January 2025.
@@ -17,11 +15,6 @@ _NVLINK: dict[int, tuple[tuple[int, float], ...]] = {
 _PCIE: dict[int, tuple[tuple[int, float], ...]] = {
     4: ((4096, 4.0), (8192, 5.0), (16384, 7.2), (32768, 11.8), (131072, 44.5), (393216, 120.3)),
 }
-
-
-def num_all_reduces(config: ModelConfig, ranks: int) -> int:
-    """Of one step: after attention and after the experts of each layer, the embedding and the choice."""
-    return 2 * config.num_layers + 2 if ranks > 1 else 0
 
 
 @dataclass(frozen=True)
@@ -51,24 +44,6 @@ LINKS = {
     **{"H100": _HOPPER, "H200": _HOPPER, "B200": _BLACKWELL, "B300": _BLACKWELL},
     **{"RTX PRO 6000": _CARDS, "RTX 5090": _CARDS},
 }
-# Of the read bandwidth, what decoding one sequence reaches on one GPU: 213 tokens/s of 405 in theory, Flash
-# in ModelOpt's layout on an H200, 15 November 2026 (docs/kernels.md). Nothing was measured on other GPUs.
-SHARE, SHARE_SOURCE = 0.526, "as Flash was measured on one H200, 15 November 2026"
-# (GPU, published model, layout) -> number of ranks that share every layer -> ms of one rank's decode step,
-# one sequence at 4k, 64 experts held of Flash's and all of Pro's, its own memory in its peers' place
-# (docs/kernels.md, "One rank of several").
-_RANK_STEPS: dict[tuple[str, str, str], dict[int, float]] = {
-    ("H200", "flash", "nvfp4"): {2: 2.845, 4: 2.403, 8: 2.180},
-    ("H200", "pro", "nvfp4"): {8: 4.805},
-}
-RANK_STEPS_SOURCE = (
-    "measured on one H200 at 4k, its own memory in its peers' place, with 64 of Flash's or all of Pro's "
-    "experts, 16 and 18 November 2026"
-)
-
-
-def rank_step_ms(gpu: str, model: str, layout: str, ranks: int) -> float | None:
-    return _RANK_STEPS.get((gpu, model, layout), {}).get(ranks)
 
 
 def _between(points: tuple[tuple[int, float], ...], num_bytes: float) -> float:
