@@ -20,7 +20,7 @@ from dsv4.errors import ConfigError
 from dsv4.lab.bench.ceiling import gpu, measure_read
 from dsv4.lab.bench.decode import Session, Wanted, figures, release
 from dsv4.lab.bench.subject import Reads, Subject, check_fits, check_kernels, other_bytes
-from dsv4.model.params import declare
+from dsv4.model.params import each_kind
 
 LAYERS, EXPERTS = 4, 16  # of both models, unless asked for otherwise
 MAX_CONTEXT = 8192  # their eager attention keeps every score of a prompt
@@ -49,7 +49,7 @@ def check(context: int) -> Any:
 
 def check_theirs(config: ModelConfig, free: int) -> None:
     """Their weights take two bytes each."""
-    need = 2 * sum(math.prod(param.shape) for param in declare(config, 0))
+    need = 2 * sum(math.prod(param.shape) * count for param, count in each_kind(config, 0))
     if need > free:
         raise ConfigError(
             f"Transformers' model takes {need / 1e9:.1f} GB, but {free / 1e9:.1f} GB of GPU memory are free; "

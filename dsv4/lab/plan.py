@@ -15,6 +15,7 @@ from dsv4.engine.memory import (
     GPU_CHUNK,
     Memory,
     fits_dense,
+    largest_linear,
     planned_memory,
     reference_memory,
     unpacks_weights,
@@ -232,15 +233,9 @@ class Plan:
         """With every weight in the memory that computes."""
         if not self.machine.is_cpu:
             return self.on_gpu(spills=False)
-        linears = (s.param for s, _ in self.demand.kinds if s.param.kind in ("linear", "grouped"))
-        largest_linear = max(math.prod(p.shape) for p in linears if p.name != "embed")
-        return reference_memory(
-            weights=self.weight_bytes,
-            layout=self.layout,
-            chunk=self.chunk,
-            decoded=0 if self.is_dense else largest_linear // self.ranks,
-            ranks=self.ranks,
-        )
+        largest = largest_linear(source.param for source, _ in self.demand.kinds)
+        decoded = 0 if self.is_dense else largest // self.ranks
+        return reference_memory(self.weight_bytes, self.layout, self.chunk, decoded, ranks=self.ranks)
 
     @cached_property
     def spill(self) -> Split | None:

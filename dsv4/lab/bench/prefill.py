@@ -5,7 +5,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from dsv4.lab.bench.decode import fill
 from dsv4.lab.bench.subject import DTYPE, cache_layout, other_bytes
 from dsv4.model.bundle import Bundle
 from dsv4.model.model import Model
-from dsv4.model.params import declare
+from dsv4.model.params import each_kind
 from dsv4.model.step import Step
 
 
@@ -55,16 +55,14 @@ def flops(config: ModelConfig, start: int, tokens: int) -> float:
     """Multiplications and additions of a prompt's products: weights, scores and values; logits of one row."""
     c = config
     weights = 0.0
-    for param in declare(replace(c, num_experts=1), 0):
+    for param, count in each_kind(c, 0):
+        values = math.prod(param.shape) * count
         if param.name == "head":
-            weights += math.prod(param.shape) / tokens
-        elif param.kind in ("linear", "grouped") and param.name != "embed":
-            count = math.prod(param.shape)
-            # Declared with one expert: a gate has as many rows as experts, and a token meets several.
-            count *= c.num_experts if param.component == "gate" else 1
-            weights += count * (c.experts_per_token if param.expert is not None else 1)
-        elif param.name.endswith("_fn"):
-            weights += math.prod(param.shape)
+            weights += values / tokens
+        elif param.expert is not None:
+            weights += values * c.experts_per_token / c.num_experts
+        elif param.name.endswith("_fn") or (param.kind in ("linear", "grouped") and param.name != "embed"):
+            weights += values
     keys = scored = 0.0
     specs = Counter((layer.kind, layer.ratio) for layer in c.layers)
     for position in range(start, start + tokens):
