@@ -3,12 +3,15 @@
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dsv4.lab.bench.record import append, check_target, command, machine, run
+from dsv4.errors import Dsv4Error
+from dsv4.lab.bench.record import append, check_target, command, machine
+from dsv4.lab.bench.record import run as facts_of_run
 from dsv4.lab.bench.subject import Subject, synthetic
 
 
@@ -40,8 +43,16 @@ def finish(line: dict[str, Any], save: Path | None = None) -> dict[str, Any]:
     """Print the measurement with its machine, versions and command, and keep it where that was asked for."""
     made_by = command(f"python -m bench.{Path(sys.argv[0]).stem}", sys.argv[1:])
     device = torch.device("cuda", torch.cuda.current_device())
-    line = {**line, **machine(device), **run(made_by)}
+    line = {**line, **machine(device), **facts_of_run(made_by)}
     print(json.dumps(line))
     if save is not None:
         append(save, line)
     return line
+
+
+def run(main: Callable[[], None]) -> None:
+    """What a user can cause is one sentence."""
+    try:
+        main()
+    except Dsv4Error as error:
+        sys.exit(f"error: {error}")
