@@ -1,5 +1,5 @@
 # make demo: the engine at work on the embedded model.  make test: everything CI runs.
-# make test-slow: before a release, what takes minutes.  make test-gpu: what needs a GPU.
+# make test-slow: before a release, what takes minutes.  make test-gpu: what needs a GPU.  make size: lines per package.
 # All use the environment in .venv, made with pinned versions, for the demo the core alone; nothing else is needed.
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; do \
@@ -10,7 +10,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 JOBS ?= 2
 
-.PHONY: demo test tests test-slow test-gpu test-ray lint style types clean
+.PHONY: demo test tests test-slow test-gpu test-ray lint style types size clean
 
 demo: .venv/core
 	$(BIN)/dsv4 generate --chat --thinking --temperature 0 --stats "Tell me a short story about a rabbit."
@@ -43,6 +43,10 @@ style: .venv/dev
 
 types: .venv/dev
 	$(BIN)/mypy
+
+# Lines and bytes per package, and the change of lines since the last tag, or since another revision: SINCE=main.
+size:
+	@$(if $(PYTHON),$(PYTHON),python3) tests/size.py $(SINCE)
 
 .venv/pip:
 	@test -n "$(PYTHON)" || { echo "error: no Python from 3.11 to 3.14 was found on the PATH; name one: make PYTHON=..."; exit 1; }

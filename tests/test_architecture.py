@@ -24,8 +24,7 @@ LAYERS: list[set[str]] = [
     {"step"},
     {"weights"},
     {"engine", "hub"},
-    {"lab"},
-    {"serve"},
+    {"lab", "serve"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

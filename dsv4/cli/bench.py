@@ -1,4 +1,4 @@
-"""`dsv4 bench`: how fast a GPU decodes, reads prompts and runs single ops, beside what it could at best."""
+"""`dsv4 bench`: how fast a GPU decodes and reads prompts, beside what it could at best."""
 
 import sys
 import time
@@ -10,7 +10,7 @@ import typer
 
 from dsv4.cli import bench_load, bench_show
 from dsv4.cli.options import add_command, numbers, show_help
-from dsv4.cli.show import bytes_bar, count_bar, err, model_folder, out, print_json, size
+from dsv4.cli.show import bytes_bar, err, model_folder, print_json, size
 
 if TYPE_CHECKING:
     import torch
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 DECODE_EPILOG = """
 [bold]Examples[/]
   dsv4 bench decode --synthetic flash --experts 192 --layout nvfp4 --context 4096
-  dsv4 bench decode --synthetic flash --batch 8 --profile --save bench/results/h200.jsonl
+  dsv4 bench decode --synthetic flash --batch 8 --profile --save h200.jsonl
   dsv4 bench decode --synthetic flash --experts 256 --layout official --spill auto --routing uniform,zipf:1
-  dsv4 bench decode ./DeepSeek-V4-Flash --plot speed.png
+  dsv4 bench decode ./DeepSeek-V4-Flash --batch 1,8
 """
 
 PREFILL_EPILOG = """
@@ -33,21 +33,6 @@ PREFILL_EPILOG = """
   dsv4 bench prefill --synthetic flash --tokens 8192
   dsv4 bench prefill ./DeepSeek-V4-Flash --tokens 32768 --chunk 8192
   dsv4 bench prefill --synthetic flash --experts 256 --layout official --spill auto
-"""
-OPS_EPILOG = """
-[bold]Examples[/]
-  dsv4 bench ops
-  dsv4 bench ops --preset flash --op attention --op decode --tokens 8192
-"""
-
-PLOT_EPILOG = """
-[bold]Example[/]
-  dsv4 bench plot out.jsonl speed.png
-"""
-RANKS_EPILOG = """
-[bold]Examples[/]
-  dsv4 bench ranks flash --of 2 --layout nvfp4
-  dsv4 bench ranks pro --of 8 --experts 384 --layout nvfp4
 """
 
 Model = Annotated[Path | None, typer.Argument(help="model folder; default: the embedded model")]
@@ -96,15 +81,6 @@ def decode(
     profile: Annotated[
         bool, typer.Option("--profile", help="time per launch and layer kind, and gaps")
     ] = False,
-    plot: Annotated[
-        Path | None, typer.Option(help="draw speed over context (4k to 1M) and over batch (1 to 32)")
-    ] = None,
-    sweep: Annotated[
-        bool, typer.Option("--sweep", help="measure what --plot draws; dsv4 bench plot draws it elsewhere")
-    ] = False,
-    beside_transformers: Annotated[
-        bool, typer.Option("--beside-transformers", help="also Hugging Face's: random, same sizes, 4 layers")
-    ] = False,
     spill: Spill = "off",
     routing: Routing = None,
     bare: Annotated[bool, typer.Option("--bare", help="steps alone, nothing through the engine")] = False,
@@ -113,23 +89,12 @@ def decode(
 ) -> None:
     """Time decode steps, each one graph replay, then requests through the engine. Ends in one JSON line for
     each batch and routing."""
-    from dsv4.config import EngineConfig, preset
-    from dsv4.errors import ConfigError
-    from dsv4.lab import plot as plots
-    from dsv4.lab.bench import beside
+    from dsv4.config import EngineConfig
     from dsv4.lab.bench.decode import Wanted
     from dsv4.lab.bench.record import check_target
 
     batches, laws = numbers("batch", batch), [None] if routing is None else routing.split(",")
     runs = [(law, Wanted(context, number, steps, max_context)) for law in laws for number in batches]
-    if len(runs) > 1 and (sweep or plot is not None or beside_transformers):
-        raise ConfigError("--sweep, --plot and --beside-transformers go with one --batch and one --routing")
-    if beside_transformers:
-        if synthetic is None:
-            raise ConfigError("--beside-transformers compares random models; add --synthetic flash")
-        layers = beside.LAYERS if layers is None else layers
-        experts = min(beside.EXPERTS, preset(synthetic).num_experts) if experts is None else experts
-        beside.check(context)
     EngineConfig(spill=spill)  # refuses other words
     for law in reversed(laws):  # each is refused if it is none
         subject = _subject(model, synthetic, experts, layers, layout, law, activations)
@@ -137,14 +102,7 @@ def decode(
         wanted.layout(subject.config)  # refuses what the model's positions do not allow
     if save is not None:
         check_target(save, subject.is_whole)
-    if plot is not None:
-        plots.check(plot)
-    lines = _decode(subject, runs, profile, sweep or plot is not None, spill, bare)
-    if plot is not None:
-        _draw(lines[0], plot)
-    if beside_transformers:
-        lines[0] |= _beside(subject, runs[0][1], lines[0])
-    for line in lines:
+    for line in _decode(subject, runs, profile, spill, bare):
         finish(line, save)
 
 
@@ -165,19 +123,14 @@ def _subject(
 
 
 def _decode(
-    subject: "Subject",
-    runs: "list[tuple[str | None, Wanted]]",
-    profiled: bool,
-    swept: bool,
-    spill: str,
-    bare: bool,
+    subject: "Subject", runs: "list[tuple[str | None, Wanted]]", profiled: bool, spill: str, bare: bool
 ) -> list[dict[str, Any]]:
     """A line for each law of routing and what is wanted of it; the weights are made once."""
     import torch
 
-    from dsv4.lab.bench.ceiling import gpu, measure_host_read, measure_read
+    from dsv4.lab.bench.ceiling import gpu, measure_read
+    from dsv4.lab.bench.decode import divide
     from dsv4.lab.bench.engine import speeds
-    from dsv4.lab.bench.spilled import divide
     from dsv4.lab.bench.subject import check_kernels
 
     device = gpu()
@@ -188,20 +141,17 @@ def _decode(
     with torch.inference_mode():
         with err.status("measuring the read ceiling"):
             ceiling = measure_read(device)
-            host_rate = measure_host_read(device) if split is not None else 0.0
         began = time.perf_counter()
         bundle = _load(subject, device, split)
         made = {"load_seconds": round(time.perf_counter() - began, 1)}
         for routing, wanted in runs:
             if routing is not None and routing != subject.routing:
                 subject = subject.reroute(bundle.weights, split, routing)
-            line = _one(subject, bundle, wanted, split, (ceiling, host_rate), profiled, device) | made
+            line = _one(subject, bundle, wanted, split, ceiling, profiled, device) | made
             if not bare:
                 with err.status("decoding through the engine"):
                     line["engine"] = speeds(bundle, wanted, line["ms_per_token"])
                 bench_show.engine(line["engine"])
-            if swept:
-                line |= _sweep(bundle, wanted, ceiling, device)
             lines.append(line)
     return lines
 
@@ -211,14 +161,13 @@ def _one(
     bundle: "Bundle",
     wanted: "Wanted",
     split: "Split | None",
-    rates: tuple[float, float],
+    ceiling: float,
     profiled: bool,
     device: "torch.device",
 ) -> dict[str, Any]:
-    """Bare steps. `rates`: bytes per second that a kernel reads of GPU and of host memory at best."""
-    from dsv4.lab.bench.decode import Session, figures, release
+    """Bare steps. `ceiling`: bytes per second that a kernel reads of GPU memory at best."""
+    from dsv4.lab.bench.decode import Session, figures, release, spill_figures
     from dsv4.lab.bench.profile import profile
-    from dsv4.lab.bench.spilled import spill_figures
     from dsv4.lab.bench.subject import Reads
 
     release()
@@ -227,66 +176,15 @@ def _one(
     with err.status("decoding"):
         timing = session.time()
     reads, layout = Reads.of(bundle.weights.tensors, subject.config.num_layers), wanted.layout(subject.config)
-    line = {"bench": "decode", **subject.facts(), **figures(timing, wanted, layout, reads, rates[0])}
+    line = {"bench": "decode", **subject.facts(), **figures(timing, wanted, layout, reads, ceiling)}
     if split is not None:
-        line["spill"] = spill_figures(timing, reads, split, line["read_bytes"], rates)
+        line["spill"] = spill_figures(timing, reads, split)
     bench_show.decode(line)
     if profiled:
         found = profile(session)
         bench_show.profile(found)
         line["profile"] = found.as_dict()
     return {**line, **machine_of(device)}
-
-
-def _sweep(bundle: "Bundle", wanted: "Wanted", ceiling: float, device: "torch.device") -> dict[str, Any]:
-    from dsv4.lab.bench.sweep import points, series, sweep
-
-    lines: list[dict[str, Any]] = []
-    total = len(points(wanted, bundle.config.max_positions))
-    with count_bar("decoding") as update:
-        for one in sweep(bundle, wanted, ceiling, device):
-            lines.append(one)
-            update(len(lines), total)
-    bench_show.sweep(lines)
-    return series(lines, wanted)
-
-
-def _draw(line: dict[str, Any], path: Path) -> None:
-    from dsv4.lab.bench.plot import draw_speed
-
-    when = f"{line['device_name']}, {line['date'][:10]}; written above: share of the read ceiling"
-    title = f"Decoding {bench_show.title_of(line)}"
-    draw_speed(path, line["over_context"], line["over_batch"], title, when)
-
-
-def plot(
-    line: Annotated[Path, typer.Argument(help="file whose last line dsv4 bench decode --sweep printed")],
-    picture: Annotated[Path, typer.Argument(help="what to draw: .png, .svg or .pdf")],
-) -> None:
-    """Draw speed over context and over batch from a run on another machine."""
-    from dsv4.lab.bench.record import read_sweep
-
-    _draw(read_sweep(line), picture)
-
-
-def _beside(subject: "Subject", wanted: "Wanted", line: dict[str, Any]) -> dict[str, Any]:
-    """Theirs after ours, with nothing of ours left in the GPU's memory."""
-    import torch
-
-    from dsv4.lab.bench import beside
-    from dsv4.lab.bench.ceiling import gpu
-    from dsv4.lab.bench.decode import release
-
-    release()
-    device = gpu()
-    beside.check_fits(subject.config, torch.cuda.mem_get_info(device)[0])
-    with err.status("decoding with Transformers"):
-        theirs = beside.measure(subject.config, wanted.context, wanted.batch, device)
-    bench_show.beside(line, theirs)
-    return {
-        "transformers": theirs,
-        "times_as_fast": round(theirs["ms_per_token"] / line["ms_per_token"], 2),
-    }
 
 
 def prefill(
@@ -309,9 +207,8 @@ def prefill(
 
     from dsv4.config import EngineConfig
     from dsv4.lab.bench.ceiling import gpu, measure_matmul
-    from dsv4.lab.bench.prefill import Wanted, figures, measure
+    from dsv4.lab.bench.prefill import Wanted, figures, reader, spill_figures
     from dsv4.lab.bench.record import check_target
-    from dsv4.lab.bench.spilled import prompt_figures
     from dsv4.lab.bench.subject import check_fits, check_kernels
 
     wanted = Wanted(tokens, chunk, context, rounds)
@@ -331,91 +228,12 @@ def prefill(
             matmul = measure_matmul(device)
         bundle = _load(subject, device, split)
         with err.status("reading the prompt"):
-            times, resident = measure(bundle, wanted, device)
+            times = reader(bundle, wanted, device)()
     line = {"bench": "prefill", **subject.facts(), **figures(times, wanted, subject.config, matmul)}
     if split is not None:
-        line["spill"] = prompt_figures(split, line["ms"] / 1e3, resident, -(-tokens // chunk))
+        line["spill"] = spill_figures(split, line["ms"] / 1e3, -(-tokens // chunk))
     bench_show.prefill(line)
     finish({**line, **machine_of(device)}, save)
-
-
-def ops(
-    preset: Annotated[
-        list[str] | None, typer.Option(help="sizes of flash or pro; repeatable; default: both")
-    ] = None,
-    op: Annotated[
-        list[str] | None, typer.Option(help="only this op, or decode (a step's launches); repeatable")
-    ] = None,
-    tokens: Annotated[int, typer.Option(help="rows of each call")] = 512,
-    experts: Annotated[int, typer.Option(help="experts of a layer that are made")] = 16,
-    context: Annotated[int, typer.Option(help="tokens that queries look back on")] = 8192,
-    layout: Annotated[str, typer.Option(help="modelopt or nvfp4")] = "modelopt",
-    save: Save = None,
-) -> None:
-    """Time every op's backends that agree with the reference on a few rows; exit code 1 if one does not."""
-    import torch
-
-    from dsv4.lab.bench.ceiling import gpu, measure_matmul, measure_read
-    from dsv4.lab.bench.ops import PRESETS, Wished, check_memory, measure
-    from dsv4.lab.bench.record import check_target
-
-    wished = Wished(tuple(preset or PRESETS), tuple(op or ()), tokens, experts, context, layout)
-    if save is not None:
-        check_target(save, is_whole=True)
-    device = gpu()
-    check_memory(wished, torch.cuda.mem_get_info(device)[0])
-    results = []
-    with torch.inference_mode():
-        with err.status("measuring the ceilings"):
-            read, matmul = measure_read(device), measure_matmul(device)
-        out.print(f"ops: {tokens} rows, context {context:,}, {experts} experts, {layout}", style="bold")
-        out.print(f"{'model':6} {'op':24} {'backend':8} {'case':42} {'µs':>12} {'floor µs':>9} {'share':>6}")
-        for result in measure(wished, read, matmul, device):
-            results.append(result)
-            bench_show.op(result)
-    line = {
-        **{"bench": "ops", "models": list(wished.presets), "tokens": tokens, "experts": experts},
-        **{"context": context, "layout": layout, "ceiling_gb_per_second": round(read / 1e9, 1)},
-        "matmul_tflops": round(matmul / 1e12, 1),
-        "refused": sum(bool(result.refused) for result in results),
-        "results": [result.as_dict() for result in results],
-    }
-    finish({**line, **machine_of(device)}, save)
-    if line["refused"]:
-        raise typer.Exit(1)
-
-
-def ranks(
-    name: Annotated[str, typer.Argument(help="flash, pro or tiny: random weights of these sizes")],
-    of: Annotated[int, typer.Option(help="how many ranks there would be: 2, 4 or 8; 1: the whole model")],
-    experts: Annotated[
-        int | None, typer.Option(help="resident experts per layer; default: 192, or all if fewer")
-    ] = None,
-    layers: Annotated[int | None, typer.Option(help="the first N layers only")] = None,
-    layout: Annotated[str, typer.Option(help="modelopt, official or nvfp4")] = "modelopt",
-    context: Annotated[int, typer.Option(help="tokens before the first")] = 4096,
-    batch: Annotated[int, typer.Option(help="sequences that decode together, 1 to 32")] = 1,
-    steps: Annotated[int, typer.Option(help="tokens of each sequence that are timed")] = 128,
-) -> None:
-    """Time the decode step of one rank: its share of the weights, every push and every wait, but its own
-    memory answers in its peers' place; then the same step without its all-reduces. Ends in one JSON line."""
-    import torch
-
-    from dsv4.lab.bench.ceiling import gpu
-    from dsv4.lab.bench.decode import Wanted
-    from dsv4.lab.bench.ranks import measure
-    from dsv4.lab.bench.subject import check_fits, check_kernels, other_bytes, synthetic
-
-    wanted = Wanted(context, batch, steps)
-    subject = synthetic(name, experts, layers, layout, ranks=of)
-    layout_of_cache = wanted.layout(subject.config)
-    device = gpu()
-    check_kernels(subject.config, device, layout_of_cache.max_context, of)
-    check_fits(subject, other_bytes(layout_of_cache, (wanted.rows,)), torch.cuda.mem_get_info(device)[0])
-    with err.status(f"making {size(subject.weight_bytes)} of weights, compiling, decoding"):
-        line = measure(subject, wanted, device)
-    bench_show.ranks(line)
-    finish({**line, **machine_of(device)}, None)
 
 
 def _load(subject: "Subject", device: "torch.device", split: "Split | None" = None) -> "Bundle":
@@ -427,9 +245,9 @@ def _load(subject: "Subject", device: "torch.device", split: "Split | None" = No
 
 
 def machine_of(device: "torch.device") -> dict[str, Any]:
-    from dsv4.lab.bench.record import machine, run
+    from dsv4.lab.bench.record import command, machine, run
 
-    return {**machine(device), **run(sys.argv[1:])}
+    return {**machine(device), **run(command("dsv4", sys.argv[1:]))}
 
 
 def finish(line: dict[str, Any], save: Path | None) -> None:
@@ -443,14 +261,11 @@ def finish(line: dict[str, Any], save: Path | None) -> None:
 
 
 group = typer.Typer(
-    help="Measure speed on a GPU: decoding, prefill, single ops, one rank of several; loading anywhere.",
+    help="Measure speed on a GPU: decoding, prefill; loading anywhere.",
     callback=show_help,
     invoke_without_command=True,
     rich_markup_mode="rich",
 )
 add_command(group, decode, DECODE_EPILOG)
 add_command(group, prefill, PREFILL_EPILOG)
-add_command(group, ops, OPS_EPILOG)
-add_command(group, plot, PLOT_EPILOG)
-add_command(group, ranks, RANKS_EPILOG)
 add_command(group, bench_load.load, bench_load.EPILOG)

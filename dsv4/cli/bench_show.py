@@ -8,7 +8,6 @@ from rich.table import Table
 from dsv4.cli.show import out, say_note, size
 
 if TYPE_CHECKING:
-    from dsv4.lab.bench.ops import Result
     from dsv4.lab.bench.profile import Profile
 
 
@@ -18,7 +17,7 @@ def title_of(line: dict[str, Any]) -> str:
     return f"{line['model']}, {line['layout']}, {line.get('activations', 'a16')}, {sizes}, {kind}"
 
 
-def _rows(title: str, rows: list[tuple[str, str, str]]) -> None:
+def show_rows(title: str, rows: list[tuple[str, str, str]]) -> None:
     out.print(title, style="bold", markup=False)
     table = Table("", "", "", box=None, pad_edge=False, show_header=False)
     for name, value, note in rows:
@@ -31,7 +30,7 @@ def decode(line: dict[str, Any]) -> None:
     parts = f"weights {size(line['weight_bytes'])} ({experts}), cache {size(line['cache_bytes'])}"
     median = f"median of {line['steps']}, p99 {line['ms_per_token_p99']:.3f} ms"
     best = f"of {line['ceiling_gb_per_second']:,.0f} GB/s read at best, just now"
-    _rows(
+    show_rows(
         f"decode: {title_of(line)}, context {line['context']:,}, batch {line['batch']}",
         [
             ("per token", f"{line['ms_per_token']:.3f} ms", median),
@@ -52,7 +51,7 @@ def engine(found: dict[str, Any]) -> None:
         say_note(f"{title.strip()}: left out, {found['left_out']}")
         return
     kinds = [kind for kind in found if f"{kind}_share" in found]
-    _rows(
+    show_rows(
         title,
         [
             (kind, f"{found[kind]:,.1f} tokens/s", f"{found[f'{kind}_share']:.1%} of the bare step's")
@@ -61,35 +60,11 @@ def engine(found: dict[str, Any]) -> None:
     )
 
 
-def sweep(lines: list[dict[str, Any]]) -> None:
-    out.print("\nover context and batch", style="bold")
-    table = Table("context", "batch", "tokens/s", "ms per token", "share", box=None, pad_edge=False)
-    for one in lines:
-        if "left_out" in one:
-            cells = [f"[yellow]left out: {one['left_out']}[/]"]
-        else:
-            cells = [f"{one['tokens_per_second']:,.1f}", f"{one['ms_per_token']:.3f}", f"{one['share']:.1%}"]
-        table.add_row(f"{one['context']:,}", str(one["batch"]), *cells)
-    out.print(table)
-
-
-def beside(line: dict[str, Any], theirs: dict[str, Any]) -> None:
-    times = theirs["ms_per_token"] / line["ms_per_token"]
-    ours = f"per token, {line['layout']}: {times:.1f} times as fast"
-    _rows(
-        f"\nbeside Transformers {theirs['version']}: {line['layers']} layers, {line['experts']} experts",
-        [
-            ("theirs", f"{theirs['ms_per_token']:.3f} ms", "per token, bfloat16, eager"),
-            ("ours", f"{line['ms_per_token']:.3f} ms", ours),
-        ],
-    )
-
-
 def prefill(line: dict[str, Any]) -> None:
     best = f"of {line['matmul_tflops']:,.0f} TFLOP/s: a BF16 product of 8192 x 8192 x 8192, just now"
     slowest = f"median of {line['rounds']}, slowest {line['ms_slowest']:,.1f} ms"
     prompt = f"{line['tokens']:,} tokens after {line['context']:,}, chunks of {line['chunk']:,}"
-    _rows(
+    show_rows(
         f"prefill: {title_of(line)}, {prompt}",
         [
             ("prompt", f"{line['ms']:,.1f} ms", slowest),
@@ -97,17 +72,6 @@ def prefill(line: dict[str, Any]) -> None:
             ("arithmetic", f"{line['tflops']:,.1f} TFLOP/s", "of the products the prompt needs"),
             ("share", f"{line['matmul_share']:.1%}", best),
             *_copied_rows(line.get("spill")),
-        ],
-    )
-
-
-def ranks(line: dict[str, Any]) -> None:
-    _rows(
-        f"one rank of {line['ranks']}: {title_of(line)}, context {line['context']:,}, batch {line['batch']}",
-        [
-            ("weights", size(line["weight_bytes"]), "of this rank"),
-            ("per token", f"{line['ms_per_token']:.3f} ms", f"median of {line['steps']}, measured"),
-            *(predicted_rows(line) if line["ranks"] > 1 else ()),
         ],
     )
 
@@ -141,31 +105,16 @@ def profile(found: "Profile") -> None:
     out.print(table)
 
 
-def op(result: "Result") -> None:
-    what = f"{result.model:6} {result.op:24} {result.backend:8} {result.name:42}"
-    if result.refused or result.us is None:
-        out.print(f"{what} [bold red]not timed[/]: {escape(result.refused)}")
-        return
-    floor = result.floor_us
-    share = f"{floor:9.1f} {floor / result.us:6.1%} of {result.bound}" if floor else f"{'':16} {result.bound}"
-    out.print(f"{what} {result.us:12,.1f} {share}", markup=False)
-
-
 def _spill_rows(spill: dict[str, Any] | None) -> list[tuple[str, str, str]]:
     """Of `dsv4 bench decode`: what spilled experts cost."""
     if spill is None:
         return []
-    read = f"{size(spill['pcie_bytes_per_step'])} per step"
     resident = f"with {spill['resident_share']:.1%} of the experts resident"
-    rows = [
+    return [
         ("in host memory", size(spill["host_bytes"]), f"{spill['spilled_experts']:,} experts"),
         ("hit rate", f"{spill['hit_rate']:.2%}", resident),
-        ("over PCIe", read, f"at best {spill['host_ceiling_gb_per_second']:,.1f} GB/s"),
+        ("over PCIe", size(spill["pcie_bytes_per_step"]), "per step"),
     ]
-    if "explained_ms" in spill:
-        note = f"all resident {spill['ms_all_resident']:.3f} ms, PCIe at its best, both at once if they can"
-        rows.append(("explained", f"{spill['explained_ms']:.3f} ms", note))
-    return rows
 
 
 def _copied_rows(spill: dict[str, Any] | None) -> list[tuple[str, str, str]]:
@@ -173,29 +122,7 @@ def _copied_rows(spill: dict[str, Any] | None) -> list[tuple[str, str, str]]:
     if spill is None:
         return []
     copied = f"copied ahead to {spill['staged_slots']} slots, {spill['pcie_gb_per_second']:,.1f} GB/s"
-    rows = [
+    return [
         ("in host memory", size(spill["host_bytes"]), f"{spill['spilled_experts']:,} experts"),
         ("over PCIe", size(spill["pcie_bytes"]), copied),
     ]
-    if "explained_ms" in spill:
-        share = f"{spill['share_of_all_resident']:.1%} of the speed with all resident"
-        rows.append(("all resident", f"{spill['ms_all_resident']:,.1f} ms", share))
-        rows.append(("explained", f"{spill['explained_ms']:,.1f} ms", "the longer of that and the copies"))
-    return rows
-
-
-def predicted_rows(line: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Of `dsv4 bench ranks`: what several GPUs would reach."""
-    rows = []
-    at_published = "ms_added_at_published"
-    without = f"the step without them, {line['ms_without_all_reduces']:.3f} ms,"
-    for rate, step, each, added, why in (
-        ("predicted_tokens_per_second", "the step", "all_reduce_us", "ms_added", "assumed"),
-        ("predicted_counted_once", without, "all_reduce_us", "ms_added", "assumed"),
-        ("predicted_at_published", "the step", "published_all_reduce_us", at_published, "published"),
-    ):
-        waits = f"{line['all_reduces']} all-reduces of {line[each]:.1f} us, {why}"
-        what = f"{line['ranks']} GPUs: {step} + {line[added]:.3f} ms for {waits}"
-        rows.append(("predicted", f"{line[rate]:,.1f} tokens/s", what))
-    step = "the step has its own pushes and waits already, so what both have is counted twice; without, once"
-    return [*rows, ("", "", f"{step}; ranks that come late are not counted")]

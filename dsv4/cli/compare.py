@@ -43,14 +43,14 @@ def compare(
     model_a, model_b = model_folder(model_a), model_folder(model_b or model_a)
     from dsv4.lab.compare import check_alike, parse_settings, record
     from dsv4.lab.compare import compare as compare_with
-    from dsv4.lab.compare_plot import check_can_plot, draw
+    from dsv4.lab.draw import check, draw_comparison
     from dsv4.weights.load import Checkpoint
 
     settings = [parse_settings(a), parse_settings(b)]
     if limit is not None and not limit >= 0:
         raise RequestError(f"limit is {limit}, expected a number from 0")
     if plot is not None:
-        check_can_plot(plot)
+        check(plot)
     config = Checkpoint.open(model_a).config
     check_alike(config, Checkpoint.open(model_b).config)
     chosen = _tokens(model_a, config, text, ids, tokens, decode)
@@ -67,7 +67,7 @@ def compare(
     source = (text or ids or Path("made up")).name
     title = f"A: {_label(model_a, a)}   B: {_label(model_b, b)}   {count} tokens ({source})"
     if plot is not None:
-        draw(comparison, title, plot)
+        draw_comparison(comparison, title, plot)
     if json:
         print_json({"tokens": count, **comparison.report()})
         return

@@ -21,9 +21,9 @@ EPILOG = """
   dsv4 eval
   dsv4 eval --suite recall --plot recall.png
   dsv4 eval ./model --suite sums --limit 20 --activations a8 --json
-[bold]What the indexer has learnt[/]: its entries against as many chosen at random, and against all
-  dsv4 eval --suite recall --op index=dsv4.lab.index_random
-  dsv4 eval --suite recall --op index=dsv4.lab.index_dense
+[bold]What the indexer has learnt[/] (in a checkout): against entries chosen at random, and against all
+  python -m dsv4 eval --suite recall --op index=recipes.ablations.index_random
+  python -m dsv4 eval --suite recall --op index=recipes.ablations.index_dense
 """
 
 
@@ -50,10 +50,10 @@ def eval(
 
     Answers are greedy. Ctrl-C ends early and shows the figures of what is done.
     """
+    from dsv4.lab.draw import check, draw_recall
     from dsv4.lab.evalset import SUITES, choose, read_set
     from dsv4.lab.evaluate import evaluate, figures, settings, write_answers
     from dsv4.lab.files import check_writable
-    from dsv4.lab.plot import check, draw_recall
 
     if suite not in (*SUITES, "all"):
         raise ConfigError(f"suite is {suite!r}, expected one of {', '.join((*SUITES, 'all'))}")

@@ -61,7 +61,7 @@ def info(
     exact = None
     if chosen.kind == "cpu":
         from dsv4.config import ModelConfig
-        from dsv4.engine.settings import DEFAULT_CONTEXT
+        from dsv4.engine.memory import DEFAULT_CONTEXT
         from dsv4.lab.doctor.exact import rejections, summary
         from dsv4.model.exact import settle_exact
         from dsv4.models import embedded

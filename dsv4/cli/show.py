@@ -174,7 +174,7 @@ def load_engine(model: Path | None, config: "EngineConfig") -> "Engine":
     model = model_folder(model)
     with nothing_is_garbage():
         from dsv4.engine.engine import Engine
-        from dsv4.lab.doctor.first import ensure
+        from dsv4.engine.first import ensure
 
         ensure(config, say_note)
         with load_bars(f"loading {title(model)}") as (read, compiled):

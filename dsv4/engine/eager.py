@@ -13,10 +13,10 @@ from dsv4.cache.shelf import Landing
 from dsv4.cache.store import Cache
 from dsv4.engine.draft import Drafter, Seen
 from dsv4.engine.logprobs import read_token, sorted_token
+from dsv4.engine.memory import SCORED_ROWS
 from dsv4.engine.plan import Penalise, Sampling, Span
 from dsv4.engine.request import Token
 from dsv4.engine.runner import Masks, Result
-from dsv4.engine.workspace import SCORED_ROWS
 from dsv4.errors import LostError
 from dsv4.model.model import Model
 from dsv4.model.step import Mark, Step, Tap

@@ -10,7 +10,17 @@ from dsv4.cache.layout import CacheLayout
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.device import OLDEST, Device, available_memory, too_old, usable_cores
 from dsv4.engine import proof
-from dsv4.engine.memory import Memory, gpu_memory, largest_linear, reference_memory, unpacks_weights
+from dsv4.engine.memory import (
+    DEFAULT_CHUNK,
+    GPU_CHUNK,
+    Memory,
+    default_context,
+    fits_dense,
+    gpu_memory,
+    largest_linear,
+    reference_memory,
+    unpacks_weights,
+)
 from dsv4.engine.sizes import check_sizes
 from dsv4.engine.spill import Drafts, Split, check_host, find_split
 from dsv4.errors import ConfigError, DeviceError
@@ -22,9 +32,6 @@ from dsv4.step.buffers import graph_rows
 from dsv4.weights.load import Checkpoint
 from dsv4.weights.tiled import draft_form, expert_bytes, expert_form, tiled_bytes
 
-DEFAULT_CONTEXT = 32768
-# Prompt tokens of a step.
-DEFAULT_CHUNK, GPU_CHUNK = 512, 4096
 # Below this, one decode step's products are too short to share between threads (measured: docs/log.md).
 SMALL_MODEL_BYTES = 1 << 30
 MAX_THREADS = 1024
@@ -147,11 +154,6 @@ def _num_drafts(config: EngineConfig, device: Device, checkpoint: Checkpoint) ->
     return config.drafts
 
 
-def fits_dense(need: int, have: int) -> bool:
-    """Whether `weights auto` decodes the weights at load: half the memory stays free for all else."""
-    return need <= have // 2
-
-
 def cache_layout(model: ModelConfig, s: Settings, config: EngineConfig, num_mtp_layers: int) -> CacheLayout:
     return CacheLayout(
         config=model,
@@ -250,7 +252,7 @@ class _Needs:
             graph_rows=graph_rows(self.config.max_batch),
             chunk=self.settings.chunk,
             activations=self.config.activations,
-            unpacks=unpacks_weights(dtype, found),
+            unpacks=unpacks_weights(dtype.itemsize, found),
             spills=spills,
             ranks=self.ranks,
             whole_experts=self.config.expert_parallel,
@@ -334,10 +336,6 @@ def _choose_ops(device: Device, config: EngineConfig, reference: bool) -> Ops:
             raise ConfigError(f"{op}={backend} needs a GPU, and the engine runs on a CPU; use {op}=cpu")
     default = dict.fromkeys(IMPLEMENTATIONS, "cpu") if reference else {}
     return Ops.choose(device.kind, **default | dict(config.ops))
-
-
-def default_context(model: ModelConfig) -> int:
-    return min(model.max_positions, DEFAULT_CONTEXT)
 
 
 def _max_context(config: EngineConfig, model: ModelConfig, choices: list[Choice]) -> int:

@@ -6,12 +6,16 @@ Knows numbers only: bytes that are free, and how often each expert was chosen.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-
-from dsv4.engine.frequency import known_counts
 from dsv4.errors import ConfigError
-from dsv4.ops.experts.placement import Form, Placement, Slots, place
+from dsv4.gpu.shapes import Form
+
+# `dsv4 plan` asks for a split without importing torch.
+if TYPE_CHECKING:
+    import torch
+
+    from dsv4.ops.experts.placement import Placement
 
 # Of the device's table and the factors, per expert.
 ENTRY_BYTES = 8 + 3 * 4
@@ -148,9 +152,11 @@ def choose_resident(split: Split, counts: Sequence[Sequence[float]] | None) -> l
 
 
 def make_placement(
-    split: Split, counts: Sequence[Sequence[float]] | None, device: str | torch.device
-) -> Placement:
+    split: Split, counts: Sequence[Sequence[float]] | None, device: "str | torch.device"
+) -> "Placement":
     """Room for all experts, still without weights."""
+    from dsv4.ops.experts.placement import Placement, Slots, place
+
     spare = int(split.has_spare)
     slot_of, num_resident, num_spilled = place(
         choose_resident(split, counts), num_spare=(spare + split.num_staged, spare)
@@ -160,12 +166,15 @@ def make_placement(
 
 
 def place_experts(
-    split: Split | None, model: str | None, device: str | torch.device
-) -> tuple[list[Placement], tuple[str, ...]]:
+    split: Split | None, model: str | None, device: "str | torch.device"
+) -> "tuple[list[Placement], tuple[str, ...]]":
     """The layers' experts by what was recorded of the model of this checksum, else evenly; those of drafts;
     and what there is to say about it. Empty where all lie with the other weights."""
     if split is None:
         return [], ()
+    from dsv4.engine.frequency import known_counts
+    from dsv4.ops.experts.placement import Placement, Slots, place
+
     counts, why = None, None
     if model is not None:
         counts, why = known_counts(model, len(split.names), split.num_experts)

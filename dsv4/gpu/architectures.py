@@ -8,10 +8,12 @@ all here; tests/kernels/test_architectures.py holds every kernel against every G
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-
-import torch
+from typing import TYPE_CHECKING
 
 from dsv4.errors import DeviceError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -46,19 +48,22 @@ ARCHITECTURES = {
         Architecture(121, 99 << 10, _REGISTERS),
     )
 }
-# (kernel, capability in tens) -> tile by compute type, where the usual one does not fit into shared memory.
-TILES: dict[tuple[str, int], Mapping[torch.dtype, tuple[int, ...]]] = {
+# (kernel, capability in tens) -> tile by bytes of the compute type, where the usual one does not fit into
+# shared memory.
+TILES: dict[tuple[str, int], Mapping[int, tuple[int, ...]]] = {
     # Triton keeps the scores of a tile in shared memory there, beside the keys.
-    ("prefill attend", 100): {torch.bfloat16: (64, 32, 8, 2)},
-    ("prefill attend", 120): {torch.bfloat16: (16, 32, 4, 2)},
+    ("prefill attend", 100): {2: (64, 32, 8, 2)},
+    ("prefill attend", 120): {2: (16, 32, 4, 2)},
 }
 
 
 @cache
-def capability(device: torch.device) -> int:
+def capability(device: "torch.device") -> int:
     """Of a GPU; elsewhere that of a Hopper, for which kernels are compiled where there is no GPU."""
     if device.type != "cuda":
         return 90
+    import torch
+
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
@@ -76,13 +81,16 @@ def standing(found: int) -> str:
     return "kernels built for, not yet measured on, this GPU: run dsv4 doctor first"
 
 
-def has_room(device: torch.device) -> bool:
+def has_room(device: "torch.device") -> bool:
     """Whether a block may have as much shared memory as on a Hopper."""
     return ARCHITECTURES[capability(device)].block_shared == ARCHITECTURES[90].block_shared
 
 
 def tile(
-    kernel: str, usual: Mapping[torch.dtype, tuple[int, ...]], dtype: torch.dtype, device: torch.device
+    kernel: str,
+    usual: Mapping["torch.dtype", tuple[int, ...]],
+    dtype: "torch.dtype",
+    device: "torch.device",
 ) -> tuple[int, ...]:
     """`usual[dtype]`, or what TILES says for this device."""
-    return TILES.get((kernel, capability(device) // 10 * 10), {}).get(dtype, usual[dtype])
+    return TILES.get((kernel, capability(device) // 10 * 10), {}).get(dtype.itemsize, usual[dtype])

@@ -8,13 +8,10 @@ from torch import Tensor
 
 from dsv4.errors import CheckpointError
 from dsv4.gpu import architectures, driver
+from dsv4.gpu.shapes import BRICK, ROWS, SCALES, SLICE
 from dsv4.quant.codec import e2m1_decode, e4m3_decode, e8m0_decode, unpack_nibbles
 from dsv4.quant.formats import FP8_TILE, MX_BLOCK, NV_BLOCK, Format, QuantTensor
 
-ROWS, SLICE = 16, 512
-# Bytes of one brick (16 rows, 512 columns) and of the scales beside it; matvec.cu knows the same numbers.
-BRICK = {Format.NVFP4: 4096, Format.MXFP4: 4096, Format.FP8: 8192, Format.BF16: 16384}
-SCALES = {Format.NVFP4: 512, Format.MXFP4: 256, Format.FP8: 16, Format.BF16: 0}
 CODE = {Format.NVFP4: 0, Format.MXFP4: 1, Format.FP8: 2, Format.BF16: 3}
 # linear/prefill_sm90_8.cuh: how far, in powers of two, a scale may lie below its row's largest, and the
 # least of those.
@@ -114,12 +111,6 @@ def empty(
         factor=torch.empty(count, halves, dtype=torch.float32, device=device),
         is_plain=is_plain_on(device) if is_plain is None else is_plain,
     )
-
-
-def tile_bytes(format: Format, shape: tuple[int, int]) -> int:
-    """What `empty` allocates for one matrix."""
-    units, slices = -(-shape[0] // ROWS), -(-shape[1] // SLICE)
-    return units * slices * (BRICK[format] + SCALES[format]) + 4
 
 
 def tile(weight: QuantTensor) -> Tiled:

@@ -1,160 +1,131 @@
-"""What a model needs on a machine: memory and bytes per token, from headers alone. No weight is read."""
+"""What a model needs on a machine, and how fast it could be: from headers alone, without torch."""
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dsv4.cache.layout import CacheLayout
 from dsv4.config import EngineConfig, ModelConfig, preset
-from dsv4.engine.memory import Memory, largest_linear, reference_memory, unpacks_weights
-from dsv4.engine.memory import gpu_memory as memory_of
-from dsv4.engine.settings import DEFAULT_CHUNK, GPU_CHUNK, fits_dense
+from dsv4.engine.memory import (
+    DEFAULT_CHUNK,
+    GPU_CHUNK,
+    Memory,
+    fits_dense,
+    largest_linear,
+    planned_memory,
+    reference_memory,
+    unpacks_weights,
+)
 from dsv4.engine.sizes import problems
-from dsv4.engine.spill import Split
+from dsv4.engine.spill import Drafts, Split, find_split
 from dsv4.errors import CheckpointError, ConfigError
 from dsv4.gpu.architectures import ARCHITECTURES
+from dsv4.gpu.shapes import Form
 from dsv4.hub.cache import title
-from dsv4.lab.gpus import NAMES, Machine, known
-from dsv4.lab.init import contents
-from dsv4.lab.inspect import Component, active_share, components
-from dsv4.lab.links import LINKS, num_all_reduces
-from dsv4.lab.records import PRESETS
-from dsv4.lab.spilled import spill_figures, split_of
-from dsv4.model.params import Param, check_ranks, num_parts
+from dsv4.lab.files import size
+from dsv4.lab.gpus import HOST_BANDWIDTH, NAMES, Machine, known
+from dsv4.lab.inspect import active_share
+from dsv4.lab.records import PRESETS, SHIPPED, Speed, best, by_rank_step, of_folder, published
+from dsv4.lab.styles import layout_of, stored_config, stored_tensors, style_of
+from dsv4.model.params import check_ranks, each_kind, num_parts
 from dsv4.quant.formats import Format
-from dsv4.step.buffers import graph_rows
-from dsv4.weights.detect import Inventory, take_inventory
-from dsv4.weights.load import Checkpoint, held_bytes
+from dsv4.weights.detect import Finder, Source, read_headers
 from dsv4.weights.reader import Entry
-from dsv4.weights.tiled import tiled_format, tiled_source_bytes
+from dsv4.weights.sizes import held_bytes, tiled_format, tiled_source_bytes
 
 MAX_BATCH = 1 << 20
 
 
 @dataclass(frozen=True)
-class Shares:
-    """Bytes by who holds them: of the routed experts a share, in parts on all ranks, or on each in full."""
-
-    experts: int = 0
-    split: int = 0
-    copied: int = 0
-
-    def per_gpu(self, expert_share: float, tp: int) -> int:
-        return math.ceil(self.experts * expert_share) + -(-self.split // tp) + self.copied
-
-
-@dataclass(frozen=True)
 class Demand:
-    """Everything about a model that a plan needs, summed up once."""
+    """A model as it is stored: one weight of each kind, and how many are like it."""
 
+    title: str
     config: ModelConfig
     num_mtp_layers: int
-    components: tuple[Component, ...]
-    dense: Shares
-    packed: Shares
-    tiled: dict[int, Shares]  # on so many GPUs, all of them together: more take more, as tiles are not cut
-    uncut: dict[tuple[int, bool], str]  # why so many ranks cannot share all experts, or all other weights
-    read_stored: Shares  # of these, what decoding touches; of the experts all, whichever are chosen
-    read_dense: Shares
-    largest_linear: int
-    expert_format: Format
-    draft_format: Format | None  # None: no draft block, or experts in several formats
+    kinds: tuple[tuple[Source, int], ...]
 
     @classmethod
-    def of(cls, config: ModelConfig, inventory: Inventory) -> "Demand":
-        sums = {name: Counter[str]() for name in ("dense", "packed", "read_stored", "read_dense")}
-        tiled = {n: Counter[str]() for n in (1, 2, 4, 8) if n <= num_parts(config)}
-        known_bytes: dict[Any, int] = {}
-        uncut: dict[tuple[int, bool], str] = {}
-        for source in inventory.sources:
-            param, where = source.param, _holder(source.param)
-            dense = held_bytes(source, dense=True)
-            sums["dense"][where] += dense
-            sums["packed"][where] += held_bytes(source, dense=False)
-            stored = (source.format, source.scale and source.scale.dtype, param.kind, param.name == "embed")
-            for ranks, counts in tiled.items():
-                key = (ranks, stored, param.shape, param.shard)
-                if key not in known_bytes:
-                    share = replace(source, param=replace(param, shape=param.local_shape(ranks)))
-                    try:
-                        source.shard(0, ranks)
-                    except CheckpointError as error:
-                        uncut.setdefault((ranks, param.expert is not None), str(error))
-                    known_bytes[key] = tiled_source_bytes(share) * (1 if param.shard == "whole" else ranks)
-                counts[where] += known_bytes[key]
-            if active_share(param.component, config):
-                sums["read_stored"][where] += source.num_bytes
-                sums["read_dense"][where] += dense
-        return cls(
-            config=config,
-            num_mtp_layers=inventory.num_mtp_layers,
-            components=tuple(components(inventory, config)),
-            tiled={ranks: Shares(**counts) for ranks, counts in tiled.items()},
-            uncut=uncut,
-            largest_linear=largest_linear(source.param for source in inventory.sources),
-            expert_format=_formats(inventory, "layers.")[0],
-            draft_format=drafts[0] if len(drafts := _formats(inventory, "mtp.")) == 1 else None,
-            **{name: Shares(**counts) for name, counts in sums.items()},
-        )
+    def of(cls, title: str, config: ModelConfig, num_mtp_layers: int, sources: Iterable[Source]) -> "Demand":
+        alike: dict[Any, tuple[Source, int]] = {}
+        for source in sources:
+            p, scale = source.param, source.scale and source.scale.dtype
+            key = (p.kind, p.component, p.expert is None, p.shape, p.shard, p.name == "embed", source.format)
+            first, count = alike.get((*key, scale, source.num_bytes), (source, 0))
+            alike[(*key, scale, source.num_bytes)] = first, count + 1
+        return cls(title, config, num_mtp_layers, tuple(alike.values()))
+
+    @cached_property
+    def components(self) -> dict[str, int]:
+        """Bytes stored, the largest first."""
+        found = Counter[str]()
+        for source, count in self.kinds:
+            found[source.param.component] += count * source.num_bytes
+        return dict(found.most_common())
 
     @property
     def stored_bytes(self) -> int:
-        return sum(part.total_bytes for part in self.components)
+        return sum(self.components.values())
+
+    def active_bytes(self) -> int:
+        """What one decoded token reads of them, at batch 1, without drafts."""
+        return sum(round(total * active_share(name, self.config)) for name, total in self.components.items())
+
+    @cached_property
+    def layout(self) -> str:
+        return layout_of(self.kinds)
+
+    @property
+    def name(self) -> str:
+        """The published model that has these sizes, or the folder."""
+        return published(self.config) or of_folder(self.title)
+
+    def expert_formats(self, component: str) -> list[Format]:
+        found = (s for s, _ in self.kinds if s.param.expert is not None and s.param.component == component)
+        return list({tiled_format(source): None for source in found})
 
 
-def _formats(inventory: Inventory, of: str) -> list[Format]:
-    """Of routed experts."""
-    sources = (s for s in inventory.sources if s.param.expert is not None and s.param.name.startswith(of))
-    return list({tiled_format(source): None for source in sources})
-
-
-def _holder(param: Param) -> str:
-    """The field of `Shares` that the parameter counts to, by the rules of model/params.py."""
-    if param.expert is not None:
-        return "experts"
-    return "copied" if param.shard == "whole" else "split"
-
-
-def describe(model: str, format: str | None) -> tuple[str, ModelConfig, Inventory]:
-    """A title, the config and the inventory of a model folder, or of a published model that is not here."""
-    if model not in PRESETS:
-        if format is not None:
-            raise ConfigError(
-                f"--format goes with {', '.join(PRESETS)}; the tensors of {model} say how they are stored"
-            )
-        if not Path(model).exists():
-            raise ConfigError(f"{model} does not exist; give a model folder, or one of {', '.join(PRESETS)}")
-        checkpoint = Checkpoint.open(model)
-        return title(Path(model)), checkpoint.config, checkpoint.inventory
-    format = format or "modelopt"
-    config, _, tensors = contents(preset(model), format)
-    file = Path("model.safetensors")
-    entries = {t.name: Entry(t.name, t.dtype, t.shape, file, 0, t.num_bytes) for t in tensors}
-    return f"{model}, {format}", config, take_inventory(entries, config)
+def describe(model: str, format: str | None) -> Demand:
+    """A model folder, or a published model that is not here."""
+    if model in PRESETS:
+        style = style_of(format := format or "modelopt")
+        config = stored_config(preset(model), style)
+        kinds = []
+        for param, count in each_kind(config, config.num_mtp_layers):
+            tensors = stored_tensors(param, style)
+            entries = {t.name: Entry(t.name, t.dtype, t.shape, Path(), 0, t.num_bytes) for t in tensors}
+            source = Finder(entries, set(), config.num_experts).find(param)
+            assert source is not None, param
+            kinds.append((source, count))
+        return Demand(f"{model} ({format})", config, config.num_mtp_layers, tuple(kinds))
+    if format is not None:
+        raise ConfigError(
+            f"--format goes with {', '.join(PRESETS)}; the tensors of {model} say how they are stored"
+        )
+    if not Path(model).exists():
+        raise ConfigError(f"{model} does not exist; give a model folder, or one of {', '.join(PRESETS)}")
+    config, _, inventory = read_headers(model)
+    return Demand.of(title(Path(model)), config, inventory.num_mtp_layers, inventory.sources)
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is asked for. `tp`: GPUs that share each layer. `ep`: groups of GPUs that have whole experts each,
-    whose width the GPUs of a group share. None: `tp` as large as the layers allow, experts by width."""
+    """What is asked for. `whole_experts`: GPUs share the other weights, and each has some of the experts."""
 
     context: int
     batch: int
-    tp: int | None = None
-    ep: int | None = None
+    whole_experts: bool = False
     weights: str = "auto"
     cache: str = "fp8"
     chunk: int | None = None  # prompt tokens of a step; None: as the engine's
     snapshots: int = EngineConfig.prefix_snapshots
 
     def __post_init__(self) -> None:
-        for name in ("context", "batch", "tp", "ep", "chunk"):
+        for name in ("context", "batch", "chunk"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}, expected at least 1")
@@ -169,62 +140,43 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Plan:
-    """A model on a machine. All bytes are those of one GPU, the fullest."""
+    """A model on a machine, whose GPUs share every layer. All bytes are those of one GPU."""
 
     demand: Demand
     machine: Machine
     wanted: Wanted
-    tp: int
-    ep: int
 
     @classmethod
     def make(cls, demand: Demand, machine: Machine, wanted: Wanted) -> "Plan":
-        c, count = demand.config, machine.count
+        c = demand.config
         if wanted.context > c.max_positions:
             most = f"the model's {c.max_positions} positions"
             raise ConfigError(f"context {wanted.context} exceeds {most}; lower --context")
         if wanted.weights != "auto" and not machine.is_cpu:
             raise ConfigError(f"weights {wanted.weights} is for a CPU; on a GPU use weights auto")
-        tp = math.gcd(count, num_parts(c)) if wanted.tp is None else wanted.tp
-        ep = max(1, count // tp) if wanted.ep is None else wanted.ep
-        for name, value in (("tp", tp), ("ep", ep)):
-            if count % value:
-                raise ConfigError(
-                    f"{name} {value} does not divide the {count} GPUs; use a divisor of {count}"
-                )
-        check_ranks(c, tp)
-        if wanted.ep is not None and c.num_experts % ep:
-            each = f"{c.num_experts / ep:.1f} each; use a divisor of {c.num_experts}"
-            raise ConfigError(f"{c.num_experts} experts over ep {ep} make {each}")
-        return cls(demand, machine, wanted, tp, min(ep, c.num_experts))
+        check_ranks(c, machine.count, wanted.whole_experts)
+        return cls(demand, machine, wanted)
 
     @property
-    def replicas(self) -> int:
-        """Groups of GPUs that each run their own sequences."""
-        return self.machine.count // self.tp
+    def ranks(self) -> int:
+        return self.machine.count
 
-    @property
-    def slots(self) -> int:
-        return -(-self.wanted.batch // self.replicas)
+    def sum_shares(self, of: Callable[[Source], float]) -> int:
+        """Of a rank's share of every weight."""
+        total = 0.0
+        for source, count in self.demand.kinds:
+            if self.wanted.whole_experts and source.param.expert is not None:
+                total += of(source) * count / self.ranks
+            else:
+                total += of(source.shard(0, self.ranks)) * count
+        return math.ceil(total)
 
-    @property
-    def width_ranks(self) -> int:
-        """GPUs that share the width of an expert."""
-        return max(1, min(self.tp, self.machine.count // self.ep))
-
-    @property
-    def expert_share(self) -> float:
-        experts = self.demand.config.num_experts
-        return -(-experts // self.ep) / experts / self.width_ranks
-
-    @property
+    @cached_property
     def is_dense(self) -> bool:
-        """On a CPU; a GPU holds weights in tiles."""
-        if not self.machine.is_cpu:
-            return False
-        if self.wanted.weights != "auto":
+        """Whether a CPU decodes the weights at load."""
+        if not self.machine.is_cpu or self.wanted.weights != "auto":
             return self.wanted.weights == "dense"
-        need = self.demand.dense.per_gpu(self.expert_share, self.tp)
+        need = self.sum_shares(lambda source: held_bytes(source, dense=True))
         return fits_dense(need, self.machine.memory_bytes)
 
     @property
@@ -232,225 +184,197 @@ class Plan:
         """How they are held."""
         return "tiled" if not self.machine.is_cpu else "dense" if self.is_dense else "packed"
 
-    @property
-    def itemsize(self) -> int:
-        """Of the compute type the engine chooses: float32 on a CPU, bfloat16 on a GPU."""
-        return 4 if self.machine.is_cpu else 2
+    @cached_property
+    def weight_bytes(self) -> int:
+        if self.machine.is_cpu:
+            return self.sum_shares(lambda source: held_bytes(source, self.is_dense))
+        return self.sum_shares(tiled_source_bytes)
 
     @property
     def chunk(self) -> int:
         return self.wanted.chunk or (DEFAULT_CHUNK if self.machine.is_cpu else GPU_CHUNK)
 
-    @property
+    @cached_property
     def layout(self) -> CacheLayout:
-        plain = {"bf16": Format.BF16, "f32": Format.F32}
-        kv, key = plain.get(self.wanted.cache, Format.KV8), plain.get(self.wanted.cache, Format.MXFP4)
-        return CacheLayout(
-            *(self.demand.config, kv, key, self.itemsize, self.wanted.context),
-            *(self.slots, self.demand.num_mtp_layers, self.wanted.snapshots),
-        )
-
-    @property
-    def weight_bytes(self) -> int:
-        if self.machine.is_cpu:
-            held = self.demand.dense if self.is_dense else self.demand.packed
-        else:
-            held = replace(self.demand.tiled[self.tp], experts=self.demand.tiled[self.width_ranks].experts)
-        return held.per_gpu(self.expert_share, self.tp)
-
-    def gpu_memory(self, spills: bool) -> Memory:
-        return memory_of(
-            weights=self.weight_bytes,
-            layout=self.layout,
-            dtype=torch.bfloat16,
-            graph_rows=graph_rows(self.slots),
-            chunk=self.chunk,
-            unpacks=unpacks_weights(torch.bfloat16, self.machine.capability),
-            spills=spills,
-            ranks=self.tp,
-            whole_experts=self.ep > 1 and self.width_ranks == 1,
-        )
+        """In the compute type that the engine chooses: float32 on a CPU, bfloat16 on a GPU."""
+        w, plain = self.wanted, {"bf16": Format.BF16, "f32": Format.F32}
+        kv, key = plain.get(w.cache, Format.KV8), plain.get(w.cache, Format.MXFP4)
+        itemsize, drafts = 4 if self.machine.is_cpu else 2, self.demand.num_mtp_layers
+        return CacheLayout(self.demand.config, kv, key, itemsize, w.context, w.batch, drafts, w.snapshots)
 
     @cached_property
-    def memory(self) -> Memory:
-        """With every weight on the GPU."""
-        if not self.machine.is_cpu:
-            return self.gpu_memory(spills=False)
-        return reference_memory(
-            weights=self.weight_bytes,
-            layout=self.layout,
-            chunk=self.chunk,
-            decoded=0 if self.is_dense else self.demand.largest_linear // self.tp,
-            ranks=self.tp,
-        )
-
-    @property
-    def total_bytes(self) -> int:
-        return self.memory.total
-
-    @property
-    def fits(self) -> bool:
-        """With every weight on the GPU."""
-        return self.total_bytes <= self.machine.memory_bytes
+    def uncut(self) -> str | None:
+        """Why so many GPUs cannot share the weights; None: they can."""
+        try:
+            self.sum_shares(lambda source: source.num_bytes)
+        except CheckpointError as error:
+            return str(error)
+        return None
 
     @cached_property
     def refusal(self) -> str | None:
         """Why this engine's kernels do not run it, whatever memory there is; None: they do."""
         m, (major, minor) = self.machine, self.machine.capability
-        if m.is_cpu:
-            return None
+        if self.uncut is not None or m.is_cpu:
+            return self.uncut
         if 10 * major + minor not in ARCHITECTURES:
             return f"no kernel is built for compute capability {major}.{minor}, which {m.name} has"
         if self.wanted.cache != "fp8":
             return f"the kernels have no cache {self.wanted.cache}; use fp8"
-        cut = self.demand.uncut
-        if why := cut.get((self.tp, False)) or cut.get((self.width_ranks, True)):
-            return why
-        found = problems(self.demand.config, self.wanted.context, 10 * major + minor, ranks=self.tp)
+        found = problems(self.demand.config, self.wanted.context, 10 * major + minor, ranks=self.ranks)
         return f"the kernels cannot run a model of {'; '.join(found)}" if found else None
 
-    @property
-    def runs(self) -> bool:
-        """With every weight on the GPU."""
-        return self.fits and self.refusal is None
+    def on_gpu(self, spills: bool) -> Memory:
+        """With every weight there; `spills`: of an engine that has experts elsewhere."""
+        unpacks = unpacks_weights(2, self.machine.capability)
+        return planned_memory(self.weight_bytes, self.layout, self.chunk, unpacks, spills, self.ranks)
+
+    @cached_property
+    def resident(self) -> Memory:
+        """With every weight in the memory that computes."""
+        if not self.machine.is_cpu:
+            return self.on_gpu(spills=False)
+        largest = largest_linear(source.param for source, _ in self.demand.kinds)
+        decoded = 0 if self.is_dense else largest // self.ranks
+        return reference_memory(self.weight_bytes, self.layout, self.chunk, decoded, ranks=self.ranks)
 
     @cached_property
     def spill(self) -> Split | None:
         """Experts in pinned host memory, where that makes one GPU do."""
-        return None if self.fits or self.refusal else split_of(self)
+        c, m = self.demand.config, self.machine
+        formats = self.demand.expert_formats("routed experts")
+        if m.is_cpu or m.count > 1 or self.resident.total <= m.memory_bytes or len(formats) > 1:
+            return None
+        names = [f"layers.{layer}.ffn.experts" for layer in range(c.num_layers)]
+        form, drafts = Form(formats[0], c.expert_width, c.hidden_size), None
+        room = m.memory_bytes - self.on_gpu(spills=True).total + form.num_bytes * len(names) * c.num_experts
+        if len(held := self.demand.expert_formats("mtp")) == 1:
+            blocks = tuple(f"mtp.{block}.ffn.experts" for block in range(self.demand.num_mtp_layers))
+            drafts = Drafts(Form(held[0], c.expert_width, c.hidden_size), blocks, c.num_experts)
+        split = find_split("auto", None, form, names, c.num_experts, room, drafts)
+        if split is None or split.gpu_bytes > room + split.draft_bytes or split.host_bytes > m.host_memory:
+            return None
+        return split
 
     @cached_property
-    def held(self) -> Memory:
+    def memory(self) -> Memory:
         """What the engine takes: with experts in host memory, if they have to lie there."""
         if self.spill is None:
-            return self.memory
-        memory, form = self.gpu_memory(spills=True), self.spill.form
+            return self.resident
         gone = self.spill.num_spilled - self.spill.num_staged - self.spill.has_spare
-        weights = memory.weights - gone * form.num_bytes - self.spill.draft_bytes
-        return replace(memory, weights=weights, host=self.spill.host_bytes)
+        weights = self.weight_bytes - gone * self.spill.form.num_bytes - self.spill.draft_bytes
+        return replace(self.on_gpu(spills=True), weights=weights, host=self.spill.host_bytes)
 
-    def read_bytes(self, batch: int) -> int:
+    @property
+    def fits(self) -> bool:
+        return self.refusal is None and self.memory.total <= self.machine.memory_bytes
+
+    @property
+    def verdict(self) -> str:
+        """In one sentence."""
+        m, each = self.machine, " on each" if self.ranks > 1 else ""
+        if self.refusal is not None:
+            return f"{self.demand.title} does not run on {m.label}: {self.refusal}"
+        memory = self.memory
+        if not self.fits:
+            needed = f"needs {size(memory.total)}{each}, {size(m.memory_bytes)} are there"
+            return f"{self.demand.title} does not fit on {m.label}: {needed}"
+        free = f", {size(m.memory_bytes - memory.total)} free{each}"
+        left = f" with {size(memory.host)} of experts in host memory" if memory.host else free
+        never = "" if m.was_run_on and self.ranks == 1 else "; never tested, all figures are calculated"
+        return f"{self.demand.title} fits on {m.label}{left}{never}"
+
+    def read_bytes(self, batch: int) -> float:
         """What one GPU reads to decode one token of each of `batch` sequences, all at full context."""
         c = self.demand.config
-        read = self.demand.read_dense if self.is_dense else self.demand.read_stored
         # Experts that at least one of the tokens chooses, as if each chose its own at random.
-        tokens = batch * self.ep / self.machine.count
-        chosen = 1 - (1 - c.experts_per_token / c.num_experts) ** max(1.0, tokens)
-        sequences = -(-batch // self.replicas)
-        cache = sequences * self.layout.read_bytes(self.wanted.context)
-        return read.per_gpu(chosen / self.ep / self.width_ranks, self.tp) + cache
+        chosen = 1 - (1 - c.experts_per_token / c.num_experts) ** batch
 
-    @property
-    def is_built(self) -> bool:
-        """Whether this engine shares a model so: all GPUs share each layer, experts by width or whole."""
-        return self.tp == self.machine.count and self.ep in (1, self.tp) and self.refusal is None
+        def read(source: Source) -> float:
+            if not (share := active_share(source.param.component, c)):
+                return 0.0
+            held = held_bytes(source, dense=True) if self.is_dense else source.num_bytes
+            return held * (chosen if source.param.expert is not None else share)
 
-    @property
-    def num_all_reduces(self) -> int:
-        return num_all_reduces(self.demand.config, self.tp)
-
-    @property
-    def message_bytes(self) -> int:
-        """That each GPU adds to a sum, for one token: float32."""
-        return 4 * self.demand.config.hidden_size
-
-    def predicted(self, share: float, rank_ms: float | None) -> tuple[float, float] | None:
-        """Tokens/s of one sequence, at least and at most; None if not built, or where no latency is known.
-
-        `rank_ms`: a rank's step as measured; at least and at most are the same then. `share`: else, of the
-        read bandwidth, what one GPU reaches. At least: what it loses stays in full on each of several. At
-        most: it shrinks with what a GPU reads.
-        """
-        link = LINKS.get(self.machine.name)
-        if link is None or not self.is_built:
-            return None
-        waits = self.num_all_reduces * link.all_reduce_us(self.tp, self.message_bytes) * 1e-6
-        if rank_ms is not None:
-            return (rate := 1 / (rank_ms * 1e-3 + waits)), rate
-        lost = self.today.read_bytes(1) / self.machine.bandwidth * (1 / share - 1)
-        reads = self.read_bytes(1) / self.machine.bandwidth
-        return 1 / (reads + lost + waits), 1 / (reads / share + waits)
+        return self.sum_shares(read) + batch * self.layout.read_bytes(self.wanted.context)
 
     def tokens_per_second(self, batch: int) -> float:
-        """The speed of light: memory at full speed, arithmetic and communication for nothing."""
-        return batch * self.machine.bandwidth / self.read_bytes(batch)
+        """At most: GPU memory at full speed, experts in host memory over PCIe with uniform routing, nothing
+        else."""
+        seconds = self.read_bytes(batch) / self.machine.bandwidth
+        if self.spill is not None:
+            c = self.demand.config
+            chosen = c.num_experts * (1 - (1 - c.experts_per_token / c.num_experts) ** batch)
+            missed = (1 - self.spill.share) * chosen * c.num_layers * self.spill.form.num_bytes
+            seconds += missed / HOST_BANDWIDTH
+        return batch / seconds
+
+    def speed(self, records: Path = SHIPPED) -> Speed:
+        """Of one sequence: as measured; else by one rank of several; else the bytes over the bandwidth."""
+        d, name = self.demand, self.machine.name
+        found = None
+        if self.ranks == 1:
+            found = best(records, name, d.name, d.layout, spills=self.spill is not None)
+        elif not self.wanted.whole_experts:
+            found = by_rank_step(d.config, name, d.name, d.layout, self.ranks)
+        read = f"at most: {size(self.read_bytes(1))} read per token at {size(self.machine.bandwidth)}/s"
+        if self.spill is not None:
+            read += f", {1 - self.spill.share:.1%} of chosen experts over PCIe"
+        return found or Speed(self.tokens_per_second(1), "predicted", read)
 
     def largest_context(self) -> int:
         """The most tokens per sequence that fit with this batch; 0 if not even one does."""
-        return largest(self.demand.config.max_positions, lambda n: self._wanting(n, self.wanted.batch).runs)
+        return largest(self.demand.config.max_positions, lambda n: self._with(context=n).fits)
 
     def largest_batch(self) -> int:
-        return largest(MAX_BATCH, lambda n: self._wanting(self.wanted.context, n).runs)
+        return largest(MAX_BATCH, lambda n: self._with(batch=n).fits)
 
-    def _wanting(self, context: int, batch: int) -> "Plan":
-        return replace(self, wanted=replace(self.wanted, context=context, batch=batch))
+    def _with(self, **changes: Any) -> "Plan":
+        return replace(self, wanted=replace(self.wanted, **changes))
 
-    def smallest_sets(self) -> list[Machine]:
-        """Of each GPU the fewest that may share the model and hold it; fewest and smallest first."""
-        out: list[Machine] = []
-        free = replace(self.wanted, tp=None, ep=None, weights="auto")
-        counts = [count for count in (1, 2, 4, 8) if count <= num_parts(self.demand.config)]
+    @property
+    def most_ranks(self) -> int:
+        return num_parts(self.demand.config)
+
+    def smallest_sets(self) -> "list[Plan]":
+        """Of each known GPU the fewest that hold the model; fewest and smallest first."""
+        out: list[Plan] = []
+        wanted = replace(self.wanted, weights="auto", whole_experts=False)
+        counts = [count for count in (1, 2, 4, 8) if count <= self.most_ranks]
         for name in NAMES:
-            plans = (Plan.make(self.demand, known(name, count), free) for count in counts)
-            out += [made.machine for made in plans if made.runs][:1]
-        return sorted(out, key=lambda machine: (machine.count, machine.memory_bytes))
+            plans = (Plan.make(self.demand, known(name, count), wanted) for count in counts)
+            out += [plan for plan in plans if plan.fits][:1]
+        return sorted(out, key=lambda plan: (plan.machine.count, plan.machine.memory_bytes))
 
-    @cached_property
-    def today(self) -> "Plan":
-        """What was run: this engine on one device."""
-        if self.machine.count == 1:
-            return self
-        alone = replace(self.machine, count=1)
-        return Plan.make(self.demand, alone, replace(self.wanted, tp=None, ep=None))
-
-    def report(self) -> dict[str, Any]:
-        """As plain data, for `--json`: this engine on one GPU, then what several could."""
-        out = self.today._figures()
-        out["machine"]["count"] = self.machine.count
-        if self.machine.count > 1:
-            out["in_theory"] = {"built": self.is_built, "tp": self.tp, "ep": self.ep, **self._figures()}
-            out["in_theory"]["communication"] = self.communication() if self.is_built else None
-        return out
-
-    def communication(self) -> dict[str, Any]:
-        """Of one token of one sequence, on each GPU."""
-        link = LINKS.get(self.machine.name)
+    def summary(self, records: Path = SHIPPED) -> dict[str, Any]:
+        """What it takes and how fast it is; nothing where the weights cannot be shared so."""
+        m, held = self.machine, None if self.uncut else {**vars(self.memory), "total": self.memory.total}
         return {
-            "all_reduces": self.num_all_reduces,
-            "message_bytes": self.message_bytes,
-            "sent_bytes": 2 * self.num_all_reduces * self.message_bytes * (self.tp - 1),  # with tags
-            "all_reduce_us": link.all_reduce_us(self.tp, self.message_bytes) if link else None,
-            "source": link.source if link else None,
+            **{"name": m.name, "count": m.count, "was_run_on": m.was_run_on},
+            **{"fits": self.fits, "refused": self.refusal, "per_gpu": held},
+            "speed": vars(self.speed(records)) if self.fits else None,
         }
 
-    def _figures(self) -> dict[str, Any]:
-        layout, w = self.layout, self.wanted
-        one, span = replace(layout, num_slots=1), layout.page_tokens
+    def report(self, records: Path = SHIPPED) -> dict[str, Any]:
+        """As plain data, for `--json`."""
+        w, d, one = self.wanted, self.demand, replace(self.layout, num_slots=1)
+        span, counts = one.page_tokens, {} if self.uncut else {"one": 1, "batch": w.batch}
         out: dict[str, Any] = {
-            "machine": {
-                **{"name": self.machine.name, "count": self.machine.count},
-                **{"memory_bytes": self.machine.memory_bytes, "bandwidth": self.machine.bandwidth},
-                **{"bandwidth_source": self.machine.source, "was_run_on": self.machine.was_run_on},
-            },
-            **{"context": w.context, "batch": w.batch, "gpus_used": self.machine.count},
-            **{"weights": self.weights, "cache": w.cache, "chunk": self.chunk},
-            "stored_bytes": self.demand.stored_bytes,
-            "components": {part.name: part.total_bytes for part in self.demand.components},
-            "active_bytes_per_token": sum(part.active_bytes for part in self.demand.components),
-            "per_gpu": {**vars(self.held), "total": self.held.total},
-            **{"fits": self.runs or self.spill is not None, "refused": self.refusal},
-            "spill": None if self.spill is None else spill_figures(self),
+            **{"verdict": self.verdict, "model": d.title, "layout": d.layout, "machine": vars(self.machine)},
+            **self.summary(records),
+            **{"context": w.context, "batch": w.batch, "weights": self.weights, "cache": w.cache},
+            **{"chunk": self.chunk, "whole_experts": w.whole_experts},
+            **{"stored_bytes": d.stored_bytes, "components": d.components},
+            "active_bytes_per_token": d.active_bytes(),
+            "spilled_experts": 0 if self.uncut or self.spill is None else self.spill.num_spilled,
             "sequence_bytes": one.sequence_bytes(w.context),
             # Of one more token, on average over whole blocks.
             "cache_bytes_per_token": (one.sequence_bytes(2 * span) - one.sequence_bytes(span)) / span,
-            "read_bytes": {"one": self.read_bytes(1), "batch": self.read_bytes(w.batch)},
-            "at_most_tokens_per_second": {
-                "one": self.tokens_per_second(1),
-                "batch": self.tokens_per_second(w.batch),
-            },
+            "read_bytes": {name: self.read_bytes(count) for name, count in counts.items()},
+            "at_most_tokens_per_second": {n: self.tokens_per_second(count) for n, count in counts.items()},
         }
-        if not self.runs:
-            sets = [{"name": m.name, "count": m.count} for m in self.smallest_sets()]
+        if not self.fits:
+            sets = [plan.summary(records) for plan in self.smallest_sets()]
             out["instead"] = {"context": self.largest_context(), "batch": self.largest_batch(), "gpus": sets}
         return out
 

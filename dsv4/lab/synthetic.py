@@ -1,7 +1,6 @@
 """Random weights of a model made directly in the GPU's tiles: to measure speed without a checkpoint."""
 
 import math
-from collections import Counter
 from dataclasses import replace
 
 import torch
@@ -9,45 +8,16 @@ from torch import Tensor
 
 from dsv4.config import ModelConfig
 from dsv4.gpu.tiles import Bank, Tiled, empty
+from dsv4.lab.styles import format_of
 from dsv4.model.bundle import Weights
 from dsv4.model.params import Param, declare
-from dsv4.ops.experts.placement import Placement
+from dsv4.ops.experts.placement import Placement, bank
 from dsv4.quant.formats import Format, QuantTensor
-from dsv4.weights.detect import Inventory
-from dsv4.weights.tiled import tiled_format
-
-# The format of each component. modelopt: as ModelOpt publishes (c1). official: as DeepSeek publishes. nvfp4:
-# every large linear in 4 bits.
-LAYOUTS = {
-    "official": {"routed experts": Format.MXFP4, "other": Format.FP8},
-    "modelopt": {"routed experts": Format.NVFP4, "other": Format.FP8},
-    "nvfp4": {"routed experts": Format.NVFP4, "other": Format.NVFP4},
-}
-_BF16 = ("embedding", "head", "gate", "compressor")
 
 
 def with_experts(config: ModelConfig, experts: int) -> ModelConfig:
     """The model with that many experts resident: a token reads the same bytes, the whole takes less."""
     return replace(config, num_experts=experts)
-
-
-def format_of(param: Param, layout: str) -> Format:
-    small = param.component in _BF16 or ".compressor." in param.name or "weights_proj" in param.name
-    kinds = LAYOUTS[layout]
-    return Format.BF16 if small else kinds.get(param.component, kinds["other"])
-
-
-def layout_of(inventory: Inventory) -> str:
-    """The layout that a checkpoint is stored in, by its trunk's linears; one of no name: their formats."""
-    stored = Counter[tuple[str, Format]]()
-    for source in inventory.sources:
-        p = source.param
-        if p.kind in ("linear", "grouped") and p.component not in (*_BF16, "mtp") and p.name != "embed":
-            kind = "routed experts" if p.expert is not None else "other"
-            stored[kind, tiled_format(source)] += source.num_bytes
-    most = {kind: format for (kind, format), _ in sorted(stored.items(), key=lambda item: item[1])}
-    named = next((name for name, formats in LAYOUTS.items() if formats == most), None)
-    return named or ", ".join(f"{kind} {most[kind].value}" for kind in sorted(most, reverse=True))
 
 
 def make_weights(
@@ -123,7 +93,7 @@ def _fill_placed(placement: Placement, name: str, generator: torch.Generator) ->
     """Made on the device that has the generator, then copied to where the expert lies."""
     form, device = placement.form, generator.device
     held = torch.empty(1, form.num_bytes, dtype=torch.uint8, device=device)
-    made = form.bank(held, torch.empty(1, 2, device=device), torch.empty(1, 1, device=device))
+    made = bank(form, held, torch.empty(1, 2, device=device), torch.empty(1, 1, device=device))
     for expert in range(placement.num_experts):
         at = placement.expert(name, expert)
         for part, to in ((made.w13, at.w13), (made.w2, at.w2)):

@@ -1,5 +1,6 @@
 """Every weight of the model declared once: official name, shape, storage, component, how ranks share it."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -80,8 +81,8 @@ def check_ranks(c: ModelConfig, size: int, whole_experts: bool = False) -> None:
         raise ConfigError(f"{', '.join(wrong)} do not split over {size} ranks; use {allowed}")
 
 
-def block_params(c: ModelConfig, prefix: str, spec: LayerSpec) -> list[Param]:
-    """One trunk layer or draft block."""
+def block_params(c: ModelConfig, prefix: str, spec: LayerSpec, num_experts: int | None = None) -> list[Param]:
+    """One trunk layer or draft block. `num_experts`: declare the first ones only."""
     d, n, out = c.hidden_size, c.num_streams, []
 
     def add(
@@ -135,7 +136,7 @@ def block_params(c: ModelConfig, prefix: str, spec: LayerSpec) -> list[Param]:
         add("ffn.gate.bias", (c.num_experts,), "plain", "gate")
     for w, shape, shard in _expert_shapes(c):
         add(f"ffn.shared_experts.{w}", shape, "linear", "shared experts", shard=shard)
-    for expert in range(c.num_experts):
+    for expert in range(c.num_experts if num_experts is None else num_experts):
         for w, shape, shard in _expert_shapes(c):
             add(f"ffn.experts.{expert}.{w}", shape, "linear", "routed experts", expert, shard)
     return out
@@ -162,26 +163,46 @@ def declare(c: ModelConfig, num_mtp_layers: int) -> list[Param]:
 
 def each_declared(c: ModelConfig, num_mtp_layers: int) -> Iterator[Param]:
     """The same, a block at a time: of a config that may ask for more than any memory holds."""
-    d = c.hidden_size
-    yield Param("embed", (c.vocab_size, d), "linear", "embedding", shard="rows")
-    yield Param("head", (c.vocab_size, d), "linear", "head", shard="rows")
-    yield Param("norm", (d,), "plain", "norm")
-    yield from _head_mix(c, "", "mhc")
+    yield from _ends(c)
     for index, spec in enumerate(c.layers):
         yield from block_params(c, f"layers.{index}", spec)
     for index in range(num_mtp_layers):
-        prefix = f"mtp.{index}"
-        yield from _draft_block(c, prefix)
-        for name in ("e_proj", "h_proj"):
-            yield Param(f"{prefix}.{name}", (d, d), "linear", "mtp")
-        for name in ("enorm", "hnorm", "norm"):
-            yield Param(f"{prefix}.{name}", (d,), "plain", "mtp")
-        yield from _head_mix(c, f"{prefix}.", "mtp")
+        yield from _draft_block(c, f"mtp.{index}")
 
 
-def _draft_block(c: ModelConfig, prefix: str) -> Iterator[Param]:
-    for param in block_params(c, prefix, LayerSpec("sliding", 0, False)):
-        yield replace(param, component="mtp")
+def each_kind(c: ModelConfig, num_mtp_layers: int) -> Iterator[tuple[Param, int]]:
+    """Each kind of weight once, and how many there are: layers of one spec are alike, and so are draft blocks
+    and a block's experts."""
+    yield from ((param, 1) for param in _ends(c))
+    blocks = [
+        (block_params(c, f"layers.{c.layers.index(spec)}", spec, num_experts=1), count)
+        for spec, count in Counter(c.layers).items()
+    ]
+    if num_mtp_layers:
+        blocks.append((_draft_block(c, "mtp.0", num_experts=1), num_mtp_layers))
+    for params, count in blocks:
+        for param in params:
+            yield param, count * (1 if param.expert is None else c.num_experts)
+
+
+def _ends(c: ModelConfig) -> list[Param]:
+    shape = (c.vocab_size, c.hidden_size)
+    return [
+        Param("embed", shape, "linear", "embedding", shard="rows"),
+        Param("head", shape, "linear", "head", shard="rows"),
+        Param("norm", (c.hidden_size,), "plain", "norm"),
+        *_head_mix(c, "", "mhc"),
+    ]
+
+
+def _draft_block(c: ModelConfig, prefix: str, num_experts: int | None = None) -> list[Param]:
+    d, block = c.hidden_size, block_params(c, prefix, LayerSpec("sliding", 0, False), num_experts)
+    return [
+        *(replace(param, component="mtp") for param in block),
+        *(Param(f"{prefix}.{name}", (d, d), "linear", "mtp") for name in ("e_proj", "h_proj")),
+        *(Param(f"{prefix}.{name}", (d,), "plain", "mtp") for name in ("enorm", "hnorm", "norm")),
+        *_head_mix(c, f"{prefix}.", "mtp"),
+    ]
 
 
 def declare_dspark(c: ModelConfig, num_stages: int) -> Iterator[Param]:
@@ -190,7 +211,8 @@ def declare_dspark(c: ModelConfig, num_stages: int) -> Iterator[Param]:
         return
     d, rank = c.hidden_size, c.dspark.markov_rank
     for stage in range(num_stages):
-        yield from _draft_block(c, f"mtp.{stage}")
+        for param in block_params(c, f"mtp.{stage}", LayerSpec("sliding", 0, False)):
+            yield replace(param, component="mtp")
     yield Param("mtp.0.main_proj", (d, len(c.dspark.target_layers) * d), "linear", "mtp")
     yield Param("mtp.0.main_norm", (d,), "plain", "mtp")
     last = f"mtp.{num_stages - 1}."

@@ -17,10 +17,10 @@ from pathlib import Path
 from dsv4.cache.folder import why_unusable
 from dsv4.config import EngineConfig
 from dsv4.engine.engine import Engine
+from dsv4.engine.first import ensure
 from dsv4.engine.grammar import Matcher
 from dsv4.engine.request import Delta, Request
 from dsv4.errors import DeviceError, Dsv4Error, LostError, RequestError
-from dsv4.lab.doctor.first import ensure
 from dsv4.serve import wire
 
 _PROGRESS_SECONDS = 0.1

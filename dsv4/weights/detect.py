@@ -206,7 +206,7 @@ def take_inventory(entries: Mapping[str, Entry], config: ModelConfig) -> Invento
         notes.append(f"draft blocks: {num_mtp} in the weights, {config.num_mtp_layers} in config.json")
 
     used: set[str] = set()
-    finder = _Finder(entries, used, config.num_experts)
+    finder = Finder(entries, used, config.num_experts)
     sources, missing = [], []
     for param in each_declared(config, num_mtp):
         source = finder.find(param)
@@ -239,7 +239,7 @@ def take_inventory(entries: Mapping[str, Entry], config: ModelConfig) -> Invento
 
 def storage_of(entries: Mapping[str, Entry], config: ModelConfig) -> str:
     """How the first layer's routed experts and attention are stored, e.g. "mxfp4, fp8"."""
-    finder = _Finder(entries, set(), config.num_experts)
+    finder = Finder(entries, set(), config.num_experts)
     wanted = ("layers.0.ffn.experts.0.w1", "layers.0.attn.wq_a")
     params = [p for p in block_params(config, "layers.0", config.layers[0]) if p.name in wanted]
     found = [source for param in reversed(params) if (source := finder.find(param)) is not None]
@@ -251,7 +251,7 @@ def _stored_name(param: Param, family: str) -> str:
     return f"{name}.weight" if has_weight_suffix(param.name) else name
 
 
-class _Finder:
+class Finder:
     def __init__(self, entries: Mapping[str, Entry], used: set[str], num_experts: int) -> None:
         self.entries, self.used, self.num_experts = entries, used, num_experts
 

@@ -1,6 +1,5 @@
 """Streams a checkpoint into memory, a few rows at a time. What is missing or left over is refused before."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,11 +12,12 @@ from dsv4.errors import CheckpointError, ConfigError
 from dsv4.model.bundle import Weights
 from dsv4.model.params import check_ranks, own_experts
 from dsv4.quant.codec import NV_RANGE, decode, encode_weight, has_nan_scale
-from dsv4.quant.formats import FP8_TILE, MX_BLOCK, NV_BLOCK, Format, QuantTensor
+from dsv4.quant.formats import Format, QuantTensor
 from dsv4.weights.batches import Batch, plan
 from dsv4.weights.detect import Inventory, Source, read_headers
 from dsv4.weights.feed import stream
 from dsv4.weights.reader import Reader
+from dsv4.weights.sizes import held_bytes
 from dsv4.weights.stack import Stack, stack_of
 
 # Decoded bytes handled at a time: bounds what loading needs beyond the model itself.
@@ -91,27 +91,6 @@ class Checkpoint:
             reader.check_unchanged()
         tensors = {name: one.finish() for name, one in held.items()}
         return Weights(tensors, inventory.quantised, inventory.num_mtp_layers)
-
-
-def held_bytes(source: Source, dense: bool) -> int:
-    """Memory of one parameter as `load` holds it: decoded to float32, or as stored with its block scales."""
-    kind, count = source.param.kind, math.prod(source.param.shape)
-    if kind == "table":
-        return 8 * count
-    if kind == "plain" or (dense and source.param.name != "embed"):
-        return 4 * count
-    if kind == "grouped" and source.format is Format.FP8:
-        return 2 * count
-    rows, cols = source.param.shape
-    if source.format is Format.FP8:
-        assert source.scale is not None
-        tiles = -(-rows // FP8_TILE) * -(-cols // FP8_TILE)
-        return count + tiles * (1 if source.scale.dtype == "F8_E8M0" else 4)
-    if source.format is Format.MXFP4:
-        return count // 2 + rows * -(-cols // MX_BLOCK)
-    if source.format is Format.NVFP4:
-        return count // 2 + rows * -(-cols // NV_BLOCK)
-    return count * (2 if source.format is Format.BF16 else 4)
 
 
 class Counted:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4.errors import CheckpointError
-from dsv4.gpu.tiles import Bank, Tiled, can_stack, empty, put_stack, tile, tile_bytes
+from dsv4.gpu.tiles import Bank, Tiled, can_stack, empty, put_stack, tile
 from dsv4.model.bundle import Weights
 from dsv4.ops.experts.placement import Form, Placement
 from dsv4.quant.codec import decode
@@ -15,7 +15,8 @@ from dsv4.weights.batches import EXPERT, Batch, Part, plan
 from dsv4.weights.detect import Source
 from dsv4.weights.feed import stream
 from dsv4.weights.findings import Findings
-from dsv4.weights.load import Checkpoint, Counted, Progress, held_bytes, recode
+from dsv4.weights.load import Checkpoint, Counted, Progress, recode
+from dsv4.weights.sizes import tiled_format, tiled_source_bytes
 from dsv4.weights.stack import Stack, stack_of
 
 # Stored bytes per copy to a GPU, and per group of launches.
@@ -214,13 +215,6 @@ def tiled_bytes(checkpoint: Checkpoint) -> int:
     )
 
 
-def tiled_source_bytes(source: Source) -> int:
-    shape, kind = source.param.shape, source.param.kind
-    if kind in ("plain", "table") or source.param.name == "embed":
-        return held_bytes(source, dense=False)
-    return tile_bytes(tiled_format(source), (shape[0], shape[1]))
-
-
 def expert_bytes(checkpoint: Checkpoint) -> int:
     """Of `tiled_bytes` what the layers' routed experts take."""
     return sum(tiled_source_bytes(s) for s in checkpoint.inventory.sources if _is_routed(s))
@@ -259,17 +253,3 @@ def _formats(checkpoint: Checkpoint, of: str) -> tuple[dict[Format, str], list[s
             names[source.param.name.rsplit(".", 2)[0]] = None
             formats.setdefault(tiled_format(source), source.param.name)
     return formats, list(names)
-
-
-def tiled_format(source: Source) -> Format:
-    """F32 linears are refused where their values do not fit BF16, so they are held in that."""
-    assert source.format is not None
-    if source.format is Format.F32 or (
-        source.param.kind == "grouped" and not _is_power_of_two_scaled(source)
-    ):
-        return Format.BF16
-    return source.format
-
-
-def _is_power_of_two_scaled(source: Source) -> bool:
-    return source.format is not Format.FP8 or source.scale is None or source.scale.dtype == "F8_E8M0"

@@ -5,13 +5,14 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from dsv4 import disk
 from dsv4.quant.formats import FP8_TILE, MX_BLOCK, NV_BLOCK, Format
 from dsv4.weights.reader import DTYPES, INDEX, torch_type
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SHARD_BYTES = 5_000_000_000
 
@@ -65,7 +66,7 @@ def shards(tensors: list[Declared], limit: int = SHARD_BYTES) -> list[list[Decla
 
 
 def write_checkpoint(
-    folder: Path, tensors: list[Declared], data: Iterable[Tensor], limit: int = SHARD_BYTES
+    folder: Path, tensors: list[Declared], data: Iterable["Tensor"], limit: int = SHARD_BYTES
 ) -> Iterator[int]:
     """Write all shards and the index; yields each tensor's bytes. `data` follows the order of `tensors`.
 
@@ -105,7 +106,9 @@ def header_bytes(group: Iterable[Declared]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _write_file(path: Path, group: list[Declared], values: Iterator[Tensor]) -> Iterator[int]:
+def _write_file(path: Path, group: list[Declared], values: Iterator["Tensor"]) -> Iterator[int]:
+    import torch
+
     with disk.result(path) as part, part.open("wb") as file:
         file.write(header_bytes(group))
         for tensor in group:

@@ -17,8 +17,8 @@ from cli_support import dsv4, ok, process
 from safetensors.torch import load_file, save_file
 
 from dsv4 import Engine, EngineConfig, SamplingParams, __version__
-from dsv4.lab.init import STYLES
 from dsv4.lab.score import score_ids, score_text
+from dsv4.lab.styles import STYLES
 from dsv4.ops import IMPLEMENTATIONS
 
 COMMANDS = ("generate", "chat", "batch", "score", "eval", "inspect", "info", "init")

@@ -339,7 +339,8 @@ def test_damage_that_only_shows_while_computing(model: Path, tmp_path: Path) -> 
 def test_bench_without_triton() -> None:
     """As `make demo` installs it on a machine without a GPU: there the GPU is what is missing."""
     code = "import sys, torch; sys.modules['triton'] = None; torch.cuda.is_available = lambda: {has_gpu}; "
-    code += "sys.argv = ['dsv4', 'bench', 'ops']; from dsv4.cli.main import main; main()"
+    code += "sys.argv = ['dsv4', 'bench', 'decode', '--synthetic', 'flash']; "
+    code += "from dsv4.cli.main import main; main()"
     for has_gpu, says in ((False, "sees no CUDA GPU; run it on a machine"), (True, "pip install triton")):
         done = process(["-c", code.format(has_gpu=has_gpu)], module=None)
         assert says in refused(Done(done.returncode, done.stdout, done.stderr))

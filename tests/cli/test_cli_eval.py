@@ -11,8 +11,8 @@ import pytest
 from cli_support import Terminal, dsv4, ok, refused
 
 from dsv4 import models
+from dsv4.lab.draw import draw_recall
 from dsv4.lab.judge import Rate
-from dsv4.lab.plot import draw_recall
 
 ASK = [{"role": "user", "content": "Where is Ann?"}]
 LINES: list[dict[str, Any]] = [
@@ -132,7 +132,7 @@ def test_the_picture(model: Path, prompts: Path, tmp_path: Path) -> None:
     ok(*given, tmp_path / "recall.png")
     width, height = png_size(tmp_path / "recall.png")
     assert 1000 < width < 1400 and 500 < height < 900
-    ok(*given, tmp_path / "recall.svg", "--op", "index=dsv4.lab.index_random")
+    ok(*given, tmp_path / "recall.svg", "--op", "index=recipes.ablations.index_random")
     assert "<svg" in (tmp_path / "recall.svg").read_text()
 
 
@@ -159,7 +159,7 @@ def test_without_matplotlib(model: Path, prompts: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(builtins, "__import__", without)
     message = refused(dsv4("eval", "no such model", "--set", prompts, "--plot", "x.png"))
-    assert "a picture needs matplotlib" in message and "pip install 'dsv4[plot]'" in message
+    assert "--plot needs matplotlib" in message and "pip install 'dsv4[plot]'" in message
     ok("eval", model, "--set", prompts, *FAST, "--suite", "sums")
 
 
@@ -171,7 +171,7 @@ REFUSED = {
     "eval {model} --set {model}/config.json": "config.json, line 1",
     "eval {tmp}/missing --set {set}": "/missing does not exist",
     "eval {model} --set {set} --suite sums --plot {tmp}/x.png": "--plot shows recall",
-    "eval {model} --set {set} --plot {tmp}/x.gif": "expected a picture whose name ends in .png",
+    "eval {model} --set {set} --plot {tmp}/x.gif": "expected a name that ends in .png",
     "eval {model} --set {set} --plot {tmp}/none/x.png": "/none/x.png: expected the name of a file",
     "eval {model} --set {set} --answers {tmp}": "expected the name of a file in an existing folder",
     "eval {model} --set {set} --op index=nothing.here": "'nothing.here' cannot be imported",

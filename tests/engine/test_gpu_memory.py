@@ -39,7 +39,7 @@ def test_memory_of_a_step_counts() -> None:
     settings, config, layout = on_gpu(checkpoint, 10**12)
     check_memory(settings, config, checkpoint)
     needed = tiled_bytes(checkpoint) + layout.store_bytes()
-    step = prompt_bytes(layout, torch.bfloat16, 4096, unpacks=False)
+    step = prompt_bytes(layout, 4096, unpacks=False)
     settings, config, layout = on_gpu(checkpoint, needed + step)
     with pytest.raises(
         ConfigError, match=r"and what steps need 1\.\d GB, .* lower max_batch, max_context or chunk"
@@ -50,10 +50,10 @@ def test_memory_of_a_step_counts() -> None:
 def test_a_prompt_of_flash_takes_gigabytes() -> None:
     """On Hopper its rows; where weights are unpacked, sixteen experts of these as well."""
     layout = CacheLayout(preset("flash"), Format.KV8, Format.MXFP4, 2, 131072, 1, 0)
-    assert 1.1e9 < prompt_bytes(layout, torch.bfloat16, 4096, unpacks=False) < 1.6e9
-    assert 4e9 < prompt_bytes(layout, torch.bfloat16, 4096, unpacks=True) < 6e9
-    assert unpacks_weights(torch.float32, (9, 0)) and unpacks_weights(torch.bfloat16, (12, 0))
-    assert not unpacks_weights(torch.bfloat16, (9, 0))
+    assert 1.1e9 < prompt_bytes(layout, 4096, unpacks=False) < 1.6e9
+    assert 4e9 < prompt_bytes(layout, 4096, unpacks=True) < 6e9
+    assert unpacks_weights(4, (9, 0)) and unpacks_weights(2, (12, 0))
+    assert not unpacks_weights(2, (9, 0))
 
 
 @pytest.mark.gpu
@@ -76,6 +76,6 @@ def test_a_prompts_step_takes_what_was_planned(tokens: int, before: int) -> None
         held = torch.cuda.memory_allocated()
         model.logits(model.forward(step, cache)[-1:])
         taken = torch.cuda.max_memory_allocated() - held
-    planned = prompt_bytes(layout, torch.bfloat16, tokens, unpacks=False)
+    planned = prompt_bytes(layout, tokens, unpacks=False)
     print(f"{tokens} tokens after {before}: planned {planned:,}, taken {taken:,}")
     assert taken <= planned <= 1.6 * taken + (300 << 20)

@@ -12,10 +12,17 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from dsv4.config import Activations, LayerSpec, ModelConfig, preset
+from dsv4.engine import sizes
 from dsv4.engine.sizes import check_sizes, problems
 from dsv4.errors import ConfigError
 from dsv4.gpu.architectures import ARCHITECTURES
 from dsv4.model.params import num_parts
+from dsv4.ops.index import decode_select as selecting
+from dsv4.ops.linear import decode as matvec
+from dsv4.ops.mhc import decode as mhc
+from dsv4.ops.route import decode as routing
+from dsv4.ops.sample import decode as sample
+from dsv4.step.buffers import ROWS
 from tests.support.dry import planned
 
 # A layer of each kind and routing, small in everything that is not drawn.
@@ -237,3 +244,16 @@ def test_ratios_that_are_no_powers_of_two_attend_in_parts() -> None:
     layers = tuple(replace(c.layers[i], ratio=ratio) for i, ratio in ((0, 0), (2, 6), (3, 96)))
     decoder = planned(replace(c, layers=layers, vocab_size=512), rows=1, context=1024)
     assert not decoder.buffers.attends_in_one
+
+
+def test_limits_are_those_of_the_launchers() -> None:
+    """Stated twice, so that a plan needs no torch."""
+    assert (sizes.MAX_DEPTH, sizes.MAX_SEGMENTS) == (matvec.MAX_DEPTH, matvec.MAX_SEGMENTS)
+    assert sizes.DEEPEST == matvec.MAX_SEGMENTS * matvec.MAX_SLICES * matvec.SLICE
+    for name in ("MAX_EXPERTS", "MAX_CHOICES", "MAX_PAIRS", "MAX_TOPK", "CLUSTER"):
+        launcher = selecting if name in ("MAX_TOPK", "CLUSTER") else routing
+        assert getattr(sizes, name) == getattr(launcher, name), name
+    assert sizes.CLUSTER_SHARED == selecting.MANY_SHARED
+    for name in ("STREAMS", "ITEM", "MAX_CHANNELS", "SHARED_BLOCKS"):
+        assert getattr(sizes, name) == getattr(mhc, name), name
+    assert (sample.MAX_VOCAB, ROWS[-1]) == (sizes.MAX_VOCAB, sizes.MAX_ROWS)

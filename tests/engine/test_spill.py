@@ -22,9 +22,9 @@ from dsv4.engine.spill import (
     place_experts,
 )
 from dsv4.errors import ConfigError
+from dsv4.gpu.shapes import Form
 from dsv4.gpu.tiles import Bank
 from dsv4.models import embedded
-from dsv4.ops.experts.placement import Form
 from dsv4.quant.formats import Format
 from dsv4.weights.load import Checkpoint
 from dsv4.weights.tiled import draft_form, expert_bytes, expert_form, load_tiled

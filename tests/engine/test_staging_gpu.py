@@ -13,12 +13,13 @@ from dsv4.cache.layout import CacheLayout
 from dsv4.cache.store import Cache
 from dsv4.config import ModelConfig, preset
 from dsv4.engine.spill import Split, make_placement
+from dsv4.gpu.shapes import Form
 from dsv4.lab.synthetic import make_weights
 from dsv4.model.bundle import Bundle, Numerics
 from dsv4.model.model import Model
 from dsv4.model.step import Step
 from dsv4.ops import IMPLEMENTATIONS, Ops
-from dsv4.ops.experts.placement import Form, Placement
+from dsv4.ops.experts.placement import Placement
 from dsv4.ops.experts.staging import READ_IN_PLACE, Staging, StreamLanes
 from dsv4.quant.formats import Format
 

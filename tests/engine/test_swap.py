@@ -16,8 +16,9 @@ from dsv4.engine.plan import Span
 from dsv4.engine.request import SamplingParams
 from dsv4.engine.swap import Swapper
 from dsv4.errors import ConfigError
+from dsv4.gpu.shapes import Form
 from dsv4.models import embedded
-from dsv4.ops.experts.placement import Form, Placement, Slots, place
+from dsv4.ops.experts.placement import Placement, Slots, place
 from dsv4.quant.formats import Format
 from dsv4.weights.load import Checkpoint
 

@@ -143,7 +143,7 @@ def test_a_tile_is_the_usual_one_or_the_exception(monkeypatch: pytest.MonkeyPatc
         for gpu in ARCHITECTURES:
             monkeypatch.setattr(architectures, "capability", lambda device, gpu=gpu: gpu)
             for dtype, tile in usual.items():
-                want = TILES.get((kernel, gpu // 10 * 10), {}).get(dtype, tile)
+                want = TILES.get((kernel, gpu // 10 * 10), {}).get(dtype.itemsize, tile)
                 assert architectures.tile(kernel, usual, dtype, torch.device("cpu")) == want
 
 

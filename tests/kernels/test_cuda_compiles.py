@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.echo import echo_peers
 from dsv4 import disk
 from dsv4.config import preset
 from dsv4.errors import DeviceError
 from dsv4.gpu import architectures, build, ceiling, driver, tiles
-from dsv4.lab.bench.echo import echo_peers
 from dsv4.ops.attention import decode as attention
 from dsv4.ops.attention import prefill_sm90 as prompt_attention
 from dsv4.ops.exchange import decode as exchange

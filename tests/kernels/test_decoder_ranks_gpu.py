@@ -10,11 +10,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from bench.echo import Echo
 from dsv4.cache.layout import CacheLayout
 from dsv4.cache.store import Cache
 from dsv4.gpu import build
 from dsv4.lab.bench.decode import fill
-from dsv4.lab.bench.echo import Echo
 from dsv4.model.bundle import Bundle, Numerics
 from dsv4.model.model import Model
 from dsv4.ops import IMPLEMENTATIONS, Ops

@@ -216,8 +216,8 @@ def test_another_step_does_not_match() -> None:
 
 def test_echo_is_one_rank_of_several() -> None:
     """What the bench times: a rank whose own memory answers."""
+    from bench.echo import echo_peers
     from dsv4.config import preset
-    from dsv4.lab.bench.echo import echo_peers
 
     config = preset("flash")
     for size in (2, 8):

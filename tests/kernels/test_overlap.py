@@ -16,13 +16,14 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from bench.echo import Echo, echo_peers
 from dsv4.cache.store import Cache
 from dsv4.config import Activations, preset
 from dsv4.engine.spill import Split, make_placement
 from dsv4.gpu import build
 from dsv4.gpu.pdl import Launch, Launcher, check
+from dsv4.gpu.shapes import Form
 from dsv4.lab.bench.decode import Wanted
-from dsv4.lab.bench.echo import Echo, echo_peers
 from dsv4.lab.synthetic import make_weights
 from dsv4.model.bundle import Bundle, Numerics
 from dsv4.model.model import Model
@@ -30,7 +31,7 @@ from dsv4.ops import IMPLEMENTATIONS, Ops
 from dsv4.ops.attention import decode as attention
 from dsv4.ops.attention import decode_any, prepare
 from dsv4.ops.exchange import decode as exchange
-from dsv4.ops.experts.placement import Form, Placement
+from dsv4.ops.experts.placement import Placement
 from dsv4.ops.index import decode as index
 from dsv4.ops.index import decode_select as selecting
 from dsv4.ops.index import prefill as index_op

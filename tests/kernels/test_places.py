@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsv4.gpu.shapes import Form
 from dsv4.gpu.tiles import Bank, Tiled, empty, put
 from dsv4.ops.experts import prefill as experts_op
-from dsv4.ops.experts.placement import Form, Placement, Slots, place
+from dsv4.ops.experts.placement import Placement, Slots, place, views
 from dsv4.ops.linear.decode import MatVec, Product, Tasks
 from dsv4.ops.linear.prefill_unpack import unpack
 from dsv4.quant.codec import encode_weight
@@ -92,10 +93,10 @@ def test_slots_do_not_overlap() -> None:
     begins = sorted(slots[i].data_ptr() for i in range(len(slots)))
     assert all(b - a >= form.num_bytes for a, b in pairwise(begins))
     assert [slots.is_resident(i) for i in range(7)] == [True] * 3 + [False] * 4
-    views = [view for i in range(len(slots)) for view in form.views(slots[i])]
-    for number, view in enumerate(views):
-        view.fill_(number)
-    assert all(bool((view == number).all()) for number, view in enumerate(views))
+    parts = [part for i in range(len(slots)) for part in views(form, slots[i])]
+    for number, part in enumerate(parts):
+        part.fill_(number)
+    assert all(bool((part == number).all()) for number, part in enumerate(parts))
 
 
 def test_a_moved_expert_is_found_when_published() -> None:

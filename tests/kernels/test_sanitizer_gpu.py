@@ -31,7 +31,7 @@ def run(*command: str) -> str:
 
 def test_the_script_passes_by_itself() -> None:
     """Without it a clean tool would say nothing: both ranks must have run at once, on every size."""
-    said = run(sys.executable, "-m", "tests.bench.exchange_checked")
+    said = run(sys.executable, "-m", "bench.exchange_checked")
     assert said.count("12 exchanges, the same bits on both ranks") == 4, said
 
 
@@ -40,5 +40,5 @@ def test_the_script_passes_by_itself() -> None:
 def test_the_exchange_is_clean(tool: str) -> None:
     assert SANITIZER is not None
     options = ("--tool", tool, "--error-exitcode", "3", "--target-processes", "all")
-    said = run(SANITIZER, *options, sys.executable, "-m", "tests.bench.exchange_checked")
+    said = run(SANITIZER, *options, sys.executable, "-m", "bench.exchange_checked")
     assert CLEAN[tool] in said and "one by one, 4 sizes" in said, said[-4000:]

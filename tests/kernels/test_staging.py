@@ -11,7 +11,8 @@ from torch import Tensor
 
 from dsv4.engine import swap
 from dsv4.engine.swap import Swapper
-from dsv4.ops.experts.placement import Form, Placement, Slots, place
+from dsv4.gpu.shapes import Form
+from dsv4.ops.experts.placement import Placement, Slots, place
 from dsv4.ops.experts.staging import Staging, ring_copies
 from dsv4.quant.formats import Format
 

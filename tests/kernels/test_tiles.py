@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from dsv4.gpu.tiles import BRICK, SCALES, empty, put, tile, tile_bytes
+from dsv4.gpu.shapes import BRICK, SCALES, tile_bytes
+from dsv4.gpu.tiles import empty, put, tile
 from dsv4.quant.codec import decode, e2m1_decode, e4m3_decode, e8m0_decode, encode_weight
 from dsv4.quant.formats import Format, QuantTensor
 from tests.support.layouts import codes_of

@@ -65,15 +65,6 @@ def test_decode_on_a_gpu(batch: int, tmp_path: Path) -> None:
     assert "--save" not in found["command"] and str(tmp_path) not in found["command"]
 
 
-def test_prefill_and_ops_on_a_gpu() -> None:
+def test_prefill_on_a_gpu() -> None:
     given = ("--synthetic", "tiny", "--tokens", 700, "--chunk", 512, "--context", 300)
     assert last(ok("bench", "prefill", *given)).keys() >= MACHINE | {"tflops", "matmul_share"}
-    chosen = ("--op", "rows", "--op", "attention", "--op", "decode", "--experts", 8, "--context", 1024)
-    found = last(ok("bench", "ops", "--preset", "tiny", *chosen))
-    assert found["refused"] == 0 and {r["backend"] for r in found["results"]} == {"cpu", "gpu"}
-
-
-def test_beside_transformers_on_a_gpu() -> None:
-    pytest.importorskip("transformers")
-    given = ("--synthetic", "tiny", "--steps", 4, "--context", 200, "--beside-transformers")
-    assert last(ok("bench", "decode", *given))["transformers"]["ms_per_token"] > 0

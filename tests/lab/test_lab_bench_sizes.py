@@ -10,12 +10,9 @@ from cli_support import dsv4, refused
 
 pytest.importorskip("triton", reason="the decode kernels need Triton")
 
-from dsv4.config import preset
 from dsv4.errors import ConfigError
 from dsv4.lab.bench import ceiling, subject
-from dsv4.lab.bench.decode import Wanted
-from dsv4.lab.bench.subject import Reads, synthetic
-from dsv4.lab.bench.sweep import _line
+from dsv4.lab.bench.subject import synthetic
 
 CPU = torch.device("cpu")
 # A block of an sm_120 has 99 KiB of shared memory, of an sm_90 227: a row has at most as many entries as fit.
@@ -43,14 +40,7 @@ def test_widths() -> None:
         "decode --synthetic flash --context 1048576",
         "decode --synthetic flash --max-context 1048576",
         "prefill --synthetic flash --tokens 8192 --context 1040384",
-        "ranks flash --of 2 --context 1048576",
     ],
 )
 def test_a_context_beyond_the_selection(arguments: str) -> None:
     assert re.search(SAID, refused(dsv4("bench", *arguments.split())))
-
-
-def test_a_sweep_leaves_such_a_context_out() -> None:
-    flash = SimpleNamespace(config=preset("flash"), mesh=SimpleNamespace(size=1))
-    line = _line(flash, Wanted(1 << 20), Reads(0, ()), 1.0, CPU)  # type: ignore[arg-type]
-    assert "expected at most 191824" in line["left_out"]

@@ -19,20 +19,21 @@ from lab_support import altered, swap_nibbles, trained_model, with_structure
 
 from dsv4.config import preset
 from dsv4.lab.byte_tokenizer import byte_tokenizer_json
-from dsv4.lab.doctor import exact, machine, ops, weights
+from dsv4.lab.doctor import exact, machine, weights
 from dsv4.lab.doctor import examine as examination
-from dsv4.lab.doctor.cases import make_cases, to_device
 from dsv4.lab.doctor.examine import examine_model
 from dsv4.lab.doctor.findings import Finding
 from dsv4.lab.doctor.golden import FINGERPRINTS
 from dsv4.lab.doctor.machine import examine_machine
-from dsv4.lab.doctor.ops import backend_finding, examine_ops, fingerprints
+from dsv4.lab.doctor.ops import examine_ops, finding, fingerprints
 from dsv4.lab.doctor.selftest import examine_engine
 from dsv4.lab.doctor.tokenizer import examine_tokenizer
 from dsv4.lab.doctor.weights import examine_weights, looks_trained
-from dsv4.ops import IMPLEMENTATIONS, backend_module
+from dsv4.ops import IMPLEMENTATIONS, agree, backend_module
 from dsv4.ops._memory import recall
 from dsv4.ops._product import Product
+from dsv4.ops.agree import Verdict, compare
+from dsv4.ops.cases import make_cases, to_device
 from dsv4.ops.experts import cpu as experts
 from dsv4.ops.mhc import cpu as mhc
 from dsv4.ops.rows import cpu as norm
@@ -322,19 +323,19 @@ def broken(*arguments: object) -> None:
 
 def test_a_wrong_backend_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     fake("rows", monkeypatch)
-    assert backend_finding("rows", "gpu", "cpu").level == "ok"
+    assert finding(compare("rows", "gpu", "cpu")).level == "ok"
     fake("rows", monkeypatch, rms_norm=lambda x, w, eps: norm.rms_norm(x, w, eps) * 1.001)
-    finding = backend_finding("rows", "gpu", "cpu")
-    assert finding.level == "fail" and "rms_norm (weighted): relative error 1.0e-03" in finding.text
-    assert "--op rows=cpu" in finding.remedy
+    found = finding(compare("rows", "gpu", "cpu"))
+    assert found.level == "fail" and "rms_norm (weighted): relative error 1.0e-03" in found.text
+    assert "--op rows=cpu" in found.remedy
     fake("rows", monkeypatch, rms_norm=lambda x, w, eps: norm.rms_norm(x, w, eps) / 0)
-    assert "NaN or infinity" in backend_finding("rows", "gpu", "cpu").text
+    assert "NaN or infinity" in compare("rows", "gpu", "cpu").problem
     fake("rows", monkeypatch, rms_norm=broken)
-    assert "ValueError: no kernel image is available" in backend_finding("rows", "gpu", "cpu").text
+    assert "ValueError: no kernel image is available" in compare("rows", "gpu", "cpu").problem
     fake("sample", monkeypatch, choose=lambda *arguments: sample.choose(*arguments) + 1)
-    assert "choices differ" in backend_finding("sample", "gpu", "cpu").text
+    assert "choices differ" in compare("sample", "gpu", "cpu").problem
     fake("sample", monkeypatch, log_probs=lambda logits: logits[:-1])
-    assert "shapes [[199]], expected [[200]]" in backend_finding("sample", "gpu", "cpu").text
+    assert "shapes [[199]], expected [[200]]" in compare("sample", "gpu", "cpu").problem
 
 
 def test_a_backend_may_hold_weights_in_its_own_form(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,11 +361,11 @@ def test_a_backend_may_hold_weights_in_its_own_form(monkeypatch: pytest.MonkeyPa
 
     both = {name: through(getattr(experts, name)) for name in ("ffn", "routed")}
     fake("experts", monkeypatch, hold=hold, **both)
-    assert backend_finding("experts", "gpu", "cpu").level == "ok" and held == ["cpu"] * 18
+    assert not compare("experts", "gpu", "cpu").problem and held == ["cpu"] * 18
     fake("attention", monkeypatch, hold=broken)
-    assert backend_finding("attention", "gpu", "cpu").level == "ok", "nothing to hold"
+    assert not compare("attention", "gpu", "cpu").problem, "nothing to hold"
     fake("experts", monkeypatch, hold=broken)
-    assert "ValueError: no kernel image is available" in backend_finding("experts", "gpu", "cpu").text
+    assert "ValueError: no kernel image is available" in compare("experts", "gpu", "cpu").problem
 
 
 def test_gpu_backends_get_tiles() -> None:
@@ -382,12 +383,10 @@ def test_every_backend_runs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that is not chosen there."""
     fake("rows", monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(
-        ops, "backend_finding", lambda op, name, device: Finding(device, f"{op}.{name}", "ok", "")
-    )
-    found = {f.name for f in examine_ops() if f.area == "cuda"}
-    assert found == {f"{op}.{name}" for op, names in IMPLEMENTATIONS.items() for name in names}
-    assert "rows.gpu" in found
+    monkeypatch.setattr(agree, "compare", lambda op, name, device: Verdict(f"{op}.{name} on {device}"))
+    found = {f.name for f in examine_ops() if f.name.endswith(" on cuda")}
+    assert found == {f"{op}.{name} on cuda" for op, names in IMPLEMENTATIONS.items() for name in names}
+    assert "rows.gpu on cuda" in found
 
 
 def test_backends_that_cannot_run_here_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

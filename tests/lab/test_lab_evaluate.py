@@ -207,7 +207,9 @@ def counts(rate: dict[str, Any]) -> tuple[int, int]:
 
 
 def test_settings_are_the_settled_ones(engine_for: Callable[..., Engine]) -> None:
-    found = settings(engine_for(activations="a8", cache="bf16", ops=(("index", "dsv4.lab.index_dense"),)))
+    found = settings(
+        engine_for(activations="a8", cache="bf16", ops=(("index", "recipes.ablations.index_dense"),))
+    )
     assert found["activations"] == "a8" and found["cache"] == found["index_keys"] == "bf16"
     assert found["compute_dtype"] == "float32" and found["device"] == "cpu" and found["weights"] == "dense"
-    assert found["ops"]["index"] == "dsv4.lab.index_dense" and found["torch"] == torch.__version__
+    assert found["ops"]["index"] == "recipes.ablations.index_dense" and found["torch"] == torch.__version__

@@ -14,87 +14,74 @@ from cli_support import dsv4, ok, refused
 from dsv4.config import preset
 from dsv4.errors import ConfigError
 from dsv4.lab.bench import subject
-from dsv4.lab.bench.record import append, check_target, run
-from dsv4.lab.init import STYLES
+from dsv4.lab.bench.record import append, check_target, command
 from dsv4.lab.plan import describe
 from dsv4.lab.records import SHIPPED, best, of_folder, published
-from dsv4.lab.synthetic import layout_of
+from dsv4.lab.styles import STYLES
 
 
 def line(**more: Any) -> dict[str, Any]:
     usual = {"bench": "decode", "model": "tiny", "layout": "modelopt", "batch": 1}
-    return {**usual, "device_name": "NVIDIA H200", "share": 0.5, **more}
+    return {**usual, "device_name": "NVIDIA H200", "tokens_per_second": 50, **more}
 
 
 def write(path: Path, *lines: dict[str, Any]) -> None:
     path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
 
 
-def share(folder: Path, gpu: str = "H200", model: str = "tiny", layout: str = "modelopt") -> float | None:
+def rate(folder: Path, gpu: str = "H200", model: str = "tiny", layout: str = "modelopt") -> float | None:
     found = best(folder, gpu, model, layout)
-    return found and found.share
+    return found and found.tokens_per_second
 
 
-def test_a_line_is_of_this_model_and_gpu(tmp_path: Path) -> None:
+def test_a_line_is_of_this_model_layout_and_gpu(tmp_path: Path) -> None:
     assert best(tmp_path / "missing", "H200", "tiny", "modelopt") is None
     write(
         tmp_path / "runs.jsonl",
-        line(share=0.41),
-        line(share=0.38),
-        line(share=0.9, device_name="NVIDIA GeForce RTX 5090"),
-        line(share=0.8, model="pro"),
-        line(share=0.7, model="flash", layout="nvfp4"),
+        line(tokens_per_second=41, context=4096, date="2026-11-16T14:00:00"),
+        line(tokens_per_second=38),
+        line(tokens_per_second=90, device_name="NVIDIA GeForce RTX 5090"),
+        line(tokens_per_second=80, model="pro"),
+        line(tokens_per_second=70, model="flash", layout="nvfp4"),
         {"what": "another benchmark"},
-        {"device_name": "NVIDIA H200", "share": 0.99},
+        {"device_name": "NVIDIA H200", "tokens_per_second": 99},
     )
     found = best(tmp_path, "H200", "tiny", "modelopt")
-    assert found and found.share == 0.41 and found.where == f"{tmp_path}/runs.jsonl:1"
-    assert share(tmp_path, "H100") is None and share(tmp_path, "RTX 5090") == 0.9
-    assert share(tmp_path, model="pro") == 0.8 and share(tmp_path, model="mine") is None
-
-
-def test_this_layout_goes_before_a_higher_share(tmp_path: Path) -> None:
-    write(tmp_path / "runs.jsonl", line(share=0.6, layout="nvfp4"), line(share=0.4))
-    assert share(tmp_path) == 0.4
-    assert share(tmp_path, layout="official") == 0.6
+    assert found and (found.tokens_per_second, found.kind) == (41, "measured")
+    assert found.how == "bare steps at 4k, 2026-11-16"
+    assert rate(tmp_path, "H100") is None and rate(tmp_path, "RTX 5090") == 90
+    assert rate(tmp_path, model="pro") == 80 and rate(tmp_path, model="mine") is None
+    assert rate(tmp_path, layout="nvfp4") is None and rate(tmp_path, layout="official") is None
+    shown = ok("plan", "tiny", "--gpus", "H200", "--records", tmp_path)
+    assert "41 tokens/s for one user, measured (bare steps at 4k" in shown
     shown = ok("plan", "tiny", "--format", "official", "--gpus", "H200", "--records", tmp_path)
-    assert "60% of the ceiling below" in shown and "runs.jsonl:1 of layout nvfp4, not official" in shown
+    assert "predicted" in shown and "measured" not in shown
 
 
 @pytest.mark.parametrize(
     "more",
-    [{"batch": 8}, {"activations": "a8"}, {"ranks": 2}, {"bench": "prefill"}, {"spill": {"hit_rate": 0.9}}],
+    [{"batch": 8}, {"activations": "a8"}, {"ranks": 2}, {"bench": "prefill"}, {"spill": {"host_bytes": 1}}],
     ids=str,
 )
 def test_what_says_nothing_about_one_sequence_is_passed_over(more: dict[str, Any], tmp_path: Path) -> None:
-    write(tmp_path / "runs.jsonl", line(share=0.9, **more), line(share=0.3))
-    assert share(tmp_path) == 0.3
+    write(tmp_path / "runs.jsonl", line(tokens_per_second=90, **more), line(tokens_per_second=30))
+    assert rate(tmp_path) == 30
 
 
-def test_a_spilled_run_counts_with_what_it_reached_resident(tmp_path: Path) -> None:
-    """Its share is of a step that waits for host memory, which a plan adds by itself."""
-    reached = {"spill": {"gpu_gb_per_second": 2000.0}, "ceiling_gb_per_second": 4000.0}
-    write(tmp_path / "runs.jsonl", line(share=0.2, **reached))
-    assert share(tmp_path) == 0.5
-    write(tmp_path / "runs.jsonl", line(share=0.2, spill=None))
-    assert share(tmp_path) == 0.2
+def test_a_plan_that_spills_takes_lines_that_do(tmp_path: Path) -> None:
+    spilled = line(tokens_per_second=20, spill={"host_bytes": 12_460_000_000}, routing="uniform")
+    write(tmp_path / "runs.jsonl", spilled, line())
+    found = best(tmp_path, "H200", "tiny", "modelopt", spills=True)
+    assert found and found.tokens_per_second == 20
+    assert "12.5 GB of experts in host memory, uniform routing" in found.how
+    assert rate(tmp_path) == 50
 
 
-@pytest.mark.parametrize("bad", ['{"share": 41}', '{"device_name": 1}', "{"])
+@pytest.mark.parametrize("bad", ['{"tokens_per_second": -1}', '{"device_name": 1}', "{"])
 def test_a_bad_line_is_named(bad: str, tmp_path: Path) -> None:
     text = bad if bad == "{" else json.dumps(line(**json.loads(bad)))
     (tmp_path / "runs.jsonl").write_text(text)
     assert "runs.jsonl:1" in refused(dsv4("plan", "tiny", "--gpus", "H200", "--records", tmp_path))
-
-
-def test_a_plan_without_a_line_says_so(tmp_path: Path) -> None:
-    write(tmp_path / "runs.jsonl", line(model="flash"), line(model="pro"))
-    assert "no run of this model on H200 is recorded" in ok(
-        "plan", "tiny", "--gpus", "H200", "--records", tmp_path
-    )
-    report = json.loads(ok("plan", "tiny", "--gpus", "2xH200", "--records", tmp_path, "--json"))
-    assert report["recorded"] is None
-    assert report["predicted"]["share_source"].endswith("; no run of tiny on H200 is recorded")
 
 
 def test_a_bench_line_is_what_the_plan_reads(tmp_path: Path) -> None:
@@ -103,12 +90,10 @@ def test_a_bench_line_is_what_the_plan_reads(tmp_path: Path) -> None:
     facts = {**subject.synthetic("tiny", None, None, "modelopt").facts(), "bench": "decode", "batch": 1}
     append(target, line(**facts))
     target.write_bytes(target.read_bytes().rstrip(b"\n"))  # edited by hand
-    append(target, line(**facts, share=0.625))
+    append(target, line(**facts, tokens_per_second=62, share=0.5))
     append(target, {"bench": "prefill", "device_name": "NVIDIA H200", "matmul_share": 0.9})
     assert len(target.read_text().splitlines()) == 3
-    assert share(tmp_path) == 0.625
-    shown = ok("plan", "tiny", "--gpus", "H200", "--records", tmp_path)
-    assert "62%" in shown and "h200.jsonl:2)" in shown
+    assert rate(tmp_path) == 62
     before = target.read_bytes()
     with pytest.raises(ConfigError, match=r"share of the read ceiling is 1\.25"):
         append(target, line(share=1.25))
@@ -126,13 +111,13 @@ def test_a_folder_is_known_by_its_sizes(tmp_path: Path) -> None:
     assert facts["published"] is None and facts["model"] == "flash" and facts["layout"] == "official"
     write(
         tmp_path / "runs.jsonl",
-        line(model="flash", published=None, share=0.7),
+        line(model="flash", layout="modelopt", published=None, tokens_per_second=70),
         line(model="x", published="tiny"),
     )
-    assert share(tmp_path) == 0.5 and share(tmp_path, model="x") is None
+    assert rate(tmp_path) == 50 and rate(tmp_path, model="x") is None
     # A folder that happens to be called as a published model is not one.
-    assert share(tmp_path, model="flash") is None
-    assert share(tmp_path, model=of_folder("flash")) == 0.7
+    assert rate(tmp_path, model="flash") is None
+    assert rate(tmp_path, model=of_folder("flash")) == 70
 
 
 # ct holds its shared experts in NVFP4 too, the most beside the routed ones in FP8.
@@ -145,13 +130,13 @@ STORED = {
 
 @pytest.mark.parametrize("format", STYLES)
 def test_layouts_by_what_is_stored(format: str) -> None:
-    assert layout_of(describe("tiny", format)[2]) == STORED[format]
+    assert describe("tiny", format).layout == STORED[format]
 
 
 def test_the_command_is_without_its_target() -> None:
     typed = ["bench", "decode", "--save", "/there/x.jsonl", "--synthetic", "flash"]
-    assert run(typed)["command"] == run(["bench", "decode", "--save=x.jsonl", *typed[4:]])["command"]
-    assert run(typed)["command"] == "dsv4 bench decode --synthetic flash"
+    assert command("dsv4", typed) == command("dsv4", ["bench", "decode", "--save=x.jsonl", *typed[4:]])
+    assert command("dsv4", typed) == "dsv4 bench decode --synthetic flash"
 
 
 def test_the_packages_own_lines() -> None:
@@ -163,7 +148,8 @@ def test_the_packages_own_lines() -> None:
         assert typed[:3] == ["dsv4", "bench", each["bench"]] and not any("/" in word for word in typed)
         assert typed[typed.index("--synthetic") + 1] == each["model"]
     flash, pro = (best(SHIPPED, "H200", model, "nvfp4") for model in ("flash", "pro"))
-    assert flash and pro and flash.where == "dsv4/lab/results/h200.jsonl:1"
-    assert flash.share < 0.5 < pro.share
-    shown = ok("plan", "flash", "--format", "hfnvfp4", "--gpus", "H200")
-    assert f"{flash.share:.0%} as recorded in {flash.where}, PCIe" in shown
+    assert flash and pro and pro.tokens_per_second < 100 < 240 < flash.tokens_per_second
+    spilled = best(SHIPPED, "H200", "flash", "official", spills=True)
+    assert spilled and spilled.tokens_per_second < 100
+    shown = " ".join(ok("plan", "flash", "--format", "official", "--gpus", "H200").split())
+    assert "97 tokens/s for one user, measured (bare steps at 4k, 12.5 GB of experts in host memory" in shown

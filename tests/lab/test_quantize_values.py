@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 from dsv4 import Engine, EngineConfig
 from dsv4.config import preset
 from dsv4.errors import CheckpointError, ConfigError
-from dsv4.lab.init import STYLES, _declared
 from dsv4.lab.quantize.plan import Options, make_plan
 from dsv4.lab.quantize.run import Quantizer
 from dsv4.lab.score import score_ids
+from dsv4.lab.styles import STYLES, stored_tensors
 from dsv4.model.params import declare
 from dsv4.quant.codec import decode, encode_weight
 from dsv4.quant.formats import Format
@@ -410,7 +410,7 @@ EXPERT_BYTES = {  # spec 02 §8
 def test_bytes_of_published_experts(model: str) -> None:
     """From headers alone; FP8 with one byte per scale, where the published base has four."""
     config = replace(preset(model), num_experts=6, num_mtp_layers=0, layers=SMALL.layers)
-    tensors = [t for p in declare(config, 0) for t in _declared(p, STYLES["official"])]
+    tensors = [t for p in declare(config, 0) for t in stored_tensors(p, STYLES["official"])]
     entries = {t.name: Entry(t.name, t.dtype, t.shape, Path("x"), 0, t.num_bytes) for t in tensors}
     reader = SimpleNamespace(entries=entries)
     checkpoint = Checkpoint(config, reader, take_inventory(entries, config))  # type: ignore[arg-type]

@@ -77,7 +77,7 @@ def test_parts_of_rows_that_ranks_trade(tmp_path: Path, counts: list[int]) -> No
 def test_a_step_that_waited_in_vain(tmp_path: Path) -> None:
     """What a kernel noted, or the host when it heard of a death, ends the step with one sentence."""
     graphs = pytest.importorskip("dsv4.engine.graphs", reason="Triton is not installed").Graphs
-    echo = pytest.importorskip("dsv4.lab.bench.echo")
+    echo = pytest.importorskip("bench.echo")
     executor = graphs.__new__(graphs)
     executor.peers = peers = echo.echo_peers(preset("tiny"), 2, 1, torch.device("cpu"))
     assert executor.fetch(Pass((), None)) == []

@@ -12,13 +12,13 @@ import torch
 import triton
 from torch import Tensor
 
+from bench.echo import Echo, echo_peers
 from dsv4.cache.store import Cache
 from dsv4.config import Activations, ModelConfig
 from dsv4.gpu import architectures, tiles
 from dsv4.gpu.build import HOPPER
 from dsv4.lab import synthetic
 from dsv4.lab.bench.decode import Wanted
-from dsv4.lab.bench.echo import Echo, echo_peers
 from dsv4.model.bundle import Bundle, Numerics
 from dsv4.model.model import Model
 from dsv4.model.prompt import Prompt

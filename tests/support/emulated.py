@@ -15,13 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.echo import Echo
 from dsv4.cache.store import Cache
 from dsv4.config import Activations, ModelConfig
 from dsv4.engine.spill import Split, make_placement
 from dsv4.gpu import architectures
 from dsv4.gpu.pdl import Launch, Names, Touches, tensors_of
+from dsv4.gpu.shapes import Form
 from dsv4.lab.bench.decode import Wanted, fill
-from dsv4.lab.bench.echo import Echo
 from dsv4.model.bundle import Bundle, Numerics
 from dsv4.model.model import Model
 from dsv4.model.step import Step
@@ -29,7 +30,7 @@ from dsv4.ops import IMPLEMENTATIONS, Ops
 from dsv4.ops.attention import decode as attention
 from dsv4.ops.exchange import decode as exchange
 from dsv4.ops.exchange.decode import Peers, inbox_places
-from dsv4.ops.experts.placement import Form, Placement
+from dsv4.ops.experts.placement import Placement
 from dsv4.ops.index import decode as index
 from dsv4.ops.index import decode_select as selecting
 from dsv4.ops.linear import decode as matvec

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from checkpoints import write_model
 
-from dsv4.lab.init import STYLES
+from dsv4.lab.styles import STYLES
 
 
 @pytest.fixture(scope="session")

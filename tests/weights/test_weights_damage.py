@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dsv4.errors import CheckpointError
-from dsv4.lab.init import STYLES
+from dsv4.lab.styles import STYLES
 
 
 def test_originals_load(originals: dict[str, Path]) -> None:

@@ -11,13 +11,14 @@ from checkpoints import SMALL
 
 from dsv4.config import Dspark, LayerSpec, ModelConfig, preset
 from dsv4.errors import CheckpointError
-from dsv4.lab.init import STYLES, _declared
+from dsv4.lab.styles import STYLES, stored_tensors
 from dsv4.model import params
 from dsv4.model.params import Param, declare
 from dsv4.quant.formats import Format
 from dsv4.weights.detect import Inventory, take_inventory
 from dsv4.weights.reader import Entry
 from dsv4.weights.writer import Declared
+from tests.support.published import PARTS, ROUTED, STORED
 
 LAYERS = 2  # of a file whose config asks for many
 
@@ -28,34 +29,16 @@ def entries_of(tensors: Iterable[Declared]) -> dict[str, Entry]:
 
 
 def headers(config: ModelConfig, style: str, num_mtp: int = 1) -> dict[str, Entry]:
-    return entries_of(t for p in declare(config, num_mtp) for t in _declared(p, STYLES[style]))
+    return entries_of(t for p in declare(config, num_mtp) for t in stored_tensors(p, STYLES[style]))
 
 
+# Tensors.
 TOTALS = [
-    ("flash", "official", 159_609_485_896, 69_187),
-    ("flash", "modelopt", 168_266_793_544, 135_235),
-    ("pro", "official", 864_704_792_696, 145_116),
-    pytest.param("pro", "modelopt", 913_061_485_688, 285_660, marks=pytest.mark.slow),
+    ("flash", "official", 69_187),
+    ("flash", "modelopt", 135_235),
+    ("pro", "official", 145_116),
+    pytest.param("pro", "modelopt", 285_660, marks=pytest.mark.slow),
 ]
-# Component bytes of the trunk; routed experts for official and for modelopt.
-PARTS = {
-    "flash": {
-        **{"attention": 4_599_335_040, "shared experts": 1_082_196_480, "compressor": 525_722_624},
-        **{"indexer": 275_353_344, "mhc": 135_537_756, "gate": 90_218_496, "hash table": 18_616_320},
-        **{"embedding": 1_059_061_760, "head": 1_059_061_760, "norm": 855_808, "mtp": 3_593_787_756},
-    },
-    "pro": {
-        **{"attention": 18_294_573_440, "shared experts": 4_029_923_520, "compressor": 1_344_566_272},
-        **{"indexer": 625_367_040, "mhc": 336_278_412, "gate": 335_895_552, "hash table": 18_616_320},
-        **{"embedding": 1_853_358_080, "head": 1_853_358_080, "norm": 2_044_416, "mtp": 13_956_587_692},
-    },
-}
-ROUTED = {
-    ("flash", "official"): 147_169_738_752,
-    ("flash", "modelopt"): 155_827_046_400,
-    ("pro", "official"): 822_054_223_872,
-    ("pro", "modelopt"): 870_410_916_864,
-}
 
 
 @pytest.fixture
@@ -67,14 +50,13 @@ def _no_collection() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_no_collection")
-@pytest.mark.parametrize(("name", "style", "total", "count"), TOTALS)
-def test_published_totals(name: str, style: str, total: int, count: int) -> None:
+@pytest.mark.parametrize(("name", "style", "count"), TOTALS)
+def test_published_totals(name: str, style: str, count: int) -> None:
     config = preset(name)
     entries = headers(config, style)
     inventory = take_inventory(entries, config)
     assert len(entries) == count
-    assert sum(entry.num_bytes for entry in entries.values()) == total
-    assert inventory.num_bytes == total
+    assert sum(entry.num_bytes for entry in entries.values()) == STORED[name, style] == inventory.num_bytes
     parts: Counter[str] = Counter()
     for source in inventory.sources:
         parts[source.param.component] += source.num_bytes

@@ -22,7 +22,7 @@ from checkpoints import (
 )
 
 from dsv4.config import preset
-from dsv4.lab.init import STYLES
+from dsv4.lab.styles import STYLES
 from dsv4.model.bundle import Weights
 from dsv4.model.params import Param, declare
 from dsv4.quant.codec import decode

@@ -9,16 +9,17 @@ import torch
 from dsv4.cache.layout import CacheLayout
 from dsv4.cache.store import Cache
 from dsv4.config import ModelConfig
+from dsv4.engine.memory import GPU_CHUNK
+from dsv4.engine.spill import Split
 from dsv4.errors import ConfigError, DeviceError
 from dsv4.lab.bench.ceiling import timed
-from dsv4.lab.bench.echo import echo_peers
-from dsv4.lab.bench.spilled import all_resident
-from dsv4.lab.bench.subject import DTYPE, Reads, cache_layout
+from dsv4.lab.bench.subject import DTYPE, Reads, Subject, cache_layout, check_fits, other_bytes
 from dsv4.model.bundle import Bundle
 from dsv4.model.model import Model
+from dsv4.ops.exchange.decode import Peers
 from dsv4.ops.sample.cpu import pack
 from dsv4.quant.formats import Format, QuantTensor
-from dsv4.step.buffers import ROWS
+from dsv4.step.buffers import ROWS, graph_rows
 from dsv4.step.run import Decoder
 
 WARM, COUNTED, PROFILED = 8, 32, 5
@@ -114,7 +115,6 @@ class Timing:
     kernels: int
     spilled: tuple[float, ...] = ()  # of the distinct ones, those in host memory
     hit_rate: float = 1.0  # of all choices, those whose expert is in GPU memory
-    resident_ms: float | None = None  # the same step with every expert in GPU memory
     beside: tuple[float, ...] = ()  # of the distinct ones, those in GPU memory beside some that are not
 
     @property
@@ -136,26 +136,26 @@ def release() -> None:
 class Session:
     """A decoder with a filled cache, ready to be timed. Everything is compiled and recorded here.
 
-    `sums`: False leaves the all-reduces of a rank of several out.
+    `peers`: the other ranks of a bundle that is one of several; without, its all-reduces are left out.
     """
 
-    def __init__(self, bundle: Bundle, wanted: Wanted, device: torch.device, sums: bool = True) -> None:
+    def __init__(
+        self, bundle: Bundle, wanted: Wanted, device: torch.device, peers: Peers | None = None
+    ) -> None:
         self.wanted, self.config = wanted, bundle.config
         self.placement = bundle.weights.placement
         layout = wanted.layout(bundle.config)
         self.cache = Cache(layout, device, DTYPE)
         fill(self.cache)
         self.model = Model(bundle, layout.max_context, device)
-        size = bundle.mesh.size
-        has_peers = sums and size > 1
-        self.peers = echo_peers(bundle.config, size, wanted.rows, device) if has_peers else None
-        self.decoder = Decoder(bundle, self.model, self.cache, wanted.rows, peers=self.peers, sums=sums)
+        self.peers, sums = peers, peers is not None or bundle.mesh.size == 1
+        self.decoder = Decoder(bundle, self.model, self.cache, wanted.rows, peers=peers, sums=sums)
         self.decoder.run()  # all rows unused: compiles, touches nothing
         torch.cuda.synchronize()
         self.decoder.capture()
-        self._place()
+        self.place()
 
-    def _place(self) -> None:
+    def place(self) -> None:
         """Every sequence in its slot, at the same position, with some token."""
         f, batch = self.decoder.buffers, self.wanted.batch
         generator = torch.Generator().manual_seed(1)
@@ -169,7 +169,7 @@ class Session:
     def time(self) -> Timing:
         """Warm up, time, then look at what the following steps choose."""
         steps = self.wanted.steps
-        times = self._times(steps)
+        times = self.times(steps)
         distinct, spilled, beside, hit_rate = self._choices()
         if self.peers is not None and int(self.peers.ended):
             raise DeviceError("a push did not arrive, so the step is wrong and its time means nothing")
@@ -178,7 +178,6 @@ class Session:
                 "the logits hold NaN or infinity, so the step is wrong and its time means nothing"
             )
         position = self.wanted.start(self.config) + WARM + steps // 2
-        resident_ms = self._resident_ms(steps) if self.placement is not None else None
         kernels = len(self.decoder.launches)
         return Timing(
             milliseconds=times,
@@ -187,25 +186,14 @@ class Session:
             kernels=kernels,
             spilled=spilled,
             hit_rate=hit_rate,
-            resident_ms=resident_ms,
             beside=beside,
         )
 
-    def _times(self, steps: int) -> tuple[float, ...]:
+    def times(self, steps: int) -> tuple[float, ...]:
         for _ in range(WARM):
             self.decoder.step()
         torch.cuda.synchronize()
         return tuple(timed(self.decoder.step, steps, warm=0))
-
-    def _resident_ms(self, steps: int) -> float | None:
-        """The median step at the speed of GPU memory alone. Sequences begin anew."""
-        assert self.placement is not None
-        with all_resident(self.placement) as is_so:
-            if not is_so:
-                return None
-            self._place()
-            times = self._times(steps)
-        return sorted(times)[len(times) // 2]
 
     def _choices(self) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...], float]:
         """Distinct experts per layer, those of them in host memory, those beside such, and the hit rate:
@@ -253,4 +241,24 @@ def figures(
         "ceiling_gb_per_second": round(ceiling / 1e9, 1),
         "share": round(rate / ceiling, 4),
         "kernels_per_step": timing.kernels,
+    }
+
+
+def divide(subject: Subject, wanted: Wanted, spill: str, free: int) -> Split | None:
+    """Experts between GPU and host memory as an engine divides them, which comes after the bare steps."""
+    layout, rows = wanted.layout(subject.config), graph_rows(wanted.batch)
+    split = subject.split(spill, other_bytes(layout, rows, GPU_CHUNK), free)
+    if split is None:
+        check_fits(subject, other_bytes(layout, (wanted.rows,)), free)
+        return None
+    return subject.split(spill, other_bytes(layout, rows, GPU_CHUNK, spills=True), free)
+
+
+def spill_figures(timing: Timing, reads: Reads, split: Split) -> dict[str, Any]:
+    """What lies in host memory, and what a step reads of it."""
+    pcie = sum(n * each for n, each in zip(timing.spilled, reads.per_expert, strict=True))
+    return {
+        **{"spilled_experts": split.num_spilled, "host_bytes": split.host_bytes},
+        **{"resident_share": round(split.share, 4), "hit_rate": round(timing.hit_rate, 5)},
+        "pcie_bytes_per_step": round(pcie),
     }

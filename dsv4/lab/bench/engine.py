@@ -8,9 +8,9 @@ import torch
 from dsv4.config import EngineConfig
 from dsv4.device import Device
 from dsv4.engine.engine import Engine
-from dsv4.engine.memory import gpu_memory, unpacks_weights
+from dsv4.engine.memory import DEFAULT_CONTEXT, GPU_CHUNK, gpu_memory, unpacks_weights
 from dsv4.engine.request import SamplingParams
-from dsv4.engine.settings import DEFAULT_CONTEXT, GPU_CHUNK, Settings, cache_layout
+from dsv4.engine.settings import Settings, cache_layout
 from dsv4.lab.bench.decode import Wanted, release
 from dsv4.model.bundle import Bundle
 from dsv4.quant.formats import Format
@@ -89,7 +89,7 @@ def speeds(bundle: Bundle, wanted: Wanted, step_ms: float) -> dict[str, Any]:
         graph_rows=graph_rows(batch),
         chunk=settings.chunk,
         activations=bundle.numerics.activations,
-        unpacks=unpacks_weights(settings.dtype, torch.cuda.get_device_capability()),
+        unpacks=unpacks_weights(settings.dtype.itemsize, torch.cuda.get_device_capability()),
         spills=bundle.weights.placement is not None,
     )
     free, _ = torch.cuda.mem_get_info()

@@ -4,7 +4,8 @@ import math
 import statistics
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,13 +13,13 @@ import torch
 from dsv4.cache.layout import CacheLayout
 from dsv4.cache.store import Cache
 from dsv4.config import ModelConfig
+from dsv4.engine.spill import Split
 from dsv4.errors import ConfigError, DeviceError
 from dsv4.lab.bench.decode import fill
-from dsv4.lab.bench.spilled import all_resident
 from dsv4.lab.bench.subject import DTYPE, cache_layout, other_bytes
 from dsv4.model.bundle import Bundle
 from dsv4.model.model import Model
-from dsv4.model.params import declare
+from dsv4.model.params import each_kind
 from dsv4.model.step import Step
 
 
@@ -54,16 +55,14 @@ def flops(config: ModelConfig, start: int, tokens: int) -> float:
     """Multiplications and additions of a prompt's products: weights, scores and values; logits of one row."""
     c = config
     weights = 0.0
-    for param in declare(replace(c, num_experts=1), 0):
+    for param, count in each_kind(c, 0):
+        values = math.prod(param.shape) * count
         if param.name == "head":
-            weights += math.prod(param.shape) / tokens
-        elif param.kind in ("linear", "grouped") and param.name != "embed":
-            count = math.prod(param.shape)
-            # Declared with one expert: a gate has as many rows as experts, and a token meets several.
-            count *= c.num_experts if param.component == "gate" else 1
-            weights += count * (c.experts_per_token if param.expert is not None else 1)
-        elif param.name.endswith("_fn"):
-            weights += math.prod(param.shape)
+            weights += values / tokens
+        elif param.expert is not None:
+            weights += values * c.experts_per_token / c.num_experts
+        elif param.name.endswith("_fn") or (param.kind in ("linear", "grouped") and param.name != "embed"):
+            weights += values
     keys = scored = 0.0
     specs = Counter((layer.kind, layer.ratio) for layer in c.layers)
     for position in range(start, start + tokens):
@@ -77,9 +76,9 @@ def flops(config: ModelConfig, start: int, tokens: int) -> float:
     return 2 * (weights * tokens + attention)
 
 
-def measure(bundle: Bundle, wanted: Wanted, device: torch.device) -> tuple[list[float], float | None]:
-    """Seconds of each round, by the host's clock: a prompt's chunks may wait for the GPU. Where experts lie
-    in host memory also the median with all of them in GPU memory, as if they were."""
+def reader(bundle: Bundle, wanted: Wanted, device: torch.device) -> Callable[[], list[float]]:
+    """-> a function that reads the prompt and gives the seconds of each round, by the host's clock, since
+    chunks may wait for the GPU."""
     layout = wanted.layout(bundle.config)
     cache = Cache(layout, device, DTYPE)
     fill(cache)
@@ -104,11 +103,7 @@ def measure(bundle: Bundle, wanted: Wanted, device: torch.device) -> tuple[list[
             )
         return times[1:]
 
-    times, placement = timed(), bundle.weights.placement
-    if placement is None:
-        return times, None
-    with all_resident(placement) as is_so:
-        return times, statistics.median(timed()) if is_so else None
+    return timed
 
 
 def figures(times: list[float], wanted: Wanted, config: ModelConfig, matmul: float) -> dict[str, Any]:
@@ -122,4 +117,14 @@ def figures(times: list[float], wanted: Wanted, config: ModelConfig, matmul: flo
         "matmul_tflops": round(matmul / 1e12, 1),
         # Not named `share`: that is of the read ceiling, and dsv4 plan looks for it.
         "matmul_share": round(rate / matmul, 4),
+    }
+
+
+def spill_figures(split: Split, seconds: float, chunks: int) -> dict[str, Any]:
+    """Each chunk copies all spilled experts to GPU memory while it computes."""
+    copied = chunks * split.num_spilled * split.form.num_bytes
+    return {
+        **{"spilled_experts": split.num_spilled, "host_bytes": split.host_bytes},
+        **{"resident_share": round(split.share, 4), "staged_slots": split.num_staged},
+        **{"pcie_bytes": copied, "pcie_gb_per_second": round(copied / seconds / 1e9, 1)},
     }

@@ -27,23 +27,23 @@ def machine(device: torch.device) -> dict[str, Any]:
     }
 
 
-def run(arguments: list[str]) -> dict[str, Any]:
+def run(command: str) -> dict[str, Any]:
     """What made the figures: versions, commit, command, date."""
     return {
         **identity.versions(),
         **{"cuda": torch.version.cuda, "driver": driver()},
-        **{"commit": commit(ROOT), "command": shlex.join(["dsv4", *_without_target(arguments)])},
+        **{"commit": commit(ROOT), "command": command},
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 
-def _without_target(arguments: list[str]) -> list[str]:
-    """Where the line was kept is no part of how it was made."""
+def command(program: str, arguments: list[str]) -> str:
+    """As typed, but for `--save`: where the line was kept is no part of how it was made."""
     kept: list[str] = []
     for before, argument in zip(["", *arguments], arguments, strict=False):
         if "--save" not in (before, argument) and not argument.startswith("--save="):
             kept.append(argument)
-    return kept
+    return shlex.join([*program.split(), *kept])
 
 
 def commit(root: Path) -> str | None:
@@ -94,19 +94,3 @@ def append(path: Path, line: dict[str, Any]) -> None:
             file.write(json.dumps(line).encode() + b"\n")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
-
-
-DRAWN = {"over_context", "over_batch", "device_name", "date", "model", "layout", "is_synthetic"}
-
-
-def read_sweep(path: Path) -> dict[str, Any]:
-    """The last line of a file, of a run that measured over contexts and batches."""
-    try:
-        line = json.loads(path.read_text(encoding="utf-8").strip().splitlines()[-1])
-    except (OSError, ValueError, IndexError) as error:
-        raise ConfigError(
-            f"{path}: its last line is no record ({error}); give a benchmark's output"
-        ) from None
-    if not isinstance(line, dict) or not line.keys() >= DRAWN:
-        raise ConfigError(f"{path}: its last line holds no sweep; run dsv4 bench decode --sweep")
-    return line

@@ -16,18 +16,19 @@ from dsv4.engine.sizes import problems
 from dsv4.engine.spill import Split, check_host, choose_resident, find_split, make_placement
 from dsv4.errors import ConfigError
 from dsv4.gpu.architectures import capability
-from dsv4.gpu.tiles import ROWS, SLICE, Bank, Tiled, tile_bytes
+from dsv4.gpu.shapes import ROWS, SLICE, Form, tile_bytes
+from dsv4.gpu.tiles import Bank, Tiled
 from dsv4.hub.cache import title
-from dsv4.lab.bench.echo import Echo
 from dsv4.lab.plan import largest
 from dsv4.lab.records import published
 from dsv4.lab.routing import apply as follow
 from dsv4.lab.routing import shares
-from dsv4.lab.synthetic import LAYOUTS, format_of, layout_of, make_weights, with_experts
+from dsv4.lab.styles import LAYOUTS, format_of, layout_of
+from dsv4.lab.synthetic import make_weights, with_experts
 from dsv4.model.bundle import Bundle, Numerics, Weights
 from dsv4.model.params import Param, check_ranks, declare, own_experts
 from dsv4.ops import IMPLEMENTATIONS, Ops
-from dsv4.ops.experts.placement import Form, place
+from dsv4.ops.experts.placement import place
 from dsv4.parallel.mesh import Mesh
 from dsv4.quant.formats import Format
 from dsv4.weights.load import Checkpoint, Progress
@@ -95,13 +96,14 @@ class Subject:
         device: torch.device,
         progress: Progress | None = None,
         split: Split | None = None,
+        mesh: Mesh | None = None,
     ) -> Bundle:
-        """The weights with the GPU backend of every op; sizes that the kernels cannot take are refused."""
+        """The weights with the GPU backend of every op; sizes that the kernels cannot take are refused.
+        `mesh`: of a rank of several."""
         check_kernels(self.config, device, ranks=self.ranks)
         ops = Ops.choose("cuda", **dict.fromkeys(IMPLEMENTATIONS, "gpu"))
-        mesh = Mesh() if self.ranks == 1 else Mesh(0, self.ranks, Echo(self.ranks), self.whole_experts)
         weights, numerics = self.load(device, progress, split), Numerics(DTYPE, self.activations, qat=True)
-        return Bundle(self.config, weights, ops, numerics, mesh)
+        return Bundle(self.config, weights, ops, numerics, mesh or Mesh())
 
     def split(self, spill: str, others: int, free: int) -> Split | None:
         """How experts are divided when `others` bytes beside the weights are needed; None: all on the GPU."""
@@ -193,7 +195,7 @@ def of_folder(folder: Path) -> Subject:
     return Subject(
         title=title(folder),
         config=c,
-        layout=layout_of(checkpoint.inventory),
+        layout=layout_of((source, 1) for source in checkpoint.inventory.sources),
         weight_bytes=tiled_bytes(checkpoint),
         whole_layers=c.num_layers,
         checkpoint=checkpoint,
@@ -252,7 +254,7 @@ def other_bytes(layout: CacheLayout, rows: Sequence[int] = (), chunk: int = 0, s
         dtype=DTYPE,
         graph_rows=rows,
         chunk=chunk,
-        unpacks=unpacks_weights(DTYPE, found),
+        unpacks=unpacks_weights(DTYPE.itemsize, found),
         spills=spills,
     ).total
 

@@ -6,13 +6,12 @@ from pathlib import Path
 import torch
 
 from dsv4.config import EngineConfig, ModelConfig
+from dsv4.engine import proof
 from dsv4.engine.engine import Engine
-from dsv4.engine.proof import describe
-from dsv4.engine.settings import DEFAULT_CONTEXT
+from dsv4.engine.memory import DEFAULT_CONTEXT
 from dsv4.errors import CheckpointError, Dsv4Error
 from dsv4.lab.doctor.exact import examine_exact
 from dsv4.lab.doctor.findings import Finding, passed
-from dsv4.lab.doctor.first import conclude
 from dsv4.lab.doctor.machine import examine_machine
 from dsv4.lab.doctor.ops import examine_ops
 from dsv4.lab.doctor.selftest import examine_behaviour, examine_engine
@@ -37,8 +36,8 @@ def examine(model: Path | None, full: bool = False, progress: Progress | None = 
     found = examine_ops()
     yield from found
     if torch.cuda.is_available() and passed(found):
-        # An engine asks for that on a GPU that nobody has measured.
-        conclude(describe(torch.device("cuda")), found)
+        # An engine asks for that on a GPU that was never measured.
+        proof.remember(proof.describe(torch.device("cuda")), [f"{f.name}: {f.text}" for f in found])
     yield examine_engine("cpu")
     if torch.cuda.is_available():
         yield examine_engine("cuda")

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from dsv4.disk import result
+from dsv4.lab.draw import Point, byte_bars, depth_lines, histogram
 from dsv4.lab.files import size
-from dsv4.lab.quantize.plots import Point, byte_bars, depth_lines, histogram
 
 WORST = 20
 _BINS = 40

@@ -5,71 +5,44 @@ PCIe. Nothing it computes depends on the place. Knows no policy: who lies where 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dsv4.errors import DeviceError
-from dsv4.gpu.tiles import BRICK, ROWS, SCALES, SLICE, Bank, Tiled, is_plain_on
-from dsv4.quant.formats import Format
+from dsv4.gpu.shapes import Form
+from dsv4.gpu.tiles import Bank, Tiled, is_plain_on
 
-ALIGNED = 256
 # Host memory is pinned in pieces of this size: torch takes a power of two for each.
 PIECE_BYTES = 1 << 30
 
 
-@dataclass(frozen=True)
-class Form:
-    """An expert in one piece: tiles and scales of gate and up, then of down."""
+def views(form: Form, held: Tensor) -> list[Tensor]:
+    """held [count, num_bytes] -> tiles, scales of gate and up, tiles, scales of down; not copied."""
+    count = held.shape[0]
+    out = []
+    for start, (units, slices, halves, size) in form.parts()[:-1]:
+        strides = (held.stride(0), slices * halves * size, halves * size, size, 1)
+        shape = (count, units, slices, halves, size)
+        out.append(held.as_strided(shape, strides, held.storage_offset() + start))
+    return out
 
-    format: Format
-    width: int
-    hidden: int
 
-    def _lead(self, down: bool) -> tuple[int, int, int]:
-        """Units, slices, halves."""
-        n, k = (self.hidden, self.width) if down else (self.width, self.hidden)
-        return -(-n // ROWS), -(-k // SLICE), 1 if down else 2
+def bank(
+    form: Form, held: Tensor, up_factor: Tensor, down_factor: Tensor, places: Tensor | None = None
+) -> Bank:
+    """Experts of that form. The factors lie on the GPU that reads them, which may themselves lie in host
+    memory."""
+    up_data, up_scale, down_data, down_scale = views(form, held)
+    is_plain = is_plain_on(up_factor.device)
 
-    def _parts(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Where each part begins, and its shape."""
-        out, at = [], 0
-        for down in (False, True):
-            units, slices, halves = self._lead(down)
-            for size in (BRICK[self.format], SCALES[self.format]):
-                out.append((at, (units, slices, halves, size)))
-                at += -(-units * slices * halves * size // ALIGNED) * ALIGNED
-        return [*out, (at, ())]
+    def tiled(shape: tuple[int, int], data: Tensor, scale: Tensor, factor: Tensor) -> Tiled:
+        return Tiled(form.format, shape, data, scale, factor, places=places, is_plain=is_plain)
 
-    @property
-    def num_bytes(self) -> int:
-        return self._parts()[-1][0]
-
-    def views(self, held: Tensor) -> list[Tensor]:
-        """held [count, num_bytes] -> tiles, scales of gate and up, tiles, scales of down; not copied."""
-        count = held.shape[0]
-        out = []
-        for start, (units, slices, halves, size) in self._parts()[:-1]:
-            strides = (held.stride(0), slices * halves * size, halves * size, size, 1)
-            shape = (count, units, slices, halves, size)
-            out.append(held.as_strided(shape, strides, held.storage_offset() + start))
-        return out
-
-    def bank(
-        self, held: Tensor, up_factor: Tensor, down_factor: Tensor, places: Tensor | None = None
-    ) -> Bank:
-        """The factors lie on the GPU that reads the bank, which may itself lie in host memory."""
-        up_data, up_scale, down_data, down_scale = self.views(held)
-        is_plain = is_plain_on(up_factor.device)
-
-        def tiled(shape: tuple[int, int], data: Tensor, scale: Tensor, factor: Tensor) -> Tiled:
-            return Tiled(self.format, shape, data, scale, factor, places=places, is_plain=is_plain)
-
-        return Bank(
-            tiled((self.width, self.hidden), up_data, up_scale, up_factor),
-            tiled((self.hidden, self.width), down_data, down_scale, down_factor),
-        )
+    return Bank(
+        tiled((form.width, form.hidden), up_data, up_scale, up_factor),
+        tiled((form.hidden, form.width), down_data, down_scale, down_factor),
+    )
 
 
 class Slots:
@@ -165,7 +138,8 @@ class Placement:
         """All experts of a layer, for the kernels. `places` [experts]: where they lie, if not as the table
         has it."""
         layer = self.names.index(name)
-        return self.form.bank(
+        return bank(
+            self.form,
             held=self.slots.first,
             up_factor=self.up_factor[layer],
             down_factor=self.down_factor[layer],
@@ -182,7 +156,7 @@ class Placement:
         layer = self.names.index(name)
         one = slice(expert, expert + 1)
         held = self.slots[self.slot_of[layer][expert]]
-        return self.form.bank(held, self.up_factor[layer, one], self.down_factor[layer, one])
+        return bank(self.form, held, self.up_factor[layer, one], self.down_factor[layer, one])
 
     def num_resident(self, layer: int) -> int:
         return sum(self.slots.is_resident(slot) for slot in self.slot_of[layer])

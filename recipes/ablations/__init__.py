@@ -1,0 +1,1 @@
+"""Experiments that replace an op of the engine, to measure what it contributes."""

@@ -1,0 +1,6 @@
+"""Lets the tests of bench import tests/support."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
