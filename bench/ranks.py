@@ -11,7 +11,6 @@ import argparse
 from typing import Any
 
 import torch
-from dsv4.kernels.decode import mhc
 
 from bench import arguments
 from bench.echo import Echo, echo_peers
@@ -26,6 +25,7 @@ from dsv4.lab.bench.subject import Subject, check_fits, check_kernels, other_byt
 from dsv4.lab.records import ALL_REDUCE_US, num_all_reduces
 from dsv4.model.bundle import Bundle
 from dsv4.ops.exchange.decode import Peers, inbox_places
+from dsv4.ops.mhc import decode as mhc
 from dsv4.parallel.mesh import Mesh
 
 CHAIN = 50  # exchanges of a graph

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from dsv4.ops.attend import ref as attend
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -22,7 +21,8 @@ from dsv4.engine.settings import cache_layout
 from dsv4.model.params import num_parts
 from dsv4.model.step import SIZES, Span, Step, prompt_sizes
 from dsv4.ops._exact import padded
-from dsv4.ops.experts import ref as experts
+from dsv4.ops.attention import cpu as attend
+from dsv4.ops.experts import cpu as experts
 from dsv4.ops.sample.cpu import HISTORY, choose, pack, pack_penalties
 from dsv4.quant.formats import Format
 from dsv4.step.buffers import graph_rows

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsv4.cli.bench import _numbers
+from dsv4.cli.options import numbers
 from dsv4.config import preset
 from dsv4.engine.frequency import write_counts
 from dsv4.engine.spill import Split, make_placement
@@ -118,7 +118,7 @@ def test_figures_of_experts_in_host_memory() -> None:
 
 
 def test_several_batches_in_one_run() -> None:
-    assert _numbers("1") == [1] and _numbers("1, 8") == [1, 8]
+    assert numbers("batch", "1") == [1] and numbers("batch", "1, 8") == [1, 8]
     for text in ("", "1,", "x", "-1", "1.5", "9" * 40):
         with pytest.raises(ConfigError, match="expected a number, or several as in 1,8"):
-            _numbers(text)
+            numbers("batch", text)
