@@ -80,7 +80,7 @@ def engine_of(bundle: Bundle, args: argparse.Namespace) -> Engine:
 
 
 def beside_transformers(args: argparse.Namespace, began: float) -> dict[str, Any]:
-    """Four layers of every kind, as `dsv4 bench decode --beside-transformers` has them."""
+    """Four layers of every kind, as `python -m bench.beside` has them."""
     device, lengths = torch.device("cuda:0"), (64, 1024)
     subject = synthetic("flash", beside.EXPERTS, beside.LAYERS, "modelopt")
     reader = Reader(engine_of(subject.bundle(device), args))

@@ -1,6 +1,6 @@
 """Every backend of every op, and every launch of a decode step, timed alone; what computes wrongly is not.
 
-    python -m bench.ops --preset flash --op attend --op decode --tokens 8192
+    python -m bench.ops --preset flash --op attention --op decode --tokens 8192
 
 Backends are timed if they agree with the reference on a few rows. The last line is JSON; exit code 1 if one
 does not agree.

@@ -261,7 +261,7 @@ def finish(line: dict[str, Any], save: Path | None) -> None:
 
 
 group = typer.Typer(
-    help="Measure speed on a GPU: decoding, prefill; loading anywhere.",
+    help="Measure speed: decoding and prefill on a GPU, loading anywhere.",
     callback=show_help,
     invoke_without_command=True,
     rich_markup_mode="rich",

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from dsv4.cli.show import out, print_json, size
+from dsv4.cli.show import model_folder, out, print_json, size
 from dsv4.errors import ConfigError
-from dsv4.hub.names import resolve
 
 if TYPE_CHECKING:
     from dsv4.lab.plan import Plan
@@ -96,7 +95,7 @@ def plan(
             f"--records {records} is not a folder; give one with *.jsonl files, or leave it out"
         )
     machine = parse(gpus) if gpus is not None else this_machine()
-    demand = describe(model if model in PRESETS else str(resolve(Path(model))), format)
+    demand = describe(model if model in PRESETS else str(model_folder(Path(model))), format)
     asked = default_context(demand.config) if context is None else count_of(context)
     wanted = Wanted(asked, batch, expert_parallel, weights, cache, chunk, snapshots)
     made, folder = Plan.make(demand, machine, wanted), records or SHIPPED

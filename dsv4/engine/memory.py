@@ -18,7 +18,7 @@ DEFAULT_CHUNK, GPU_CHUNK = 512, 4096  # prompt tokens of a step
 RESERVED = 1 << 30
 # What a prompt's step takes, beside what was counted: small results, and rounding.
 MARGIN = 1.15
-# On a CPU: bytes of a logit while a token is drawn and its alternatives are listed (ops/sample/ref.py); of
+# On a CPU: bytes of a logit while a token is drawn and its alternatives are listed (ops/sample/cpu.py); of
 # a value of a weight that is decoded, itself and in the order that products read it.
 SAMPLED, DECODED = 117, 8
 # Of the reference's ops, which import torch (tests/engine/test_memory.py holds these equal): queries that

@@ -15,7 +15,7 @@ ROWS, SLICE = 16, 512
 BRICK = {Format.NVFP4: 4096, Format.MXFP4: 4096, Format.FP8: 8192, Format.BF16: 16384}
 SCALES = {Format.NVFP4: 512, Format.MXFP4: 256, Format.FP8: 16, Format.BF16: 0}
 ALIGNED = 256  # bytes, of each part of an expert
-MIX_CHUNK = 32  # channels of each stream per block of open.cu
+MIX_CHUNK = 32  # channels of each stream per block of mhc/decode_open.cu
 MIX_WIDTH = 32  # columns of `partial`: the mixes that weight the streams, the sum of squares, the other mixes
 # Of a head: a chunk of wider keys does not fit in shared memory (attention/decode_any.py). Bytes before
 # float32 ones.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsv4.config import ModelConfig
-from dsv4.weights.detect import Inventory, Source
+from dsv4.weights.detect import Inventory, Source, storage_name
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,6 @@ def active_share(component: str, config: ModelConfig) -> float:
         return config.experts_per_token / config.num_experts
     # One row of the embedding and of a hash table: negligible, counted as nothing.
     return 0.0 if component in ("embedding", "hash table", "mtp") else 1.0
-
-
-def storage_name(source: Source) -> str:
-    """How the parameter lies on disk, e.g. `nvfp4`, `fp8`, `bf16`; FP8 scales that are not E8M0 are named."""
-    if source.format is None or source.format.is_plain:
-        return source.weight.dtype.lower()
-    if source.scale is not None and source.format == "fp8" and source.scale.dtype != "F8_E8M0":
-        return f"fp8 ({source.scale.dtype.lower()} scales)"
-    return str(source.format)
 
 
 def report(inventory: Inventory, config: ModelConfig) -> dict[str, Any]:

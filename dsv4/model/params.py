@@ -167,7 +167,7 @@ def each_declared(c: ModelConfig, num_mtp_layers: int) -> Iterator[Param]:
     for index, spec in enumerate(c.layers):
         yield from block_params(c, f"layers.{index}", spec)
     for index in range(num_mtp_layers):
-        yield from _draft_block(c, f"mtp.{index}")
+        yield from _mtp_block(c, f"mtp.{index}")
 
 
 def each_kind(c: ModelConfig, num_mtp_layers: int) -> Iterator[tuple[Param, int]]:
@@ -179,7 +179,7 @@ def each_kind(c: ModelConfig, num_mtp_layers: int) -> Iterator[tuple[Param, int]
         for spec, count in Counter(c.layers).items()
     ]
     if num_mtp_layers:
-        blocks.append((_draft_block(c, "mtp.0", num_experts=1), num_mtp_layers))
+        blocks.append((_mtp_block(c, "mtp.0", num_experts=1), num_mtp_layers))
     for params, count in blocks:
         for param in params:
             yield param, count * (1 if param.expert is None else c.num_experts)
@@ -195,14 +195,19 @@ def _ends(c: ModelConfig) -> list[Param]:
     ]
 
 
-def _draft_block(c: ModelConfig, prefix: str, num_experts: int | None = None) -> list[Param]:
-    d, block = c.hidden_size, block_params(c, prefix, LayerSpec("sliding", 0, False), num_experts)
+def _mtp_block(c: ModelConfig, prefix: str, num_experts: int | None = None) -> list[Param]:
+    d = c.hidden_size
     return [
-        *(replace(param, component="mtp") for param in block),
+        *_draft_block(c, prefix, num_experts),
         *(Param(f"{prefix}.{name}", (d, d), "linear", "mtp") for name in ("e_proj", "h_proj")),
         *(Param(f"{prefix}.{name}", (d,), "plain", "mtp") for name in ("enorm", "hnorm", "norm")),
         *_head_mix(c, f"{prefix}.", "mtp"),
     ]
+
+
+def _draft_block(c: ModelConfig, prefix: str, num_experts: int | None = None) -> Iterator[Param]:
+    for param in block_params(c, prefix, LayerSpec("sliding", 0, False), num_experts):
+        yield replace(param, component="mtp")
 
 
 def declare_dspark(c: ModelConfig, num_stages: int) -> Iterator[Param]:
@@ -211,8 +216,7 @@ def declare_dspark(c: ModelConfig, num_stages: int) -> Iterator[Param]:
         return
     d, rank = c.hidden_size, c.dspark.markov_rank
     for stage in range(num_stages):
-        for param in block_params(c, f"mtp.{stage}", LayerSpec("sliding", 0, False)):
-            yield replace(param, component="mtp")
+        yield from _draft_block(c, f"mtp.{stage}")
     yield Param("mtp.0.main_proj", (d, len(c.dspark.target_layers) * d), "linear", "mtp")
     yield Param("mtp.0.main_norm", (d,), "plain", "mtp")
     last = f"mtp.{num_stages - 1}."

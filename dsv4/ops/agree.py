@@ -3,13 +3,12 @@
 A backend that is added to the kernel table is compared too, without another line.
 """
 
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dsv4.ops import IMPLEMENTATIONS, Ops
+from dsv4.ops import IMPLEMENTATIONS, Ops, backend_module
 from dsv4.ops.cases import Case, make_cases, to_device
 from dsv4.quant.codec import decode
 from dsv4.quant.formats import QuantTensor
@@ -61,7 +60,7 @@ def outputs(result: Any) -> list[Tensor]:
 def run(case: Case, backend: str, device: str) -> list[Tensor]:
     """A backend whose weights are not QuantTensors exports hold(weight: QuantTensor, device) to make them."""
     holder = "linear" if case.function == "enter" else case.op
-    hold = getattr(import_module(f"dsv4.ops.{holder}.{backend}"), "hold", None)
+    hold = getattr(backend_module(holder, backend), "hold", None)
     return outputs(call(case.op, case.function, backend, to_device(case.arguments, device, hold)))
 
 
@@ -69,7 +68,7 @@ def call(op: str, function: str, backend: str, arguments: tuple[Any, ...]) -> An
     """A function of an op's backend; `enter` is of several ops, all of that backend."""
     if function == "enter":
         return _enter(backend, *arguments)
-    return getattr(import_module(f"dsv4.ops.{op}.{backend}"), function)(*arguments)
+    return getattr(backend_module(op, backend), function)(*arguments)
 
 
 def _enter(

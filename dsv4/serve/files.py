@@ -13,10 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from dsv4.lab.inspect import storage_name
 from dsv4.models import EMBEDDED
 from dsv4.serve.job import Service
-from dsv4.weights.detect import read_headers
+from dsv4.weights.detect import read_headers, storage_name
 
 _FOLDER = Path(__file__).parent / "page"
 _MEDIA = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}

@@ -127,6 +127,15 @@ class Source:
         return reader.read(self.weight.name, self.row, self.row + rows).reshape(self.param.shape)
 
 
+def storage_name(source: Source) -> str:
+    """How the parameter lies on disk, e.g. `nvfp4`, `fp8`, `bf16`; FP8 scales that are not E8M0 are named."""
+    if source.format is None or source.format.is_plain:
+        return source.weight.dtype.lower()
+    if source.scale is not None and source.format == "fp8" and source.scale.dtype != "F8_E8M0":
+        return f"fp8 ({source.scale.dtype.lower()} scales)"
+    return str(source.format)
+
+
 @dataclass(frozen=True)
 class Inventory:
     """What a checkpoint holds for a model: one source per parameter, and notes on what is passed over."""

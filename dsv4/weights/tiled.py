@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from dsv4.errors import CheckpointError
+from dsv4.gpu.shapes import Form
 from dsv4.gpu.tiles import Bank, Tiled, can_stack, empty, put_stack, tile
 from dsv4.model.bundle import Weights
-from dsv4.ops.experts.placement import Form, Placement
+from dsv4.ops.experts.placement import Placement
 from dsv4.quant.codec import decode
 from dsv4.quant.formats import Format, QuantTensor
 from dsv4.weights.batches import EXPERT, Batch, Part, plan

@@ -29,7 +29,7 @@ def decoder(monkeypatch: pytest.MonkeyPatch) -> Decoder:
 
 def test_launches_read_what_a_step_reads(decoder: Decoder) -> None:
     """Every weight is in one launch: those of the launches are those of the step, but for plain tensors."""
-    tensors = decoder.b.weights.tensors
+    tensors = decoder.bundle.weights.tensors
     tiled = {name: held for name, held in tensors.items() if isinstance(held, Tiled | Bank)}
     tasks = decoder.buffers.tasks
     tasks.expert.copy_(torch.tensor([3, 5]))
@@ -44,7 +44,9 @@ def test_launches_read_the_cache_and_the_mixing_matrices(decoder: Decoder) -> No
     for name, kind in zip(names, kinds_of(names, TINY), strict=True):
         found[name == "mhc open"] += state_bytes(name, kind, layout, position)
     assert found[False] == layout.read_bytes(position)
-    assert found[True] == sum(size_of(t) for n, t in decoder.b.weights.tensors.items() if n.endswith("_fn"))
+    assert found[True] == sum(
+        size_of(t) for n, t in decoder.bundle.weights.tensors.items() if n.endswith("_fn")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -62,19 +64,18 @@ def test_cases_are_of_every_op(cases: list[Case]) -> None:
 
 
 def test_a_wrong_backend_is_found(cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsv4.ops.rows import cpu as ref
-    from dsv4.ops.rows import prefill as gpu
+    from dsv4.ops.rows import cpu, prefill
 
     case = next(case for case in cases if case.op == "rows")
-    monkeypatch.setattr(gpu, "rms_norm", ref.rms_norm)
+    monkeypatch.setattr(prefill, "rms_norm", cpu.rms_norm)
     assert check(case, "gpu") == "" == check(case, "cpu")
-    monkeypatch.setattr(gpu, "rms_norm", lambda x, weight, eps: 1.1 * ref.rms_norm(x, weight, eps))
+    monkeypatch.setattr(prefill, "rms_norm", lambda x, weight, eps: 1.1 * cpu.rms_norm(x, weight, eps))
     assert "relative error" in check(case, "gpu")
 
     def broken(*given: Any) -> Tensor:
         raise RuntimeError("no\nsuch kernel")
 
-    monkeypatch.setattr(gpu, "rms_norm", broken)
+    monkeypatch.setattr(prefill, "rms_norm", broken)
     assert check(case, "gpu") == "raised RuntimeError: no such kernel"
 
 

@@ -14,6 +14,7 @@ from cli_support import dsv4, ok, refused
 from dsv4.cli.plan import COMPARED, count_of
 from dsv4.config import preset
 from dsv4.errors import ConfigError
+from dsv4.models import embedded
 from dsv4.weights.load import Checkpoint
 
 
@@ -131,10 +132,10 @@ def test_a_plan_needs_no_torch() -> None:
 
 
 REFUSED = {
-    "": "Missing argument 'model'",
+    "": "Missing argument 'MODEL'",
     "{folder}/missing": "/missing does not exist",
     "{folder}": "config.json does not exist",
-    "huge": "huge does not exist; give a model folder, or one of flash, pro, tiny",
+    "huge": "huge does not exist; give a model folder",
     "tiny --gpus 2xH900": "gpus '2xH900': expected 2xH200, or 2 for this machine's own; known GPUs: A100",
     "tiny --gpus 0xH200": "gpus '0xH200': expected 1 to 1024 of them",
     f"tiny --gpus {'9' * 5000}xH200": "expected 1 to 1024 of them",
@@ -148,11 +149,11 @@ REFUSED = {
     "tiny --gpus H200 --batch 99999999": "batch is 99999999, expected at most",
     "tiny --gpus H200 --weights none": "weights is 'none'",
     "tiny --gpus H200 --cache fp4": "cache is 'fp4'",
-    "{folder}/missing --format bf16": "--format goes with flash, pro, tiny",
+    "{embedded} --format bf16": "--format goes with flash, pro, tiny",
 }
 
 
 @pytest.mark.parametrize("arguments", REFUSED, ids=lambda text: text[:60])
 def test_one_sentence_and_exit_code_2(arguments: str, tmp_path: Path) -> None:
-    done = dsv4("plan", *(part.format(folder=tmp_path) for part in arguments.split()))
+    done = dsv4("plan", *(part.format(folder=tmp_path, embedded=embedded()) for part in arguments.split()))
     assert REFUSED[arguments] in refused(done)

@@ -359,7 +359,8 @@ def test_tensors_outside_the_model_are_copied(made: Callable[[str], Path], tmp_p
     for name, extra in (("copies", {"mtp.0.embed.weight": tensors["embed.weight"]}), ("dspark", {})):
         folder = tmp_path / name
         folder.mkdir()
-        keys = {"dspark_block_size": 5} if name == "dspark" else {}
+        head = {"block_size": 5, "noise_token_id": 3, "target_layer_ids": [1], "markov_rank": 4}
+        keys = {f"dspark_{key}": value for key, value in head.items()} if name == "dspark" else {}
         (folder / "config.json").write_text(json.dumps(config | keys))
         write_file(folder / "model.safetensors", tensors | extra)
         report = quantize(folder, tmp_path / f"{name}-new", "nvfp4")

@@ -72,8 +72,7 @@ def check_target(path: Path, is_whole: bool) -> None:
         raise ConfigError(f"{path} cannot be written: its folder must exist, and it must not be one")
     if not is_whole:
         raise ConfigError(
-            "--save keeps figures of whole models, which dsv4 plan reads; leave out --layers and "
-            "--beside-transformers, or --save"
+            "--save keeps figures of whole models, which dsv4 plan reads; leave out --layers, or --save"
         )
 
 
