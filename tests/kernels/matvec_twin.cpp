@@ -52,13 +52,13 @@ const char* run_block(const Params& p, void (*kernel)(const Params), int block, 
 }  // namespace
 
 // `late`: what is read or written after the wait, `readable`: whatever copies may read.
-extern "C" const char* launch(const void* params, bool is_single, bool is_float, bool is_wide, int blocks, int threads, int bytes, const bulk::Range* late,
-                              int num_late, const bulk::Range* readable, int num_readable, unsigned seed) {
+extern "C" const char* launch(const void* params, const char* kernel, int blocks, int threads, int bytes, const bulk::Range* late, int num_late,
+                              const bulk::Range* readable, int num_readable, unsigned seed) {
     const Params& p = *(const Params*)params;
-    void (*const kernels[3][2])(const Params) = {
-        {matvec_kernel<false, false, false>, matvec_kernel<false, false, true>},
-        {matvec_kernel<false, true, false>, matvec_kernel<false, true, true>},
-        {matvec_kernel<true, false, false>, matvec_kernel<true, false, true>},
+    static const std::map<std::string, void (*)(const Params)> kernels = {
+        {"batch_kernel<false, false>", batch_kernel<false, false>}, {"batch_kernel<false, true>", batch_kernel<false, true>},
+        {"batch_kernel<true, false>", batch_kernel<true, false>},   {"batch_kernel<true, true>", batch_kernel<true, true>},
+        {"single_kernel<false>", single_kernel<false>},             {"single_kernel<true>", single_kernel<true>},
     };
     bulk::blocks = blocks;
     bulk::readable.assign(readable, readable + num_readable);
@@ -71,7 +71,7 @@ extern "C" const char* launch(const void* params, bool is_single, bool is_float,
     for (int i = 0; i < blocks; ++i) order[i] = i;
     std::shuffle(order.begin(), order.end(), std::mt19937(seed));
     for (const int block : order) {
-        const char* problem = run_block(p, kernels[is_single ? 2 : is_float][is_wide], block, threads, bytes, {late, late + num_late}, seed, has_waited);
+        const char* problem = run_block(p, kernels.at(kernel), block, threads, bytes, {late, late + num_late}, seed, has_waited);
         if (*problem) return problem;
     }
     if (!has_waited) return "no block waits for the launches before this one";

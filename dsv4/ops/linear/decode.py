@@ -271,10 +271,11 @@ class MatVec:
         self.params, self.blocks = params, len(work)
 
     def launch(self) -> None:
-        kinds = ", ".join(str(kind).lower() for kind in (self.is_single, self.is_float, self.is_wide))
+        flags = (self.is_wide,) if self.is_single else (self.is_float, self.is_wide)
+        kinds = ", ".join(str(flag).lower() for flag in flags)
         call(
             "linear/matvec",
-            f"matvec_kernel<{kinds}>",
+            f"{'single' if self.is_single else 'batch'}_kernel<{kinds}>",
             self.device,
             self.params,
             blocks=self.blocks,
