@@ -221,6 +221,65 @@ template <int MODE> __device__ __forceinline__ uint4 chunk_at(const char* shared
     return by & 2 ? make_uint4(w.z, w.w, w.x, w.y) : w;
 }
 
+// A warp's results, times `total`: rotated back, into shared memory where the queries were, then out, in rows that products read. Each warp
+// has room for its heads' 256 channels.
+template <int MODE>
+__device__ __forceinline__ void put_results(const Attend& p, const Where& at, const float (&result)[128], const float (&total)[2], int first_head, int64_t own,
+                                            Control* control, char* shared, int warp, int group, int head, int t, int lane) {
+    uint32_t tops[2] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < 32; ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int row = head + h * 8;
+            uint32_t pair = pack_bf16(result[4 * i + 2 * h] * total[h], result[4 * i + 2 * h + 1] * total[h]);
+            if (i >= 24 && group == 1) {   // the last channels are rotated back
+                const int64_t angle = (int64_t)at.token * (ROPE / 2) + (i - 24) * 4 + t;
+                const float2 v = open_bf16(pair);
+                const float c = __ldcg(p.cos + angle), s = __ldcg(p.sin + angle);
+                pair = pack_bf16(v.x * c + v.y * s, v.y * c - v.x * s);
+            }
+            // Eight channels are pairs 4 i to 4 i + 3.
+            int chunk = i, word = t;
+            if constexpr (MODE == FP16_BY_64) { chunk = i / 8 * 8 + i % 2 * 4 + t; word = i % 8 / 2; }
+            else if constexpr (MODE != AS_IT_IS) { chunk = i / 2 * 2 + t % 2; word = i % 2 * 2 + t / 2; }
+            *reinterpret_cast<uint32_t*>(shared + place_of<MODE>(row, group, chunk, word)) = pair;
+            tops[h] = larger(tops[h], pair & 0x7FFF7FFF);
+        }
+    constexpr bool IS_SCALED = MODE == FP16_BY_64 || MODE == FP16_BY_16;
+    if constexpr (IS_SCALED) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            tops[h] = larger(tops[h], __shfl_xor_sync(~0u, tops[h], 1));
+            tops[h] = larger(tops[h], __shfl_xor_sync(~0u, tops[h], 2));
+            if (t == 0) control->tops[group][head + h * 8] = tops[h];
+        }
+        consumer_barrier();
+    } else __syncwarp();
+    // A lane knows one row's scale, and where it goes: a division takes longer than a row.
+    const int its = (warp & 3) * 16 + (lane & 15), its_head = first_head + its, matrix = its_head / p.group_heads;
+    const Scale16 scales(IS_SCALED ? larger(control->tops[0][its], control->tops[1][its]) : 0);
+    const int its_place = (matrix * (p.rows_padded / ROW_GROUP) + at.token / ROW_GROUP) * p.group_heads + its_head - matrix * p.group_heads;
+    char* to = p.out + chunk_16(at.token, group * 32 + lane);
+    if (MODE != AS_IT_IS && group == 0 && lane < 16)
+        *reinterpret_cast<float*>(p.out + (size_t)its_place * SLICE_16 + undo_16(at.token)) = IS_SCALED ? scales.undo : 1.f;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        const int row = (warp & 3) * 16 + i;
+        uint4 v = chunk_at<MODE>(shared, row, group, lane);
+        if constexpr (MODE == AS_IT_IS) {
+            __stcg(reinterpret_cast<uint4*>(p.out) + (own + row * WIDTH) / 8 + group * 32 + lane, v);
+            continue;
+        }
+        if constexpr (IS_SCALED) {
+            Scale16 scale = scales;
+            scale.up = __shfl_sync(~0u, scales.up, i);
+            v = make_uint4(scale.of(v.x), scale.of(v.y), scale.of(v.z), scale.of(v.w));
+        }
+        __stcg(reinterpret_cast<uint4*>(to + (size_t)(uint32_t)__shfl_sync(~0u, its_place, i) * SLICE_16), v);
+    }
+}
+
 template <int MODE>
 __device__ __forceinline__ void attend(const Attend& p, const Where& at, int first_head, Control* control, char* shared, int warp, int lane) {
     const uint32_t k_at = shared_address(shared) + Q_BYTES;
@@ -307,59 +366,7 @@ __device__ __forceinline__ void attend(const Attend& p, const Where& at, int fir
     consumer_barrier();
 #pragma unroll
     for (int h = 0; h < 2; ++h) total[h] = __fdiv_rn(1.f, control->totals[0][head + h * 8] + control->totals[1][head + h * 8]);
-    // Where the queries were, each warp has room for its heads' 256 channels.
-    uint32_t tops[2] = {0, 0};
-#pragma unroll
-    for (int i = 0; i < 32; ++i)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const int row = head + h * 8;
-            uint32_t pair = pack_bf16(result[4 * i + 2 * h] * total[h], result[4 * i + 2 * h + 1] * total[h]);
-            if (i >= 24 && group == 1) {   // the last channels are rotated back
-                const int64_t angle = (int64_t)at.token * (ROPE / 2) + (i - 24) * 4 + t;
-                const float2 v = open_bf16(pair);
-                const float c = __ldcg(p.cos + angle), s = __ldcg(p.sin + angle);
-                pair = pack_bf16(v.x * c + v.y * s, v.y * c - v.x * s);
-            }
-            // Eight channels are pairs 4 i to 4 i + 3.
-            int chunk = i, word = t;
-            if constexpr (MODE == FP16_BY_64) { chunk = i / 8 * 8 + i % 2 * 4 + t; word = i % 8 / 2; }
-            else if constexpr (MODE != AS_IT_IS) { chunk = i / 2 * 2 + t % 2; word = i % 2 * 2 + t / 2; }
-            *reinterpret_cast<uint32_t*>(shared + place_of<MODE>(row, group, chunk, word)) = pair;
-            tops[h] = larger(tops[h], pair & 0x7FFF7FFF);
-        }
-    constexpr bool IS_SCALED = MODE == FP16_BY_64 || MODE == FP16_BY_16;
-    if constexpr (IS_SCALED) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            tops[h] = larger(tops[h], __shfl_xor_sync(~0u, tops[h], 1));
-            tops[h] = larger(tops[h], __shfl_xor_sync(~0u, tops[h], 2));
-            if (t == 0) control->tops[group][head + h * 8] = tops[h];
-        }
-        consumer_barrier();
-    } else __syncwarp();
-    // A lane knows one row's scale, and where it goes: a division takes longer than a row.
-    const int its = (warp & 3) * 16 + (lane & 15), its_head = first_head + its, matrix = its_head / p.group_heads;
-    const Scale16 scales(IS_SCALED ? larger(control->tops[0][its], control->tops[1][its]) : 0);
-    const int its_place = (matrix * (p.rows_padded / ROW_GROUP) + at.token / ROW_GROUP) * p.group_heads + its_head - matrix * p.group_heads;
-    char* to = p.out + chunk_16(at.token, group * 32 + lane);
-    if (MODE != AS_IT_IS && group == 0 && lane < 16)
-        *reinterpret_cast<float*>(p.out + (size_t)its_place * SLICE_16 + undo_16(at.token)) = IS_SCALED ? scales.undo : 1.f;
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-        const int row = (warp & 3) * 16 + i;
-        uint4 v = chunk_at<MODE>(shared, row, group, lane);
-        if constexpr (MODE == AS_IT_IS) {
-            __stcg(reinterpret_cast<uint4*>(p.out) + (own + row * WIDTH) / 8 + group * 32 + lane, v);
-            continue;
-        }
-        if constexpr (IS_SCALED) {
-            Scale16 scale = scales;
-            scale.up = __shfl_sync(~0u, scales.up, i);
-            v = make_uint4(scale.of(v.x), scale.of(v.y), scale.of(v.z), scale.of(v.w));
-        }
-        __stcg(reinterpret_cast<uint4*>(to + (size_t)(uint32_t)__shfl_sync(~0u, its_place, i) * SLICE_16), v);
-    }
+    put_results<MODE>(p, at, result, total, first_head, own, control, shared, warp, group, head, t, lane);
 }
 
 template <int MODE> __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, 1) attend_kernel(const __grid_constant__ Attend p) {

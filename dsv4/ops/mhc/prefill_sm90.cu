@@ -83,6 +83,49 @@ template <bool HAS_Y> struct Batch {
     uint4 v[2][STREAMS + HAS_Y];
 };
 
+// The new streams of 32 channels, of rows g and g + 8: `words`, as their products read them; their squares are added up.
+template <bool HAS_Y>
+__device__ __forceinline__ void mix_streams(const Batch<HAS_Y>& in, const float4* factors, uint32_t (&words)[2][STREAMS][4], float (&square)[2], int g) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        float gate[STREAMS], comb[STREAMS][STREAMS];
+        if constexpr (HAS_Y) {
+            const float4* its = factors + (g + h * 8) * FACTORS;
+            const float4 v = its[0];
+            gate[0] = v.x; gate[1] = v.y; gate[2] = v.z; gate[3] = v.w;
+#pragma unroll
+            for (int m = 0; m < STREAMS; ++m) {
+                const float4 v = its[1 + m];
+                comb[m][0] = v.x; comb[m][1] = v.y; comb[m][2] = v.z; comb[m][3] = v.w;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float2 old[STREAMS];
+#pragma unroll
+            for (int n = 0; n < STREAMS; ++n) {
+                words[h][n][i] = word_of(in.v[h][n], i);
+                old[n] = open_bf16(words[h][n][i]);
+            }
+            if constexpr (HAS_Y) {
+                const float2 y = open_bf16(word_of(in.v[h][STREAMS], i));
+#pragma unroll
+                for (int n = 0; n < STREAMS; ++n) {
+                    float2 v = make_float2(comb[0][n] * old[0].x, comb[0][n] * old[0].y);
+#pragma unroll
+                    for (int m = 1; m < STREAMS; ++m) v = make_float2(fmaf(comb[m][n], old[m].x, v.x), fmaf(comb[m][n], old[m].y, v.y));
+                    words[h][n][i] = pack_bf16(fmaf(gate[n], y.x, v.x), fmaf(gate[n], y.y, v.y));
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < STREAMS; ++n) {
+                const float2 v = open_bf16(words[h][n][i]);
+                square[h] = fmaf(v.x, v.x, fmaf(v.y, v.y, square[h]));
+            }
+        }
+    }
+}
+
 // A block has one part of the channels and some of the rows, a warp sixteen rows at a time.
 template <bool HAS_Y> __global__ void __launch_bounds__(WARPS * 32, 1) open_kernel(const __grid_constant__ Opening p) {
     extern __shared__ __align__(16) char shared[];
@@ -128,44 +171,7 @@ template <bool HAS_Y> __global__ void __launch_bounds__(WARPS * 32, 1) open_kern
         for (int i = 0; i < 2 * TILES * 4; ++i) sums[i / (TILES * 4)][i / 4 % TILES][i % 4] = 0.f;
         const auto work = [&](const Batch<HAS_Y>& in, int step) {
             uint32_t words[2][STREAMS][4];
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                float gate[STREAMS], comb[STREAMS][STREAMS];
-                if constexpr (HAS_Y) {
-                    const float4* its = factors + (g + h * 8) * FACTORS;
-                    const float4 v = its[0];
-                    gate[0] = v.x; gate[1] = v.y; gate[2] = v.z; gate[3] = v.w;
-#pragma unroll
-                    for (int m = 0; m < STREAMS; ++m) {
-                        const float4 v = its[1 + m];
-                        comb[m][0] = v.x; comb[m][1] = v.y; comb[m][2] = v.z; comb[m][3] = v.w;
-                    }
-                }
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    float2 old[STREAMS];
-#pragma unroll
-                    for (int n = 0; n < STREAMS; ++n) {
-                        words[h][n][i] = word_of(in.v[h][n], i);
-                        old[n] = open_bf16(words[h][n][i]);
-                    }
-                    if constexpr (HAS_Y) {
-                        const float2 y = open_bf16(word_of(in.v[h][STREAMS], i));
-#pragma unroll
-                        for (int n = 0; n < STREAMS; ++n) {
-                            float2 v = make_float2(comb[0][n] * old[0].x, comb[0][n] * old[0].y);
-#pragma unroll
-                            for (int m = 1; m < STREAMS; ++m) v = make_float2(fmaf(comb[m][n], old[m].x, v.x), fmaf(comb[m][n], old[m].y, v.y));
-                            words[h][n][i] = pack_bf16(fmaf(gate[n], y.x, v.x), fmaf(gate[n], y.y, v.y));
-                        }
-                    }
-#pragma unroll
-                    for (int n = 0; n < STREAMS; ++n) {
-                        const float2 v = open_bf16(words[h][n][i]);
-                        square[h] = fmaf(v.x, v.x, fmaf(v.y, v.y, square[h]));
-                    }
-                }
-            }
+            mix_streams<HAS_Y>(in, factors, words, square, g);
 #pragma unroll
             for (int n = 0; n < STREAMS; ++n) {
                 uint32_t a[2][4];   // [sixteen channels]: of rows g, g+8, g, g+8
