@@ -44,7 +44,8 @@ __device__ __forceinline__ void send_from(const void* to, const void* from, int 
 // What this thread read or wrote in shared memory comes before copies to or from there that others start after a barrier.
 __device__ __forceinline__ void copies_may_follow() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void await_inbox(const Inbox* inbox) {
-    asm volatile("{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], 0;\n@!p bra again;\n}"
+    asm volatile("{\n.reg .pred p;\nagain:\n"
+                 "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], 0;\n@!p bra again;\n}"
                  ::"r"((uint32_t)__cvta_generic_to_shared(inbox)) : "memory");
 }
 __device__ __forceinline__ void all_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }

@@ -38,7 +38,8 @@ __device__ __forceinline__ uint4 stream(const uint4* p) {
 // Codes 0 and 255 have one mantissa bit: the subnormal 2^-127, and NaN. (In C++ this takes 16 registers more.)
 __device__ __forceinline__ float e8m0(uint32_t code) {
     uint32_t bits = code << 23;
-    asm("{\n.reg .pred p;\nsetp.eq.u32 p, %1, 0;\nsetp.eq.or.u32 p, %1, 255, p;\n@p or.b32 %0, %0, 0x00400000;\n}"
+    asm("{\n.reg .pred p;\nsetp.eq.u32 p, %1, 0;\nsetp.eq.or.u32 p, %1, 255, p;\n"
+        "@p or.b32 %0, %0, 0x00400000;\n}"
         : "+r"(bits) : "r"(code));
     return __uint_as_float(bits);
 }
@@ -47,7 +48,8 @@ __device__ __forceinline__ float2 open_bf16(uint32_t v) {
 }
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ void await(uint32_t barrier, uint32_t parity) {
-    asm volatile("{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra again;\n}"
+    asm volatile("{\n.reg .pred p;\nagain:\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra again;\n}"
                  ::"r"(barrier), "r"(parity) : "memory");
 }
 __device__ __forceinline__ uint32_t times(uint32_t a, __half2 b) {
@@ -73,7 +75,8 @@ __device__ __forceinline__ float at_least(float v, float limit) {
 constexpr float E2M1_UNIT = 1.f;
 __device__ __forceinline__ void e2m1(uint32_t w, uint32_t (&a)[4]) {
     asm("{\n.reg .b8 b0, b1, b2, b3;\nmov.b32 {b0, b1, b2, b3}, %4;\n"
-        "cvt.rn.f16x2.e2m1x2 %0, b0;\ncvt.rn.f16x2.e2m1x2 %1, b1;\ncvt.rn.f16x2.e2m1x2 %2, b2;\ncvt.rn.f16x2.e2m1x2 %3, b3;\n}"
+        "cvt.rn.f16x2.e2m1x2 %0, b0;\ncvt.rn.f16x2.e2m1x2 %1, b1;\n"
+        "cvt.rn.f16x2.e2m1x2 %2, b2;\ncvt.rn.f16x2.e2m1x2 %3, b3;\n}"
         : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(w));
 }
 #else

@@ -204,13 +204,17 @@ Aside::~Aside() { observer = before; }
 }  // namespace races
 
 extern "C" {
+// clang-format off: macros that make functions
 #define HOOK(name, bytes, kind) \
     void __tsan_##name(const void* p) { \
-        if (races::may_be_watched((const char*)p)) races::touch(p, bytes, races::kind, __builtin_return_address(0)); \
+        if (races::may_be_watched((const char*)p)) \
+            races::touch(p, bytes, races::kind, __builtin_return_address(0)); \
     }
 #define HOOKS(bytes) \
-    HOOK(read##bytes, bytes, READ) HOOK(write##bytes, bytes, WRITE) HOOK(unaligned_read##bytes, bytes, READ) HOOK(unaligned_write##bytes, bytes, WRITE)
+    HOOK(read##bytes, bytes, READ) HOOK(write##bytes, bytes, WRITE) \
+    HOOK(unaligned_read##bytes, bytes, READ) HOOK(unaligned_write##bytes, bytes, WRITE)
 HOOKS(1) HOOKS(2) HOOKS(4) HOOKS(8) HOOKS(16)
+// clang-format on
 void __tsan_read_range(const void* p, size_t bytes) { races::touch(p, bytes, races::READ, __builtin_return_address(0)); }
 void __tsan_write_range(const void* p, size_t bytes) { races::touch(p, bytes, races::WRITE, __builtin_return_address(0)); }
 void __tsan_init() {}

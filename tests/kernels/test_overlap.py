@@ -356,10 +356,9 @@ STEP_INPUT = r"\b(positions|slots|page_table|listed|pages|row_pages)\["  # not t
 def test_attention_waits() -> None:
     """Once, whichever keys a block has: before it looks at the list, else after it asked for its keys."""
     found = functions("attention/decode")
-    kernel, row = (
-        found["attention_kernel"],
-        COMMENT.sub("", build.source_path("attention/decode").read_text()),
-    )
+    source = build.source_path("attention/decode")
+    texts = [path.read_text() for path in (source, source.with_name("attention.cuh"))]
+    kernel, row = found["attention_kernel"], COMMENT.sub("", "".join(texts))
     assert kernel.count(WAIT) == 2 and "return;" not in kernel
     first, rest = kernel.split(f"if (!is_known) {WAIT}")
     second, after = rest.split(f"if (is_known) {WAIT}")
