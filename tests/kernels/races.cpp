@@ -213,7 +213,7 @@ extern "C" {
 #define HOOKS(bytes) \
     HOOK(read##bytes, bytes, READ) HOOK(write##bytes, bytes, WRITE) \
     HOOK(unaligned_read##bytes, bytes, READ) HOOK(unaligned_write##bytes, bytes, WRITE)
-HOOKS(1) HOOKS(2) HOOKS(4) HOOKS(8) HOOKS(16)
+HOOKS(1) HOOKS(2) HOOKS(4) HOOKS(8) HOOKS(16);
 // clang-format on
 void __tsan_read_range(const void* p, size_t bytes) { races::touch(p, bytes, races::READ, __builtin_return_address(0)); }
 void __tsan_write_range(const void* p, size_t bytes) { races::touch(p, bytes, races::WRITE, __builtin_return_address(0)); }
