@@ -1,20 +1,25 @@
-// Decode step: attention of one row, from the queries as their product left them to the rotated-back result, in one launch.
+// Decode step: attention of one row, from the queries as their product left them to the rotated-back result,
+// in one launch.
 //
 // A cluster of blocks takes eight heads, or of many rows sixteen, in GROUPS of eight, with the same bits.
 // Its blocks cut the keys evenly, 16 at a time (split-KV), by the row's position
-// alone. Of a block's keys each warp has 64 channels, as keys and as values: it copies, decodes and multiplies those without
-// waiting for another. Only scores change hands inside a block, only results inside a cluster: the block of a head sums them up.
+// alone. Of a block's keys each warp has 64 channels, as keys and as values: it copies, decodes and
+// multiplies those without waiting for another. Only scores change hands inside a block, only results inside
+// a cluster: the block of a head sums them up.
 //
-// Codes are exact in FP16; a score's slice of 64 channels is multiplied by its key's scale in float32, values by their scale
-// relative to the largest. Weights of keys are rounded to FP16 (rotary channels: BF16), relative to the block's peak.
+// Codes are exact in FP16; a score's slice of 64 channels is multiplied by its key's scale in float32, values
+// by their scale relative to the largest. Weights of keys are rounded to FP16 (rotary channels: BF16),
+// relative to the block's peak.
 //
-// A launch finds its instructions in no cache: code that runs once takes as long as it takes to come, about 250 instructions in a
-// microsecond. So loops are not unrolled, and what can be a shift is no division.
+// A launch finds its instructions in no cache: code that runs once takes as long as it takes to come, about
+// 250 instructions in a microsecond. So loops are not unrolled, and what can be a shift is no division.
 #include "attention.cuh"
 
-// A warp's 64 channels of a pass's keys to shared memory: 16 bytes a lane, of eight keys at a time; zeros where there is no key.
+// A warp's 64 channels of a pass's keys to shared memory: 16 bytes a lane, of eight keys at a time; zeros
+// where there is no key.
 template <int GROUPS>
-__device__ __forceinline__ void copy_keys(const Attention& p, Memory<GROUPS>& s, int num_groups, bool is_rope, int warp, int g, int t) {
+__device__ __forceinline__ void copy_keys(const Attention& p, Memory<GROUPS>& s, int num_groups, bool is_rope,
+                                          int warp, int g, int t) {
 #pragma unroll 2
     for (int key = g; key < num_groups * 16; key += 8) {
         const uint8_t* data = s.from[key];
@@ -25,9 +30,11 @@ __device__ __forceinline__ void copy_keys(const Attention& p, Memory<GROUPS>& s,
     }
 }
 
-// A warp's scales of a pass's keys, as numbers, and relative to the largest, whose code is returned. `is_key`: of keys lane, lane + 32, ...
+// A warp's scales of a pass's keys, as numbers, and relative to the largest, whose code is returned.
+// `is_key`: of keys lane, lane + 32, ...
 template <int GROUPS>
-__device__ __forceinline__ uint32_t prepare_scales(Memory<GROUPS>& s, int num_groups, bool is_rope, bool (&is_key)[PER_LANE], int warp, int lane) {
+__device__ __forceinline__ uint32_t prepare_scales(Memory<GROUPS>& s, int num_groups, bool is_rope,
+                                                   bool (&is_key)[PER_LANE], int warp, int lane) {
     uint32_t largest = 0;
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
@@ -47,10 +54,11 @@ __device__ __forceinline__ uint32_t prepare_scales(Memory<GROUPS>& s, int num_gr
     return largest;
 }
 
-// Weights of a pass's keys, from all warps' scores. A warp has a head of each group, a lane every 32nd key; `sum` is the lane's, `peak` and
-// `total` the head's so far.
+// Weights of a pass's keys, from all warps' scores. A warp has a head of each group, a lane every 32nd key;
+// `sum` is the lane's, `peak` and `total` the head's so far.
 template <int GROUPS>
-__device__ __forceinline__ void weigh_keys(const Attention& p, Memory<GROUPS>& s, const bool (&is_key)[PER_LANE], float (&peak)[GROUPS],
+__device__ __forceinline__ void weigh_keys(const Attention& p, Memory<GROUPS>& s,
+                                           const bool (&is_key)[PER_LANE], float (&peak)[GROUPS],
                                            float (&total)[GROUPS], float (&sum)[GROUPS], int warp, int lane) {
 #pragma unroll
     for (int h = 0; h < GROUPS; ++h) {
@@ -85,34 +93,44 @@ __device__ __forceinline__ void weigh_keys(const Attention& p, Memory<GROUPS>& s
     }
 }
 
-// Sends a warp's 64 channels to the block that sums a head up: head b of each group to block b. A head's go at once, from where the warp's
-// keys were: in pieces of 16 bytes the network between blocks took longer than everything else.
+// Sends a warp's 64 channels to the block that sums a head up: head b of each group to block b. A head's go
+// at once, from where the warp's keys were: in pieces of 16 bytes the network between blocks took longer than
+// everything else.
 template <int GROUPS>
-__device__ __forceinline__ void send_results(Memory<GROUPS>& s, const float (&result)[GROUPS][4][4], const float (&peak)[GROUPS], const float (&total)[GROUPS],
-                                             bool has_keys, bool is_rope, int block, int warp, int lane, int g, int t) {
-    float(*staged)[STAGED_ROW] = reinterpret_cast<float(*)[STAGED_ROW]>(is_rope ? s.rotary[0] : s.codes[warp][0]);
+__device__ __forceinline__ void send_results(Memory<GROUPS>& s, const float (&result)[GROUPS][4][4],
+                                             const float (&peak)[GROUPS], const float (&total)[GROUPS],
+                                             bool has_keys, bool is_rope, int block, int warp, int lane,
+                                             int g, int t) {
+    float (*staged)[STAGED_ROW] = reinterpret_cast<float (*)[STAGED_ROW]>(is_rope ? s.rotary[0]
+                                                                                  : s.codes[warp][0]);
     __syncwarp();
 #pragma unroll
     for (int h = 0; h < GROUPS; ++h) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {   // a head, 16 channels and 16 more
-            const float(&low)[4] = result[h][i / 2 * 2];
-            const float(&high)[4] = result[h][i / 2 * 2 + 1];
+            const float (&low)[4] = result[h][i / 2 * 2];
+            const float (&high)[4] = result[h][i / 2 * 2 + 1];
             const int j = i % 2;
-            *reinterpret_cast<float4*>(&staged[h * HEADS + 2 * t + j][8 * g + i / 2 * 4]) = make_float4(low[j], low[2 + j], high[j], high[2 + j]);
+            *reinterpret_cast<float4*>(&staged[h * HEADS + 2 * t + j][8 * g + i / 2 * 4]) = make_float4(
+                low[j], low[2 + j], high[j], high[2 + j]);
         }
-        if (lane == 0) send(s.peaks[h][block], make_uint2(__float_as_uint(peak[h]), __float_as_uint(total[h])), warp, &s.inbox);
+        if (lane == 0)
+            send(s.peaks[h][block], make_uint2(__float_as_uint(peak[h]), __float_as_uint(total[h])), warp,
+                 &s.inbox);
     }
     copies_may_follow();
     __syncwarp();
     if (has_keys && lane < GROUPS * HEADS)
-        send_from(s.results[lane / HEADS][block][warp], staged[lane], SLICE_WIDTH * 4, lane % HEADS, &s.inbox);
+        send_from(s.results[lane / HEADS][block][warp], staged[lane], SLICE_WIDTH * 4, lane % HEADS,
+                  &s.inbox);
 }
 
 // Adds up what all blocks sent of this block's heads. A thread has two channels, as `add_values` had them.
 template <int GROUPS>
-__device__ __forceinline__ void sum_up(const Attention& p, const Memory<GROUPS>& s, const float (&sink)[GROUPS], const float (&back)[4], bool is_padding,
-                                       bool is_rope, int row, int first_head, int block, int warp, int lane, int g, int t) {
+__device__ __forceinline__ void sum_up(const Attention& p, const Memory<GROUPS>& s,
+                                       const float (&sink)[GROUPS], const float (&back)[4], bool is_padding,
+                                       bool is_rope, int row, int first_head, int block, int warp, int lane,
+                                       int g, int t) {
 #pragma unroll
     for (int h = 0; h < GROUPS; ++h) {
         float top = sink[h], whole = 0.f, x = 0.f, y = 0.f;
@@ -133,11 +151,13 @@ __device__ __forceinline__ void sum_up(const Attention& p, const Memory<GROUPS>&
         whole += power_of_two(sink[h] - top);
         const float inverse = is_padding ? 0.f : reciprocal(whole);   // a row of padding is zero
         uint32_t both = pack_bf16(x * inverse, y * inverse);
-        __nv_bfloat16* out = p.out + ((int64_t)row * p.heads + first_head + h * HEADS + block) * WIDTH + warp * SLICE_WIDTH + 16 * t;
+        __nv_bfloat16* out = p.out + ((int64_t)row * p.heads + first_head + h * HEADS + block) * WIDTH +
+                             warp * SLICE_WIDTH + 16 * t;
         if (is_rope) {
             const float2 own = open_bf16(both), other = open_bf16(__shfl_xor_sync(~0u, both, 4));
             const float sign = g & 1 ? -1.f : 1.f;
-            both = pack_bf16(own.x * back[0] + other.x * back[2] * sign, own.y * back[1] + other.y * back[3] * sign);
+            both = pack_bf16(own.x * back[0] + other.x * back[2] * sign,
+                             own.y * back[1] + other.y * back[3] * sign);
             reinterpret_cast<uint16_t*>(out)[g] = (uint16_t)both;
             reinterpret_cast<uint16_t*>(out)[g + 8] = (uint16_t)(both >> 16);
         } else {
@@ -146,13 +166,13 @@ __device__ __forceinline__ void sum_up(const Attention& p, const Memory<GROUPS>&
     }
 }
 
-template <int GROUPS>
-__global__ void __launch_bounds__(WARPS * 32, 2) attention_kernel(const Attention p) {
+template <int GROUPS> __global__ void __launch_bounds__(WARPS * 32, 2) attention_kernel(const Attention p) {
     Memory<GROUPS>& s = *(Memory<GROUPS>*)shared_memory();
     launch_dependents();
     const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
     const int block = blockIdx.x % CLUSTER, cluster = blockIdx.x / CLUSTER;
-    const int row = cluster >> p.group_bits, first_head = (cluster & ((1 << p.group_bits) - 1)) * GROUPS * HEADS;
+    const int row = cluster >> p.group_bits,
+              first_head = (cluster & ((1 << p.group_bits) - 1)) * GROUPS * HEADS;
     const Keys keys(p, row, block);
     const bool is_rope = warp == ROPE_WARP;
     if (tid == 0) open_inbox(&s.inbox, GROUPS * (keys.blocks * WIDTH * 4 + CLUSTER * 8));
@@ -162,7 +182,9 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_kernel(const Attentio
 
     uint4 q[GROUPS][2];
     float sink[GROUPS], back[4];   // back: cos, sin of the two rotary channels that a thread ends with
-    float peak[GROUPS], total[GROUPS] = {}, result[GROUPS][4][4] = {};   // peak and total: of head `warp`; result: as `add_values` has it
+    float peak[GROUPS],
+        total[GROUPS] = {},
+        result[GROUPS][4][4] = {};   // peak and total: of head `warp`; result: as `add_values` has it
 #pragma unroll
     for (int h = 0; h < GROUPS; ++h) peak[h] = -INFINITY;
     int begin = 0;
@@ -175,7 +197,9 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_kernel(const Attentio
             const int at = keys.row(p, row, begin + tid);
             const bool in_ring = keys.in_ring(begin + tid);
             s.from[tid] = at < 0 ? nullptr : (in_ring ? p.ring : p.entries) + (int64_t)at * ROW;
-            if (at >= 0) scale_codes = __ldcg(reinterpret_cast<const uint2*>((in_ring ? p.ring_scale : p.entries_scale) + (int64_t)at * SCALES));
+            if (at >= 0)
+                scale_codes = __ldcg(reinterpret_cast<const uint2*>(
+                    (in_ring ? p.ring_scale : p.entries_scale) + (int64_t)at * SCALES));
         }
         __syncthreads();
         copy_keys<GROUPS>(p, s, num_groups, is_rope, warp, g, t);
@@ -185,18 +209,22 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_kernel(const Attentio
                 const int64_t angle = (int64_t)max(keys.position, 0) * HALF + t * 8;
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    turn[i] = __ldg(reinterpret_cast<const float4*>((i < 2 ? p.cos : p.sin) + angle) + (i & 1));
+                    turn[i] = __ldg(reinterpret_cast<const float4*>((i < 2 ? p.cos : p.sin) + angle) +
+                                    (i & 1));
                     back[i] = __ldg((i < 2 ? p.cos : p.sin) + angle + (i & 1) * 4 + g / 2);
                 }
             }
 #pragma unroll
-            for (int h = 0; h < GROUPS; ++h) sink[h] = __ldg(p.sinks + first_head + h * HEADS + block) * LOG2E;
+            for (int h = 0; h < GROUPS; ++h)
+                sink[h] = __ldg(p.sinks + first_head + h * HEADS + block) * LOG2E;
             if (is_known) wait_for_prerequisites();
-            const __nv_bfloat16* own = p.q + ((int64_t)row * p.heads + first_head + g) * WIDTH + warp * SLICE_WIDTH + t * 16;
+            const __nv_bfloat16* own = p.q + ((int64_t)row * p.heads + first_head + g) * WIDTH +
+                                       warp * SLICE_WIDTH + t * 16;
 #pragma unroll
             for (int h = 0; h < GROUPS; ++h)
 #pragma unroll
-                for (int i = 0; i < 2; ++i) q[h][i] = __ldcg(reinterpret_cast<const uint4*>(own + h * HEADS * WIDTH) + i);
+                for (int i = 0; i < 2; ++i)
+                    q[h][i] = __ldcg(reinterpret_cast<const uint4*>(own + h * HEADS * WIDTH) + i);
         }
         if (tid < KEYS) *reinterpret_cast<uint2*>(s.scale_codes[tid]) = scale_codes;
         if (begin == 0) prepare_queries(p, s, q, turn, warp, lane);   // with a barrier
@@ -237,7 +265,8 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_kernel(const Attentio
             total[h] += sum[h];
 #pragma unroll
             for (int i = 0; i < 16; ++i)
-                result[h][i / 4][i % 4] = result[h][i / 4][i % 4] * s.shrink[h * HEADS + 2 * t + i % 2] + d[h][i / 4][i % 4] * unit;
+                result[h][i / 4][i % 4] = result[h][i / 4][i % 4] * s.shrink[h * HEADS + 2 * t + i % 2] +
+                                          d[h][i / 4][i % 4] * unit;
         }
     } while (begin < keys.own);
     all_wait();
@@ -251,6 +280,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_kernel(const Attentio
 }
 
 // What decode.py launches.
-static_assert(sizeof(Memory<1>) == 75400 && sizeof(Memory<2>) == 100072 && 2 * HEADS * STAGED_ROW * 4 <= KEYS * SLICE_WIDTH);
+static_assert(sizeof(Memory<1>) == 75400 && sizeof(Memory<2>) == 100072 &&
+              2 * HEADS * STAGED_ROW * 4 <= KEYS * SLICE_WIDTH);
 template __global__ void attention_kernel<1>(const Attention);
 template __global__ void attention_kernel<2>(const Attention);

@@ -1,18 +1,19 @@
-// Decode step: the next token of each row, as ops/sample/cpu.py chooses it, bit for bit. One cluster of blocks per row, one
-// launch. Ends prompts too.
+// Decode step: the next token of each row, as ops/sample/cpu.py chooses it, bit for bit. One cluster of
+// blocks per row, one launch. Ends prompts too.
 //
-// Nothing is sorted: each block of a cluster has a slice of the row's logits, and histograms find what is wanted from the top
-// (sample_row.cuh). All sums are integers: no order matters.
+// Nothing is sorted: each block of a cluster has a slice of the row's logits, and histograms find what is
+// wanted from the top (sample_row.cuh). All sums are integers: no order matters.
 #include "sample_row.cuh"
 
 enum { CHOSEN, NOT_FINITE, NONE_ALLOWED };   // status
 constexpr int WIDTH = 8, MAX_TOP = 20, RESULT = 4 + 2 * MAX_TOP;
 constexpr int BATCH = 32;   // logits that a thread asks for at once
-// Logits of a block in shared memory, so that all of it stays below 99 KiB; further ones are read again from the L2 cache.
+// Logits of a block in shared memory, so that all of it stays below 99 KiB; further ones are read again from
+// the L2 cache.
 constexpr int MOST_HELD = 18500, BLOCK_BYTES = 25616;
 
 struct Sampling {
-    const float* logits;    // [rows][vocab]
+    const float* logits;   // [rows][vocab]
     int vocab;
     int64_t* settings;      // [rows][WIDTH]
     const uint32_t* mask;   // [rows][(vocab + 31) / 32], or null
@@ -23,7 +24,7 @@ struct Sampling {
     int64_t* latest;        // [slots], or null
     int* penalties;         // [slots][penalty_width], or null
     int penalty_width;
-    int slice, held;        // logits of a block, and how many of them are in shared memory
+    int slice, held;   // logits of a block, and how many of them are in shared memory
 };
 
 // The best token of all and the best allowed one, and the lowest logit: a thread's.
@@ -33,16 +34,20 @@ struct Best {
     bool is_broken = false;   // something is not finite
 };
 
-// Finds them in batches of logits, of which the first is in `v`, and keeps the logits where they are needed again. Ids rise, so of ties the
-// lower one stays.
+// Finds them in batches of logits, of which the first is in `v`, and keeps the logits where they are needed
+// again. Ids rise, so of ties the lower one stays.
 template <int CLUSTER, int THREADS, typename Load>
-__device__ __forceinline__ Best find_best(const Row<CLUSTER, THREADS>& r, const float (&v)[BATCH], bool is_simple, bool is_masked, const Load& load) {
+__device__ __forceinline__ Best find_best(const Row<CLUSTER, THREADS>& r, const float (&v)[BATCH],
+                                          bool is_simple, bool is_masked, const Load& load) {
     Best best;
     for (int first = r.tid; first < r.mine;) {
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) {
             best.is_broken |= !(v[i] < INFINITY);
-            if (v[i] > best.top) { best.top = v[i]; best.top_id = r.start + first + i * THREADS; }
+            if (v[i] > best.top) {
+                best.top = v[i];
+                best.top_id = r.start + first + i * THREADS;
+            }
         }
         if (!is_simple) {
 #pragma unroll
@@ -55,31 +60,44 @@ __device__ __forceinline__ Best find_best(const Row<CLUSTER, THREADS>& r, const 
             uint32_t bits = 0;
 #pragma unroll
             for (int i = 0; i < BATCH; ++i)
-                if (first + i * THREADS < r.mine) bits |= (uint32_t)r.is_allowed(r.start + first + i * THREADS) << i;
+                if (first + i * THREADS < r.mine)
+                    bits |= (uint32_t)r.is_allowed(r.start + first + i * THREADS) << i;
 #pragma unroll
             for (int i = 0; i < BATCH; ++i)
-                if (v[i] > best.top_allowed && bits >> i & 1) { best.top_allowed = v[i]; best.top_allowed_id = r.start + first + i * THREADS; }
+                if (v[i] > best.top_allowed && bits >> i & 1) {
+                    best.top_allowed = v[i];
+                    best.top_allowed_id = r.start + first + i * THREADS;
+                }
         }
         first += BATCH * THREADS;
         if (first < r.mine) load(first);
     }
-    if (!is_masked) { best.top_allowed = best.top; best.top_allowed_id = best.top_id; }
+    if (!is_masked) {
+        best.top_allowed = best.top;
+        best.top_allowed_id = best.top_id;
+    }
     return best;
 }
 
 // 0: none.
-__device__ __forceinline__ uint64_t key_of(float v, int id) { return v > -INFINITY ? (uint64_t)order_of(v) << 32 | (uint32_t)~id : 0; }
+__device__ __forceinline__ uint64_t key_of(float v, int id) {
+    return v > -INFINITY ? (uint64_t)order_of(v) << 32 | (uint32_t)~id : 0;
+}
 
 // The same of penalised logits: the key of the best allowed one, the complement of the lowest.
 template <int CLUSTER, int THREADS>
-__device__ __forceinline__ void find_penalised(Row<CLUSTER, THREADS>& r, bool is_masked, uint64_t (&both)[2]) {
+__device__ __forceinline__ void find_penalised(Row<CLUSTER, THREADS>& r, bool is_masked,
+                                               uint64_t (&both)[2]) {
     float top_allowed = -INFINITY, low_end = INFINITY;
     int top_allowed_id = 0;
 #pragma unroll 1
     for (int i = r.tid; i < r.mine; i += THREADS) {
         const float v = r.values[i];
         if (v > -INFINITY) low_end = fminf(low_end, v);
-        if (v > top_allowed && (!is_masked || r.is_allowed(r.start + i))) { top_allowed = v; top_allowed_id = r.start + i; }
+        if (v > top_allowed && (!is_masked || r.is_allowed(r.start + i))) {
+            top_allowed = v;
+            top_allowed_id = r.start + i;
+        }
     }
     both[0] = key_of(top_allowed, top_allowed_id);
     both[1] = (uint32_t)~order_of(low_end);
@@ -88,10 +106,12 @@ __device__ __forceinline__ void find_penalised(Row<CLUSTER, THREADS>& r, bool is
 
 // Writes the `num_top` best tokens with their log-probabilities. Returns how many there are.
 template <int CLUSTER, int THREADS>
-__device__ __forceinline__ int put_logprobs(Row<CLUSTER, THREADS>& r, int num_top, float best_of_all, float lowest, double log_total, int* out) {
+__device__ __forceinline__ int put_logprobs(Row<CLUSTER, THREADS>& r, int num_top, float best_of_all,
+                                            float lowest, double log_total, int* out) {
     const Ruler by = ruler(best_of_all, best_of_all - lowest);
     const auto weight = [](float) { return uint64_t(1); };
-    const auto range = r.template narrow<false, true>(by, 0, weight, [&](uint64_t) { return (uint64_t)num_top; });
+    const auto range = r.template narrow<false, true>(by, 0, weight,
+                                                      [&](uint64_t) { return (uint64_t)num_top; });
     const int count = r.list(by, range.low, ~uint64_t(0), weight);
     const int listed = min(count, num_top);
     if (r.block == 0)
@@ -101,14 +121,16 @@ __device__ __forceinline__ int put_logprobs(Row<CLUSTER, THREADS>& r, int num_to
             for (int j = 0; j < count; ++j) rank += r.s.places[j] > r.s.places[i];
             if (rank >= num_top) continue;
             out[4 + rank] = id_at(r.s.places[i]);
-            out[4 + MAX_TOP + rank] = bits_as<int>(logprob_of(value_at(r.s.places[i]), best_of_all, log_total));
+            out[4 + MAX_TOP + rank] = bits_as<int>(
+                logprob_of(value_at(r.s.places[i]), best_of_all, log_total));
         }
     return listed;
 }
 
 // Draws a token: of those that top-k, top-p and min-p keep the one with the largest key.
 template <int CLUSTER, int THREADS>
-__device__ __forceinline__ int draw(Row<CLUSTER, THREADS>& r, const int64_t* settings, double temperature, bool is_masked, float best, float lowest) {
+__device__ __forceinline__ int draw(Row<CLUSTER, THREADS>& r, const int64_t* settings, double temperature,
+                                    bool is_masked, float best, float lowest) {
     const double top_p = bits_as<double>(__ldcg(settings + 1)), min_p = bits_as<double>(__ldcg(settings + 2));
     const int64_t top_k = __ldcg(settings + 5);
     if (is_masked) r.apply_mask();
@@ -121,8 +143,11 @@ __device__ __forceinline__ int draw(Row<CLUSTER, THREADS>& r, const int64_t* set
     const float span = best - lowest, weighty = (float)fmin(31.0 * temperature, 3e38);
     const Ruler by = ruler(best, top_p < 1 ? fminf(span, weighty) : span);
     if (top_k > 0)
-        low = r.template last_taken<false>(by, low, [](float) { return uint64_t(1); }, [&](uint64_t) { return (uint64_t)top_k; });
-    if (top_p < 1) low = r.template last_taken<true>(by, low, weight, [&](uint64_t total) { return needed_of(total, top_p); });
+        low = r.template last_taken<false>(
+            by, low, [](float) { return uint64_t(1); }, [&](uint64_t) { return (uint64_t)top_k; });
+    if (top_p < 1)
+        low = r.template last_taken<true>(by, low, weight,
+                                          [&](uint64_t total) { return needed_of(total, top_p); });
     const int64_t least = least_weight(min_p);
     const double least_x = least > 0 ? fmax(MIN_X, log_of(mul((double)least, 0x1p-44)) - 0.01) : MIN_X;
 
@@ -151,7 +176,8 @@ __device__ __forceinline__ int draw(Row<CLUSTER, THREADS>& r, const int64_t* set
     return (int)~(uint32_t)r.all_max(key == highest ? winner : 0);
 }
 
-template <int CLUSTER, int THREADS> __global__ void __launch_bounds__(THREADS) sample_kernel(const Sampling p) {
+template <int CLUSTER, int THREADS>
+__global__ void __launch_bounds__(THREADS) sample_kernel(const Sampling p) {
     auto& s = *(Memory<CLUSTER, THREADS>*)shared_memory();
     const int row = blockIdx.x / CLUSTER, block = blockIdx.x % CLUSTER, tid = threadIdx.x;
     const int start = min(block * p.slice, p.vocab), mine = min(p.slice, p.vocab - start);
@@ -165,7 +191,8 @@ template <int CLUSTER, int THREADS> __global__ void __launch_bounds__(THREADS) s
     float v[BATCH];   // all at once, and before anything depends on the settings
     const auto load = [&](int first) {
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i) v[i] = first + i * THREADS < mine ? __ldcg(logits + first + i * THREADS) : -INFINITY;
+        for (int i = 0; i < BATCH; ++i)
+            v[i] = first + i * THREADS < mine ? __ldcg(logits + first + i * THREADS) : -INFINITY;
     };
     load(tid);
     const int64_t position = p.positions ? __ldcg(p.positions + row) : 0;
@@ -180,11 +207,15 @@ template <int CLUSTER, int THREADS> __global__ void __launch_bounds__(THREADS) s
         all_wait();
         return;
     }
-    Row<CLUSTER, THREADS> r = {s, (float*)(&s + 1), logits, p.mask ? p.mask + (size_t)row * ((p.vocab + 31) / 32) : nullptr, start, mine, p.held};
+    Row<CLUSTER, THREADS> r = {s,      (float*)(&s + 1),
+                               logits, p.mask ? p.mask + (size_t)row * ((p.vocab + 31) / 32) : nullptr,
+                               start,  mine,
+                               p.held};
 
     const Best found = find_best(r, v, is_simple, is_masked, load);
     // The largest of all numbers stands for something that is not finite.
-    uint64_t ends[3] = {key_of(found.top_allowed, found.top_allowed_id), found.is_broken ? ~uint64_t(0) : key_of(found.top, found.top_id),
+    uint64_t ends[3] = {key_of(found.top_allowed, found.top_allowed_id),
+                        found.is_broken ? ~uint64_t(0) : key_of(found.top, found.top_id),
                         (uint32_t)~order_of(found.low_end)};
     __syncwarp();
     all_wait();
@@ -219,7 +250,8 @@ template <int CLUSTER, int THREADS> __global__ void __launch_bounds__(THREADS) s
         }
     }
 
-    if (temperature > 0 && forced < 0 && status == CHOSEN) id = draw(r, settings, temperature, is_masked, best, lowest);
+    if (temperature > 0 && forced < 0 && status == CHOSEN)
+        id = draw(r, settings, temperature, is_masked, best, lowest);
     if (!is_simple) all_sync();   // no block leaves while another reads its memory
     if (block != 0) return;
 
@@ -227,7 +259,9 @@ template <int CLUSTER, int THREADS> __global__ void __launch_bounds__(THREADS) s
     if (tid == 0) {
         const bool has_logprob = num_top >= 0 && status == CHOSEN;
         out[0] = id;
-        out[1] = has_logprob ? bits_as<int>(logprob_of(read(p.logits + (size_t)row * p.vocab + id), best_of_all, log_total)) : -1;
+        out[1] = has_logprob ? bits_as<int>(logprob_of(read(p.logits + (size_t)row * p.vocab + id),
+                                                       best_of_all, log_total))
+                             : -1;
         out[2] = status;
         out[3] = 0;
         if (latest_place && p.next_ids) *latest_place = (int)p.next_ids[row];
@@ -243,6 +277,7 @@ template <int CLUSTER, int THREADS> __global__ void __launch_bounds__(THREADS) s
 // What decode.py launches, with this much shared memory beside the logits.
 #ifdef __CUDACC__
 using Block = Memory<8, 512>;   // 1,024 threads would spill registers
-static_assert(sizeof(Block) == BLOCK_BYTES && BLOCK_BYTES + MOST_HELD * 4 <= 99 * 1024, "as decode.py has it, and no more than a block of sm_120 can have");
+static_assert(sizeof(Block) == BLOCK_BYTES && BLOCK_BYTES + MOST_HELD * 4 <= 99 * 1024,
+              "as decode.py has it, and no more than a block of sm_120 can have");
 template __global__ void sample_kernel<8, 512>(const Sampling);
 #endif

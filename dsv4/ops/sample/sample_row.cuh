@@ -1,6 +1,7 @@
-// Decode step: a row of logits, cut in slices among a cluster's blocks. A thread reads the same tokens in every pass, so a slice needs no
-// barriers. What is wanted from the top (a count, or a weight) is found by histograms over ever smaller ranges of places (sample.cuh) until
-// few tokens are left, which every block then lists and compares.
+// Decode step: a row of logits, cut in slices among a cluster's blocks. A thread reads the same tokens in
+// every pass, so a slice needs no barriers. What is wanted from the top (a count, or a weight) is found by
+// histograms over ever smaller ranges of places (sample.cuh) until few tokens are left, which every block
+// then lists and compares.
 #pragma once
 #include "cluster.cuh"
 #include "sample.cuh"
@@ -16,7 +17,7 @@ struct alignas(16) Bucket {
 template <int CLUSTER, int THREADS> struct Memory {
     Bucket buckets[2][BUCKETS];
     uint64_t partial[2][3][CLUSTER * THREADS / 32];
-    uint64_t sums[BUCKETS];       // of all blocks: what is wanted, weights or tokens
+    uint64_t sums[BUCKETS];   // of all blocks: what is wanted, weights or tokens
     uint64_t listed_places[LISTED], listed_weights[LISTED];   // of this block
     uint64_t places[LISTED], weights[LISTED];                 // of all blocks
     uint64_t found;
@@ -40,15 +41,18 @@ __device__ __forceinline__ uint64_t warp_sum(uint64_t v) {
 template <int CLUSTER, int THREADS> struct Row {
     static constexpr int WARPS = THREADS / 32;
     Memory<CLUSTER, THREADS>& s;
-    float* values;               // [held]; a thread touches its own only
-    const float* logits;         // of this block's slice
-    const uint32_t* mask;        // of the row
-    int start, mine, held;       // first token of the slice, how many, how many in shared memory
+    float* values;           // [held]; a thread touches its own only
+    const float* logits;     // of this block's slice
+    const uint32_t* mask;    // of the row
+    int start, mine, held;   // first token of the slice, how many, how many in shared memory
     bool is_masked = false;
-    int turn = 0, level = 0;     // which of two places for partial results, for buckets
-    const int block = blockIdx.x % CLUSTER, tid = threadIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int turn = 0, level = 0;   // which of two places for partial results, for buckets
+    const int block = blockIdx.x % CLUSTER, tid = threadIdx.x, warp = threadIdx.x / 32,
+              lane = threadIdx.x % 32;
 
-    __device__ __forceinline__ bool is_allowed(int id) const { return mask && (__ldcg(mask + id / 32) >> id % 32 & 1); }
+    __device__ __forceinline__ bool is_allowed(int id) const {
+        return mask && (__ldcg(mask + id / 32) >> id % 32 & 1);
+    }
 
     // f(logit, id) for this thread's finite logits, allowed ones if the row is masked.
     template <typename F> __device__ __forceinline__ void each(const F& f) const {
@@ -67,11 +71,13 @@ template <int CLUSTER, int THREADS> struct Row {
             if (!is_allowed(start + i)) values[i] = -INFINITY;
     }
 
-    // Penalises the slice, all of which must fit in shared memory. There lie, in the logits' place, first the counts of the `end`
-    // tokens before this one; the last of them is `latest` where it is not yet in the table.
+    // Penalises the slice, all of which must fit in shared memory. There lie, in the logits' place, first the
+    // counts of the `end` tokens before this one; the last of them is `latest` where it is not yet in the
+    // table.
     __device__ void penalise(const int* table, int end, int latest) {
         constexpr int EACH = MAX_BIAS / THREADS;
-        const Penalties how = {bits_as<float>(__ldcg(table)), bits_as<float>(__ldcg(table + 1)), bits_as<float>(__ldcg(table + 2))};
+        const Penalties how = {bits_as<float>(__ldcg(table)), bits_as<float>(__ldcg(table + 1)),
+                               bits_as<float>(__ldcg(table + 2))};
         const int num_prompt = __ldcg(table + 3), first = __ldcg(table + 4), num_bias = __ldcg(table + 5);
         uint32_t* seen = (uint32_t*)values;
 #pragma unroll 1
@@ -89,7 +95,8 @@ template <int CLUSTER, int THREADS> struct Row {
         uint32_t biased_seen[EACH];
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
-            const int entry = tid + i * THREADS, at = entry < num_bias ? __ldcg(table + BIAS_IDS + entry) - start : -1;
+            const int entry = tid + i * THREADS,
+                      at = entry < num_bias ? __ldcg(table + BIAS_IDS + entry) - start : -1;
             biased[i] = at < mine ? at : -1;
             biased_seen[i] = biased[i] >= 0 ? seen[at] : 0;
         }
@@ -106,8 +113,8 @@ template <int CLUSTER, int THREADS> struct Row {
         __syncthreads();
     }
 
-    // The largest or the sum over all threads of the cluster; all learn it. Two places alternate: one is written again only
-    // after a barrier that all reach when they have read it.
+    // The largest or the sum over all threads of the cluster; all learn it. Two places alternate: one is
+    // written again only after a barrier that all reach when they have read it.
     template <bool SUM, int N> __device__ __forceinline__ void all(uint64_t (&v)[N]) {
         auto& partial = s.partial[turn & 1];
 #pragma unroll
@@ -138,14 +145,16 @@ template <int CLUSTER, int THREADS> struct Row {
         return one[0];
     }
 
-    // Tokens from `low` to `high`: the last one taken is among them, and `left` of what was wanted is to be had there.
+    // Tokens from `low` to `high`: the last one taken is among them, and `left` of what was wanted is to be
+    // had there.
     struct Range {
         uint64_t low, high, left;
         bool is_all;   // there is less than was wanted
     };
 
-    // From the places not below `low`, the last of the best that have `wanted` tokens or, with BY_WEIGHT, wanted(total) weight.
-    // A range of at most LISTED tokens that holds it; FROM_TOP: together with all better ones.
+    // From the places not below `low`, the last of the best that have `wanted` tokens or, with BY_WEIGHT,
+    // wanted(total) weight. A range of at most LISTED tokens that holds it; FROM_TOP: together with all
+    // better ones.
     template <bool BY_WEIGHT, bool FROM_TOP, typename Weight, typename Wanted>
     __device__ Range narrow(const Ruler& by, uint64_t low, const Weight& weight, const Wanted& wanted) {
         Range range = {low, ~uint64_t(0), 0, false};
@@ -163,7 +172,8 @@ template <int CLUSTER, int THREADS> struct Row {
                 all<false>(ends);
                 range.low = base = ~ends[1];
                 range.high = ends[0];
-                // More than LISTED places, all different: the first and the last bucket are used, so every turn narrows.
+                // More than LISTED places, all different: the first and the last bucket are used, so every
+                // turn narrows.
                 const int bits = 64 - leading_zeros(range.high - range.low);
                 shift = bits > COARSE ? bits - COARSE : 0;
             }
@@ -181,7 +191,8 @@ template <int CLUSTER, int THREADS> struct Row {
                     const uint64_t w = weight(v);
 #pragma unroll
                     for (int i = 0; i < 3; ++i)
-                        if (const uint32_t part = (uint32_t)(w >> 15 * i) & 0x7FFF) atomicAdd(&bucket.part[i], part);
+                        if (const uint32_t part = (uint32_t)(w >> 15 * i) & 0x7FFF)
+                            atomicAdd(&bucket.part[i], part);
                 }
             });
             all_sync();
@@ -220,7 +231,8 @@ template <int CLUSTER, int THREADS> struct Row {
             const int who = __ffs(holds) - 1;
             bucket = __shfl_sync(~0u, bucket, who);
             above = __shfl_sync(~0u, above, who);
-            const uint64_t first = base + ((uint64_t)bucket << shift), last = first + ((uint64_t(1) << shift) - 1);
+            const uint64_t first = base + ((uint64_t)bucket << shift),
+                           last = first + ((uint64_t(1) << shift) - 1);
             if (first > range.low) range.low = first;
             if (last < range.high) range.high = last;
             range.left -= above;
@@ -229,9 +241,10 @@ template <int CLUSTER, int THREADS> struct Row {
         }
     }
 
-    // Lists the tokens from low to high of all blocks, at most LISTED, in no order; how many. Lists are written again only after
-    // a barrier that all reach when they have read them: the histogram's.
-    template <typename Weight> __device__ int list(const Ruler& by, uint64_t low, uint64_t high, const Weight& weight) {
+    // Lists the tokens from low to high of all blocks, at most LISTED, in no order; how many. Lists are
+    // written again only after a barrier that all reach when they have read them: the histogram's.
+    template <typename Weight>
+    __device__ int list(const Ruler& by, uint64_t low, uint64_t high, const Weight& weight) {
         if (tid == 0) s.num_listed = 0;
         __syncthreads();
         each([&](float v, int id) {
@@ -259,7 +272,8 @@ template <int CLUSTER, int THREADS> struct Row {
 
     // The place of the last token taken; `low` where there is less than was wanted.
     template <bool BY_WEIGHT, typename Weight, typename Wanted>
-    __device__ uint64_t last_taken(const Ruler& by, uint64_t low, const Weight& weight, const Wanted& wanted) {
+    __device__ uint64_t last_taken(const Ruler& by, uint64_t low, const Weight& weight,
+                                   const Wanted& wanted) {
         const Range range = narrow<BY_WEIGHT, false>(by, low, weight, wanted);
         if (range.is_all) return low;
         const int count = list(by, range.low, range.high, weight);
