@@ -142,3 +142,10 @@ __device__ __forceinline__ int exponent(float peak) {
     const int e = (__float_as_uint(peak) >> 23) & 255;
     return e == 0 ? 127 : max(e, 15);
 }
+// That power of two, and what undoes it.
+__device__ __forceinline__ float scale_up(int exponent) {
+    return __uint_as_float((uint32_t)(268 - exponent) << 23);
+}
+__device__ __forceinline__ float scale_back(int exponent) {
+    return __uint_as_float((uint32_t)(exponent - 14) << 23);
+}

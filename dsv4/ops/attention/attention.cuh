@@ -3,6 +3,7 @@
 #pragma once
 #include "cluster.cuh"
 #include "fragments.cuh"
+#include "pages.cuh"
 
 constexpr int CLUSTER = 8, WARPS = 8, HEADS = 8, WIDTH = 512, SLICE_WIDTH = 64, ROPE_WARP = 7, HALF = 32;
 constexpr int KEYS = 80;   // of a pass, 16 at a time
@@ -97,8 +98,8 @@ struct Keys {
         if (entry < 0)
             return slot * p.ring_rows + oldest + place - (oldest + place >= p.ring_rows ? p.ring_rows : 0);
         if (p.listed) return __ldcg(p.listed + (int64_t)row * p.list_width + entry);
-        return (__ldcg(p.page_table + (int64_t)slot * p.pages + (entry >> p.page_bits)) << p.page_bits) +
-               (entry & ((1 << p.page_bits) - 1));
+        const int page = __ldcg(p.page_table + (int64_t)slot * p.pages + (entry >> p.page_bits));
+        return row_of_entry(page, entry, p.page_bits);
     }
 };
 

@@ -6,6 +6,7 @@
 // before its wait, on zeros.
 #include "cluster.cuh"
 #include "fragments.cuh"
+#include "pages.cuh"
 #include "rope.cuh"
 #include "round.cuh"
 
@@ -107,8 +108,7 @@ struct Keys {
     __device__ __forceinline__ void load(const Scores& p, int first, int count) {
 #pragma unroll
         for (int i = 0; i < TILES; ++i) {
-            const int64_t at = ((int64_t)pages[i] << p.page_bits) +
-                               (entry(first, i, count) & ((1 << p.page_bits) - 1));
+            const int64_t at = row_of_entry((int64_t)pages[i], entry(first, i, count), p.page_bits);
             const uint32_t* from = reinterpret_cast<const uint32_t*>(p.keys + at * KEY_BYTES) +
                                    (threadIdx.x & 3);
 #pragma unroll

@@ -158,13 +158,13 @@ __device__ __forceinline__ float put_x(const typename Item<IS_F32>::Four (&v)[IT
             return 1.f;
         }
         const int e = exponent(__uint_as_float(__reduce_max_sync(~0u, largest(v))));
-        const float up = __uint_as_float((uint32_t)(268 - e) << 23);
+        const float up = scale_up(e);
 #pragma unroll
         for (int i = 0; i < ITEMS / 32; ++i) {
             const float2 l = open_bf16(v[i].x), h = open_bf16(v[i].y);
             to[first + step * i] = make_uint2(pack_f16(l.x * up, l.y * up), pack_f16(h.x * up, h.y * up));
         }
-        return __uint_as_float((uint32_t)(e - 14) << 23);
+        return scale_back(e);
     } else {
         float peak = 0.f;
 #pragma unroll
@@ -173,7 +173,7 @@ __device__ __forceinline__ float put_x(const typename Item<IS_F32>::Four (&v)[IT
                          fmaxf(fabsf(v[i].z), fabsf(v[i].w)));
         for (int i = 16; i; i >>= 1) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, i));
         const int e = IS_F16 ? exponent(peak) : 127 + 14;
-        const float up = __uint_as_float((uint32_t)(268 - e) << 23);
+        const float up = scale_up(e);
         for (int i = 0; i < ITEMS / 32; ++i) {
             float4 rest = make_float4(v[i].x * up, v[i].y * up, v[i].z * up, v[i].w * up);
             for (int part = 0; part < (IS_F16 ? 2 : 3); ++part) {
@@ -187,6 +187,6 @@ __device__ __forceinline__ float put_x(const typename Item<IS_F32>::Four (&v)[IT
                 rest = make_float4(rest.x - l.x, rest.y - l.y, rest.z - h.x, rest.w - h.y);
             }
         }
-        return __uint_as_float((uint32_t)(e - 14) << 23);
+        return scale_back(e);
     }
 }

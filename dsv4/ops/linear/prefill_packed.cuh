@@ -32,8 +32,8 @@ struct Scale16 {
     float up, undo;
     __device__ __forceinline__ explicit Scale16(uint32_t peaks) {
         const int e = exponent(__uint_as_float(larger(peaks, peaks >> 16) << 16));
-        up = __uint_as_float((uint32_t)(268 - e) << 23);
-        undo = __uint_as_float((uint32_t)(e - 14) << 23);
+        up = scale_up(e);
+        undo = scale_back(e);
     }
     __device__ __forceinline__ uint32_t of(uint32_t pair) const {
         const float2 v = open_bf16(pair);
