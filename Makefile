@@ -40,6 +40,7 @@ lint: style types
 style: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	find dsv4 tests -name "*.cu" -o -name "*.cuh" -o -name "*.h" -o -name "*.cpp" | xargs $(BIN)/clang-format --dry-run --Werror
 
 types: .venv/dev
 	$(BIN)/mypy

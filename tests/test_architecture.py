@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ from dsv4.ops import FILE_OF, IMPLEMENTATIONS, PREFERENCE, Ops, backend_module
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "dsv4"
+CPP = {".cu", ".cuh", ".h", ".cpp"}
 FILES = sorted(PACKAGE.rglob("*.py"))
+CUDA = sorted(p for folder in (PACKAGE, ROOT / "tests") for p in folder.rglob("*.*") if p.suffix in CPP)
 
 # Lower layers first; a package may import packages of lower layers, and itself, nothing else.
 LAYERS: list[set[str]] = [
@@ -120,6 +123,56 @@ def test_kernels_say_when_they_run() -> None:
         begins = phases.get(path.stem.split("_")[0], any_phase) if path.parent.name != "gpu" else any_phase
         first = path.read_text().splitlines()[0].removeprefix('"""').removeprefix("// ")
         assert first.startswith(begins), f"{path}: {first!r} does not begin with one of {begins}"
+
+
+def blocks(text: str) -> list[tuple[str, int]]:
+    """Blocks of C++ that are no structure or namespace: how each begins, and its lines, head included."""
+    text = re.sub(
+        r"(?m)^ *#.*|//[^\n]*|\"(\\.|[^\"\\])*\"|'(\\.|[^'\\])'", lambda found: " " * len(found[0]), text
+    )
+    found, open_at, begin = [], [], 0
+    for at in (match.start() for match in re.finditer(r"[;{}]", text)):
+        if text[at] == "{":
+            open_at.append(begin)
+        elif text[at] == "}":
+            whole = text[open_at.pop() : at + 1].strip()
+            if not re.match(r"(template <[^{]*> )?(struct|union|namespace|enum)\b", whole):
+                found.append((whole.split("\n")[0], whole.count("\n") + 1))
+        begin = at + 1
+    assert not open_at, "braces"
+    return found
+
+
+def test_blocks_of_a_source() -> None:
+    text = """struct A {
+    int f() { return '{'; }
+};
+// {
+template <int N>
+__global__ void g(const char* s = "{") {
+    for (;;) {
+        if (s) { f(); }
+    }
+}
+"""
+    assert [(head.split("(")[0], lines) for head, lines in blocks(text)] == [
+        ("int f", 1),
+        ("if ", 1),
+        (") {", 3),
+        ("template <int N>", 6),
+    ]
+
+
+@pytest.mark.parametrize("path", CUDA, ids=lambda p: str(p.relative_to(ROOT)))
+def test_cuda_source(path: Path) -> None:
+    """Lines of 110 columns, files of 500 lines, functions of 120."""
+    lines = path.read_text().splitlines()
+    assert len(lines) <= 500, "split by responsibility"
+    wide = [number for number, line in enumerate(lines, 1) if len(line) > 110]
+    assert not wide, f"lines of more than 110 columns: {wide}"
+    if PACKAGE in path.parents:
+        long = [f"{head} ({count} lines)" for head, count in blocks(path.read_text()) if count > 120]
+        assert not long, f"name the stages of {long}"
 
 
 def test_spine_stays_small() -> None:

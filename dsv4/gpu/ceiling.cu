@@ -3,8 +3,8 @@
 
 __device__ __forceinline__ uint32_t words(const uint4& v) { return v.x + v.y + v.z + v.w; }
 
-// Adds all 32-bit words into `sum`, FLIGHT loads of 16 bytes per thread under way at a time. The sum is the same in
-// any order, so it can be checked, and no load can be left out.
+// Adds all 32-bit words into `sum`, FLIGHT loads of 16 bytes per thread under way at a time. The sum is the
+// same in any order, so it can be checked, and no load can be left out.
 template <int FLIGHT>
 __global__ void __launch_bounds__(512) read_kernel(const uint4* data, int64_t count, uint32_t* sum) {
     const int64_t stride = (int64_t)gridDim.x * blockDim.x;

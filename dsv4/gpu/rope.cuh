@@ -1,4 +1,5 @@
-// Decode step and prompts: RoPE of two neighbouring channels in BF16, rounded as a product and a multiply-add. (attention/decode.cu has it among its own.)
+// Decode step and prompts: RoPE of two neighbouring channels in BF16, rounded as a product and a
+// multiply-add. (attention/decode.cu has it among its own.)
 #pragma once
 #ifdef __CUDACC__   // a twin on the CPU (tests/kernels) has its own
 #include "tiles.cuh"

@@ -17,12 +17,18 @@ template <int PENDING> void await_copies() {
     std::vector<size_t>& its = groups[emulator::now];
     for (; its.size() > PENDING; its.erase(its.begin())) complete_copies(its[0]);
 }
-inline void multiply_keys(float (&d)[16], uint64_t q, uint64_t keys, int adds) { tensor::multiply(BF16_BF16, d, nullptr, {q}, {keys}, adds); }
-inline void multiply_values(float (&d)[128], uint64_t weights, uint64_t values) { tensor::multiply(BF16_BF16, d, nullptr, {weights}, {values, true}, true); }
+inline void multiply_keys(float (&d)[16], uint64_t q, uint64_t keys, int adds) {
+    tensor::multiply(BF16_BF16, d, nullptr, {q}, {keys}, adds);
+}
+inline void multiply_values(float (&d)[128], uint64_t weights, uint64_t values) {
+    tensor::multiply(BF16_BF16, d, nullptr, {weights}, {values, true}, true);
+}
 inline bool __any_sync(uint32_t all, bool v) { return __ballot_sync(all, v); }
 template <typename T> void __stcg(T* p, T v) { *p = v; }
 
 #include "attention/prefill_sm90.cu"
 
-LAUNCH(groups.clear(); CASE("attend_kernel<0>", attend_kernel<0>, Attend) CASE("attend_kernel<1>", attend_kernel<1>, Attend)
-           CASE("attend_kernel<2>", attend_kernel<2>, Attend) CASE("attend_kernel<3>", attend_kernel<3>, Attend))
+LAUNCH(groups.clear();
+       CASE("attend_kernel<0>", attend_kernel<0>, Attend) CASE("attend_kernel<1>", attend_kernel<1>, Attend)
+           CASE("attend_kernel<2>", attend_kernel<2>, Attend)
+               CASE("attend_kernel<3>", attend_kernel<3>, Attend))

@@ -5,8 +5,8 @@
 
 template <int GROUPS> const char* attend(int rows, const Attention& p, unsigned seed) {
     for (int i = 0; i < rows << p.group_bits; ++i) {
-        const char* problem =
-            emulator::run(i * CLUSTER, CLUSTER, WARPS * 32, sizeof(Memory<GROUPS>), seed, [&] { attention_kernel<GROUPS>(p); });
+        const char* problem = emulator::run(i * CLUSTER, CLUSTER, WARPS * 32, sizeof(Memory<GROUPS>), seed,
+                                            [&] { attention_kernel<GROUPS>(p); });
         if (*problem) return problem;
     }
     return "";

@@ -19,7 +19,9 @@ inline uint4 stream(const uint4* p) { return *p; }
 inline float e8m0(uint32_t code) { return __uint_as_float(code << 23 | (code == 0 || code == 255) << 22); }
 inline __half2 __low2half2(__half2 v) { return {(v.bits & 0xFFFF) * 0x10001u}; }
 inline __half2 __high2half2(__half2 v) { return {(v.bits >> 16) * 0x10001u}; }
-inline float2 __half22float2(__half2 v) { return {f16_value((uint16_t)v.bits), f16_value((uint16_t)(v.bits >> 16))}; }
+inline float2 __half22float2(__half2 v) {
+    return {f16_value((uint16_t)v.bits), f16_value((uint16_t)(v.bits >> 16))};
+}
 inline float at_most(float v, float limit) { return v > limit ? limit : v; }
 inline float at_least(float v, float limit) { return v < limit ? limit : v; }
 
@@ -27,13 +29,15 @@ namespace bulk {
 struct Range {
     const char* at;
     int64_t bytes;
-    bool has(const void* from, int64_t count) const { return (const char*)from >= at && (const char*)from + count <= at + bytes; }
+    bool has(const void* from, int64_t count) const {
+        return (const char*)from >= at && (const char*)from + count <= at + bytes;
+    }
 };
-struct Stage {          // an mbarrier
+struct Stage {                    // an mbarrier
     int count = 0, arrived = 0;   // count 0: it is not open
     uint32_t phase = 0;
-    int64_t missing = 0;    // bytes; below 0 where copies were quicker than who announces them
-    races::Told told;       // by those that arrived
+    int64_t missing = 0;   // bytes; below 0 where copies were quicker than who announces them
+    races::Told told;      // by those that arrived
 };
 struct Flight {
     char* to;
@@ -54,7 +58,8 @@ constexpr uint64_t MARK = 0x6D62617272696572;
 
 // Barriers tell races.h when copies are complete; how they themselves lie in memory is no thread's.
 inline char* place_of(uint32_t address, int bytes) {
-    if (address >= BASE && address - BASE + bytes <= emulator::blocks[0].memory.size()) return shared + (address - BASE);
+    if (address >= BASE && address - BASE + bytes <= emulator::blocks[0].memory.size())
+        return shared + (address - BASE);
     emulator::fail("an address outside shared memory");
     return nullptr;
 }
@@ -79,7 +84,8 @@ inline void turn(Stage& stage) {
     ++emulator::epochs;
     stage.told.settle();
 }
-// What an arriving thread did before, whoever awaits the barrier knows. What it does next may come after all others' next steps.
+// What an arriving thread did before, whoever awaits the barrier knows. What it does next may come after all
+// others' next steps.
 inline void arrive(uint32_t barrier, int64_t bytes) {
     Stage* stage = stage_of(barrier);
     if (!stage) return;
@@ -108,7 +114,8 @@ inline void copy(uint32_t to, const void* from, int bytes, uint32_t barrier) {
     if (!stage || !at || !is_readable(from, bytes)) return;
     if (to % 16 || (uintptr_t)from % 16 || bytes % 16) emulator::fail("a bulk copy that is not aligned");
     for (const Flight& other : flights)
-        if (at < other.to + other.bytes && other.to < at + bytes) return emulator::fail("two copies to one place");
+        if (at < other.to + other.bytes && other.to < at + bytes)
+            return emulator::fail("two copies to one place");
     emulator::mailbox(stage).clock = stage->phase;
     emulator::post(stage, at, from, bytes);
     memset(at, 0xFF, bytes);
@@ -130,7 +137,7 @@ inline const char* left_behind() {
         if (*(const uint64_t*)(shared + (address - BASE)) != MARK) return "a barrier was overwritten";
     return "";
 }
-}  // namespace bulk
+}   // namespace bulk
 
 inline uint32_t shared_address(const void* p) { return bulk::BASE + (uint32_t)((const char*)p - shared); }
 template <int BYTES> void copy_some(uint32_t to, const void* from, int bytes) {
@@ -141,7 +148,9 @@ template <int BYTES> void copy_some(uint32_t to, const void* from, int bytes) {
 inline void open_barrier(uint32_t barrier, int count = 1) { bulk::open(barrier, count); }
 inline void arrive(uint32_t barrier) { bulk::arrive(barrier, 0); }
 inline void arrive_expecting(uint32_t barrier, uint32_t bytes) { bulk::arrive(barrier, bytes); }
-inline void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) { bulk::copy(to, from, (int)bytes, barrier); }
+inline void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+    bulk::copy(to, from, (int)bytes, barrier);
+}
 inline void copies_see_barriers() {}
 template <int CHUNK> void fetch(uint32_t to, const void* from, uint32_t barrier) {
     bulk::arrive(barrier, CHUNK);
@@ -161,7 +170,8 @@ inline void await(uint32_t barrier, uint32_t parity) {
             is_coming = bulk::flights[i].barrier == barrier;
             if (is_coming) bulk::deliver(i);
         }
-        if (!bulk::flights.empty() && bulk::random() % 64 == 0) bulk::deliver(bulk::random() % bulk::flights.size());
+        if (!bulk::flights.empty() && bulk::random() % 64 == 0)
+            bulk::deliver(bulk::random() % bulk::flights.size());
         if (!is_coming) emulator::yield(true);
     }
 }

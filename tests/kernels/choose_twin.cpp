@@ -12,5 +12,6 @@ extern "C" const char* launch(const void* params, int row, int warps, int shared
     const Choice& p = *(const Choice*)params;
     if (warps == 16) return few<16, 4>(p, row, shared, seed);
     if (warps == 32) return few<32, 8>(p, row, shared, seed);
-    return emulator::run(row * CLUSTER, CLUSTER, THREADS, shared, seed, [&] { p.fewest ? select_many_kernel<false>(p) : select_many_kernel<true>(p); });
+    return emulator::run(row * CLUSTER, CLUSTER, THREADS, shared, seed,
+                         [&] { p.fewest ? select_many_kernel<false>(p) : select_many_kernel<true>(p); });
 }

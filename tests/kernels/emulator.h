@@ -1,7 +1,7 @@
-// Runs a kernel's own source on one CPU thread: every thread of a cluster of blocks is a coroutine that changes hands at barriers
-// and warp operations, in a shuffled order, some warps far behind others. A barrier that not all threads reach, or a warp
-// operation that not all lanes call alike, ends in a message, and so does a race (races.h). For kernels that take all shared memory
-// from shared_memory(), or a block at a time.
+// Runs a kernel's own source on one CPU thread: every thread of a cluster of blocks is a coroutine that
+// changes hands at barriers and warp operations, in a shuffled order, some warps far behind others. A barrier
+// that not all threads reach, or a warp operation that not all lanes call alike, ends in a message, and so
+// does a race (races.h). For kernels that take all shared memory from shared_memory(), or a block at a time.
 #pragma once
 #include <setjmp.h>
 #include <stddef.h>
@@ -49,7 +49,8 @@ struct Index {
 struct Barrier {
     int arrived = 0, expected = 0;
     uint64_t turn = 0;
-    std::shared_ptr<races::Told> told;   // those of this turn: others may meet here before all of the last one have gone on
+    std::shared_ptr<races::Told>
+        told;   // those of this turn: others may meet here before all of the last one have gone on
 };
 struct Ticket {   // of one that has arrived
     uint64_t turn = 0;
@@ -95,8 +96,8 @@ inline char problem[200];
 // Of a launch that may start early: called when no thread can go on but by what the launches before it wrote.
 inline std::function<void()> complete_prerequisites;
 inline Barrier prerequisites;
-// Memory that earlier launches are still writing: noise until the wait. Nobody writes it before. All threads of a block wait, once, or none does,
-// or some never do.
+// Memory that earlier launches are still writing: noise until the wait. Nobody writes it before. All threads
+// of a block wait, once, or none does, or some never do.
 struct Pending {
     char* at;
     size_t bytes;
@@ -115,7 +116,8 @@ inline std::map<const void*, Mailbox> mailboxes;
 // Races are looked for in shared memory, in variables of a block, and in what races::watch was told.
 inline std::vector<races::Array> variables;
 
-// What is sent from shared memory is read when it arrives, some time later: who overwrites it, or leaves, is found out.
+// What is sent from shared memory is read when it arrives, some time later: who overwrites it, or leaves, is
+// found out.
 struct Sent {
     char *to, *from;
     uint64_t* there;   // the inbox
@@ -124,7 +126,8 @@ struct Sent {
 inline std::vector<Sent> on_their_way;
 
 inline void fail(const char* what, const char* detail = "") {
-    if (!problem[0]) snprintf(problem, sizeof problem, "%s%s (block %d, thread %d)", what, detail, now->block, now->index);
+    if (!problem[0])
+        snprintf(problem, sizeof problem, "%s%s (block %d, thread %d)", what, detail, now->block, now->index);
 }
 inline void pause_for(const Barrier& barrier, uint64_t turn) {
     if (barrier.turn != turn) return;
@@ -138,9 +141,14 @@ inline void yield(bool spins) {
     if (!_setjmp(now->at)) _longjmp(scheduler, 1);
 }
 // What others know after a barrier of what a thread did before it.
-enum Tells { NOTHING, AT_HOME, ALL };   // AT_HOME: what earlier barriers had ordered in blocks' own shared memory
+enum Tells {
+    NOTHING,
+    AT_HOME,
+    ALL
+};   // AT_HOME: what earlier barriers had ordered in blocks' own shared memory
 inline Ticket arrive(Barrier& barrier, int expected, Tells tells = ALL) {
-    if (barrier.arrived && barrier.expected != expected) fail("threads meet at one barrier, but disagree how many they are");
+    if (barrier.arrived && barrier.expected != expected)
+        fail("threads meet at one barrier, but disagree how many they are");
     barrier.expected = expected;
     if (tells && !barrier.told) barrier.told = std::make_shared<races::Told>();
     if (tells == ALL) barrier.told->add(now->observer);
@@ -159,7 +167,9 @@ inline void leave(const Barrier& barrier, const Ticket& ticket) {
     pause_for(barrier, ticket.turn);
     if (ticket.told) ticket.told->tell(now->observer);
 }
-inline void meet(Barrier& barrier, int expected, Tells tells = ALL) { leave(barrier, arrive(barrier, expected, tells)); }
+inline void meet(Barrier& barrier, int expected, Tells tells = ALL) {
+    leave(barrier, arrive(barrier, expected, tells));
+}
 inline Warp& my_warp() { return blocks[now->block].warps[now->index / 32]; }
 
 // After all lanes have called this; the last of them runs `settle` on the values of all.
@@ -207,7 +217,8 @@ inline void begin() {
 }
 
 // One cluster of `count` blocks; an empty string, or what went wrong.
-inline const char* run(int first, int count, int per_block, size_t shared_bytes, unsigned seed, const std::function<void()>& body) {
+inline const char* run(int first, int count, int per_block, size_t shared_bytes, unsigned seed,
+                       const std::function<void()>& body) {
     first_block = first;
     threads_per_block = per_block;
     kernel = &body;
@@ -244,8 +255,9 @@ inline const char* run(int first, int count, int per_block, size_t shared_bytes,
         thread.observer = {i, thread.block, 1, 0, nothing, thread.stack.data()};
         order.push_back(i);
     }
-    // Static, as everything that must survive a jump. Warps in `is_slow` stand still until nothing else can go on; others are
-    // chosen when a barrier of the cluster opens, or with odd seeds any, so that some have not yet read what is overtaken by the next writes.
+    // Static, as everything that must survive a jump. Warps in `is_slow` stand still until nothing else can
+    // go on; others are chosen when a barrier of the cluster opens, or with odd seeds any, so that some have
+    // not yet read what is overtaken by the next writes.
     static std::mt19937 random;
     random.seed(seed);
     static std::vector<char> is_slow;
@@ -300,10 +312,13 @@ inline const char* run(int first, int count, int per_block, size_t shared_bytes,
             now = const_cast<Thread*>(&thread);
             fail("threads wait for ones that never come");
         }
-    // A launch must not end before those ahead of it: its first block waits. Others that have nothing to do may leave.
+    // A launch must not end before those ahead of it: its first block waits. Others that have nothing to do
+    // may leave.
     const bool has_left_early = prerequisites.arrived == 0 && first > 0;
     if (!pending.empty() && has_left_early) complete_prerequisites();
-    else if (!pending.empty() && std::any_of(threads.begin(), threads.end(), [](const Thread& it) { return it.waits > 1 || it.waits < all_wait; }))
+    else if (!pending.empty() && std::any_of(threads.begin(), threads.end(), [](const Thread& it) {
+                 return it.waits > 1 || it.waits < all_wait;
+             }))
         fail("not every thread waited, once, for what earlier launches write");
     return problem;
 }
@@ -315,33 +330,38 @@ extern "C" inline __attribute__((used)) void expect(void* at, size_t bytes) {
     for (const Pending& it : pending) watched.push_back({it.at, it.bytes});
     races::watch(watched);
     complete_prerequisites = nullptr;
-    if (bytes) complete_prerequisites = [] {
-        for (const Pending& it : pending) {
-            if (std::any_of(it.at, it.at + it.bytes, [](char c) { return c != NOISE; })) fail("written before the wait");
-            memcpy(it.at, it.there.data(), it.bytes);
-        }
-    };
+    if (bytes)
+        complete_prerequisites = [] {
+            for (const Pending& it : pending) {
+                if (std::any_of(it.at, it.at + it.bytes, [](char c) { return c != NOISE; }))
+                    fail("written before the wait");
+                memcpy(it.at, it.there.data(), it.bytes);
+            }
+        };
 }
-}  // namespace emulator
+}   // namespace emulator
 
 inline void* shared_memory() { return emulator::blocks[emulator::now->block].memory.data(); }
 template <typename T> T* in_block(T* p, int block) {
     using namespace emulator;
     const ptrdiff_t offset = (char*)p - blocks[now->block].memory.data();
-    if (offset < 0 || offset >= (ptrdiff_t)blocks[block].memory.size()) fail("an address outside shared memory");
+    if (offset < 0 || offset >= (ptrdiff_t)blocks[block].memory.size())
+        fail("an address outside shared memory");
     if (cluster.turn == 0) fail("another block's memory is touched before that block is known to run");
     if (blocks[block].has_left) fail("another block's memory is touched when that block has left");
     return (T*)(blocks[block].memory.data() + offset);
 }
 inline void all_arrive(emulator::Tells tells = emulator::ALL) {
-    if (emulator::now->has_arrived) emulator::fail("the cluster's barrier is arrived at twice before the wait");
+    if (emulator::now->has_arrived)
+        emulator::fail("the cluster's barrier is arrived at twice before the wait");
     emulator::now->has_arrived = true;
     emulator::now->at_cluster = emulator::arrive(emulator::cluster, (int)emulator::threads.size(), tells);
     emulator::yield(false);   // what follows may come after all others' next steps
 }
 inline void all_started() { all_arrive(emulator::AT_HOME); }   // releases nothing
 inline void all_wait() {
-    if (!emulator::now->has_arrived) emulator::fail("the cluster's barrier is waited for by one that did not arrive");
+    if (!emulator::now->has_arrived)
+        emulator::fail("the cluster's barrier is waited for by one that did not arrive");
     emulator::now->has_arrived = false;
     emulator::leave(emulator::cluster, emulator::now->at_cluster);
 }
@@ -366,7 +386,8 @@ inline void send_from(const void* to, const void* from, int bytes, int block, co
     Inbox* there = in_block((Inbox*)inbox, block);
     in_block((char*)to + bytes - 1, block);
     emulator::post(there, in_block((char*)to, block), from, bytes);
-    emulator::on_their_way.push_back({in_block((char*)to, block), (char*)from, there, bytes, emulator::now->block});
+    emulator::on_their_way.push_back(
+        {in_block((char*)to, block), (char*)from, there, bytes, emulator::now->block});
     emulator::yield(false);
 }
 inline void deliver_one() {
@@ -378,7 +399,8 @@ inline void deliver_one() {
     const Sent sent = on_their_way.back();
     on_their_way.pop_back();
     if (blocks[sent.sender].has_left) fail("a block has left what it sent from its memory");
-    if (*sent.there < (uint64_t)sent.bytes || *sent.there > 1 << 20) fail("more is sent than the inbox expects");
+    if (*sent.there < (uint64_t)sent.bytes || *sent.there > 1 << 20)
+        fail("more is sent than the inbox expects");
     memcpy(sent.to, sent.from, sent.bytes);
     *sent.there -= sent.bytes;
 }
@@ -423,75 +445,5 @@ inline int __syncthreads_count(bool v) {
 inline void __syncwarp() {
     emulator::together("syncwarp", 0, [](const uint64_t*) {}, emulator::ALL);
 }
-template <typename T> T __ldcg(const T* p) { return *p; }
-inline int __ffs(uint32_t n) { return __builtin_ffs((int)n); }
-inline int __clz(uint32_t n) { return n ? __builtin_clz(n) : 32; }
-inline int __popc(uint32_t n) { return __builtin_popcount(n); }
-template <typename T, typename F> T atomically(T* p, F next) {
-    races::touch(p, sizeof(T), races::ATOMIC, __builtin_return_address(0));
-    const races::Aside aside;
-    const T before = *p;
-    *p = next(before);
-    return before;
-}
-template <typename T> T atomicAdd(T* p, T v) {
-    return atomically(p, [&](T old) { return old + v; });
-}
-inline uint32_t atomicMin(uint32_t* p, uint32_t v) {
-    return atomically(p, [&](uint32_t old) { return min(old, v); });
-}
-inline uint32_t atomicMax(uint32_t* p, uint32_t v) {
-    return atomically(p, [&](uint32_t old) { return max(old, v); });
-}
-inline uint32_t atomicOr(uint32_t* p, uint32_t v) {
-    return atomically(p, [&](uint32_t old) { return old | v; });
-}
 
-inline uint32_t __reduce_max_sync(uint32_t, uint32_t v) {
-    uint32_t all[32];
-    emulator::together("reduce_max", v, all);
-    return *std::max_element(all, all + 32);
-}
-inline uint32_t __reduce_min_sync(uint32_t, uint32_t v) {
-    uint32_t all[32];
-    emulator::together("reduce_min", v, all);
-    return *std::min_element(all, all + 32);
-}
-inline uint32_t __reduce_add_sync(uint32_t, uint32_t v) {
-    uint32_t all[32], sum = 0;
-    emulator::together("reduce_add", v, all);
-    for (uint32_t one : all) sum += one;
-    return sum;
-}
-inline uint32_t __match_any_sync(uint32_t, uint32_t v) {
-    uint32_t all[32], bits = 0;
-    emulator::together("match_any", v, all);
-    for (int i = 0; i < 32; ++i) bits |= (uint32_t)(all[i] == v) << i;
-    return bits;
-}
-inline uint32_t __ballot_sync(uint32_t, bool v) {
-    uint32_t all[32], bits = 0;
-    emulator::together("ballot", (uint32_t)v, all);
-    for (int i = 0; i < 32; ++i) bits |= all[i] << i;
-    return bits;
-}
-template <typename T> T __shfl_sync(uint32_t, T v, int from) {
-    T all[32];
-    emulator::together("shfl", v, all);
-    return all[from & 31];
-}
-template <typename T> T __shfl_xor_sync(uint32_t, T v, int with) {
-    T all[32];
-    emulator::together("shfl_xor", v, all);
-    return all[emulator::now->index % 32 ^ with];
-}
-template <typename T> T __shfl_up_sync(uint32_t, T v, int by) {
-    T all[32];
-    emulator::together("shfl_up", v, all);
-    return all[max(emulator::now->index % 32 - by, 0)];
-}
-template <typename T> T __shfl_down_sync(uint32_t, T v, int by) {
-    T all[32];
-    emulator::together("shfl_down", v, all);
-    return all[min(emulator::now->index % 32 + by, 31)];
-}
+#include "warp_emulator.h"

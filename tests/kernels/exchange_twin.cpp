@@ -1,5 +1,6 @@
-// ops/mhc/decode_open.cu and exchange/decode.cu compiled for the CPU: all blocks of all ranks at once, in a shuffled order, some warps far
-// behind. A rank's launches follow one another; ranks have nothing in common but their inboxes.
+// ops/mhc/decode_open.cu and exchange/decode.cu compiled for the CPU: all blocks of all ranks at once, in a
+// shuffled order, some warps far behind. A rank's launches follow one another; ranks have nothing in common
+// but their inboxes.
 #include "emulator.h"
 
 #include <map>
@@ -16,7 +17,9 @@ inline uint32_t to_bfloat16(float v) {
     const uint32_t bits = __float_as_uint(v);
     return v != v ? 0x7FFFu : (bits + 0x7FFFu + (bits >> 16 & 1)) >> 16;
 }
-inline __nv_bfloat162 __floats2bfloat162_rn(float low, float high) { return {to_bfloat16(high) << 16 | to_bfloat16(low)}; }
+inline __nv_bfloat162 __floats2bfloat162_rn(float low, float high) {
+    return {to_bfloat16(high) << 16 | to_bfloat16(low)};
+}
 inline void check_has_waited() {
     if (!emulator::now->has_waited) emulator::fail("something but a weight is touched before the PDL wait");
 }
@@ -55,12 +58,18 @@ inline std::vector<Array> weights, inputs, outputs;
 template <typename T> bool is_within(const std::vector<Array>& arrays, const T* p, int count = 1) {
     if (&arrays != &weights) check_has_waited();
     bool is_found = arrays.empty();
-    for (const Array& a : arrays) is_found |= (const char*)p >= (const char*)a.begin && (const char*)(p + count) <= (const char*)a.begin + a.bytes;
+    for (const Array& a : arrays)
+        is_found |= (const char*)p >= (const char*)a.begin &&
+                    (const char*)(p + count) <= (const char*)a.begin + a.bytes;
     if (!is_found) emulator::fail("an address outside of all arrays");
     return is_found;
 }
-inline float load_weight(const float* from, bool is_there) { return is_there && is_within(weights, from) ? *from : 0.f; }
-template <typename T> T load(const T* from, bool is_there) { return is_there && is_within(inputs, from) ? *from : T(); }
+inline float load_weight(const float* from, bool is_there) {
+    return is_there && is_within(weights, from) ? *from : 0.f;
+}
+template <typename T> T load(const T* from, bool is_there) {
+    return is_there && is_within(inputs, from) ? *from : T();
+}
 inline void load_four(const float* from, float (&to)[4]) {
     if (is_within(inputs, from, 4)) std::copy(from, from + 4, to);
 }
@@ -83,7 +92,8 @@ struct Step {
     const float *fn, *gate, *comb;
 };
 
-template <typename Act> Open<Act> opening(const Step& g, const Peers& peers, Act* streams, float* partial, int number, int turns) {
+template <typename Act>
+Open<Act> opening(const Step& g, const Peers& peers, Act* streams, float* partial, int number, int turns) {
     const int chunks = (g.d + CHUNK - 1) / CHUNK;
     Open<Act> p = {};
     p.peers = peers;
@@ -111,9 +121,11 @@ template <typename Act> Open<Act> opening(const Step& g, const Peers& peers, Act
 }
 
 // By itself: the step's tokens (y null), or an output.
-template <typename Act, typename Y> const char* alone(const Step& g, const void* y, void* streams, float* partial, unsigned seed) {
+template <typename Act, typename Y>
+const char* alone(const Step& g, const void* y, void* streams, float* partial, unsigned seed) {
     const int chunks = (g.d + CHUNK - 1) / CHUNK;
-    races::watch({{streams, g.rows * STREAMS * g.d * sizeof(Act)}, {partial, g.rows * chunks * WIDTH * sizeof(float)}});
+    races::watch({{streams, g.rows * STREAMS * g.d * sizeof(Act)},
+                  {partial, g.rows * chunks * WIDTH * sizeof(float)}});
     return emulator::run(0, chunks * g.programs, THREADS, sizeof(Shared), seed, [&] {
         Peers peers = {};
         peers.size = 1;
@@ -125,15 +137,21 @@ template <typename Act, typename Y> const char* alone(const Step& g, const void*
 }
 
 // One launch of every rank, as its launcher asks for it.
-template <typename Act, typename Y, bool IS_SHARED> const char* launch(int count, const void* const* params, int blocks, unsigned seed) {
+template <typename Act, typename Y, bool IS_SHARED>
+const char* launch(int count, const void* const* params, int blocks, unsigned seed) {
     const std::vector<Array> before[3] = {weights, inputs, outputs};
     for (int i = 0; i < count; ++i) {
         const Open<Act>& p = *static_cast<const Open<Act>*>(params[i]);
         const int64_t d = p.d, rows = p.rows;
         weights.push_back({p.fn, p.mixes * STREAMS * d * 4});
-        const Array streams = {p.streams, rows * STREAMS * d * (int64_t)sizeof(Act)}, table = {p.table, p.vocab * d * (p.is_wide ? 4 : 2)};
+        const Array streams = {p.streams, rows * STREAMS * d * (int64_t)sizeof(Act)},
+                    table = {p.table, p.vocab * d * (p.is_wide ? 4 : 2)};
         if (Row<Act, Y>::BEGINS) inputs.push_back(table);
-        else inputs.insert(inputs.end(), {streams, {p.y, rows * p.parts * d * (int64_t)sizeof(Y)}, {p.gate, rows * 16}, {p.comb, rows * 64}});
+        else
+            inputs.insert(inputs.end(), {streams,
+                                         {p.y, rows * p.parts * d * (int64_t)sizeof(Y)},
+                                         {p.gate, rows * 16},
+                                         {p.comb, rows * 64}});
         outputs.insert(outputs.end(), {streams, {p.partial, rows * p.chunks * WIDTH * 4}});
     }
     std::vector<races::Array> watched;
@@ -141,9 +159,11 @@ template <typename Act, typename Y, bool IS_SHARED> const char* launch(int count
     races::watch(watched);
     const char* problem = emulator::run(0, count * blocks, THREADS, sizeof(Shared), seed, [&] {
         const int rank = blockIdx.x / blocks;
-        open<Act, Y, IS_SHARED>(*static_cast<const Open<Act>*>(params[rank]), blockIdx.x % blocks, *static_cast<Shared*>(shared_memory()));
+        open<Act, Y, IS_SHARED>(*static_cast<const Open<Act>*>(params[rank]), blockIdx.x % blocks,
+                                *static_cast<Shared*>(shared_memory()));
         const emulator::Thread& thread = *emulator::now;
-        if (!thread.has_waited || !thread.has_triggered || thread.triggers_late != Row<Act, Y>::BEGINS) emulator::fail("a launch waits or triggers otherwise than declared");
+        if (!thread.has_waited || !thread.has_triggered || thread.triggers_late != Row<Act, Y>::BEGINS)
+            emulator::fail("a launch waits or triggers otherwise than declared");
     });
     weights = before[0];
     inputs = before[1];
@@ -175,28 +195,34 @@ const std::map<std::string, const char* (*)(int, const void* const*, int, unsign
     {"embed_kernel<__nv_bfloat16, true>", launch<Bf16, Token, true>},
     {"gather_kernel", launch_gather},
 };
-}  // namespace
+}   // namespace
 
 extern "C" {
 // `params`: of each rank, the structure that mhc/decode.py passes.
-const char* launched(const char* kernel, int count, const void* const* params, int blocks, unsigned seed) { return KERNELS.at(kernel)(count, params, blocks, seed); }
+const char* launched(const char* kernel, int count, const void* const* params, int blocks, unsigned seed) {
+    return KERNELS.at(kernel)(count, params, blocks, seed);
+}
 
 // streams [rows][4][d] in BF16 or float32, y [rows][parts][d] likewise.
-const char* open_alone(int is_wide, int is_wide_y, int rows, int programs, int d, int vocab, int parts, int mixes, int own, int is_wide_table, const int* chosen,
-                       const int64_t* ids, const void* table, const float* fn, const float* gate, const float* comb, const void* y, void* streams, float* partial,
-                       unsigned seed) {
-    const Step g = {rows, programs, d, vocab, parts, mixes, own, is_wide_table, chosen, ids, table, fn, gate, comb};
+const char* open_alone(int is_wide, int is_wide_y, int rows, int programs, int d, int vocab, int parts,
+                       int mixes, int own, int is_wide_table, const int* chosen, const int64_t* ids,
+                       const void* table, const float* fn, const float* gate, const float* comb,
+                       const void* y, void* streams, float* partial, unsigned seed) {
+    const Step g = {rows,          programs, d,   vocab, parts, mixes, own,
+                    is_wide_table, chosen,   ids, table, fn,    gate,  comb};
     return is_wide     ? alone<float, float>(g, y, streams, partial, seed)
            : is_wide_y ? alone<__nv_bfloat16, float>(g, y, streams, partial, seed)
                        : alone<__nv_bfloat16, __nv_bfloat16>(g, y, streams, partial, seed);
 }
 
-// `steps` of tokens, two sums and one gather on each rank; without `ids`, of sums and gathers. y [ranks][steps * 2][rows][parts][d], of
-// which rank r counts the parts whose `chosen` [rows][parts - 1] are among its `own` experts, and the last; share
-// [ranks][steps][rows][vocab], streams [ranks][rows][4][d], logits [ranks][steps][rows][ranks * vocab]; `turns`: places that sums take in turn.
-const char* ranks(int size, int rows, int d, int vocab, int steps, int turns, int parts, int own, const int* chosen, const int64_t* ids, const float* table, const float* y,
-                  const float* fn, const float* gate, const float* comb, float* streams, float* partial, const float* share, float* logits, uint64_t* inboxes,
-                  int* ended, unsigned seed) {
+// `steps` of tokens, two sums and one gather on each rank; without `ids`, of sums and gathers. y
+// [ranks][steps * 2][rows][parts][d], of which rank r counts the parts whose `chosen` [rows][parts - 1] are
+// among its `own` experts, and the last; share [ranks][steps][rows][vocab], streams [ranks][rows][4][d],
+// logits [ranks][steps][rows][ranks * vocab]; `turns`: places that sums take in turn.
+const char* ranks(int size, int rows, int d, int vocab, int steps, int turns, int parts, int own,
+                  const int* chosen, const int64_t* ids, const float* table, const float* y, const float* fn,
+                  const float* gate, const float* comb, float* streams, float* partial, const float* share,
+                  float* logits, uint64_t* inboxes, int* ended, unsigned seed) {
     const Step g = {rows, min(rows, 2), d, vocab, parts, MIXES, own, 1, chosen, ids, table, fn, gate, comb};
     const int chunks = (d + CHUNK - 1) / CHUNK, blocks = chunks * g.programs;
     const int64_t sums = (int64_t)rows * d, places = turns * sums + (int64_t)rows * vocab;
@@ -224,7 +250,9 @@ const char* ranks(int size, int rows, int d, int vocab, int steps, int turns, in
         };
         for (int step = 0; step < steps; ++step) {
             for (int number = ids ? 0 : 1; number <= 2; ++number) {
-                Open<float> p = opening<float>(g, peers, streams + rank * 4 * sums, partial + (int64_t)rank * rows * chunks * WIDTH, number, turns);
+                Open<float> p = opening<float>(g, peers, streams + rank * 4 * sums,
+                                               partial + (int64_t)rank * rows * chunks * WIDTH, number,
+                                               turns);
                 Shared& shared = *static_cast<Shared*>(shared_memory());
                 if (number) {
                     p.y = y + ((int64_t)rank * steps * 2 + step * 2 + number - 1) * sums * parts;

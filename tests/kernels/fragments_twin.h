@@ -45,7 +45,8 @@ inline float f16_value(uint16_t bits) {
 }
 inline uint16_t f16_bits(float v) {
     const uint32_t bits = __float_as_uint(v), exponent = bits >> 23 & 255;
-    if (exponent > 112 && exponent < 143 && !(bits & 0x1FFF)) return (uint16_t)(bits >> 16 & 0x8000 | (bits >> 13) - (112 << 10) & 0x7FFF);   // exact
+    if (exponent > 112 && exponent < 143 && !(bits & 0x1FFF))
+        return (uint16_t)(bits >> 16 & 0x8000 | (bits >> 13) - (112 << 10) & 0x7FFF);   // exact
     const _Float16 half = (_Float16)v;
     uint16_t out;
     memcpy(&out, &half, 2);
@@ -59,12 +60,16 @@ inline float e4m3_value(uint8_t code) {
     const float size = (code & 127) == 127 ? NAN : e ? ldexpf(8 + m, e - 10) : ldexpf(m, -9);
     return code & 128 ? -size : size;
 }
-inline uint32_t e4m3x2(uint16_t codes) { return pack_f16(e4m3_value((uint8_t)codes), e4m3_value((uint8_t)(codes >> 8))); }
+inline uint32_t e4m3x2(uint16_t codes) {
+    return pack_f16(e4m3_value((uint8_t)codes), e4m3_value((uint8_t)(codes >> 8)));
+}
 inline uint32_t times(uint32_t a, __half2 b) {
-    return pack_f16(f16_value((uint16_t)a) * f16_value((uint16_t)b.bits), f16_value((uint16_t)(a >> 16)) * f16_value((uint16_t)(b.bits >> 16)));
+    return pack_f16(f16_value((uint16_t)a) * f16_value((uint16_t)b.bits),
+                    f16_value((uint16_t)(a >> 16)) * f16_value((uint16_t)(b.bits >> 16)));
 }
 inline uint32_t times_bf16(uint32_t a, uint32_t b) {
-    return pack_bf16(bf16_value((uint16_t)a) * bf16_value((uint16_t)b), bf16_value((uint16_t)(a >> 16)) * bf16_value((uint16_t)(b >> 16)));
+    return pack_bf16(bf16_value((uint16_t)a) * bf16_value((uint16_t)b),
+                     bf16_value((uint16_t)(a >> 16)) * bf16_value((uint16_t)(b >> 16)));
 }
 inline float at_least_0(float x) { return x != x ? NAN : x > 0.f ? x : 0.f; }
 inline float power_of_two(float x) { return exp2f(x); }
@@ -113,15 +118,19 @@ template <typename F> __attribute__((optimize("O3"))) void multiply_all(const ui
             wide_b[k][i] = value(its.b[k / 8] >> k % 2 * 16);
         }
     for (int row = 0; row < 16; ++row)
-        for (int column = 0; column < 8; ++column) sums[row][column] = of(row % 8, column / 2)->d[row / 8 * 2 + column % 2];
+        for (int column = 0; column < 8; ++column)
+            sums[row][column] = of(row % 8, column / 2)->d[row / 8 * 2 + column % 2];
     for (int k = 0; k < 16; ++k)
         for (int row = 0; row < 16; ++row)
-            for (int column = 0; column < 8; ++column) sums[row][column] += wide_a[k][row] * wide_b[k][column];
+            for (int column = 0; column < 8; ++column)
+                sums[row][column] += wide_a[k][row] * wide_b[k][column];
     for (int row = 0; row < 16; ++row)
-        for (int column = 0; column < 8; ++column) of(row % 8, column / 2)->d[row / 8 * 2 + column % 2] = (float)sums[row][column];
+        for (int column = 0; column < 8; ++column)
+            of(row % 8, column / 2)->d[row / 8 * 2 + column % 2] = (float)sums[row][column];
 }
 // The last lane to come multiplies for all.
-template <typename F> void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, F value) {
+template <typename F>
+void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, F value) {
     Fragments mine = {{a[0], a[1], a[2], a[3]}, {b0, b1}, {d[0], d[1], d[2], d[3]}};
     together("mma", &mine, [&](const uint64_t* all) { multiply_all(all, value); });
     memcpy(d, mine.d, sizeof mine.d);
@@ -136,11 +145,13 @@ template <int N> void load_transposed(uint32_t (&r)[N], const void* row) {
     }
     meet(my_warp().barrier, 32, NOTHING);   // nobody overtakes
 }
-}  // namespace emulator
+}   // namespace emulator
 inline void multiply_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     emulator::multiply(d, a, b0, b1, [](uint32_t v) { return f16_value((uint16_t)v); });
 }
 inline void multiply_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     emulator::multiply(d, a, b0, b1, [](uint32_t v) { return bf16_value((uint16_t)v); });
 }
-template <int N> void load_transposed(uint32_t (&r)[N], const void* row) { emulator::load_transposed(r, row); }
+template <int N> void load_transposed(uint32_t (&r)[N], const void* row) {
+    emulator::load_transposed(r, row);
+}

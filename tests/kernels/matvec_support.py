@@ -42,10 +42,9 @@ def launch(twin: ctypes.CDLL, plan: MatVec, seed: int = 0) -> None:
     readable = _array(early | late)
 
     def call(source: str, kernel: str, device: torch.device, given: ctypes.Structure, **how: int) -> None:
-        kinds = [part == "true" for part in kernel.partition("<")[2].rstrip(">").split(", ")]
         problem = twin.launch(
             ctypes.byref(given),
-            *kinds,
+            kernel.encode(),
             how["blocks"],
             how["threads"],
             how["shared"],

@@ -13,7 +13,8 @@ inline void prefetch(const void* from, int bytes) { bulk::is_readable(from, byte
 #include "linear/matvec.cu"
 
 namespace {
-// What may be read, or written, only after the wait: until then it holds something else, and what is written is lost.
+// What may be read, or written, only after the wait: until then it holds something else, and what is written
+// is lost.
 struct Late {
     std::vector<bulk::Range> ranges;
     std::vector<std::vector<char>> saved;
@@ -22,12 +23,13 @@ struct Late {
         for (const bulk::Range& range : ranges) memset((char*)range.at, 0xFF, range.bytes);
     }
     void restore() const {
-        for (size_t i = 0; i < ranges.size(); ++i) memcpy((char*)ranges[i].at, saved[i].data(), saved[i].size());
+        for (size_t i = 0; i < ranges.size(); ++i)
+            memcpy((char*)ranges[i].at, saved[i].data(), saved[i].size());
     }
 };
 
-const char* run_block(const Params& p, void (*kernel)(const Params), int block, int threads, int bytes, const std::vector<bulk::Range>& late, unsigned seed,
-                      bool& has_waited) {
+const char* run_block(const Params& p, void (*kernel)(const Params), int block, int threads, int bytes,
+                      const std::vector<bulk::Range>& late, unsigned seed, bool& has_waited) {
     memset(shared, 0xFF, sizeof shared);
     emulator::variables = {{shared, (size_t)bytes}};
     bulk::stages.clear();
@@ -38,7 +40,8 @@ const char* run_block(const Params& p, void (*kernel)(const Params), int block, 
     bool is_complete = false;
     emulator::complete_prerequisites = [&] {
         for (const emulator::Thread& thread : emulator::threads)
-            if (thread.has_triggered == (bool)p.triggers_late) emulator::fail("dependents are launched otherwise than declared");
+            if (thread.has_triggered == (bool)p.triggers_late)
+                emulator::fail("dependents are launched otherwise than declared");
         held.restore();
         is_complete = true;
     };
@@ -49,16 +52,20 @@ const char* run_block(const Params& p, void (*kernel)(const Params), int block, 
     if (*problem) return problem;
     return bulk::left_behind();
 }
-}  // namespace
+}   // namespace
 
 // `late`: what is read or written after the wait, `readable`: whatever copies may read.
-extern "C" const char* launch(const void* params, bool is_single, bool is_float, bool is_wide, int blocks, int threads, int bytes, const bulk::Range* late,
-                              int num_late, const bulk::Range* readable, int num_readable, unsigned seed) {
+extern "C" const char* launch(const void* params, const char* kernel, int blocks, int threads, int bytes,
+                              const bulk::Range* late, int num_late, const bulk::Range* readable,
+                              int num_readable, unsigned seed) {
     const Params& p = *(const Params*)params;
-    void (*const kernels[3][2])(const Params) = {
-        {matvec_kernel<false, false, false>, matvec_kernel<false, false, true>},
-        {matvec_kernel<false, true, false>, matvec_kernel<false, true, true>},
-        {matvec_kernel<true, false, false>, matvec_kernel<true, false, true>},
+    static const std::map<std::string, void (*)(const Params)> kernels = {
+        {"batch_kernel<false, false>", batch_kernel<false, false>},
+        {"batch_kernel<false, true>", batch_kernel<false, true>},
+        {"batch_kernel<true, false>", batch_kernel<true, false>},
+        {"batch_kernel<true, true>", batch_kernel<true, true>},
+        {"single_kernel<false>", single_kernel<false>},
+        {"single_kernel<true>", single_kernel<true>},
     };
     bulk::blocks = blocks;
     bulk::readable.assign(readable, readable + num_readable);
@@ -71,7 +78,8 @@ extern "C" const char* launch(const void* params, bool is_single, bool is_float,
     for (int i = 0; i < blocks; ++i) order[i] = i;
     std::shuffle(order.begin(), order.end(), std::mt19937(seed));
     for (const int block : order) {
-        const char* problem = run_block(p, kernels[is_single ? 2 : is_float][is_wide], block, threads, bytes, {late, late + num_late}, seed, has_waited);
+        const char* problem = run_block(p, kernels.at(kernel), block, threads, bytes, {late, late + num_late},
+                                        seed, has_waited);
         if (*problem) return problem;
     }
     if (!has_waited) return "no block waits for the launches before this one";

@@ -16,7 +16,11 @@ inline uint32_t transposed(uint32_t v) {
 #include "prefill_sm90_16.cuh"
 
 // Weights are older than any launch: who fetches them does not wait.
-LAUNCH(emulator::all_wait = false; CASE("product_kernel<0, false>", (product_kernel<NVFP4, false>), Product) CASE("product_kernel<0, true>", (product_kernel<NVFP4, true>), Product)
-           CASE("product_kernel<1, false>", (product_kernel<MXFP4, false>), Product) CASE("product_kernel<1, true>", (product_kernel<MXFP4, true>), Product)
-           CASE("product_kernel<2, false>", (product_kernel<FP8, false>), Product) CASE("product_kernel<2, true>", (product_kernel<FP8, true>), Product)
-           CASE("product_kernel<3, false>", (product_kernel<BF16, false>), Product) CASE("product_kernel<3, true>", (product_kernel<BF16, true>), Product))
+LAUNCH(emulator::all_wait = false; CASE("product_kernel<0, false>", (product_kernel<NVFP4, false>), Product)
+           CASE("product_kernel<0, true>", (product_kernel<NVFP4, true>), Product)
+               CASE("product_kernel<1, false>", (product_kernel<MXFP4, false>), Product)
+                   CASE("product_kernel<1, true>", (product_kernel<MXFP4, true>), Product)
+                       CASE("product_kernel<2, false>", (product_kernel<FP8, false>), Product)
+                           CASE("product_kernel<2, true>", (product_kernel<FP8, true>), Product)
+                               CASE("product_kernel<3, false>", (product_kernel<BF16, false>), Product)
+                                   CASE("product_kernel<3, true>", (product_kernel<BF16, true>), Product))

@@ -14,9 +14,10 @@ inline uint32_t transposed(uint32_t v) {
 }
 inline uint32_t larger16(uint32_t a, uint32_t b) { return larger(a, b); }
 
-
 #include "prefill_sm90_8.cuh"
 
 // Weights are older than any launch: who fetches them does not wait.
-LAUNCH(emulator::all_wait = false; CASE("product_kernel<1, false>", (product_kernel<MXFP4, false>), Product) CASE("product_kernel<1, true>", (product_kernel<MXFP4, true>), Product)
-           CASE("product_kernel<2, false>", (product_kernel<FP8, false>), Product) CASE("product_kernel<2, true>", (product_kernel<FP8, true>), Product))
+LAUNCH(emulator::all_wait = false; CASE("product_kernel<1, false>", (product_kernel<MXFP4, false>), Product)
+           CASE("product_kernel<1, true>", (product_kernel<MXFP4, true>), Product)
+               CASE("product_kernel<2, false>", (product_kernel<FP8, false>), Product)
+                   CASE("product_kernel<2, true>", (product_kernel<FP8, true>), Product))

@@ -1,4 +1,5 @@
-// What the twins of prompts' kernels share: a launch is called by its kernel's name, and runs block after block, in a shuffled order.
+// What the twins of prompts' kernels share: a launch is called by its kernel's name, and runs block after
+// block, in a shuffled order.
 #pragma once
 #include "wgmma_twin.h"
 
@@ -33,12 +34,13 @@ template <typename F> const char* run(const Launch& how, F body) {
         copies.clear();
         tensor::start();
         const char* problem = emulator::run(block, 1, how.threads, how.bytes, how.seed + block, body);
-        for (const char* other : {bulk::left_behind(), tensor::left_behind()}) problem = *problem ? problem : other;
+        for (const char* other : {bulk::left_behind(), tensor::left_behind()})
+            problem = *problem ? problem : other;
         if (*problem) return problem;
     }
     return "";
 }
-}  // namespace prompt
+}   // namespace prompt
 
 // What copies may read, from now on; nothing: anything.
 extern "C" void allow(const void* at, int64_t bytes) {
@@ -47,11 +49,12 @@ extern "C" void allow(const void* at, int64_t bytes) {
 }
 
 // The entry of every such twin: CASES are `if (how.kernel == NAME) return prompt::run(how, [&] { call; });`
-#define LAUNCH(CASES)                                                                                                            \
-    extern "C" const char* launch(const char* kernel, const void* params, int blocks, int threads, int bytes, unsigned seed) { \
-        const prompt::Launch how = {kernel, blocks, threads, bytes, seed};                                                       \
-        CASES                                                                                                                    \
-        return "no such kernel";                                                                                                 \
+#define LAUNCH(CASES)                                                                              \
+    extern "C" const char* launch(const char* kernel, const void* params, int blocks, int threads, \
+                                  int bytes, unsigned seed) {                                      \
+        const prompt::Launch how = {kernel, blocks, threads, bytes, seed};                         \
+        CASES                                                                                      \
+        return "no such kernel";                                                                   \
     }
 #define CASE(NAME, KERNEL, PARAMS) \
     if (how.kernel == NAME) return prompt::run(how, [&] { KERNEL(*(const PARAMS*)params); });

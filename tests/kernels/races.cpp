@@ -16,7 +16,7 @@ struct Access {
     Kind kind;
     const void* by;
 };
-struct Word {   // what a new access could yet be in conflict with
+struct Word {                            // what a new access could yet be in conflict with
     std::vector<Access> writes, reads;   // atomics are among the writes
 };
 struct Region {
@@ -28,7 +28,8 @@ std::vector<Region> of_launch, of_blocks;
 std::vector<Region*> regions;   // all, in order
 std::vector<const Observer*> threads;
 uint32_t run;   // blocks that run at once
-// Of each page of 4 KiB, by its last bits, whether something there may be watched: most accesses are the emulator's own.
+// Of each page of 4 KiB, by its last bits, whether something there may be watched: most accesses are the
+// emulator's own.
 constexpr int PAGES = 1 << 16;
 uint64_t pages[PAGES / 64];
 
@@ -41,23 +42,33 @@ bool is_thread(int index) { return index < 2 * (int)threads.size(); }
 void report(const char* what, const Region& region, size_t word, const Access& one, const Access& other) {
     if (found[0]) return;
     const char* const names[] = {"a read", "an atomic", "a write"};
-    const auto who = [](const Access& it) { return it.run != run ? -1 : is_thread(it.index) ? thread_of(it.index) : it.index; };
-    snprintf(found, sizeof found, "%s of thread %d and %s of thread %d at byte %zu of %zu are not %s, 0x%lx and 0x%lx", names[one.kind], who(one), names[other.kind],
-             who(other), word * 4, (size_t)(region.end - region.begin), what, place_of(one.by), place_of(other.by));
+    const auto who = [](const Access& it) {
+        return it.run != run ? -1 : is_thread(it.index) ? thread_of(it.index) : it.index;
+    };
+    snprintf(found, sizeof found,
+             "%s of thread %d and %s of thread %d at byte %zu of %zu are not %s, 0x%lx and 0x%lx",
+             names[one.kind], who(one), names[other.kind], who(other), word * 4,
+             (size_t)(region.end - region.begin), what, place_of(one.by), place_of(other.by));
 }
 bool is_ordered(const Access& it) {
     const bool is_own = is_thread(it.index) && thread_of(it.index) == observer->thread;
     return it.run == run && (is_own || it.clock <= (*observer->known)[it.index]);
 }
-// Those that `mine` is not ordered after are races. Who comes after `mine` comes after the ordered ones, too: they may go.
-void compare(const Region& region, size_t word, std::vector<Access>& before, const Access& mine, bool is_bulk) {
+// Those that `mine` is not ordered after are races. Who comes after `mine` comes after the ordered ones, too:
+// they may go.
+void compare(const Region& region, size_t word, std::vector<Access>& before, const Access& mine,
+             bool is_bulk) {
     size_t left = 0;
     for (const Access& other : before) {
-        const bool overlaps = other.bytes & mine.bytes, conflicts = mine.kind != other.kind || mine.kind == WRITE, comes_after = is_ordered(other);
+        const bool overlaps = other.bytes & mine.bytes,
+                   conflicts = mine.kind != other.kind || mine.kind == WRITE, comes_after = is_ordered(other);
         if (overlaps && conflicts && !comes_after) report("ordered", region, word, other, mine);
         const bool is_generic_write = other.kind != READ && is_thread(other.index);
-        if (overlaps && is_bulk && is_generic_write && comes_after && other.clock > threads[thread_of(other.index)]->fenced) report("fenced", region, word, other, mine);
-        const bool is_covered = comes_after && (mine.kind == WRITE || mine.kind == other.kind) && (other.bytes & ~mine.bytes) == 0;
+        if (overlaps && is_bulk && is_generic_write && comes_after &&
+            other.clock > threads[thread_of(other.index)]->fenced)
+            report("fenced", region, word, other, mine);
+        const bool is_covered = comes_after && (mine.kind == WRITE || mine.kind == other.kind) &&
+                                (other.bytes & ~mine.bytes) == 0;
         if (!is_covered) before[left++] = other;
     }
     before.resize(left);
@@ -67,13 +78,14 @@ void touch_word(Region& region, size_t at, const Access& mine, bool is_bulk) {
     std::vector<Access>& its = mine.kind == READ ? word.reads : word.writes;
     if (!its.empty() && !is_bulk) {   // once more the same
         const Access& last = its.back();
-        if (last.index == mine.index && last.clock == mine.clock && last.run == mine.run && last.kind == mine.kind && last.bytes == mine.bytes &&
-            (mine.kind == READ || word.reads.empty()))
+        if (last.index == mine.index && last.clock == mine.clock && last.run == mine.run &&
+            last.kind == mine.kind && last.bytes == mine.bytes && (mine.kind == READ || word.reads.empty()))
             return;
     }
     compare(region, at, word.writes, mine, is_bulk);
     // Reads are no race for each other: covered ones go when there is no room for one more.
-    if (mine.kind != READ || word.reads.size() == word.reads.capacity()) compare(region, at, word.reads, mine, is_bulk);
+    if (mine.kind != READ || word.reads.size() == word.reads.capacity())
+        compare(region, at, word.reads, mine, is_bulk);
     its.push_back(mine);
 }
 bool may_be_watched(const char* p) {
@@ -83,7 +95,8 @@ bool may_be_watched(const char* p) {
 std::vector<Region> regions_of(const std::vector<Array>& arrays) {
     std::vector<Region> out;
     for (const Array& it : arrays) {
-        const uintptr_t begin = (uintptr_t)it.at & ~(uintptr_t)3, end = ((uintptr_t)it.at + it.bytes + 3) & ~(uintptr_t)3;
+        const uintptr_t begin = (uintptr_t)it.at & ~(uintptr_t)3,
+                        end = ((uintptr_t)it.at + it.bytes + 3) & ~(uintptr_t)3;
         if (it.bytes) out.push_back({(const char*)begin, (const char*)end, it.block, {}});
     }
     std::sort(out.begin(), out.end(), [](const Region& a, const Region& b) { return a.begin < b.begin; });
@@ -102,7 +115,7 @@ Known both(const Known& a, const Known& b) {
     for (size_t k = 0; k < out->size(); ++k) (*out)[k] = std::max((*out)[k], (*b)[k]);
     return out;
 }
-}  // namespace
+}   // namespace
 
 Observer* observer;
 char found[200];
@@ -115,7 +128,8 @@ Array variables() {
         for (int i = 0; i < library->dlpi_phnum; ++i) {
             const char* begin = (const char*)library->dlpi_tls_data;
             const size_t bytes = library->dlpi_phdr[i].p_memsz;
-            const bool is_ours = library->dlpi_phdr[i].p_type == PT_TLS && begin && (char*)&one >= begin && (char*)&one < begin + bytes;
+            const bool is_ours = library->dlpi_phdr[i].p_type == PT_TLS && begin && (char*)&one >= begin &&
+                                 (char*)&one < begin + bytes;
             if (is_ours) *(Array*)all = {begin, bytes};
         }
         return 0;
@@ -135,17 +149,22 @@ Known begin(const std::vector<Array>& arrays, const std::vector<const Observer*>
     for (auto* all : {&of_launch, &of_blocks})
         for (Region& it : *all) {
             regions.push_back(&it);
-            for (uintptr_t page = (uintptr_t)it.begin >> 12; page <= (uintptr_t)it.end >> 12; ++page) pages[page % PAGES / 64] |= uint64_t(1) << page % 64;
+            for (uintptr_t page = (uintptr_t)it.begin >> 12; page <= (uintptr_t)it.end >> 12; ++page)
+                pages[page % PAGES / 64] |= uint64_t(1) << page % 64;
         }
-    std::sort(regions.begin(), regions.end(), [](const Region* a, const Region* b) { return a->begin < b->begin; });
+    std::sort(regions.begin(), regions.end(),
+              [](const Region* a, const Region* b) { return a->begin < b->begin; });
     return std::make_shared<Clocks>(2 * threads.size() + MAX_COPIES);
 }
 int index_of_copy(int number) { return 2 * (int)threads.size() + number % MAX_COPIES; }
 
 void touch(const void* at, size_t bytes, Kind kind, const void* by, const Copy* copy) {
     const char* p = (const char*)at;
-    if (!observer || (size_t)(p - observer->stack) < STACK || regions.empty() || p < regions.front()->begin) return;
-    Region* region = *(std::upper_bound(regions.begin(), regions.end(), p, [](const char* p, const Region* it) { return p < it->begin; }) - 1);
+    if (!observer || (size_t)(p - observer->stack) < STACK || regions.empty() || p < regions.front()->begin)
+        return;
+    Region* region = *(std::upper_bound(regions.begin(), regions.end(), p,
+                                        [](const char* p, const Region* it) { return p < it->begin; }) -
+                       1);
     if (p >= region->end) return;
     size_t from = p - region->begin;
     const size_t to = std::min(from + bytes, (size_t)(region->end - region->begin));
@@ -153,7 +172,9 @@ void touch(const void* at, size_t bytes, Kind kind, const void* by, const Copy* 
     for (; from < to; from = from / 4 * 4 + 4) {
         const size_t last = std::min(to - from / 4 * 4, (size_t)4);
         const uint8_t mask = (uint8_t)((1 << last) - (1 << from % 4));
-        touch_word(*region, from / 4, {copy ? copy->index : own, copy ? copy->clock : observer->clock, run, mask, kind, by}, copy && copy->is_bulk);
+        touch_word(*region, from / 4,
+                   {copy ? copy->index : own, copy ? copy->clock : observer->clock, run, mask, kind, by},
+                   copy && copy->is_bulk);
     }
 }
 
@@ -178,7 +199,8 @@ void Told::settle() {
     for (size_t i = 1; i < all.size(); ++i)
         for (size_t k = 0; k < out->size(); ++k) (*out)[k] = std::max((*out)[k], (*all[i])[k]);
     for (const Known& it : at_home)
-        for (size_t k = threads.size(); k < 2 * threads.size(); ++k) (*out)[k] = std::max((*out)[k], (*it)[k]);
+        for (size_t k = threads.size(); k < 2 * threads.size(); ++k)
+            (*out)[k] = std::max((*out)[k], (*it)[k]);
     for (const auto& [index, clock] : clocks) (*out)[index] = std::max((*out)[index], clock);
     *this = {};
     heard = out;
@@ -201,18 +223,26 @@ void hear(Observer& its, int index, uint32_t clock) {
 // Calls, since g++ adds the hooks last: it would find nothing between two assignments.
 Aside::Aside() : before(observer) { observer = nullptr; }
 Aside::~Aside() { observer = before; }
-}  // namespace races
+}   // namespace races
 
 extern "C" {
+// clang-format off: macros that make functions
 #define HOOK(name, bytes, kind) \
     void __tsan_##name(const void* p) { \
-        if (races::may_be_watched((const char*)p)) races::touch(p, bytes, races::kind, __builtin_return_address(0)); \
+        if (races::may_be_watched((const char*)p)) \
+            races::touch(p, bytes, races::kind, __builtin_return_address(0)); \
     }
 #define HOOKS(bytes) \
-    HOOK(read##bytes, bytes, READ) HOOK(write##bytes, bytes, WRITE) HOOK(unaligned_read##bytes, bytes, READ) HOOK(unaligned_write##bytes, bytes, WRITE)
-HOOKS(1) HOOKS(2) HOOKS(4) HOOKS(8) HOOKS(16)
-void __tsan_read_range(const void* p, size_t bytes) { races::touch(p, bytes, races::READ, __builtin_return_address(0)); }
-void __tsan_write_range(const void* p, size_t bytes) { races::touch(p, bytes, races::WRITE, __builtin_return_address(0)); }
+    HOOK(read##bytes, bytes, READ) HOOK(write##bytes, bytes, WRITE) \
+    HOOK(unaligned_read##bytes, bytes, READ) HOOK(unaligned_write##bytes, bytes, WRITE)
+HOOKS(1) HOOKS(2) HOOKS(4) HOOKS(8) HOOKS(16);
+// clang-format on
+void __tsan_read_range(const void* p, size_t bytes) {
+    races::touch(p, bytes, races::READ, __builtin_return_address(0));
+}
+void __tsan_write_range(const void* p, size_t bytes) {
+    races::touch(p, bytes, races::WRITE, __builtin_return_address(0));
+}
 void __tsan_init() {}
 void __tsan_vptr_update(void**, void*) {}
 // Of the standard library, in the emulator.

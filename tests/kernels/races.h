@@ -1,6 +1,8 @@
-// Finds accesses to shared memory, and to arrays that are watched, that nothing orders. g++ -fsanitize=thread calls a function at
-// every load and store; races.cpp has those functions, no library. What orders threads tells so (emulator.h): barriers of any size,
-// __syncwarp, an inbox or a copy's barrier that was awaited. Shuffles, votes and products of a warp order nothing, as CUDA has it.
+// Finds accesses to shared memory, and to arrays that are watched, that nothing orders. g++ -fsanitize=thread
+// calls a function at every load and store; races.cpp has those functions, no library. What orders threads
+// tells so (emulator.h): barriers of any size,
+// __syncwarp, an inbox or a copy's barrier that was awaited. Shuffles, votes and products of a warp order
+// nothing, as CUDA has it.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -11,15 +13,16 @@
 #include <vector>
 
 namespace races {
-// By index: up to when what it did is known. Each thread has two, for its own block's shared memory and for all else; then come copies.
+// By index: up to when what it did is known. Each thread has two, for its own block's shared memory and for
+// all else; then come copies.
 typedef std::vector<uint32_t> Clocks;
 typedef std::shared_ptr<const Clocks> Known;
 constexpr size_t STACK = 32 << 10;
 constexpr int MAX_COPIES = 256;
 struct Observer {
     int thread, block;
-    uint32_t clock;      // counts what it has told others
-    uint32_t fenced;     // up to when what it wrote may be copied, or overwritten by a copy: 0, nothing
+    uint32_t clock;    // counts what it has told others
+    uint32_t fenced;   // up to when what it wrote may be copied, or overwritten by a copy: 0, nothing
     Known known;
     const char* stack;   // its own, of STACK bytes
 };
@@ -40,9 +43,11 @@ extern Observer* observer;   // whose accesses these are; null: nobody's
 extern char found[200];      // the first race
 // Where this library's thread_local variables lie.
 Array variables();
-// Where to look, in all blocks of a launch that begins here: those that run one after the other are not ordered either.
+// Where to look, in all blocks of a launch that begins here: those that run one after the other are not
+// ordered either.
 void watch(const std::vector<Array>& arrays);
-// Some of its blocks begin, of so many threads in all, each with memory of its own. -> what they know: nothing.
+// Some of its blocks begin, of so many threads in all, each with memory of its own. -> what they know:
+// nothing.
 Known begin(const std::vector<Array>& of_blocks, const std::vector<const Observer*>& threads);
 int index_of_copy(int number);
 void touch(const void* at, size_t bytes, Kind kind, const void* by, const Copy* copy = nullptr);
@@ -55,10 +60,11 @@ class Told {
     std::map<const Clocks*, std::pair<Known, Known>> heard_by;
 
 public:
-    void add(Observer& its);           // everything
-    // What it knows of blocks' own shared memory: that is one, and what a barrier has ordered there has happened.
+    void add(Observer& its);   // everything
+    // What it knows of blocks' own shared memory: that is one, and what a barrier has ordered there has
+    // happened.
     void add_at_home(const Observer& its);
-    void settle();                     // everybody has come
+    void settle();   // everybody has come
     void tell(Observer& its);
 };
 // From now on it knows this of a copy.
@@ -70,4 +76,4 @@ struct Aside {
     Aside();
     ~Aside();
 };
-}  // namespace races
+}   // namespace races

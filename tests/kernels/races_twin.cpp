@@ -31,115 +31,135 @@ template <typename F> Case cluster_of(F kernel) { return {2, 32, true, kernel}; 
 
 const std::map<std::string, Case> CASES = {
     // A barrier of the block.
-    {"barrier", block_of(64, [] {
-         words()[thread()] = 1;
-         __syncthreads();
-         look(words()[63 - thread()]);
-     })},
-    {"no barrier", block_of(64, [] {
-         words()[thread()] = 1;
-         look(words()[63 - thread()]);
-     })},
-    {"no barrier before the next write", block_of(64, [] {
-         words()[thread()] = 1;
-         __syncthreads();
-         look(words()[63 - thread()]);
-         words()[thread()] = 2;
-     })},
-    {"one writes for all", block_of(64, [] {
-         if (thread() == 0) words()[0] = 1;
-         __syncthreads();
-         look(words()[0]);
-     })},
+    {"barrier", block_of(64,
+                         [] {
+                             words()[thread()] = 1;
+                             __syncthreads();
+                             look(words()[63 - thread()]);
+                         })},
+    {"no barrier", block_of(64,
+                            [] {
+                                words()[thread()] = 1;
+                                look(words()[63 - thread()]);
+                            })},
+    {"no barrier before the next write", block_of(64,
+                                                  [] {
+                                                      words()[thread()] = 1;
+                                                      __syncthreads();
+                                                      look(words()[63 - thread()]);
+                                                      words()[thread()] = 2;
+                                                  })},
+    {"one writes for all", block_of(64,
+                                    [] {
+                                        if (thread() == 0) words()[0] = 1;
+                                        __syncthreads();
+                                        look(words()[0]);
+                                    })},
     // A warp.
-    {"syncwarp", block_of(32, [] {
-         words()[thread()] = 1;
-         __syncwarp();
-         look(words()[31 - thread()]);
-     })},
-    {"a shuffle is no barrier", block_of(32, [] {
-         words()[thread()] = 1;
-         look(__shfl_sync(~0u, 1, 0));
-         look(words()[31 - thread()]);
-     })},
-    {"syncwarp of other warps", block_of(64, [] {
-         words()[thread()] = 1;
-         __syncwarp();
-         look(words()[63 - thread()]);
-     })},
+    {"syncwarp", block_of(32,
+                          [] {
+                              words()[thread()] = 1;
+                              __syncwarp();
+                              look(words()[31 - thread()]);
+                          })},
+    {"a shuffle is no barrier", block_of(32,
+                                         [] {
+                                             words()[thread()] = 1;
+                                             look(__shfl_sync(~0u, 1, 0));
+                                             look(words()[31 - thread()]);
+                                         })},
+    {"syncwarp of other warps", block_of(64,
+                                         [] {
+                                             words()[thread()] = 1;
+                                             __syncwarp();
+                                             look(words()[63 - thread()]);
+                                         })},
     // Barriers of some warps.
-    {"groups by themselves", block_of(128, [] {
-         words()[thread()] = 1;
-         group_barrier(1 + thread() / 64, 64);
-         look(words()[thread() ^ 63]);
-     })},
-    {"groups that mix", block_of(128, [] {
-         words()[thread()] = 1;
-         group_barrier(1 + thread() / 64, 64);
-         look(words()[thread() ^ 127]);
-     })},
-    {"known by way of another", block_of(96, [] {
-         if (thread() == 0) words()[0] = 1;
-         if (thread() < 64) group_barrier(1, 64);
-         if (thread() >= 32) group_barrier(2, 64);
-         if (thread() == 64) look(words()[0]);
-     })},
+    {"groups by themselves", block_of(128,
+                                      [] {
+                                          words()[thread()] = 1;
+                                          group_barrier(1 + thread() / 64, 64);
+                                          look(words()[thread() ^ 63]);
+                                      })},
+    {"groups that mix", block_of(128,
+                                 [] {
+                                     words()[thread()] = 1;
+                                     group_barrier(1 + thread() / 64, 64);
+                                     look(words()[thread() ^ 127]);
+                                 })},
+    {"known by way of another", block_of(96,
+                                         [] {
+                                             if (thread() == 0) words()[0] = 1;
+                                             if (thread() < 64) group_barrier(1, 64);
+                                             if (thread() >= 32) group_barrier(2, 64);
+                                             if (thread() == 64) look(words()[0]);
+                                         })},
     // One warp is still to leave a barrier where two others meet again.
-    {"a barrier that others use next", block_of(96, [] {
-         words()[thread()] = 1;
-         group_barrier(0, 96);
-         if (thread() < 64) group_barrier(0, 64);
-         look(words()[95 - thread()]);
-     })},
-    {"a barrier that others use next says nothing of them", block_of(96, [] {
-         group_barrier(0, 96);
-         if (thread() < 64) {
-             words()[thread()] = 1;
-             group_barrier(0, 64);
-         } else look(words()[thread() - 64]);
-     })},
+    {"a barrier that others use next", block_of(96,
+                                                [] {
+                                                    words()[thread()] = 1;
+                                                    group_barrier(0, 96);
+                                                    if (thread() < 64) group_barrier(0, 64);
+                                                    look(words()[95 - thread()]);
+                                                })},
+    {"a barrier that others use next says nothing of them", block_of(96,
+                                                                     [] {
+                                                                         group_barrier(0, 96);
+                                                                         if (thread() < 64) {
+                                                                             words()[thread()] = 1;
+                                                                             group_barrier(0, 64);
+                                                                         } else look(words()[thread() - 64]);
+                                                                     })},
     // All but one of many readers are known.
-    {"a forgotten reader", block_of(128, [] {
-         look(words()[0]);
-         if (thread() < 96) group_barrier(1, 96);
-         if (thread() == 0) words()[0] = 1;
-     })},
+    {"a forgotten reader", block_of(128,
+                                    [] {
+                                        look(words()[0]);
+                                        if (thread() < 96) group_barrier(1, 96);
+                                        if (thread() == 0) words()[0] = 1;
+                                    })},
     // Bytes of a word.
     {"bytes side by side", block_of(64, [] { bytes()[thread()] = 1; })},
-    {"a byte of a word", block_of(64, [] {
-         if (thread() == 0) words()[0] = 1;
-         if (thread() == 32) bytes()[3] = 1;
-     })},
-    {"a byte written again covers no word", block_of(64, [] {
-         if (thread() == 0) words()[0] = 1;
-         __syncwarp();
-         if (thread() == 0) bytes()[0] = 1;
-         __syncwarp();
-         if (thread() == 32) look(bytes()[3]);
-     })},
+    {"a byte of a word", block_of(64,
+                                  [] {
+                                      if (thread() == 0) words()[0] = 1;
+                                      if (thread() == 32) bytes()[3] = 1;
+                                  })},
+    {"a byte written again covers no word", block_of(64,
+                                                     [] {
+                                                         if (thread() == 0) words()[0] = 1;
+                                                         __syncwarp();
+                                                         if (thread() == 0) bytes()[0] = 1;
+                                                         __syncwarp();
+                                                         if (thread() == 32) look(bytes()[3]);
+                                                     })},
     // Atomics.
-    {"atomics", block_of(64, [] {
-         atomicAdd(words(), 1);
-         __syncthreads();
-         look(words()[0]);
-     })},
-    {"an atomic and a read", block_of(64, [] {
-         if (thread()) atomicAdd(words(), 1);
-         else look(words()[0]);
-     })},
+    {"atomics", block_of(64,
+                         [] {
+                             atomicAdd(words(), 1);
+                             __syncthreads();
+                             look(words()[0]);
+                         })},
+    {"an atomic and a read", block_of(64,
+                                      [] {
+                                          if (thread()) atomicAdd(words(), 1);
+                                          else look(words()[0]);
+                                      })},
     // Copies that a thread awaits for itself alone.
-    {"cp.async", block_of(64, [] {
-         copy16(words() + 4 * thread(), sources + thread() % 32 * 4, true);
-         await_copies();
-         __syncthreads();
-         look(words()[4 * (63 - thread())]);
-     })},
-    {"cp.async awaited after the barrier", block_of(64, [] {
-         copy16(words() + 4 * thread(), sources + thread() % 32 * 4, true);
-         __syncthreads();
-         await_copies();
-         look(words()[4 * (63 - thread())]);
-     })},
+    {"cp.async", block_of(64,
+                          [] {
+                              copy16(words() + 4 * thread(), sources + thread() % 32 * 4, true);
+                              await_copies();
+                              __syncthreads();
+                              look(words()[4 * (63 - thread())]);
+                          })},
+    {"cp.async awaited after the barrier", block_of(64,
+                                                    [] {
+                                                        copy16(words() + 4 * thread(),
+                                                               sources + thread() % 32 * 4, true);
+                                                        __syncthreads();
+                                                        await_copies();
+                                                        look(words()[4 * (63 - thread())]);
+                                                    })},
     // Clusters.
     {"release", cluster_of([] {
          open_for(0);
@@ -258,13 +278,15 @@ const std::map<std::string, Case> CASES = {
     // Blocks of a launch, one after the other.
     {"blocks beside each other", {2, 32, false, [] { global[block() * 32 + thread()] = 1; }}},
     {"blocks over each other", {2, 32, false, [] { global[block() * 31 + thread()] = 1; }}},
-    {"a block reads what another writes", {2, 32, false, [] {
-         if (block() == 0) global[thread()] = 1;
-         else look(global[thread()]);
-     }}},
+    {"a block reads what another writes",
+     {2, 32, false,
+      [] {
+          if (block() == 0) global[thread()] = 1;
+          else look(global[thread()]);
+      }}},
     {"blocks that add", {2, 32, false, [] { atomicAdd(global, 1); }}},
 };
-}  // namespace
+}   // namespace
 
 extern "C" const char* race(const char* name, unsigned seed) {
     const Case& it = CASES.at(name);

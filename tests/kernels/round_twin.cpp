@@ -18,12 +18,16 @@ void halves(const uint16_t* x, const float* units, const float* scales, int64_t 
         const Halves row(scales[i]);
         row.round(its, units[i]);
         const uint32_t one = its[0], other = its[7];
-        const bool alone = one >> 16 == 0 && (other & 0xFFFF) == 0 && other >> 16 == (one & 0xFFFF) && !(its[1] | its[2] | its[3] | its[4] | its[5] | its[6]);
-        out[i] = alone && is_usual(__float_as_uint(2688.f * scales[i])) ? (float)f16_value(one) * row.undo() : NAN;
+        const bool alone = one >> 16 == 0 && (other & 0xFFFF) == 0 && other >> 16 == (one & 0xFFFF) &&
+                           !(its[1] | its[2] | its[3] | its[4] | its[5] | its[6]);
+        out[i] = alone && is_usual(__float_as_uint(2688.f * scales[i])) ? (float)f16_value(one) * row.undo()
+                                                                        : NAN;
     }
 }
-// x [rows][width] -> all that the codec makes of it, 16 channels at a time. -> how many values are others by way of FP16.
-int64_t rows(const uint32_t* x, int64_t count, int64_t width, uint32_t* codes, uint8_t* scales, float* factors, uint32_t* values) {
+// x [rows][width] -> all that the codec makes of it, 16 channels at a time. -> how many values are others by
+// way of FP16.
+int64_t rows(const uint32_t* x, int64_t count, int64_t width, uint32_t* codes, uint8_t* scales,
+             float* factors, uint32_t* values) {
     int64_t wrong = 0;
     for (int64_t row = 0; row < count; ++row, x += width / 2, values += width / 2) {
         uint32_t top = 0;
@@ -52,7 +56,8 @@ int64_t rows(const uint32_t* x, int64_t count, int64_t width, uint32_t* codes, u
     return wrong;
 }
 // A launch of quantize.cu, block after block.
-const char* launch(const Rows* p, int blocks, int threads, int words, bool makes_codes, int source, unsigned seed) {
+const char* launch(const Rows* p, int blocks, int threads, int words, bool makes_codes, int source,
+                   unsigned seed) {
     void (*const kernels[3][3])(Rows) = {
         {rows_kernel<4, false, PLAIN>, rows_kernel<4, false, NORM>, rows_kernel<4, false, SWIGLU>},
         {rows_kernel<8, false, PLAIN>, rows_kernel<8, false, NORM>, rows_kernel<8, false, SWIGLU>},

@@ -6,7 +6,8 @@
 
 template <int MANY, bool SINGLE> const char* route(const Routing& p, unsigned seed) {
     const int threads = 32 * (SINGLE ? MANY : WARPS);
-    return emulator::run(0, SINGLE ? 1 : CLUSTER, threads, sizeof(Memory<MANY, SINGLE>), seed, [&] { route_kernel<MANY, SINGLE>(p); });
+    return emulator::run(0, SINGLE ? 1 : CLUSTER, threads, sizeof(Memory<MANY, SINGLE>), seed,
+                         [&] { route_kernel<MANY, SINGLE>(p); });
 }
 
 extern "C" const char* launch(const void* params, unsigned seed) {

@@ -20,7 +20,7 @@ def test_choices_wait() -> None:
     assert "p.scores" not in early and "return;" not in early and "to[" not in early
     assert "from = is_real ? p.scores + row * p.stride : (const float*)(p.positions + row);" in late
     assert len(re.findall(r"p\.scores", late)) == 1 and re.findall(r"(\S+ )return;", late) == ["(is_real) "]
-    assert re.search(r"if \(is_real && [^;{}]*\) to\[", late) and late.count("to[") == 1
+    assert re.search(r"if \(is_real && [^;{}]*\)\s*to\[", late) and late.count("to[") == 1
     kernel = found["select_few_kernel"]
     assert (
         f"if (count > p.most) {WAIT}\n    else choose_few<" in kernel

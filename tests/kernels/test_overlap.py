@@ -333,7 +333,7 @@ def test_every_tensor_of_a_launcher_is_declared() -> None:
         ("rows/quantize", ["rows_kernel"]),
         ("mhc/decode_open", ["open_kernel", "embed_kernel"]),
         ("exchange/decode", ["gather_kernel"]),
-        ("linear/matvec", ["matvec_kernel"]),
+        ("linear/matvec", ["single_kernel", "batch_kernel"]),
         ("attention/decode", ["attention_kernel"]),
         ("index/decode", ["queries_kernel", "scores_kernel"]),
     ],
@@ -357,10 +357,9 @@ STEP_INPUT = r"\b(positions|slots|page_table|listed|pages|row_pages)\["  # not t
 def test_attention_waits() -> None:
     """Once, whichever keys a block has: before it looks at the list, else after it asked for its keys."""
     found = functions("attention/decode")
-    kernel, row = (
-        found["attention_kernel"],
-        COMMENT.sub("", build.source_path("attention/decode").read_text()),
-    )
+    source = build.source_path("attention/decode")
+    texts = [path.read_text() for path in (source, source.with_name("attention.cuh"))]
+    kernel, row = found["attention_kernel"], COMMENT.sub("", "".join(texts))
     assert kernel.count(WAIT) == 2 and "return;" not in kernel
     first, rest = kernel.split(f"if (!is_known) {WAIT}")
     second, after = rest.split(f"if (is_known) {WAIT}")
@@ -455,29 +454,39 @@ def test_exchanges_wait() -> None:
 
 
 def test_products_wait() -> None:
-    found = functions("linear/matvec")
-    kernel, run = found["matvec_kernel"], found["run"]
-    # The block that mixes waits; every other with a share goes on to `run`. "up" reads its tasks to know.
-    assert re.search(r"if \(work\.x < 0\) \{\s*wait_for_prerequisites\(\);", kernel)
-    assert kernel.count("return;") == 1 and kernel.count("run<") == 4
-    shared = kernel[kernel.index("if (is_shared) {") : kernel.index("task_expert")]
+    found = {**functions("linear/matvec"), **functions("single.cuh"), **functions("batch.cuh")}
+    # The block that mixes waits; every other with a share goes on to its products. "up" reads its tasks to
+    # know.
+    assert re.search(r"if \(work\.x < 0\) \{\s*wait_for_prerequisites\(\);", found["begin"])
+    for kernel, products in (("single_kernel", "multiply_row<"), ("batch_kernel", "multiply_rows<")):
+        body = found[kernel]
+        assert body.count("return;") == 1 and "if (!begin(p, work)) return;" in body
+        assert body.count(products) == 4
+    batch = found["batch_kernel"]
+    shared = batch[batch.index("if (is_shared) {") : batch.index("task_expert")]
     assert re.search(r"if \(p\.segments\[0\]\.routed == 1\) \{\s*wait_for_prerequisites\(\);", shared)
-    # "up" waits first, the others later; late triggers come after the wait.
-    first = re.search(
-        r"if \(s\.routed == 1\) \{[^}]*wait_for_prerequisites\(\);\s*launch_dependents\(\);", run
-    )
-    second = re.search(
-        r"if \(s\.routed != 1\) \{\s*wait_for_prerequisites\(\);\s*if \(p\.triggers_late\) launch_dependents",
-        run,
-    )
-    assert first and second and run.count(WAIT) == 2
-    early = run[: second.start()]
-    # The one way out before the wait: a block of "down" without an expert. It has read its task alone and
-    # written nothing, and its launch has other blocks that wait, those of the shared expert.
-    assert early.count("return;") == 2 and "if (next_unit >= end) return;" in early  # that one is a lambda's
-    assert "if (expert < 0) return;" in early
-    assert not re.search(r"put_act|s\.y|put_slice\(|p\.weights", early.split("has_slice =")[1])
-    assert re.findall(r"read_slice\(.*", early.split("has_slice =")[1]) == ["read_slice(warp, 0, some);"]
+    for name in ("multiply_row", "multiply_rows"):
+        run = found[name]
+        # "up" waits first, the others later; late triggers come after the wait.
+        first = re.search(
+            r"if \(s\.routed == 1\) \{[^}]*wait_for_prerequisites\(\);\s*launch_dependents\(\);", run
+        )
+        second = re.search(
+            r"if \(s\.routed != 1\) \{\s*wait_for_prerequisites\(\);\s*"
+            r"if \(p\.triggers_late\) launch_dependents",
+            run,
+        )
+        assert first and second and run.count(WAIT) == 2
+        early = run[: second.start()]
+        # The one way out before the wait: a block of "down" without an expert. It has read its task alone
+        # and written nothing, and its launch has other blocks that wait, those of the shared expert.
+        assert early.count("return;") == 1 and "if (expert < 0) return;" in early
+        after_x = early[early.index("const uint32_t stage") :]
+        assert not re.search(r"take_turns|s\.y|put_slice\(|p\.weights|bring_row|bring\(|bring_x\(", after_x)
+        reads = ["read_slice(warp, 0, some);"] if name == "multiply_row" else []
+        assert re.findall(r"read_slice\(.*", after_x) == reads
+    pieces = "".join(functions("single.cuh")["fetch_early"])
+    assert WAIT not in pieces and not re.search(r"s\.[xy]\b|p\.weights", pieces)
 
 
 def test_prompts_are_serial(monkeypatch: pytest.MonkeyPatch) -> None:

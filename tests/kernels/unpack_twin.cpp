@@ -14,6 +14,9 @@ struct Unpacking {
     void* y;
     int64_t bricks;
 };
-template <typename Out> void unpack(const Unpacking& p) { unpack_kernel<Out>(p.segment, (Out*)p.y, p.bricks); }
+template <typename Out> void unpack(const Unpacking& p) {
+    unpack_kernel<Out>(p.segment, (Out*)p.y, p.bricks);
+}
 
-LAUNCH(CASE("unpack_kernel<float>", unpack<float>, Unpacking) CASE("unpack_kernel<__nv_bfloat16>", unpack<__nv_bfloat16>, Unpacking))
+LAUNCH(CASE("unpack_kernel<float>", unpack<float>, Unpacking)
+           CASE("unpack_kernel<__nv_bfloat16>", unpack<__nv_bfloat16>, Unpacking))

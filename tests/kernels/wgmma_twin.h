@@ -1,24 +1,30 @@
-// gpu/wgmma.cuh, what it takes from the GPU, on the CPU. A product is made when it is waited for: until then its sums are NaN, and
-// who changes an operand too early changes it. Races.h knows its reads of shared memory by the warp's mailbox, which a wait collects.
+// gpu/wgmma.cuh, what it takes from the GPU, on the CPU. A product is made when it is waited for: until then
+// its sums are NaN, and who changes an operand too early changes it. Races.h knows its reads of shared memory
+// by the warp's mailbox, which a wait collects.
 #pragma once
 #include "bulk_twin.h"
 
 #include "wgmma.cuh"
 
 namespace tensor {
-// An operand in shared memory, by its descriptor. `is_transposed`: neighbours are numbers of one k (16 bits each).
+// An operand in shared memory, by its descriptor. `is_transposed`: neighbours are numbers of one k (16 bits
+// each).
 struct Matrix {
     uint64_t bits;
     bool is_transposed = false;
     // Of number `i` across, and a byte along K; both its chunk of 16 bytes, and where in it.
     int place(int i, int byte) const {
-        const int start = (int)(bits & 0x3FFF) << 4, leading = (int)(bits >> 16 & 0x3FFF) << 4, stride = (int)(bits >> 32 & 0x3FFF) << 4;
+        const int start = (int)(bits & 0x3FFF) << 4, leading = (int)(bits >> 16 & 0x3FFF) << 4,
+                  stride = (int)(bits >> 32 & 0x3FFF) << 4;
         if (bits >> 62 == 0) return start + byte / 16 * leading + i / 8 * stride + i % 8 * 16 + byte % 16;
         const int k = byte / 2;
-        const int at = is_transposed ? start + i / 64 * leading + k / 8 * stride + k % 8 * 128 + i % 64 * 2 : start + i / 8 * stride + i % 8 * 128 + byte;
+        const int at = is_transposed ? start + i / 64 * leading + k / 8 * stride + k % 8 * 128 + i % 64 * 2
+                                     : start + i / 8 * stride + i % 8 * 128 + byte;
         return at ^ (at >> 7 & 7) << 4;
     }
-    bool is_aligned() const { return bits >> 62 == 0 || (bits >> 3 & 7) == 0; }   // of eight rows that are swizzled, the first
+    bool is_aligned() const {
+        return bits >> 62 == 0 || (bits >> 3 & 7) == 0;
+    }   // of eight rows that are swizzled, the first
 };
 struct Registers {   // a lane's
     float* d;
@@ -71,7 +77,8 @@ inline void tell_reads(const Matrix& matrix, int first, int count) {
     for (int i = first; i < first + count; i += matrix.is_transposed ? 8 : 1)
         for (int byte = 0; byte < 32; byte += matrix.is_transposed ? 2 : 16) touch(i, byte);
 }
-inline void ask(Operands types, int columns, bool adds, bool has_matrix, Matrix a, Matrix b, const uint64_t* lanes) {
+inline void ask(Operands types, int columns, bool adds, bool has_matrix, Matrix a, Matrix b,
+                const uint64_t* lanes) {
     Warp& warp = mine();
     Product made = {types, columns, adds, has_matrix, a, b};
     for (int i = 0; i < 32; ++i) made.of[i] = *(const Registers*)lanes[i];
@@ -89,11 +96,13 @@ inline void ask(Operands types, int columns, bool adds, bool has_matrix, Matrix 
             if (!is_pending) made.before.push_back(its.d[i]);
             its.d[i] = NAN;
         }
-    for (const uint64_t it : {b.bits, has_matrix ? a.bits : 0, (uint64_t)columns << 1 | adds}) warp.all.push_back(it);
+    for (const uint64_t it : {b.bits, has_matrix ? a.bits : 0, (uint64_t)columns << 1 | adds})
+        warp.all.push_back(it);
     warp.products.push_back(std::move(made));
 }
 // [16 rows][columns] += A B, each sum of a product in float64, rounded once.
-__attribute__((optimize("O3"), no_sanitize("thread"))) inline void multiply(const Product& p, int first_row, float* sums) {
+__attribute__((optimize("O3"), no_sanitize("thread"))) inline void multiply(const Product& p, int first_row,
+                                                                            float* sums) {
     static double a[MAX_DEPTH][ROWS], b[MAX_DEPTH][MAX_COLUMNS], row[MAX_COLUMNS];
     const float *a_values = values_of(p.types, true), *b_values = values_of(p.types, false);
     const bool wide = is_wide(p.types);
@@ -137,7 +146,9 @@ __attribute__((no_sanitize("thread"))) inline void finish(uint32_t pending) {
         if (!product.before.empty()) {
             sums.resize(ROWS * product.columns);
             for (int i = 0; i < ROWS; ++i)
-                for (int n = 0; n < product.columns; ++n) sums[i * product.columns + n] = product.before[lane_of(i, n) * (product.columns / 2) + number_of(i, n)];
+                for (int n = 0; n < product.columns; ++n)
+                    sums[i * product.columns + n] =
+                        product.before[lane_of(i, n) * (product.columns / 2) + number_of(i, n)];
         }
         multiply(product, emulator::now->index / 32 % 4 * ROWS, sums.data());
         const Product* next = nullptr;
@@ -148,12 +159,15 @@ __attribute__((no_sanitize("thread"))) inline void finish(uint32_t pending) {
                 Product& later = const_cast<Product&>(*next);
                 later.before.assign(32 * (product.columns / 2), 0.f);
                 for (int i = 0; i < ROWS; ++i)
-                    for (int n = 0; n < product.columns; ++n) later.before[lane_of(i, n) * (product.columns / 2) + number_of(i, n)] = sums[i * product.columns + n];
+                    for (int n = 0; n < product.columns; ++n)
+                        later.before[lane_of(i, n) * (product.columns / 2) + number_of(i, n)] =
+                            sums[i * product.columns + n];
             }
             continue;
         }
         for (int i = 0; i < ROWS; ++i)
-            for (int n = 0; n < product.columns; ++n) product.of[lane_of(i, n)].d[number_of(i, n)] = sums[i * product.columns + n];
+            for (int n = 0; n < product.columns; ++n)
+                product.of[lane_of(i, n)].d[number_of(i, n)] = sums[i * product.columns + n];
     }
     open.clear();
     warp.products.swap(left);
@@ -166,17 +180,21 @@ inline const char* left_behind() {
     }
     return "";
 }
-template <int N> void multiply(Operands types, float (&d)[N], const uint32_t* registers, Matrix a, Matrix b, bool adds) {
+template <int N>
+void multiply(Operands types, float (&d)[N], const uint32_t* registers, Matrix a, Matrix b, bool adds) {
     Registers lane = {d, registers, b.bits};
-    emulator::together("wgmma", &lane, [&](const uint64_t* all) { ask(types, 2 * N, adds, !registers, a, b, all); });
+    emulator::together("wgmma", &lane,
+                       [&](const uint64_t* all) { ask(types, 2 * N, adds, !registers, a, b, all); });
 }
-}  // namespace tensor
+}   // namespace tensor
 
 inline void wgmma_fence() {
     emulator::together("wgmma_fence", 0, [](const uint64_t*) { tensor::mine().is_fenced = true; });
 }
 inline void wgmma_commit() {
-    emulator::together("wgmma_commit", 0, [](const uint64_t*) { emulator::mailbox(&tensor::mine()).clock = ++tensor::mine().groups; });
+    emulator::together("wgmma_commit", 0, [](const uint64_t*) {
+        emulator::mailbox(&tensor::mine()).clock = ++tensor::mine().groups;
+    });
 }
 template <int PENDING> void wgmma_wait() {
     emulator::together("wgmma_wait", 0, [](const uint64_t*) {
@@ -184,6 +202,9 @@ template <int PENDING> void wgmma_wait() {
         tensor::finish(PENDING);
     });
     const uint32_t groups = tensor::mine().groups;
-    races::hear(emulator::now->observer, emulator::mailbox(&tensor::mine()).index, groups - min(groups, (uint32_t)PENDING));
+    races::hear(emulator::now->observer, emulator::mailbox(&tensor::mine()).index,
+                groups - min(groups, (uint32_t)PENDING));
 }
-template <Operands T, int N> void wgmma(float (&d)[N], const uint32_t (&a)[4], uint64_t b, int adds) { tensor::multiply(T, d, a, {}, {b}, adds); }
+template <Operands T, int N> void wgmma(float (&d)[N], const uint32_t (&a)[4], uint64_t b, int adds) {
+    tensor::multiply(T, d, a, {}, {b}, adds);
+}

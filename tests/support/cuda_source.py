@@ -9,8 +9,12 @@ WAIT = "wait_for_prerequisites();"
 
 
 def functions(name: str) -> dict[str, str]:
-    """Functions of a CUDA source, comments taken out: name -> its head, then its body."""
-    text, out = COMMENT.sub("", build.source_path(name).read_text()), {}
+    """Functions of a CUDA source or header, comments taken out: name -> its head, then its body."""
+    if name.endswith(".cuh"):
+        (path,) = (header for header in build.HEADERS if header.name == name)
+    else:
+        path = build.source_path(name)
+    text, out = COMMENT.sub("", path.read_text()), {}
     depth, start, head = 0, 0, ""
     for at, letter in enumerate(text):
         if letter == "{":

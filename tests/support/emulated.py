@@ -119,7 +119,7 @@ class Launches:
             case "linear/matvec":
                 late = (_Range * len(unfinished))(*unfinished)
                 of = (blocks, threads, shared, late, len(late), ctypes.byref(_EVERYTHING), 1)
-                said = self._run(twin.launch, at, *(kind == "true" for kind in kinds), *of)
+                said = self._run(twin.launch, at, kernel.encode(), *of)
         if source != "linear/matvec":
             twin.expect(None, ctypes.c_size_t(0))
         assert not said, f"{kernel}: {said}"

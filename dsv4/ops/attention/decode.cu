@@ -1,233 +1,178 @@
-// Decode step: attention of one row, from the queries as their product left them to the rotated-back result, in one launch.
+// Decode step: attention of one row, from the queries as their product left them to the rotated-back result,
+// in one launch.
 //
 // A cluster of blocks takes eight heads, or of many rows sixteen, in GROUPS of eight, with the same bits.
 // Its blocks cut the keys evenly, 16 at a time (split-KV), by the row's position
-// alone. Of a block's keys each warp has 64 channels, as keys and as values: it copies, decodes and multiplies those without
-// waiting for another. Only scores change hands inside a block, only results inside a cluster: the block of a head sums them up.
+// alone. Of a block's keys each warp has 64 channels, as keys and as values: it copies, decodes and
+// multiplies those without waiting for another. Only scores change hands inside a block, only results inside
+// a cluster: the block of a head sums them up.
 //
-// Codes are exact in FP16; a score's slice of 64 channels is multiplied by its key's scale in float32, values by their scale
-// relative to the largest. Weights of keys are rounded to FP16 (rotary channels: BF16), relative to the block's peak.
+// Codes are exact in FP16; a score's slice of 64 channels is multiplied by its key's scale in float32, values
+// by their scale relative to the largest. Weights of keys are rounded to FP16 (rotary channels: BF16),
+// relative to the block's peak.
 //
-// A launch finds its instructions in no cache: code that runs once takes as long as it takes to come, about 250 instructions in a
-// microsecond. So loops are not unrolled, and what can be a shift is no division.
-#include "cluster.cuh"
-#include "fragments.cuh"
+// A launch finds its instructions in no cache: code that runs once takes as long as it takes to come, about
+// 250 instructions in a microsecond. So loops are not unrolled, and what can be a shift is no division.
+#include "attention.cuh"
 
-constexpr int CLUSTER = 8, WARPS = 8, HEADS = 8, WIDTH = 512, SLICE_WIDTH = 64, ROPE_WARP = 7, HALF = 32;
-constexpr int KEYS = 80;                             // of a pass, 16 at a time
-constexpr int PER_LANE = (KEYS + 31) / 32;
-constexpr int ROW = 448 + 2 * 64, SCALES = 8;        // bytes of a KV8 row
-constexpr int SCORE_ROW = KEYS + 4, WEIGHT_ROW = KEYS + 8, STAGED_ROW = SLICE_WIDTH + 4;   // few lanes meet in a bank
-constexpr float LOG2E = 1.4426950408889634f;
-
-struct Attention {
-    const __nv_bfloat16* q;              // [rows][heads][WIDTH], neither normed nor rotated
-    const uint8_t *ring, *ring_scale;    // KV8
-    const uint8_t *entries, *entries_scale;
-    const int* listed;                   // [rows][list_width] rows of `entries`; null: all that the row sees, by page
-    const int* page_table;               // [slots][pages]
-    const int64_t *slots, *positions;    // [rows]
-    const float *sinks, *cos, *sin;      // [heads], [positions][HALF]
-    __nv_bfloat16* out;                  // as q
-    int heads, window, ring_rows, list_width, pages;
-    int group_bits, ratio_bits, page_bits;   // powers of two: clusters of a row, tokens of an entry, entries of a page
-    float scale, eps;
-};
-
-template <int GROUPS> struct Memory {
-    uint8_t codes[ROPE_WARP][KEYS][SLICE_WIDTH];   // 16 bytes swizzled: `code_at`
-    uint8_t rotary[KEYS][2 * SLICE_WIDTH];         // `rotary_at`
-    union {
-        float scores[WARPS][GROUPS * HEADS][SCORE_ROW];
-        float results[GROUPS][CLUSTER][WARPS][SLICE_WIDTH];   // by block: of this block's heads, when all have read their last scores
-    };
-    float peaks[GROUPS][CLUSTER][2];               // beside them: peak, sum of weights
-    const uint8_t* from[KEYS];                     // rows of keys; null: none
-    uint8_t scale_codes[KEYS][SCALES];
-    float scales[ROPE_WARP][KEYS];
-    uint16_t relative[ROPE_WARP][KEYS];            // FP16: of the largest scale
-    uint16_t weights[2][GROUPS * HEADS][WEIGHT_ROW];   // FP16, BF16
-    float squares[WARPS][GROUPS * HEADS], shrink[GROUPS * HEADS];
-    Inbox inbox;                                   // of results and peaks
-
-    // Part 0 .. 3 of a key's 64 codes, 0 .. 7 of its rotary channels.
-    __device__ __forceinline__ uint8_t* code_at(int slice, int key, int part) { return codes[slice][key] + ((part ^ key >> 1 & 3) << 4); }
-    __device__ __forceinline__ uint8_t* rotary_at(int key, int part) { return rotary[key] + ((part ^ key & 7) << 4); }
-};
-
-// Larger numbers have larger keys; NaN has none.
-__device__ __forceinline__ uint32_t peak_key(float v) {
-    const uint32_t bits = __float_as_uint(v);
-    return v != v ? 0 : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-__device__ __forceinline__ float from_peak_key(uint32_t key) {
-    return key == 0 ? -INFINITY : __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
-}
-// What is subtracted from scores: a number, also where the peak is none.
-__device__ __forceinline__ float finite_peak(float peak) { return peak == -INFINITY ? 0.f : peak; }
-__device__ __forceinline__ float e8m0_power(uint32_t code) { return __uint_as_float(code == 255 ? 0x7FC00000u : code << 23); }
-// 2^-below in FP16.
-__device__ __forceinline__ uint16_t f16_power(int below) {
-    return (uint16_t)(below < 15 ? (15 - below) << 10 : below < 25 ? 1 << (24 - below) : 0);
-}
-
-// A row's keys, the window's first; this block has `own` of them from `first` on.
-struct Keys {
-    int slot, position, raw, oldest, first, own, blocks;   // oldest: in the ring; blocks: that have keys
-
-    __device__ __forceinline__ Keys(const Attention& p, int row, int block) {
-        position = (int)__ldcg(p.positions + row);
-        slot = (int)__ldcg(p.slots + row);
-        raw = min(position + 1, p.window);
-        const int visible = p.entries ? (position + 1) >> p.ratio_bits : 0;
-        const int count = raw + (p.listed ? min(visible, p.list_width) : visible);
-        const int share = ((count + 15) / 16 + CLUSTER - 1) / CLUSTER * 16;
-        oldest = (position + 1 - raw) % p.ring_rows;
-        first = share * block;
-        own = max(0, min(count - first, share));
-        blocks = 0;
-#pragma unroll
-        for (int i = 0; i < CLUSTER; ++i) blocks += count > share * i;
-    }
-    __device__ __forceinline__ bool in_ring(int i) const { return first + i < raw; }
-    // The row of the block's key `i` in its store, -1: none.
-    __device__ __forceinline__ int row(const Attention& p, int row, int i) const {
-        if (i >= own) return -1;
-        const int place = first + i, entry = place - raw;
-        if (entry < 0) return slot * p.ring_rows + oldest + place - (oldest + place >= p.ring_rows ? p.ring_rows : 0);
-        if (p.listed) return __ldcg(p.listed + (int64_t)row * p.list_width + entry);
-        return (__ldcg(p.page_table + (int64_t)slot * p.pages + (entry >> p.page_bits)) << p.page_bits) + (entry & ((1 << p.page_bits) - 1));
-    }
-};
-
-__device__ __forceinline__ uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
-__device__ __forceinline__ float part_of(const float4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
-
-// Queries of a warp's 64 channels: of head g 16 channels a lane, as pairs. Normed, rotated, and for codes in FP16.
+// A warp's 64 channels of a pass's keys to shared memory: 16 bytes a lane, of eight keys at a time; zeros
+// where there is no key.
 template <int GROUPS>
-__device__ __forceinline__ void prepare_queries(const Attention& p, Memory<GROUPS>& s, uint4 (&q)[GROUPS][2], const float4 (&turn)[4], int warp, int lane) {
-    const int g = lane >> 2, t = lane & 3;
-#pragma unroll
-    for (int h = 0; h < GROUPS; ++h) {
-        float square = 0.f;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const float2 pair = open_bf16(word_of(q[h][i / 4], i % 4));
-            square += pair.x * pair.x;
-            square += pair.y * pair.y;
-        }
-        square += __shfl_xor_sync(~0u, square, 1);
-        square += __shfl_xor_sync(~0u, square, 2);
-        if (t == 0) s.squares[warp][h * HEADS + g] = square;
+__device__ __forceinline__ void copy_keys(const Attention& p, Memory<GROUPS>& s, int num_groups, bool is_rope,
+                                          int warp, int g, int t) {
+#pragma unroll 2
+    for (int key = g; key < num_groups * 16; key += 8) {
+        const uint8_t* data = s.from[key];
+        const bool is_there = data != nullptr;
+        data = is_there ? data + warp * SLICE_WIDTH + t * 16 : p.ring;
+        copy16(is_rope ? s.rotary_at(key, t) : s.code_at(warp, key, t), data, is_there);
+        if (is_rope) copy16(s.rotary_at(key, t + 4), data + (is_there ? 64 : 0), is_there);
     }
-    __syncthreads();
+}
+
+// A warp's scales of a pass's keys, as numbers, and relative to the largest, whose code is returned.
+// `is_key`: of keys lane, lane + 32, ...
+template <int GROUPS>
+__device__ __forceinline__ uint32_t prepare_scales(Memory<GROUPS>& s, int num_groups, bool is_rope,
+                                                   bool (&is_key)[PER_LANE], int warp, int lane) {
+    uint32_t largest = 0;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) {
+        const int key = lane + 32 * i;
+        is_key[i] = key < KEYS && s.from[key] != nullptr;
+        const uint32_t code = key < KEYS ? s.scale_codes[key][warp] : 0;
+        largest = max(largest, code == 255 ? 0 : code);
+    }
+    largest = __reduce_max_sync(~0u, largest);
+    if (!is_rope)
+#pragma unroll 1
+        for (int key = lane; key < num_groups * 16; key += 32) {
+            const uint32_t code = s.scale_codes[key][warp];
+            s.scales[warp][key] = e8m0_power(code);
+            s.relative[warp][key] = code == 255 ? 0x7E00 : f16_power((int)largest - (int)code);
+        }
+    return largest;
+}
+
+// Weights of a pass's keys, from all warps' scores. A warp has a head of each group, a lane every 32nd key;
+// `sum` is the lane's, `peak` and `total` the head's so far.
+template <int GROUPS>
+__device__ __forceinline__ void weigh_keys(const Attention& p, Memory<GROUPS>& s,
+                                           const bool (&is_key)[PER_LANE], float (&peak)[GROUPS],
+                                           float (&total)[GROUPS], float (&sum)[GROUPS], int warp, int lane) {
 #pragma unroll
     for (int h = 0; h < GROUPS; ++h) {
-        float sum = 0.f;
+        const int head = h * HEADS + warp;
+        float score[PER_LANE];
+        uint32_t best = 0;
 #pragma unroll
-        for (int w = 0; w < WARPS; ++w) sum += s.squares[w][h * HEADS + g];
-        const float factor = rsqrtf(sum * (1.f / WIDTH) + p.eps);
-        uint32_t word[8];
+        for (int i = 0; i < PER_LANE; ++i) {
+            float v = 0.f;
+            if (is_key[i])
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const float2 pair = open_bf16(word_of(q[h][i / 4], i % 4));
-            word[i] = pack_bf16(pair.x * factor, pair.y * factor);
-            const float2 a = open_bf16(word[i]);
-            if (warp == ROPE_WARP) {
-                const float c = part_of(turn[i / 4], i % 4), d = part_of(turn[2 + i / 4], i % 4);
-                word[i] = pack_bf16(a.x * c - a.y * d, a.x * d + a.y * c);
-            } else {
-                word[i] = pack_f16(a.x, a.y);   // exact from 2^-17 on
+                for (int w = 0; w < WARPS; ++w) v += s.scores[w][head][lane + 32 * i];
+            score[i] = is_key[i] ? v * (p.scale * LOG2E) : -INFINITY;
+            best = max(best, peak_key(score[i]));
+        }
+        const float higher = fmaxf(peak[h], from_peak_key(__reduce_max_sync(~0u, best)));
+        const float base = finite_peak(higher), shrink = power_of_two(peak[h] - base);
+        sum[h] = 0.f;
+#pragma unroll
+        for (int i = 0; i < PER_LANE; ++i) {
+            const int key = lane + 32 * i;
+            const float weight = power_of_two(score[i] - base);
+            sum[h] += weight;
+            if (key < KEYS) {
+                s.weights[0][head][key] = (uint16_t)pack_f16(weight, 0.f);
+                s.weights[1][head][key] = (uint16_t)pack_bf16(weight, 0.f);
             }
         }
-        q[h][0] = make_uint4(word[0], word[1], word[2], word[3]);
-        q[h][1] = make_uint4(word[4], word[5], word[6], word[7]);
+        if (lane == 0) s.shrink[head] = shrink;
+        total[h] *= shrink;
+        peak[h] = higher;
     }
 }
 
-// Scores of 16 keys over the warp's 64 channels. A lane has 16 channels in a row of keys g and g + 8, as of its queries.
-template <bool IS_ROPE, int GROUPS>
-__device__ __forceinline__ void score_keys(Memory<GROUPS>& s, const uint4 (&q)[GROUPS][2], int group, int warp, int lane) {
-    const int g = lane >> 2, t = lane & 3, key = group * 16 + g;
-    float d[GROUPS][2][4] = {};   // two chains
-    uint4 of[2][IS_ROPE ? 2 : 1];   // by key, half
+// Sends a warp's 64 channels to the block that sums a head up: head b of each group to block b. A head's go
+// at once, from where the warp's keys were: in pieces of 16 bytes the network between blocks took longer than
+// everything else.
+template <int GROUPS>
+__device__ __forceinline__ void send_results(Memory<GROUPS>& s, const float (&result)[GROUPS][4][4],
+                                             const float (&peak)[GROUPS], const float (&total)[GROUPS],
+                                             bool has_keys, bool is_rope, int block, int warp, int lane,
+                                             int g, int t) {
+    float (*staged)[STAGED_ROW] = reinterpret_cast<float (*)[STAGED_ROW]>(is_rope ? s.rotary[0]
+                                                                                  : s.codes[warp][0]);
+    __syncwarp();
 #pragma unroll
-    for (int k = 0; k < 2; ++k)
+    for (int h = 0; h < GROUPS; ++h) {
 #pragma unroll
-        for (int half = 0; half < (IS_ROPE ? 2 : 1); ++half)
-            of[k][half] = *reinterpret_cast<const uint4*>(IS_ROPE ? s.rotary_at(key + 8 * k, 2 * t + half) : s.code_at(warp, key + 8 * k, t));
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-        uint32_t a[4];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            if constexpr (IS_ROPE) a[k] = word_of(of[k & 1][j / 2], j % 2 * 2 + k / 2);
-            else a[k] = e4m3x2((uint16_t)(word_of(of[k & 1][0], j) >> k / 2 * 16));
+        for (int i = 0; i < 4; ++i) {   // a head, 16 channels and 16 more
+            const float (&low)[4] = result[h][i / 2 * 2];
+            const float (&high)[4] = result[h][i / 2 * 2 + 1];
+            const int j = i % 2;
+            *reinterpret_cast<float4*>(&staged[h * HEADS + 2 * t + j][8 * g + i / 2 * 4]) = make_float4(
+                low[j], low[2 + j], high[j], high[2 + j]);
         }
-#pragma unroll
-        for (int h = 0; h < GROUPS; ++h) {
-            const uint32_t b0 = word_of(q[h][j / 2], j % 2 * 2), b1 = word_of(q[h][j / 2], j % 2 * 2 + 1);
-            if constexpr (IS_ROPE) multiply_bf16(d[h][j & 1], a, b0, b1);
-            else multiply_f16(d[h][j & 1], a, b0, b1);
-        }
+        if (lane == 0)
+            send(s.peaks[h][block], make_uint2(__float_as_uint(peak[h]), __float_as_uint(total[h])), warp,
+                 &s.inbox);
     }
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-        float scale = 1.f;
-        if constexpr (!IS_ROPE) scale = s.scales[warp][key + 8 * k];
-#pragma unroll
-        for (int h = 0; h < GROUPS; ++h)
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-                s.scores[warp][h * HEADS + 2 * t + i][key + 8 * k] = (d[h][0][2 * k + i] + d[h][1][2 * k + i]) * scale;
-    }
+    copies_may_follow();
+    __syncwarp();
+    if (has_keys && lane < GROUPS * HEADS)
+        send_from(s.results[lane / HEADS][block][warp], staged[lane], SLICE_WIDTH * 4, lane % HEADS,
+                  &s.inbox);
 }
 
-// The warp's 64 channels of 16 keys, weighted, added to d: by 16 channels; of those d has 2g (0, 1) and 2g + 1 (2, 3), of rotary
-// ones g and g + 8.
-template <bool IS_ROPE, int GROUPS>
-__device__ __forceinline__ void add_values(Memory<GROUPS>& s, float (&d)[GROUPS][4][4], int group, int warp, int lane) {
-    const int g = lane >> 2, t = lane & 3, key = group * 16 + (lane & 15);   // `key`: whose address this lane has, and which of two parts
-    uint32_t b[GROUPS][2], unit[2];
+// Adds up what all blocks sent of this block's heads. A thread has two channels, as `add_values` had them.
+template <int GROUPS>
+__device__ __forceinline__ void sum_up(const Attention& p, const Memory<GROUPS>& s,
+                                       const float (&sink)[GROUPS], const float (&back)[4], bool is_padding,
+                                       bool is_rope, int row, int first_head, int block, int warp, int lane,
+                                       int g, int t) {
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
-        const int pair = group * 16 + k * 8 + 2 * t;
+    for (int h = 0; h < GROUPS; ++h) {
+        float top = sink[h], whole = 0.f, x = 0.f, y = 0.f;
 #pragma unroll
-        for (int h = 0; h < GROUPS; ++h) b[h][k] = *reinterpret_cast<const uint32_t*>(&s.weights[IS_ROPE][h * HEADS + g][pair]);
-        if constexpr (!IS_ROPE) unit[k] = *reinterpret_cast<const uint32_t*>(&s.relative[warp][pair]);
-    }
+        for (int b = 0; b < CLUSTER; ++b)
+            if (s.peaks[h][b][1] != 0.f) top = fmaxf(top, s.peaks[h][b][0]);
+        top = finite_peak(top);
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
-        uint32_t a[4];
-        if constexpr (IS_ROPE) {
-            uint32_t r[4];
-            load_transposed(r, s.rotary_at(key, 2 * c + (lane >> 4)));
-            a[0] = r[0]; a[1] = r[2]; a[2] = r[1]; a[3] = r[3];
+        for (int b = 0; b < CLUSTER; ++b) {
+            const float of_block = s.peaks[h][b][1];
+            if (of_block == 0.f) continue;   // without keys; its results were not sent
+            const float weight = power_of_two(s.peaks[h][b][0] - top);
+            const float2 of = *reinterpret_cast<const float2*>(&s.results[h][b][warp][2 * lane]);
+            whole += weight * of_block;
+            x += weight * of.x;
+            y += weight * of.y;
+        }
+        whole += power_of_two(sink[h] - top);
+        const float inverse = is_padding ? 0.f : reciprocal(whole);   // a row of padding is zero
+        uint32_t both = pack_bf16(x * inverse, y * inverse);
+        __nv_bfloat16* out = p.out + ((int64_t)row * p.heads + first_head + h * HEADS + block) * WIDTH +
+                             warp * SLICE_WIDTH + 16 * t;
+        if (is_rope) {
+            const float2 own = open_bf16(both), other = open_bf16(__shfl_xor_sync(~0u, both, 4));
+            const float sign = g & 1 ? -1.f : 1.f;
+            both = pack_bf16(own.x * back[0] + other.x * back[2] * sign,
+                             own.y * back[1] + other.y * back[3] * sign);
+            reinterpret_cast<uint16_t*>(out)[g] = (uint16_t)both;
+            reinterpret_cast<uint16_t*>(out)[g + 8] = (uint16_t)(both >> 16);
         } else {
-            uint32_t r[2];   // keys 0 .. 7, 8 .. 15; a word: keys 2t and 2t + 1, two channels of each
-            load_transposed(r, s.code_at(warp, key, c));
-#pragma unroll
-            for (int k = 0; k < 2; ++k) {
-                const __half2 by = *reinterpret_cast<const __half2*>(&unit[k]);
-                a[2 * k] = times(e4m3x2((uint16_t)__byte_perm(r[k], 0, 0x4420)), by);
-                a[2 * k + 1] = times(e4m3x2((uint16_t)__byte_perm(r[k], 0, 0x4431)), by);
-            }
-        }
-#pragma unroll
-        for (int h = 0; h < GROUPS; ++h) {
-            if constexpr (IS_ROPE) multiply_bf16(d[h][c], a, b[h][0], b[h][1]);
-            else multiply_f16(d[h][c], a, b[h][0], b[h][1]);
+            reinterpret_cast<uint32_t*>(out)[g] = both;
         }
     }
 }
 
-template <int GROUPS>
-__global__ void __launch_bounds__(WARPS * 32, 2) attention_kernel(const Attention p) {
+template <int GROUPS> __global__ void __launch_bounds__(WARPS * 32, 2) attention_kernel(const Attention p) {
     Memory<GROUPS>& s = *(Memory<GROUPS>*)shared_memory();
     launch_dependents();
     const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
     const int block = blockIdx.x % CLUSTER, cluster = blockIdx.x / CLUSTER;
-    const int row = cluster >> p.group_bits, first_head = (cluster & ((1 << p.group_bits) - 1)) * GROUPS * HEADS;
+    const int row = cluster >> p.group_bits,
+              first_head = (cluster & ((1 << p.group_bits) - 1)) * GROUPS * HEADS;
     const Keys keys(p, row, block);
     const bool is_rope = warp == ROPE_WARP;
     if (tid == 0) open_inbox(&s.inbox, GROUPS * (keys.blocks * WIDTH * 4 + CLUSTER * 8));
@@ -237,7 +182,9 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_kernel(const Attentio
 
     uint4 q[GROUPS][2];
     float sink[GROUPS], back[4];   // back: cos, sin of the two rotary channels that a thread ends with
-    float peak[GROUPS], total[GROUPS] = {}, result[GROUPS][4][4] = {};   // peak and total: of head `warp`; result: as `add_values` has it
+    float peak[GROUPS],
+        total[GROUPS] = {},
+        result[GROUPS][4][4] = {};   // peak and total: of head `warp`; result: as `add_values` has it
 #pragma unroll
     for (int h = 0; h < GROUPS; ++h) peak[h] = -INFINITY;
     int begin = 0;
@@ -250,57 +197,40 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_kernel(const Attentio
             const int at = keys.row(p, row, begin + tid);
             const bool in_ring = keys.in_ring(begin + tid);
             s.from[tid] = at < 0 ? nullptr : (in_ring ? p.ring : p.entries) + (int64_t)at * ROW;
-            if (at >= 0) scale_codes = __ldcg(reinterpret_cast<const uint2*>((in_ring ? p.ring_scale : p.entries_scale) + (int64_t)at * SCALES));
+            if (at >= 0)
+                scale_codes = __ldcg(reinterpret_cast<const uint2*>(
+                    (in_ring ? p.ring_scale : p.entries_scale) + (int64_t)at * SCALES));
         }
         __syncthreads();
-        // 16 bytes a lane, of eight keys at a time; zeros where there is no key.
-#pragma unroll 2
-        for (int key = g; key < num_groups * 16; key += 8) {
-            const uint8_t* data = s.from[key];
-            const bool is_there = data != nullptr;
-            data = is_there ? data + warp * SLICE_WIDTH + t * 16 : p.ring;
-            copy16(is_rope ? s.rotary_at(key, t) : s.code_at(warp, key, t), data, is_there);
-            if (is_rope) copy16(s.rotary_at(key, t + 4), data + (is_there ? 64 : 0), is_there);
-        }
+        copy_keys<GROUPS>(p, s, num_groups, is_rope, warp, g, t);
         float4 turn[4];   // cos, sin of the 16 that it begins with
         if (begin == 0) {
             if (is_rope) {
                 const int64_t angle = (int64_t)max(keys.position, 0) * HALF + t * 8;
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    turn[i] = __ldg(reinterpret_cast<const float4*>((i < 2 ? p.cos : p.sin) + angle) + (i & 1));
+                    turn[i] = __ldg(reinterpret_cast<const float4*>((i < 2 ? p.cos : p.sin) + angle) +
+                                    (i & 1));
                     back[i] = __ldg((i < 2 ? p.cos : p.sin) + angle + (i & 1) * 4 + g / 2);
                 }
             }
 #pragma unroll
-            for (int h = 0; h < GROUPS; ++h) sink[h] = __ldg(p.sinks + first_head + h * HEADS + block) * LOG2E;
+            for (int h = 0; h < GROUPS; ++h)
+                sink[h] = __ldg(p.sinks + first_head + h * HEADS + block) * LOG2E;
             if (is_known) wait_for_prerequisites();
-            const __nv_bfloat16* own = p.q + ((int64_t)row * p.heads + first_head + g) * WIDTH + warp * SLICE_WIDTH + t * 16;
+            const __nv_bfloat16* own = p.q + ((int64_t)row * p.heads + first_head + g) * WIDTH +
+                                       warp * SLICE_WIDTH + t * 16;
 #pragma unroll
             for (int h = 0; h < GROUPS; ++h)
 #pragma unroll
-                for (int i = 0; i < 2; ++i) q[h][i] = __ldcg(reinterpret_cast<const uint4*>(own + h * HEADS * WIDTH) + i);
+                for (int i = 0; i < 2; ++i)
+                    q[h][i] = __ldcg(reinterpret_cast<const uint4*>(own + h * HEADS * WIDTH) + i);
         }
         if (tid < KEYS) *reinterpret_cast<uint2*>(s.scale_codes[tid]) = scale_codes;
         if (begin == 0) prepare_queries(p, s, q, turn, warp, lane);   // with a barrier
         else __syncthreads();
-        bool is_key[PER_LANE];   // lane, lane + 32, ...
-        uint32_t largest = 0;
-#pragma unroll
-        for (int i = 0; i < PER_LANE; ++i) {
-            const int key = lane + 32 * i;
-            is_key[i] = key < KEYS && s.from[key] != nullptr;
-            const uint32_t code = key < KEYS ? s.scale_codes[key][warp] : 0;
-            largest = max(largest, code == 255 ? 0 : code);
-        }
-        largest = __reduce_max_sync(~0u, largest);
-        if (!is_rope)
-#pragma unroll 1
-            for (int key = lane; key < num_groups * 16; key += 32) {
-                const uint32_t code = s.scale_codes[key][warp];
-                s.scales[warp][key] = e8m0_power(code);
-                s.relative[warp][key] = code == 255 ? 0x7E00 : f16_power((int)largest - (int)code);
-            }
+        bool is_key[PER_LANE];
+        const uint32_t largest = prepare_scales<GROUPS>(s, num_groups, is_rope, is_key, warp, lane);
         await_copies();
         __syncwarp();
         if (is_rope) {
@@ -311,39 +241,8 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_kernel(const Attentio
             for (int i = 0; i < num_groups; ++i) score_keys<false, GROUPS>(s, q, i, warp, lane);
         }
         __syncthreads();
-        // A warp has a head of each group; a lane every 32nd key.
         float sum[GROUPS];
-#pragma unroll
-        for (int h = 0; h < GROUPS; ++h) {
-            const int head = h * HEADS + warp;
-            float score[PER_LANE];
-            uint32_t best = 0;
-#pragma unroll
-            for (int i = 0; i < PER_LANE; ++i) {
-                float v = 0.f;
-                if (is_key[i])
-#pragma unroll
-                    for (int w = 0; w < WARPS; ++w) v += s.scores[w][head][lane + 32 * i];
-                score[i] = is_key[i] ? v * (p.scale * LOG2E) : -INFINITY;
-                best = max(best, peak_key(score[i]));
-            }
-            const float higher = fmaxf(peak[h], from_peak_key(__reduce_max_sync(~0u, best)));
-            const float base = finite_peak(higher), shrink = power_of_two(peak[h] - base);
-            sum[h] = 0.f;
-#pragma unroll
-            for (int i = 0; i < PER_LANE; ++i) {
-                const int key = lane + 32 * i;
-                const float weight = power_of_two(score[i] - base);
-                sum[h] += weight;
-                if (key < KEYS) {
-                    s.weights[0][head][key] = (uint16_t)pack_f16(weight, 0.f);
-                    s.weights[1][head][key] = (uint16_t)pack_bf16(weight, 0.f);
-                }
-            }
-            if (lane == 0) s.shrink[head] = shrink;
-            total[h] *= shrink;
-            peak[h] = higher;
-        }
+        weigh_keys<GROUPS>(p, s, is_key, peak, total, sum, warp, lane);
         __syncthreads();
         begin += KEYS;
         if (begin >= keys.own) {   // the inbox is open, and no scores of this block are read any more
@@ -366,69 +265,22 @@ __global__ void __launch_bounds__(WARPS * 32, 2) attention_kernel(const Attentio
             total[h] += sum[h];
 #pragma unroll
             for (int i = 0; i < 16; ++i)
-                result[h][i / 4][i % 4] = result[h][i / 4][i % 4] * s.shrink[h * HEADS + 2 * t + i % 2] + d[h][i / 4][i % 4] * unit;
+                result[h][i / 4][i % 4] = result[h][i / 4][i % 4] * s.shrink[h * HEADS + 2 * t + i % 2] +
+                                          d[h][i / 4][i % 4] * unit;
         }
     } while (begin < keys.own);
     all_wait();
-    // Block b sums up head b of each group. A head's 64 channels go at once, from where the warp's keys were: in pieces of 16 bytes
-    // the network between blocks took longer than everything else.
-    float(*staged)[STAGED_ROW] = reinterpret_cast<float(*)[STAGED_ROW]>(is_rope ? s.rotary[0] : s.codes[warp][0]);
-    __syncwarp();
-#pragma unroll
-    for (int h = 0; h < GROUPS; ++h) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {   // a head, 16 channels and 16 more
-            const float(&low)[4] = result[h][i / 2 * 2];
-            const float(&high)[4] = result[h][i / 2 * 2 + 1];
-            const int j = i % 2;
-            *reinterpret_cast<float4*>(&staged[h * HEADS + 2 * t + j][8 * g + i / 2 * 4]) = make_float4(low[j], low[2 + j], high[j], high[2 + j]);
-        }
-        if (lane == 0) send(s.peaks[h][block], make_uint2(__float_as_uint(peak[h]), __float_as_uint(total[h])), warp, &s.inbox);
-    }
-    copies_may_follow();
-    __syncwarp();
-    if (keys.own && lane < GROUPS * HEADS)
-        send_from(s.results[lane / HEADS][block][warp], staged[lane], SLICE_WIDTH * 4, lane % HEADS, &s.inbox);
+    send_results<GROUPS>(s, result, peak, total, keys.own, is_rope, block, warp, lane, g, t);
     await_inbox(&s.inbox);
     __syncwarp();
     all_started();   // all have what they were sent: memory may go
-    // A thread has two channels, as `add_values` had them.
-#pragma unroll
-    for (int h = 0; h < GROUPS; ++h) {
-        float top = sink[h], whole = 0.f, x = 0.f, y = 0.f;
-#pragma unroll
-        for (int b = 0; b < CLUSTER; ++b)
-            if (s.peaks[h][b][1] != 0.f) top = fmaxf(top, s.peaks[h][b][0]);
-        top = finite_peak(top);
-#pragma unroll
-        for (int b = 0; b < CLUSTER; ++b) {
-            const float of_block = s.peaks[h][b][1];
-            if (of_block == 0.f) continue;   // without keys; its results were not sent
-            const float weight = power_of_two(s.peaks[h][b][0] - top);
-            const float2 of = *reinterpret_cast<const float2*>(&s.results[h][b][warp][2 * lane]);
-            whole += weight * of_block;
-            x += weight * of.x;
-            y += weight * of.y;
-        }
-        whole += power_of_two(sink[h] - top);
-        const float inverse = keys.position < 0 ? 0.f : reciprocal(whole);   // a row of padding is zero
-        uint32_t both = pack_bf16(x * inverse, y * inverse);
-        __nv_bfloat16* out = p.out + ((int64_t)row * p.heads + first_head + h * HEADS + block) * WIDTH + warp * SLICE_WIDTH + 16 * t;
-        if (is_rope) {
-            const float2 own = open_bf16(both), other = open_bf16(__shfl_xor_sync(~0u, both, 4));
-            const float sign = g & 1 ? -1.f : 1.f;
-            both = pack_bf16(own.x * back[0] + other.x * back[2] * sign, own.y * back[1] + other.y * back[3] * sign);
-            reinterpret_cast<uint16_t*>(out)[g] = (uint16_t)both;
-            reinterpret_cast<uint16_t*>(out)[g + 8] = (uint16_t)(both >> 16);
-        } else {
-            reinterpret_cast<uint32_t*>(out)[g] = both;
-        }
-    }
+    sum_up<GROUPS>(p, s, sink, back, keys.position < 0, is_rope, row, first_head, block, warp, lane, g, t);
     __syncwarp();
     all_wait();
 }
 
 // What decode.py launches.
-static_assert(sizeof(Memory<1>) == 75400 && sizeof(Memory<2>) == 100072 && 2 * HEADS * STAGED_ROW * 4 <= KEYS * SLICE_WIDTH);
+static_assert(sizeof(Memory<1>) == 75400 && sizeof(Memory<2>) == 100072 &&
+              2 * HEADS * STAGED_ROW * 4 <= KEYS * SLICE_WIDTH);
 template __global__ void attention_kernel<1>(const Attention);
 template __global__ void attention_kernel<2>(const Attention);

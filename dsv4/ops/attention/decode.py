@@ -4,14 +4,14 @@ rotation back, in one launch. Replaces ops.attention.cpu.attend, for the sizes t
 decode_any.py has the same for other sizes and for float32, in four launches.
 """
 
-import ctypes
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from dsv4.gpu.build import address, call
+from dsv4.gpu.build import call
 from dsv4.gpu.pdl import launcher
+from dsv4.gpu.structs import mirror
 from dsv4.ops.attention import meaning
 from dsv4.quant.formats import Format, QuantTensor
 
@@ -21,16 +21,7 @@ HEADS, CLUSTER, WIDTH, ROPE, THREADS = 8, 8, 512, 64, 256
 SHARED_BYTES = {1: 75400, 2: 100072}
 RESIDENT = 32  # clusters, two blocks a multiprocessor; of more, each gathers its keys for two groups of heads
 
-
-class _Attention(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "ring", "ring_scale", "entries", "entries_scale")),
-        *((name, ctypes.c_void_p) for name in ("listed", "page_table", "slots", "positions")),
-        *((name, ctypes.c_void_p) for name in ("sinks", "cos", "sin", "out")),
-        *((name, ctypes.c_int) for name in ("heads", "window", "ring_rows", "list_width", "pages")),
-        *((name, ctypes.c_int) for name in ("group_bits", "ratio_bits", "page_bits")),
-        *((name, ctypes.c_float) for name in ("scale", "eps")),
-    )
+_Attention = mirror("attention/decode.cu", "Attention")
 
 
 def serves(heads: int, width: int, rope: int, dtype: torch.dtype, ratios: Iterable[int]) -> bool:
@@ -92,19 +83,19 @@ def attend(
     assert rows is None or (rows.is_contiguous() and rows.dtype == torch.int32)
     groups = 2 if heads > HEADS and tokens * heads > RESIDENT * HEADS else 1
     given = _Attention(
-        q=q.data_ptr(),
-        ring=ring.data.data_ptr(),
-        ring_scale=address(ring.scale),
-        entries=None if entries is None else entries.data.data_ptr(),
-        entries_scale=None if entries is None else address(entries.scale),
-        listed=address(rows),
-        page_table=address(page_table),
-        slots=slots.data_ptr(),
-        positions=positions.data_ptr(),
-        sinks=sinks.data_ptr(),
-        cos=cos.data_ptr(),
-        sin=sin.data_ptr(),
-        out=out.data_ptr(),
+        q=q,
+        ring=ring.data,
+        ring_scale=ring.scale,
+        entries=None if entries is None else entries.data,
+        entries_scale=None if entries is None else entries.scale,
+        listed=rows,
+        page_table=page_table,
+        slots=slots,
+        positions=positions,
+        sinks=sinks,
+        cos=cos,
+        sin=sin,
+        out=out,
         heads=heads,
         window=window,
         ring_rows=ring_rows,

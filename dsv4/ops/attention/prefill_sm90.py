@@ -1,12 +1,11 @@
 """Prompts: launches prefill_sm90.cu, attention of whole groups of 64 heads over keys in rows of BF16.
 Its result is as queries are, or packed for the product that follows."""
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from dsv4.gpu.build import HOPPER, architecture, call
+from dsv4.gpu.structs import mirror
 from dsv4.ops.linear.prefill_packed import Packed, padded
 
 # Numbers of prefill_sm90.cu.
@@ -14,16 +13,7 @@ HEADS, WIDTH, ROPE, THREADS = 64, 512, 64, 384
 SHARED_BYTES = (HEADS * WIDTH + 2 * 64 * WIDTH + HEADS * 64) * 2 + 3072
 AS_IT_IS = 3
 
-
-class _Attend(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "keys", "rows", "page_table")),
-        *((name, ctypes.c_void_p) for name in ("slots", "positions", "first", "sinks", "cos", "sin", "out")),
-        *((name, ctypes.c_int) for name in ("tokens", "heads", "window", "ring_size", "ring_rows")),
-        *((name, ctypes.c_int) for name in ("list_width", "ratio", "page_entries", "pages")),
-        *((name, ctypes.c_int) for name in ("group_heads", "rows_padded", "has_pool", "is_raw")),
-        *((name, ctypes.c_float) for name in ("scale", "eps")),
-    )
+_Attend = mirror("attention/prefill_sm90.cu", "Attend")
 
 
 def serves(q: Tensor, rope: int) -> bool:
@@ -68,17 +58,17 @@ def attend(
     assert all(table.dtype == torch.int32 and table.is_contiguous() for table in tables)
     assert not has_pool or tables, "entries are found by a list or by a page table"
     params = _Attend(
-        q=q.data_ptr(),
-        keys=keys.data_ptr(),
-        rows=None if rows is None else rows.data_ptr(),
-        page_table=None if page_table is None else page_table.data_ptr(),
-        slots=slots.data_ptr(),
-        positions=positions.data_ptr(),
-        first=first.data_ptr(),
-        sinks=sinks.data_ptr(),
-        cos=cos.data_ptr(),
-        sin=sin.data_ptr(),
-        out=to.data_ptr(),
+        q=q,
+        keys=keys,
+        rows=rows,
+        page_table=page_table,
+        slots=slots,
+        positions=positions,
+        first=first,
+        sinks=sinks,
+        cos=cos,
+        sin=sin,
+        out=to,
         tokens=tokens,
         heads=heads,
         window=window,

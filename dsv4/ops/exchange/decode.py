@@ -3,7 +3,6 @@
 An inbox holds, for each sender, two places per channel of every row, for sums in turn, then one per logit.
 """
 
-import ctypes
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from dsv4.gpu.build import call
 from dsv4.gpu.pdl import launcher
+from dsv4.gpu.structs import Struct, mirror
 
 MAX_RANKS, TURNS = 8, 2
 GATHER_THREADS, GATHER_BLOCKS = 256, 2  # of a block, and blocks that a multiprocessor surely holds
@@ -52,34 +52,19 @@ def inbox_places(rows: int, hidden: int, vocab: int) -> int:
     return rows * (TURNS * hidden + vocab)
 
 
-class PeersStruct(ctypes.Structure):
-    _fields_ = (
-        ("inbox", ctypes.c_void_p * MAX_RANKS),
-        ("own", ctypes.c_void_p),
-        ("ended", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("places", "limit_ns")),
-        *((name, ctypes.c_int) for name in ("rank", "size")),
-    )
+_Peers = mirror("exchange/decode.cu", "Peers")
+
+_Gather = mirror("exchange/decode.cu", "Gather")
 
 
-class _Gather(ctypes.Structure):
-    _fields_ = (
-        ("peers", PeersStruct),
-        *((name, ctypes.c_void_p) for name in ("share", "logits")),
-        ("first_place", ctypes.c_int64),
-        *((name, ctypes.c_int) for name in ("rows", "count", "blocks")),
-        ("tag", ctypes.c_uint),
-    )
-
-
-def passed(peers: Peers | None) -> PeersStruct:
+def passed(peers: Peers | None) -> Struct:
     """As kernels take it; None: a rank by itself."""
     if peers is None:
-        return PeersStruct(size=1)
-    return PeersStruct(
-        inbox=(ctypes.c_void_p * MAX_RANKS)(*peers.addresses),
-        own=peers.inbox.data_ptr(),
-        ended=peers.ended.data_ptr(),
+        return _Peers.blank(size=1)
+    return _Peers(
+        inbox=peers.addresses,
+        own=peers.inbox,
+        ended=peers.ended,
         places=peers.inbox.shape[1],
         limit_ns=int(peers.seconds * 1e9),
         rank=peers.rank,
@@ -107,8 +92,8 @@ def gather(peers: Peers, number: int, share: Tensor, logits: Tensor, overlap: bo
     blocks = min(most, -(-rows * count * (peers.size - 1) // GATHER_THREADS))
     params = _Gather(
         peers=passed(peers),
-        share=share.data_ptr(),
-        logits=logits.data_ptr(),
+        share=share,
+        logits=logits,
         first_place=peers.logits_place,
         rows=rows,
         count=count,

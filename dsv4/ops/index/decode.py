@@ -5,18 +5,17 @@ both add up in one order. On other GPUs Triton's depends on its tile, so decode.
 row has the same bits alone and in a batch.
 """
 
-import ctypes
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from dsv4.gpu import architectures
-from dsv4.gpu.build import address, call
+from dsv4.gpu.build import call
 from dsv4.gpu.numbers import launch, launch_dependents, product, wait_for_prerequisites
 from dsv4.gpu.pdl import launcher
 from dsv4.gpu.shapes import MAX_INDEX_DIM, MAX_INDEX_HEADS, MIN_INDEX_DIM
+from dsv4.gpu.structs import mirror
 from dsv4.ops.index import meaning
 from dsv4.quant.formats import Format, QuantTensor
 
@@ -32,22 +31,9 @@ MAX_ROWS = 1
 # does for two, since 2^126, by which a code's bits are too small, and the scale would overflow together.
 LIFT = 63
 
+_Queries = mirror("index/decode.cu", "Queries")
 
-class _Queries(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "cos", "sin", "positions")),
-        ("warms", ctypes.c_int),
-    )
-
-
-class _Scores(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "weights", "keys", "scales", "page_table")),
-        *((name, ctypes.c_void_p) for name in ("slots", "positions", "out")),
-        ("stride", ctypes.c_int64),
-        *((name, ctypes.c_int) for name in ("pages", "page_bits", "ratio_bits", "programs", "warms")),
-        ("factor", ctypes.c_float),
-    )
+_Scores = mirror("index/decode.cu", "Scores")
 
 
 def serves(iq: Tensor) -> bool:
@@ -59,10 +45,10 @@ def rotate_round(iq: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, overla
     """What `queries` of attention/prepare.py does with iq [T, Hi, di], where decode.cu serves it."""
     assert cos.shape[1] * 2 == sin.shape[1] * 2 == ROPE and cos.is_contiguous() and sin.is_contiguous()
     given = _Queries(
-        q=iq.data_ptr(),
-        cos=cos.data_ptr(),
-        sin=sin.data_ptr(),
-        positions=positions.data_ptr(),
+        q=iq,
+        cos=cos,
+        sin=sin,
+        positions=positions,
         warms=overlap,
     )
     call(
@@ -179,14 +165,14 @@ def scores(
     is_hopper = architectures.capability(iq.device) == 90
     if serves(iq) and are_powers and (rows <= MAX_ROWS or not is_hopper):
         given = _Scores(
-            q=iq.data_ptr(),
-            weights=weights.data_ptr(),
-            keys=keys.data.data_ptr(),
-            scales=address(keys.scale),
-            page_table=page_table.data_ptr(),
-            slots=slots.data_ptr(),
-            positions=positions.data_ptr(),
-            out=out.data_ptr(),
+            q=iq,
+            weights=weights,
+            keys=keys.data,
+            scales=keys.scale,
+            page_table=page_table,
+            slots=slots,
+            positions=positions,
+            out=out,
             stride=out.stride(0),
             pages=page_table.stride(0),
             page_bits=page_entries.bit_length() - 1,

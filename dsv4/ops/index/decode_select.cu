@@ -3,28 +3,33 @@
 #include "order.cuh"
 
 constexpr int CLUSTER = 8, THREADS = 1024;   // of a long row
-constexpr int FEW_KEYS = 8;                   // of a thread, of a row that one block takes
+constexpr int FEW_KEYS = 8;                  // of a thread, of a row that one block takes
 constexpr int BIN_BITS = 8, BINS = 1 << BIN_BITS, ROUNDS = 32 / BIN_BITS;
 
-// The `topk` largest of a row's first `count` scores, the lower index on a tie, in rising order, as places in the pool;
-// -1 beyond. The key of the last one taken is looked for in a histogram of the keys between the least and the largest, then in one
-// of its bin's keys, and so on: two or three suffice, since scores are spread.
+// The `topk` largest of a row's first `count` scores, the lower index on a tie, in rising order, as places in
+// the pool; -1 beyond. The key of the last one taken is looked for in a histogram of the keys between the
+// least and the largest, then in one of its bin's keys, and so on: two or three suffice, since scores are
+// spread.
 struct Choice {
-    const float* scores;        // [rows][stride]
+    const float* scores;   // [rows][stride]
     int64_t stride;
     const int64_t* positions;   // [rows]
     int ratio;
-    const int* page_table;      // [slots][pages]
-    const int64_t* slots;       // [rows]
+    const int* page_table;   // [slots][pages]
+    const int64_t* slots;    // [rows]
     int pages, page_entries, topk;
-    int fewest, most;           // entries of a row that this launch chooses from; other rows are another launch's
-    int warms;                  // its instructions, before the wait
-    uint64_t page_share;        // 2^42 / page_entries, rounded up: entries and pages have fewer than 2^21
-    int* out;                   // [rows][topk]
+    int fewest, most;      // entries of a row that this launch chooses from; other rows are another launch's
+    int warms;             // its instructions, before the wait
+    uint64_t page_share;   // 2^42 / page_entries, rounded up: entries and pages have fewer than 2^21
+    int* out;              // [rows][topk]
 
     // A position is below 2^31, or -1.
-    __device__ __forceinline__ int count(int row) const { return (int)((uint32_t)(__ldcg(positions + row) + 1) / (uint32_t)ratio); }
-    __device__ __forceinline__ const int* pages_of(int row) const { return page_table + __ldcg(slots + row) * pages; }
+    __device__ __forceinline__ int count(int row) const {
+        return (int)((uint32_t)(__ldcg(positions + row) + 1) / (uint32_t)ratio);
+    }
+    __device__ __forceinline__ const int* pages_of(int row) const {
+        return page_table + __ldcg(slots + row) * pages;
+    }
     __device__ __forceinline__ int place(const int* table, int entry) const {
         const uint32_t page = (uint32_t)((uint32_t)entry * page_share >> 42);
         return (__ldcg(table + page) - (int)page) * page_entries + entry;
@@ -37,15 +42,21 @@ struct Search {
     int shift;   // a bin has 1 << shift keys
 
     __device__ __forceinline__ Search(uint32_t least, uint32_t largest, uint32_t topk)
-        : low(least), span(largest - least), need(topk), shift(max(32 - BIN_BITS - __clz(largest - least), 0)) {}
+        : low(least),
+          span(largest - least),
+          need(topk),
+          shift(max(32 - BIN_BITS - __clz(largest - least), 0)) {}
     __device__ __forceinline__ void count(uint32_t key, uint32_t* bins) const {
         if (key - low <= span) atomicAdd(bins + ((key - low) >> shift), 1u);
     }
-    // The need'th is in this bin, which has so many keys, with so many above. True at the end: then `low` is its key, or else
-    // exactly the wanted keys are larger than `low`.
+    // The need'th is in this bin, which has so many keys, with so many above. True at the end: then `low` is
+    // its key, or else exactly the wanted keys are larger than `low`.
     __device__ __forceinline__ bool narrow(uint32_t bin, uint32_t above, uint32_t inside) {
         low += bin << shift;
-        if (above + inside == need) { --low; return true; }
+        if (above + inside == need) {
+            --low;
+            return true;
+        }
         if (shift == 0) return true;
         span = min((1u << shift) - 1, span - (bin << shift));
         need -= above;
@@ -65,7 +76,10 @@ __device__ __forceinline__ void find(const uint32_t* bins, uint32_t need, Found*
 #pragma unroll
     for (int i = 0; i < EACH; i += 4) {
         const uint4 four = *reinterpret_cast<const uint4*>(bins + lane * EACH + i);
-        inside[i] = four.x; inside[i + 1] = four.y; inside[i + 2] = four.z; inside[i + 3] = four.w;
+        inside[i] = four.x;
+        inside[i + 1] = four.y;
+        inside[i + 2] = four.z;
+        inside[i + 3] = four.w;
     }
 #pragma unroll
     for (int i = 0; i < EACH; ++i) mine += inside[i];
@@ -80,12 +94,17 @@ __device__ __forceinline__ void find(const uint32_t* bins, uint32_t need, Found*
 #pragma unroll
     for (int i = EACH - 1; i > 0; --i) {
         total += inside[i];
-        if (total < need) { above = total; bin = lane * EACH + i - 1; in = inside[i - 1]; }
+        if (total < need) {
+            above = total;
+            bin = lane * EACH + i - 1;
+            in = inside[i - 1];
+        }
     }
     *found = {bin, above, in};
 }
 
-// A row of few entries is one block's: each warp has as many, in a row, a lane KEYS of them in registers at most.
+// A row of few entries is one block's: each warp has as many, in a row, a lane KEYS of them in registers at
+// most.
 struct Few {
     uint32_t bins[ROUNDS * BINS];
     uint32_t least[32], largest[32], tallies[32];   // of the warps
@@ -93,11 +112,14 @@ struct Few {
     uint32_t padding;
 };
 
-// A launch finds its instructions in no cache, and this code runs once: with `warms` it runs before the wait too, on a single number, so that it
-// is there when the scores are. Where every entry lies in the pool is known before.
-template <int WARPS, int KEYS> __device__ __forceinline__ void choose_few(const Choice& p, Few& s, int row, int count) {
+// A launch finds its instructions in no cache, and this code runs once: with `warms` it runs before the wait
+// too, on a single number, so that it is there when the scores are. Where every entry lies in the pool is
+// known before.
+template <int WARPS, int KEYS>
+__device__ __forceinline__ void choose_few(const Choice& p, Few& s, int row, int count) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, topk = p.topk;
-    const int each = (count + WARPS * 32 - 1) / (WARPS * 32) * 32, start = warp * each + lane, end = min(warp * each + each, count);
+    const int each = (count + WARPS * 32 - 1) / (WARPS * 32) * 32, start = warp * each + lane,
+              end = min(warp * each + each, count);
     const int* pages = p.pages_of(row);
     int* to = p.out + (size_t)row * topk;
     int place[KEYS];
@@ -121,7 +143,8 @@ template <int WARPS, int KEYS> __device__ __forceinline__ void choose_few(const 
         const float* from = is_real ? p.scores + row * p.stride : (const float*)(p.positions + row);
         uint32_t key[KEYS], least = ~0u, largest = 0;   // 0, below every score's, beyond the last
 #pragma unroll
-        for (int i = 0; i < KEYS; ++i) key[i] = __float_as_uint(__ldcg(from + (is_real ? min(start + i * 32, count - 1) : 0)));
+        for (int i = 0; i < KEYS; ++i)
+            key[i] = __float_as_uint(__ldcg(from + (is_real ? min(start + i * 32, count - 1) : 0)));
 #pragma unroll
         for (int i = 0; i < KEYS; ++i) {
             const bool is_one = start + i * 32 < end;
@@ -131,9 +154,13 @@ template <int WARPS, int KEYS> __device__ __forceinline__ void choose_few(const 
         }
         least = __reduce_min_sync(~0u, least);
         largest = __reduce_max_sync(~0u, largest);
-        if (lane == 0) { s.least[warp] = least; s.largest[warp] = largest; }
+        if (lane == 0) {
+            s.least[warp] = least;
+            s.largest[warp] = largest;
+        }
         __syncthreads();
-        Search search(__reduce_min_sync(~0u, s.least[lane % WARPS]), __reduce_max_sync(~0u, s.largest[lane % WARPS]), topk);
+        Search search(__reduce_min_sync(~0u, s.least[lane % WARPS]),
+                      __reduce_max_sync(~0u, s.largest[lane % WARPS]), topk);
 #pragma unroll 1
         for (uint32_t* bins = s.bins;; bins += BINS) {
 #pragma unroll
@@ -150,14 +177,18 @@ template <int WARPS, int KEYS> __device__ __forceinline__ void choose_few(const 
         if (lane == 0) s.tallies[warp] = mine;
         __syncthreads();
         const uint32_t tally = lane < WARPS ? s.tallies[lane] : 0;
-        const uint32_t all = __reduce_add_sync(~0u, tally), before = __reduce_add_sync(~0u, lane < warp ? tally : 0);
-        const uint32_t need = topk - (all & 0xFFFF), below = (1u << lane) - 1;   // of those equal to it, the first so many
+        const uint32_t all = __reduce_add_sync(~0u, tally),
+                       before = __reduce_add_sync(~0u, lane < warp ? tally : 0);
+        const uint32_t need = topk - (all & 0xFFFF),
+                       below = (1u << lane) - 1;   // of those equal to it, the first so many
         uint32_t larger = before & 0xFFFF, equal = before >> 16;
 #pragma unroll
         for (int i = 0; i < KEYS; ++i) {
             const bool is_more = key[i] > search.low, is_same = key[i] == search.low;
-            const uint32_t more = __ballot_sync(~0u, is_more), same = __ballot_sync(~0u, is_same), ties = equal + __popc(same & below);
-            if (is_real && (is_more || (is_same && ties < need))) to[larger + __popc(more & below) + min(ties, need)] = place[i];
+            const uint32_t more = __ballot_sync(~0u, is_more), same = __ballot_sync(~0u, is_same),
+                           ties = equal + __popc(same & below);
+            if (is_real && (is_more || (is_same && ties < need)))
+                to[larger + __popc(more & below) + min(ties, need)] = place[i];
             larger += __popc(more);
             equal += __popc(same);
         }
@@ -165,7 +196,8 @@ template <int WARPS, int KEYS> __device__ __forceinline__ void choose_few(const 
     }
 }
 
-template <int WARPS, int KEYS> __global__ void __launch_bounds__(WARPS * 32) select_few_kernel(const Choice p) {
+template <int WARPS, int KEYS>
+__global__ void __launch_bounds__(WARPS * 32) select_few_kernel(const Choice p) {
     launch_dependents();
     const int row = blockIdx.x, count = p.count(row);
     if (count > p.most) wait_for_prerequisites();
@@ -176,7 +208,7 @@ template <int WARPS, int KEYS> __global__ void __launch_bounds__(WARPS * 32) sel
 struct Many {
     uint32_t bins[ROUNDS * BINS];   // of all blocks
     uint32_t own[BINS];
-    uint32_t least, largest;       // of all blocks
+    uint32_t least, largest;   // of all blocks
     uint32_t parts[CLUSTER][2], warps[32][2];
     Found found;
     uint32_t padding;
@@ -187,7 +219,8 @@ template <bool ALL> __global__ void __launch_bounds__(THREADS) select_many_kerne
     Many& s = *(Many*)shared_memory();
     uint32_t* keys = (uint32_t*)(&s + 1);
     launch_dependents();
-    const int row = blockIdx.x / CLUSTER, block = blockIdx.x % CLUSTER, tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
+    const int row = blockIdx.x / CLUSTER, block = blockIdx.x % CLUSTER, tid = threadIdx.x, warp = tid >> 5,
+              lane = tid & 31;
     const float* from = p.scores + row * p.stride;
     const int count = p.count(row), topk = p.topk;
     if (ALL && count <= THREADS * FEW_KEYS) {
@@ -200,15 +233,20 @@ template <bool ALL> __global__ void __launch_bounds__(THREADS) select_many_kerne
     for (int i = tid; i < ROUNDS * BINS; i += THREADS) s.bins[i] = 0;
     if (tid < BINS) s.own[tid] = 0;
     if (tid < 2 * CLUSTER) s.parts[tid >> 1][tid & 1] = 0;
-    if (tid == 0) { s.least = ~0u; s.largest = 0; }
+    if (tid == 0) {
+        s.least = ~0u;
+        s.largest = 0;
+    }
     wait_for_prerequisites();
     if (count < p.fewest) return;   // the same for all blocks of the row
-    const int each = (count + CLUSTER - 1) / CLUSTER, start = min(block * each, count), mine = min(each, count - start);
+    const int each = (count + CLUSTER - 1) / CLUSTER, start = min(block * each, count),
+              mine = min(each, count - start);
     uint32_t least = ~0u, largest = 0;
     for (int first = tid; first < mine; first += THREADS * 8) {
         float v[8];   // eight loads at once: one at a time would wait for each
 #pragma unroll
-        for (int i = 0; i < 8; ++i) v[i] = first + i * THREADS < mine ? __ldcg(from + start + first + i * THREADS) : 0.f;
+        for (int i = 0; i < 8; ++i)
+            v[i] = first + i * THREADS < mine ? __ldcg(from + start + first + i * THREADS) : 0.f;
 #pragma unroll
         for (int i = 0; i < 8; ++i)
             if (first + i * THREADS < mine) {
@@ -220,12 +258,18 @@ template <bool ALL> __global__ void __launch_bounds__(THREADS) select_many_kerne
     // Sums over the block, for warp 0.
     least = __reduce_min_sync(~0u, least);
     largest = __reduce_max_sync(~0u, largest);
-    if (lane == 0) { s.warps[warp][0] = least; s.warps[warp][1] = largest; }
+    if (lane == 0) {
+        s.warps[warp][0] = least;
+        s.warps[warp][1] = largest;
+    }
     all_sync();   // every block runs, and its bins are empty
     if (warp == 0) {
         least = __reduce_min_sync(~0u, s.warps[lane][0]);
         largest = __reduce_max_sync(~0u, s.warps[lane][1]);
-        if (lane < CLUSTER) { atomicMin(in_block(&s.least, lane), least); atomicMax(in_block(&s.largest, lane), largest); }
+        if (lane < CLUSTER) {
+            atomicMin(in_block(&s.least, lane), least);
+            atomicMax(in_block(&s.largest, lane), largest);
+        }
     }
     all_sync();
     Search search(s.least, s.largest, topk);
@@ -245,17 +289,24 @@ template <bool ALL> __global__ void __launch_bounds__(THREADS) select_many_kerne
     }
     // First how many larger and equal ones each block has.
     uint32_t larger = 0, equal = 0;
-    for (int i = tid; i < mine; i += THREADS) { larger += keys[i] > search.low; equal += keys[i] == search.low; }
+    for (int i = tid; i < mine; i += THREADS) {
+        larger += keys[i] > search.low;
+        equal += keys[i] == search.low;
+    }
     larger = __reduce_add_sync(~0u, larger);
     equal = __reduce_add_sync(~0u, equal);
     if (lane < 2)
-        for (int b = 0; b < CLUSTER; ++b) atomicAdd(in_block(&s.parts[block][lane], b), lane ? equal : larger);
+        for (int b = 0; b < CLUSTER; ++b)
+            atomicAdd(in_block(&s.parts[block][lane], b), lane ? equal : larger);
     all_sync();
     uint32_t total = 0;
     larger = equal = 0;
     for (int b = 0; b < CLUSTER; ++b) {
         total += s.parts[b][0];
-        if (b < block) { larger += s.parts[b][0]; equal += s.parts[b][1]; }
+        if (b < block) {
+            larger += s.parts[b][0];
+            equal += s.parts[b][1];
+        }
     }
     const uint32_t need = topk - total;   // of those equal to it, the first so many
     for (int first = 0; first < mine; first += THREADS) {
@@ -269,7 +320,8 @@ template <bool ALL> __global__ void __launch_bounds__(THREADS) select_many_kerne
         }
         if (lane == 31) s.warps[warp][0] = upto;
         __syncthreads();
-        const uint32_t sum = s.warps[lane][0], all = __reduce_add_sync(~0u, sum), before = __reduce_add_sync(~0u, lane < warp ? sum : 0) + upto - is;
+        const uint32_t sum = s.warps[lane][0], all = __reduce_add_sync(~0u, sum),
+                       before = __reduce_add_sync(~0u, lane < warp ? sum : 0) + upto - is;
         const uint32_t rank = larger + (before & 0xFFFF), same = equal + (before >> 16);
         if (is == 1u) to[rank + min(same, need)] = p.place(pages, start + at);
         else if (is && same < need) to[rank + same] = p.place(pages, start + at);

@@ -1,13 +1,12 @@
 """Decode step: launches decode_select.cu, which entries a query attends to. Serves prompts too."""
 
-import ctypes
-
 from torch import Tensor
 
 from dsv4.gpu import architectures
 from dsv4.gpu.architectures import ARCHITECTURES
 from dsv4.gpu.build import call
 from dsv4.gpu.pdl import launcher
+from dsv4.gpu.structs import mirror
 from dsv4.ops.index import meaning
 
 # Warps of a block, and keys of a lane: rows of as many entries are chosen from in registers.
@@ -25,18 +24,7 @@ def max_entries(capability: int) -> int:
     return CLUSTER * (ARCHITECTURES[capability].block_shared - MANY_SHARED) // 4
 
 
-class _Choice(ctypes.Structure):
-    _fields_ = (
-        ("scores", ctypes.c_void_p),
-        ("stride", ctypes.c_int64),
-        ("positions", ctypes.c_void_p),
-        ("ratio", ctypes.c_int),
-        ("page_table", ctypes.c_void_p),
-        ("slots", ctypes.c_void_p),
-        *((name, ctypes.c_int) for name in ("pages", "page_entries", "topk", "fewest", "most", "warms")),
-        ("page_share", ctypes.c_uint64),
-        ("out", ctypes.c_void_p),
-    )
+_Choice = mirror("index/decode_select.cu", "Choice")
 
 
 @launcher(
@@ -61,12 +49,12 @@ def select_rows(
     each kind has a launch of its own."""
     rows, capacity = out.shape[0], scores.shape[1]
     choice = _Choice(
-        scores=scores.data_ptr(),
+        scores=scores,
         stride=scores.stride(0),
-        positions=positions.data_ptr(),
+        positions=positions,
         ratio=ratio,
-        page_table=page_table.data_ptr(),
-        slots=slots.data_ptr(),
+        page_table=page_table,
+        slots=slots,
         pages=page_table.shape[1],
         page_entries=page_entries,
         topk=out.shape[1],
@@ -74,7 +62,7 @@ def select_rows(
         most=capacity,
         warms=overlap,
         page_share=-(-(1 << 42) // page_entries),
-        out=out.data_ptr(),
+        out=out,
     )
     assert capacity <= max_entries(architectures.capability(scores.device)), capacity
     assert choice.topk <= MAX_TOPK, choice.topk

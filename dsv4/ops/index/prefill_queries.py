@@ -1,21 +1,15 @@
 """Prompts: launches prefill_queries.cu, the index's queries in one pass."""
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from dsv4.gpu.build import call
+from dsv4.gpu.structs import mirror
 
 # Numbers of prefill_queries.cu.
 WIDTH, ROPE, ROWS, THREADS = 128, 64, 32, 128
 
-
-class _Queries(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "cos", "sin", "out")),
-        *((name, ctypes.c_int) for name in ("rows", "heads")),
-    )
+_Queries = mirror("index/prefill_queries.cu", "Queries")
 
 
 def serves(q: Tensor, cos: Tensor) -> bool:
@@ -31,7 +25,7 @@ def rotate_round(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     out = torch.empty_like(q)
     rows = q.shape[0] * q.shape[1]
     if rows:
-        queries = _Queries(q.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr(), rows, q.shape[1])
+        queries = _Queries(q=q, cos=cos, sin=sin, out=out, rows=rows, heads=q.shape[1])
         call(
             "index/prefill_queries",
             "queries_kernel",

@@ -1,5 +1,5 @@
-// Decode step: what a block of matvec.cu stands on. Its shared memory; how weights come there, and a single row of x, rounded;
-// barriers of some of its warps.
+// Decode step: what a block of matvec.cu stands on. Its shared memory; how weights come there, and a single
+// row of x, rounded; barriers of some of its warps.
 #pragma once
 #include "brick.cuh"
 #include "round.cuh"
@@ -12,16 +12,27 @@ constexpr bool IS_SMALL = true;
 constexpr bool IS_SMALL = false;
 #endif
 // A warp's weights come through shared memory, CHUNK bytes at a time, some chunks ahead.
-// Shared memory of a block: sums of this turn and the last [warp][brick][column][row], barriers, x, then stages.
-// Blocks of 8 warps are for a single row: two fit on a multiprocessor, and one computes while the other begins or ends.
-// A single row's x lies there for all passes.
+// Shared memory of a block: sums of this turn and the last [warp][brick][column][row], barriers, x, then
+// stages. Blocks of 8 warps are for a single row: two fit on a multiprocessor, and one computes while the
+// other begins or ends. A single row's x lies there for all passes.
 template <bool IS_SINGLE, bool WIDE> struct Layout {
-    static constexpr bool SINGLE = IS_SINGLE;
-    static constexpr int WARPS = SINGLE || IS_SMALL ? 8 : 16, CHUNK = !SINGLE && IS_SMALL ? 1024 : 4096, MAX_STAGES = SINGLE ? 4 : 2;
+    static constexpr bool SINGLE = IS_SINGLE, IS_WIDE = WIDE;
+    static constexpr int WARPS = SINGLE || IS_SMALL ? 8 : 16, CHUNK = !SINGLE && IS_SMALL ? 1024 : 4096,
+                         MAX_STAGES = SINGLE ? 4 : 2;
     static constexpr int BLOCKS = SINGLE ? 2 : 1, SUMS = SINGLE ? 16 : 16 * COLUMNS, TABLE = WARPS * 2 * SUMS;
     static constexpr int BARRIERS_AT = 2 * TABLE * 4;
-    static constexpr int X_AT = BARRIERS_AT + WARPS * MAX_STAGES * 8, X_SLICES = MAX_SLICES * (SINGLE && WIDE ? MAX_PASSES : 1);
-    static constexpr int STAGES_AT = X_AT + X_SLICES * ((SINGLE ? 1 : COLUMNS) * MAX_STRIDE * 8 + COLUMNS * 4);
+    static constexpr int X_AT = BARRIERS_AT + WARPS * MAX_STAGES * 8,
+                         X_SLICES = MAX_SLICES * (SINGLE && WIDE ? MAX_PASSES : 1);
+    static constexpr int STAGES_AT = X_AT +
+                                     X_SLICES * ((SINGLE ? 1 : COLUMNS) * MAX_STRIDE * 8 + COLUMNS * 4);
+};
+
+// Of the table of x, in items: from column to column, from slice to slice. A single row has one column.
+template <int F, typename At, bool IS_F32> struct Strides {
+    static constexpr int COLUMN = At::SINGLE ? 0
+                                  : IS_F32   ? MAX_STRIDE
+                                             : STRIDE<F>,
+                         SLICE = At::SINGLE ? MAX_STRIDE : COLUMNS * MAX_STRIDE;
 };
 
 constexpr int EVERYONE = 15;   // the number of a barrier
@@ -29,19 +40,28 @@ constexpr int EVERYONE = 15;   // the number of a barrier
 #ifdef __CUDACC__
 // Copy one chunk to shared memory without a register or a thread; `barrier` turns when all of it is there.
 template <int CHUNK> __device__ __forceinline__ void fetch(uint32_t to, const void* from, uint32_t barrier) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(CHUNK) : "memory");
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"(to), "l"(from), "r"(CHUNK), "r"(barrier) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(CHUNK)
+                 : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+        "l"(from), "r"(CHUNK), "r"(barrier)
+        : "memory");
 }
-__device__ __forceinline__ void open_barrier(uint32_t barrier) { asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory"); }
-__device__ __forceinline__ void copies_see_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void open_barrier(uint32_t barrier) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void copies_see_barriers() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 // So many bytes to L2; the line of an address.
 __device__ __forceinline__ void prefetch(const void* from, int bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void prefetch_line(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
-// Waits for the warps of one group only. One number is everyone's, since that of __syncthreads is group 0's; sixteen groups are of
-// one warp each and need none.
+__device__ __forceinline__ void prefetch_line(const void* from) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
+// Waits for the warps of one group only. One number is everyone's, since that of __syncthreads is group 0's;
+// sixteen groups are of one warp each and need none.
 __device__ __forceinline__ void group_barrier(int group, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(group), "r"(threads) : "memory");
 }
@@ -72,7 +92,8 @@ struct Lane {
 
 // 16 channels of a single row, rounded on their way to shared memory; `top`: the largest of the row, for A4.
 // Called, not inlined: instructions that are not run would still delay those behind them.
-__device__ __noinline__ float put_rounded(uint2 a, uint2 b, uint2 c, uint2 d, uint32_t top, int how, uint2* to) {
+__device__ __noinline__ float put_rounded(uint2 a, uint2 b, uint2 c, uint2 d, uint32_t top, int how,
+                                          uint2* to) {
     uint32_t x[8] = {a.x, a.y, b.x, b.y, c.x, c.y, d.x, d.y};
     const int first = 4 * (threadIdx.x & 31);
     if (how == A4) {

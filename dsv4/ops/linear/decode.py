@@ -1,6 +1,5 @@
 """Decode step: launches matvec.cu. Several weights in one grid, each with its input and output."""
 
-import ctypes
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -13,6 +12,7 @@ from dsv4.gpu.build import call
 from dsv4.gpu.meaning import Claim
 from dsv4.gpu.pdl import Touches, tensors_of
 from dsv4.gpu.shapes import HOW
+from dsv4.gpu.structs import Struct, mirror
 from dsv4.gpu.tiles import CODE, SLICE, Tiled
 from dsv4.ops.linear.meaning import matvec
 from dsv4.quant.formats import Format
@@ -28,47 +28,13 @@ BATCH = {True: (16, 100864, 4096), False: (8, 84352, 1024)}
 SINGLE = {False: (8, 11008, 4096), True: (8, 19712, 4096)}
 MAX_UNITS = 4096  # of a block, many times what it usually has: so far Segment's shares divide rightly
 
+_Segment = mirror("linear/matvec.cu", "Segment")
 
-class _Segment(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("data", "scale", "places", "factor", "x", "y")),
-        *((name, ctypes.c_void_p) for name in ("x_top", "y_top", "carry")),
-        *((name, ctypes.c_int) for name in ("format", "halves", "units", "slices", "first_slice", "span")),
-        *((name, ctypes.c_int) for name in ("warps", "n", "k", "x_stride", "y_stride", "epilogue", "routed")),
-        *((name, ctypes.c_int) for name in ("how", "per_warp", "per_group")),
-    )
+_Mixing = mirror("linear/matvec.cu", "Mixing")
 
+_Share = mirror("linear/matvec.cu", "Share")
 
-class _Mixing(ctypes.Structure):
-    _fields_ = (
-        ("comb", ctypes.c_void_p),
-        ("iters", ctypes.c_int),
-        ("eps", ctypes.c_float),
-    )
-
-
-class _Share(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_int) for name in ("repeats", "turns", "units", "cost"))
-
-
-class _Params(ctypes.Structure):
-    _fields_ = (
-        ("segments", _Segment * MAX_SEGMENTS),
-        ("work", ctypes.c_void_p),
-        ("shares", _Share * MAX_SHARES),
-        ("num_shares", ctypes.c_int),
-        ("max_tasks", ctypes.c_int),
-        *((name, ctypes.c_void_p) for name in ("task_expert", "task_pairs", "weights")),
-        ("choices", ctypes.c_int),
-        ("rows", ctypes.c_int),
-        ("limit", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("triggers_late", "stages", "early_stages", "paced")),
-        ("mixing", _Mixing),
-        ("cleared", ctypes.c_void_p),
-        ("clears", ctypes.c_int),
-        ("prefetch", ctypes.c_void_p),
-        ("prefetch_bytes", ctypes.c_int64),
-    )
+_Params = mirror("linear/matvec.cu", "Params")
 
 
 # rows: x and y are rows of the batch. up: a bank's experts, x by token, y by pair (token, choice).
@@ -210,25 +176,15 @@ class MatVec:
         assert all(p.y_top is None or p.weight.halves == 1 for p in products), "pairs have no y_top"
         self.carry = carry if any(product.carry_row for product in products) else None
         triggers_late |= any(product.who == "up" for product in products)
-        params = _Params(rows=rows, limit=limit, triggers_late=triggers_late, stages=STAGES)
-        params.choices = tasks.choices if tasks else 1
+        choices = tasks.choices if tasks else 1
         assert early_stages == STAGES or not paced, "a paced launch fetches all chunks early"
         self.warps, shared, chunk = SINGLE[self.is_wide] if self.is_single else BATCH[has_room(device)]
-        if self.is_single:
-            spread = spread and has_room(device) and not self.is_wide
-            params.stages = 2 * STAGES if spread else STAGES
-            params.early_stages = params.stages if early_stages == STAGES else early_stages
-            params.paced = paced
-        self.shared = shared + params.stages * self.warps * chunk
-        if tasks:
-            params.task_expert, params.task_pairs = tasks.expert.data_ptr(), tasks.pairs.data_ptr()
-            params.weights = tasks.weights.data_ptr()
+        spread = spread and self.is_single and has_room(device) and not self.is_wide
+        stages = 2 * STAGES if spread else STAGES
+        self.shared = shared + stages * self.warps * chunk
         if clears is not None:
             assert clears.numel() <= 32 * self.warps and all(p.who != "up" for p in products), clears.shape
-            params.cleared, params.clears = clears.data_ptr(), clears.numel()
-        if prefetch is not None:
-            params.prefetch, params.prefetch_bytes = prefetch.data_ptr(), prefetch.nbytes
-        segments: list[tuple[_Segment, Product]] = []
+        segments: list[tuple[Struct, Product]] = []
         carried = 0
         for product in products:
             found = _segments(product)
@@ -236,26 +192,23 @@ class MatVec:
             if product.carry_row:
                 assert carry is not None and carry.dtype == torch.float32, "no carry for two passes"
                 found[0].carry = carry.data_ptr() + 4 * carried
-                carried += product.carry_row * (rows if product.who == "rows" else rows * params.choices)
+                carried += product.carry_row * (rows if product.who == "rows" else rows * choices)
         assert carry is None or carried <= carry.numel(), (carried, carry.shape)
         assert len(segments) <= MAX_SEGMENTS, len(segments)
-        for i, (segment, _) in enumerate(segments):
+        all_segments = [segment for segment, _ in segments]
+        for segment in all_segments:
             segment.per_warp = -(-65536 // segment.warps)
             segment.per_group = -(-65536 // (self.warps // segment.warps))
-            params.segments[i] = segment
         columns = FLOAT_COLUMNS if self.is_float else COLUMNS
         if blocks is None:
             blocks = torch.cuda.get_device_properties(device).multi_processor_count
             if self.is_single and has_room(device) and not (spread or beside):
                 blocks *= 2  # that a multiprocessor holds
         blocks -= mixing is not None
-        all_segments = [segment for segment, _ in segments]
+        shares: list[Struct] = []
         if tasks and rows > 1:
             assert all(product.who != "up" for product in products[1:]), "the first says when tasks are read"
             shares = _shares(all_segments, rows, columns, self.warps, len(tasks.expert))
-            params.num_shares, params.max_tasks = len(shares), len(tasks.expert)
-            for i, share in enumerate(shares):
-                params.shares[i] = share
             work = [(0, block, blocks, 0) for block in range(blocks)]
             longest = max(segment.units for segment in all_segments)
         else:
@@ -264,17 +217,37 @@ class MatVec:
         assert longest <= MAX_UNITS, longest
         if mixing is not None:
             assert mixing.comb.is_contiguous() and rows <= MAX_MIXED, (mixing.comb.shape, rows)
-            params.mixing = _Mixing(mixing.comb.data_ptr(), mixing.iters, mixing.eps)
             work.insert(0, (-1, 0, 0, 0))
-        self.work = torch.tensor(work, dtype=torch.int32, device=device)
-        params.work = self.work.data_ptr()
-        self.params, self.blocks = params, len(work)
+        self.work, self.blocks = torch.tensor(work, dtype=torch.int32, device=device), len(work)
+        self.params = _Params(
+            segments=all_segments,
+            work=self.work,
+            shares=shares,
+            num_shares=len(shares),
+            max_tasks=len(tasks.expert) if tasks and shares else 0,
+            task_expert=tasks and tasks.expert,
+            task_pairs=tasks and tasks.pairs,
+            weights=tasks and tasks.weights,
+            choices=choices,
+            rows=rows,
+            limit=limit,
+            triggers_late=triggers_late,
+            stages=stages,
+            early_stages=0 if not self.is_single else stages if early_stages == STAGES else early_stages,
+            paced=paced and self.is_single,
+            mixing=_mixing(mixing),
+            cleared=clears,
+            clears=0 if clears is None else clears.numel(),
+            prefetch=prefetch,
+            prefetch_bytes=0 if prefetch is None else prefetch.nbytes,
+        )
 
     def launch(self) -> None:
-        kinds = ", ".join(str(kind).lower() for kind in (self.is_single, self.is_float, self.is_wide))
+        flags = (self.is_wide,) if self.is_single else (self.is_float, self.is_wide)
+        kinds = ", ".join(str(flag).lower() for flag in flags)
         call(
             "linear/matvec",
-            f"matvec_kernel<{kinds}>",
+            f"{'single' if self.is_single else 'batch'}_kernel<{kinds}>",
             self.device,
             self.params,
             blocks=self.blocks,
@@ -323,14 +296,18 @@ def fits_beside(product: Product, others: list[Product]) -> bool:
     return enough and has_room(device) and all(p.passes == 1 for p in (product, *others))
 
 
-def segment_of(weight: Tiled) -> _Segment:
+def _mixing(given: Mixing | None) -> Struct:
+    return _Mixing.blank() if given is None else _Mixing(comb=given.comb, iters=given.iters, eps=given.eps)
+
+
+def segment_of(weight: Tiled) -> Struct:
     """Without what it is multiplied with."""
     n, k = weight.shape
-    return _Segment(
-        data=weight.data.data_ptr(),
-        scale=weight.scale.data_ptr(),
-        places=None if weight.places is None else weight.places.data_ptr(),
-        factor=weight.factor.data_ptr(),
+    return _Segment.blank(
+        data=weight.data,
+        scale=weight.scale,
+        places=weight.places,
+        factor=weight.factor,
         format=CODE[weight.format],
         halves=weight.halves,
         units=weight.units,
@@ -340,7 +317,7 @@ def segment_of(weight: Tiled) -> _Segment:
     )
 
 
-def _segments(product: Product) -> list[_Segment]:
+def _segments(product: Product) -> list[Struct]:
     """One per separately stored sum over K."""
     weight, count = product.weight, product.splits
     span, is_float = product._span, product.y.dtype == torch.float32
@@ -367,13 +344,13 @@ def _segments(product: Product) -> list[_Segment]:
     return out
 
 
-def _cost(segment: _Segment, units: int) -> int:
+def _cost(segment: Struct, units: int) -> int:
     """Of so many units with their scales: bytes over 256."""
     return units * segment.halves * segment.span * (18, 17, 32, 64)[segment.format]
 
 
 def _work(
-    segments: list[_Segment], rows: int, columns: int, tasks: Tasks | None, blocks: int
+    segments: list[Struct], rows: int, columns: int, tasks: Tasks | None, blocks: int
 ) -> list[tuple[int, int, int, int]]:
     """Cut all units into runs, one per block: (segment, first unit, units, task or group of rows). The runs
     have about equal bytes and all are resident at once."""
@@ -396,7 +373,7 @@ def _work(
     return out
 
 
-def _shares(segments: list[_Segment], rows: int, columns: int, warps: int, max_tasks: int) -> list[_Share]:
+def _shares(segments: list[Struct], rows: int, columns: int, warps: int, max_tasks: int) -> list[Struct]:
     """Experts of a batch, and what runs beside them: how many tasks there will be is not known here, so
     blocks share them when they run (share.cuh)."""
     assert len(segments) <= MAX_SHARES, len(segments)

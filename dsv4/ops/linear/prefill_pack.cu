@@ -1,13 +1,13 @@
 // Prompts: rows of x as the products read them, and which expert meets which rows.
 #include "prefill_packed.cuh"
 
-constexpr int ITEMS = SLICE / 16;            // of four columns: what a lane has of a row's slice
+constexpr int ITEMS = SLICE / 16;   // of four columns: what a lane has of a row's slice
 
 struct Packing {
     const __nv_bfloat16* x;
-    char* out;              // [groups][slices][SLICE_16], or those of FP8
-    const int* pairs;       // [rows] token * choices + choice, -1: none; null: `rows` of each matrix, padded
-    const int* num_groups;  // on the device; null: `groups`
+    char* out;               // [groups][slices][SLICE_16], or those of FP8
+    const int* pairs;        // [rows] token * choices + choice, -1: none; null: `rows` of each matrix, padded
+    const int* num_groups;   // on the device; null: `groups`
     int64_t x_row, x_matrix;
     int groups, slices, k, rows, rows_padded, choices, is_wide;
 };
@@ -18,7 +18,9 @@ __device__ __forceinline__ const __nv_bfloat16* source(const Packing& p, int row
         const int pair = __ldcg(p.pairs + row);
         return pair >= 0 ? p.x + pair / p.choices * p.x_row : nullptr;
     }
-    return row % p.rows_padded < p.rows ? p.x + row % p.rows_padded * p.x_row + row / p.rows_padded * p.x_matrix : nullptr;
+    return row % p.rows_padded < p.rows
+               ? p.x + row % p.rows_padded * p.x_row + row / p.rows_padded * p.x_matrix
+               : nullptr;
 }
 
 // Lane t of four has word t of chunks 0 to 3; then it has chunk t.
@@ -30,39 +32,47 @@ __device__ __forceinline__ uint4 chunk_of_four(const uint32_t (&w)[4], int t) {
         two[i] = t & 1 ? make_uint2(other, w[2 * i + 1]) : make_uint2(w[2 * i], other);
     }
     const bool is_upper = t & 2;
-    const uint32_t x = __shfl_xor_sync(~0u, is_upper ? two[0].x : two[1].x, 2), y = __shfl_xor_sync(~0u, is_upper ? two[0].y : two[1].y, 2);
+    const uint32_t x = __shfl_xor_sync(~0u, is_upper ? two[0].x : two[1].x, 2),
+                   y = __shfl_xor_sync(~0u, is_upper ? two[0].y : two[1].y, 2);
     return is_upper ? make_uint4(x, y, two[1].x, two[1].y) : make_uint4(two[0].x, two[0].y, x, y);
 }
 
-// A warp has eight rows of one slice, four lanes a row. FP16: as matvec.cu's put_x, scaled by a power of two per row and slice.
-template <int MODE>
-__global__ void __launch_bounds__(128, 5) pack_kernel(const __grid_constant__ Packing p) {
+// A warp has eight rows of one slice, four lanes a row. FP16: as matvec.cu's put_x, scaled by a power of two
+// per row and slice.
+template <int MODE> __global__ void __launch_bounds__(128, 5) pack_kernel(const __grid_constant__ Packing p) {
     wait_for_prerequisites();
     const int lane = threadIdx.x & 31, r = lane >> 2, t = lane & 3;
     const int at = blockIdx.x * 4 + (threadIdx.x >> 5), eight = at / p.slices, slice = at % p.slices;
     if (eight >= 2 * (p.num_groups ? __ldcg(p.num_groups) : p.groups)) return;
     const __nv_bfloat16* from = source(p, eight * 8 + r);
     uint2 v[ITEMS];
-    if (p.is_wide) {   // rows of x begin and end at a multiple of 16 bytes: of BY_16, a lane has a half of every other sixteen
+    if (p.is_wide) {   // rows of x begin and end at a multiple of 16 bytes: of BY_16, a lane has a half of
+                       // every other sixteen
 #pragma unroll
         for (int i = 0; i < ITEMS; i += 2) {
-            const int column = slice * SLICE + (MODE == FP16_BY_64 ? i / 4 * 64 + t * 16 + i % 4 * 4 : i * 16 + t * 8);
-            const uint4 two = from && column < p.k ? __ldcg(reinterpret_cast<const uint4*>(from + column)) : make_uint4(0, 0, 0, 0);
+            const int column = slice * SLICE +
+                               (MODE == FP16_BY_64 ? i / 4 * 64 + t * 16 + i % 4 * 4 : i * 16 + t * 8);
+            const uint4 two = from && column < p.k ? __ldcg(reinterpret_cast<const uint4*>(from + column))
+                                                   : make_uint4(0, 0, 0, 0);
             v[i] = make_uint2(two.x, two.y);
             v[i + 1] = make_uint2(two.z, two.w);
         }
     } else
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
-            const int column = slice * SLICE + (MODE == FP16_BY_64 ? i / 4 * 64 + t * 16 + i % 4 * 4 : i * 16 + t * 4);
-            v[i] = from && column < p.k ? __ldcg(reinterpret_cast<const uint2*>(from + column)) : make_uint2(0, 0);
+            const int column = slice * SLICE +
+                               (MODE == FP16_BY_64 ? i / 4 * 64 + t * 16 + i % 4 * 4 : i * 16 + t * 4);
+            v[i] = from && column < p.k ? __ldcg(reinterpret_cast<const uint2*>(from + column))
+                                        : make_uint2(0, 0);
         }
     float undo = 1.f;
     if constexpr (MODE != BF16_BY_16) {
-        // Of BF16 without signs the larger is the larger integer (a NaN makes its row NaN, whatever the scale).
+        // Of BF16 without signs the larger is the larger integer (a NaN makes its row NaN, whatever the
+        // scale).
         uint32_t peaks = 0;
 #pragma unroll
-        for (int i = 0; i < ITEMS; ++i) peaks = larger(larger(peaks, v[i].x & 0x7FFF7FFF), v[i].y & 0x7FFF7FFF);
+        for (int i = 0; i < ITEMS; ++i)
+            peaks = larger(larger(peaks, v[i].x & 0x7FFF7FFF), v[i].y & 0x7FFF7FFF);
         peaks = larger(peaks, __shfl_xor_sync(~0u, peaks, 1));
         peaks = larger(peaks, __shfl_xor_sync(~0u, peaks, 2));
         const Scale16 scale(peaks);
@@ -76,7 +86,8 @@ __global__ void __launch_bounds__(128, 5) pack_kernel(const __grid_constant__ Pa
 #pragma unroll
         for (int i = 0; i < ITEMS; i += 2) {   // chunk 2 i + t: four lanes write two whole sectors
             uint4 chunk;
-            if constexpr (MODE == FP16_BY_64) chunk = chunk_of_four({v[i].x, v[i].y, v[i + 1].x, v[i + 1].y}, t);
+            if constexpr (MODE == FP16_BY_64)
+                chunk = chunk_of_four({v[i].x, v[i].y, v[i + 1].x, v[i + 1].y}, t);
             else chunk = chunk_of_two(make_uint4(v[i].x, v[i].y, v[i + 1].x, v[i + 1].y), t & 1);
             *reinterpret_cast<uint4*>(to + chunk_16(row, 2 * i + t)) = chunk;
         }
@@ -123,18 +134,19 @@ __global__ void __launch_bounds__(128, 8) pack_8_kernel(const __grid_constant__ 
         const Codes8 codes(peaks);
         char* stage = to + block * 1024 + r * 16 + t % 2 * 8;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) *reinterpret_cast<uint2*>(stage + (i * 2 + t / 2) * 128) = codes.of(v[block * 4 + i]);
+        for (int i = 0; i < 4; ++i)
+            *reinterpret_cast<uint2*>(stage + (i * 2 + t / 2) * 128) = codes.of(v[block * 4 + i]);
         if (t == 0) reinterpret_cast<float*>(to + 2048)[block * 8 + r] = codes.scale;
     }
 }
 
 struct Gathering {
-    const char* codes;      // [tokens][columns] FP8
-    const float* scales;    // [tokens][columns / 128], times 2^-24
-    char* out;              // as pack_8_kernel's
-    const int* pairs;       // [rows] token * choices + choice, -1: none
+    const char* codes;     // [tokens][columns] FP8
+    const float* scales;   // [tokens][columns / 128], times 2^-24
+    char* out;             // as pack_8_kernel's
+    const int* pairs;      // [rows] token * choices + choice, -1: none
     const int* num_groups;
-    int parts, choices;     // of 256 columns
+    int parts, choices;   // of 256 columns
 };
 
 // Rows that are FP8 already, by pair. A warp has eight rows of 256 columns.
@@ -148,11 +160,14 @@ __global__ void __launch_bounds__(128, 8) gather_8_kernel(const __grid_constant_
     uint4 v[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)   // sixteen columns
-        v[i] = pair >= 0 ? __ldcg(reinterpret_cast<const uint4*>(p.codes + from * COLUMNS_8) + i * 4 + lane / 8) : make_uint4(0, 0, 0, 0);
+        v[i] = pair >= 0
+                   ? __ldcg(reinterpret_cast<const uint4*>(p.codes + from * COLUMNS_8) + i * 4 + lane / 8)
+                   : make_uint4(0, 0, 0, 0);
     char* to = p.out + at_8(eight * 8, p.parts, part);
 #pragma unroll
     for (int i = 0; i < 4; ++i) reinterpret_cast<uint4*>(to)[i * 32 + lane] = v[i];
-    if (lane < 16) reinterpret_cast<float*>(to + 2048)[lane] = pair >= 0 ? __ldcg(p.scales + from * 2 + lane / 8) : 0.f;
+    if (lane < 16)
+        reinterpret_cast<float*>(to + 2048)[lane] = pair >= 0 ? __ldcg(p.scales + from * 2 + lane / 8) : 0.f;
 }
 
 constexpr int SORT_WARPS = 16, MAX_EXPERTS = SORT_WARPS * 32;
@@ -165,14 +180,17 @@ struct Sorting {
     int4* tiles;            // expert, first row, rows
     int* counts;            // number of tiles, of groups of rows
     int pairs, cap;
-    int first_own, own;     // of the experts those that this rank has, whose tiles name them by their number here
+    int first_own,
+        own;   // of the experts those that this rank has, whose tiles name them by their number here
 };
 
 // Pairs of token and choice by expert, each expert's rows from a multiple of a group on, in the pairs' order.
-// A block places its run of pairs, cut into runs of a warp. It counts all pairs to know where: blocks do not talk.
+// A block places its run of pairs, cut into runs of a warp. It counts all pairs to know where: blocks do not
+// talk.
 __global__ void __launch_bounds__(SORT_WARPS * 32) sort_kernel(const __grid_constant__ Sorting p) {
     __shared__ int next[SORT_WARPS][MAX_EXPERTS];   // counts, then the next row of a warp's pairs
-    __shared__ int totals[MAX_EXPERTS], earlier[MAX_EXPERTS];   // of all pairs, of those of blocks before this one
+    __shared__ int totals[MAX_EXPERTS],
+        earlier[MAX_EXPERTS];   // of all pairs, of those of blocks before this one
     __shared__ int2 sums[SORT_WARPS];
     wait_for_prerequisites();
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, expert = threadIdx.x;
@@ -184,12 +202,14 @@ __global__ void __launch_bounds__(SORT_WARPS * 32) sort_kernel(const __grid_cons
     const auto load = [&](int at, int stop, int step) {
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
-            const uint32_t here = at + i * step < stop ? (uint32_t)__ldcg(p.ids + at + i * step) - p.first_own : MAX_EXPERTS;
+            const uint32_t here = at + i * step < stop ? (uint32_t)__ldcg(p.ids + at + i * step) - p.first_own
+                                                       : MAX_EXPERTS;
             ids[i] = here < (uint32_t)p.own ? here : MAX_EXPERTS;
         }
     };
     const int run = (p.pairs + gridDim.x * MAX_EXPERTS - 1) / (gridDim.x * MAX_EXPERTS) * 32;   // of a warp
-    const int first = (blockIdx.x * SORT_WARPS + warp) * run, stop = min(p.pairs, first + run), of_block = blockIdx.x * SORT_WARPS * run;
+    const int first = (blockIdx.x * SORT_WARPS + warp) * run, stop = min(p.pairs, first + run),
+              of_block = blockIdx.x * SORT_WARPS * run;
     for (int at = threadIdx.x; at < p.pairs; at += AHEAD * MAX_EXPERTS) {
         load(at, p.pairs, MAX_EXPERTS);
 #pragma unroll
@@ -212,19 +232,31 @@ __global__ void __launch_bounds__(SORT_WARPS * 32) sort_kernel(const __grid_cons
     int2 before = own;
     for (int i = 1; i < 32; i *= 2) {
         const int x = __shfl_up_sync(~0u, before.x, i), y = __shfl_up_sync(~0u, before.y, i);
-        if (lane >= i) { before.x += x; before.y += y; }
+        if (lane >= i) {
+            before.x += x;
+            before.y += y;
+        }
     }
     if (lane == 31) sums[warp] = before;
     __syncthreads();
-    for (int w = 0; w < warp; ++w) { before.x += sums[w].x; before.y += sums[w].y; }
-    if (blockIdx.x == 0 && expert == MAX_EXPERTS - 1) { p.counts[0] = before.y; p.counts[1] = before.x; }
-    before.x -= own.x; before.y -= own.y;
+    for (int w = 0; w < warp; ++w) {
+        before.x += sums[w].x;
+        before.y += sums[w].y;
+    }
+    if (blockIdx.x == 0 && expert == MAX_EXPERTS - 1) {
+        p.counts[0] = before.y;
+        p.counts[1] = before.x;
+    }
+    before.x -= own.x;
+    before.y -= own.y;
     const int row = before.x * ROW_GROUP;
     if (expert % gridDim.x == blockIdx.x) {
         // A last tile of more than 64 rows costs as much as its neighbours: then all are alike.
-        const int last = count - (own.y - 1) * p.cap, alike = own.y ? (count + own.y * ROW_GROUP - 1) / (own.y * ROW_GROUP) * ROW_GROUP : 0;
+        const int last = count - (own.y - 1) * p.cap,
+                  alike = own.y ? (count + own.y * ROW_GROUP - 1) / (own.y * ROW_GROUP) * ROW_GROUP : 0;
         const int height = last > 64 ? alike : p.cap;
-        for (int i = 0; i < own.y; ++i) p.tiles[before.y + i] = make_int4(expert, row + i * height, min(height, count - i * height), 0);
+        for (int i = 0; i < own.y; ++i)
+            p.tiles[before.y + i] = make_int4(expert, row + i * height, min(height, count - i * height), 0);
         for (int i = count; i < own.x * ROW_GROUP; ++i) {
             p.rows[row + i] = -1;
             p.row_weights[row + i] = 0.f;
@@ -241,7 +273,8 @@ __global__ void __launch_bounds__(SORT_WARPS * 32) sort_kernel(const __grid_cons
         load(at + lane, stop, 32);
         float weights[AHEAD];
 #pragma unroll
-        for (int i = 0; i < AHEAD; ++i) weights[i] = ids[i] < MAX_EXPERTS ? __ldcg(p.weights + at + i * 32 + lane) : 0.f;
+        for (int i = 0; i < AHEAD; ++i)
+            weights[i] = ids[i] < MAX_EXPERTS ? __ldcg(p.weights + at + i * 32 + lane) : 0.f;
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
             const uint32_t same = __match_any_sync(~0u, ids[i]);

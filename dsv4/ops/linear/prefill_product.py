@@ -4,13 +4,13 @@ list of tiles made on the device.
 Nothing here waits for the device, and no launch depends on what is there: all can be captured in a graph.
 """
 
-import ctypes
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dsv4.gpu.build import HOPPER, architecture, call
+from dsv4.gpu.structs import mirror
 from dsv4.gpu.tiles import BRICK, SLICE, Tiled
 from dsv4.ops.linear.prefill_packed import (
     FP8_CODES,
@@ -36,45 +36,13 @@ SMALL_CAP = 32
 NUMBER = {Format.NVFP4: 0, Format.MXFP4: 1, Format.FP8: 2, Format.BF16: 3}
 CAPS = (16, 32, 64, 128)  # rows of a tile, at most; `heights` may have another
 
+_Product = mirror("linear/prefill_sm90.cuh", "Product")
 
-class _Product(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("data", "scale", "homes", "factor", "x", "y", "carry")),
-        *((name, ctypes.c_void_p) for name in ("tiles", "num_tiles", "places", "weights")),
-        *((name, ctypes.c_int64) for name in ("y_row", "y_matrix")),
-        *((name, ctypes.c_int) for name in ("units", "slices", "halves", "n")),
-        *((name, ctypes.c_int) for name in ("matrices", "rows", "rows_padded", "cap", "part")),
-        *(
-            (name, ctypes.c_int)
-            for name in ("is_f32", "has_factors", "w_stages", "x_stages", "x_stage_bytes")
-        ),
-        ("limit", ctypes.c_float),
-    )
+_Packing = mirror("linear/prefill_pack.cu", "Packing")
 
+_Gathering = mirror("linear/prefill_pack.cu", "Gathering")
 
-class _Packing(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "out", "pairs", "num_groups")),
-        *((name, ctypes.c_int64) for name in ("x_row", "x_matrix")),
-        *(
-            (name, ctypes.c_int)
-            for name in ("groups", "slices", "k", "rows", "rows_padded", "choices", "is_wide")
-        ),
-    )
-
-
-class _Gathering(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("codes", "scales", "out", "pairs", "num_groups")),
-        *((name, ctypes.c_int) for name in ("parts", "choices")),
-    )
-
-
-class _Sorting(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("ids", "weights", "rows", "row_weights", "tiles", "counts")),
-        *((name, ctypes.c_int) for name in ("pairs", "cap", "first_own", "own")),
-    )
+_Sorting = mirror("linear/prefill_pack.cu", "Sorting")
 
 
 @dataclass(frozen=True)
@@ -159,12 +127,12 @@ def sort(ids: Tensor, weights: Tensor, experts: int, max_cap: int, first: int = 
         cap=cap,
     )
     sorting = _Sorting(
-        ids=ids.data_ptr(),
-        weights=weights.data_ptr(),
-        rows=out.pairs.data_ptr(),
-        row_weights=out.weights.data_ptr(),
-        tiles=out.tiles.data_ptr(),
-        counts=out.counts.data_ptr(),
+        ids=ids,
+        weights=weights,
+        rows=out.pairs,
+        row_weights=out.weights,
+        tiles=out.tiles,
+        counts=out.counts,
         pairs=pairs,
         cap=cap,
         first_own=first,
@@ -194,8 +162,10 @@ def pack(
     out = made.data
     groups, slices = out.shape[:2]
     packing = _Packing(
-        x=x.data_ptr(),
-        out=out.data_ptr(),
+        x=x,
+        out=out,
+        pairs=by.pairs if by and gathers else None,
+        num_groups=by and by.counts[1:],
         x_row=x.stride(0),
         x_matrix=x.stride(1) if by is None else 0,
         groups=groups,
@@ -206,9 +176,6 @@ def pack(
         choices=1 if by is None else by.choices,
         is_wide=k % 8 == 0 and x.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in x.stride()[:-1]),
     )
-    if by is not None:
-        packing.pairs = by.pairs.data_ptr() if gathers else None
-        packing.num_groups = by.counts.data_ptr() + 4
     warps = 2 * groups * slices * (mode.blocks if mode.is_fp8 else 1)  # each has eight rows
     call("linear/prefill_pack", mode.packing, x.device, packing, blocks=-(-warps // 4), threads=128)
     return made
@@ -221,11 +188,11 @@ def gather(x: Codes, by: Sorted) -> Packed:
     out = empty_packed(FP8_CODES, by.capacity, k, x.data.device)
     parts = out.data.shape[1] * FP8_CODES.blocks
     gathering = _Gathering(
-        codes=x.data.data_ptr(),
-        scales=x.scale.data_ptr(),
-        out=out.data.data_ptr(),
-        pairs=by.pairs.data_ptr(),
-        num_groups=by.counts.data_ptr() + 4,
+        codes=x.data,
+        scales=x.scale,
+        out=out.data,
+        pairs=by.pairs,
+        num_groups=by.counts[1:],
         parts=parts,
         choices=by.choices,
     )
@@ -381,17 +348,17 @@ def _launch(
     blocks = _multiprocessors(device) * (2 if ring.is_small else 1)
     carry = torch.empty(blocks, MAX_CARRIED // 2, CONSUMERS, device=device) if parts > 1 else None
     params = _Product(
-        data=weight.data.data_ptr(),
-        scale=weight.scale.data_ptr(),
-        homes=None if weight.places is None else weight.places.data_ptr(),
-        factor=weight.factor.data_ptr(),
-        x=x.data.data_ptr(),
-        y=y.data_ptr(),
-        carry=None if carry is None else carry.data_ptr(),
-        tiles=None if by is None else by.tiles.data_ptr(),
-        num_tiles=None if by is None else by.counts.data_ptr(),
-        places=None if places is None else places.data_ptr(),
-        weights=None if weights is None else weights.data_ptr(),
+        data=weight.data,
+        scale=weight.scale,
+        homes=weight.places,
+        factor=weight.factor,
+        x=x.data,
+        y=y,
+        carry=carry,
+        tiles=None if by is None else by.tiles,
+        num_tiles=None if by is None else by.counts,
+        places=places,
+        weights=weights,
         y_row=y_row,
         y_matrix=y_matrix,
         units=units,

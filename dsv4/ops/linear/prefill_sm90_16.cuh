@@ -1,14 +1,15 @@
 // Prompts: prefill_sm90.cuh's sums in 16 bits, for x as it is.
 //
-// The arithmetic is that of decode (matvec.cu): FP16 products with x scaled by a power of two per slice, one sum per slice
-// inside the tensor core, then the slices one after the other.
+// The arithmetic is that of decode (matvec.cu): FP16 products with x scaled by a power of two per slice, one
+// sum per slice inside the tensor core, then the slices one after the other.
 #pragma once
 #include "prefill_sm90.cuh"
 
 using X16 = Rows<128, 2, 0, 64, 64>;   // swizzled
 template <int F> constexpr bool IS_BF16 = F == MXFP4 || F == BF16;
-template <int F> constexpr int UNIT_BYTES = Brick<F>::LOADS * 512 / X16::BLOCKS;   // of a unit in a block of columns
-template <int F> constexpr int W_BLOCKS = W_COPY / UNIT_BYTES<F>;               // of columns in a stage of W
+template <int F>
+constexpr int UNIT_BYTES = Brick<F>::LOADS * 512 / X16::BLOCKS;     // of a unit in a block of columns
+template <int F> constexpr int W_BLOCKS = W_COPY / UNIT_BYTES<F>;   // of columns in a stage of W
 
 #ifdef __CUDACC__
 __device__ __forceinline__ uint32_t times_bf16(uint32_t a, uint32_t b) {
@@ -23,10 +24,11 @@ __device__ __forceinline__ uint32_t e8m0_bf16(uint32_t code) {
     return bits | bits << 16;
 }
 
-// 64 columns of a tile as four fragments: half `chunk` of a block of columns, the slice's `block`th. `w`: this lane's place
-// in the stage.
+// 64 columns of a tile as four fragments: half `chunk` of a block of columns, the slice's `block`th. `w`:
+// this lane's place in the stage.
 template <int F>
-__device__ __forceinline__ void decode(const uint4* w, int chunk, int block, const Scales<F>& s, int lane, uint32_t (&a)[4][4]) {
+__device__ __forceinline__ void decode(const uint4* w, int chunk, int block, const Scales<F>& s, int lane,
+                                       uint32_t (&a)[4][4]) {
     if constexpr (F <= MXFP4) {
         const uint4 v = w[chunk * 32];
         const uint32_t words[4] = {v.x, v.y, v.z, v.w};
@@ -37,11 +39,14 @@ __device__ __forceinline__ void decode(const uint4* w, int chunk, int block, con
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 e2m1(words[j], a[j]);
-                a[j][0] = times(a[j][0], low); a[j][1] = times(a[j][1], high);
-                a[j][2] = times(a[j][2], low); a[j][3] = times(a[j][3], high);
+                a[j][0] = times(a[j][0], low);
+                a[j][1] = times(a[j][1], high);
+                a[j][2] = times(a[j][2], low);
+                a[j][3] = times(a[j][3], high);
             }
         } else {
-            // BF16 holds code times scale: the code's bits as a subnormal number, times 2^126, times the scale.
+            // BF16 holds code times scale: the code's bits as a subnormal number, times 2^126, times the
+            // scale.
             const uint32_t scales = __shfl_sync(~0u, s.word[chunk], (lane & ~3) | block);
             uint32_t by[2][2];
 #pragma unroll
@@ -60,16 +65,23 @@ __device__ __forceinline__ void decode(const uint4* w, int chunk, int block, con
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const uint4 v = w[(chunk * 2 + i) * 32];
-            a[2 * i][0] = e4m3x2(v.x & 0xFFFF); a[2 * i][1] = e4m3x2(v.x >> 16);
-            a[2 * i][2] = e4m3x2(v.y & 0xFFFF); a[2 * i][3] = e4m3x2(v.y >> 16);
-            a[2 * i + 1][0] = e4m3x2(v.z & 0xFFFF); a[2 * i + 1][1] = e4m3x2(v.z >> 16);
-            a[2 * i + 1][2] = e4m3x2(v.w & 0xFFFF); a[2 * i + 1][3] = e4m3x2(v.w >> 16);
+            a[2 * i][0] = e4m3x2(v.x & 0xFFFF);
+            a[2 * i][1] = e4m3x2(v.x >> 16);
+            a[2 * i][2] = e4m3x2(v.y & 0xFFFF);
+            a[2 * i][3] = e4m3x2(v.y >> 16);
+            a[2 * i + 1][0] = e4m3x2(v.z & 0xFFFF);
+            a[2 * i + 1][1] = e4m3x2(v.z >> 16);
+            a[2 * i + 1][2] = e4m3x2(v.w & 0xFFFF);
+            a[2 * i + 1][3] = e4m3x2(v.w >> 16);
         }
     } else {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const uint4 v = w[(chunk * 4 + i) * 32];
-            a[i][0] = v.x; a[i][1] = v.y; a[i][2] = v.z; a[i][3] = v.w;
+            a[i][0] = v.x;
+            a[i][1] = v.y;
+            a[i][2] = v.z;
+            a[i][3] = v.w;
         }
     }
 }
@@ -92,9 +104,11 @@ __device__ __forceinline__ void sum_16(Consumer& c, const Tile& tile, float (&to
     const int lane = c.lane;
     const uint8_t* scale = scales_of<F>(c, tile);
     const int scale_step = p.halves * Brick<F>::SCALE;
-    const float factor = __ldg(p.factor + (p.has_factors ? tile.matrix * p.halves : 0) + half_of(p, c.warp)) * (F == NVFP4 ? E2M1_UNIT : 1.f);
+    const float factor = __ldg(p.factor + (p.has_factors ? tile.matrix * p.halves : 0) + half_of(p, c.warp)) *
+                         (F == NVFP4 ? E2M1_UNIT : 1.f);
     const char* w_base = c.shared + (c.w_at - shared_address(c.shared)) + c.warp * W_COPY + lane * 16;
-    const char* undo_base = c.shared + (c.undo_at - shared_address(c.shared)) + (lane & 3) * 8;   // what undoes scaling
+    const char* undo_base = c.shared + (c.undo_at - shared_address(c.shared)) +
+                            (lane & 3) * 8;   // what undoes scaling
     float* carry = p.carry + ((size_t)blockIdx.x * (MAX_CARRIED / 2)) * CONSUMERS + threadIdx.x;
 
     float sums[N / 2];
@@ -120,7 +134,9 @@ __device__ __forceinline__ void sum_16(Consumer& c, const Tile& tile, float (&to
             wgmma_fence();
 #pragma unroll
             for (int j = 0; j < 4; ++j)
-                wgmma<IS_BF16<F> ? BF16_BF16 : F16_F16>(sums, a[chunk][j], matrix + (chunk * 1024 + j * 32 >> 4), j || chunk || (F != FP8 && block));
+                wgmma<IS_BF16<F> ? BF16_BF16 : F16_F16>(sums, a[chunk][j],
+                                                        matrix + (chunk * 1024 + j * 32 >> 4),
+                                                        j || chunk || (F != FP8 && block));
             wgmma_commit();
             // Only now a load from shared memory has certainly ended: BF16 goes into a product as it is.
             if (chunk == 1 && block % W_BLOCKS<F> == W_BLOCKS<F> - 1) {
@@ -130,7 +146,8 @@ __device__ __forceinline__ void sum_16(Consumer& c, const Tile& tile, float (&to
             wgmma_wait<1>();   // the other fragments are free
             if (chunk == 0) {
                 // The stage before this one has been multiplied with.
-                if (F != FP8 && block) release(c.x.empty + (c.x.stage ? c.x.stage - 1 : c.x.stages - 1) * 8, lane);
+                if (F != FP8 && block)
+                    release(c.x.empty + (c.x.stage ? c.x.stage - 1 : c.x.stages - 1) * 8, lane);
                 decode_next(1, block);
             } else if (!closes || !ends) {
                 if (closes) now = next;
@@ -152,10 +169,11 @@ __device__ __forceinline__ void sum_16(Consumer& c, const Tile& tile, float (&to
         const bool last = slice + 1 == p.slices;
         if (!last) next.load(scale += scale_step, lane);
 #pragma unroll
-        for (int block = 0; block < X16::BLOCKS; ++block) multiply_block(block, block == X16::BLOCKS - 1, last);
+        for (int block = 0; block < X16::BLOCKS; ++block)
+            multiply_block(block, block == X16::BLOCKS - 1, last);
         if (F != FP8) wgmma_wait<0>();
         const char* undo = undo_base + c.x.stage * (p.cap / ROW_GROUP) * X16::UNDO_BYTES;
-        const float(&from)[N / 2] = *reinterpret_cast<const float(*)[N / 2]>(F == FP8 ? blocks : sums);
+        const float (&from)[N / 2] = *reinterpret_cast<const float (*)[N / 2]>(F == FP8 ? blocks : sums);
         uint32_t read = 0;
 #pragma unroll
         for (int i = 0; i < N / 8; ++i) {
@@ -183,13 +201,16 @@ __device__ __forceinline__ void sum_16(Consumer& c, const Tile& tile, float (&to
 template <int F> struct Sum16 {
     using X = X16;
     static constexpr int FORMAT = F, W_WARPS = 1, MAX_N = F == FP8 ? 112 : 128;   // FP8 has one sum more
-    static constexpr bool LOOKS_AHEAD = false;   // registers are short
+    static constexpr bool LOOKS_AHEAD = false;                                    // registers are short
     __device__ __forceinline__ Sum16(const Consumer&, const Tile&) {}
-    template <int N> __device__ __forceinline__ void tile(Consumer& c, const Tile& tile, const Tile&, float (&total)[N / 2]) {
+    template <int N>
+    __device__ __forceinline__ void tile(Consumer& c, const Tile& tile, const Tile&, float (&total)[N / 2]) {
         sum_16<F, N>(c, tile, total);
     }
 };
 
-template <int F, bool IS_SMALL> __global__ void __launch_bounds__(THREADS, IS_SMALL ? 2 : 1) product_kernel(const __grid_constant__ Product p) {
+template <int F, bool IS_SMALL>
+__global__ void __launch_bounds__(THREADS, IS_SMALL ? 2 : 1)
+    product_kernel(const __grid_constant__ Product p) {
     multiply<Sum16<F>, IS_SMALL>(p);
 }

@@ -6,19 +6,19 @@ parts up and makes the next input. Four streams, as in every V4 model. With `pee
 is also an all-reduce.
 """
 
-import ctypes
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsv4.gpu.build import address, call
+from dsv4.gpu.build import call
 from dsv4.gpu.pdl import launcher
 from dsv4.gpu.shapes import HOW
 from dsv4.gpu.shapes import MIX_CHUNK as CHUNK
 from dsv4.gpu.shapes import MIX_WIDTH as WIDTH
 from dsv4.gpu.shapes import mix_chunks as num_chunks
-from dsv4.ops.exchange.decode import Peers, PeersStruct, multiprocessors, passed, tag
+from dsv4.gpu.structs import mirror
+from dsv4.ops.exchange.decode import Peers, multiprocessors, passed, tag
 from dsv4.ops.mhc import meaning
 
 STREAMS = 4
@@ -26,17 +26,7 @@ ITEM, MAX_CHANNELS = 8, 8192  # of a stream: a thread of decode_mix.cu takes up 
 THREADS = STREAMS * CHUNK  # of a block of decode_open.cu
 BLOCKS, SHARED_BLOCKS = 6, 4  # of decode_open.cu, alone and with peers, that a multiprocessor surely holds
 
-
-class _Open(ctypes.Structure):
-    _fields_ = (
-        ("peers", PeersStruct),
-        *((name, ctypes.c_void_p) for name in ("y", "chosen", "ids", "table", "gate", "comb", "streams")),
-        *((name, ctypes.c_void_p) for name in ("fn", "partial")),
-        ("first_place", ctypes.c_int64),
-        *((name, ctypes.c_int) for name in ("rows", "programs", "chunks", "d", "parts", "mixes", "vocab")),
-        *((name, ctypes.c_int) for name in ("first_own", "own", "is_wide")),
-        ("tag", ctypes.c_uint),
-    )
+_Open = mirror("mhc/decode_open.cu", "Open")
 
 
 def _open(
@@ -65,9 +55,9 @@ def _open(
     programs = -(-rows // in_turn)
     params = _Open(
         peers=passed(peers),
-        streams=streams.data_ptr(),
-        fn=fn.data_ptr(),
-        partial=partial.data_ptr(),
+        streams=streams,
+        fn=fn,
+        partial=partial,
         first_place=0 if peers is None else peers.first_place(number),
         rows=rows,
         programs=programs,
@@ -137,13 +127,17 @@ def mix_open(
             peers=peers,
             number=number,
             overlap=overlap,
-            y=y.data_ptr(),
-            gate=gate.data_ptr(),
-            comb=comb.data_ptr(),
+            y=y,
+            gate=gate,
+            comb=comb,
             parts=y.shape[1],
-            chosen=address(chosen),
+            chosen=chosen,
             first_own=own.start,
             own=len(own),
+            ids=None,
+            table=None,
+            vocab=0,
+            is_wide=False,
         )
 
 
@@ -181,20 +175,21 @@ def embed_open(
             peers=peers,
             number=number,
             overlap=overlap,
-            ids=ids.data_ptr(),
-            table=table.data_ptr(),
+            ids=ids,
+            table=table,
             vocab=table.shape[0],
             is_wide=table.dtype == torch.float32,
+            y=None,
+            chosen=None,
+            gate=None,
+            comb=None,
+            parts=0,
+            first_own=0,
+            own=0,
         )
 
 
-class _Closing(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("partial", "base", "scale", "streams", "weight")),
-        *((name, ctypes.c_void_p) for name in ("x", "x_in", "gate", "comb")),
-        *((name, ctypes.c_int) for name in ("rows", "d", "chunks", "how")),
-        *((name, ctypes.c_float) for name in ("norm_eps", "hc_eps")),
-    )
+_Closing = mirror("mhc/decode_mix.cu", "Closing")
 
 
 @launcher(
@@ -233,15 +228,15 @@ def mix_close(
     assert (x_in is None) == (activations == "a16"), activations
     if rows:
         closing = _Closing(
-            partial=partial.data_ptr(),
-            base=base.data_ptr(),
-            scale=scale.data_ptr(),
-            streams=streams.data_ptr(),
-            weight=weight.data_ptr(),
-            x=x.data_ptr(),
-            x_in=address(x_in),
-            gate=address(gate),
-            comb=address(comb),
+            partial=partial,
+            base=base,
+            scale=scale,
+            streams=streams,
+            weight=weight,
+            x=x,
+            x_in=x_in,
+            gate=gate,
+            comb=comb,
             rows=rows,
             d=d,
             chunks=chunks,

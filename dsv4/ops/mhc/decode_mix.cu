@@ -1,29 +1,39 @@
-// Decode step: what follows from the streams' sums with `fn`. The next input of a layer's half, which is the four streams
-// weighted and then normalised, by one block per row; by another what weights its output and, but for Sinkhorn's rounds,
-// mixes the streams.
+// Decode step: what follows from the streams' sums with `fn`. The next input of a layer's half, which is the
+// four streams weighted and then normalised, by one block per row; by another what weights its output and,
+// but for Sinkhorn's rounds, mixes the streams.
 #include "mix.cuh"
 #include "round.cuh"
 
 constexpr int THREADS = 512, WARPS = THREADS / 32, SQUARES = STREAMS;
-constexpr int WIDTH = 32;   // columns of `partial`: four mixes that weight the streams, the sum of squares, the other twenty
-constexpr int ITEM = 8, MAX_ITEMS = 2, COLUMNS = 8, MAX_PASSES = 2, MAX_CHUNKS = MAX_PASSES * THREADS / 4;   // decode.py counts on them
+constexpr int WIDTH =
+    32;   // columns of `partial`: four mixes that weight the streams, the sum of squares, the other twenty
+constexpr int ITEM = 8, MAX_ITEMS = 2, COLUMNS = 8, MAX_PASSES = 2,
+              MAX_CHUNKS = MAX_PASSES * THREADS / 4;   // decode.py counts on them
 
-// The few numbers that everything waits for, by the hardware's own functions: a share is right to 2^-21 of one.
-// One over the root of the mean square of `count` numbers.
-__device__ __forceinline__ float inverse_size(float squares, int count, float eps) { return rsqrtf(__fdividef(squares, (float)count) + eps); }
+// The few numbers that everything waits for, by the hardware's own functions: a share is right to 2^-21 of
+// one. One over the root of the mean square of `count` numbers.
+__device__ __forceinline__ float inverse_size(float squares, int count, float eps) {
+    return rsqrtf(__fdividef(squares, (float)count) + eps);
+}
 __device__ __forceinline__ float sigmoid(float v) { return __fdividef(1.f, 1.f + __expf(-v)); }
 
-struct Eight { float v[ITEM]; };
+struct Eight {
+    float v[ITEM];
+};
 __device__ __forceinline__ Eight read(const __nv_bfloat16* p) {
     const uint4 w = __ldcg(reinterpret_cast<const uint4*>(p));
     const uint32_t words[4] = {w.x, w.y, w.z, w.w};
     Eight e;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) { e.v[2 * i] = __uint_as_float(words[i] << 16); e.v[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u); }
+    for (int i = 0; i < 4; ++i) {
+        e.v[2 * i] = __uint_as_float(words[i] << 16);
+        e.v[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
+    }
     return e;
 }
 __device__ __forceinline__ Eight read(const float* p) {
-    const float4 a = __ldcg(reinterpret_cast<const float4*>(p)), b = __ldcg(reinterpret_cast<const float4*>(p) + 1);
+    const float4 a = __ldcg(reinterpret_cast<const float4*>(p)),
+                 b = __ldcg(reinterpret_cast<const float4*>(p) + 1);
     return {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
 }
 // The same as they are stored.
@@ -34,7 +44,9 @@ template <> struct Stored<__nv_bfloat16> {
 #pragma unroll
         for (int i = 0; i < ITEM / 2; ++i) v[i] = pack_bf16(e.v[2 * i], e.v[2 * i + 1]);
     }
-    __device__ __forceinline__ void write(__nv_bfloat16* p) const { *reinterpret_cast<uint4*>(p) = make_uint4(v[0], v[1], v[2], v[3]); }
+    __device__ __forceinline__ void write(__nv_bfloat16* p) const {
+        *reinterpret_cast<uint4*>(p) = make_uint4(v[0], v[1], v[2], v[3]);
+    }
 };
 template <> struct Stored<float> {
     float v[ITEM];
@@ -47,23 +59,28 @@ template <> struct Stored<float> {
         reinterpret_cast<float4*>(p)[1] = make_float4(v[4], v[5], v[6], v[7]);
     }
 };
-__device__ __forceinline__ float rounded(float v, __nv_bfloat16) { return __bfloat162float(__float2bfloat16_rn(v)); }
+__device__ __forceinline__ float rounded(float v, __nv_bfloat16) {
+    return __bfloat162float(__float2bfloat16_rn(v));
+}
 __device__ __forceinline__ float rounded(float v, float) { return v; }
 
 // gate and comb of one row: a warp adds up every WARPS-th chunk, a lane is a column.
-__device__ __forceinline__ void next_output(const float* partial, const float* base, const float* scale, float* gate, float* comb, int d,
-                                            int chunks, float norm_eps, float hc_eps) {
+__device__ __forceinline__ void next_output(const float* partial, const float* base, const float* scale,
+                                            float* gate, float* comb, int d, int chunks, float norm_eps,
+                                            float hc_eps) {
     __shared__ float parts[WARPS][WIDTH];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const bool is_mix = lane > SQUARES && lane <= SQUARES + STREAMS + STREAMS * STREAMS;
-    const float its_scale = is_mix ? __ldg(scale + lane - 1) : 0.f, its_base = is_mix ? __ldg(base + lane - 1) : 0.f;
+    const float its_scale = is_mix ? __ldg(scale + lane - 1) : 0.f,
+                its_base = is_mix ? __ldg(base + lane - 1) : 0.f;
     launch_dependents();
     wait_for_prerequisites();
     float v[MAX_CHUNKS / WARPS], total = 0.f;
 #pragma unroll
     for (int i = 0; i < MAX_CHUNKS / WARPS; ++i) {
         const int chunk = warp + i * WARPS;
-        v[i] = chunk < chunks && (is_mix || lane == SQUARES) ? __ldcg(partial + (size_t)chunk * WIDTH + lane) : 0.f;
+        v[i] = chunk < chunks && (is_mix || lane == SQUARES) ? __ldcg(partial + (size_t)chunk * WIDTH + lane)
+                                                             : 0.f;
     }
 #pragma unroll
     for (int i = 0; i < MAX_CHUNKS / WARPS; ++i) total += v[i];
@@ -73,11 +90,13 @@ __device__ __forceinline__ void next_output(const float* partial, const float* b
     total = 0.f;
 #pragma unroll
     for (int i = 0; i < WARPS; ++i) total += parts[i][lane];
-    const float logit = total * inverse_size(__shfl_sync(~0u, total, SQUARES), STREAMS * d, norm_eps) * its_scale + its_base;
+    const float logit =
+        total * inverse_size(__shfl_sync(~0u, total, SQUARES), STREAMS * d, norm_eps) * its_scale + its_base;
     if (is_mix && lane <= SQUARES + STREAMS) gate[lane - SQUARES - 1] = 2.f * sigmoid(logit);
     // Lanes 0 to 15 are the matrix, four a row; each row's softmax.
     float m = __shfl_sync(~0u, logit, (lane + SQUARES + STREAMS + 1) & 31);
-    const float top = fmaxf(fmaxf(m, __shfl_xor_sync(~0u, m, 1)), fmaxf(__shfl_xor_sync(~0u, m, 2), __shfl_xor_sync(~0u, m, 3)));
+    const float top = fmaxf(fmaxf(m, __shfl_xor_sync(~0u, m, 1)),
+                            fmaxf(__shfl_xor_sync(~0u, m, 2), __shfl_xor_sync(~0u, m, 3)));
     m = __expf(m - top);
     const float pair = m + __shfl_xor_sync(~0u, m, 1);
     const float sum = pair + __shfl_xor_sync(~0u, pair, 2);
@@ -85,7 +104,7 @@ __device__ __forceinline__ void next_output(const float* partial, const float* b
 }
 
 template <typename Act> struct Closing {
-    const float* partial;  // [rows][chunks][WIDTH]
+    const float* partial;   // [rows][chunks][WIDTH]
     const float *base, *scale;
     const Act* streams;    // [rows][STREAMS][d]
     const float* weight;   // [d]
@@ -101,11 +120,13 @@ template <typename Act> __global__ void __launch_bounds__(THREADS) close_kernel(
     const int row = blockIdx.x % p.rows;
     const float* partial = p.partial + (size_t)row * p.chunks * WIDTH;
     if (blockIdx.x >= p.rows) {
-        next_output(partial, p.base, p.scale, p.gate + row * STREAMS, p.comb + row * STREAMS * STREAMS, p.d, p.chunks, p.norm_eps, p.hc_eps);
+        next_output(partial, p.base, p.scale, p.gate + row * STREAMS, p.comb + row * STREAMS * STREAMS, p.d,
+                    p.chunks, p.norm_eps, p.hc_eps);
         return;
     }
     const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, column = lane % COLUMNS;
-    const float its_scale = column < STREAMS ? __ldg(p.scale + column) : 0.f, its_base = column < STREAMS ? __ldg(p.base + column) : 0.f;
+    const float its_scale = column < STREAMS ? __ldg(p.scale + column) : 0.f,
+                its_base = column < STREAMS ? __ldg(p.base + column) : 0.f;
     Eight w[MAX_ITEMS], s[MAX_ITEMS][STREAMS];
 #pragma unroll
     for (int i = 0; i < MAX_ITEMS; ++i)
@@ -113,7 +134,8 @@ template <typename Act> __global__ void __launch_bounds__(THREADS) close_kernel(
     launch_dependents();
     wait_for_prerequisites();
     const Act* streams = p.streams + (size_t)row * STREAMS * p.d;
-    // Four threads read the first eight columns of a chunk: the mixes that weight the streams, and the sum of squares.
+    // Four threads read the first eight columns of a chunk: the mixes that weight the streams, and the sum of
+    // squares.
     float2 two[MAX_PASSES];
 #pragma unroll
     for (int i = 0; i < MAX_PASSES; ++i) {
@@ -125,14 +147,18 @@ template <typename Act> __global__ void __launch_bounds__(THREADS) close_kernel(
     for (int i = 0; i < MAX_ITEMS; ++i)
 #pragma unroll
         for (int n = 0; n < STREAMS; ++n)
-            if ((tid + i * THREADS) * ITEM < p.d) s[i][n] = read(streams + (size_t)n * p.d + (tid + i * THREADS) * ITEM);
+            if ((tid + i * THREADS) * ITEM < p.d)
+                s[i][n] = read(streams + (size_t)n * p.d + (tid + i * THREADS) * ITEM);
     float even_column = two[0].x + two[1].x, odd_column = two[0].y + two[1].y;
 #pragma unroll
     for (int i = 4; i < 32; i <<= 1) {
         even_column += __shfl_xor_sync(~0u, even_column, i);
         odd_column += __shfl_xor_sync(~0u, odd_column, i);
     }
-    if (lane < 4) { parts[warp][2 * lane] = even_column; parts[warp][2 * lane + 1] = odd_column; }
+    if (lane < 4) {
+        parts[warp][2 * lane] = even_column;
+        parts[warp][2 * lane + 1] = odd_column;
+    }
     __syncthreads();
     float total = 0.f;
 #pragma unroll
@@ -190,7 +216,8 @@ template <typename Act> __global__ void __launch_bounds__(THREADS) close_kernel(
         Stored<Act> x(y[i]);
         if (p.how == A4) round_a4(x.v, largest(x.v), scale);
         else round_a8(x.v);
-        if ((tid + i * THREADS) * ITEM < p.d) x.write(p.x_in + (size_t)row * p.d + (tid + i * THREADS) * ITEM);
+        if ((tid + i * THREADS) * ITEM < p.d)
+            x.write(p.x_in + (size_t)row * p.d + (tid + i * THREADS) * ITEM);
     }
 }
 

@@ -1,5 +1,6 @@
-// Decode step: Sinkhorn's rounds over the four streams' mixing matrices of a step. They take longer than any kernel between two
-// products and are wanted much later, so a block of matvec.cu does them beside its products.
+// Decode step: Sinkhorn's rounds over the four streams' mixing matrices of a step. They take longer than any
+// kernel between two products and are wanted much later, so a block of matvec.cu does them beside its
+// products.
 #pragma once
 #include "fragments.cuh"
 
@@ -14,7 +15,10 @@ struct Mixing {
 // Four numbers divided by their sum, which is no denormal.
 __device__ __forceinline__ void even(float& a, float& b, float& c, float& d, float eps) {
     const float share = reciprocal((a + b) + (c + (d + eps)));
-    a *= share; b *= share; c *= share; d *= share;
+    a *= share;
+    b *= share;
+    c *= share;
+    d *= share;
 }
 
 // A thread is a row; all that its sums need is its own.

@@ -3,13 +3,13 @@ streams in the launch that multiplies them for the next; the other makes its inp
 read it.
 """
 
-import ctypes
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dsv4.gpu.build import HOPPER, address, architecture, call
+from dsv4.gpu.build import HOPPER, architecture, call
+from dsv4.gpu.structs import mirror
 from dsv4.ops.linear.prefill_packed import FP8_CODES, IN_16_BITS, Codes, Mode, Packed, empty_packed
 from dsv4.quant.formats import Format
 
@@ -19,24 +19,9 @@ SLICE, MAX_CHANNELS = 512, 8192
 IN_BF16 = IN_16_BITS[Format.BF16]
 MADE = (FP8_CODES, IN_BF16)  # modes that `close_site` packs
 
+_Opening = mirror("mhc/prefill_sm90.cu", "Opening")
 
-class _Opening(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("y", "gate", "comb", "streams", "fn", "out", "partial")),
-        *((name, ctypes.c_int64) for name in ("row", "stream")),
-        *((name, ctypes.c_int) for name in ("rows", "d", "blocks")),
-    )
-
-
-class _Closing(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("partial", "scale", "base", "streams", "weight", "x")),
-        *((name, ctypes.c_void_p) for name in ("normed", "in_16", "in_8", "codes", "scales")),
-        *((name, ctypes.c_void_p) for name in ("gate", "comb")),
-        *((name, ctypes.c_int64) for name in ("row", "stream")),
-        *((name, ctypes.c_int) for name in ("rows", "rows_padded", "d", "parts", "iters")),
-        *((name, ctypes.c_float) for name in ("norm_eps", "hc_eps")),
-    )
+_Closing = mirror("mhc/prefill_sm90.cu", "Closing")
 
 
 @dataclass(frozen=True)
@@ -79,13 +64,13 @@ def open_site(
     multiprocessors = torch.cuda.get_device_properties(streams.device).multi_processor_count
     blocks = max(1, min(multiprocessors // parts, -(-rows // ROWS)))
     opening = _Opening(
-        y=address(y),
-        gate=address(gate),
-        comb=address(comb),
-        streams=streams.data_ptr(),
-        fn=fn.data_ptr(),
-        out=address(None if y is None else out),
-        partial=partial.data_ptr(),
+        y=y,
+        gate=gate,
+        comb=comb,
+        streams=streams,
+        fn=fn,
+        out=None if y is None else out,
+        partial=partial,
         row=streams.stride(0),
         stream=streams.stride(1),
         rows=rows,
@@ -138,19 +123,19 @@ def close_site(
     in_8, in_16 = packed.get(FP8_CODES), packed.get(IN_BF16)
     rows_padded = -(-rows // ROWS) * ROWS
     closing = _Closing(
-        partial=partial.data_ptr(),
-        scale=scale.data_ptr(),
-        base=base.data_ptr(),
-        streams=streams.data_ptr(),
-        weight=norm.data_ptr(),
-        x=address(closed.x),
-        normed=address(closed.normed),
-        in_16=None if in_16 is None else in_16.data.data_ptr(),
-        in_8=None if in_8 is None else in_8.data.data_ptr(),
-        codes=None if closed.codes is None else closed.codes.data.data_ptr(),
-        scales=None if closed.codes is None else closed.codes.scale.data_ptr(),
-        gate=closed.gate.data_ptr(),
-        comb=closed.comb.data_ptr(),
+        partial=partial,
+        scale=scale,
+        base=base,
+        streams=streams,
+        weight=norm,
+        x=closed.x,
+        normed=closed.normed,
+        in_16=None if in_16 is None else in_16.data,
+        in_8=None if in_8 is None else in_8.data,
+        codes=None if closed.codes is None else closed.codes.data,
+        scales=None if closed.codes is None else closed.codes.scale,
+        gate=closed.gate,
+        comb=closed.comb,
         row=streams.stride(0),
         stream=streams.stride(1),
         rows=rows,

@@ -11,45 +11,50 @@ __device__ __forceinline__ int best_of_warp(uint32_t key, int index) {
     return (int)__reduce_min_sync(~0u, key == best ? (uint32_t)index : 0xFFFFFFFFu);
 }
 
-__device__ __forceinline__ float expert_score(float logit) { return sqrtf(fmaxf(logit, 0.f) + log1pf(expf(-fabsf(logit)))); }
+__device__ __forceinline__ float expert_score(float logit) {
+    return sqrtf(fmaxf(logit, 0.f) + log1pf(expf(-fabsf(logit))));
+}
 
 struct Routing {
-    const float* logits;       // [rows][experts]
-    const float* bias;         // [experts], or null
-    const int64_t* table;      // [vocabulary][choices], or null
-    const int64_t* ids;        // [rows]
-    const int64_t* positions;  // [rows], with `counts`
-    int* counts;               // [experts], or null
-    int* chosen;               // [rows][choices]
-    float* weights;            // beside them
-    int* task_expert;          // [rows * choices]
-    int* task_pairs;           // [rows * choices][PAIRS_PER_TASK]
+    const float* logits;                     // [rows][experts]
+    const float* bias;                       // [experts], or null
+    const int64_t* table;                    // [vocabulary][choices], or null
+    const int64_t* ids;                      // [rows]
+    const int64_t* positions;                // [rows], with `counts`
+    int* counts;                             // [experts], or null
+    int* chosen;                             // [rows][choices]
+    float* weights;                          // beside them
+    int* task_expert;                        // [rows * choices]
+    int* task_pairs;                         // [rows * choices][PAIRS_PER_TASK]
     int rows, experts, choices, task_bits;   // a task holds up to 1 << task_bits pairs
-    int first_own, own;        // of the experts those that this rank has
+    int first_own, own;                      // of the experts those that this rank has
     float route_scale;
 };
 
-// Routing: sqrt(softplus(logit)) weights the experts; the largest with bias, or a table by token id, names them.
-// Then tasks: an expert with some of the pairs (row * choices + place) that go to it, by rising expert. Those of
-// other ranks have none: of a single row their places say -1. A task names an expert by its number on this rank.
-// A warp takes a row, MANY experts a lane; for a SINGLE row other warps help with the weights. Rows of a batch are shared by a
-// cluster, whose first block learns all choices and makes the tasks.
+// Routing: sqrt(softplus(logit)) weights the experts; the largest with bias, or a table by token id, names
+// them. Then tasks: an expert with some of the pairs (row * choices + place) that go to it, by rising expert.
+// Those of other ranks have none: of a single row their places say -1. A task names an expert by its number
+// on this rank. A warp takes a row, MANY experts a lane; for a SINGLE row other warps help with the weights.
+// Rows of a batch are shared by a cluster, whose first block learns all choices and makes the tasks.
 template <int MANY> struct Lists {   // of the first block
     int first_task[32 * MANY], warp_total[WARPS];
-    uint16_t before[MAX_PAIRS / 32][32 * MANY];   // pairs of an expert, of 32 in a row; then: of all before these
+    uint16_t before[MAX_PAIRS / 32]
+                   [32 * MANY];   // pairs of an expert, of 32 in a row; then: of all before these
 };
 
 template <int MANY>
 __device__ __forceinline__ void list_tasks(const Routing& p, Lists<MANY>& s, int* pair_expert) {
     constexpr int OWN = 32 * MANY / (32 * WARPS);   // experts of a thread
-    const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, pairs = p.rows * p.choices, parts = (pairs + 31) / 32;
+    const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, pairs = p.rows * p.choices,
+              parts = (pairs + 31) / 32;
     for (int i = tid; i < parts * 16 * MANY; i += 32 * WARPS) reinterpret_cast<uint32_t*>(s.before)[i] = 0;
     __syncthreads();
     for (int part = warp; part < parts; part += WARPS) {
         const int pair = part * 32 + lane;
         const uint32_t here = pair < pairs ? pair_expert[pair] - p.first_own : ~0u;
         const bool is_own = here < (uint32_t)p.own;
-        const uint32_t equal = __match_any_sync(~0u, is_own ? here : ~0u), rank = __popc(equal & ((1u << lane) - 1));
+        const uint32_t equal = __match_any_sync(~0u, is_own ? here : ~0u),
+                       rank = __popc(equal & ((1u << lane) - 1));
         if (is_own && rank == 0) s.before[part][here] = (uint16_t)__popc(equal);
         if (pair < pairs) pair_expert[pair] = is_own ? (int)(here | rank << 16) : -1;
     }
@@ -84,7 +89,8 @@ __device__ __forceinline__ void list_tasks(const Routing& p, Lists<MANY>& s, int
         for (int last = task + tasks[i]; task < last; ++task) p.task_expert[task] = tid * OWN + i;
         const int filled = count[i] & ((1 << p.task_bits) - 1);
         if (filled)
-            for (int at = filled; at < PAIRS_PER_TASK; ++at) p.task_pairs[(task - 1) * PAIRS_PER_TASK + at] = -1;
+            for (int at = filled; at < PAIRS_PER_TASK; ++at)
+                p.task_pairs[(task - 1) * PAIRS_PER_TASK + at] = -1;
     }
     for (int i = whole + tid; i < pairs; i += 32 * WARPS) p.task_expert[i] = -1;
     __syncthreads();
@@ -92,7 +98,8 @@ __device__ __forceinline__ void list_tasks(const Routing& p, Lists<MANY>& s, int
         const int found = pair_expert[pair], here = found & 0xFFFF;
         if (found < 0) continue;
         const int at = s.before[pair / 32][here] + (found >> 16);
-        p.task_pairs[(s.first_task[here] + (at >> p.task_bits)) * PAIRS_PER_TASK + (at & ((1 << p.task_bits) - 1))] = pair;
+        p.task_pairs[(s.first_task[here] + (at >> p.task_bits)) * PAIRS_PER_TASK +
+                     (at & ((1 << p.task_bits) - 1))] = pair;
     }
 }
 
@@ -117,14 +124,20 @@ __global__ void __launch_bounds__(32 * (SINGLE ? MANY : WARPS)) route_kernel(con
     }
     float with[MANY];
 #pragma unroll
-    for (int i = 0; i < MANY; ++i) with[i] = p.bias && lane + 32 * i < p.experts ? __ldg(p.bias + lane + 32 * i) : 0.f;
+    for (int i = 0; i < MANY; ++i)
+        with[i] = p.bias && lane + 32 * i < p.experts ? __ldg(p.bias + lane + 32 * i) : 0.f;
     launch_dependents();
     // -1: the row's last logits were not finite.
-    const auto listed_for = [&](int row) { return p.table && lane < p.choices ? (int)p.table[max(__ldcg(p.ids + row), (int64_t)0) * p.choices + lane] : 0; };
+    const auto listed_for = [&](int row) {
+        return p.table && lane < p.choices
+                   ? (int)p.table[max(__ldcg(p.ids + row), (int64_t)0) * p.choices + lane]
+                   : 0;
+    };
     int listed = first_row < p.rows ? listed_for(first_row) : 0;
     wait_for_prerequisites();
     if constexpr (SINGLE) {
-        s.scores[0][threadIdx.x] = threadIdx.x < p.experts ? expert_score(__ldcg(p.logits + threadIdx.x)) : 0.f;
+        s.scores[0][threadIdx.x] = threadIdx.x < p.experts ? expert_score(__ldcg(p.logits + threadIdx.x))
+                                                           : 0.f;
         __syncthreads();
         if (warp) return;
     } else {
@@ -137,7 +150,10 @@ __global__ void __launch_bounds__(32 * (SINGLE ? MANY : WARPS)) route_kernel(con
         if constexpr (!SINGLE) {
             float logit[MANY];
 #pragma unroll
-            for (int i = 0; i < MANY; ++i) logit[i] = lane + 32 * i < p.experts ? __ldcg(p.logits + (size_t)row * p.experts + lane + 32 * i) : 0.f;
+            for (int i = 0; i < MANY; ++i)
+                logit[i] = lane + 32 * i < p.experts
+                               ? __ldcg(p.logits + (size_t)row * p.experts + lane + 32 * i)
+                               : 0.f;
             if (row > first_row) listed = listed_for(row);
 #pragma unroll
             for (int i = 0; i < MANY; ++i) scores[lane + 32 * i] = logit[i];
@@ -147,8 +163,9 @@ __global__ void __launch_bounds__(32 * (SINGLE ? MANY : WARPS)) route_kernel(con
             __syncwarp();
         }
 #pragma unroll
-        for (int i = 0; i < MANY; ++i) key[i] = lane + 32 * i < p.experts ? order(scores[lane + 32 * i] + with[i]) : 0;
-        int mine = 0x7FFFFFFF;      // the expert this lane holds, for lanes below `choices`
+        for (int i = 0; i < MANY; ++i)
+            key[i] = lane + 32 * i < p.experts ? order(scores[lane + 32 * i] + with[i]) : 0;
+        int mine = 0x7FFFFFFF;   // the expert this lane holds, for lanes below `choices`
         float mine_score = 0.f, total = 0.f;
 #pragma unroll 1
         for (int c = 0; c < p.choices; ++c) {
@@ -159,7 +176,10 @@ __global__ void __launch_bounds__(32 * (SINGLE ? MANY : WARPS)) route_kernel(con
                 int at = lane;
 #pragma unroll
                 for (int i = 1; i < MANY; ++i)
-                    if (key[i] > best) { best = key[i]; at = lane + 32 * i; }
+                    if (key[i] > best) {
+                        best = key[i];
+                        at = lane + 32 * i;
+                    }
                 index = best_of_warp(best, at);
 #pragma unroll
                 for (int i = 0; i < MANY; ++i)
@@ -167,9 +187,12 @@ __global__ void __launch_bounds__(32 * (SINGLE ? MANY : WARPS)) route_kernel(con
             }
             const float score = scores[index];
             total += score;
-            if (lane == c) { mine = index; mine_score = score; }
+            if (lane == c) {
+                mine = index;
+                mine_score = score;
+            }
         }
-        int place = 0;               // by rising expert; equal ones keep their order
+        int place = 0;   // by rising expert; equal ones keep their order
 #pragma unroll 1
         for (int c = 0; c < p.choices; ++c) {
             const int other = __shfl_sync(~0u, mine, c);

@@ -1,11 +1,10 @@
 """Decode step: launches decode.cu: which experts a row meets, and their tasks."""
 
-import ctypes
-
 from torch import Tensor
 
-from dsv4.gpu.build import address, call
+from dsv4.gpu.build import call
 from dsv4.gpu.pdl import launcher
+from dsv4.gpu.structs import mirror
 from dsv4.ops.linear.decode import COLUMNS, FLOAT_COLUMNS, Tasks
 from dsv4.ops.route import meaning
 
@@ -15,14 +14,7 @@ SINGLE = {8: (8, 2344), 16: (16, 2344)}
 BATCH = {8: (8, 21544), 16: (8, 38952)}
 MAX_EXPERTS, MAX_CHOICES, MAX_PAIRS = 512, 32, 1024  # pairs: rows times choices
 
-
-class _Routing(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("logits", "bias", "table", "ids", "positions", "counts")),
-        *((name, ctypes.c_void_p) for name in ("chosen", "weights", "task_expert", "task_pairs")),
-        *((name, ctypes.c_int) for name in ("rows", "experts", "choices", "task_bits", "first_own", "own")),
-        ("route_scale", ctypes.c_float),
-    )
+_Routing = mirror("route/decode.cu", "Routing")
 
 
 @launcher(
@@ -58,16 +50,16 @@ def route(
     is_single, many = rows == 1, 8 if experts <= 256 else 16
     warps, shared = (SINGLE if is_single else BATCH)[many]
     routing = _Routing(
-        logits=logits.data_ptr(),
-        bias=address(bias),
-        table=address(table),
-        ids=ids.data_ptr(),
-        positions=address(positions),
-        counts=address(counts),
-        chosen=chosen.data_ptr(),
-        weights=tasks.weights.data_ptr(),
-        task_expert=tasks.expert.data_ptr(),
-        task_pairs=tasks.pairs.data_ptr(),
+        logits=logits,
+        bias=bias,
+        table=table,
+        ids=ids,
+        positions=positions,
+        counts=counts,
+        chosen=chosen,
+        weights=tasks.weights,
+        task_expert=tasks.expert,
+        task_pairs=tasks.pairs,
         rows=rows,
         experts=experts,
         choices=tasks.choices,

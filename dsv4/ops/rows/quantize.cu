@@ -1,5 +1,6 @@
-// Decode step and prompts: rows of BF16 activations in FP8 or NVFP4, plain or of what makes the row here: a norm, or an expert's clamped SwiGLU.
-// A row lies in registers from the first read to the last write; bit for bit codec.py's (round.cuh).
+// Decode step and prompts: rows of BF16 activations in FP8 or NVFP4, plain or of what makes the row here: a
+// norm, or an expert's clamped SwiGLU. A row lies in registers from the first read to the last write; bit for
+// bit codec.py's (round.cuh).
 #ifdef __CUDACC__
 #include "launch.cuh"
 #endif
@@ -10,22 +11,24 @@ constexpr int MAX_THREADS = 512, WARPS = MAX_THREADS / 32, CHANNELS = 32;   // o
 
 struct Rows {
     const uint16_t* x;
-    const float* weight;   // of the norm, [width]; of the experts, [rows], or null: one
-    uint16_t *made, *out;  // the row before it is rounded [rows][width], null: not wanted; and after that
+    const float* weight;    // of the norm, [width]; of the experts, [rows], or null: one
+    uint16_t *made, *out;   // the row before it is rounded [rows][width], null: not wanted; and after that
     uint8_t *codes, *scales;
-    float* factors;        // the rows' global scales
+    float* factors;   // the rows' global scales
     int64_t x_row, out_row;
-    int count, padded;     // rows; with those that pad the last tile of scales
+    int count, padded;   // rows; with those that pad the last tile of scales
     int width, how, is_tiled;
-    int warps, per_block;  // of a row; rows of a block: several if a row has one warp or two
-    float eps, share;      // of the norm; `eps` of SwiGLU: the limit; one over the width
+    int warps, per_block;   // of a row; rows of a block: several if a row has one warp or two
+    float eps, share;       // of the norm; `eps` of SwiGLU: the limit; one over the width
 };
 
 // A thread's place: its row in the block, that row's first warp, its own number in the row.
 struct Place {
     int row, first_warp, thread;
     __device__ __forceinline__ Place(int warps, int per_block)
-        : row(per_block == 1 ? 0 : (int)(threadIdx.x >> 5) >> (warps - 1)), first_warp(row * warps), thread(threadIdx.x - first_warp * 32) {}
+        : row(per_block == 1 ? 0 : (int)(threadIdx.x >> 5) >> (warps - 1)),
+          first_warp(row * warps),
+          thread(threadIdx.x - first_warp * 32) {}
 };
 
 __device__ __forceinline__ float warp_sum(float v) {
@@ -42,7 +45,8 @@ __device__ __forceinline__ float row_sum(float v, float* parts, const Place& pla
     __syncthreads();
     return warp_sum(lane < warps ? parts[place.first_warp + lane] : 0.f);
 }
-__device__ __forceinline__ uint32_t row_largest(uint32_t top, uint32_t* parts, const Place& place, int warps) {
+__device__ __forceinline__ uint32_t row_largest(uint32_t top, uint32_t* parts, const Place& place,
+                                                int warps) {
     top = __reduce_max_sync(~0u, top);
     if (warps == 1) return top;
     const int lane = threadIdx.x & 31;
@@ -55,18 +59,25 @@ __device__ __forceinline__ float low(uint32_t pair) { return __uint_as_float(pai
 __device__ __forceinline__ float high(uint32_t pair) { return __uint_as_float(pair & 0xFFFF0000u); }
 
 // N words from `channel` on, eight channels at a time; zero beyond the row.
-template <int N> __device__ __forceinline__ void read(const uint16_t* row, int channel, int width, uint32_t (&x)[N]) {
+template <int N>
+__device__ __forceinline__ void read(const uint16_t* row, int channel, int width, uint32_t (&x)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i += 4) {
         const bool is_inside = channel + 2 * i < width;
-        const uint4 v = is_inside ? *reinterpret_cast<const uint4*>(row + channel + 2 * i) : make_uint4(0, 0, 0, 0);
-        x[i] = v.x; x[i + 1] = v.y; x[i + 2] = v.z; x[i + 3] = v.w;
+        const uint4 v = is_inside ? *reinterpret_cast<const uint4*>(row + channel + 2 * i)
+                                  : make_uint4(0, 0, 0, 0);
+        x[i] = v.x;
+        x[i + 1] = v.y;
+        x[i + 2] = v.z;
+        x[i + 3] = v.w;
     }
 }
-template <int N> __device__ __forceinline__ void write(uint16_t* row, int channel, int width, const uint32_t (&x)[N]) {
+template <int N>
+__device__ __forceinline__ void write(uint16_t* row, int channel, int width, const uint32_t (&x)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i += 4)
-        if (channel + 2 * i < width) *reinterpret_cast<uint4*>(row + channel + 2 * i) = make_uint4(x[i], x[i + 1], x[i + 2], x[i + 3]);
+        if (channel + 2 * i < width)
+            *reinterpret_cast<uint4*>(row + channel + 2 * i) = make_uint4(x[i], x[i + 1], x[i + 2], x[i + 3]);
 }
 
 // gate and up are BF16; comparisons keep NaN.
@@ -76,8 +87,10 @@ __device__ __forceinline__ float swiglu(float gate, float up, float weight, floa
     return weight * (__fdiv_rn(gate, 1.f + __expf(-gate)) * up);
 }
 
-// N words at a time, the threads of a row side by side. With 8, a block of NVFP4, that is what comes out; else FP8 or BF16.
-template <int N, bool CODES, int SOURCE> __global__ void __launch_bounds__(MAX_THREADS) rows_kernel(const __grid_constant__ Rows p) {
+// N words at a time, the threads of a row side by side. With 8, a block of NVFP4, that is what comes out;
+// else FP8 or BF16.
+template <int N, bool CODES, int SOURCE>
+__global__ void __launch_bounds__(MAX_THREADS) rows_kernel(const __grid_constant__ Rows p) {
     static_assert(N == 8 || (N == 4 && !CODES));
     constexpr int ITEMS = CHANNELS / (2 * N);
     __shared__ float sums[WARPS];
@@ -89,7 +102,8 @@ template <int N, bool CODES, int SOURCE> __global__ void __launch_bounds__(MAX_T
     const bool is_row = row < p.count;
     const auto channel = [&](int i) { return (place.thread + i * p.warps * 32) * 2 * N; };
     uint32_t x[ITEMS][N];
-    // Those of a row beyond the last take the last one, so that all threads of a block meet; nothing of theirs is stored.
+    // Those of a row beyond the last take the last one, so that all threads of a block meet; nothing of
+    // theirs is stored.
     const int given = is_row ? row : p.count - 1;
     const uint16_t* from = p.x + given * p.x_row;
 #pragma unroll
@@ -99,7 +113,8 @@ template <int N, bool CODES, int SOURCE> __global__ void __launch_bounds__(MAX_T
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i)
 #pragma unroll
-            for (int k = 0; k < N; ++k) sum = fmaf(low(x[i][k]), low(x[i][k]), fmaf(high(x[i][k]), high(x[i][k]), sum));
+            for (int k = 0; k < N; ++k)
+                sum = fmaf(low(x[i][k]), low(x[i][k]), fmaf(high(x[i][k]), high(x[i][k]), sum));
         const float inverse = __frcp_rn(__fsqrt_rn(row_sum(sum, sums, place, p.warps) * p.share + p.eps));
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i)
@@ -108,7 +123,8 @@ template <int N, bool CODES, int SOURCE> __global__ void __launch_bounds__(MAX_T
                 if (channel(i) + 2 * k >= p.width) continue;
                 const float4 w = __ldg(reinterpret_cast<const float4*>(p.weight + channel(i) + 2 * k));
                 x[i][k] = pack_bf16(w.x * (low(x[i][k]) * inverse), w.y * (high(x[i][k]) * inverse));
-                x[i][k + 1] = pack_bf16(w.z * (low(x[i][k + 1]) * inverse), w.w * (high(x[i][k + 1]) * inverse));
+                x[i][k + 1] = pack_bf16(w.z * (low(x[i][k + 1]) * inverse),
+                                        w.w * (high(x[i][k + 1]) * inverse));
             }
     } else if constexpr (SOURCE == SWIGLU) {
         const float weight = p.weight ? __ldg(p.weight + given) : 1.f;
@@ -118,7 +134,8 @@ template <int N, bool CODES, int SOURCE> __global__ void __launch_bounds__(MAX_T
             read(from + p.width, channel(i), p.width, up);
 #pragma unroll
             for (int k = 0; k < N; ++k)
-                x[i][k] = pack_bf16(swiglu(low(x[i][k]), low(up[k]), weight, p.eps), swiglu(high(x[i][k]), high(up[k]), weight, p.eps));
+                x[i][k] = pack_bf16(swiglu(low(x[i][k]), low(up[k]), weight, p.eps),
+                                    swiglu(high(x[i][k]), high(up[k]), weight, p.eps));
         }
     }
     if (p.made && is_row)
@@ -146,7 +163,10 @@ template <int N, bool CODES, int SOURCE> __global__ void __launch_bounds__(MAX_T
             const uint32_t code = is_row ? block_code(top[i], scale) : 0u;
             if (p.is_tiled) {
                 const int64_t tile = (int64_t)(row / 128) * (padded / 4) + block / 4;
-                if (block < padded) p.scales[tile * 512 + row % 32 * 16 + row % 128 / 32 * 4 + block % 4] = block < blocks ? code : 0;
+                if (block < padded)
+                    p.scales[tile * 512 + row % 32 * 16 + row % 128 / 32 * 4 + block % 4] = block < blocks
+                                                                                                ? code
+                                                                                                : 0;
             } else if (block < blocks) p.scales[(int64_t)row * blocks + block] = code;
             if (!is_row || block >= blocks) continue;
             const Ladder by = ladder(unit_of(code, scale), scale);

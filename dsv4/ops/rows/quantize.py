@@ -8,15 +8,15 @@ Everything of a row is found in one program from that row alone: company changes
 BF16 rows are quantize.cu's. Triton takes float32, and widths and places that 16 bytes do not divide.
 """
 
-import ctypes
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.gpu.build import address, call
+from dsv4.gpu.build import call
 from dsv4.gpu.numbers import (
     INTERPRETED,
     block_scale,
@@ -34,6 +34,7 @@ from dsv4.gpu.numbers import (
 )
 from dsv4.gpu.pdl import launcher
 from dsv4.gpu.shapes import HOW
+from dsv4.gpu.structs import mirror
 from dsv4.ops.rows import meaning
 from dsv4.quant.formats import FP8_TILE, NV_BLOCK
 
@@ -204,14 +205,7 @@ def _pack_kernel(x_ptr, x_row, weight_ptr, eps, made_ptr, codes_ptr, scales_ptr,
         tl.store(scales_ptr + row * width + block, scales, mask=is_row & (block < width))
 
 
-class _Rows(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "weight", "made", "out", "codes", "scales", "factors")),
-        *((name, ctypes.c_int64) for name in ("x_row", "out_row")),
-        *((name, ctypes.c_int) for name in ("count", "padded", "width", "how")),
-        *((name, ctypes.c_int) for name in ("is_tiled", "warps", "per_block")),
-        *((name, ctypes.c_float) for name in ("eps", "share")),
-    )
+_Rows = mirror("rows/quantize.cu", "Rows")
 
 
 def _is_cuda(width: int, *tensors: Tensor | None) -> bool:
@@ -228,14 +222,26 @@ def _is_cuda(width: int, *tensors: Tensor | None) -> bool:
     )
 
 
-def _launch(rows: _Rows, source: int, makes_codes: bool, device: torch.device, overlap: bool) -> None:
+def _launch(
+    source: int, makes_codes: bool, overlap: bool, x: Tensor, width: int, how: int, **rest: Any
+) -> None:
     """Narrow rows share a block. NVFP4 takes a block of it in one thread, FP8 what is read at once."""
-    rows.warps = -(-rows.width // (32 * CHANNELS))
-    rows.per_block = max(1, FEW_WARPS // rows.warps)
-    words = 8 if makes_codes or rows.how == HOW["a4"] else 4
+    warps = -(-width // (32 * CHANNELS))
+    per_block = max(1, FEW_WARPS // warps)
+    rows = _Rows(
+        x=x,
+        x_row=x.stride(0),
+        width=width,
+        how=how,
+        share=1 / width,
+        warps=warps,
+        per_block=per_block,
+        **rest,
+    )
+    words = 8 if makes_codes or how == HOW["a4"] else 4
     kernel = f"rows_kernel<{words}, {str(makes_codes).lower()}, {source}>"
-    blocks, threads = -(-rows.padded // rows.per_block), 32 * rows.warps * rows.per_block
-    call("rows/quantize", kernel, device, rows, blocks=blocks, threads=threads, overlap=overlap)
+    blocks, threads = -(-rows.padded // per_block), 32 * warps * per_block
+    call("rows/quantize", kernel, x.device, rows, blocks=blocks, threads=threads, overlap=overlap)
 
 
 def _size(width: int, block: int) -> int:
@@ -293,21 +299,25 @@ def _values(
     assert weight is None or weight.is_contiguous(), weight.stride()
     source = SWIGLU if is_swiglu else PLAIN if weight is None else NORM
     if rows and _is_cuda(width, x, out, made, weight):
-        given = _Rows(
-            x=x.data_ptr(),
-            weight=address(weight),
-            made=address(made),
-            out=out.data_ptr(),
-            x_row=x.stride(0),
-            out_row=out.stride(0),
-            count=rows,
-            padded=rows,
+        _launch(
+            source,
+            makes_codes=False,
+            overlap=overlap,
+            x=x,
             width=width,
             how=HOW[activations],
+            weight=weight,
+            made=made,
+            out=out,
+            out_row=out.stride(0),
+            codes=None,
+            scales=None,
+            factors=None,
+            count=rows,
+            padded=rows,
+            is_tiled=False,
             eps=eps,
-            share=1 / width,
         )
-        _launch(given, source, makes_codes=False, device=x.device, overlap=overlap)
     elif rows:
         size = _size(width, FP8_TILE)
         launch(
@@ -383,22 +393,25 @@ def _pack(
     grid = -(-rows // SCALE_ROWS) * SCALE_ROWS if is_tiled else rows
     source = SWIGLU if is_swiglu else PLAIN if weight is None else NORM
     if rows and _is_cuda(width, x, made, weight):
-        given = _Rows(
-            x=x.data_ptr(),
-            weight=address(weight),
-            made=address(made),
-            codes=out.codes.data_ptr(),
-            scales=out.scales.data_ptr(),
-            factors=out.factor.data_ptr(),
-            x_row=x.stride(0),
+        _launch(
+            source,
+            makes_codes=True,
+            overlap=False,
+            x=x,
+            width=width,
+            how=HOW["a16"],
+            weight=weight,
+            made=made,
+            out=None,
+            out_row=0,
+            codes=out.codes,
+            scales=out.scales,
+            factors=out.factor,
             count=rows,
             padded=grid,
-            width=width,
             is_tiled=is_tiled,
             eps=eps,
-            share=1 / width,
         )
-        _launch(given, source, makes_codes=True, device=x.device, overlap=False)
     elif rows:
         size = _size(width, 64)
         launch(

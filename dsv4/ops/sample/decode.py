@@ -1,12 +1,11 @@
 """Decode step: launches decode.cu, the next token of every row (ops/sample/cpu.py). Ends prompts too."""
 
-import ctypes
-
 import torch
 from torch import Tensor
 
-from dsv4.gpu.build import address, call
+from dsv4.gpu.build import call
 from dsv4.gpu.pdl import launcher
+from dsv4.gpu.structs import mirror
 from dsv4.ops.sample import meaning
 
 WIDTH, RESULT, MAX_VOCAB = 8, 44, 1 << 18
@@ -14,15 +13,7 @@ CLUSTER, THREADS = 8, 512  # blocks of a row, threads of a block
 MOST_HELD, BLOCK_BYTES = 18500, 25616  # logits in a block's shared memory, and what lies beside them
 MAX_PENALISED = CLUSTER * (MOST_HELD // 32 * 32)  # a vocabulary that shared memory holds
 
-
-class _Sampling(ctypes.Structure):
-    _fields_ = (
-        ("logits", ctypes.c_void_p),
-        ("vocab", ctypes.c_int),
-        *((name, ctypes.c_void_p) for name in ("settings", "mask", "out", "next_ids", "positions")),
-        *((name, ctypes.c_void_p) for name in ("slots", "latest", "penalties")),
-        *((name, ctypes.c_int) for name in ("penalty_width", "slice", "held")),
-    )
+_Sampling = mirror("sample/decode.cu", "Sampling")
 
 
 @launcher(
@@ -70,16 +61,16 @@ def sample(
     part = -(-vocab // (32 * CLUSTER)) * 32  # logits of a block
     held = min(part, MOST_HELD)
     params = _Sampling(
-        logits=logits.data_ptr(),
+        logits=logits,
         vocab=vocab,
-        settings=settings.data_ptr(),
-        mask=address(mask),
-        out=out.data_ptr(),
-        next_ids=address(next_ids),
-        positions=address(positions),
-        slots=address(slots),
-        latest=address(latest),
-        penalties=address(penalties),
+        settings=settings,
+        mask=mask,
+        out=out,
+        next_ids=next_ids,
+        positions=positions,
+        slots=slots,
+        latest=latest,
+        penalties=penalties,
         penalty_width=0 if penalties is None else penalties.shape[1],
         slice=part,
         held=held,

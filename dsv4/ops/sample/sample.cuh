@@ -1,6 +1,6 @@
-// Decode step: the arithmetic of ops/sample/cpu.py, one number at a time. Doubles are added, multiplied and divided one operation after the
-// other, never fused, so that a GPU, a CPU and torch give the same bits. A host compiler takes this file too (with
-// -ffp-contract=off): that is how it is tested without a GPU.
+// Decode step: the arithmetic of ops/sample/cpu.py, one number at a time. Doubles are added, multiplied and
+// divided one operation after the other, never fused, so that a GPU, a CPU and torch give the same bits. A
+// host compiler takes this file too (with -ffp-contract=off): that is how it is tested without a GPU.
 #pragma once
 #ifdef __CUDACC__
 #include "types.cuh"
@@ -68,7 +68,10 @@ BOTH double log_of(double y) {
     const int64_t bits = bits_as<int64_t>(y);
     double m = bits_as<double>((bits & ((int64_t(1) << 52) - 1)) | int64_t(1023) << 52);
     int64_t e = (bits >> 52) - 1023;
-    if (m > 1.4142135623730951) { m = mul(m, 0.5); ++e; }
+    if (m > 1.4142135623730951) {
+        m = mul(m, 0.5);
+        ++e;
+    }
     const double s = div(add(m, -1.0), add(m, 1.0)), square = mul(s, s), exponent = (double)e;
     double log = 2.0 / 21;
     log = add(mul(log, square), 2.0 / 19);
@@ -89,7 +92,9 @@ BOTH uint64_t mix(uint64_t z) {
     z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
     return z ^ (z >> 31);
 }
-BOTH uint64_t noise_base(uint64_t seed, uint64_t index) { return mix(mix(seed + GOLDEN) + index * 0xD1B54A32D192ED03u); }
+BOTH uint64_t noise_base(uint64_t seed, uint64_t index) {
+    return mix(mix(seed + GOLDEN) + index * 0xD1B54A32D192ED03u);
+}
 // 1 to 2^53 - 1.
 BOTH uint64_t random_bits(uint64_t base, int id) {
     const uint64_t n = mix(base + (uint64_t)(id + 1) * GOLDEN) >> 11;
@@ -101,8 +106,12 @@ BOTH double gumbel(uint64_t n) {
 }
 
 BOTH double distance(float v, float best) { return add((double)v, -(double)best); }
-BOTH double exact_key(float v, float best, double temperature, uint64_t n) { return add(div(distance(v, best), temperature), gumbel(n)); }
-BOTH float logprob_of(float v, float best, double log_total) { return (float)add(distance(v, best), -log_total); }
+BOTH double exact_key(float v, float best, double temperature, uint64_t n) {
+    return add(div(distance(v, best), temperature), gumbel(n));
+}
+BOTH float logprob_of(float v, float best, double log_total) {
+    return (float)add(distance(v, best), -log_total);
+}
 BOTH double log_of_total(uint64_t total) { return log_of(mul((double)(int64_t)total, 0x1p-44)); }
 
 // Of a total weight, so much reaches top_p.
@@ -124,12 +133,13 @@ BOTH float penalised(float logit, float bias, uint32_t seen, const Penalties& ho
     if (seen) v = v > 0.f ? div(v, how.repetition) : mul(v, how.repetition);
     v = add(v, -mul(how.frequency, (float)count));
     if (count) v = add(v, -how.presence);
-    return add(fminf(fmaxf(v, -3.4028234663852886e38f), 3.4028234663852886e38f), 0.f);   // finite ones stay finite
+    return add(fminf(fmaxf(v, -3.4028234663852886e38f), 3.4028234663852886e38f),
+               0.f);   // finite ones stay finite
 }
 
-// Estimates in float32 of keys, to leave the exact ones to few tokens. Errors, for x >= MIN_X: 1.7e-7 of the polynomial and a few
-// 2^-24 relative to E, so absolute in g = -ln E; |g| < 37 with its exponent's product rounded: 3e-6; x rounded: 45 * 2^-24; the
-// sum: 82 * 2^-24. Together below 2e-5.
+// Estimates in float32 of keys, to leave the exact ones to few tokens. Errors, for x >= MIN_X: 1.7e-7 of the
+// polynomial and a few 2^-24 relative to E, so absolute in g = -ln E; |g| < 37 with its exponent's product
+// rounded: 3e-6; x rounded: 45 * 2^-24; the sum: 82 * 2^-24. Together below 2e-5.
 constexpr float KEY_ERROR = 1e-4f;
 // Noise lies in (-3.62, 36.74), so a token this far below the best, whose x is 0, can never be chosen.
 constexpr double MIN_X = -45.0;
@@ -149,7 +159,8 @@ BOTH float log1p_estimate(float f) {
 BOTH float log_estimate(float y) {
     const uint32_t bits = bits_as<uint32_t>(y);
     const int e = (int)(bits - 0x3F3504F3u) >> 23;   // 0 from sqrt(1/2) on
-    return fmaf((float)e, 0.6931471805599453f, log1p_estimate(bits_as<float>(bits - ((uint32_t)e << 23)) - 1.f));
+    return fmaf((float)e, 0.6931471805599453f,
+                log1p_estimate(bits_as<float>(bits - ((uint32_t)e << 23)) - 1.f));
 }
 BOTH float gumbel_estimate(uint64_t n) {
     // Which of v = n / 2^53 and u = 1 - v is known well enough decides the way to E = -ln u.
@@ -167,15 +178,17 @@ BOTH uint32_t order_of(float v) {
     const uint32_t bits = bits_as<uint32_t>(v == 0.f ? 0.f : v);
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
-BOTH float value_of(uint32_t order) { return bits_as<float>(order & 0x80000000u ? order & 0x7FFFFFFFu : ~order); }
+BOTH float value_of(uint32_t order) {
+    return bits_as<float>(order & 0x80000000u ? order & 0x7FFFFFFFu : ~order);
+}
 BOTH uint64_t order_of(double v) {
     const uint64_t bits = bits_as<uint64_t>(add(v, 0.0));
     return bits >> 63 ? ~bits : bits | uint64_t(1) << 63;
 }
 
-// A token's place in the order "larger logits first, then lower ids" as one number, no two alike. Its first eight bits are a
-// coarse share of the distance to the best, which spreads tokens evenly: rounded differences and products keep the order, so
-// these bits never contradict the logit's own below them.
+// A token's place in the order "larger logits first, then lower ids" as one number, no two alike. Its first
+// eight bits are a coarse share of the distance to the best, which spreads tokens evenly: rounded differences
+// and products keep the order, so these bits never contradict the logit's own below them.
 constexpr int COARSE = 8, COARSE_SHIFT = 32 + VOCAB_BITS;
 struct Ruler {
     float best, scale;
