@@ -124,8 +124,8 @@ FAULTS = (
     Fault(
         what="one wrong expert",
         room="linear",
-        old="expert = __ldcg(p.task_expert + work.w);",
-        new="expert = __ldcg(p.task_expert + work.w); if (expert > 0) --expert;",
+        old="if (lane < COLUMNS) place = __ldcg(p.task_pairs + work.w * COLUMNS + lane);",
+        new="if (expert > 0) --expert; if (lane < COLUMNS) place = __ldcg(p.task_pairs + work.w * COLUMNS + lane);",
         launch="experts up",
     ),
     Fault("unweighted experts", "linear", "if (s.routed) hidden *= weight;", "", "experts up"),
