@@ -140,7 +140,7 @@ class Model:
         return (y + self.expert(x, f"{name}.shared_experts").float()).to(x.dtype)
 
     def experts(self, x: Tensor, chosen: Tensor, weights: Tensor, name: str) -> Tensor:
-        y = torch.zeros_like(x, dtype=torch.float32)
+        y = torch.zeros_like(x.float())
         for expert in chosen.unique().tolist():
             rows, weight = (chosen == expert).any(-1), weights[chosen == expert].unsqueeze(-1)
             y[rows] += self.expert(x[rows], f"{name}.{expert}", weight).float()

@@ -53,7 +53,7 @@ def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def hadamard(x: Tensor) -> Tensor:
     """Multiply x [..., D] by the Sylvester-ordered Walsh-Hadamard matrix times D^-0.5."""
-    signs = x.new_ones(1, 1, dtype=torch.float32)
+    signs = x.new_ones(1, 1).float()
     while signs.shape[0] < x.shape[-1]:
         signs = torch.cat((torch.cat((signs, signs), 1), torch.cat((signs, -signs), 1)))
     return (x.float() @ signs * x.shape[-1] ** -0.5).to(x.dtype)

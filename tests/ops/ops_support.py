@@ -1,7 +1,16 @@
-"""Comparing float32 results with float64 ones, against bounds derived from the number of roundings."""
+"""The specification in float64, and bounds on float32 results derived from their number of roundings."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from dsv4.config import preset
+from dsv4.spec.model import Model
+from dsv4.spec.rounding import MODES
 
 # Largest relative error of one float32 rounding; exp and log1p are taken to err by at most twice as much.
 ROUND = 2.0**-24
@@ -11,6 +20,28 @@ TINY = 2.0**-126
 
 def rand(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Inside, `.float()` gives float64: the specification names its precision so, and nowhere else."""
+    float32 = Tensor.float
+    Tensor.float = Tensor.double  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Tensor.float = float32  # type: ignore[method-assign]
+
+
+def exactly(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function of the specification gives for these values in float64."""
+    with in_float64():
+        return function(*(a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args))
+
+
+def spec_model(tensors: Mapping[str, Tensor], rounding: str = "off", **config: Any) -> Model:
+    """The specification over some tensors, all of them quantised; config.json's keys as they are changed."""
+    return Model(replace(preset("tiny"), **config), tensors, MODES[rounding], tensors.keys())
 
 
 def check_close(got: Tensor, want: Tensor, bound: Tensor | float, what: str = "") -> None:

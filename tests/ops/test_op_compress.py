@@ -1,11 +1,11 @@
-"""The compressor in any chunking against the streaming machine it must equal, token by token, in float64."""
+"""The compressor in any chunking against the specification over whole sequences, in float64."""
 
 import math
 import random
 
 import pytest
 import torch
-from ops_support import FUNCTION, ROUND, check_close, rand
+from ops_support import FUNCTION, ROUND, check_close, exactly, in_float64, rand, spec_model
 from torch import Tensor
 
 from dsv4.cache.layout import SPARE, CacheLayout
@@ -16,44 +16,19 @@ from dsv4.model.compressor import Compressor
 from dsv4.model.step import Step
 from dsv4.ops import Ops
 from dsv4.ops.attention import cpu
+from dsv4.spec import ops as spec_ops
 
 CSA, HCA = LayerSpec("csa", 4, False), LayerSpec("hca", 128, False)
 WIDTH, CHANNELS, SLOTS = 5, 3, 4
 
 
-class Machine:
-    """Pushes one token at a time: an open block's rows, and the first halves of the block before."""
-
-    def __init__(self, weights: dict[str, Tensor], spec: LayerSpec) -> None:
-        self.weights, self.ratio, self.overlap = weights, spec.ratio, spec.kind == "csa"
-        self.seen = 0
-        self.current: list[tuple[list[float], list[float]]] = []
-        self.previous: list[tuple[list[float], list[float]]] = []
-
-    def push(self, x: list[float]) -> list[float] | None:
-        value = [
-            sum(a * b for a, b in zip(x, column, strict=True)) for column in self.weights["wkv"].t().tolist()
-        ]
-        score = [
-            sum(a * b for a, b in zip(x, column, strict=True))
-            for column in self.weights["wgate"].t().tolist()
-        ]
-        bias = self.weights["ape"][self.seen % self.ratio].tolist()
-        self.current.append((value, [s + b for s, b in zip(score, bias, strict=True)]))
-        self.seen += 1
-        if self.seen % self.ratio:
-            return None
-        shift = CHANNELS if self.overlap else 0
-        entry = []
-        for i in range(CHANNELS):
-            rows = [(v[i], s[i]) for v, s in self.previous]
-            rows += [(v[shift + i], s[shift + i]) for v, s in self.current]
-            peak = max(s for _, s in rows)
-            total = sum(math.exp(s - peak) for _, s in rows)
-            entry.append(sum(math.exp(s - peak) / total * v for v, s in rows))
-        self.previous = self.current if self.overlap else []
-        self.current = []
-        return entry
+def entries(weights: dict[str, Tensor], spec: LayerSpec, text: Tensor) -> Tensor:
+    """The specification's entries of a whole sequence [T, D], before their norm."""
+    model = spec_model({"c.ape": weights["ape"], "c.wgate": weights["wgate"].t()})
+    with in_float64():
+        values = model.product(text, weights["wkv"].t())
+        scores = model.pool_scores(text, "c", spec)
+        return spec_ops.compress(values, scores, spec.ratio, spec.kind == "csa")
 
 
 def make(spec: LayerSpec, seed: int = 0) -> tuple[Compressor, dict[str, Tensor]]:
@@ -84,15 +59,12 @@ def bound(want: Tensor, ratio: int) -> Tensor:
 @pytest.mark.parametrize("spec", [CSA, HCA], ids=["csa", "hca"])
 @pytest.mark.parametrize("seed", range(4))
 def test_any_chunking_of_several_sequences(spec: LayerSpec, seed: int) -> None:
-    """Three sequences in random chunks, mixed: entries equal the machine's, and those of one pass bitwise."""
+    """Three sequences in random chunks, mixed: the specification's entries, and bitwise those of one pass."""
     compressor, weights = make(spec)
     rng = random.Random(seed)
     length = 3 * spec.ratio + 7
     texts = [rand(length, WIDTH, seed=10 + i) for i in range(3)]
-    machines = [Machine(weights, spec) for _ in texts]
-    want = [
-        [e for row in text.tolist() if (e := m.push(row))] for m, text in zip(machines, texts, strict=True)
-    ]
+    want = [entries(weights, spec, text) for text in texts]
 
     tail, done = poisoned_tail(spec), [0, 0, 0]
     got: list[list[Tensor]] = [[], [], []]
@@ -119,11 +91,11 @@ def test_any_chunking_of_several_sequences(spec: LayerSpec, seed: int) -> None:
     compressor_alone, _ = make(spec)
     for i, text in enumerate(texts):
         assert len(got[i]) == len(want[i]) == length // spec.ratio
-        entries = torch.stack(got[i])
-        check_close(entries, torch.tensor(want[i]), bound(entries, spec.ratio), f"sequence {i}")
+        found = torch.stack(got[i])
+        check_close(found, want[i], bound(found, spec.ratio), f"sequence {i}")
         step = Step.build([(0, 0, [0] * length)], "cpu")
         _, at_once = compressor_alone(text, step, poisoned_tail(spec))
-        assert torch.equal(entries, at_once), "chunks and batch-mates change no bit"
+        assert torch.equal(found, at_once), "chunks and batch-mates change no bit"
 
 
 def test_the_position_bias_is_on_the_score_only() -> None:
@@ -143,6 +115,25 @@ def test_overlap_takes_first_halves_of_the_previous_block() -> None:
     first = (101 + 102 + 103 + 104) / 4  # no previous block: weight 0, not score 0
     second = (1 + 2 + 3 + 4 + 105 + 106 + 107 + 108) / 8
     assert got.tolist() == [[first], [second]]
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_rows_that_are_not_finite(overlaps: bool) -> None:
+    """NaN and infinity in values and scores give what the specification gives, channel by channel."""
+    values, scores = rand(8, 6), rand(8, 6, seed=1)
+    values[1, 0], values[6, 4], values[5, 5] = math.nan, math.inf, -math.inf
+    scores[2, 1], scores[3, 3], scores[7, 2], scores[4:, 5] = math.nan, math.inf, -math.inf, -math.inf
+    at, tail = torch.arange(8), torch.full((1, 16, 6), math.nan)
+    zeros = torch.zeros(8, dtype=torch.long)
+    got = cpu.pool(
+        values, scores, tail, tail, torch.tensor([3, 7]), zeros, at, zeros, ratio=4, overlap=overlaps
+    )
+    want = exactly(spec_ops.compress, values, scores, 4, overlaps)
+    check_close(got, want, bound(got, 4), "entries")
+    assert torch.isnan(got).any() and torch.isfinite(got).any()
+    views = (values.t().contiguous().t(), scores.t().contiguous().t(), tail, tail, torch.tensor([3, 7]))
+    again = cpu.pool(*views, zeros, at, zeros, ratio=4, overlap=overlaps)
+    assert torch.equal(again.nan_to_num(7), got.nan_to_num(7))
 
 
 def test_far_scores_and_no_closing_block() -> None:

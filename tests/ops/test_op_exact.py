@@ -7,12 +7,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ops_support import FUNCTION, ROUND, TINY, check_close, product_bound, rand
+from ops_support import FUNCTION, ROUND, TINY, check_close, exactly, product_bound, rand
 from torch import Tensor
 
 from dsv4.ops import _product
 from dsv4.ops._exact import rotate, row_product, sigmoid, silu, softplus
 from dsv4.ops._product import batch_product
+from dsv4.spec import ops as spec
 
 INF, NAN = math.inf, math.nan
 SIZES = (1, 2, 3, 5, 7, 8, 16, 17, 31, 33, 48, 64, 96, 100, 127, 128, 129, 255, 256, 480, 513, 1024, 2048)
@@ -178,19 +179,6 @@ def test_limits() -> None:
     assert silu(x).nan_to_num(7, INF).tolist() == [7, 0, float(x[2]), INF, 7]
 
 
-def naive_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    out = x.double().clone()
-    start = x.shape[-1] - 2 * cos.shape[-1]
-    for t in range(x.shape[0]):
-        for head in range(x.shape[1]):
-            for i in range(cos.shape[-1]):
-                a, b = float(x[t, head, start + 2 * i]), float(x[t, head, start + 2 * i + 1])
-                c, s = float(cos[t, i]), float(sin[t, i])
-                out[t, head, start + 2 * i] = a * c - b * s
-                out[t, head, start + 2 * i + 1] = a * s + b * c
-    return out
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("tokens", "heads", "width", "pairs"), [(0, 2, 6, 3), (1, 1, 2, 1), (3, 5, 11, 4)])
 def test_rotate_turns_neighbours_of_the_last_channels(
@@ -198,7 +186,7 @@ def test_rotate_turns_neighbours_of_the_last_channels(
 ) -> None:
     x, angle = rand(tokens, heads, width).to(dtype), 3 * rand(tokens, pairs, seed=1)
     cos, sin = angle.cos(), angle.sin()
-    got, want = rotate(x, cos, sin), naive_rotate(x, cos, sin)
+    got, want = rotate(x, cos, sin), exactly(spec.rotate_heads, x, cos, sin)
     assert got.dtype == dtype
     size = x.double().abs().amax(-1, keepdim=True) if width else 0.0
     check_close(got, want, 2 * size * torch.finfo(dtype).eps + 4 * ROUND * size, "rotate")

@@ -1,31 +1,28 @@
-"""Experts: the clamp with values beyond it, the routing weight's place, and sums that ignore the batch."""
+"""Experts against the specification: the clamp, the routing weight's place, sums that ignore the batch."""
 
 import math
 
 import pytest
 import torch
-from ops_support import ROUND, check_close, rand
+from ops_support import ROUND, check_close, exactly, rand, spec_model
 from torch import Tensor
 
 from dsv4.ops.experts import cpu
-from dsv4.ops.linear.cpu import dense, round_input
+from dsv4.ops.linear.cpu import dense
 from dsv4.quant.codec import decode, encode_weight
 from dsv4.quant.formats import Format, QuantTensor
+from dsv4.spec import ops as spec
+from dsv4.spec.model import Model
 
 
-def naive_ffn(x: Tensor, expert: tuple[Tensor, Tensor, Tensor], limit: float, weight: float = 1.0) -> Tensor:
-    """One token x [D]; w1, w3 [I, D], w2 [D, I] as stored; float64 throughout."""
-    w1, w3, w2 = (w.double() for w in expert)
-    hidden = []
-    for i in range(w1.shape[0]):
-        gate = min(sum(a * b for a, b in zip(x.tolist(), w1[i].tolist(), strict=True)), limit)
-        up = sum(a * b for a, b in zip(x.tolist(), w3[i].tolist(), strict=True))
-        up = max(-limit, min(limit, up))
-        hidden.append(weight * gate / (1 + math.exp(-gate)) * up)
-    rows = w2.tolist()
-    return torch.tensor(
-        [sum(h * v for h, v in zip(hidden, row, strict=True)) for row in rows], dtype=torch.float64
-    )
+def spec_expert(expert: tuple[QuantTensor, ...], rounding: str = "off") -> Model:
+    """The specification over one expert's values, as "e"."""
+    tensors = {f"e.{name}": value for name, value in named(expert).items()}
+    return spec_model(tensors, rounding, swiglu_limit=10.0)
+
+
+def named(expert: tuple[QuantTensor, ...]) -> dict[str, Tensor]:
+    return dict(zip(("w1", "w3", "w2"), map(decode, expert), strict=True))
 
 
 def make_expert(width: int, inner: int, seed: int, format: Format = Format.F32) -> tuple[QuantTensor, ...]:
@@ -48,7 +45,7 @@ def bound(x: Tensor, expert: tuple[Tensor, Tensor, Tensor], limit: float) -> flo
 
 @pytest.mark.parametrize("format", [Format.F32, Format.NVFP4, Format.MXFP4, Format.FP8])
 @pytest.mark.parametrize(("tokens", "width", "inner"), [(0, 4, 2), (1, 2, 2), (5, 34, 18), (9, 16, 64)])
-def test_ffn_against_loops(tokens: int, width: int, inner: int, format: Format) -> None:
+def test_ffn_against_the_specification(tokens: int, width: int, inner: int, format: Format) -> None:
     x, expert = rand(tokens, width), make_expert(width, inner, 1, format)
     routing = rand(tokens, seed=9).abs()
     plain, weighted = cpu.ffn(x, expert, 10.0, "a16")[:, 0], cpu.ffn(x, expert, 10.0, "a16", routing)[:, 0]
@@ -56,11 +53,12 @@ def test_ffn_against_loops(tokens: int, width: int, inner: int, format: Format) 
     assert torch.equal(cpu.ffn(x, held, 10.0, "a16")[:, 0], plain), (
         "decoded once or at each use: the same bits"
     )
+    run = spec_expert(expert).expert
+    want, want_weighted = exactly(run, x, "e"), exactly(run, x, "e", routing.unsqueeze(1))
     for t in range(tokens):
         near = bound(x[t], values(expert), 10.0)
-        check_close(plain[t], naive_ffn(x[t], values(expert), 10.0), near, f"token {t}")
-        want = naive_ffn(x[t], values(expert), 10.0, float(routing[t]))
-        check_close(weighted[t], want, near * (1 + float(routing[t])), f"weighted token {t}")
+        check_close(plain[t], want[t], near, f"token {t}")
+        check_close(weighted[t], want_weighted[t], near * (1 + float(routing[t])), f"weighted token {t}")
 
 
 @pytest.mark.parametrize(
@@ -89,12 +87,8 @@ def test_the_routing_weight_enters_before_the_down_projection() -> None:
     x, expert = rand(3, 32), make_expert(32, 48, 1)
     weight = torch.tensor([0.3, 0.77, 1.9])
     got = cpu.ffn(x, expert, 10.0, "a8", weight)[:, 0]
-    inputs = round_input(x, "a8")
-    w1, w3, w2 = values(expert)
-    gate, up = (inputs @ w1.t()).clamp(max=10), (inputs @ w3.t()).clamp(-10, 10)
-    hidden = torch.nn.functional.silu(gate) * up
-    before = round_input(weight.unsqueeze(1) * hidden, "a8") @ w2.t()
-    after = weight.unsqueeze(1) * (round_input(hidden, "a8") @ w2.t())
+    run = spec_expert(expert, "a8").expert
+    before, after = run(x, "e", weight.unsqueeze(1)), weight.unsqueeze(1) * run(x, "e")
     size = float(before.abs().max())
     # A value at a rounding edge may fall to either side; nearly all must agree, and not with `after`.
     assert float((got - before).abs().median()) < 1e-5 * size
@@ -103,10 +97,9 @@ def test_the_routing_weight_enters_before_the_down_projection() -> None:
 
 def test_hidden_is_rounded_to_the_compute_type() -> None:
     x, expert = rand(2, 16).bfloat16(), make_expert(16, 8, 1)
-    w1, w3, w2 = (w.float() for w in values(expert))
-    gate, up = (x.float() @ w1.t()).bfloat16().float(), (x.float() @ w3.t()).bfloat16().float()
-    hidden = (torch.nn.functional.silu(gate.clamp(max=10)) * up.clamp(-10, 10)).bfloat16().float()
-    want = hidden @ w2.t()
+    model = spec_expert(expert, "a16")
+    hidden = spec.swiglu(model.linear(x, "e.w1"), model.linear(x, "e.w3"), 10.0)
+    want = model.product(hidden, model["e.w2"])
     got = cpu.ffn(x, expert, 10.0, "a16")[:, 0]
     assert got.dtype == torch.float32, "ranks add up what they get; only the sum is rounded"
     check_close(got, want, 2.0**-8 * want.abs() + 2.0**-7 * float(hidden.abs().max()) * 2**-8, "bfloat16")
@@ -120,13 +113,12 @@ def test_routed_sums_the_chosen(tokens: int, experts: int, k: int) -> None:
     weights = rand(tokens, k, seed=4).abs()
     got = cpu.routed(x, ids, weights, all_experts, 10.0, "a16")[:, 0]
     assert got.dtype == torch.float32 and got.shape == x.shape
+    held = {f"e.{e}.{name}": v for e in range(experts) for name, v in named(all_experts[e]).items()}
+    want = exactly(spec_model(held).experts, x, ids, weights, "e")
     for t in range(tokens):
-        want = torch.zeros(12, dtype=torch.float64)
-        near = 0.0
-        for e, w in zip(ids[t].tolist(), weights[t].tolist(), strict=True):
-            want += naive_ffn(x[t], values(all_experts[e]), 10.0, w)
-            near += bound(x[t], values(all_experts[e]), 10.0) * (1 + w)
-        check_close(got[t], want, near, f"token {t}")
+        chosen = zip(ids[t].tolist(), weights[t].tolist(), strict=True)
+        near = sum(bound(x[t], values(all_experts[e]), 10.0) * (1 + w) for e, w in chosen)
+        check_close(got[t], want[t], near, f"token {t}")
     shuffled = torch.arange(k - 1, -1, -1)
     again = cpu.routed(x, ids[:, shuffled], weights[:, shuffled], all_experts, 10.0, "a16")[:, 0]
     assert torch.equal(again, got), "summed by expert id: the order of choice changes no bit"
@@ -137,3 +129,24 @@ def test_routed_sums_the_chosen(tokens: int, experts: int, k: int) -> None:
     for t in range(tokens):
         alone = cpu.routed(x[t : t + 1], ids[t : t + 1], weights[t : t + 1], all_experts, 10.0, "a16")[:, 0]
         assert torch.equal(alone[0], got[t]), "batch-mates at the same expert change no bit"
+
+
+def test_choices_of_none_and_of_other_ranks() -> None:
+    """-1 and experts that are not here add nothing, huge ids included; NaN stays in its token."""
+    x = rand(5, 12)
+    x[3, 2] = math.nan
+    experts = [make_expert(12, 10, 10 * e) for e in range(3)]
+    ids = torch.tensor([[4, -1], [6, 5], [-1, -1], [5, 4], [2**31 - 1, 3]])
+    weights = rand(5, 2, seed=4).abs()
+    got = cpu.routed(x, ids, weights, experts, 10.0, "a16", first=4, ranks=2)[:, 0]
+    held = {f"e.{e}.{name}": v for e in range(3) for name, v in named(experts[e]).items()}
+    is_here = (ids >= 4) & (ids < 7)
+    chosen = torch.where(is_here, ids - 4, torch.tensor([[0, 1]]))  # another expert, by weight 0
+    chosen[1] = torch.tensor([2, 1])
+    want = exactly(spec_model(held).experts, x, chosen, weights * is_here, "e")
+    near = sum(bound(x.nan_to_num().abs().amax(0), values(e), 10.0) for e in experts)
+    check_close(got, want, 4 * near, "routed")
+    assert torch.isnan(got[3]).all() and not got[2].any() and not got[4].any() and got[:2].abs().amin() > 0
+    view = x.t().contiguous().t()
+    again = cpu.routed(view, ids, weights, experts, 10.0, "a16", first=4, ranks=2)[:, 0]
+    assert torch.equal(again.nan_to_num(7), got.nan_to_num(7)), "a strided view"

@@ -1,134 +1,57 @@
-"""Hyper-connections: check values, a float64 loop over every index, and the order of comb's indices."""
+"""Hyper-connections against the specification in float64, and the order of comb's indices."""
 
 import math
 
 import pytest
 import torch
-from ops_support import ROUND, check_close, one_more_rounding, rand
-from torch import Tensor
+from ops_support import ROUND, check_close, exactly, one_more_rounding, rand
 
 from dsv4.ops.mhc import cpu
-
-MIXES = [0.3, -0.2, 0.1, 0, 0.5, -0.5, 0.25, 0, 1, 0.2, -0.3, 0.4, 0, 0.9, 0.1, -0.6,
-         -0.2, 0.3, 0.8, 0.1, 0.5, -0.1, 0.2, 0.7]  # fmt: skip
-SCALE = torch.tensor([0.5] * 4 + [1.0] * 4 + [2.0] * 16)
-BASE = torch.tensor([0.1] * 4 + [-0.1] * 4 + [0.0] * 16)
-PRE = torch.tensor([0.562178, 0.500001, 0.537431, 0.524980])
-POST = torch.tensor([1.197375, 0.708687, 1.074860, 0.950042])
-COMB = torch.tensor(
-    [
-        [0.5800803, 0.1104697, 0.0545298, 0.2549192],
-        [0.1150544, 0.6565284, 0.1778543, 0.0505620],
-        [0.0642090, 0.1646304, 0.6004585, 0.1707011],
-        [0.2406554, 0.0683706, 0.1671564, 0.5238167],
-    ]
-)
-
-
-def test_check_values_of_sinkhorn() -> None:
-    logits = 2 * torch.tensor(MIXES[8:]).view(1, 4, 4)
-    comb = cpu.sinkhorn(logits, 20, 1e-6)[0]
-    check_close(comb, COMB, 1e-7, "comb")
-    check_close(comb.sum(0), torch.ones(4), 2e-6, "the last step normalises columns (but for eps)")
-    # Rows were normalised one step earlier: they are off by more than columns, and by little.
-    assert float((comb.sum(1) - 1).abs().max()) < 1e-5
-
-
-def test_check_values_of_pre() -> None:
-    """Streams of ones have the norm 1, so columns of fn that sum to the mixes give those mixes."""
-    width = 8
-    streams = torch.ones(3, 4, width)
-    fn = (torch.tensor(MIXES) / (4 * width)).expand(4 * width, 24).contiguous()
-    x, gate, comb = cpu.pre(streams, fn, BASE, SCALE, 0.0, 1e-6, 20)
-    check_close(gate, POST.expand(3, 4), 1e-6, "gate")
-    check_close(comb, COMB.expand(3, 4, 4), 3e-7, "comb")
-    # Streams that are 0 but one give pre of that stream, once rescaled to the same norm of 1.
-    for j in range(4):
-        one = torch.zeros(1, 4, width)
-        one[0, j] = 2.0
-        fn_j = torch.zeros(4 * width, 24)
-        fn_j[j * width : (j + 1) * width] = torch.tensor(MIXES) / (2 * width)
-        x, _, _ = cpu.pre(one, fn_j, BASE, SCALE, 0.0, 1e-6, 20)
-        check_close(x[0] / 2, PRE[j].expand(width), 1e-6, f"pre {j}")
-
-
-def exact_sigmoid(v: float) -> float:
-    return 1 / (1 + math.exp(-v))
-
-
-def naive_mixes(streams: Tensor, fn: Tensor, eps: float) -> list[float]:
-    """One token: streams [N, D] -> [M], in float64."""
-    flat = [float(v) for v in streams.flatten()]
-    factor = 1 / math.sqrt(sum(v * v for v in flat) / len(flat) + eps)
-    return [factor * sum(flat[i] * float(fn[i, m]) for i in range(len(flat))) for m in range(fn.shape[1])]
-
-
-def naive_sinkhorn(logits: list[list[float]], iters: int, eps: float) -> list[list[float]]:
-    n = len(logits)
-    comb = []
-    for row in logits:
-        shifted = [math.exp(v - max(row)) for v in row]
-        comb.append([v / sum(shifted) + eps for v in shifted])
-    for step in range(iters):
-        if step:
-            comb = [[v / (sum(row) + eps) for v in row] for row in comb]
-        columns = [sum(comb[j][k] for j in range(n)) + eps for k in range(n)]
-        comb = [[comb[j][k] / columns[k] for k in range(n)] for j in range(n)]
-    return comb
+from dsv4.spec import ops as spec
 
 
 @pytest.mark.parametrize(
     ("tokens", "n", "width", "iters"), [(3, 4, 11, 20), (1, 3, 7, 20), (2, 2, 5, 1), (4, 1, 3, 2)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pre_post_head_against_loops(tokens: int, n: int, width: int, iters: int, dtype: torch.dtype) -> None:
+def test_pre_post_head_against_the_specification(
+    tokens: int, n: int, width: int, iters: int, dtype: torch.dtype
+) -> None:
     streams = rand(tokens, n, width).to(dtype)
     m = 2 * n + n * n
-    fn, base, scale = rand(n * width, m, seed=1) * width**-0.5, rand(m, seed=2), rand(m, seed=3)
+    fn, base, scales = rand(n * width, m, seed=1) * width**-0.5, rand(m, seed=2), rand(3, seed=3)
+    scale = scales.repeat_interleave(torch.tensor([n, n, n * n]))  # one of each mix, as the op takes it
     y = rand(tokens, width, seed=4).to(dtype)
-    x, gate, comb = cpu.pre(streams, fn, base, scale, 1e-6, 1e-5, iters)
+    x, gate, comb = cpu.pre(streams, fn, base, scale, 1e-6, 1e-2, iters)
     new = cpu.post(y, streams, gate, comb)
-    top = cpu.head(streams, fn[:, :n].contiguous(), base[:n], scale[:n], 1e-6, 1e-5)
+    top = cpu.head(streams, fn[:, :n].contiguous(), base[:n], scale[:1], 1e-6, 1e-2)
     assert x.dtype == new.dtype == top.dtype == dtype and gate.dtype == comb.dtype == torch.float32
+
+    mixed = exactly(spec.mixes, streams, fn.t(), 1e-6)
+    want_x, want_gate, logits = exactly(spec.mix_in, streams, mixed, base, scales, 1e-2)
+    want_comb = exactly(spec.sinkhorn, logits, iters, 1e-2)
+    want_top = exactly(spec.mix_head, streams, mixed[:, :n], base[:n], scales[:1], 1e-2)
+    want_new = exactly(spec.mix_out, y, streams, want_gate, want_comb)
     # Products of n*width terms, then functions with slopes below 1; 20 steps of 2 roundings in the mixing.
     near = 4 * (n * width + 4 * iters + 10) * ROUND
     for t in range(tokens):
-        mix = naive_mixes(streams[t], fn, 1e-6)
-        spread = (1 + float(scale.abs().max())) * (1 + max(map(abs, mix)))
-        pre = [exact_sigmoid(mix[j] * float(scale[j]) + float(base[j])) + 1e-5 for j in range(n)]
-        want = torch.tensor(
-            [[pre[j] * float(streams[t, j, d]) for d in range(width)] for j in range(n)]
-        ).double()
+        spread = (1 + float(scale.abs().max())) * (1 + float(mixed[t].abs().max()))
         size = streams[t].double().abs().sum(0) * 2
-        check_close(
-            x[t], want.sum(0), near * spread * size + one_more_rounding(size, dtype), f"x of token {t}"
-        )
-        check_close(
-            top[t], want.sum(0), near * spread * size + one_more_rounding(size, dtype), f"head of token {t}"
-        )
-        post = [2 * exact_sigmoid(mix[n + j] * float(scale[n + j]) + float(base[n + j])) for j in range(n)]
-        check_close(gate[t], torch.tensor(post), near * spread, f"gate of token {t}")
-        moved = [a * float(s) + float(b) for a, s, b in zip(mix, scale, base, strict=True)]
-        logits = [moved[2 * n + n * j : 3 * n + n * j] for j in range(n)]
-        mixing = naive_sinkhorn(logits, iters, 1e-5)
-        check_close(comb[t], torch.tensor(mixing), near * spread, f"comb of token {t}")
-        out = [
-            [
-                post[k] * float(y[t, d]) + sum(mixing[j][k] * float(streams[t, j, d]) for j in range(n))
-                for d in range(width)
-            ]
-            for k in range(n)
-        ]
+        bound = near * spread * size + one_more_rounding(size, dtype)
+        check_close(x[t], want_x[t], bound, f"x of token {t}")
+        check_close(top[t], want_top[t], bound, f"head of token {t}")
+        check_close(gate[t], want_gate[t], near * spread, f"gate of token {t}")
+        check_close(comb[t], want_comb[t], near * spread, f"comb of token {t}")
         size = 2 * y[t].double().abs() + streams[t].double().abs().sum(0)
         bound = near * spread * size + one_more_rounding(size, dtype)
-        check_close(new[t], torch.tensor(out), bound.expand(n, width), f"post of token {t}")
+        check_close(new[t], want_new[t], bound.expand(n, width), f"post of token {t}")
 
 
 @pytest.mark.parametrize("iters", [1, 2, 3, 20])
 def test_sinkhorn_takes_the_given_number_of_steps(iters: int) -> None:
     """Far from doubly stochastic, so that every step still moves the result."""
     logits = 6 * rand(5, 3, 3)
-    want = torch.tensor([naive_sinkhorn(matrix, iters, 1e-6) for matrix in logits.tolist()])
+    want = exactly(spec.sinkhorn, logits, iters, 1e-6)
     check_close(cpu.sinkhorn(logits, iters, 1e-6), want, 40 * iters * ROUND, f"{iters} iterations")
 
 
@@ -161,6 +84,23 @@ def test_rows_are_independent_and_none_is_fine() -> None:
         strict=True,
     ):
         assert torch.equal(a, b)
+
+
+def test_streams_that_are_not_finite() -> None:
+    """NaN in the token where the specification has it, and in no other."""
+    streams, fn = rand(4, 3, 7), rand(21, 15, seed=1)
+    streams[1, 2, 3], streams[2, 0, 0] = math.nan, math.inf
+    base, scales = rand(15, seed=2), rand(3, seed=3)
+    scale = scales.repeat_interleave(torch.tensor([3, 3, 9]))
+    got = cpu.pre(streams, fn, base, scale, 1e-6, 1e-2, 3)
+    x, gate, logits = exactly(
+        spec.mix_in, streams, exactly(spec.mixes, streams, fn.t(), 1e-6), base, scales, 1e-2
+    )
+    for name, some, want in zip(
+        ("x", "gate", "comb"), got, (x, gate, exactly(spec.sinkhorn, logits, 3, 1e-2)), strict=True
+    ):
+        check_close(some, want, 1e-4, name)
+        assert torch.isfinite(some[0]).all() and torch.isnan(some[1]).all(), name
 
 
 def test_extreme_mixes_stay_finite() -> None:

@@ -1,33 +1,27 @@
-"""The router: check values of its score, ties, what the bias does, what hash routing leaves to the gate."""
+"""The router against the specification: ties, what the bias does, what hash routing leaves to the gate."""
 
 import math
 
 import pytest
 import torch
-from ops_support import FUNCTION, ROUND, check_close, product_bound, rand
+from ops_support import FUNCTION, ROUND, check_close, exactly, product_bound, rand
 from torch import Tensor
 
 from dsv4.ops.route import cpu
-
-CHECK = {-5.0: 0.0819472, -1.0: 0.5596979, 0.0: 0.8325546, 1.0: 1.1459763, 5.0: 2.2375691}
-
-
-def naive_score(x: list[float], gate: list[float]) -> float:
-    z = sum(a * b for a, b in zip(x, gate, strict=True))
-    return math.sqrt(max(z, 0.0) + math.log1p(math.exp(-abs(z))))
+from dsv4.spec import ops as spec
 
 
-def naive_scores(x: Tensor, gate: Tensor) -> Tensor:
+def spec_scores(x: Tensor, gate: Tensor) -> Tensor:
     """x [T, D], gate [D, E] -> [T, E] in float64."""
-    columns = gate.t().tolist()
-    return torch.tensor([[naive_score(row, c) for c in columns] for row in x.tolist()], dtype=torch.float64)
+    return exactly(spec.route_scores, x.double() @ gate.double())
 
 
-def test_check_values_of_the_score() -> None:
-    z = torch.tensor([list(CHECK)])
+def test_scores() -> None:
+    z = torch.cat((torch.linspace(-60, 60, 997), torch.tensor([0.0, -0.0, 1e-30]))).unsqueeze(0)
     got = cpu.scores(torch.ones(1, 1), z)
     assert got.dtype == torch.float32
-    check_close(got, torch.tensor([list(CHECK.values())]), 5e-8 + 3e-7 * got.abs(), "sqrt(softplus)")
+    want = spec_scores(torch.ones(1, 1), z)
+    check_close(got, want, (2 * FUNCTION + 2 * ROUND) * want, "sqrt(softplus)")
 
 
 def test_extreme_logits() -> None:
@@ -42,18 +36,30 @@ def test_extreme_logits() -> None:
 @pytest.mark.parametrize(
     ("tokens", "width", "experts", "k"), [(0, 4, 3, 2), (1, 1, 1, 1), (9, 33, 7, 3), (5, 8, 40, 6)]
 )
-def test_by_score_against_loops(tokens: int, width: int, experts: int, k: int) -> None:
+def test_by_score_against_the_specification(tokens: int, width: int, experts: int, k: int) -> None:
     x, gate, bias = rand(tokens, width), rand(width, experts, seed=1), rand(experts, seed=2)
     ids, weights = cpu.by_score(x, gate, bias, k, 1.5)
     assert ids.shape == weights.shape == (tokens, k) and weights.dtype == torch.float32
-    scores = naive_scores(x, gate).view(tokens, experts)
-    for t in range(tokens):
-        order = sorted(range(experts), key=lambda e: (-(float(scores[t, e]) + float(bias[e])), e))
-        assert ids[t].tolist() == order[:k], t
-        picked = [float(scores[t, e]) for e in order[:k]]
-        want = torch.tensor([1.5 * p / sum(picked) for p in picked])
-        bound = 4 * (float(product_bound(x, gate).max()) + 2 * FUNCTION + 8 * ROUND) * 1.5
-        check_close(weights[t], want, bound, f"weights of token {t}")
+    scores = spec_scores(x, gate)
+    chosen = spec.top_k(scores + bias, k)
+    want = exactly(spec.route_weights, scores, chosen, 1.5)
+    bound = 4 * (float(product_bound(x, gate).max()) + 2 * FUNCTION + 8 * ROUND) * 1.5 if tokens else 0.0
+    assert torch.equal(ids, chosen)
+    check_close(weights, want, bound, "weights")
+
+
+def test_tokens_that_are_not_finite_and_views() -> None:
+    """NaN and infinity choose and weigh as in the specification, in their token alone."""
+    x, gate, bias = rand(4, 6), rand(6, 5, seed=1), rand(5, seed=2)
+    x[1, 0], x[2, 3] = math.nan, math.inf
+    ids, weights = cpu.by_score(x, gate, bias, 3, 1.5)
+    scores = spec_scores(x, gate)
+    chosen = spec.top_k(scores + bias, 3)
+    assert torch.equal(ids, chosen)
+    check_close(weights, exactly(spec.route_weights, scores, chosen, 1.5), 1e-5, "weights")
+    assert torch.isnan(weights[1]).all() and torch.isfinite(weights[[0, 3]]).all()
+    again = cpu.by_score(x.t().contiguous().t(), gate, bias, 3, 1.5)
+    assert torch.equal(again[0], ids) and torch.equal(again[1].nan_to_num(7), weights.nan_to_num(7))
 
 
 def test_the_bias_chooses_and_does_not_weigh() -> None:
@@ -61,8 +67,8 @@ def test_the_bias_chooses_and_does_not_weigh() -> None:
     x, gate = torch.ones(1, 1), torch.tensor([[2.0, 1.0, -3.0, 0.0]])
     ids, weights = cpu.by_score(x, gate, torch.tensor([0.0, 0.0, 100.0, 0.0]), 2, 1.0)
     assert ids.tolist() == [[2, 0]]
-    low, high = math.sqrt(math.log1p(math.exp(-3))), math.sqrt(2 + math.log1p(math.exp(-2)))
-    check_close(weights[0], torch.tensor([low, high]) / (low + high), 3e-7, "weights")
+    want = exactly(spec.route_weights, spec_scores(x, gate), ids, 1.0)
+    check_close(weights, want, 3e-7, "weights")
 
 
 def test_ties_go_to_the_lower_index() -> None:
@@ -80,11 +86,8 @@ def test_hash_routing_weighs_with_the_gate() -> None:
     chosen = torch.tensor([[6, 0], [1, 2], [0, 6], [3, 5], [4, 4]])
     ids, weights = cpu.by_hash(x, gate, chosen, 2.5)
     assert torch.equal(ids, chosen), "the table's choice and order"
-    scores = naive_scores(x, gate)
-    for t, row in enumerate(chosen.tolist()):
-        picked = [float(scores[t, e]) for e in row]
-        want = torch.tensor([2.5 * p / sum(picked) for p in picked])
-        check_close(weights[t], want, 1e-5, f"weights of token {t}")
+    want = exactly(spec.route_weights, spec_scores(x, gate), chosen, 2.5)
+    check_close(weights, want, 1e-5, "weights")
     assert not torch.equal(weights[0], weights[2]), "weights differ between tokens of equal choice"
 
 
