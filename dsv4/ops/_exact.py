@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dsv4.ops._memory import recall
 from dsv4.ops._product import row_product as row_product
+from dsv4.spec import ops
 
 Sample = tuple[Any, ...]  # the shape of one row, then the other arguments
 Function = Callable[..., Tensor]
@@ -107,10 +108,7 @@ def softplus(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate neighbouring pairs of the last 2R channels of x [T, ..., D]; cos, sin [T, R]; -sin inverts."""
+    """Rotate x [T, ..., D] by each row's angle: cos, sin [T, R]."""
     while cos.dim() < x.dim():
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    start = x.shape[-1] - 2 * cos.shape[-1]
-    a, b = x[..., start::2].float(), x[..., start + 1 :: 2].float()
-    turned = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
-    return torch.cat((x[..., :start], cast(turned, x.dtype)), dim=-1)
+    return ops.rotate(x, cos, sin)

@@ -22,7 +22,7 @@ from dsv4.quant.formats import FP8_TILE, KV_BLOCK
 from dsv4.spec.ops import hadamard
 
 
-def linear_input(x: Tensor, activations: Activations) -> Tensor:
+def linear_input(x: Tensor, activations: str) -> Tensor:
     """Round what a product with quantised weights reads: a16 not at all, a8 to FP8, a4 to NVFP4."""
     if activations == "a8":
         return fp8_round(x, FP8_TILE)

@@ -16,8 +16,9 @@ from dsv4.ops._exact import cast, exp, padded, rotate, total
 from dsv4.ops._product import batch_product, zeros
 from dsv4.ops.index.cpu import visible_rows
 from dsv4.ops.rows.cpu import rms_norm
-from dsv4.quant.codec import decode, encode_kv, fp8_round
-from dsv4.quant.formats import KV_BLOCK, Format, QuantTensor, join
+from dsv4.quant.codec import decode, encode_kv
+from dsv4.quant.formats import Format, QuantTensor, join
+from dsv4.spec.rounding import Rounding
 
 # Whether to list every visible entry for `attend`: here a list serves all layers of a kind.
 WANTS_LISTS = True
@@ -177,11 +178,10 @@ def entries(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> 
 def store(kv: Tensor, rope_dim: int, format: Format, qat: bool) -> QuantTensor:
     """The rows as the cache keeps them; attention reads these, also for tokens of the same step.
 
-    qat rounds the unrotated channels to FP8 in blocks of 64. The KV8 format is that rounding.
+    qat rounds them as the model was trained. The KV8 format is that rounding.
     """
     if qat and format is not Format.KV8:
-        nope = kv.shape[1] - rope_dim
-        kv = torch.cat((fp8_round(kv[:, :nope], KV_BLOCK), kv[:, nope:]), dim=1)
+        kv = Rounding().entry(kv, rope_dim)
     return encode_kv(kv, rope_dim, format)
 
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from dsv4.ops._exact import cast, silu, total
 from dsv4.ops._product import column_product, split_product
-from dsv4.ops.linear.cpu import Held, dense, round_input
+from dsv4.ops.linear.cpu import Held, dense
+from dsv4.spec.rounding import linear_input
 
 Expert = tuple[Held, Held, Held]  # w1 (gate), w3 (up), w2 (down)
 # Rows that an expert gets at least: with fewer, each of its products would pad them anew.
@@ -127,13 +128,13 @@ def _ffn(
 ) -> Tensor:
     """The first counts[0] rows of x go through experts[0], and so on."""
     w1, w3, w2 = zip(*experts, strict=True)
-    x_in = round_input(x, activations).float()
+    x_in = linear_input(x, activations).float()
     gate = cast(_products(column_product, x_in, w1, counts, parts), x.dtype).float().clamp(max=limit)
     up = cast(_products(column_product, x_in, w3, counts, parts), x.dtype).float().clamp(-limit, limit)
     hidden = silu(gate) * up
     if weight is not None:
         hidden = weight.unsqueeze(1) * hidden
-    hidden = round_input(cast(hidden, x.dtype), activations).float()
+    hidden = linear_input(cast(hidden, x.dtype), activations).float()
     return _products(split_product, hidden, w2, counts, parts)
 
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from dsv4.ops._exact import cast, number, padded, rotate, row_product, total
-from dsv4.ops.route.cpu import top_indices
 from dsv4.ops.rows.cpu import rms_norm
 from dsv4.quant.codec import decode, encode_kv, mxfp4_round
 from dsv4.quant.formats import Format, QuantTensor
+from dsv4.spec.ops import top_k
 
 # Queries scored together: bounds the memory of a long prompt's scores.
 RUN = 32
@@ -108,7 +108,7 @@ def select(
                 continue
             scores = _scores(q[mine], weights[mine], table[:width])
             is_beyond = torch.arange(width, device=q.device) >= visible[mine].unsqueeze(1)
-            rows += of_slot[top_indices(scores.masked_fill(is_beyond, -torch.inf), topk).sort().values]
+            rows += of_slot[top_k(scores.masked_fill(is_beyond, -torch.inf), topk).sort().values]
     return _padded(rows, q.device)
 
 

@@ -5,9 +5,11 @@ from torch import Tensor
 
 from dsv4.ops._exact import cast
 from dsv4.ops._product import column_product, split_product
-from dsv4.quant.codec import decode, fp8_round, nvfp4_round
-from dsv4.quant.formats import FP8_TILE, Format, QuantTensor
+from dsv4.quant.codec import decode
+from dsv4.quant.formats import Format, QuantTensor
+from dsv4.spec.rounding import linear_input
 
+round_input = linear_input  # each backend has one
 # What this backend multiplies with: float32 [K, N] (decoded once), or the stored tensor, decoded at each use.
 Held = Tensor | QuantTensor
 
@@ -15,13 +17,6 @@ Held = Tensor | QuantTensor
 def dense(weight: Held) -> Tensor:
     """The float32 matrix [K, N], contiguous: K-major is twice as fast here and fixes the memory layout."""
     return weight if isinstance(weight, Tensor) else decode(weight).t().contiguous()
-
-
-def round_input(x: Tensor, activations: str) -> Tensor:
-    """What a quantised linear sees of its input: a16 as it is, a8 FP8 in blocks of 128, a4 NVFP4."""
-    if activations == "a8":
-        return fp8_round(x, FP8_TILE)
-    return nvfp4_round(x) if activations == "a4" else x
 
 
 def linear(

@@ -70,7 +70,7 @@ def _of_rows(product: "Product", rows: int, limit: float, number: int) -> list[C
     span = product._span * SLICE
 
     def want(first: int) -> Wanted:
-        its_x = linear_input(x, product.activations)  # type: ignore[arg-type]
+        its_x = linear_input(x, product.activations)
         if weight.halves == 2:
             return _expert(its_x, weight, 0, limit, 1.0)
         columns = slice(first * span, (first + 1) * span)
@@ -110,7 +110,7 @@ def _of_pairs(product: "Product", rows: int, tasks: "Tasks", limit: float, numbe
         of_pair = experts_of(tasks, len(pairs))
         for expert in of_pair[of_pair >= 0].unique().tolist():
             mine = (of_pair == expert).nonzero().flatten()
-            its_x = linear_input(x[mine // tasks.choices if is_up else mine], product.activations)  # type: ignore[arg-type]
+            its_x = linear_input(x[mine // tasks.choices if is_up else mine], product.activations)
             if is_up:
                 share = tasks.weights[mine].unsqueeze(1)
                 value[mine], slack[mine] = _expert(its_x, weight, expert, limit, share)

@@ -5,16 +5,14 @@ from torch import Tensor
 
 from dsv4.ops._exact import number, softplus, total
 from dsv4.ops.linear.cpu import Held, linear
+from dsv4.spec.ops import top_k
+
+top_indices = top_k  # each backend has one
 
 
 def scores(x: Tensor, gate: Held) -> Tensor:
     """x [T, D] -> sqrt(softplus(x gateᵀ)), float32 [T, E]."""
     return softplus(linear(x, gate, out_dtype=torch.float32)).sqrt()
-
-
-def top_indices(values: Tensor, k: int) -> Tensor:
-    """Indices of the k largest along the last dimension, best first; ties go to the lower index."""
-    return values.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
 def by_score(x: Tensor, gate: Held, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
