@@ -235,7 +235,7 @@ def test_an_answer_that_fails_keeps_what_came(page: Any, error: str | None) -> N
     sent = script(page, broken, stream(", and the rest"))
     ask(page, "hi")
     page.wait_for_selector(".error:not([hidden])")
-    assert page.inner_text(".error") == (error or "The connection ended before the answer did.")
+    assert page.inner_text(".error span") == (error or "The connection ended before the answer did.")
     assert page.inner_text(".content") == "half an answer"
     page.click("text=Continue")
     assert answered(page).locator(".content").inner_text() == "half an answer, and the rest"

@@ -11,10 +11,10 @@ export const key = {
 };
 
 export class Refused extends Error {
-  constructor(message, status = 0, retryAfter = 0) {
+  constructor(message, status = 0, answer = {}) {
     super(message);
     this.status = status;
-    this.retryAfter = retryAfter;
+    this.answer = answer;
   }
 }
 
@@ -38,9 +38,7 @@ export async function ask(path, { body, signal } = {}) {
     response.status === 401
       ? "The server refused the API key: it is missing, wrong or expired. Enter another one in Settings."
       : said;
-  const refused = new Refused(message, response.status, Number(response.headers.get("Retry-After")) || 0);
-  refused.answer = answer;
-  throw refused;
+  throw new Refused(message, response.status, answer);
 }
 
 export const get = async (path) => (await ask(path)).json();

@@ -11,6 +11,7 @@ import { openSettings, startSettings } from "./settings.js";
 import * as store from "./store.js";
 
 const WATCH_MS = 5000;
+const CHANGES_MS = 300;
 const PURGE_AFTER_MS = 60_000;
 const SIDE = "dsv4.side";
 const narrow = matchMedia("(max-width: 60rem)");
@@ -31,7 +32,9 @@ const list = new List({
     return done;
   },
   closed: (id) => {
-    chat.runs.get(id)?.stop();
+    const run = chat.runs.get(id);
+    if (run) run.conversation.deleted = Date.now(); // its last words must not bring it back
+    run?.stop();
     if (chat.conversation.id === id) chat.fresh();
   },
 });
@@ -112,7 +115,7 @@ async function start() {
     );
   });
   showBanner("");
-  await loadFacts();
+  await loadFacts().catch((problem) => toast(problem.message, { bad: true }));
   $("model").textContent = model.name;
   chat.draw();
   if (!chat.path.length) chat.show(chat.conversation);
@@ -134,6 +137,7 @@ function keys(event) {
   const meta = event.ctrlKey || event.metaKey;
   const isModal = document.querySelector("dialog[open]");
   if (event.key === "Escape" && !isModal) {
+    if (document.querySelector(":popover-open")) return;
     if (narrow.matches && document.body.classList.contains("side-open")) closeDrawer();
     else if (chat.run) chat.stop();
     return;
@@ -183,21 +187,37 @@ async function openConversation(id) {
   list.show();
 }
 
+// The same trouble comes with every turn that is kept; once a minute is enough.
+const told = new Map();
+
+function tellProblem(text) {
+  if (performance.now() - (told.get(text) ?? -Infinity) < 60_000) return;
+  told.set(text, performance.now());
+  toast(text, { bad: true, seconds: 20 });
+  announce(text);
+}
+
+// Other tabs report every piece of an answer that they keep.
+const changed = new Set();
+let soon = null;
+
+async function takeChanges() {
+  soon = null;
+  const ids = [...changed];
+  changed.clear();
+  list.texts = null;
+  await list.show();
+  if (ids.includes(chat.conversation.id)) await chat.reload();
+}
+
 const wanted = location.hash.slice(1);
 startSettings();
 setSide(!narrow.matches && local.get(SIDE) !== "closed");
 chat.draw();
-await store.open(
-  (text) => {
-    toast(text, { bad: true, seconds: 20 });
-    announce(text);
-  },
-  (id) => {
-    list.texts = null;
-    list.show();
-    if (id === chat.conversation.id) chat.reload();
-  },
-);
+await store.open(tellProblem, (id) => {
+  changed.add(id);
+  soon ??= setTimeout(takeChanges, CHANGES_MS);
+});
 await openConversation(wanted);
 await list.show();
 document.body.classList.add("is-ready");

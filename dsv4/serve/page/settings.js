@@ -47,14 +47,13 @@ function keep(name, value) {
   local.set(NAME, JSON.stringify(values));
 }
 
+const LABELS = { tools: "Tools", schema: "JSON schema", logit_bias: "Logit bias" };
+
 function json(name, text) {
   try {
     return JSON.parse(text);
   } catch (problem) {
-    throw new Wrong(
-      name,
-      `${name === "tools" ? "Tools" : "The JSON schema"} in Settings: not JSON, ${problem.message}`,
-    );
+    throw new Wrong(name, `${LABELS[name]} in Settings: not JSON, ${problem.message}`);
   }
 }
 
@@ -74,8 +73,10 @@ export function fields() {
     body[name] = number;
   }
   const thinking = values.thinking ?? (model.thinking ? "on" : "off");
-  body.thinking = { type: thinking === "on" ? "enabled" : "disabled" };
-  if (thinking === "on" && values.budget) body.thinking.budget_tokens = Number(values.budget);
+  body.thinking = { type: thinking === "off" ? "disabled" : "enabled" };
+  if (thinking === "max") body.reasoning_effort = "max";
+  if (thinking !== "off" && values.budget) body.thinking.budget_tokens = Number(values.budget);
+  if ((values.logit_bias ?? "").trim()) body.logit_bias = json("logit_bias", values.logit_bias);
   const stops = (values.stop ?? "").split("\n").filter(Boolean);
   if (stops.length) body.stop = stops;
   if ((values.tools ?? "").trim()) body.tools = json("tools", values.tools);
@@ -169,6 +170,7 @@ function draw() {
         "Think before answering",
         [
           ["on", "Yes"],
+          ["max", "Yes, with the greatest effort"],
           ["off", "No"],
         ],
         thinking,
@@ -180,6 +182,7 @@ function draw() {
       make("div", { className: "grid" }, ...NUMBERS.map(numberField)),
       make("p", { className: "hint" }, "An empty field uses the model's default, shown in grey."),
       areaField("stop", "Stop texts, one per line", 2),
+      areaField("logit_bias", "Logit bias by token id, as JSON", 1, null, '{"42": -100}'),
     ),
     part(
       "Answers",

@@ -54,6 +54,7 @@ async function write(changes, id) {
     const end = done(transaction);
     end.catch(() => {});
     for (const [name, value] of changes) transaction.objectStore(name).put(value);
+    transaction.commit(); // a page that is left does not live to see the answers of its requests
     await end;
     for (const [name, value] of changes) memory[name].delete(value.id);
     channel?.postMessage(id);

@@ -9,6 +9,7 @@ import { tokensView } from "./tokens-view.js";
 import { looksStructured, pretty, ToolCard } from "./tool-card.js";
 
 const TICK_MS = 250;
+const ACTIVE_MS = 3000;
 
 // `acts`: what buttons do, see chat.js.
 function branches(turn, acts) {
@@ -192,7 +193,9 @@ export class AnswerView extends TurnView {
   change(what, value) {
     if (what === "reasoning") {
       this.details.hidden = false;
-      this.thought.append(value);
+      // One text node: a long thought has very many pieces.
+      if (this.thought.firstChild) this.thought.firstChild.appendData(value);
+      else this.thought.append(value);
     } else if (what === "content") {
       this.rendering.push(value);
       this.speaker.push(value);
@@ -284,8 +287,9 @@ export class AnswerView extends TurnView {
       return;
     }
     this.error.hidden = !turn.error;
-    if (turn.error) this.error.replaceChildren(turn.error, ...acts.remedies(turn));
-    const isCut = turn.finish === "length" || !turn.finish;
+    if (turn.error) this.error.replaceChildren(make("span", {}, turn.error), ...acts.remedies(turn));
+    const isElsewhere = this.isElsewhere();
+    const isCut = turn.finish === "length" || (!turn.finish && !isElsewhere);
     const canContinue = isCut && isLast && !turn.calls?.length && (turn.content || turn.reasoning);
     const busy = acts.isBusy();
     const buttons = [
@@ -303,6 +307,13 @@ export class AnswerView extends TurnView {
     this.foot.replaceChildren(...buttons);
   }
 
+  // Whether another tab receives this answer; if that tab has died, this shows a little later.
+  isElsewhere() {
+    const isActive = !this.turn.finish && Date.now() - (this.turn.active ?? 0) < ACTIVE_MS;
+    if (isActive) this.later ??= setTimeout(() => ((this.later = null), this.refresh()), ACTIVE_MS);
+    return isActive;
+  }
+
   facts() {
     const { turn } = this;
     const found = [];
@@ -315,7 +326,8 @@ export class AnswerView extends TurnView {
     }
     if (turn.finish === "length") found.push("cut at the token limit");
     else if (turn.stopped) found.push("stopped");
-    else if (!turn.finish && !turn.error) found.push("interrupted");
+    else if (!turn.finish && !turn.error)
+      found.push(this.isElsewhere() ? "being answered in another tab" : "interrupted");
     return found.join(" · ");
   }
 
