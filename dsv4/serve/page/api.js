@@ -93,10 +93,10 @@ export async function metrics() {
   return parseMetrics(await (await ask("/metrics")).text());
 }
 
-// The sum over labels of the first of `names` that there is, or null. Names are without the prefix.
+// The sum over labels of the first of `names` that there is, or null. Our prefix is left out.
 export function total(found, ...names) {
   for (const name of names) {
-    const samples = found.get(`dsv4_${name}`) ?? found.get(`dsv4:${name}`);
+    const samples = found.get(`dsv4_${name}`) ?? found.get(name);
     if (samples) return samples.reduce((sum, sample) => sum + sample.value, 0);
   }
   return null;

@@ -106,7 +106,10 @@ async function start() {
     if (status === 0) return showBanner("The server cannot be reached. Trying again…");
     if (status === 401) return showBanner(message);
     const seconds = (performance.now() - loadingSince) / 1000;
-    const left = fraction > 0.02 ? `, about ${duration((seconds * (1 - fraction)) / fraction)} left` : "";
+    const left =
+      fraction > 0.02 && seconds * (1 - fraction) > fraction
+        ? `, about ${duration((seconds * (1 - fraction)) / fraction)} left`
+        : "";
     const share = typeof fraction === "number" ? fraction : null;
     const percent = share === null ? "" : `: ${Math.floor(100 * share)} %${left}`;
     showBanner(

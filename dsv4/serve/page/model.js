@@ -11,6 +11,7 @@ export const model = {
   thinking: true,
   max_thinking: null,
   is_embedded: false,
+  sampling: {}, // the model's own defaults, where they are not everybody's
   hasProgress: false, // whether requests may ask for `return_progress`
 };
 
@@ -29,6 +30,8 @@ export async function untilReady(tell) {
 
 export async function loadFacts() {
   Object.assign(model, await get("/page/about"));
+  const list = await get("/v1/models");
+  model.sampling = list.data[0].sampling_defaults ?? {};
   const api = await get("/openapi.json");
   const body = api.components?.schemas?.ChatBody?.properties ?? {};
   model.hasProgress = "return_progress" in body;

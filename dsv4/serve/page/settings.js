@@ -102,7 +102,7 @@ function numberField([name, label, [min, max, step], standard]) {
     min,
     max,
     step,
-    placeholder: standard,
+    placeholder: model.sampling[name] || standard,
     inputmode: "decimal",
     value: values[name] ?? "",
     oninput: () => keep(name, input.value),

@@ -223,7 +223,12 @@ export class AnswerView extends TurnView {
 
   showState(run) {
     const { progress } = run;
-    let words = run.seconds < 0.6 ? "Sent" : "Reading your question";
+    let words =
+      run.phase === "reading"
+        ? "Reading your question"
+        : run.seconds < 1.5
+          ? "Sent"
+          : "Waiting for the server";
     let share = null;
     if (run.queue) words = `Waiting for a free place: ${plural(run.queue, "request")} in the queue`;
     else if (progress && progress.total > 0) {
