@@ -262,5 +262,9 @@ def test_log_probabilities_are_shown_on_hover(page: Any) -> None:  # noqa: F811
     answer.locator(".token").nth(1).hover()
     rows = answer.locator(".token-card tr").all_inner_texts()
     assert "13.5 %" in rows[0] and "<b>" in rows[1] and "5.0 %" in rows[1]
+    ask(page, "and now?")
+    answered(page)
+    answer = page.locator(".assistant").first
+    assert answer.locator("[aria-pressed=true]").count() == 1, "shown as before"
     answer.locator('button:text("Tokens")').click()
     assert answer.locator(".content p").inner_text() == "Sure not"

@@ -180,6 +180,7 @@ export class AnswerView extends TurnView {
     run.changed = (what, value) => this.change(what, value);
     this.element.setAttribute("aria-busy", "true");
     this.error.hidden = true;
+    this.showsTokens = false;
     this.content.replaceChildren();
     this.rendering = new Rendering(this.content, () => this.acts.grown());
     if (this.turn.content) this.rendering.push(this.turn.content);
@@ -338,12 +339,12 @@ export class AnswerView extends TurnView {
 
   tokensButton() {
     const button = textButton("Tokens", () => {
-      const isOn = button.getAttribute("aria-pressed") === "true";
-      button.setAttribute("aria-pressed", String(!isOn));
-      if (isOn) this.showContent();
-      else this.content.replaceChildren(tokensView(this.turn.logprobs));
+      this.showsTokens = !this.showsTokens;
+      button.setAttribute("aria-pressed", String(this.showsTokens));
+      if (this.showsTokens) this.content.replaceChildren(tokensView(this.turn.logprobs));
+      else this.showContent();
     });
-    button.setAttribute("aria-pressed", "false");
+    button.setAttribute("aria-pressed", String(Boolean(this.showsTokens)));
     return button;
   }
 }
