@@ -28,7 +28,7 @@ export class Chat {
     return this.runs.get(this.conversation.id) ?? null;
   }
 
-  // Show a conversation, at its end. Those that have a run in this tab are known better here than stored.
+  // Show a conversation at its end. While it is answered in this tab, memory is newer than the storage.
   async open(fields) {
     const run = this.runs.get(fields.id);
     this.show(run ? run.conversation : await Conversation.load(fields));
@@ -119,7 +119,7 @@ export class Chat {
     box.querySelector("meter").setAttribute("aria-label", box.title);
   }
 
-  // What turns ask of here.
+  // Called by the views of turns.
 
   isBusy() {
     return Boolean(this.run);
@@ -176,7 +176,7 @@ export class Chat {
   retry(turn) {
     const fields = this.fields();
     if (!fields || this.run) return;
-    // An answer that has nothing is no version worth keeping.
+    // Reuse an answer without any text instead of keeping it as a version.
     const isEmpty = this.isLast(turn) && !turn.content && !turn.reasoning && !turn.calls?.length;
     this.answer(this.conversation.turns.get(turn.parent), fields, isEmpty ? turn : null);
     this.views.get(this.run.turn.id).element.focus({ preventScroll: true });
@@ -187,7 +187,7 @@ export class Chat {
     if (!fields || this.run) return;
     const begun = { role: "assistant", content: turn.content, prefix: true };
     if (turn.reasoning) begun.reasoning_content = turn.reasoning;
-    delete fields.response_format; // the server takes no form for an answer that was begun
+    delete fields.response_format; // the server refuses a format for a continued answer
     const messages = [...messagesOf(this.conversation.before(turn)), begun];
     this.begin(new Run(this.conversation, turn, this.body(messages, fields)));
   }
@@ -262,7 +262,7 @@ export class Chat {
     this.changed();
   }
 
-  // Each tool gives back its arguments; not more than a few times in a row.
+  // Answer each call with its own arguments, a few times in a row at most.
   echo(turn) {
     const rounds = this.path.slice(-8).filter((one) => one.role === "tool").length;
     if (rounds >= 4) return void toast("Echoed four times in a row; send further results by hand.");

@@ -33,7 +33,7 @@ const list = new List({
   },
   closed: (id) => {
     const run = chat.runs.get(id);
-    if (run) run.conversation.deleted = Date.now(); // its last words must not bring it back
+    if (run) run.conversation.deleted = Date.now(); // a late save must not restore it
     run?.stop();
     if (chat.conversation.id === id) chat.fresh();
   },
@@ -124,7 +124,7 @@ async function start() {
   if (!chat.path.length) chat.show(chat.conversation);
 }
 
-// A server that went away is noticed before the next question, and its return too.
+// Notice that the server is away before the next question, and that it is back.
 async function watch() {
   try {
     await get("/health");
@@ -190,7 +190,7 @@ async function openConversation(id) {
   list.show();
 }
 
-// The same trouble comes with every turn that is kept; once a minute is enough.
+// Every save repeats the same problem: report it once a minute.
 const told = new Map();
 
 function tellProblem(text) {
@@ -200,7 +200,7 @@ function tellProblem(text) {
   announce(text);
 }
 
-// Other tabs report every piece of an answer that they keep.
+// Another tab reports each save, twice a second while it receives an answer.
 const changed = new Set();
 let soon = null;
 

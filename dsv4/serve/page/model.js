@@ -11,11 +11,11 @@ export const model = {
   thinking: true,
   max_thinking: null,
   is_embedded: false,
-  sampling: {}, // the model's own defaults, where they are not everybody's
+  sampling: {}, // the model's own defaults, where the server reports them
   hasProgress: false, // whether requests may ask for `return_progress`
 };
 
-// Until the model is loaded; `tell({ phase, fraction })` while it is not. Never gives up: servers come back.
+// Wait until the model is loaded, calling `tell({ phase, fraction })`. Never gives up: servers come back.
 export async function untilReady(tell) {
   for (;;) {
     try {

@@ -1,4 +1,4 @@
-// One answer on its way: sends the request, fills the turn, keeps it, tells `changed` what is new.
+// One answer on its way: sends the request, fills the turn, keeps it, reports to `changed`.
 
 import { ask, events, metrics, Refused, total } from "./api.js";
 
@@ -59,7 +59,7 @@ export class Run {
       for await (const chunk of events(response)) this.take(chunk);
       if (!turn.finish) throw new Refused("The connection ended before the answer did.");
     } catch (problem) {
-      // A page that is left breaks off by itself; that is shown as an interruption.
+      // The browser ends requests of a page that is closed: no error, an interruption.
       if (this.isLeaving) turn.active = 0;
       else if (problem.name === "AbortError") turn.stopped = true;
       else {
@@ -84,7 +84,7 @@ export class Run {
     this.changed("phase", phase);
   }
 
-  // Where nothing has come yet: how many wait.
+  // Before the answer begins, show how many requests wait.
   async watchQueue() {
     if (this.phase !== "sent") return;
     try {

@@ -8,7 +8,7 @@ import { model } from "./model.js";
 const NAME = "dsv4.settings";
 const THEME = "dsv4.theme";
 
-// name, label, [min, max, step], what holds without it
+// name, label, [min, max, step], the default
 const NUMBERS = [
   ["temperature", "Temperature", [0, 2, "any"], "1"],
   ["top_p", "Top-p", [0, 1, "any"], "1"],
@@ -139,7 +139,7 @@ function keyField() {
     type: "password",
     autocomplete: "off",
     value: key.get(),
-    placeholder: "as the browser was told",
+    placeholder: "from the browser's dialog",
     oninput: () => key.set(input.value.trim()),
   });
   return field("API key", input, "Kept until this tab is closed. Without it, the browser's own dialog asks.");

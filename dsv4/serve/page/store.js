@@ -1,5 +1,5 @@
 // Conversations in IndexedDB: one record per conversation, one per turn, so that two tabs do not overwrite
-// each other. Without IndexedDB, or when it is full, they stay in memory, and `onproblem` is told why.
+// each other. Without IndexedDB, or when it is full, they stay in memory, and `onproblem` gets the reason.
 
 const NAME = "dsv4";
 const STORES = ["conversations", "turns"];
@@ -54,7 +54,7 @@ async function write(changes, id) {
     const end = done(transaction);
     end.catch(() => {});
     for (const [name, value] of changes) transaction.objectStore(name).put(value);
-    transaction.commit(); // a page that is left does not live to see the answers of its requests
+    transaction.commit(); // a closing page does not wait for its requests
     await end;
     for (const [name, value] of changes) memory[name].delete(value.id);
     channel?.postMessage(id);
@@ -99,7 +99,7 @@ export async function conversations() {
 export const turnsOf = (id) => all("turns", "conversation", id);
 export const everyTurn = () => all("turns");
 
-// Remove for good what was deleted before `time`.
+// Erase conversations deleted before `time`.
 export async function purge(time) {
   const gone = (await all("conversations")).filter((one) => one.deleted && one.deleted < time);
   for (const one of gone) {

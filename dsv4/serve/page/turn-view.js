@@ -313,7 +313,7 @@ export class AnswerView extends TurnView {
     this.foot.replaceChildren(...buttons);
   }
 
-  // Whether another tab receives this answer; if that tab has died, this shows a little later.
+  // Whether another tab receives this answer. Checked again later, in case that tab is gone.
   isElsewhere() {
     const isActive = !this.turn.finish && Date.now() - (this.turn.active ?? 0) < ACTIVE_MS;
     if (isActive) this.later ??= setTimeout(() => ((this.later = null), this.refresh()), ACTIVE_MS);
