@@ -19,7 +19,7 @@ from dsv4.serve.ask import Asked, ask_chat, ask_completion, check_fits, check_id
 from dsv4.serve.client import Ticket
 from dsv4.serve.describe import openapi
 from dsv4.serve.files import routes as page_routes
-from dsv4.serve.gate import Gate, json_response, read_body
+from dsv4.serve.gate import PAGES, Gate, json_response, read_body
 from dsv4.serve.job import AnyShape, EventStream, Job, Replay, Service
 from dsv4.serve.openai import ChatShape, HttpError, PlainShape
 from dsv4.serve.prompt import beside
@@ -289,4 +289,4 @@ def _seeded(params: list[SamplingParams], replay: Replay | None) -> list[Samplin
 
 def make_app(service: Service) -> ASGIApp:
     routes = Routes(service)
-    return Gate(routes.router(), service, {*routes.posts, *routes.gets})
+    return Gate(routes.router(), service, {*routes.posts, *routes.gets, *PAGES})
