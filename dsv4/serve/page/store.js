@@ -8,8 +8,8 @@ let database = null;
 const memory = { conversations: new Map(), turns: new Map() };
 const channel = "BroadcastChannel" in globalThis ? new BroadcastChannel(NAME) : null;
 
-export let onproblem = () => {};
-export let onchange = () => {};
+let onproblem = () => {};
+let onchange = () => {};
 
 // `problem(text)` when something cannot be kept; `change(conversationId)` when another tab has changed one.
 export async function open(problem, change) {
