@@ -21,7 +21,7 @@ from dsv4.serve.anthropic import CountBody, MessagesBody, MessagesShape
 from dsv4.serve.ask import Asked, ask_chat, ask_completion, check_fits, check_ids
 from dsv4.serve.describe import openapi
 from dsv4.serve.files import routes as page_routes
-from dsv4.serve.gate import Gate, body_limit, json_response, key_hash, read_body, refusal
+from dsv4.serve.gate import PAGES, Gate, body_limit, json_response, key_hash, read_body, refusal
 from dsv4.serve.job import AnyShape, EventStream, Job, Replay, Service
 from dsv4.serve.openai import ChatShape, HttpError, PlainShape, Shape
 from dsv4.serve.parse import Notes
@@ -370,4 +370,4 @@ def _seeded(params: list[SamplingParams], replay: Replay | None) -> list[Samplin
 
 def make_app(service: Service) -> ASGIApp:
     routes = Routes(service)
-    return Gate(routes.router(), service, {*routes.posts, *routes.gets})
+    return Gate(routes.router(), service, {*routes.posts, *routes.gets, *PAGES})

@@ -35,7 +35,6 @@ HEADERS = {
     "X-DNS-Prefetch-Control": "off",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
 

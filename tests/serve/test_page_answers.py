@@ -235,7 +235,7 @@ def test_an_answer_that_fails_keeps_what_came(page: Any, error: str | None) -> N
     sent = script(page, broken, stream(", and the rest"))
     ask(page, "hi")
     page.wait_for_selector(".error:not([hidden])")
-    assert page.inner_text(".error") == (error or "The connection ended before the answer did.")
+    assert page.inner_text(".error span") == (error or "The connection ended before the answer did.")
     assert page.inner_text(".content") == "half an answer"
     page.click("text=Continue")
     assert answered(page).locator(".content").inner_text() == "half an answer, and the rest"
@@ -262,5 +262,9 @@ def test_log_probabilities_are_shown_on_hover(page: Any) -> None:  # noqa: F811
     answer.locator(".token").nth(1).hover()
     rows = answer.locator(".token-card tr").all_inner_texts()
     assert "13.5 %" in rows[0] and "<b>" in rows[1] and "5.0 %" in rows[1]
+    ask(page, "and now?")
+    answered(page)
+    answer = page.locator(".assistant").first
+    assert answer.locator("[aria-pressed=true]").count() == 1, "shown as before"
     answer.locator('button:text("Tokens")').click()
     assert answer.locator(".content p").inner_text() == "Sure not"

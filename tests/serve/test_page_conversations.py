@@ -123,7 +123,7 @@ def test_what_is_sent_is_what_is_shown(page: Any) -> None:  # noqa: F811
     sent = script(page, 'data: {"error": {"message": "no"}}\n\n', stream("well"))
     ask(page, "first")
     page.wait_for_selector(".error:not([hidden])")
-    assert page.inner_text(".error") == "no"
+    assert page.inner_text(".error span") == "no"
     ask(page, "second")
     answered(page)
     assert said(sent[1]) == [("user", "first"), ("user", "second")], "both are shown"
@@ -143,8 +143,8 @@ def test_an_answer_goes_on_while_another_conversation_is_open(page: Any, server:
     length = len(page.inner_text(".assistant"))
     wait(lambda: len(page.inner_text(".assistant")) > length, 10)
     page.reload()  # in the middle of it
-    page.wait_for_selector(".assistant .facts")
-    assert "interrupted" in page.inner_text(".assistant .facts") and page.is_visible("text=Continue")
+    page.wait_for_selector(".assistant .facts:has-text('interrupted')")
+    assert page.is_visible("text=Continue")
     wait(server.is_idle, 10)
 
 
@@ -201,7 +201,7 @@ def test_another_key_can_be_entered(page: Any) -> None:  # noqa: F811
     page.route("**/v1/chat/completions", fulfill)
     ask(page, "hi")
     page.wait_for_selector(".error:not([hidden])")
-    assert "refused the API key" in page.inner_text(".error")
+    assert "refused the API key" in page.inner_text(".error span")
     page.click("text=Enter the key")
     page.fill("#set-key", "the-new-key")
     page.keyboard.press("Escape")
@@ -370,3 +370,38 @@ def test_progress_is_told(page: Any) -> None:  # noqa: F811
     }"""
     words, share = page.evaluate(bar)
     assert words == "Reading 1,100 tokens: 54 %, about 5.0 s left" and 0.54 < share < 0.55
+
+
+def test_a_deleted_conversation_stays_deleted_while_it_is_answered(page: Any, server: Server) -> None:  # noqa: F811
+    ask(page, "Tell me a story about a horse.")
+    page.wait_for_selector(".thinking:not([hidden])")
+    option(page, "Tell me a story about a horse.", "Delete")
+    wait(lambda: titles(page) == [], 5)
+    wait(server.is_idle, 10)
+    page.wait_for_timeout(300)
+    page.reload()
+    page.wait_for_selector("body.is-ready")
+    assert titles(page) == []
+
+
+def test_another_tab_sees_an_answer_grow(page: Any, server: Server) -> None:  # noqa: F811
+    ask(page, "Tell me a long story about a horse.")
+    page.wait_for_selector(".content p")
+    other = page.context.new_page()
+    other.goto(page.url)
+    other.wait_for_selector(".facts:has-text('being answered in another tab')")
+    length = len(other.inner_text(".content"))
+    wait(lambda: len(other.inner_text(".content")) > length, 10)
+    assert not other.is_visible("text=Continue")
+    page.close()
+    other.wait_for_selector(".facts:has-text('interrupted')")
+    assert other.is_visible("text=Continue")
+    wait(server.is_idle, 10)
+
+
+def test_an_answer_without_anything_is_no_version(page: Any) -> None:  # noqa: F811
+    script(page, 'data: {"error": {"message": "no"}}\n\n', stream("well"))
+    ask(page, "hi")
+    page.click("text=Try again")
+    assert answered(page).locator(".content").inner_text() == "well"
+    assert page.locator(".branches").count() == 0 and not page.is_visible(".error")

@@ -84,8 +84,10 @@ def test_about_tells_the_models_facts(server: Server) -> None:
 
 
 def test_the_log_says_where_the_page_is_and_not_each_of_its_files(server: Server) -> None:
-    server.raw("GET", "/page/main.js")
+    for path in ("/", "/status", "/page/main.js"):
+        server.raw("GET", path)
     assert f"/v1, a chat page at http://127.0.0.1:{server.port}/\n" in server.log
+    assert "route=/ status=200" in server.log and "route=/status status=200" in server.log
     assert "/page/" not in server.log
 
 

@@ -125,7 +125,7 @@ FAULTS = (
         what="one wrong expert",
         room="linear",
         old="if (lane < COLUMNS) place = __ldcg(p.task_pairs + work.w * COLUMNS + lane);",
-        new="if (expert) --expert; if (lane < COLUMNS) place = __ldcg(p.task_pairs + work.w * COLUMNS + lane);",
+        new="if (expert) --expert; if (lane < 8) place = __ldcg(p.task_pairs + work.w * COLUMNS + lane);",
         launch="experts up",
     ),
     Fault("unweighted experts", "linear", "if (s.routed) hidden *= weight;", "", "experts up"),

@@ -9,6 +9,8 @@ import { Follower } from "./scroll.js";
 import * as settings from "./settings.js";
 import { AnswerView, QuestionView, ResultsView } from "./turn-view.js";
 
+// What another tab may change of a turn.
+const SHOWN = ["content", "reasoning", "finish", "error", "stopped", "active"];
 const VIEWS = { user: QuestionView, assistant: AnswerView, tool: ResultsView };
 
 export class Chat {
@@ -26,7 +28,7 @@ export class Chat {
     return this.runs.get(this.conversation.id) ?? null;
   }
 
-  // Show a conversation, at its end. Those that have a run in this tab are known better here than stored.
+  // Show a conversation at its end. While it is answered in this tab, memory is newer than the storage.
   async open(fields) {
     const run = this.runs.get(fields.id);
     this.show(run ? run.conversation : await Conversation.load(fields));
@@ -48,12 +50,18 @@ export class Chat {
   // Another tab has changed this conversation.
   async reload() {
     if (this.run || !this.conversation.isKept) return;
-    const { id, title } = this.conversation;
-    const fresh = await Conversation.load({ ...this.conversation, turns: undefined, id, title });
+    const { id } = this.conversation;
+    const fresh = await Conversation.load(this.conversation);
     if (this.run || this.conversation.id !== id) return;
     this.conversation = fresh;
-    this.views.clear();
+    for (const [id, view] of this.views) {
+      const turn = fresh.turns.get(id);
+      const isSame = turn && SHOWN.every((name) => String(turn[name]) === String(view.turn[name]));
+      if (isSame) view.turn = turn;
+      else this.views.delete(id);
+    }
     this.draw();
+    this.follower.grown();
   }
 
   // Put the views of the shown path in place; views that are there already are not touched.
@@ -111,7 +119,7 @@ export class Chat {
     box.querySelector("meter").setAttribute("aria-label", box.title);
   }
 
-  // What turns ask of here.
+  // Called by the views of turns.
 
   isBusy() {
     return Boolean(this.run);
@@ -168,7 +176,9 @@ export class Chat {
   retry(turn) {
     const fields = this.fields();
     if (!fields || this.run) return;
-    this.answer(this.conversation.turns.get(turn.parent), fields);
+    // Reuse an answer without any text instead of keeping it as a version.
+    const isEmpty = this.isLast(turn) && !turn.content && !turn.reasoning && !turn.calls?.length;
+    this.answer(this.conversation.turns.get(turn.parent), fields, isEmpty ? turn : null);
     this.views.get(this.run.turn.id).element.focus({ preventScroll: true });
   }
 
@@ -177,7 +187,7 @@ export class Chat {
     if (!fields || this.run) return;
     const begun = { role: "assistant", content: turn.content, prefix: true };
     if (turn.reasoning) begun.reasoning_content = turn.reasoning;
-    delete fields.response_format; // the server takes no form for an answer that was begun
+    delete fields.response_format; // the server refuses a format for a continued answer
     const messages = [...messagesOf(this.conversation.before(turn)), begun];
     this.begin(new Run(this.conversation, turn, this.body(messages, fields)));
   }
@@ -195,7 +205,7 @@ export class Chat {
 
   remedies(turn) {
     if (turn.status === 401) return [textButton("Enter the key", () => settings.openSettings("key"))];
-    return [];
+    return this.isLast(turn) ? [textButton("Try again", () => this.retry(turn))] : [];
   }
 
   // The settings' part of a request, or null after telling what is wrong with them.
@@ -222,11 +232,11 @@ export class Chat {
     return body;
   }
 
-  // Answer the turn `question`.
-  answer(question, fields) {
+  // Answer the turn `question`, in `turn` where it is given.
+  answer(question, fields, turn = null) {
     const { conversation } = this;
     const messages = messagesOf([...conversation.before(question), question]);
-    const turn = conversation.add(question, { role: "assistant", content: "" });
+    turn ??= conversation.add(question, { role: "assistant", content: "" });
     this.begin(new Run(conversation, turn, this.body(messages, fields)));
   }
 
@@ -252,7 +262,7 @@ export class Chat {
     this.changed();
   }
 
-  // Each tool gives back its arguments; not more than a few times in a row.
+  // Answer each call with its own arguments, a few times in a row at most.
   echo(turn) {
     const rounds = this.path.slice(-8).filter((one) => one.role === "tool").length;
     if (rounds >= 4) return void toast("Echoed four times in a row; send further results by hand.");
@@ -263,7 +273,10 @@ export class Chat {
 
   // The tab is about to close or to sleep.
   keep() {
-    for (const { conversation, turn } of this.runs.values()) conversation.save(turn);
+    for (const run of this.runs.values()) {
+      run.isLeaving = true;
+      run.save();
+    }
   }
 
   stop() {

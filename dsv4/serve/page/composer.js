@@ -46,7 +46,7 @@ export class Composer {
     this.fit();
   }
 
-  // As high as its text, and the draft kept.
+  // Fit the field's height to its text, and keep the draft.
   fit() {
     const { field } = this;
     field.style.height = "auto";

@@ -92,7 +92,7 @@ export function questionText({ content, files = [] }) {
   return [...parts, content].filter(Boolean).join("\n");
 }
 
-// Turns as the API wants them. An answer without any text is left out, as it shows none.
+// Turns as messages of the API, without answers that have no text.
 export function messagesOf(turns) {
   return turns.flatMap((turn) => {
     if (turn.role === "user") return [{ role: "user", content: questionText(turn) }];

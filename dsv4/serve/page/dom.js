@@ -50,7 +50,7 @@ export function textButton(text, action, className = "") {
   return make("button", { type: "button", className, onclick: action }, text);
 }
 
-// The Clipboard API exists on secure origins only; a server in the local network is none.
+// The Clipboard API needs a secure origin; a server reached by http in the local network is none.
 export async function copyText(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text);
   const field = make("textarea", { value: text, className: "offscreen", "aria-hidden": "true" });
@@ -149,7 +149,7 @@ export function duration(seconds) {
   return `${Math.floor(seconds / 60)} min ${Math.round(seconds % 60)} s`;
 }
 
-// Not crypto.randomUUID: it too exists on secure origins only.
+// Not crypto.randomUUID, which needs a secure origin too.
 export function newId() {
   const random = crypto.getRandomValues(new Uint8Array(12));
   return Array.from(random, (byte) => byte.toString(16).padStart(2, "0")).join("");

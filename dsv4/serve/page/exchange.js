@@ -12,7 +12,7 @@ export async function asJson(list) {
   return JSON.stringify({ format: FORMAT, version: VERSION, conversations: kept }, null, 1);
 }
 
-// Each turn begins with a comment that carries this file's own mark, so that no answer can be taken for one.
+// A comment with a random mark of this file begins each turn, so that no answer can imitate one.
 export function asMarkdown(conversation) {
   const mark = newId();
   const parts = [`<!-- dsv4 ${mark} title -->\n# ${conversation.title}\n`];

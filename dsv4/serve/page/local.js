@@ -22,7 +22,7 @@ class Kept {
       else globalThis[this.name].removeItem(key);
       this.memory.delete(key);
     } catch {
-      // Full or forbidden; `store.js` tells it once for everything.
+      // Full or forbidden: `store.js` reports both.
     }
   }
 }

@@ -11,6 +11,7 @@ import { openSettings, startSettings } from "./settings.js";
 import * as store from "./store.js";
 
 const WATCH_MS = 5000;
+const CHANGES_MS = 300;
 const PURGE_AFTER_MS = 60_000;
 const SIDE = "dsv4.side";
 const narrow = matchMedia("(max-width: 60rem)");
@@ -31,7 +32,9 @@ const list = new List({
     return done;
   },
   closed: (id) => {
-    chat.runs.get(id)?.stop();
+    const run = chat.runs.get(id);
+    if (run) run.conversation.deleted = Date.now(); // a late save must not restore it
+    run?.stop();
     if (chat.conversation.id === id) chat.fresh();
   },
 });
@@ -103,7 +106,10 @@ async function start() {
     if (status === 0) return showBanner("The server cannot be reached. Trying again…");
     if (status === 401) return showBanner(message);
     const seconds = (performance.now() - loadingSince) / 1000;
-    const left = fraction > 0.02 ? `, about ${duration((seconds * (1 - fraction)) / fraction)} left` : "";
+    const left =
+      fraction > 0.02 && seconds * (1 - fraction) > fraction
+        ? `, about ${duration((seconds * (1 - fraction)) / fraction)} left`
+        : "";
     const share = typeof fraction === "number" ? fraction : null;
     const percent = share === null ? "" : `: ${Math.floor(100 * share)} %${left}`;
     showBanner(
@@ -112,13 +118,13 @@ async function start() {
     );
   });
   showBanner("");
-  await loadFacts();
+  await loadFacts().catch((problem) => toast(problem.message, { bad: true }));
   $("model").textContent = model.name;
   chat.draw();
   if (!chat.path.length) chat.show(chat.conversation);
 }
 
-// A server that went away is noticed before the next question, and its return too.
+// Notice that the server is away before the next question, and that it is back.
 async function watch() {
   try {
     await get("/health");
@@ -134,6 +140,7 @@ function keys(event) {
   const meta = event.ctrlKey || event.metaKey;
   const isModal = document.querySelector("dialog[open]");
   if (event.key === "Escape" && !isModal) {
+    if (document.querySelector(":popover-open")) return;
     if (narrow.matches && document.body.classList.contains("side-open")) closeDrawer();
     else if (chat.run) chat.stop();
     return;
@@ -183,21 +190,37 @@ async function openConversation(id) {
   list.show();
 }
 
+// Every save repeats the same problem: report it once a minute.
+const told = new Map();
+
+function tellProblem(text) {
+  if (performance.now() - (told.get(text) ?? -Infinity) < 60_000) return;
+  told.set(text, performance.now());
+  toast(text, { bad: true, seconds: 20 });
+  announce(text);
+}
+
+// Another tab reports each save, twice a second while it receives an answer.
+const changed = new Set();
+let soon = null;
+
+async function takeChanges() {
+  soon = null;
+  const ids = [...changed];
+  changed.clear();
+  list.texts = null;
+  await list.show();
+  if (ids.includes(chat.conversation.id)) await chat.reload();
+}
+
 const wanted = location.hash.slice(1);
 startSettings();
 setSide(!narrow.matches && local.get(SIDE) !== "closed");
 chat.draw();
-await store.open(
-  (text) => {
-    toast(text, { bad: true, seconds: 20 });
-    announce(text);
-  },
-  (id) => {
-    list.texts = null;
-    list.show();
-    if (id === chat.conversation.id) chat.reload();
-  },
-);
+await store.open(tellProblem, (id) => {
+  changed.add(id);
+  soon ??= setTimeout(takeChanges, CHANGES_MS);
+});
 await openConversation(wanted);
 await list.show();
 document.body.classList.add("is-ready");

@@ -113,7 +113,7 @@ function fill(root, tokens) {
       if (token.type === "table_open" || token.type === "tr_open") cells += 1;
       const element = begin(token);
       here.append(element);
-      // Scrolls by itself where it is wider than the page.
+      // A wide table scrolls inside its own box.
       open.push(element.matches?.(".table") ? element.firstChild : element);
     } else if (token.children && token.type !== "image") {
       if (++cells > MAX_CELLS) here.append(token.content);
@@ -162,7 +162,7 @@ function leaf(token) {
     case "hr":
       return make("hr");
     case "image": {
-      // Not loaded: that would tell its server who reads this.
+      // Not loaded: a request would tell its server who reads this.
       const element = link(token.attrGet("src"), null);
       element.append(`image: ${token.content || token.attrGet("src")}`);
       return element;

@@ -59,12 +59,12 @@ function draw(box, source, isDisplay) {
     const tree = temml.__renderToMathMLTree(source, options);
     const budget = { left: MAX_NODES };
     const math = build(tree, budget);
-    // Too wide for a line, it scrolls by itself.
+    // A wide formula in a line scrolls inside its own box.
     box.classList.toggle("long", !isDisplay && MAX_NODES - budget.left > 60);
     if (isDisplay) box.tabIndex = 0;
     box.replaceChildren(math);
   } catch (problem) {
-    // Half a formula, or none: its source says what was meant.
+    // Half a formula, or none: show its source.
     box.replaceChildren(make("code", { title: String(problem.message).slice(0, 300) }, source));
   }
 }

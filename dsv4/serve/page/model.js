@@ -11,10 +11,11 @@ export const model = {
   thinking: true,
   max_thinking: null,
   is_embedded: false,
+  sampling: {}, // the model's own defaults, where the server reports them
   hasProgress: false, // whether requests may ask for `return_progress`
 };
 
-// Until the model is loaded; `tell({ phase, fraction })` while it is not. Never gives up: servers come back.
+// Wait until the model is loaded, calling `tell({ phase, fraction })`. Never gives up: servers come back.
 export async function untilReady(tell) {
   for (;;) {
     try {
@@ -29,6 +30,8 @@ export async function untilReady(tell) {
 
 export async function loadFacts() {
   Object.assign(model, await get("/page/about"));
+  const list = await get("/v1/models");
+  model.sampling = list.data[0].sampling_defaults ?? {};
   const api = await get("/openapi.json");
   const body = api.components?.schemas?.ChatBody?.properties ?? {};
   model.hasProgress = "return_progress" in body;

@@ -4,10 +4,10 @@ import { CodeBlock } from "./code.js";
 import { make } from "./dom.js";
 import { blocks, elements, languageOf } from "./markdown.js";
 
-// Of the time between two renderings at most this share is spent in them.
+// The share of time that rendering may take.
 const SHARE = 0.1;
 const MIN_WAIT_MS = 80;
-// What exceeds these is shown as plain text, in pieces that are laid out only when they are seen.
+// Longer text is shown as it is, in pieces that are laid out only when they come into view.
 const MAX_LINE = 8000;
 const MAX_BLOCK = 40000;
 const MAX_MARKDOWN = 600000;
@@ -42,7 +42,7 @@ export class Rendering {
     this.setLevels();
   }
 
-  // Headings below that of the turn (2), none deeper by more than one than the heading before it.
+  // Number headings below the turn's own (2) without skipping a level.
   setLevels() {
     let level = 2;
     for (const heading of this.element.querySelectorAll("h3")) {
@@ -91,11 +91,11 @@ export class Rendering {
       this.limit = limit;
     } else if (isWhole) this.start = this.source.length;
     const isNew = Object.keys(env.references).length > Object.keys(this.references).length;
-    // Half a definition is one too, of another place: only those above the last block count.
+    // Half a definition looks like one of another address: take only those above the last block.
     if (isNew && this.start > base) blocks(this.source.slice(base, this.start), this);
   }
 
-  // Where text begins that is no longer taken for Markdown, or null.
+  // The place from which text is shown as it is, or null.
   excess() {
     const { source, start } = this;
     if (this.count > MAX_BLOCKS) return start;

@@ -1,4 +1,4 @@
-// One answer on its way: sends the request, fills the turn, keeps it, tells `changed` what is new.
+// One answer on its way: sends the request, fills the turn, keeps it, reports to `changed`.
 
 import { ask, events, metrics, Refused, total } from "./api.js";
 
@@ -35,8 +35,13 @@ export class Run {
     return tokens > 1 && seconds > 0.2 ? (tokens - 1) / seconds : null;
   }
 
+  // `active`: other tabs see that the answer goes on.
+  save() {
+    this.turn.active = this.isLeaving ? 0 : Date.now();
+    return this.conversation.save(this.turn);
+  }
+
   stop() {
-    this.isStopped = true;
     this.controller.abort();
   }
 
@@ -45,6 +50,8 @@ export class Run {
     delete turn.error;
     delete turn.finish;
     delete turn.stopped;
+    delete turn.status;
+    this.save();
     const watcher = setInterval(() => this.watchQueue(), QUEUE_MS);
     try {
       const response = await ask("/v1/chat/completions", { body: this.body, signal: this.controller.signal });
@@ -52,11 +59,12 @@ export class Run {
       for await (const chunk of events(response)) this.take(chunk);
       if (!turn.finish) throw new Refused("The connection ended before the answer did.");
     } catch (problem) {
-      if (problem.name === "AbortError") turn.stopped = true;
+      // The browser ends requests of a page that is closed: no error, an interruption.
+      if (this.isLeaving) turn.active = 0;
+      else if (problem.name === "AbortError") turn.stopped = true;
       else {
         turn.error = problem.message;
         turn.status = problem.status;
-        turn.retryAfter = problem.retryAfter;
       }
     }
     clearInterval(watcher);
@@ -65,6 +73,7 @@ export class Run {
     }
     if (this.speed) turn.speed = this.speed;
     this.phase = "over";
+    delete turn.active;
     await this.conversation.save(turn);
   }
 
@@ -75,7 +84,7 @@ export class Run {
     this.changed("phase", phase);
   }
 
-  // Where nothing has come yet: how many wait.
+  // Before the answer begins, show how many requests wait.
   async watchQueue() {
     if (this.phase !== "sent") return;
     try {
@@ -111,7 +120,7 @@ export class Run {
     if (finish) turn.finish = finish;
     if (performance.now() - this.savedAt > SAVE_MS) {
       this.savedAt = performance.now();
-      this.conversation.save(turn);
+      this.save();
     }
   }
 

@@ -1,4 +1,4 @@
-// Scrolling: the end is followed only by readers who are there. Nothing else moves what is being read.
+// Scrolling: follow the end only while the reader is there; never move text that is being read.
 
 const NEAR = 48;
 
@@ -10,7 +10,7 @@ export class Follower {
       this.toEnd(matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth");
       document.getElementById("question").focus({ preventScroll: true });
     });
-    // The window, the keyboard of a phone, a picture of a formula: all change heights without a word.
+    // The window, a phone's keyboard and a loaded formula change heights too.
     new ResizeObserver(() => this.grown()).observe(scroller);
     new ResizeObserver(() => this.grown()).observe(scroller.firstElementChild);
   }
@@ -22,7 +22,7 @@ export class Follower {
 
   moved() {
     const { scrollTop, scrollHeight } = this.scroller;
-    // Upwards, and not because the text has become shorter: the reader has left the end.
+    // Moved up although the text has not become shorter: the reader has left the end.
     if (scrollTop < this.last - 2 && scrollHeight >= this.height) this.follows = false;
     if (this.distance < NEAR) this.follows = this.distance < 4 || scrollTop >= this.last || this.follows;
     this.last = scrollTop;

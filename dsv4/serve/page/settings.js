@@ -8,7 +8,7 @@ import { model } from "./model.js";
 const NAME = "dsv4.settings";
 const THEME = "dsv4.theme";
 
-// name, label, [min, max, step], what holds without it
+// name, label, [min, max, step], the default
 const NUMBERS = [
   ["temperature", "Temperature", [0, 2, "any"], "1"],
   ["top_p", "Top-p", [0, 1, "any"], "1"],
@@ -47,14 +47,13 @@ function keep(name, value) {
   local.set(NAME, JSON.stringify(values));
 }
 
+const LABELS = { tools: "Tools", schema: "JSON schema", logit_bias: "Logit bias" };
+
 function json(name, text) {
   try {
     return JSON.parse(text);
   } catch (problem) {
-    throw new Wrong(
-      name,
-      `${name === "tools" ? "Tools" : "The JSON schema"} in Settings: not JSON, ${problem.message}`,
-    );
+    throw new Wrong(name, `${LABELS[name]} in Settings: not JSON, ${problem.message}`);
   }
 }
 
@@ -74,8 +73,10 @@ export function fields() {
     body[name] = number;
   }
   const thinking = values.thinking ?? (model.thinking ? "on" : "off");
-  body.thinking = { type: thinking === "on" ? "enabled" : "disabled" };
-  if (thinking === "on" && values.budget) body.thinking.budget_tokens = Number(values.budget);
+  body.thinking = { type: thinking === "off" ? "disabled" : "enabled" };
+  if (thinking === "max") body.reasoning_effort = "max";
+  if (thinking !== "off" && values.budget) body.thinking.budget_tokens = Number(values.budget);
+  if ((values.logit_bias ?? "").trim()) body.logit_bias = json("logit_bias", values.logit_bias);
   const stops = (values.stop ?? "").split("\n").filter(Boolean);
   if (stops.length) body.stop = stops;
   if ((values.tools ?? "").trim()) body.tools = json("tools", values.tools);
@@ -101,7 +102,7 @@ function numberField([name, label, [min, max, step], standard]) {
     min,
     max,
     step,
-    placeholder: standard,
+    placeholder: model.sampling[name] || standard,
     inputmode: "decimal",
     value: values[name] ?? "",
     oninput: () => keep(name, input.value),
@@ -138,7 +139,7 @@ function keyField() {
     type: "password",
     autocomplete: "off",
     value: key.get(),
-    placeholder: "as the browser was told",
+    placeholder: "from the browser's dialog",
     oninput: () => key.set(input.value.trim()),
   });
   return field("API key", input, "Kept until this tab is closed. Without it, the browser's own dialog asks.");
@@ -169,6 +170,7 @@ function draw() {
         "Think before answering",
         [
           ["on", "Yes"],
+          ["max", "Yes, with the greatest effort"],
           ["off", "No"],
         ],
         thinking,
@@ -180,6 +182,7 @@ function draw() {
       make("div", { className: "grid" }, ...NUMBERS.map(numberField)),
       make("p", { className: "hint" }, "An empty field uses the model's default, shown in grey."),
       areaField("stop", "Stop texts, one per line", 2),
+      areaField("logit_bias", "Logit bias by token id, as JSON", 1, null, '{"42": -100}'),
     ),
     part(
       "Answers",

@@ -28,7 +28,8 @@ const NAMES = {
   ready: ["engine_ready"],
   gpuUsed: ["gpu_memory_used_bytes", "gpu_memory_bytes"],
   gpuTotal: ["gpu_memory_total_bytes"],
-  hostUsed: ["process_resident_memory_bytes", "host_memory_used_bytes", "host_memory_bytes"],
+  hostUsed: ["host_memory_used_bytes", "host_memory_bytes"],
+  http: ["process_resident_memory_bytes"],
   hostTotal: ["host_memory_total_bytes"],
   hits: ["expert_hits_total", "experts_resident_hits_total"],
   misses: ["expert_misses_total", "experts_resident_misses_total"],
@@ -56,7 +57,7 @@ function rate(name, seconds, end = samples.length - 1) {
 
 function buckets(sample, names) {
   for (const name of names) {
-    const found = sample.found.get(`dsv4_${name}_bucket`) ?? sample.found.get(`dsv4:${name}_bucket`);
+    const found = sample.found.get(`dsv4_${name}_bucket`);
     if (!found) continue;
     const sums = new Map();
     for (const { labels, value } of found) {
@@ -212,6 +213,7 @@ function memory() {
     if (used !== null && all) bars.push(bar(name, used, all, `${bytes(used)} of ${bytes(all)}`));
     else if (used !== null) bars.push(rows([[name, bytes(used)]]));
   }
+  if (value("http") !== null) bars.push(rows([["HTTP process", bytes(value("http"))]]));
   return bars.length ? card("Memory", ...bars) : null;
 }
 

@@ -1,5 +1,5 @@
 // Conversations in IndexedDB: one record per conversation, one per turn, so that two tabs do not overwrite
-// each other. Without IndexedDB, or when it is full, they stay in memory, and `onproblem` is told why.
+// each other. Without IndexedDB, or when it is full, they stay in memory, and `onproblem` gets the reason.
 
 const NAME = "dsv4";
 const STORES = ["conversations", "turns"];
@@ -8,8 +8,8 @@ let database = null;
 const memory = { conversations: new Map(), turns: new Map() };
 const channel = "BroadcastChannel" in globalThis ? new BroadcastChannel(NAME) : null;
 
-export let onproblem = () => {};
-export let onchange = () => {};
+let onproblem = () => {};
+let onchange = () => {};
 
 // `problem(text)` when something cannot be kept; `change(conversationId)` when another tab has changed one.
 export async function open(problem, change) {
@@ -54,6 +54,7 @@ async function write(changes, id) {
     const end = done(transaction);
     end.catch(() => {});
     for (const [name, value] of changes) transaction.objectStore(name).put(value);
+    transaction.commit(); // a closing page does not wait for its requests
     await end;
     for (const [name, value] of changes) memory[name].delete(value.id);
     channel?.postMessage(id);
@@ -98,7 +99,7 @@ export async function conversations() {
 export const turnsOf = (id) => all("turns", "conversation", id);
 export const everyTurn = () => all("turns");
 
-// Remove for good what was deleted before `time`.
+// Erase conversations deleted before `time`.
 export async function purge(time) {
   const gone = (await all("conversations")).filter((one) => one.deleted && one.deleted < time);
   for (const one of gone) {

@@ -9,6 +9,7 @@ import { tokensView } from "./tokens-view.js";
 import { looksStructured, pretty, ToolCard } from "./tool-card.js";
 
 const TICK_MS = 250;
+const ACTIVE_MS = 3000;
 
 // `acts`: what buttons do, see chat.js.
 function branches(turn, acts) {
@@ -179,6 +180,7 @@ export class AnswerView extends TurnView {
     run.changed = (what, value) => this.change(what, value);
     this.element.setAttribute("aria-busy", "true");
     this.error.hidden = true;
+    this.showsTokens = false;
     this.content.replaceChildren();
     this.rendering = new Rendering(this.content, () => this.acts.grown());
     if (this.turn.content) this.rendering.push(this.turn.content);
@@ -192,7 +194,9 @@ export class AnswerView extends TurnView {
   change(what, value) {
     if (what === "reasoning") {
       this.details.hidden = false;
-      this.thought.append(value);
+      // One text node: a long thought has very many pieces.
+      if (this.thought.firstChild) this.thought.firstChild.appendData(value);
+      else this.thought.append(value);
     } else if (what === "content") {
       this.rendering.push(value);
       this.speaker.push(value);
@@ -220,7 +224,12 @@ export class AnswerView extends TurnView {
 
   showState(run) {
     const { progress } = run;
-    let words = run.seconds < 0.6 ? "Sent" : "Reading your question";
+    let words =
+      run.phase === "reading"
+        ? "Reading your question"
+        : run.seconds < 1.5
+          ? "Sent"
+          : "Waiting for the server";
     let share = null;
     if (run.queue) words = `Waiting for a free place: ${plural(run.queue, "request")} in the queue`;
     else if (progress && progress.total > 0) {
@@ -284,8 +293,9 @@ export class AnswerView extends TurnView {
       return;
     }
     this.error.hidden = !turn.error;
-    if (turn.error) this.error.replaceChildren(turn.error, ...acts.remedies(turn));
-    const isCut = turn.finish === "length" || !turn.finish;
+    if (turn.error) this.error.replaceChildren(make("span", {}, turn.error), ...acts.remedies(turn));
+    const isElsewhere = this.isElsewhere();
+    const isCut = turn.finish === "length" || (!turn.finish && !isElsewhere);
     const canContinue = isCut && isLast && !turn.calls?.length && (turn.content || turn.reasoning);
     const busy = acts.isBusy();
     const buttons = [
@@ -303,6 +313,13 @@ export class AnswerView extends TurnView {
     this.foot.replaceChildren(...buttons);
   }
 
+  // Whether another tab receives this answer. Checked again later, in case that tab is gone.
+  isElsewhere() {
+    const isActive = !this.turn.finish && Date.now() - (this.turn.active ?? 0) < ACTIVE_MS;
+    if (isActive) this.later ??= setTimeout(() => ((this.later = null), this.refresh()), ACTIVE_MS);
+    return isActive;
+  }
+
   facts() {
     const { turn } = this;
     const found = [];
@@ -315,18 +332,19 @@ export class AnswerView extends TurnView {
     }
     if (turn.finish === "length") found.push("cut at the token limit");
     else if (turn.stopped) found.push("stopped");
-    else if (!turn.finish && !turn.error) found.push("interrupted");
+    else if (!turn.finish && !turn.error)
+      found.push(this.isElsewhere() ? "being answered in another tab" : "interrupted");
     return found.join(" · ");
   }
 
   tokensButton() {
     const button = textButton("Tokens", () => {
-      const isOn = button.getAttribute("aria-pressed") === "true";
-      button.setAttribute("aria-pressed", String(!isOn));
-      if (isOn) this.showContent();
-      else this.content.replaceChildren(tokensView(this.turn.logprobs));
+      this.showsTokens = !this.showsTokens;
+      button.setAttribute("aria-pressed", String(this.showsTokens));
+      if (this.showsTokens) this.content.replaceChildren(tokensView(this.turn.logprobs));
+      else this.showContent();
     });
-    button.setAttribute("aria-pressed", "false");
+    button.setAttribute("aria-pressed", String(Boolean(this.showsTokens)));
     return button;
   }
 }

@@ -3,7 +3,7 @@
 import { make } from "./dom.js";
 import { examples, facts, model } from "./model.js";
 
-// `ask(question, fields)`: of the embedded model without chance, as it is sure of little.
+// `ask(question, fields)` sends an example; the embedded model's run greedily.
 export function welcome(ask) {
   const sampling = model.is_embedded ? { temperature: 0 } : {};
   const what = model.is_embedded
