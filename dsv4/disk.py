@@ -1,4 +1,4 @@
-"""Write a file whole: it appears under its name complete and on disk, or not at all."""
+"""Write a file whole: it appears under its name complete and on disk, or not at all. Read a text exactly."""
 
 import os
 import secrets
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from dsv4.errors import ConfigError
+from dsv4.errors import ConfigError, RequestError
 
 
 @contextmanager
@@ -58,3 +58,13 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def read_text(path: Path) -> str:
+    """A file that a user named, as UTF-8; its line ends stay what they are."""
+    try:
+        return path.read_bytes().decode()
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path} is not UTF-8 text (byte {error.start}); convert it first") from None

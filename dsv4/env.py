@@ -15,6 +15,12 @@ def cache_folder() -> Path:
     return Path(base) / "dsv4"
 
 
+def state_folder() -> Path:
+    """Where the history of chat is kept: XDG_STATE_HOME/dsv4, else ~/.local/state/dsv4."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "dsv4"
+
+
 def launched_by() -> dict[str, str] | None:
     """What torchrun tells the ranks that it starts; None: it did not start this process."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

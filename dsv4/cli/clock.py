@@ -43,10 +43,12 @@ class Stopwatch:
             self.first, self.first_since_start, self._at_first = self.last, seconds_since_start(), tokens
         self.tokens += tokens
 
-    def overall(self) -> str:
+    def rate(self) -> float:
         """Tokens per second of the whole, prompt included."""
-        rate = self.tokens / max(1e-9, time.perf_counter() - self.begun)
-        return f"{_tokens(self.tokens, 'token')}, {rate:.1f}/s"
+        return self.tokens / max(1e-9, time.perf_counter() - self.begun)
+
+    def overall(self) -> str:
+        return f"{_tokens(self.tokens, 'token')}, {self.rate():.1f}/s"
 
     def since_prompt(self, num_accepted: int = 0, num_drafted: int = 0) -> str:
         """With proposals of the draft block, if there were any."""

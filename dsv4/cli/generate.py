@@ -1,6 +1,7 @@
 """`dsv4 generate`: prompts in, continuations out."""
 
 import os.path
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,28 +10,37 @@ import typer
 
 from dsv4.cli.clock import Stopwatch
 from dsv4.cli.options import engine_options
-from dsv4.cli.show import count_bar, err, load_engine, out, print_json, text
+from dsv4.cli.show import count_bar, ctrl_c, err, load_engine, out, print_json, text
 from dsv4.config import EngineConfig
+from dsv4.disk import read_text
+from dsv4.engine.request import SamplingParams
 from dsv4.errors import RequestError
 
 if TYPE_CHECKING:
+    from dsv4.engine.chat import ChatCompletion, ChatStream
     from dsv4.engine.engine import Engine
-    from dsv4.engine.request import Completion, FinishReason, Request, SamplingParams
+    from dsv4.engine.request import Completion
+    from dsv4.engine.stream import Stream
 
 EPILOG = """
 [bold]Examples[/]
   dsv4 generate "Once upon a time" --max-tokens 64 --temperature 0
   dsv4 generate --chat "What is 27 + 58?" --thinking --stats
+  dsv4 generate --chat --max-tokens 100 < question.txt
   dsv4 generate "first prompt" "second prompt" --model ./model --json
-  dsv4 generate --ids 0,17,42 --model ./model --temperature 0 --logprobs 3 --json
 """
 
 
 @engine_options
 def generate(
-    prompts: Annotated[list[str] | None, typer.Argument(help="one or more prompts, run together")] = None,
+    prompts: Annotated[
+        list[str] | None, typer.Argument(help="one or more prompts, run together; - is stdin")
+    ] = None,
     model: Annotated[
         Path | None, typer.Option("--model", "-m", help="model folder; default: the embedded model")
+    ] = None,
+    prompt_file: Annotated[
+        list[Path] | None, typer.Option(help="a prompt's text, from a file; repeatable")
     ] = None,
     ids: Annotated[
         list[str] | None, typer.Option(help="a prompt as token ids, e.g. 0,17,42; repeatable")
@@ -39,92 +49,80 @@ def generate(
     thinking: Annotated[
         bool, typer.Option("--thinking", help="with --chat: let the model think first")
     ] = False,
-    max_tokens: Annotated[
-        int | None, typer.Option(help="length of an answer; default: until the context is full")
-    ] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="keep the N likeliest tokens; 0: all")] = 0,
-    top_p: Annotated[
-        float, typer.Option(help="keep the likeliest tokens that together have this probability")
-    ] = 1.0,
-    min_p: Annotated[
-        float, typer.Option(help="drop tokens less likely than this share of the likeliest")
-    ] = 0.0,
-    presence_penalty: Annotated[
-        float, typer.Option(help="subtracted once from every token already present")
-    ] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option(help="subtracted per earlier occurrence")] = 0.0,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="above 1 makes seen tokens (prompt included) less likely")
-    ] = 1.0,
-    logit_bias: Annotated[
-        list[str] | None, typer.Option(help="added to a token's logit, e.g. 17=-100; repeatable")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="default: a new one each time")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="end before this text; repeatable")] = None,
-    stop_id: Annotated[list[int] | None, typer.Option(help="end after this token id; repeatable")] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="go on after the end-of-text token")
-    ] = False,
-    logprobs: Annotated[
-        int | None, typer.Option(help="log-probabilities with this many alternatives")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="one JSON object per prompt")] = False,
+    json: Annotated[bool, typer.Option("--json", help="one JSON object per prompt and line")] = False,
     stats: Annotated[
         bool, typer.Option("--stats", help="show the time from the program's start to the first token")
     ] = False,
     *,
+    params: SamplingParams,
     config: EngineConfig,
 ) -> None:
-    """Continue one or more prompts. A single prompt is streamed, unless log-probabilities are asked for."""
-    from dsv4.engine.request import SamplingParams
+    """Continue one or more prompts: given, from files, or from stdin.
 
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        stop_ids=tuple(stop_id or ()),
-        stop=tuple(stop or ()),
-        ignore_eos=ignore_eos,
-        logprobs=logprobs,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        repetition_penalty=repetition_penalty,
-        logit_bias=_parse_biases(logit_bias or []),
-    )
+    A single prompt is streamed, unless log-probabilities are asked for. Several are shown in their order
+    when all are done; Ctrl-C shows what there is.
+    """
     if thinking and not chat:
         raise RequestError("--thinking goes with --chat; a plain prompt is continued as it is")
-    if not prompts and not ids:
-        raise RequestError('no prompt given; pass one in quotes, or token ids with --ids "0,17,42"')
-    for prompt in prompts or () if model is None else ():
-        if os.path.isfile(os.path.join(prompt, "config.json")):
-            raise RequestError(f"the prompt {prompt!r} is a model folder; name the model with --model")
     # Before a model is loaded, which may take minutes.
-    parsed = [_parse_ids(given) for given in ids or []]
+    given: list[str | list[int]] = [*_texts(prompts or [], prompt_file or [], ids, model)]
+    given += [_parse_ids(one) for one in ids or []]
+    if chat and ids:
+        raise RequestError("--chat makes a message of a text; give token ids without it")
     engine = load_engine(model, config)
-    requests = [_text_request(engine, prompt, params, chat, thinking) for prompt in prompts or []]
-    requests += [engine.request(given, params) for given in parsed]
-    watch = Stopwatch(sum(len(request.ids) for request in requests))
-    if len(requests) == 1 and not json and logprobs is None:
-        reason = _stream(engine, requests[0], watch, (thinking if chat and not stop else None))
-        speed = watch.since_start(engine.num_accepted, engine.num_drafted) if stats else watch.since_prompt()
-        err.print(f"[dim]{speed}; ended by {reason}[/]")
-        return
-    completions = _complete(engine, requests, watch)
-    for request, done in zip(requests, completions, strict=True):
-        if json:
-            print_json(_as_dict(request, done))
-            continue
-        text((done.text if engine.tokenizer else " ".join(map(str, done.ids))) + "\n")
-        for token in done.tokens if logprobs is not None else ():
-            others = "".join(f"  {id}:{logprob:.4f}" for id, logprob in token.top)
-            text(f"{token.id:>7} {token.logprob:9.4f} {others}\n")
-        text("\n")
-    if stats:
-        err.print(f"[dim]{watch.since_start(engine.num_accepted, engine.num_drafted)}[/]")
+    streams: list[Any] = [_open(engine, one, params, chat, thinking) for one in given]
+    watch = Stopwatch(sum(stream.output.sequence.num_prompt for stream in streams))
+    with ExitStack() as stack, ctrl_c() as pressed:
+        for stream in streams:
+            stack.enter_context(stream)
+        is_single = len(streams) == 1 and not json and params.logprobs is None
+        if is_single:
+            ended = _show_stream(engine, streams[0], watch, pressed)
+        else:
+            _run(engine, streams, watch, pressed)
+        stack.close()  # what was stopped is cancelled, and complete as far as it got
+        if not is_single:
+            for index, (one, stream) in enumerate(zip(given, streams, strict=True)):
+                if not json and len(streams) > 1:
+                    _show_prompt(index, one)
+                _show(engine, index, stream.completion(), params.logprobs is not None, json)
+    accepted = engine.num_accepted, engine.num_drafted
+    if is_single:
+        speed = watch.since_start(*accepted) if stats else watch.since_prompt()
+        err.print(f"[dim]{speed}; ended by {'Ctrl-C' if pressed else ended}[/]")
+    elif stats:
+        err.print(f"[dim]{watch.since_start(*accepted)}[/]")
+    if pressed:
+        raise typer.Exit(130)
+
+
+def _texts(prompts: list[str], files: list[Path], ids: list[str] | None, model: Path | None) -> list[str]:
+    """The prompts that are texts; one that was probably meant as something else is refused."""
+    for prompt in prompts:
+        if model is None and os.path.isfile(os.path.join(prompt, "config.json")):
+            rest = " ".join(f'"{other}"' for other in prompts if other != prompt) or '"your prompt"'
+            raise RequestError(f"{prompt!r} is a model folder: dsv4 generate -m {prompt} {rest}")
+        path = prompt.removeprefix("@")
+        if prompt != "-" and os.path.isfile(path):
+            raise RequestError(f"{path!r} is a file; to use its text as a prompt: --prompt-file {path}")
+    if not (prompts or files or ids) and not sys.stdin.isatty():
+        prompts = ["-"]
+    if prompts.count("-") > 1:
+        raise RequestError("stdin can be one prompt; give - once")
+    texts = [_read_stdin() if prompt == "-" else prompt for prompt in prompts]
+    texts += [read_text(path).removesuffix("\n") for path in files]
+    if not (texts or ids) or (prompts == ["-"] and not texts[0]):
+        raise RequestError(
+            'no prompt given; pass one in quotes, by --prompt-file, or on stdin: echo "hi" | …'
+        )
+    return texts
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.buffer.read().decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"stdin is not UTF-8 text (byte {error.start}); convert it first") from None
 
 
 def _parse_ids(text: str) -> list[int]:
@@ -137,85 +135,78 @@ def _parse_ids(text: str) -> list[int]:
     return found
 
 
-def _parse_biases(texts: list[str]) -> dict[int, float]:
-    found: dict[int, float] = {}
-    for given in texts:
-        id, _, bias = given.partition("=")
-        try:
-            number, value = int(id), float(bias)
-        except ValueError:
-            raise RequestError(
-                f"--logit-bias {given!r}: expected a token id and a number, e.g. 17=-100"
-            ) from None
-        if number in found:
-            raise RequestError(
-                f"--logit-bias {given!r}: token {number} has a bias already; give one for each"
-            )
-        found[number] = value
-    return found
-
-
-def _text_request(
-    engine: "Engine", prompt: str, params: "SamplingParams", chat: bool, thinking: bool
-) -> "Request":
+def _open(
+    engine: "Engine", prompt: str | list[int], params: SamplingParams, chat: bool, thinking: bool
+) -> "Stream | ChatStream":
     if not chat:
-        return engine.request(prompt, params)
-    from dsv4.text.chat import encode
-
-    if engine.tokenizer is None:
-        raise RequestError("the model folder has no tokenizer.json; --chat needs one")
-    segments = encode([{"role": "user", "content": prompt}], thinking=thinking)
-    return engine.request(engine.tokenizer.encode_prompt(segments), params)
+        return engine.stream(engine.request(prompt, params))
+    return engine.chat_stream([{"role": "user", "content": prompt}], params, thinking=thinking)
 
 
-def _stream(
-    engine: "Engine", request: "Request", watch: Stopwatch, thinking: bool | None
-) -> "FinishReason | None":
-    """Show the tokens as they come; `thinking` is None where the text is shown as it is, without markup."""
+def _show_stream(
+    engine: "Engine", stream: "Stream | ChatStream", watch: Stopwatch, pressed: list[int]
+) -> str:
+    """Show the tokens as they come; -> how it ended."""
     from dsv4.cli.answer import Answer
 
-    answer = Answer(engine.tokenizer, thinking) if engine.tokenizer and thinking is not None else None
-    reason: FinishReason | None = None
-    for delta in engine.stream(request):
-        reason = delta.finish_reason
-        watch.count()
-        if answer and delta.token:
-            answer.push(delta.token.id)
-        else:
-            text(delta.text if engine.tokenizer else f"{delta.token.id} " if delta.token else "")
-    if answer:
-        answer.finish(reason == "stop")
-    else:
-        out.print()
-    return reason
+    answer = Answer(engine.tokenizer is not None)
+    while not (pressed or stream.is_done):
+        for delta in stream.advance():
+            watch.count()
+            answer.push(delta)
+    out.print()
+    return answer.ended
 
 
-def _complete(engine: "Engine", requests: "list[Request]", watch: Stopwatch) -> "list[Completion]":
+def _run(engine: "Engine", streams: list[Any], watch: Stopwatch, pressed: list[int]) -> None:
     """All of them together; nothing is printed before the last is done, so a bar says how many are."""
-    with ExitStack() as stack:
-        update = stack.enter_context(count_bar("generating"))
-        streams = [stack.enter_context(engine.stream(request)) for request in requests]
-        update(0, len(requests))
-        while engine.num_unfinished:
+    with count_bar("generating") as update:
+        update(0, len(streams))
+        while engine.num_unfinished and not pressed:
             deltas = engine.step()
             watch.count(len(deltas))
             if any(delta.finish_reason for delta in deltas):
-                update(len(requests) - engine.num_unfinished, len(requests))
-        return [stream.completion() for stream in streams]
+                update(len(streams) - engine.num_unfinished, len(streams))
 
 
-def _as_dict(request: "Request", done: "Completion") -> dict[str, Any]:
+def _show_prompt(index: int, prompt: str | list[int]) -> None:
+    """Its first line, above its answer."""
+    lines = prompt.strip().splitlines() if isinstance(prompt, str) else [" ".join(map(str, prompt))]
+    text(f"{index + 1}. {lines[0] if lines else ''}\n", "bold")
+
+
+def _show(
+    engine: "Engine",
+    index: int,
+    done: "Completion | ChatCompletion",
+    logprobs: bool,
+    json: bool,
+) -> None:
+    reasoning = getattr(done, "reasoning", None)
+    ids = [token.id for token in done.tokens]
+    if not json:
+        if reasoning:
+            text(reasoning + "\n", "dim")
+        text((done.text if engine.tokenizer else " ".join(map(str, ids))) + "\n")
+        for token in done.tokens if logprobs else ():
+            others = "".join(f"  {id}:{logprob:.4f}" for id, logprob in token.top)
+            text(f"{token.id:>7} {token.logprob:9.4f} {others}\n")
+        text("\n")
+        return
     value: dict[str, Any] = {
+        "index": index,
         "prompt_tokens": done.prompt_tokens,
-        "completion_tokens": len(done.tokens),
+        "completion_tokens": len(ids),
         "finish_reason": done.finish_reason,
         "seed": done.seed,
-        "ids": done.ids,
+        "ids": ids,
         "text": done.text,
     }
-    if request.params.logprobs is not None:
+    if reasoning is not None:
+        value["reasoning"] = reasoning
+    if logprobs:
         value["logprobs"] = [
             {"id": t.id, "logprob": t.logprob, "top": [{"id": i, "logprob": p} for i, p in t.top]}
             for t in done.tokens
         ]
-    return value
+    print_json(value)

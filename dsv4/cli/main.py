@@ -1,5 +1,6 @@
 """`dsv4`: the program. Errors a user can cause end in one sentence and exit code 2."""
 
+import errno
 import os
 import sys
 from importlib import import_module
@@ -80,6 +81,8 @@ def main() -> None:
             raise
         reason = error.strerror or str(error)
         output = f"cannot write output: {reason[:1].lower()}{reason[1:]}"
+        if error.errno == errno.EBADF:
+            output = "standard input or output is closed"
         say_error(output if error.filename is None else f"{error.filename} cannot be used: {reason}")
         forget_output()
         sys.exit(2)

@@ -7,70 +7,35 @@ from copy import copy
 from dataclasses import fields
 from functools import wraps
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 from typer.models import ArgumentInfo
 
 from dsv4.cli.help import CONTEXT, Command, show_everything
 from dsv4.config import EngineConfig
-from dsv4.errors import ConfigError
+from dsv4.engine.request import SamplingParams
+from dsv4.errors import ConfigError, RequestError
 
-# The engine's options. --help shows those without a title; --help-all shows all, by title.
-_ENGINE = {
-    "": {
-        "max_context": "tokens one sequence may have, prompt and answer together, e.g. 32k",
-        "gpus": "GPUs that share the model: how many, or which, e.g. 2 or 0,1",
-    },
-    "Engine: size and memory": {
-        "device": "auto, cpu, cuda or cuda:N",
-        "max_batch": "sequences that run at the same time",
-        "chunk": "prompt tokens processed per step; default: 512 on a CPU, 4096 on a GPU",
-        "max_stall_ms": "longest step that processes a prompt while others wait for a token (best effort)",
-        "threads": "CPU threads; default: what suits the model's size",
-        "cache_pages": "pages of the cache, one per 256 tokens; default: enough for max-batch x max-context",
-        "spill": "experts in pinned host memory: off, auto (those that do not fit on the GPU) or N per layer",
-        "expert_memory": "bytes of GPU memory for experts; default: all that is left",
-        "swap_share": "share of PCIe's bandwidth for moving experts that become hot or cold; 0: none",
-    },
-    "Engine: prefix cache": {
-        "prefix_snapshots": "saved states of the prefix cache; 0 turns it off",
-        "prefix_dir": "keep the prefix cache in this folder over restarts; it holds traces of prompts",
-        "prefix_dir_bytes": "size limit of that folder; the least recently used files go first",
-    },
-    "Engine: precision": {
-        "activations": "inputs of quantised linears: a16 (unrounded), a8 (FP8, as the official code) or a4",
-        "compute_dtype": "auto, float32 or bfloat16",
-        "qat": "on: the rounding the model was trained with; off: none",
-        "cache": "key/value cache: auto, fp8 (lossless with qat on), bf16 or f32",
-        "weights": "in memory: auto, dense (decoded once) or packed (as stored, slower on a CPU)",
-        "head": "output matrix: stored, or nvfp4 (rounded at load: a third of the bytes, less exact)",
-    },
-    "Engine: several processes": {
-        "ranks": "CPU processes that share the model, to try what several GPUs do",
-        "expert_parallel": "give each rank whole experts, not a part of each",
-        "rank_seconds": "how long ranks wait for one another before all of them end",
-    },
-    "Engine: drafts and debugging": {
-        "drafts": "tokens the draft block proposes per step, 0 to 3 (try 1): the same answer; CPU only",
-        "no_graph": "on a GPU, launch kernels one by one: the same tokens, slower",
-        "no_overlap": "on a GPU, do not overlap kernels (no PDL): the same tokens, slower",
-        "ops": "backend of an op, or a module with its functions; repeatable",
-    },
-}
 # Rarer options of the commands themselves, which only --help-all shows.
 _RARE = {
-    "Sampling": "top_k top_p min_p presence_penalty frequency_penalty repetition_penalty logit_bias",
-    "Where an answer ends": "stop stop_id ignore_eos",
-    "Token ids and timing": "ids logprobs stats",
+    "Output": "ids logprobs stats",
     "Server limits": "max_queue queue_seconds request_seconds drain_seconds stall_seconds max_connections",
     "Server security": "cors_origins tls_cert tls_key log_texts isolate_by_key",
     "Replicas on Ray": "ray replicas max_replicas gpus_per_replica",
 }
 _PANELS = {name: title for title, names in _RARE.items() for name in names.split()}
+# Fields whose flag has another form: its name, its type, and the field's value from it.
+_FORMS: dict[str, tuple[str, Any, Callable[[Any], Any]]] = {
+    "ops": ("--op", list[str], lambda given: tuple(_split(text) for text in given)),
+    "logit_bias": ("--logit-bias", list[str], lambda given: _biases(given)),
+    "stop": ("--stop", list[str], tuple),
+    "stop_ids": ("--stop-id", list[int], tuple),
+    "activations": ("--activations", str, str),  # which words are allowed is EngineConfig's to say
+}
+_HIDDEN = ("prompt_logprobs", "grammar")  # of the API only
 _SUFFIXES = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
-_METAVARS: dict[Any, str] = {float: "X", str: "TEXT", Path: "PATH", bool: ""}
+_METAVARS = {float: "X", str: "TEXT", Path: "PATH"}
 
 
 def count(text: str | int) -> int:
@@ -163,7 +128,8 @@ def _info(parameter: inspect.Parameter) -> Any:
 def _described(parameter: inspect.Parameter) -> inspect.Parameter:
     """The parameter with what all of its kind have: a name for the value, a panel, suffixes, completion."""
     kind, info = get_args(parameter.annotation)[0], copy(_info(parameter))
-    bare = next((part for part in get_args(kind) if part is not NoneType), kind)
+    bare = kind if get_origin(kind) is list else next(iter(get_args(kind)), kind)  # of X | None
+    bare = get_args(bare)[0] if get_origin(bare) is list else bare
     if bare is int and info.parser is None:
         info.parser, info.metavar = count, info.metavar or "N"
     info.metavar = info.metavar or _METAVARS.get(bare)
@@ -184,31 +150,42 @@ def _model_option(parameters: list[inspect.Parameter]) -> list[inspect.Parameter
     return [_flag("model_option", Annotated[get_args(position.annotation)[0], option], None)]
 
 
+def _flags(made: type, defaults: dict[str, Any]) -> Iterator[inspect.Parameter]:
+    """A flag for every field that the class's docstring describes, under the docstring's titles."""
+    types, title = get_type_hints(made), None
+    known = {field.name: field for field in fields(made)}
+    for line in inspect.cleandoc(made.__doc__ or "").splitlines()[1:]:
+        name, colon, words = line.partition(": ")
+        if not colon:
+            title = line.strip() or title
+        elif name not in _HIDDEN:
+            flag, kind, _ = _FORMS.get(name, (f"--{name.replace('_', '-')}", types[name], None))
+            names = (flag,) if name in _FORMS or known[name].default is False else ()
+            words += "; repeatable" if get_origin(kind) is list else ""
+            option = typer.Option(*names, help=words, rich_help_panel=title)
+            default = [] if get_origin(kind) is list else defaults.get(name, known[name].default)
+            yield _flag(name, Annotated[kind, option], default)
+
+
 def engine_options(command: Callable[..., None], **defaults: Any) -> Callable[..., None]:
-    """Give a command all engine flags; its parameter `config` becomes the EngineConfig made from them."""
-    # Which words a field allows is EngineConfig's to say, not the parser's.
-    types = get_type_hints(EngineConfig) | {"activations": str, "ops": list[str]}
-    known = {field.name: field for field in fields(EngineConfig)}
-    flags = []
-    for title, words in _ENGINE.items():
-        for name, help in words.items():
-            # A switch that is off by default needs no opposite.
-            names = (f"--{name.replace('_', '-')}",) if known[name].default is False else ()
-            names, metavar = (("--op",), "OP=BACKEND") if name == "ops" else (names, None)
-            option = typer.Option(*names, help=help, metavar=metavar, rich_help_panel=title or None)
-            flags.append(_flag(name, Annotated[types[name], option], defaults.get(name, known[name].default)))
-    assert len(flags) == len(known), "every field of EngineConfig has its words here"
-    signature = inspect.signature(command, eval_str=True)
-    own = [p for p in signature.parameters.values() if p.name != "config"]
+    """Give a command a flag for every field of its EngineConfig, and of its SamplingParams if it has some."""
+    own, made = [], {}
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        if parameter.annotation in (EngineConfig, SamplingParams):
+            made[parameter.name] = (parameter.annotation, list(_flags(parameter.annotation, defaults)))
+        else:
+            own.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
     @wraps(command)
     def wrapper(**given: Any) -> None:
-        values = {flag.name: given.pop(flag.name) for flag in flags}
-        values["ops"] = tuple(_split(text) for text in values["ops"])
-        command(config=EngineConfig(**values), **given)
+        for name, (kind, flags) in made.items():
+            values = {flag.name: given.pop(flag.name) for flag in flags}
+            values |= {field: _FORMS[field][2](value) for field, value in values.items() if field in _FORMS}
+            given[name] = kind(**values)
+        command(**given)
 
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + flags
-    wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    parameters = own + [flag for _, flags in made.values() for flag in flags]
+    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": None}
     return wrapper
 
@@ -218,3 +195,21 @@ def _split(text: str) -> tuple[str, str]:
     if not (name and equals and backend):
         raise ConfigError(f"--op {text!r}: expected OP=BACKEND, for example --op attend=ref")
     return name, backend
+
+
+def _biases(texts: list[str]) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for given in texts:
+        id, _, bias = given.partition("=")
+        try:
+            number, value = int(id), float(bias)
+        except ValueError:
+            raise RequestError(
+                f"--logit-bias {given!r}: expected a token id and a number, e.g. 17=-100"
+            ) from None
+        if number in found:
+            raise RequestError(
+                f"--logit-bias {given!r}: token {number} has a bias already; give one for each"
+            )
+        found[number] = value
+    return found

@@ -41,10 +41,15 @@ _CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t
 _CONTROLS |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
+def visible(piece: str) -> str:
+    """The text with symbols in place of control characters."""
+    return piece.translate(_CONTROLS)
+
+
 def text(piece: str, style: str | None = None) -> None:
     """Write model text as it is: no markup, no wrapping; control characters made visible on a terminal."""
     # As a segment: anything rich takes for text loses its carriage returns and has its tabs expanded.
-    shown = piece.translate(_CONTROLS) if out.is_terminal else piece
+    shown = visible(piece) if out.is_terminal else piece
     out.print(Segments([Segment(shown, out.get_style(style) if style else None)]))
 
 
@@ -58,7 +63,7 @@ def say_error(message: str) -> None:
 
 def _say(label: str, message: str) -> None:
     """One line on stderr; the message may quote anything a file or a user wrote."""
-    line = message.replace("\n", " ").translate(_CONTROLS)
+    line = visible(message.replace("\n", " "))
     err.print(f"{label} {escape(line)}")
 
 

@@ -7,6 +7,7 @@ import pty
 import re
 import select
 import signal
+import struct
 import subprocess
 import sys
 import termios
@@ -87,8 +88,9 @@ def process(
 class Terminal:
     """The program on a pseudo-terminal; what it prints is collected until something expected appears."""
 
-    def __init__(self, *arguments: object) -> None:
+    def __init__(self, *arguments: object, **environment: str) -> None:
         self.master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 200, 0, 0))
 
         def own_the_terminal() -> None:
             # Only the controlling terminal turns a typed \x03 into SIGINT, which background jobs ignore.
@@ -98,7 +100,7 @@ class Terminal:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "dsv4", *map(str, arguments)],
             cwd=ROOT,
-            env={**os.environ, "TERM": "xterm", "COLUMNS": "200"},
+            env={**os.environ, "TERM": "xterm", "COLUMNS": "200", **environment},
             stdin=slave,
             stdout=slave,
             stderr=slave,
@@ -131,6 +133,8 @@ class Terminal:
             except OSError:  # how Linux says that the other side is closed
                 piece = b""
             assert piece, f"ended without {pattern!r} in {self.unread!r}"
+            if b"\x1b[6n" in piece:  # a program asks where the cursor is
+                self.type("\x1b[1;1R")
             self.unread += piece.decode(errors="replace")
         shown, self.unread = self.unread[: found.end()], self.unread[found.end() :]
         return shown

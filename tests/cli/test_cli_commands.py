@@ -153,12 +153,12 @@ def test_generate_streams_one_prompt(model: Path, engine: Engine) -> None:
 
 def test_generate_several_prompts_in_order(model: Path, engine: Engine) -> None:
     want = engine.generate(["a", "bc", "d"], SamplingParams(**PARAMS))
-    assert ok("generate", "--model", model, "a", "bc", "d", *GENERATE) == "".join(
-        w.text + "\n\n" for w in want
-    )
+    shown = [f"{i}. {p}\n{w.text}\n\n" for i, p, w in zip((1, 2, 3), ("a", "bc", "d"), want, strict=True)]
+    assert ok("generate", "--model", model, "a", "bc", "d", *GENERATE) == "".join(shown)
     lines = ok("generate", "--model", model, "a", "bc", "d", *GENERATE, "--json").splitlines()
-    for line, done in zip(lines, want, strict=True):
+    for index, (line, done) in enumerate(zip(lines, want, strict=True)):
         assert json.loads(line) == {
+            "index": index,
             "prompt_tokens": done.prompt_tokens,
             "completion_tokens": 8,
             "finish_reason": "length",
@@ -240,8 +240,9 @@ def test_generate_without_a_tokenizer_prints_ids(model: Path, engine: Engine, tm
         (tmp_path / file).symlink_to(model / file)
     want = engine.generate([[5, 6]], SamplingParams(**PARAMS))[0].ids
     assert ok("generate", "--model", tmp_path, "--ids", "5,6", *GENERATE).split() == [str(id) for id in want]
-    both = ok("generate", "--model", tmp_path, "--ids", "5,6", "--ids", "5,6", *GENERATE).split()
-    assert both == 2 * [str(id) for id in want]
+    both = ok("generate", "--model", tmp_path, "--ids", "5,6", "--ids", "5,6", *GENERATE)
+    shown = " ".join(map(str, want))
+    assert both == f"1. 5 6\n{shown}\n\n2. 5 6\n{shown}\n\n"
 
 
 def test_generate_survives_a_terminal_without_unicode(model: Path, engine: Engine) -> None:

@@ -68,7 +68,7 @@ def test_a_prompt_may_be_any_text(embedded: Path, tmp_path: Path) -> None:
     """Only a folder with a config.json is taken for a forgotten --model; with --model nothing is."""
     for prompt in ("/", "x" * 600, str(tmp_path), "."):
         assert json.loads(ok("generate", prompt, "--json", *GREEDY))["prompt_tokens"] > 1
-    assert "name the model with --model" in refused(dsv4("generate", embedded, *GREEDY))
+    assert "is a model folder: dsv4 generate -m" in refused(dsv4("generate", embedded, *GREEDY))
     assert json.loads(ok("generate", embedded, "--model", embedded, "--json", *GREEDY))["prompt_tokens"] > 1
 
 

@@ -72,14 +72,14 @@ def test_reader_that_leaves_in_the_middle() -> None:
 def test_closed_output(command: str) -> None:
     shell = f'"{sys.executable}" -m dsv4 {command} >&-'
     done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    error = "error: input or output cannot be used: Bad file descriptor\n"
+    error = "error: standard input or output is closed\n"
     assert done.returncode == 2 and done.stderr.removeprefix(EMBEDDED) == error
 
 
 def test_closed_input() -> None:
     shell = f'"{sys.executable}" -m dsv4 chat --threads 1 <&-'
     done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and done.stderr.endswith("cannot be used: Bad file descriptor\n")
+    assert done.returncode == 2 and done.stderr.endswith("standard input or output is closed\n")
 
 
 def test_batch_without_streams(tmp_path: Path) -> None:
