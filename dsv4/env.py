@@ -21,6 +21,11 @@ def state_folder() -> Path:
     return Path(base) / "dsv4"
 
 
+def variables_with(more: dict[str, str]) -> dict[str, str]:
+    """The variables for a program that this one starts: its own, and more."""
+    return {**os.environ, **more}
+
+
 def launched_by() -> dict[str, str] | None:
     """What torchrun tells the ranks that it starts; None: it did not start this process."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -28,7 +28,9 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 # As --help lists them: each is a module here, with a function of the same name and its EPILOG.
-COMMANDS = "generate chat serve batch score eval inspect quantize plan experts doctor compare info init"
+COMMANDS = (
+    "generate chat serve launch batch score eval inspect quantize plan experts doctor compare info init"
+)
 for name in COMMANDS.split():
     module = import_module(f"dsv4.cli.{name}")
     add_command(app, getattr(module, name), module.EPILOG)
