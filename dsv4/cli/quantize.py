@@ -49,7 +49,7 @@ def quantize(
     shard_gb: Annotated[float, typer.Option(help="size of a shard in GB")] = 5.0,
     threads: Annotated[int | None, typer.Option(help="default: all cores")] = None,
     report: Annotated[Path | None, typer.Option(help="write a page with plots to this .html file")] = None,
-    tensors: Annotated[bool, typer.Option("--tensors", help="list every parameter")] = False,
+    tensors: Annotated[bool, typer.Option("--tensors", help="list every parameter, also in JSON")] = False,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Write a checkpoint in another number format. Needs under 2 GiB of memory for any model."""
@@ -74,7 +74,8 @@ def quantize(
     if report is not None:
         write_page(report, result)
     if json:
-        print_json({"folder": str(target), "is_new": is_new, **result})
+        shown = {name: value for name, value in result.items() if tensors or name != "tensors"}
+        print_json({"folder": str(target), "is_new": is_new, **shown})
         return
     for note in result["notes"]:
         say_note(note)

@@ -333,3 +333,9 @@ def test_score_text_in_pieces(model: Path, tmp_path: Path, max_context: int) -> 
     assert facts["tokens"] == 16 and facts["nats_per_token"] == pytest.approx(want / 16)
     shown = dsv4("score", model, "--text", tmp_path / "t", "--max-context", max_context)
     assert (f"pieces of {max_context} tokens" in shown.err) == (max_context < 16)
+
+
+def test_quantize_json_is_a_summary_unless_tensors_are_asked_for(model: Path, tmp_path: Path) -> None:
+    given = ("quantize", model, tmp_path / "new", "--format", "bf16", "--json")
+    summary, everything = json.loads(ok(*given)), json.loads(ok(*given, "--tensors"))
+    assert everything.pop("tensors") and summary == {**everything, "is_new": True}
