@@ -1,5 +1,7 @@
 """`dsv4 init`: a random checkpoint, for tests and benchmarks."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -28,10 +30,26 @@ def init(
     from dsv4.lab.init import make
 
     done = 0
-    with bytes_bar(f"writing {folder.resolve().name}") as update:
+    with bytes_bar(f"writing {folder.resolve().name}") as update, _nothing_left(folder):
         for done, total in make(folder, load_preset(preset), format, seed):
             update(done, total)
     if json:
         print_json({"folder": str(folder), "preset": preset, "format": format, "seed": seed, "bytes": done})
     else:
         out.print(f"{folder}: {preset}, {format}, seed {seed}, {size(done)}", markup=False)
+
+
+@contextmanager
+def _nothing_left(folder: Path) -> Iterator[None]:
+    """What is cut short, as by a full disk, leaves the folder as it was: absent, or empty."""
+    was_there = folder.exists()
+    was_ours = not was_there or (folder.is_dir() and not any(folder.iterdir()))
+    try:
+        yield
+    except BaseException:
+        if was_ours and folder.is_dir():
+            for path in folder.iterdir():
+                path.unlink()
+            if not was_there:
+                folder.rmdir()
+        raise

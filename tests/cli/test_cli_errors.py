@@ -174,15 +174,14 @@ def test_one_sentence_and_exit_code_2(command: str, model: Path, desk: Path) -> 
     assert REFUSED[command].replace("{model}", str(model)) in message
     after = sorted(path for path in desk.iterdir() if path != desk / "new")
     assert after == before, "nothing is left, under the final name or another"
-    if (desk / "new").exists():
-        (desk / "new").rmdir()  # only ever an empty folder
+    assert not (desk / "new").exists()
 
 
 def test_init_asks_for_no_more_than_the_disk_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**9))
     message = refused(dsv4("init", tmp_path / "new", "--preset", "flash", "--format", "official"))
     assert re.search(r"needs 1\d\d\.\d\d GB, but 1\.00 GB of disk are free", message)
-    assert list((tmp_path / "new").iterdir()) == []
+    assert not (tmp_path / "new").exists()
 
 
 @contextmanager
@@ -207,7 +206,7 @@ def test_a_full_disk(model: Path, desk: Path, tmp_path: Path) -> None:
     with small_files():
         done = dsv4("init", tmp_path / "model")
     assert "cannot be written: File too large" in refused(done)
-    assert list((tmp_path / "model").iterdir()) == []
+    assert not (tmp_path / "model").exists()
 
 
 TOO_LONG = "x" * 300
@@ -251,6 +250,16 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield disk
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_init_on_a_full_disk_leaves_nothing(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for the weights alone: config.json comes last."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**9))
+    (disk / "empty").mkdir()
+    for name in ("new", "empty"):
+        assert "cannot be written" in refused(dsv4("init", disk / name))
+    assert sorted(path.name for path in disk.iterdir()) == ["empty", "old"]
+    assert list((disk / "empty").iterdir()) == []
 
 
 def test_pictures_and_pages_on_full_and_read_only_disks(model: Path, disk: Path, tmp_path: Path) -> None:
