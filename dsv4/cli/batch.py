@@ -24,6 +24,8 @@ EPILOG = """
 [bold]A line of the input[/]
   {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": \\[...]}}
 Killed at any time, the same command goes on where it was, and the output is the same to the byte.
+[bold]Exit codes[/]
+  0: every line is answered. 4: the output is complete, and some of its lines are errors.
 """
 # Nobody waits for a token of a batch, so prompts are read in whole chunks.
 MAX_STALL_MS = 600_000
@@ -119,6 +121,8 @@ def batch(
             "are there; the same command checks them line by line and goes on"
         )
     _show(tally, total, source, target, json)
+    if tally.failed:
+        raise typer.Exit(4)
 
 
 def _show(tally: Any, total: int, source: Path, target: Path, json: bool) -> None:

@@ -89,6 +89,6 @@ def test_batch_without_streams(tmp_path: Path) -> None:
     options = "--max-context 512 --ranks 2 --threads 1"
     shell = f'"{sys.executable}" -m dsv4 batch {source} {target} {options} <&- 2>&-'
     done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and done.stdout.startswith("2 lines, 1 of them with an error")
+    assert done.returncode == 4 and done.stdout.startswith("2 lines, 1 of them with an error")
     lines = (tmp_path / "out.jsonl").read_text().splitlines()
     assert len(lines) == 2 and all(line.startswith('{"id":"batch_req_') for line in lines)
