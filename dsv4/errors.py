@@ -21,6 +21,10 @@ class TextError(Dsv4Error):
     """A tokenizer file or a conversation cannot be encoded."""
 
 
+# What the next request may do better; after a DeviceError there may be no engine.
+REFUSALS = (ConfigError, RequestError, TextError)
+
+
 class DeviceError(Dsv4Error):
     """The machine lacks what was asked for."""
 

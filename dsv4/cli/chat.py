@@ -2,17 +2,18 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dsv4.cli.clock import Stopwatch
-from dsv4.cli.options import engine_options
+from dsv4.cli.options import engine_options, needs_extra
 from dsv4.cli.show import ctrl_c, err, load_engine, out, say_error, say_note
 from dsv4.config import EngineConfig
 from dsv4.engine.request import SamplingParams
-from dsv4.errors import Dsv4Error, RequestError
+from dsv4.errors import REFUSALS, RequestError
 from dsv4.models import embedded
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ EPILOG = """
   /help lists the commands. Alt-Enter adds a line, as do triple quotes until they are closed;
   pasted lines stay together. Ctrl-C stops an answer, Ctrl-D ends.
 """
-WELCOME = "{name}: /help lists commands, Alt-Enter adds a line, Ctrl-C stops an answer, Ctrl-D ends"
+QUOTES = '"""'
+WELCOME = "/help lists commands, Alt-Enter adds a line, Ctrl-C stops an answer, Ctrl-D ends"
 CHOICES = "[d]rop the oldest turns, start a [n]ew conversation with this question, or [c]ancel? "
 
 
@@ -47,23 +49,26 @@ def chat(
     engine = load_engine(model, config)
     if engine.tokenizer is None:
         raise RequestError(f"{model} has no tokenizer.json; chat needs one")
+    from dsv4.cli.answer import Answer
+
     name = (model or embedded()).resolve().name
-    conversation = Conversation(engine, params, system, thinking, name, stats)
+    conversation = Conversation(engine, params, name, system, thinking, stats, Answer)
     if sys.stdin.isatty() and out.is_terminal:
-        _in_a_terminal(conversation, plain)
+        _loop(conversation, _typed(conversation, plain))
     else:
-        _loop(conversation, _lines())
+        _loop(conversation, _piped)
 
 
-def _in_a_terminal(conversation: "Conversation", plain: bool) -> None:
-    from dsv4.cli.answer import Answer, MarkdownAnswer
+def _typed(conversation: "Conversation", plain: bool) -> Callable[[], str | None]:
+    """Lines from a person."""
+    from dsv4.cli.answer import MarkdownAnswer
     from dsv4.cli.commands import COMMANDS
     from dsv4.cli.terminal import open_session
 
     session = open_session({name: words for name, (_, words) in COMMANDS.items()}, conversation.status)
-    conversation.new_answer = Answer if plain else MarkdownAnswer
+    conversation.new_answer = conversation.new_answer if plain else MarkdownAnswer
     conversation.choose = lambda: input(CHOICES)
-    err.print(f"[dim]{WELCOME.format(name=conversation.name)}[/]", soft_wrap=False)
+    err.print(f"[dim]{conversation.name}: {WELCOME}[/]", soft_wrap=False)
 
     def read() -> str | None:
         draft, conversation.draft = conversation.draft, ""
@@ -74,21 +79,17 @@ def _in_a_terminal(conversation: "Conversation", plain: bool) -> None:
         except EOFError:
             return None
 
-    _loop(conversation, read)
-
-
-def _lines() -> Callable[[], str | None]:
-    """Questions from a pipe, one per line, or several lines between triple quotes."""
-
-    def read() -> str | None:
-        found = ""
-        for line in sys.stdin:
-            found += line
-            if found.count('"""') != 1:
-                return found.removesuffix("\n")
-        return found or None
-
     return read
+
+
+def _piped() -> str | None:
+    """A line from a pipe, or several between triple quotes."""
+    found = ""
+    for line in sys.stdin:
+        found += line
+        if found.count(QUOTES) != 1:
+            return found.removesuffix("\n")
+    return found or None
 
 
 def _loop(conversation: "Conversation", read: Callable[[], str | None]) -> None:
@@ -98,39 +99,32 @@ def _loop(conversation: "Conversation", read: Callable[[], str | None]) -> None:
         if line.startswith("/") and not line.startswith("//"):
             if not run_command(conversation, line):
                 return
-        elif line.strip():
-            bare = line.strip()
-            if bare.startswith('"""') and bare.endswith('"""') and len(bare) >= 6:
+        elif bare := line.strip():
+            if bare.startswith(QUOTES) and bare.endswith(QUOTES) and len(bare) >= 6:
                 line = bare[3:-3].strip("\n")
             conversation.ask(line[1:] if line.startswith("//") else line)
 
 
+@dataclass
 class Conversation:
     """What was said, how the next answer is made, and what it cost."""
 
-    def __init__(
-        self,
-        engine: "Engine",
-        params: SamplingParams,
-        system: str,
-        thinking: bool,
-        name: str,
-        shows_stats: bool,
-    ) -> None:
-        from dsv4.cli.answer import Answer
-
-        self.engine, self.params, self.name, self.shows_stats = engine, params, name, shows_stats
-        self.system, self.thinking = system, thinking
-        self.budget: int | None = None  # thinking tokens
-        self.turns: list[dict[str, Any]] = []
-        self.files: list[tuple[str, str]] = []  # names and texts that go with the next question
-        self.draft = ""  # what the next question begins with, to be edited
-        self.last = ""  # the last answer's timing
-        self.used = self.cached = 0  # tokens of the context
-        self.rate = 0.0
-        self.new_answer: Callable[[], Any] = Answer
-        self.choose: Callable[[], str] | None = None  # asks the person what to do about a full context
-        self._is_first = True  # no answer has come yet since the program's start
+    engine: "Engine"
+    params: SamplingParams
+    name: str
+    system: str
+    thinking: bool
+    shows_stats: bool
+    new_answer: Callable[[], Any]
+    choose: Callable[[], str] | None = None  # asks the person what to do about a full context
+    budget: int | None = None  # thinking tokens
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    files: list[tuple[str, str]] = field(default_factory=list)  # names and texts for the next question
+    draft: str = ""  # what the next question begins with, to be edited
+    last: str = ""  # the last answer's timing
+    used: int = 0  # tokens of the context
+    cached: int = 0
+    rate: float = 0.0
 
     def status(self) -> list[str]:
         """For the line below the prompt; the most important first."""
@@ -159,7 +153,7 @@ class Conversation:
                 self.turns.append(self._stream())
                 self.files = []
                 return
-        except Dsv4Error as error:
+        except REFUSALS as error:
             say_error(str(error))
         self.turns.pop()
 
@@ -223,8 +217,8 @@ class Conversation:
                 answer.finish()
         done = stream.completion()
         drafts = engine.num_accepted - before[0], engine.num_drafted - before[1]
-        self.last = (watch.since_start if self._is_first else watch.since_prompt)(*drafts)
-        self._is_first, self.cached, self.rate = False, done.cached_tokens, watch.rate()
+        self.last = (watch.since_prompt if self.last else watch.since_start)(*drafts)
+        self.cached, self.rate = done.cached_tokens, watch.rate()
         self.used = done.prompt_tokens + done.completion_tokens
         limit = "cut by the token limit"
         if self.params.max_tokens is None:
@@ -237,10 +231,6 @@ class Conversation:
     def _params(self) -> SamplingParams:
         if self.budget is None or not self.thinking:
             return self.params
-        from dataclasses import replace
-
-        from dsv4.cli.options import needs_extra
-
         with needs_extra("/think N", "serve"):
             from dsv4.serve.grammar import Form
         assert self.engine.tokenizer is not None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dsv4.cli.show import err, out, say_error
 from dsv4.disk import read_text, result
 from dsv4.engine.request import SamplingParams
-from dsv4.errors import Dsv4Error, RequestError
+from dsv4.errors import REFUSALS, RequestError, TextError
 
 if TYPE_CHECKING:
     from dsv4.cli.chat import Conversation
@@ -51,7 +51,7 @@ def run_command(talk: "Conversation", line: str) -> bool:
         if bool(rest) != bool(wanted) and not (not rest and wanted.startswith("[")):
             raise RequestError(f"usage: {name} {wanted}".rstrip())
         said = _ACTIONS[name](talk, rest)
-    except Dsv4Error as error:
+    except REFUSALS as error:
         say_error(str(error))
         return True
     if said:
@@ -115,7 +115,7 @@ def _load(talk: "Conversation", rest: str) -> str:
         encode(messages)
     except (ValueError, KeyError):
         raise RequestError(f"{path} holds no conversation; expected JSON with messages") from None
-    except Dsv4Error as error:
+    except TextError as error:
         raise RequestError(f"{path}: {error}") from None
     is_system = messages[0]["role"] == "system" and isinstance(messages[0]["content"], str)
     talk.system = messages[0]["content"] if is_system else ""

@@ -164,13 +164,14 @@ def _get(url: str, key: str) -> Any:
 def _served(url: str, key: str) -> tuple[str, int | None] | None:
     """The name and the context of the model that a server has; None: nobody listens there."""
     try:
-        model = _get(f"{url}/v1/models", key)["data"][0]
+        while (model := _get(f"{url}/v1/models", key)["data"][0])["max_model_len"] is None:
+            time.sleep(0.1)  # the model is loading
         return str(model["id"]), int(model["max_model_len"])
     except urllib.error.HTTPError as error:
         why = "needs a key: --api-key-file" if error.code == 401 else f"answers with status {error.code}"
         raise ConfigError(f"the server at {url} {why}") from None
     except (ValueError, LookupError, TypeError):
-        raise ConfigError(f"what answers at {url} is no server of dsv4, or still loads a model") from None
+        raise ConfigError(f"what answers at {url} is no server of dsv4; take another --port") from None
     except OSError:
         return None
 

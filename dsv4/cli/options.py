@@ -7,7 +7,6 @@ from copy import copy
 from dataclasses import fields
 from functools import wraps
 from pathlib import Path
-from types import NoneType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
@@ -36,9 +35,7 @@ _FORMS: dict[str, tuple[str, Any, Callable[[Any], Any]]] = {
 }
 _HIDDEN = ("prompt_logprobs", "grammar", "bad_words", "allowed_ids")  # of the API only
 _SUFFIXES = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
-_METAVARS: dict[Any, str] = {
-    **{float: "X", str: "TEXT", Path: "PATH", list[str]: "TEXT", list[int]: "N"},
-}
+_METAVARS = {float: "X", str: "TEXT", Path: "PATH"}
 
 
 def count(text: str | int) -> int:
@@ -131,7 +128,8 @@ def _info(parameter: inspect.Parameter) -> Any:
 def _described(parameter: inspect.Parameter) -> inspect.Parameter:
     """The parameter with what all of its kind have: a name for the value, a panel, suffixes, completion."""
     kind, info = get_args(parameter.annotation)[0], copy(_info(parameter))
-    bare = next((part for part in get_args(kind) if part is not NoneType), kind)
+    bare = kind if get_origin(kind) is list else next(iter(get_args(kind)), kind)  # of X | None
+    bare = get_args(bare)[0] if get_origin(bare) is list else bare
     if bare is int and info.parser is None:
         info.parser, info.metavar = count, info.metavar or "N"
     info.metavar = info.metavar or _METAVARS.get(bare)

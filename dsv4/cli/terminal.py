@@ -12,10 +12,10 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.styles import Style
 from prompt_toolkit.utils import get_cwidth
 
+from dsv4.cli.chat import QUOTES
 from dsv4.cli.show import say_note
 from dsv4.env import state_folder
 
-QUOTES = '"""'
 STYLE = Style.from_dict({"bottom-toolbar": "noreverse #888888", "prompt": "bold"})
 TAKES_PATH = ("/file", "/load", "/save")
 

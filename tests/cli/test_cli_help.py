@@ -44,6 +44,7 @@ def test_help_fits_the_terminal(path: tuple[str, ...], columns: int, monkeypatch
     everything = "--help-all" if "--help-all" in ok(*path, "--help") else "--help"
     for line in ok(*path, everything).split("\nExamples")[0].splitlines():
         assert len(line) <= columns, line
+        assert not re.search(r"^ +-\S.* None\b", line), "every value has a name"
         assert "<bool>" not in line and "…" not in line, "types are words; nothing is cut"
 
 

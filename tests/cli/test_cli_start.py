@@ -38,3 +38,18 @@ for line in json.load(sys.stdin):
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_completion_does_not_wait_for_torch_either(tmp_path: Path) -> None:
+    asked = {"_DSV4_COMPLETE": "complete_bash", "COMP_WORDS": "dsv4\ngenerate\n--max-t", "COMP_CWORD": "2"}
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "dsv4"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **asked},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.split() == ["--max-tokens"]
+    names = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "dsv4.cli.main" in names and not names & {"torch", "numpy", "prompt_toolkit", "rich.markdown"}
