@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serve_support import KEY, OTHER_KEY, ROOT, SHORT, STORY, Server, wait
+from serve_support import KEY, OTHER_KEY, ROOT, SHORT, STORY, Server, wait, worker_pid
 
 from dsv4.models import EMBEDDED
 from dsv4.serve.gate import LEAST_BODY_BYTES, body_limit
@@ -175,7 +175,8 @@ def test_signals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         wait(lambda: "stays in use" in server.log, 5)
         assert server.raw("GET", "/v1/models")[0] == 200, "a file that cannot be used changes nothing"
         keys.write_text(f"{KEY}\n{NEW_KEY}\n")
-        server.process.send_signal(signal.SIGHUP)
+        for pid in (worker_pid(server), server.process.pid):  # as a terminal does that closes
+            os.kill(pid, signal.SIGHUP)
         wait(lambda: "2 API keys" in server.log, 5)
         assert server.raw("GET", "/v1/models", key=NEW_KEY)[0] == 200
         assert server.raw("GET", "/v1/models", key=OTHER_KEY)[0] == 401
