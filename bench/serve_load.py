@@ -43,6 +43,9 @@ MAX_SPREAD = 0.05  # of memory, above its median
 # What a request asks for beside its text, in turns.
 MIXED: list[dict[str, Any]] = [
     {},
+    {"min_tokens": 6, "bad_words": ["boat", "dog"], "temperature": 0.7, "seed": 13},
+    {"allowed_token_ids": list(range(5, 1500)), "include_stop_str_in_output": True, "stop": ["a"]},
+    {"stop_token_ids": [22, 229], "temperature": 1.0, "seed": 14},
     {"presence_penalty": 0.7, "frequency_penalty": 0.4},
     {"temperature": 0.8, "top_p": 0.9, "seed": 11},
     {"logit_bias": {"73": -100, "400": 5}},
@@ -68,6 +71,8 @@ def requests(chance: random.Random, max_tokens: int) -> list[dict[str, Any]]:
             if number % 8 == 0:
                 body["response_format"] = {"type": "json_object"}
         body |= MIXED[number % len(MIXED)]
+        if "min_tokens" in body:
+            body["min_tokens"] = min(body["min_tokens"], body["max_tokens"])
         made.append(body)
     return made
 
@@ -108,12 +113,24 @@ class Load:
                         await self.leave(body, path, chance)
                     elif draw < 0.14:
                         await self.wrong_body(http, path)
+                    elif draw < 0.18:
+                        await self.hostile(http, chance)
                     elif draw < 0.6:
                         await self.stream(http, number, body, path, chance.random() < 0.15)
                     else:
                         await self.whole(http, number, body, path)
                 except httpx.HTTPError as error:
                     self.seen.wrong.append(f"{type(error).__name__}: {error}")
+
+    async def hostile(self, http: httpx.AsyncClient, chance: random.Random) -> None:
+        """A regular expression of 96 MB of text, each its own."""
+        letters = "".join(chance.choices("abcdefgh", k=6))
+        regex = f"(((({letters}{{99}}){{99}}){{99}}){{99}})"
+        body = {"prompt": "x", "max_tokens": 4, "structured_outputs": {"regex": regex}}
+        answer = await http.post("/v1/completions", json=body)
+        if answer.status_code not in (200, 400, 429):
+            self.seen.wrong.append(f"status {answer.status_code}: {answer.text[:200]}")
+        self.seen.outcomes[f"hostile {answer.status_code}"] += 1
 
     async def pause(self, answer: httpx.Response) -> None:
         self.seen.outcomes["429"] += 1
@@ -132,7 +149,7 @@ class Load:
 
     async def stream(self, http: httpx.AsyncClient, number: int, body: Any, path: str, cancels: bool) -> None:
         began, first, parts, finish = time.monotonic(), 0.0, ["", ""], None
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        body |= {"stream": True, "return_progress": True, "stream_options": {"include_usage": True}}
         async with http.stream("POST", path, json=body) as answer:
             if answer.status_code == 429:
                 return await self.pause(answer)

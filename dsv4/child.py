@@ -23,8 +23,8 @@ def child_command(module: str, descriptor: int) -> list[str]:
 def begin(parent: int) -> None:
     """Between fork and exec. Signals of the terminal or the service manager are for the first process, also
     while Python starts in this one."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     end_with(parent)
 
 

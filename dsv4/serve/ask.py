@@ -19,6 +19,7 @@ from dsv4.serve.schema import (
     CompletionBody,
     JsonFormat,
     SchemaFormat,
+    ToolChoice,
     ToolMessage,
     TooLong,
     UserMessage,
@@ -93,6 +94,10 @@ def ask_completion(body: CompletionBody, tokenizer: Tokenizer, usual: Usual) -> 
     grammar = form.grammar(tokenizer, False) if form else None
     params = _params(body, limit, body.logprobs, body.stops, grammar, tokenizer, usual.sampling)
     if body.echo and body.logprobs is not None:
+        if body.prompt_logprobs is not None:
+            raise BadField(
+                "echo with logprobs scores the prompt; leave out prompt_logprobs", "prompt_logprobs"
+            )
         params = [replace(one, prompt_logprobs=body.logprobs) for one in params]
     return Asked(params)
 
@@ -197,6 +202,8 @@ def _params(
         raise BadField("ignore_eos goes on where the form of the answer ends; give one of them", "ignore_eos")
     if body.return_progress and not body.stream:
         raise BadField("return_progress goes with stream: true", "return_progress")
+    if body.prompt_logprobs is not None and body.stream:
+        raise BadField("prompt_logprobs come with a whole answer; leave out stream", "prompt_logprobs")
     bad_words = tuple(spelled for word in body.bad_words or () for spelled in _spelled(word, tokenizer))
     return [
         SamplingParams(
@@ -237,6 +244,9 @@ def _spelled(word: str, tokenizer: Tokenizer) -> set[tuple[int, ...]]:
 def _check_tool_choice(body: ChatBody) -> None:
     if body.tool_choice not in (None, "none", "auto") and not body.tools:
         raise BadField("tool_choice is only allowed when tools are given", "tool_choice")
+    choice = body.tool_choice
+    if isinstance(choice, ToolChoice) and (choice.function is None) == (choice.allowed_tools is None):
+        raise BadField("tool_choice has the field that its type names, and no other", "tool_choice")
     known = [tool["function"]["name"] for tool in body.offered]
     if unknown := [name for name in body.named or () if name not in known]:
         raise BadField(f"tool_choice names {unknown[0]!r}, which is not among the tools", "tool_choice")

@@ -242,6 +242,7 @@ TAKEN += [
     {"messages": [*SHORT, {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "5"}]},
     {"messages": [{"role": "system", "content": "Add."}, {"role": "developer", "content": "Well."}, *SHORT]},
 ]
+TOOL = {"type": "function", "function": {"name": "f"}}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"presence_penalty": 2.1}, "'presence_penalty': expected `float` <= 2.0, found 2.1"),
     ({"repetition_penalty": 0}, "'repetition_penalty': expected `float` >= 0.01, found 0"),
@@ -263,6 +264,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "one of"),
     ({"structured_outputs": {"grammar": "start: nowhere"}}, "grammar"),
     ({"ignore_eos": True, "response_format": {"type": "json_object"}}, "ignore_eos"),
+    ({"prompt_logprobs": 1, "stream": True}, "leave out stream"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "the field that its type names"),
+    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "the field that its type names"),
+    ({"structured_outputs": "x", "guided_regex": "a"}, "give guided_regex or structured_outputs, not both"),
 ]
 
 

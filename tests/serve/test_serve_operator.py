@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serve_support import KEY, OTHER_KEY, ROOT, SHORT, STORY, Server, wait
+from serve_support import KEY, OTHER_KEY, ROOT, SHORT, STORY, Server, wait, worker_pid
 
 from dsv4.models import EMBEDDED
 from dsv4.serve.gate import LEAST_BODY_BYTES, body_limit
@@ -175,7 +175,8 @@ def test_signals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         wait(lambda: "stays in use" in server.log, 5)
         assert server.raw("GET", "/v1/models")[0] == 200, "a file that cannot be used changes nothing"
         keys.write_text(f"{KEY}\n{NEW_KEY}\n")
-        server.process.send_signal(signal.SIGHUP)
+        for pid in (worker_pid(server), server.process.pid):  # as a terminal does that closes
+            os.kill(pid, signal.SIGHUP)
         wait(lambda: "2 API keys" in server.log, 5)
         assert server.raw("GET", "/v1/models", key=NEW_KEY)[0] == 200
         assert server.raw("GET", "/v1/models", key=OTHER_KEY)[0] == 401
@@ -276,3 +277,50 @@ def test_store_is_bounded_and_has_owners() -> None:
     for number in kept[:-1]:
         assert store.drop("a", f"r{number}")
     assert store.num_bytes == 0 and not store._responses_of
+
+
+@pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
+def test_behind_nginx(server: Server, tmp_path: Path) -> None:
+    """The example as it is, but for its ports, certificates and folders."""
+    port, example = free_port(), (ROOT / "examples" / "nginx.conf").read_text()
+    for ours, theirs in (
+        ("listen 443 ssl;", f"listen 127.0.0.1:{port};"),
+        ("127.0.0.1:8000", f"127.0.0.1:{server.port}"),
+    ):
+        assert ours in example
+        example = example.replace(ours, theirs)
+    example = re.sub(r"ssl_certificate.*;", "", example)
+    kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    folders = "".join(f"{kind}_temp_path {tmp_path / kind};" for kind in kinds)
+    config = tmp_path / "nginx.conf"
+    config.write_text(
+        f"user root; daemon off; pid {tmp_path / 'pid'}; error_log {tmp_path / 'errors'}; events {{}}"
+        f" http {{ {folders} access_log off; {example} }}"
+    )
+    process = subprocess.Popen(["nginx", "-c", str(config), "-e", str(tmp_path / "errors")])
+    try:
+        wait(lambda: (tmp_path / "pid").exists() or process.poll() is not None, 10)
+        assert process.poll() is None, (tmp_path / "errors").read_text()
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as sock:
+            body = json.dumps({**CHAT, "max_tokens": 60, "ignore_eos": True, "stream": True}).encode()
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+            head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            sock.sendall(head.encode() + body)
+            parts = [sock.recv(1 << 16)]
+            while b"[DONE]" not in parts[-1]:
+                parts.append(sock.recv(1 << 16))
+        assert b"200 OK" in parts[0] and len(parts) > 20, "as they come, not all at once"
+        for key, status in (("wrong", 401), (KEY, 200)):
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+            connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {key}"})
+            assert connection.getresponse().status == status
+            connection.close()
+        huge = json.dumps({"prompt": "x" * (9 << 20), "max_tokens": 1}).encode()
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", huge, headers)
+        assert b"context_length_exceeded" in connection.getresponse().read(), "read by dsv4"
+        connection.close()
+    finally:
+        process.terminate()
+        process.wait(10)

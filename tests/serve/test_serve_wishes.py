@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,13 @@ OFF: dict[str, Any] = {"thinking": {"type": "disabled"}}
 CHAT: dict[str, Any] = {"messages": SHORT, "temperature": 0, "max_tokens": 30, **OFF}
 PICK = {"type": "object", "properties": {"c": {"type": "string", "enum": ["red", "blue"]}}, "required": ["c"]}
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """With room for an agent's tools."""
+    with Server(tmp_path_factory.mktemp("wishes"), "--isolate-by-key", "--max-context", 4096) as running:
+        yield running
 
 
 def bodies() -> list[Any]:
