@@ -1,14 +1,11 @@
 """The loader that reads ahead: the bits of the straightforward one, whatever the timing; and how it ends."""
 
-import hashlib
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,44 +16,13 @@ from torch import Tensor
 
 from dsv4.engine.spill import Split, make_placement
 from dsv4.errors import CheckpointError, DeviceError
-from dsv4.kernels.common.places import Placement
 from dsv4.lab.init import STYLES
-from dsv4.model.bundle import Weights
 from dsv4.weights import batches, feed, lanes, load, tiled
 from dsv4.weights.load import Checkpoint
 from dsv4.weights.reader import Reader
 from dsv4.weights.tiled import expert_form, load_tiled
 from tests.support import plainly
-
-
-def digests(weights: Weights, placement: Placement | None = None) -> dict[str, str]:
-    """Of every tensor of every weight; of experts in slots, where they lie."""
-    found = {name: _digest(held) for name, held in weights.tensors.items()}
-    for name in placement.names if placement else ():
-        bank = weights.tensors[name]
-        found[name] = repr([(t.format, t.shape, t.fits_bf16, t.fits_fp8) for t in (bank.w13, bank.w2)])
-        for expert in range(placement.num_experts):  # type: ignore[union-attr]
-            found[f"{name}.{expert}"] = _digest(placement.expert(name, expert))  # type: ignore[union-attr]
-    return found
-
-
-def _digest(held: Any) -> str:
-    digest = hashlib.sha256()
-    for part in _parts(held):
-        if isinstance(part, Tensor):
-            digest.update(f"{part.dtype} {tuple(part.shape)}".encode())
-            digest.update(part.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        else:
-            digest.update(repr(part).encode())
-    return digest.hexdigest()
-
-
-def _parts(held: Any) -> Iterator[Any]:
-    if is_dataclass(held):
-        for field in fields(held):
-            yield from _parts(getattr(held, field.name))
-    else:
-        yield held
+from tests.support.held import digests, readers
 
 
 @pytest.fixture(scope="module")
@@ -136,10 +102,6 @@ def test_each_byte_is_read_once(style: str, models: Callable, small_batches: Non
         calibration = sum(s.calibration_bytes for s in checkpoint.inventory.sources)
         need = checkpoint.inventory.num_bytes
         assert need - calibration <= checkpoint.reader.num_read <= need + calibration
-
-
-def readers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("dsv4-read")]
 
 
 @pytest.mark.parametrize("at", [0, 3, 17])
