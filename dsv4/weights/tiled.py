@@ -117,7 +117,7 @@ class _Tiler:
         tiled = self._tensors[name]
         assert isinstance(tiled, Tiled)
         to = tiled.rows(span.start, span.stop)
-        self._findings.add_fits((name, ""), put_stack(to, slice(0, 1), 0, stack.quant(), stack.factor))
+        self._findings.add_fits((name, ""), put_stack(to, [0], 0, stack.quant(), stack.factor))
 
     def _as_held(self, stack: Stack, sources: list[Source]) -> Stack:
         """In the format it is tiled in."""
@@ -161,10 +161,10 @@ class _Tiler:
             if not can_stack(tiled.format, tiled.shape[0]):
                 for number, row in enumerate(rows):
                     one = stack.one(number)
-                    fits = put_stack(tiled, slice(row, row + 1), half, one.quant(), one.factor)
+                    fits = put_stack(tiled, [row], half, one.quant(), one.factor)
                     self._findings.add_fits((name, half_of), fits)
                 continue
-            fits = put_stack(tiled, self._index(rows), half, stack.quant(), stack.factor)
+            fits = put_stack(tiled, rows, half, stack.quant(), stack.factor)
             self._findings.add_fits((name, half_of), fits)
         if placement is not None:
             for number, row in row_of.items():
@@ -180,14 +180,6 @@ class _Tiler:
         rows, cols = _shape(source)
         width, hidden = (cols, rows) if _which(source) == "w2" else (rows, cols)
         return _room(tiled_format(source), width, hidden, count, self._device)
-
-    def _index(self, rows: list[int]) -> slice | Tensor:
-        if rows == list(range(rows[0], rows[0] + len(rows))):
-            return slice(rows[0], rows[0] + len(rows))
-        index = torch.tensor(rows)
-        if self._device.type != "cuda":
-            return index
-        return index.pin_memory().to(self._device, non_blocking=True)
 
 
 def _room(format: Format, width: int, hidden: int, count: int, device: torch.device) -> Bank:

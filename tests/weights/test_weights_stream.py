@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,16 @@ def test_same_bits_as_the_straightforward_load(style: str, models: Callable, sma
     for dense in (True, False):
         assert digests(checkpoint.load(dense)) == digests(plainly.load(checkpoint, dense))
     assert digests(load_tiled(checkpoint, "cpu")) == digests(plainly.load_tiled(checkpoint, "cpu"))
+
+
+def test_same_bits_in_any_order_of_the_file(tmp_path: Path) -> None:
+    """Experts in the order of their names as texts, as published files have them: 0, 1, 10, 11, 2, ..."""
+    folder = write_model(tmp_path / "m", "official", replace(SMALL, num_experts=12))
+    tensors = read_file(folder / "model.safetensors")
+    write_file(folder / "model.safetensors", dict(sorted(tensors.items())))
+    checkpoint = Checkpoint.open(folder)
+    assert digests(load_tiled(checkpoint, "cpu")) == digests(plainly.load_tiled(checkpoint, "cpu"))
+    assert digests(checkpoint.load(False)) == digests(plainly.load(checkpoint, False))
 
 
 @pytest.mark.parametrize("style", ["modelopt", "bf16"])
