@@ -20,6 +20,7 @@ from dsv4.model.model import Model
 from dsv4.ops.exchange.decode import Peers, inbox_places
 from dsv4.parallel.machines import World
 from dsv4.parallel.mesh import Mesh
+from dsv4.parallel.reading import Share
 from dsv4.step.buffers import graph_rows
 from dsv4.text.tokenizer import Tokenizer
 from dsv4.weights.load import Checkpoint, Progress
@@ -125,8 +126,10 @@ class Prepared:
         weights = self.config.weights if s.tiled else "dense" if s.dense else "packed"
         return replace(self.config, weights=weights, threads=s.threads, max_context=s.max_context)
 
-    def load(self, progress: Progress | None = None) -> tuple[Weights, tuple[str, ...]]:
-        """The weights, and notes on what was found."""
+    def load(
+        self, progress: Progress | None = None, share: Share | None = None
+    ) -> tuple[Weights, tuple[str, ...]]:
+        """The weights, and notes on what was found. `share`: with the other ranks of this machine."""
         s = self.settings
         if s.device.kind == "cuda":
             torch.cuda.set_device(s.device.torch_name)  # kernels run on the thread's current device
@@ -136,10 +139,10 @@ class Prepared:
                 model = checksum(self.checkpoint)
                 placed, said = place_experts(self.split, model, s.device.torch_name)
                 notes += said
-                weights = load_tiled(self.checkpoint, s.device.torch_name, progress, *placed)
+                weights = load_tiled(self.checkpoint, s.device.torch_name, progress, *placed, share=share)
                 weights = replace(weights, checksum=model)
             else:
-                weights = self.checkpoint.load(s.dense, s.device.torch_name, progress)
+                weights = self.checkpoint.load(s.dense, s.device.torch_name, progress, share)
         torch.set_num_threads(s.threads)
         if not s.tiled:
             notes += settle_exact(

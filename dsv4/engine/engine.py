@@ -120,7 +120,10 @@ class Engine(Calls):
         with ExitStack() as undo:
             if ranks:
                 undo.callback(ranks.stop)
-            weights, notes = prepared.load(ranks.watched(progress) if ranks else progress)
+            if ranks:
+                weights, notes = prepared.load(ranks.watched(progress), ranks.share)
+            else:
+                weights, notes = prepared.load(progress)
             bundle = prepared.bundle(weights, ranks.join() if ranks else Mesh())
             try:
                 engine = cls(

@@ -21,6 +21,7 @@ from dsv4.parallel.channel import Channel, Closed, Kind
 from dsv4.parallel.comm import Group, Meeting, PeerError
 from dsv4.parallel.machines import World, call_on
 from dsv4.parallel.mesh import Mesh
+from dsv4.parallel.reading import Share
 
 # From the end of the channel on, for a rank to read what rank 0 said last.
 LAST_WORDS_SECONDS = 1.0
@@ -81,7 +82,8 @@ def follow(channel: Channel, meeting: Meeting | None = None) -> None:
     settings = {**start["config"], "ops": tuple(map(tuple, start["config"]["ops"]))}
     config, rank, devices = EngineConfig(**settings), start["rank"], start["devices"]
     prepared = Prepared.make(Path(start["path"]), config, rank, devices)
-    weights, _ = prepared.load()
+    memory = start["memory"]
+    weights, _ = prepared.load(share=None if memory is None else Share(memory, rank, len(devices)))
     channel.send(Kind.LOADED)
     _expected(channel, Kind.JOIN)
     meeting = meeting or Meeting.at(start["file"], len(devices))

@@ -32,6 +32,7 @@ from dsv4.parallel.channel import Channel, Closed, Kind
 from dsv4.parallel.comm import Group, Meeting, PeerError
 from dsv4.parallel.machines import Guest, World, host_name, receive_guests
 from dsv4.parallel.mesh import Mesh
+from dsv4.parallel.reading import Memory, Share
 from dsv4.weights.load import Progress
 
 # How long a rank that waited in vain may take to say so: those that say nothing are the late ones.
@@ -78,6 +79,8 @@ class Ranks:
         self.alarm, self._ring = socket.socketpair()
         guests: list[Guest] = []
         self._folder = file = ""
+        # Ranks that torchrun started have no memory in common: each reads for itself.
+        self._memory = Memory() if world is None else None
         if world is None:
             self._folder = tempfile.mkdtemp(prefix="dsv4-ranks-")
             file = str(Path(self._folder) / "store")
@@ -94,7 +97,7 @@ class Ranks:
         # The kernel ends a rank with the thread that started it: one that lives as long as the ranks.
         # It may call this object at once, so it comes last.
         started: Future[None] = Future()
-        arguments = (weakref.ref(self), self._peers, self.size, self.seconds, started)
+        arguments = (weakref.ref(self), self._peers, self.size, self.seconds, self._memory, started)
         threading.Thread(target=_watch, args=arguments, daemon=True).start()
         try:
             started.result()
@@ -106,9 +109,15 @@ class Ranks:
             start = {
                 **{"path": str(path.resolve()), "config": asdict(config), "rank": rank, "file": file},
                 **{"devices": self._devices, "hosts": self._meeting.hosts},
+                "memory": None if self._memory is None else self._memory.fileno(),
             }
             with suppress(Closed):  # `check` says which one has died, and how
                 peer.channel.send(Kind.START, json.dumps(start).encode())
+
+    @property
+    def share(self) -> Share | None:
+        """In what all ranks read while they load."""
+        return None if self._memory is None else Share(self._memory.fileno(), 0, self.size, self.check)
 
     def join(self) -> Mesh:
         """Until all have loaded their shares; then they meet."""
@@ -122,6 +131,8 @@ class Ranks:
                 since = time.monotonic() - began
                 logger.warning("still waiting for %s to load, %.0f s after rank 0 has loaded", late, since)
         self.check()
+        if self._memory is not None:
+            self._memory.empty()  # all have read
         self.tell(Kind.JOIN)
         try:
             comm = Group(self._meeting, 0, self._devices, self.seconds)
@@ -243,12 +254,13 @@ def _end(peers: list[_Peer], folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _launch(rank: int, seconds: float) -> _Peer:
+def _launch(rank: int, seconds: float, memory: Memory | None = None) -> _Peer:
     ours, theirs = socket.socketpair()
+    passed = (theirs.fileno(),) if memory is None else (theirs.fileno(), memory.fileno())
     with theirs:
         process = subprocess.Popen(
             child_command("dsv4.engine.follow", theirs.fileno()),
-            pass_fds=(theirs.fileno(),),
+            pass_fds=passed,
             stdin=subprocess.DEVNULL,
             preexec_fn=partial(begin, os.getpid()),
         )
@@ -260,6 +272,7 @@ def _watch(
     peers: list[_Peer],
     size: int,
     seconds: float,
+    memory: Memory | None,
     started: "Future[None]",
 ) -> None:
     """Starts the ranks that are not there, then hears what all say and when they end.
@@ -268,7 +281,7 @@ def _watch(
     """
     try:
         for rank in range(len(peers) + 1, size):
-            peers.append(_launch(rank, seconds))
+            peers.append(_launch(rank, seconds, memory))
     except OSError as error:
         why = f"the process of rank {len(peers) + 1} cannot be started ({error.strerror or error})"
         _end(peers, "")

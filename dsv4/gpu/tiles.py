@@ -1,6 +1,7 @@
 """Start: weights as GPU kernels want them, tiles of 16 rows in the order of tensor cores' registers."""
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -135,7 +136,7 @@ class Fits:
 def put(to: Tiled, index: int, half: int, weight: QuantTensor) -> Fits:
     """Write `weight` as matrix `index` (and half) of a bank."""
     factor = torch.tensor([weight.global_scale], device=to.factor.device)
-    bf16, fp8 = put_stack(to, slice(index, index + 1), half, weight, factor).tolist()
+    bf16, fp8 = put_stack(to, [index], half, weight, factor).tolist()
     return Fits(bf16, fp8)
 
 
@@ -144,7 +145,7 @@ def can_stack(format: Format, rows: int) -> bool:
     return rows % (FP8_TILE if format is Format.FP8 else ROWS) == 0
 
 
-def put_stack(to: Tiled, at: slice | Tensor, half: int, weight: QuantTensor, factor: Tensor) -> Tensor:
+def put_stack(to: Tiled, at: Sequence[int], half: int, weight: QuantTensor, factor: Tensor) -> Tensor:
     """Write matrices that lie one below the other in `weight` as those `at` indices (and half) of a bank.
 
     factor: of each; `weight.global_scale` is not looked at. -> [2] bool on the device, as in Fits, for all.
@@ -155,19 +156,32 @@ def put_stack(to: Tiled, at: slice | Tensor, half: int, weight: QuantTensor, fac
     if weight.shape[1] % 4:
         raise CheckpointError(f"a weight of {weight.shape[1]} columns: the GPU kernels need a multiple of 4")
     lead = (count, to.units, to.slices, -1)
-    to.data[at, :, :, half] = _data(weight, units, to.slices, to.is_plain).view(lead)
-    to.factor[at, half] = factor
+    runs = list(_runs(at))
+    data = _data(weight, units, to.slices, to.is_plain).view(lead)
+    for here, there in runs:
+        to.data[there, :, :, half] = data[here]
+        to.factor[there, half] = factor[here]
     fits = torch.ones(2, dtype=torch.bool, device=factor.device)
     if weight.format is Format.BF16:
         return fits
     scale = _scales(weight, units, to.slices)
-    to.scale[at, :, :, half] = scale.view(lead)
+    for here, there in runs:
+        to.scale[there, :, :, half] = scale.view(lead)[here]
     if weight.format is Format.FP8:
         mantissa, _ = torch.frexp(scale.view(torch.float32))
         fits[0] = ((mantissa.abs() == 0.5) | (mantissa == 0)).all()
     elif weight.format is Format.MXFP4:
         fits[1] = _fits_fp8(weight)
     return fits
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+    """Of numbers that follow one another: where they stand in the list, and they themselves."""
+    first = 0
+    for place in range(1, len(numbers) + 1):
+        if place == len(numbers) or numbers[place] != numbers[place - 1] + 1:
+            yield slice(first, place), slice(numbers[first], numbers[place - 1] + 1)
+            first = place
 
 
 def _fits_fp8(weight: QuantTensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Streams a checkpoint into memory, a few rows at a time. What is missing or left over is refused before."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from dsv4.config import ModelConfig
 from dsv4.errors import CheckpointError, ConfigError
 from dsv4.model.bundle import Weights
 from dsv4.model.params import check_ranks, own_experts
+from dsv4.parallel.reading import Share
 from dsv4.quant.codec import NV_RANGE, decode, encode_weight, has_nan_scale
 from dsv4.quant.formats import Format, QuantTensor
 from dsv4.weights.batches import Batch, plan
@@ -36,6 +37,7 @@ class Checkpoint:
     reader: Reader
     inventory: Inventory
     head: str = "stored"  # or nvfp4: made of the stored values at load
+    whole: Inventory | None = None  # of all ranks; None: this is the only one
 
     @classmethod
     def open(cls, path: str | Path) -> "Checkpoint":
@@ -45,7 +47,7 @@ class Checkpoint:
         """A rank's shares of the weights; sizes that do not split are refused."""
         check_ranks(self.config, size, whole_experts)
         own = own_experts(self.config, rank, size) if whole_experts else None
-        return replace(self, inventory=self.inventory.shard(rank, size, own))
+        return replace(self, inventory=self.inventory.shard(rank, size, own), whole=self.inventory)
 
     def with_head(self, head: str, ranks: int) -> "Checkpoint":
         """`head`: as EngineConfig has it. A head that is stored quantised stays as it is."""
@@ -73,21 +75,34 @@ class Checkpoint:
         ]
         return sum(held_bytes(source, dense) for source in recoded)
 
+    def stream(
+        self, limit: int, device: torch.device, share: Share | None, together: bool = False
+    ) -> Iterator[tuple[Batch, Tensor]]:
+        """What this rank reads; with `share`, what all ranks of the machine read, of which it has a part."""
+        whole = self.inventory if share is None or self.whole is None else self.whole
+        return stream(self.reader, plan(whole.sources, limit, together), device, share)
+
     def load(
-        self, dense: bool, device: str | torch.device = "cpu", progress: Progress | None = None
+        self,
+        dense: bool,
+        device: str | torch.device = "cpu",
+        progress: Progress | None = None,
+        share: Share | None = None,
     ) -> Weights:
         """dense: decode linears to float32 [K, N] now; else keep them as stored."""
         target, inventory = torch.device(device), self.inventory
-        held = {source.param.name: _Held(self, source, dense, target) for source in inventory.sources}
+        own = {source.param.name: source for source in inventory.sources}
+        held = {name: _Held(self, source, dense, target) for name, source in own.items()}
         with self.reader as reader:
-            batches = plan(inventory.sources, CPU_BATCH_BYTES, together=False)
             count = Counted(progress, inventory)
-            for batch, stored in stream(reader, batches, torch.device("cpu")):
+            for batch, stored in self.stream(CPU_BATCH_BYTES, torch.device("cpu"), share):
                 for part in batch.parts:
-                    stack = stack_of(part, stored)
-                    for number, source in enumerate(part.sources):
-                        held[source.param.name].put(stack.one(number))
-                count.add(batch)
+                    stack, sources = stack_of(part, stored, own)
+                    if stack is not None and sources is not None:
+                        for number, source in enumerate(sources):
+                            held[source.param.name].put(stack.one(number))
+                        count.add(stack, sources)
+                count.tell()
             reader.check_unchanged()
         tensors = {name: one.finish() for name, one in held.items()}
         return Weights(tensors, inventory.quantised, inventory.num_mtp_layers)
@@ -97,15 +112,16 @@ class Counted:
     """Tells progress of stored bytes."""
 
     def __init__(self, progress: Progress | None, inventory: Inventory) -> None:
-        self._progress, self._total, self._done = progress, inventory.num_bytes, 0
+        self._progress, self._total, self._done = progress, inventory.num_bytes, 0.0
 
-    def add(self, batch: Batch) -> None:
-        """A source that came in several parts counts in proportion; the last bytes are then exact."""
-        for part in batch.parts:
-            rows = part.stop - part.start
-            self._done += sum(s.num_bytes * rows // s.param.shape[0] for s in part.sources)
+    def add(self, stack: Stack, sources: list[Source]) -> None:
+        """A source that comes in several parts counts in proportion."""
+        rows = len(stack.data) // len(sources)
+        self._done += sum(source.num_bytes * rows / source.param.shape[0] for source in sources)
+
+    def tell(self) -> None:
         if self._progress is not None:
-            self._progress(min(self._done, self._total), self._total)
+            self._progress(min(round(self._done), self._total), self._total)
 
 
 class _Held:

@@ -10,11 +10,11 @@ from dsv4.gpu.shapes import Form
 from dsv4.gpu.tiles import Bank, Tiled, can_stack, empty, put_stack, tile
 from dsv4.model.bundle import Weights
 from dsv4.ops.experts.placement import Placement
+from dsv4.parallel.reading import Share
 from dsv4.quant.codec import decode
 from dsv4.quant.formats import Format, QuantTensor
-from dsv4.weights.batches import EXPERT, Batch, Part, plan
+from dsv4.weights.batches import EXPERT, Batch
 from dsv4.weights.detect import Source
-from dsv4.weights.feed import stream
 from dsv4.weights.findings import Findings
 from dsv4.weights.load import Checkpoint, Counted, Progress, recode
 from dsv4.weights.sizes import tiled_format, tiled_source_bytes
@@ -32,6 +32,8 @@ def load_tiled(
     progress: Progress | None = None,
     placement: Placement | None = None,
     drafts: Placement | None = None,
+    *,
+    share: Share | None = None,
 ) -> Weights:
     """As Checkpoint.load, with Tiled for linears and one Bank per layer's experts.
 
@@ -42,9 +44,9 @@ def load_tiled(
     with checkpoint.reader as reader:
         tiler = _Tiler(checkpoint, target, [where for where in (placement, drafts) if where])
         count = Counted(progress, inventory)
-        for batch, stored in stream(reader, plan(inventory.sources, BATCH_BYTES, together=True), target):
-            tiler.take(batch, stored)
-            count.add(batch)
+        for batch, stored in checkpoint.stream(BATCH_BYTES, target, share, together=True):
+            tiler.take(batch, stored, count)
+            count.tell()
         tensors = tiler.finish()
         reader.check_unchanged()
     if target.type == "cuda":
@@ -59,23 +61,27 @@ class _Tiler:
     def __init__(self, checkpoint: Checkpoint, device: torch.device, placements: list[Placement]) -> None:
         self._checkpoint, self._device, self._placements = checkpoint, device, placements
         self._own = checkpoint.inventory.experts
+        self._sources = {source.param.name: source for source in checkpoint.inventory.sources}
         self._tensors: dict[str, Tensor | QuantTensor | Tiled | Bank] = {}
         self._whole: dict[str, Tensor] = {}  # what is recoded when all of it is here
         self._findings = Findings(checkpoint, device)
 
-    def take(self, batch: Batch, stored: Tensor) -> None:
-        banks: dict[str, list[Part]] = {}
+    def take(self, batch: Batch, stored: Tensor, count: Counted) -> None:
+        banks: dict[str, list[tuple[Stack, list[Source]]]] = {}
         for part in batch.parts:
-            source = part.sources[0]
-            name, kind = source.param.name, source.param.kind
+            stack, sources = stack_of(part, stored, self._sources)
+            if stack is None or sources is None:
+                continue
+            count.add(stack, sources)
+            name, kind = sources[0].param.name, sources[0].param.kind
             if kind in ("plain", "table"):
-                self._tensors[name] = self._findings.checked_plain(stack_of(part, stored).data, source)
+                self._tensors[name] = self._findings.checked_plain(stack.data, sources[0])
             elif match := EXPERT.fullmatch(name):
-                banks.setdefault(match[1], []).append(part)
+                banks.setdefault(match[1], []).append((stack, sources))
             else:
-                self._take_linear(name, source, stack_of(part, stored))
-        for name, parts in banks.items():
-            self._take_experts(name, parts, stored)
+                self._take_linear(name, sources[0], stack)
+        for name, stacks in banks.items():
+            self._take_experts(name, stacks)
         self._findings.end_batch()
 
     def finish(self) -> dict[str, Tensor | QuantTensor | Tiled | Bank]:
@@ -113,7 +119,7 @@ class _Tiler:
         tiled = self._tensors[name]
         assert isinstance(tiled, Tiled)
         to = tiled.rows(span.start, span.stop)
-        self._findings.add_fits((name, ""), put_stack(to, slice(0, 1), 0, stack.quant(), stack.factor))
+        self._findings.add_fits((name, ""), put_stack(to, [0], 0, stack.quant(), stack.factor))
 
     def _as_held(self, stack: Stack, sources: list[Source]) -> Stack:
         """In the format it is tiled in."""
@@ -128,22 +134,21 @@ class _Tiler:
             self._findings.expect(same, sources)
         return replace(stack, data=rounded, scale=None, format=format)
 
-    def _take_experts(self, name: str, parts: list[Part], stored: Tensor) -> None:
+    def _take_experts(self, name: str, stacks: list[tuple[Stack, list[Source]]]) -> None:
         """Some experts of a bank, all three matrices of each."""
         placement = next((p for p in self._placements if name in p.names), None)
         if name not in self._tensors:
-            self._tensors[name] = placement.bank(name) if placement else self._empty_bank(parts)
+            self._tensors[name] = placement.bank(name) if placement else self._empty_bank(stacks[0][1][0])
         bank = self._tensors[name]
         assert isinstance(bank, Bank)
-        numbers = list(dict.fromkeys(_number(source) for part in parts for source in part.sources))
+        numbers = list(dict.fromkeys(_number(source) for _, sources in stacks for source in sources))
         if placement is None:
             to, row_of = bank, {number: number - self._own.start for number in numbers if number is not None}
         else:  # made side by side, then brought to where each lies
             form = placement.form
             to = _room(form.format, form.width, form.hidden, len(numbers), self._device)
             row_of = {number: row for row, number in enumerate(numbers) if number is not None}
-        for part in parts:
-            stack, sources = stack_of(part, stored), part.sources
+        for stack, sources in stacks:
             self._findings.check(stack, sources)
             stack = self._as_held(stack, sources)
             half_of, half = _PLACE[_which(sources[0])]
@@ -158,10 +163,10 @@ class _Tiler:
             if not can_stack(tiled.format, tiled.shape[0]):
                 for number, row in enumerate(rows):
                     one = stack.one(number)
-                    fits = put_stack(tiled, slice(row, row + 1), half, one.quant(), one.factor)
+                    fits = put_stack(tiled, [row], half, one.quant(), one.factor)
                     self._findings.add_fits((name, half_of), fits)
                 continue
-            fits = put_stack(tiled, self._index(rows), half, stack.quant(), stack.factor)
+            fits = put_stack(tiled, rows, half, stack.quant(), stack.factor)
             self._findings.add_fits((name, half_of), fits)
         if placement is not None:
             for number, row in row_of.items():
@@ -172,20 +177,11 @@ class _Tiler:
                     target.scale.copy_(source.scale[row : row + 1], non_blocking=True)
                     target.factor.copy_(source.factor[row : row + 1])
 
-    def _empty_bank(self, parts: list[Part]) -> Bank:
-        source = parts[0].sources[0]
+    def _empty_bank(self, source: Source) -> Bank:
         count = len(self._own) if source.param.expert is not None else 1
         rows, cols = _shape(source)
         width, hidden = (cols, rows) if _which(source) == "w2" else (rows, cols)
         return _room(tiled_format(source), width, hidden, count, self._device)
-
-    def _index(self, rows: list[int]) -> slice | Tensor:
-        if rows == list(range(rows[0], rows[0] + len(rows))):
-            return slice(rows[0], rows[0] + len(rows))
-        index = torch.tensor(rows)
-        if self._device.type != "cuda":
-            return index
-        return index.pin_memory().to(self._device, non_blocking=True)
 
 
 def _room(format: Format, width: int, hidden: int, count: int, device: torch.device) -> Bank:

@@ -23,6 +23,7 @@ from dsv4.models import EMBEDDED
 from dsv4.parallel.channel import Channel, Kind
 from dsv4.parallel.machines import Guest, World
 from dsv4.parallel.mesh import Mesh
+from dsv4.parallel.reading import Memory
 from tests.serve.serve_support import STORY, Server, worker_pid
 
 LONG = SamplingParams(max_tokens=450, temperature=0, ignore_eos=True)
@@ -153,8 +154,8 @@ def test_interrupted_while_ranks_are_started(monkeypatch: pytest.MonkeyPatch) ->
     """As by Ctrl-C in a notebook, whose process goes on: none of them is left, nor started after that."""
     launch = ranks_module._launch
 
-    def launch_slowly(rank: int, seconds: float) -> ranks_module._Peer:
-        peer = launch(rank, seconds)
+    def launch_slowly(rank: int, seconds: float, memory: Memory | None) -> ranks_module._Peer:
+        peer = launch(rank, seconds, memory)
         if rank == 1:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.5)
@@ -164,7 +165,7 @@ def test_interrupted_while_ranks_are_started(monkeypatch: pytest.MonkeyPatch) ->
     started = threading.active_count()
     with pytest.raises(KeyboardInterrupt):
         Ranks(EMBEDDED, EngineConfig(device="cpu"), ["cpu"] * 3)
-    wait(lambda: threading.active_count() == started and rank_pids() == [], 10)
+    wait(lambda: threading.active_count() <= started and rank_pids() == [], 10)
 
 
 def test_group_is_freed_with_the_engine() -> None:

@@ -1,14 +1,12 @@
 """The loader that reads ahead: the bits of the straightforward one, whatever the timing; and how it ends."""
 
-import hashlib
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,43 +18,12 @@ from torch import Tensor
 from dsv4.engine.spill import Split, make_placement
 from dsv4.errors import CheckpointError, DeviceError
 from dsv4.lab.init import STYLES
-from dsv4.model.bundle import Weights
-from dsv4.ops.experts.placement import Placement
 from dsv4.weights import batches, feed, lanes, load, tiled
 from dsv4.weights.load import Checkpoint
 from dsv4.weights.reader import Reader
 from dsv4.weights.tiled import expert_form, load_tiled
 from tests.support import plainly
-
-
-def digests(weights: Weights, placement: Placement | None = None) -> dict[str, str]:
-    """Of every tensor of every weight; of experts in slots, where they lie."""
-    found = {name: _digest(held) for name, held in weights.tensors.items()}
-    for name in placement.names if placement else ():
-        bank = weights.tensors[name]
-        found[name] = repr([(t.format, t.shape, t.fits_bf16, t.fits_fp8) for t in (bank.w13, bank.w2)])
-        for expert in range(placement.num_experts):  # type: ignore[union-attr]
-            found[f"{name}.{expert}"] = _digest(placement.expert(name, expert))  # type: ignore[union-attr]
-    return found
-
-
-def _digest(held: Any) -> str:
-    digest = hashlib.sha256()
-    for part in _parts(held):
-        if isinstance(part, Tensor):
-            digest.update(f"{part.dtype} {tuple(part.shape)}".encode())
-            digest.update(part.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        else:
-            digest.update(repr(part).encode())
-    return digest.hexdigest()
-
-
-def _parts(held: Any) -> Iterator[Any]:
-    if is_dataclass(held):
-        for field in fields(held):
-            yield from _parts(getattr(held, field.name))
-    else:
-        yield held
+from tests.support.held import digests, readers
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +54,16 @@ def test_same_bits_as_the_straightforward_load(style: str, models: Callable, sma
     for dense in (True, False):
         assert digests(checkpoint.load(dense)) == digests(plainly.load(checkpoint, dense))
     assert digests(load_tiled(checkpoint, "cpu")) == digests(plainly.load_tiled(checkpoint, "cpu"))
+
+
+def test_same_bits_in_any_order_of_the_file(tmp_path: Path) -> None:
+    """Experts in the order of their names as texts, as published files have them: 0, 1, 10, 11, 2, ..."""
+    folder = write_model(tmp_path / "m", "official", replace(SMALL, num_experts=12))
+    tensors = read_file(folder / "model.safetensors")
+    write_file(folder / "model.safetensors", dict(sorted(tensors.items())))
+    checkpoint = Checkpoint.open(folder)
+    assert digests(load_tiled(checkpoint, "cpu")) == digests(plainly.load_tiled(checkpoint, "cpu"))
+    assert digests(checkpoint.load(False)) == digests(plainly.load(checkpoint, False))
 
 
 @pytest.mark.parametrize("style", ["modelopt", "bf16"])
@@ -136,10 +113,6 @@ def test_each_byte_is_read_once(style: str, models: Callable, small_batches: Non
         calibration = sum(s.calibration_bytes for s in checkpoint.inventory.sources)
         need = checkpoint.inventory.num_bytes
         assert need - calibration <= checkpoint.reader.num_read <= need + calibration
-
-
-def readers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("dsv4-read")]
 
 
 @pytest.mark.parametrize("at", [0, 3, 17])
