@@ -3,14 +3,17 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 # What a claim's buffer should hold, and by how much each value may be off beside `ulps`.
 Wanted = tuple[Tensor, Tensor | float]
-# Of values that are stored in 4 or 8 bits, the share that may lie one code further: those near a boundary.
+# Of a row's values in 4 or 8 bits, the share that may lie one code further: those near a boundary.
 RARE = 0.15
+# How far one code is from the next, relative to the value and to the largest of its row.
+CODED = {"fp8": (1 / 8, 2.0**-16), "fp4": (1 / 2, 1 / 6)}
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,7 @@ class Claim:
     `want` is evaluated on what the launch reads, before it runs; with `after`, on what it left, for a value
     that follows from another output. `ulps`: units of the buffer's type that a value may be off; 0 and no
     slack: exactly equal. `read` and `write`: for buffers in a kernel's own layout, and rows of a store.
-    `coded`: values are those of 4- or 8-bit codes, of which a few may lie one code further.
+    `coded`: values are those of codes, of which a few of each row may lie one code further.
     """
 
     name: str
@@ -28,7 +31,7 @@ class Claim:
     want: Callable[[], Wanted]
     ulps: float = 1.0
     after: bool = False
-    coded: bool = False
+    coded: Literal["fp8", "fp4"] | None = None
     read: Callable[[], Tensor] | None = None
     write: Callable[[Tensor], None] | None = None
 
@@ -66,7 +69,7 @@ def difference(claim: Claim, wanted: Wanted) -> Difference | None:
     """Hold a buffer against what it should hold; None if it does."""
     want, slack = wanted
     got = claim.held()
-    assert got.shape == want.shape, (claim.name, got.shape, want.shape)
+    assert got.shape == want.shape and got.dtype == want.dtype, (claim.name, got.shape, want.shape)
     if not want.numel():
         return None
     a, b = got.double(), want.double()
@@ -76,9 +79,9 @@ def difference(claim: Claim, wanted: Wanted) -> Difference | None:
     excess = torch.where(same, -math.inf, (a - b).abs() - bound)
     excess = torch.where(excess.isnan(), math.inf, excess)  # a number against none
     beyond = excess > 0
-    if claim.coded and 0 < float(beyond.double().mean()) <= RARE:
-        # One step of E2M1 is at most half its value; below 1 half the block's scale.
-        bound = 0.51 * b.abs() + 0.1 * b.abs().amax(-1, keepdim=True)
+    if claim.coded and 0 < float(beyond.double().mean(-1).max()) <= RARE:
+        of_value, of_row = CODED[claim.coded]
+        bound = of_value * 1.01 * b.abs() + of_row * b.abs().amax(-1, keepdim=True)
         excess = torch.where(beyond, (a - b).abs() - bound, -math.inf)
         excess = torch.where(excess.isnan(), math.inf, excess)
         beyond = excess > 0

@@ -1,7 +1,9 @@
 """How the products of a step overlap with what runs before and after them, by the launch's name.
 
-No row changes a bit of any result; each can be taken out alone. Figures: one H200, Flash's geometry, NVFP4,
-4k, a single row, November 2026 (docs/log.md has the runs and what did not help).
+No row changes a bit of any result. Smaller kernels have no row: their `@launcher` says when they trigger
+(`mhc open` of the tokens late), and "experts up" always triggers late (linear/decode.py), since "experts
+down" reads its tasks early. Figures: one H200, Flash's geometry, NVFP4, 4k, a single row, November 2026;
+docs/log.md, "Products of a single row" and "What did not help", has the runs.
 """
 
 from dataclasses import dataclass

@@ -99,20 +99,20 @@ FAULTS = (
         new="(__ldcg(table + page) - (int)page) * page_entries + (entry ^ 1);",
         launch="index select",
     ),
-    Fault("no sink", "attention", "whole += power_of_two(sink[h] - top);", "", "attend"),
+    Fault("no sink", "attention", "whole += power_of_two(sink[h] - top);", "", "attend sliding"),
     Fault(
         what="a swapped head",
         room="attention",
         old="__ldg(p.sinks + first_head + h * HEADS + block)",
         new="__ldg(p.sinks + first_head + h * HEADS + (block ^ 1))",
-        launch="attend",
+        launch="attend sliding",
     ),
     Fault(
         what="a window that begins one too late",
         room="attention",
         old="oldest = (position + 1 - raw) % p.ring_rows;",
         new="oldest = (position + 2 - raw) % p.ring_rows;",
-        launch="attend",
+        launch="attend sliding",
     ),
     Fault(
         what="no factor",
@@ -177,7 +177,7 @@ def plant(fault: Fault, tree: Path) -> Path:
 
 
 def copy_of_sources(to: Path) -> Path:
-    for part in ("dsv4", "tests"):
+    for part in ("dsv4", "tests", "bench"):
         ignored = shutil.ignore_patterns("__pycache__", "*.safetensors", "*.png")
         shutil.copytree(ROOT / part, to / part, ignore=ignored, dirs_exist_ok=True)
     shutil.copy(ROOT / "pyproject.toml", to)

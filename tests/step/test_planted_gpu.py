@@ -18,7 +18,7 @@ def test_the_launch_is_named(fault: Fault, tmp_path: Path) -> None:
     said = json.loads(said_by(tree, "-m", "dsv4", "doctor", "--step", *options))
     assert not said["pass"], f"{fault.what}: nothing differs"
     (finding,) = said["findings"]
-    assert f"'{fault.launch}" in finding["text"].partition(":")[0], f"{fault.what}: {finding['text']}"
+    assert f"'{fault.launch}'" in finding["text"].partition(":")[0], f"{fault.what}: {finding['text']}"
 
 
 def test_without_a_fault(tmp_path: Path) -> None:

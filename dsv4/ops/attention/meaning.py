@@ -1,6 +1,6 @@
 """Decode step: what attention's launches mean (prepare.py, decode.py, decode_any.py)."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from torch import Tensor
 from dsv4.gpu.meaning import Claim, Wanted
 from dsv4.ops.index.meaning import pool_rows
 from dsv4.quant.codec import decode, encode_kv
-from dsv4.quant.formats import QuantTensor
+from dsv4.quant.formats import Format, QuantTensor
 from dsv4.spec import ops
 from dsv4.spec.rounding import Rounding, linear_input
 
@@ -27,20 +27,30 @@ def _angles(cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor
 
 def _near(x: Tensor) -> Wanted:
     """A normed and rotated vector: a rotation can cancel, so the bound is that of its largest channel."""
-    eps = torch.finfo(x.dtype).eps
+    eps = max(torch.finfo(x.dtype).eps, 2.0**-19)  # float32: of what is pooled in another order
     return x, eps * x.float().abs().amax(-1, keepdim=True)
 
 
-def _stored(name: str, store: QuantTensor, rows: Tensor, values: Tensor) -> Claim:
-    """Rows of a cache's store, compared by what they stand for."""
-    return Claim(
-        name=name,
-        buffer=store.data,
-        want=lambda: _near(decode(encode_kv(values, store.rope_dim, store.format)).to(values.dtype)),
-        coded=True,
-        read=lambda: decode(store.take(rows)).to(values.dtype),
-        write=lambda _: store.put(rows, encode_kv(values, store.rope_dim, store.format)),
-    )
+def _stored(name: str, store: QuantTensor, rows: Tensor, values: Tensor) -> list[Claim]:
+    """Rows of a cache's store, compared by what they stand for: codes, and beside them rotated channels."""
+
+    def claim(what: str, channels: slice, coded: Literal["fp8", "fp4"] | None) -> Claim:
+        def part(held: QuantTensor) -> Tensor:
+            return decode(held).to(values.dtype)[:, channels]
+
+        return Claim(
+            name=what,
+            buffer=store.data,
+            want=lambda: _near(part(encode_kv(values, store.rope_dim, store.format))),
+            coded=coded,
+            read=lambda: part(store.take(rows)),
+            write=lambda _: store.put(rows, encode_kv(values, store.rope_dim, store.format)),
+        )
+
+    if store.format is not Format.KV8:
+        return [claim(name, slice(None), "fp4")]
+    plain = values.shape[1] - store.rope_dim
+    return [claim(name, slice(plain), "fp8"), claim(f"{name}, rotated", slice(plain, None), None)]
 
 
 def prepare(
@@ -71,7 +81,7 @@ def prepare(
     kv = ops.rotate(ops.rms_norm(kv[used].to(act), kv_norm, eps), *_angles(cos, sin, at))
     claims = [
         Claim("q_low_out", q_low_out, lambda: _near(ops.rms_norm(q_low.to(act), q_norm, eps))),
-        _stored("ring", ring, of * ring_rows + at % ring_rows, kv),
+        *_stored("ring", ring, of * ring_rows + at % ring_rows, kv),
     ]
     if q_in is not None:
         wanted = lambda: (linear_input(q_low_out, activations), 0.0)  # noqa: E731
@@ -90,7 +100,7 @@ def prepare(
         block = at[closing] // ratio
         page = page_table[of[closing], block // page_entries].long()
         row = row if name == "entries" else ops.hadamard(row)
-        claims.append(_stored(name, pooling.out, page * page_entries + block % page_entries, row))
+        claims += _stored(name, pooling.out, page * page_entries + block % page_entries, row)
     return claims
 
 
@@ -135,7 +145,7 @@ def queries(
         claims.append(Claim("q", q, lambda: _near(_query(q, angles, eps))))
     if iq is not None:
         want = lambda: _near(TRAINED.index(ops.rotate_heads(iq, *angles)))  # noqa: E731
-        claims.append(Claim("iq", iq, want, coded=True))
+        claims.append(Claim("iq", iq, want, coded="fp4"))
     return claims
 
 
@@ -186,16 +196,16 @@ def attend(
 
     def claim(row: int, slot: int, position: int) -> Claim:
         def want() -> Wanted:
-            where.pop("overlap", None)
             listed = None if rows is None else rows[row]
             keys = _keys(rows=listed, slot=slot, position=position, **where).unsqueeze(0)
             cs, sn = _angles(cos, sin, positions[row : row + 1])
             its_q = _query(q[row : row + 1], (cs, sn), eps)
             seen = torch.ones(1, 1, keys.shape[1], dtype=torch.bool, device=q.device)
             o = ops.rotate_heads(ops.attend(its_q.unsqueeze(0), keys, seen, sinks)[0], cs, -sn)
-            size = ops.attend(its_q.unsqueeze(0).float(), keys.abs(), seen, sinks)[0]
-            largest = size.amax(-1, keepdim=True)
-            return o.flatten(), (WEIGHTS[q.dtype] * largest).expand_as(o).flatten()
+            scores = its_q[0].float() @ keys[0].mT * q.shape[2] ** -0.5
+            weights = torch.cat((scores, sinks.unsqueeze(1)), 1).softmax(1)[:, :-1]
+            largest = (weights @ keys[0].abs()).amax(-1, keepdim=True)
+            return o.flatten(), (WEIGHTS[q.dtype] * largest).expand(o.shape[1:]).flatten()
 
         return Claim(f"out[{row}]", out.view(len(slots), -1)[row], want)
 
@@ -237,7 +247,6 @@ def attend_parts(
             write=lambda value: put(row, value),
         )
 
-    where.pop("overlap", None)
     at = zip(slots.tolist(), positions.tolist(), strict=True)
     return [claim(row, slot, position) for row, (slot, position) in enumerate(at) if position >= 0]
 

@@ -67,6 +67,7 @@ def route(
             read=lambda: ranking(chosen),
             write=put_choice,
         ),
+        Claim("chosen, in order", chosen, lambda: (chosen.sort(1).values, 0.0), ulps=0, after=True),
         Claim(
             name="weights",
             buffer=tasks.weights,
@@ -88,7 +89,8 @@ def route(
         before = counts.clone()
 
         def want_counts() -> Wanted:
-            return before + torch.bincount(chosen[positions >= 0].flatten().long(), minlength=experts), 0.0
+            chosen_by = torch.bincount(chosen[positions >= 0].flatten().long(), minlength=experts)
+            return before + chosen_by.to(before.dtype), 0.0
 
         claims.append(Claim("counts", counts, want_counts, ulps=0, after=True))
     return claims

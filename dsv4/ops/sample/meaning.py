@@ -24,16 +24,19 @@ def sample(
 ) -> list[Claim]:
     assert next_ids is not None and positions is not None and slots is not None
     used = positions >= 0
-    if penalties is not None:  # the row's input is the last token of its history
-        penalties = penalties.clone()
-        penalties[slots[used], HISTORY + positions[used]] = next_ids[used].int()
-    chosen = choose(logits, settings, mask, penalties)
+    noted = None
+    if penalties is not None:  # the input of a row that has some is the last token of its history
+        noted, has = penalties.clone(), used & (settings[:, 6] >> 33 > 0)
+        noted[slots[has], HISTORY + positions[has]] = next_ids[has].int()
+    chosen = choose(logits, settings, mask, noted)
     moved = settings.clone()
     moved[used, 4] += 1
     ids = torch.where(used, chosen[:, 0].long(), next_ids)
     wanted = {"out": torch.where(used.unsqueeze(1), chosen, out), "next_ids": ids}
     wanted |= {"positions": positions + used, "settings": moved}
     held = {"out": out, "next_ids": next_ids, "positions": positions, "settings": settings}
+    if penalties is not None and noted is not None:
+        wanted["penalties"], held["penalties"] = noted, penalties
     if latest is not None:
         wanted["latest"], held["latest"] = latest.index_put((slots[used],), ids[used]), latest
     return [Claim(name, held[name], partial(_exactly, value), ulps=0) for name, value in wanted.items()]
