@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from dsv4.engine.request import SamplingParams
@@ -82,8 +83,8 @@ class Bounds:
         self, params: SamplingParams, stop_ids: Iterable[int], vocab_size: int, grammar: Matcher | None
     ) -> None:
         self._params, self._grammar = params, grammar
-        self._stops, self._num_bytes = _bits(stop_ids), -(-vocab_size // 8)
-        self._allowed = _bits(params.allowed_ids) if params.allowed_ids else (1 << vocab_size) - 1
+        self._stops, self._num_bytes = _bits(tuple(sorted(stop_ids))), -(-vocab_size // 8)
+        self._allowed = _bits(tuple(params.allowed_ids)) if params.allowed_ids else (1 << vocab_size) - 1
         self._ids: list[int] = []
 
     def mask(self) -> bytes:
@@ -108,11 +109,11 @@ class Bounds:
         self._ids.append(id)
 
 
-def _bits(ids: Iterable[int]) -> int:
+@lru_cache(16)
+def _bits(ids: tuple[int, ...]) -> int:
     """Bit i: whether i is among them. Not by adding up: a hundred thousand shifts take seconds."""
-    known = set(ids)
-    data = bytearray(max(known, default=0) // 8 + 1)
-    for id in known:
+    data = bytearray(max(ids, default=0) // 8 + 1)
+    for id in ids:
         data[id // 8] |= 1 << id % 8
     return int.from_bytes(data, "little")
 
@@ -146,12 +147,9 @@ class Grammars:
             raise RequestError(
                 f"the grammar has {len(text)} characters, expected at most {MAX_GRAMMAR_CHARACTERS}"
             )
-        try:
-            from llguidance import LLMatcher, LLParserLimits
-        except ModuleNotFoundError:
-            raise RequestError(
-                "llguidance is not installed; grammars need it: pip install 'dsv4[serve]'"
-            ) from None
+        words = self.prepare()
+        from llguidance import LLMatcher, LLParserLimits
+
         limits = LLParserLimits(
             initial_lexer_fuel=COMPILE_FUEL,
             step_lexer_fuel=STEP_FUEL,
@@ -160,18 +158,23 @@ class Grammars:
             max_lexer_states=MAX_LEXER_STATES,
             verbose_errors=False,
         )
-        words = self._all_words()
         with _own_failure():
             state = LLMatcher(words, NO_FORCING + text, log_level=0, limits=limits)
         if state.is_error():
             raise RequestError(f"the grammar cannot be used: {_short(state.get_error())}")
         return state
 
-    def _all_words(self) -> "LLTokenizer":
+    def prepare(self) -> "LLTokenizer":
+        """The vocabulary as llguidance wants it, made once: half a second for a large one, which holds the
+        interpreter, so a server does it before anybody waits."""
         if self._tokenizer is None:
             raise RequestError("grammars need a tokenizer.json in the model folder")
-        from llguidance import LLTokenizer, TokenizerWrapper
-
+        try:
+            from llguidance import LLTokenizer, TokenizerWrapper
+        except ModuleNotFoundError:
+            raise RequestError(
+                "llguidance is not installed; grammars need it: pip install 'dsv4[serve]'"
+            ) from None
         with self._lock:
             if self._words is None:
                 wrapper = TokenizerWrapper(_Words(self._tokenizer, self._vocab_size))

@@ -252,13 +252,18 @@ def main(descriptor: int) -> None:
         if engine is None:
             return
         worker, settings = Worker(link, engine), engine.settings
+        notes = [*engine.notes]
+        try:
+            engine.grammars.prepare()
+        except RequestError as error:
+            notes.append(str(error))
         config, vocab_size = engine.config, engine.model_config.vocab_size
         link.send(
             wire.Ready(
                 max_context=settings.max_context,
                 max_batch=config.max_batch,
                 vocab_size=vocab_size,
-                notes=[*engine.notes, *worker.take_notices()],
+                notes=[*notes, *worker.take_notices()],
                 status=worker.status(),
             )
         )

@@ -145,6 +145,8 @@ def test_signals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["--served-model-name", "own", "--served-model-name", "other", "--served-model-name", "claude-*"]
     with listening(tmp_path / "notify") as told, Server(tmp_path, model, *names, "--lenient") as server:
         wait(lambda: b"READY=1" in told, 5)
+        maps = Path(f"/proc/{worker_pid(server)}/maps").read_text()
+        assert "llguidance" in maps, "no stream waits for the first grammar's vocabulary"
         silent = [
             server.post("/v1/chat/completions", {"messages": SHORT, "max_tokens": 9})[1] for _ in range(2)
         ]
