@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -218,16 +219,28 @@ def _data(weight: QuantTensor, units: int, slices: int, is_plain: bool) -> Tenso
     parts = packed.view(units, 2, 8, slices, 8, 4, 4, 2).permute(0, 3, 4, 2, *lanes, 7, 1)
     if is_plain:
         return parts.contiguous().view(units, slices, -1)
-    words = torch.zeros(parts.shape[:-2], dtype=torch.int32, device=packed.device)
-    for pair in range(2):
-        for half in range(2):
-            register = half + 2 * pair
-            both = parts[..., pair, half].int()
-            for column in range(2):
-                code = (both >> (4 * column)) & 15
-                words |= (code & 7) << (_MAGNITUDE[register] + 16 * column)
-                words |= (code >> 3) << (_SIGN[register] + 16 * column)
-    return words.contiguous().view(torch.uint8).view(units, slices, -1)
+    # A lane's four bytes in the order of its registers, whose bits in a word do not meet: a sum joins them.
+    twos = parts.contiguous().view(torch.int16).flatten().int() & 0xFFFF
+    words = _words(packed.device).index_select(0, (twos.view(-1, 2) + _halves(packed.device)).flatten())
+    return words.view(-1, 2).sum(1, dtype=torch.int32).view(torch.uint8).view(units, slices, -1)
+
+
+@cache
+def _halves(device: torch.device) -> Tensor:
+    return torch.tensor([0, 1 << 16], dtype=torch.int32, device=device)
+
+
+@cache
+def _words(device: torch.device) -> Tensor:
+    """What the bytes of registers 0 and 1, then of 2 and 3, become in a word."""
+    both = torch.arange(1 << 16, dtype=torch.int32).repeat(2).view(2, -1)
+    words = torch.zeros_like(both)
+    for register in range(4):
+        for column in range(2):
+            code = (both[register // 2] >> (8 * (register % 2) + 4 * column)) & 15
+            words[register // 2] |= (code & 7) << (_MAGNITUDE[register] + 16 * column)
+            words[register // 2] |= (code >> 3) << (_SIGN[register] + 16 * column)
+    return words.flatten().to(device)
 
 
 def _scales(weight: QuantTensor, units: int, slices: int) -> Tensor:
