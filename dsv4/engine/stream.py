@@ -55,7 +55,8 @@ class Reader(ABC, Generic[Item]):
     @property
     def is_done(self) -> bool:
         """Whether all deltas were taken and no more will come."""
-        return not self.output.deltas and self.output.sequence.finish_reason is not None
+        # In this order: another thread's step adds the last delta, then the reason.
+        return self.output.sequence.finish_reason is not None and not self.output.deltas
 
     def close(self) -> None:
         """Cancel the request if it has not ended."""
