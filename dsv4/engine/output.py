@@ -58,7 +58,6 @@ class Output:
                 reason = "stop"
             elif len(sequence.tokens) >= sequence.max_tokens:
                 text, reason = text + self.finish(), "length"
-        sequence.finish_reason = reason
         delta = Delta(
             request_id=sequence.request.id,
             token=token,
@@ -67,14 +66,16 @@ class Output:
             cached_tokens=sequence.num_cached or 0,
             prompt=tuple(sequence.prompt) if len(sequence.tokens) == 1 else (),
         )
-        self.deltas.append(delta)
-        return delta
+        return self._give(delta)
 
     def end(self, reason: FinishReason, error: str = "") -> Delta:
         """The last delta of a request that ends without a further token."""
-        self.sequence.finish_reason = reason
-        delta = Delta(self.sequence.request.id, None, self.finish(), reason, error)
+        return self._give(Delta(self.sequence.request.id, None, self.finish(), reason, error))
+
+    def _give(self, delta: Delta) -> Delta:
         self.deltas.append(delta)
+        # Last: a reader in another thread that sees the reason takes the deltas for complete.
+        self.sequence.finish_reason = delta.finish_reason
         return delta
 
     def push(self, token_id: int) -> tuple[str, bool]:

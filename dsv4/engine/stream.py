@@ -28,20 +28,28 @@ class Reader(ABC, Generic[Item]):
         return self
 
     def __next__(self) -> Item:
-        while not self.is_done:
-            if self.output.deltas:
-                return self._take()
-            self.engine.step()
-        raise StopIteration
+        self._run()
+        if self.is_done:
+            raise StopIteration
+        return self._take()
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Item:
-        item = await asyncio.to_thread(next, self, None)
-        if item is None:
+        await asyncio.to_thread(self._run)
+        # Not in the thread, which goes on when this is cancelled: what it took would be lost.
+        if self.is_done:
             raise StopAsyncIteration
-        return item
+        return self._take()
+
+    def _run(self) -> None:
+        """Until there is a delta, or none will come."""
+        while not self.output.deltas:
+            with self.engine.turn:  # in which no other thread ends the sequence, or closes the engine
+                if self.is_done or self.output.deltas:
+                    return
+                self.engine.step()
 
     def advance(self) -> list[Item]:
         """What there is, after one step of the engine if that was nothing: empty inside a prompt."""
@@ -55,7 +63,8 @@ class Reader(ABC, Generic[Item]):
     @property
     def is_done(self) -> bool:
         """Whether all deltas were taken and no more will come."""
-        return not self.output.deltas and self.output.sequence.finish_reason is not None
+        # In this order: another thread's step adds the last delta, then the reason.
+        return self.output.sequence.finish_reason is not None and not self.output.deltas
 
     def close(self) -> None:
         """Cancel the request if it has not ended."""

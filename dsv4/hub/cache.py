@@ -77,9 +77,10 @@ def link(repository: str, commit: str, name: str, blob: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         return
-    path.unlink(missing_ok=True)  # a link to a blob that was removed
     try:
-        path.symlink_to(Path("..", "..", "blobs", blob))
+        # Whole, since another process may do the same; also in place of a link to a blob that was removed.
+        with disk.whole(path, synced=False) as part:
+            part.symlink_to(Path("..", "..", "blobs", blob))
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be a symbolic link ({error.strerror}), which the hub cache is made of; "

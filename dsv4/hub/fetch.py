@@ -47,6 +47,12 @@ class Transfer:
 
     def fetch(self, target: Path) -> None:
         """Make `target`, complete and with the right hash, or leave `part` for the next run."""
+        try:
+            self._fetch(target)
+        except OSError as error:  # of the end too, where the rest of what was written goes out
+            raise _unwritable(self._part, error) from None
+
+    def _fetch(self, target: Path) -> None:
         self._part.parent.mkdir(parents=True, exist_ok=True)
         with self._part.open("a+b") as out:
             self._lock(out)
@@ -123,11 +129,8 @@ class Transfer:
                 f"{self._file.name} is longer than the {self._file.num_bytes:,} bytes that the hub lists; "
                 "check any proxy between here and there, and run the same command again"
             )
-        try:
-            out.write(piece)
-            out.flush()
-        except OSError as error:
-            raise _unwritable(self._part, error) from None
+        out.write(piece)
+        out.flush()
         self._digest.update(piece)
         self._done += len(piece)
         self._count(len(piece))

@@ -250,9 +250,11 @@ async def _serve(
 
     def reload() -> None:
         try:
-            service.keys.hashes = read_keys(config.api_key_file)
+            hashes = read_keys(config.api_key_file)
             if tls is not None:
+                tls_context(config)  # else a pair that does not match would leave the one in use without key
                 load_certificates(tls, config)
+            service.keys.hashes = hashes
         except ConfigError as error:
             log(f"server: {error}; what was read before stays in use")
         else:

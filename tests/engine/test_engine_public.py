@@ -5,6 +5,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 
 import dsv4
 from dsv4 import Engine, EngineConfig, RequestError, SamplingParams
+from dsv4.engine.chat import ChatDelta
 from dsv4.text.deltas import ToolCall
 
 GREEDY = SamplingParams(temperature=0, max_tokens=80)
@@ -119,6 +122,35 @@ def test_streams_may_be_read_by_async_for(engine: Engine) -> None:
 
     answers, ticks = asyncio.run(main())
     assert "3" in answers[0] and "85" in answers[1] and ticks > 10
+
+
+def test_a_read_that_is_cancelled_loses_nothing(engine: Engine) -> None:
+    """Time limits so short that most reads end before their delta comes."""
+    want = engine.chat(SUM, GREEDY)
+
+    async def main() -> list[ChatDelta]:
+        deltas: list[ChatDelta] = []
+        with engine.chat_stream(SUM, GREEDY) as stream:
+            while not stream.is_done:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(0.0005):
+                        deltas.append(await anext(stream))
+        return deltas
+
+    deltas = asyncio.run(main())
+    assert tuple(delta.token for delta in deltas) == want.tokens
+    assert "".join(delta.text for delta in deltas) == want.text
+
+
+def test_an_engine_that_is_closed_ends_what_another_thread_reads() -> None:
+    for _ in range(3):
+        engine = Engine.load(config=EngineConfig(max_context=1024))
+        stream = engine.stream(engine.request("Once", SamplingParams(ignore_eos=True)))
+        next(stream)
+        with ThreadPoolExecutor(1) as pool:
+            rest = pool.submit(list, stream)
+            engine.close()
+        assert rest.result()[-1].finish_reason == "cancelled"
 
 
 def test_a_closed_engine_says_so() -> None:

@@ -186,3 +186,22 @@ def test_the_cache_lies_where_the_hubs_library_has_it(variables: dict[str, str])
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     theirs, ours = done.stdout.split()
     assert theirs == ours, done.stderr
+
+
+def test_two_processes_link_one_file(hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one is done just before this one makes its link."""
+    file = ("nobody/small", COMMIT, "config.json", "hash")
+    blob = cache.folder_of(file[0]) / "blobs" / "hash"
+    blob.parent.mkdir(parents=True)
+    blob.write_text("{}")
+    make, others = Path.symlink_to, [file]
+
+    def late(link: Path, target: Path) -> None:
+        if others:
+            cache.link(*others.pop())
+        make(link, target)
+
+    monkeypatch.setattr(Path, "symlink_to", late)
+    cache.link(*file)
+    snapshot = cache.folder_of(file[0]) / "snapshots" / COMMIT
+    assert [(path.name, path.read_text()) for path in snapshot.iterdir()] == [("config.json", "{}")]

@@ -224,12 +224,14 @@ def test_a_full_disk_is_seen_before(hub: Hub, tmp_path: Path) -> None:
     assert not any("/resolve/" in path for path in hub.served.paths())
 
 
-def test_a_disk_that_fills_up_meanwhile(hub: Hub, model: Path) -> None:
-    """A limit on file sizes stands for the disk: the same write fails, with another word."""
-    largest = max(len(data) for data in hub.served.files.values())
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_disk_that_fills_up_meanwhile(hub: Hub, model: Path, is_early: bool) -> None:
+    """A limit on file sizes stands for the disk: the same write fails, with another word. Early: in the small
+    files, of which there is still a rest to be written when they are closed."""
+    limit = 100 if is_early else max(len(data) for data in hub.served.files.values()) // 2
     code = (
         "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
-        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({largest // 2}, {largest // 2}));"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}));"
         "sys.argv = ['dsv4', 'pull', 'flash']; from dsv4.__main__ import main; main()"
     )
     done = subprocess.run(

@@ -128,7 +128,7 @@ def test_log_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
 
 
 def test_options_of_an_operator(tmp_path: Path) -> None:
-    """TLS, origins, a name, texts in the log, a limit to thoughts, ids that a client gives."""
+    """TLS, origins, a name, texts in the log, a limit to thoughts, ids that a client gives, other files."""
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"]
     subprocess.run([*command, "-keyout", key, "-out", cert], check=True, capture_output=True)
@@ -164,6 +164,13 @@ def test_options_of_an_operator(tmp_path: Path) -> None:
         for name in {name for query in queries for name in re.findall(r"dsv4_\w+", query)}:
             assert re.search(rf"^{name}[ {{]", metrics, re.MULTILINE), name
         silent.close()
+        new = tmp_path / "new.pem"
+        subprocess.run([*command, "-keyout", new, "-out", cert], check=True, capture_output=True)
+        for told in ("stays in use", "read again"):  # at first the certificate alone was renewed
+            server.process.send_signal(signal.SIGHUP)
+            wait(lambda told=told: told in server.log, 5)
+            assert server.raw("GET", "/v1/models")[0] == 200, told
+            key.write_bytes(new.read_bytes())
 
 
 def test_examples(tmp_path: Path) -> None:
