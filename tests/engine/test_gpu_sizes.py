@@ -16,6 +16,9 @@ from dsv4.engine.sizes import check_sizes, problems
 from dsv4.errors import ConfigError
 from dsv4.gpu.architectures import ARCHITECTURES
 from dsv4.model.params import num_parts
+from dsv4.ops.activation import PLAIN, Form
+from dsv4.ops.linear.prefill_packed import FP8_CODES, IN_16_BITS
+from dsv4.quant.formats import Format
 from tests.support.dry import planned
 
 # A layer of each kind and routing, small in everything that is not drawn.
@@ -237,3 +240,18 @@ def test_ratios_that_are_no_powers_of_two_attend_in_parts() -> None:
     layers = tuple(replace(c.layers[i], ratio=ratio) for i, ratio in ((0, 0), (2, 6), (3, 96)))
     decoder = planned(replace(c, layers=layers, vocab_size=512), rows=1, context=1024)
     assert not decoder.buffers.attends_in_one
+
+
+def test_norms_make_the_forms_that_products_read() -> None:
+    """On Hopper plain rows are made where experts pack them by choice in 16 bits, and for nobody else."""
+    c = preset("flash")
+    c = replace(c, layers=tuple(dict.fromkeys(c.layers)), vocab_size=512)
+    bf16, fp8 = Form(mode=IN_16_BITS[Format.BF16]), Form("a8", FP8_CODES)
+    codes = Form("a8", is_codes=True)
+    for layout, experts in (("official", codes), ("modelopt", PLAIN)):
+        for block in planned(c, 1, layout=layout, activations="a8").model.blocks:
+            assert block.ffn_norm.forms == (fp8, bf16, experts)
+            assert block.attn_norm.forms == ((fp8, bf16) if block.attention.compressor else (fp8,))
+            assert block.attention.q_norm.forms == (fp8,)
+    held = planned(c, 1, layout="nvfp4", activations="a4", capability=120).model.blocks[0].ffn_norm.forms
+    assert held == (Form("a4", is_codes=True), PLAIN)

@@ -277,7 +277,7 @@ def attend(
         joined = _joined(ring, fresh, pool, dtype, page_table, slots, positions, ratio, page_entries)
     if joined is not None and hopper.serves(q, 2 * half):
         made: Any
-        if prompts.serves(q, reader) and reader.shape[1] % width == 0:
+        if prompts.serves(reader, q.dtype) and reader.shape[1] % width == 0:
             k = reader.shape[1]
             mode = mode_of(reader, "a16")
             made = empty_packed(mode, tokens, k, q.device, matrices=heads * width // k)

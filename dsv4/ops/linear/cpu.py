@@ -5,6 +5,7 @@ from torch import Tensor
 
 from dsv4.ops._exact import cast
 from dsv4.ops._product import column_product, split_product
+from dsv4.ops.activation import PLAIN, Form, Rows, activation
 from dsv4.quant.codec import decode, fp8_round, nvfp4_round
 from dsv4.quant.formats import FP8_TILE, Format, QuantTensor
 
@@ -24,8 +25,18 @@ def round_input(x: Tensor, activations: str) -> Tensor:
     return nvfp4_round(x) if activations == "a4" else x
 
 
+def form(dtype: torch.dtype, weight: object, activations: str) -> Form:
+    """How products with this weight read rows of `dtype`."""
+    return PLAIN
+
+
+def parts_of(parts: int) -> int:
+    """Parts in which this backend gives sums that are made of `parts` equal runs: as many, or one."""
+    return parts
+
+
 def linear(
-    x: Tensor,
+    x: Rows,
     weight: Held,
     activations: str = "a16",
     out_dtype: torch.dtype | None = None,
@@ -35,17 +46,16 @@ def linear(
 
     The bits are those of `parts` products with equal runs of the weight's rows, however ranks share these.
     """
+    x = activation(x).plain
     y = column_product(round_input(x, activations).float(), dense(weight), parts)
     return cast(y, out_dtype or x.dtype)
 
 
-def partial(x: Tensor, weight: Held, activations: str, parts: int, is_alone: bool) -> Tensor:
-    """x [T, K] -> float32 [T, parts, N]: products with equal runs of K, for the caller to add up.
-
-    A backend may give fewer parts: then its sums have another order. One that gives a single part, to which
-    no other rank adds (`is_alone`), may round it to x's type.
-    """
-    return split_product(round_input(x, activations).float(), dense(weight), parts)
+def partial(x: Rows, weight: Held, activations: str, parts: int, out_dtype: torch.dtype) -> Tensor:
+    """x [T, K] -> [T, parts, N]: products with equal runs of K, for the caller to add up. `parts`: see
+    `parts_of`."""
+    x = activation(x).plain
+    return cast(split_product(round_input(x, activations).float(), dense(weight), parts), out_dtype)
 
 
 def grouped(x: Tensor, weights: list[Held]) -> Tensor:
