@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from dsv4.cache.prefix import PrefixCache
 from dsv4.cache.slots import Slots
@@ -19,7 +19,6 @@ from dsv4.engine.grammar import Grammars
 from dsv4.engine.keep import Arrivals, make_shelf
 from dsv4.engine.output import Output
 from dsv4.engine.pace import Pace
-from dsv4.engine.plan import Plan
 from dsv4.engine.ranks import Leader, Ranks
 from dsv4.engine.request import Completion, Delta, Request, SamplingParams, Sequence
 from dsv4.engine.runner import Runner
@@ -36,18 +35,19 @@ from dsv4.parallel.mesh import Mesh
 from dsv4.text.tokenizer import Tokenizer
 from dsv4.weights.load import Progress
 
-Method = TypeVar("Method", bound=Callable[..., Any])
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-def _in_turn(method: Method) -> Method:
+def _in_turn(method: "Callable[Concatenate[Engine, P], T]") -> "Callable[Concatenate[Engine, P], T]":
     """One thread at a time: what a step of another changes is whole before and after it."""
 
     @wraps(method)
-    def run(engine: "Engine", *arguments: Any, **named: Any) -> Any:
+    def run(engine: "Engine", *arguments: P.args, **named: P.kwargs) -> T:
         with engine.turn:
             return method(engine, *arguments, **named)
 
-    return run  # type: ignore[return-value]
+    return run
 
 
 class Engine:
@@ -236,7 +236,7 @@ class Engine:
             if delta.finish_reason and delta.finish_reason != "error":
                 self._drop(delta.request_id)
         if not self._outputs and self.prefix.has_copies:  # no next plan would carry them
-            self.runner.apply(Plan(**self.scheduler.changes()), self._mask)
+            self.runner.apply(self.scheduler.changes(), self._mask)
         return deltas
 
     def _drop(self, request_id: str) -> None:
@@ -249,8 +249,10 @@ class Engine:
         output = self._running.get(number)
         if output is None or output.failure:
             return None
+        matcher = output.sequence.matcher
+        assert matcher is not None, f"sequence {number} has no grammar"
         try:
-            return output.sequence.matcher.mask()
+            return matcher.mask()
         except RequestError as error:
             output.fail(str(error))
             return None

@@ -2,11 +2,15 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from dsv4.cache.node import Node
 from dsv4.engine.plan import Penalise, Sampling
 from dsv4.errors import RequestError
+
+if TYPE_CHECKING:
+    from dsv4.cache.shelf import Found
+    from dsv4.engine.grammar import Matcher
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 MAX_BIAS = 1024  # entries of a request's logit_bias
@@ -160,8 +164,8 @@ class Sequence:
     fork: int = 0
     num_cached: int | None = None  # None: never admitted
     num_saved: int = 0  # where its last snapshot was made or found
-    found: Any = None  # cache.shelf.Found: what files have of its prompt
-    matcher: Any = None  # engine.grammar.Matcher, for a request with a grammar
+    found: "Found | None" = None  # what files have of its prompt
+    matcher: "Matcher | None" = None  # for a request with a grammar
 
     @property
     def num_prompt(self) -> int:
