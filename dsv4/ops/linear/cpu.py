@@ -6,6 +6,7 @@ from torch import Tensor
 from dsv4.ops._exact import cast
 from dsv4.ops._product import column_product, split_product
 from dsv4.ops.activation import PLAIN, Form, Rows, activation
+from dsv4.ops.linear.prefill_packed import Packed
 from dsv4.quant.codec import decode, fp8_round, nvfp4_round
 from dsv4.quant.formats import FP8_TILE, Format, QuantTensor
 
@@ -58,8 +59,9 @@ def partial(x: Rows, weight: Held, activations: str, parts: int, out_dtype: torc
     return cast(split_product(round_input(x, activations).float(), dense(weight), parts), out_dtype)
 
 
-def grouped(x: Tensor, weights: list[Held]) -> Tensor:
+def grouped(x: Tensor | Packed, weights: list[Held]) -> Tensor:
     """x [T, ...] in equal groups of K, each with a weight [N, K] -> [T, G*N]; inputs are never quantised."""
+    assert isinstance(x, Tensor), "rows are packed for the weights of a GPU"
     groups = x.flatten(1).chunk(len(weights), dim=1)
     return torch.cat(
         [linear(g.contiguous(), weight) for g, weight in zip(groups, weights, strict=True)], dim=1

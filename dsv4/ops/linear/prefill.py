@@ -74,7 +74,7 @@ def _linear(x: Rows, weight: Weight, activations: str, out_dtype: torch.dtype | 
     return y
 
 
-def grouped(x: Tensor, weights: list[Held]) -> Tensor:
+def grouped(x: Tensor | Packed, weights: list[Held]) -> Tensor:
     """`weights` may also be one weight [G*N, K], and x packed for it."""
     if isinstance(x, Packed):
         assert isinstance(weights, Tiled)
