@@ -131,7 +131,7 @@ class Maker:
             moved = size_of(tiles) + size_of(x) + 2 * rows * c.o_groups * c.o_rank
             work = 2.0 * rows * c.o_groups * c.o_rank * depth
             # As attention leaves it.
-            given = prompts.pack(x, tiles) if prompts.serves(x, tiles) else x
+            given = prompts.pack(x, tiles) if prompts.serves(tiles, x.dtype) else x
             return Made((x, whole), moved, work, gpu=(given, tiles))
 
         yield Case("linear", "grouped", f"wo_a {whole[0].format}", grouped)
@@ -241,17 +241,17 @@ class Maker:
         readers = [(self.weight(self.params[f"attn.{name}"]), "a16") for name in ("wq_a", "compressor.wkv")]
         tiles = [(tile(held), how) for held, how in readers]
 
-        def enter(rows: int) -> Made:
+        def mix_in(rows: int) -> Made:
             x, streams = self.normal(rows, d), self.normal(rows, n, d)
             gate, comb = self.wide(rows, n).abs(), self.wide(rows, n, n).abs()
             mixing = (fn, base, scale, c.norm_eps, c.hc_eps, c.sinkhorn_iters)
-            given = (x, streams, gate, comb, mixing, 1 + 0.1 * self.wide(d))
+            given = ((x, streams, gate, comb), mixing, 1 + 0.1 * self.wide(d))
             # Streams are read by both launches, written once; the input is made as its readers want it.
             moved = 3 * size_of(streams) + 2 * size_of(x) + size_of(fn)
             work = 2.0 * rows * mixes * n * d
             return Made((*given, readers, False), moved, work, gpu=(*given, tiles, False))
 
-        for name, make in (("pre", pre), ("post", post), ("head", head), ("enter", enter)):
+        for name, make in (("pre", pre), ("post", post), ("head", head), ("mix_in", mix_in)):
             yield Case("mhc", name, f"{n} streams of {d}", make)
 
     def _attention(self) -> Iterator[Case]:

@@ -56,7 +56,7 @@ BYTES_US, FLOPS_US = 4.6e6, 790e6  # of a microsecond
 EACH = 2  # layers of a kind
 # What launches kernels, or is told apart from what does.
 WATCHED = (
-    (product, ("sort", "pack", "gather", "product", "gate_up", "down")),
+    (product, ("sort", "pack_as", "gather", "product", "gate_up", "down")),
     (streams, ("open_site", "close_site")),
     (attention_sm90, ("attend",)),
     (attention, ("attend", "_joined", "queries", "entries", "store", "put_rows", "pool", "put_tail")),
@@ -177,10 +177,10 @@ class Recorder:
             per_row = x.mode.slice_bytes / ROW_GROUP / SLICE * columns * x.matrices
             y_row = a["y"].numel() / len(a["y"]) * a["y"].element_size()
             return f"product {whose}", flop, count * (per_row + y_row) + used * needed_bytes(weight)
-        if module is product and name in ("pack", "gather"):
+        if module is product and name in ("pack_as", "gather"):
             by = a.get("by")
             share = 1.0 if by is None else routed_rows(by) / by.capacity
-            op = "gather for experts" if name == "gather" else f"pack for {whose}"
+            op = "gather" if name == "gather" else f"{a['mode'].packing} of {a['x'].shape[-1]}"
             return op, 0.0, size(a["x"]) + share * size(result)
         if module is attention_sm90:
             seen, keys = visible(a)
@@ -294,11 +294,11 @@ class Subject:
         recorder = Recorder(dict(self.bundle.weights.tensors))
 
         def watched(block: Any, kind: str) -> Callable[..., Any]:
-            def call(left: Any, *rest: Any) -> Any:
+            def call(residual: Any, *rest: Any) -> Any:
                 recorder.kind = kind
-                kept = replace(left)
+                kept = replace(residual)
                 layers.append((kind, lambda: block(replace(kept), *rest)))
-                out = block(left, *rest)
+                out = block(residual, *rest)
                 recorder.kind = "ends"
                 return out
 

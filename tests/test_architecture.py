@@ -175,6 +175,16 @@ def test_cuda_source(path: Path) -> None:
         assert not long, f"name the stages of {long}"
 
 
+@pytest.mark.parametrize("package", ["model", "engine"])
+def test_types_on_the_spine_are_true(package: str) -> None:
+    for path in (PACKAGE / package).rglob("*.py"):
+        nodes = [*ast.walk(ast.parse(path.read_text()))]
+        names = {node.id for node in nodes if isinstance(node, ast.Name)}
+        names |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        names |= {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+        assert "Any" not in names, f"{path}: name the type"
+
+
 def test_spine_stays_small() -> None:
     assert len((PACKAGE / "model" / "model.py").read_text().splitlines()) <= 200
     assert len((PACKAGE / "engine" / "engine.py").read_text().splitlines()) <= 300

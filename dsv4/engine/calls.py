@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from numbers import Integral
-from typing import Any, Self, overload
+from typing import Self, cast, overload
 
 from dsv4.engine.chat import ChatCompletion, ChatStream
 from dsv4.engine.request import Completion, Delta, Request, SamplingParams
@@ -63,15 +63,19 @@ class Calls(ABC):
         progress: bool | None = None,
     ) -> list[Completion]: ...
     def generate(
-        self, prompts: Any, params: SamplingParams | None = None, progress: bool | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | None = None,
+        progress: bool | None = None,
     ) -> Completion | list[Completion]:
         """Continue one prompt (-> its completion), or a list of them together (-> a list in their order).
 
         progress: show on stderr how many are done; default: in a notebook.
         """
         if isinstance(prompts, str | Request) or any(isinstance(prompt, Integral) for prompt in prompts):
-            return self.generate([prompts], params, progress)[0]
-        requests = [p if isinstance(p, Request) else self.request(p, params) for p in prompts]
+            return self.generate([cast(Prompt, prompts)], params, progress)[0]
+        given = cast(Sequence[Prompt], prompts)
+        requests = [p if isinstance(p, Request) else self.request(p, params) for p in given]
         update = counter("generating", progress)
         with ExitStack() as stack:
             streams = [stack.enter_context(self.stream(request)) for request in requests]
@@ -86,11 +90,11 @@ class Calls(ABC):
 
     def chat_stream(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, object]],
         params: SamplingParams | None = None,
         *,
         thinking: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
         reasoning_effort: str | None = None,
     ) -> ChatStream:
         """Answer a conversation; iterate over the stream for what each token adds.
@@ -111,16 +115,17 @@ class Calls(ABC):
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, object]],
         params: SamplingParams | None = None,
         *,
         thinking: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
         reasoning_effort: str | None = None,
     ) -> ChatCompletion:
         """Answer a conversation, with the arguments of `chat_stream`: -> reasoning, text and tool calls."""
-        options: dict[str, Any] = {"tools": tools, "reasoning_effort": reasoning_effort}
-        with self.chat_stream(messages, params, thinking=thinking, **options) as stream:
+        with self.chat_stream(
+            messages, params, thinking=thinking, tools=tools, reasoning_effort=reasoning_effort
+        ) as stream:
             return stream.completion()
 
     def __enter__(self) -> Self:

@@ -1,7 +1,6 @@
 """A conversation's next message, as reasoning, text and tool calls."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from dsv4.engine.request import Token
 from dsv4.engine.stream import Reader, Stream, next_delta
@@ -36,9 +35,9 @@ class ChatCompletion:
     tokens: tuple[Token, ...] = field(repr=False)
 
     @property
-    def message(self) -> dict[str, Any]:
+    def message(self) -> dict[str, object]:
         """The answer as a message; append it, then the next question, to go on with the conversation."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        message: dict[str, object] = {"role": "assistant", "content": self.text}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
         if self.tool_calls:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from dsv4.model.step import Mark, Step, Tap
 from dsv4.model.step import Span as Tokens
 from dsv4.ops.sample.cpu import HISTORY, MAX_TOP, pack_penalties
 
+if TYPE_CHECKING:
+    from dsv4.step.run import Decoder
+
 
 @dataclass
 class Pass:
@@ -36,7 +39,7 @@ class Pass:
     sorted: dict[int, list[Token]] = field(default_factory=dict)  # the same with many alternatives
     out: Tensor | None = None  # int32 [R, RESULT]
     # On a GPU (graphs.py): whose buffers hold the logits, and when `out` is there.
-    decoder: Any = None
+    decoder: "Decoder | None" = None
     done: torch.cuda.Event | None = None
 
     def __post_init__(self) -> None:

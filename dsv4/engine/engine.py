@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from functools import wraps
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from dsv4.cache.prefix import PrefixCache
 from dsv4.cache.slots import Slots
@@ -20,7 +20,6 @@ from dsv4.engine.grammar import Bounds, Grammars
 from dsv4.engine.keep import Arrivals, make_shelf
 from dsv4.engine.output import Output
 from dsv4.engine.pace import Pace
-from dsv4.engine.plan import Plan
 from dsv4.engine.ranks import Leader, Ranks
 from dsv4.engine.request import Delta, Request, Sequence
 from dsv4.engine.runner import Runner
@@ -37,20 +36,21 @@ from dsv4.parallel.mesh import Mesh
 from dsv4.text.tokenizer import Tokenizer
 from dsv4.weights.load import Progress
 
-Method = TypeVar("Method", bound=Callable[..., Any])
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-def _in_turn(method: Method) -> Method:
+def _in_turn(method: "Callable[Concatenate[Engine, P], T]") -> "Callable[Concatenate[Engine, P], T]":
     """One thread at a time: what a step of another changes is whole before and after it."""
 
     @wraps(method)
-    def run(engine: "Engine", *arguments: Any, **named: Any) -> Any:
+    def run(engine: "Engine", *arguments: P.args, **named: P.kwargs) -> T:
         with engine.turn:
             if engine.is_closed:
                 raise RequestError("the engine is closed; load it again with Engine.load")
             return method(engine, *arguments, **named)
 
-    return run  # type: ignore[return-value]
+    return run
 
 
 class Engine(Calls):
@@ -197,10 +197,8 @@ class Engine(Calls):
             stop_ids |= {self.model_config.eos_id, *(self.tokenizer.stop_ids if self.tokenizer else ())}
         seed = secrets.randbits(64) if params.seed is None else params.seed
         sequence = Sequence(self.next_number(), request, seed, max_tokens, frozenset(stop_ids))
-        if params.grammar is not None:
-            sequence.matcher = self.grammars.matcher(params.grammar)
-        if params.is_bounded:
-            sequence.matcher = Bounds(params, stop_ids, vocab, sequence.matcher)
+        matcher = None if params.grammar is None else self.grammars.matcher(params.grammar)
+        sequence.matcher = Bounds(params, stop_ids, vocab, matcher) if params.is_bounded else matcher
         output = Output(sequence, self.tokenizer)
         self._outputs[request.id] = self._running[sequence.number] = output
         self.arrivals.add(sequence)
@@ -252,7 +250,7 @@ class Engine(Calls):
             if delta.finish_reason and delta.finish_reason != "error":
                 self._drop(delta.request_id)
         if not self._outputs and self.prefix.has_copies:  # no next plan would carry them
-            self.runner.apply(Plan(**self.scheduler.changes()), self._mask)
+            self.runner.apply(self.scheduler.changes(), self._mask)
         return deltas
 
     def _drop(self, request_id: str) -> None:
@@ -265,8 +263,10 @@ class Engine(Calls):
         output = self._running.get(number)
         if output is None or output.failure:
             return None
+        matcher = output.sequence.matcher
+        assert matcher is not None, f"sequence {number} has no grammar"
         try:
-            return output.sequence.matcher.mask()
+            return matcher.mask()
         except RequestError as error:
             output.fail(str(error))
             return None

@@ -15,7 +15,7 @@ from typing import NoReturn
 from dsv4.config import EngineConfig
 from dsv4.engine.build import Prepared, make_executor
 from dsv4.engine.plan import Plan
-from dsv4.engine.runner import Executor, Member, Result
+from dsv4.engine.runner import Executor, L, Member, Result
 from dsv4.errors import DeviceError, Dsv4Error
 from dsv4.parallel.channel import Channel, Closed, Kind
 from dsv4.parallel.comm import Group, Meeting, PeerError
@@ -27,10 +27,10 @@ from dsv4.parallel.reading import Share
 LAST_WORDS_SECONDS = 1.0
 
 
-class Follower(Member):
+class Follower(Member[L]):
     """The runner of such a rank. It chooses the tokens that rank 0 chooses; the next plan shows whether."""
 
-    def __init__(self, executor: Executor, channel: Channel, name: str) -> None:
+    def __init__(self, executor: Executor[L], channel: Channel, name: str) -> None:
         super().__init__(executor)
         self.channel, self.name = channel, name
         self._chosen: dict[int, tuple[int, int]] = {}  # sequence -> position and id of its last token

@@ -167,7 +167,7 @@ class Graphs(Eager):
     def sample(self, launched: Pass, masks: Masks) -> None:
         if launched.decoder is None:
             return super().sample(launched, masks)
-        decoder: Decoder = launched.decoder
+        decoder = launched.decoder
         decoder.buffers.mask[: len(launched.spans)] = self.mask(launched, masks)
         decoder.sample()
         self._holds[decoder.buffers.rows] = _following(launched.spans)

@@ -5,9 +5,9 @@ drive one device or several. A sequence is named by its number, which is never u
 """
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import get_args, get_origin, get_type_hints
 
 
 @dataclass(frozen=True)
@@ -133,33 +133,34 @@ class Plan:
         return made
 
 
-def _values(part: Any) -> list[Any]:
-    kind: Any = type(part)
+def _values(part: object) -> list[object]:
+    kind: type = type(part)
     return [getattr(part, name) for name, _ in _fields(kind)]
 
 
 @cache
-def _fields(kind: Any) -> tuple[tuple[str, Any], ...]:
+def _fields(kind: type) -> tuple[tuple[str, object], ...]:
     """Names and annotated types; a plan is read in every step of every rank, and typing is slow."""
-    hints = get_type_hints(kind)
-    return tuple((field.name, hints[field.name]) for field in fields(kind))
+    return tuple(get_type_hints(kind).items())
 
 
 @cache
-def _item_of(kind: Any) -> Any:
+def _item_of(kind: object) -> object:
     """The item of a tuple[item, ...]; None for all else."""
     arguments = get_args(kind)
     return arguments[0] if get_origin(kind) is tuple else None
 
 
-def _typed(kind: Any, value: Any) -> Any:
+def _typed(kind: object, value: object) -> object:
     """A value of that annotated type from what JSON made of it; nothing else passes."""
     if type(value) is kind or (kind is float and type(value) is int):
         return value
     if kind == Sampling | None:
         return None if value is None else _typed(Sampling, value)
     item = _item_of(kind)
+    assert isinstance(value, list), (kind, value)
     if item is None:
+        assert isinstance(kind, type), kind
         parts = zip(_fields(kind), value, strict=True)
         return kind(*[one if type(one) is hint else _typed(hint, one) for (_, hint), one in parts])
     if item is int:

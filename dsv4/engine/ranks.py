@@ -25,7 +25,7 @@ from torch import Tensor
 from dsv4.child import begin, child_command
 from dsv4.config import EngineConfig
 from dsv4.engine.plan import Plan
-from dsv4.engine.runner import Executor, Masks, Member, Result
+from dsv4.engine.runner import Executor, L, Masks, Member, Result
 from dsv4.errors import DeviceError, Dsv4Error, LostError, RequestError
 from dsv4.model.step import Tap
 from dsv4.parallel.channel import Channel, Closed, Kind
@@ -311,10 +311,10 @@ def _watch(
         peer.channel.close()
 
 
-class Leader(Member):
+class Leader(Member[L]):
     """Rank 0's runner: every rank applies what it applies."""
 
-    def __init__(self, executor: Executor, ranks: Ranks) -> None:
+    def __init__(self, executor: Executor[L], ranks: Ranks) -> None:
         super().__init__(executor)
         self.ranks = ranks
         ranks.begin()

@@ -2,11 +2,16 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from types import UnionType
+from typing import TYPE_CHECKING, Literal
 
 from dsv4.cache.node import Node
 from dsv4.engine.plan import Penalise, Sampling
 from dsv4.errors import RequestError
+
+if TYPE_CHECKING:
+    from dsv4.cache.shelf import Found
+    from dsv4.engine.grammar import Bounds, Matcher
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 MAX_BIAS = 1024  # entries of a request's logit_bias
@@ -126,7 +131,7 @@ def _within(value: object, low: float, high: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
 
 
-def _all(values: object, kind: Any) -> bool:
+def _all(values: object, kind: "type | UnionType") -> bool:
     return isinstance(values, tuple | list) and all(isinstance(value, kind) for value in values)
 
 
@@ -202,8 +207,8 @@ class Sequence:
     fork: int = 0
     num_cached: int | None = None  # None: never admitted
     num_saved: int = 0  # where its last snapshot was made or found
-    found: Any = None  # cache.shelf.Found: what files have of its prompt
-    matcher: Any = None  # engine.grammar.Matcher or Bounds, for a request with a grammar or bounds
+    found: "Found | None" = None  # what files have of its prompt
+    matcher: "Matcher | Bounds | None" = None  # for a request with a grammar or bounds
 
     @property
     def num_prompt(self) -> int:

@@ -8,7 +8,7 @@ of it goes to one stream, so a slot's next owner finds a step launched ahead for
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -40,11 +40,17 @@ class Result:
 class Launched(Protocol):
     """A pass on its way; `is_sampled` is False while it waits for the masks of grammars."""
 
-    spans: tuple[Span, ...]
-    is_sampled: bool
+    @property
+    def spans(self) -> tuple[Span, ...]: ...
+
+    @property
+    def is_sampled(self) -> bool: ...
 
 
-class Executor(Protocol):
+L = TypeVar("L", bound=Launched)
+
+
+class Executor(Protocol[L]):
     """The device's primitives, each issued to one stream in the order of the calls."""
 
     max_rows: int  # of a decode pass
@@ -60,21 +66,21 @@ class Executor(Protocol):
     def write_pages(self, pages: tuple[int, ...], values: Tensor) -> None: ...
     def read_snapshot(self, handle: int) -> Landing: ...
     def write_snapshot(self, handle: int, position: int, values: Tensor) -> None: ...
-    def prefill(self, spans: tuple[Span, ...]) -> Any: ...
-    def decode(self, spans: tuple[Span, ...]) -> Any: ...
-    def sample(self, launched: Any, masks: Masks) -> None: ...
-    def fetch(self, launched: Any) -> list[Result]: ...
+    def prefill(self, spans: tuple[Span, ...]) -> L: ...
+    def decode(self, spans: tuple[Span, ...]) -> L: ...
+    def sample(self, launched: L, masks: Masks) -> None: ...
+    def fetch(self, launched: L) -> list[Result]: ...
     def study(
         self, span: Span, tap: Tap | None, next_ids: list[int] | None
     ) -> tuple[Tensor, Tensor | None]: ...
     def check(self) -> None: ...
 
 
-class Runner:
-    def __init__(self, executor: Executor, shelf: Shelf | None = None) -> None:
+class Runner(Generic[L]):
+    def __init__(self, executor: Executor[L], shelf: Shelf | None = None) -> None:
         self.executor, self.shelf = executor, shelf
         self._owner: dict[int, int] = {}  # slot -> sequence
-        self._ahead: list[Launched] = []
+        self._ahead: list[L] = []
         # sequence -> (start, id) of its row launched ahead: the next plan's, if it goes on as expected
         self._expected: dict[int, tuple[int, int]] = {}
 
@@ -87,7 +93,7 @@ class Runner:
         ahead, self._expected, self._ahead = self._ahead, {}, []
         order = {span.sequence: place for place, span in enumerate(plan.spans)}
         failed: list[Result] = []
-        launched: list[Launched] = []
+        launched: list[L] = []
         rest = tuple(s for s in plan.decode if expected.get(s.sequence) != (s.start, s.ids[0]))
         kept = {span.sequence for span in plan.decode} - {span.sequence for span in rest}
         taken = [step for step in ahead if any(span.sequence in kept for span in step.spans)]
@@ -157,20 +163,20 @@ class Runner:
 
     def _launch(
         self,
-        launch: Callable[[tuple[Span, ...]], Any],
+        launch: Callable[[tuple[Span, ...]], L],
         spans: tuple[Span, ...],
         masks: Masks | None,
         failed: list[Result],
-    ) -> list[Launched]:
+    ) -> list[L]:
         """A pass that cannot be launched (no memory, say) ends its own sequences, not the others.
 
         Without `masks` it stays as it is while it waits for them.
         """
-        launched: list[Launched] = []
+        launched: list[L] = []
         failed += self._attempt(spans, lambda: launched.append(launch(spans)))
         return [step for step in launched if masks is None or self._sample(step, masks, failed)]
 
-    def _sample(self, step: Launched, masks: Masks, failed: list[Result]) -> bool:
+    def _sample(self, step: L, masks: Masks, failed: list[Result]) -> bool:
         """Whether the pass has chosen its tokens, after this if not before."""
         if not step.is_sampled:
             failed += self._attempt(step.spans, lambda: self.executor.sample(step, masks))
@@ -215,7 +221,7 @@ class Runner:
         size = self.executor.max_rows
         return [spans[first : first + size] for first in range(0, len(spans), size)]
 
-    def _fetch(self, step: Launched) -> list[Result]:
+    def _fetch(self, step: L) -> list[Result]:
         results: list[Result] = []
         failed = self._attempt(step.spans, lambda: results.extend(self.executor.fetch(step)))
         return failed or results
@@ -225,7 +231,7 @@ class Runner:
         self._owner, self._expected, self._ahead = {}, {}, []
 
 
-class Member(Runner):
+class Member(Runner[L]):
     """One rank of several: a pass that fails here has not failed on the others, so it ends them all."""
 
     def _attempt(self, spans: tuple[Span, ...], call: Callable[[], object]) -> list[Result]:

@@ -1,7 +1,7 @@
 """Who runs in this step. Knows slots and pages as integers, and writes plans; touches no tensor."""
 
 from collections import deque
-from typing import Any
+from dataclasses import replace
 
 from dsv4.cache.prefix import PrefixCache
 from dsv4.cache.slots import Slots
@@ -74,7 +74,7 @@ class Scheduler:
             stop, mark = self._cut(s, min(ends[s.number], start + budget - kept), can_mark)
             prefill.append(self._span(s, stop, mark))
             budget -= stop - start
-        return Plan(**self.changes(), prefill=tuple(prefill), decode=decode)
+        return replace(self.changes(), prefill=tuple(prefill), decode=decode)
 
     def _cut(self, s: Sequence, stop: int, can_mark: bool) -> tuple[int, int]:
         """Where a run up to `stop` should end instead, for its pages to be of use to others, and the page's
@@ -91,22 +91,22 @@ class Scheduler:
             return stop, boundary
         return boundary, 0
 
-    def changes(self) -> dict[str, Any]:
-        """What has changed in the cache since the last plan: the fields of a plan other than its spans."""
+    def changes(self) -> Plan:
+        """What has changed in the cache since the last plan: one without spans."""
         restores = tuple(Restore(slot, handle) for slot, handle in self._restores.items())
         penalties = tuple(self._penalties.values())
         self._restores.clear()
         self._penalties.clear()
-        return {
-            "saves": tuple(Save(*save) for save in self.prefix.take_saves()),
-            "copies_out": tuple(Copy(*copy) for copy in self.prefix.take_copies_out()),
-            "free": self.slots.take_freed(),
-            "claims": tuple(Claim(*claim) for claim in self.slots.take_claims()),
-            "copies_in": tuple(Copy(*copy) for copy in self.prefix.take_copies_in()),
-            "restores": restores,
-            "penalties": penalties,
-            "drops": self.prefix.take_drops(),
-        }
+        return Plan(
+            saves=tuple(Save(*save) for save in self.prefix.take_saves()),
+            copies_out=tuple(Copy(*copy) for copy in self.prefix.take_copies_out()),
+            free=self.slots.take_freed(),
+            claims=tuple(Claim(*claim) for claim in self.slots.take_claims()),
+            copies_in=tuple(Copy(*copy) for copy in self.prefix.take_copies_in()),
+            restores=restores,
+            penalties=penalties,
+            drops=self.prefix.take_drops(),
+        )
 
     def _end_of_prompt(self, s: Sequence) -> int:
         """Where the tokens end that are read together: the prompt's and, after a pause, all there are."""

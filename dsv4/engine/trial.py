@@ -1,12 +1,13 @@
 """One sequence run by hand on an idle engine, through the runner: for scores, comparisons and tests."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 
 from torch import Tensor
 
 from dsv4.engine.engine import Engine
-from dsv4.engine.plan import Plan, Sampling, Span
+from dsv4.engine.plan import Sampling, Span
 from dsv4.engine.runner import no_masks
 from dsv4.errors import RequestError
 from dsv4.model.step import Tap
@@ -26,7 +27,7 @@ class Trial:
         self, ids: Sequence[int], next_ids: Sequence[int] | None = None, tap: Tap | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """The next ids as one chunk of a prompt -> logits [T, V] and, with the token after each, drafts'."""
-        plan = Plan(**self.engine.scheduler.changes(), prefill=(self._span(ids, None),))
+        plan = replace(self.engine.scheduler.changes(), prefill=(self._span(ids, None),))
         following = None if next_ids is None else list(next_ids)
         logits, drafts = self.engine.runner.study(plan, tap, following)
         self.position += len(ids)
@@ -34,7 +35,7 @@ class Trial:
 
     def token(self, id: int) -> Tensor:
         """The next id as a generated one -> logits [1, V]."""
-        plan = Plan(**self.engine.scheduler.changes(), decode=(self._span([id], Sampling()),))
+        plan = replace(self.engine.scheduler.changes(), decode=(self._span([id], Sampling()),))
         (result,) = self.engine.runner.apply(plan, no_masks)
         if result.error:
             raise RequestError(result.error)

@@ -9,6 +9,7 @@ from dsv4.model.compressor import Compressor
 from dsv4.model.indexer import Indexer, visible
 from dsv4.model.rope import Rope
 from dsv4.model.step import Step
+from dsv4.ops.activation import Activation
 
 
 class Attention:
@@ -19,19 +20,25 @@ class Attention:
         self.num_heads, groups = b.config.num_heads // b.mesh.size, b.config.o_groups // b.mesh.size
         self.wq_a, self.wq_b = b.linear(f"{name}.wq_a"), b.linear(f"{name}.wq_b", parts=b.num_parts)
         self.wkv, self.wo_b = b.linear(f"{name}.wkv"), b.summed(f"{name}.wo_b")
-        self.q_norm, self.kv_norm = b.plain(f"{name}.q_norm"), b.plain(f"{name}.kv_norm")
+        self.kv_norm = b.plain(f"{name}.kv_norm")
         self.sinks = b.plain(f"{name}.attn_sink")
         self.wo_a = b.grouped(f"{name}.wo_a", groups)
         self.compressor = Compressor(b, f"{name}.compressor", spec) if spec.ratio else None
         self.indexer = Indexer(b, f"{name}.indexer", spec, rope) if spec.kind == "csa" else None
-        readers = (self.wq_a, *(() if self.compressor is None else (self.compressor.wkv,)))
-        self.readers = [(reader.held, reader.activations) for reader in readers]
+        readers, readers_of_q = [self.wq_a, self.wkv], [self.wq_b]
+        if self.compressor is not None:
+            readers += self.compressor.readers
+        if self.indexer is not None:
+            readers += [*self.indexer.compressor.readers, self.indexer.weights_proj]
+            readers_of_q += [self.indexer.wq_b]
+        self.forms = b.forms(readers)
+        self.q_norm = b.norm(f"{name}.q_norm", b.forms(readers_of_q))
 
-    def __call__(self, x: Tensor, step: Step, cache: LayerCache, page_table: Tensor) -> Tensor:
-        """x [T, D], from Ops.normed -> [T, D]."""
+    def __call__(self, x: Activation, step: Step, cache: LayerCache, page_table: Tensor) -> Tensor:
+        """x [T, D], normalised in `forms` -> [T, D]."""
         c, ops = self.config, self.ops
         cos, sin = step.rotation(self.rope)
-        q_low = ops.normed(self.wq_a(x), self.q_norm, c.norm_eps, both=False)
+        q_low = ops.rows.normed(self.wq_a(x), self.q_norm)
         q = self.wq_b(q_low).unflatten(1, (self.num_heads, c.head_dim))
         kv = ops.attention.entries(self.wkv(x), self.kv_norm, cos, sin, c.norm_eps)
         if step.tap is not None:
@@ -71,7 +78,7 @@ class Attention:
         return y
 
     def _compressed_rows(
-        self, x: Tensor, q_low: Tensor, step: Step, cache: LayerCache, page_table: Tensor
+        self, x: Activation, q_low: Activation, step: Step, cache: LayerCache, page_table: Tensor
     ) -> Tensor | None:
         """Close blocks, then list the pool rows each query attends to (None: all that it sees, if any);
         entries are written before read."""

@@ -6,10 +6,11 @@ from dsv4.cache.store import LayerCache
 from dsv4.config import LayerSpec
 from dsv4.model.attention import Attention
 from dsv4.model.bundle import Bundle
-from dsv4.model.mhc import HyperConnection, Left
+from dsv4.model.mhc import HyperConnection
 from dsv4.model.moe import Moe
 from dsv4.model.rope import Rope
 from dsv4.model.step import Step
+from dsv4.ops.mhc.cpu import Residual
 
 
 class Block:
@@ -18,16 +19,16 @@ class Block:
             HyperConnection(b, f"{name}.hc_attn"),
             HyperConnection(b, f"{name}.hc_ffn"),
         )
-        self.attn_norm, self.ffn_norm = b.plain(f"{name}.attn_norm"), b.plain(f"{name}.ffn_norm")
         self.attention = Attention(b, f"{name}.attn", spec, rope)
         self.moe = Moe(b, f"{name}.ffn", spec)
+        self.attn_norm = b.norm(f"{name}.attn_norm", self.attention.forms)
+        self.ffn_norm = b.norm(f"{name}.ffn_norm", self.moe.forms)
 
-    def __call__(self, left: Left, ids: Tensor, step: Step, cache: LayerCache, page_table: Tensor) -> Left:
-        """What the block before left, which is taken -> what this one leaves; `ids` [T] feed hash routing."""
-        # Compressors read what is not rounded.
-        both = bool(self.attention.spec.ratio)
-        x, left = self.hc_attn.enter(left, self.attn_norm, self.attention.readers, step, both)
-        left.y = self.attention(x, step, cache, page_table)
-        x, left = self.hc_ffn.enter(left, self.ffn_norm, self.moe.readers, step)
-        left.y = self.moe(x, ids, step)
-        return left
+    def __call__(
+        self, residual: Residual, ids: Tensor, step: Step, cache: LayerCache, page_table: Tensor
+    ) -> None:
+        """Read the streams twice and add to them twice; `ids` [T] feed hash routing."""
+        x = self.hc_attn.mix_in(residual, self.attn_norm, step)
+        self.hc_attn.mix_out(self.attention(x, step, cache, page_table), residual)
+        x = self.hc_ffn.mix_in(residual, self.ffn_norm, step)
+        self.hc_ffn.mix_out(self.moe(x, ids, step), residual)

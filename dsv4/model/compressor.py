@@ -7,6 +7,7 @@ from dsv4.cache.store import Tail
 from dsv4.config import LayerSpec
 from dsv4.model.bundle import Bundle
 from dsv4.model.step import Step
+from dsv4.ops.activation import Activation
 
 
 class Compressor:
@@ -15,10 +16,11 @@ class Compressor:
         # The reference computes compressors in float32 from the unquantised input.
         self.wkv = b.linear(f"{name}.wkv", rounds_input=False)
         self.wgate = b.linear(f"{name}.wgate", rounds_input=False)
+        self.readers = [self.wkv, self.wgate]
         self.ape = b.plain(f"{name}.ape")
         self.norm = b.plain(f"{name}.norm")
 
-    def __call__(self, x: Tensor, step: Step, tail: Tail) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Activation, step: Step, tail: Tail) -> tuple[Tensor, Tensor]:
         """x [T, D] -> closing [C] (tokens that end a block), pooled [C, d]; the tail takes the rows."""
         ratio = self.spec.ratio
         values = self.wkv(x, torch.float32)

@@ -9,6 +9,7 @@ from dsv4.model.compressor import Compressor
 from dsv4.model.rope import Rope
 from dsv4.model.step import Step
 from dsv4.ops import Ops
+from dsv4.ops.activation import Activation
 
 
 def visible(ops: Ops, step: Step, ratio: int, page_entries: int, page_table: Tensor) -> Tensor | None:
@@ -27,7 +28,13 @@ class Indexer:
         self.compressor = Compressor(b, f"{name}.compressor", spec)
 
     def __call__(
-        self, x: Tensor, q_low: Tensor, rows: Tensor, step: Step, cache: LayerCache, page_table: Tensor
+        self,
+        x: Activation,
+        q_low: Activation,
+        rows: Tensor,
+        step: Step,
+        cache: LayerCache,
+        page_table: Tensor,
     ) -> Tensor | None:
         """x [T, D], q_low [T, Rq]; rows [C]: pool rows of blocks closing now -> chosen pool rows [T, S], or
         None for all that a query sees."""

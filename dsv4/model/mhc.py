@@ -1,14 +1,12 @@
-"""One hyper-connection site: streams in, one vector out, and back on the way into the next site."""
-
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+"""One hyper-connection site: streams in, one vector out, and back."""
 
 import torch
 from torch import Tensor
 
 from dsv4.model.bundle import Bundle
 from dsv4.model.step import Step
+from dsv4.ops.activation import Activation, Norm
+from dsv4.ops.mhc.cpu import Mixing, Residual
 
 
 def wide_scale(scale: Tensor, num_streams: int) -> Tensor:
@@ -18,72 +16,43 @@ def wide_scale(scale: Tensor, num_streams: int) -> Tensor:
     return scale.repeat_interleave(torch.tensor(counts, device=scale.device), output_size=sum(counts))
 
 
-@dataclass
-class Left:
-    """Streams [T, N, D] and, of a site, what its block made and how that goes back into them.
-
-    Whoever puts it back takes all of it, so that the old streams are freed when the new ones are there.
-    """
-
-    streams: Tensor | None
-    y: Tensor | None = None  # [T, D]
-    gate: Tensor | None = None
-    comb: Tensor | None = None
-    site: "HyperConnection | None" = None
-
-    def take(self) -> dict[str, Any]:
-        """As arguments of Ops.enter."""
-        assert self.streams is not None, "what a site left is taken once"
-        taken = {"y": self.y, "streams": self.streams, "gate": self.gate, "comb": self.comb}
-        self.y = self.streams = self.gate = self.comb = None
-        return taken
-
-    def see(self, streams: Tensor, step: Step) -> None:
-        if self.site is not None:
-            step.see(self.site.name, "streams", streams)
-
-    def close(self, step: Step) -> Tensor:
-        """The streams after the last site."""
-        y, streams, gate, comb = self.take().values()
-        if y is not None:
-            assert self.site is not None
-            streams = self.site.ops.mhc.post(y, streams, gate, comb)
-            self.see(streams, step)
-        assert isinstance(streams, Tensor)
-        return streams
-
-
 class HyperConnection:
     def __init__(self, b: Bundle, name: str) -> None:
-        self.ops, self.config, self.name = b.ops, b.config, name
-        self.fn = b.plain(f"{name}_fn").t().contiguous()  # [N*D, mixes]
-        self.base = b.plain(f"{name}_base")
-        self.scale = wide_scale(b.plain(f"{name}_scale"), b.config.num_streams)
-
-    def enter(
-        self, left: Left, norm: Tensor, readers: Sequence[tuple[Any, str]], step: Step, both: bool = True
-    ) -> tuple[Any, Left]:
-        """-> the block's input [T, D], as Ops.normed has it, and what is left here; its `y` is to be added.
-
-        `readers`: weights that meet the input, and how they round it; `both`: some do not.
-        """
-        c = self.config
-        entered = self.ops.enter(
-            **left.take(),
-            mixing=(self.fn, self.base, self.scale, c.norm_eps, c.hc_eps, c.sinkhorn_iters),
-            norm=norm,
-            both=both,
-            readers=readers,
-            wants_x=step.tap is not None,
+        c = b.config
+        self.ops, self.name = b.ops, name
+        self.mixing = Mixing(
+            fn=b.plain(f"{name}_fn").t().contiguous(),  # [N*D, mixes]
+            base=b.plain(f"{name}_base"),
+            scale=wide_scale(b.plain(f"{name}_scale"), c.num_streams),
+            norm_eps=c.norm_eps,
+            eps=c.hc_eps,
+            iters=c.sinkhorn_iters,
         )
-        left.see(entered.streams, step)
-        if entered.x is not None:
-            step.see(self.name, "x", entered.x)
-            step.see(self.name, "gate", entered.gate)
-            step.see(self.name, "comb", entered.comb)
-        return entered.normed, Left(entered.streams, None, entered.gate, entered.comb, self)
+
+    def mix_in(self, residual: Residual, norm: Norm, step: Step) -> Activation:
+        """Mix the streams into one input [T, D], and normalise it."""
+        normed, x = self.ops.mhc.mix_in(residual, self.mixing, norm, step.tap is not None)
+        if x is not None:
+            assert residual.streams is not None and residual.gate is not None and residual.comb is not None
+            if residual.site:
+                step.see(residual.site, "streams", residual.streams)
+            step.see(self.name, "x", x)
+            step.see(self.name, "gate", residual.gate)
+            step.see(self.name, "comb", residual.comb)
+        return normed
+
+    def mix_out(self, y: Tensor, residual: Residual) -> None:
+        """Add y [T, D] to the streams. The next site does it, or `close`: a GPU reads them once for both."""
+        residual.y, residual.site = y, self.name
+
+    def close(self, residual: Residual, step: Step) -> Tensor:
+        """The streams [T, N, D] after the last block."""
+        streams = residual.added(self.ops.mhc.post)
+        if residual.site:
+            step.see(residual.site, "streams", streams)
+        return streams
 
     def head(self, streams: Tensor) -> Tensor:
         """streams [T, N, D] -> [T, D]; for the sites before a final norm."""
-        c = self.config
-        return self.ops.mhc.head(streams, self.fn, self.base, self.scale, c.norm_eps, c.hc_eps)
+        head: Tensor = self.ops.mhc.head(streams, *self.mixing[:-1])
+        return head

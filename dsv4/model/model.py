@@ -8,11 +8,12 @@ from torch import Tensor
 from dsv4.cache.store import Cache
 from dsv4.model.block import Block
 from dsv4.model.bundle import Bundle
-from dsv4.model.mhc import HyperConnection, Left
+from dsv4.model.mhc import HyperConnection
 from dsv4.model.mtp import Mtp
 from dsv4.model.rope import Rope
 from dsv4.model.step import Step
 from dsv4.ops.experts.staging import READ_IN_PLACE, Staging
+from dsv4.ops.mhc.cpu import Residual
 from dsv4.quant.formats import QuantTensor
 
 
@@ -64,10 +65,10 @@ class Model:
         return self.staging is not None and tokens > READ_IN_PLACE
 
     def _blocks(self, step: Step, cache: Cache) -> Tensor:
-        left = Left(self.embed(step.ids).unsqueeze(1).expand(-1, self.config.num_streams, -1))
+        residual = Residual(self.embed(step.ids).unsqueeze(1).expand(-1, self.config.num_streams, -1))
         for block, layer in zip(self.blocks, cache.layers, strict=False):
-            left = block(left, step.ids, step, layer, cache.page_table)
-        return left.close(step)
+            block(residual, step.ids, step, layer, cache.page_table)
+        return self.hc_head.close(residual, step)
 
     @torch.inference_mode()
     def logits(self, streams: Tensor) -> Tensor:

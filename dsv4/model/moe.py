@@ -9,6 +9,7 @@ from dsv4.model.bundle import Bundle
 from dsv4.model.params import own_experts
 from dsv4.model.step import Step
 from dsv4.ops._exact import cast
+from dsv4.ops.activation import Activation
 from dsv4.parallel.comm import tree_sum
 
 
@@ -16,7 +17,7 @@ class Moe:
     def __init__(self, b: Bundle, name: str, spec: LayerSpec) -> None:
         self.ops, self.config, self.name, self.dtype = b.ops, b.config, name, b.numerics.dtype
         self.parts, self.mesh = b.num_parts, b.mesh  # ranks share the width of every expert
-        self.is_alone = b.mesh.size == 1
+        self.sum_dtype = b.sum_dtype
         tensors = b.weights.tensors
         self.gate = tensors[f"{name}.gate"]
         self.table = b.plain(f"{name}.gate.tid2eid") if spec.hash_routed else None
@@ -33,16 +34,15 @@ class Moe:
         )
         self.activations = _common(b, names)
         self.shared_activations = _common(b, [f"{name}.shared_experts"])
-        self.readers = [
-            (self.gate, "a16"),
-            (self.shared, self.shared_activations),
-            (self.experts, self.activations),
-        ]
+        self.forms = (
+            b.ops.experts.ffn_form(self.dtype, self.shared, self.shared_activations),
+            b.ops.linear.form(self.dtype, self.gate, "a16"),
+            b.ops.experts.routed_form(self.dtype, self.experts, self.activations),
+        )
 
-    def __call__(self, x: Tensor, ids: Tensor, step: Step) -> Tensor:
-        """x [T, D], from Ops.normed; ids [T] -> [T, D]."""
+    def __call__(self, x: Activation, ids: Tensor, step: Step) -> Tensor:
+        """x [T, D], normalised in `forms`; ids [T] -> [T, D]."""
         c, ops = self.config, self.ops
-        # Before the router, so that a backend may normalise and round x in one launch.
         shared = ops.experts.ffn(
             x=x,
             expert=self.shared,
@@ -74,7 +74,7 @@ class Moe:
         return y
 
     def _routed(
-        self, x: Tensor, chosen: Tensor, weights: Tensor, step: Step, shared: Tensor | None
+        self, x: Activation, chosen: Tensor, weights: Tensor, step: Step, shared: Tensor | None
     ) -> Tensor:
         """[T, parts, D] of the chosen experts, which this rank has or shares, and `shared`."""
         staging, bank = step.staging, f"{self.name}.experts"
@@ -87,7 +87,7 @@ class Moe:
             activations=self.activations,
             parts=self.parts,
             shared=shared,
-            is_alone=self.is_alone,
+            out_dtype=torch.float32 if shared is None else self.sum_dtype,
             first=self.own.start,
             ranks=self.mesh.size if self.mesh.whole_experts else 1,
         )
@@ -95,7 +95,7 @@ class Moe:
             staging.give_back(bank)
         return routed
 
-    def _traded(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def _traded(self, x: Activation, chosen: Tensor, weights: Tensor) -> Tensor:
         """The same where ranks of the reference have whole experts: each gives the others their parts of what
         its own made, choice by choice, so that choices are added up in the order of one rank."""
         size = self.mesh.size

@@ -6,9 +6,10 @@ from dsv4.cache.store import LayerCache
 from dsv4.config import LayerSpec
 from dsv4.model.block import Block
 from dsv4.model.bundle import Bundle
-from dsv4.model.mhc import HyperConnection, Left
+from dsv4.model.mhc import HyperConnection
 from dsv4.model.rope import Rope
 from dsv4.model.step import Step
+from dsv4.ops.mhc.cpu import Residual
 
 
 class Mtp:
@@ -34,5 +35,7 @@ class Mtp:
         eps, norm = self.config.norm_eps, self.ops.rows.rms_norm
         e = self.e_proj(norm(embedded, self.enorm, eps))
         h = self.h_proj(norm(streams, self.hnorm, eps).flatten(0, 1)).view_as(streams)
-        streams = self.block(Left(e.unsqueeze(1) + h), next_ids, step, cache, page_table).close(step)
+        residual = Residual(e.unsqueeze(1) + h)
+        self.block(residual, next_ids, step, cache, page_table)
+        streams = self.hc_head.close(residual, step)
         return streams, norm(self.hc_head.head(streams), self.norm, eps)

@@ -5,7 +5,7 @@ What a kernel does ends with what its tokens see, so that one graph serves every
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from torch import Tensor
 from dsv4.cache.store import Cache
 from dsv4.model.model import Model
 from dsv4.model.step import Mark, Span, Step, closings, columns, send
+
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE
 
 MAX_SEQUENCES = 16  # of a step: their blocks that close need places
 
@@ -22,9 +25,8 @@ def never_waits(model: Model) -> bool:
     tokens each expert has."""
     if model.mesh.size > 1 or set(model.ops.names().values()) != {"gpu"}:
         return False
-    x = torch.empty(0, dtype=model.numerics.dtype, device=model.embedding.data.device)
     return all(
-        model.ops.experts.never_waits(x, bank, activations)
+        model.ops.experts.never_waits(model.numerics.dtype, bank, activations)
         for moe in (block.moe for block in model.blocks)
         for bank, activations in ((moe.experts, moe.activations), (moe.shared, moe.shared_activations))
     )
@@ -84,7 +86,7 @@ class Prompt:
         if self.out is not None:
             self.streams = self.out[: self.size].copy_(self.streams)
 
-    def capture(self, pool: Any) -> None:
+    def capture(self, pool: "_POOL_HANDLE") -> None:
         """Record the launches, when each has run once, in memory that steps of other sizes use too."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):

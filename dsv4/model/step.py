@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import numpy as np
 import torch
@@ -16,20 +16,22 @@ from dsv4.ops.experts.staging import READ_IN_PLACE, Staging
 
 # Looks at intermediate results: whose (`layers.3.attn`), which (`q`), and the tensor, not to be changed.
 Tap = Callable[[str, str, Tensor], None]
-Method = TypeVar("Method", bound=Callable[..., Any])
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-def once(method: Method) -> Method:
+def once(method: "Callable[Concatenate[Step, P], T]") -> "Callable[Concatenate[Step, P], T]":
     """Compute the result when a layer first asks for it: layers of one kind ask for the same."""
 
     @wraps(method)
-    def ask(step: "Step", *arguments: Any) -> Any:
+    def ask(step: "Step", *arguments: P.args, **named: P.kwargs) -> T:
+        assert not named, "asked for by place"
         key = (method, *arguments)
         if key not in step.known:
-            step.known[key] = method(step, *arguments)
-        return step.known[key]
+            step.known[key] = method(step, *arguments, **named)
+        return cast(T, step.known[key])
 
-    return ask  # type: ignore[return-value]
+    return ask
 
 
 Span = tuple[int, int, Sequence[int]]  # slot, start position, token ids
@@ -112,7 +114,7 @@ class Step:
     mark_slot: int = 0  # there: where it is left
     tap: Tap | None = None
     staging: Staging | None = None  # experts copied ahead to the GPU, if they are in this step
-    known: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
+    known: dict[tuple[object, ...], object] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def build(

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +32,7 @@ def spans(config: ModelConfig, max_context: int) -> list[tuple[int, int]]:
 
 def one_of_each(model: Model, cache: Cache) -> tuple[Model, Cache]:
     """The model and its cache cut down to the first of all layers that launch the same variants."""
-    first: dict[Any, int] = {}
+    first: dict[tuple[object, ...], int] = {}
     for number, block in enumerate(model.blocks):
         first.setdefault((block.attention.spec, *_weights(block)), number)
     small, its_cache = copy.copy(model), copy.copy(cache)
@@ -42,7 +41,7 @@ def one_of_each(model: Model, cache: Cache) -> tuple[Model, Cache]:
     return small, its_cache
 
 
-def _weights(part: object) -> Iterator[tuple[Any, ...]]:
+def _weights(part: object) -> Iterator[tuple[object, ...]]:
     """What a launch can depend on, of every weight in this part of a model."""
     if isinstance(part, Tensor):
         yield part.dtype, part.shape

@@ -1,14 +1,9 @@
 """The kernel table: which op has which backend, and which module each op gets on a given machine."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
 from importlib import import_module
 from inspect import isfunction
 from types import ModuleType
-from typing import Any, NamedTuple
-
-from torch import Tensor
 
 from dsv4.errors import ConfigError
 
@@ -30,17 +25,6 @@ FILE_OF = {"cpu": "cpu", "gpu": "prefill"}
 
 def backend_module(op: str, backend: str) -> ModuleType:
     return import_module(f"dsv4.ops.{op}.{FILE_OF[backend]}")
-
-
-class Entered(NamedTuple):
-    """A hyper-connection's way in: streams that have the last output, the next input before its norm (None:
-    not wanted) and after, and how its output will go back."""
-
-    streams: Tensor
-    x: Tensor | None
-    normed: Any
-    gate: Tensor
-    comb: Tensor
 
 
 @dataclass(frozen=True)
@@ -74,59 +58,6 @@ class Ops:
             else:
                 raise ConfigError(f"op {op} has no backend {name!r}; it has {', '.join(backends)}")
         return cls(**chosen)
-
-    def normed(self, x: Tensor, weight: Tensor, eps: float, both: bool = True) -> Any:
-        """RMSNorm of x [T, K] for linears, router and experts, which alone take what comes.
-
-        Where all of these are the GPU's, it is what each of them makes of it: norm and rounding are one
-        launch, and one rounding serves all. `both`: some of them do not round.
-        """
-        if self._prepares:
-            return self.linear.Prepared(x, weight, eps, both)
-        return self.rows.rms_norm(x, weight, eps)
-
-    def enter(
-        self,
-        y: Tensor | None,
-        streams: Tensor,
-        gate: Tensor | None,
-        comb: Tensor | None,
-        mixing: tuple[Tensor, Tensor, Tensor, float, float, int],
-        norm: Tensor,
-        both: bool,
-        readers: Sequence[tuple[Any, str]],
-        wants_x: bool = False,
-    ) -> Entered:
-        """mhc.post of y [T, D], if there is one, mhc.pre by `mixing`, and `normed`: on a GPU in two launches.
-
-        `readers`: weights that meet the input, and how they round it.
-        """
-        if self._prepares and self._mixes and self.mhc.enters(streams, mixing[0]):
-            return Entered(
-                *self.mhc.enter(
-                    y=y,
-                    streams=streams,
-                    gate=gate,
-                    comb=comb,
-                    mixing=mixing,
-                    norm=norm,
-                    readers=readers,
-                    wants_x=wants_x,
-                )
-            )
-        if y is not None:
-            streams = self.mhc.post(y, streams, gate, comb)
-        x, gate, comb = self.mhc.pre(streams, *mixing)
-        return Entered(streams, x, self.normed(x, norm, mixing[3], both), gate, comb)
-
-    @cached_property
-    def _prepares(self) -> bool:
-        names = self.names()
-        return all(names[op] == "gpu" for op in ("rows", "linear", "route", "experts"))
-
-    @cached_property
-    def _mixes(self) -> bool:
-        return self.names()["mhc"] == "gpu"
 
     def names(self) -> dict[str, str]:
         """op -> backend, as shown by `dsv4 info`."""

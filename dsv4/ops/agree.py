@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from dsv4.ops import IMPLEMENTATIONS, Ops, backend_module
+from dsv4.ops.activation import Norm
 from dsv4.ops.cases import Case, make_cases, to_device
+from dsv4.ops.mhc.cpu import Mixing, Residual
 from dsv4.quant.codec import decode
 from dsv4.quant.formats import QuantTensor
 
@@ -59,43 +61,34 @@ def outputs(result: Any) -> list[Tensor]:
 
 def run(case: Case, backend: str, device: str) -> list[Tensor]:
     """A backend whose weights are not QuantTensors exports hold(weight: QuantTensor, device) to make them."""
-    holder = "linear" if case.function == "enter" else case.op
+    holder = "linear" if case.function == "mix_in" else case.op
     hold = getattr(backend_module(holder, backend), "hold", None)
     return outputs(call(case.op, case.function, backend, to_device(case.arguments, device, hold)))
 
 
 def call(op: str, function: str, backend: str, arguments: tuple[Any, ...]) -> Any:
-    """A function of an op's backend; `enter` is of several ops, all of that backend."""
-    if function == "enter":
-        return _enter(backend, *arguments)
+    """A function of an op's backend; `mix_in` is of several ops, all of that backend."""
+    if function == "mix_in":
+        return _mix_in(backend, *arguments)
     return getattr(backend_module(op, backend), function)(*arguments)
 
 
-def _enter(
+def _mix_in(
     backend: str,
-    y: Tensor,
-    streams: Tensor,
-    gate: Tensor,
-    comb: Tensor,
+    last: tuple[Tensor, Tensor, Tensor, Tensor],
     mixing: tuple[Any, ...],
-    norm: Tensor,
+    weight: Tensor,
     readers: list[tuple[Any, str]],
     multiplies: bool = True,
-) -> tuple[Tensor, ...]:
-    """Ops.enter; and the products of its input with what reads it, which alone know what form it has."""
+) -> tuple[Tensor | None, ...]:
+    """And the products of its input with what reads it, which alone know what form it has."""
     ops = Ops.choose("cpu", **dict.fromkeys(IMPLEMENTATIONS, backend))
-    made = ops.enter(
-        y=y,
-        streams=streams,
-        gate=gate,
-        comb=comb,
-        mixing=mixing,
-        norm=norm,
-        both=True,
-        readers=readers,
-    )
-    products = [ops.linear.linear(made.normed, held, how) for held, how in readers] if multiplies else []
-    return (made.streams, made.gate, made.comb, *products)
+    site, (y, streams, gate, comb) = Mixing(*mixing), last
+    forms = [ops.linear.form(streams.dtype, held, how) for held, how in readers]
+    residual = Residual(streams, y, gate, comb)
+    made, _ = ops.mhc.mix_in(residual, site, Norm(weight, site.norm_eps, tuple(forms)))
+    products = [ops.linear.linear(made, held, how) for held, how in readers] if multiplies else []
+    return (residual.streams, residual.gate, residual.comb, *products)
 
 
 def difference(got: list[Tensor], want: list[Tensor], tolerance: float) -> str:

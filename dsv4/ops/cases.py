@@ -147,10 +147,10 @@ def _mhc(r: _Random, dtype: torch.dtype) -> list[Case]:
         Case("mhc", "head", "four streams", (streams, *head)),
     ]
     # From one site into the next, and what products make of its input: sizes that a kernel of its own serves.
-    left = (r(9, 512).to(dtype), r(9, 4, 512).to(dtype), r(9, 4).abs(), r(9, 4, 4).abs())
+    last = (r(9, 512).to(dtype), r(9, 4, 512).to(dtype), r(9, 4).abs(), r(9, 4, 4).abs())
     mixing = (r(2048, 24) * 0.05, *mixing[1:])
     readers = [(_weight(r(64, 512) * 0.1, Format.FP8), "a8"), (_weight(r(32, 512) * 0.1, Format.BF16), "a16")]
-    out.append(Case("mhc", "enter", "512 channels", (*left, mixing, r(512) + 1, readers), rounds=True))
+    out.append(Case("mhc", "mix_in", "512 channels", (last, mixing, r(512) + 1, readers), rounds=True))
     return out
 
 

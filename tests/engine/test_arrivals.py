@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from loop import Loop, expected
 
-from dsv4.engine.plan import Plan, Span
+from dsv4.engine.plan import Span
 from dsv4.engine.request import Sequence
 from dsv4.engine.scheduler import OLDEST_SHARE, OVERTAKING
 
@@ -184,7 +184,7 @@ def _live(loop: Loop, events: list[Arrive | Cancel | Go]) -> None:
         assert [token.id for token in s.tokens] == expected(s), (s.number, s.finish_reason)
     pool = loop.slots.pool
     assert pool.num_available == pool.num_pages and loop.slots.num_free == slots
-    loop.runner.apply(Plan(**loop.scheduler.changes()), loop.mask)
+    loop.runner.apply(loop.scheduler.changes(), loop.mask)
     loop.device.finish()
     assert loop.device.snapshots.keys() == set(loop.prefix._snapshots.values())
 

@@ -17,11 +17,14 @@ from dsv4.engine.sizes import check_sizes, problems
 from dsv4.errors import ConfigError
 from dsv4.gpu.architectures import ARCHITECTURES
 from dsv4.model.params import num_parts
+from dsv4.ops.activation import PLAIN, Form
 from dsv4.ops.index import decode_select as selecting
 from dsv4.ops.linear import decode as matvec
+from dsv4.ops.linear.prefill_packed import FP8_CODES, IN_16_BITS
 from dsv4.ops.mhc import decode as mhc
 from dsv4.ops.route import decode as routing
 from dsv4.ops.sample import decode as sample
+from dsv4.quant.formats import Format
 from dsv4.step.buffers import ROWS
 from tests.support.dry import planned
 
@@ -258,3 +261,18 @@ def test_limits_are_those_of_the_launchers() -> None:
     for name in ("STREAMS", "ITEM", "MAX_CHANNELS", "SHARED_BLOCKS"):
         assert getattr(sizes, name) == getattr(mhc, name), name
     assert (sample.MAX_VOCAB, ROWS[-1]) == (sizes.MAX_VOCAB, sizes.MAX_ROWS)
+
+
+def test_norms_make_the_forms_that_products_read() -> None:
+    """On Hopper plain rows are made where experts pack them by choice in 16 bits, and for nobody else."""
+    c = preset("flash")
+    c = replace(c, layers=tuple(dict.fromkeys(c.layers)), vocab_size=512)
+    bf16, fp8 = Form(mode=IN_16_BITS[Format.BF16]), Form("a8", FP8_CODES)
+    codes = Form("a8", is_codes=True)
+    for layout, experts in (("official", codes), ("modelopt", PLAIN)):
+        for block in planned(c, 1, layout=layout, activations="a8").model.blocks:
+            assert block.ffn_norm.forms == (fp8, bf16, experts)
+            assert block.attn_norm.forms == ((fp8, bf16) if block.attention.compressor else (fp8,))
+            assert block.attention.q_norm.forms == (fp8,)
+    held = planned(c, 1, layout="nvfp4", activations="a4", capability=120).model.blocks[0].ffn_norm.forms
+    assert held == (Form("a4", is_codes=True), PLAIN)

@@ -264,7 +264,7 @@ def test_what_a_claim_restores_is_not_evicted_by_the_next_claim(tmp_path: Path) 
         loop.add(new[:17], 1, 0.0, False)
         while loop.alive:
             loop.step()
-        loop.runner.apply(Plan(**loop.scheduler.changes()), no_masks)
+        loop.runner.apply(loop.scheduler.changes(), no_masks)
         loop.device.finish()
         loop.prefix.shelf.flush()
     loop.add(old[:8], 1, 0.0, False)

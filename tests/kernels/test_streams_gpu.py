@@ -14,6 +14,7 @@ from dsv4.ops.mhc import prefill_sm90 as sites
 from dsv4.ops.rows import cpu as rows_cpu
 from dsv4.quant.codec import encode_weight
 from dsv4.quant.formats import Format
+from tests.support.layouts import plain_rows
 
 pytestmark = pytest.mark.gpu
 EPS, HC_EPS, ITERS = 1e-6, 1e-6, 20
@@ -59,7 +60,7 @@ def test_what_nobody_wants_is_not_made() -> None:
 
 
 def rows_of(packed: Packed) -> Tensor:
-    return packed.data if packed.mode.is_fp8 else packed.plain()
+    return packed.data if packed.mode.is_fp8 else plain_rows(packed)
 
 
 def part_of(given: Site, rows: slice) -> Site:
@@ -116,7 +117,7 @@ def test_forms_are_those_of_pack(rows: int, d: int) -> None:
     assert torch.equal(got.packed[FP8_CODES].data, want)
     want = prompts.pack(x, weight_of(Format.BF16, d)).data
     made = got.packed[sites.IN_BF16].data
-    assert torch.equal(got.packed[sites.IN_BF16].plain().nan_to_num(7.0), got.normed.nan_to_num(7.0))
+    assert torch.equal(plain_rows(got.packed[sites.IN_BF16]).nan_to_num(7.0), got.normed.nan_to_num(7.0))
     used = sites.IN_BF16.blocks * sites.IN_BF16.group_bytes + sites.IN_BF16.undo_bytes
     assert torch.equal(made[..., :used], want[..., :used])
     assert bool(got.normed[6].isnan().all()) and not bool(

@@ -13,6 +13,7 @@ from dsv4.ops.mhc import cpu
 from dsv4.ops.mhc import prefill_sm90 as sites
 from dsv4.ops.rows.cpu import rms_norm
 from dsv4.quant.codec import fp8_rows
+from tests.support.layouts import plain_rows
 from tests.support.twin import needs_compiler, twin_of, unfinished
 
 pytestmark = needs_compiler
@@ -88,7 +89,7 @@ def test_forms_are_those_of_the_codec(twin: ctypes.CDLL, rows: int, d: int) -> N
     site.streams[5], site.y[5] = 0, 0
     _, got = site.run(twin)
     assert got.normed is not None and got.codes is not None
-    assert torch.equal(got.packed[sites.IN_BF16].plain(), got.normed)
+    assert torch.equal(plain_rows(got.packed[sites.IN_BF16]), got.normed)
     codes, scales = fp8_rows_of(got.packed[FP8_CODES])
     want, its_scales = fp8_rows(got.normed, 128)
     assert torch.equal(codes[:rows], want.view(torch.uint8)) and not codes[rows:].any()

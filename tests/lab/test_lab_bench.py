@@ -128,7 +128,9 @@ def test_everything_else_takes_what_was_computed() -> None:
     model = Model(bundle, layout.max_context, "cpu")
     ropes = {id(b.attention.rope): b.attention.rope for b in model.blocks}.values()
     held += [t for rope in ropes for t in (rope.cos, rope.sin)] + [cache.page_table]
-    held += [site.fn for b in model.blocks for site in (b.hc_attn, b.hc_ffn)] + [model.hc_head.fn]
+    held += [site.mixing.fn for b in model.blocks for site in (b.hc_attn, b.hc_ffn)] + [
+        model.hc_head.mixing.fn
+    ]
     held += [torch.zeros(layout.num_slots, HISTORY + layout.max_context, dtype=torch.int32)]  # of penalties
     rows = [q for layer in cache.layers for q in (layer.entries, layer.keys) if q is not None]
     rows.append(cache._rings)  # of all layers, with what lies between them

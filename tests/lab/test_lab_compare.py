@@ -34,6 +34,7 @@ from dsv4.lab.difference import Agreement, Difference, Predictions, first_not_fi
 from dsv4.lab.score import score_ids
 from dsv4.model.compressor import Compressor
 from dsv4.model.step import Step
+from dsv4.ops.mhc.cpu import Residual
 
 # Four streams: a doubly stochastic matrix of two is symmetric, and could be transposed unseen.
 SPEAKING = replace(SMALL, vocab_size=280, num_streams=4)
@@ -135,14 +136,15 @@ def test_a_position_bias_added_to_values(layer: int, where: str, model: Path, re
 def test_a_transposed_mixing_matrix(layer: int, site: str, model: Path, recording: Recording) -> None:
     engine = load(model)
     connection: Any = getattr(engine.model.blocks[layer], site)
-    right = connection.enter
+    right = connection.mix_in
 
-    def transposed(*given: Any) -> Any:
-        x, left = right(*given)
-        left.comb = left.comb.mT
-        return x, left
+    def transposed(residual: Residual, *given: Any) -> Any:
+        x = right(residual, *given)
+        assert residual.comb is not None
+        residual.comb = residual.comb.mT
+        return x
 
-    connection.enter = transposed
+    connection.mix_in = transposed
     # The streams are equal before the first layer's attention, and mixing equal ones shows nothing.
     found = against(recording, engine, limit=1e-4).departure
     assert found is not None
@@ -215,8 +217,8 @@ def test_single_tokens_are_looked_at_too(model: Path) -> None:
         ffn = right.ffn
 
         @staticmethod
-        def routed(x: Tensor, **arguments: Any) -> Tensor:
-            return right.routed(x=x, **arguments) * (1.1 if x.shape[0] == 1 else 1.0)
+        def routed(**arguments: Any) -> Tensor:
+            return right.routed(**arguments) * (1.1 if len(arguments["ids"]) == 1 else 1.0)
 
     moe.ops = replace(moe.ops, experts=Experts)
     found = compare(wanted, engine, IDS, 3, limit=1e-3)

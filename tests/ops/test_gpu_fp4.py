@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from dsv4.gpu import architectures, tiles
 from dsv4.gpu.architectures import ARCHITECTURES
+from dsv4.ops.activation import Norm
 from dsv4.ops.experts import cpu as experts_cpu
 from dsv4.ops.experts import prefill as experts_prefill
 from dsv4.ops.linear import cpu as linear_cpu
@@ -21,6 +22,7 @@ from dsv4.ops.linear import prefill as linear_prefill
 from dsv4.ops.linear import prefill_fp4 as fp4
 from dsv4.ops.linear import prefill_product as product
 from dsv4.ops.rows import cpu as rows_cpu
+from dsv4.ops.rows import prefill as rows_prefill
 from dsv4.ops.rows import quantize
 from dsv4.quant import codec
 from dsv4.quant.codec import encode_weight
@@ -91,7 +93,7 @@ def sort(ids: Tensor, weights: Tensor, experts: int, max_cap: int, first: int, r
 @pytest.fixture
 def on_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ops choose as where tensor cores multiply FP4; the kernel decodes, as it does here."""
-    monkeypatch.setattr(fp4, "serves", lambda x, weight, how: how == "a4" and isinstance(weight, tiles.Tiled))
+    monkeypatch.setattr(fp4, "serves", lambda weight, _, how: how == "a4" and isinstance(weight, tiles.Tiled))
     if IS_INTERPRETED:
         monkeypatch.setattr(product, "sort", sort)
         for cap in product.CAPS:
@@ -114,8 +116,11 @@ def test_linear(rows: int, n: int, k: int, normed: bool) -> None:
     want = linear_cpu.linear(wide.float(), stored, "a4")
 
     def run(x: Tensor, dtype: torch.dtype) -> Tensor:
-        ready = linear_prefill.Prepared(*to(x), *(to(norm) if normed else []), eps=1e-6)
-        return linear_prefill.linear(ready, weight, "a4", dtype)
+        (rows,) = to(x)
+        if normed:
+            form = linear_prefill.form(torch.bfloat16, weight, "a4")  # type: ignore[arg-type]
+            rows = rows_prefill.normed(rows, Norm(*to(norm), 1e-6, (form,)))
+        return linear_prefill.linear(rows, weight, "a4", dtype)
 
     for dtype in (torch.float32, torch.bfloat16):
         y = run(x, dtype)
@@ -145,7 +150,7 @@ def test_experts(spills: bool) -> None:
     if spills:
         up, down = map(scattered, (up, down))
     held = tiles.Bank(up, down)
-    assert experts_prefill.never_waits(*to(x), held, "a4")
+    assert experts_prefill.never_waits(torch.bfloat16, held, "a4")
     # What BF16 rounds between the products moves codes of the second: half a code's step of a few values.
     want = experts_cpu.routed(x.float(), ids, weights, stored, limit, "a4")
     got = experts_prefill.routed(*to(x, ids, weights), held, limit, "a4")
@@ -234,15 +239,16 @@ def test_what_the_ops_launch(capability: int, monkeypatch: pytest.MonkeyPatch) -
         empty = lambda *shape: tiles.empty(Format.NVFP4, *shape, "meta")  # noqa: E731
         dense, held = empty((d, d), 1, 1), tiles.Bank(empty((inner, d), 4, 2), empty((d, inner), 4, 1))
         assert dense.is_plain == (capability >= 100), "the layout of tiles follows the architecture"
-        is_served = fp4.serves(meta(t, d), dense, "a4")
+        is_served = fp4.serves(dense, torch.bfloat16, "a4")
         assert is_served == (capability in (100, 103, 120))
-        assert not fp4.serves(meta(t, d), dense, "a16") and not fp4.serves(meta(t, d).float(), dense, "a4")
+        assert not fp4.serves(dense, torch.bfloat16, "a16") and not fp4.serves(dense, torch.float32, "a4")
         if not is_served:
             return
-        ready = linear_prefill.Prepared(meta(t, d), meta(d, dtype=torch.float32), 1e-6)
+        form = linear_prefill.form(torch.bfloat16, dense, "a4")
+        ready = rows_prefill.normed(meta(t, d), Norm(meta(d, dtype=torch.float32), 1e-6, (form,)))
         linear_prefill.linear(ready, dense, "a4")
-        linear_prefill.linear(linear_prefill.Prepared(meta(9, d)), dense, "a4")
-        assert experts_prefill.never_waits(meta(0), held, "a4")
+        linear_prefill.linear(meta(9, d), dense, "a4")
+        assert experts_prefill.never_waits(torch.bfloat16, held, "a4")
         one = tiles.Bank(held.w13.span(0, 1), held.w2.span(0, 1))
         experts_prefill.ffn(ready, one, 10.0, "a4")
         ids, weights = meta(t, 6, dtype=torch.long), meta(t, 6, dtype=torch.float32)

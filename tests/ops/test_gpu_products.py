@@ -133,11 +133,11 @@ def test_routed(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) 
         )[:, 0]
         assert torch.equal(alone[0], got[t]), f"token {t} depends on its company"
     shared = rand(tokens, 1, 96, seed=4).to(DEVICE, dtype)
-    for is_alone in (False, True):
+    for out_dtype in (torch.float32, dtype):
         both = experts_prefill.routed(
-            *to(x, ids, weights), e.bank, 1.5, "a16", shared=shared, is_alone=is_alone
+            *to(x, ids, weights), e.bank, 1.5, "a16", shared=shared, out_dtype=out_dtype
         )
-        assert both.dtype == (dtype if is_alone else torch.float32)
+        assert both.dtype == out_dtype
         assert torch.equal(both[:, 0], (got + shared[:, 0]).to(both.dtype)), "added last, and rounded once"
 
 

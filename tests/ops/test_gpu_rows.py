@@ -147,7 +147,6 @@ def test_hyper_connections(depth: int, dtype: torch.dtype, monkeypatch: pytest.M
     near(got[0], want[0], dtype, "x")
     near(got[1], want[1], torch.float32, "gate")
     near(got[2], want[2], torch.float32, "comb")
-    near(mhc_prefill.mixes(*to(streams, fn), 1e-6), mhc_cpu.mixes(streams, fn, 1e-6), torch.float32, "mixes")
     x = rand(tokens, depth, seed=5).to(dtype)
     after = mhc_prefill.post(*to(x, streams, want[1], want[2]))
     near(after, mhc_cpu.post(x, streams, want[1], want[2]), dtype, "post")

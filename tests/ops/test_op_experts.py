@@ -124,8 +124,10 @@ def test_routed_sums_the_chosen(tokens: int, experts: int, k: int) -> None:
     assert torch.equal(again, got), "summed by expert id: the order of choice changes no bit"
     shared = rand(tokens, 2, 12, seed=5)
     parts = cpu.routed(x, ids, weights, all_experts, 10.0, "a16", parts=2)
-    both = cpu.routed(x, ids, weights, all_experts, 10.0, "a16", parts=2, shared=shared, is_alone=True)
+    given = (x, ids, weights, all_experts, 10.0, "a16", 2, shared)
+    both = cpu.routed(*given)
     assert torch.equal(both, parts + shared), "the shared expert's part by part, added last"
+    assert torch.equal(cpu.routed(*given, torch.bfloat16), both.bfloat16()), "and rounded once"
     for t in range(tokens):
         alone = cpu.routed(x[t : t + 1], ids[t : t + 1], weights[t : t + 1], all_experts, 10.0, "a16")[:, 0]
         assert torch.equal(alone[0], got[t]), "batch-mates at the same expert change no bit"

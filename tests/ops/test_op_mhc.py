@@ -1,12 +1,15 @@
 """Hyper-connections against the specification in float64, and the order of comb's indices."""
 
 import math
+from weakref import ref
 
 import pytest
 import torch
 from ops_support import ROUND, check_close, exactly, one_more_rounding, rand
 
+from dsv4.ops.activation import Norm
 from dsv4.ops.mhc import cpu
+from dsv4.ops.rows.cpu import rms_norm
 from dsv4.spec import ops as spec
 
 
@@ -114,3 +117,22 @@ def test_extreme_mixes_stay_finite() -> None:
     comb = cpu.sinkhorn(far, 20, 1e-6)
     check_close(comb.sum(1), torch.ones(1, 2), 1e-5, "columns of far logits")
     assert torch.isnan(cpu.sinkhorn(torch.tensor([[[math.nan, 0.0], [0.0, 0.0]]]), 20, 1e-6)).all()
+
+
+def test_mix_in_adds_the_last_output_and_frees_the_old_streams() -> None:
+    tokens, n, width = 5, 4, 6
+    old, y = rand(tokens, n, width), rand(tokens, width, seed=1)
+    gate, comb = rand(tokens, n, seed=2), rand(tokens, n, n, seed=3)
+    site = cpu.Mixing(rand(n * width, 24, seed=4), rand(24, seed=5), rand(24, seed=6), 1e-6, 1e-5, 3)
+    norm = Norm(rand(width, seed=7), 1e-6)
+    streams = cpu.post(y, old, gate, comb)
+    x, its_gate, its_comb = cpu.pre(streams, *site)
+    residual, held = cpu.Residual(old, y, gate, comb), [ref(tensor) for tensor in (old, y, gate, comb)]
+    del old, y, gate, comb
+    made, before = cpu.mix_in(residual, site, norm, keeps_x=True)
+    assert [tensor() for tensor in held] == [None] * 4, "a long prompt's streams are held once"
+    assert before is not None and torch.equal(before, x)
+    assert torch.equal(made.plain, rms_norm(x, norm.weight, norm.eps))
+    for got, want in ((residual.streams, streams), (residual.gate, its_gate), (residual.comb, its_comb)):
+        assert got is not None and torch.equal(got, want)
+    assert residual.y is None and torch.equal(residual.added(cpu.post), streams), "nothing is added twice"

@@ -26,9 +26,9 @@ def over_ranks(parts: list[Tensor]) -> Tensor:
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_a_sum_over_ranks(rows: int, size: int) -> None:
     x, w = rand(rows, 192), rand(192, 40, seed=1)
-    whole = linear.partial(x, w, "a16", PARTS, True)
+    whole = linear.partial(x, w, "a16", PARTS, torch.float32)
     shares = zip(x.chunk(size, 1), w.chunk(size), strict=True)
-    parts = [linear.partial(a.contiguous(), b, "a16", PARTS // size, False) for a, b in shares]
+    parts = [linear.partial(a.contiguous(), b, "a16", PARTS // size, torch.float32) for a, b in shares]
     assert torch.equal(over_ranks(parts), tree_sum(whole))
     exact = x.double() @ w.double()
     assert torch.allclose(tree_sum(whole).double(), exact, atol=1e-4)

@@ -4,7 +4,6 @@ from torch import Tensor
 
 from dsv4 import Engine
 from dsv4.cache.store import Cache
-from dsv4.engine.plan import Plan
 from dsv4.engine.runner import no_masks
 from dsv4.model.step import Step
 
@@ -29,7 +28,7 @@ def release(engine: Engine, *slots: int) -> None:
 
 def settle(engine: Engine) -> None:
     """Carry out what has changed in the cache, and nothing else."""
-    assert engine.runner.apply(Plan(**engine.scheduler.changes()), no_masks) == []
+    assert engine.runner.apply(engine.scheduler.changes(), no_masks) == []
 
 
 def feed_all(engine: Engine, spans: list[tuple[int, int, list[int]]]) -> Tensor:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from dsv4.gpu.tiles import _MAGNITUDE, _SIGN, Tiled
+from dsv4.ops.linear.prefill_packed import IN_16_BITS, Packed
 from dsv4.quant.formats import NV_BLOCK, Format
 
 
@@ -43,3 +44,17 @@ def codes_of(weight: Tiled) -> tuple[Tensor, Tensor]:
         weight.count, weight.halves, -1, weight.slices * 32
     )
     return codes[:, :, :n, : k // 2].contiguous(), scales[:, :, :n, : k // NV_BLOCK].contiguous()
+
+
+def plain_rows(packed: Packed) -> Tensor:
+    """[rows, K] of one matrix in BF16, as it was before it was packed."""
+    assert packed.mode == IN_16_BITS[Format.BF16] and packed.matrices == 1, packed.mode
+    groups, slices = packed.data.shape[:2]
+    pairs = packed.data[..., : packed.mode.blocks * packed.mode.group_bytes].contiguous().view(torch.int32)
+    pairs = pairs.view(groups, slices, 4, 2, 2, 8, 8, 4)  # 128 columns, 8 rows, 64 columns, row, chunk
+    # Chunk c of row r is at c ^ r; of sixteen columns, every other pair is in one, the rest in the next.
+    each = torch.arange(8, device=pairs.device)
+    pairs = pairs.take_along_dim((each.unsqueeze(1) ^ each).view(1, 1, 1, 1, 1, 8, 8, 1), dim=6)
+    by_row = pairs.view(groups, slices, 4, 2, 2, 8, 4, 2, 4).permute(0, 3, 5, 1, 2, 4, 6, 8, 7)
+    by_row = by_row.reshape(16 * groups, -1).view(torch.bfloat16)
+    return by_row[: packed.rows, : packed.k].contiguous()

@@ -33,7 +33,7 @@ FINGERPRINTS: dict[str, list[float]] = {
     "mhc.pre four streams": [35.09992, 18.59509, 5.979427, 3.997478, 3.422051, 2.174336],
     "mhc.post four streams": [81.81404, -0.765359],
     "mhc.head four streams": [35.41625, 17.36522],
-    "mhc.enter 512 channels": [
+    "mhc.mix_in 512 channels": [
         *(104.4548, -67.55822, 7.044282, 0.6421156, 4.406554, 0.006644362),
         *(36.0144, 5.132481, 26.44652, -8.744702),
     ],

@@ -44,6 +44,7 @@ def raise_sinks(bundle: Bundle) -> None:
     """Let random sinks count: beside some hundred random keys they would be lost in rounding."""
     for name, tensor in bundle.weights.tensors.items():
         if name.endswith("attn_sink"):
+            assert isinstance(tensor, torch.Tensor)
             tensor.add_(4.0)
 
 

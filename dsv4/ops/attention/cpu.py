@@ -6,7 +6,6 @@ A block of tokens is pooled into one entry, for any chunking: rows come from thi
 
 from functools import cache, lru_cache
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from dsv4.ops._exact import cast, exp, padded, rotate, total
 from dsv4.ops._product import batch_product, zeros
 from dsv4.ops.index.cpu import visible_rows
+from dsv4.ops.linear.prefill_packed import Packed
 from dsv4.ops.rows.cpu import rms_norm
 from dsv4.quant.codec import decode, encode_kv
 from dsv4.quant.formats import Format, QuantTensor, join
@@ -46,8 +46,8 @@ def attend(
     ratio: int = 0,
     page_entries: int = 0,
     eps: float | None = None,
-    reader: Any = None,
-) -> Tensor:
+    reader: object = None,
+) -> Tensor | Packed:
     """q [T, H, D] -> o [T, H, D]. With `eps`, q is as its product left it: qkv.queries comes first.
 
     Raw keys of a query at p: positions max(0, p-window+1) .. p, of which those >= first are rows of `fresh`

@@ -7,8 +7,6 @@ Triton. Queries and raw keys take one launch for norm and rotation, and one for 
 block's rows and some channels in one program.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -21,7 +19,7 @@ from dsv4.ops.attention import cpu
 from dsv4.ops.attention import prefill_sm90 as hopper
 from dsv4.ops.attention.place import place
 from dsv4.ops.linear import prefill_product as prompts
-from dsv4.ops.linear.prefill_packed import empty_packed, mode_of
+from dsv4.ops.linear.prefill_packed import Packed, empty_packed, mode_of
 from dsv4.ops.rows import prefill as row_kernels
 from dsv4.quant.formats import KV_BLOCK, Format, QuantTensor
 
@@ -261,8 +259,8 @@ def attend(
     ratio: int = 0,
     page_entries: int = 0,
     eps: float | None = None,
-    reader: Any = None,
-) -> Tensor:
+    reader: object = None,
+) -> Tensor | Packed:
     """A token at position -1 attends to nothing. prefill_sm90.cu packs its result for a `reader` in tiles."""
     tokens, heads, width = q.shape
     if not tokens:
@@ -276,8 +274,8 @@ def attend(
     if ring.format is Format.KV8 and kept * width * dtype.itemsize <= DECODED_BYTES:
         joined = _joined(ring, fresh, pool, dtype, page_table, slots, positions, ratio, page_entries)
     if joined is not None and hopper.serves(q, 2 * half):
-        made: Any
-        if prompts.serves(q, reader) and reader.shape[1] % width == 0:
+        made: Tensor | Packed
+        if prompts.serves(reader, q.dtype) and reader.shape[1] % width == 0:
             k = reader.shape[1]
             mode = mode_of(reader, "a16")
             made = empty_packed(mode, tokens, k, q.device, matrices=heads * width // k)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dsv4.ops._exact import cast, silu, total
 from dsv4.ops._product import column_product, split_product
+from dsv4.ops.activation import PLAIN, Form, Rows, activation
 from dsv4.ops.linear.cpu import Held, dense
 from dsv4.spec.rounding import linear_input
 
@@ -16,19 +17,30 @@ Expert = tuple[Held, Held, Held]  # w1 (gate), w3 (up), w2 (down)
 FEW = 4
 
 
+def ffn_form(dtype: torch.dtype, expert: object, activations: str) -> Form:
+    """How `ffn` reads rows of `dtype`."""
+    return PLAIN
+
+
+def routed_form(dtype: torch.dtype, experts: object, activations: str) -> Form:
+    """How `routed` does."""
+    return PLAIN
+
+
 def ffn(
-    x: Tensor, expert: Expert, limit: float, activations: str, weight: Tensor | None = None, parts: int = 1
+    x: Rows, expert: Expert, limit: float, activations: str, weight: Tensor | None = None, parts: int = 1
 ) -> Tensor:
     """x [T, D] -> float32 [T, parts, D], one for each of `parts` equal runs of the width, to be added up.
 
-    `weight` [T], the routing weight, enters before the down projection. A backend may give fewer parts, and
-    round them to x's type.
+    `weight` [T], the routing weight, enters before the down projection. A backend may round a single part to
+    x's type.
     """
+    x = activation(x).plain
     return _ffn(x, [expert], [x.shape[0]], limit, activations, weight, parts)
 
 
 def routed(
-    x: Tensor,
+    x: Rows,
     ids: Tensor,
     weights: Tensor,
     experts: list[Expert],
@@ -36,21 +48,21 @@ def routed(
     activations: str,
     parts: int = 1,
     shared: Tensor | None = None,
-    is_alone: bool = False,
+    out_dtype: torch.dtype = torch.float32,
     first: int = 0,
     ranks: int = 1,
 ) -> Tensor:
-    """x [T, D], ids [T, K] (-1: none), weights [T, K] -> float32 [T, parts, D] as above: the chosen summed by
+    """x [T, D], ids [T, K] (-1: none), weights [T, K] -> [T, parts, D] as above: the chosen summed by
     rising id, and `shared`, what `ffn` gave. `experts`: all, or one's of so many `ranks`, from number `first`
     on; then the others' choices are left out.
 
-    What an expert gives stays float32, since ranks that share its width add up parts of it. A backend that
-    gives a single part, to which no other rank adds (`is_alone`), may round the sum with `shared` to x's
-    type.
+    What an expert gives stays float32, since ranks that share its width add up parts of it. The sum is
+    rounded to `out_dtype`.
     """
+    x = activation(x).plain
     if not ids.numel():
         zeros = x.new_zeros((x.shape[0], parts, x.shape[1]), dtype=torch.float32)
-        return zeros if shared is None else zeros + shared
+        return cast(zeros if shared is None else zeros + shared, out_dtype)
     # None, and whoever is not here, is the first expert without a weight.
     is_none = (ids < first) | (ids >= first + len(experts))
     ids, weights = (ids - first).masked_fill(is_none, 0), weights.masked_fill(is_none, 0)
@@ -65,11 +77,11 @@ def routed(
         first=0,
     )
     y = add_choices(made, ids)
-    return y if shared is None else y + shared
+    return cast(y if shared is None else y + shared, out_dtype)
 
 
 def by_choice(
-    x: Tensor,
+    x: Rows,
     ids: Tensor,
     weights: Tensor,
     experts: list[Expert],
@@ -80,6 +92,7 @@ def by_choice(
 ) -> Tensor:
     """What `experts`, of all those from number `first` on, give to the tokens that chose them: float32
     [C, parts, D], by rising expert, then by token."""
+    x = activation(x).plain
     chosen, k = ids.flatten().tolist(), ids.shape[1]
     # An expert's first choice stands there again where it has few.
     choices: list[int] = []

@@ -5,6 +5,8 @@ code times its block scale is exact. Weights are read from the tiles of the deco
 nothing is held twice. Global scales enter after the sum, before anything that is not linear.
 """
 
+from typing import TypeGuard
+
 import torch
 import triton
 import triton.language as tl
@@ -46,16 +48,16 @@ def uses_tensor_cores(capability: int, version: str = triton.__version__) -> tup
     return True, f"FP4 tensor cores, {gpu.fp4.split('.')[0]}"
 
 
-def serves(x: Tensor, weight: object, activations: str) -> bool:
-    """Whether x times this weight is a product of this file: rows of NVFP4 with tiles of NVFP4, where tensor
-    cores multiply the codes."""
+def serves(weight: object, dtype: torch.dtype, activations: str) -> TypeGuard[Tiled]:
+    """Whether rows of `dtype` times this weight are a product of this file: both in NVFP4, where tensor cores
+    multiply the codes."""
     return (
         activations == "a4"
-        and x.dtype == torch.bfloat16
+        and dtype == torch.bfloat16
         and isinstance(weight, Tiled)
         and weight.format is Format.NVFP4
         and weight.shape[1] % NV_BLOCK == 0
-        and uses_tensor_cores(architectures.capability(x.device))[0]
+        and uses_tensor_cores(architectures.capability(weight.factor.device))[0]
     )
 
 

@@ -71,19 +71,6 @@ class Packed:
     def rows_padded(self) -> int:
         return padded(self.rows)
 
-    def plain(self) -> Tensor:
-        """[rows, K] of one matrix in BF16, as it was before it was packed."""
-        assert self.mode == IN_16_BITS[Format.BF16] and self.matrices == 1, self.mode
-        groups, slices = self.data.shape[:2]
-        pairs = self.data[..., : self.mode.blocks * self.mode.group_bytes].contiguous().view(torch.int32)
-        pairs = pairs.view(groups, slices, 4, 2, 2, 8, 8, 4)  # 128 columns, 8 rows, 64 columns, row, chunk
-        # Chunk c of row r is at c ^ r; of sixteen columns, every other pair is in one, the rest in the next.
-        each = torch.arange(8, device=pairs.device)
-        pairs = pairs.take_along_dim((each.unsqueeze(1) ^ each).view(1, 1, 1, 1, 1, 8, 8, 1), dim=6)
-        by_row = pairs.view(groups, slices, 4, 2, 2, 8, 4, 2, 4).permute(0, 3, 5, 1, 2, 4, 6, 8, 7)
-        by_row = by_row.reshape(groups * ROW_GROUP, -1).view(torch.bfloat16)
-        return by_row[: self.rows, : self.k].contiguous()
-
 
 @dataclass(frozen=True)
 class Codes:

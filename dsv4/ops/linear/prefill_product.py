@@ -5,6 +5,7 @@ Nothing here waits for the device, and no launch depends on what is there: all c
 """
 
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -61,13 +62,13 @@ class Sorted:
         return self.pairs.shape[0]
 
 
-def serves(x: Tensor, weight: object) -> bool:
-    """Whether x times this weight is a product of this file: BF16 and tiles, on Hopper (wgmma)."""
+def serves(weight: object, dtype: torch.dtype) -> TypeGuard[Tiled]:
+    """Whether rows of `dtype` times this weight are a product of this file: BF16, tiles, Hopper (wgmma)."""
     return (
-        x.dtype == torch.bfloat16
+        dtype == torch.bfloat16
         and isinstance(weight, Tiled)
-        and x.is_cuda
-        and architecture(x.device) == HOPPER
+        and weight.factor.is_cuda
+        and architecture(weight.factor.device) == HOPPER
     )
 
 
@@ -150,7 +151,12 @@ def pack(
 
     Rounded as `activations` says.
     """
-    mode = mode_of(weight, activations)
+    return pack_as(x, mode_of(weight, activations), activations, by, gathers)
+
+
+def pack_as(
+    x: Tensor, mode: Mode, activations: str, by: Sorted | None = None, gathers: bool = True
+) -> Packed:
     if activations != "a16" and not mode.is_fp8:
         flat, rounded = x.reshape(-1, x.shape[-1]), torch.empty_like(x, memory_format=torch.contiguous_format)
         quantize.round_values(flat, rounded.view(flat.shape), activations, overlap=False)

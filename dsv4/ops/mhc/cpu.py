@@ -1,12 +1,69 @@
 """Manifold-constrained hyper-connections: mix residual streams into one input, and the output back."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from dsv4.ops._exact import by_row, cast, mean_square, number, row_product, sigmoid, total
+from dsv4.ops.activation import Activation, Norm
+from dsv4.ops.rows.cpu import normed
 
 
-def mixes(streams: Tensor, fn: Tensor, norm_eps: float) -> Tensor:
+class Mixing(NamedTuple):
+    """One site's weights and numbers, as `pre` takes them."""
+
+    fn: Tensor  # [N*D, M]
+    base: Tensor  # [M]
+    scale: Tensor  # [M]
+    norm_eps: float
+    eps: float
+    iters: int
+
+
+@dataclass
+class Residual:
+    """The residual streams [T, N, D] between sites: an output y [T, D] may still have to be added to them.
+
+    Who adds it takes everything, so that the old streams are freed when the new ones are there.
+    """
+
+    streams: Tensor | None
+    y: Tensor | None = None
+    gate: Tensor | None = None  # of the last site: how its output goes back
+    comb: Tensor | None = None
+    site: str = ""  # whose output y is or was: for taps
+
+    def take(self) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:
+        assert self.streams is not None, "streams are taken once"
+        taken = self.y, self.streams, self.gate, self.comb
+        self.y = self.streams = self.gate = self.comb = None
+        return taken
+
+    def added(self, post: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        """The streams with the output, taken."""
+        y, streams, gate, comb = self.take()
+        if y is None:
+            return streams
+        assert gate is not None and comb is not None
+        return post(y, streams, gate, comb)
+
+
+def mix_in(
+    residual: Residual, mixing: Mixing, norm: Norm, keeps_x: bool = False
+) -> tuple[Activation, Tensor | None]:
+    """Add the last output to the streams, mix these into one input x [T, D], and normalise it.
+
+    -> the normalised input, and x if it is to be kept. The residual has the new streams, gate and comb.
+    """
+    residual.streams = streams = residual.added(post)
+    x, residual.gate, residual.comb = pre(streams, *mixing)
+    return normed(x, norm), x if keeps_x else None
+
+
+def _mixes(streams: Tensor, fn: Tensor, norm_eps: float) -> Tensor:
     """streams [T, N, D], fn [N*D, M] float32 -> [T, M]; the norm's factor is applied after the product."""
     flat = streams.flatten(1).float()
     return row_product(flat, fn) * mean_square(flat, norm_eps).rsqrt()
@@ -41,7 +98,7 @@ def pre(
     fn [N*D, M], base and scale [M], M = 2N+N*N: N weights of x, N of gate, N*N of comb.
     """
     n = streams.shape[1]
-    logits = mixes(streams, fn, norm_eps) * scale + base
+    logits = _mixes(streams, fn, norm_eps) * scale + base
     shares = sigmoid(logits[:, : 2 * n])
     into = shares[:, :n] + number(eps, shares.device)
     gate = shares[:, n:] * number(2, shares.device)
@@ -57,7 +114,7 @@ def post(x: Tensor, streams: Tensor, gate: Tensor, comb: Tensor) -> Tensor:
 
 def head(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: float, eps: float) -> Tensor:
     """streams [T, N, D] -> [T, D] before the final norm. fn [N*D, N], base [N], scale [1]."""
-    weights = sigmoid(mixes(streams, fn, norm_eps) * scale + base)
+    weights = sigmoid(_mixes(streams, fn, norm_eps) * scale + base)
     return _weighted(streams, weights + number(eps, weights.device))
 
 

@@ -2,24 +2,19 @@
 parts of some channels; then, token by token, what they become and the weighted sum. Parts are added in one
 order.
 
-`enter` serves the published sizes in BF16: from one site into the next in two launches (prefill_sm90.cu).
+`mix_in` takes two launches for the published sizes in BF16, from one site into the next (prefill_sm90.cu).
 """
-
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.ops.linear import prefill_product as product
-from dsv4.ops.linear.prefill import Prepared
-from dsv4.ops.linear.prefill_packed import Mode, mode_of
+from dsv4.ops.activation import PLAIN, Activation, Form, Norm
+from dsv4.ops.linear.prefill_packed import FP8_CODES
 from dsv4.ops.mhc import prefill_sm90 as sites
-from dsv4.ops.mhc.cpu import sinkhorn
-
-__all__ = ["enter", "enters", "head", "mixes", "post", "pre", "sinkhorn"]
+from dsv4.ops.mhc.cpu import Mixing, Residual
+from dsv4.ops.rows.prefill import completed, normed
 
 # Tokens and depth of a product's tile, warps, stages; by the streams' type.
 TILE = {torch.bfloat16: (64, 64, 4, 3), torch.float32: (32, 32, 4, 2)}
@@ -149,12 +144,6 @@ def _partial(streams: Tensor, fn: Tensor) -> tuple[Tensor, Tensor]:
     return partial, squares
 
 
-def mixes(streams: Tensor, fn: Tensor, norm_eps: float) -> Tensor:
-    partial, squares = _partial(streams, fn)
-    mean = squares.sum(1) * (1 / streams[0].numel() if streams.numel() else 1.0) + norm_eps
-    return partial.sum(1) * mean.rsqrt().unsqueeze(1)
-
-
 def _finish(
     streams: Tensor,
     fn: Tensor,
@@ -205,44 +194,39 @@ def head(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm_eps: flo
     return _finish(streams, fn, base, every, norm_eps, eps, 0, True)[0]
 
 
-def enters(streams: Tensor, fn: Tensor) -> bool:
-    return sites.serves(streams, fn) and streams.shape[0] > 0
-
-
-def enter(
-    y: Tensor | None,
-    streams: Tensor,
-    gate: Tensor | None,
-    comb: Tensor | None,
-    mixing: tuple[Tensor, Tensor, Tensor, float, float, int],
-    norm: Tensor,
-    readers: Sequence[tuple[Any, str]],
-    wants_x: bool = False,
-) -> tuple[Tensor, Tensor | None, Prepared, Tensor, Tensor]:
-    """Ops.enter where `enters`."""
-    fn, base, scale, norm_eps, eps, iters = mixing
-    streams, partial = sites.open_site(y, streams, gate, comb, fn)
-    # A bank of several experts takes rows by choice, of codes.
-    banks = [(getattr(held, "w13", held), activations) for held, activations in readers]
-    modes: list[tuple[Mode, bool]] = [
-        (mode_of(held, activations), held.count > 1)
-        for held, activations in banks
-        if product.serves(streams, held)
-    ]
+def mix_in(
+    residual: Residual, mixing: Mixing, norm: Norm, keeps_x: bool = False
+) -> tuple[Activation, Tensor | None]:
+    if not _is_one_launch_each(residual.streams, mixing.fn):
+        residual.streams = streams = residual.added(post)
+        x, residual.gate, residual.comb = pre(streams, *mixing)
+        return normed(x, norm), x if keeps_x else None
+    streams, partial = sites.open_site(*residual.take(), mixing.fn)
+    made = {form for form in norm.forms if form.mode in sites.MADE and form.source == PLAIN}
+    modes = {form.mode for form in made if form.mode is not None}
+    codes_8 = Form("a8", is_codes=True)
+    if codes_8 in norm.forms and FP8_CODES in modes:
+        made.add(codes_8)
+    assert norm.eps == mixing.norm_eps, (norm.eps, mixing.norm_eps)
     closed = sites.close_site(
         streams=streams,
         partial=partial,
-        base=base,
-        scale=scale,
-        norm=norm,
-        norm_eps=norm_eps,
-        hc_eps=eps,
-        iters=iters,
-        modes={mode for mode, is_routed in modes if not is_routed},
-        # All that read FP8 and BF16 find it packed.
-        wants_normed=len(modes) < len(readers) or any(mode not in sites.MADE for mode, _ in modes),
-        wants_codes=any(mode.is_fp8 and is_routed for mode, is_routed in modes),
-        wants_x=wants_x,
+        base=mixing.base,
+        scale=mixing.scale,
+        norm=norm.weight,
+        norm_eps=norm.eps,
+        hc_eps=mixing.eps,
+        iters=mixing.iters,
+        modes=modes,
+        wants_normed=any(form not in made for form in norm.forms),
+        wants_codes=codes_8 in made,
+        wants_x=keeps_x,
     )
-    ready = Prepared.of(streams[:, 0], closed.normed, closed.packed, closed.codes)
-    return streams, closed.x, ready, closed.gate, closed.comb
+    residual.streams, residual.gate, residual.comb = streams, closed.gate, closed.comb
+    values = {} if closed.normed is None else {"a16": closed.normed}
+    packed = {form: closed.packed[form.mode] for form in made if form.mode is not None}
+    return completed(Activation(streams[:, 0], values, packed, closed.codes), norm.forms), closed.x
+
+
+def _is_one_launch_each(streams: Tensor | None, fn: Tensor) -> bool:
+    return streams is not None and len(streams) > 0 and sites.serves(streams, fn)

@@ -1,6 +1,9 @@
 """Prompts: rows of a few hundred or thousand channels. Norm, RoPE, Hadamard transform, FP8 and FP4 rounding,
 and the forms in which the cache keeps them. Each row is reduced in one program, in one order."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +20,10 @@ from dsv4.gpu.numbers import (
     rotate,
     rounded,
 )
+from dsv4.ops.activation import PLAIN, Activation, Form, Norm, activation
+from dsv4.ops.linear import prefill_product as product
+from dsv4.ops.linear.prefill_packed import Packed
+from dsv4.ops.rows import quantize
 from dsv4.quant.formats import KV_BLOCK, MX_BLOCK, Format, QuantTensor, scale_bytes
 
 
@@ -144,6 +151,58 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     y = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
     _launch(flat, y, eps=eps, weight=weight)
     return y.view(x.shape)
+
+
+def normed(x: Tensor, norm: Norm) -> Activation:
+    """Norm and the rounding for the first reader are one launch, and one rounding serves all."""
+    first = norm.forms[0].source
+    if not len(x) or first == PLAIN:
+        return completed(activation(rms_norm(x, norm.weight, norm.eps)), norm.forms)
+    is_kept = any(form.source != first for form in norm.forms)
+    kept = torch.empty_like(x, memory_format=torch.contiguous_format) if is_kept else None
+    values = {} if kept is None else {"a16": kept}
+    if first.is_codes:
+        codes = quantize.pack(x, norm_weight=norm.weight, eps=norm.eps, normed=kept)
+        return completed(Activation(x, values, codes_4=codes), norm.forms)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    quantize.round_values(x, out, first.activations, norm.weight, norm.eps, kept, overlap=False)
+    return completed(Activation(x, values | {first.activations: out}), norm.forms)
+
+
+def completed(x: Activation, forms: Sequence[Form]) -> Activation:
+    """The same with all packed forms, in that order."""
+    for form in forms if len(x.like) else ():
+        if form.mode is not None and form not in x.packed:
+            source = form.source.activations
+            x = replace(x, values={**x.values, source: as_values(x, source)})
+            x = replace(x, packed={**x.packed, form: as_packed(x, form)})
+    return x
+
+
+def as_values(x: Activation, activations: str) -> Tensor:
+    """The rows rounded, as they are or here."""
+    if activations in x.values:
+        return x.values[activations]
+    out = torch.empty(x.plain.shape, dtype=x.plain.dtype, device=x.plain.device)
+    quantize.round_values(x.plain, out, activations, overlap=False)
+    return out
+
+
+def as_packed(x: Activation, form: Form, by: product.Sorted | None = None) -> Packed:
+    """The rows packed for a mode, as they are or here; of `by` those that it lists."""
+    if by is None and form in x.packed:
+        return x.packed[form]
+    assert form.mode is not None
+    source = form.source.activations
+    rows = as_values(x, source).contiguous()
+    # FP8 codes are made while rows are packed.
+    activations = "a16" if source == form.activations else form.activations
+    return product.pack_as(rows if by is not None else rows.unsqueeze(1), form.mode, activations, by)
+
+
+def as_codes(x: Activation) -> quantize.Packed:
+    """The rows in NVFP4, as they are or here."""
+    return quantize.pack(x.plain) if x.codes_4 is None else x.codes_4
 
 
 def norm_rotate(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
