@@ -56,7 +56,7 @@ class Buffers:
         rounds = activations != "a16"
         self.x_in = act(rows, d) if rounds else None
         self.q_in = act(rows, c.q_rank) if rounds else None
-        # The largest magnitude of u, for a single row (matvec.Product).
+        # The largest magnitude of u, for a single row (linear/decode.py).
         self.u_top = torch.zeros(rows, dtype=torch.int32, device=device) if activations == "a4" else None
         self.partial = wide(rows, mix_chunks(d), MIX_WIDTH)
         self.gate, self.comb = wide(rows, n), wide(rows, n, n)

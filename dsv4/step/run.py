@@ -19,7 +19,7 @@ Send = Callable[[Tensor], Tensor]  # a host tensor to the device, without waitin
 
 
 @dataclass(frozen=True)
-class Parting:
+class Mismatch:
     """A launch whose kernel and meaning differ."""
 
     number: int
@@ -126,16 +126,16 @@ class Decoder:
             self.run(samples)
 
     @torch.inference_mode()
-    def mean(self) -> None:
+    def run_reference(self) -> None:
         """The step in torch, without any kernel. Not for several ranks: what they exchange has no meaning."""
         for launch in self.launches:
             assert launch.claims is not None, f"{launch.name} has no meaning"
             compute(launch.claims())
 
     @torch.inference_mode()
-    def check(self) -> Iterator[tuple[Launch, Parting | None]]:
+    def check(self) -> Iterator[tuple[Launch, Mismatch | None]]:
         """Run the step launch by launch, each held against its meaning on the same inputs."""
         for number, launch in enumerate(self.launches):
             assert launch.claims is not None, f"{launch.name} has no meaning"
             found = run_and_check(launch.run, launch.claims())
-            yield launch, Parting(number, launch, found[0]) if found else None
+            yield launch, Mismatch(number, launch, found[0]) if found else None

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from dsv4.config import ModelConfig, preset
-from dsv4.lab.doctor.step import parted, place, raise_sinks
+from dsv4.lab.doctor.step import mismatches, place, raise_sinks
 from dsv4.lab.init import make
 from tests.support.emulated import Decoders, Launches, emulated
 
@@ -34,7 +34,7 @@ def check(
     raise_sinks(decoder.bundle)
     place(decoder, CONTEXT, config.vocab_size)
     with emulated(launches):
-        return [f"{each.launch.name}: {each}" for each in parted(decoder)]
+        return [f"{each.launch.name}: {each}" for each in mismatches(decoder)]
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from dsv4.model.bundle import Bundle
 from dsv4.model.model import Model
 from dsv4.ops.sample.cpu import pack
 from dsv4.step.buffers import ROWS
-from dsv4.step.run import Decoder, Parting
+from dsv4.step.run import Decoder, Mismatch
 from dsv4.weights.load import Progress
 
 # Without a model folder: layers of every kind at Flash's sizes, with random weights.
@@ -48,18 +48,18 @@ def raise_sinks(bundle: Bundle) -> None:
             tensor.add_(4.0)
 
 
-def parted(decoder: Decoder, told: Told | None = None) -> list[Parting]:
+def mismatches(decoder: Decoder, told: Told | None = None) -> list[Mismatch]:
     """The launches that differ, in their order; each has the inputs that kernels gave it."""
     found = []
-    for number, (_, parting) in enumerate(decoder.check(), 1):
-        if parting is not None:
-            found.append(parting)
+    for number, (_, mismatch) in enumerate(decoder.check(), 1):
+        if mismatch is not None:
+            found.append(mismatch)
         if told is not None:
             told(number, len(decoder.launches))
     return found
 
 
-def conclusion(name: str, launches: int, found: Sequence[Parting]) -> Finding:
+def conclusion(name: str, launches: int, found: Sequence[Mismatch]) -> Finding:
     if not found:
         return Finding("step", name, "ok", f"{launches} launches compute what they mean")
     more = f"; {len(found) - 1} later launches differ too" if len(found) > 1 else ""
@@ -113,6 +113,6 @@ def _at(
         fill(cache)
         decoder = Decoder(bundle, model, cache, number, latest=latest)
         place(decoder, context, bundle.config.vocab_size)
-        found = parted(decoder, told)
+        found = mismatches(decoder, told)
         name = f"{number} rows at {context:,} tokens, {activations}"
         yield conclusion(name, len(decoder.launches), found)
