@@ -150,8 +150,15 @@ def test_a_rank_that_forgets_to_wait_is_caught(
     assert is_wrong
 
 
-def test_a_lost_rank_ends_the_wait(folders: Callable, memory: int, small_batches: None) -> None:
-    """Rank 1 never comes; the other one is told so while it waits for its bytes."""
+def test_a_lost_rank_ends_the_wait(
+    folders: Callable,
+    memory: int,
+    small_batches: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Rank 1 never comes; the other one names it, and is told so while it waits for its bytes."""
+    monkeypatch.setattr(feed, "LATE_SECONDS", 0.05)
     own = shares(folders("modelopt"), 2)[0]
     start = time.monotonic()
 
@@ -162,6 +169,19 @@ def test_a_lost_rank_ends_the_wait(folders: Callable, memory: int, small_batches
     with pytest.raises(LostError, match="rank 1 has died"):
         own.load(False, share=Share(memory, 0, 2, check))
     assert time.monotonic() < start + 10 and not readers()
+    assert "still waiting for rank 1 to read" in caplog.text and "rank 0" not in caplog.text
+
+
+def test_who_is_behind(memory: int) -> None:
+    ranks = [Share(memory, rank, 3) for rank in range(3)]
+    for rank in ranks:
+        rank.open(2, 100)
+    for rank, read, released in ((0, 3, 2), (1, 3, 1), (2, 3, 2)):
+        ranks[rank].tell(read, released)
+    assert ranks[0].behind(3, 2) == [1], "which has not given its buffer back"
+    ranks[1].tell(3, 2)
+    ranks[2].tell(4, 2)
+    assert ranks[2].behind(3, 2) == [0, 1], "which have not read their pieces"
 
 
 def test_files_that_change_before_the_other_rank_looks(tmp_path: Path) -> None:
