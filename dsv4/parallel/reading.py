@@ -76,6 +76,11 @@ class Share:
         """Batches that nobody needs."""
         return int(self._released.min())
 
+    def behind(self, index: int, num_buffers: int) -> list[int]:
+        """The ranks that batch `index` waits for: to give a buffer back, else to read their pieces."""
+        counts = self._read if index < self.released + num_buffers else self._released
+        return [rank for rank, count in enumerate(counts) if count == counts.min()]
+
 
 def pin(buffers: list[Tensor]) -> Callable[[], None]:
     """Let GPUs' copy engines read shared memory. -> what undoes it"""

@@ -16,7 +16,8 @@ class Store:
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self.max_bytes, self.num_bytes = max_bytes, 0
         self._kept: OrderedDict[tuple[str, str], bytes] = OrderedDict()
-        self._responses_of: dict[tuple[str, str], str] = {}  # (owner, item) -> response
+        # (owner, item) -> the responses that have it, the latest last
+        self._responses_of: dict[tuple[str, str], dict[str, None]] = {}
 
     def put(self, owner: str, given: list[dict[str, Any]], response: dict[str, Any]) -> None:
         """`given`: the whole input, so that a chain of responses does not depend on its older ones."""
@@ -28,7 +29,7 @@ class Store:
         self.num_bytes += len(data)
         for item in (*given, *response["output"]):
             if isinstance(item.get("id"), str):
-                self._responses_of[owner, item["id"]] = response["id"]
+                self._responses_of.setdefault((owner, item["id"]), {})[response["id"]] = None
         while self.num_bytes > self.max_bytes:
             self.drop(*next(iter(self._kept)))
 
@@ -40,8 +41,10 @@ class Store:
         given, response = msgspec.msgpack.decode(data)
         for item in (*given, *response["output"]):
             key = (owner, item.get("id"))
-            if isinstance(item.get("id"), str) and self._responses_of.get(key) == id:
-                del self._responses_of[key]
+            if isinstance(item.get("id"), str) and (holders := self._responses_of.get(key)) is not None:
+                holders.pop(id, None)
+                if not holders:
+                    del self._responses_of[key]
         return True
 
     def get(self, owner: str, id: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -54,10 +57,10 @@ class Store:
         return given, response
 
     def item(self, owner: str, id: str) -> dict[str, Any]:
-        holder = self._responses_of.get((owner, id))
-        if holder is None:
+        holders = self._responses_of.get((owner, id))
+        if holders is None:
             raise HttpError(404, f"Item with id {id!r} not found; {_WHY}", "not_found")
-        given, response = self.get(owner, holder)
+        given, response = self.get(owner, next(reversed(holders)))
         return next(item for item in (*response["output"], *given) if item.get("id") == id)
 
 

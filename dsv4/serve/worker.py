@@ -72,6 +72,15 @@ class _Reading:
     began: float = 0.0
 
 
+@dataclass
+class _Compiling:
+    """A request whose grammar is being compiled, since when; None: others are compiled before it."""
+
+    request: Request
+    made: Future[Matcher]
+    began: float | None = None
+
+
 class Worker:
     def __init__(self, link: Link, engine: Engine) -> None:
         self.link, self.engine = link, engine
@@ -79,8 +88,8 @@ class Worker:
         self._queued: set[str] = set()  # those of them that no step has begun with
         self._reading: dict[str, _Reading] = {}  # those whose prompt's progress is to be told
         self._step_began = 0.0
-        # Grammars are compiled beside the steps; requests wait here meanwhile, each with its deadline.
-        self._compiling: dict[str, tuple[Request, Future[Matcher], float]] = {}
+        # Grammars are compiled beside the steps; requests wait here meanwhile.
+        self._compiling: dict[str, _Compiling] = {}
         self._compilers = ThreadPoolExecutor(MAX_COMPILERS, "grammar")
 
     def status(self) -> wire.Status:
@@ -159,11 +168,10 @@ class Worker:
                 self._submit(message.request)
             else:
                 made = self._compilers.submit(self.engine.grammars.matcher, grammar)
-                deadline = time.monotonic() + COMPILE_SECONDS
-                self._compiling[message.request.id] = (message.request, made, deadline)
+                self._compiling[message.request.id] = _Compiling(message.request, made)
         elif isinstance(message, wire.Cancel):
             if waiting := self._compiling.pop(message.request_id, None):
-                waiting[1].cancel()
+                waiting.made.cancel()
             elif message.request_id in self._running:
                 self._running.remove(message.request_id)
                 self._queued.discard(message.request_id)
@@ -178,8 +186,11 @@ class Worker:
 
     def _take_compiled(self) -> None:
         now = time.monotonic()
-        for id, (request, made, deadline) in list(self._compiling.items()):
-            if not made.done() and now < deadline:
+        for id, one in list(self._compiling.items()):
+            made = one.made
+            if one.began is None and made.running():
+                one.began = now
+            if not made.done() and (one.began is None or now < one.began + COMPILE_SECONDS):
                 continue
             del self._compiling[id]
             if not made.done():
@@ -190,7 +201,7 @@ class Worker:
                 self.link.send(wire.Refused(id, str(error)))
             else:
                 made.result()
-                self._submit(request)
+                self._submit(one.request)
 
     def _submit(self, request: Request) -> None:
         try:

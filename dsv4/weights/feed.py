@@ -1,7 +1,9 @@
 """Reads batches ahead of their use: threads fill a ring of buffers, in the order of the batches. Ranks of one
 machine fill one ring together, and each uses all of it."""
 
+import logging
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -17,8 +19,11 @@ from dsv4.weights.reader import Reader
 THREADS, SLOTS = 8, 4
 # For threads to finish the read that they are in; one of a disk that stalls ends with the process.
 _END_SECONDS = 1.0
+# While other ranks' bytes do not come, how often rank 0 names those ranks.
+LATE_SECONDS = 30.0
 # Between two looks at what other ranks have done.
 _LOOK_SECONDS = 0.0005
+logger = logging.getLogger("dsv4.weights")
 
 
 def stream(
@@ -86,11 +91,16 @@ class Feed:
 
     def wait(self, index: int) -> Tensor:
         """The bytes of a batch, when they have all been read. Raises what a thread raised."""
+        late = time.monotonic() + LATE_SECONDS
         with self._changed:
             while self._error is None and index >= (self._share.read if self._share else self._read):
                 self._pause()
                 if self._share:
                     self._share.check()
+                    if self._share.rank == 0 and time.monotonic() > late:
+                        late += LATE_SECONDS
+                        ranks = " and ".join(map(str, self._share.behind(index, len(self._slots))))
+                        logger.warning("still waiting for rank %s to read weights that all need", ranks)
             if self._error is not None:
                 raise self._error
         return self._slots[index % len(self._slots)]

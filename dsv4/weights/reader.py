@@ -255,9 +255,18 @@ class Reader:
         return self._open[entry.file].fileno()
 
     def check_unchanged(self) -> None:
-        """Raise if a file that was read since its header has been written to, or is another one now."""
-        for path, file in self._open.items():
-            self._check_unchanged(path, os.fstat(file.fileno()))
+        """Raise if a file has been written to since its header was read, or is another one now.
+
+        Also those that this process has not opened: another rank, which read all of them, may know another
+        header.
+        """
+        for path in self._identities:
+            file = self._open.get(path)
+            try:
+                now = path.stat() if file is None else os.fstat(file.fileno())
+            except OSError as error:
+                raise CheckpointError(f"{path} went away while weights were read: {error.strerror}") from None
+            self._check_unchanged(path, now)
 
     def _check_unchanged(self, path: Path, now: os.stat_result) -> None:
         if _identity(now) != self._identities[path]:

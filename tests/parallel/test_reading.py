@@ -5,12 +5,15 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -20,6 +23,7 @@ from dsv4.weights import batches, feed, load, tiled
 from dsv4.weights.load import Checkpoint
 from dsv4.weights.reader import Reader
 from dsv4.weights.tiled import load_tiled
+from dsv4.weights.writer import write_checkpoint
 from tests.parallel.test_shards import WIDE
 from tests.support import plainly
 from tests.support.checkpoints import write_model
@@ -146,8 +150,15 @@ def test_a_rank_that_forgets_to_wait_is_caught(
     assert is_wrong
 
 
-def test_a_lost_rank_ends_the_wait(folders: Callable, memory: int, small_batches: None) -> None:
-    """Rank 1 never comes; the other one is told so while it waits for its bytes."""
+def test_a_lost_rank_ends_the_wait(
+    folders: Callable,
+    memory: int,
+    small_batches: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Rank 1 never comes; the other one names it, and is told so while it waits for its bytes."""
+    monkeypatch.setattr(feed, "LATE_SECONDS", 0.05)
     own = shares(folders("modelopt"), 2)[0]
     start = time.monotonic()
 
@@ -158,6 +169,43 @@ def test_a_lost_rank_ends_the_wait(folders: Callable, memory: int, small_batches
     with pytest.raises(LostError, match="rank 1 has died"):
         own.load(False, share=Share(memory, 0, 2, check))
     assert time.monotonic() < start + 10 and not readers()
+    assert "still waiting for rank 1 to read" in caplog.text and "rank 0" not in caplog.text
+
+
+def test_who_is_behind(memory: int) -> None:
+    ranks = [Share(memory, rank, 3) for rank in range(3)]
+    for rank in ranks:
+        rank.open(2, 100)
+    for rank, read, released in ((0, 3, 2), (1, 3, 1), (2, 3, 2)):
+        ranks[rank].tell(read, released)
+    assert ranks[0].behind(3, 2) == [1], "which has not given its buffer back"
+    ranks[1].tell(3, 2)
+    ranks[2].tell(4, 2)
+    assert ranks[2].behind(3, 2) == [0, 1], "which have not read their pieces"
+
+
+def test_files_that_change_before_the_other_rank_looks(tmp_path: Path) -> None:
+    """One whose bytes the other rank reads alone too: its header may say by now that they lie elsewhere."""
+    with mock.patch("dsv4.lab.init.write_checkpoint", partial(write_checkpoint, limit=200_000)):
+        folder = write_model(tmp_path / "model", "modelopt", replace(WIDE, num_experts=4))
+    files = sorted(folder.glob("*.safetensors"))
+    assert len(files) > 3
+    for file in files:
+        first = Checkpoint.open(folder).shard(0, 2)
+        os.utime(file)
+        ranks = [first, Checkpoint.open(folder).shard(1, 2)]
+        held, ended = Memory(), threading.Event()
+
+        def check(ended: threading.Event = ended) -> None:
+            if ended.is_set():
+                raise LostError("rank 0 has died")
+
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(ranks[1].load, False, share=Share(held.fileno(), 1, 2, check))
+            with pytest.raises(CheckpointError, match=f"{file.name} was changed while it was read"):
+                ranks[0].load(False, share=Share(held.fileno(), 0, 2))
+            ended.set()
+            assert isinstance(other.exception(), LostError | None)
 
 
 def test_memory_is_given_back() -> None:

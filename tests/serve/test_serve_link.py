@@ -5,13 +5,16 @@ import fcntl
 import resource
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
 from dsv4.config import EngineConfig
-from dsv4.serve import client, wire
+from dsv4.engine.engine import Engine
+from dsv4.engine.request import Request, SamplingParams
+from dsv4.serve import client, wire, worker
 from dsv4.serve.worker import Link
 
 
@@ -40,6 +43,39 @@ def test_engine_hears_at_a_high_descriptor(many_files: None) -> None:
         assert link.receive(None, high[1]) == [], "the alarm ends the wait"
         ours.close()
         assert link.receive(None, high[1]) is None
+
+
+def test_a_grammar_that_waits_for_others_is_not_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time begins when it is compiled. One that takes too long then is refused."""
+    monkeypatch.setattr(worker, "COMPILE_SECONDS", 0.3)
+    ours, theirs = socket.socketpair()
+    goes_on = threading.Event()
+    with Engine.load(config=EngineConfig(max_context=512)) as engine, ours, theirs:
+        engine.grammars.matcher('start: "a"')  # the vocabulary is read once
+        mine = worker.Worker(Link(theirs), engine)
+        for _ in range(worker.MAX_COMPILERS):
+            mine._compilers.submit(goes_on.wait, 30)
+        params = SamplingParams(grammar='start: "b"', max_tokens=4)
+        mine._handle(wire.Submit(Request("r", (1,), params), False))
+        time.sleep(0.4)
+        mine._take_compiled()
+        goes_on.set()
+        end = time.monotonic() + 10
+        while mine._compiling and time.monotonic() < end:
+            mine._take_compiled()
+            time.sleep(0.001)
+        answer = wire.Frames().push(ours.recv(1 << 16))[0]
+        assert wire.read(wire.from_engine, answer) == wire.Accepted("r")
+
+        goes_on.clear()
+        monkeypatch.setattr(engine.grammars, "matcher", lambda text: goes_on.wait(30))
+        mine._handle(wire.Submit(Request("s", (1,), params), False))
+        while mine._compiling and time.monotonic() < end:
+            mine._take_compiled()
+            time.sleep(0.001)
+        answer = wire.Frames().push(ours.recv(1 << 16))[0]
+        assert "took longer than 0.3 s" in wire.read(wire.from_engine, answer).error
+        goes_on.set()
 
 
 def test_stopped_while_the_process_is_started(monkeypatch: pytest.MonkeyPatch) -> None:

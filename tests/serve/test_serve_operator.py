@@ -279,6 +279,12 @@ def test_store_is_bounded_and_has_owners() -> None:
     for number in kept[:-1]:
         assert store.drop("a", f"r{number}")
     assert store.num_bytes == 0 and not store._responses_of
+    for ours, input in (("first", []), ("second", [{"id": "m1"}]), ("third", [{"id": "m1"}])):
+        output = [] if input else [{"id": "m1"}]
+        store.put("a", input, {"id": ours, "output": output})
+    for ours in ("third", "first"):  # two that went on from one response
+        assert store.drop("a", ours) and store.item("a", "m1") == {"id": "m1"}, "another one has it"
+    assert store.drop("a", "second") and not store._responses_of
 
 
 @pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
