@@ -63,7 +63,7 @@ def test_reader_that_leaves_in_the_middle() -> None:
     shell = f'"{sys.executable}" -m dsv4 plan flash --compare | head -n 1; echo "${{PIPESTATUS[*]}}"'
     done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True, timeout=60)
     first, last = done.stdout.splitlines()
-    assert first.startswith("model") and last in ("141 0", "0 0") and done.stderr == ""
+    assert first.startswith("flash (modelopt) ") and last in ("141 0", "3 0") and done.stderr == ""
 
 
 @pytest.mark.parametrize(

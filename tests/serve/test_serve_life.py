@@ -178,7 +178,7 @@ def test_examples(tmp_path: Path) -> None:
     (line,) = [line for line in unit.splitlines() if line.startswith("ExecStart=")]
     arguments = shlex.split(line.removeprefix("ExecStart="))[1:]
     done = subprocess.run(
-        [sys.executable, "-m", "dsv4", *arguments[:1], "--help"], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", "dsv4", *arguments[:1], "--help-all"], cwd=ROOT, capture_output=True, text=True
     )
     for option in (word for word in arguments if word.startswith("--")):
         assert option in done.stdout, option
