@@ -18,7 +18,7 @@ from cli_support import ok, refused
 needs_compiler = pytest.mark.skipif(
     build._nvrtc() is None and build._nvcc() is None, reason="neither NVRTC nor nvcc was found"
 )
-FEW = {"ceiling": "common", "exchange": "decode"}
+FEW = {name: build.SOURCES[name] for name in ("gpu/ceiling", "exchange/decode")}
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_first_start_finds_what_was_built(few: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = json.loads(ok("build", "--for", "h200", "--for", "rtx-pro-6000", "--for", "sm_90a", "--json"))
     assert said["folder"] == str(few) and len(said["files"]) == 4
-    assert sorted(file.split("-")[1] for file in said["files"]) == ["sm_120a", "sm_120a", "sm_90a", "sm_90a"]
+    assert sorted(file.split("-")[-2] for file in said["files"]) == ["sm_120a", "sm_120a", "sm_90a", "sm_90a"]
     for file in said["files"]:
         assert (few / file).read_bytes().startswith(b"\x7fELF")
 

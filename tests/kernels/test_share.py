@@ -25,7 +25,7 @@ from tests.support.twin import needs_compiler, twin_of
 
 
 def segment(units: int, format: int = 0, warps: int = 8, halves: int = 1, routed: int = 0) -> _Segment:
-    return _Segment(units=units, format=format, span=warps, warps=warps, halves=halves, routed=routed)
+    return _Segment.blank(units=units, format=format, span=warps, warps=warps, halves=halves, routed=routed)
 
 
 FLASH = {
@@ -74,7 +74,7 @@ def parts(twin: ctypes.CDLL, shares: list[_Share], tasks: int, blocks: int) -> l
 
 ROUTED = {
     "up": [segment(128, halves=2, routed=1)],
-    "up of Pro": [_Segment(units=192, format=0, span=14, warps=7, halves=2, routed=1)],
+    "up of Pro": [_Segment.blank(units=192, format=0, span=14, warps=7, halves=2, routed=1)],
     "down": [segment(256, warps=4, routed=2), segment(256, warps=4)],
     "down beside FP8": [segment(250, warps=4, routed=2), segment(250, format=2, warps=4)],
     "narrow": [segment(3, warps=1, routed=2), segment(3, warps=1)],

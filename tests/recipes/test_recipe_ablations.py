@@ -100,7 +100,7 @@ def test_random_answers_do_not_depend_on_the_batch(engine_for: Callable[..., Eng
 
 def test_a_module_from_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "my_kernels").mkdir()
-    (tmp_path / "my_kernels" / "rows.py").write_text("from dsv4.ops.rows.cpu import rms_norm\n")
+    (tmp_path / "my_kernels" / "rows.py").write_text("from dsv4.ops.rows.cpu import normed, rms_norm\n")
     (tmp_path / "my_kernels" / "half.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     ops = Ops.choose("cpu", rows="my_kernels.rows", index="recipes.ablations.index_dense")
@@ -109,7 +109,7 @@ def test_a_module_from_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert names.pop("rows") == "my_kernels.rows" and names.pop("index") == "recipes.ablations.index_dense"
     assert names == {op: "cpu" for op in IMPLEMENTATIONS if op not in ("rows", "index")}
     for name, why in (
-        ("my_kernels.half", "lacks rms_norm; it needs the functions of dsv4/ops/rows/cpu.py"),
+        ("my_kernels.half", "lacks rms_norm, normed; it needs the functions of dsv4/ops/rows/cpu.py"),
         ("my_kernels.none", "cannot be imported"),
         (".rows", "cannot be imported"),
         ("a..b", "cannot be imported"),

@@ -15,12 +15,16 @@ import torch
 from checkpoints import SMALL, read_file, write_file, write_model
 from torch import Tensor
 
+from dsv4.config import preset
 from dsv4.engine.spill import Split, make_placement
 from dsv4.errors import CheckpointError, DeviceError
 from dsv4.lab.init import STYLES
+from dsv4.lab.styles import stored_config, stored_tensors, style_of
+from dsv4.model.params import each_declared
 from dsv4.weights import batches, feed, lanes, load, tiled
+from dsv4.weights.detect import take_inventory
 from dsv4.weights.load import Checkpoint
-from dsv4.weights.reader import Reader
+from dsv4.weights.reader import Entry, Reader
 from dsv4.weights.tiled import expert_form, load_tiled
 from tests.support import plainly
 from tests.support.held import digests, readers
@@ -269,9 +273,11 @@ def test_memory_that_cannot_be_had_is_one_sentence(models: Callable, monkeypatch
 
 def test_a_plan_of_published_sizes_is_made_quickly() -> None:
     """Some microseconds per tensor of the time that a load may take."""
-    from dsv4.lab.plan import describe
-
-    _, _, inventory = describe("flash", "official")
+    style, file = style_of("official"), Path("model.safetensors")
+    config = stored_config(preset("flash"), style)
+    tensors = [t for param in each_declared(config, 1) for t in stored_tensors(param, style)]
+    entries = {t.name: Entry(t.name, t.dtype, t.shape, file, 0, t.num_bytes) for t in tensors}
+    inventory = take_inventory(entries, config)
     start = time.process_time()
     made = batches.plan(inventory.sources, tiled.BATCH_BYTES, together=True)
     seconds = time.process_time() - start
