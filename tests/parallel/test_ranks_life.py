@@ -117,6 +117,7 @@ def test_rank_that_loads_slowly_is_named(
 
     def stop_and_join(ranks: Ranks) -> Mesh:
         (rank,) = rank_pids()
+        wait(lambda: ranks._peers[0].is_loaded, 20)  # no word of that is on its way then
         os.kill(rank, signal.SIGSTOP)
         ranks._peers[0].is_loaded = False
         threading.Timer(1.0, os.kill, (rank, signal.SIGCONT)).start()
