@@ -85,8 +85,9 @@ def _tokens(
     model: Path, config: "ModelConfig", text: Path | None, ids: Path | None, limit: int | None, decode: int
 ) -> list[int]:
     """The ids to run: given, from a text, or made up."""
+    from dsv4.disk import read_text
     from dsv4.lab.compare import check_ids, default_tokens, random_ids
-    from dsv4.lab.score import read_ids, read_text
+    from dsv4.lab.score import read_ids
     from dsv4.text.tokenizer import Tokenizer
 
     if text is not None and ids is not None:

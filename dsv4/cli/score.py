@@ -64,7 +64,8 @@ def score(
 
 
 def _score_text(model: Path | None, path: Path, json: bool, config: EngineConfig) -> None:
-    from dsv4.lab.score import read_text, score_text
+    from dsv4.disk import read_text
+    from dsv4.lab.score import score_text
 
     content = read_text(path)
     engine = load_engine(model, replace(config, max_batch=1))

@@ -34,16 +34,6 @@ def read_ids(path: Path) -> list[int]:
         return reader.read("ids").tolist()
 
 
-def read_text(path: Path) -> str:
-    try:
-        # Not Path.read_text: it would turn CRLF into LF and measure another text.
-        return path.read_bytes().decode()
-    except OSError as error:
-        raise RequestError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{path} is not UTF-8 text (byte {error.start}); convert it first") from None
-
-
 def write_logits(path: Path, logits: dict[str, Tensor]) -> None:
     held = {name: value.cpu().contiguous() for name, value in logits.items()}
     with disk.result(path) as part:
