@@ -256,11 +256,6 @@ def call(
     _kernel(source, kernel, device).launch(device, arguments, blocks, threads, shared, cluster, overlap)
 
 
-def address(tensor: Tensor | None) -> int | None:
-    """For a structure's pointer."""
-    return None if tensor is None else tensor.data_ptr()
-
-
 def keep_shared_memory(function: int) -> None:
     """Let a compiled Triton kernel leave shared memory as it is (driver.py)."""
     driver.keep_shared_memory(function)

@@ -32,7 +32,6 @@ class Buffers:
     ) -> None:
         """`ranks`: of so many this is one, with its share of heads, output groups, expert width and head.
         `whole_experts`: but with some of the routed experts in all their width."""
-        capacity = max_context
 
         def act(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
@@ -66,9 +65,9 @@ class Buffers:
         self.q, self.iq = act(rows, h, c.head_dim), act(rows, c.index_heads, c.index_dim)
         self.index_weights = act(rows, c.index_heads)
         # Each layer kind has its own number of places for compressed entries.
-        entries = [0] + [capacity // layer.ratio for layer in c.layers if layer.kind == "hca"]
-        csa = [capacity // layer.ratio for layer in c.layers if layer.kind == "csa"]
-        self.selects = any(c.selects(layer.ratio, capacity) for layer in c.layers if layer.kind == "csa")
+        entries = [0] + [max_context // layer.ratio for layer in c.layers if layer.kind == "hca"]
+        csa = [max_context // layer.ratio for layer in c.layers if layer.kind == "csa"]
+        self.selects = any(c.selects(layer.ratio, max_context) for layer in c.layers if layer.kind == "csa")
         entries += [min(c.index_topk, e) if self.selects else e for e in csa]
         # Where one launch does it all, no parts are kept (attention.py).
         ratios = {spec.ratio for spec in c.layers}

@@ -120,6 +120,8 @@ class Launches:
                 late = (_Range * len(unfinished))(*unfinished)
                 of = (blocks, threads, shared, late, len(late), ctypes.byref(_EVERYTHING), 1)
                 said = self._run(twin.launch, at, kernel.encode(), *of)
+            case _:
+                raise AssertionError(f"{source} has no case here: say how its twin is launched")
         if source != "linear/matvec":
             twin.expect(None, ctypes.c_size_t(0))
         assert not said, f"{kernel}: {said}"
