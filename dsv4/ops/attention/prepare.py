@@ -38,6 +38,7 @@ from dsv4.quant.formats import FP8_TILE, Format, QuantTensor
 
 FEW_ROWS = tl.constexpr(8)  # of a block and the one before it: each row lies in registers of its own
 MAX_BLOCK = 16  # older rows of a block that are pooled at a time: 8 KB of values and of scores each
+MOST_NEAR = 7  # rows before a row that may be its sequence's, in one step: as many as a ring has to spare
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,54 @@ def _few_older(tail_values_ptr, tail_scores_ptr, slot, pos, wanted, RATIO: tl.co
 
 
 @triton.jit
+def _is_near(slots_ptr, positions_ptr, row, slot, pos, back, NEAR: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Whether the token `back` before this one is in the same step, so many rows before."""
+    seen = (back <= NEAR) & (back <= row) & (back <= pos)
+    before = tl.where(seen, row - back, 0)
+    at = tl.load(positions_ptr + before, mask=seen, other=-1, cache_modifier=".cg")
+    of = tl.load(slots_ptr + before, mask=seen, other=-1, cache_modifier=".cg")
+    return seen & (at == pos - back) & (of == slot)
+
+
+@triton.jit
+def _nearer(s, v, values_ptr, scores_ptr, values_step, scores_step, ape_ptr, row, pos, near,  # type: ignore[no-untyped-def]
+            RATIO: tl.constexpr, OVERLAP: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr,
+            BLOCK: tl.constexpr):  # fmt: skip
+    """The same of rows that are in this step: what the tail will hold of them."""
+    c, back = tl.arange(0, SIZE), 1 + tl.arange(0, BLOCK)
+    seen = near[:, None] & (c < D)[None, :]
+    half = tl.where(back < RATIO, D * OVERLAP, 0)[:, None] + c[None, :]
+    before = tl.where(near, row - back, 0)[:, None]
+    bias = (tl.where(near, pos - back, 0) % RATIO * (D * (1 + OVERLAP)))[:, None]
+    scores = tl.load(scores_ptr + before * scores_step + half, mask=seen, other=0.0)
+    scores += tl.load(ape_ptr + bias + half, mask=seen, other=0.0)
+    values = tl.load(values_ptr + before * values_step + half, mask=seen, other=0.0)
+    return tl.where(seen, scores, s), tl.where(seen, values, v)
+
+
+@triton.jit
+def _few_nearer(rows, values_ptr, scores_ptr, values_step, scores_step, ape_ptr, row, pos, near,  # type: ignore[no-untyped-def]
+                RATIO: tl.constexpr, OVERLAP: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr,
+                NEAR: tl.constexpr):  # fmt: skip
+    """The same of the first NEAR of `_few_older`; bit `back` of `near` says which are in this step."""
+    c = tl.arange(0, SIZE)
+    out = ()
+    for back in tl.static_range(1, RATIO * (1 + OVERLAP)):
+        s, v = rows[2 * back - 2], rows[2 * back - 1]
+        if back <= NEAR:
+            is_near = (near >> back & 1) != 0
+            seen = is_near & (c < D)
+            half = (D * OVERLAP if back < RATIO else 0) + c
+            before, bias = tl.where(is_near, row - back, 0), tl.where(is_near, pos - back, 0) % RATIO
+            scores = tl.load(scores_ptr + before * scores_step + half, mask=seen, other=0.0)
+            scores += tl.load(ape_ptr + bias * (D * (1 + OVERLAP)) + half, mask=seen, other=0.0)
+            s = tl.where(seen, scores, s)
+            v = tl.where(seen, tl.load(values_ptr + before * values_step + half, mask=seen, other=0.0), v)
+        out += (s, v)  # type: ignore[assignment]
+    return out
+
+
+@triton.jit
 def _few_pooled(score, value, rows, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
     """The token's row and COUNT older ones, weighted by the softmax of their scores, channel by channel."""
     peak = score
@@ -105,12 +154,13 @@ def _few_pooled(score, value, rows, COUNT: tl.constexpr):  # type: ignore[no-unt
 
 @triton.jit
 def _pool(values_ptr, scores_ptr, values_step, scores_step, ape_ptr, tail_values_ptr, tail_scores_ptr, row,  # type: ignore[no-untyped-def]
-          slot, pos, RATIO: tl.constexpr, OVERLAP: tl.constexpr, TAIL: tl.constexpr, D: tl.constexpr,
-          SIZE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+          slot, pos, slots_ptr, positions_ptr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, TAIL: tl.constexpr,
+          D: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, NEAR: tl.constexpr):  # fmt: skip
     """Keep the token's row in the tail; where it ends a block, -> pooled [SIZE], else anything.
 
     Of many rows a running softmax from the token back to the oldest, BLOCK rows at a time. Waits; rows of the
-    tail are read before that too: older steps wrote them, and this one writes another row.
+    tail are read before that too: older steps wrote them. Those of tokens that are in this step too (before
+    drafts) may be written meanwhile, and are taken from where they were made.
     """
     c = tl.arange(0, SIZE)
     inside = c < D
@@ -127,6 +177,9 @@ def _pool(values_ptr, scores_ptr, values_step, scores_step, ape_ptr, tail_values
     else:
         s, v = _older(tail_values_ptr, tail_scores_ptr, slot, pos, 1, ends, RATIO, OVERLAP, TAIL, D, SIZE,
                       BLOCK)  # fmt: skip
+    if NEAR > 0:
+        back = 1 + tl.arange(0, BLOCK)
+        near = _is_near(slots_ptr, positions_ptr, row, slot, pos, back, NEAR)
     wait_for_prerequisites()
     values, scores = values_ptr + row * values_step, scores_ptr + row * scores_step
     if OVERLAP:
@@ -141,8 +194,15 @@ def _pool(values_ptr, scores_ptr, values_step, scores_step, ape_ptr, tail_values
     tl.store(tail_scores_ptr + at + own, top, mask=inside)
     if ends:
         if span <= FEW_ROWS:
+            if NEAR > 0:
+                bits = tl.sum(tl.where(near, 1 << back, 0), 0)
+                rows = _few_nearer(rows, values_ptr, scores_ptr, values_step, scores_step, ape_ptr, row, pos,
+                                   bits, RATIO, OVERLAP, D, SIZE, NEAR)  # fmt: skip
             total = _few_pooled(top, total, rows, span - 1)
         else:
+            if NEAR > 0:
+                s, v = _nearer(s, v, values_ptr, scores_ptr, values_step, scores_step, ape_ptr, row, pos,
+                               near, RATIO, OVERLAP, D, SIZE, BLOCK)  # fmt: skip
             count = tl.full([SIZE], 1.0, tl.float32)
             for start in range(1, span, BLOCK):
                 peak = tl.maximum(top, tl.max(s, 0))
@@ -197,7 +257,8 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
         RQ: tl.constexpr, RQ_SIZE: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr,
         ROW: tl.constexpr, ROPE_ROW: tl.constexpr, SCALES: tl.constexpr, RING: tl.constexpr,
         RATIO: tl.constexpr, OVERLAP: tl.constexpr, PAGE: tl.constexpr, TAIL: tl.constexpr,
-        DI: tl.constexpr, ITAIL: tl.constexpr, BLOCK: tl.constexpr, HOW: tl.constexpr):  # fmt: skip
+        DI: tl.constexpr, ITAIL: tl.constexpr, BLOCK: tl.constexpr, NEAR: tl.constexpr,
+        HOW: tl.constexpr):  # fmt: skip
     act: tl.constexpr = q_out_ptr.dtype.element_ty
     launch_dependents()
     role = tl.program_id(0)
@@ -222,7 +283,8 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
                 cos, sin = angles(cos_ptr, sin_ptr, start, 1.0, D - ROPE, ROPE // 2, SIZE)
                 entry = _entry_row(page_table_ptr, slot, pos, pages, RATIO, PAGE)
                 x = _pool(values_ptr, scores_ptr, values_step, scores_step, ape_ptr, tail_values_ptr,
-                          tail_scores_ptr, row, slot, pos, RATIO, OVERLAP, TAIL, D, SIZE, BLOCK)  # fmt: skip
+                          tail_scores_ptr, row, slot, pos, slots_ptr, positions_ptr, RATIO, OVERLAP, TAIL, D,
+                          SIZE, BLOCK, NEAR)  # fmt: skip
                 if (pos + 1) % RATIO == 0:
                     _entry(x, weight, out_ptr, out_rope_ptr, out_scale_ptr, entry, cos, sin, eps, D, SIZE,
                            ROPE, ROW, ROPE_ROW, SCALES, act)  # fmt: skip
@@ -234,7 +296,8 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
             key_cos, key_sin = angles(cos_ptr, sin_ptr, start, 1.0, DI - ROPE, ROPE // 2, DI)
             entry = _entry_row(page_table_ptr, slot, pos, pages, RATIO, PAGE)
             y = _pool(ivalues_ptr, iscores_ptr, ivalues_step, iscores_step, iape_ptr, itail_values_ptr,
-                      itail_scores_ptr, row, slot, pos, RATIO, OVERLAP, ITAIL, DI, DI, BLOCK)  # fmt: skip
+                      itail_scores_ptr, row, slot, pos, slots_ptr, positions_ptr, RATIO, OVERLAP, ITAIL, DI,
+                      DI, BLOCK, NEAR)  # fmt: skip
             if (pos + 1) % RATIO == 0:
                 y = rotate(norm(rounded(y, act), key_weight, eps, DI, act), key_cos, key_sin, act)
                 put_mxfp4(hadamard(y, act), iout_ptr, iout_scale_ptr, entry, DI)
@@ -369,6 +432,7 @@ def prepare(
             DI=di,
             ITAIL=0 if keys is None else keys.tail_values.shape[1],
             BLOCK=min(MAX_BLOCK, triton.next_power_of_2(max(1, ratio * m - 1))),
+            NEAR=min(MOST_NEAR, rows - 1, ratio * m - 1),
             HOW=HOW[activations],
         )
 
