@@ -1,0 +1,1 @@
+"""Drafts and their verification on a GPU: launches that only speculation needs."""
