@@ -1,6 +1,7 @@
 """What a decode step writes, for a fixed number of rows; and how much memory that is. Without Triton."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,8 +13,23 @@ from dsv4.ops.attention import decode as attention
 from dsv4.ops.exchange.decode import inbox_places
 from dsv4.ops.linear.decode import Tasks, splits
 from dsv4.ops.sample import decode as sample
+from dsv4.quant.formats import QuantTensor
 
 ROWS = (1, 2, 4, 8, 16, 32)
+
+
+@dataclass(frozen=True)
+class Mutual:
+    """Rows in blocks of one sequence each, that all see their whole block and the ring up to `ends`.
+
+    Their entries are kept in `scratch`, a block after the other, and not in the ring.
+    """
+
+    scratch: QuantTensor  # KV8 [rows]
+    block: int  # rows of a sequence
+    sequences: Tensor  # int64 [rows]: the row's block
+    listed: Tensor  # int32 [rows, block]: the rows of `scratch` that a row sees
+    ends: Tensor  # int64 [rows]: the last position in the ring that it sees
 
 
 class Buffers:
@@ -29,9 +45,11 @@ class Buffers:
         activations: str = "a16",
         ranks: int = 1,
         whole_experts: bool = False,
+        block: int = 0,
     ) -> None:
         """`ranks`: of so many this is one, with its share of heads, output groups, expert width and head.
-        `whole_experts`: but with some of the routed experts in all their width."""
+        `whole_experts`: but with some of the routed experts in all their width. `block`: rows that attend to
+        each other, beside what lies in the window."""
 
         def act(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
@@ -65,7 +83,7 @@ class Buffers:
         self.q, self.iq = act(rows, h, c.head_dim), act(rows, c.index_heads, c.index_dim)
         self.index_weights = act(rows, c.index_heads)
         # Each layer kind has its own number of places for compressed entries.
-        entries = [0] + [max_context // layer.ratio for layer in c.layers if layer.kind == "hca"]
+        entries = [block] + [max_context // layer.ratio for layer in c.layers if layer.kind == "hca"]
         csa = [max_context // layer.ratio for layer in c.layers if layer.kind == "csa"]
         self.selects = any(c.selects(layer.ratio, max_context) for layer in c.layers if layer.kind == "csa")
         entries += [min(c.index_topk, e) if self.selects else e for e in csa]
