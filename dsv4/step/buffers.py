@@ -1,19 +1,19 @@
 """What a decode step writes, for a fixed number of rows; and how much memory that is. Without Triton."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from dsv4.config import ModelConfig
+from dsv4.config import LayerSpec, ModelConfig
 from dsv4.gpu.pdl import tensors_of
 from dsv4.gpu.shapes import MIX_WIDTH, attend_chunks, mix_chunks
 from dsv4.ops.attention import decode as attention
 from dsv4.ops.exchange.decode import inbox_places
 from dsv4.ops.linear.decode import Tasks, splits
 from dsv4.ops.sample import decode as sample
-from dsv4.quant.formats import QuantTensor
+from dsv4.quant.formats import Format, QuantTensor, empty_rows
 
 ROWS = (1, 2, 4, 8, 16, 32)
 
@@ -128,6 +128,72 @@ class Buffers:
         rows, _, h, d = self.part_o.shape
         part_o = self.part_o.flatten()[: rows * count * h * d].view(rows, count, h, d)
         return part_o, self.part_ml.flatten()[: rows * count * h * 2].view(rows, count, h, 2)
+
+
+class DraftBuffers:
+    """Everything that a DSpark drafter writes for R sequences, from `rows` rows of the step before."""
+
+    def __init__(
+        self,
+        c: ModelConfig,
+        sequences: int,
+        rows: int,
+        stages: int,
+        dtype: torch.dtype,
+        device: str | torch.device,
+        activations: str = "a16",
+        ranks: int = 1,
+        whole_experts: bool = False,
+    ) -> None:
+        """`ranks` and `whole_experts` as Buffers has them."""
+
+        def act(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        def wide(*shape: int) -> Tensor:
+            return torch.zeros(*shape, device=device)
+
+        def numbers(*shape: int) -> Tensor:
+            return torch.full(shape, -1, dtype=torch.long, device=device)
+
+        assert c.dspark is not None
+        d, block, columns = c.hidden_size, c.dspark.block_size, len(c.dspark.target_layers) * c.hidden_size
+        # The rows of the step: taps, slots, and the positions of those that are committed, -1 of others.
+        self.taps, self.committed, self.slots = act(rows, columns), numbers(rows), numbers(rows)
+        # The sequences: token, position and slot of the anchor, -1: no draft; how its first draft is chosen.
+        self.anchors, self.anchors_at = numbers(sequences), numbers(sequences)
+        self.anchors_slots = numbers(sequences).zero_()
+        self.settings = numbers(sequences, sample.WIDTH).zero_()
+        rounds = activations != "a16"
+        self.taps_in = act(rows, columns) if rounds else None
+        self.main_parts, self.main = wide(splits(columns), rows, d), act(rows, d)
+        self.main_in = act(rows, d) if rounds else None
+        self.kv = wide(stages, rows, c.head_dim)
+        self.layers = Buffers(
+            c=replace(c, layers=(LayerSpec("sliding", 0, False),) * stages),
+            rows=sequences * block,
+            max_context=0,
+            dtype=dtype,
+            device=device,
+            activations=activations,
+            ranks=ranks,
+            whole_experts=whole_experts,
+            block=block,
+        )
+        number = torch.arange(sequences * block, device=device)
+        self.mutual = Mutual(
+            scratch=empty_rows(Format.KV8, len(number), c.head_dim, c.rope_dim, dtype, device),
+            block=block,
+            sequences=number // block,
+            listed=(number // block * block).int().unsqueeze(1) + number[:block].int(),
+            ends=numbers(len(number)),
+        )
+        self.mixed = act(len(number), d)
+        self.z, self.confidence = wide(sequences, c.vocab_size), wide(sequences, block)
+        # Settings and positions of the draft to be chosen next; the drafts, a row for each slot.
+        self.choices, self.choices_at = numbers(sequences, sample.WIDTH), numbers(sequences)
+        self.drafts = numbers(block, sequences)
+        self.out = torch.zeros(sequences, sample.RESULT, dtype=torch.int32, device=device)
 
 
 def graph_rows(max_batch: int) -> list[int]:
