@@ -1,1 +1,1 @@
-"""Drafts and their verification on a GPU: launches that only speculation needs."""
+"""The room of drafts inside a decode step: DSpark's own launches, and those of a round of speculation."""
