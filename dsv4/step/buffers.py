@@ -46,10 +46,11 @@ class Buffers:
         ranks: int = 1,
         whole_experts: bool = False,
         block: int = 0,
+        taps: bool = False,
     ) -> None:
         """`ranks`: of so many this is one, with its share of heads, output groups, expert width and head.
         `whole_experts`: but with some of the routed experts in all their width. `block`: rows that attend to
-        each other, beside what lies in the window."""
+        each other, beside what lies in the window. `taps`: the step leaves what DSpark sees of it."""
 
         def act(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
@@ -69,6 +70,8 @@ class Buffers:
         self.mask = torch.zeros(rows, -(-c.vocab_size // 32), dtype=torch.int32, device=device)
         self.out = torch.zeros(rows, sample.RESULT, dtype=torch.int32, device=device)
         self.streams, self.x = act(rows, n, d), act(rows, d)
+        # Of each target layer, its streams averaged.
+        self.taps = act(rows, len(c.dspark.target_layers) * d) if taps and c.dspark else None
         # x and q_low as quantised products see them.
         rounds = activations != "a16"
         self.x_in = act(rows, d) if rounds else None
@@ -131,13 +134,13 @@ class Buffers:
 
 
 class DraftBuffers:
-    """Everything that a DSpark drafter writes for R sequences, from `rows` rows of the step before."""
+    """Everything that a DSpark drafter writes for R sequences, from the rows of the step before."""
 
     def __init__(
         self,
         c: ModelConfig,
         sequences: int,
-        rows: int,
+        step: Buffers,
         stages: int,
         dtype: torch.dtype,
         device: str | torch.device,
@@ -145,7 +148,7 @@ class DraftBuffers:
         ranks: int = 1,
         whole_experts: bool = False,
     ) -> None:
-        """`ranks` and `whole_experts` as Buffers has them."""
+        """`step`: with taps. `ranks` and `whole_experts` as Buffers has them."""
 
         def act(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
@@ -156,10 +159,10 @@ class DraftBuffers:
         def numbers(*shape: int) -> Tensor:
             return torch.full(shape, -1, dtype=torch.long, device=device)
 
-        assert c.dspark is not None
-        d, block, columns = c.hidden_size, c.dspark.block_size, len(c.dspark.target_layers) * c.hidden_size
+        assert c.dspark is not None and step.taps is not None
+        d, block, (rows, columns) = c.hidden_size, c.dspark.block_size, step.taps.shape
         # The rows of the step: taps, slots, and the positions of those that are committed, -1 of others.
-        self.taps, self.committed, self.slots = act(rows, columns), numbers(rows), numbers(rows)
+        self.taps, self.committed, self.slots = step.taps, numbers(rows), step.slots
         # The sequences: token, position and slot of the anchor, -1: no draft; how its first draft is chosen.
         self.anchors, self.anchors_at = numbers(sequences), numbers(sequences)
         self.anchors_slots = numbers(sequences).zero_()

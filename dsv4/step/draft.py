@@ -19,7 +19,7 @@ from dsv4.ops.linear.decode import Product
 from dsv4.ops.rows import quantize
 from dsv4.ops.sample import decode as sample
 from dsv4.quant.formats import Format, QuantTensor
-from dsv4.step.buffers import DraftBuffers
+from dsv4.step.buffers import Buffers, DraftBuffers
 from dsv4.step.layers import Layers
 
 SLIDING = LayerSpec("sliding", 0, False)
@@ -36,12 +36,12 @@ class Draft(Layers):
         cache: Cache,
         rope: Rope,
         sequences: int,
-        rows: int,
+        step: Buffers,
         names: Names | None = None,
         overlap: bool = True,
     ) -> None:
-        """`rope`: of sliding layers, for a block's positions too. `rows` of the step before, which writes
-        `drafter.taps`. `names`: the step's, if both are to be checked as one list."""
+        """`rope`: of sliding layers, for a block's positions too. `step`: with the taps that it leaves.
+        `names`: the step's, if both are to be checked as one list. Without `sequences` nobody drafts."""
         c, stages = b.config, b.weights.num_mtp_layers
         assert c.dspark is not None and stages and b.mesh.size == 1, "drafts of several ranks are not built"
         assert rope.cos.shape[0] >= cache.layout.max_context + c.dspark.block_size, rope.cos.shape
@@ -50,7 +50,7 @@ class Draft(Layers):
         self.drafter = DraftBuffers(
             c=c,
             sequences=sequences,
-            rows=rows,
+            step=step,
             stages=stages,
             dtype=b.numerics.dtype,
             device=cache.page_table.device,
@@ -67,7 +67,8 @@ class Draft(Layers):
         self._commit()
         self.commit: list[Launch] = self.list
         self.list = []
-        self._block()
+        if sequences:
+            self._block()
         self.block: list[Launch] = self.list
         self.launches = self.list = [*self.commit, *self.block]
         check(self.list, between=between)
@@ -77,13 +78,13 @@ class Draft(Layers):
         b, c, d = self.b, self.config, self.drafter
         taps = self._input("mtp.0.main_proj", d.taps, d.taps_in)
         if taps is not d.taps:
-            self._add("round", quantize.round_values, x=d.taps, out=taps, activations=b.numerics.activations)
+            self.add("round", quantize.round_values, x=d.taps, out=taps, activations=b.numerics.activations)
         parts, rows = d.main_parts, len(d.taps)
         fused = Product(
             b.tiled("mtp.0.main_proj"), taps, parts if len(parts) > 1 else parts[0], splits=len(parts)
         )
         self._product("taps", [fused], rows=rows)
-        self._add(
+        self.add(
             "fuse",
             draft.fuse,
             parts=parts,
@@ -96,7 +97,7 @@ class Draft(Layers):
         wkv = [f"mtp.{stage}.attn.wkv" for stage in range(self.stages)]
         into = [Product(b.tiled(w), self._input(w, d.main, d.main_in), d.kv[i]) for i, w in enumerate(wkv)]
         self._product("context", into, rows=rows)
-        self._add(
+        self.add(
             "keep",
             draft.keep,
             kv=d.kv,
@@ -115,7 +116,7 @@ class Draft(Layers):
         """All stages over the blocks' rows, their base logits, and the drafts."""
         b, c, d, f = self.b, self.config, self.drafter, self.buffers
         assert c.dspark is not None
-        self._add(
+        self.add(
             "begin",
             draft.begin,
             anchors=d.anchors,
@@ -146,7 +147,7 @@ class Draft(Layers):
         self._head()
         base, mixed = (each.unflatten(0, (-1, d.mutual.block)) for each in (f.logits, d.mixed))
         for slot in range(d.mutual.block):
-            self._add(
+            self.add(
                 "markov",
                 draft.markov,
                 previous=d.drafts[slot - 1] if slot else d.anchors,
@@ -158,7 +159,7 @@ class Draft(Layers):
                 z=d.z,
                 confidence=d.confidence[:, slot],
             )
-            self._add(
+            self.add(
                 "sample",
                 sample.sample,
                 logits=d.z,

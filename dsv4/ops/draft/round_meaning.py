@@ -74,7 +74,8 @@ def accept(
 ) -> list[Claim]:
     each = len(committed) // len(seats)
     held, final, results, found = state.clone(), [], [], []
-    for q, ((slot, room, most, *how), k) in enumerate(zip(seats.tolist(), verified.tolist(), strict=True)):
+    for q, (seat, k) in enumerate(zip(seats.tolist(), verified.tolist(), strict=True)):
+        slot, room, most, *how = seat
         _, position, index, _, *drafts = _of(state, slot)
         chosen = out[q * each : (q + 1) * each, 0].tolist()
         count = 0
