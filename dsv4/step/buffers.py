@@ -16,6 +16,7 @@ from dsv4.ops.sample import decode as sample
 from dsv4.quant.formats import Format, QuantTensor, empty_rows
 
 ROWS = (1, 2, 4, 8, 16, 32)
+MOST_DRAFTED = 24  # rows of a round of speculation
 
 
 @dataclass(frozen=True)
@@ -203,6 +204,21 @@ def graph_rows(max_batch: int) -> list[int]:
     """Of each graph that an engine for so many sequences makes; the last takes as many as graphs may."""
     enough = [rows for rows in ROWS if rows >= max_batch]
     return [*(rows for rows in ROWS if rows < max_batch), *enough[:1]]
+
+
+def round_sizes(max_batch: int, num_drafts: int) -> list[tuple[int, int]]:
+    """(sequences, drafts of each) of the rounds that an engine with a drafter records. Large batches do not
+    draft: their steps read most experts anyway."""
+    sizes = graph_rows(max_batch)
+    drafting = [(seats, num_drafts) for seats in sizes if seats * (num_drafts + 1) <= MOST_DRAFTED]
+    return [(seats, 0) for seats in sizes] + drafting
+
+
+def step_rows(max_batch: int, num_drafts: int, block: int) -> list[int]:
+    """Rows of buffers of all steps that an engine records: with a drafter those of its blocks too."""
+    if not num_drafts:
+        return graph_rows(max_batch)
+    return [n * (k + 1 + block * (k > 0)) for n, k in round_sizes(max_batch, num_drafts)]
 
 
 def inbox_bytes(c: ModelConfig, rows: int, ranks: int) -> int:

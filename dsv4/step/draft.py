@@ -62,7 +62,7 @@ class Draft(Layers):
         names = Names() if names is None else names
         for name, held in {**state, "page_table": cache.page_table}.items():
             names.add(name, *tensors_of(held))
-        between = names.of(tensors_of([*state.values()]), "state")
+        self.between = names.of(tensors_of([*state.values()]), "state")
         super().__init__(b, model, cache, self.drafter.layers, names, peers=None, overlap=overlap)
         self._commit()
         self.commit: list[Launch] = self.list
@@ -71,7 +71,7 @@ class Draft(Layers):
             self._block()
         self.block: list[Launch] = self.list
         self.launches = self.list = [*self.commit, *self.block]
-        check(self.list, between=between)
+        check(self.list, between=self.between)
 
     def _commit(self) -> None:
         """Entries of the committed rows in all rings."""

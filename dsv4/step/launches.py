@@ -50,7 +50,7 @@ class Launches(Layers):
         """The arguments are those of run.py's Decoder."""
         c, f = b.config, buffers
         super().__init__(b, model, cache, f, _names(f, cache, b.weights.placement), peers, overlap)
-        state = self.names.known
+        self.between = state = self.names.known
         if peers is not None:
             self.names.add("inbox", peers.inbox)
         mixed: Tensor | None = None

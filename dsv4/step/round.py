@@ -59,8 +59,9 @@ class Round:
         )
         names, f = decoder.names, decoder.buffers
         held = {"seats": self.seats, "verified": self.verified, "taken": self.taken, "state": state}
-        for name, tensor in {**held, "costs": costs, "penalties": penalties}.items():
-            names.add(f"round.{name}", *tensors_of(tensor))
+        for name, tensor in {**held, "costs": costs}.items():
+            names.add(f"round.{name}", tensor)
+        own = names.of(tensors_of([*held.values(), costs, penalties]), "round")
         self.draft = Draft(b, model, cache, rope, seats if drafts else 0, f, names, overlap)
         d = self.draft.drafter
         opens = {
@@ -88,7 +89,7 @@ class Round:
             "sample": [sample],
             "draft": ends,
         }
-        check(self.list(PARTS), between=names.known)
+        check(self.list(PARTS), between={*decoder.between, *self.draft.between, *own})
         self.graphs: dict[tuple[str, ...], torch.cuda.CUDAGraph] = {}
 
     def list(self, parts: Sequence[str]) -> list[Launch]:

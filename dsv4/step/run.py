@@ -85,7 +85,7 @@ class Decoder:
             sums=sums,
             goes_on=goes_on,
         )
-        self.launches, self.names = built.list, built.names
+        self.launches, self.names, self.between = built.list, built.names, built.between
         self.graphs: dict[bool, torch.cuda.CUDAGraph] = {}  # with and without the choice of tokens
 
     def load(

@@ -76,7 +76,7 @@ def accept(
     held, final, results, found = state.clone(), [], [], []
     for q, (seat, k) in enumerate(zip(seats.tolist(), verified.tolist(), strict=True)):
         slot, room, most, *how = seat
-        _, position, index, _, *drafts = _of(state, slot)
+        _token, position, index, _count, *drafts = _of(state, slot)
         chosen = out[q * each : (q + 1) * each, 0].tolist()
         count = 0
         while count <= k:
@@ -85,7 +85,8 @@ def accept(
                 break
         final += [position + j if j < count else -1 for j in range(each)]
         results.append((count, k))
-        token, position, index = chosen[count - 1] if count else 0, position + count, index + count
+        token = chosen[count - 1] if count else 0
+        position, index = position + count, index + count
         if k >= 0:
             held[slot, :4] = torch.tensor((token, position, index, 0))
         wants = k >= 0 and token >= 0 and most > 0 and position + 1 < room and not _is_masked(how[6])
