@@ -186,7 +186,6 @@ def preset(name: str) -> ModelConfig:
     return ModelConfig.from_dict({**_COMMON, **_PRESETS[name]}, where=f"preset {name}")
 
 
-MAX_DRAFTS = 3  # proposals of a draft block that feeds on its own: further ones are hardly ever right
 Activations = Literal["a16", "a8", "a4"]
 _CHOICES = {
     "activations": ("a16", "a8", "a4"),
@@ -234,8 +233,8 @@ class EngineConfig:
     expert_parallel: give each rank whole experts, not a part of each
     rank_seconds: how long ranks wait for one another before all of them end
 
-    Drafts and debugging
-    drafts: tokens the draft block proposes per step, 0 to 3 (try 1): the same answer; CPU only
+    Speculation and debugging
+    speculate: tokens to draft per step, which never changes a token: auto, off (no drafter is loaded) or K
     no_graph: on a GPU, launch kernels one by one: the same tokens, slower
     no_overlap: on a GPU, do not overlap kernels (no PDL): the same tokens, slower
     ops: backend of an op, or a module with its functions
@@ -266,7 +265,7 @@ class EngineConfig:
     spill: str = "auto"
     expert_memory: int | None = None
     swap_share: float = 0.1
-    drafts: int = 0
+    speculate: str = "auto"
     ops: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
@@ -284,8 +283,10 @@ class EngineConfig:
                 continue
             if type(value) is not int or value < 1:
                 raise ConfigError(f"{name} is {value!r}, expected an integer of at least 1")
-        if type(self.drafts) is not int or not 0 <= self.drafts <= MAX_DRAFTS:
-            raise ConfigError(f"drafts is {self.drafts!r}, expected 0 (none) to {MAX_DRAFTS}")
+        wanted = self.speculate
+        is_number = isinstance(wanted, str) and wanted.isdecimal() and int(wanted) > 0
+        if wanted not in ("off", "auto") and not is_number:
+            raise ConfigError(f"speculate is {wanted!r}, expected 'off', 'auto' or a number of tokens as '3'")
         if type(self.prefix_snapshots) is not int or self.prefix_snapshots < 0:
             raise ConfigError(
                 f"prefix_snapshots is {self.prefix_snapshots!r}, expected 0 (no prefix cache) or more"

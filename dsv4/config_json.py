@@ -121,13 +121,16 @@ IGNORED = {
     "topk_group": "V4 has no expert groups; derived configs may carry it",
     "max_batch_size": "an engine option here",
 }
+_DSPARK_KEYS = (
+    *("dspark_block_size", "dspark_noise_token_id", "dspark_target_layer_ids"),
+    "dspark_markov_rank",
+)
 # Keys read by the parser's own methods rather than by a row.
 _STRUCTURE = {
     *("num_hidden_layers", "n_layers", "num_hash_layers", "n_hash_layers", "compress_ratios", "layer_types"),
     *("compress_rates", "compress_rate_csa", "compress_rate_hca", "mlp_layer_types", "partial_rotary_factor"),
     *("rope_scaling", "rope_parameters", "rope_factor", "original_seq_len", "beta_fast", "beta_slow"),
-    *("quantization_config", "dspark_block_size", "dspark_noise_token_id", "dspark_target_layer_ids"),
-    "dspark_markov_rank",
+    *("quantization_config", *_DSPARK_KEYS),
 }
 _KNOWN = {key for row in _ROWS for key in (row.hf, row.short)} | _STRUCTURE
 _KNOWN |= _FIXED.keys() | _FIXED_ELSEWHERE.keys() | IGNORED.keys()
@@ -143,7 +146,7 @@ def parse(raw: Mapping[str, Any], where: str) -> ModelConfig:
 
 
 def to_json(config: ModelConfig) -> dict[str, Any]:
-    """Flat Hugging Face keys. The DSpark draft head, which is not run, is left out."""
+    """Flat Hugging Face keys."""
     out: dict[str, Any] = {"architectures": ["DeepseekV4ForCausalLM"]}
     out |= {row.hf: getattr(config, row.field) for row in _ROWS}
     out |= {key: value for key, (value, _) in _FIXED.items()}
@@ -165,6 +168,10 @@ def to_json(config: ModelConfig) -> dict[str, Any]:
         yarn = config.yarn
         values = (yarn.factor, yarn.original_positions, yarn.beta_fast, yarn.beta_slow)
         out["rope_scaling"] = {"type": "yarn", **dict(zip(_YARN_KEYS, values, strict=True))}
+    if config.dspark:
+        d = config.dspark
+        head = (d.block_size, d.noise_id, list(d.target_layers), d.markov_rank)
+        out |= dict(zip(_DSPARK_KEYS, head, strict=True))
     if config.quantization:
         out["quantization_config"] = dict(config.quantization)
     return out
@@ -464,6 +471,10 @@ class _Parser:
             (
                 not uses_index or c.index_dim & (c.index_dim - 1) == 0,
                 f"index_head_dim {c.index_dim}: the Hadamard rotation needs a power of two",
+            ),
+            (
+                c.dspark is None or c.dspark.noise_id < c.vocab_size,
+                f"dspark_noise_token_id {c.dspark and c.dspark.noise_id} of a vocabulary of {c.vocab_size}",
             ),
             (c.num_heads % c.o_groups == 0, f"{c.num_heads} heads do not split into o_groups={c.o_groups}"),
             (

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dsv4 import Engine, EngineConfig
-from dsv4.config import ModelConfig, preset
+from dsv4.config import Dspark, ModelConfig, preset
 from dsv4.lab.init import make
 from dsv4.ops._memory import recall
 
@@ -62,6 +62,11 @@ def small_config() -> ModelConfig:
     )
 
 
+def dspark_config() -> ModelConfig:
+    """The same with three DSpark stages instead of an MTP block."""
+    return replace(small_config(), num_mtp_layers=3, dspark=Dspark(5, 298, (0, 2), 24))
+
+
 @pytest.fixture
 def impatient() -> Iterator[None]:
     """Threads change hands as often as they can."""
@@ -73,13 +78,15 @@ def impatient() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """checkpoint(format) -> folder of a random model of the small config."""
+    """checkpoint(format) -> folder of a random model of the small config; `dspark-format`: with DSpark."""
     made: dict[str, Path] = {}
 
     def get(format: str = "modelopt") -> Path:
         if format not in made:
             made[format] = tmp_path_factory.mktemp(format) / "model"
-            for _ in make(made[format], small_config(), format, seed=3):
+            config, style = small_config(), format.removeprefix("dspark-")
+            config = dspark_config() if style != format else config
+            for _ in make(made[format], config, style, seed=3):
                 pass
         return made[format]
 

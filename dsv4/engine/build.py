@@ -84,7 +84,10 @@ class Prepared:
                 "expert_parallel gives each rank whole experts, and there is one rank; "
                 "leave it out, or use --gpus 2 or --ranks 2, or more"
             )
-        checkpoint = Checkpoint.open(path).shard(rank, size, config.expert_parallel)
+        checkpoint = Checkpoint.open(path)
+        if config.speculate == "off":
+            checkpoint = checkpoint.without_drafts()
+        checkpoint = checkpoint.shard(rank, size, config.expert_parallel)
         checkpoint = checkpoint.with_head(config.head, size)
         settings = settle(replace(config, device=devices[rank], gpus=None), checkpoint, size)
         split = None

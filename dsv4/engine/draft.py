@@ -1,9 +1,10 @@
-"""Speculation with the draft block (MTP): proposes tokens that the next step verifies. Knows no scheduler.
+"""Speculation: proposes tokens that the next step verifies. Knows no scheduler.
 
 A proposal counts only if it is the token that the model itself chooses there, with the same noise. So nothing
 here can change what comes out; what goes wrong here costs accepted proposals.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from dsv4.cache.store import Cache
 from dsv4.engine.plan import Sampling, Span
+from dsv4.model.dspark import block_ids
 from dsv4.model.model import Model
 from dsv4.model.step import Mark, Step
 from dsv4.ops.sample.cpu import HISTORY
@@ -23,18 +25,135 @@ class Seen:
 
     span: Span
     ids: tuple[int, ...]
-    streams: Tensor  # [T, N, D] of these after the last block
+    read: Tensor  # [T, ...] of these: what the drafter reads of the trunk
     after: int | None  # the token chosen after the last; None: inside a prompt
+
+    @property
+    def end(self) -> int:
+        return self.span.start + len(self.ids)
 
 
 @dataclass(frozen=True)
-class _State:
+class State:
     """Where a slot's sequence stands."""
 
     sequence: int
     end: int  # tokens of it that were seen
-    waiting: Tensor | None  # inside a prompt: streams [1, N, D] of the last token, before the next is known
+    waiting: Tensor | None = None  # MTP's, inside a prompt: streams [1, N, D] before the next token is known
+    oldest: int = 0  # the first position that has an entry
     proposed: tuple[int, ...] = ()  # to follow the token at `end`
+    confidence: tuple[float, ...] = ()  # of these, as logits; MTP has none
+
+
+class Drafter(ABC):
+    """What MTP and DSpark share: where each sequence stands, and drafts chosen one after another."""
+
+    def __init__(
+        self,
+        model: Model,
+        cache: Cache,
+        penalties: Tensor,
+        pack: Callable[[list[Sampling]], Tensor],
+        num_drafts: int,
+    ) -> None:
+        self.model, self.cache, self.penalties, self.pack = model, cache, penalties, pack
+        self.num_drafts, self.device = num_drafts, cache.page_table.device
+        self._states: dict[int, State] = {}  # by slot
+        self._restored: set[int] = set()  # slots that have a snapshot's entries, and no state yet
+
+    def restored(self, slot: int) -> None:
+        """Take note that the slot's entries are those of a snapshot."""
+        self._states.pop(slot, None)
+        self._restored.add(slot)
+
+    def proposed(self, span: Span) -> tuple[int, ...]:
+        """What may follow the span's token, as many as it wants verified. None after a pause that ended in a
+        snapshot before the last token: the slot may be another one."""
+        state = self._states.get(span.slot)
+        if state is None or (state.sequence, state.end) != (span.sequence, span.start):
+            return ()
+        return state.proposed[: span.num_drafts]
+
+    @torch.inference_mode()
+    def follow(self, seen: Sequence[Seen], mark: Mark | None) -> None:
+        """Make the entries of all tokens that can have them, and propose what comes after."""
+        self._propose(*self._enter(seen, mark))
+
+    @abstractmethod
+    def _enter(self, seen: Sequence[Seen], mark: Mark | None) -> tuple[list[Seen], Tensor | None]:
+        """Make entries -> the sequences that are drafted for, and their first logits [R, V]."""
+
+    @abstractmethod
+    def _next(self, seen: list[Seen], rows: list[int], ids: list[int], depth: int) -> Tensor:
+        """Logits [R, V] after `depth` drafts, the last of which are `ids`; `rows`: who is left, of before."""
+
+    def _stand(self, one: Seen, state: State) -> State | None:
+        """Note where the sequence stands; -> its state before, None if another's or none."""
+        slot, before = one.span.slot, self._states.get(one.span.slot)
+        if before is not None and (before.sequence, before.end) != (one.span.sequence, one.span.start):
+            before = None
+        was_restored = slot in self._restored
+        self._restored.discard(slot)
+        oldest = before.oldest if before else 0 if was_restored else one.span.start
+        self._states[slot] = replace(state, oldest=oldest)
+        return before
+
+    def _skipped(self, first: int, end: int, slot: int, mark: Mark | None) -> int:
+        """How many tokens from `first` on need no entry: they are read as far back as the window, from the
+        end and from the mark on."""
+        if mark is not None and mark.slot == slot:
+            end = mark.position
+        return max(0, end - self.model.config.window - first)
+
+    def _propose(self, seen: list[Seen], logits: Tensor | None) -> None:
+        for depth in range(1, self.num_drafts + 1):
+            if not seen or logits is None:
+                return
+            chosen = self._choose(seen, logits, depth)
+            # Beyond the context there is no place for a token that penalties count.
+            room = self.cache.layout.max_context - depth - 1
+            rows = [
+                row
+                for row, (one, id) in enumerate(zip(seen, chosen, strict=True))
+                if id >= 0 and one.end <= room
+            ]
+            for one, id in zip(seen, chosen, strict=True):
+                if id >= 0:
+                    state = self._states[one.span.slot]
+                    self._states[one.span.slot] = replace(state, proposed=(*state.proposed, id))
+            seen = [seen[row] for row in rows]
+            if depth < self.num_drafts and seen:
+                logits = self._next(seen, rows, [chosen[row] for row in rows], depth)
+
+    @staticmethod
+    def _is_drafted(one: Seen) -> bool:
+        """Not inside a prompt, nor where a grammar decides."""
+        sampling = one.span.sampling
+        return one.after is not None and sampling is not None and not sampling.masked
+
+    def _choose(self, seen: list[Seen], logits: Tensor, depth: int) -> list[int]:
+        """As the model's own token of that place will be chosen; -1 for none, also where the logits hold no
+        distribution."""
+        chosen = [-1] * len(seen)
+        wanted = [(row, one) for row, one in enumerate(seen) if self._is_drafted(one)]
+        if not wanted:
+            return chosen
+        samplings = []
+        for _, one in wanted:
+            sampling = one.span.sampling
+            assert sampling is not None
+            accepted = len(one.ids) - len(one.span.ids)
+            samplings.append(replace(sampling, index=sampling.index + accepted + depth, num_top=-1))
+            if sampling.penalties >= 0:
+                state, at = self._states[one.span.slot], HISTORY + one.end
+                known = (one.after, *state.proposed)
+                self.penalties[sampling.penalties, at : at + len(known)] = torch.tensor(known)
+        out = self.model.ops.sample.choose(
+            logits[torch.tensor([row for row, _ in wanted])], self.pack(samplings), None, self.penalties
+        )
+        for (row, _), id in zip(wanted, out[:, 0].tolist(), strict=True):
+            chosen[row] = id
+        return chosen
 
 
 @dataclass(frozen=True)
@@ -47,63 +166,34 @@ class _Rows:
     ids: tuple[int, ...]
 
 
-class Drafter:
+class MtpDrafter(Drafter):
     """The block's entry at a position is made of that token's streams and of the token after it. Steps after
     the first draft feed the block's own streams back; their entries are overwritten when a token is final.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        cache: Cache,
-        penalties: Tensor,
-        pack: Callable[[list[Sampling]], Tensor],
-        num_drafts: int,
-    ) -> None:
-        self.model, self.cache, self.penalties, self.pack = model, cache, penalties, pack
-        self.num_drafts, self.device = num_drafts, cache.page_table.device
-        self._states: dict[int, _State] = {}  # by slot
-
-    def proposed(self, span: Span) -> tuple[int, ...]:
-        """What may follow the span's token, as many as it wants verified. None after a pause that ended in a
-        snapshot before the last token: the slot may be another one."""
-        state = self._states.get(span.slot)
-        if state is None or (state.sequence, state.end) != (span.sequence, span.start):
-            return ()
-        return state.proposed[: span.num_drafts]
-
-    @torch.inference_mode()
-    def follow(self, seen: Sequence[Seen], mark: Mark | None) -> None:
-        """Make the entries of all tokens whose next one is known, and propose what comes after."""
+    def _enter(self, seen: Sequence[Seen], mark: Mark | None) -> tuple[list[Seen], Tensor | None]:
         made = [rows for one in seen if (rows := self._rows(one, mark)).ids]
         if not made:
-            return
-        spans = [(rows.seen.span.slot, rows.first, rows.ids) for rows in made]
-        step = Step.build(spans, self.device, mark=mark)
+            return [], None
+        step = Step.build(
+            [(rows.seen.span.slot, rows.first, rows.ids) for rows in made], self.device, mark=mark
+        )
         last = torch.tensor([len(rows.ids) for rows in made]).cumsum(0) - 1
         streams = torch.cat([rows.streams for rows in made])
         own, logits = self.model.draft(streams, step.ids, step, self.cache, rows=last)
-        self._propose([rows.seen for rows in made], own[last], logits)
+        self._own = own[last]  # [R, N, D] of the block, at the last token or draft of each sequence
+        return [rows.seen for rows in made], logits
 
     def _rows(self, one: Seen, mark: Mark | None) -> _Rows:
-        """Notes where the sequence stands."""
-        span, before = one.span, self._states.get(one.span.slot)
-        first, streams = span.start, one.streams
+        span, first, streams = one.span, one.span.start, one.read
         ids = one.ids[1:] if one.after is None else (*one.ids[1:], one.after)
-        if before is None or before.sequence != span.sequence or before.end != span.start:
+        waiting = one.read[-1:].clone() if one.after is None else None  # else it would hold all of them
+        before = self._stand(one, State(span.sequence, one.end, waiting))
+        if before is None:
             self._clear(span.slot, span.start - 1)
         elif before.waiting is not None:
             first, streams, ids = first - 1, torch.cat((before.waiting, streams)), (one.ids[0], *ids)
-        self._states[span.slot] = _State(
-            sequence=span.sequence,
-            end=span.start + len(one.ids),
-            waiting=one.streams[-1:].clone() if one.after is None else None,  # else it would hold all of them
-        )
-        # Entries are read as far back as the window, from the end and from the mark on.
-        end = first + len(ids)
-        if mark is not None and mark.slot == span.slot:
-            end = mark.position
-        skipped = max(0, end - self.model.config.window - first)
+        skipped = self._skipped(first, first + len(ids), span.slot, mark)
         return _Rows(one, first + skipped, streams[skipped : len(ids)], ids[skipped:])
 
     def _clear(self, slot: int, position: int) -> None:
@@ -117,55 +207,79 @@ class Drafter:
             if part is not None:
                 part.zero_()
 
-    def _propose(self, seen: list[Seen], streams: Tensor, logits: Tensor) -> None:
-        """streams [R, N, D] of the block at each sequence's last token, logits [R, V] after the next one."""
-        for depth in range(1, self.num_drafts + 1):
-            chosen = self._choose(seen, logits, depth)
-            # Beyond the context there is no rotation, and no place for a token that penalties count.
-            room = self.cache.layout.max_context - depth - 1
-            goes_on = [
-                row
-                for row, (one, id) in enumerate(zip(seen, chosen, strict=True))
-                if id >= 0 and one.span.start + len(one.ids) <= room
-            ]
-            for one, id in zip(seen, chosen, strict=True):
-                if id >= 0:
-                    state = self._states[one.span.slot]
-                    self._states[one.span.slot] = replace(state, proposed=(*state.proposed, id))
-            if depth == self.num_drafts or not goes_on:
-                return
-            rows = torch.tensor(goes_on)
-            seen = [seen[row] for row in goes_on]
-            spans = [
-                (one.span.slot, one.span.start + len(one.ids) + depth - 1, (chosen[row],))
-                for one, row in zip(seen, goes_on, strict=True)
-            ]
-            step = Step.build(spans, self.device)
-            streams, logits = self.model.draft(streams[rows], step.ids, step, self.cache)
+    def _next(self, seen: list[Seen], rows: list[int], ids: list[int], depth: int) -> Tensor:
+        spans = [(one.span.slot, one.end + depth - 1, (id,)) for one, id in zip(seen, ids, strict=True)]
+        step = Step.build(spans, self.device)
+        self._own, logits = self.model.draft(self._own[torch.tensor(rows)], step.ids, step, self.cache)
+        return logits
 
-    def _choose(self, seen: list[Seen], logits: Tensor, depth: int) -> list[int]:
-        """As the model's own token of that place will be chosen; -1 for none: inside a prompt, where a
-        grammar decides, and where the logits hold no distribution."""
-        wanted = [
-            (row, one.span, one.span.sampling)
-            for row, one in enumerate(seen)
-            if one.after is not None and one.span.sampling is not None and not one.span.sampling.masked
-        ]
-        chosen = [-1] * len(seen)
-        if not wanted:
-            return chosen
-        samplings = []
-        for row, span, sampling in wanted:
-            one = seen[row]
-            accepted = len(one.ids) - len(span.ids)
-            samplings.append(replace(sampling, index=sampling.index + accepted + depth, num_top=-1))
-            if sampling.penalties >= 0:
-                state, at = self._states[span.slot], HISTORY + span.start + len(one.ids)
-                known = (one.after, *state.proposed)
-                self.penalties[sampling.penalties, at : at + len(known)] = torch.tensor(known)
-        out = self.model.ops.sample.choose(
-            logits[torch.tensor([row for row, *_ in wanted])], self.pack(samplings), None, self.penalties
+
+class DsparkDrafter(Drafter):
+    """A stage's entry at a position is made of that token's taps alone. A block is drafted from the entries
+    of all tokens before it and leaves none: those of accepted drafts are made of their own taps.
+    """
+
+    def _enter(self, seen: Sequence[Seen], mark: Mark | None) -> tuple[list[Seen], Tensor | None]:
+        if not seen:
+            return [], None
+        spans, taps = [], []
+        for one in seen:
+            self._stand(one, State(one.span.sequence, one.end))
+            first, slot = one.span.start, one.span.slot
+            skipped = self._skipped(first, one.end, slot, mark)
+            spans.append((slot, first + skipped, one.ids[skipped:]))
+            taps.append(one.read[skipped:])
+        step = Step.build(spans, self.device, mark=mark)
+        self.model.keep_taps(torch.cat(taps), step, self.cache)
+        drafted = [one for one in seen if self._is_drafted(one)]
+        if not drafted:
+            return [], None
+        after = [one.after for one in drafted if one.after is not None]
+        self._base, self._mixed = self.model.draft_block(
+            block_step(self.model, [(one.span.slot, one.end, self._oldest(one)) for one in drafted], after),
+            self.cache,
         )
-        for (row, *_), id in zip(wanted, out[:, 0].tolist(), strict=True):
-            chosen[row] = id
-        return chosen
+        return drafted, self._corrected(drafted, after, 0)
+
+    def _oldest(self, one: Seen) -> int:
+        return self._states[one.span.slot].oldest
+
+    def _next(self, seen: list[Seen], rows: list[int], ids: list[int], depth: int) -> Tensor:
+        kept = torch.tensor(rows)
+        self._base, self._mixed = self._base[kept], self._mixed[kept]
+        return self._corrected(seen, ids, depth)
+
+    def _corrected(self, seen: list[Seen], previous: list[int], slot: int) -> Tensor:
+        """Logits of a slot of the block by the tokens before it; notes how sure the drafter is."""
+        before = torch.tensor(previous, device=self.device)
+        logits, confidence = self.model.correct(self._base[:, slot], self._mixed[:, slot], before)
+        for one, sure in zip(seen, confidence.tolist(), strict=True):
+            state = self._states[one.span.slot]
+            self._states[one.span.slot] = replace(state, confidence=(*state.confidence, sure))
+        return logits
+
+
+def block_step(model: Model, places: list[tuple[int, int, int]], anchors: list[int]) -> Step:
+    """The step of a block of drafts for each (slot, position of the anchor, first position with an entry)."""
+    dspark, device = model.config.dspark, model.embedding.data.device
+    assert dspark is not None
+    spans = [
+        (slot, start, block_ids(dspark, anchor))
+        for (slot, start, _), anchor in zip(places, anchors, strict=True)
+    ]
+    oldest = torch.tensor([oldest for *_, oldest in places]).repeat_interleave(dspark.block_size)
+    return replace(Step.build(spans, device), oldest=oldest.to(device))
+
+
+def make_drafter(
+    model: Model,
+    cache: Cache,
+    penalties: Tensor,
+    pack: Callable[[list[Sampling]], Tensor],
+    num_drafts: int,
+) -> Drafter | None:
+    """The model's own drafter, if up to `num_drafts` tokens are to be drafted."""
+    if not num_drafts:
+        return None
+    kind = DsparkDrafter if model.dspark else MtpDrafter
+    return kind(model, cache, penalties, pack, num_drafts)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsv4.cache.shelf import Landing
 from dsv4.cache.store import Cache
-from dsv4.engine.draft import Drafter, Seen
+from dsv4.engine.draft import Seen, make_drafter
 from dsv4.engine.logprobs import read_token, sorted_token
 from dsv4.engine.memory import SCORED_ROWS
 from dsv4.engine.plan import Penalise, Sampling, Span
@@ -34,7 +34,7 @@ class Pass:
     spans: tuple[Span, ...]
     logits: Tensor | None  # [R, V] of the rows that sample, where somebody still needs them
     proposed: tuple[tuple[int, ...], ...] = ()  # by span: ids that are verified with its own; left out: none
-    streams: Tensor | None = None  # [T, N, D] of all tokens, until they were drafted from
+    read: Tensor | None = None  # [T, ...] what the drafter reads of all tokens, until it has
     scored: dict[int, list[Tensor]] = field(default_factory=dict)  # by sequence: result rows of its prompt
     sorted: dict[int, list[Token]] = field(default_factory=dict)  # the same with many alternatives
     out: Tensor | None = None  # int32 [R, RESULT]
@@ -71,15 +71,16 @@ class Eager:
         self.model, self.cache, self.device = model, cache, device
         self.is_cuda = torch.device(device).type == "cuda"
         self.sampler = model.ops.sample
-        self.save, self.restore, self.drop = cache.save, cache.restore, cache.drop
+        self.save, self.drop = cache.save, cache.drop
         self.set_pages = cache.set_pages
         shape = cache.layout.num_slots, HISTORY + cache.layout.max_context
         self.penalties = torch.zeros(shape, dtype=torch.int32, device=device)
-        self.drafter: Drafter | None = None
-        if num_drafts:
-            self.drafter = Drafter(
-                model, cache, penalties=self.penalties, pack=self.packed, num_drafts=num_drafts
-            )
+        self.drafter = make_drafter(model, cache, self.penalties, self.packed, num_drafts)
+
+    def restore(self, slot: int, handle: int) -> None:
+        self.cache.restore(slot, handle)
+        if self.drafter is not None:
+            self.drafter.restored(slot)
 
     def penalise(self, how: Penalise) -> None:
         row = pack_penalties(
@@ -127,15 +128,16 @@ class Eager:
         tokens: list[Tokens] = [
             (span.slot, span.start, span.ids + ids) for span, ids in zip(spans, proposed, strict=True)
         ]
-        streams = self.read(tokens, self._mark(spans))
         made, row, last = Pass(spans, None, proposed), 0, list[int]()
+        if self.drafter is None:
+            streams = self.read(tokens, self._mark(spans))
+        else:
+            streams, made.read = self._read_to_draft(tokens, self._mark(spans))
         for span, (*_, ids) in zip(spans, tokens, strict=True):
             self._score(made, streams[row : row + len(span.ids)], span)
             if span.sampling is not None:
                 last += range(row + len(span.ids) - 1, row + len(ids))
             row += len(ids)
-        if self.drafter is not None:
-            made.streams = streams
         if last:
             made.logits = self.model.logits(streams.index_select(0, self.send(torch.tensor(last))))
         if not any(span.sampling.masked for span in made.sampled if span.sampling):
@@ -144,17 +146,17 @@ class Eager:
         return made
 
     def _draft(self, made: Pass) -> None:
-        if self.drafter is None or made.streams is None:
+        if self.drafter is None or made.read is None:
             return
         seen, row = [], 0
         for span, ids, tokens in zip(made.spans, made.proposed, self._chosen(made), strict=True):
             # Accepted is what a token came out after.
             count = len(span.ids) + max(0, len(tokens) - 1)
             after = tokens[-1] if tokens else None
-            streams = made.streams[row : row + count]
-            seen.append(Seen(span, (*span.ids, *ids)[:count], streams, None if after is None else after.id))
+            read = made.read[row : row + count]
+            seen.append(Seen(span, (*span.ids, *ids)[:count], read, None if after is None else after.id))
             row += len(span.ids) + len(ids)
-        made.streams = None
+        made.read = None
         self.drafter.follow(seen, self._mark(made.spans))
 
     def _mark(self, spans: tuple[Span, ...]) -> Mark | None:
@@ -165,6 +167,15 @@ class Eager:
     def read(self, spans: list[Tokens], mark: Mark | None = None) -> Tensor:
         """streams [T, N, D] of these tokens after the last block."""
         return self.model.forward(Step.build(spans, self.device, mark=mark), self.cache)
+
+    def _read_to_draft(self, spans: list[Tokens], mark: Mark | None) -> tuple[Tensor, Tensor]:
+        """The same, and what the drafter reads: MTP the streams, DSpark the taps."""
+        if self.model.dspark is None:
+            streams = self.read(spans, mark)
+            return streams, streams
+        taps: list[Tensor] = []
+        streams = self.model.forward(Step.build(spans, self.device, mark=mark), self.cache, taps)
+        return streams, torch.cat(taps, 1)
 
     def decode(self, spans: tuple[Span, ...]) -> Pass:
         drafter = self.drafter

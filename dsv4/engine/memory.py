@@ -157,7 +157,8 @@ def reference_workspace(
     """Bound what a step of the reference takes and gives back: what is alive all the time, and the stage that
     takes most. Never below, mostly within 40 % (tests/engine/test_memory.py)."""
     c, size, slots, context = layout.config, layout.rope_itemsize, layout.num_slots, layout.max_context
-    least = slots * (1 + drafts)
+    dspark = c.dspark if drafts else None
+    least = slots * max(1 + drafts, dspark.block_size if dspark else 0)
     tokens = max(least, min(chunk, slots * context))
     d, n, heads, wide = c.hidden_size, c.num_streams, c.num_heads // ranks, c.index_heads * c.index_dim
     queries, sums, run = heads * c.head_dim, 4 * d * num_parts(c) // ranks, min(tokens, RUN)
@@ -181,6 +182,8 @@ def reference_workspace(
     streams = size * tokens * d * n
     alive = tokens * (size * d + 24 * listed + 16 * n * n + 12 * c.rope_dim + 256)
     alive += streams * (2 if drafts else 1)
+    if dspark:  # taps, each made of a layer's streams, and the drafter's input made of them
+        alive += streams + (2 * len(dspark.target_layers) + 1) * size * tokens * d
     logits = streams + SAMPLED * max(least, min(tokens, SCORED_ROWS)) * c.vocab_size // ranks
     masks = 4 * MASKS * run * columns  # kept for other layers and sequences
     return max(alive + max(stages), logits) + DECODED * decoded + masks
@@ -202,13 +205,15 @@ def _pooled_bytes(layout: CacheLayout, layer: LayerSpec, tokens: int) -> int:
 
 def largest_linear(params: Iterable[Param]) -> int:
     """Values of the largest weight that products read."""
-    return max(math.prod(p.shape) for p in params if p.kind in ("linear", "grouped") and p.name != "embed")
+    return max(math.prod(p.shape) for p in params if p.kind in ("linear", "grouped") and not p.is_embedding)
 
 
 def table_bytes(layout: CacheLayout) -> int:
     """Float32 cosines and sines, for sliding and for compressed layers where there are such; penalties."""
     rotations = len({layer.ratio > 0 for layer in layout.layers})
+    dspark = layout.config.dspark
     rotated = rotations * layout.max_context * layout.config.rope_dim * 4
+    rotated += dspark.block_size * layout.config.rope_dim * 4 if dspark else 0
     return rotated + layout.num_slots * (HISTORY + layout.max_context) * 4
 
 

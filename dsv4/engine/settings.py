@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import torch
 
-from dsv4.cache.layout import CacheLayout
+from dsv4.cache.layout import SPARE, CacheLayout
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.device import OLDEST, Device, available_memory, too_old, usable_cores
 from dsv4.engine import proof
@@ -35,6 +35,7 @@ from dsv4.weights.tiled import draft_form, expert_bytes, expert_form, tiled_byte
 # Below this, one decode step's products are too short to share between threads (measured: docs/log.md).
 SMALL_MODEL_BYTES = 1 << 30
 MAX_THREADS = 1024
+MTP_STEPS = 3  # proposals of a draft block that feeds on its own: further ones are hardly ever right
 
 
 @dataclass(frozen=True)
@@ -145,13 +146,27 @@ def crowding(threads: int, ranks: int) -> tuple[str, ...]:
     )
 
 
+def most_drafts(model: ModelConfig) -> int:
+    """Tokens that the model's drafter can propose in a step."""
+    if model.dspark is None:
+        return MTP_STEPS
+    return min(model.dspark.block_size, SPARE - 1)
+
+
 def _num_drafts(config: EngineConfig, device: Device, checkpoint: Checkpoint) -> int:
-    if config.drafts and device.kind != "cpu":
-        raise ConfigError(f"drafts is {config.drafts}: speculation runs on a CPU only; leave it out")
-    if config.drafts and not checkpoint.inventory.num_mtp_layers:
-        why = "its DSpark heads have no kernels here" if checkpoint.config.dspark else "it has none"
-        raise ConfigError(f"drafts is {config.drafts}: the model needs a draft block (MTP), and {why}")
-    return config.drafts
+    wanted = config.speculate
+    if not wanted.isdecimal():
+        return 0
+    if device.kind != "cpu":
+        raise ConfigError(f"speculate is {wanted}: speculation runs on a CPU only; leave it out")
+    if not checkpoint.inventory.num_mtp_layers:
+        raise ConfigError(
+            f"speculate is {wanted}, but the model has no drafter (neither MTP nor DSpark); leave it out"
+        )
+    if int(wanted) > (most := most_drafts(checkpoint.config)):
+        kind = "DSpark's block has" if checkpoint.config.dspark else "MTP proposes at most"
+        raise ConfigError(f"speculate is {wanted}, but {kind} {most} tokens; use auto, off or 1 to {most}")
+    return int(wanted)
 
 
 def cache_layout(model: ModelConfig, s: Settings, config: EngineConfig, num_mtp_layers: int) -> CacheLayout:

@@ -71,7 +71,7 @@ def _values(
             value = _plain(param, generator)
             yield value.to(torch.bfloat16) if has_weight_suffix(param.name) else value
         else:
-            std = 1.0 if param.name == "embed" else param.shape[1] ** -0.5
+            std = 1.0 if param.is_embedding else param.shape[1] ** -0.5
             weight = torch.randn(param.shape, generator=generator, device=device) * std
             yield from _stored(weight, format_in(param, style), style)
 

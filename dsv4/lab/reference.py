@@ -28,8 +28,7 @@ class Stored(Mapping[str, Tensor]):
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
-        inventory = checkpoint.inventory
-        self.sources = {source.param.name: source for source in (*inventory.sources, *inventory.dspark)}
+        self.sources = {source.param.name: source for source in checkpoint.inventory.sources}
 
     def __getitem__(self, name: str) -> Tensor:
         source, reader = self.sources[name], self.checkpoint.reader

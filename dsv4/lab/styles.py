@@ -83,7 +83,7 @@ def contents(config: ModelConfig, format: str) -> tuple[ModelConfig, list[Param]
 
 def format_in(param: Param, style: Style) -> Format:
     is_mtp = param.component == "mtp"
-    if is_mtp and style.is_mtp_plain:
+    if (is_mtp and style.is_mtp_plain) or ".markov_head." in param.name:
         return Format.BF16
     last = param.name.rsplit(".", 1)[-1]
     if ".ffn.experts." in param.name:

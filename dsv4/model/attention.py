@@ -9,7 +9,9 @@ from dsv4.model.compressor import Compressor
 from dsv4.model.indexer import Indexer, visible
 from dsv4.model.rope import Rope
 from dsv4.model.step import Step
-from dsv4.ops.activation import Activation
+from dsv4.ops.activation import Activation, Rows
+from dsv4.ops.linear.prefill_packed import Packed
+from dsv4.quant.formats import QuantTensor
 
 
 class Attention:
@@ -40,21 +42,59 @@ class Attention:
         cos, sin = step.rotation(self.rope)
         q_low = ops.rows.normed(self.wq_a(x), self.q_norm)
         q = self.wq_b(q_low).unflatten(1, (self.num_heads, c.head_dim))
-        kv = ops.attention.entries(self.wkv(x), self.kv_norm, cos, sin, c.norm_eps)
+        fresh = self._entries(x, step, cache)
         if step.tap is not None:
             step.see(self.name, "q", ops.attention.queries(q, cos, sin, c.norm_eps))
-        step.see(self.name, "kv", kv)
-        fresh = ops.attention.store(kv, c.rope_dim, cache.ring.format, self.numerics.qat)
+        o: Tensor | Packed
+        if step.oldest is None:
+            o = self._attend(x, q_low, q, fresh, step, cache, page_table)
+        else:
+            o = ops.attention.attend_block(
+                q=q,
+                fresh=fresh,
+                ring=cache.ring,
+                slots=step.slots,
+                first=step.first,
+                oldest=step.oldest,
+                window=c.window,
+                ring_size=cache.ring_rows,
+                sinks=self.sinks,
+                cos=cos,
+                sin=sin,
+                eps=c.norm_eps,
+                reader=self.wo_a if step.tap is None else None,
+            )
+        del q  # of a long chunk the largest tensor: its memory is for what follows
+        if isinstance(o, Tensor):
+            step.see(self.name, "o", o)
+        if step.oldest is None:
+            # The ring is overwritten only now: queries of a long chunk still read what lay before it.
+            self._put(fresh, step, cache)
 
+        y = self.wo_b(ops.linear.grouped(o, self.wo_a))
+        step.see(self.name, "out", y)
+        return y
+
+    def _attend(
+        self,
+        x: Activation,
+        q_low: Activation,
+        q: Tensor,
+        fresh: QuantTensor,
+        step: Step,
+        cache: LayerCache,
+        page_table: Tensor,
+    ) -> Tensor | Packed:
         rows = self._compressed_rows(x, q_low, step, cache, page_table)
-        o = ops.attention.attend(
+        cos, sin = step.rotation(self.rope)
+        o: Tensor | Packed = self.ops.attention.attend(
             q=q,
             fresh=fresh,
             ring=cache.ring,
             slots=step.slots,
             positions=step.positions,
             first=step.first,
-            window=c.window,
+            window=self.config.window,
             ring_size=cache.ring_rows,
             pool=cache.entries,
             rows=rows,
@@ -64,18 +104,26 @@ class Attention:
             page_table=page_table,
             ratio=self.spec.ratio,
             page_entries=cache.page_entries,
-            eps=c.norm_eps,
+            eps=self.config.norm_eps,
             reader=self.wo_a if step.tap is None else None,
         )
-        del q, rows  # of a long chunk the largest tensors: their memory is for what follows
-        step.see(self.name, "o", o)
-        # The ring is overwritten only now: queries of a long chunk still read what lay before it.
-        tokens, ring_at = step.remaining(cache.ring_rows)
-        ops.attention.put_rows(cache.ring, ring_at, fresh, tokens)
+        return o
 
-        y = self.wo_b(ops.linear.grouped(o, self.wo_a))
-        step.see(self.name, "out", y)
-        return y
+    def keep(self, x: Rows, step: Step, cache: LayerCache) -> None:
+        """Make the entries of inputs x [T, D], and attend to nothing."""
+        self._put(self._entries(x, step, cache), step, cache)
+
+    def _entries(self, x: Rows, step: Step, cache: LayerCache) -> QuantTensor:
+        """Raw entries of the step's tokens, as the ring keeps them."""
+        c, attention = self.config, self.ops.attention
+        kv = attention.entries(self.wkv(x), self.kv_norm, *step.rotation(self.rope), c.norm_eps)
+        step.see(self.name, "kv", kv)
+        stored: QuantTensor = attention.store(kv, c.rope_dim, cache.ring.format, self.numerics.qat)
+        return stored
+
+    def _put(self, fresh: QuantTensor, step: Step, cache: LayerCache) -> None:
+        tokens, ring_at = step.remaining(cache.ring_rows)
+        self.ops.attention.put_rows(cache.ring, ring_at, fresh, tokens)
 
     def _compressed_rows(
         self, x: Activation, q_low: Activation, step: Step, cache: LayerCache, page_table: Tensor

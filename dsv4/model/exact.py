@@ -54,6 +54,13 @@ def settle_exact(
     shapes = weight_shapes(config, num_mtp_layers, ranks, whole_experts)
     columns = _columns(config, max_context)
     shapes |= attention_shapes(config, listed, scored, columns)
+    if config.dspark and num_mtp_layers:
+        most = min(config.window, max_context) + config.dspark.block_size
+        for keys in sorted({_exact.padded(count) for count in range(1, min(most, MOST) + 1)}):
+            shapes |= {
+                (config.head_dim, keys, (1, config.head_dim)),
+                (keys, config.head_dim, (config.head_dim, 1)),
+            }
     products = settle(shapes, device, threads)
     at_once = {f.__name__: f.__dict__["is_independent"](device, threads) for f in FUNCTIONS}
     for count in listed:
@@ -72,7 +79,7 @@ def settle_exact(
             for height in BATCHED:
                 batch = (height, depth // parts, width, False)
                 at_once[batch_name(*batch)] = is_one_call(*batch, device, threads)
-        elif param.shard == "rows" and param.kind == "linear" and param.name != "embed":
+        elif param.shard == "rows" and param.kind == "linear" and not param.is_embedding:
             runs = (depth, width, width // parts)
             at_once[columns_name(*runs)] = has_free_columns(*runs, device, threads)
     facts = {name: [p.library, p.heights, p.why] for name, p in products.items()} | at_once

@@ -1,4 +1,4 @@
-"""THE SPINE: embed, expand to streams, run the blocks, mix the streams, norm, head. And the draft blocks."""
+"""THE SPINE: embed, expand to streams, run the blocks, mix the streams, norm, head. And the drafters."""
 
 from dataclasses import replace
 
@@ -8,6 +8,7 @@ from torch import Tensor
 from dsv4.cache.store import Cache
 from dsv4.model.block import Block
 from dsv4.model.bundle import Bundle
+from dsv4.model.dspark import DsparkStages, mean_stream
 from dsv4.model.mhc import HyperConnection
 from dsv4.model.mtp import Mtp
 from dsv4.model.rope import Rope
@@ -24,7 +25,9 @@ class Model:
         """`copies_ahead`: of experts in host memory, for long prompt steps; else they are read in place."""
         c, placement = b.config, b.weights.placement
         self.ops, self.config, self.numerics, self.mesh = b.ops, c, b.numerics, b.mesh
-        plain = Rope(c.rope_theta, c.rope_dim, None, max_positions, device)
+        # A block of drafts may begin at the last position.
+        extra = c.dspark.block_size if c.dspark else 0
+        plain = Rope(c.rope_theta, c.rope_dim, None, max_positions + extra, device)
         compressed = Rope(c.compress_rope_theta, c.rope_dim, c.yarn, max_positions, device)
         embed = b.weights.tensors["embed"]
         assert isinstance(embed, QuantTensor)
@@ -39,7 +42,9 @@ class Model:
         self.staging: Staging | None = None
         if placement is not None and placement.staging and copies_ahead:
             self.staging = Staging(placement)
-        self.mtp = [Mtp(b, f"mtp.{index}", plain) for index in range(b.weights.num_mtp_layers)]
+        drafts = b.weights.num_mtp_layers
+        self.mtp = [] if c.dspark else [Mtp(b, f"mtp.{index}", plain) for index in range(drafts)]
+        self.dspark = DsparkStages(b, drafts, plain) if c.dspark and drafts else None
 
     def embed(self, ids: Tensor) -> Tensor:
         """[T] -> [T, D]; ranks share the rows of the table."""
@@ -52,22 +57,30 @@ class Model:
         return self.mesh.comm.sum_disjoint(found.masked_fill(~is_here.unsqueeze(1), 0))
 
     @torch.inference_mode()
-    def forward(self, step: Step, cache: Cache) -> Tensor:
-        """All tokens of the step -> residual streams [T, N, D] after the last block."""
+    def forward(self, step: Step, cache: Cache, taps: list[Tensor] | None = None) -> Tensor:
+        """All tokens of the step -> residual streams [T, N, D] after the last block.
+
+        `taps` takes a tensor [T, D] for each of DSpark's target layers."""
         if self.stages(step.ids.shape[0]) and step.lists is None:
             assert self.staging is not None
             with self.staging.step() as staging:
-                return self._blocks(replace(step, staging=staging), cache)
-        return self._blocks(step, cache)
+                return self._blocks(replace(step, staging=staging), cache, taps)
+        return self._blocks(step, cache, taps)
 
     def stages(self, tokens: int) -> bool:
         """Whether a step of so many tokens copies experts of host memory ahead."""
         return self.staging is not None and tokens > READ_IN_PLACE
 
-    def _blocks(self, step: Step, cache: Cache) -> Tensor:
+    def _blocks(self, step: Step, cache: Cache, taps: list[Tensor] | None) -> Tensor:
+        dspark = self.config.dspark
+        targets = dspark.target_layers if dspark and taps is not None else ()
         residual = Residual(self.embed(step.ids).unsqueeze(1).expand(-1, self.config.num_streams, -1))
-        for block, layer in zip(self.blocks, cache.layers, strict=False):
+        for number, (block, layer) in enumerate(zip(self.blocks, cache.layers, strict=False)):
             block(residual, step.ids, step, layer, cache.page_table)
+            if number in targets:
+                assert taps is not None
+                # The next site adds the output itself, in its own order: what is tapped changes nothing.
+                taps.append(mean_stream(residual.seen(self.ops.mhc.post)))
         return self.hc_head.close(residual, step)
 
     @torch.inference_mode()
@@ -86,7 +99,7 @@ class Model:
         depth: int = 0,
         rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Draft block `depth`: streams of positions i, tokens i+1 -> its streams, logits [T, V] for i+2; of
+        """MTP block `depth`: streams of positions i, tokens i+1 -> its streams, logits [T, V] for i+2; of
         `rows` only, if given."""
         layer = cache.layers[len(self.blocks) + depth]
         streams, hidden = self.mtp[depth](
@@ -94,3 +107,27 @@ class Model:
         )
         hidden = hidden if rows is None else hidden[rows]
         return streams, self.mesh.comm.gather_columns(self.head(hidden, torch.float32))
+
+    @torch.inference_mode()
+    def keep_taps(self, taps: Tensor, step: Step, cache: Cache) -> None:
+        """Write DSpark's context entries of the step's tokens, from their taps [T, targets * D]."""
+        assert self.dspark is not None
+        self.dspark.keep(taps, step, cache.layers[len(self.blocks) :])
+
+    @torch.inference_mode()
+    def draft_block(self, step: Step, cache: Cache) -> tuple[Tensor, Tensor]:
+        """Run DSpark over R blocks of B slots -> logits [R, B, V] before the correction, and what the
+        confidence is made of [R, B, D]."""
+        assert self.dspark is not None and self.config.dspark is not None
+        layers, size = cache.layers[len(self.blocks) :], self.config.dspark.block_size
+        mixed, hidden = self.dspark(self.embed(step.ids), step, layers, cache.page_table)
+        logits = self.mesh.comm.gather_columns(self.head(hidden, torch.float32))
+        return logits.view(-1, size, logits.shape[1]), mixed.view(-1, size, mixed.shape[1])
+
+    @torch.inference_mode()
+    def correct(self, base: Tensor, mixed: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
+        """Correct one slot's logits `base` [R, V] by the tokens before [R] -> logits, confidences [R]."""
+        assert self.dspark is not None
+        known, correction = self.dspark.correction(previous)
+        logits = base + self.mesh.comm.gather_columns(correction)
+        return logits, self.dspark.confidence(mixed, known)

@@ -31,6 +31,11 @@ class Param:
     expert: int | None = None
     shard: Shard = "whole"
 
+    @property
+    def is_embedding(self) -> bool:
+        """Whether its rows are looked up by token id, and nothing is multiplied with it."""
+        return self.name == "embed" or self.name.endswith(".markov_w1")
+
     def shared_by(self, size: int, whole_experts: bool) -> int:
         """Of so many ranks, those that have a part of this weight each."""
         return 1 if self.shard == "whole" or (whole_experts and self.expert is not None) else size
@@ -157,7 +162,7 @@ def _head_mix(c: ModelConfig, prefix: str, component: str) -> list[Param]:
 
 
 def declare(c: ModelConfig, num_mtp_layers: int) -> list[Param]:
-    """All weights of a model with that many draft blocks, in the order they are loaded."""
+    """All weights of a model with that many draft blocks (or DSpark stages), in the order they are loaded."""
     return [*each_declared(c, num_mtp_layers)]
 
 
@@ -167,7 +172,8 @@ def each_declared(c: ModelConfig, num_mtp_layers: int) -> Iterator[Param]:
     for index, spec in enumerate(c.layers):
         yield from block_params(c, f"layers.{index}", spec)
     for index in range(num_mtp_layers):
-        yield from _mtp_block(c, f"mtp.{index}")
+        yield from _draft_block(c, f"mtp.{index}")
+    yield from _draft_ends(c, num_mtp_layers)
 
 
 def each_kind(c: ModelConfig, num_mtp_layers: int) -> Iterator[tuple[Param, int]]:
@@ -179,7 +185,8 @@ def each_kind(c: ModelConfig, num_mtp_layers: int) -> Iterator[tuple[Param, int]
         for spec, count in Counter(c.layers).items()
     ]
     if num_mtp_layers:
-        blocks.append((_mtp_block(c, "mtp.0", num_experts=1), num_mtp_layers))
+        blocks.append((_draft_block(c, "mtp.0", num_experts=1), num_mtp_layers))
+        yield from ((param, 1) for param in _draft_ends(c, num_mtp_layers))
     for params, count in blocks:
         for param in params:
             yield param, count * (1 if param.expert is None else c.num_experts)
@@ -195,33 +202,31 @@ def _ends(c: ModelConfig) -> list[Param]:
     ]
 
 
-def _mtp_block(c: ModelConfig, prefix: str, num_experts: int | None = None) -> list[Param]:
+def _draft_block(c: ModelConfig, prefix: str, num_experts: int | None = None) -> list[Param]:
+    """Declare an MTP block, or what each of DSpark's stages has."""
     d = c.hidden_size
+    block = block_params(c, prefix, LayerSpec("sliding", 0, False), num_experts)
+    alike = [replace(param, component="mtp") for param in block]
+    if c.dspark is not None:
+        return alike
     return [
-        *_draft_block(c, prefix, num_experts),
+        *alike,
         *(Param(f"{prefix}.{name}", (d, d), "linear", "mtp") for name in ("e_proj", "h_proj")),
         *(Param(f"{prefix}.{name}", (d,), "plain", "mtp") for name in ("enorm", "hnorm", "norm")),
         *_head_mix(c, f"{prefix}.", "mtp"),
     ]
 
 
-def _draft_block(c: ModelConfig, prefix: str, num_experts: int | None = None) -> Iterator[Param]:
-    for param in block_params(c, prefix, LayerSpec("sliding", 0, False), num_experts):
-        yield replace(param, component="mtp")
-
-
-def declare_dspark(c: ModelConfig, num_stages: int) -> Iterator[Param]:
-    """All weights of a DSpark draft head; none without one."""
+def _draft_ends(c: ModelConfig, num_stages: int) -> Iterator[Param]:
+    """Declare what only DSpark's first stage and its last one have."""
     if c.dspark is None or not num_stages:
         return
     d, rank = c.hidden_size, c.dspark.markov_rank
-    for stage in range(num_stages):
-        yield from _draft_block(c, f"mtp.{stage}")
     yield Param("mtp.0.main_proj", (d, len(c.dspark.target_layers) * d), "linear", "mtp")
     yield Param("mtp.0.main_norm", (d,), "plain", "mtp")
     last = f"mtp.{num_stages - 1}."
     yield Param(f"{last}norm", (d,), "plain", "mtp")
     yield from _head_mix(c, last, "mtp")
-    for name in ("markov_w1", "markov_w2"):
-        yield Param(f"{last}markov_head.{name}", (c.vocab_size, rank), "linear", "mtp")
-    yield Param(f"{last}confidence_head.proj", (1, d + rank), "linear", "mtp")
+    yield Param(f"{last}markov_head.markov_w1", (c.vocab_size, rank), "linear", "mtp")
+    yield Param(f"{last}markov_head.markov_w2", (c.vocab_size, rank), "linear", "mtp", shard="rows")
+    yield Param(f"{last}confidence_head.proj", (1, d + rank), "plain", "mtp")

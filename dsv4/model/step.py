@@ -112,6 +112,9 @@ class Step:
     lists: Mapping[int, Tensor] | None = None  # in a graph: `closing` by ratio, -1 beyond the last
     marked: Tensor | None = None  # [T] in a graph that can mark: the position before which the state is left
     mark_slot: int = 0  # there: where it is left
+    # [T] if these are drafts: each sees all of its sequence in this step, and of the ring what lies before
+    # the step, not before this position. They leave nothing in the ring.
+    oldest: Tensor | None = None
     tap: Tap | None = None
     staging: Staging | None = None  # experts copied ahead to the GPU, if they are in this step
     known: dict[tuple[object, ...], object] = field(default_factory=dict, compare=False, repr=False)

@@ -203,10 +203,12 @@ def _attend(r: _Random, dtype: torch.dtype) -> list[Case]:
     chosen = torch.tensor([[0, -1], [0, 2], [3, 1]])
     turn = _turn(r, 3, rope // 2)
     where = (slots, positions, torch.full((3,), 6), 5, 13)
+    block = (slots, torch.full((3,), 6), torch.full((3,), 2), 5, 13)
     q, sinks = (r(3, 4, 128) * 4).to(dtype), r(4)
     return [
         Case("attention", "attend", "window", (q, fresh, ring, *where, None, None, sinks, *turn)),
         Case("attention", "attend", "entries", (q, fresh, ring, *where, pool, chosen, sinks, *turn)),
+        Case("attention", "attend_block", "drafts", (q, fresh, ring, *block, sinks, *turn, 1e-6)),
     ]
 
 

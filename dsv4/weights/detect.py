@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from dsv4.config import ModelConfig
 from dsv4.errors import CheckpointError
-from dsv4.model.params import Param, block_params, declare_dspark, each_declared
+from dsv4.model.params import Param, block_params, each_declared
 from dsv4.quant.formats import FP8_TILE, MX_BLOCK, NV_BLOCK, Format, QuantTensor
 from dsv4.weights.names import fused_name, has_weight_suffix, hf_name, resaved_name
 from dsv4.weights.reader import DTYPES, Entry, Reader
@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
 # Calibration constants of activations: never part of a weight, known and passed over.
 _CALIBRATION = ("input_scale", "input_global_scale")
-# Copies of the trunk's embedding and head that converted files put beside the draft block.
-_DRAFT_COPIES = re.compile(r"mtp\.\d+\.(embed\..*|emb\..*|head\.weight)")
+# Not used: copies of the trunk's embedding and head that converted files put beside the draft block, and the
+# router's bias for image tokens.
+_UNUSED = re.compile(r"mtp\.\d+\.(embed\..*|emb\..*|head\.weight)|.*\.ffn\.gate\.bias_vl")
+_DRAFTS = re.compile(r"mtp\..*")
 # Nobody looks for more: a config of a few kilobytes can ask for any number of them.
 _MOST_MISSING = 100_000
 # Rows and columns per scale.
@@ -141,11 +143,10 @@ class Inventory:
     """What a checkpoint holds for a model: one source per parameter, and notes on what is passed over."""
 
     sources: tuple[Source, ...]
-    num_mtp_layers: int
+    num_mtp_layers: int  # MTP blocks, or DSpark stages
     notes: tuple[str, ...]
     family: str
     elsewhere: tuple[Source, ...] = ()  # experts that only other ranks have
-    dspark: tuple[Source, ...] = ()  # a whole DSpark draft head, which engines do not run
 
     @property
     def num_bytes(self) -> int:
@@ -161,6 +162,11 @@ class Inventory:
         """Of every layer's routed experts those that are here."""
         here = {source.param.expert for source in self.sources if source.param.expert is not None}
         return range(min(here), max(here) + 1) if here else range(0)
+
+    def without_drafts(self) -> "Inventory":
+        """The trunk alone."""
+        trunk = tuple(source for source in self.sources if source.param.component != "mtp")
+        return replace(self, sources=trunk, num_mtp_layers=0)
 
     def shard(self, rank: int, size: int, own: range | None = None) -> "Inventory":
         """A rank's shares; with `own`, those routed experts whole, and no other."""
@@ -196,22 +202,24 @@ def take_inventory(entries: Mapping[str, Entry], config: ModelConfig) -> Invento
             "found neither 'embed.weight' (official names) nor 'model.embed_tokens.weight' (Hugging Face "
             "names); give the folder of a DeepSeek-V4 checkpoint"
         )
-    notes, skip = [], _DRAFT_COPIES
+    notes, skip = [], _UNUSED
     num_mtp = 0
     while f"mtp.{num_mtp}.attn_norm.weight" in entries:
         num_mtp += 1
-    num_stages = 0
-    if config.dspark or num_mtp > 2:
-        num_stages, num_mtp, skip = num_mtp, 0, re.compile(r"mtp\..*")
-        notes.append("the DSpark draft head (mtp.*) is not run; the trunk is complete without it")
-    elif num_mtp == 0 and config.num_mtp_layers:
+    if config.dspark is None and any(name.startswith("mtp.0.main_proj.") for name in entries):
+        num_mtp, skip = 0, _DRAFTS
+        notes.append(
+            "the DSpark draft stages (mtp.*) are not used: config.json does not describe them; "
+            "copy the keys dspark_* from the original config.json to draft with them"
+        )
+    elif num_mtp == 0 and (config.num_mtp_layers or config.dspark):
         if draft := sorted(n for n in entries if n.startswith("mtp.") and not skip.fullmatch(n)):
             raise CheckpointError(
                 f"mtp.0.attn_norm.weight is missing, but {draft[0]!r} and {len(draft) - 1} more mtp tensors "
                 "are there; the draft block is incomplete: download the checkpoint again"
             )
         notes.append("the checkpoint holds no draft block (mtp.*), although its config announces one")
-    elif num_mtp != config.num_mtp_layers:
+    elif config.dspark is None and num_mtp != config.num_mtp_layers:
         notes.append(f"draft blocks: {num_mtp} in the weights, {config.num_mtp_layers} in config.json")
 
     used: set[str] = set()
@@ -232,18 +240,18 @@ def take_inventory(entries: Mapping[str, Entry], config: ModelConfig) -> Invento
             f"{list(missing[0].shape)}; the checkpoint is incomplete (download it again) or its config.json "
             "is of another model"
         )
-    left = sorted(name for name in entries.keys() - used if not skip.fullmatch(name))
+    unused = sorted(entries.keys() - used)
+    left = [name for name in unused if not skip.fullmatch(name)]
+    if skip is _UNUSED and unused and not left:
+        more = f" and {len(unused) - 1} more" if unused[1:] else ""
+        notes.append(f"not used: {unused[0]}{more}")
     if left:
         raise CheckpointError(
             f"{len(left)} tensors belong to no parameter of this model, the first is {left[0]!r} "
             f"{entries[left[0]].dtype} {list(entries[left[0]].shape)} in {entries[left[0]].file.name}; "
             "config.json is of another model, or the tensor must be removed"
         )
-    drafts = [finder.find(param) for param in declare_dspark(config, num_stages)]
-    whole = tuple(source for source in drafts if source is not None)
-    return Inventory(
-        tuple(sources), num_mtp, tuple(notes), family, dspark=whole if len(whole) == len(drafts) else ()
-    )
+    return Inventory(tuple(sources), num_mtp, tuple(notes), family)
 
 
 def storage_of(entries: Mapping[str, Entry], config: ModelConfig) -> str:
@@ -349,7 +357,7 @@ class Finder:
             raise _wrong(weight, "shape", list(weight.shape), [*lead, rows, stored])
         if stored != cols and cols % 2:
             raise _wrong(weight, "number of columns", cols, "an even number, as 4-bit codes come in pairs")
-        if param.name == "embed" and not format.is_plain:
+        if param.is_embedding and not format.is_plain:
             raise _wrong(weight, "dtype", weight.dtype, "BF16 or F32")
         if scale is None:
             return Source(param, format, weight)

@@ -49,6 +49,10 @@ class Checkpoint:
         own = own_experts(self.config, rank, size) if whole_experts else None
         return replace(self, inventory=self.inventory.shard(rank, size, own), whole=self.inventory)
 
+    def without_drafts(self) -> "Checkpoint":
+        """The trunk alone: nothing of the draft block or stages is read, held or counted."""
+        return replace(self, inventory=self.inventory.without_drafts())
+
     def with_head(self, head: str, ranks: int) -> "Checkpoint":
         """`head`: as EngineConfig has it. A head that is stored quantised stays as it is."""
         source = next(source for source in self.inventory.sources if source.param.name == "head")
@@ -132,7 +136,7 @@ class _Held:
         self._is_recoded = checkpoint.is_recoded(source)
         kind = source.param.kind
         self._is_plain = kind in ("table", "plain")
-        self._dense = dense and not self._is_plain and source.param.name != "embed"
+        self._dense = dense and not self._is_plain and not source.param.is_embedding
         to_bf16 = kind == "grouped" and source.format is Format.FP8
         self._is_decoded = (self._dense and not self._is_recoded) or to_bf16
         self._out: Tensor | QuantTensor | None = None

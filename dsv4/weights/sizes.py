@@ -12,7 +12,7 @@ def held_bytes(source: Source, dense: bool) -> int:
     kind, count = source.param.kind, math.prod(source.param.shape)
     if kind == "table":
         return 8 * count
-    if kind == "plain" or (dense and source.param.name != "embed"):
+    if kind == "plain" or (dense and not source.param.is_embedding):
         return 4 * count
     if kind == "grouped" and source.format is Format.FP8:
         return 2 * count
@@ -30,7 +30,7 @@ def held_bytes(source: Source, dense: bool) -> int:
 
 def tiled_source_bytes(source: Source) -> int:
     shape, kind = source.param.shape, source.param.kind
-    if kind in ("plain", "table") or source.param.name == "embed":
+    if kind in ("plain", "table") or source.param.is_embedding:
         return held_bytes(source, dense=False)
     return tile_bytes(tiled_format(source), (shape[0], shape[1]))
 

@@ -101,7 +101,7 @@ def test_stats(model: Path) -> None:
         assert found, done.err
         assert int(found[1]) == prompt_tokens and 0 < seconds(found[2]) <= seconds(found[3])
     assert re.match(STATS, several.err)[4] == "24", "all answers together"  # type: ignore[index]
-    talk = dsv4("chat", "--drafts", 1, *GREEDY, "--stats", stdin="hi\nhi\n")
+    talk = dsv4("chat", "--speculate", 1, *GREEDY, "--stats", stdin="hi\nhi\n")
     first, second = (line for line in talk.err.splitlines() if "first token" in line)
     assert "after the program's start" in first and "program" not in second
     drafted = [int(re.search(r"(\d+) drafts accepted", line)[1]) for line in (first, second)]  # type: ignore[index]
@@ -111,7 +111,7 @@ def test_stats(model: Path) -> None:
 
 def test_drafts_change_nothing_but_the_number_of_steps() -> None:
     how = ("Once upon a time, there was", "--max-tokens", 30, "--temperature", 0.8, "--seed", 2, "--stats")
-    plain, drafted = dsv4("generate", *how), dsv4("generate", *how, "--drafts", 2)
+    plain, drafted = dsv4("generate", *how), dsv4("generate", *how, "--speculate", 2)
     assert plain.code == drafted.code == 0 and plain.out == drafted.out
     found = re.search(r"; (\d+) of (\d+) drafts accepted; ended by length\n$", drafted.err)
     assert found and 0 < int(found[1]) < int(found[2]), drafted.err

@@ -70,7 +70,7 @@ def plain(engine_for: Callable[..., Engine]) -> Engine:
 
 @pytest.fixture(scope="module")
 def drafting(engine_for: Callable[..., Engine]) -> Engine:
-    return engine_for("modelopt", max_context=700, max_batch=4, chunk=96, drafts=3)
+    return engine_for("modelopt", max_context=700, max_batch=4, chunk=96, speculate="3")
 
 
 @pytest.mark.parametrize("most", [1, 3, SPARE - 1])
@@ -131,7 +131,7 @@ def test_random_arrivals(engine_for: Callable[..., Engine], monkeypatch: pytest.
     alone = engine_for("modelopt", **options, max_batch=1)
     wanted = [*cases(6, VOCAB, page=256, longest=17), *growing(3, VOCAB, page=256)]
     answers = truth(alone, wanted)
-    engine = engine_for("modelopt", **options, max_batch=4, drafts=3)
+    engine = engine_for("modelopt", **options, max_batch=4, speculate="3")
     apply = engine.runner.apply
 
     def checked(plan: Plan, masks: Masks) -> list[Result]:
@@ -151,7 +151,7 @@ def test_a_pause_that_ends_right_before_the_last_token(
 ) -> None:
     """Paused where a page ends, with a snapshot there: it goes on as a generated token, in a slot that has
     just been another's."""
-    engine = engine_for("modelopt", max_context=512, max_batch=2, cache_pages=3, drafts=3)
+    engine = engine_for("modelopt", max_context=512, max_batch=2, cache_pages=3, speculate="3")
     prompts = [text(180, 1), text(170, 2)]
     params = SamplingParams(max_tokens=110, temperature=0, ignore_eos=True)
     got = engine.generate(prompts, params)
@@ -170,8 +170,8 @@ if find_spec("llguidance"):
     KINDS.append({"temperature": 0.9, "grammar": 'start: /[a-z ]{20}/ "."'})
 
 
-def answers(drafts: int, **options: Any) -> tuple[list[Any], Engine]:
-    engine = Engine.load(embedded(), EngineConfig(max_context=1024, drafts=drafts, **options))
+def answers(drafts: str, **options: Any) -> tuple[list[Any], Engine]:
+    engine = Engine.load(embedded(), EngineConfig(max_context=1024, speculate=drafts, **options))
     made = [{"max_tokens": 24, "seed": 5, **kind} for kind in KINDS]
     requests = [
         engine.request(prompt, SamplingParams(**kind))
@@ -184,15 +184,15 @@ def answers(drafts: int, **options: Any) -> tuple[list[Any], Engine]:
 
 @pytest.fixture(scope="module")
 def without() -> list[Any]:
-    return answers(0)[0]
+    return answers("off")[0]
 
 
-@pytest.mark.parametrize("drafts", [1, 2, 3])
-def test_every_way_to_choose(without: list[Any], drafts: int) -> None:
+@pytest.mark.parametrize("drafts", ["1", "2", "3"])
+def test_every_way_to_choose(without: list[Any], drafts: str) -> None:
     """The embedded model's own drafts: enough are right, of sampled requests too."""
     got, engine = answers(drafts)
     assert got == without
-    assert engine.num_accepted > 0.25 / drafts * engine.num_drafted > 20
+    assert engine.num_accepted > 0.25 / int(drafts) * engine.num_drafted > 20
 
 
 def interrupted(engine: Engine, prompt: str | list[int], params: SamplingParams, count: int) -> Completion:
@@ -208,7 +208,7 @@ def interrupted(engine: Engine, prompt: str | list[int], params: SamplingParams,
 def test_what_is_read_again_is_known(plain: Engine, engine_for: Callable[..., Engine]) -> None:
     """In chunks that end among tokens that came out: no proposal takes the place of what followed them."""
     params = SamplingParams(max_tokens=70, temperature=0, ignore_eos=True, frequency_penalty=0.5)
-    engine = engine_for("modelopt", max_context=700, chunk=7, drafts=3, prefix_snapshots=0)
+    engine = engine_for("modelopt", max_context=700, chunk=7, speculate="3", prefix_snapshots=0)
     prompt = text(20, 2)
     assert interrupted(engine, prompt, params, 60).tokens == plain.generate([prompt], params)[0].tokens
 
@@ -221,14 +221,14 @@ def test_nothing_is_proposed_where_a_grammar_decides() -> None:
     params = SamplingParams(max_tokens=30, temperature=0, grammar=grammar)
     options: dict[str, Any] = {"max_context": 512, "prefix_snapshots": 0}
     want = Engine.load(embedded(), EngineConfig(**options)).generate([prompt], params)[0]
-    engine = Engine.load(embedded(), EngineConfig(**options, chunk=2, drafts=3))
+    engine = Engine.load(embedded(), EngineConfig(**options, chunk=2, speculate="3"))
     for count in (12, 14):
         assert interrupted(engine, prompt, params, count).tokens == want.tokens
     assert not engine.num_drafted
 
 
 def test_ranks_draft_alike(without: list[Any]) -> None:
-    got, engine = answers(2, ranks=2)
+    got, engine = answers("2", ranks=2)
     engine.close()
     assert got == without and engine.num_accepted > 20
 
@@ -280,7 +280,7 @@ def test_a_draft_depends_on_the_tokens_alone(
 ) -> None:
     """However they came: in a prompt whole or in chunks, one by one, or as accepted proposals, beside others.
     Entries of tokens that were taken back, and those that a draft made of its own streams, are nobody's."""
-    options: dict[str, Any] = {"max_context": 700, "prefix_snapshots": 0, "drafts": 3}
+    options: dict[str, Any] = {"max_context": 700, "prefix_snapshots": 0, "speculate": "3"}
     whole, chunked = engine_for("official", **options), engine_for("official", **options, chunk=7)
     prompts, stop = [text(150, 3), text(61, 4), text(20, 5)], 30
     answers = [done.ids for done in whole.generate(prompts, LONG)]
@@ -302,7 +302,7 @@ def test_a_draft_depends_on_the_tokens_alone(
 def test_a_hit_drafts_as_any_other(engine_for: Callable[..., Engine]) -> None:
     """What lay in the slot before is no part of it, nor the token that followed when the snapshot was made,
     though the entry before the hit is lost: it is empty."""
-    engine = engine_for("official", max_context=700, max_batch=2, drafts=3)
+    engine = engine_for("official", max_context=700, max_batch=2, speculate="3")
     prompt, other = text(260, 6), text(299, 7)
     first = walk(engine, [prompt], 12)[0]
     hit = walk(engine, [prompt], 12)[0]
@@ -386,16 +386,20 @@ def test_up_to_the_end_of_the_context(plain: Engine, drafting: Engine, penalty: 
 
 
 def test_refusals(engine_for: Callable[..., Engine]) -> None:
-    for wrong in (-1, 4, True, 1.0):
-        with pytest.raises(ConfigError, match=r"drafts is .*, expected 0 \(none\) to 3"):
-            EngineConfig(drafts=wrong)  # type: ignore[arg-type]
+    for wrong in (-1, 4, True, 1.0, "0", "-1", "on", ""):
+        with pytest.raises(ConfigError, match=r"speculate is .*, expected 'off', 'auto' or a number"):
+            EngineConfig(speculate=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="speculate is 2, but the model has no drafter"):
+        engine_for("hfnvfp4", speculate="2")
+    with pytest.raises(ConfigError, match="speculate is 4, but MTP proposes at most 3 tokens"):
+        engine_for("official", speculate="4")
     with pytest.raises(
-        ConfigError, match=r"drafts is 2: the model needs a draft block \(MTP\), and it has none"
+        ConfigError, match="speculate is 6, but DSpark's block has 5 tokens; use auto, off or 1 to 5"
     ):
-        engine_for("hfnvfp4", drafts=2)
+        engine_for("dspark-official", speculate="6")
     gpu, checkpoint = (
         Device(kind="cuda", torch_name="cuda:0", name="a GPU", memory_bytes=1, why=""),
         Checkpoint.open(embedded()),
     )
-    with pytest.raises(ConfigError, match="drafts is 2: speculation runs on a CPU only"):
-        _num_drafts(EngineConfig(drafts=2), gpu, checkpoint)
+    with pytest.raises(ConfigError, match="speculate is 2: speculation runs on a CPU only"):
+        _num_drafts(EngineConfig(speculate="2"), gpu, checkpoint)

@@ -155,7 +155,7 @@ def test_a_drawn_token_takes_what_was_counted() -> None:
 def test_requests_of_all_kinds_stay_below(tmp_path: Path) -> None:
     """A whole engine, with drafts: prompts whose tokens are scored, several sequences, all filters."""
     write_model(tmp_path / "model", "modelopt", replace(SMALL, vocab_size=2048))
-    config = EngineConfig(max_context=256, max_batch=3, chunk=64, drafts=2, prefix_snapshots=0)
+    config = EngineConfig(max_context=256, max_batch=3, chunk=64, speculate="2", prefix_snapshots=0)
     engine = Engine.load(tmp_path / "model", config)
     params = SamplingParams(max_tokens=4, temperature=0.7, top_p=0.9, logprobs=5, prompt_logprobs=3, seed=1)
     prompts = [[5 + (i + j) % 500 for i in range(80)] for j in range(3)]

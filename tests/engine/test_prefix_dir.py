@@ -106,7 +106,13 @@ def test_scored_prompts_do_not_wait_for_files(kept: Callable[..., Engine]) -> No
 
 @pytest.mark.parametrize(
     "other",
-    [{"cache": "f32"}, {"activations": "a8"}, {"weights": "packed"}, {"format": "modelopt"}, {"drafts": 1}],
+    [
+        {"cache": "f32"},
+        {"activations": "a8"},
+        {"weights": "packed"},
+        {"format": "modelopt"},
+        {"speculate": "1"},
+    ],
     ids=str,
 )
 def test_other_models_and_settings_find_nothing(

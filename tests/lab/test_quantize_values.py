@@ -17,7 +17,7 @@ from checkpoints import SMALL, Stored, Tensors, read_file, write_file, write_mod
 from safetensors.torch import load_file
 
 from dsv4 import Engine, EngineConfig
-from dsv4.config import preset
+from dsv4.config import Dspark, preset
 from dsv4.errors import CheckpointError, ConfigError
 from dsv4.lab.quantize.plan import Options, make_plan
 from dsv4.lab.quantize.run import Quantizer
@@ -353,25 +353,51 @@ def test_cast_names_what_it_refuses(made: Callable[[str], Path], tmp_path: Path)
 
 
 def test_tensors_outside_the_model_are_copied(made: Callable[[str], Path], tmp_path: Path) -> None:
-    """A DSpark head, and copies that converters put beside a draft block: every byte, and it is said."""
+    """Copies that converters put beside a draft block: every byte, and a note says so."""
     tensors = read_file(made("official") / "model.safetensors")
-    config = json.loads((made("official") / "config.json").read_text())
-    for name, extra in (("copies", {"mtp.0.embed.weight": tensors["embed.weight"]}), ("dspark", {})):
-        folder = tmp_path / name
-        folder.mkdir()
-        head = {"block_size": 5, "noise_token_id": 3, "target_layer_ids": [1], "markov_rank": 4}
-        keys = {f"dspark_{key}": value for key, value in head.items()} if name == "dspark" else {}
-        (folder / "config.json").write_text(json.dumps(config | keys))
-        write_file(folder / "model.safetensors", tensors | extra)
-        report = quantize(folder, tmp_path / f"{name}-new", "nvfp4")
-        after = tensors_of(tmp_path / f"{name}-new")
-        for key, stored in (tensors | extra).items():
-            assert not key.startswith("mtp.") or after[key] == stored, key
-        assert any("are copied as they are" in note for note in report["notes"])
-        assert keys.items() <= json.loads((tmp_path / f"{name}-new" / "config.json").read_text()).items()
-        Checkpoint.open(tmp_path / f"{name}-new")
+    extra = {"mtp.0.embed.weight": tensors["embed.weight"]}
+    (folder := tmp_path / "copies").mkdir()
+    (folder / "config.json").write_bytes((made("official") / "config.json").read_bytes())
+    write_file(folder / "model.safetensors", tensors | extra)
+    report = quantize(folder, tmp_path / "new", "nvfp4")
+    after = tensors_of(tmp_path / "new")
+    for key, stored in (tensors | extra).items():
+        assert not key.startswith("mtp.") or after[key] == stored, key
+    assert any("are copied as they are" in note for note in report["notes"])
+    Checkpoint.open(tmp_path / "new")
+
+
+DSPARK = replace(SMALL, num_mtp_layers=2, dspark=Dspark(5, 3, (1, 2), 8))
+
+
+def test_dspark_stages_stay_as_they_are_unless_asked(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "dspark", "official", DSPARK)
+    before = tensors_of(folder)
+    report = quantize(folder, tmp_path / "kept", "nvfp4")
+    after = tensors_of(tmp_path / "kept")
+    drafts = {key for key in before if key.startswith("mtp.")}
+    assert not report["notes"] and drafts == {key for key in after if key.startswith("mtp.")}
+    assert all(after[key] == before[key] for key in drafts)
+    assert Checkpoint.open(tmp_path / "kept").config.dspark == DSPARK.dspark
+    quantize(folder, tmp_path / "asked", "nvfp4", scope="all", mtp=True)
+    sources = Checkpoint.open(tmp_path / "asked").inventory.sources
+    found = {s.param.name: s.format for s in sources if s.param.name.startswith("mtp.")}
+    assert found["mtp.1.ffn.experts.2.w2"] is found["mtp.0.main_proj"] is Format.NVFP4
+    assert found["mtp.1.markov_head.markov_w1"] is Format.BF16
+    Engine.load(tmp_path / "asked", EngineConfig(max_context=64))
+
+
+def test_stages_that_the_config_does_not_describe_are_copied(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "dspark", "official", DSPARK)
+    config = json.loads((folder / "config.json").read_text())
+    kept = {key: value for key, value in config.items() if not key.startswith("dspark_")}
+    (folder / "config.json").write_text(json.dumps(kept))
+    before, report = tensors_of(folder), quantize(folder, tmp_path / "new", "nvfp4")
+    after = tensors_of(tmp_path / "new")
+    assert all(after[key] == before[key] for key in before if key.startswith("mtp."))
+    assert [note for note in report["notes"] if "are copied as they are" in note] == report["notes"]
     with pytest.raises(ConfigError, match="leave --mtp out"):
-        quantize(tmp_path / "dspark", tmp_path / "none", "nvfp4", mtp=True)
+        quantize(folder, tmp_path / "none", "nvfp4", mtp=True)
 
 
 SCALE, NUMBER = "holds a scale that is no finite number", "holds NaN or infinity, first at "

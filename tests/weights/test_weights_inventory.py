@@ -94,7 +94,9 @@ def test_copies_beside_the_draft_block_are_skipped(copies: list[str]) -> None:
     plain = take_inventory(entries, SMALL)
     shape = (SMALL.vocab_size, SMALL.hidden_size)
     extra = entries_of(Declared(name, "BF16", shape) for name in copies)
-    assert take_inventory(entries | extra, SMALL) == plain
+    found = take_inventory(entries | extra, SMALL)
+    assert found.notes == (f"not used: {min(copies)} and 1 more",)
+    assert replace(found, notes=()) == plain
 
 
 @pytest.mark.parametrize("name", ["mtp.0.head.bias", "mtp.0.embedding.weight", "layers.0.head.weight"])
@@ -104,17 +106,59 @@ def test_other_tensors_beside_the_draft_block_are_left_over(name: str) -> None:
         take_inventory(entries, SMALL)
 
 
-def test_dspark_head_is_passed_over_with_a_note() -> None:
-    trunk = headers(SMALL, "official", num_mtp=0)
-    drafts = headers(SMALL, "official", num_mtp=3)
+BIAS_VL = Declared("layers.1.ffn.gate.bias_vl", "F32", (4,))
+DSPARK = replace(SMALL, dspark=Dspark(5, 9, (1, 2), 4))
+
+
+def test_dspark_stages_are_counted_by_their_tensors() -> None:
+    """Published configs say 1. Every tensor of `mtp.*` belongs to a parameter, is named, or is refused."""
+    for stages in (2, 3):
+        entries = headers(DSPARK, "official", num_mtp=stages)
+        found = take_inventory(entries, DSPARK)
+        assert summary(found) == (len(declare(DSPARK, stages)), stages, ())
+        used = {e.name for s in found.sources for e in (s.weight, s.scale, s.global_scale) if e}
+        assert used == entries.keys()
+        assert f"mtp.{stages - 1}.markov_head.markov_w1.weight" in used
+        assert f"mtp.{stages - 1}.ffn.shared_experts.w1.weight" in used
+        trunk = found.without_drafts()
+        assert summary(trunk) == (len(declare(DSPARK, 0)), 0, ())
+        assert not any(source.param.name.startswith("mtp.") for source in trunk.sources)
+    copies = entries_of([Declared("mtp.2.head.weight", "BF16", (4, 4)), gate := BIAS_VL])
+    assert summary(take_inventory(entries | copies, DSPARK))[2] == (f"not used: {gate.name} and 1 more",)
     odd = entries_of([Declared("mtp.2.markov.weight", "BF16", (4, 4))])
-    want = (
-        len(declare(SMALL, 0)),
-        0,
-        ("the DSpark draft head (mtp.*) is not run; the trunk is complete without it",),
-    )
-    assert summary(take_inventory(drafts | odd, SMALL)) == want
-    assert summary(take_inventory(trunk | odd, replace(SMALL, dspark=Dspark(5, 9, (1,), 4)))) == want
+    with pytest.raises(CheckpointError, match=r"the first is 'mtp\.2\.markov\.weight'"):
+        take_inventory(entries | odd, DSPARK)
+
+
+def test_dspark_without_its_config_or_in_part() -> None:
+    entries = headers(DSPARK, "official", num_mtp=3)
+    count, blocks, notes = summary(take_inventory(entries, SMALL))
+    assert (count, blocks) == (len(declare(SMALL, 0)), 0) and "config.json does not describe them" in notes[0]
+    with pytest.raises(CheckpointError, match=r"'mtp\.0\.main_norm\.weight'"):
+        take_inventory(without(entries, "mtp.0.main_norm.weight"), DSPARK)
+    with pytest.raises(CheckpointError, match=r"mtp\.0\.attn_norm\.weight is missing"):
+        take_inventory(without(entries, "mtp.0.attn_norm.weight"), DSPARK)
+    none = headers(DSPARK, "official", num_mtp=0)
+    assert "holds no draft block" in summary(take_inventory(none, DSPARK))[2][0]
+    # MTP's tensors beside a config of DSpark's: which drafter it is shows in what is missing.
+    with pytest.raises(CheckpointError, match=r"'mtp\.0\.main_proj\.weight'"):
+        take_inventory(headers(SMALL, "official"), DSPARK)
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "per_stage", "ends", "tensors"),
+    [
+        ("flash", 256, 3_559_944_536, 183_004_692, 4_705),
+        ("pro", 512, 13_853_319_192, 419_418_324, 7_009),
+    ],
+)
+def test_published_dspark_bytes(name: str, rank: int, per_stage: int, ends: int, tensors: int) -> None:
+    trunk = preset(name)
+    last = len(trunk.layers) - 1
+    config = replace(trunk, dspark=Dspark(5, 128799, (last - 2, last - 1, last), rank))
+    entries = headers(replace(config, layers=trunk.layers[:1]), "modelopt", num_mtp=3)
+    assert sum(entry.startswith("mtp.") for entry in entries) == tensors
+    assert sum(e.num_bytes for e in entries.values() if e.name.startswith("mtp.")) == 3 * per_stage + ends
 
 
 def test_number_of_draft_blocks_comes_from_the_weights() -> None:

@@ -24,7 +24,10 @@ _IGNORE: dict[str, tuple[str, ...]] = {
     ),
     "*.ffn.shared_experts.*": (),
     "head": (),
-    "mtp.*": ("mtp.*.attn.*", "mtp.*.ffn.shared_experts.*", "mtp.*.ffn.gate", "mtp.*.e_proj", "mtp.*.h_proj"),
+    "mtp.*": (
+        *("mtp.*.attn.*", "mtp.*.ffn.shared_experts.*", "mtp.*.ffn.gate", "mtp.*.e_proj", "mtp.*.h_proj"),
+        *("mtp.*.main_proj", "mtp.*.markov_head.*"),
+    ),
 }
 
 

@@ -24,7 +24,7 @@ _CHOICES = {
 _DEFAULT_SCOPE = {"nvfp4": "experts", "mxfp4": "experts", "fp8": "linears", "bf16": "all"}
 # Linears of a block that the official release stores in FP8.
 _OFFICIAL_FP8 = {f"attn.{name}" for name in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "indexer.wq_b")}
-_OFFICIAL_FP8 |= {"e_proj", "h_proj"}
+_OFFICIAL_FP8 |= {"e_proj", "h_proj", "main_proj"}
 # Activations are not calibrated here. As a static scale 1.0 is too large rather than too small, which NVFP4
 # forgives over twelve powers of two; published builds without calibration carry the same.
 _INPUT_SCALE = struct.pack("<f", 1.0)
@@ -184,8 +184,8 @@ def target_format(source: Source, options: Options) -> Format | None:
     is_in_scope = {
         "experts": official is Format.MXFP4,
         "linears": official is not Format.BF16,
-        # Rounding the router or the embedding saves nothing and moves every token.
-        "all": options.target is Format.BF16 or param.name.rsplit(".", 1)[-1] not in ("embed", "gate"),
+        # Rounding the router or an embedding saves nothing and moves every token.
+        "all": options.target is Format.BF16 or not (param.is_embedding or param.name.endswith(".gate")),
     }[options.scope or ""]
     if is_in_scope and (param.component != "mtp" or options.mtp):
         # Asked for explicitly, even what is in the format already is rounded again, by this program's rules.
@@ -232,7 +232,8 @@ def make_plan(checkpoint: Checkpoint, options: Options) -> Plan:
         notes.append(f"{len(extras)} tensors that are no part of the model (mtp.*) are copied as they are")
         if options.mtp and not checkpoint.inventory.num_mtp_layers:
             raise ConfigError(
-                "the draft head of this checkpoint (DSpark) can only be copied as it is; leave --mtp out"
+                "the draft stages of this checkpoint are not in its config.json and are copied as they are; "
+                "leave --mtp out"
             )
     return Plan(options, tuple(_shards(units, options.shard_bytes)), tuple(notes))
 
@@ -347,7 +348,7 @@ def _span(entry: Entry, row: int, declared: Declared) -> Span:
 
 
 def _extras(checkpoint: Checkpoint) -> list[Item]:
-    """Stored tensors that no parameter uses: a DSpark head, copies beside a draft block."""
+    """Stored tensors that no parameter uses: copies, and stages that config.json leaves out."""
     used = set()
     for source in checkpoint.inventory.sources:
         base = source.weight.name.rsplit(".", 1)[0]

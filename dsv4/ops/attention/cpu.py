@@ -96,6 +96,48 @@ def attend(
     return rotate(out, cos, -sin)
 
 
+def attend_block(
+    q: Tensor,
+    fresh: QuantTensor,
+    ring: QuantTensor,
+    slots: Tensor,
+    first: Tensor,
+    oldest: Tensor,
+    window: int,
+    ring_size: int,
+    sinks: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    reader: object = None,
+) -> Tensor:
+    """q [T, H, D] as its product left it -> o [T, H, D], for a block of drafts of each sequence.
+
+    All queries of a sequence see the same keys: all of its rows of `fresh`, later ones too, and of the ring
+    positions max(oldest, first-window) .. first-1. Otherwise as `attend`.
+    """
+    q = queries(q, cos, sin, eps)
+    out = torch.empty_like(q)
+    where = [*zip(slots.tolist(), first.tolist(), oldest.tolist(), strict=True)]
+    for (slot, start, valid), group in groupby(range(len(where)), key=where.__getitem__):
+        run = [*group]
+        mine = slice(run[0], run[-1] + 1)
+        keys = _of_ring(ring, slot * ring_size, max(valid, start - window, 0), start, ring_size)
+        decoded = decode(join([*keys, fresh.span(mine.start, mine.stop)]))
+        count = decoded.shape[0]
+        tile = _shared_tile(decoded, count, 0, 0, padded(count) - count)
+        hidden = _beyond(count, q.device).expand(len(run), 1, -1)
+        out[mine] = _weighted_keys(q[mine], tile, hidden, sinks.unsqueeze(1))
+    return rotate(out, cos, -sin)
+
+
+@cache
+def _beyond(count: int, device: torch.device) -> Tensor:
+    """-inf for the rows of a tile that pad so many keys, else 0: [1, 1, rows]."""
+    is_beyond = torch.arange(padded(count)) >= count
+    return torch.zeros(1, 1, padded(count)).masked_fill(is_beyond, -torch.inf).to(device)
+
+
 def _is_shared(rows: Tensor) -> bool:
     """Whether every list [T, S] is a beginning of the last, and none has a gap."""
     is_listed = rows >= 0

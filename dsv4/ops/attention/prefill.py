@@ -372,6 +372,9 @@ def _row_sizes(store: QuantTensor, dtype: torch.dtype) -> tuple[int, int]:
     return store.data.shape[1] // dtype.itemsize, store.scale.shape[1]
 
 
+attend_block = cpu.attend_block  # a few rows of each sequence, which decode steps take otherwise
+
+
 def queries(q: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     return row_kernels.norm_rotate(q, None, cos, sin, eps)
 

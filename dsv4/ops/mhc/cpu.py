@@ -44,11 +44,17 @@ class Residual:
 
     def added(self, post: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         """The streams with the output, taken."""
-        y, streams, gate, comb = self.take()
-        if y is None:
-            return streams
-        assert gate is not None and comb is not None
-        return post(y, streams, gate, comb)
+        streams = self.seen(post)
+        self.take()
+        return streams
+
+    def seen(self, post: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        """The same, with everything left for the next site."""
+        assert self.streams is not None, "streams are taken once"
+        if self.y is None:
+            return self.streams
+        assert self.gate is not None and self.comb is not None
+        return post(self.y, self.streams, self.gate, self.comb)
 
 
 def mix_in(
