@@ -39,7 +39,7 @@ class Rounds(Graphs):
         assert dspark is not None and self.model.dspark is not None and self.num_drafts <= dspark.block_size
         device = self.cache.page_table.device
         self.state = state_of(self.cache.layout.num_slots, dspark.block_size, device)
-        rope, sizes = self.model.dspark.stages[0].attention.rope, round_sizes(max_batch, self.num_drafts)
+        sizes = round_sizes(max_batch, self.num_drafts)
         self.max_rows = max(seats for seats, _ in sizes)
         self.rounds: dict[tuple[int, int], Round] = {}
         self._seated: dict[tuple[int, int], list[list[int]]] = {}  # what a round's seats hold
@@ -53,7 +53,6 @@ class Rounds(Graphs):
                 drafts=drafts,
                 state=self.state,
                 costs=torch.ones_like(costs) if self.drafts_always else costs,
-                rope=rope,
                 penalties=self._penalties_of(b),
                 counts=counts,
                 overlap=overlap,

@@ -13,7 +13,6 @@ from dsv4.config import LayerSpec
 from dsv4.gpu.pdl import Launch, Names, check, tensors_of
 from dsv4.model.bundle import Bundle
 from dsv4.model.model import Model
-from dsv4.model.rope import Rope
 from dsv4.ops.draft import decode as draft
 from dsv4.ops.linear.decode import Product
 from dsv4.ops.rows import quantize
@@ -34,18 +33,18 @@ class Draft(Layers):
         b: Bundle,
         model: Model,
         cache: Cache,
-        rope: Rope,
         sequences: int,
         step: Buffers,
         names: Names | None = None,
         overlap: bool = True,
     ) -> None:
-        """`rope`: of sliding layers, for a block's positions too. `step`: with the taps that it leaves.
-        `names`: the step's, if both are to be checked as one list. Without `sequences` nobody drafts."""
+        """`step`: with the taps that it leaves. `names`: the step's, if both are to be checked as one list.
+        Without `sequences` nobody drafts."""
         c, stages = b.config, b.weights.num_mtp_layers
-        assert c.dspark is not None and stages and b.mesh.size == 1, "drafts of several ranks are not built"
-        assert rope.cos.shape[0] >= cache.layout.max_context + c.dspark.block_size, rope.cos.shape
-        self.stages, self.rope = stages, rope
+        assert c.dspark is not None and model.dspark is not None, "the model has no DSpark stages"
+        assert b.mesh.size == 1, "drafts of several ranks are not built"
+        self.stages, self.rope = stages, model.dspark.stages[0].attention.rope
+        assert len(self.rope.cos) >= cache.layout.max_context + c.dspark.block_size, len(self.rope.cos)
         self.rings = [layer for layer in cache.layers[c.num_layers :][:stages]]
         self.drafter = DraftBuffers(
             c=c,

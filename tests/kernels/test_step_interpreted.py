@@ -16,6 +16,7 @@ HERE = Path(__file__).parent
 WHOLE = [
     HERE / "test_step_whole.py",
     HERE.parent / "step" / "test_step_meanings.py",
+    HERE.parent / "step" / "test_draft.py",
     HERE.parent / "engine" / "test_engine_emulated.py",
 ]
 SINGLE = sorted(path for path in HERE.glob("test_step_*.py") if path not in (Path(__file__), *WHOLE))

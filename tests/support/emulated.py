@@ -147,7 +147,7 @@ def emulated(launches: Launches) -> Iterator[None]:
 
 
 @contextmanager
-def _noted() -> Iterator[list[Touches]]:
+def noted() -> Iterator[list[Touches]]:
     """What launches touch that are named inside, in their order."""
     found: list[Touches] = []
     before = Names.launch
@@ -245,7 +245,7 @@ class Decoders:
                     counts=torch.zeros_like(self.counts),
                 )
                 model = Model(own, stored.max_context, "cpu", copies_ahead=False)
-                with _noted() as touches:
+                with noted() as touches:
                     shared = kept._asdict() | ({"latest": None} if is_round else {})
                     made = Decoder(own, model, cache(), rows, peers=peers, **shared)
                 self.ranks.append(made)
