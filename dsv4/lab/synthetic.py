@@ -28,8 +28,9 @@ def make_weights(
     placement: Placement | None = None,
     ranks: int = 1,
     whole_experts: bool = False,
+    draft_blocks: int = 0,
 ) -> Weights:
-    """Plausible values: products keep the size of their inputs. Without a draft block.
+    """Plausible values: products keep the size of their inputs. `draft_blocks`: MTP's, or DSpark's stages.
 
     With `placement` routed experts are made where it has them. `ranks`: the share of one of so many, as if
     its neighbours' were like it; `whole_experts`: it has some of the routed experts, in all their width.
@@ -37,9 +38,9 @@ def make_weights(
     generator = torch.Generator(device).manual_seed(seed)
     tensors: dict[str, Tensor | QuantTensor | Tiled | Bank] = {}
     quantised = set()
-    for param in declare(config, 0):
+    for param in declare(config, draft_blocks):
         local = param.local_shape(ranks)
-        if param.expert is not None or param.component == "shared experts":
+        if param.expert is not None or ".shared_experts." in param.name:
             name = param.name.rsplit(".", 2 if param.expert is not None else 1)[0]
             if placement is not None and name in placement.names:
                 if name not in tensors:
@@ -61,15 +62,16 @@ def make_weights(
             )
         elif param.kind == "plain":
             tensors[param.name] = _plain(param, local, device, generator)
-        elif param.name == "embed":
+        elif param.stays_in_rows:
             data = torch.randn(local, device=device, dtype=torch.bfloat16, generator=generator)
-            tensors["embed"] = QuantTensor(Format.BF16, data, (local[0], local[1]))
+            data *= 1.0 if param.is_embedding else param.shape[1] ** -0.5
+            tensors[param.name] = QuantTensor(Format.BF16, data, (local[0], local[1]))
         else:
             shape, format = (local[0], local[1]), format_of(param, layout)
             tensors[param.name] = _random(format, shape, 1, 1, device, generator)
             if not format.is_plain:
                 quantised.add(param.name)
-    return Weights(tensors, frozenset(quantised), 0, placement)
+    return Weights(tensors, frozenset(quantised), draft_blocks, placement)
 
 
 def _plain(param: Param, shape: tuple[int, ...], device: str, generator: torch.Generator) -> Tensor:

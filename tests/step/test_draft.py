@@ -194,7 +194,7 @@ def test_a_steps_taps(twins: Path, models: Path, is_before: bool, monkeypatch: p
     made = Drafted(models / "official 128", Launches(twins), SMALL, [7, 4], rows=2)
     tap = Trunk._tap
     if is_before:
-        monkeypatch.setattr(Trunk, "_tap", lambda self, taps, site: tap(self, taps, site + 1))
+        monkeypatch.setattr(Trunk, "_tap", lambda self, site: tap(self, site + 1))
     trunk, d = made.trunk(), made.draft.drafter
     ids = [torch.randint(0, 149, (p + 1,), generator=torch.Generator().manual_seed(p)) for p in made.last]
     with made.checkpoint.reader, torch.inference_mode():
