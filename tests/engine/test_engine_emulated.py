@@ -155,17 +155,19 @@ def test_answers(path: Path, twins: Path) -> None:
     assert launches.counts["sample/decode"] > 4
 
 
-def test_rounds_of_speculation(drafted: Path, twins: Path) -> None:
+@pytest.mark.parametrize("batch", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_rounds_of_speculation(drafted: Path, twins: Path, batch: int) -> None:
     """Greedy and sampled with penalties and log-probabilities: the tokens without drafts, of which some are
     accepted and some are not."""
     prompt, how = [i * 5 % 12 for i in range(126)], {"ignore_eos": True, "temperature": 0.9}
     cases = [
+        (prompt[:7], SamplingParams(max_tokens=6, seed=1, frequency_penalty=0.8, **how)),
         (prompt, SamplingParams(max_tokens=9, temperature=0.0, logprobs=2, ignore_eos=True)),
-        (prompt[:40], SamplingParams(max_tokens=7, seed=1, frequency_penalty=0.8, **how)),
         (prompt[::-1][:21], SamplingParams(max_tokens=6, seed=2, top_p=0.9, **how)),
-    ]
-    want = run(Engine.load(drafted, replace(OPTIONS, speculate="off")), cases)
-    with on_emulated_gpu(drafted, Launches(twins), replace(OPTIONS, speculate="3")) as engine:
+    ][: 2 * batch - 1]
+    options = replace(OPTIONS, max_batch=batch)
+    want = run(Engine.load(drafted, replace(options, speculate="off")), cases)
+    with on_emulated_gpu(drafted, Launches(twins), replace(options, speculate="3")) as engine:
         check(run(engine, cases), want)
         assert 0 < engine.num_accepted < engine.num_drafted
 

@@ -68,9 +68,10 @@ def test_answers(
 
 def test_pauses(saved: Callable[[ModelConfig, str], Path]) -> None:
     path, wanted = saved(WIDE, "official"), growing(8, vocab=9, page=256)
-    alone = truth(Engine.load(path, OPTIONS), wanted)
+    options = replace(OPTIONS, max_context=512)
+    alone = truth(Engine.load(path, options), wanted)
     engine = Engine.load(
-        path, replace(OPTIONS, max_batch=4, cache_pages=7, prefix_snapshots=4, speculate="5")
+        path, replace(options, max_batch=4, cache_pages=5, prefix_snapshots=2, speculate="5")
     )
     assert stress(engine, wanted, alone, requests=40) > 25 and engine.scheduler.num_pauses > 3
 

@@ -1,4 +1,4 @@
-"""A round of speculation: what its own launches mean (round.py), in Python's integers."""
+"""Decode step: what the launches of a round of speculation mean (round.py), in Python's integers."""
 
 import math
 from typing import Any
