@@ -18,6 +18,7 @@ from torch import Tensor
 from dsv4.cache.layout import CacheLayout
 from dsv4.cache.store import Cache
 from dsv4.config import Dspark, ModelConfig
+from dsv4.gpu.tiles import rough_copy
 from dsv4.lab.bench.ceiling import gpu, timed
 from dsv4.lab.bench.decode import DTYPE, fill, release
 from dsv4.lab.bench.subject import synthetic
@@ -57,7 +58,7 @@ class Bench:
         most = -(-(context + TOKENS + 16) // PAGE) * PAGE
         self.cache = Cache(CacheLayout(config, Format.KV8, Format.MXFP4, 2, most, 1, STAGES), device, DTYPE)
         self.model, self.start, self.device = Model(self.bundle, most, device), context, device
-        self.truth = self._plain()
+        self.truth, self.head = self._plain(), rough_copy(self.bundle.tiled("head"))
 
     def _plain(self) -> Tensor:
         """Tokens that follow token 7 at `start`, one step each."""
@@ -86,7 +87,7 @@ class Bench:
     def round(self, drafts: int) -> Round:
         state = state_of(1, 5, self.device)
         costs = torch.ones(drafts + 1, device=self.device)
-        made = Round(self.bundle, self.model, self.cache, 1, drafts, state, costs)
+        made = Round(self.bundle, self.model, self.cache, 1, drafts, state, costs, head=self.head)
         seat = torch.zeros(made.seats.shape[1], dtype=torch.long)
         seat[SLOT], seat[ROOM], seat[MOST] = 0, self.start + TOKENS, 5
         seat[SETTINGS:] = torch.tensor(pack())

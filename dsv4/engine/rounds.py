@@ -14,6 +14,7 @@ from dsv4.engine.eager import Pass
 from dsv4.engine.graphs import Graphs
 from dsv4.engine.plan import Sampling, Span
 from dsv4.engine.runner import UNSEEN, Masks, Result
+from dsv4.gpu.tiles import rough_copy
 from dsv4.model.bundle import Bundle
 from dsv4.ops.draft.round import SEAT, SETTINGS, SLOT, state_of
 from dsv4.ops.sample.cpu import MAX_TOP
@@ -39,7 +40,7 @@ class Rounds(Graphs):
         assert dspark is not None and self.model.dspark is not None and self.num_drafts <= dspark.block_size
         device = self.cache.page_table.device
         self.state = state_of(self.cache.layout.num_slots, dspark.block_size, device)
-        sizes = round_sizes(max_batch, self.num_drafts)
+        sizes, head = round_sizes(max_batch, self.num_drafts), rough_copy(b.tiled("head"))
         self.max_rows = max(seats for seats, _ in sizes)
         self.rounds: dict[tuple[int, int], Round] = {}
         self._seated: dict[tuple[int, int], list[list[int]]] = {}  # what a round's seats hold
@@ -56,6 +57,7 @@ class Rounds(Graphs):
                 penalties=self._penalties_of(b),
                 counts=counts,
                 overlap=overlap,
+                head=head,
             )
 
     def _steps(self) -> Iterable[Round]:

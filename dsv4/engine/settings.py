@@ -26,6 +26,7 @@ from dsv4.engine.spill import Drafts, Split, check_host, find_split
 from dsv4.errors import ConfigError, DeviceError
 from dsv4.gpu.architectures import capability, standing
 from dsv4.gpu.build import architecture, compile_all
+from dsv4.gpu.shapes import tile_bytes
 from dsv4.ops import IMPLEMENTATIONS, Ops
 from dsv4.quant.formats import FP8_TILE, Format
 from dsv4.step.buffers import step_rows
@@ -266,8 +267,10 @@ class _Needs:
         dtype, name = self.settings.dtype, self.settings.device.torch_name
         dspark = self.checkpoint.config.dspark
         found = torch.cuda.get_device_capability(name) if torch.cuda.is_available() else OLDEST
+        head = (self.checkpoint.config.vocab_size, self.checkpoint.config.hidden_size)
+        rough = tile_bytes(Format.NVFP4, head) if self.settings.num_drafts else 0
         return gpu_memory(
-            weights=self.weights,
+            weights=self.weights + rough,
             layout=self.layout,
             dtype=dtype,
             graph_rows=step_rows(

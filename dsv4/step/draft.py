@@ -11,6 +11,7 @@ from torch import Tensor
 from dsv4.cache.store import Cache
 from dsv4.config import LayerSpec
 from dsv4.gpu.pdl import Launch, Names, check, tensors_of
+from dsv4.gpu.tiles import Tiled
 from dsv4.model.bundle import Bundle
 from dsv4.model.model import Model
 from dsv4.ops.draft import decode as draft
@@ -37,14 +38,16 @@ class Draft(Layers):
         step: Buffers,
         names: Names | None = None,
         overlap: bool = True,
+        head: Tiled | None = None,
     ) -> None:
         """`step`: with the taps that it leaves. `names`: the step's, if both are to be checked as one list.
-        Without `sequences` nobody drafts."""
+        Without `sequences` nobody drafts. `head`: instead of the trunk's, a rougher one."""
         c, stages = b.config, b.weights.num_mtp_layers
         assert c.dspark is not None and model.dspark is not None, "the model has no DSpark stages"
         assert b.mesh.size == 1, "drafts of several ranks are not built"
         self.stages, self.rope = stages, model.dspark.stages[0].attention.rope
         assert len(self.rope.cos) >= cache.layout.max_context + c.dspark.block_size, len(self.rope.cos)
+        self.head = head
         self.rings = [layer for layer in cache.layers[c.num_layers :][:stages]]
         self.drafter = DraftBuffers(
             c=c,
@@ -143,7 +146,7 @@ class Draft(Layers):
             mixed = f.moe
         self.layer = ""
         self._site(f"{name}.hc_head", f"{name}.norm", mixed, mixed=d.mixed)
-        self._head()
+        self._head(b.tiled("head") if self.head is None else self.head)
         base, mixed = (each.unflatten(0, (-1, d.mutual.block)) for each in (f.logits, d.mixed))
         for slot in range(d.mutual.block):
             self.add(

@@ -66,7 +66,7 @@ class Launches(Layers):
             mixed = f.moe
         self.layer = ""
         self._site("hc_head", "norm", mixed, mean=self._tap(c.num_layers))
-        self._head(sums)
+        self._head(b.tiled("head"), sums)
         self.add(
             "sample",
             sample.sample,

@@ -15,6 +15,7 @@ from torch import Tensor
 from dsv4.cache.store import Cache, LayerCache, Tail
 from dsv4.config import LayerSpec
 from dsv4.gpu.pdl import Launch, Launcher, Names
+from dsv4.gpu.tiles import Tiled
 from dsv4.model.bundle import Bundle
 from dsv4.model.mhc import wide_scale
 from dsv4.model.model import Model
@@ -62,11 +63,11 @@ class Layers:
         self.list.append(self.names.launch(name, run, launcher.touches(arguments), self.layer, claims))
         return self.list[-1]
 
-    def _head(self, sums: bool = True) -> None:
+    def _head(self, weight: Tiled, sums: bool = True) -> None:
         """Logits of all rows, on every rank; without `sums` only this rank's share of them."""
         f = self.buffers
         share = f.own_logits if sums else f.logits[:, : f.own_logits.shape[1]]
-        self._product("head", [Product(self.b.tiled("head"), f.x, share, y_stride=share.stride(0))])
+        self._product("head", [Product(weight, f.x, share, y_stride=share.stride(0))])
         if self.peers is not None:
             self._exchange("gather", exchange.gather, share=f.own_logits, logits=f.logits)
 

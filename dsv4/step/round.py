@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dsv4.cache.store import Cache
 from dsv4.gpu.pdl import Launch, check, tensors_of
+from dsv4.gpu.tiles import Tiled
 from dsv4.model.bundle import Bundle
 from dsv4.model.model import Model
 from dsv4.ops.draft import round as rounds
@@ -34,10 +35,11 @@ class Round:
         penalties: Tensor | None = None,
         counts: Tensor | None = None,
         overlap: bool = True,
+        head: Tiled | None = None,
     ) -> None:
         """`state`: what the device knows of each slot (ops/draft/round.py), for all rounds of an engine.
-        `costs` [drafts + 1]: relative times of this round by how many drafts each sequence verifies. Others:
-        as Decoder has them."""
+        `costs` [drafts + 1]: relative times of this round by how many drafts each sequence verifies. `head`:
+        what drafts are made with instead of the trunk's. Others: as Decoder has them."""
         device, rows = cache.page_table.device, seats * (drafts + 1)
         self.num_seats, self.num_drafts, self.state, self.costs = seats, drafts, state, costs
         self.seats = torch.zeros(seats, rounds.SEAT, dtype=torch.long, device=device)
@@ -60,7 +62,7 @@ class Round:
         for name, tensor in {**held, "costs": costs}.items():
             names.add(f"round.{name}", tensor)
         own = names.of(tensors_of([*held.values(), costs, penalties]), "round")
-        self.draft = Draft(b, model, cache, seats if drafts else 0, f, names, overlap)
+        self.draft = Draft(b, model, cache, seats if drafts else 0, f, names, overlap, head)
         d = self.draft.drafter
         opens = {
             **{"seats": self.seats, "state": state, "ids": f.ids, "positions": f.positions, "slots": f.slots},

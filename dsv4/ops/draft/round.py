@@ -1,5 +1,5 @@
-"""Decode step: a round of speculation. Its rows from what the device knows of each sequence, what is accepted,
-and how many of the next drafts are worth verifying. Nobody waits for the host.
+"""Decode step: a round of speculation. Its rows from what the device knows of each sequence, what is
+accepted, and how many of the next drafts are worth verifying. Nobody waits for the host.
 
 A seat is a sequence's place in a round: K + 1 rows, for the token that is known and for K drafts. What the
 device knows of a sequence lies by its slot in `state`, so the next round may have other seats.
