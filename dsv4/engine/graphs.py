@@ -200,10 +200,10 @@ class Graphs(Eager):
         self._land(made, out)
 
     @staticmethod
-    def _land(made: Pass, out: Tensor) -> None:
+    def _land(made: Pass, out: Tensor, is_timed: bool = False) -> None:
         made.out = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
         made.out.copy_(out, non_blocking=True)
-        made.done = torch.cuda.Event()
+        made.done = torch.cuda.Event(enable_timing=is_timed)
         made.done.record()
 
     def fetch(self, launched: Pass) -> list[Result]:

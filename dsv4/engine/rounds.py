@@ -14,6 +14,7 @@ from dsv4.engine.eager import Pass
 from dsv4.engine.graphs import Graphs
 from dsv4.engine.plan import Sampling, Span
 from dsv4.engine.runner import UNSEEN, Masks, Result
+from dsv4.engine.tempo import Tempo
 from dsv4.gpu.tiles import rough_copy
 from dsv4.model.bundle import Bundle
 from dsv4.ops.draft.round import SEAT, SETTINGS, SLOT, state_of
@@ -32,6 +33,7 @@ class Under(Pass):
 
     round: Round | None = None
     taken: Tensor | None = None  # int32 [seats, 2] on the host
+    began: torch.cuda.Event | None = None  # where its time says how fast rounds of its size are
 
 
 class Rounds(Graphs):
@@ -42,6 +44,7 @@ class Rounds(Graphs):
         self.state = state_of(self.cache.layout.num_slots, dspark.block_size, device)
         sizes, head = round_sizes(max_batch, self.num_drafts), rough_copy(b.tiled("head"))
         self.max_rows = max(seats for seats, _ in sizes)
+        self.tempo, self._last = Tempo(sizes), (0, 0)
         self.rounds: dict[tuple[int, int], Round] = {}
         self._seated: dict[tuple[int, int], list[list[int]]] = {}  # what a round's seats hold
         for seats, drafts in sizes:
@@ -66,28 +69,37 @@ class Rounds(Graphs):
     @torch.inference_mode()
     def decode(self, spans: tuple[Span, ...]) -> Pass:
         """A round: a generated token of each sequence and what follows it by accepted drafts."""
-        size = self._choose_size(spans)
-        round, samplings = self.rounds[size], [s.sampling for s in spans if s.sampling is not None]
+        samplings = [s.sampling for s in spans if s.sampling is not None]
         assert len(samplings) == len(spans), "every generated token is followed by a choice"
+        is_masked = any(sampling.masked for sampling in samplings)
+        size = self._choose_size(len(spans), is_masked)
+        round, follows = self.rounds[size], size == self._last and all(s.ids[0] == UNSEEN for s in spans)
+        self._last = size
         self._place(spans, samplings)
         self._seat(size, spans, samplings)
-        is_masked = any(sampling.masked for sampling in samplings)
         if self.swapper is not None:
             self.swapper.between()
+        made = Under(spans, None, decoder=round.decoder, round=round)
+        if follows and not is_masked and not self.drafts_always:
+            made.began = torch.cuda.Event(enable_timing=True)
+            made.began.record()
         round.step(PARTS[:1] if is_masked else PARTS)
         if self.recorder is not None:
             self.recorder.step()
-        made = Under(spans, None, decoder=round.decoder, round=round)
         if any(s.wants_logits for s in spans) or any(c.num_top > MAX_TOP for c in samplings):
             made.logits = round.decoder.buffers.logits.clone()
         if not is_masked:
             self.land(made, round.decoder.buffers.out)
         return made
 
-    def _choose_size(self, spans: tuple[Span, ...]) -> tuple[int, int]:
-        """The fewest seats that hold them, with most drafts."""
-        seats = min(seats for seats, _ in self.rounds if seats >= len(spans))
-        return max(size for size in self.rounds if size[0] == seats)
+    def _choose_size(self, count: int, is_masked: bool) -> tuple[int, int]:
+        """The fewest seats that hold so many. Where a grammar decides, nobody drafts."""
+        seats = min(seats for seats, _ in self.rounds if seats >= count)
+        if is_masked:
+            return seats, 0
+        if self.drafts_always:
+            return max(size for size in self.rounds if size[0] == seats)
+        return seats, self.tempo.choose(seats)
 
     def _place(self, spans: tuple[Span, ...], samplings: list[Sampling]) -> None:
         """What the host knows of sequences that the device does not: nobody drafted for them."""
@@ -134,7 +146,7 @@ class Rounds(Graphs):
         if isinstance(made, Under) and made.round is not None:
             made.taken = torch.empty(made.round.taken.shape, dtype=torch.int32, pin_memory=True)
             made.taken.copy_(made.round.taken, non_blocking=True)
-            self._land(made, out)
+            self._land(made, out, is_timed=made.began is not None)
             return
         super().land(made, out)
         ends = [(span.slot, span.end, span.sampling.index + 1) for span in made.sampled if span.sampling]
@@ -145,6 +157,10 @@ class Rounds(Graphs):
     def fetch(self, launched: Pass) -> list[Result]:
         if isinstance(launched, Under) and launched.done is not None:
             launched.done.synchronize()
+            if launched.began is not None and launched.round is not None and launched.taken is not None:
+                size = launched.round.num_seats, launched.round.num_drafts
+                milliseconds = launched.began.elapsed_time(launched.done)
+                self.tempo.note(size, int(launched.taken[:, 0].sum()), milliseconds)
             self._compact(launched)
         return super().fetch(launched)
 

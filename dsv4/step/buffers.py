@@ -16,7 +16,7 @@ from dsv4.ops.sample import decode as sample
 from dsv4.quant.formats import Format, QuantTensor, empty_rows
 
 ROWS = (1, 2, 4, 8, 16, 32)
-MOST_DRAFTED = 24  # rows of a round of speculation
+MOST_DRAFTED, FEW_DRAFTS = 24, 3  # rows of a round of speculation; drafts of its smaller kind
 
 
 @dataclass(frozen=True)
@@ -207,11 +207,11 @@ def graph_rows(max_batch: int) -> list[int]:
 
 
 def round_sizes(max_batch: int, num_drafts: int) -> list[tuple[int, int]]:
-    """(sequences, drafts of each) of the rounds that an engine with a drafter records. Large batches do not
-    draft: their steps read most experts anyway."""
-    sizes = graph_rows(max_batch)
-    drafting = [(seats, num_drafts) for seats in sizes if seats * (num_drafts + 1) <= MOST_DRAFTED]
-    return [(seats, 0) for seats in sizes] + drafting
+    """(sequences, drafts of each) of the rounds that an engine with a drafter records: none, a few or as many
+    as there are. Large batches do not draft: their steps read most experts anyway."""
+    drafts = sorted({min(FEW_DRAFTS, num_drafts), num_drafts})
+    sizes = [(seats, number) for seats in graph_rows(max_batch) for number in (0, *drafts)]
+    return [(seats, number) for seats, number in sizes if not number or seats * (number + 1) <= MOST_DRAFTED]
 
 
 def step_rows(max_batch: int, num_drafts: int, block: int) -> list[int]:
