@@ -27,6 +27,7 @@ from dsv4.ops import IMPLEMENTATIONS, Ops
 from dsv4.ops.attention import decode as attention
 from dsv4.ops.attention import decode_any, prepare
 from dsv4.ops.attention import prefill_sm90 as prompt_attention
+from dsv4.ops.draft import decode as draft
 from dsv4.ops.exchange import decode as exchange
 from dsv4.ops.index import decode as index
 from dsv4.ops.index import decode_select as selecting
@@ -41,6 +42,7 @@ from dsv4.ops.rows import quantize
 from dsv4.ops.sample import decode as sample
 from dsv4.parallel.mesh import Mesh
 from dsv4.quant.formats import Format
+from dsv4.step.draft import Draft
 from dsv4.step.run import Decoder
 
 MULTIPROCESSORS = 132
@@ -78,7 +80,7 @@ def _unlaunched(multiprocessors: int, capability: int) -> Iterator[None]:
         patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
         patch.setattr(torch.Tensor, "data_ptr", _address, raising=False)
         patch.setattr(torch.Tensor, "tolist", _list, raising=False)
-        for module in (prepare, index, decode_any, quantize):
+        for module in (prepare, index, decode_any, quantize, draft):
             patch.setattr(module, "launch", nothing)
         for module in CUDA:
             patch.setattr(module, "call", nothing)
@@ -114,7 +116,8 @@ def planned(
         model, cache = Model(bundle, stored.max_context, "meta"), Cache(stored, "meta", dtype)
         peers = None if ranks == 1 else echo_peers(c, ranks, rows, torch.device("meta"))
         decoder = Decoder(bundle, model, cache, rows, peers=peers)
-        for launch in decoder.launches:
+        drafts = [] if model.dspark is None else Draft(bundle, model, cache, rows, rows).launches
+        for launch in (*decoder.launches, *drafts):
             launch.run()
         for tokens in prompts:
             last = max(0, stored.max_context - tokens)
