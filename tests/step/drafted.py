@@ -16,7 +16,8 @@ from dsv4.cache.store import Cache
 from dsv4.config import Activations, Dspark, LayerSpec, ModelConfig, preset
 from dsv4.gpu.meaning import compute, run_and_check
 from dsv4.gpu.pdl import Launch, Touches
-from dsv4.lab.doctor.step import raise_sinks
+from dsv4.lab.bench.decode import fill
+from dsv4.lab.doctor.step import mismatches, place_drafts, raise_sinks
 from dsv4.lab.init import make
 from dsv4.lab.reference import open_model
 from dsv4.model.bundle import Bundle, Numerics
@@ -171,11 +172,12 @@ class Drafted:
 
 def check(folder: Path, twins: Path) -> list[str]:
     """What differs in an emulated draft, with V4's heads: the first launch first."""
-    made = Drafted(folder, Launches(twins), HEADS, [150, -1, 7], torch.bfloat16)
+    made = Drafted(folder, Launches(twins), HEADS, [150, 150, 7], torch.bfloat16)
     raise_sinks(made.bundle)
-    made.commit(made.mean)
-    made.begin()
-    return [*made.run(made.draft.commit), *made.run(made.draft.block)]
+    fill(made.cache)
+    place_drafts(made.draft, 150)
+    with emulated(made.launches):
+        return [f"{each.launch.name}: {each}" for each in mismatches(made.draft)]
 
 
 if __name__ == "__main__":
