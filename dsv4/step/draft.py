@@ -59,7 +59,7 @@ class Draft(Layers):
         state |= {f"draft.{name}": held for name, held in vars(self.drafter.layers).items()}
         state |= {f"mtp.{stage}.ring": layer.ring for stage, layer in enumerate(self.rings)}
         names = Names() if names is None else names
-        for name, held in {**state, "page_table": cache.page_table}.items():
+        for name, held in state.items():
             names.add(name, *tensors_of(held))
         between = names.of(tensors_of([*state.values()]), "state")
         super().__init__(b, model, cache, self.drafter.layers, names, peers=None, overlap=overlap)
