@@ -190,9 +190,10 @@ class DraftBuffers:
         )
         self.mixed = act(len(number), d)
         self.z, self.confidence = wide(sequences, c.vocab_size), wide(sequences, block)
-        # Settings and positions of the draft to be chosen next; the drafts, a row for each slot.
+        # Settings and positions of the draft to be chosen next; the anchors, then the drafts of each slot.
         self.choices, self.choices_at = numbers(sequences, sample.WIDTH), numbers(sequences)
-        self.drafts = numbers(block, sequences)
+        self.chain = numbers(1 + block, sequences)
+        self.drafts = self.chain[1:]
         self.out = torch.zeros(sequences, sample.RESULT, dtype=torch.int32, device=device)
 
 

@@ -128,7 +128,7 @@ class Draft(Layers):
             ends=d.mutual.ends,
             choices=d.choices,
             choices_at=d.choices_at,
-            drafts=d.drafts,
+            chain=d.chain,
         )
         mixed: Tensor | None = None
         for stage, layer in enumerate(self.rings):
@@ -143,19 +143,19 @@ class Draft(Layers):
         self.layer = ""
         self._site(f"{name}.hc_head", f"{name}.norm", mixed, mixed=d.mixed)
         self._head()
-        base, mixed = (each.unflatten(0, (-1, d.mutual.block)) for each in (f.logits, d.mixed))
         for slot in range(d.mutual.block):
             self._add(
                 "markov",
                 draft.markov,
-                previous=d.drafts[slot - 1] if slot else d.anchors,
+                slot=slot,
+                chain=d.chain,
                 w1=self._rows(f"{name}.markov_head.markov_w1"),
                 w2=self._rows(f"{name}.markov_head.markov_w2"),
-                base=base[:, slot],
-                mixed=mixed[:, slot],
+                base=f.logits,
+                mixed=d.mixed,
                 proj=b.plain(f"{name}.confidence_head.proj"),
                 z=d.z,
-                confidence=d.confidence[:, slot],
+                confidence=d.confidence,
             )
             self._add(
                 "sample",

@@ -103,10 +103,10 @@ def launch_draft(c: ModelConfig, act: torch.dtype) -> None:
     count, block, stages, targets, rank = 2, 5, 3, 3, 256 if c.hidden_size < 7168 else 512
     rows, d, many = count * (block + 1), c.hidden_size, count * block
     anchors, settings = numbers(count), empty(count, 8, dtype=torch.int64)
-    out, drafts = empty(rows, d, dtype=act), empty(block, count, dtype=torch.int64)
+    out, chain = empty(rows, d, dtype=act), empty(block + 1, count, dtype=torch.int64)
     draft.begin(
         *(anchors, anchors, anchors, settings, 7, numbers(many), numbers(many), numbers(many), numbers(many)),
-        *(settings, anchors, drafts),
+        *(settings, anchors, chain),
     )
     draft.fuse(empty(splits(targets * d), rows, d), empty(d), out, c.norm_eps, out, "a8")
     cos, ring = empty(1024, c.rope_dim // 2), rows_of(Format.KV8, c, act)
@@ -117,8 +117,8 @@ def launch_draft(c: ModelConfig, act: torch.dtype) -> None:
     )
     table, logits = empty(c.vocab_size, rank, dtype=BF16), empty(many, c.vocab_size)
     draft.markov(
-        *(anchors, table, table, logits[::block], empty(many, d, dtype=act)[::block], empty(1, d + rank)),
-        *(empty(count, c.vocab_size), empty(count, block)[:, 1]),
+        *(1, chain, table, table, logits, empty(many, d, dtype=act), empty(1, d + rank)),
+        *(empty(count, c.vocab_size), empty(count, block)),
     )
 
 

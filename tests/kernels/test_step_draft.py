@@ -24,17 +24,16 @@ def test_fuse(parts: int, d: int, activations: str, dtype: torch.dtype) -> None:
     assert run_and_check(lambda: None, claims) != [], "only the first part counts"
 
 
-@pytest.mark.parametrize(("vocab", "rank", "rows"), [(70, 512, 3), (130, 24, 1)])
+@pytest.mark.parametrize(("vocab", "rank", "rows"), [(70, 512, 3), (130, 24, 1), (40, 16, 12)])
 def test_markov(vocab: int, rank: int, rows: int) -> None:
     """Tiles that the vocabulary does not fill; a token that is none."""
     block, d = 2, 40
-    previous = torch.randint(0, vocab, (rows,), generator=torch.Generator().manual_seed(1))
-    previous[-1] = -1
+    chain = torch.randint(0, vocab, (1 + block, rows), generator=torch.Generator().manual_seed(1))
+    chain[1, -1] = -1
     w1, w2 = (there(rand(vocab, rank, seed=seed, dtype=torch.bfloat16)) for seed in (2, 3))
     base, mixed = there(rand(rows * block, vocab)), there(rand(rows * block, d, dtype=torch.bfloat16))
     confidence = blank(rows, block)
-    given = {"previous": there(previous), "w1": w1, "w2": w2, "base": base[1::block]}
-    given |= {"mixed": mixed[1::block], "proj": there(rand(1, d + rank, seed=4)), "z": blank(rows, vocab)}
-    given |= {"confidence": confidence[:, 1]}
+    given = {"slot": 1, "chain": there(chain), "w1": w1, "w2": w2, "base": base, "mixed": mixed}
+    given |= {"proj": there(rand(1, d + rank, seed=4)), "z": blank(rows, vocab), "confidence": confidence}
     found = run_and_check(lambda: kernels.markov(**given), kernels.markov.means(**given))
     assert found == [] and confidence[:, 0].isnan().all()

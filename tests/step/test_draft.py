@@ -132,7 +132,7 @@ MISTAKES: dict[str, tuple[str, Change]] = {
     "noise in the first slot": ("begin", lambda it: it.draft.buffers.ids.fill_(149)),
     "Markov's part of the anchor in all slots": (
         "sample",
-        lambda it: it.draft.drafter.drafts.copy_(it.anchors.expand_as(it.draft.drafter.drafts)),
+        lambda it: it.draft.drafter.chain.copy_(it.anchors.expand_as(it.draft.drafter.chain)),
     ),
     "confidence of the normalised vector": (
         "head",
