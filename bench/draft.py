@@ -1,4 +1,4 @@
-"""DSpark's draft by itself: what the context of a step's rows takes, and a block of every sequence.
+"""Times DSpark's draft: the context of a step's rows, and a block of every sequence.
 
     python -m bench.draft flash --experts 192 --sequences 1 2 4 8 --profile
 
@@ -20,8 +20,10 @@ from dsv4.lab.bench.decode import Wanted, fill, release
 from dsv4.lab.bench.profile import Span, summarise
 from dsv4.lab.bench.subject import DTYPE, synthetic
 from dsv4.lab.doctor.step import place_drafts
+from dsv4.lab.synthetic import random_tiles
 from dsv4.model.bundle import Bundle
 from dsv4.model.model import Model
+from dsv4.quant.formats import Format
 from dsv4.step.draft import Draft
 
 PROFILED = 16
@@ -55,7 +57,7 @@ def experts(draft: Draft) -> float:
 
 
 def profile(draft: Draft, run: Callable[[], Any]) -> dict[str, tuple[float, float]]:
-    """Of each launch of a draft its number and microseconds, gaps included."""
+    """Count launches by name, and their microseconds with gaps."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
@@ -72,24 +74,24 @@ def profile(draft: Draft, run: Callable[[], Any]) -> dict[str, tuple[float, floa
     return {name: (share.count, share.busy_us + share.gap_us) for name, share in found.launches.items()}
 
 
-def measure(bundle: Bundle, context: int, sequences: int, rounds: int, profiles: bool) -> None:
-    device = bundle.weights.tensors["norm"].device  # type: ignore[union-attr]
-    layout = Wanted(context, sequences).layout(bundle.config)
+def measure(bundle: Bundle, sequences: int, args: argparse.Namespace) -> None:
+    device = bundle.plain("norm").device
+    layout = Wanted(args.context, sequences).layout(bundle.config)
     cache = Cache(layout, device, DTYPE)
     fill(cache)
     model = Model(bundle, layout.max_context, device, copies_ahead=False)
     assert bundle.config.dspark is not None
     block = bundle.config.dspark.block_size
-    draft = Draft(bundle, model, cache, sequences, rows=sequences * (1 + block))
-    place_drafts(draft, context)
+    draft = Draft(bundle, model, cache, sequences, rows=sequences * (1 + block), drafts=args.drafts)
+    place_drafts(draft, args.context)
     run = replayed(draft.launches)
-    times = [median(replayed(part), rounds) for part in (draft.commit, draft.block)]
-    times.append(median(run, rounds))
+    times = [median(replayed(part), args.rounds) for part in (draft.commit, draft.block)]
+    times.append(median(run, args.rounds))
     base = draft.buffers.logits
     assert bool(base.isfinite().all()), "logits that are no numbers: the time means nothing"
     figures = " ".join(f"{time:8.3f}" for time in times)
     print(f"{sequences:9} {len(draft.launches):8} {figures} {experts(draft):8.1f}", flush=True)
-    if profiles:
+    if args.profile:
         for name, (count, us) in profile(draft, run).items():
             print(f"    {name:20} {count:4.0f} {us:8.1f} us", flush=True)
 
@@ -100,6 +102,8 @@ def main() -> None:
     parser.add_argument("--experts", type=int)
     parser.add_argument("--layout", default="nvfp4")
     parser.add_argument("--activations", choices=("a16", "a8", "a4"), default="a16")
+    parser.add_argument("--head", choices=("bf16", "nvfp4"), default="bf16", help="a rough copy for drafts")
+    parser.add_argument("--drafts", type=int, help="slots that are chosen (default: all)")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=200)
@@ -113,9 +117,15 @@ def main() -> None:
     )
     with torch.inference_mode():
         bundle = subject.bundle(device)
+        if args.head == "nvfp4":
+            shape = bundle.config.vocab_size, bundle.config.hidden_size
+            generator = torch.Generator(device).manual_seed(0)
+            rough = random_tiles(Format.NVFP4, shape, 1, 1, str(device), generator)
+            tensors = {**bundle.weights.tensors, "head": rough}
+            bundle = replace(bundle, weights=replace(bundle.weights, tensors=tensors))
         for sequences in args.sequences:
             release()
-            measure(bundle, args.context, sequences, args.rounds, args.profile)
+            measure(bundle, sequences, args)
 
 
 if __name__ == "__main__":

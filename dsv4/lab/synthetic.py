@@ -63,8 +63,8 @@ def make_weights(
                 width, hidden = config.expert_width // sharing, config.hidden_size
                 format = format_of(param, layout)
                 tensors[name] = Bank(
-                    _random(format, (width, hidden), count, 2, device, generator),
-                    _random(format, (hidden, width), count, 1, device, generator),
+                    random_tiles(format, (width, hidden), count, 2, device, generator),
+                    random_tiles(format, (hidden, width), count, 1, device, generator),
                 )
             quantised.add(param.name)
         elif param.kind == "table":
@@ -80,7 +80,7 @@ def make_weights(
             tensors[param.name] = QuantTensor(Format.BF16, data, (local[0], local[1]))
         else:
             shape, format = (local[0], local[1]), format_of(param, layout)
-            tensors[param.name] = _random(format, shape, 1, 1, device, generator)
+            tensors[param.name] = random_tiles(format, shape, 1, 1, device, generator)
             if not format.is_plain:
                 quantised.add(param.name)
     return Weights(tensors, frozenset(quantised), num_stages(config), placement)
@@ -95,7 +95,7 @@ def _plain(param: Param, shape: tuple[int, ...], device: str, generator: torch.G
     return 0.1 * noise
 
 
-def _random(
+def random_tiles(
     format: Format, shape: tuple[int, int], count: int, halves: int, device: str, generator: torch.Generator
 ) -> Tiled:
     out = empty(format, shape, count, halves, device)

@@ -228,6 +228,20 @@ def buffer_bytes(
         ranks=ranks,
         whole_experts=whole_experts,
     )
-    held = tensors_of(list(vars(one).values()))
-    of_memory = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held}
-    return rows * sum(of_memory.values())
+    return rows * _bytes(one)
+
+
+def draft_bytes(
+    c: ModelConfig, sequences: int, rows: int, stages: int, dtype: torch.dtype, activations: str = "a16"
+) -> int:
+    """What `DraftBuffers` allocates."""
+    made = DraftBuffers(c, sequences, rows, stages, dtype, "meta", activations)
+    return _bytes(made) + _bytes(made.layers)
+
+
+def _bytes(buffers: Buffers | DraftBuffers) -> int:
+    """Count each memory once."""
+    held = tensors_of(list(vars(buffers).values()))
+    return sum(
+        {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held}.values()
+    )

@@ -37,15 +37,18 @@ class Draft(Layers):
         rows: int,
         names: Names | None = None,
         overlap: bool = True,
+        drafts: int | None = None,
     ) -> None:
         """`rows` of the step before, which writes `drafter.taps`. `names`: the step's, if both are to be
-        checked as one list."""
+        checked as one list. `drafts`: slots that are chosen, None: all; the block stays whole."""
         c, stages = b.config, b.weights.num_mtp_layers
         assert c.dspark is not None and model.dspark is not None, "the model has no DSpark stages"
         assert b.mesh.size == 1, "drafts of several ranks are not built"
         self.stages, self.rope = stages, model.dspark.stages[0].attention.rope
         assert len(self.rope.cos) >= cache.layout.max_context + c.dspark.block_size, len(self.rope.cos)
         self.rings = [layer for layer in cache.layers[c.num_layers :][:stages]]
+        self.drafts = c.dspark.block_size if drafts is None else drafts
+        assert 1 <= self.drafts <= c.dspark.block_size, f"{drafts} drafts of {c.dspark.block_size} slots"
         self.drafter = DraftBuffers(
             c=c,
             sequences=sequences,
@@ -143,7 +146,7 @@ class Draft(Layers):
         self.layer = ""
         self._site(f"{name}.hc_head", f"{name}.norm", mixed, mixed=d.mixed)
         self._head()
-        for slot in range(d.mutual.block):
+        for slot in range(self.drafts):
             self._add(
                 "markov",
                 draft.markov,

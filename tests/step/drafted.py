@@ -65,6 +65,7 @@ class Drafted:
         activations: Activations = "a16",
         format: str = "official",
         rows: int = 4,
+        drafts: int | None = None,
     ) -> None:
         """`last`: p of each sequence; -1: it has no draft. `rows` of a step, which writes so many taps."""
         if not folder.exists():
@@ -84,7 +85,7 @@ class Drafted:
             layer.ring.data.fill_(0x7F)  # NaN, where nobody wrote
         self.model = Model(self.bundle, most, "cpu", copies_ahead=False)
         with emulated(launches), noted() as touches:
-            self.draft = Draft(self.bundle, self.model, self.cache, len(last), rows)
+            self.draft = Draft(self.bundle, self.model, self.cache, len(last), rows, drafts=drafts)
         self.touches = dict(zip(map(id, self.draft.launches), touches, strict=True))
         generator = torch.Generator().manual_seed(5)
         columns = len(c.dspark.target_layers) * c.hidden_size

@@ -14,10 +14,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from dsv4.gpu.pdl import check
+from dsv4.gpu.pdl import check, tensors_of
 from dsv4.lab.reference import open_model
 from dsv4.ops.sample.cpu import PLAIN, choose, pack
 from dsv4.spec.drafts import dspark_taps
+from dsv4.step.buffers import DraftBuffers, draft_bytes
 from dsv4.step.launches import Launches as Trunk
 from tests.golden.test_golden import MARKS, folder
 from tests.step.drafted import BLOCK, HEADS, SMALL, Change, Drafted
@@ -88,6 +89,27 @@ def test_a_draft_in_torch(small: Drafted) -> None:
     for _ in range(2):
         small.mean(small.draft.block)
         assert max(small.distance(r) for r in (0, 1)) <= 1e-5
+
+
+def test_fewer_drafts(small: Drafted, twins: Path, models: Path) -> None:
+    """The first slots' are the same: the block stays whole."""
+    small.mean(small.draft.block)
+    few = Drafted(models / "official 128", Launches(twins), SMALL, LAST, drafts=2)
+    few.commit(few.mean)
+    few.begin()
+    few.mean(few.draft.block)
+    d, its = small.draft.drafter, few.draft.drafter
+    assert torch.equal(its.drafts[:2], d.drafts[:2]) and its.drafts[2].tolist() == [-1] * 3
+    assert torch.equal(its.confidence[:2, :2], d.confidence[:2, :2])
+
+
+@pytest.mark.parametrize("activations", ["a16", "a4"])
+def test_memory(activations: Any) -> None:
+    """As many bytes are planned as are allocated."""
+    made = DraftBuffers(SMALL, 3, 4, 2, F32, "cpu", activations)
+    held = tensors_of([*vars(made).values(), *vars(made.layers).values()])
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
+    assert draft_bytes(SMALL, 3, 4, 2, F32, activations) == sum(storages.values())
 
 
 def test_sampled_drafts(small: Drafted) -> None:

@@ -103,7 +103,7 @@ def planned(
     """The step, each launch planned and asked for once: whatever a launcher asserts has been asserted. Then
     steps of prompts of so many tokens, at the beginning and the end of the context."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(synthetic, "_random", _unmade)
+        patch.setattr(synthetic, "random_tiles", _unmade)
         patch.setattr(torch, "randn", _values)
         patch.setattr(torch, "randint", lambda low, high, shape, **_: _values(shape, dtype=torch.long))
         with _unlaunched(multiprocessors, capability):
