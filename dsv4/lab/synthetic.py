@@ -28,7 +28,7 @@ def with_stages(config: ModelConfig) -> ModelConfig:
 
 
 def num_stages(config: ModelConfig) -> int:
-    """Of a synthetic model: it has no MTP block."""
+    """Count the draft stages of a synthetic model, which has no MTP block."""
     return config.num_mtp_layers if config.dspark else 0
 
 

@@ -1,4 +1,4 @@
-"""What a drafter's kernels do beyond the small model of tests/step: sums of several parts, Pro's rank."""
+"""A drafter's kernels beyond the small model of tests/step: sums of several parts, Pro's rank."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-"""A DSpark draft at hand: emulated launches, what they mean, and the specification's answer. Run by tests, it
-prints what differs in an emulated draft as JSON."""
+"""A DSpark draft by emulated launches, by their meanings and by the specification. Run by tests, it prints
+the mismatches of an emulated draft as JSON."""
 
 import json
 import sys
@@ -67,7 +67,7 @@ class Drafted:
         rows: int = 4,
         drafts: int | None = None,
     ) -> None:
-        """`last`: p of each sequence; -1: it has no draft. `rows` of a step, which writes so many taps."""
+        """`last`: p of each sequence; -1: it has no draft. `rows` of a step, each with taps."""
         if not folder.exists():
             for _ in make(folder, config, format, seed=3):
                 pass
@@ -82,7 +82,7 @@ class Drafted:
         layout = CacheLayout(c, Format.KV8, Format.MXFP4, dtype.itemsize, most, SLOTS, stages)
         self.cache = Cache(layout, "cpu", dtype)
         for layer in self.cache.layers:
-            layer.ring.data.fill_(0x7F)  # NaN, where nobody wrote
+            layer.ring.data.fill_(0x7F)  # NaN until it is written
         self.model = Model(self.bundle, most, "cpu", copies_ahead=False)
         with emulated(launches), noted() as touches:
             self.draft = Draft(self.bundle, self.model, self.cache, len(last), rows, drafts=drafts)
@@ -109,7 +109,7 @@ class Drafted:
         return SLOTS - 1 - sequence
 
     def commit(self, run: Callable[[list[Launch]], object]) -> None:
-        """All positions, a few rows at a time, of all sequences in turns; the last row has nothing."""
+        """Commit all positions, a few rows at a time, sequences mixed; the last row has none."""
         d = self.draft.drafter
         rows = [(at, self.slot(r), taps[at]) for r, taps in enumerate(self.taps) for at in range(len(taps))]
         rows, count = sorted(rows, key=lambda row: row[:2]), max(1, len(d.committed) - 1)

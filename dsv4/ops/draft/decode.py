@@ -1,4 +1,4 @@
-"""Decode step: what a DSpark drafter does besides layers. Rows of its block, its context, Markov's part.
+"""Decode step: a DSpark drafter besides its layers. Rows of its block, its context, Markov's part.
 
 `begin` replaces the block's input of spec/drafts.py, `fuse` and `keep` what its stages take from the taps,
 `markov` one turn of the loop over slots. A sequence or row at position -1 is padding.
@@ -256,7 +256,7 @@ def keep(
 
 @triton.jit
 def _known(previous_ptr, w1_ptr, row, RANK: tl.constexpr, RANK_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What a row of markov_w1 says of the token before, [RANK_SIZE]; of none (-1) that of token 0."""
+    """Look up the token before in markov_w1: [RANK_SIZE]. For none (-1) that is token 0's row."""
     before = tl.maximum(tl.load(previous_ptr + row), 0)
     return channels(w1_ptr + before * RANK, RANK, RANK_SIZE).to(tl.float32)
 
@@ -272,7 +272,7 @@ def _markov_kernel(chain_ptr, w1_ptr, w2_ptr, base_ptr, mixed_ptr, proj_ptr, z_p
     if tile < tiles:
         v, k = tile * TILE + tl.arange(0, TILE), tl.arange(0, RANK_SIZE)
         inside = (v < V)[:, None] & (k < RANK)[None, :]
-        # Each weight is read once, whatever the number of rows.
+        # Each weight is read once for all rows.
         w2 = tl.load(w2_ptr + v.to(tl.int64)[:, None] * RANK + k[None, :], mask=inside, other=0.0)
         wait_for_prerequisites()
         for first in range(0, R, UNROLLED):

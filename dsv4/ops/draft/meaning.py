@@ -1,4 +1,4 @@
-"""Decode step: what the launches of a DSpark drafter mean (decode.py)."""
+"""Decode step: the meaning of a DSpark drafter's launches (decode.py)."""
 
 from typing import Any
 
