@@ -108,6 +108,9 @@ class Prepared:
         if rank == 0 or settings.device.kind == "cuda":
             its_config = replace(config, spill="off") if size > 1 else config
             split = check_memory(settings, its_config, checkpoint, size)
+        if split is not None and config.speculate == "auto":
+            # Each draft verified is experts over PCIe, and the drafter's own lie there too.
+            settings = replace(settings, num_drafts=0)
         return cls(checkpoint, settings, config, rank, size, split)
 
     def tokenizer(self, folder: Path) -> Tokenizer | None:

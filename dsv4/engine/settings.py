@@ -26,10 +26,9 @@ from dsv4.engine.spill import Drafts, Split, check_host, find_split
 from dsv4.errors import ConfigError, DeviceError
 from dsv4.gpu.architectures import capability, standing
 from dsv4.gpu.build import architecture, compile_all
-from dsv4.gpu.shapes import tile_bytes
 from dsv4.ops import IMPLEMENTATIONS, Ops
 from dsv4.quant.formats import FP8_TILE, Format
-from dsv4.step.buffers import step_rows
+from dsv4.step.buffers import graph_rows, round_sizes
 from dsv4.weights.load import Checkpoint
 from dsv4.weights.tiled import draft_form, expert_bytes, expert_form, tiled_bytes
 
@@ -265,17 +264,14 @@ class _Needs:
     def memory(self, spills: bool) -> Memory:
         """With all weights on the GPU; `spills`: of an engine some of whose experts lie elsewhere."""
         dtype, name = self.settings.dtype, self.settings.device.torch_name
-        dspark = self.checkpoint.config.dspark
         found = torch.cuda.get_device_capability(name) if torch.cuda.is_available() else OLDEST
-        head = (self.checkpoint.config.vocab_size, self.checkpoint.config.hidden_size)
-        rough = tile_bytes(Format.NVFP4, head) if self.settings.num_drafts else 0
+        drafts, batch = self.settings.num_drafts, self.config.max_batch
         return gpu_memory(
-            weights=self.weights + rough,
+            weights=self.weights,
             layout=self.layout,
             dtype=dtype,
-            graph_rows=step_rows(
-                self.config.max_batch, self.settings.num_drafts, dspark.block_size if dspark else 0
-            ),
+            graph_rows=graph_rows(batch),
+            rounds=round_sizes(batch, drafts) if drafts else (),
             chunk=self.settings.chunk,
             activations=self.config.activations,
             unpacks=unpacks_weights(dtype.itemsize, found),

@@ -1,6 +1,7 @@
 """What a decode step writes, for a fixed number of rows; and how much memory that is. Without Triton."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -194,9 +195,10 @@ class DraftBuffers:
         )
         self.mixed = act(len(number), d)
         self.z, self.confidence = wide(sequences, c.vocab_size), wide(sequences, block)
-        # Settings and positions of the draft to be chosen next; the drafts, a row for each slot.
+        # Settings and positions of the draft to be chosen next; the anchors, then the drafts of each slot.
         self.choices, self.choices_at = numbers(sequences, sample.WIDTH), numbers(sequences)
-        self.drafts = numbers(block, sequences)
+        self.chain = numbers(1 + block, sequences)
+        self.drafts = self.chain[1:]
         self.out = torch.zeros(sequences, sample.RESULT, dtype=torch.int32, device=device)
 
 
@@ -212,13 +214,6 @@ def round_sizes(max_batch: int, num_drafts: int) -> list[tuple[int, int]]:
     drafts = sorted({min(FEW_DRAFTS, num_drafts), num_drafts})
     sizes = [(seats, number) for seats in graph_rows(max_batch) for number in (0, *drafts)]
     return [(seats, number) for seats, number in sizes if not number or seats * (number + 1) <= MOST_DRAFTED]
-
-
-def step_rows(max_batch: int, num_drafts: int, block: int) -> list[int]:
-    """Rows of buffers of all steps that an engine records: with a drafter those of its blocks too."""
-    if not num_drafts:
-        return graph_rows(max_batch)
-    return [n * (k + 1 + block * (k > 0)) for n, k in round_sizes(max_batch, num_drafts)]
 
 
 def inbox_bytes(c: ModelConfig, rows: int, ranks: int) -> int:
@@ -246,6 +241,37 @@ def buffer_bytes(
         ranks=ranks,
         whole_experts=whole_experts,
     )
-    held = tensors_of(list(vars(one).values()))
-    of_memory = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held}
-    return rows * sum(of_memory.values())
+    return rows * _bytes(one)
+
+
+def draft_bytes(
+    c: ModelConfig, sequences: int, rows: int, stages: int, dtype: torch.dtype, activations: str = "a16"
+) -> int:
+    """What `DraftBuffers` holds, the step's taps among it."""
+    step = Buffers(c, rows, 0, dtype, "meta", activations, taps=True)
+    made = DraftBuffers(c, sequences, step, stages, dtype, "meta", activations)
+    return _bytes(made) + _bytes(made.layers)
+
+
+def round_bytes(
+    c: ModelConfig,
+    max_context: int,
+    sizes: Sequence[tuple[int, int]],
+    stages: int,
+    dtype: torch.dtype,
+    activations: str = "a16",
+) -> int:
+    """What rounds of these sizes allocate."""
+    return sum(
+        buffer_bytes(c, max_context, dtype, seats * (drafts + 1), activations)
+        + draft_bytes(c, seats if drafts else 0, seats * (drafts + 1), stages, dtype, activations)
+        for seats, drafts in sizes
+    )
+
+
+def _bytes(buffers: Buffers | DraftBuffers) -> int:
+    """Count each memory once."""
+    held = tensors_of(list(vars(buffers).values()))
+    return sum(
+        {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held}.values()
+    )

@@ -39,9 +39,11 @@ class Draft(Layers):
         names: Names | None = None,
         overlap: bool = True,
         head: Tiled | None = None,
+        drafts: int | None = None,
     ) -> None:
         """`step`: with the taps that it leaves. `names`: the step's, if both are to be checked as one list.
-        Without `sequences` nobody drafts. `head`: instead of the trunk's, a rougher one."""
+        Without `sequences` nobody drafts. `head`: instead of the trunk's, a rougher one. `drafts`: slots that
+        are chosen, None: all; the block stays whole."""
         c, stages = b.config, b.weights.num_mtp_layers
         assert c.dspark is not None and model.dspark is not None, "the model has no DSpark stages"
         assert b.mesh.size == 1, "drafts of several ranks are not built"
@@ -49,6 +51,8 @@ class Draft(Layers):
         assert len(self.rope.cos) >= cache.layout.max_context + c.dspark.block_size, len(self.rope.cos)
         self.head = head
         self.rings = [layer for layer in cache.layers[c.num_layers :][:stages]]
+        self.drafts = c.dspark.block_size if drafts is None else drafts
+        assert 1 <= self.drafts <= c.dspark.block_size, f"{drafts} drafts of {c.dspark.block_size} slots"
         self.drafter = DraftBuffers(
             c=c,
             sequences=sequences,
@@ -62,7 +66,7 @@ class Draft(Layers):
         state |= {f"draft.{name}": held for name, held in vars(self.drafter.layers).items()}
         state |= {f"mtp.{stage}.ring": layer.ring for stage, layer in enumerate(self.rings)}
         names = Names() if names is None else names
-        for name, held in {**state, "page_table": cache.page_table}.items():
+        for name, held in state.items():
             names.add(name, *tensors_of(held))
         self.between = names.of(tensors_of([*state.values()]), "state")
         super().__init__(b, model, cache, self.drafter.layers, names, peers=None, overlap=overlap)
@@ -132,7 +136,7 @@ class Draft(Layers):
             ends=d.mutual.ends,
             choices=d.choices,
             choices_at=d.choices_at,
-            drafts=d.drafts,
+            chain=d.chain,
         )
         mixed: Tensor | None = None
         for stage, layer in enumerate(self.rings):
@@ -147,19 +151,19 @@ class Draft(Layers):
         self.layer = ""
         self._site(f"{name}.hc_head", f"{name}.norm", mixed, mixed=d.mixed)
         self._head(b.tiled("head") if self.head is None else self.head)
-        base, mixed = (each.unflatten(0, (-1, d.mutual.block)) for each in (f.logits, d.mixed))
-        for slot in range(d.mutual.block):
+        for slot in range(self.drafts):
             self.add(
                 "markov",
                 draft.markov,
-                previous=d.drafts[slot - 1] if slot else d.anchors,
+                slot=slot,
+                chain=d.chain,
                 w1=self._rows(f"{name}.markov_head.markov_w1"),
                 w2=self._rows(f"{name}.markov_head.markov_w2"),
-                base=base[:, slot],
-                mixed=mixed[:, slot],
+                base=f.logits,
+                mixed=d.mixed,
                 proj=b.plain(f"{name}.confidence_head.proj"),
                 z=d.z,
-                confidence=d.confidence[:, slot],
+                confidence=d.confidence,
             )
             self.add(
                 "sample",

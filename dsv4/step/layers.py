@@ -228,7 +228,7 @@ class Layers:
             slots=mutual.sequences if mutual else f.slots,
             positions=f.positions,
             eps=c.norm_eps,
-            page_table=cache.page_table,
+            page_table=None if mutual else cache.page_table,
             page_entries=layer.page_entries,
             ratio=spec.ratio,
             entries=entry_pool,
@@ -349,8 +349,8 @@ class Layers:
         }
         most = c.index_topk if selects else cache.layout.max_context // spec.ratio if spec.ratio else 0
         if mutual is not None:
-            of_block = {"entries": mutual.scratch, "rows": mutual.listed, "ends": mutual.ends, "ratio": 1}
-            over, most = over | of_block, mutual.block
+            of_block = {"entries": mutual.scratch, "rows": mutual.listed, "ends": mutual.ends}
+            over, most = {**over, **of_block, "page_table": None, "ratio": 1}, mutual.block
         after = {"sinks": self.b.plain(f"{name}.attn_sink"), "cos": rope.cos, "sin": rope.sin, "out": f.o}
         if f.attends_in_one:
             self.add(f"attend {spec.kind}", attention.attend, eps=c.norm_eps, **over, **after)

@@ -62,7 +62,7 @@ class Round:
         for name, tensor in {**held, "costs": costs}.items():
             names.add(f"round.{name}", tensor)
         own = names.of(tensors_of([*held.values(), costs, penalties]), "round")
-        self.draft = Draft(b, model, cache, seats if drafts else 0, f, names, overlap, head)
+        self.draft = Draft(b, model, cache, seats if drafts else 0, f, names, overlap, head, drafts or None)
         d = self.draft.drafter
         opens = {
             **{"seats": self.seats, "state": state, "ids": f.ids, "positions": f.positions, "slots": f.slots},

@@ -1,6 +1,6 @@
 """Runs a decode step: as a CUDA graph, launch by launch, or in torch by what each launch means."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,15 @@ class Mismatch:
     def __str__(self) -> str:
         layer = f" of {self.launch.layer}" if self.launch.layer else ""
         return f"launch {self.number}, {self.launch.name!r}{layer}: {self.difference}"
+
+
+@torch.inference_mode()
+def check(launches: Sequence[Launch]) -> Iterator[tuple[Launch, Mismatch | None]]:
+    """Run them one by one, each held against its meaning on the same inputs."""
+    for number, launch in enumerate(launches):
+        assert launch.claims is not None, f"{launch.name} has no meaning"
+        found = run_and_check(launch.run, launch.claims())
+        yield launch, Mismatch(number, launch, found[0]) if found else None
 
 
 class Decoder:
@@ -137,11 +146,3 @@ class Decoder:
         for launch in self.launches:
             assert launch.claims is not None, f"{launch.name} has no meaning"
             compute(launch.claims())
-
-    @torch.inference_mode()
-    def check(self) -> Iterator[tuple[Launch, Mismatch | None]]:
-        """Run the step launch by launch, each held against its meaning on the same inputs."""
-        for number, launch in enumerate(self.launches):
-            assert launch.claims is not None, f"{launch.name} has no meaning"
-            found = run_and_check(launch.run, launch.claims())
-            yield launch, Mismatch(number, launch, found[0]) if found else None

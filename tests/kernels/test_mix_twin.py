@@ -119,7 +119,7 @@ def test_head(twin: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, dtype: torch.d
 def test_mean_of_the_streams(
     twin: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, rows: int, d: int, dtype: torch.dtype
 ) -> None:
-    """What a drafter sees of a layer, among its columns of a wider row; all else is as without it."""
+    """A layer's tap lands in its columns of a wider row; all other outputs are as without it."""
     site = Site(rows, d, dtype)
     taps = torch.full((rows, 3 * d), torch.nan, dtype=dtype)
     without, got = site.close(twin, monkeypatch), site.close(twin, monkeypatch, mean=taps[:, d : 2 * d])

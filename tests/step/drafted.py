@@ -1,5 +1,5 @@
-"""A DSpark draft at hand: emulated launches, what they mean, and the specification's answer. Run by tests, it
-prints what differs in an emulated draft as JSON."""
+"""A DSpark draft by emulated launches, by their meanings and by the specification. Run by tests, it prints
+the mismatches of an emulated draft as JSON."""
 
 import json
 import sys
@@ -16,7 +16,8 @@ from dsv4.cache.store import Cache
 from dsv4.config import Activations, Dspark, LayerSpec, ModelConfig, preset
 from dsv4.gpu.meaning import compute, run_and_check
 from dsv4.gpu.pdl import Launch, Touches
-from dsv4.lab.doctor.step import raise_sinks
+from dsv4.lab.bench.decode import fill
+from dsv4.lab.doctor.step import mismatches, place_drafts, raise_sinks
 from dsv4.lab.init import make
 from dsv4.lab.reference import open_model
 from dsv4.model.bundle import Bundle, Numerics
@@ -64,8 +65,9 @@ class Drafted:
         activations: Activations = "a16",
         format: str = "official",
         rows: int = 4,
+        drafts: int | None = None,
     ) -> None:
-        """`last`: p of each sequence; -1: it has no draft. `rows` of a step, which writes so many taps."""
+        """`last`: p of each sequence; -1: it has no draft. `rows` of a step, each with taps."""
         if not folder.exists():
             for _ in make(folder, config, format, seed=3):
                 pass
@@ -80,11 +82,11 @@ class Drafted:
         layout = CacheLayout(c, Format.KV8, Format.MXFP4, dtype.itemsize, most, SLOTS, stages)
         self.cache = Cache(layout, "cpu", dtype)
         for layer in self.cache.layers:
-            layer.ring.data.fill_(0x7F)  # NaN, where nobody wrote
+            layer.ring.data.fill_(0x7F)  # NaN until it is written
         self.model = Model(self.bundle, most, "cpu", copies_ahead=False)
         self.step = Buffers(c, rows, most, dtype, "cpu", activations, taps=True)
         with emulated(launches), noted() as touches:
-            self.draft = Draft(self.bundle, self.model, self.cache, len(last), self.step)
+            self.draft = Draft(self.bundle, self.model, self.cache, len(last), self.step, drafts=drafts)
         self.touches = dict(zip(map(id, self.draft.launches), touches, strict=True))
         generator = torch.Generator().manual_seed(5)
         columns = len(c.dspark.target_layers) * c.hidden_size
@@ -106,7 +108,7 @@ class Drafted:
         return SLOTS - 1 - sequence
 
     def commit(self, run: Callable[[list[Launch]], object]) -> None:
-        """All positions, a few rows at a time, of all sequences in turns; the last row has nothing."""
+        """Commit all positions, a few rows at a time, sequences mixed; the last row has none."""
         d = self.draft.drafter
         rows = [(at, self.slot(r), taps[at]) for r, taps in enumerate(self.taps) for at in range(len(taps))]
         rows, count = sorted(rows, key=lambda row: row[:2]), max(1, len(d.committed) - 1)
@@ -170,11 +172,12 @@ class Drafted:
 
 def check(folder: Path, twins: Path) -> list[str]:
     """What differs in an emulated draft, with V4's heads: the first launch first."""
-    made = Drafted(folder, Launches(twins), HEADS, [150, -1, 7], torch.bfloat16)
+    made = Drafted(folder, Launches(twins), HEADS, [150, 150, 7], torch.bfloat16)
     raise_sinks(made.bundle)
-    made.commit(made.mean)
-    made.begin()
-    return [*made.run(made.draft.commit), *made.run(made.draft.block)]
+    fill(made.cache)
+    place_drafts(made.draft, 150)
+    with emulated(made.launches):
+        return [f"{each.launch.name}: {each}" for each in mismatches(made.draft)]
 
 
 if __name__ == "__main__":

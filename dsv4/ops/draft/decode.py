@@ -1,8 +1,10 @@
-"""Decode step: what a DSpark drafter does besides layers. Rows of its block, its context, Markov's part.
+"""Decode step: a DSpark drafter besides its layers. Rows of its block, its context, Markov's part.
 
 `begin` replaces the block's input of spec/drafts.py, `fuse` and `keep` what its stages take from the taps,
 `markov` one turn of the loop over slots. A sequence or row at position -1 is padding.
 """
+
+import math
 
 import torch
 import triton
@@ -35,7 +37,7 @@ TABLE_BYTES = 32768  # of markov_w2 that a program takes: a few programs of a mu
 @triton.jit
 def _begin_kernel(  # type: ignore[no-untyped-def]
         anchors_ptr, anchors_at_ptr, anchors_slots_ptr, settings_ptr, ids_ptr, positions_ptr, slots_ptr,
-        ends_ptr, choices_ptr, choices_at_ptr, drafts_ptr, noise, R: tl.constexpr, B: tl.constexpr,
+        ends_ptr, choices_ptr, choices_at_ptr, chain_ptr, noise, R: tl.constexpr, B: tl.constexpr,
         B_SIZE: tl.constexpr, WIDTH: tl.constexpr, PLAIN: tl.constexpr):  # fmt: skip
     launch_dependents()
     wait_for_prerequisites()
@@ -48,7 +50,8 @@ def _begin_kernel(  # type: ignore[no-untyped-def]
     tl.store(positions_ptr + row, tl.where(pos < 0, none, pos + j), mask=inside)
     tl.store(slots_ptr + row, none + 1 + slot, mask=inside)
     tl.store(ends_ptr + row, tl.where(pos < 0, none, none + pos), mask=inside)
-    tl.store(drafts_ptr + j * R + r, none, mask=inside)
+    tl.store(chain_ptr + r, anchor)
+    tl.store(chain_ptr + (j + 1) * R + r, none, mask=inside)
     tl.store(choices_at_ptr + r, pos)
     c = tl.arange(0, WIDTH)
     setting = tl.load(settings_ptr + r * WIDTH + c)
@@ -59,7 +62,7 @@ def _begin_kernel(  # type: ignore[no-untyped-def]
 
 @launcher(
     reads=("anchors", "anchors_at", "anchors_slots", "settings"),
-    writes=("ids", "positions", "slots", "ends", "choices", "choices_at", "drafts"),
+    writes=("ids", "positions", "slots", "ends", "choices", "choices_at", "chain"),
     means=meaning.begin,
 )
 def begin(
@@ -74,20 +77,20 @@ def begin(
     ends: Tensor,
     choices: Tensor,
     choices_at: Tensor,
-    drafts: Tensor,
+    chain: Tensor,
     overlap: bool = True,
 ) -> None:
     """The anchors [R] of R sequences, their positions (-1: padding) and slots, and settings [R, 8] of the
     first draft -> ids, positions, slots and ends [R * B] of the block's rows, all int64.
 
     A row's end is the position before its anchor's. choices and choices_at: settings and positions for the
-    sampler, which moves them on. drafts [B, R]: none yet, -1.
+    sampler, which moves them on. chain [1 + B, R]: the anchor, and no drafts yet, -1.
     """
     count, width = settings.shape
     rows = (anchors, anchors_at, anchors_slots, ids, positions, slots, ends, choices_at)
-    assert all(t.dtype == torch.long and t.is_contiguous() for t in (*rows, settings, choices, drafts))
-    block = drafts.shape[0]
-    assert drafts.shape[1] == count and len(ids) == count * block, (drafts.shape, ids.shape)
+    assert all(t.dtype == torch.long and t.is_contiguous() for t in (*rows, settings, choices, chain))
+    block = len(chain) - 1
+    assert chain.shape[1] == count and len(ids) == count * block, (chain.shape, ids.shape)
     if count:
         launch(
             _begin_kernel,
@@ -104,7 +107,7 @@ def begin(
             ends_ptr=ends,
             choices_ptr=choices,
             choices_at_ptr=choices_at,
-            drafts_ptr=drafts,
+            chain_ptr=chain,
             noise=noise,
             R=count,
             B=block,
@@ -253,47 +256,50 @@ def keep(
 
 @triton.jit
 def _known(previous_ptr, w1_ptr, row, RANK: tl.constexpr, RANK_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What a row of markov_w1 says of the token before, [RANK_SIZE]; of none (-1) that of token 0."""
+    """Look up the token before in markov_w1: [RANK_SIZE]. For none (-1) that is token 0's row."""
     before = tl.maximum(tl.load(previous_ptr + row), 0)
     return channels(w1_ptr + before * RANK, RANK, RANK_SIZE).to(tl.float32)
 
 
-@triton.jit
-def _markov_kernel(previous_ptr, w1_ptr, w2_ptr, base_ptr, base_step, mixed_ptr, mixed_step, proj_ptr, z_ptr,  # type: ignore[no-untyped-def]
-                   confidence_ptr, confidence_step, tiles, R: tl.constexpr, V: tl.constexpr, D: tl.constexpr,
-                   SIZE: tl.constexpr, RANK: tl.constexpr, RANK_SIZE: tl.constexpr,
-                   TILE: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["slot"])
+def _markov_kernel(chain_ptr, w1_ptr, w2_ptr, base_ptr, mixed_ptr, proj_ptr, z_ptr, confidence_ptr, tiles,  # type: ignore[no-untyped-def]
+                   slot, R: tl.constexpr, B: tl.constexpr, V: tl.constexpr, D: tl.constexpr,
+                   SIZE: tl.constexpr, RANK: tl.constexpr, RANK_SIZE: tl.constexpr, TILE: tl.constexpr,
+                   UNROLLED: tl.constexpr):  # fmt: skip
     launch_dependents()
     tile = tl.program_id(0)
+    previous_ptr = chain_ptr + slot * R
     if tile < tiles:
         v, k = tile * TILE + tl.arange(0, TILE), tl.arange(0, RANK_SIZE)
         inside = (v < V)[:, None] & (k < RANK)[None, :]
-        # Each weight is read once, whatever the number of rows.
+        # Each weight is read once for all rows.
         w2 = tl.load(w2_ptr + v.to(tl.int64)[:, None] * RANK + k[None, :], mask=inside, other=0.0)
         wait_for_prerequisites()
-        for row in tl.static_range(R):
-            known = _known(previous_ptr, w1_ptr, row, RANK, RANK_SIZE)
-            base = tl.load(base_ptr + row * base_step + v, mask=v < V, other=0.0)
-            z = base + tl.sum(w2.to(tl.float32) * known[None, :], 1)
-            tl.store(z_ptr + row * V + v, z, mask=v < V)
+        for first in range(0, R, UNROLLED):
+            for row in tl.static_range(UNROLLED):
+                known = _known(previous_ptr, w1_ptr, first + row, RANK, RANK_SIZE)
+                base = tl.load(base_ptr + ((first + row) * B + slot) * V + v, mask=v < V, other=0.0)
+                z = base + tl.sum(w2.to(tl.float32) * known[None, :], 1)
+                tl.store(z_ptr + (first + row) * V + v, z, mask=v < V)
     else:
         row = tile - tiles
         of_mixed, of_known = channels(proj_ptr, D, SIZE), channels(proj_ptr + D, RANK, RANK_SIZE)
         wait_for_prerequisites()
         known = _known(previous_ptr, w1_ptr, row, RANK, RANK_SIZE)
-        mixed = channels(mixed_ptr + row * mixed_step, D, SIZE).to(tl.float32)
+        mixed = channels(mixed_ptr + (row * B + slot) * D, D, SIZE).to(tl.float32)
         confidence = tl.sum(mixed * of_mixed.to(tl.float32), 0) + tl.sum(known * of_known.to(tl.float32), 0)
-        tl.store(confidence_ptr + row * confidence_step, confidence)
+        tl.store(confidence_ptr + row * B + slot, confidence)
 
 
 @launcher(
-    reads=("previous", "base", "mixed"),
+    reads=("chain", "base", "mixed"),
     reads_early=("w1", "w2", "proj"),
     writes=("z", "confidence"),
     means=meaning.markov,
 )
 def markov(
-    previous: Tensor,
+    slot: int,
+    chain: Tensor,
     w1: Tensor,
     w2: Tensor,
     base: Tensor,
@@ -303,17 +309,19 @@ def markov(
     confidence: Tensor,
     overlap: bool = True,
 ) -> None:
-    """One slot of R blocks: base [R, V] + w1[previous] . w2 -> z [R, V], float32; and the confidences [R].
+    """One slot of R blocks of B rows: its row of base + w1[token before] . w2 -> z [R, V], float32; and its
+    column of confidence [R, B].
 
-    previous [R] int64; w1, w2 [V, r]; mixed [R, D], proj [1, D + r]. base, mixed and confidence may be rows
-    and columns of larger ones.
+    chain [1 + B, R] int64: the anchors, then drafts; the slot's is the one after chain[slot]. w1, w2 [V, r];
+    base [R * B, V] float32, mixed [R * B, D], proj [1, D + r].
     """
-    rows, vocab = z.shape
+    (rows, vocab), block = z.shape, len(chain) - 1
     rank, width = w2.shape[1], mixed.shape[1]
-    assert w1.shape == w2.shape == (vocab, rank) and w1.is_contiguous() and w2.is_contiguous(), w2.shape
-    assert base.shape == (rows, vocab) and base.stride(1) == mixed.stride(1) == 1 and z.is_contiguous()
-    assert proj.shape == (1, width + rank) and proj.is_contiguous(), (proj.shape, width, rank)
-    assert previous.dtype == torch.long and previous.is_contiguous() and confidence.shape == (rows,)
+    assert w1.shape == w2.shape == (vocab, rank), (w1.shape, w2.shape)
+    assert base.shape == (rows * block, vocab) and mixed.shape == (rows * block, width), base.shape
+    assert proj.shape == (1, width + rank) and confidence.shape == (rows, block), proj.shape
+    assert 0 <= slot < block and chain.shape[1] == rows and chain.dtype == torch.long, chain.shape
+    assert all(t.is_contiguous() for t in (chain, w1, w2, base, mixed, proj, z, confidence))
     assert base.dtype == z.dtype == confidence.dtype == torch.float32
     rank_size = triton.next_power_of_2(rank)
     tile = max(1, TABLE_BYTES // (rank_size * w2.dtype.itemsize))
@@ -324,23 +332,23 @@ def markov(
             grid=(tiles + rows,),
             num_warps=8,
             overlap=overlap,
-            previous_ptr=previous,
+            chain_ptr=chain,
             w1_ptr=w1,
             w2_ptr=w2,
             base_ptr=base,
-            base_step=base.stride(0),
             mixed_ptr=mixed,
-            mixed_step=mixed.stride(0),
             proj_ptr=proj,
             z_ptr=z,
             confidence_ptr=confidence,
-            confidence_step=confidence.stride(0),
             tiles=tiles,
+            slot=slot,
             R=rows,
+            B=block,
             V=vocab,
             D=width,
             SIZE=triton.next_power_of_2(width),
             RANK=rank,
             RANK_SIZE=rank_size,
             TILE=tile,
+            UNROLLED=math.gcd(rows, 8),
         )

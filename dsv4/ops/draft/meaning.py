@@ -1,4 +1,4 @@
-"""Decode step: what the launches of a DSpark drafter mean (decode.py)."""
+"""Decode step: the meaning of a DSpark drafter's launches (decode.py)."""
 
 from typing import Any
 
@@ -26,11 +26,11 @@ def begin(
     ends: Tensor,
     choices: Tensor,
     choices_at: Tensor,
-    drafts: Tensor,
+    chain: Tensor,
     **_: Any,
 ) -> list[Claim]:
     """Slot j of a block stands at the anchor's position + j; all but the first hold noise."""
-    block, count = drafts.shape
+    block, count = len(chain) - 1, len(anchors)
     slot = torch.arange(block, device=ids.device)
     is_used = (anchors_at >= 0).unsqueeze(1)
     plain = settings.clone()
@@ -42,10 +42,10 @@ def begin(
         "ends": torch.where(is_used, anchors_at.unsqueeze(1) - 1, -1).expand(count, block).flatten(),
         "choices": plain,
         "choices_at": anchors_at.clone(),
-        "drafts": torch.full_like(drafts, -1),
+        "chain": torch.cat((anchors.unsqueeze(0), torch.full_like(chain[1:], -1))),
     }
     held = {"ids": ids, "positions": positions, "slots": slots, "ends": ends}
-    held |= {"choices": choices, "choices_at": choices_at, "drafts": drafts}
+    held |= {"choices": choices, "choices_at": choices_at, "chain": chain}
 
     def claim(name: str) -> Claim:
         return Claim(name, held[name], lambda: (wanted[name], 0.0), ulps=0)
@@ -92,7 +92,8 @@ def keep(
 
 
 def markov(
-    previous: Tensor,
+    slot: int,
+    chain: Tensor,
     w1: Tensor,
     w2: Tensor,
     base: Tensor,
@@ -102,7 +103,8 @@ def markov(
     confidence: Tensor,
     **_: Any,
 ) -> list[Claim]:
-    known = w1[previous.clamp(min=0)].float()
+    base, mixed = (rows.unflatten(0, (z.shape[0], -1))[:, slot] for rows in (base, mixed))
+    known = w1[chain[slot].clamp(min=0)].float()
     seen = torch.cat((mixed.float(), known), 1)
 
     def corrected() -> Wanted:
@@ -112,4 +114,4 @@ def markov(
     def confident() -> Wanted:
         return seen @ proj[0].float(), seen.abs() @ proj[0].float().abs() * SUM
 
-    return [Claim("z", z, corrected), Claim("confidence", confidence, confident)]
+    return [Claim("z", z, corrected), Claim("confidence", confidence[:, slot], confident)]
