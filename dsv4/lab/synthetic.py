@@ -40,8 +40,9 @@ def make_weights(
     placement: Placement | None = None,
     ranks: int = 1,
     whole_experts: bool = False,
+    mtp: bool = False,
 ) -> Weights:
-    """Plausible values: products keep the size of their inputs. Without an MTP block.
+    """Plausible values: products keep the size of their inputs. Only with `mtp` with an MTP block.
 
     With `placement` routed experts are made where it has them. `ranks`: the share of one of so many, as if
     its neighbours' were like it; `whole_experts`: it has some of the routed experts, in all their width.
@@ -49,7 +50,8 @@ def make_weights(
     generator = torch.Generator(device).manual_seed(seed)
     tensors: dict[str, Tensor | QuantTensor | Tiled | Bank] = {}
     quantised = set()
-    for param in declare(config, num_stages(config)):
+    stages = config.num_mtp_layers if mtp else num_stages(config)
+    for param in declare(config, stages):
         local = param.local_shape(ranks)
         if param.expert is not None or ".shared_experts." in param.name:
             name = param.name.rsplit(".", 2 if param.expert is not None else 1)[0]
@@ -83,7 +85,7 @@ def make_weights(
             tensors[param.name] = random_tiles(format, shape, 1, 1, device, generator)
             if not format.is_plain:
                 quantised.add(param.name)
-    return Weights(tensors, frozenset(quantised), num_stages(config), placement)
+    return Weights(tensors, frozenset(quantised), stages, placement)
 
 
 def _plain(param: Param, shape: tuple[int, ...], device: str, generator: torch.Generator) -> Tensor:

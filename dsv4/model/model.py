@@ -117,6 +117,11 @@ class Model:
         return streams, self.mesh.comm.gather_columns(self.head(hidden, torch.float32))
 
     @torch.inference_mode()
+    def keep_streams(self, streams: Tensor, next_ids: Tensor, step: Step, cache: Cache) -> None:
+        """Write MTP's entries of the step's tokens, from their streams [T, N, D] and the next tokens."""
+        self.mtp[0].keep(streams, self.embed(next_ids), step, cache.layers[len(self.blocks)])
+
+    @torch.inference_mode()
     def keep_taps(self, taps: Tensor, step: Step, cache: Cache) -> None:
         """Write DSpark's context entries of the step's tokens, from their taps [T, targets * D]."""
         assert self.dspark is not None

@@ -31,6 +31,7 @@ from dsv4.ops import IMPLEMENTATIONS, Ops
 from dsv4.ops.attention import decode as attention
 from dsv4.ops.attention import decode_any, prepare
 from dsv4.ops.draft import decode as draft
+from dsv4.ops.draft import streams
 from dsv4.ops.exchange import decode as exchange
 from dsv4.ops.experts.placement import Placement
 from dsv4.ops.index import decode as index
@@ -44,7 +45,9 @@ from dsv4.ops.sample import decode as sample
 from dsv4.ops.sample import prefill as sample_op
 from dsv4.parallel.mesh import Mesh
 from dsv4.quant.formats import Format, empty_rows
+from dsv4.step.buffers import Buffers
 from dsv4.step.draft import Draft
+from dsv4.step.mtp import MtpDraft
 from dsv4.step.run import Decoder
 from tests.support.cuda_source import COMMENT, WAIT, functions, until_wait
 from tests.support.dry import planned
@@ -63,9 +66,10 @@ def step(
     whole_experts: bool = False,
     sums: bool = True,
     config: ModelConfig = TINY,
+    mtp: bool = False,
 ) -> Decoder:
     """The real list of launches; none can be launched here. `ranks`: of one of so many; `sums`: with its
-    all-reduces."""
+    all-reduces; `mtp`: the model has its block."""
     sizes = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: sizes)
     ops = Ops.choose("cuda", **dict.fromkeys(IMPLEMENTATIONS, "gpu"))
@@ -76,11 +80,12 @@ def step(
         placement=placement,
         ranks=ranks,
         whole_experts=whole_experts,
+        mtp=mtp,
     )
     mesh = Mesh() if ranks == 1 else Mesh(0, ranks, Echo(ranks), whole_experts)
     bundle = Bundle(config, weights, ops, Numerics(torch.bfloat16, activations, True), mesh)
     peers = echo_peers(TINY, ranks, rows, torch.device("cpu")) if ranks > 1 and sums else None
-    layout = Wanted(600, rows).layout(config)
+    layout = replace(Wanted(600, rows).layout(config), num_mtp_layers=weights.num_mtp_layers)
     cache = Cache(layout, "cpu", torch.bfloat16)
     counts = torch.zeros(TINY.num_layers, TINY.num_experts, dtype=torch.int32)
     model = Model(bundle, layout.max_context, "cpu", copies_ahead=False)
@@ -254,7 +259,10 @@ def test_a_planted_early_read_is_found(decoder: Decoder, name: str, buffer: str,
         checked(decoder, plant)
 
 
-def hold_to_sources(step: Decoder | Draft, kinds: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+TRUNK = {"prepare", "queries", "scores", "attend", "combine"}
+
+
+def hold_to_sources(step: Any, kinds: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every launch, with its own arguments, does what it declares; over all of them nothing is declared in
     vain. `kinds`: the kernels in Triton."""
     seen: list[tuple[Any, dict[str, Any]]] = []
@@ -262,7 +270,7 @@ def hold_to_sources(step: Decoder | Draft, kinds: set[str], monkeypatch: pytest.
     def note(kernel: Any, grid: Any, num_warps: int, overlap: bool, **arguments: Any) -> None:
         seen.append((kernel, arguments))
 
-    for module in (prepare, index, decode_any, draft):
+    for module in (prepare, index, decode_any, draft, streams):
         monkeypatch.setattr(module, "launch", note)
     for module in (mhc, routing, selecting, matvec, sample, quantize):
         monkeypatch.setattr(module, "call", lambda *arguments, **how: None)
@@ -301,15 +309,21 @@ def hold_to_sources(step: Decoder | Draft, kinds: set[str], monkeypatch: pytest.
 
 
 def test_declarations_are_what_triton_sources_do(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    hold_to_sources(decoder, {"prepare", "queries", "scores", "attend", "combine"}, monkeypatch)
+    hold_to_sources(decoder, TRUNK, monkeypatch)
 
 
 @pytest.mark.parametrize("activations", ["a16", "a8"])
 def test_declarations_of_drafts(activations: Activations, monkeypatch: pytest.MonkeyPatch) -> None:
     its = step(monkeypatch, 4, activations, config=with_stages(TINY))
-    made = Draft(its.bundle, its.model, its.cache, sequences=2, rows=4)
+    how = its.bundle.numerics
+    of_step = Buffers(its.bundle.config, 4, 600, how.dtype, "cpu", how.activations, taps=True)
+    made = Draft(its.bundle, its.model, its.cache, 2, of_step)
     kinds = {"prepare", "queries", "attend", "combine", "begin", "fuse", "keep", "markov"}
     hold_to_sources(made, kinds, monkeypatch)
+    its = step(monkeypatch, 4, activations, mtp=True)
+    fed_back = MtpDraft(its.bundle, its.model, its.cache, 2, its.buffers, its.names, drafts=2)
+    both = SimpleNamespace(launches=[*its.launches, *fed_back.launches], names=its.names)
+    hold_to_sources(both, {*TRUNK, "enter", "take", "keep"}, monkeypatch)
 
 
 def test_every_tensor_of_a_launcher_is_declared() -> None:
@@ -321,6 +335,7 @@ def test_every_tensor_of_a_launcher_is_declared() -> None:
             index,
             decode_any,
             draft,
+            streams,
             attention,
             routing,
             selecting,

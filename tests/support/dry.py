@@ -29,6 +29,7 @@ from dsv4.ops.attention import decode_any, prepare
 from dsv4.ops.attention import prefill_sm90 as prompt_attention
 from dsv4.ops.draft import decode as draft
 from dsv4.ops.draft import round as rounds
+from dsv4.ops.draft import streams as fed_back
 from dsv4.ops.exchange import decode as exchange
 from dsv4.ops.index import decode as index
 from dsv4.ops.index import decode_select as selecting
@@ -81,7 +82,7 @@ def _unlaunched(multiprocessors: int, capability: int) -> Iterator[None]:
         patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
         patch.setattr(torch.Tensor, "data_ptr", _address, raising=False)
         patch.setattr(torch.Tensor, "tolist", _list, raising=False)
-        for module in (prepare, index, decode_any, quantize, draft, rounds):
+        for module in (prepare, index, decode_any, quantize, draft, fed_back, rounds):
             patch.setattr(module, "launch", nothing)
         for module in CUDA:
             patch.setattr(module, "call", nothing)
@@ -100,29 +101,29 @@ def planned(
     multiprocessors: int = MULTIPROCESSORS,
     ranks: int = 1,
     prompts: tuple[int, ...] = (),
+    mtp: int = 0,
 ) -> Decoder:
     """The step, each launch planned and asked for once: whatever a launcher asserts has been asserted. Then
-    steps of prompts of so many tokens, at the beginning and the end of the context. With DSpark also a round
-    of speculation in which each of the rows verifies a whole block."""
+    steps of prompts of so many tokens, at the beginning and the end of the context. With DSpark, or MTP of so
+    many drafts, also a round of speculation in which each of the rows verifies all of them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(synthetic, "random_tiles", _unmade)
         patch.setattr(torch, "randn", _values)
         patch.setattr(torch, "randint", lambda low, high, shape, **_: _values(shape, dtype=torch.long))
         with _unlaunched(multiprocessors, capability):
-            weights = synthetic.make_weights(c, layout, "cpu", ranks=ranks)
+            weights = synthetic.make_weights(c, layout, "cpu", ranks=ranks, mtp=mtp > 0)
     with _unlaunched(multiprocessors, capability):
         ops = Ops.choose("cuda", **dict.fromkeys(IMPLEMENTATIONS, "gpu"))
         mesh = Mesh() if ranks == 1 else Mesh(0, ranks, Echo(ranks))
         bundle = Bundle(c, weights, ops, Numerics(dtype, activations, True), mesh)
         stored = Wanted(context, rows).layout(c)
-        stored = replace(stored, rope_itemsize=dtype.itemsize)
+        stored = replace(stored, rope_itemsize=dtype.itemsize, num_mtp_layers=weights.num_mtp_layers)
         model, cache = Model(bundle, stored.max_context, "meta"), Cache(stored, "meta", dtype)
         peers = None if ranks == 1 else echo_peers(c, ranks, rows, torch.device("meta"))
         decoder = Decoder(bundle, model, cache, rows, peers=peers)
         for launch in decoder.launches:
             launch.run()
-        if c.dspark is not None:
-            most = c.dspark.block_size
+        if most := c.dspark.block_size if c.dspark else mtp:
             state = rounds.state_of(stored.num_slots, most, "meta")
             Round(bundle, model, cache, rows, most, state, torch.ones(most + 1, device="meta")).run()
         for tokens in prompts:
