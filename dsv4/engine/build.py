@@ -188,9 +188,12 @@ def _make_executor(
     peers = None
     if bundle.mesh.size > 1 and (peers := find_peers(bundle, config)) is None:
         return model, Eager(model, cache, device)
-    from dsv4.engine.graphs import Graphs  # imports Triton, which a machine without a GPU may lack
+    # These import Triton, which a machine without a GPU may lack.
+    from dsv4.engine.graphs import Graphs
+    from dsv4.engine.rounds import Rounds
 
-    graphs = Graphs(
+    kind = Rounds if s.num_drafts else Graphs
+    graphs = kind(
         b=bundle,
         model=model,
         cache=cache,
@@ -201,6 +204,8 @@ def _make_executor(
         compiled=compiled,
         swap_share=config.swap_share,
         peers=peers,
+        num_drafts=s.num_drafts,
+        drafts_always=config.speculate != "auto",
     )
     return model, graphs
 

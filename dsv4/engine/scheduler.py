@@ -120,10 +120,15 @@ class Scheduler:
         start = s.num_processed
         score, first = s.to_score(start, stop)
         is_last, is_generated = stop == s.num_known, start >= s.num_prompt
-        # A step launched ahead processes the token at `stop`, and must find a page for it.
-        goes_on = stop + 1 < s.num_prompt + s.max_tokens
-        ahead = is_last and goes_on and self.slots.grow(s.slot, stop + 1)
         num_drafts = self._num_drafts(s, stop) if is_last and is_generated else 0
+        # A step launched ahead processes the token after all that may come out, and must find a page for it;
+        # for its drafts if there are some. The last token is never processed.
+        end = s.num_prompt + s.max_tokens - 1
+        reach = min(stop + num_drafts, end - 1)
+        ahead = is_last and stop < end and self.slots.grow(s.slot, reach + 1)
+        if ahead:
+            wanted = (min(reach + 1 + n, end) for n in range(self.num_drafts, 0, -1))
+            next((tokens for tokens in wanted if self.slots.grow(s.slot, tokens)), None)
         return Span(
             sequence=s.number,
             slot=s.slot,
@@ -132,6 +137,7 @@ class Scheduler:
             # Graphs of generated tokens always choose; where the token is known already, nobody looks.
             sampling=s.sampling(stop) if is_last or (is_generated and not self.same_bits) else None,
             num_drafts=num_drafts,
+            room=min(self.slots.capacity(s.slot), end),
             ahead=ahead,
             mark=mark,
             score=score,

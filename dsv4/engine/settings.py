@@ -26,9 +26,10 @@ from dsv4.engine.spill import Drafts, Split, check_host, find_split
 from dsv4.errors import ConfigError, DeviceError
 from dsv4.gpu.architectures import capability, standing
 from dsv4.gpu.build import architecture, compile_all
+from dsv4.gpu.shapes import tile_bytes
 from dsv4.ops import IMPLEMENTATIONS, Ops
 from dsv4.quant.formats import FP8_TILE, Format
-from dsv4.step.buffers import graph_rows
+from dsv4.step.buffers import step_rows
 from dsv4.weights.load import Checkpoint
 from dsv4.weights.tiled import draft_form, expert_bytes, expert_form, tiled_bytes
 
@@ -126,7 +127,7 @@ def settle(config: EngineConfig, checkpoint: Checkpoint, ranks: int = 1) -> Sett
         chunk=chunk or DEFAULT_CHUNK,
         threads=threads,
         dense=weights == "dense",
-        num_drafts=_num_drafts(config, device, checkpoint),
+        num_drafts=_num_drafts(config, device, checkpoint, tiled and ranks == 1),
         tiled=tiled,
         choices=tuple(choices),
     )
@@ -153,18 +154,23 @@ def most_drafts(model: ModelConfig) -> int:
     return min(model.dspark.block_size, SPARE - 1)
 
 
-def _num_drafts(config: EngineConfig, device: Device, checkpoint: Checkpoint) -> int:
-    wanted = config.speculate
+def _num_drafts(config: EngineConfig, device: Device, checkpoint: Checkpoint, has_rounds: bool) -> int:
+    """`has_rounds`: a GPU's kernels run all of the model, so that they can verify and draft."""
+    wanted, dspark = config.speculate, checkpoint.config.dspark
+    has_drafter, most = checkpoint.inventory.num_mtp_layers > 0, most_drafts(checkpoint.config)
+    drafts_there = has_drafter and dspark is not None and has_rounds
     if not wanted.isdecimal():
-        return 0
-    if device.kind != "cpu":
-        raise ConfigError(f"speculate is {wanted}: speculation runs on a CPU only; leave it out")
-    if not checkpoint.inventory.num_mtp_layers:
+        return most if wanted == "auto" and drafts_there else 0
+    if not has_drafter:
         raise ConfigError(
             f"speculate is {wanted}, but the model has no drafter (neither MTP nor DSpark); leave it out"
         )
-    if int(wanted) > (most := most_drafts(checkpoint.config)):
-        kind = "DSpark's block has" if checkpoint.config.dspark else "MTP proposes at most"
+    if device.kind != "cpu" and not drafts_there:
+        raise ConfigError(
+            f"speculate is {wanted}: a GPU speculates with DSpark, alone and with its kernels; leave it out"
+        )
+    if int(wanted) > most:
+        kind = "DSpark's block has" if dspark else "MTP proposes at most"
         raise ConfigError(f"speculate is {wanted}, but {kind} {most} tokens; use auto, off or 1 to {most}")
     return int(wanted)
 
@@ -259,12 +265,17 @@ class _Needs:
     def memory(self, spills: bool) -> Memory:
         """With all weights on the GPU; `spills`: of an engine some of whose experts lie elsewhere."""
         dtype, name = self.settings.dtype, self.settings.device.torch_name
+        dspark = self.checkpoint.config.dspark
         found = torch.cuda.get_device_capability(name) if torch.cuda.is_available() else OLDEST
+        head = (self.checkpoint.config.vocab_size, self.checkpoint.config.hidden_size)
+        rough = tile_bytes(Format.NVFP4, head) if self.settings.num_drafts else 0
         return gpu_memory(
-            weights=self.weights,
+            weights=self.weights + rough,
             layout=self.layout,
             dtype=dtype,
-            graph_rows=graph_rows(self.config.max_batch),
+            graph_rows=step_rows(
+                self.config.max_batch, self.settings.num_drafts, dspark.block_size if dspark else 0
+            ),
             chunk=self.settings.chunk,
             activations=self.config.activations,
             unpacks=unpacks_weights(dtype.itemsize, found),

@@ -16,6 +16,7 @@ from dsv4.ops.sample import decode as sample
 from dsv4.quant.formats import Format, QuantTensor, empty_rows
 
 ROWS = (1, 2, 4, 8, 16, 32)
+MOST_DRAFTED, FEW_DRAFTS = 24, 3  # rows of a round of speculation; drafts of its smaller kind
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,11 @@ class Buffers:
         ranks: int = 1,
         whole_experts: bool = False,
         block: int = 0,
+        taps: bool = False,
     ) -> None:
         """`ranks`: of so many this is one, with its share of heads, output groups, expert width and head.
         `whole_experts`: but with some of the routed experts in all their width. `block`: rows that attend to
-        each other, beside what lies in the window."""
+        each other, beside what lies in the window. `taps`: the step leaves what DSpark sees of it."""
 
         def act(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
@@ -69,6 +71,8 @@ class Buffers:
         self.mask = torch.zeros(rows, -(-c.vocab_size // 32), dtype=torch.int32, device=device)
         self.out = torch.zeros(rows, sample.RESULT, dtype=torch.int32, device=device)
         self.streams, self.x = act(rows, n, d), act(rows, d)
+        # Of each target layer, its streams averaged.
+        self.taps = act(rows, len(c.dspark.target_layers) * d) if taps and c.dspark else None
         # x and q_low as quantised products see them.
         rounds = activations != "a16"
         self.x_in = act(rows, d) if rounds else None
@@ -131,13 +135,13 @@ class Buffers:
 
 
 class DraftBuffers:
-    """Everything that a DSpark drafter writes for R sequences, from `rows` rows of the step before."""
+    """Everything that a DSpark drafter writes for R sequences, from the rows of the step before."""
 
     def __init__(
         self,
         c: ModelConfig,
         sequences: int,
-        rows: int,
+        step: Buffers,
         stages: int,
         dtype: torch.dtype,
         device: str | torch.device,
@@ -145,7 +149,7 @@ class DraftBuffers:
         ranks: int = 1,
         whole_experts: bool = False,
     ) -> None:
-        """`ranks` and `whole_experts` as Buffers has them."""
+        """`step`: with taps. `ranks` and `whole_experts` as Buffers has them."""
 
         def act(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
@@ -156,10 +160,10 @@ class DraftBuffers:
         def numbers(*shape: int) -> Tensor:
             return torch.full(shape, -1, dtype=torch.long, device=device)
 
-        assert c.dspark is not None
-        d, block, columns = c.hidden_size, c.dspark.block_size, len(c.dspark.target_layers) * c.hidden_size
+        assert c.dspark is not None and step.taps is not None
+        d, block, (rows, columns) = c.hidden_size, c.dspark.block_size, step.taps.shape
         # The rows of the step: taps, slots, and the positions of those that are committed, -1 of others.
-        self.taps, self.committed, self.slots = act(rows, columns), numbers(rows), numbers(rows)
+        self.taps, self.committed, self.slots = step.taps, numbers(rows), step.slots
         # The sequences: token, position and slot of the anchor, -1: no draft; how its first draft is chosen.
         self.anchors, self.anchors_at = numbers(sequences), numbers(sequences)
         self.anchors_slots = numbers(sequences).zero_()
@@ -203,6 +207,21 @@ def graph_rows(max_batch: int) -> list[int]:
     return [*(rows for rows in ROWS if rows < max_batch), *enough[:1]]
 
 
+def round_sizes(max_batch: int, num_drafts: int) -> list[tuple[int, int]]:
+    """(sequences, drafts of each) of the rounds that an engine with a drafter records: none, a few or as many
+    as there are. Large batches do not draft: their steps read most experts anyway."""
+    drafts = sorted({min(FEW_DRAFTS, num_drafts), num_drafts})
+    sizes = [(seats, number) for seats in graph_rows(max_batch) for number in (0, *drafts)]
+    return [(seats, number) for seats, number in sizes if not number or seats * (number + 1) <= MOST_DRAFTED]
+
+
+def step_rows(max_batch: int, num_drafts: int, block: int) -> list[int]:
+    """Rows of buffers of all steps that an engine records: with a drafter those of its blocks too."""
+    if not num_drafts:
+        return graph_rows(max_batch)
+    return [n * (k + 1 + block * (k > 0)) for n, k in round_sizes(max_batch, num_drafts)]
+
+
 def inbox_bytes(c: ModelConfig, rows: int, ranks: int) -> int:
     """What the other ranks' kernels write to, for steps of up to so many rows."""
     return 0 if ranks == 1 else 8 * ranks * inbox_places(rows, c.hidden_size, c.vocab_size // ranks)
@@ -228,20 +247,6 @@ def buffer_bytes(
         ranks=ranks,
         whole_experts=whole_experts,
     )
-    return rows * _bytes(one)
-
-
-def draft_bytes(
-    c: ModelConfig, sequences: int, rows: int, stages: int, dtype: torch.dtype, activations: str = "a16"
-) -> int:
-    """What `DraftBuffers` allocates."""
-    made = DraftBuffers(c, sequences, rows, stages, dtype, "meta", activations)
-    return _bytes(made) + _bytes(made.layers)
-
-
-def _bytes(buffers: Buffers | DraftBuffers) -> int:
-    """Count each memory once."""
-    held = tensors_of(list(vars(buffers).values()))
-    return sum(
-        {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held}.values()
-    )
+    held = tensors_of(list(vars(one).values()))
+    of_memory = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held}
+    return rows * sum(of_memory.values())

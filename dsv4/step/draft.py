@@ -11,6 +11,7 @@ from torch import Tensor
 from dsv4.cache.store import Cache
 from dsv4.config import LayerSpec
 from dsv4.gpu.pdl import Launch, Names, check, tensors_of
+from dsv4.gpu.tiles import Tiled
 from dsv4.model.bundle import Bundle
 from dsv4.model.model import Model
 from dsv4.ops.draft import decode as draft
@@ -18,7 +19,7 @@ from dsv4.ops.linear.decode import Product
 from dsv4.ops.rows import quantize
 from dsv4.ops.sample import decode as sample
 from dsv4.quant.formats import Format, QuantTensor
-from dsv4.step.buffers import DraftBuffers
+from dsv4.step.buffers import Buffers, DraftBuffers
 from dsv4.step.layers import Layers
 
 SLIDING = LayerSpec("sliding", 0, False)
@@ -34,25 +35,28 @@ class Draft(Layers):
         model: Model,
         cache: Cache,
         sequences: int,
-        rows: int,
+        step: Buffers,
         names: Names | None = None,
         overlap: bool = True,
+        head: Tiled | None = None,
         drafts: int | None = None,
     ) -> None:
-        """`rows` of the step before, which writes `drafter.taps`. `names`: the step's, if both are to be
-        checked as one list. `drafts`: slots that are chosen, None: all; the block stays whole."""
+        """`step`: with the taps that it leaves. `names`: the step's, if both are to be checked as one list.
+        Without `sequences` nobody drafts. `head`: instead of the trunk's, a rougher one. `drafts`: slots that
+        are chosen, None: all; the block stays whole."""
         c, stages = b.config, b.weights.num_mtp_layers
         assert c.dspark is not None and model.dspark is not None, "the model has no DSpark stages"
         assert b.mesh.size == 1, "drafts of several ranks are not built"
         self.stages, self.rope = stages, model.dspark.stages[0].attention.rope
         assert len(self.rope.cos) >= cache.layout.max_context + c.dspark.block_size, len(self.rope.cos)
+        self.head = head
         self.rings = [layer for layer in cache.layers[c.num_layers :][:stages]]
         self.drafts = c.dspark.block_size if drafts is None else drafts
         assert 1 <= self.drafts <= c.dspark.block_size, f"{drafts} drafts of {c.dspark.block_size} slots"
         self.drafter = DraftBuffers(
             c=c,
             sequences=sequences,
-            rows=rows,
+            step=step,
             stages=stages,
             dtype=b.numerics.dtype,
             device=cache.page_table.device,
@@ -64,28 +68,29 @@ class Draft(Layers):
         names = Names() if names is None else names
         for name, held in state.items():
             names.add(name, *tensors_of(held))
-        between = names.of(tensors_of([*state.values()]), "state")
+        self.between = names.of(tensors_of([*state.values()]), "state")
         super().__init__(b, model, cache, self.drafter.layers, names, peers=None, overlap=overlap)
         self._commit()
         self.commit: list[Launch] = self.list
         self.list = []
-        self._block()
+        if sequences:
+            self._block()
         self.block: list[Launch] = self.list
         self.launches = self.list = [*self.commit, *self.block]
-        check(self.list, between=between)
+        check(self.list, between=self.between)
 
     def _commit(self) -> None:
         """Entries of the committed rows in all rings."""
         b, c, d = self.b, self.config, self.drafter
         taps = self._input("mtp.0.main_proj", d.taps, d.taps_in)
         if taps is not d.taps:
-            self._add("round", quantize.round_values, x=d.taps, out=taps, activations=b.numerics.activations)
+            self.add("round", quantize.round_values, x=d.taps, out=taps, activations=b.numerics.activations)
         parts, rows = d.main_parts, len(d.taps)
         fused = Product(
             b.tiled("mtp.0.main_proj"), taps, parts if len(parts) > 1 else parts[0], splits=len(parts)
         )
         self._product("taps", [fused], rows=rows)
-        self._add(
+        self.add(
             "fuse",
             draft.fuse,
             parts=parts,
@@ -98,7 +103,7 @@ class Draft(Layers):
         wkv = [f"mtp.{stage}.attn.wkv" for stage in range(self.stages)]
         into = [Product(b.tiled(w), self._input(w, d.main, d.main_in), d.kv[i]) for i, w in enumerate(wkv)]
         self._product("context", into, rows=rows)
-        self._add(
+        self.add(
             "keep",
             draft.keep,
             kv=d.kv,
@@ -117,7 +122,7 @@ class Draft(Layers):
         """All stages over the blocks' rows, their base logits, and the drafts."""
         b, c, d, f = self.b, self.config, self.drafter, self.buffers
         assert c.dspark is not None
-        self._add(
+        self.add(
             "begin",
             draft.begin,
             anchors=d.anchors,
@@ -145,9 +150,9 @@ class Draft(Layers):
             mixed = f.moe
         self.layer = ""
         self._site(f"{name}.hc_head", f"{name}.norm", mixed, mixed=d.mixed)
-        self._head()
+        self._head(b.tiled("head") if self.head is None else self.head)
         for slot in range(self.drafts):
-            self._add(
+            self.add(
                 "markov",
                 draft.markov,
                 slot=slot,
@@ -160,7 +165,7 @@ class Draft(Layers):
                 z=d.z,
                 confidence=d.confidence,
             )
-            self._add(
+            self.add(
                 "sample",
                 sample.sample,
                 logits=d.z,

@@ -45,22 +45,19 @@ class Launches(Layers):
         peers: exchange.Peers | None,
         overlap: bool,
         sums: bool,
-        taps: Tensor | None = None,
+        goes_on: bool,
     ) -> None:
-        """The arguments are those of run.py's Decoder. `taps` [rows, targets * D]: what DSpark sees of the
-        step, its target layers' streams averaged."""
+        """The arguments are those of run.py's Decoder."""
         c, f = b.config, buffers
         super().__init__(b, model, cache, f, _names(f, cache, b.weights.placement), peers, overlap)
-        if taps is not None:
-            self.names.add("taps", taps)
-        state = self.names.known
+        self.between = state = self.names.known
         if peers is not None:
             self.names.add("inbox", peers.inbox)
         mixed: Tensor | None = None
         for number, (spec, layer) in enumerate(zip(c.layers, cache.layers, strict=False)):
             self.layer = name = f"layers.{number}"
             rope = model.blocks[number].attention.rope
-            mixing = self._site(f"{name}.hc_attn", f"{name}.attn_norm", mixed, mean=self._tap(taps, number))
+            mixing = self._site(f"{name}.hc_attn", f"{name}.attn_norm", mixed, mean=self._tap(number))
             self._attention(f"{name}.attn", spec, layer, rope, mixing)
             mixing = self._site(f"{name}.hc_ffn", f"{name}.ffn_norm", f.y)
             last = number == c.num_layers - 1
@@ -68,16 +65,16 @@ class Launches(Layers):
             self._moe(f"{name}.ffn", spec, mixing, next_fn, None if counts is None else counts[number])
             mixed = f.moe
         self.layer = ""
-        self._site("hc_head", "norm", mixed, mean=self._tap(taps, c.num_layers))
-        self._head(sums)
-        self._add(
+        self._site("hc_head", "norm", mixed, mean=self._tap(c.num_layers))
+        self._head(b.tiled("head"), sums)
+        self.add(
             "sample",
             sample.sample,
             logits=f.logits,
             settings=f.settings,
             mask=f.mask,
             out=f.out,
-            next_ids=f.ids,
+            next_ids=f.ids if goes_on else None,
             positions=f.positions,
             slots=f.slots,
             latest=latest,
@@ -85,9 +82,10 @@ class Launches(Layers):
         )
         check(self.list, between=state)
 
-    def _tap(self, taps: Tensor | None, site: int) -> Tensor | None:
+    def _tap(self, site: int) -> Tensor | None:
         """Where the streams' mean goes that a layer's first site finds, or the head: those after the layer
         before."""
+        taps = self.buffers.taps
         if taps is None or self.config.dspark is None or site - 1 not in self.config.dspark.target_layers:
             return None
         d, place = self.config.hidden_size, self.config.dspark.target_layers.index(site - 1)

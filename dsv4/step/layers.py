@@ -15,6 +15,7 @@ from torch import Tensor
 from dsv4.cache.store import Cache, LayerCache, Tail
 from dsv4.config import LayerSpec
 from dsv4.gpu.pdl import Launch, Launcher, Names
+from dsv4.gpu.tiles import Tiled
 from dsv4.model.bundle import Bundle
 from dsv4.model.mhc import wide_scale
 from dsv4.model.model import Model
@@ -56,22 +57,23 @@ class Layers:
         self.list: list[Launch] = []
         self.layer = ""
 
-    def _add(self, name: str, launcher: Launcher[...], **arguments: Any) -> None:
+    def add(self, name: str, launcher: Launcher[...], **arguments: Any) -> Launch:
         run = partial(launcher, **arguments, overlap=self.overlap)
         claims = None if launcher.means is None else partial(launcher.means, **arguments)
         self.list.append(self.names.launch(name, run, launcher.touches(arguments), self.layer, claims))
+        return self.list[-1]
 
-    def _head(self, sums: bool = True) -> None:
+    def _head(self, weight: Tiled, sums: bool = True) -> None:
         """Logits of all rows, on every rank; without `sums` only this rank's share of them."""
         f = self.buffers
         share = f.own_logits if sums else f.logits[:, : f.own_logits.shape[1]]
-        self._product("head", [Product(self.b.tiled("head"), f.x, share, y_stride=share.stride(0))])
+        self._product("head", [Product(weight, f.x, share, y_stride=share.stride(0))])
         if self.peers is not None:
             self._exchange("gather", exchange.gather, share=f.own_logits, logits=f.logits)
 
     def _exchange(self, name: str, launcher: Launcher[...], **arguments: Any) -> None:
         """With the other ranks, where there are some."""
-        self._add(name, launcher, peers=self.peers, number=self.exchanges, **arguments)
+        self.add(name, launcher, peers=self.peers, number=self.exchanges, **arguments)
         self.exchanges += 1
 
     def _product(
@@ -127,7 +129,7 @@ class Layers:
         is_one = together is not None and len(rounded) == len(products)
         for x in [together] if is_one else rounded:
             activations = self.b.numerics.activations
-            self._add("round", quantize.round_values, x=x, out=x, activations=activations)
+            self.add("round", quantize.round_values, x=x, out=x, activations=activations)
         return products
 
     def _site(
@@ -142,7 +144,7 @@ class Layers:
         fn, base, weight = b.plain(f"{name}_fn"), b.plain(f"{name}_base"), b.plain(norm)
         gate, comb = (None, None) if fn.shape[0] == c.num_streams else (f.gate, f.comb)
         self._open(fn, y)
-        self._add(
+        self.add(
             "mhc close",
             mhc.mix_close,
             partial=f.partial,
@@ -211,7 +213,7 @@ class Layers:
         if selects:
             products.append(Product(b.tiled(f"{name}.indexer.weights_proj"), f.x, f.index_weights))
         self._product("projections", products)
-        self._add(
+        self.add(
             "prepare",
             prepare,
             q_low=f.q_raw,
@@ -240,7 +242,7 @@ class Layers:
         u_top = f.u_top if f.rows == 1 and self.dtype == torch.bfloat16 else None
         self._product("queries up", products, mixing=mixing, clears=u_top)
         if selects or not f.attends_in_one:
-            self._add(
+            self.add(
                 "queries",
                 queries,
                 q=None if f.attends_in_one else f.q,
@@ -316,7 +318,7 @@ class Layers:
             "ratio": spec.ratio,
             "page_entries": layer.page_entries,
         }
-        self._add(
+        self.add(
             "index scores",
             index.scores,
             iq=f.iq,
@@ -326,7 +328,7 @@ class Layers:
             out=f.index_scores,
             **visible,
         )
-        self._add("index select", selecting.select_rows, scores=f.index_scores, out=f.chosen_rows, **visible)
+        self.add("index select", selecting.select_rows, scores=f.index_scores, out=f.chosen_rows, **visible)
 
     def _attend(
         self, name: str, spec: LayerSpec, layer: LayerCache, rope: Rope, selects: bool, mutual: Mutual | None
@@ -351,12 +353,12 @@ class Layers:
             over, most = {**over, **of_block, "page_table": None, "ratio": 1}, mutual.block
         after = {"sinks": self.b.plain(f"{name}.attn_sink"), "cos": rope.cos, "sin": rope.sin, "out": f.o}
         if f.attends_in_one:
-            self._add(f"attend {spec.kind}", attention.attend, eps=c.norm_eps, **over, **after)
+            self.add(f"attend {spec.kind}", attention.attend, eps=c.norm_eps, **over, **after)
             return
         part_o, part_ml = f.chunks(self.dtype, c.window, most)
         parts = {"part_o": part_o, "part_ml": part_ml}
-        self._add(f"attend {spec.kind}", decode_any.attend, **over, **parts)
-        self._add("combine", decode_any.combine, positions=f.positions, **parts, **after)
+        self.add(f"attend {spec.kind}", decode_any.attend, **over, **parts)
+        self.add("combine", decode_any.combine, positions=f.positions, **parts, **after)
 
     def _moe(
         self, name: str, spec: LayerSpec, mixing: Mixing | None, next_fn: Tensor, counts: Tensor | None
@@ -373,7 +375,7 @@ class Layers:
                 Product(shared.w13, self._input(shared_w1, f.x, f.x_in), f.shared_hidden),
             ],
         )
-        self._add(
+        self.add(
             "route",
             routing.route,
             logits=f.gate_logits,

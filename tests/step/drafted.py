@@ -84,23 +84,22 @@ class Drafted:
         for layer in self.cache.layers:
             layer.ring.data.fill_(0x7F)  # NaN until it is written
         self.model = Model(self.bundle, most, "cpu", copies_ahead=False)
+        self.step = Buffers(c, rows, most, dtype, "cpu", activations, taps=True)
         with emulated(launches), noted() as touches:
-            self.draft = Draft(self.bundle, self.model, self.cache, len(last), rows, drafts=drafts)
+            self.draft = Draft(self.bundle, self.model, self.cache, len(last), self.step, drafts=drafts)
         self.touches = dict(zip(map(id, self.draft.launches), touches, strict=True))
         generator = torch.Generator().manual_seed(5)
         columns = len(c.dspark.target_layers) * c.hidden_size
         self.taps = [torch.randn(p + 1, columns, generator=generator).to(dtype) for p in last]
         self.anchors = torch.randint(0, c.vocab_size, (len(last),), generator=generator)
 
-    def trunk(self, rows: int) -> Trunk:
-        """A step's launches, whose taps are the draft's."""
-        c, dtype = self.config, self.rounding.dtype
-        buffers = Buffers(c, rows, self.cache.layout.max_context, dtype, "cpu", self.rounding.activations)
+    def trunk(self) -> Trunk:
+        """The launches of the step whose taps the draft reads."""
         with emulated(self.launches), noted() as touches:
             made = Trunk(
-                **{"b": self.bundle, "model": self.model, "cache": self.cache, "buffers": buffers},
+                **{"b": self.bundle, "model": self.model, "cache": self.cache, "buffers": self.step},
                 **{"latest": None, "penalties": None, "counts": None, "peers": None},
-                **{"overlap": True, "sums": True, "taps": self.draft.drafter.taps},
+                **{"overlap": True, "sums": True, "goes_on": True},
             )
         self.touches |= dict(zip(map(id, made.list), touches, strict=True))
         return made

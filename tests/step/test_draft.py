@@ -14,11 +14,10 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from dsv4.gpu.pdl import check, tensors_of
+from dsv4.gpu.pdl import check
 from dsv4.lab.reference import open_model
 from dsv4.ops.sample.cpu import PLAIN, choose, pack
 from dsv4.spec.drafts import dspark_taps
-from dsv4.step.buffers import DraftBuffers, draft_bytes
 from dsv4.step.launches import Launches as Trunk
 from tests.golden.test_golden import MARKS, folder
 from tests.step.drafted import BLOCK, HEADS, SMALL, Change, Drafted
@@ -101,15 +100,6 @@ def test_fewer_drafts(small: Drafted, twins: Path, models: Path) -> None:
     d, its = small.draft.drafter, few.draft.drafter
     assert torch.equal(its.drafts[:2], d.drafts[:2]) and its.drafts[2].tolist() == [-1] * 3
     assert torch.equal(its.confidence[:2, :2], d.confidence[:2, :2])
-
-
-@pytest.mark.parametrize("activations", ["a16", "a4"])
-def test_memory(activations: Any) -> None:
-    """As many bytes are planned as are allocated."""
-    made = DraftBuffers(SMALL, 3, 4, 2, F32, "cpu", activations)
-    held = tensors_of([*vars(made).values(), *vars(made.layers).values()])
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
-    assert draft_bytes(SMALL, 3, 4, 2, F32, activations) == sum(storages.values())
 
 
 def test_sampled_drafts(small: Drafted) -> None:
@@ -216,8 +206,8 @@ def test_a_steps_taps(twins: Path, models: Path, is_before: bool, monkeypatch: p
     made = Drafted(models / "official 128", Launches(twins), SMALL, [7, 4], rows=2)
     tap = Trunk._tap
     if is_before:
-        monkeypatch.setattr(Trunk, "_tap", lambda self, taps, site: tap(self, taps, site + 1))
-    trunk, d = made.trunk(rows=2), made.draft.drafter
+        monkeypatch.setattr(Trunk, "_tap", lambda self, site: tap(self, site + 1))
+    trunk, d = made.trunk(), made.draft.drafter
     ids = [torch.randint(0, 149, (p + 1,), generator=torch.Generator().manual_seed(p)) for p in made.last]
     with made.checkpoint.reader, torch.inference_mode():
         made.taps = [dspark_taps(open_model(made.checkpoint, made.rounding), of) for of in ids]
@@ -241,7 +231,7 @@ def test_a_steps_taps(twins: Path, models: Path, is_before: bool, monkeypatch: p
 def test_a_round_overlaps_safely(twins: Path, models: Path) -> None:
     """The trunk's launches and the draft's as one list, over and over."""
     made = Drafted(models / "official 128", Launches(twins), SMALL, [7, 4], rows=2)
-    trunk = made.trunk(rows=2)
+    trunk = made.trunk()
     tensors = [tensor for each in made.touches.values() for tensor in each.writes]
     state = trunk.names.of(tensors, "state")
     check([*trunk.list, *made.draft.launches], between=state)

@@ -135,13 +135,13 @@ def _at(
     latest = torch.zeros(cache.layout.num_slots, dtype=torch.long, device=cache.page_table.device)
     for number in rows:
         fill(cache)
-        decoder = Decoder(bundle, model, cache, number, latest=latest)
+        decoder = Decoder(bundle, model, cache, number, latest=latest, taps=True)
         place(decoder, context, bundle.config.vocab_size)
         found = mismatches(decoder, told)
         name = f"{number} rows at {context:,} tokens, {activations}"
         yield conclusion(name, len(decoder.launches), found)
         if model.dspark is not None:
-            draft = Draft(bundle, model, cache, sequences=number, rows=2 * number)
+            draft = Draft(bundle, model, cache, number, decoder.buffers)
             place_drafts(draft, context)
             found = mismatches(draft, told)
             yield conclusion(f"drafts of {name}", len(draft.launches), found)

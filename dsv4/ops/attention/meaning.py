@@ -94,7 +94,7 @@ def prepare(
         if not bool(closing.any()):
             continue
         assert page_table is not None
-        pooled = _pooled(pooling, ratio, used[closing], of[closing], at[closing]).to(act)
+        pooled = _pooled(pooling, ratio, used, of, at)[closing].to(act)
         starts = _angles(cos, sin, at[closing] + 1 - ratio)
         row = ops.rotate(ops.rms_norm(pooled, pooling.norm, eps), *starts)
         block = at[closing] // ratio
@@ -125,13 +125,15 @@ def _tail(name: str, p: "Pooling", ratio: int, used: Tensor, of: Tensor, at: Ten
 
 
 def _pooled(p: "Pooling", ratio: int, rows: Tensor, of: Tensor, at: Tensor) -> Tensor:
-    """Pool the blocks that end now: older rows lie in the tail."""
+    """Pool the blocks that end at these rows; older ones lie in the tail, or are rows of this step."""
     overlaps = p.values.shape[1] > p.norm.shape[0]
     span = ratio * (2 if overlaps else 1)
     wanted = at.unsqueeze(1) - torch.arange(span - 1, -1, -1, device=at.device)
     place = (of.unsqueeze(1), wanted.clamp(min=0) % p.tail_values.shape[1])
     values, scores = p.tail_values[place], p.tail_scores[place]
-    values[:, -1], scores[:, -1] = p.values[rows], p.scores[rows] + p.ape[at % ratio]
+    for now, (slot, position) in enumerate(zip(of.tolist(), at.tolist(), strict=True)):
+        here = (of.unsqueeze(1) == slot) & (wanted == position)
+        values[here], scores[here] = p.values[rows[now]], p.scores[rows[now]] + p.ape[position % ratio]
     is_missing = (wanted < 0).unsqueeze(-1)
     values, scores = values.masked_fill(is_missing, 0.0), scores.masked_fill(is_missing, -torch.inf)
     return ops.compress(values, scores, ratio, overlaps)[:, -1]

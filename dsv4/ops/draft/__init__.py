@@ -1,1 +1,1 @@
-"""The room of DSpark's drafts inside a decode step; the CPU path is model/dspark.py."""
+"""The room of drafts inside a decode step: DSpark's own launches, and those of a round of speculation."""

@@ -48,6 +48,8 @@ def route(
 
     def want_tasks() -> Wanted:
         is_own = (chosen >= own.start) & (chosen < own.stop)
+        if positions is not None and rows > 1:
+            is_own &= (positions >= 0).unsqueeze(1)
         return torch.where(is_own, chosen - own.start, -1).flatten().float(), 0.0
 
     def put_tasks(of_pair: Tensor) -> None:
