@@ -282,5 +282,5 @@ def test_norms_make_the_forms_that_products_read() -> None:
 @pytest.mark.parametrize(("name", "activations"), [("flash", "a16"), ("pro", "a8")])
 def test_drafts_of_published_sizes(name: str, activations: Any) -> None:
     c = with_stages(replace(preset(name), layers=preset(name).layers[:3], num_experts=8))
-    for rows in (1, 8, 32):
+    for rows in (1, 4):
         planned(c, rows, activations=activations)

@@ -19,6 +19,7 @@ from dsv4.gpu import architectures, tiles
 from dsv4.gpu.build import HOPPER
 from dsv4.lab import synthetic
 from dsv4.lab.bench.decode import Wanted
+from dsv4.lab.synthetic import num_stages
 from dsv4.model.bundle import Bundle, Numerics
 from dsv4.model.model import Model
 from dsv4.model.prompt import Prompt
@@ -105,26 +106,30 @@ def planned(
     steps of prompts of so many tokens, at the beginning and the end of the context. With DSpark also a round
     of speculation in which each of the rows verifies a whole block."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(synthetic, "random_tiles", _unmade)
+        patch.setattr(synthetic, "_random", _unmade)
         patch.setattr(torch, "randn", _values)
         patch.setattr(torch, "randint", lambda low, high, shape, **_: _values(shape, dtype=torch.long))
         with _unlaunched(multiprocessors, capability):
-            weights = synthetic.make_weights(c, layout, "cpu", ranks=ranks)
+            blocks = num_stages(c)
+            weights = synthetic.make_weights(c, layout, "cpu", ranks=ranks, draft_blocks=blocks)
     with _unlaunched(multiprocessors, capability):
         ops = Ops.choose("cuda", **dict.fromkeys(IMPLEMENTATIONS, "gpu"))
         mesh = Mesh() if ranks == 1 else Mesh(0, ranks, Echo(ranks))
         bundle = Bundle(c, weights, ops, Numerics(dtype, activations, True), mesh)
         stored = Wanted(context, rows).layout(c)
-        stored = replace(stored, rope_itemsize=dtype.itemsize)
+        stored = replace(stored, rope_itemsize=dtype.itemsize, num_mtp_layers=blocks)
         model, cache = Model(bundle, stored.max_context, "meta"), Cache(stored, "meta", dtype)
         peers = None if ranks == 1 else echo_peers(c, ranks, rows, torch.device("meta"))
         decoder = Decoder(bundle, model, cache, rows, peers=peers)
         for launch in decoder.launches:
             launch.run()
-        if c.dspark is not None:
+        if model.dspark is not None and c.dspark is not None:
             most = c.dspark.block_size
-            state = rounds.state_of(stored.num_slots, most, "meta")
-            Round(bundle, model, cache, rows, most, state, torch.ones(most + 1, device="meta")).run()
+            state, costs = (
+                rounds.state_of(stored.num_slots, most, "meta"),
+                torch.ones(most + 1, device="meta"),
+            )
+            Round(bundle, model, cache, rows, most, state, costs).run()
         for tokens in prompts:
             last = max(0, stored.max_context - tokens)
             run_spans(model, cache, [(start, min(tokens, stored.max_context - start)) for start in (0, last)])

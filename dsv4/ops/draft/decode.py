@@ -194,8 +194,8 @@ def _keep_kernel(kv_ptr, norms_ptr, ring_ptr, ring_rope_ptr, ring_scale_ptr, rin
 
 
 @launcher(
-    reads=("kv", "slots", "positions"),
-    reads_early=("norms", "cos", "sin"),
+    reads=("kv", "slots", "positions", "cos", "sin"),
+    reads_early=("norms",),
     writes=("rings",),
     means=meaning.keep,
 )
