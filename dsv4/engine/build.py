@@ -184,7 +184,7 @@ def _make_executor(
     model = Model(bundle, s.max_context, device, copies_ahead=not config.no_overlap)
     cache = Cache(layout, device, s.dtype)
     if not s.tiled:
-        return model, Eager(model, cache, device, s.num_drafts)
+        return model, Eager(model, cache, device, drafts=s.drafts != 0)
     peers = None
     if bundle.mesh.size > 1 and (peers := find_peers(bundle, config)) is None:
         return model, Eager(model, cache, device)

@@ -7,6 +7,7 @@ from dsv4.cache.prefix import PrefixCache
 from dsv4.cache.slots import Slots
 from dsv4.engine.plan import Claim, Copy, Penalise, Plan, Restore, Save, Span
 from dsv4.engine.request import Sequence
+from dsv4.engine.speculation import NO_WISH, Speculation, Wish
 
 # Tokens a sequence must have room for beyond what it has to process, so that it does not soon have to pause.
 HEADROOM = 64
@@ -34,10 +35,16 @@ class Scheduler:
     """
 
     def __init__(
-        self, slots: Slots, prefix: PrefixCache, chunk: int, same_bits: bool, num_drafts: int = 0
+        self,
+        slots: Slots,
+        prefix: PrefixCache,
+        chunk: int,
+        same_bits: bool,
+        speculation: Speculation | None = None,
     ) -> None:
         self.slots, self.prefix, self.chunk, self.same_bits = slots, prefix, chunk, same_bits
-        self.num_drafts = num_drafts
+        self.speculation = speculation  # None: nothing is drafted
+        self._wishes: dict[int, Wish] = {}  # of the plan being made, by sequence
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_pauses = 0
@@ -56,6 +63,9 @@ class Scheduler:
             self._admit()
         ends = {s.number: self._end_of_prompt(s) for s in self.running}
         reading = [s for s in self.running if s.num_processed < ends[s.number]]
+        if self.speculation is not None:
+            decoding = [s.number for s in self.running if s.num_processed >= ends[s.number]]
+            self._wishes = self.speculation.wishes(decoding, [s.number for s in reading])
         decode = tuple(
             self._span(s, s.num_processed + 1) for s in self.running if s.num_processed >= ends[s.number]
         )
@@ -123,7 +133,8 @@ class Scheduler:
         # A step launched ahead processes the token at `stop`, and must find a page for it.
         goes_on = stop + 1 < s.num_prompt + s.max_tokens
         ahead = is_last and goes_on and self.slots.grow(s.slot, stop + 1)
-        num_drafts = self._num_drafts(s, stop) if is_last and is_generated else 0
+        wish = self._wishes.get(s.number, NO_WISH) if is_last else NO_WISH
+        num_drafts = self._num_drafts(s, stop, wish.verify) if is_generated else 0
         return Span(
             sequence=s.number,
             slot=s.slot,
@@ -132,6 +143,7 @@ class Scheduler:
             # Graphs of generated tokens always choose; where the token is known already, nobody looks.
             sampling=s.sampling(stop) if is_last or (is_generated and not self.same_bits) else None,
             num_drafts=num_drafts,
+            proposes=wish.propose,
             ahead=ahead,
             mark=mark,
             score=score,
@@ -139,10 +151,10 @@ class Scheduler:
             score_top=s.request.params.prompt_logprobs or 0,
         )
 
-    def _num_drafts(self, s: Sequence, stop: int) -> int:
+    def _num_drafts(self, s: Sequence, stop: int, wanted: int) -> int:
         """Proposals to verify with the last token: each may be followed by one more, and needs a page."""
         assert s.slot is not None
-        most = min(self.num_drafts, s.max_tokens - len(s.tokens) - 1)
+        most = min(wanted, s.max_tokens - len(s.tokens) - 1)
         return next((n for n in range(most, 0, -1) if self.slots.grow(s.slot, stop + n)), 0)
 
     def commit(self, plan: Plan) -> None:
@@ -238,6 +250,8 @@ class Scheduler:
         self._restores.pop(sequence.slot, None)
         self._penalties.pop(sequence.slot, None)
         sequence.slot = sequence.node = None
+        if self.speculation is not None:
+            self.speculation.pause(sequence.number)
 
     def finish(self, sequence: Sequence) -> None:
         """Take the sequence out, wherever it is; its slot and pages are free at once."""
@@ -247,3 +261,5 @@ class Scheduler:
             self._release(sequence)
         else:
             self.waiting.remove(sequence)
+        if self.speculation is not None:
+            self.speculation.forget(sequence.number)

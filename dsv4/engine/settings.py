@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import torch
 
-from dsv4.cache.layout import SPARE, CacheLayout
+from dsv4.cache.layout import CacheLayout, most_drafts
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.device import OLDEST, Device, available_memory, too_old, usable_cores
 from dsv4.engine import proof
@@ -35,7 +35,6 @@ from dsv4.weights.tiled import draft_form, expert_bytes, expert_form, tiled_byte
 # Below this, one decode step's products are too short to share between threads (measured: docs/log.md).
 SMALL_MODEL_BYTES = 1 << 30
 MAX_THREADS = 1024
-MTP_STEPS = 3  # proposals of a draft block that feeds on its own: further ones are hardly ever right
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Settings:
     chunk: int
     threads: int
     dense: bool
-    num_drafts: int
+    drafts: int | None  # most that a step verifies; 0: none are made; None: as many as pay
     tiled: bool  # weights in the GPU kernels' own form; generated tokens run as graphs
     choices: tuple[Choice, ...]
 
@@ -126,7 +125,7 @@ def settle(config: EngineConfig, checkpoint: Checkpoint, ranks: int = 1) -> Sett
         chunk=chunk or DEFAULT_CHUNK,
         threads=threads,
         dense=weights == "dense",
-        num_drafts=_num_drafts(config, device, checkpoint),
+        drafts=_drafts(config, device, checkpoint),
         tiled=tiled,
         choices=tuple(choices),
     )
@@ -146,17 +145,11 @@ def crowding(threads: int, ranks: int) -> tuple[str, ...]:
     )
 
 
-def most_drafts(model: ModelConfig) -> int:
-    """Tokens that the model's drafter can propose in a step."""
-    if model.dspark is None:
-        return MTP_STEPS
-    return min(model.dspark.block_size, SPARE - 1)
-
-
-def _num_drafts(config: EngineConfig, device: Device, checkpoint: Checkpoint) -> int:
+def _drafts(config: EngineConfig, device: Device, checkpoint: Checkpoint) -> int | None:
     wanted = config.speculate
     if not wanted.isdecimal():
-        return 0
+        can_draft = wanted == "auto" and device.kind == "cpu" and checkpoint.inventory.num_mtp_layers
+        return None if can_draft else 0
     if device.kind != "cpu":
         raise ConfigError(f"speculate is {wanted}: speculation runs on a CPU only; leave it out")
     if not checkpoint.inventory.num_mtp_layers:
@@ -215,7 +208,7 @@ def _check_plain(settings: Settings, config: EngineConfig, checkpoint: Checkpoin
         chunk=settings.chunk,
         decoded=0 if settings.dense else largest_linear(params),
         ranks=ranks,
-        drafts=settings.num_drafts,
+        drafts=most_drafts(checkpoint.config) if settings.drafts is None else settings.drafts,
     )
     lower = "lower max_batch, max_context or chunk" + (", or use weights packed" if settings.dense else "")
     _refuse(settings, layout, need.weights, need.beside_weights - layout.store_bytes(), lower)
