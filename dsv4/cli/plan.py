@@ -73,6 +73,7 @@ def plan(
         int | None, typer.Option(help="prompt tokens processed per step; default: as the engine's")
     ] = None,
     snapshots: Annotated[int, typer.Option(help="saved states of the prefix cache; 0 turns it off")] = 64,
+    speculate: Annotated[str, typer.Option(help="off: without the drafter, as dsv4 serve's option")] = "auto",
     records: Annotated[
         Path | None, typer.Option(help="folder of measurements (dsv4 bench --save); default: the package's")
     ] = None,
@@ -97,11 +98,11 @@ def plan(
     machine = parse(gpus) if gpus is not None else this_machine()
     demand = describe(model if model in PRESETS else str(model_folder(Path(model))), format)
     asked = default_context(demand.config) if context is None else count_of(context)
-    wanted = Wanted(asked, batch, expert_parallel, weights, cache, chunk, snapshots)
+    wanted = Wanted(asked, batch, expert_parallel, weights, cache, chunk, snapshots, speculate)
     made, folder = Plan.make(demand, machine, wanted), records or SHIPPED
     report = made.report(folder)
     if compare:
-        free = Wanted(asked, batch, cache=cache, chunk=chunk, snapshots=snapshots)
+        free = Wanted(asked, batch, cache=cache, chunk=chunk, snapshots=snapshots, speculate=speculate)
         sets = [(name, count) for name in COMPARED for count in (1, 2, 4, 8) if count <= made.most_ranks]
         report["sets"] = [Plan.make(demand, known(*each), free).summary(folder) for each in sets]
     if json:
@@ -125,7 +126,11 @@ def _show(made: "Plan", report: dict[str, Any], verbose: bool) -> None:
         speed = report["speed"]
         rate = f"{_rate(speed['tokens_per_second'])} tokens/s for one user"
         _line("speed", f"{rate}, {speed['kind']} ({speed['how']})")
+        if report["advice"]:
+            _line("drafter", report["advice"])
     else:
+        if report["advice"]:
+            _line("would fit", report["advice"])
         _show_instead(report["instead"], w.context, w.batch, made.refusal is not None)
     if verbose:
         _line(
@@ -144,6 +149,8 @@ def _table(made: "Plan", held: dict[str, Any], verbose: bool) -> Table:
     w, machine = made.wanted, made.machine
     slots = f"{w.batch} sequence{'s' if w.batch > 1 else ''} of {w.context:,} tokens, {w.cache}"
     notes = {"weights": made.weights, "cache": slots, "prompts": f"steps of {made.chunk:,} tokens, at most"}
+    if made.drafter_bytes:
+        notes["weights"] += f", {size(made.drafter_bytes)} of them the drafter"
     notes["other"] = "tables, buffers, compiled kernels" if not machine.is_cpu else "tables"
     table = Table("per GPU" if machine.count > 1 else "memory", "", "", box=None, pad_edge=False)
     table.columns[1].justify = "right"

@@ -11,6 +11,7 @@ from typing import Self, cast, overload
 
 from dsv4.engine.chat import ChatCompletion, ChatStream
 from dsv4.engine.request import Completion, Delta, Request, SamplingParams
+from dsv4.engine.speculation import Speculation
 from dsv4.engine.stream import Stream
 from dsv4.errors import RequestError
 from dsv4.text.chat import encode
@@ -24,6 +25,17 @@ class Calls(ABC):
     """The methods of Engine that are made of its others."""
 
     tokenizer: Tokenizer | None
+    speculation: Speculation | None
+
+    @property
+    def num_drafted(self) -> int:
+        """Tokens that were proposed and verified."""
+        return self.speculation.num_drafted if self.speculation else 0
+
+    @property
+    def num_accepted(self) -> int:
+        """Of these, those that were right."""
+        return self.speculation.num_accepted if self.speculation else 0
 
     @abstractmethod
     def next_id(self) -> str: ...

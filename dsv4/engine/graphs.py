@@ -70,7 +70,7 @@ class Graphs(Eager):
         are, not only those that are worth their time."""
         device = cache.page_table.device
         super().__init__(model, cache, str(device))
-        self.num_drafts, self.drafts_always = num_drafts, drafts_always
+        self.ahead_drafts, self.drafts_always = num_drafts, drafts_always
         self.latest = torch.zeros(cache.layout.num_slots, dtype=torch.long, device=device)
         placement, counts = b.weights.placement, None
         self.swapper: Swapper | None = None

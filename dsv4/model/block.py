@@ -32,3 +32,7 @@ class Block:
         self.hc_attn.mix_out(self.attention(x, step, cache, page_table), residual)
         x = self.hc_ffn.mix_in(residual, self.ffn_norm, step)
         self.hc_ffn.mix_out(self.moe(x, ids, step), residual)
+
+    def keep(self, residual: Residual, step: Step, cache: LayerCache) -> None:
+        """Make the attention's entries, and nothing else."""
+        self.attention.keep(self.hc_attn.mix_in(residual, self.attn_norm, step), step, cache)

@@ -32,10 +32,18 @@ class Mtp:
     ) -> tuple[Tensor, Tensor]:
         """streams [T, N, D] of positions i, embedded [T, D] of tokens i+1 -> streams for a further draft, and
         the normalised vector [T, D] whose head logits predict token i+2."""
+        residual = self._joined(streams, embedded)
+        self.block(residual, next_ids, step, cache, page_table)
+        streams = self.hc_head.close(residual, step)
+        mixed = self.hc_head.head(streams)
+        return streams, self.ops.rows.rms_norm(mixed, self.norm, self.config.norm_eps)
+
+    def keep(self, streams: Tensor, embedded: Tensor, step: Step, cache: LayerCache) -> None:
+        """Make the entries of the same tokens, and draft nothing."""
+        self.block.keep(self._joined(streams, embedded), step, cache)
+
+    def _joined(self, streams: Tensor, embedded: Tensor) -> Residual:
         eps, norm = self.config.norm_eps, self.ops.rows.rms_norm
         e = self.e_proj(norm(embedded, self.enorm, eps))
         h = self.h_proj(norm(streams, self.hnorm, eps).flatten(0, 1)).view_as(streams)
-        residual = Residual(e.unsqueeze(1) + h)
-        self.block(residual, next_ids, step, cache, page_table)
-        streams = self.hc_head.close(residual, step)
-        return streams, norm(self.hc_head.head(streams), self.norm, eps)
+        return Residual(e.unsqueeze(1) + h)

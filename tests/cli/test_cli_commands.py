@@ -117,7 +117,7 @@ def test_inspect_text(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     facts = json.loads(ok("inspect", model, "--json"))
     lines = ok("inspect", model, "--tensors").splitlines()
-    assert lines[0].startswith("layers      3 (1 sliding, 1 csa, 1 hca), 1 draft block(s)")
+    assert lines[0].startswith("layers      3 (1 sliding, 1 csa, 1 hca), MTP drafter, official names")
     for part in facts["components"]:
         assert any(line.startswith(part["name"]) for line in lines), part["name"]
     for name, tensor in facts["tensors"].items():

@@ -294,7 +294,7 @@ def test_every_function_of_every_op_has_a_case() -> None:
         ("experts", "routed"), ("route", "by_score"), ("route", "by_hash"), ("rows", "rms_norm"),
         ("mhc", "pre"), ("mhc", "post"), ("mhc", "head"), ("mhc", "mix_in"), ("attention", "queries"),
         ("attention", "entries"), ("attention", "store"), ("attention", "pool"), ("attention", "attend"),
-            ("attention", "attend_block"),
+        ("attention", "attend_block"),
         ("index", "queries"), ("index", "keys"), ("index", "select"), ("index", "visible_rows"),
         ("sample", "choose"), ("sample", "log_probs"),
     }  # fmt: skip
