@@ -41,14 +41,14 @@ def models(folder: Path | None = None) -> Iterator[Here]:
     room = Room.find()
     yield _describe("embedded", "", embedded(), room)
     for repository, revision, found in cache.snapshots():
-        if _is_model(found):
+        if is_model(found):
             yield _describe(short_name(repository), revision, found, room)
     for path in sorted(folder.iterdir()) if folder is not None else ():
-        if _is_model(path):
+        if is_model(path):
             yield _describe(path.name, "", path, room)
 
 
-def _is_model(folder: Path) -> bool:
+def is_model(folder: Path) -> bool:
     """Whether its config names this engine's kind of model; the cache holds others too."""
     with suppress(OSError, ValueError, RecursionError):
         config = json.loads((folder / "config.json").read_bytes())
