@@ -142,6 +142,7 @@ def test_status_page_is_drawn(browser: Any, server: Server) -> None:  # noqa: F8
     wait(lambda: "Model" in status.locator(".card h2").all_inner_texts(), 5)
     assert status.inner_text("#state") == "Ready" and "NaN" not in status.inner_text("main")
     assert "13.7 M parameters" in status.inner_text("main")
+    assert re.search(r"Host memory\s+[\d.]+ GB of [\d.]+ GB", status.inner_text("main"))
     before = status.locator(".card:has-text('Generation') dd").first.inner_text()
     server.chat()
     wait(lambda: status.locator(".card:has-text('Generation') dd").first.inner_text() != before, 5)
