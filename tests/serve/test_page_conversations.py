@@ -1,6 +1,7 @@
 """What the chat page keeps: conversations, versions, drafts, files, the place that is being read."""
 
 import json
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from page_support import (  # noqa: F401
     stream,
     watch,
 )
-from serve_support import KEY, Server, wait
+from serve_support import KEY, STORY, Server, wait
 
 pytestmark = needs_browser
+HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
 
 
 def texts(page: Any) -> list[str]:  # noqa: F811
@@ -346,15 +348,10 @@ def test_a_model_that_loads_and_a_server_that_is_away_are_told(page: Any) -> Non
 
 
 def test_progress_is_told(page: Any) -> None:  # noqa: F811
-    page.route(
-        "**/metrics",
-        lambda route: route.fulfill(body="dsv4_num_requests_waiting 3.0\n", content_type="text/plain"),
-    )
     held: list[Any] = []
     page.route("**/v1/chat/completions", lambda route: held.append(route))
     ask(page, "hi")
     page.wait_for_selector(".state:has-text('Sent')")
-    page.wait_for_selector(".state:has-text('3 requests in the queue')")
     held[0].fulfill(body=stream("well"), content_type="text/event-stream")
     answered(page)
     bar = """async () => {
@@ -370,6 +367,27 @@ def test_progress_is_told(page: Any) -> None:  # noqa: F811
     }"""
     words, share = page.evaluate(bar)
     assert words == "Reading 1,100 tokens: 54 %, about 5.0 s left" and 0.54 < share < 0.55
+
+
+def test_a_full_server_tells_the_place_in_the_queue(page: Any, server: Server) -> None:  # noqa: F811
+    """Three may run: two clients wait before the page, and it moves up as they begin."""
+    body = {"model": "tiny", "messages": STORY, "stream": True, "ignore_eos": True, "max_tokens": 900}
+    with ExitStack() as stack:
+        others = []
+        for busy in range(1, 6):
+            others.append(connection := stack.enter_context(closing(server.connection())))
+            connection.request("POST", "/v1/chat/completions", json.dumps(body), HEADERS)
+            wait(lambda: server.gauge("dsv4_num_requests_running") == min(busy, 3), 10)  # noqa: B023
+            wait(lambda: server.gauge("dsv4_num_requests_waiting") == max(busy - 3, 0), 10)  # noqa: B023
+        ask(page, "hi")
+        page.wait_for_selector(".state:has-text('Waiting for a free place: 2 requests ahead')")
+        others[3].close()
+        page.wait_for_selector(".state:has-text('Waiting for a free place: 1 request ahead')")
+        others[4].close()
+        page.wait_for_selector(".state:has-text('Waiting for a free place: next in the queue')")
+        others[0].close()
+        answered(page)
+    wait(server.is_idle, 10)
 
 
 def test_a_deleted_conversation_stays_deleted_while_it_is_answered(page: Any, server: Server) -> None:  # noqa: F811

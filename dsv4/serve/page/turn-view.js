@@ -231,7 +231,8 @@ export class AnswerView extends TurnView {
           ? "Sent"
           : "Waiting for the server";
     let share = null;
-    if (run.queue) words = `Waiting for a free place: ${plural(run.queue, "request")} in the queue`;
+    if (run.ahead === 0) words = "Waiting for a free place: next in the queue";
+    else if (run.ahead) words = `Waiting for a free place: ${plural(run.ahead, "request")} ahead`;
     else if (progress && progress.total > 0) {
       // Tokens from the cache take no time.
       const fresh = progress.total - (progress.cache ?? 0);
