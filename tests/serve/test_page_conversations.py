@@ -1,16 +1,19 @@
 """What the chat page keeps: conversations, versions, drafts, files, the place that is being read."""
 
 import json
+import shutil
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from page_support import (  # noqa: F401
     ANSWERED,
+    KEEP_BODIES,
     answered,
     ask,
     browser,
-    needs_browser,
+    downloaded,
     page,
     said,
     script,
@@ -19,7 +22,6 @@ from page_support import (  # noqa: F401
 )
 from serve_support import KEY, STORY, Server, wait
 
-pytestmark = needs_browser
 HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
 
 
@@ -73,10 +75,8 @@ def test_exports_are_imported(page: Any, tmp_path: Path) -> None:  # noqa: F811
     ask(page, "a question")
     answered(page)
     for name, suffix in (("Export as JSON", "json"), ("Export as Markdown", "md")):
-        with page.expect_download() as download:
-            option(page, "a question", name)
         path = tmp_path / f"kept.{suffix}"
-        download.value.save_as(path)
+        shutil.copy(downloaded(page, partial(option, page, "a question", name)), path)
         page.set_input_files("#import-file", path)
         page.wait_for_selector(f"text=1 conversation imported from kept.{suffix}")
     wait(lambda: titles(page) == ["a question"] * 3, 5)
@@ -173,6 +173,7 @@ def test_storage_that_is_full_or_forbidden_is_told(browser: Any, server: Server)
     full = "IDBObjectStore.prototype.put = () => { throw new DOMException('full', 'QuotaExceededError') };"
     for broken, words in ((refused, "does not keep conversations here"), (full, "storage is full")):
         context = browser.new_context(http_credentials={"username": "", "password": KEY})
+        context.add_init_script(KEEP_BODIES)
         context.add_init_script(broken)
         tab = context.new_page()
         complaints = watch(tab, f"http://127.0.0.1:{server.port}/")
@@ -249,13 +250,9 @@ def test_files_are_attached_by_picking_pasting_and_dropping(page: Any, tmp_path:
     page.set_input_files("#file", [tmp_path / "notes.txt", tmp_path / "picture.png"])
     page.wait_for_selector("text=picture.png is not a text file")
     page.wait_for_selector(".file:has-text('notes.txt'):has-text('tokens')")
-    paste = """(text) => {
-        const data = new DataTransfer();
-        data.setData("text/plain", text);
-        const event = new ClipboardEvent("paste", { clipboardData: data, bubbles: true, cancelable: true });
-        document.querySelector("#question").dispatchEvent(event);
-    }"""
-    page.evaluate(paste, "word " * 1000)
+    page.fill("#question", "word " * 1000)
+    for key in "axv":
+        page.press("#question", f"Control+{key}")
     page.wait_for_selector(".file:has-text('pasted-1.txt')")
     drop = """() => {
         const data = new DataTransfer();

@@ -5,6 +5,7 @@ import { newId } from "./dom.js";
 
 const SAVE_MS = 500;
 const QUEUE_MS = 1000;
+const LEAVING_MS = 200;
 
 export class Run {
   // `changed(what, value)` is in turn-view.js.
@@ -62,9 +63,11 @@ export class Run {
       for await (const chunk of events(response)) this.take(chunk);
       if (!turn.finish) throw new Refused("The connection ended before the answer did.");
     } catch (problem) {
-      // The browser ends requests of a page that is closed: no error, an interruption.
+      const isStopped = problem.name === "AbortError";
+      // A page that is closed loses its connections, in Firefox before it hears of it: no error.
+      if (!isStopped) await new Promise((resolve) => setTimeout(resolve, LEAVING_MS));
       if (this.isLeaving) turn.active = 0;
-      else if (problem.name === "AbortError") turn.stopped = true;
+      else if (isStopped) turn.stopped = true;
       else {
         turn.error = problem.message;
         turn.status = problem.status;
