@@ -225,6 +225,9 @@ def test_settings_are_checked_sent_and_reset(page: Any) -> None:  # noqa: F811
     page.fill("#set-tools", "")
     page.fill("#set-top_p", "0.5")
     page.fill("#set-stop", "END")
+    assert page.get_attribute("#set-temperature", "placeholder") == "0.6", "the model's default"
+    page.select_option("#set-format", "schema")
+    page.fill("#set-schema", '{"type": "object"}')
     page.select_option("#set-thinking", "off")
     page.keyboard.press("Escape")
     assert page.input_value("#question") == "hi", "what was not sent is not lost"
@@ -232,6 +235,7 @@ def test_settings_are_checked_sent_and_reset(page: Any) -> None:  # noqa: F811
     answered(page)
     assert said(sent[0])[0] == ("system", "Be brief.") and sent[0]["top_p"] == 0.5
     assert sent[0]["stop"] == ["END"] and sent[0]["thinking"] == {"type": "disabled"}
+    assert sent[0]["response_format"]["json_schema"]["schema"] == {"type": "object"}
     assert "temperature" not in sent[0], "an empty field is the server's default, not 0"
     page.click("#settings-toggle")
     page.select_option("#set-theme", "dark")
