@@ -90,6 +90,9 @@ def test_the_log_says_where_the_page_is_and_not_each_of_its_files(server: Server
     assert f"/v1, a chat page at http://127.0.0.1:{server.port}/\n" in server.log
     assert "route=/ status=200" in server.log and "route=/status status=200" in server.log
     assert "/page/" not in server.log
+    lines = server.log.splitlines()
+    assert lines[0].startswith("no model named")
+    assert all(re.match(r"time=\d{4}-\d\d-\d\dT[\d:.]{12}\+00:00 \S", line) for line in lines[1:])
 
 
 def test_question_is_answered_as_a_stream(page: Any, server: Server) -> None:  # noqa: F811
