@@ -21,7 +21,7 @@ from dsv4.engine.keep import Arrivals, make_shelf
 from dsv4.engine.output import Output
 from dsv4.engine.pace import Pace
 from dsv4.engine.ranks import Leader, Ranks
-from dsv4.engine.request import Delta, Request, Sequence
+from dsv4.engine.request import Delta, Request, SamplingParams, Sequence
 from dsv4.engine.runner import Runner
 from dsv4.engine.scheduler import Scheduler
 from dsv4.engine.settings import Settings, cache_layout
@@ -34,6 +34,7 @@ from dsv4.ops.sample.decode import MAX_PENALISED
 from dsv4.parallel.comm import PeerError
 from dsv4.parallel.machines import World
 from dsv4.parallel.mesh import Mesh
+from dsv4.text.generation import SamplingDefaults
 from dsv4.text.tokenizer import Tokenizer
 from dsv4.weights.load import Progress
 
@@ -127,6 +128,7 @@ class Engine(Calls):
         devices = rank_devices(config, world)
         prepared = Prepared.make(path, config, 0, devices)
         tokenizer = prepared.tokenizer(folder)
+        usual = SamplingParams(**SamplingDefaults.load(folder).shown())
         ranks = Ranks(path, prepared.settled, devices, world) if len(devices) > 1 else None
         with ExitStack() as undo:
             if ranks:
@@ -149,6 +151,7 @@ class Engine(Calls):
             except PeerError as error:
                 raise (ranks.lost(error) if ranks else error) from None
             undo.pop_all()
+        engine.usual = usual
         return engine
 
     def close(self) -> None:

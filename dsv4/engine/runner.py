@@ -58,6 +58,8 @@ class Executor(Protocol[L]):
     max_rows: int  # of a decode pass
     runs_ahead: bool
     same_bits: bool  # whether a token gives the same bits in `prefill` and in `decode`
+    expert_hits: int  # choices of decode steps whose expert lay in GPU memory, as far as they are counted
+    expert_misses: int
 
     def save(self, handle: int, slot: int, position: int) -> None: ...
     def set_pages(self, slot: int, pages: tuple[int, ...]) -> None: ...
