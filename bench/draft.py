@@ -15,15 +15,14 @@ import torch
 
 from dsv4.cache.store import Cache
 from dsv4.gpu.pdl import Launch
+from dsv4.gpu.tiles import rough_copy
 from dsv4.lab.bench.ceiling import gpu, timed
 from dsv4.lab.bench.decode import Wanted, fill, release
 from dsv4.lab.bench.profile import Span, summarise
 from dsv4.lab.bench.subject import DTYPE, synthetic
 from dsv4.lab.doctor.step import place_drafts
-from dsv4.lab.synthetic import random_tiles
 from dsv4.model.bundle import Bundle
 from dsv4.model.model import Model
-from dsv4.quant.formats import Format
 from dsv4.step.buffers import Buffers
 from dsv4.step.draft import Draft
 
@@ -83,9 +82,10 @@ def measure(bundle: Bundle, sequences: int, args: argparse.Namespace) -> None:
     model = Model(bundle, layout.max_context, device, copies_ahead=False)
     assert bundle.config.dspark is not None
     block = bundle.config.dspark.block_size
-    rows, context = sequences * (1 + block), layout.max_context
-    step = Buffers(bundle.config, rows, context, DTYPE, device, bundle.numerics.activations, taps=True)
-    draft = Draft(bundle, model, cache, sequences, step, drafts=args.drafts)
+    rows, activations = sequences * (1 + block), bundle.numerics.activations
+    step = Buffers(bundle.config, rows, layout.max_context, DTYPE, device, activations, taps=True)
+    head = rough_copy(bundle.tiled("head")) if args.head == "nvfp4" else None
+    draft = Draft(bundle, model, cache, sequences, step, head=head, drafts=args.drafts)
     place_drafts(draft, args.context)
     run = replayed(draft.launches)
     times = [median(replayed(part), args.rounds) for part in (draft.commit, draft.block)]
@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--experts", type=int)
     parser.add_argument("--layout", default="nvfp4")
     parser.add_argument("--activations", choices=("a16", "a8", "a4"), default="a16")
-    parser.add_argument("--head", choices=("bf16", "nvfp4"), default="bf16", help="a rough copy for drafts")
+    parser.add_argument("--head", choices=("bf16", "nvfp4"), default="nvfp4", help="of drafts alone")
     parser.add_argument("--drafts", type=int, help="slots that are chosen (default: all)")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--context", type=int, default=4096)
@@ -120,12 +120,6 @@ def main() -> None:
     )
     with torch.inference_mode():
         bundle = subject.bundle(device)
-        if args.head == "nvfp4":
-            shape = bundle.config.vocab_size, bundle.config.hidden_size
-            generator = torch.Generator(device).manual_seed(0)
-            rough = random_tiles(Format.NVFP4, shape, 1, 1, str(device), generator)
-            tensors = {**bundle.weights.tensors, "head": rough}
-            bundle = replace(bundle, weights=replace(bundle.weights, tensors=tensors))
         for sequences in args.sequences:
             release()
             measure(bundle, sequences, args)

@@ -53,7 +53,7 @@ class Bench:
     def __init__(self, config: ModelConfig, layout: str, activations: str, context: int) -> None:
         device = gpu()
         ops = Ops.choose("cuda", **dict.fromkeys(IMPLEMENTATIONS, "gpu"))
-        weights = make_weights(config, layout, str(device))
+        weights = make_weights(config, layout, str(device), draft_blocks=STAGES)
         self.bundle = Bundle(config, weights, ops, Numerics(DTYPE, activations, True))  # type: ignore[arg-type]
         most = -(-(context + TOKENS + 16) // PAGE) * PAGE
         self.cache = Cache(CacheLayout(config, Format.KV8, Format.MXFP4, 2, most, 1, STAGES), device, DTYPE)

@@ -72,6 +72,14 @@ class ModelConfig:
     quantization: Mapping[str, Any]
     dspark: Dspark | None
 
+    def drafter(self, num_blocks: int) -> str:
+        """What drafts are made with, of a checkpoint with so many MTP blocks or DSpark stages."""
+        if not num_blocks:
+            return "no drafter"
+        if self.dspark is None:
+            return "MTP drafter"
+        return f"DSpark drafter ({num_blocks} stages, blocks of {self.dspark.block_size})"
+
     @property
     def num_layers(self) -> int:
         return len(self.layers)

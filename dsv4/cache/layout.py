@@ -9,8 +9,15 @@ from dsv4.quant.formats import MX_BLOCK, Format, scale_bytes
 
 # Tokens that may lie beyond the committed length (drafts): rings are this much longer than attention needs.
 SPARE = 8
+# Proposals of an MTP block that feeds on its own: further ones are hardly ever right.
+MTP_STEPS = 3
 # A page covers at least this many tokens, and whole blocks of every compression ratio.
 MIN_PAGE_TOKENS = 256
+
+
+def most_drafts(c: ModelConfig) -> int:
+    """Tokens that the model's drafter can propose in a step."""
+    return MTP_STEPS if c.dspark is None else min(c.dspark.block_size, SPARE - 1)
 
 
 @dataclass(frozen=True)

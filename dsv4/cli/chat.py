@@ -126,6 +126,9 @@ class Conversation:
     cached: int = 0
     rate: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.usual = self.params
+
     def status(self) -> list[str]:
         """For the line below the prompt; the most important first."""
         engine, max_context = self.engine, self.engine.settings.max_context

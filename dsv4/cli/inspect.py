@@ -51,7 +51,7 @@ def inspect(
 def _show_config(c: ModelConfig, family: str, num_mtp: int) -> None:
     kinds = {kind: sum(layer.kind == kind for layer in c.layers) for kind in ("sliding", "csa", "hca")}
     schedule = ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count)
-    out.print(f"layers      {c.num_layers} ({schedule}), {num_mtp} draft block(s), {family} names")
+    out.print(f"layers      {c.num_layers} ({schedule}), {c.drafter(num_mtp)}, {family} names")
     out.print(f"width       {c.hidden_size}, {c.num_streams} streams, vocabulary {c.vocab_size}")
     out.print(
         f"attention   {c.num_heads} heads of {c.head_dim}, window {c.window}, top-{c.index_topk} entries"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from dsv4.cli.options import complete_model
 from dsv4.cli.show import model_folder, out, print_json, size
 from dsv4.errors import ConfigError
 
@@ -52,8 +53,18 @@ def count_of(text: str) -> int:
     return int(match[1]) << {"": 0, "k": 10, "m": 20}[match[2].lower()]
 
 
+def _names(incomplete: str) -> list[str]:
+    return list(dict.fromkeys(["flash", "pro", "tiny", *complete_model(incomplete)]))
+
+
 def plan(
-    model: Annotated[str, typer.Argument(help="model folder, or flash, pro, tiny (./flash: a folder)")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="model folder, or flash, pro, tiny (./flash: a folder)",
+            autocompletion=_names,
+        ),
+    ],
     gpus: Annotated[
         str | None, typer.Option(help="2xH200, RTX5090, or 2 of this machine's; default: this machine")
     ] = None,
@@ -73,6 +84,7 @@ def plan(
         int | None, typer.Option(help="prompt tokens processed per step; default: as the engine's")
     ] = None,
     snapshots: Annotated[int, typer.Option(help="saved states of the prefix cache; 0 turns it off")] = 64,
+    speculate: Annotated[str, typer.Option(help="off: without the drafter, as dsv4 serve's option")] = "auto",
     records: Annotated[
         Path | None, typer.Option(help="folder of measurements (dsv4 bench --save); default: the package's")
     ] = None,
@@ -97,11 +109,11 @@ def plan(
     machine = parse(gpus) if gpus is not None else this_machine()
     demand = describe(model if model in PRESETS else str(model_folder(Path(model))), format)
     asked = default_context(demand.config) if context is None else count_of(context)
-    wanted = Wanted(asked, batch, expert_parallel, weights, cache, chunk, snapshots)
+    wanted = Wanted(asked, batch, expert_parallel, weights, cache, chunk, snapshots, speculate)
     made, folder = Plan.make(demand, machine, wanted), records or SHIPPED
     report = made.report(folder)
     if compare:
-        free = Wanted(asked, batch, cache=cache, chunk=chunk, snapshots=snapshots)
+        free = Wanted(asked, batch, cache=cache, chunk=chunk, snapshots=snapshots, speculate=speculate)
         sets = [(name, count) for name in COMPARED for count in (1, 2, 4, 8) if count <= made.most_ranks]
         report["sets"] = [Plan.make(demand, known(*each), free).summary(folder) for each in sets]
     if json:
@@ -125,7 +137,11 @@ def _show(made: "Plan", report: dict[str, Any], verbose: bool) -> None:
         speed = report["speed"]
         rate = f"{_rate(speed['tokens_per_second'])} tokens/s for one user"
         _line("speed", f"{rate}, {speed['kind']} ({speed['how']})")
+        if report["advice"]:
+            _line("drafter", report["advice"])
     else:
+        if report["advice"]:
+            _line("would fit", report["advice"])
         _show_instead(report["instead"], w.context, w.batch, made.refusal is not None)
     if verbose:
         _line(
@@ -144,6 +160,8 @@ def _table(made: "Plan", held: dict[str, Any], verbose: bool) -> Table:
     w, machine = made.wanted, made.machine
     slots = f"{w.batch} sequence{'s' if w.batch > 1 else ''} of {w.context:,} tokens, {w.cache}"
     notes = {"weights": made.weights, "cache": slots, "prompts": f"steps of {made.chunk:,} tokens, at most"}
+    if made.drafter_bytes:
+        notes["weights"] += f", {size(made.drafter_bytes)} of them the drafter"
     notes["other"] = "tables, buffers, compiled kernels" if not machine.is_cpu else "tables"
     table = Table("per GPU" if machine.count > 1 else "memory", "", "", box=None, pad_edge=False)
     table.columns[1].justify = "right"

@@ -16,6 +16,7 @@ EPILOG = """
   dsv4 score --text story.txt
   dsv4 score ./model --text story.txt --activations a8 --json
   dsv4 score ./model --ids ids.safetensors --prompt-len 300 --logits out.safetensors --chunk 64 --mtp
+  dsv4 score ./model --ids ids.safetensors --prompt-len 9 --logits out.safetensors --draft-logits --walk 0/3
 """
 
 
@@ -28,6 +29,15 @@ def score(
     ] = None,
     logits: Annotated[Path | None, typer.Option(help="safetensors file to write the logits to")] = None,
     mtp: Annotated[bool, typer.Option("--mtp", help="also write the draft block's logits")] = False,
+    draft_logits: Annotated[
+        bool, typer.Option("--draft-logits", help="also write what is drafted after the positions `anchors`")
+    ] = False,
+    walk: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A/K,...", help="verify K drafts a step, of which A are right, after the prompt"
+        ),
+    ] = None,
     text: Annotated[Path | None, typer.Option(help="text file (UTF-8) to measure")] = None,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     *,
@@ -37,8 +47,10 @@ def score(
     if (ids is None) == (text is None):
         raise RequestError("give either --ids with --prompt-len and --logits, or --text")
     if text is not None:
-        if logits is not None or mtp or prompt_len is not None:
-            raise RequestError("--logits, --prompt-len and --mtp go with --ids, not with --text")
+        if logits is not None or mtp or draft_logits or walk or prompt_len is not None:
+            raise RequestError(
+                "--logits, --prompt-len, --mtp, --draft-logits and --walk go with --ids, not with --text"
+            )
         _score_text(model, text, json, config)
         return
     if prompt_len is None or logits is None:
@@ -46,14 +58,15 @@ def score(
     assert ids is not None
     if not logits.parent.is_dir() or logits.is_dir():
         raise ConfigError(f"--logits {logits}: expected the name of a file in an existing folder")
-    from dsv4.lab.score import read_ids, score_ids, write_logits
+    from dsv4.lab.score import Anchors, parse_walk, read_ids, score_ids, write_logits
 
-    given = read_ids(ids)
+    given, steps = read_ids(ids), parse_walk(walk) if walk else []
+    anchors = Anchors.read(ids) if draft_logits else None
     if config.max_context is None:
         config = replace(config, max_context=max(1, len(given)))
     engine = load_engine(model, replace(config, max_batch=1))
     with count_bar("scoring") as update:
-        result = score_ids(engine, given, prompt_len, mtp, update)
+        result = score_ids(engine, given, prompt_len, mtp, update, anchors, steps)
     write_logits(logits, result)
     shapes = {name: list(value.shape) for name, value in result.items()}
     if json:

@@ -110,7 +110,7 @@ class Prepared:
             split = check_memory(settings, its_config, checkpoint, size)
         if split is not None and config.speculate == "auto":
             # Each draft verified is experts over PCIe, and the drafter's own lie there too.
-            settings = replace(settings, num_drafts=0)
+            settings = replace(settings, drafts=0)
         return cls(checkpoint, settings, config, rank, size, split)
 
     def tokenizer(self, folder: Path) -> Tokenizer | None:
@@ -187,7 +187,7 @@ def _make_executor(
     model = Model(bundle, s.max_context, device, copies_ahead=not config.no_overlap)
     cache = Cache(layout, device, s.dtype)
     if not s.tiled:
-        return model, Eager(model, cache, device, s.num_drafts)
+        return model, Eager(model, cache, device, drafts=s.drafts != 0)
     peers = None
     if bundle.mesh.size > 1 and (peers := find_peers(bundle, config)) is None:
         return model, Eager(model, cache, device)
@@ -195,7 +195,8 @@ def _make_executor(
     from dsv4.engine.graphs import Graphs
     from dsv4.engine.rounds import Rounds
 
-    kind = Rounds if s.num_drafts else Graphs
+    drafts = s.ahead_drafts(bundle.config)
+    kind = Rounds if drafts else Graphs
     graphs = kind(
         b=bundle,
         model=model,
@@ -207,8 +208,8 @@ def _make_executor(
         compiled=compiled,
         swap_share=config.swap_share,
         peers=peers,
-        num_drafts=s.num_drafts,
-        drafts_always=config.speculate != "auto",
+        num_drafts=drafts,
+        drafts_always=s.drafts is not None,
     )
     return model, graphs
 

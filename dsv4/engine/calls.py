@@ -11,6 +11,7 @@ from typing import Self, cast, overload
 
 from dsv4.engine.chat import ChatCompletion, ChatStream
 from dsv4.engine.request import Completion, Delta, Request, SamplingParams
+from dsv4.engine.speculation import Speculation
 from dsv4.engine.stream import Stream
 from dsv4.errors import RequestError
 from dsv4.text.chat import encode
@@ -24,6 +25,18 @@ class Calls(ABC):
     """The methods of Engine that are made of its others."""
 
     tokenizer: Tokenizer | None
+    usual = SamplingParams()  # of a call without params; Engine.load sets the model's own defaults
+    speculation: Speculation | None
+
+    @property
+    def num_drafted(self) -> int:
+        """Tokens that were proposed and verified."""
+        return self.speculation.num_drafted if self.speculation else 0
+
+    @property
+    def num_accepted(self) -> int:
+        """Of these, those that were right."""
+        return self.speculation.num_accepted if self.speculation else 0
 
     @abstractmethod
     def next_id(self) -> str: ...
@@ -40,7 +53,10 @@ class Calls(ABC):
     def request(
         self, prompt: str | list[int] | tuple[int, ...], params: SamplingParams | None = None
     ) -> Request:
-        """A request from plain text (as it is, no chat markup) or from token ids."""
+        """A request from plain text (as it is, no chat markup) or from token ids.
+
+        params: default here and below: as the model's generation_config.json says
+        """
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("the model folder has no tokenizer.json; give token ids instead of text")
@@ -49,7 +65,7 @@ class Calls(ABC):
             ids = tuple(operator.index(id) for id in prompt)  # also NumPy's and torch's integers
         except TypeError as error:
             raise RequestError(f"a prompt is a text or a list of token ids ({error})") from None
-        return Request(self.next_id(), ids, params or SamplingParams())
+        return Request(self.next_id(), ids, params or self.usual)
 
     @overload
     def generate(
@@ -106,7 +122,7 @@ class Calls(ABC):
         """
         if self.tokenizer is None:
             raise RequestError("the model folder has no tokenizer.json, which a conversation needs")
-        params = params or SamplingParams()
+        params = params or self.usual
         segments = encode(messages, thinking=thinking, tools=tools, reasoning_effort=reasoning_effort)
         parser = OutputParser(thinking=thinking, tokenizer=self.tokenizer, tools=tools)
         # Stop strings end the text of an answer, which only the parser can tell from its reasoning.

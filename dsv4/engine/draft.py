@@ -4,6 +4,7 @@ A proposal counts only if it is the token that the model itself chooses there, w
 here can change what comes out; what goes wrong here costs accepted proposals.
 """
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from dsv4.cache.layout import MTP_STEPS, most_drafts
 from dsv4.cache.store import Cache
 from dsv4.engine.plan import Sampling, Span
 from dsv4.model.dspark import block_ids
@@ -48,16 +50,18 @@ class State:
 class Drafter(ABC):
     """What MTP and DSpark share: where each sequence stands, and drafts chosen one after another."""
 
+    most: int  # drafts of a step
+
     def __init__(
         self,
         model: Model,
         cache: Cache,
         penalties: Tensor,
         pack: Callable[[list[Sampling]], Tensor],
-        num_drafts: int,
     ) -> None:
         self.model, self.cache, self.penalties, self.pack = model, cache, penalties, pack
-        self.num_drafts, self.device = num_drafts, cache.page_table.device
+        self.device = cache.page_table.device
+        self.seconds = 0.0  # spent on drafts so far; on entries, which are made in any case, not counted
         self._states: dict[int, State] = {}  # by slot
         self._restored: set[int] = set()  # slots that have a snapshot's entries, and no state yet
 
@@ -69,19 +73,38 @@ class Drafter(ABC):
     def proposed(self, span: Span) -> tuple[int, ...]:
         """What may follow the span's token, as many as it wants verified. None after a pause that ended in a
         snapshot before the last token: the slot may be another one."""
-        state = self._states.get(span.slot)
-        if state is None or (state.sequence, state.end) != (span.sequence, span.start):
-            return ()
-        return state.proposed[: span.num_drafts]
+        state = self.waiting(span.slot, span.sequence)
+        return state.proposed[: span.num_drafts] if state and state.end == span.start else ()
+
+    def waiting(self, slot: int, sequence: int) -> State | None:
+        """Where the sequence stands, and what is proposed for it."""
+        state = self._states.get(slot)
+        return state if state and state.sequence == sequence else None
 
     @torch.inference_mode()
     def follow(self, seen: Sequence[Seen], mark: Mark | None) -> None:
         """Make the entries of all tokens that can have them, and propose what comes after."""
-        self._propose(*self._enter(seen, mark))
+        if seen:
+            self.enter(seen, mark)
+        if drafted := [one for one in seen if self._is_drafted(one)]:
+            began = time.perf_counter()
+            self._propose(drafted, self._first(drafted))
+            self.seconds += time.perf_counter() - began
 
     @abstractmethod
-    def _enter(self, seen: Sequence[Seen], mark: Mark | None) -> tuple[list[Seen], Tensor | None]:
-        """Make entries -> the sequences that are drafted for, and their first logits [R, V]."""
+    def enter(self, seen: Sequence[Seen], mark: Mark | None) -> None:
+        """Make entries, and note where the sequences stand."""
+
+    @abstractmethod
+    def look(
+        self, slot: int, position: int, read: Tensor, anchor: int, forced: tuple[int, ...] | None
+    ) -> dict[str, Tensor]:
+        """Give what is drafted at a position in full, without a trace: `read` of its row; `forced` tokens
+        are taken for drafts."""
+
+    @abstractmethod
+    def _first(self, seen: list[Seen]) -> Tensor:
+        """Logits [R, V] of the first drafts."""
 
     @abstractmethod
     def _next(self, seen: list[Seen], rows: list[int], ids: list[int], depth: int) -> Tensor:
@@ -105,41 +128,39 @@ class Drafter(ABC):
             end = mark.position
         return max(0, end - self.model.config.window - first)
 
-    def _propose(self, seen: list[Seen], logits: Tensor | None) -> None:
-        for depth in range(1, self.num_drafts + 1):
-            if not seen or logits is None:
-                return
+    def _propose(self, seen: list[Seen], logits: Tensor) -> None:
+        depth = 1
+        while True:
             chosen = self._choose(seen, logits, depth)
+            for one, id in zip(seen, chosen, strict=True):
+                if id >= 0:
+                    state = self._states[one.span.slot]
+                    self._states[one.span.slot] = replace(state, proposed=(*state.proposed, id))
             # Beyond the context there is no place for a token that penalties count.
             room = self.cache.layout.max_context - depth - 1
             rows = [
                 row
                 for row, (one, id) in enumerate(zip(seen, chosen, strict=True))
-                if id >= 0 and one.end <= room
+                if id >= 0 and one.end <= room and depth < min(one.span.proposes, self.most)
             ]
-            for one, id in zip(seen, chosen, strict=True):
-                if id >= 0:
-                    state = self._states[one.span.slot]
-                    self._states[one.span.slot] = replace(state, proposed=(*state.proposed, id))
+            if not rows:
+                return
             seen = [seen[row] for row in rows]
-            if depth < self.num_drafts and seen:
-                logits = self._next(seen, rows, [chosen[row] for row in rows], depth)
+            logits = self._next(seen, rows, [chosen[row] for row in rows], depth)
+            depth += 1
 
     @staticmethod
     def _is_drafted(one: Seen) -> bool:
         """Not inside a prompt, nor where a grammar decides."""
-        sampling = one.span.sampling
-        return one.after is not None and sampling is not None and not sampling.masked
+        span = one.span
+        is_free = span.sampling is not None and not span.sampling.masked
+        return one.after is not None and is_free and span.proposes > 0
 
     def _choose(self, seen: list[Seen], logits: Tensor, depth: int) -> list[int]:
-        """As the model's own token of that place will be chosen; -1 for none, also where the logits hold no
+        """As the model's own token of that place will be chosen; -1 for none, where the logits hold no
         distribution."""
-        chosen = [-1] * len(seen)
-        wanted = [(row, one) for row, one in enumerate(seen) if self._is_drafted(one)]
-        if not wanted:
-            return chosen
         samplings = []
-        for _, one in wanted:
+        for one in seen:
             sampling = one.span.sampling
             assert sampling is not None
             accepted = len(one.ids) - len(one.span.ids)
@@ -148,11 +169,8 @@ class Drafter(ABC):
                 state, at = self._states[one.span.slot], HISTORY + one.end
                 known = (one.after, *state.proposed)
                 self.penalties[sampling.penalties, at : at + len(known)] = torch.tensor(known)
-        out = self.model.ops.sample.choose(
-            logits[torch.tensor([row for row, _ in wanted])], self.pack(samplings), None, self.penalties
-        )
-        for (row, _), id in zip(wanted, out[:, 0].tolist(), strict=True):
-            chosen[row] = id
+        out = self.model.ops.sample.choose(logits, self.pack(samplings), None, self.penalties)
+        chosen: list[int] = out[:, 0].tolist()
         return chosen
 
 
@@ -171,18 +189,18 @@ class MtpDrafter(Drafter):
     the first draft feed the block's own streams back; their entries are overwritten when a token is final.
     """
 
-    def _enter(self, seen: Sequence[Seen], mark: Mark | None) -> tuple[list[Seen], Tensor | None]:
+    most = MTP_STEPS
+
+    def enter(self, seen: Sequence[Seen], mark: Mark | None) -> None:
         made = [rows for one in seen if (rows := self._rows(one, mark)).ids]
-        if not made:
-            return [], None
-        step = Step.build(
-            [(rows.seen.span.slot, rows.first, rows.ids) for rows in made], self.device, mark=mark
-        )
-        last = torch.tensor([len(rows.ids) for rows in made]).cumsum(0) - 1
-        streams = torch.cat([rows.streams for rows in made])
-        own, logits = self.model.draft(streams, step.ids, step, self.cache, rows=last)
-        self._own = own[last]  # [R, N, D] of the block, at the last token or draft of each sequence
-        return [rows.seen for rows in made], logits
+        if made:
+            spans = [(rows.seen.span.slot, rows.first, rows.ids) for rows in made]
+            step = Step.build(spans, self.device, mark=mark)
+            self.model.keep_streams(torch.cat([rows.streams for rows in made]), step.ids, step, self.cache)
+
+    def _first(self, seen: list[Seen]) -> Tensor:
+        self._own = torch.cat([one.read[-1:] for one in seen])
+        return self._drafted(seen, [one.after for one in seen if one.after is not None], 0)
 
     def _rows(self, one: Seen, mark: Mark | None) -> _Rows:
         span, first, streams = one.span, one.span.start, one.read
@@ -208,10 +226,29 @@ class MtpDrafter(Drafter):
                 part.zero_()
 
     def _next(self, seen: list[Seen], rows: list[int], ids: list[int], depth: int) -> Tensor:
+        self._own = self._own[torch.tensor(rows)]
+        return self._drafted(seen, ids, depth)
+
+    def _drafted(self, seen: list[Seen], ids: list[int], depth: int) -> Tensor:
+        """Over the streams [R, N, D] of the last token, or of the block at the last draft."""
         spans = [(one.span.slot, one.end + depth - 1, (id,)) for one, id in zip(seen, ids, strict=True)]
         step = Step.build(spans, self.device)
-        self._own, logits = self.model.draft(self._own[torch.tensor(rows)], step.ids, step, self.cache)
+        self._own, logits = self.model.draft(self._own, step.ids, step, self.cache)
         return logits
+
+    def look(
+        self, slot: int, position: int, read: Tensor, anchor: int, forced: tuple[int, ...] | None
+    ) -> dict[str, Tensor]:
+        ids, layer = (anchor, *(forced or ())), self.cache.layers[len(self.model.blocks)]
+        rows = slot * layer.ring_rows + torch.arange(position, position + len(ids)) % layer.ring_rows
+        rows = rows.to(self.device)
+        before, own, logits = layer.ring.take(rows), read.unsqueeze(0), []
+        for depth, id in enumerate(ids):
+            step = Step.build([(slot, position + depth, (id,))], self.device)
+            own, row = self.model.draft(own, step.ids, step, self.cache)
+            logits.append(row)
+        layer.ring.put(rows, before)
+        return {"mtp_step_logits": torch.cat(logits)}
 
 
 class DsparkDrafter(Drafter):
@@ -219,9 +256,13 @@ class DsparkDrafter(Drafter):
     of all tokens before it and leaves none: those of accepted drafts are made of their own taps.
     """
 
-    def _enter(self, seen: Sequence[Seen], mark: Mark | None) -> tuple[list[Seen], Tensor | None]:
-        if not seen:
-            return [], None
+    def __init__(
+        self, model: Model, cache: Cache, penalties: Tensor, pack: Callable[[list[Sampling]], Tensor]
+    ) -> None:
+        super().__init__(model, cache, penalties, pack)
+        self.most = most_drafts(model.config)
+
+    def enter(self, seen: Sequence[Seen], mark: Mark | None) -> None:
         spans, taps = [], []
         for one in seen:
             self._stand(one, State(one.span.sequence, one.end))
@@ -231,18 +272,13 @@ class DsparkDrafter(Drafter):
             taps.append(one.read[skipped:])
         step = Step.build(spans, self.device, mark=mark)
         self.model.keep_taps(torch.cat(taps), step, self.cache)
-        drafted = [one for one in seen if self._is_drafted(one)]
-        if not drafted:
-            return [], None
-        after = [one.after for one in drafted if one.after is not None]
-        self._base, self._mixed = self.model.draft_block(
-            block_step(self.model, [(one.span.slot, one.end, self._oldest(one)) for one in drafted], after),
-            self.cache,
-        )
-        return drafted, self._corrected(drafted, after, 0)
 
-    def _oldest(self, one: Seen) -> int:
-        return self._states[one.span.slot].oldest
+    def _first(self, seen: list[Seen]) -> Tensor:
+        anchors = [one.after for one in seen if one.after is not None]
+        places = [(one.span.slot, one.end, self._states[one.span.slot].oldest) for one in seen]
+        step = block_step(self.model, places, anchors)
+        self._base, self._mixed = self.model.draft_block(step, self.cache)
+        return self._corrected(seen, anchors, 0)
 
     def _next(self, seen: list[Seen], rows: list[int], ids: list[int], depth: int) -> Tensor:
         kept = torch.tensor(rows)
@@ -258,6 +294,36 @@ class DsparkDrafter(Drafter):
             self._states[one.span.slot] = replace(state, confidence=(*state.confidence, sure))
         return logits
 
+    def look(
+        self, slot: int, position: int, read: Tensor, anchor: int, forced: tuple[int, ...] | None
+    ) -> dict[str, Tensor]:
+        known = self._states.get(slot)
+        step = block_step(self.model, [(slot, position + 1, known.oldest if known else 0)], [anchor])
+        base, mixed = self.model.draft_block(step, self.cache)
+        logits, drafts, sure = self._along(base, mixed, anchor, None)
+        found = {
+            **{"main_hidden": read, "draft_base": base[0], "draft_ids": drafts},
+            **{"draft_logits": logits, "confidence": sure},
+        }
+        if forced is not None:
+            found["forced_logits"], _, found["forced_confidence"] = self._along(base, mixed, anchor, forced)
+        return found
+
+    def _along(
+        self, base: Tensor, mixed: Tensor, anchor: int, forced: tuple[int, ...] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits [B, V], drafts and confidences [B] of a block, along its greedy drafts or given ones."""
+        rows, drafts, sure, before = [], [], [], anchor
+        for slot in range(base.shape[1]):
+            previous = torch.tensor([before], device=self.device)
+            logits, confidence = self.model.correct(base[:, slot], mixed[:, slot], previous)
+            chosen = self.model.ops.sample.choose(logits, self.pack([Sampling()]), None, None)[:, 0]
+            before = int(chosen) if forced is None else forced[slot]
+            rows.append(logits)
+            drafts.append(chosen.long())
+            sure.append(confidence)
+        return torch.cat(rows), torch.cat(drafts), torch.cat(sure)
+
 
 def block_step(model: Model, places: list[tuple[int, int, int]], anchors: list[int]) -> Step:
     """The step of a block of drafts for each (slot, position of the anchor, first position with an entry)."""
@@ -272,14 +338,9 @@ def block_step(model: Model, places: list[tuple[int, int, int]], anchors: list[i
 
 
 def make_drafter(
-    model: Model,
-    cache: Cache,
-    penalties: Tensor,
-    pack: Callable[[list[Sampling]], Tensor],
-    num_drafts: int,
+    model: Model, cache: Cache, penalties: Tensor, pack: Callable[[list[Sampling]], Tensor]
 ) -> Drafter | None:
-    """The model's own drafter, if up to `num_drafts` tokens are to be drafted."""
-    if not num_drafts:
-        return None
-    kind = DsparkDrafter if model.dspark else MtpDrafter
-    return kind(model, cache, penalties, pack, num_drafts)
+    """The model's own drafter, if it has one."""
+    if model.dspark:
+        return DsparkDrafter(model, cache, penalties, pack)
+    return MtpDrafter(model, cache, penalties, pack) if model.mtp else None

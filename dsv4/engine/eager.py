@@ -64,10 +64,12 @@ class Pass:
 
 class Eager:
     max_rows, runs_ahead, same_bits = 1 << 20, False, True
+    expert_hits = expert_misses = 0  # nothing is counted
     prompt_sizes: tuple[int, ...] = ()  # of steps that shorter prompts are padded to
+    ahead_drafts = 0  # most that a step launched ahead verifies
     threads: int | None = None  # that the engine was settled for; None: those in use
 
-    def __init__(self, model: Model, cache: Cache, device: str, num_drafts: int = 0) -> None:
+    def __init__(self, model: Model, cache: Cache, device: str, drafts: bool = False) -> None:
         self.model, self.cache, self.device = model, cache, device
         self.is_cuda = torch.device(device).type == "cuda"
         self.sampler = model.ops.sample
@@ -75,7 +77,7 @@ class Eager:
         self.set_pages = cache.set_pages
         shape = cache.layout.num_slots, HISTORY + cache.layout.max_context
         self.penalties = torch.zeros(shape, dtype=torch.int32, device=device)
-        self.drafter = make_drafter(model, cache, self.penalties, self.packed, num_drafts)
+        self.drafter = make_drafter(model, cache, self.penalties, self.packed) if drafts else None
 
     def restore(self, slot: int, handle: int) -> None:
         self.cache.restore(slot, handle)
@@ -132,7 +134,7 @@ class Eager:
         if self.drafter is None:
             streams = self.read(tokens, self._mark(spans))
         else:
-            streams, made.read = self._read_to_draft(tokens, self._mark(spans))
+            streams, made.read = self._forward(Step.build(tokens, self.device, mark=self._mark(spans)))
         for span, (*_, ids) in zip(spans, tokens, strict=True):
             self._score(made, streams[row : row + len(span.ids)], span)
             if span.sampling is not None:
@@ -168,14 +170,11 @@ class Eager:
         """streams [T, N, D] of these tokens after the last block."""
         return self.model.forward(Step.build(spans, self.device, mark=mark), self.cache)
 
-    def _read_to_draft(self, spans: list[Tokens], mark: Mark | None) -> tuple[Tensor, Tensor]:
-        """The same, and what the drafter reads: MTP the streams, DSpark the taps."""
-        if self.model.dspark is None:
-            streams = self.read(spans, mark)
-            return streams, streams
-        taps: list[Tensor] = []
-        streams = self.model.forward(Step.build(spans, self.device, mark=mark), self.cache, taps)
-        return streams, torch.cat(taps, 1)
+    def _forward(self, step: Step) -> tuple[Tensor, Tensor]:
+        """The streams, and what the drafter reads of them: MTP all, DSpark the taps [T, targets * D]."""
+        taps: list[Tensor] | None = [] if self.drafter and self.model.dspark else None
+        streams = self.model.forward(step, self.cache, taps)
+        return streams, streams if taps is None else torch.cat(taps, 1)
 
     def decode(self, spans: tuple[Span, ...]) -> Pass:
         drafter = self.drafter
@@ -263,12 +262,15 @@ class Eager:
             if launched.logits is not None and span.sampling is not None and span.wants_logits:
                 logits = launched.logits[row : row + 1]
             row += 0 if span.sampling is None else 1 + len(ids)
+            waiting = self.drafter.waiting(span.slot, span.sequence) if self.drafter else None
             results.append(
                 Result(
                     sequence=span.sequence,
                     token=tokens[0] if tokens else None,
                     more=tokens[1:],
                     num_drafted=len(ids),
+                    num_proposed=len(waiting.proposed) if waiting else 0,
+                    confidence=waiting.confidence if waiting else (),
                     prompt=self._scored(launched, span),
                     logits=logits,
                 )
@@ -307,12 +309,38 @@ class Eager:
     def study(self, span: Span, tap: Tap | None, next_ids: list[int] | None) -> tuple[Tensor, Tensor | None]:
         self._take_threads()
         step = Step.build([(span.slot, span.start, span.ids)], self.device, tap)
-        streams = self.model.forward(step, self.cache)
-        logits = self.model.logits(streams)
-        if next_ids is None:
-            return logits, None
-        following = torch.tensor(next_ids, device=self.device)
-        return logits, self.model.draft(streams, following, step, self.cache)[1]
+        streams, read = self._forward(step)
+        logits, drafts = self.model.logits(streams), None
+        if next_ids is not None:
+            following = torch.tensor(next_ids, device=self.device)
+            drafts = self.model.draft(streams, following, step, self.cache)[1]
+        self._enter(span, span.ids, read)
+        return logits, drafts
+
+    @torch.inference_mode()
+    def verify(self, span: Span, proposed: tuple[int, ...], accepted: int) -> Tensor:
+        """Run the token of a span and proposals as a decode step does, and accept so many of them whatever
+        the model would choose -> logits [1 + accepted, V]."""
+        self._take_threads()
+        ids = (*span.ids, *proposed)
+        streams, read = self._forward(Step.build([(span.slot, span.start, ids)], self.device))
+        self._enter(span, ids[: 1 + accepted], read)
+        return self.model.logits(streams[: 1 + accepted])
+
+    def _enter(self, span: Span, ids: tuple[int, ...], read: Tensor) -> None:
+        self._looked = span.start, read[: len(ids)]
+        if self.drafter is not None:
+            self.drafter.enter([Seen(span, ids, read[: len(ids)], None)], None)
+
+    @torch.inference_mode()
+    def look(
+        self, slot: int, position: int, anchor: int, forced: tuple[int, ...] | None
+    ) -> dict[str, Tensor]:
+        """What the drafter makes at a position of the last `study` or `verify`, whose next token is `anchor`:
+        the tensors of `dsv4 score --draft-logits`."""
+        assert self.drafter is not None
+        start, read = self._looked
+        return self.drafter.look(slot, position, read[position - start], anchor, forced)
 
     def check(self) -> None:
         """Raise if the device is lost: after a failed call, whether the next one can succeed."""

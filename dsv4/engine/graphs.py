@@ -70,7 +70,7 @@ class Graphs(Eager):
         are, not only those that are worth their time."""
         device = cache.page_table.device
         super().__init__(model, cache, str(device))
-        self.num_drafts, self.drafts_always = num_drafts, drafts_always
+        self.ahead_drafts, self.drafts_always = num_drafts, drafts_always
         self.latest = torch.zeros(cache.layout.num_slots, dtype=torch.long, device=device)
         placement, counts = b.weights.placement, None
         self.swapper: Swapper | None = None
@@ -81,8 +81,8 @@ class Graphs(Eager):
         if self.swapper is not None or (b.weights.checksum is not None and b.mesh.rank == 0):
             shape = (b.config.num_layers, b.config.num_experts)
             counts = torch.zeros(shape, dtype=torch.int32, device=device)
-        note = None if self.swapper is None else self.swapper.note
-        self.recorder = None if counts is None else Recorder(counts, b.weights.checksum, note)
+        self.placement = placement
+        self.recorder = None if counts is None else Recorder(counts, b.weights.checksum, self._note_choices)
         self._make_steps(b, max_batch, overlap, counts)
         self.prompts: list[Prompt] = []  # by rising size
         if use_graphs and never_waits(model):
@@ -123,6 +123,14 @@ class Graphs(Eager):
 
     def _steps(self) -> Iterable[Decoder | Round]:
         return self.decoders.values()
+
+    def _note_choices(self, new: Tensor) -> None:
+        """new [layers, experts]: choices since the last time."""
+        here = new if self.placement is None else new[self.placement.is_resident()]
+        self.expert_hits += int(here.sum())
+        self.expert_misses += int(new.sum()) - int(here.sum())
+        if self.swapper is not None:
+            self.swapper.note(new)
 
     def _run_padding(self) -> None:
         """Every decode step launch by launch, on rows that are not in use: the cache stays as it is."""

@@ -57,7 +57,7 @@ def folder_name(settings: Settings, bundle: Bundle, cache: Cache) -> str:
         "layers": [layout.num_mtp_layers, layout.page_tokens, cache.page_bytes],
         "machine": identity.machine(device),
         "threads": settings.threads,
-        "drafts": settings.num_drafts > 0,  # without them a snapshot's window of the draft block is nothing
+        "drafts": settings.drafts != 0,  # without them a snapshot's window of the draft block is nothing
         "versions": identity.versions(),
         "source": identity.code(),
     }

@@ -339,6 +339,9 @@ class Leader(Member[L]):
             self.ranks.tell(Kind.STUDY, body)
             return super().study(plan, tap, next_ids)
 
+    def verify(self, plan: Plan, proposed: tuple[int, ...], accepted: int) -> Tensor:
+        raise RequestError(f"{self.ranks.size} ranks share the model; look at its drafts with one")
+
     def forget(self) -> None:
         super().forget()
         # After a loss there is nobody left to tell; the next plan says why.

@@ -39,10 +39,10 @@ class Under(Pass):
 class Rounds(Graphs):
     def _make_steps(self, b: Bundle, max_batch: int, overlap: bool, counts: Tensor | None) -> None:
         dspark = b.config.dspark
-        assert dspark is not None and self.model.dspark is not None and self.num_drafts <= dspark.block_size
+        assert dspark is not None and self.model.dspark is not None and self.ahead_drafts <= dspark.block_size
         device = self.cache.page_table.device
         self.state = state_of(self.cache.layout.num_slots, dspark.block_size, device)
-        sizes, head = round_sizes(max_batch, self.num_drafts), rough_copy(b.tiled("head"))
+        sizes, head = round_sizes(max_batch, self.ahead_drafts), rough_copy(b.tiled("head"))
         self.max_rows = max(seats for seats, _ in sizes)
         self.tempo, self._last = Tempo(sizes), (0, 0)
         self.rounds: dict[tuple[int, int], Round] = {}
@@ -121,7 +121,7 @@ class Rounds(Graphs):
         seats = []
         for span, sampling, how in zip(spans, samplings, settings, strict=True):
             is_single = span.wants_logits or sampling.num_top > MAX_TOP
-            seats.append([span.slot, span.room, 0 if is_single else self.num_drafts, *how])
+            seats.append([span.slot, span.room, 0 if is_single else self.ahead_drafts, *how])
         if self._seated.get(size) == seats:
             return
         staged = torch.zeros(size[0], SEAT, dtype=torch.long)

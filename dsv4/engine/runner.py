@@ -32,6 +32,8 @@ class Result:
     token: Token | None = None
     more: tuple[Token | None, ...] = ()  # after it, by proposals that were accepted; None as above
     num_drafted: int = 0  # proposals that were verified
+    num_proposed: int = 0  # that wait to be verified next
+    confidence: tuple[float, ...] = ()  # of these: how sure the drafter is of each, as a logit
     prompt: tuple[Token, ...] = ()  # those of the span's `score`
     logits: Tensor | None = None  # [1, V], if asked for
     error: str = ""
@@ -56,6 +58,8 @@ class Executor(Protocol[L]):
     max_rows: int  # of a decode pass
     runs_ahead: bool
     same_bits: bool  # whether a token gives the same bits in `prefill` and in `decode`
+    expert_hits: int  # choices of decode steps whose expert lay in GPU memory, as far as they are counted
+    expert_misses: int
 
     def save(self, handle: int, slot: int, position: int) -> None: ...
     def set_pages(self, slot: int, pages: tuple[int, ...]) -> None: ...
@@ -73,6 +77,10 @@ class Executor(Protocol[L]):
     def study(
         self, span: Span, tap: Tap | None, next_ids: list[int] | None
     ) -> tuple[Tensor, Tensor | None]: ...
+    def verify(self, span: Span, proposed: tuple[int, ...], accepted: int) -> Tensor: ...
+    def look(
+        self, slot: int, position: int, anchor: int, forced: tuple[int, ...] | None
+    ) -> dict[str, Tensor]: ...
     def check(self) -> None: ...
 
 
@@ -125,6 +133,19 @@ class Runner(Generic[L]):
         self._ahead, self._expected = [], {}
         (span,) = plan.prefill
         return self.executor.study(span, tap, next_ids)
+
+    def verify(self, plan: Plan, proposed: tuple[int, ...], accepted: int) -> Tensor:
+        """The plan's one span and proposals, of which so many are accepted: logits of the rows that count."""
+        self._move(plan)
+        self._ahead, self._expected = [], {}
+        (span,) = plan.decode
+        return self.executor.verify(span, proposed, accepted)
+
+    def look(
+        self, slot: int, position: int, anchor: int, forced: tuple[int, ...] | None
+    ) -> dict[str, Tensor]:
+        """What is drafted at a position of the last span that was studied or verified."""
+        return self.executor.look(slot, position, anchor, forced)
 
     def _move(self, plan: Plan) -> None:
         """Everything but the spans."""

@@ -7,6 +7,7 @@ from dsv4.cache.prefix import PrefixCache
 from dsv4.cache.slots import Slots
 from dsv4.engine.plan import Claim, Copy, Penalise, Plan, Restore, Save, Span
 from dsv4.engine.request import Sequence
+from dsv4.engine.speculation import NO_WISH, Speculation, Wish
 
 # Tokens a sequence must have room for beyond what it has to process, so that it does not soon have to pause.
 HEADROOM = 64
@@ -34,10 +35,18 @@ class Scheduler:
     """
 
     def __init__(
-        self, slots: Slots, prefix: PrefixCache, chunk: int, same_bits: bool, num_drafts: int = 0
+        self,
+        slots: Slots,
+        prefix: PrefixCache,
+        chunk: int,
+        same_bits: bool,
+        speculation: Speculation | None = None,
+        ahead_drafts: int = 0,
     ) -> None:
         self.slots, self.prefix, self.chunk, self.same_bits = slots, prefix, chunk, same_bits
-        self.num_drafts = num_drafts
+        self.speculation = speculation  # None: nothing is drafted
+        self.ahead_drafts = ahead_drafts  # most that a step launched ahead verifies
+        self._wishes: dict[int, Wish] = {}  # of the plan being made, by sequence
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_pauses = 0
@@ -56,6 +65,9 @@ class Scheduler:
             self._admit()
         ends = {s.number: self._end_of_prompt(s) for s in self.running}
         reading = [s for s in self.running if s.num_processed < ends[s.number]]
+        if self.speculation is not None:
+            decoding = [s.number for s in self.running if s.num_processed >= ends[s.number]]
+            self._wishes = self.speculation.wishes(decoding, [s.number for s in reading])
         decode = tuple(
             self._span(s, s.num_processed + 1) for s in self.running if s.num_processed >= ends[s.number]
         )
@@ -120,14 +132,15 @@ class Scheduler:
         start = s.num_processed
         score, first = s.to_score(start, stop)
         is_last, is_generated = stop == s.num_known, start >= s.num_prompt
-        num_drafts = self._num_drafts(s, stop) if is_last and is_generated else 0
+        wish = self._wishes.get(s.number, NO_WISH) if is_last else NO_WISH
+        num_drafts = self._num_drafts(s, stop, wish.verify) if is_generated else 0
         # A step launched ahead processes the token after all that may come out, and must find a page for it;
-        # for its drafts if there are some. The last token is never processed.
+        # for drafts that the device verifies by itself if there are some. The last token is never processed.
         end = s.num_prompt + s.max_tokens - 1
         reach = min(stop + num_drafts, end - 1)
         ahead = is_last and stop < end and self.slots.grow(s.slot, reach + 1)
         if ahead:
-            wanted = (min(reach + 1 + n, end) for n in range(self.num_drafts, 0, -1))
+            wanted = (min(reach + 1 + n, end) for n in range(self.ahead_drafts, 0, -1))
             next((tokens for tokens in wanted if self.slots.grow(s.slot, tokens)), None)
         return Span(
             sequence=s.number,
@@ -137,6 +150,7 @@ class Scheduler:
             # Graphs of generated tokens always choose; where the token is known already, nobody looks.
             sampling=s.sampling(stop) if is_last or (is_generated and not self.same_bits) else None,
             num_drafts=num_drafts,
+            proposes=wish.propose,
             room=min(self.slots.capacity(s.slot), end),
             ahead=ahead,
             mark=mark,
@@ -145,10 +159,10 @@ class Scheduler:
             score_top=s.request.params.prompt_logprobs or 0,
         )
 
-    def _num_drafts(self, s: Sequence, stop: int) -> int:
+    def _num_drafts(self, s: Sequence, stop: int, wanted: int) -> int:
         """Proposals to verify with the last token: each may be followed by one more, and needs a page."""
         assert s.slot is not None
-        most = min(self.num_drafts, s.max_tokens - len(s.tokens) - 1)
+        most = min(wanted, s.max_tokens - len(s.tokens) - 1)
         return next((n for n in range(most, 0, -1) if self.slots.grow(s.slot, stop + n)), 0)
 
     def commit(self, plan: Plan) -> None:
@@ -244,6 +258,8 @@ class Scheduler:
         self._restores.pop(sequence.slot, None)
         self._penalties.pop(sequence.slot, None)
         sequence.slot = sequence.node = None
+        if self.speculation is not None:
+            self.speculation.pause(sequence.number)
 
     def finish(self, sequence: Sequence) -> None:
         """Take the sequence out, wherever it is; its slot and pages are free at once."""
@@ -253,3 +269,5 @@ class Scheduler:
             self._release(sequence)
         else:
             self.waiting.remove(sequence)
+        if self.speculation is not None:
+            self.speculation.forget(sequence.number)

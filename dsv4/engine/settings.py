@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import torch
 
-from dsv4.cache.layout import SPARE, CacheLayout
+from dsv4.cache.layout import CacheLayout, most_drafts
 from dsv4.config import EngineConfig, ModelConfig
 from dsv4.device import OLDEST, Device, available_memory, too_old, usable_cores
 from dsv4.engine import proof
@@ -35,7 +35,6 @@ from dsv4.weights.tiled import draft_form, expert_bytes, expert_form, tiled_byte
 # Below this, one decode step's products are too short to share between threads (measured: docs/log.md).
 SMALL_MODEL_BYTES = 1 << 30
 MAX_THREADS = 1024
-MTP_STEPS = 3  # proposals of a draft block that feeds on its own: further ones are hardly ever right
 
 
 @dataclass(frozen=True)
@@ -58,9 +57,15 @@ class Settings:
     chunk: int
     threads: int
     dense: bool
-    num_drafts: int
+    drafts: int | None  # most that a step verifies; 0: none are made; None: as many as pay
     tiled: bool  # weights in the GPU kernels' own form; generated tokens run as graphs
     choices: tuple[Choice, ...]
+
+    def ahead_drafts(self, model: ModelConfig) -> int:
+        """Most that a GPU verifies and makes by itself, in steps launched ahead."""
+        if not self.tiled:
+            return 0
+        return most_drafts(model) if self.drafts is None else self.drafts
 
 
 def settle(config: EngineConfig, checkpoint: Checkpoint, ranks: int = 1) -> Settings:
@@ -126,7 +131,7 @@ def settle(config: EngineConfig, checkpoint: Checkpoint, ranks: int = 1) -> Sett
         chunk=chunk or DEFAULT_CHUNK,
         threads=threads,
         dense=weights == "dense",
-        num_drafts=_num_drafts(config, device, checkpoint, tiled and ranks == 1),
+        drafts=_drafts(config, device, checkpoint, tiled and ranks == 1),
         tiled=tiled,
         choices=tuple(choices),
     )
@@ -146,30 +151,24 @@ def crowding(threads: int, ranks: int) -> tuple[str, ...]:
     )
 
 
-def most_drafts(model: ModelConfig) -> int:
-    """Tokens that the model's drafter can propose in a step."""
-    if model.dspark is None:
-        return MTP_STEPS
-    return min(model.dspark.block_size, SPARE - 1)
-
-
-def _num_drafts(config: EngineConfig, device: Device, checkpoint: Checkpoint, has_rounds: bool) -> int:
+def _drafts(config: EngineConfig, device: Device, checkpoint: Checkpoint, has_rounds: bool) -> int | None:
     """`has_rounds`: a GPU's kernels run all of the model, so that they can verify and draft."""
-    wanted, dspark = config.speculate, checkpoint.config.dspark
-    has_drafter, most = checkpoint.inventory.num_mtp_layers > 0, most_drafts(checkpoint.config)
-    drafts_there = has_drafter and dspark is not None and has_rounds
+    wanted, has_drafter = config.speculate, checkpoint.inventory.num_mtp_layers > 0
+    can_draft = has_drafter and (
+        device.kind == "cpu" or (has_rounds and checkpoint.config.dspark is not None)
+    )
     if not wanted.isdecimal():
-        return most if wanted == "auto" and drafts_there else 0
+        return None if wanted == "auto" and can_draft else 0
     if not has_drafter:
         raise ConfigError(
             f"speculate is {wanted}, but the model has no drafter (neither MTP nor DSpark); leave it out"
         )
-    if device.kind != "cpu" and not drafts_there:
+    if not can_draft:
         raise ConfigError(
             f"speculate is {wanted}: a GPU speculates with DSpark, alone and with its kernels; leave it out"
         )
-    if int(wanted) > most:
-        kind = "DSpark's block has" if dspark else "MTP proposes at most"
+    if int(wanted) > (most := most_drafts(checkpoint.config)):
+        kind = "DSpark's block has" if checkpoint.config.dspark else "MTP proposes at most"
         raise ConfigError(f"speculate is {wanted}, but {kind} {most} tokens; use auto, off or 1 to {most}")
     return int(wanted)
 
@@ -220,7 +219,7 @@ def _check_plain(settings: Settings, config: EngineConfig, checkpoint: Checkpoin
         chunk=settings.chunk,
         decoded=0 if settings.dense else largest_linear(params),
         ranks=ranks,
-        drafts=settings.num_drafts,
+        drafts=most_drafts(checkpoint.config) if settings.drafts is None else settings.drafts,
     )
     lower = "lower max_batch, max_context or chunk" + (", or use weights packed" if settings.dense else "")
     _refuse(settings, layout, need.weights, need.beside_weights - layout.store_bytes(), lower)
@@ -265,7 +264,7 @@ class _Needs:
         """With all weights on the GPU; `spills`: of an engine some of whose experts lie elsewhere."""
         dtype, name = self.settings.dtype, self.settings.device.torch_name
         found = torch.cuda.get_device_capability(name) if torch.cuda.is_available() else OLDEST
-        drafts, batch = self.settings.num_drafts, self.config.max_batch
+        drafts, batch = self.settings.ahead_drafts(self.checkpoint.config), self.config.max_batch
         return gpu_memory(
             weights=self.weights,
             layout=self.layout,

@@ -43,6 +43,19 @@ class Trial:
         self.position += 1
         return result.logits
 
+    def verify(self, ids: Sequence[int], wrong: Sequence[int]) -> Tensor:
+        """The next id as a generated one, the others as drafts that are accepted, `wrong` as drafts that are
+        not -> logits [T, V]."""
+        plan = replace(self.engine.scheduler.changes(), decode=(self._span(ids[:1], Sampling()),))
+        logits = self.engine.runner.verify(plan, (*ids[1:], *wrong), len(ids) - 1)
+        self.position += len(ids)
+        return logits
+
+    def look(self, position: int, anchor: int, forced: Sequence[int] | None) -> dict[str, Tensor]:
+        """What the drafter makes at a position that was just processed, `anchor` being the token after it."""
+        given = None if forced is None else tuple(forced)
+        return self.engine.runner.look(self.slot, position, anchor, given)
+
     def _span(self, ids: Sequence[int], sampling: Sampling | None) -> Span:
         return Span(
             sequence=self.number,

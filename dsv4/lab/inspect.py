@@ -47,6 +47,7 @@ def report(inventory: Inventory, config: ModelConfig) -> dict[str, Any]:
         "names": inventory.family,
         "num_parameters": len(inventory.sources),
         "num_mtp_layers": inventory.num_mtp_layers,
+        "drafter": config.drafter(inventory.num_mtp_layers),
         "notes": list(inventory.notes),
         "components": [
             {"name": p.name, "formats": p.formats, "bytes": p.total_bytes, "active_bytes": p.active_bytes}

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dsv4.cache.layout import CacheLayout
+from dsv4.cache.layout import CacheLayout, most_drafts
 from dsv4.config import EngineConfig, ModelConfig, preset
 from dsv4.engine.memory import (
     DEFAULT_CHUNK,
@@ -58,6 +58,11 @@ class Demand:
             first, count = alike.get((*key, scale, source.num_bytes), (source, 0))
             alike[(*key, scale, source.num_bytes)] = first, count + 1
         return cls(title, config, num_mtp_layers, tuple(alike.values()))
+
+    def without_drafts(self) -> "Demand":
+        """The same, loaded with speculate off."""
+        kinds = tuple(each for each in self.kinds if each[0].param.component != "mtp")
+        return replace(self, num_mtp_layers=0, kinds=kinds)
 
     @cached_property
     def components(self) -> dict[str, int]:
@@ -123,13 +128,18 @@ class Wanted:
     cache: str = "fp8"
     chunk: int | None = None  # prompt tokens of a step; None: as the engine's
     snapshots: int = EngineConfig.prefix_snapshots
+    speculate: str = "auto"  # off: the drafter is left out
 
     def __post_init__(self) -> None:
         for name in ("context", "batch", "chunk"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}, expected at least 1")
-        for name, allowed in (("weights", ("auto", "dense", "packed")), ("cache", ("fp8", "bf16", "f32"))):
+        for name, allowed in (
+            ("weights", ("auto", "dense", "packed")),
+            ("cache", ("fp8", "bf16", "f32")),
+            ("speculate", ("auto", "off")),
+        ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(allowed)}")
         if self.snapshots < 0:
@@ -155,7 +165,7 @@ class Plan:
         if wanted.weights != "auto" and not machine.is_cpu:
             raise ConfigError(f"weights {wanted.weights} is for a CPU; on a GPU use weights auto")
         check_ranks(c, machine.count, wanted.whole_experts)
-        return cls(demand, machine, wanted)
+        return cls(demand.without_drafts() if wanted.speculate == "off" else demand, machine, wanted)
 
     @property
     def ranks(self) -> int:
@@ -203,6 +213,32 @@ class Plan:
         return CacheLayout(self.demand.config, kv, key, itemsize, w.context, w.batch, drafts, w.snapshots)
 
     @cached_property
+    def drafter_bytes(self) -> int:
+        """Of `weight_bytes`, those of the drafter."""
+        if not self.demand.num_mtp_layers:
+            return 0
+        return self.weight_bytes - self.without_drafter.weight_bytes
+
+    @cached_property
+    def without_drafter(self) -> "Plan":
+        return Plan.make(self.demand, self.machine, replace(self.wanted, speculate="off"))
+
+    @property
+    def advice(self) -> str | None:
+        """When to leave the drafter out; None: not at all."""
+        if not self.demand.num_mtp_layers or self.refusal is not None:
+            return None
+        other, saved = (
+            self.without_drafter,
+            f"--speculate off leaves out {size(self.drafter_bytes)} of drafter",
+        )
+        if other.fits and not self.fits:
+            return f"{saved}: then it fits"
+        if other.fits and self.spill is not None and other.spill is None:
+            return f"{saved}: then all experts fit on the GPU"
+        return None
+
+    @cached_property
     def uncut(self) -> str | None:
         """Why so many GPUs cannot share the weights; None: they can."""
         try:
@@ -236,7 +272,8 @@ class Plan:
             return self.on_gpu(spills=False)
         largest = largest_linear(source.param for source, _ in self.demand.kinds)
         decoded = 0 if self.is_dense else largest // self.ranks
-        return reference_memory(self.weight_bytes, self.layout, self.chunk, decoded, ranks=self.ranks)
+        drafts = most_drafts(self.demand.config) if self.demand.num_mtp_layers else 0
+        return reference_memory(self.weight_bytes, self.layout, self.chunk, decoded, self.ranks, drafts)
 
     @cached_property
     def spill(self) -> Split | None:
@@ -365,6 +402,8 @@ class Plan:
             **{"context": w.context, "batch": w.batch, "weights": self.weights, "cache": w.cache},
             **{"chunk": self.chunk, "whole_experts": w.whole_experts},
             **{"stored_bytes": d.stored_bytes, "components": d.components},
+            **{"drafter": d.config.drafter(d.num_mtp_layers), "advice": self.advice},
+            "drafter_bytes": 0 if self.uncut else self.drafter_bytes,
             "active_bytes_per_token": d.active_bytes(),
             "spilled_experts": 0 if self.uncut or self.spill is None else self.spill.num_spilled,
             "sequence_bytes": one.sequence_bytes(w.context),

@@ -1,7 +1,8 @@
 """Teacher-forced runs: logits of given ids, bits per byte of a text. The engine's path, without sampling."""
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dsv4 import disk
+from dsv4.cache.layout import SPARE
 from dsv4.engine.engine import Engine
 from dsv4.engine.trial import Trial
 from dsv4.errors import CheckpointError, ConfigError, RequestError
@@ -22,16 +24,58 @@ Progress = Callable[[int, int], None]  # tokens done, tokens in all
 def read_ids(path: Path) -> list[int]:
     """The tensor `ids` [T] of a safetensors file."""
     with Reader(path) as reader:
-        if "ids" not in reader.entries:
-            raise CheckpointError(f"{path} has no tensor 'ids'; found {sorted(reader.entries)}")
-        entry = reader.entries["ids"]
-        if len(entry.shape) != 1 or entry.dtype not in ("I64", "I32"):
+        ids = _integers(reader, path, "ids", 1)
+    if not len(ids):
+        raise CheckpointError(f"{path}: ids is empty; there is nothing to score")
+    return ids.tolist()
+
+
+def _integers(reader: Reader, path: Path, name: str, dimensions: int) -> Tensor:
+    if name not in reader.entries:
+        raise CheckpointError(f"{path} has no tensor {name!r}; found {sorted(reader.entries)}")
+    entry, shape = reader.entries[name], "[T]" if dimensions == 1 else "[A, B]"
+    if len(entry.shape) != dimensions or entry.dtype not in ("I64", "I32"):
+        raise CheckpointError(
+            f"{path}: {name} is {entry.dtype} {list(entry.shape)}, expected I64 or I32 {shape}"
+        )
+    return reader.read(name).long()
+
+
+@dataclass(frozen=True)
+class Anchors:
+    """Positions after which drafts are looked at, and for each the tokens that are taken for drafts."""
+
+    positions: tuple[int, ...]
+    forced: tuple[tuple[int, ...], ...] | None
+
+    @classmethod
+    def read(cls, path: Path) -> "Anchors":
+        """The tensors `anchors` [A] and, where present, `forced_ids` [A, B] of a safetensors file."""
+        with Reader(path) as reader:
+            positions = _integers(reader, path, "anchors", 1)
+            forced = _integers(reader, path, "forced_ids", 2) if "forced_ids" in reader.entries else None
+        if forced is not None and len(forced) != len(positions):
             raise CheckpointError(
-                f"{path}: ids is {entry.dtype} {list(entry.shape)}, expected I64 or I32 [T]"
+                f"{path}: forced_ids has {len(forced)} rows, expected {len(positions)}, one for each anchor"
             )
-        if not entry.shape[0]:
-            raise CheckpointError(f"{path}: ids is empty; there is nothing to score")
-        return reader.read("ids").tolist()
+        return cls(tuple(positions.tolist()), None if forced is None else tuple(map(tuple, forced.tolist())))
+
+    def check(self, engine: Engine, num_ids: int) -> None:
+        """Refuse what cannot be drafted."""
+        vocab, dspark = engine.model_config.vocab_size, engine.model_config.dspark
+        if engine.drafter is None:
+            raise RequestError(
+                "no drafts are made here: the model has no drafter, or speculate is off, or it runs on a GPU"
+            )
+        if bad := [p for p in self.positions if not 0 <= p < num_ids - 1]:
+            raise RequestError(f"anchor {bad[0]} has no token after it; expected 0 to {num_ids - 2}")
+        width = len(self.forced[0]) if self.forced else 0
+        if dspark and self.forced and width != dspark.block_size:
+            raise RequestError(f"forced_ids has {width} tokens for each anchor, expected {dspark.block_size}")
+        if width >= SPARE:
+            raise RequestError(f"forced_ids has {width} tokens for each anchor, expected at most {SPARE - 1}")
+        if bad := [id for row in self.forced or () for id in row if not 0 <= id < vocab]:
+            raise RequestError(f"forced id {bad[0]} is outside the vocabulary of {vocab}")
 
 
 def write_logits(path: Path, logits: dict[str, Tensor]) -> None:
@@ -44,11 +88,20 @@ def write_logits(path: Path, logits: dict[str, Tensor]) -> None:
 
 
 def score_ids(
-    engine: Engine, ids: Sequence[int], prompt_len: int, mtp: bool = False, progress: Progress | None = None
+    engine: Engine,
+    ids: Sequence[int],
+    prompt_len: int,
+    mtp: bool = False,
+    progress: Progress | None = None,
+    anchors: Anchors | None = None,
+    walk: Sequence[tuple[int, int]] = (),
 ) -> dict[str, Tensor]:
-    """The first `prompt_len` ids as a prompt in chunks of the engine's `chunk`, the rest one at a time.
+    """The first `prompt_len` ids as a prompt in chunks of the engine's `chunk`, the rest one at a time, or as
+    verification steps: a step (A, K) of `walk` takes the next A ids for drafts that are accepted, and K - A
+    wrong ones that are rolled back.
 
-    -> prefill_logits [N, V], decode_logits [T-N, V] and, with mtp, mtp_logits [N, V], float32.
+    -> prefill_logits [N, V], decode_logits [T-N, V] and, with mtp, mtp_logits [N, V], float32. With `anchors`
+    what is drafted there: Drafter.look's tensors, stacked.
     """
     vocab = engine.model_config.vocab_size
     if not 1 <= prompt_len <= len(ids):
@@ -66,22 +119,70 @@ def score_ids(
             f"MTP logits of {prompt_len} prompt positions need {prompt_len + 1} ids, found {len(ids)}; "
             "lower --prompt-len"
         )
+    if anchors is not None:
+        anchors.check(engine, len(ids))
     prefill, decode, drafts = [], [], []
-    with Trial(engine, len(ids)) as trial:
-        for start in range(0, prompt_len, engine.settings.chunk):
-            stop = min(prompt_len, start + engine.settings.chunk)
+    places = {} if anchors is None else {p: row for row, p in enumerate(anchors.positions)}
+    found: dict[int, dict[str, Tensor]] = {}
+    # Rows that are rolled back lie beyond the last id.
+    room = min(engine.settings.max_context, len(ids) + SPARE)
+
+    def look(trial: Trial, start: int, stop: int) -> None:
+        for p in sorted(p for p in places if start <= p < stop):
+            forced = anchors.forced[places[p]] if anchors and anchors.forced else None
+            found[p] = trial.look(p, ids[p + 1], forced)
+        if progress:
+            progress(stop, len(ids))
+
+    with Trial(engine, room) as trial:
+        for start, stop in _chunks(prompt_len, engine.settings.chunk, places):
             logits, drafted = trial.read(ids[start:stop], ids[start + 1 : stop + 1] if mtp else None)
             prefill.append(logits)
             drafts.append(drafted)
-            if progress:
-                progress(stop, len(ids))
-        for position in range(prompt_len, len(ids)):
-            decode.append(trial.token(ids[position]))
-            if progress:
-                progress(position + 1, len(ids))
+            look(trial, start, stop)
+        steps = itertools.cycle(walk or [(0, 0)])
+        while (start := trial.position) < len(ids):
+            accepted, proposed = next(steps)
+            if walk or anchors:
+                taken = ids[start : start + 1 + accepted]
+                wrong = [(id + 1) % vocab for id in (*ids[start + len(taken) :], *[0] * SPARE)]
+                most = min(proposed - accepted, room - start - len(taken))
+                decode.append(trial.verify(taken, wrong[:most]))
+            else:
+                decode.append(trial.token(ids[start]))
+            look(trial, start, trial.position)
     empty = torch.empty(0, vocab)
     out = {"prefill_logits": torch.cat(prefill), "decode_logits": torch.cat(decode) if decode else empty}
-    return out | ({"mtp_logits": torch.cat([part for part in drafts if part is not None])} if mtp else {})
+    if mtp:
+        out["mtp_logits"] = torch.cat([part for part in drafts if part is not None])
+    if anchors is not None:
+        rows = [found[p] for p in anchors.positions]
+        out |= {name: torch.stack([row[name] for row in rows]) for name in (rows[0] if rows else ())}
+    return out
+
+
+def _chunks(prompt_len: int, chunk: int, cuts: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Of a prompt, cut also after each position that is to be looked at."""
+    ends = sorted({*(cut + 1 for cut in cuts if cut < prompt_len), prompt_len})
+    start = 0
+    for end in ends:
+        while start < end:
+            stop = min(end, start + chunk)
+            yield start, stop
+            start = stop
+
+
+def parse_walk(text: str) -> list[tuple[int, int]]:
+    """`A/K,A/K`: drafts that are accepted, of those in a verification step."""
+    steps = []
+    for part in text.split(","):
+        accepted, slash, proposed = part.strip().partition("/")
+        if not (slash and accepted.isdecimal() and proposed.isdecimal()):
+            raise ConfigError(f"--walk {text!r}: expected steps A/K, e.g. 0/3,2/5")
+        if not int(accepted) <= int(proposed) < SPARE:
+            raise ConfigError(f"--walk {part.strip()}: expected A up to K, and K up to {SPARE - 1}")
+        steps.append((int(accepted), int(proposed)))
+    return steps
 
 
 @dataclass(frozen=True)

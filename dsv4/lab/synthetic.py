@@ -40,9 +40,9 @@ def make_weights(
     placement: Placement | None = None,
     ranks: int = 1,
     whole_experts: bool = False,
-    mtp: bool = False,
+    draft_blocks: int = 0,
 ) -> Weights:
-    """Plausible values: products keep the size of their inputs. Only with `mtp` with an MTP block.
+    """Plausible values: products keep the size of their inputs. `draft_blocks`: MTP's, or DSpark's stages.
 
     With `placement` routed experts are made where it has them. `ranks`: the share of one of so many, as if
     its neighbours' were like it; `whole_experts`: it has some of the routed experts, in all their width.
@@ -50,8 +50,7 @@ def make_weights(
     generator = torch.Generator(device).manual_seed(seed)
     tensors: dict[str, Tensor | QuantTensor | Tiled | Bank] = {}
     quantised = set()
-    stages = config.num_mtp_layers if mtp else num_stages(config)
-    for param in declare(config, stages):
+    for param in declare(config, draft_blocks):
         local = param.local_shape(ranks)
         if param.expert is not None or ".shared_experts." in param.name:
             name = param.name.rsplit(".", 2 if param.expert is not None else 1)[0]
@@ -65,8 +64,8 @@ def make_weights(
                 width, hidden = config.expert_width // sharing, config.hidden_size
                 format = format_of(param, layout)
                 tensors[name] = Bank(
-                    random_tiles(format, (width, hidden), count, 2, device, generator),
-                    random_tiles(format, (hidden, width), count, 1, device, generator),
+                    _random(format, (width, hidden), count, 2, device, generator),
+                    _random(format, (hidden, width), count, 1, device, generator),
                 )
             quantised.add(param.name)
         elif param.kind == "table":
@@ -77,15 +76,14 @@ def make_weights(
             tensors[param.name] = _plain(param, local, device, generator)
         elif param.stays_in_rows:
             data = torch.randn(local, device=device, dtype=torch.bfloat16, generator=generator)
-            if not param.is_embedding:
-                data *= local[1] ** -0.5
+            data *= 1.0 if param.is_embedding else param.shape[1] ** -0.5
             tensors[param.name] = QuantTensor(Format.BF16, data, (local[0], local[1]))
         else:
             shape, format = (local[0], local[1]), format_of(param, layout)
-            tensors[param.name] = random_tiles(format, shape, 1, 1, device, generator)
+            tensors[param.name] = _random(format, shape, 1, 1, device, generator)
             if not format.is_plain:
                 quantised.add(param.name)
-    return Weights(tensors, frozenset(quantised), stages, placement)
+    return Weights(tensors, frozenset(quantised), draft_blocks, placement)
 
 
 def _plain(param: Param, shape: tuple[int, ...], device: str, generator: torch.Generator) -> Tensor:
@@ -97,7 +95,7 @@ def _plain(param: Param, shape: tuple[int, ...], device: str, generator: torch.G
     return 0.1 * noise
 
 
-def random_tiles(
+def _random(
     format: Format, shape: tuple[int, int], count: int, halves: int, device: str, generator: torch.Generator
 ) -> Tiled:
     out = empty(format, shape, count, halves, device)

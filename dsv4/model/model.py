@@ -99,21 +99,13 @@ class Model:
 
     @torch.inference_mode()
     def draft(
-        self,
-        streams: Tensor,
-        next_ids: Tensor,
-        step: Step,
-        cache: Cache,
-        depth: int = 0,
-        rows: Tensor | None = None,
+        self, streams: Tensor, next_ids: Tensor, step: Step, cache: Cache, depth: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """MTP block `depth`: streams of positions i, tokens i+1 -> its streams, logits [T, V] for i+2; of
-        `rows` only, if given."""
+        """MTP block `depth`: streams of positions i, tokens i+1 -> its streams, logits [T, V] for i+2."""
         layer = cache.layers[len(self.blocks) + depth]
         streams, hidden = self.mtp[depth](
             streams, self.embed(next_ids), next_ids, step, layer, cache.page_table
         )
-        hidden = hidden if rows is None else hidden[rows]
         return streams, self.mesh.comm.gather_columns(self.head(hidden, torch.float32))
 
     @torch.inference_mode()

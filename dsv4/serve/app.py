@@ -215,7 +215,9 @@ class Routes:
 
     def _reserve(self, request: Request, count: int) -> Ticket:
         """Places, given back when the request has ended, however it did."""
-        return request.scope["stack"].enter_context(self.engine.reserve(count))
+        ticket: Ticket = request.scope["stack"].enter_context(self.engine.reserve(count))
+        ticket.client_id = request.scope["note"].get("client_id")
+        return ticket
 
     async def _ids(
         self, ticket: Ticket, segments: list[Segment], asked: Asked, field: str

@@ -24,6 +24,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from dsv4 import __version__
+from dsv4.device import available_memory, gpu_memory, total_memory
 from dsv4.serve.client import EngineProcess
 from dsv4.serve.openai import Usage
 
@@ -62,6 +63,18 @@ class Live(Collector):
     def collect(self) -> Iterator[Metric]:
         for kind, name, help, value in self._rows:
             yield kind(name, help, value=value())  # type: ignore[call-arg]
+
+
+class GpuMemory(Collector):
+    """Of the machine's GPUs, each by its number; nothing where there is none."""
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        used = GaugeMetricFamily("dsv4_gpu_memory_used_bytes", "by all processes", labels=["gpu"])
+        total = GaugeMetricFamily("dsv4_gpu_memory_total_bytes", "there is", labels=["gpu"])
+        for number, memory in enumerate(gpu_memory()):
+            used.add_metric([str(number)], memory.used)
+            total.add_metric([str(number)], memory.total)
+        yield from (used, total) if used.samples else ()
 
 
 class Metrics:
@@ -112,9 +125,19 @@ class Metrics:
             (count, "num_preemptions", "pauses, for want of pages", lambda: engine.status.pauses),
             (count, "spec_decode_num_draft_tokens", "proposed", lambda: engine.status.drafted),
             (count, "spec_decode_num_accepted_tokens", "of these", lambda: engine.status.accepted),
+            (
+                count,
+                "expert_hits",
+                "choices whose expert lay in GPU memory",
+                lambda: engine.status.expert_hits,
+            ),
+            (count, "expert_misses", "of decode steps, the others", lambda: engine.status.expert_misses),
+            (gauge, "host_memory_used_bytes", "of the machine", lambda: total_memory() - available_memory()),
+            (gauge, "host_memory_total_bytes", "of the machine", total_memory),
             (count, "engine_restarts", "since the start", lambda: engine.num_restarts),
             (gauge, "engine_ready", "1 when a model is loaded", lambda: int(engine.ready is not None)),
         )
+        registry.register(GpuMemory())
         registry.register(Live((kind, f"dsv4_{name}", help, value) for kind, name, help, value in rows))
 
     def count(

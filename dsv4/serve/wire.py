@@ -59,6 +59,8 @@ class Status:
     pauses: int = 0
     drafted: int = 0
     accepted: int = 0
+    expert_hits: int = 0
+    expert_misses: int = 0
 
 
 class Loading(Message, frozen=True):

@@ -104,6 +104,8 @@ class Worker:
             pauses=scheduler.num_pauses,
             drafted=self.engine.num_drafted,
             accepted=self.engine.num_accepted,
+            expert_hits=self.engine.runner.executor.expert_hits,
+            expert_misses=self.engine.runner.executor.expert_misses,
         )
 
     def run(self) -> None:

@@ -2,10 +2,11 @@
 
     PYTHONPATH=. python tests/bench/serve_clients.py FOLDER [--record] [CLIENT ...]
 
-Installs Claude Code, Codex and Vercel's AI SDK with npm into FOLDER, runs each, prints how it ended and what
-the server answered. With --record the bodies that they sent, texts cut and most tools of a kind left out, go
-to tests/data/clients, one file per client and version, which tests/serve/test_serve_wishes.py sends. The
-embedded model has 16,384 positions, so Claude Code gets a short system prompt and one tool.
+Installs Claude Code, Codex, opencode and Vercel's AI SDK with npm and aider with pip into FOLDER, runs each
+(the coding clients by `dsv4 launch`), prints how it ended and what the server answered. With --record the
+bodies that they sent, texts cut and most tools of a kind left out, go to tests/data/clients, one file per
+client and version, which tests/serve/test_serve_wishes.py sends. The embedded model has 16,384 positions, so
+Claude Code gets a short system prompt and one tool.
 """
 
 import argparse
@@ -14,17 +15,25 @@ import json
 import os
 import re
 import subprocess
+import sys
 import tempfile
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from tests.serve.serve_support import KEY, Server
+from tests.serve.serve_support import KEY, ROOT, Server
 
 DATA = Path(__file__).parents[1] / "data" / "clients"
 MAX_TEXT, MAX_ALIKE = 60, 2
-PACKAGES = ("@anthropic-ai/claude-code", "@openai/codex", "ai", "@ai-sdk/openai")
+PACKAGES = ("@anthropic-ai/claude-code", "@openai/codex", "opencode-ai", "ai", "@ai-sdk/openai")
+# client -> its program, and a short question in its words
+LAUNCHED = {
+    "claude_code": ("claude", ["-p", "--tools", "Read", "--system-prompt", "Be short.", "say hi"]),
+    "codex": ("codex", ["exec", "--skip-git-repo-check", "say hi"]),
+    "opencode": ("opencode", ["run", "--variant", "low", "say hi"]),
+    "aider": ("aider", ["--message", "say hi", "--yes-always", "--no-git", "--no-check-update"]),
+}
 # Two turns, the second with references to the first, then a tool that must be called and its result.
 AI_SDK = """
 import { createOpenAI } from '@ai-sdk/openai';
@@ -39,15 +48,6 @@ const pick = tool({ inputSchema: jsonSchema(parameters), execute: async () => 'd
 const asked = { prompt: 'pick', tools: { pick }, toolChoice: 'required', stopWhen: stepCountIs(2) };
 const done = await generateText({ model, ...asked, maxOutputTokens: 400 });
 console.log(done.steps.map((step) => step.finishReason).join(' '));
-"""
-CODEX = """
-model = "tiny"
-model_provider = "dsv4"
-[model_providers.dsv4]
-name = "dsv4"
-base_url = "{url}/v1"
-wire_api = "responses"
-env_key = "KEY"
 """
 
 
@@ -108,21 +108,22 @@ def cut(value: Any) -> Any:
 
 def run(name: str, folder: Path, url: str) -> tuple[str, str]:
     """-> the client's version, and the end of what it printed."""
-    home, work, bin = folder / "home", folder / "work", folder / "node_modules" / ".bin"
+    home, work, keys = folder / "home", folder / "work", folder / "key.txt"
     for path in (home, work):
         path.mkdir(exist_ok=True)
-    env = {"PATH": os.environ["PATH"], "HOME": str(home), "KEY": KEY, "URL": url}
-    if name == "claude_code":
-        env |= {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_AUTH_TOKEN": KEY, "ANTHROPIC_MODEL": "tiny"}
-        env |= {"ANTHROPIC_SMALL_FAST_MODEL": "tiny", "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "40"}
-        env |= {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
-        asked = ["-p", "--tools", "Read", "--system-prompt", "Be short.", "say hi"]
-        command, version = [str(bin / "claude"), *asked], [str(bin / "claude"), "--version"]
-    elif name == "codex":
-        (home / "config.toml").write_text(CODEX.format(url=url))
-        env["CODEX_HOME"] = str(home)
-        command = [str(bin / "codex"), "exec", "--skip-git-repo-check", "say hi"]
-        version = [str(bin / "codex"), "--version"]
+    keys.write_text(KEY)
+    programs = f"{folder}/node_modules/.bin:{folder}/aider/bin:{os.environ['PATH']}"
+    env = {
+        "PATH": programs,
+        "HOME": str(home),
+        "PYTHONPATH": f"{ROOT}:{folder}/aider",
+        "KEY": KEY,
+        "URL": url,
+    }
+    if name in LAUNCHED:
+        program, asked = LAUNCHED[name]
+        command = [sys.executable, "-m", "dsv4", "launch", program, f"--port={url.rpartition(':')[2]}"]
+        command, version = [*command, f"--api-key-file={keys}", "--", *asked], [program, "--version"]
     else:
         (folder / "ai_sdk.mjs").write_text(AI_SDK)
         command = ["node", str(folder / "ai_sdk.mjs")]
@@ -139,12 +140,15 @@ def run(name: str, folder: Path, url: str) -> tuple[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("clients", nargs="*", default=["claude_code", "codex", "ai_sdk"])
+    parser.add_argument("clients", nargs="*", default=[*LAUNCHED, "ai_sdk"])
     parser.add_argument("--record", action="store_true")
     args = parser.parse_args()
     folder = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     subprocess.run(["npm", "install", "--silent", "--prefix", str(folder), *PACKAGES], check=True)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder / "aider"), "aider-chat"]
+    if not (folder / "aider").exists():
+        subprocess.run(pip, check=True)
     with tempfile.TemporaryDirectory() as keys, Server(Path(keys), "--max-context", 16384) as server:
         for name in args.clients:
             recorder = Recorder(server.port)

@@ -19,7 +19,7 @@ from dsv4.engine.follow import Follower
 from dsv4.engine.plan import Plan, Span
 from dsv4.engine.request import Completion, Token
 from dsv4.engine.runner import Masks, Result
-from dsv4.engine.settings import _num_drafts
+from dsv4.engine.settings import _drafts
 from dsv4.errors import ConfigError, DeviceError
 from dsv4.lab.score import score_ids
 from dsv4.model.step import Step
@@ -80,7 +80,7 @@ def test_every_pattern_of_acceptance(
     """Runs that end anywhere in blocks of 4 and 128 tokens, windows and pages; several sequences at once."""
     oracle = Oracle(drafting, most)
     monkeypatch.setattr(drafter_of(drafting), "proposed", oracle.proposed)
-    monkeypatch.setattr(drafting.scheduler, "num_drafts", most)
+    monkeypatch.setattr(drafting.speculation, "forced", most)
     drafting.prefix.clear()
     prompts = [text(length, length) for length in (1, 2, 38, 125, 127, 254, 200, 131)]
     want = [plain.generate([prompt], LONG)[0] for prompt in prompts]
@@ -141,7 +141,7 @@ def test_random_arrivals(engine_for: Callable[..., Engine], monkeypatch: pytest.
 
     monkeypatch.setattr(engine.runner, "apply", checked)
     # Proposals that cross the end of a page when none is left.
-    monkeypatch.setattr(engine.scheduler, "num_drafts", SPARE - 1)
+    monkeypatch.setattr(engine.speculation, "forced", SPARE - 1)
     assert stress(engine, wanted, answers, requests=30) > 20
     assert engine.num_drafted > 100 and engine.prefix.num_snapshots > 0 and engine.scheduler.num_pauses > 0
 
@@ -331,17 +331,20 @@ def test_drafts_are_chosen_as_tokens_are(
     those that the token will have."""
     tokens: dict[int, dict[int, int]] = {}  # by slot and position
 
-    def knowing(
-        streams: Tensor, next_ids: Tensor, step: Step, cache: object, rows: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        logits = []
+    def note(streams: Tensor, next_ids: Tensor, step: Step, cache: object) -> None:
         for slot, first, ids in step.spans:
             known = tokens.setdefault(slot, {0: 7})
             known |= {first + 1 + n: id for n, id in enumerate(ids)}
-            context = [known[n] for n in range(first + len(ids) + 1)]
+
+    def knowing(streams: Tensor, next_ids: Tensor, step: Step, cache: object) -> tuple[Tensor, Tensor]:
+        logits = []
+        note(streams, next_ids, step, cache)
+        for slot, first, ids in step.spans:
+            context = [tokens[slot][n] for n in range(first + len(ids) + 1)]
             logits.append(score_ids(plain, context, len(context))["prefill_logits"][-1])
         return streams, torch.stack(logits)
 
+    monkeypatch.setattr(drafting.model, "keep_streams", note)
     monkeypatch.setattr(drafting.model, "draft", knowing)
     before = drafting.num_drafted, drafting.num_accepted
     params = SamplingParams(max_tokens=14, seed=3, ignore_eos=True, **how)
@@ -401,5 +404,5 @@ def test_refusals(engine_for: Callable[..., Engine]) -> None:
         Device(kind="cuda", torch_name="cuda:0", name="a GPU", memory_bytes=1, why=""),
         Checkpoint.open(embedded()),
     )
-    with pytest.raises(ConfigError, match="speculate is 2: speculation runs on a CPU only"):
-        _num_drafts(EngineConfig(speculate="2"), gpu, checkpoint)
+    with pytest.raises(ConfigError, match="speculate is 2: a GPU speculates with DSpark"):
+        _drafts(EngineConfig(speculate="2"), gpu, checkpoint, has_rounds=True)

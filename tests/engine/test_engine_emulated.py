@@ -68,7 +68,7 @@ def on_emulated_gpu(path: Path, launches: Launches, options: EngineConfig = OPTI
         cache = Cache(cache_layout(bundle.config, s, config, bundle.weights.num_mtp_layers), "cpu", s.dtype)
         ops = Ops.choose("cuda", **dict.fromkeys(IMPLEMENTATIONS, "gpu"))
         own = replace(bundle, weights=load_tiled(Checkpoint.open(path), "cpu"), ops=ops)
-        executor = (Drafting if s.num_drafts else Executor)(
+        executor = (Drafting if s.drafts else Executor)(
             b=own,
             model=Model(own, s.max_context, "cpu"),
             cache=cache,
@@ -76,7 +76,7 @@ def on_emulated_gpu(path: Path, launches: Launches, options: EngineConfig = OPTI
             chunk=s.chunk,
             use_graphs=False,
             overlap=True,
-            num_drafts=s.num_drafts,
+            num_drafts=s.drafts or 0,
             drafts_always=True,
         )
         executor.model = executor.reader = Model(bundle, s.max_context, "cpu")

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dsv4 import Engine, EngineConfig, SamplingParams
-from dsv4.cache.layout import CacheLayout
+from dsv4.cache.layout import CacheLayout, most_drafts
 from dsv4.config import ModelConfig, preset
 from dsv4.engine import memory
 from dsv4.engine.memory import SAMPLED, largest_linear, reference_workspace
@@ -60,7 +60,9 @@ def bound(engine: Engine, folder: Path) -> int:
     checkpoint, config, s = Checkpoint.open(folder), engine.config, engine.settings
     layout = cache_layout(checkpoint.config, s, config, checkpoint.inventory.num_mtp_layers)
     decoded = 0 if s.dense else largest_linear(source.param for source in checkpoint.inventory.sources)
-    return reference_workspace(layout, s.chunk, decoded, drafts=s.num_drafts)
+    return reference_workspace(
+        layout, s.chunk, decoded, drafts=most_drafts(checkpoint.config) if s.drafts is None else s.drafts
+    )
 
 
 # As in published models, each wider than a small model has it: what takes most differs.
@@ -122,7 +124,9 @@ def test_sequences_that_all_close_a_block_take_less_than_the_bound(tmp_path: Pat
     few = {"hidden_size": 64, "q_rank": 16, "num_heads": 3, "o_groups": 1, "index_heads": 1, "window": 8}
     shape = replace(SMALL, head_dim=512, experts_per_token=1, expert_width=32, vocab_size=64, **few)
     write_model(tmp_path / "model", "modelopt", shape)
-    engine = Engine.load(tmp_path / "model", EngineConfig(max_batch=8, max_context=256, chunk=1))
+    engine = Engine.load(
+        tmp_path / "model", EngineConfig(max_batch=8, max_context=256, chunk=1, speculate="off")
+    )
     spans = [(claim(engine, 256), 255, [7]) for _ in range(8)]
     assert 1 < bound(engine, tmp_path / "model") / peak_of(engine, spans) < 1.6
 

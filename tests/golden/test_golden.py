@@ -15,8 +15,7 @@ from torch import Tensor
 
 from dsv4 import Engine, EngineConfig
 from dsv4.lab.score import score_ids
-from dsv4.model.step import Step
-from tests.support.feeding import cache_of, claim, feed_all, release
+from tests.support.feeding import claim, feed_all
 
 HERE = Path(__file__).parents[1] / "data" / "golden"
 SHARED = Path(__file__).parents[3] / "shared" / "golden"
@@ -91,31 +90,6 @@ def test_marks(format: str, mode: str) -> None:
     assert got.keys() == expected.keys() - {"ids"}
     for name in got:
         check(got[name], expected[name], MARKS[mode], f"{format} {mode} {name}")
-
-
-@pytest.mark.parametrize("mode", STEP_MARKS)
-def test_drafts_made_of_drafts(mode: str) -> None:
-    """The draft block over positions 0 .. p, then fed with its own streams and two given tokens."""
-    expected = load_file(folder("mtp_steps") / f"expected_{mode}.safetensors")
-    ids = expected["ids"].tolist()
-    engine = Engine.load(folder("official"), config_of(mode, chunk=340))
-    model, cache = engine.model, cache_of(engine)
-    trunk = claim(engine, 340)
-    streams = model.forward(Step.build([(trunk, 0, ids)], "cpu"), cache)
-    release(engine, trunk)
-    rows = []
-    for p, forced in zip(expected["anchors"].tolist(), expected["forced_ids"], strict=True):
-        slot = claim(engine, 340)
-        step = Step.build([(slot, 0, ids[: p + 1])], "cpu")
-        own, logits = model.draft(streams[: p + 1], torch.tensor(ids[1 : p + 2]), step, cache)
-        rows.append(logits[-1:])
-        for back, token in enumerate(forced.split(1), 1):
-            step = Step.build([(slot, p + back, token.tolist())], "cpu")
-            own, logits = model.draft(own[-1:], token, step, cache)
-            rows.append(logits)
-        release(engine, slot)
-    want = expected["mtp_step_logits"].flatten(0, 1)
-    check(torch.cat(rows), want, STEP_MARKS[mode], f"mtp_steps {mode}")
 
 
 CHUNKED = [(f, "a16", (64,)) for f in FORMATS] + [("official", "a8", (11,)), ("bf16", "noqat", (11,))]

@@ -1,4 +1,4 @@
-"""DSpark's drafts through the engine's cache, after every kind of history; each planted mistake must show."""
+"""Drafts through the engine's cache, after every kind of history; each planted mistake must show."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,106 +11,60 @@ from torch import Tensor
 
 from dsv4 import Engine
 from dsv4.engine import draft
+from dsv4.lab.score import Anchors, score_ids
 from dsv4.model.model import Model
 from dsv4.model.rope import Rope
 from dsv4.model.step import Step
 from dsv4.ops.attention import cpu as attention
 from tests.golden.test_golden import STEP_MARKS, check, config_of, folder
-from tests.support.feeding import cache_of, claim, release
 
 WINDOW, BLOCK, PROMPT = 64, 5, 300
 
 
-def engine_of(mode: str) -> Engine:
-    return Engine.load(folder("dspark"), config_of(mode, 64))
+WALK = [(0, 0), (1, 5), (2, 2), (0, 7), (5, 5), (3, 7), (4, 6), (7, 7)]
 
 
-def wanted(mode: str) -> dict[str, Tensor]:
-    return load_file(folder("dspark") / f"expected_{mode}.safetensors")
+def wanted(mode: str, name: str = "dspark") -> dict[str, Tensor]:
+    return load_file(folder(name) / f"expected_{mode}.safetensors")
 
 
-def feed(engine: Engine, slot: int, start: int, ids: list[int], count: int | None = None) -> Tensor:
-    """Process ids, of which the first `count` (default: all) are accepted; -> the taps of these."""
-    taps: list[Tensor] = []
-    engine.model.forward(Step.build([(slot, start, ids)], "cpu"), cache_of(engine), taps)
-    kept = torch.cat(taps, 1)[:count]
-    step = Step.build([(slot, start, ids[: len(kept)])], "cpu")
-    engine.model.keep_taps(kept, step, cache_of(engine))
-    return kept
+def score(
+    mode: str, walk: Sequence[tuple[int, int]] = (), model: str = "dspark", name: str = "dspark"
+) -> dict[str, Tensor]:
+    """What `dsv4 score --draft-logits --walk` writes."""
+    engine = Engine.load(folder(model), config_of(mode, 64))
+    anchors = Anchors.read(folder(name) / f"expected_{mode}.safetensors")
+    return score_ids(engine, wanted(mode, name)["ids"].tolist(), PROMPT, anchors=anchors, walk=walk)
 
 
-def drafted(engine: Engine, slot: int, p: int, anchor: int, forced: Sequence[int]) -> list[Tensor]:
-    """The block after position p -> logits before the correction, those with it, and confidences."""
-    model = engine.model
-    base, mixed = model.draft_block(draft.block_step(model, [(slot, p + 1, 0)], [anchor]), cache_of(engine))
-    before = torch.tensor([anchor, *forced[: base.shape[1] - 1]])
-    rows = [model.correct(base[:, j], mixed[:, j], before[j : j + 1]) for j in range(base.shape[1])]
-    return [base[0], torch.cat([logits for logits, _ in rows]), torch.cat([sure for _, sure in rows])]
-
-
-def walk(engine: Engine, want: dict[str, Tensor], steps: Sequence[tuple[int, int]]) -> dict[str, Tensor]:
-    """Prompt, then verification steps of `steps` (accepted, proposed) in turns, and drafts at each anchor."""
-    ids, anchors = want["ids"].tolist(), want["anchors"].tolist()
-    found: dict[str, list[Tensor]] = {}
-    slot, at, turn, taps = claim(engine, len(ids)), 0, 0, torch.empty(0)
-
-    def look(begin: int, end: int) -> None:
-        for p in range(begin, end):
-            if p in anchors:
-                forced = want["forced_ids"][anchors.index(p)].tolist()
-                names = ("draft_base", "forced_logits", "forced_confidence")
-                parts = zip(names, drafted(engine, slot, p, ids[p + 1], forced), strict=True)
-                for name, value in (("main_hidden", taps[p - begin]), *parts):
-                    found.setdefault(name, []).append(value)
-
-    while at < len(ids):
-        if at < PROMPT:
-            stop = min(PROMPT, at + 64, *(p + 1 for p in anchors if p >= at))
-            chunk, count = ids[at:stop], stop - at
-        else:
-            accepted, proposed = steps[turn % len(steps)]
-            count = min(accepted + 1, len(ids) - at)
-            wrong = [(id + 1) % 160 for id in ids[at + count :][: proposed - accepted]]
-            chunk, turn = ids[at : at + count] + wrong, turn + 1
-        taps = feed(engine, slot, at, chunk, count)
-        look(at, at + count)
-        at += count
-    release(engine, slot)
-    return {name: torch.stack(rows) for name, rows in found.items()}
-
-
-STEPS = [(0, 0), (1, 5), (2, 2), (0, 7), (5, 5), (3, 7), (4, 6), (7, 7)]
-
-
-def compare(got: dict[str, Tensor], want: dict[str, Tensor], mode: str) -> None:
-    check(got["main_hidden"], want["main_hidden"], STEP_MARKS[mode], f"dspark {mode} taps")
-    for name in ("draft_base", "forced_logits"):
-        check(got[name].flatten(0, 1), want[name].flatten(0, 1), STEP_MARKS[mode], f"dspark {mode} {name}")
-    if mode == "noqat":
-        assert (got["forced_confidence"] - want["forced_confidence"]).abs().max() <= 1e-4
+def compare(got: dict[str, Tensor], want: dict[str, Tensor], mode: str, name: str) -> None:
+    check(got[name].flatten(0, -2), want[name].flatten(0, -2), STEP_MARKS[mode], f"{mode} {name}")
 
 
 @pytest.mark.parametrize("mode", STEP_MARKS)
 def test_dspark_drafts(mode: str) -> None:
-    """Walked in verification steps of 1 to 8 rows with every number of drafts accepted: the same bits."""
-    engine, want = engine_of(mode), wanted(mode)
-    singles = walk(engine, want, [(0, 0)])
-    compare(singles, want, mode)
-    stepped = walk(engine, want, STEPS)
-    for name, rows in singles.items():
-        assert torch.equal(stepped[name], rows), name
+    """At the marks, and with the same bits in verification steps of 1 to 8 rows, any number accepted."""
+    got, want = score(mode), wanted(mode)
+    assert got.keys() == want.keys() - {"ids", "anchors", "forced_ids"}
+    for name in ("main_hidden", "draft_base", "forced_logits", "prefill_logits", "decode_logits"):
+        compare(got, want, mode, name)
+    if mode == "noqat":
+        assert torch.equal(got["draft_ids"], want["draft_ids"])
+        compare(got, want, mode, "draft_logits")
+        for name in ("confidence", "forced_confidence"):
+            assert (got[name] - want[name]).abs().max() <= 1e-4
+    walked = score(mode, WALK)
+    for name, rows in got.items():
+        assert torch.equal(walked[name], rows), name
 
 
-def test_chosen_drafts() -> None:
-    """Greedy ones, each corrected by the one before it."""
-    engine, want = engine_of("noqat"), wanted("noqat")
-    ids, anchors = want["ids"].tolist(), want["anchors"].tolist()
-    slot = claim(engine, len(ids))
-    feed(engine, slot, 0, ids[: (p := anchors[10]) + 1])
-    *_, confidence = drafted(engine, slot, p, ids[p + 1], want["draft_ids"][10].tolist())
-    assert (confidence - want["confidence"][10]).abs().max() <= 1e-4
-    logits = drafted(engine, slot, p, ids[p + 1], want["draft_ids"][10].tolist())[1]
-    assert torch.equal(logits.argmax(1), want["draft_ids"][10])
+@pytest.mark.parametrize("mode", STEP_MARKS)
+def test_mtp_drafts_made_of_drafts(mode: str) -> None:
+    """The draft block over positions 0 .. p, then fed with its own streams and two given tokens."""
+    got, walked = (score(mode, walk, "official", "mtp_steps") for walk in ((), WALK))
+    compare(got, wanted(mode, "mtp_steps"), mode, "mtp_step_logits")
+    for name, rows in got.items():
+        assert torch.equal(walked[name], rows), name
 
 
 def low(places: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
@@ -238,9 +192,10 @@ PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], float]] = {
 def test_planted_mistakes_show(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, least = PLANTED[mistake]
     want = wanted("noqat")
-    folder("dspark")
     plant(monkeypatch)
-    got = walk(engine_of("noqat"), want, [(4, 4)])["forced_logits"]
+    if mistake == "four slots":
+        monkeypatch.setattr(Anchors, "check", lambda *given: None)
+    got = score("noqat", [(4, 4)])["forced_logits"]
     right = want["forced_logits"][:, : got.shape[1]]
     off = ((got - right).norm(dim=-1) / right.norm(dim=-1)).flatten()
     assert off[-50:].median() > least, f"{mistake}: {off[-50:].median():.1e}"

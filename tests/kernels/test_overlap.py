@@ -3,7 +3,7 @@ are what the kernels' sources say."""
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -21,16 +21,17 @@ from dsv4.cache.store import Cache
 from dsv4.config import Activations, ModelConfig, preset
 from dsv4.engine.spill import Split, make_placement
 from dsv4.gpu import build
-from dsv4.gpu.pdl import Launch, Launcher, check
+from dsv4.gpu.pdl import Launch, Launcher, Names, check
 from dsv4.gpu.shapes import Form
 from dsv4.lab.bench.decode import Wanted
-from dsv4.lab.synthetic import make_weights, with_stages
+from dsv4.lab.synthetic import make_weights, num_stages, with_stages
 from dsv4.model.bundle import Bundle, Numerics
 from dsv4.model.model import Model
 from dsv4.ops import IMPLEMENTATIONS, Ops
 from dsv4.ops.attention import decode as attention
 from dsv4.ops.attention import decode_any, prepare
 from dsv4.ops.draft import decode as draft
+from dsv4.ops.draft import round as rounds
 from dsv4.ops.draft import streams
 from dsv4.ops.exchange import decode as exchange
 from dsv4.ops.experts.placement import Placement
@@ -45,9 +46,7 @@ from dsv4.ops.sample import decode as sample
 from dsv4.ops.sample import prefill as sample_op
 from dsv4.parallel.mesh import Mesh
 from dsv4.quant.formats import Format, empty_rows
-from dsv4.step.buffers import Buffers
-from dsv4.step.draft import Draft
-from dsv4.step.mtp import MtpDraft
+from dsv4.step.round import PARTS, Round
 from dsv4.step.run import Decoder
 from tests.support.cuda_source import COMMENT, WAIT, functions, until_wait
 from tests.support.dry import planned
@@ -80,7 +79,7 @@ def step(
         placement=placement,
         ranks=ranks,
         whole_experts=whole_experts,
-        mtp=mtp,
+        draft_blocks=int(mtp) or num_stages(config),
     )
     mesh = Mesh() if ranks == 1 else Mesh(0, ranks, Echo(ranks), whole_experts)
     bundle = Bundle(config, weights, ops, Numerics(torch.bfloat16, activations, True), mesh)
@@ -259,10 +258,9 @@ def test_a_planted_early_read_is_found(decoder: Decoder, name: str, buffer: str,
         checked(decoder, plant)
 
 
-TRUNK = {"prepare", "queries", "scores", "attend", "combine"}
-
-
-def hold_to_sources(step: Any, kinds: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def hold_to_sources(
+    launches: Sequence[Launch], names: Names, kinds: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every launch, with its own arguments, does what it declares; over all of them nothing is declared in
     vain. `kinds`: the kernels in Triton."""
     seen: list[tuple[Any, dict[str, Any]]] = []
@@ -270,14 +268,14 @@ def hold_to_sources(step: Any, kinds: set[str], monkeypatch: pytest.MonkeyPatch)
     def note(kernel: Any, grid: Any, num_warps: int, overlap: bool, **arguments: Any) -> None:
         seen.append((kernel, arguments))
 
-    for module in (prepare, index, decode_any, draft, streams):
+    for module in (prepare, index, decode_any, draft, rounds, streams):
         monkeypatch.setattr(module, "launch", note)
     for module in (mhc, routing, selecting, matvec, sample, quantize):
         monkeypatch.setattr(module, "call", lambda *arguments, **how: None)
-    written = {buffer for launch in step.launches for buffer in launch.writes}
+    written = {buffer for launch in launches for buffer in launch.writes}
     declared: dict[str, set[str]] = defaultdict(set)
     used: dict[str, set[str]] = defaultdict(set)
-    for launch in step.launches:
+    for launch in launches:
         seen.clear()
         launch.run()
         if not seen:
@@ -286,7 +284,7 @@ def hold_to_sources(step: Any, kinds: set[str], monkeypatch: pytest.MonkeyPatch)
         found = read(kernel, arguments, lambda value: isinstance(value, Tensor))
 
         def named(pointers: set[str], of: dict[str, Any] = arguments, by: str = launch.name) -> set[str]:
-            return set(step.names.of([of[pointer] for pointer in sorted(pointers)], by))
+            return set(names.of([of[pointer] for pointer in sorted(pointers)], by))
 
         what = f"{launch.name}, {kernel.fn.__name__}"
         assert found.waits, f"{what}: a path without a wait"
@@ -309,21 +307,22 @@ def hold_to_sources(step: Any, kinds: set[str], monkeypatch: pytest.MonkeyPatch)
 
 
 def test_declarations_are_what_triton_sources_do(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    hold_to_sources(decoder, TRUNK, monkeypatch)
+    kinds = {"prepare", "queries", "scores", "attend", "combine"}
+    hold_to_sources(decoder.launches, decoder.names, kinds, monkeypatch)
 
 
 @pytest.mark.parametrize("activations", ["a16", "a8"])
-def test_declarations_of_drafts(activations: Activations, monkeypatch: pytest.MonkeyPatch) -> None:
-    its = step(monkeypatch, 4, activations, config=with_stages(TINY))
-    how = its.bundle.numerics
-    of_step = Buffers(its.bundle.config, 4, 600, how.dtype, "cpu", how.activations, taps=True)
-    made = Draft(its.bundle, its.model, its.cache, 2, of_step)
-    kinds = {"prepare", "queries", "attend", "combine", "begin", "fuse", "keep", "markov"}
-    hold_to_sources(made, kinds, monkeypatch)
-    its = step(monkeypatch, 4, activations, mtp=True)
-    fed_back = MtpDraft(its.bundle, its.model, its.cache, 2, its.buffers, its.names, drafts=2)
-    both = SimpleNamespace(launches=[*its.launches, *fed_back.launches], names=its.names)
-    hold_to_sources(both, {*TRUNK, "enter", "take", "keep"}, monkeypatch)
+def test_declarations_of_a_round(activations: Activations, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step with its taps, what is accepted, and the next drafts."""
+    its = step(monkeypatch, 2, activations, config=with_stages(TINY))
+    state, costs = rounds.state_of(2, 5, "cpu"), torch.ones(4)
+    made = Round(its.bundle, its.model, its.cache, 2, 3, state, costs)
+    kinds = {"prepare", "queries", "scores", "attend", "combine", "begin", "fuse", "keep", "markov"}
+    hold_to_sources(made.list(PARTS), made.decoder.names, {*kinds, "open", "accept"}, monkeypatch)
+    its = step(monkeypatch, 2, activations, mtp=True)
+    made = Round(its.bundle, its.model, its.cache, 2, 3, rounds.state_of(2, 3, "cpu"), costs)
+    kinds = {"prepare", "queries", "scores", "attend", "combine", "enter", "take", "keep"}
+    hold_to_sources(made.list(PARTS), made.decoder.names, {*kinds, "open", "accept"}, monkeypatch)
 
 
 def test_every_tensor_of_a_launcher_is_declared() -> None:
@@ -335,6 +334,7 @@ def test_every_tensor_of_a_launcher_is_declared() -> None:
             index,
             decode_any,
             draft,
+            rounds,
             streams,
             attention,
             routing,

@@ -36,7 +36,9 @@ is_outside = pytest.mark.skipif(
 
 
 @is_outside
-@pytest.mark.parametrize("files", [WHOLE, SINGLE], ids=["whole steps", "single launches"])
+@pytest.mark.parametrize(
+    "files", [*([path] for path in WHOLE), SINGLE], ids=[*(path.stem for path in WHOLE), "single launches"]
+)
 def test_all(files: list[Path], tmp_path_factory: pytest.TempPathFactory) -> None:
     run(files, tmp_path_factory)
 

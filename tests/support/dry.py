@@ -19,6 +19,7 @@ from dsv4.gpu import architectures, tiles
 from dsv4.gpu.build import HOPPER
 from dsv4.lab import synthetic
 from dsv4.lab.bench.decode import Wanted
+from dsv4.lab.synthetic import num_stages
 from dsv4.model.bundle import Bundle, Numerics
 from dsv4.model.model import Model
 from dsv4.model.prompt import Prompt
@@ -107,17 +108,18 @@ def planned(
     steps of prompts of so many tokens, at the beginning and the end of the context. With DSpark, or MTP of so
     many drafts, also a round of speculation in which each of the rows verifies all of them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(synthetic, "random_tiles", _unmade)
+        patch.setattr(synthetic, "_random", _unmade)
         patch.setattr(torch, "randn", _values)
         patch.setattr(torch, "randint", lambda low, high, shape, **_: _values(shape, dtype=torch.long))
         with _unlaunched(multiprocessors, capability):
-            weights = synthetic.make_weights(c, layout, "cpu", ranks=ranks, mtp=mtp > 0)
+            blocks = min(mtp, 1) or num_stages(c)
+            weights = synthetic.make_weights(c, layout, "cpu", ranks=ranks, draft_blocks=blocks)
     with _unlaunched(multiprocessors, capability):
         ops = Ops.choose("cuda", **dict.fromkeys(IMPLEMENTATIONS, "gpu"))
         mesh = Mesh() if ranks == 1 else Mesh(0, ranks, Echo(ranks))
         bundle = Bundle(c, weights, ops, Numerics(dtype, activations, True), mesh)
         stored = Wanted(context, rows).layout(c)
-        stored = replace(stored, rope_itemsize=dtype.itemsize, num_mtp_layers=weights.num_mtp_layers)
+        stored = replace(stored, rope_itemsize=dtype.itemsize, num_mtp_layers=blocks)
         model, cache = Model(bundle, stored.max_context, "meta"), Cache(stored, "meta", dtype)
         peers = None if ranks == 1 else echo_peers(c, ranks, rows, torch.device("meta"))
         decoder = Decoder(bundle, model, cache, rows, peers=peers)

@@ -39,7 +39,7 @@ def settings_of(bundle: Bundle, config: EngineConfig) -> Settings:
         chunk=config.chunk or GPU_CHUNK,
         threads=torch.get_num_threads(),
         dense=False,
-        num_drafts=0,
+        drafts=0,
         tiled=True,
         choices=(),
     )

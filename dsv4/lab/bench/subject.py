@@ -75,6 +75,7 @@ class Subject:
             placement=placement,
             ranks=self.ranks,
             whole_experts=self.whole_experts,
+            draft_blocks=num_stages(self.config),
         )
         if share is not None:
             follow(weights.tensors, share, self.config)

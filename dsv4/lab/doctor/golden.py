@@ -49,6 +49,7 @@ FINGERPRINTS: dict[str, list[float]] = {
     "index.queries V4's": [45.44433, -17.91472],
     "attention.attend window": [12.28177, -5.257847],
     "attention.attend entries": [11.56304, -5.44131],
+    "attention.attend_block drafts": [8.549393, -3.921096],
     "sample.log_probs row": [162.1527, -33.44215],
     "sample.choose four kinds of rows": [5444168000.0, -769770200.0],
 }

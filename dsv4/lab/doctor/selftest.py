@@ -15,7 +15,7 @@ from dsv4.errors import Dsv4Error
 from dsv4.lab.doctor.findings import Finding
 from dsv4.lab.doctor.golden import LOGITS, TOP
 from dsv4.lab.init import make
-from dsv4.lab.score import score_ids
+from dsv4.lab.score import Anchors, score_ids
 
 # A prompt that closes one block of 128 and many of 4, then single tokens.
 IDS = [(37 * i + 11) % 512 for i in range(157)]
@@ -30,9 +30,10 @@ TEXT = (
     "for a walk and found a red ball under a tree. She was very happy and ran home to show it to her mother. "
     "The two of them played with it in the garden until the sun went down."
 )
-# A trained model predicts this text far better than chance, and its draft block often agrees with it.
+# A trained model predicts this text far better than chance, and its drafter often agrees with it.
 CHANCE = 0.9
 LEAST_ACCEPTANCE = 0.05
+DSPARK_STRIDE = 4
 
 
 def observe(device: str) -> tuple[list[int], list[list[float]], torch.dtype]:
@@ -73,7 +74,7 @@ def examine_engine(device: str) -> Finding:
 
 def behaviour(engine: Engine) -> tuple[float | None, float | None]:
     """How a model predicts a plain text or, without a tokenizer, what it writes itself: nats per token (None:
-    its own text), and how often its draft block agrees with it (None: there is none). NaN shows as NaN."""
+    its own text), and how often its drafter agrees with it (None: there is none). NaN shows as NaN."""
     tokenizer, vocab = engine.tokenizer, engine.model_config.vocab_size
     if tokenizer is not None and tokenizer.vocab_size <= vocab:
         ids = [tokenizer.bos_id, *tokenizer.encode_text(TEXT)][: engine.settings.max_context]
@@ -82,13 +83,19 @@ def behaviour(engine: Engine) -> tuple[float | None, float | None]:
         start = [engine.model_config.bos_id]
         written = engine.generate([start], SamplingParams(max_tokens=64, temperature=0, ignore_eos=True))
         ids = [*start, *written[0].ids]
-    logits = score_ids(engine, ids, len(ids) - 1, mtp=bool(engine.model.mtp))
+    # Of DSpark's blocks some: each is a pass of its own.
+    looked = tuple(range(0, len(ids) - 2, DSPARK_STRIDE)) if engine.model.dspark and engine.drafter else ()
+    anchors = Anchors(looked, None) if looked else None
+    logits = score_ids(engine, ids, len(ids) - 1, mtp=bool(engine.model.mtp), anchors=anchors)
     trunk = logits["prefill_logits"].float().cpu()
     nats = _nats(trunk, ids[1:]) if tokenizer is not None else None
+    # The draft made at i for token i+2, against the trunk's own choice one step later.
+    chosen = trunk.argmax(-1)[1:]
+    if looked:
+        return nats, float((logits["draft_ids"][:, 0].cpu() == chosen[list(looked)]).float().mean())
     if "mtp_logits" not in logits:
         return nats, None
-    # The draft made at i for token i+2, against the trunk's own choice one step later.
-    draft, chosen = logits["mtp_logits"].argmax(-1).cpu()[:-1], trunk.argmax(-1)[1:]
+    draft = logits["mtp_logits"].argmax(-1).cpu()[:-1]
     return nats, float((draft == chosen).float().mean())
 
 
@@ -117,10 +124,10 @@ def examine_behaviour(engine: Engine, is_trained: bool) -> list[Finding]:
         else:
             out.append(Finding("model", "prediction", "ok", text))
     if acceptance is not None:
-        text = f"the draft block agrees with the model on {acceptance:.0%} of tokens"
+        text = f"the drafter agrees with the model on {acceptance:.0%} of tokens"
         if is_trained and acceptance < LEAST_ACCEPTANCE:
             remedy = (
-                "convert the draft block (mtp.*) again: its experts may be MXFP4 while the trunk's are "
+                "convert the drafter (mtp.*) again: its experts may be MXFP4 while the trunk's are "
                 "NVFP4, and E8M0 scales must be copied as bytes"
             )
             out.append(Finding("model", "draft", "fail", text, remedy))

@@ -15,7 +15,7 @@ from dsv4.lab.doctor.findings import Finding
 from dsv4.model.bundle import Bundle
 from dsv4.model.model import Model
 from dsv4.ops.sample.cpu import pack
-from dsv4.step.buffers import ROWS, Buffers
+from dsv4.step.buffers import ROWS
 from dsv4.step.draft import Draft
 from dsv4.step.run import Decoder, Mismatch, check
 from dsv4.weights.load import Progress
@@ -135,14 +135,13 @@ def _at(
     latest = torch.zeros(cache.layout.num_slots, dtype=torch.long, device=cache.page_table.device)
     for number in rows:
         fill(cache)
-        decoder = Decoder(bundle, model, cache, number, latest=latest)
+        decoder = Decoder(bundle, model, cache, number, latest=latest, taps=True)
         place(decoder, context, bundle.config.vocab_size)
         found = mismatches(decoder, told)
         name = f"{number} rows at {context:,} tokens, {activations}"
         yield conclusion(name, len(decoder.launches), found)
         if model.dspark is not None:
-            step = Buffers(bundle.config, 2 * number, capacity, DTYPE, latest.device, activations, taps=True)
-            draft = Draft(bundle, model, cache, sequences=number, step=step)
+            draft = Draft(bundle, model, cache, number, decoder.buffers)
             place_drafts(draft, context)
             found = mismatches(draft, told)
             yield conclusion(f"drafts of {name}", len(draft.launches), found)
