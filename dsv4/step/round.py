@@ -3,7 +3,6 @@ is accepted, and the next drafts. All of it lies on the device, so the next roun
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,6 +18,11 @@ from dsv4.step.mtp import MtpDraft
 from dsv4.step.run import Decoder
 
 PARTS = ("verify", "sample", "draft")
+
+
+def make_draft(b: Bundle) -> Callable[..., Draft | MtpDraft]:
+    """What makes the launches of the model's own drafter."""
+    return MtpDraft if b.config.dspark is None else Draft
 
 
 class Round:
@@ -66,10 +70,11 @@ class Round:
         for name, tensor in {**held, "costs": costs}.items():
             names.add(f"round.{name}", tensor)
         own = names.of(tensors_of([*held.values(), costs, penalties, chances]), "round")
-        assert chances is None or b.config.dspark is None, "DSpark has its own confidence"
-        kind = Draft if b.config.dspark else partial(MtpDraft, chances=chances)
-        make: Callable[..., Draft | MtpDraft] = kind
-        self.draft = make(b, model, cache, seats if drafts else 0, f, names, overlap, head, drafts or None)
+        more = {} if chances is None else {"chances": chances}
+        make = make_draft(b)
+        self.draft = make(
+            b, model, cache, seats if drafts else 0, f, names, overlap, head, drafts or None, **more
+        )
         d = self.draft.drafter
         opens = {
             **{"seats": self.seats, "state": state, "ids": f.ids, "positions": f.positions, "slots": f.slots},

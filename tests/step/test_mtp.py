@@ -13,10 +13,12 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from dsv4.gpu.pdl import check, tensors_of
+from dsv4.lab.bench.decode import fill
+from dsv4.lab.doctor.step import mismatches, place_drafts
 from dsv4.ops.sample.cpu import PLAIN, choose, pack
 from dsv4.step.buffers import Buffers, MtpBuffers, draft_bytes
 from tests.step.fed_back import DRAFTS, HEADS, SMALL, FedBack
-from tests.support.emulated import Launches
+from tests.support.emulated import Launches, emulated
 from tests.support.twin import needs_compiler
 
 pytestmark = [
@@ -196,3 +198,15 @@ def test_no_launch_reads_too_early(small: FedBack) -> None:
     check(small.draft.launches, between=small.draft.between)
     with pytest.raises(AssertionError, match="before its PDL wait"):
         check(late, between=small.draft.between)
+
+
+@pytest.mark.slow
+def test_the_doctors_draft(twins: Path, models: Path) -> None:
+    """What `dsv4 doctor --step` places can be drafted from, and each launch computes what it means."""
+    made = FedBack(models / "official 512", Launches(twins), HEADS, [150, 150, 7], BF16, drafts=2)
+    fill(made.cache)
+    made.done = [*made.last]
+    made.begin()
+    place_drafts(made.draft, 150)
+    with emulated(made.launches):
+        assert mismatches(made.draft) == []

@@ -28,7 +28,9 @@ def enter(
     def claim(name: str, buffer: Tensor, x: Tensor, weight: Tensor, activations: Any) -> Claim:
         def want() -> Wanted:
             normed = ops.rms_norm(x, weight, eps)
-            return near(normed) if activations == "a16" else (linear_input(normed, activations), 0.0)
+            if activations == "a8":  # its scales are powers of two
+                return linear_input(normed, activations), 0.0
+            return near(linear_input(normed, activations))
 
         coded = {"a16": None, "a8": "fp8", "a4": "fp4"}[activations]
         return Claim(name, buffer, want, coded=coded)  # type: ignore[arg-type]
