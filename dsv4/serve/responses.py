@@ -308,11 +308,12 @@ def _input_message(item: OutputItem | MessageItem) -> schema.AnyMessage:
         return schema.ToolMessage(content=output, tool_call_id=item.call_id)
     content = item.content
     parts = content if isinstance(content, str) else [schema.TextPart(text=part.text) for part in content]
-    return schema.UserMessage(content=parts) if item.role == "user" else schema.SystemMessage(content=parts)
+    # A developer's word is a part of the user's turn, as DeepSeek has it: agents send new ones all the time.
+    return schema.SystemMessage(content=parts) if item.role == "system" else schema.UserMessage(content=parts)
 
 
 def _text(content: str | list[Part]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+    return content if isinstance(content, str) else "\n\n".join(part.text for part in content)
 
 
 class ResponsesShape:

@@ -183,7 +183,12 @@ def make_service(
         metrics=Metrics(engine, names[0]),
         log=log,
         keys=Keys(read_keys(config.api_key_file)),
-        usual=Usual(config.thinking, config.max_thinking, SamplingDefaults.load(folder)),
+        usual=Usual(
+            thinking=config.thinking,
+            max_thinking=config.max_thinking,
+            sampling=SamplingDefaults.load(folder),
+            release=ModelConfig.load(folder).release,
+        ),
         isolates=config.isolate_by_key,
         logs_texts=config.log_texts,
         is_lenient=config.lenient,
