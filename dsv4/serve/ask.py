@@ -254,7 +254,10 @@ def _check_tool_choice(body: ChatBody) -> None:
     if body.tool_choice not in (None, "none", "auto") and not body.tools:
         raise BadField("tool_choice is only allowed when tools are given", "tool_choice")
     choice = body.tool_choice
-    if isinstance(choice, ToolChoice) and (choice.function is None) == (choice.allowed_tools is None):
+    if isinstance(choice, ToolChoice) and (
+        [choice.function, choice.custom, choice.allowed_tools].count(None) != 2
+        or getattr(choice, choice.type) is None
+    ):
         raise BadField("tool_choice has the field that its type names, and no other", "tool_choice")
     known = [tool["function"]["name"] for tool in body.offered]
     if unknown := [name for name in body.named or () if name not in known]:

@@ -176,7 +176,7 @@ def test_options_of_an_operator(tmp_path: Path) -> None:
         server.process.send_signal(signal.SIGHUP)
         wait(lambda: "has a passphrase" in server.log, 5)  # nobody is asked for it
         assert server.raw("GET", "/v1/models")[0] == 200
-    with pytest.raises(ConfigError, match="openssl pkey -in .* makes one without"):
+    with pytest.raises(ConfigError, match=r"openssl pkey -in .* makes one without"):
         start(tls_cert=cert, tls_key=key)
 
 
