@@ -10,7 +10,8 @@ from dsv4.errors import RequestError, TextError
 from dsv4.serve.schema import INPUT_FORM
 from dsv4.text.deltas import CallArguments, CallEnd, CallStart, Content, Reasoning
 from dsv4.text.deltas import Delta as Parsed
-from dsv4.text.stream import OutputParser, StopStrings
+from dsv4.text.stops import StopStrings
+from dsv4.text.stream import OutputParser
 from dsv4.text.tokenizer import Tokenizer
 
 # JSON has no infinity; this is what OpenAI gives for a token that is all but impossible.
@@ -122,7 +123,7 @@ class ChatAnswer:
             piece.ids = [token.id] if self._tells_ids else []
             is_stop = delta.finish_reason == "stop" and token.id in self._params.stop_ids
             if not is_stop or self._params.include_stop:
-                self._add(piece, self._parsed(token.id))
+                self._add(piece, self._parser.push_id(token.id))
             is_text = token.id not in self._tokenizer.special_texts
             if token.logprob is not None and is_text and section != "calls":
                 name = "reasoning_content" if section == "reasoning" else "content"
@@ -135,12 +136,6 @@ class ChatAnswer:
                 self.finish_reason = "stop" if reason == "tool_calls" and not self._has_tools else reason
         piece.finish_reason, piece.stop = self.finish_reason, self._stops.found
         return piece
-
-    def _parsed(self, id: int) -> list[Parsed]:
-        try:
-            return self._parser.push_id(id)
-        except TextError:  # an output row without an entry in the tokenizer
-            return self._parser.push_text("\ufffd")
 
     def _add(self, piece: Piece, deltas: list[Parsed]) -> None:
         for delta in deltas:
