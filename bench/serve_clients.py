@@ -388,8 +388,9 @@ def tried(name: str, client: Client, folder: Path, server: Server) -> tuple[dict
     wrong = run(name, client, folder, proxy.url, WRONG)[1]
     proxy.shutdown()
     shown = [line.strip() for line in wrong.splitlines() if re.search(r"401|key|auth", line, re.I)]
+    client_name = f"{name.removesuffix('_' + version)}_{version}"
     facts = {
-        "client": f"{name} {version}",
+        "client": client_name,
         "exit": code,
         "statuses": [status for _, _, status in proxy.seen][: len(answers)],
         "streamed": any(json.loads(answer).get("stream") for answer in answers),
@@ -398,10 +399,8 @@ def tried(name: str, client: Client, folder: Path, server: Server) -> tuple[dict
         "said": said.strip()[-200:],
         "error": shown[-1][:160] if shown else wrong.strip()[-160:],
     }
-    bodies = [
-        {"client": f"{name}_{version}", "path": path, "body": cut(body)} for path, body, _ in proxy.seen
-    ]
-    return facts, bodies[: len(answers)]
+    sent = proxy.seen[: len(answers)]
+    return facts, [{"client": client_name, "path": path, "body": cut(body)} for path, body, _ in sent]
 
 
 def main() -> None:

@@ -334,6 +334,7 @@ class Routes:
             },
             **{"type": "model", "display_name": name},
             "created_at": datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z"),
+            **{"lifecycle": "active", "max_input_tokens": length, "max_tokens": length},
             **{"max_model_len": length, "context_length": length},
             "sampling_defaults": self.service.usual.sampling.shown(),
         }
