@@ -131,7 +131,8 @@ def _answer_all(
 ) -> list[Answer]:
     max_context, requests, left_out = engine.settings.max_context, [], 0
     for item in items:
-        ids = tokenizer.encode_prompt(encode(item.messages, thinking=item.thinking))
+        prompt = encode(item.messages, thinking=item.thinking, release=engine.model_config.release)
+        ids = tokenizer.encode_prompt(prompt)
         if (room := max_context - len(ids)) < 1:
             left_out += 1
             continue

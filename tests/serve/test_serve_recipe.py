@@ -9,6 +9,7 @@ import deepseek_recipe as recipe
 import pytest
 from serve_support import Server
 
+from dsv4 import Engine, EngineConfig, SamplingParams
 from dsv4.models import embedded
 from dsv4.serve.anthropic import MessagesBody
 from dsv4.serve.app import segments_of
@@ -181,3 +182,5 @@ def test_a_model_since_july_is_served_by_its_rules(tmp_path: Path) -> None:
         )[1]
         message = answer["choices"][0]["message"]
         assert message["reasoning_content"] and not message["content"]  # the thought goes on
+    with Engine.load(folder, EngineConfig(max_context=1024)) as engine:
+        assert engine.chat(body["messages"], SamplingParams(max_tokens=1)).prompt_tokens == len(ids)
