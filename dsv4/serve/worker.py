@@ -102,8 +102,7 @@ class Worker:
             num_pages=pages.num_pages,
             kept_pages=pages.num_idle,
             pauses=scheduler.num_pauses,
-            drafted=self.engine.num_drafted,
-            accepted=self.engine.num_accepted,
+            drafts=self.engine.counts,
         )
 
     def run(self) -> None:
