@@ -143,6 +143,9 @@ class Counts:
         """Share accepted, position by position as far as any was tried."""
         return [a / d for a, d in zip(self.accepted, self.drafted, strict=True) if d]
 
+    def __bool__(self) -> bool:
+        return self.num_drafted > 0
+
     def __str__(self) -> str:
         """`12 of 20 drafts accepted (70 %, 45 % by position), 1.8 tokens per step`; empty without drafts."""
         if not self.num_drafted or not self.steps:
