@@ -14,6 +14,7 @@ from dsv4.engine.chat import ChatCompletion, ChatStream
 from dsv4.engine.request import Completion, Delta, Request, SamplingParams
 from dsv4.engine.speculation import Speculation
 from dsv4.engine.stream import Stream
+from dsv4.engine.survival import Counts
 from dsv4.errors import RequestError
 from dsv4.text.chat import encode
 from dsv4.text.stream import OutputParser
@@ -31,14 +32,9 @@ class Calls(ABC):
     speculation: Speculation | None
 
     @property
-    def num_drafted(self) -> int:
-        """Tokens that were proposed and verified."""
-        return self.speculation.num_drafted if self.speculation else 0
-
-    @property
-    def num_accepted(self) -> int:
-        """Of these, those that were right."""
-        return self.speculation.num_accepted if self.speculation else 0
+    def counts(self) -> Counts:
+        """What was drafted so far, and what came of it."""
+        return self.speculation.counts if self.speculation else Counts()
 
     @abstractmethod
     def next_id(self) -> str: ...

@@ -85,6 +85,9 @@ class ChatStream(Reader[ChatDelta]):
         if stopped:
             reason = "stop"
             self.close()
+            # A step may have given more tokens than the one that ended the answer: they never were.
+            untaken = sum(later.token is not None for later in self.output.deltas)
+            del self.output.sequence.tokens[len(self.output.sequence.tokens) - untaken :]
             self.output.deltas.clear()
         elif reason:
             text += self._stops.finish()

@@ -109,7 +109,9 @@ def evaluate(
         outcome.texts.append((item, score_text(engine, item.text)))
         done += 1
         report(done)
-    if num_stories and not engine.model.mtp:
+    if engine.model.dspark:
+        outcome.notes.append(f"DSpark: {engine.counts or 'no drafts were made'}")
+    elif num_stories and not engine.model.mtp:
         outcome.notes.append("the checkpoint has no draft block (mtp.*), so there is no MTP acceptance")
     elif num_stories:
         outcome.drafts = _drafts(engine, outcome.answers, lambda count: report(done + count), stopped)
