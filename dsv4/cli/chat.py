@@ -134,8 +134,8 @@ class Conversation:
         engine, max_context = self.engine, self.engine.settings.max_context
         thinking = f"think {self.budget or 'on'}" if self.thinking else "think off"
         parts = [f"{self.used:,} of {max_context:,} tokens", f"{self.rate:.1f}/s", f"{self.cached:,} cached"]
-        if engine.num_drafted:
-            parts.append(f"{engine.num_accepted} of {engine.num_drafted} drafts")
+        if drafts := str(engine.counts):
+            parts.append(drafts)
         parts += [f"{len(self.files)} files"] if self.files else []
         return [*(parts if self.used else parts[:1]), thinking, self.name]
 
@@ -168,7 +168,9 @@ class Conversation:
         from dsv4.text.chat import encode
 
         assert self.engine.tokenizer is not None
-        return len(self.engine.tokenizer.encode_prompt(encode(self.messages(), thinking=self.thinking)))
+        release = self.engine.model_config.release
+        prompt = encode(self.messages(), thinking=self.thinking, release=release)
+        return len(self.engine.tokenizer.encode_prompt(prompt))
 
     def _has_room(self) -> bool:
         """Whether the prompt and an answer fit, if need be without what the person lets go."""
@@ -204,7 +206,7 @@ class Conversation:
 
     def _stream(self) -> dict[str, Any]:
         """Show the answer as it comes; -> its message, as far as it got."""
-        engine, before = self.engine, (self.engine.num_accepted, self.engine.num_drafted)
+        engine, before = self.engine, self.engine.counts
         with (
             engine.chat_stream(self.messages(), self._params(), thinking=self.thinking) as stream,
             ctrl_c() as pressed,
@@ -219,8 +221,8 @@ class Conversation:
             finally:
                 answer.finish()
         done = stream.completion()
-        drafts = engine.num_accepted - before[0], engine.num_drafted - before[1]
-        self.last = (watch.since_prompt if self.last else watch.since_start)(*drafts)
+        drafts = str(engine.counts.since(before))
+        self.last = (watch.since_prompt if self.last else watch.since_start)(drafts)
         self.cached, self.rate = done.cached_tokens, watch.rate()
         self.used = done.prompt_tokens + done.completion_tokens
         limit = "cut by the token limit"

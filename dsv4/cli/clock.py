@@ -50,17 +50,17 @@ class Stopwatch:
     def overall(self) -> str:
         return f"{_tokens(self.tokens, 'token')}, {self.rate():.1f}/s"
 
-    def since_prompt(self, num_accepted: int = 0, num_drafted: int = 0) -> str:
-        """With proposals of the draft block, if there were any."""
-        return self._line(_duration(self.first - self.begun), num_accepted, num_drafted)
+    def since_prompt(self, drafts: str = "") -> str:
+        """With what came of drafts, if there were any."""
+        return self._line(_duration(self.first - self.begun), drafts)
 
-    def since_start(self, num_accepted: int = 0, num_drafted: int = 0) -> str:
+    def since_start(self, drafts: str = "") -> str:
         """With the time from the program's start, loading included, to the first token too."""
         since_start = f"{_duration(self.first_since_start)} after the program's start"
         to_first = f"{_duration(self.first - self.begun)}, {since_start}"
-        return self._line(to_first, num_accepted, num_drafted)
+        return self._line(to_first, drafts)
 
-    def _line(self, to_first: str, num_accepted: int, num_drafted: int) -> str:
+    def _line(self, to_first: str, drafts: str) -> str:
         prompt = _tokens(self.prompt_tokens, "prompt token")
         if not self.tokens:
             return f"{prompt}, no answer"
@@ -68,4 +68,4 @@ class Stopwatch:
         # What came at once, as a single token does, has no rate.
         later = self.tokens - self._at_first
         line += f" at {later / max(1e-9, self.last - self.first):.1f}/s" if later else ""
-        return f"{line}; {num_accepted} of {num_drafted} drafts accepted" if num_drafted else line
+        return f"{line}; {drafts}" if drafts else line

@@ -86,12 +86,12 @@ def generate(
                 if not json and len(streams) > 1:
                     _show_prompt(index, one)
                 _show(engine, index, stream.completion(), params.logprobs is not None, json)
-    accepted = engine.num_accepted, engine.num_drafted
+    drafts = str(engine.counts)
     if is_single:
-        speed = watch.since_start(*accepted) if stats else watch.since_prompt()
+        speed = watch.since_start(drafts) if stats else watch.since_prompt()
         err.print(f"[dim]{speed}; ended by {'Ctrl-C' if pressed else ended}[/]")
     elif stats:
-        err.print(f"[dim]{watch.since_start(*accepted)}[/]")
+        err.print(f"[dim]{watch.since_start(drafts)}[/]")
     if pressed:
         raise typer.Exit(130)
 

@@ -9,10 +9,12 @@ from dataclasses import replace
 from numbers import Integral
 from typing import Self, cast, overload
 
+from dsv4.config import ModelConfig
 from dsv4.engine.chat import ChatCompletion, ChatStream
 from dsv4.engine.request import Completion, Delta, Request, SamplingParams
 from dsv4.engine.speculation import Speculation
 from dsv4.engine.stream import Stream
+from dsv4.engine.survival import Counts
 from dsv4.errors import RequestError
 from dsv4.text.chat import encode
 from dsv4.text.stream import OutputParser
@@ -25,18 +27,14 @@ class Calls(ABC):
     """The methods of Engine that are made of its others."""
 
     tokenizer: Tokenizer | None
+    model_config: ModelConfig
     usual = SamplingParams()  # of a call without params; Engine.load sets the model's own defaults
     speculation: Speculation | None
 
     @property
-    def num_drafted(self) -> int:
-        """Tokens that were proposed and verified."""
-        return self.speculation.num_drafted if self.speculation else 0
-
-    @property
-    def num_accepted(self) -> int:
-        """Of these, those that were right."""
-        return self.speculation.num_accepted if self.speculation else 0
+    def counts(self) -> Counts:
+        """What was drafted so far, and what came of it."""
+        return self.speculation.counts if self.speculation else Counts()
 
     @abstractmethod
     def next_id(self) -> str: ...
@@ -118,12 +116,18 @@ class Calls(ABC):
         messages: as the API takes them, [{"role": "user", "content": "Hello"}]
         thinking: let the model think first
         tools: functions that the model may call, [{"type": "function", "function": {"name": ..., ...}}]
-        reasoning_effort: high or max
+        reasoning_effort: high or max; models of 31 July 2026 and later also know low, and begin with high
         """
         if self.tokenizer is None:
             raise RequestError("the model folder has no tokenizer.json, which a conversation needs")
         params = params or self.usual
-        segments = encode(messages, thinking=thinking, tools=tools, reasoning_effort=reasoning_effort)
+        segments = encode(
+            messages,
+            thinking=thinking,
+            tools=tools,
+            reasoning_effort=reasoning_effort,
+            release=self.model_config.release,
+        )
         parser = OutputParser(thinking=thinking, tokenizer=self.tokenizer, tools=tools)
         # Stop strings end the text of an answer, which only the parser can tell from its reasoning.
         request = self.request(self.tokenizer.encode_prompt(segments), replace(params, stop=()))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsv4.cache.shelf import Landing
 from dsv4.cache.store import Cache
-from dsv4.engine.draft import Seen, make_drafter
+from dsv4.engine.draft import Seen, block_step, make_drafter
 from dsv4.engine.logprobs import read_token, sorted_token
 from dsv4.engine.memory import SCORED_ROWS
 from dsv4.engine.plan import Penalise, Sampling, Span
@@ -314,10 +314,13 @@ class Eager:
         step = Step.build([(span.slot, span.start, span.ids)], self.device, tap)
         streams, read = self._forward(step)
         logits, drafts = self.model.logits(streams), None
-        if next_ids is not None:
+        if next_ids is not None and self.model.mtp:
             following = torch.tensor(next_ids, device=self.device)
             drafts = self.model.draft(streams, following, step, self.cache)[1]
         self._enter(span, span.ids, read)
+        if next_ids is not None and self.model.dspark:
+            block = block_step(self.model, [(span.slot, span.end, 0)], next_ids[-1:])
+            drafts = self.model.draft_block(replace(block, tap=tap), self.cache)[0][0]
         return logits, drafts
 
     @torch.inference_mode()

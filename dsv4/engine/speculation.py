@@ -6,7 +6,7 @@ from typing import Protocol
 
 from dsv4.engine.plan import Plan
 from dsv4.engine.runner import Result
-from dsv4.engine.survival import Acceptance, Times, admit
+from dsv4.engine.survival import Acceptance, Counts, Times, admit
 
 # Steps after which a sequence that is not drafted for is drafted for once, and one that is goes without.
 PROBE = 64
@@ -58,7 +58,7 @@ class Speculation:
     def __init__(self, drafter: Drafting, forced: int | None, has_blocks: bool) -> None:
         self._drafter, self.most, self.forced, self.has_blocks = drafter, drafter.most, forced, has_blocks
         most = self.most
-        self.num_drafted = self.num_accepted = 0  # tokens that were proposed and verified; and were right
+        self.num_drafted = self.num_accepted = 0
         self.drafted, self.accepted = [0] * most, [0] * most  # by position, of all sequences
         self.steps = self.tokens = 0  # generated tokens, and rows of sequences that gave them
         self.draft_seconds = self.step_seconds = 0.0
@@ -66,6 +66,20 @@ class Speculation:
         self._known: dict[int, _Drafts] = {}
         self._step, self._draft = Times(), Times()
         self._since_plain = 0
+
+    @property
+    def counts(self) -> Counts:
+        """So far."""
+        return Counts(
+            drafted=tuple(self.drafted),
+            accepted=tuple(self.accepted),
+            num_drafted=self.num_drafted,
+            num_accepted=self.num_accepted,
+            steps=self.steps,
+            tokens=self.tokens,
+            draft_seconds=self.draft_seconds,
+            step_seconds=self.step_seconds,
+        )
 
     def wishes(self, decoding: Sequence[int], prompts: Sequence[int] = ()) -> dict[int, Wish]:
         """By sequence: those that generate, and those whose prompt ends in this step."""

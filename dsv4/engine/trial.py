@@ -26,7 +26,8 @@ class Trial:
     def read(
         self, ids: Sequence[int], next_ids: Sequence[int] | None = None, tap: Tap | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """The next ids as one chunk of a prompt -> logits [T, V] and, with the token after each, drafts'."""
+        """The next ids as one chunk of a prompt -> logits [T, V] and, with the token after each, drafts': of
+        MTP [T, V], of DSpark [B, V] after the last."""
         plan = replace(self.engine.scheduler.changes(), prefill=(self._span(ids, None),))
         following = None if next_ids is None else list(next_ids)
         logits, drafts = self.engine.runner.study(plan, tap, following)

@@ -153,10 +153,14 @@ def run(engine: Engine, ids: Sequence[int], num_single: int, drafts: bool, tap: 
             yield trial.read([ids[position]], tap=tap)[0].cpu()
 
 
+def _can_draft(engine: Engine) -> bool:
+    return bool(engine.model.mtp) or (engine.model.dspark is not None and engine.drafter is not None)
+
+
 def record(engine: Engine, ids: Sequence[int], num_single: int = 0) -> Recording:
     """All intermediate results of A; they are kept in memory, so that A need not be."""
     seen: list[Seen] = []
-    drafts = bool(engine.model.mtp)
+    drafts = _can_draft(engine)
     logits = list(run(engine, ids, num_single, drafts, lambda *args: seen.append(Seen.of(*args))))
     return Recording(engine.model_config, seen, logits)
 
@@ -166,8 +170,8 @@ def compare(
 ) -> Comparison:
     """B against what was recorded of A; ends at the first layer with an error over `limit`, or a NaN."""
     check_alike(wanted.config, engine.model_config)
-    # A draft block that only one of them has is not looked at.
-    drafts = bool(engine.model.mtp) and any(seen.layer == "mtp.0" for seen in wanted.seen)
+    # A drafter that only one of them has is not looked at.
+    drafts = _can_draft(engine) and any(seen.layer == "mtp.0" for seen in wanted.seen)
     observer = _Observer(wanted, drafts, limit)
     logits = Predictions([])
     try:

@@ -116,7 +116,8 @@ class Gate:
             why = "the Host is not a name of this machine, as if a web page had sent the request"
             raise HttpError(403, f"{why}; behind a proxy, use --api-key-file", "wrong_host")
         if scope["path"] not in OPEN_ROUTES and not self._has_key(scope):
-            why = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'"
+            # It begins as OpenAI's does, by which LiteLLM knows it.
+            why = "Incorrect API key provided, or none; send it as 'Authorization: Bearer KEY'"
             raise HttpError(401, why, "invalid_api_key")
 
     def _is_meant(self, scope: Scope) -> bool:

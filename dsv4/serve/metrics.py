@@ -25,6 +25,7 @@ from prometheus_client.utils import floatToGoString
 
 from dsv4 import __version__
 from dsv4.device import available_memory, gpu_memory, total_memory
+from dsv4.engine.survival import Counts
 from dsv4.serve.client import EngineProcess
 from dsv4.serve.openai import Usage
 
@@ -77,6 +78,21 @@ class GpuMemory(Collector):
         yield from (used, total) if used.samples else ()
 
 
+class ByPosition(Collector):
+    """Drafts whose predecessors were accepted, by their place in a step, and those of them that were too."""
+
+    def __init__(self, counts: Callable[[], Counts]) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        for name, of in (("draft", "drafted"), ("accepted", "accepted")):
+            full = f"dsv4_spec_decode_num_{name}_tokens_per_pos"
+            family = CounterMetricFamily(full, f"{of}, by position", labels=["position"])
+            for place, count in enumerate(getattr(self._counts(), of)):
+                family.add_metric([str(place)], count)
+            yield family
+
+
 class Metrics:
     """Names and types are vLLM's where it has them, with `dsv4_` in front."""
 
@@ -123,8 +139,6 @@ class Metrics:
             (gauge, "cache_pages_free", "that no sequence holds", lambda: engine.status.free_pages),
             (gauge, "cache_pages_kept", "of these, for prefixes", lambda: engine.status.kept_pages),
             (count, "num_preemptions", "pauses, for want of pages", lambda: engine.status.pauses),
-            (count, "spec_decode_num_draft_tokens", "proposed", lambda: engine.status.drafted),
-            (count, "spec_decode_num_accepted_tokens", "of these", lambda: engine.status.accepted),
             (
                 count,
                 "expert_hits",
@@ -134,11 +148,18 @@ class Metrics:
             (count, "expert_misses", "of decode steps, the others", lambda: engine.status.expert_misses),
             (gauge, "host_memory_used_bytes", "of the machine", lambda: total_memory() - available_memory()),
             (gauge, "host_memory_total_bytes", "of the machine", total_memory),
+            (count, "spec_decode_num_draft_tokens", "proposed", lambda: engine.status.drafts.num_drafted),
+            (count, "spec_decode_num_accepted_tokens", "of these", lambda: engine.status.drafts.num_accepted),
+            (count, "spec_decode_num_steps", "of generating sequences", lambda: engine.status.drafts.steps),
+            (count, "spec_decode_num_tokens", "that these gave", lambda: engine.status.drafts.tokens),
+            (count, "spec_decode_draft_seconds", "drafting", lambda: engine.status.drafts.draft_seconds),
+            (count, "spec_decode_step_seconds", "in steps", lambda: engine.status.drafts.step_seconds),
             (count, "engine_restarts", "since the start", lambda: engine.num_restarts),
             (gauge, "engine_ready", "1 when a model is loaded", lambda: int(engine.ready is not None)),
         )
         registry.register(GpuMemory())
         registry.register(Live((kind, f"dsv4_{name}", help, value) for kind, name, help, value in rows))
+        registry.register(ByPosition(lambda: engine.status.drafts))
 
     def count(
         self,

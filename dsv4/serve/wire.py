@@ -5,13 +5,14 @@ deltas are the engine's own dataclasses.
 """
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
 
 from dsv4.config import EngineConfig
 from dsv4.engine.request import Delta, Request
+from dsv4.engine.survival import Counts
 from dsv4.errors import Dsv4Error
 
 MAX_FRAME_BYTES = 64 << 20
@@ -57,10 +58,9 @@ class Status:
     num_pages: int = 0
     kept_pages: int = 0
     pauses: int = 0
-    drafted: int = 0
-    accepted: int = 0
     expert_hits: int = 0
     expert_misses: int = 0
+    drafts: Counts = field(default_factory=Counts)
 
 
 class Loading(Message, frozen=True):

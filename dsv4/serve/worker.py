@@ -102,10 +102,9 @@ class Worker:
             num_pages=pages.num_pages,
             kept_pages=pages.num_idle,
             pauses=scheduler.num_pauses,
-            drafted=self.engine.num_drafted,
-            accepted=self.engine.num_accepted,
             expert_hits=self.engine.runner.executor.expert_hits,
             expert_misses=self.engine.runner.executor.expert_misses,
+            drafts=self.engine.counts,
         )
 
     def run(self) -> None:

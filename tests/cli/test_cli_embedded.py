@@ -92,7 +92,8 @@ def seconds(shown: str) -> float:
 
 
 def test_stats(model: Path) -> None:
-    one = dsv4("generate", "hi", "--model", model, "--ignore-eos", *GREEDY, "--stats")
+    how = ("--model", model, "--ignore-eos", *GREEDY, "--stats", "--speculate", "off")
+    one = dsv4("generate", "hi", *how)
     several = dsv4("generate", "a", "bcd", "--model", model, "--ignore-eos", *GREEDY, "--stats", "--json")
     talk = dsv4("chat", model, "--no-thinking", *GREEDY, "--stats", stdin="hi\n")
     for done, prompt_tokens in ((one, 3), (several, 6), (talk, 6)):
@@ -104,7 +105,7 @@ def test_stats(model: Path) -> None:
     talk = dsv4("chat", "--speculate", 1, *GREEDY, "--stats", stdin="hi\nhi\n")
     first, second = (line for line in talk.err.splitlines() if "first token" in line)
     assert "after the program's start" in first and "program" not in second
-    drafted = [int(re.search(r"(\d+) drafts accepted", line)[1]) for line in (first, second)]  # type: ignore[index]
+    drafted = [int(re.search(r"of (\d+) drafts accepted", line)[1]) for line in (first, second)]  # type: ignore[index]
     assert max(drafted) <= 8, "of this answer, not of all so far"
     assert one.err.endswith("; ended by length\n") and "drafts" not in one.err
 
@@ -113,7 +114,8 @@ def test_drafts_change_nothing_but_the_number_of_steps() -> None:
     how = ("Once upon a time, there was", "--max-tokens", 30, "--temperature", 0.8, "--seed", 2, "--stats")
     plain, drafted = dsv4("generate", *how), dsv4("generate", *how, "--speculate", 2)
     assert plain.code == drafted.code == 0 and plain.out == drafted.out
-    found = re.search(r"; (\d+) of (\d+) drafts accepted; ended by length\n$", drafted.err)
+    rates = r"\(\d+ %, \d+ % by position\), [\d.]+ tokens per step"
+    found = re.search(rf"; (\d+) of (\d+) drafts accepted {rates}; ended by length\n$", drafted.err)
     assert found and 0 < int(found[1]) < int(found[2]), drafted.err
 
 

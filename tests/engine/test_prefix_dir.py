@@ -111,7 +111,7 @@ def test_scored_prompts_do_not_wait_for_files(kept: Callable[..., Engine]) -> No
         {"activations": "a8"},
         {"weights": "packed"},
         {"format": "modelopt"},
-        {"speculate": "1"},
+        {"speculate": "off"},
     ],
     ids=str,
 )

@@ -198,7 +198,7 @@ def test_another_key_can_be_entered(page: Any) -> None:  # noqa: F811
         used.append(route.request.headers.get("authorization"))
         if used[-1] == "Bearer the-new-key":
             return route.fulfill(body=stream("well"), content_type="text/event-stream")
-        refused = {"error": {"message": "the API key is missing or wrong"}}
+        refused = {"error": {"message": "Incorrect API key provided, or none"}}
         return route.fulfill(status=401, body=json.dumps(refused), content_type="application/json")
 
     page.route("**/v1/chat/completions", fulfill)

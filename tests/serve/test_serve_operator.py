@@ -234,6 +234,8 @@ def test_metrics_are_named_and_typed(server: Server) -> None:
         "dsv4_engine_restarts": "counter",
         "dsv4_spec_decode_num_draft_tokens": "counter",
         "dsv4_spec_decode_num_accepted_tokens": "counter",
+        "dsv4_spec_decode_num_accepted_tokens_per_pos": "counter",
+        "dsv4_spec_decode_num_steps": "counter",
         "dsv4_log_lines_dropped": "counter",
         "dsv4_expert_hits": "counter",
         "dsv4_expert_misses": "counter",
