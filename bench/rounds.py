@@ -1,9 +1,10 @@
 """Rounds of speculation on random weights: what one takes, and tokens per second at a given acceptance.
 
     python -m bench.rounds flash --experts 176 --layout nvfp4 --case 3:2 --case 5:2,3,3,2,3 --case 5:0
+    python -m bench.rounds flash --experts 176 --layout nvfp4 --drafter mtp --case 1:1,1,1,1,0
 
-DSpark's stages are there, and their drafts are made; random weights are never right, so after each round
-the drafts are replaced by the tokens that plain decoding gave, as many as the case says
+DSpark's stages are there, or MTP's block, and their drafts are made; random weights are never right, so
+after each round the drafts are replaced by the tokens that plain decoding gave, as many as the case says
 (`drafts:accepted,...`, one number a round, in turns), and wrong ones. The tokens of every case are held
 against plain decoding's.
 """
@@ -15,14 +16,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dsv4.cache.layout import CacheLayout
+from dsv4.cache.layout import MTP_STEPS, CacheLayout
 from dsv4.cache.store import Cache
-from dsv4.config import Dspark, ModelConfig
+from dsv4.config import ModelConfig
 from dsv4.gpu.tiles import rough_copy
 from dsv4.lab.bench.ceiling import gpu, timed
 from dsv4.lab.bench.decode import DTYPE, fill, release
 from dsv4.lab.bench.subject import synthetic
-from dsv4.lab.synthetic import make_weights
+from dsv4.lab.synthetic import make_weights, with_stages
 from dsv4.model.bundle import Bundle, Numerics
 from dsv4.model.model import Model
 from dsv4.ops import IMPLEMENTATIONS, Ops
@@ -32,7 +33,7 @@ from dsv4.quant.formats import Format
 from dsv4.step.round import PARTS, Round
 from dsv4.step.run import Decoder
 
-STAGES, TOKENS, PAGE, WARM = 3, 256, 256, 8
+TOKENS, PAGE, WARM = 256, 256, 8
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,11 @@ class Bench:
     def __init__(self, config: ModelConfig, layout: str, activations: str, context: int) -> None:
         device = gpu()
         ops = Ops.choose("cuda", **dict.fromkeys(IMPLEMENTATIONS, "gpu"))
-        weights = make_weights(config, layout, str(device), draft_blocks=STAGES)
+        weights = make_weights(config, layout, str(device), draft_blocks=config.num_mtp_layers)
         self.bundle = Bundle(config, weights, ops, Numerics(DTYPE, activations, True))  # type: ignore[arg-type]
         most = -(-(context + TOKENS + 16) // PAGE) * PAGE
-        self.cache = Cache(CacheLayout(config, Format.KV8, Format.MXFP4, 2, most, 1, STAGES), device, DTYPE)
+        stored = CacheLayout(config, Format.KV8, Format.MXFP4, 2, most, 1, config.num_mtp_layers)
+        self.cache = Cache(stored, device, DTYPE)
         self.model, self.start, self.device = Model(self.bundle, most, device), context, device
         self.truth, self.head = self._plain(), rough_copy(self.bundle.tiled("head"))
 
@@ -165,12 +167,16 @@ def main() -> None:
     parser.add_argument("--layout", default="nvfp4")
     parser.add_argument("--activations", default="a16")
     parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--drafter", choices=("dspark", "mtp"), default="dspark")
     parser.add_argument("--case", type=Case.of, action="append", required=True)
     args = parser.parse_args()
     config = synthetic(args.name, args.experts, args.layers, args.layout).config
-    last = config.num_layers
-    dspark = Dspark(5, 128799, (last - 3, last - 2, last - 1), 256 if args.name == "flash" else 512)
-    config = replace(config, dspark=dspark, num_mtp_layers=STAGES)
+    if args.drafter == "mtp":
+        if most := max((case.drafts for case in args.case if case.drafts > MTP_STEPS), default=0):
+            raise SystemExit(f"{most} drafts a round: MTP makes at most {MTP_STEPS}")
+        config = replace(config, dspark=None, num_mtp_layers=1)
+    else:
+        config = with_stages(config)
     with torch.inference_mode():
         bench = Bench(config, args.layout, args.activations, args.context)
         for case in args.case:

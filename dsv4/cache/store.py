@@ -42,6 +42,13 @@ class LayerCache:
     def tails(self) -> list[Tail]:
         return [tail for tail in (self.tail, self.key_tail) if tail is not None]
 
+    def clear(self, slot: int, position: int) -> None:
+        """Empty one entry of the ring."""
+        row = self.ring.span(at := slot * self.ring_rows + position % self.ring_rows, at + 1)
+        for part in (row.data, row.scale):
+            if part is not None:
+                part.zero_()
+
 
 @dataclass(frozen=True)
 class Snapshot:

@@ -217,13 +217,8 @@ class MtpDrafter(Drafter):
     def _clear(self, slot: int, position: int) -> None:
         """A sequence that goes on at a snapshot: the entry before it was made of another sequence's next
         token, if at all, and nobody has kept its streams. It is empty."""
-        if position < 0:
-            return
-        layer = self.cache.layers[len(self.model.blocks)]
-        row = layer.ring.span(at := slot * layer.ring_rows + position % layer.ring_rows, at + 1)
-        for part in (row.data, row.scale):
-            if part is not None:
-                part.zero_()
+        if position >= 0:
+            self.cache.layers[len(self.model.blocks)].clear(slot, position)
 
     def _next(self, seen: list[Seen], rows: list[int], ids: list[int], depth: int) -> Tensor:
         self._own = self._own[torch.tensor(rows)]

@@ -131,10 +131,7 @@ class Eager:
             (span.slot, span.start, span.ids + ids) for span, ids in zip(spans, proposed, strict=True)
         ]
         made, row, last = Pass(spans, None, proposed), 0, list[int]()
-        if self.drafter is None:
-            streams = self.read(tokens, self._mark(spans))
-        else:
-            streams, made.read = self._forward(Step.build(tokens, self.device, mark=self._mark(spans)))
+        streams, made.read = self._read_to_draft(tokens, self._mark(spans))
         for span, (*_, ids) in zip(spans, tokens, strict=True):
             self._score(made, streams[row : row + len(span.ids)], span)
             if span.sampling is not None:
@@ -169,6 +166,12 @@ class Eager:
     def read(self, spans: list[Tokens], mark: Mark | None = None) -> Tensor:
         """streams [T, N, D] of these tokens after the last block."""
         return self.model.forward(Step.build(spans, self.device, mark=mark), self.cache)
+
+    def _read_to_draft(self, spans: list[Tokens], mark: Mark | None) -> tuple[Tensor, Tensor | None]:
+        """The streams, and what is kept of them for the drafter."""
+        if self.drafter is None:
+            return self.read(spans, mark), None
+        return self._forward(Step.build(spans, self.device, mark=mark))
 
     def _forward(self, step: Step) -> tuple[Tensor, Tensor]:
         """The streams, and what the drafter reads of them: MTP all, DSpark the taps [T, targets * D]."""

@@ -39,6 +39,7 @@ class Span:
     proposes: int = 0  # tokens to draft after it, for the step that comes next
     room: int = 0  # tokens that the sequence has pages for, and may process at most
     ahead: bool = False  # the sequence has pages for one token more: the next step may be launched ahead
+    after: int = -1  # the token after the last, where it is known: inside a prompt
     mark: int = 0  # a position within, whose state is to be left in the slot after all others; 0: none
     # Prompt log-probabilities: the token that followed each scored one, from row `score_from` on.
     score: tuple[int, ...] = ()

@@ -14,9 +14,11 @@ from dsv4.engine.eager import Pass
 from dsv4.engine.graphs import Graphs
 from dsv4.engine.plan import Sampling, Span
 from dsv4.engine.runner import UNSEEN, Masks, Result
-from dsv4.engine.tempo import Tempo
+from dsv4.engine.tempo import Chances, Tempo
 from dsv4.gpu.tiles import rough_copy
 from dsv4.model.bundle import Bundle
+from dsv4.model.step import Mark, Step
+from dsv4.model.step import Span as Tokens
 from dsv4.ops.draft.round import SEAT, SETTINGS, SLOT, state_of
 from dsv4.ops.sample.cpu import MAX_TOP
 from dsv4.step.buffers import round_sizes
@@ -25,6 +27,7 @@ from dsv4.step.round import PARTS, Round
 # Time of a round by how many drafts each sequence verifies, relative to none: one H200, Flash's geometry,
 # NVFP4, 4k, 19 November 2026 (python -m bench.rows: one row in use of 8, two, ...; the draft 0.9 ms).
 COSTS = (1.0, 1.15, 1.27, 1.4, 1.5, 1.61, 1.72, 1.84)
+MOVED = 0.1  # a change of MTP's chances, as logits, that the device is told
 
 
 @dataclass
@@ -38,10 +41,14 @@ class Under(Pass):
 
 class Rounds(Graphs):
     def _make_steps(self, b: Bundle, max_batch: int, overlap: bool, counts: Tensor | None) -> None:
-        dspark = b.config.dspark
-        assert dspark is not None and self.model.dspark is not None and self.ahead_drafts <= dspark.block_size
         device = self.cache.page_table.device
-        self.state = state_of(self.cache.layout.num_slots, dspark.block_size, device)
+        self.state = state_of(self.cache.layout.num_slots, self.ahead_drafts, device)
+        # DSpark says how sure it is. Of MTP's drafts the host counts how many are right, for all sequences.
+        self.acceptance = None if self.model.dspark else Chances(self.ahead_drafts)
+        self.chances: Tensor | None = None
+        if self.acceptance is not None:
+            self._sent = self.acceptance.logits()
+            self.chances = torch.tensor(self._sent, device=device)
         sizes, head = round_sizes(max_batch, self.ahead_drafts), rough_copy(b.tiled("head"))
         self.max_rows = max(seats for seats, _ in sizes)
         self.tempo, self._last = Tempo(sizes), (0, 0)
@@ -61,6 +68,7 @@ class Rounds(Graphs):
                 counts=counts,
                 overlap=overlap,
                 head=head,
+                chances=self.chances,
             )
 
     def _steps(self) -> Iterable[Round]:
@@ -154,14 +162,61 @@ class Rounds(Graphs):
         values = torch.stack((out[:, 0].long(), positions, indices, torch.zeros_like(positions)), 1)
         self.state[:, :4].index_copy_(0, slots, values)
 
+    def _read_to_draft(self, spans: list[Tokens], mark: Mark | None) -> tuple[Tensor, Tensor | None]:
+        """DSpark's context is made inside the step."""
+        streams = self.read(spans, mark)
+        return streams, None if self.model.dspark else streams
+
+    def _draft(self, made: Pass) -> None:
+        """Make MTP's entries of prompts, as far back as they are read from the end and from a mark on. The
+        token after the last one may be the device's own choice."""
+        if made.read is None:
+            return
+        mark, row = self._mark(made.spans), 0
+        spans, rows = list[Tokens](), list[int]()
+        for span in made.spans:
+            end = mark.position if mark is not None and mark.slot == span.slot else span.end
+            first = max(span.start, end - self.model.config.window)
+            spans.append((span.slot, first, (*span.ids, span.after)[first - span.start + 1 :]))
+            rows += range(row + first - span.start, row + len(span.ids))
+            row += len(span.ids)
+        step = Step.build(spans, self.device, mark=mark)
+        following = torch.where(step.ids < 0, self.latest[step.slots], step.ids).clamp(min=0)
+        streams = made.read.index_select(0, self.send(torch.tensor(rows)))
+        self.model.keep_streams(streams, following, step, self.cache)
+        made.read = None
+
+    def restore(self, slot: int, handle: int) -> None:
+        """MTP's last entry was made of the next token of another sequence, and nobody has kept its streams:
+        it is empty."""
+        super().restore(slot, handle)
+        position = self.cache.snapshots[handle].position
+        if self.model.mtp and position:
+            self.cache.layers[len(self.model.blocks)].clear(slot, position - 1)
+
+    def _note(self, launched: Under) -> None:
+        """Learn from what came out how often drafts are right, and how fast rounds are."""
+        assert launched.round is not None and launched.taken is not None and launched.done is not None
+        size = launched.round.num_seats, launched.round.num_drafts
+        if launched.began is not None:
+            milliseconds = launched.began.elapsed_time(launched.done)
+            self.tempo.note(size, int(launched.taken[:, 0].sum()), milliseconds)
+        if self.acceptance is None or self.chances is None or not size[1]:
+            return
+        for taken, verified in launched.taken.tolist():
+            if verified >= 0:
+                self.acceptance.note(verified, taken - 1)
+        logits = self.acceptance.logits()
+        if max(abs(new - old) for new, old in zip(logits, self._sent, strict=True)) > MOVED:
+            self._sent = logits
+            self.chances.copy_(self.send(torch.tensor(logits)), non_blocking=True)
+
     def fetch(self, launched: Pass) -> list[Result]:
         if isinstance(launched, Under) and launched.done is not None:
             launched.done.synchronize()
-            if launched.began is not None and launched.round is not None and launched.taken is not None:
-                size = launched.round.num_seats, launched.round.num_drafts
-                milliseconds = launched.began.elapsed_time(launched.done)
-                self.tempo.note(size, int(launched.taken[:, 0].sum()), milliseconds)
-            self._compact(launched)
+            if launched.round is not None:
+                self._note(launched)
+                self._compact(launched)
         return super().fetch(launched)
 
     @staticmethod

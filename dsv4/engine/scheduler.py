@@ -153,6 +153,7 @@ class Scheduler:
             proposes=wish.propose,
             room=min(self.slots.capacity(s.slot), end),
             ahead=ahead,
+            after=-1 if is_last else s.span(stop, stop + 1)[0],
             mark=mark,
             score=score,
             score_from=first,

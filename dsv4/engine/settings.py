@@ -35,6 +35,7 @@ from dsv4.weights.tiled import draft_form, expert_bytes, expert_form, tiled_byte
 # Below this, one decode step's products are too short to share between threads (measured: docs/log.md).
 SMALL_MODEL_BYTES = 1 << 30
 MAX_THREADS = 1024
+AUTO_MTP = 1  # drafts of MTP on a GPU: a second is right half the time at best
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,9 @@ class Settings:
         """Most that a GPU verifies and makes by itself, in steps launched ahead."""
         if not self.tiled:
             return 0
-        return most_drafts(model) if self.drafts is None else self.drafts
+        if self.drafts is not None:
+            return self.drafts
+        return AUTO_MTP if model.dspark is None else most_drafts(model)
 
 
 def settle(config: EngineConfig, checkpoint: Checkpoint, ranks: int = 1) -> Settings:
@@ -154,9 +157,7 @@ def crowding(threads: int, ranks: int) -> tuple[str, ...]:
 def _drafts(config: EngineConfig, device: Device, checkpoint: Checkpoint, has_rounds: bool) -> int | None:
     """`has_rounds`: a GPU's kernels run all of the model, so that they can verify and draft."""
     wanted, has_drafter = config.speculate, checkpoint.inventory.num_mtp_layers > 0
-    can_draft = has_drafter and (
-        device.kind == "cpu" or (has_rounds and checkpoint.config.dspark is not None)
-    )
+    can_draft = has_drafter and (device.kind == "cpu" or has_rounds)
     if not wanted.isdecimal():
         return None if wanted == "auto" and can_draft else 0
     if not has_drafter:
@@ -165,7 +166,7 @@ def _drafts(config: EngineConfig, device: Device, checkpoint: Checkpoint, has_ro
         )
     if not can_draft:
         raise ConfigError(
-            f"speculate is {wanted}: a GPU speculates with DSpark, alone and with its kernels; leave it out"
+            f"speculate is {wanted}: a GPU speculates only alone and with its own kernels; leave it out"
         )
     if int(wanted) > (most := most_drafts(checkpoint.config)):
         kind = "DSpark's block has" if checkpoint.config.dspark else "MTP proposes at most"

@@ -1,15 +1,22 @@
-"""How many drafts a round should have room for: what gave most tokens per second of late. Pure arithmetic.
+"""How many drafts a round should have room for: what gave most tokens per second of late; and how often
+drafts were right. Pure arithmetic.
 
 Within a round the device takes only the drafts that it trusts (ops/draft/round.py). Here whole rounds are
 weighed against each other and against plain steps, which are rounds without drafts, by their measured times.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+
+from dsv4.engine.survival import LEAST, MOST, Acceptance
 
 MEMORY = 1 / 32  # weight of the last round among all those before
 FIRST, AGAIN = 6, 3  # rounds of a kind that are tried at the start, and from time to time
 PERIOD = 192  # rounds after which another kind is tried: wrong ones must cost less than 2 %
+# How often MTP's drafts are right at the start, if those before are; the weight of that in a round in which
+# one was not verified.
+CHANCES, UNTRIED = (0.85, 0.5, 0.3), 1 / 64
 
 
 @dataclass
@@ -69,3 +76,21 @@ class Tempo:
         kind = self._seats[size[0]].kinds[size[1]]
         kind.tokens += MEMORY * (tokens - kind.tokens)
         kind.milliseconds += MEMORY * (milliseconds - kind.milliseconds)
+
+
+class Chances(Acceptance):
+    """The same of MTP's drafts on a GPU, as logits. One that is no longer verified counts as at the start
+    after some time, so that it is tried again."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(most)
+        self.rates = list(CHANCES[:most])
+
+    def note(self, verified: int, accepted: int, confidence: Sequence[float] = ()) -> None:
+        super().note(verified, accepted, confidence)
+        for j in range(min(verified, accepted + 1), len(self.rates)):
+            self.rates[j] += UNTRIED * (CHANCES[j] - self.rates[j])
+
+    def logits(self) -> list[float]:
+        bounded = (min(max(rate, LEAST), MOST) for rate in self.rates)
+        return [math.log(rate / (1 - rate)) for rate in bounded]

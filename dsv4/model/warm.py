@@ -64,7 +64,11 @@ def run_spans(model: Model, cache: Cache, steps: list[tuple[int, int]]) -> None:
     """Each as one prompt step of slot 0, on token 0, with the last row's logits."""
     for start, count in steps:
         step = Step.build([(0, start, [0] * count)], cache.page_table.device)
-        model.logits(model.read(step, cache)[-1:])
+        streams = model.read(step, cache)
+        model.logits(streams[-1:])
+        if model.mtp:
+            last = Step.build([(0, start, [0] * min(count, model.config.window))], cache.page_table.device)
+            model.keep_streams(streams[: len(last.ids)], last.ids, last, cache)
 
 
 @torch.inference_mode()

@@ -135,7 +135,31 @@ class Buffers:
         return part_o, self.part_ml.flatten()[: rows * count * h * 2].view(rows, count, h, 2)
 
 
-class DraftBuffers:
+class Drafter:
+    """What a drafter for R sequences gets of a round, and what the round gets of it: `drafts` int64 [K, R],
+    and `confidence` [R, K], how likely each is right if those before are, as logits."""
+
+    layers: Buffers
+    drafts: Tensor
+    confidence: Tensor
+
+    def __init__(self, sequences: int, step: Buffers) -> None:
+        self.step, self.device = step, step.positions.device
+        # The rows of the step: positions of those that are committed, -1 of others.
+        self.committed, self.slots = self._numbers(step.rows), step.slots
+        # The sequences: token, position and slot of the anchor, -1: no draft; how its first draft is chosen.
+        self.anchors, self.anchors_at = self._numbers(sequences), self._numbers(sequences)
+        self.anchors_slots = self._numbers(sequences).zero_()
+        self.settings = self._numbers(sequences, sample.WIDTH).zero_()
+        # Settings of the draft to be chosen next, and the sampler's results.
+        self.choices = self._numbers(sequences, sample.WIDTH)
+        self.out = torch.zeros(sequences, sample.RESULT, dtype=torch.int32, device=self.device)
+
+    def _numbers(self, *shape: int) -> Tensor:
+        return torch.full(shape, -1, dtype=torch.long, device=self.device)
+
+
+class DraftBuffers(Drafter):
     """Everything that a DSpark drafter writes for R sequences, from the rows of the step before."""
 
     def __init__(
@@ -158,17 +182,10 @@ class DraftBuffers:
         def wide(*shape: int) -> Tensor:
             return torch.zeros(*shape, device=device)
 
-        def numbers(*shape: int) -> Tensor:
-            return torch.full(shape, -1, dtype=torch.long, device=device)
-
         assert c.dspark is not None and step.taps is not None
+        super().__init__(sequences, step)
         d, block, (rows, columns) = c.hidden_size, c.dspark.block_size, step.taps.shape
-        # The rows of the step: taps, slots, and the positions of those that are committed, -1 of others.
-        self.taps, self.committed, self.slots = step.taps, numbers(rows), step.slots
-        # The sequences: token, position and slot of the anchor, -1: no draft; how its first draft is chosen.
-        self.anchors, self.anchors_at = numbers(sequences), numbers(sequences)
-        self.anchors_slots = numbers(sequences).zero_()
-        self.settings = numbers(sequences, sample.WIDTH).zero_()
+        self.taps = step.taps
         rounds = activations != "a16"
         self.taps_in = act(rows, columns) if rounds else None
         self.main_parts, self.main = wide(splits(columns), rows, d), act(rows, d)
@@ -191,15 +208,52 @@ class DraftBuffers:
             block=block,
             sequences=number // block,
             listed=(number // block * block).int().unsqueeze(1) + number[:block].int(),
-            ends=numbers(len(number)),
+            ends=self._numbers(len(number)),
         )
         self.mixed = act(len(number), d)
         self.z, self.confidence = wide(sequences, c.vocab_size), wide(sequences, block)
-        # Settings and positions of the draft to be chosen next; the anchors, then the drafts of each slot.
-        self.choices, self.choices_at = numbers(sequences, sample.WIDTH), numbers(sequences)
-        self.chain = numbers(1 + block, sequences)
+        # Positions of the draft to be chosen next; the anchors, then the drafts of each slot.
+        self.choices_at, self.chain = self._numbers(sequences), self._numbers(1 + block, sequences)
         self.drafts = self.chain[1:]
-        self.out = torch.zeros(sequences, sample.RESULT, dtype=torch.int32, device=device)
+
+
+class MtpBuffers(Drafter):
+    """Everything that an MTP drafter writes for R sequences, beside the step's buffers of layers."""
+
+    def __init__(
+        self,
+        c: ModelConfig,
+        sequences: int,
+        drafts: int,
+        step: Buffers,
+        dtype: torch.dtype,
+        device: str | torch.device,
+        activations: str = "a16",
+        chances: Tensor | None = None,
+    ) -> None:
+        """`chances` float32 [drafts or more]: of every sequence."""
+        super().__init__(sequences, step)
+        d, n, rows = c.hidden_size, c.num_streams, step.rows
+        self.chosen = step.out[:, 0]  # the token after each row
+        # The next token and the streams as their products see them; the token's product.
+        self.e = torch.zeros(rows, d, dtype=dtype, device=device)
+        self.h = torch.zeros(rows * n, d, dtype=dtype, device=device)
+        self.embedded = torch.zeros(rows, splits(d), d, device=device)
+        self.kv = torch.zeros(1, rows, c.head_dim, device=device)
+        # A site that adds as much of its output to each stream, and mixes none.
+        self.ones = torch.ones(rows, n, device=device)
+        self.eye = torch.eye(n, device=device).repeat(rows, 1, 1)
+        self.layers = Buffers(
+            c=replace(c, layers=(LayerSpec("sliding", 0, False),)),
+            rows=sequences,
+            max_context=0,
+            dtype=dtype,
+            device=device,
+            activations=activations,
+        )
+        self.drafts = self._numbers(drafts, sequences)
+        self.chances = torch.zeros(drafts, device=device) if chances is None else chances
+        self.confidence = self.chances[:drafts].expand(sequences, drafts)
 
 
 def graph_rows(max_batch: int) -> list[int]:
@@ -247,9 +301,14 @@ def buffer_bytes(
 def draft_bytes(
     c: ModelConfig, sequences: int, rows: int, stages: int, dtype: torch.dtype, activations: str = "a16"
 ) -> int:
-    """What `DraftBuffers` holds, the step's taps among it."""
+    """What the model's drafter holds, for DSpark the step's taps among it."""
     step = Buffers(c, rows, 0, dtype, "meta", activations, taps=True)
-    made = DraftBuffers(c, sequences, step, stages, dtype, "meta", activations)
+    made: Drafter
+    if c.dspark is not None:
+        made = DraftBuffers(c, sequences, step, stages, dtype, "meta", activations)
+    else:
+        drafts = rows // sequences - 1 if sequences else 1
+        made = MtpBuffers(c, sequences, drafts, step, dtype, "meta", activations)
     return _bytes(made) + _bytes(made.layers)
 
 
@@ -269,7 +328,7 @@ def round_bytes(
     )
 
 
-def _bytes(buffers: Buffers | DraftBuffers) -> int:
+def _bytes(buffers: Buffers | Drafter) -> int:
     """Count each memory once."""
     held = tensors_of(list(vars(buffers).values()))
     return sum(

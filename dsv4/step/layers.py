@@ -140,10 +140,16 @@ class Layers:
 
         How they mix with its output is finished by a later launch; None at the head, which has none.
         """
+        self._open(self.b.plain(f"{name}_fn"), y)
+        return self._close(name, norm, mean, mixed)
+
+    def _close(
+        self, name: str, norm: str, mean: Tensor | None = None, mixed: Tensor | None = None
+    ) -> Mixing | None:
+        """The next input, of streams that have been opened."""
         b, f, c = self.b, self.buffers, self.config
-        fn, base, weight = b.plain(f"{name}_fn"), b.plain(f"{name}_base"), b.plain(norm)
-        gate, comb = (None, None) if fn.shape[0] == c.num_streams else (f.gate, f.comb)
-        self._open(fn, y)
+        base, weight = b.plain(f"{name}_base"), b.plain(norm)
+        gate, comb = (None, None) if len(base) == c.num_streams else (f.gate, f.comb)
         self.add(
             "mhc close",
             mhc.mix_close,
@@ -184,7 +190,9 @@ class Layers:
         rope: Rope,
         mixing: Mixing | None,
         mutual: Mutual | None = None,
+        moved: bool = False,
     ) -> None:
+        """`moved`: a launch just before wrote positions."""
         b, f, c, cache = self.b, self.buffers, self.config, self.cache
         products = [
             Product(b.tiled(weight), self._input(weight, f.x, f.x_in), y)
@@ -212,7 +220,7 @@ class Layers:
         selects = spec.kind == "csa" and f.selects
         if selects:
             products.append(Product(b.tiled(f"{name}.indexer.weights_proj"), f.x, f.index_weights))
-        self._product("projections", products)
+        self._product("projections", products, row="projections, moved" if moved else "")
         self.add(
             "prepare",
             prepare,

@@ -2,7 +2,7 @@
 is accepted, and the next drafts. All of it lies on the device, so the next round may follow at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,9 +14,15 @@ from dsv4.model.bundle import Bundle
 from dsv4.model.model import Model
 from dsv4.ops.draft import round as rounds
 from dsv4.step.draft import Draft
+from dsv4.step.mtp import MtpDraft
 from dsv4.step.run import Decoder
 
 PARTS = ("verify", "sample", "draft")
+
+
+def make_draft(b: Bundle) -> Callable[..., Draft | MtpDraft]:
+    """What makes the launches of the model's own drafter."""
+    return MtpDraft if b.config.dspark is None else Draft
 
 
 class Round:
@@ -36,10 +42,12 @@ class Round:
         counts: Tensor | None = None,
         overlap: bool = True,
         head: Tiled | None = None,
+        chances: Tensor | None = None,
     ) -> None:
         """`state`: what the device knows of each slot (ops/draft/round.py), for all rounds of an engine.
         `costs` [drafts + 1]: relative times of this round by how many drafts each sequence verifies. `head`:
-        what drafts are made with instead of the trunk's. Others: as Decoder has them."""
+        what drafts are made with instead of the trunk's. `chances`: as MtpDraft has them; DSpark has its own.
+        Others: as Decoder has them."""
         device, rows = cache.page_table.device, seats * (drafts + 1)
         self.num_seats, self.num_drafts, self.state, self.costs = seats, drafts, state, costs
         self.seats = torch.zeros(seats, rounds.SEAT, dtype=torch.long, device=device)
@@ -61,8 +69,12 @@ class Round:
         held = {"seats": self.seats, "verified": self.verified, "taken": self.taken, "state": state}
         for name, tensor in {**held, "costs": costs}.items():
             names.add(f"round.{name}", tensor)
-        own = names.of(tensors_of([*held.values(), costs, penalties]), "round")
-        self.draft = Draft(b, model, cache, seats if drafts else 0, f, names, overlap, head, drafts or None)
+        own = names.of(tensors_of([*held.values(), costs, penalties, chances]), "round")
+        more = {} if chances is None else {"chances": chances}
+        make = make_draft(b)
+        self.draft = make(
+            b, model, cache, seats if drafts else 0, f, names, overlap, head, drafts or None, **more
+        )
         d = self.draft.drafter
         opens = {
             **{"seats": self.seats, "state": state, "ids": f.ids, "positions": f.positions, "slots": f.slots},

@@ -32,6 +32,8 @@ SCHEDULE = {
     # Small kernels precede it, whose reads a burst of 17 MB would delay: 4.41 -> 4.25 ms a step with the
     # other paced products and the late fetches of "output b" and "experts down".
     "projections": Overlap(paced=True),
+    # Late, since "prepare" reads positions early.
+    "projections, moved": Overlap(paced=True, triggers_late=True),
     # Late, since index scores and attention read before they wait what "prepare" wrote. The rounds take
     # longer than any small kernel: 4.73 -> 4.48 ms with those beside "experts up" and its early input.
     "queries up": Overlap(paced=True, triggers_late=True, mixes=True),
@@ -47,7 +49,10 @@ SCHEDULE = {
     # Half of the weights before the input, as for "output b".
     "experts down": Overlap(early_stages=1, prefetches=True),
     "head": Overlap(),
-    # A drafter's: of the taps, and of all its stages' context. Not measured.
+    # A drafter's: of the taps, of the next token, of the streams, and of all its stages' context. Not
+    # measured.
     "taps": Overlap(),
+    "token": Overlap(),
+    "streams": Overlap(),
     "context": Overlap(),
 }

@@ -409,5 +409,7 @@ def test_refusals(engine_for: Callable[..., Engine]) -> None:
         Device(kind="cuda", torch_name="cuda:0", name="a GPU", memory_bytes=1, why=""),
         Checkpoint.open(embedded()),
     )
-    with pytest.raises(ConfigError, match="speculate is 2: a GPU speculates with DSpark"):
-        _drafts(EngineConfig(speculate="2"), gpu, checkpoint, has_rounds=True)
+    with pytest.raises(ConfigError, match="speculate is 2: a GPU speculates only alone and with its own"):
+        _drafts(EngineConfig(speculate="2"), gpu, checkpoint, has_rounds=False)
+    for how, drafts in (("off", 0), ("auto", None), ("2", 2)):
+        assert _drafts(EngineConfig(speculate=how), gpu, checkpoint, has_rounds=True) == drafts

@@ -2,7 +2,7 @@
 steps as a GPU runs them, launched ahead. Every answer is the CPU engine's."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from dsv4 import Engine, EngineConfig, SamplingParams
 from dsv4.cache.store import Cache
-from dsv4.config import Dspark, preset
+from dsv4.config import Dspark, ModelConfig, preset
 from dsv4.engine import build, graphs, rounds
 from dsv4.engine.request import Completion
 from dsv4.engine.settings import Settings, cache_layout
@@ -25,6 +25,7 @@ from dsv4.model.bundle import Bundle
 from dsv4.model.model import Model
 from dsv4.model.step import Mark, Step
 from dsv4.ops import IMPLEMENTATIONS, Ops
+from dsv4.quant.codec import decode
 from dsv4.weights.load import Checkpoint
 from dsv4.weights.tiled import load_tiled
 from tests.support.emulated import Launches, emulated
@@ -102,11 +103,21 @@ DRAFTED = replace(
 )
 
 
+# MTP's block, which feeds on its own streams.
+FED_BACK = replace(DRAFTED, dspark=None)
+
+
 @pytest.fixture(scope="module")
-def drafted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("model") / "dspark"
-    for _ in make(made, DRAFTED, "official", seed=3):
-        pass
+def drafted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[ModelConfig], Path]:
+    folder = tmp_path_factory.mktemp("models")
+
+    def made(config: ModelConfig) -> Path:
+        path = folder / ("mtp" if config.dspark is None else "dspark")
+        if not path.exists():
+            for _ in make(path, config, "official", seed=3):
+                pass
+        return path
+
     return made
 
 
@@ -157,8 +168,17 @@ def test_answers(path: Path, twins: Path) -> None:
     assert launches.counts["sample/decode"] > 4
 
 
-@pytest.mark.parametrize("batch", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_rounds_of_speculation(drafted: Path, twins: Path, batch: int) -> None:
+@pytest.mark.parametrize(
+    ("config", "batch", "drafts"),
+    [
+        (DRAFTED, 1, 3),
+        pytest.param(DRAFTED, 2, 3, marks=pytest.mark.slow),
+        pytest.param(FED_BACK, 2, 3, marks=pytest.mark.slow),
+    ],
+)
+def test_rounds_of_speculation(
+    drafted: Callable[[ModelConfig], Path], twins: Path, config: ModelConfig, batch: int, drafts: int
+) -> None:
     """Greedy and sampled with penalties and log-probabilities: the tokens without drafts, of which some are
     accepted and some are not."""
     prompt, how = [i * 5 % 12 for i in range(126)], {"ignore_eos": True, "temperature": 0.9}
@@ -167,11 +187,29 @@ def test_rounds_of_speculation(drafted: Path, twins: Path, batch: int) -> None:
         (prompt, SamplingParams(max_tokens=9, temperature=0.0, logprobs=2, ignore_eos=True)),
         (prompt[::-1][:21], SamplingParams(max_tokens=6, seed=2, top_p=0.9, **how)),
     ][: 2 * batch - 1]
-    options = replace(OPTIONS, max_batch=batch)
-    want = run(Engine.load(drafted, replace(options, speculate="off")), cases)
-    with on_emulated_gpu(drafted, Launches(twins), replace(options, speculate="3")) as engine:
+    options, path = replace(OPTIONS, max_batch=batch), drafted(config)
+    want = run(Engine.load(path, replace(options, speculate="off")), cases)
+    with on_emulated_gpu(path, Launches(twins), replace(options, speculate=str(drafts))) as engine:
         check(run(engine, cases), want)
         assert 0 < engine.num_accepted < engine.num_drafted
+
+
+def test_entries_of_mtp(drafted: Callable[[ModelConfig], Path], twins: Path) -> None:
+    """A prompt in chunks and rounds after it leave what the CPU's drafter leaves, at all positions
+    in the window."""
+    path, options = drafted(FED_BACK), replace(OPTIONS, max_batch=1, chunk=40)
+    cases = [([i * 5 % 12 for i in range(126)], SamplingParams(max_tokens=7, seed=1, ignore_eos=True))]
+    on_cpu = Engine.load(path, replace(options, speculate="1"))
+    want = run(on_cpu, cases)
+    with on_emulated_gpu(path, Launches(twins), replace(options, speculate="1")) as engine:
+        check(run(engine, cases), want)
+        assert 0 < engine.num_accepted < engine.num_drafted
+    layers, end = [each.runner.executor.cache.layers[-1] for each in (engine, on_cpu)], 126 + 6
+    rows = torch.arange(end - FED_BACK.window, end) % layers[0].ring_rows
+    got, wanted = (decode(layer.ring.take(rows)) for layer in layers)
+    # Codes may be rounded the other way.
+    is_far = ((got - wanted).abs() > 1e-3 * wanted.abs().amax(1, keepdim=True)).float().mean(1)
+    assert float(is_far.max()) < 0.1, is_far.topk(8)
 
 
 @pytest.mark.slow

@@ -284,3 +284,5 @@ def test_drafts_of_published_sizes(name: str, activations: Any) -> None:
     c = with_stages(replace(preset(name), layers=preset(name).layers[:3], num_experts=8))
     for rows in (1, 4):
         planned(c, rows, activations=activations)
+    for rows, drafts in ((1, 1), (1, 3), (6, 3), (12, 1)):
+        planned(replace(c, dspark=None, num_mtp_layers=1), rows, activations=activations, mtp=drafts)

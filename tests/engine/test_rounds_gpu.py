@@ -23,6 +23,8 @@ SMALL = replace(
 )
 # V4's own kernels of attention and of the index.
 WIDE = replace(SMALL, **{"num_heads": 16, "head_dim": 512, "index_heads": 64, "index_dim": 128, "q_rank": 64})
+# MTP's block, which feeds on its own streams; with V4's own kernels too.
+FED_BACK, WIDE_BACK = (replace(config, dspark=None, num_mtp_layers=1) for config in (SMALL, WIDE))
 OPTIONS = EngineConfig(device="cuda", max_context=1536, max_batch=1, prefix_snapshots=0, speculate="off")
 MANY = {"prefix_snapshots": 6, "chunk": 300}
 
@@ -49,6 +51,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[ModelConfig, st
         (WIDE, "official", "a16"),
         (WIDE, "modelopt", "a8"),
         (WIDE, "official", "a4"),
+        (FED_BACK, "official", "a16"),
+        (WIDE_BACK, "official", "a16"),
+        (WIDE_BACK, "modelopt", "a8"),
+        (WIDE_BACK, "official", "a4"),
     ],
 )
 def test_answers(
@@ -58,28 +64,32 @@ def test_answers(
     batches, of which the larger do not draft."""
     path, options = saved(config, format), replace(OPTIONS, activations=activations)
     wanted = cases(24, vocab=config.vocab_size, page=256, seed=5, longest=40)
-    alone = truth(Engine.load(path, options), wanted)
-    for batch, speculate in ((1, "5"), (3, "auto"), (4, "2"), (12, "5")):
+    alone, most = truth(Engine.load(path, options), wanted), "5" if config.dspark else "3"
+    for batch, speculate in ((1, most), (3, "auto"), (4, "2"), (12, most)):
         its = {**MANY, "max_batch": batch, "cache_pages": max(8, 3 * batch), "speculate": speculate}
         engine = Engine.load(path, replace(options, **its))
         assert stress(engine, wanted, alone, requests=80, seed=batch) > 60
         assert 0 < engine.num_accepted < engine.num_drafted, (batch, speculate)
 
 
-def test_pauses(saved: Callable[[ModelConfig, str], Path]) -> None:
-    path, wanted = saved(WIDE, "official"), growing(8, vocab=9, page=256)
+@pytest.mark.parametrize(("config", "speculate"), [(WIDE, "5"), (WIDE_BACK, "3")])
+def test_pauses(saved: Callable[[ModelConfig, str], Path], config: ModelConfig, speculate: str) -> None:
+    path, wanted = saved(config, "official"), growing(8, vocab=9, page=256)
     options = replace(OPTIONS, max_context=512)
     alone = truth(Engine.load(path, options), wanted)
     engine = Engine.load(
-        path, replace(options, max_batch=4, cache_pages=5, prefix_snapshots=2, speculate="5")
+        path, replace(options, max_batch=4, cache_pages=5, prefix_snapshots=2, speculate=speculate)
     )
     assert stress(engine, wanted, alone, requests=40) > 25 and engine.scheduler.num_pauses > 3
 
 
-def test_grammars_and_stops(saved: Callable[[ModelConfig, str], Path]) -> None:
+@pytest.mark.parametrize(("config", "speculate"), [(WIDE, "5"), (WIDE_BACK, "3")])
+def test_grammars_and_stops(
+    saved: Callable[[ModelConfig, str], Path], config: ModelConfig, speculate: str
+) -> None:
     """A stop id inside accepted drafts ends the answer there."""
-    path = saved(WIDE, "official")
-    plain, engine = (Engine.load(path, replace(OPTIONS, max_batch=2, speculate=how)) for how in ("off", "5"))
+    path, ways = saved(config, "official"), ("off", speculate)
+    plain, engine = (Engine.load(path, replace(OPTIONS, max_batch=2, speculate=how)) for how in ways)
     for ids, params in cases(12, vocab=9, page=256, seed=8, longest=40):
         for stop in (1, 3):
             wanted = replace(params, stop_ids=(stop,), max_tokens=30)

@@ -1,11 +1,12 @@
 """The choice between rounds of speculation and plain steps, by what they gave."""
 
+import math
 import random
 from itertools import pairwise
 
 import pytest
 
-from dsv4.engine.tempo import FIRST, PERIOD, Tempo
+from dsv4.engine.tempo import FIRST, PERIOD, Chances, Tempo
 
 # Milliseconds on an H200 (bench/rounds.py): a plain step, rounds with 3 and with 5 drafts.
 TIMES = {0: 4.0, 3: 8.2, 5: 9.8}
@@ -62,3 +63,21 @@ def test_a_text_that_changes_is_noticed() -> None:
 def test_one_kind_is_always_chosen() -> None:
     tempo = Tempo([(8, 0)])
     assert {tempo.choose(8) for _ in range(3 * PERIOD)} == {0}
+
+
+def test_chances_of_drafts() -> None:
+    """Each place has its own rate, among rounds in which those before it were right; one that is no longer
+    verified counts as at the start again."""
+    chances = Chances(3)
+    begun = list(chances.rates)
+    assert begun == sorted(begun, reverse=True)
+    for n in range(200):
+        chances.note(2, 2 if n % 2 else 1)
+    assert chances.rates[0] > 0.99 and 0.4 < chances.rates[1] < 0.6 and chances.rates[2] == begun[2]
+    for _ in range(100):
+        chances.note(2, 0)
+    low = list(chances.rates)
+    assert low[0] < 0.02 and chances.logits()[0] == pytest.approx(math.log(0.01 / 0.99))
+    for _ in range(300):
+        chances.note(0, 0)
+    assert chances.rates == pytest.approx(begun, abs=0.02)

@@ -32,6 +32,7 @@ from dsv4.ops.attention import decode as attention
 from dsv4.ops.attention import decode_any, prepare
 from dsv4.ops.draft import decode as draft
 from dsv4.ops.draft import round as rounds
+from dsv4.ops.draft import streams
 from dsv4.ops.exchange import decode as exchange
 from dsv4.ops.experts.placement import Placement
 from dsv4.ops.index import decode as index
@@ -64,9 +65,10 @@ def step(
     whole_experts: bool = False,
     sums: bool = True,
     config: ModelConfig = TINY,
+    mtp: bool = False,
 ) -> Decoder:
     """The real list of launches; none can be launched here. `ranks`: of one of so many; `sums`: with its
-    all-reduces."""
+    all-reduces; `mtp`: the model has its block."""
     sizes = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: sizes)
     ops = Ops.choose("cuda", **dict.fromkeys(IMPLEMENTATIONS, "gpu"))
@@ -77,12 +79,12 @@ def step(
         placement=placement,
         ranks=ranks,
         whole_experts=whole_experts,
-        draft_blocks=num_stages(config),
+        draft_blocks=int(mtp) or num_stages(config),
     )
     mesh = Mesh() if ranks == 1 else Mesh(0, ranks, Echo(ranks), whole_experts)
     bundle = Bundle(config, weights, ops, Numerics(torch.bfloat16, activations, True), mesh)
     peers = echo_peers(TINY, ranks, rows, torch.device("cpu")) if ranks > 1 and sums else None
-    layout = Wanted(600, rows).layout(config)
+    layout = replace(Wanted(600, rows).layout(config), num_mtp_layers=weights.num_mtp_layers)
     cache = Cache(layout, "cpu", torch.bfloat16)
     counts = torch.zeros(TINY.num_layers, TINY.num_experts, dtype=torch.int32)
     model = Model(bundle, layout.max_context, "cpu", copies_ahead=False)
@@ -266,7 +268,7 @@ def hold_to_sources(
     def note(kernel: Any, grid: Any, num_warps: int, overlap: bool, **arguments: Any) -> None:
         seen.append((kernel, arguments))
 
-    for module in (prepare, index, decode_any, draft, rounds):
+    for module in (prepare, index, decode_any, draft, rounds, streams):
         monkeypatch.setattr(module, "launch", note)
     for module in (mhc, routing, selecting, matvec, sample, quantize):
         monkeypatch.setattr(module, "call", lambda *arguments, **how: None)
@@ -317,6 +319,10 @@ def test_declarations_of_a_round(activations: Activations, monkeypatch: pytest.M
     made = Round(its.bundle, its.model, its.cache, 2, 3, state, costs)
     kinds = {"prepare", "queries", "scores", "attend", "combine", "begin", "fuse", "keep", "markov"}
     hold_to_sources(made.list(PARTS), made.decoder.names, {*kinds, "open", "accept"}, monkeypatch)
+    its = step(monkeypatch, 2, activations, mtp=True)
+    made = Round(its.bundle, its.model, its.cache, 2, 3, rounds.state_of(2, 3, "cpu"), costs)
+    kinds = {"prepare", "queries", "scores", "attend", "combine", "enter", "take", "keep"}
+    hold_to_sources(made.list(PARTS), made.decoder.names, {*kinds, "open", "accept"}, monkeypatch)
 
 
 def test_every_tensor_of_a_launcher_is_declared() -> None:
@@ -329,6 +335,7 @@ def test_every_tensor_of_a_launcher_is_declared() -> None:
             decode_any,
             draft,
             rounds,
+            streams,
             attention,
             routing,
             selecting,

@@ -15,6 +15,7 @@ from dsv4.config import ModelConfig, preset
 from dsv4.gpu.architectures import ARCHITECTURES
 from dsv4.ops.attention import decode_any, prepare
 from dsv4.ops.draft import decode as draft
+from dsv4.ops.draft import streams
 from dsv4.ops.index import decode as index
 from dsv4.ops.linear.decode import splits
 from dsv4.ops.rows import quantize
@@ -122,10 +123,24 @@ def launch_draft(c: ModelConfig, act: torch.dtype) -> None:
     )
 
 
+def launch_streams(c: ModelConfig, act: torch.dtype) -> None:
+    count, drafts, n, d = 2, 3, c.num_streams, c.hidden_size
+    rows, choices = count * (drafts + 1), empty(count, 8, dtype=torch.int64)
+    table, made = empty(c.vocab_size, d, dtype=BF16), empty(rows, 44, dtype=torch.int32)
+    held, x = empty(rows, n, d, dtype=act), empty(rows, d, dtype=act)
+    into = (x, empty(rows * n, d, dtype=act), c.norm_eps, "a8", "a4")
+    streams.enter(made[:, 0], table, held, empty(d), empty(d), *into)
+    sites = [(held, x, x, empty(k, n), empty(k, n, n)) for k in (rows, count)]
+    of, to = sites[0], (held[:count], x[:count], x[:count], *sites[1][3:])
+    at = (numbers(rows), numbers(count), numbers(count), choices)
+    drafted = empty(drafts, count, dtype=torch.int64)
+    streams.take_last(*at, *of, *to, numbers(count), numbers(count), choices, drafted)
+
+
 BF16, F32 = torch.bfloat16, torch.float32
 # Each kernel for Hopper as it is launched there: what attends in float32, since attention/decode.cu has BF16
 # at published sizes. For Blackwell what multiplies. All of it for all GPUs: -m slow.
-LAUNCHES = (launch_index, launch_attend, launch_prepare, launch_quantize, launch_draft)
+LAUNCHES = (launch_index, launch_attend, launch_prepare, launch_quantize, launch_draft, launch_streams)
 QUICK = [("flash", BF16, 90, launch) for launch in LAUNCHES if launch is not launch_attend]
 QUICK += [("flash", BF16, capability, launch_index) for capability in (100, 120)]
 QUICK += [("tiny", F32, 90, launch) for launch in (launch_index, launch_attend)]

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +53,37 @@ HEADS = replace(SMALL, num_heads=16, head_dim=512, q_rank=64, num_mtp_layers=1, 
 Change = Callable[["Drafted"], object]
 
 
-class Drafted:
+class Emulated:
+    """Launches of a drafter, run on a CPU."""
+
+    launches: Launches
+    touches: dict[int, Touches]
+
+    def mean(self, launches: list[Launch], after: Mapping[str, Callable[[Any], object]] = {}) -> None:
+        """What the launches mean, in torch. `after` the launches of these names something is changed."""
+        with torch.inference_mode():
+            for launch in launches:
+                assert launch.claims is not None, launch.name
+                compute(launch.claims())
+                after.get(launch.name, lambda _: None)(self)
+
+    @torch.inference_mode()
+    def run(self, launches: list[Launch]) -> list[str]:
+        """The kernels, each held against its meaning; what it has not declared holds noise."""
+        state = spans_of([tensor for each in self.touches.values() for tensor in each.writes])
+        found = []
+        with emulated(self.launches):
+            for launch in launches:
+                its: Touches = self.touches[id(launch)]
+                assert launch.claims is not None, launch.name
+                with noise(undeclared(state, its), launch.name):
+                    self.launches.late += late(state, its)
+                    found += [f"{launch.name}: {each}" for each in run_and_check(launch.run, launch.claims())]
+                    self.launches.late.clear()
+        return found
+
+
+class Drafted(Emulated):
     """A random model, R sequences with taps of their own at positions 0 .. p, and the launches of a draft."""
 
     def __init__(
@@ -127,29 +158,6 @@ class Drafted:
         d.anchors_at.copy_(torch.where(p < 0, -1, p + 1))
         d.anchors_slots.copy_(torch.tensor([self.slot(r) for r in range(len(p))]))
         d.settings.copy_(torch.tensor([pack()] * len(p) if settings is None else settings))
-
-    def mean(self, launches: list[Launch], after: Mapping[str, Change] = {}) -> None:
-        """What the launches mean, in torch. `after` the launches of these names something is changed."""
-        with torch.inference_mode():
-            for launch in launches:
-                assert launch.claims is not None, launch.name
-                compute(launch.claims())
-                after.get(launch.name, lambda _: None)(self)
-
-    @torch.inference_mode()
-    def run(self, launches: list[Launch]) -> list[str]:
-        """The kernels, each held against its meaning; what it has not declared holds noise."""
-        state = spans_of([tensor for each in self.touches.values() for tensor in each.writes])
-        found = []
-        with emulated(self.launches):
-            for launch in launches:
-                its: Touches = self.touches[id(launch)]
-                assert launch.claims is not None, launch.name
-                with noise(undeclared(state, its), launch.name):
-                    self.launches.late += late(state, its)
-                    found += [f"{launch.name}: {each}" for each in run_and_check(launch.run, launch.claims())]
-                    self.launches.late.clear()
-        return found
 
     def reference(self, sequence: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The specification's base logits, logits, drafts and confidences."""

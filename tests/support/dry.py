@@ -30,6 +30,7 @@ from dsv4.ops.attention import decode_any, prepare
 from dsv4.ops.attention import prefill_sm90 as prompt_attention
 from dsv4.ops.draft import decode as draft
 from dsv4.ops.draft import round as rounds
+from dsv4.ops.draft import streams as fed_back
 from dsv4.ops.exchange import decode as exchange
 from dsv4.ops.index import decode as index
 from dsv4.ops.index import decode_select as selecting
@@ -82,7 +83,7 @@ def _unlaunched(multiprocessors: int, capability: int) -> Iterator[None]:
         patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
         patch.setattr(torch.Tensor, "data_ptr", _address, raising=False)
         patch.setattr(torch.Tensor, "tolist", _list, raising=False)
-        for module in (prepare, index, decode_any, quantize, draft, rounds):
+        for module in (prepare, index, decode_any, quantize, draft, fed_back, rounds):
             patch.setattr(module, "launch", nothing)
         for module in CUDA:
             patch.setattr(module, "call", nothing)
@@ -101,16 +102,17 @@ def planned(
     multiprocessors: int = MULTIPROCESSORS,
     ranks: int = 1,
     prompts: tuple[int, ...] = (),
+    mtp: int = 0,
 ) -> Decoder:
     """The step, each launch planned and asked for once: whatever a launcher asserts has been asserted. Then
-    steps of prompts of so many tokens, at the beginning and the end of the context. With DSpark also a round
-    of speculation in which each of the rows verifies a whole block."""
+    steps of prompts of so many tokens, at the beginning and the end of the context. With DSpark, or MTP of so
+    many drafts, also a round of speculation in which each of the rows verifies all of them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(synthetic, "_random", _unmade)
         patch.setattr(torch, "randn", _values)
         patch.setattr(torch, "randint", lambda low, high, shape, **_: _values(shape, dtype=torch.long))
         with _unlaunched(multiprocessors, capability):
-            blocks = num_stages(c)
+            blocks = min(mtp, 1) or num_stages(c)
             weights = synthetic.make_weights(c, layout, "cpu", ranks=ranks, draft_blocks=blocks)
     with _unlaunched(multiprocessors, capability):
         ops = Ops.choose("cuda", **dict.fromkeys(IMPLEMENTATIONS, "gpu"))
@@ -123,13 +125,9 @@ def planned(
         decoder = Decoder(bundle, model, cache, rows, peers=peers)
         for launch in decoder.launches:
             launch.run()
-        if model.dspark is not None and c.dspark is not None:
-            most = c.dspark.block_size
-            state, costs = (
-                rounds.state_of(stored.num_slots, most, "meta"),
-                torch.ones(most + 1, device="meta"),
-            )
-            Round(bundle, model, cache, rows, most, state, costs).run()
+        if most := c.dspark.block_size if c.dspark else mtp:
+            state = rounds.state_of(stored.num_slots, most, "meta")
+            Round(bundle, model, cache, rows, most, state, torch.ones(most + 1, device="meta")).run()
         for tokens in prompts:
             last = max(0, stored.max_context - tokens)
             run_spans(model, cache, [(start, min(tokens, stored.max_context - start)) for start in (0, last)])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from dsv4.cache.layout import most_drafts
 from dsv4.cache.store import Cache
 from dsv4.config import Activations
 from dsv4.errors import ConfigError, DeviceError
@@ -17,6 +18,8 @@ from dsv4.model.model import Model
 from dsv4.ops.sample.cpu import pack
 from dsv4.step.buffers import ROWS
 from dsv4.step.draft import Draft
+from dsv4.step.mtp import MtpDraft
+from dsv4.step.round import make_draft
 from dsv4.step.run import Decoder, Mismatch, check
 from dsv4.weights.load import Progress
 
@@ -41,11 +44,12 @@ def place(decoder: Decoder, context: int, vocab: int) -> None:
     decoder.load(rows, torch.tensor(settings), send=lambda staged: staged.to(f.inputs.device))
 
 
-def place_drafts(draft: Draft, context: int) -> None:
-    """Give each sequence an anchor, and each row of the step before a position in turn, one not committed."""
+def place_drafts(draft: Draft | MtpDraft, context: int) -> None:
+    """Give each sequence an anchor, and each row of the step before a position in turn, for DSpark one not
+    committed. MTP reads the streams and tokens that the step has left."""
     d = draft.drafter
     generator = torch.Generator().manual_seed(context)
-    count, rows = len(d.anchors), len(d.taps)
+    count = len(d.anchors)
     number = torch.arange(count)
     vocab = draft.config.vocab_size
     d.anchors.copy_(torch.randint(0, vocab, (count,), generator=generator))
@@ -53,8 +57,16 @@ def place_drafts(draft: Draft, context: int) -> None:
     d.anchors_slots.copy_(count - 1 - number)
     settings = [pack(temperature=(0.0, 0.7)[r % 2], top_p=0.95, seed=r) for r in range(count)]
     d.settings.copy_(torch.tensor(settings))
-    d.taps.copy_(torch.randn(d.taps.shape, generator=generator))
-    at = torch.arange(rows)
+    if isinstance(draft, MtpDraft):
+        each = len(d.committed) // count
+        d.anchors_at.sub_(1).clamp_(min=1)  # the last draft's row must lie in the context
+        d.slots.copy_(d.anchors_slots.repeat_interleave(each))
+        d.committed.fill_(-1)
+        d.committed[::each] = d.anchors_at - 1
+        return
+    taps = draft.drafter.taps
+    taps.copy_(torch.randn(taps.shape, generator=generator))
+    at = torch.arange(len(taps))
     d.slots.copy_(at % count)
     d.committed.copy_(torch.where(at % 4 == 3, -1, (context - 1 - at // count).clamp(min=0)))
 
@@ -67,7 +79,7 @@ def raise_sinks(bundle: Bundle) -> None:
             tensor.add_(4.0)
 
 
-def mismatches(step: Decoder | Draft, told: Told | None = None) -> list[Mismatch]:
+def mismatches(step: Decoder | Draft | MtpDraft, told: Told | None = None) -> list[Mismatch]:
     """The launches that differ, in their order; each has the inputs that kernels gave it."""
     found = []
     for number, (_, mismatch) in enumerate(check(step.launches), 1):
@@ -115,7 +127,7 @@ def examine_steps(
     bundle = subject.bundle(device, reading, split)
     if model is None:
         raise_sinks(bundle)
-    stages = bundle.weights.num_mtp_layers if bundle.config.dspark else 0
+    stages = bundle.weights.num_mtp_layers
     for context, layout in zip(
         contexts, [replace(each, num_mtp_layers=stages) for each in layouts], strict=True
     ):
@@ -140,8 +152,10 @@ def _at(
         found = mismatches(decoder, told)
         name = f"{number} rows at {context:,} tokens, {activations}"
         yield conclusion(name, len(decoder.launches), found)
-        if model.dspark is not None:
-            draft = Draft(bundle, model, cache, number, decoder.buffers)
+        if model.dspark is not None or model.mtp:
+            draft = make_draft(bundle)(
+                bundle, model, cache, number, decoder.buffers, drafts=most_drafts(bundle.config)
+            )
             place_drafts(draft, context)
             found = mismatches(draft, told)
             yield conclusion(f"drafts of {name}", len(draft.launches), found)

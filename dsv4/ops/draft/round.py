@@ -213,8 +213,8 @@ def accept(
 
 
 @triton.jit
-def _keep_kernel(drafts_ptr, confidence_ptr, anchors_at_ptr, anchors_slots_ptr, costs_ptr, state_ptr,  # type: ignore[no-untyped-def]
-                 state_step, SEATS: tl.constexpr, B: tl.constexpr, K: tl.constexpr,
+def _keep_kernel(drafts_ptr, confidence_ptr, confidence_step, anchors_at_ptr, anchors_slots_ptr, costs_ptr,  # type: ignore[no-untyped-def]
+                 state_ptr, state_step, SEATS: tl.constexpr, K: tl.constexpr,
                  DRAFTS: tl.constexpr):  # fmt: skip
     launch_dependents()
     q = tl.program_id(0)
@@ -224,7 +224,7 @@ def _keep_kernel(drafts_ptr, confidence_ptr, anchors_at_ptr, anchors_slots_ptr, 
     survival, tokens = 1.0, 1.0
     best, count = 1.0 / tl.load(costs_ptr), tl.full([], 0, tl.int64)
     for j in tl.static_range(K):
-        chance = 1.0 / (1.0 + tl.exp(-tl.load(confidence_ptr + q * B + j)))
+        chance = 1.0 / (1.0 + tl.exp(-tl.load(confidence_ptr + q * confidence_step + j)))
         survival *= tl.minimum(tl.maximum(chance, 0.01), 0.99)
         tokens += survival
         rate = tokens / tl.load(costs_ptr + j + 1)
@@ -252,7 +252,7 @@ def keep(
     and how many of those are worth verifying: as many as give most tokens for `costs` [K + 1], the time of a
     round that verifies 0 to K. A longer run of drafts must give more than a shorter one."""
     block, count = drafts.shape
-    assert confidence.shape == (count, block) and drafts.is_contiguous() and confidence.is_contiguous()
+    assert confidence.shape == (count, block) and drafts.is_contiguous() and confidence.stride(1) == 1
     assert 1 <= len(costs) - 1 <= block and costs.dtype == torch.float32, (costs.shape, block)
     launch(
         _keep_kernel,
@@ -261,13 +261,13 @@ def keep(
         overlap=overlap,
         drafts_ptr=drafts,
         confidence_ptr=confidence,
+        confidence_step=confidence.stride(0),
         anchors_at_ptr=anchors_at,
         anchors_slots_ptr=anchors_slots,
         costs_ptr=costs,
         state_ptr=state,
         state_step=state.stride(0),
         SEATS=count,
-        B=block,
         K=len(costs) - 1,
         DRAFTS=DRAFTS,
     )
