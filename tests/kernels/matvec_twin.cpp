@@ -60,10 +60,12 @@ extern "C" const char* launch(const void* params, const char* kernel, int blocks
                               int num_readable, unsigned seed) {
     const Params& p = *(const Params*)params;
     static const std::map<std::string, void (*)(const Params)> kernels = {
-        {"batch_kernel<false, false>", batch_kernel<false, false>},
-        {"batch_kernel<false, true>", batch_kernel<false, true>},
-        {"batch_kernel<true, false>", batch_kernel<true, false>},
-        {"batch_kernel<true, true>", batch_kernel<true, true>},
+        {"batch_kernel<false, false, false>", batch_kernel<false, false, false>},
+        {"batch_kernel<false, false, true>", batch_kernel<false, false, true>},
+        {"batch_kernel<false, true, false>", batch_kernel<false, true, false>},
+        {"batch_kernel<false, true, true>", batch_kernel<false, true, true>},
+        {"batch_kernel<true, false, false>", batch_kernel<true, false, false>},
+        {"batch_kernel<true, false, true>", batch_kernel<true, false, true>},
         {"single_kernel<false>", single_kernel<false>},
         {"single_kernel<true>", single_kernel<true>},
     };

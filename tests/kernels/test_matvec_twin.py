@@ -9,9 +9,9 @@ import torch
 from matvec_support import BF16, F32, FORMATS, bank, launch, tiled, wanted, weight, whole
 from torch import Tensor
 
-from dsv4.gpu.tiles import tile
+from dsv4.gpu.tiles import empty, put, tile
 from dsv4.ops.linear.cpu import round_input
-from dsv4.ops.linear.decode import COLUMNS, FLOAT_COLUMNS, MatVec, Mixing, Product, Tasks, splits
+from dsv4.ops.linear.decode import FEW_COLUMNS, MAX_FEW, MatVec, Mixing, Product, Tasks, pairs_of_task, splits
 from dsv4.ops.mhc.cpu import sinkhorn
 from dsv4.quant.codec import encode_weight
 from dsv4.quant.formats import Format, QuantTensor
@@ -192,7 +192,7 @@ def tasks_of(chosen: list[list[int]], own: range, act: torch.dtype) -> Tasks:
         tasks.expert.copy_(torch.tensor([e - own.start if e in own else -1 for e in flat]))
         tasks.pairs[:, 0] = torch.arange(choices)
         return tasks
-    per_task, count = FLOAT_COLUMNS if act == F32 else COLUMNS, 0
+    per_task, count = pairs_of_task(rows, act == F32, tasks.expert.device), 0
     for expert in own:
         pairs = [i for i, e in enumerate(flat) if e == expert]
         for first in range(0, len(pairs), per_task):
@@ -273,6 +273,38 @@ def test_experts_of_a_batch(twin: ctypes.CDLL, format: Format, act: torch.dtype)
         cases += [((40, 600), (24, 1032), 20, 1), ((20, 1032), (20, 520), 9, 5)]
     for up, down, rows, blocks in cases:
         check_experts(twin, format, act, up, down, rows if act == BF16 else 2, blocks)
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_experts_of_few_rows_as_of_many(twin: ctypes.CDLL, format: Format) -> None:
+    """Where sums do round: blocks of half the warps, and an expert's pairs in several tasks."""
+    generator = torch.Generator().manual_seed(6)
+    for d, width in ((600, 1040), (WIDE, 40)):
+        banks = []
+        for n, k, halves in ((width, d, 2), (d, width, 1)):
+            to = empty(format, (n, k), 3, halves, "cpu")
+            for expert in range(3):
+                for half in range(halves):
+                    put(to, expert, half, encode_weight(torch.randn(n, k, generator=generator) / 8, format))
+            banks.append(to)
+        most, rows = MAX_FEW + 1, MAX_FEW - 2
+        assert pairs_of_task(most, False, banks[0].data.device) > FEW_COLUMNS
+        x = torch.randn(most, d, generator=generator).bfloat16()
+        chosen = [[1, i % 2 * 2] for i in range(most)]
+        found = []
+        for count in (most, rows):
+            tasks, carry = (
+                tasks_of(chosen[:count], range(3), BF16),
+                torch.empty(count * 2 * max(2 * width, d)),
+            )
+            tasks.weights.fill_(0.37)
+            hidden = torch.full((count * 2, width), math.nan, dtype=BF16)
+            out = torch.full((count, 3, d), math.nan, dtype=BF16)
+            up, down = Product(banks[0], x, hidden, "up"), Product(banks[1], hidden, out, "down")
+            launch(twin, MatVec([up], count, tasks, 6.0, blocks=3, carry=carry), count)
+            launch(twin, MatVec([down], count, tasks, blocks=5, carry=carry), count)
+            found.append((hidden[: rows * 2], out[:rows, :2]))
+        assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(*found, strict=True))
 
 
 def test_more_tasks_than_threads(twin: ctypes.CDLL) -> None:

@@ -12,7 +12,7 @@ from dsv4.gpu.shapes import Form
 from dsv4.gpu.tiles import Bank, Tiled, empty, put
 from dsv4.ops.experts import prefill as experts_op
 from dsv4.ops.experts.placement import Placement, Slots, place, views
-from dsv4.ops.linear.decode import MatVec, Product, Tasks
+from dsv4.ops.linear.decode import MatVec, Product, Tasks, pairs_of_task
 from dsv4.ops.linear.prefill_unpack import unpack
 from dsv4.quant.codec import encode_weight
 from dsv4.quant.formats import Format, QuantTensor
@@ -140,7 +140,7 @@ def test_products_do_not_depend_on_the_place(
     torch.manual_seed(3)
     x, choices = torch.randn(rows, hidden, device="cuda").to(act), 2
     tasks = Tasks.empty(rows, choices, "cuda")
-    per_task = 2 if act == torch.float32 else 8
+    per_task = pairs_of_task(rows, act == torch.float32, torch.device("cuda"))
     if rows == 1:
         tasks.expert[:] = torch.tensor([1, 4], dtype=torch.int32)
         tasks.pairs[:, 0] = torch.arange(choices, dtype=torch.int32)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.ops.linear.decode import COLUMNS, FLOAT_COLUMNS, Tasks
+from dsv4.ops.linear.decode import COLUMNS, Tasks, pairs_of_task
 from dsv4.ops.route import cpu
 from dsv4.ops.route import decode as routing
 from tests.support.twin import needs_compiler, twin_of
@@ -32,7 +32,7 @@ def run(
     rows, experts = logits.shape
     tasks, chosen = Tasks.empty(rows, choices, "cpu"), torch.full((rows, choices), -9, dtype=torch.int32)
     tasks.expert.fill_(77)  # as another step left it
-    tasks.pairs[:, : FLOAT_COLUMNS if is_float else COLUMNS] = 77
+    tasks.pairs[:, : pairs_of_task(rows, is_float, logits.device)] = 77
     counts = torch.zeros(experts, dtype=torch.int32)
 
     def call(source: str, kernel: str, device: torch.device, given: ctypes.Structure, **how: int) -> None:
@@ -89,7 +89,7 @@ def test_batches(twin: ctypes.CDLL, rows: int, experts: int, choices: int) -> No
     assert torch.equal(alone[0][0], chosen[-1])
     assert torch.equal(alone[1].weights, tasks.weights.view(rows, choices)[-1])
     for is_float, own in ((False, range(experts)), (True, range(experts)), (False, range(3, experts // 2))):
-        per_task = FLOAT_COLUMNS if is_float else COLUMNS
+        per_task = pairs_of_task(rows, is_float, logits.device)
         _, tasks, _ = run(twin, logits, bias, choices, own=own, is_float=is_float, seed=rows)
         wanted = listed(chosen, own, per_task)
         found = list(zip(tasks.expert.tolist(), tasks.pairs.tolist(), strict=True))

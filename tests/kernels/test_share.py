@@ -2,6 +2,7 @@
 
 import ctypes
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from dsv4.gpu.tiles import empty
 from dsv4.ops.linear.decode import (
     COLUMNS,
+    MAX_FEW,
     STAGES,
     MatVec,
     Product,
@@ -115,6 +117,16 @@ class Multiprocessors:
 def product(n: int, k: int, format: Format = Format.NVFP4) -> Product:
     weight = empty(format, (n, k), 1, 1, "meta")
     return Product(weight, torch.empty(1, k, dtype=torch.bfloat16, device="meta"), torch.empty(1, n))
+
+
+def test_two_blocks_of_few_rows_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Multiprocessors)
+    down = replace(product(4096, 2048), who="down")
+    for rows in (2, MAX_FEW, MAX_FEW + 1):
+        plan = MatVec([down], rows, Tasks.empty(rows, 6, "meta"))
+        fitting = 2 if rows <= MAX_FEW else 1
+        assert plan.blocks == 132 * fitting
+        assert fitting <= (228 << 10) / (plan.shared + (1 << 10)) < fitting + 1
 
 
 def test_a_product_beside_a_spread_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
-// Decode step: what a block of matvec.cu multiplies of a batch: a group of eight rows, of float32 two, or the
-// rows of a task.
+// Decode step: what a block of matvec.cu multiplies of a batch: a group of rows, at most eight, four (where
+// there are few) or two (float32), or those of a task.
 #pragma once
 #include "turn.cuh"
 
@@ -44,13 +44,13 @@ __device__ __forceinline__ void bring_x(const Segment& s, int skipped, int slice
 }
 
 // `fetched`: chunks that the warp has fetched in this launch.
-template <int F, bool IS_F32, bool WIDE>
+template <int F, typename At, bool IS_F32>
 __device__ __forceinline__ void multiply_rows(const Params& p, const Segment& s, const int4 work,
                                               char* shared, uint32_t& fetched) {
-    using At = Layout<false, WIDE>;
+    constexpr bool WIDE = At::IS_WIDE;
     using X = Strides<F, At, IS_F32>;
     constexpr int LOADS = Brick<F>::LOADS, SCALE = Brick<F>::SCALE, CHUNKS = Fetcher<F, At>::CHUNKS;
-    constexpr int PER_GROUP = IS_F32 ? COLUMNS / PARTS : COLUMNS;
+    constexpr int PER_GROUP = IS_F32 ? COLUMNS / PARTS : At::HELD;
     constexpr int stages = At::MAX_STAGES;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const int groups = At::WARPS * s.per_warp >> 16, group = warp * s.per_warp >> 16,

@@ -13,26 +13,25 @@ constexpr bool IS_SMALL = false;
 #endif
 // A warp's weights come through shared memory, CHUNK bytes at a time, some chunks ahead.
 // Shared memory of a block: sums of this turn and the last [warp][brick][column][row], barriers, x, then
-// stages. Blocks of 8 warps are for a single row: two fit on a multiprocessor, and one computes while the
-// other begins or ends. A single row's x lies there for all passes.
-template <bool IS_SINGLE, bool WIDE> struct Layout {
-    static constexpr bool SINGLE = IS_SINGLE, IS_WIDE = WIDE;
-    static constexpr int WARPS = SINGLE || IS_SMALL ? 8 : 16, CHUNK = !SINGLE && IS_SMALL ? 1024 : 4096,
+// stages. Blocks of 8 warps are for a single row and for few: two fit on a multiprocessor, and one computes
+// while the other begins or ends. A single row's x lies there for all passes. Lanes whose column is beyond
+// HELD multiply another's again.
+enum Batch { SINGLE_ROW, FEW_ROWS, MANY_ROWS };
+template <Batch OF, bool WIDE> struct Layout {
+    static constexpr bool SINGLE = OF == SINGLE_ROW, HAS_HALF = OF != MANY_ROWS, IS_WIDE = WIDE;
+    static constexpr int HELD = SINGLE ? 1 : HAS_HALF ? 4 : COLUMNS;
+    static constexpr int WARPS = HAS_HALF || IS_SMALL ? 8 : 16, CHUNK = !HAS_HALF && IS_SMALL ? 1024 : 4096,
                          MAX_STAGES = SINGLE ? 4 : 2;
-    static constexpr int BLOCKS = SINGLE ? 2 : 1, SUMS = SINGLE ? 16 : 16 * COLUMNS, TABLE = WARPS * 2 * SUMS;
+    static constexpr int BLOCKS = HAS_HALF ? 2 : 1, SUMS = 16 * HELD, TABLE = WARPS * 2 * SUMS;
     static constexpr int BARRIERS_AT = 2 * TABLE * 4;
     static constexpr int X_AT = BARRIERS_AT + WARPS * MAX_STAGES * 8,
                          X_SLICES = MAX_SLICES * (SINGLE && WIDE ? MAX_PASSES : 1);
-    static constexpr int STAGES_AT = X_AT +
-                                     X_SLICES * ((SINGLE ? 1 : COLUMNS) * MAX_STRIDE * 8 + COLUMNS * 4);
+    static constexpr int STAGES_AT = X_AT + X_SLICES * (HELD * MAX_STRIDE * 8 + COLUMNS * 4);
 };
 
-// Of the table of x, in items: from column to column, from slice to slice. A single row has one column.
+// Of the table of x, in items: from column to column, from slice to slice.
 template <int F, typename At, bool IS_F32> struct Strides {
-    static constexpr int COLUMN = At::SINGLE ? 0
-                                  : IS_F32   ? MAX_STRIDE
-                                             : STRIDE<F>,
-                         SLICE = At::SINGLE ? MAX_STRIDE : COLUMNS * MAX_STRIDE;
+    static constexpr int COLUMN = IS_F32 ? MAX_STRIDE : STRIDE<F>, SLICE = At::HELD * MAX_STRIDE;
 };
 
 constexpr int EVERYONE = 15;   // the number of a barrier

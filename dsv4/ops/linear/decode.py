@@ -17,14 +17,17 @@ from dsv4.gpu.tiles import CODE, SLICE, Tiled
 from dsv4.ops.linear.meaning import matvec
 from dsv4.quant.formats import Format
 
-MAX_SLICES, MAX_PASSES, MAX_SEGMENTS, COLUMNS, FLOAT_COLUMNS, STAGES = 8, 2, 16, 8, 2, 2
+MAX_SLICES, MAX_PASSES, MAX_SEGMENTS, STAGES = 8, 2, 16, 2
+COLUMNS, FEW_COLUMNS, FLOAT_COLUMNS = 8, 4, 2  # of x, which a block multiplies at once
+MAX_FEW = 8  # rows whose experts are multiplied FEW_COLUMNS at once: more rarely meet in an expert
 MAX_SHARES = 2  # products of a routed batch
 MAX_DEPTH = MAX_PASSES * MAX_SLICES * SLICE  # columns of a weight whose product is one sum
 MAX_MIXED = 256  # rows that a block mixes, one per thread
 # Warps of a block, bytes of its shared memory but for the weights, and those of a warp's chunk; matvec.cu
-# holds them against its layout. A batch's block has half the warps where the GPU has less shared memory. A
-# single row's, with one pass, and with more:
+# holds them against its layout. A batch's block has half the warps where the GPU has less shared memory. Two
+# blocks for few rows fit on a multiprocessor, as do a single row's, with one pass, and with more:
 BATCH = {True: (16, 100864, 4096), False: (8, 84352, 1024)}
+FEW = (8, 42368, 4096)
 SINGLE = {False: (8, 11008, 4096), True: (8, 19712, 4096)}
 MAX_UNITS = 4096  # of a block, many times what it usually has: so far Segment's shares divide rightly
 
@@ -90,7 +93,7 @@ class Tasks:
     """Which expert meets which pairs: written by the router, at most one task per pair."""
 
     expert: Tensor  # int32 [pairs]
-    pairs: Tensor  # int32 [pairs, 8]
+    pairs: Tensor  # int32 [pairs, 8], of which `pairs_of_task` are used
     weights: Tensor  # float32 [pairs]
     choices: int
 
@@ -120,6 +123,13 @@ def splits(k: int) -> int:
     than one pass."""
     slices = -(-k // SLICE)
     return -(-slices // MAX_SLICES)
+
+
+def pairs_of_task(rows: int, is_float: bool, device: torch.device) -> int:
+    """How many pairs a task holds at most, in a step of so many rows."""
+    if is_float:
+        return FLOAT_COLUMNS
+    return FEW_COLUMNS if rows <= MAX_FEW and has_room(device) else COLUMNS
 
 
 class MatVec:
@@ -178,7 +188,13 @@ class MatVec:
         triggers_late |= any(product.who == "up" for product in products)
         choices = tasks.choices if tasks else 1
         assert early_stages == STAGES or not paced, "a paced launch fetches all chunks early"
-        self.warps, shared, chunk = SINGLE[self.is_wide] if self.is_single else BATCH[has_room(device)]
+        columns = FLOAT_COLUMNS if self.is_float else COLUMNS
+        if tasks:
+            columns = pairs_of_task(rows, self.is_float, device)
+        self.is_few = columns == FEW_COLUMNS and not self.is_single
+        self.warps, shared, chunk = FEW if self.is_few else BATCH[has_room(device)]
+        if self.is_single:
+            self.warps, shared, chunk = SINGLE[self.is_wide]
         spread = spread and self.is_single and has_room(device) and not self.is_wide
         stages = 2 * STAGES if spread else STAGES
         self.shared = shared + stages * self.warps * chunk
@@ -199,10 +215,9 @@ class MatVec:
         for segment in all_segments:
             segment.per_warp = -(-65536 // segment.warps)
             segment.per_group = -(-65536 // (self.warps // segment.warps))
-        columns = FLOAT_COLUMNS if self.is_float else COLUMNS
         if blocks is None:
             blocks = torch.cuda.get_device_properties(device).multi_processor_count
-            if self.is_single and has_room(device) and not (spread or beside):
+            if self.is_few or (self.is_single and has_room(device) and not (spread or beside)):
                 blocks *= 2  # that a multiprocessor holds
         blocks -= mixing is not None
         shares: list[Struct] = []
@@ -243,7 +258,7 @@ class MatVec:
         )
 
     def launch(self) -> None:
-        flags = (self.is_wide,) if self.is_single else (self.is_float, self.is_wide)
+        flags = (self.is_wide,) if self.is_single else (self.is_float, self.is_few, self.is_wide)
         kinds = ", ".join(str(flag).lower() for flag in flags)
         call(
             "linear/matvec",

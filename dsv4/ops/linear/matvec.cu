@@ -31,7 +31,7 @@ __device__ __forceinline__ bool begin(const Params& p, const int4& work) {
 }
 
 template <bool WIDE>
-__global__ void __launch_bounds__(Layout<true, WIDE>::WARPS * 32, Layout<true, WIDE>::BLOCKS)
+__global__ void __launch_bounds__(Layout<SINGLE_ROW, WIDE>::WARPS * 32, Layout<SINGLE_ROW, WIDE>::BLOCKS)
     single_kernel(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) char shared[];
     const int4 work = __ldg(p.work + blockIdx.x);
@@ -46,10 +46,11 @@ __global__ void __launch_bounds__(Layout<true, WIDE>::WARPS * 32, Layout<true, W
     }
 }
 
-template <bool IS_F32, bool WIDE>
-__global__ void __launch_bounds__(Layout<false, WIDE>::WARPS * 32, Layout<false, WIDE>::BLOCKS)
+template <bool IS_FEW, bool WIDE> using RowsAt = Layout<IS_FEW ? FEW_ROWS : MANY_ROWS, WIDE>;
+template <bool IS_F32, bool IS_FEW, bool WIDE>
+__global__ void __launch_bounds__(RowsAt<IS_FEW, WIDE>::WARPS * 32, RowsAt<IS_FEW, WIDE>::BLOCKS)
     batch_kernel(const __grid_constant__ Params p) {
-    using At = Layout<false, WIDE>;
+    using At = RowsAt<IS_FEW, WIDE>;
     extern __shared__ __align__(128) char shared[];
     int4 work = __ldg(p.work + blockIdx.x);
     if (!begin(p, work)) return;
@@ -77,10 +78,10 @@ __global__ void __launch_bounds__(Layout<false, WIDE>::WARPS * 32, Layout<false,
         const Segment& s = p.segments[work.x];
         if (is_shared) work.z = min(work.z, s.units - work.y);
         switch (s.format) {
-            case NVFP4: multiply_rows<NVFP4, IS_F32, WIDE>(p, s, work, shared, fetched); break;
-            case MXFP4: multiply_rows<MXFP4, IS_F32, WIDE>(p, s, work, shared, fetched); break;
-            case FP8: multiply_rows<FP8, IS_F32, WIDE>(p, s, work, shared, fetched); break;
-            case BF16: multiply_rows<BF16, IS_F32, WIDE>(p, s, work, shared, fetched); break;
+            case NVFP4: multiply_rows<NVFP4, At, IS_F32>(p, s, work, shared, fetched); break;
+            case MXFP4: multiply_rows<MXFP4, At, IS_F32>(p, s, work, shared, fetched); break;
+            case FP8: multiply_rows<FP8, At, IS_F32>(p, s, work, shared, fetched); break;
+            case BF16: multiply_rows<BF16, At, IS_F32>(p, s, work, shared, fetched); break;
         }
         if (!is_shared) break;
         group_barrier(EVERYONE, At::WARPS * 32);   // x and sums are read
@@ -92,12 +93,15 @@ __global__ void __launch_bounds__(Layout<false, WIDE>::WARPS * 32, Layout<false,
 template <typename At> constexpr bool takes(int warps, int bytes) {
     return At::WARPS == warps && At::STAGES_AT == bytes && bytes % 128 == 0;
 }
-static_assert(takes<Layout<false, false>>(IS_SMALL ? 8 : 16, IS_SMALL ? 84352 : 100864) &&
-              Layout<false, true>::STAGES_AT == Layout<false, false>::STAGES_AT);
-static_assert(takes<Layout<true, false>>(8, 11008) && takes<Layout<true, true>>(8, 19712));
-template __global__ void batch_kernel<true, false>(const __grid_constant__ Params);
-template __global__ void batch_kernel<true, true>(const __grid_constant__ Params);
-template __global__ void batch_kernel<false, false>(const __grid_constant__ Params);
-template __global__ void batch_kernel<false, true>(const __grid_constant__ Params);
+static_assert(takes<RowsAt<false, false>>(IS_SMALL ? 8 : 16, IS_SMALL ? 84352 : 100864) &&
+              RowsAt<false, true>::STAGES_AT == RowsAt<false, false>::STAGES_AT);
+static_assert(takes<RowsAt<true, false>>(8, 42368) && takes<RowsAt<true, true>>(8, 42368));
+static_assert(takes<Layout<SINGLE_ROW, false>>(8, 11008) && takes<Layout<SINGLE_ROW, true>>(8, 19712));
+template __global__ void batch_kernel<true, false, false>(const __grid_constant__ Params);
+template __global__ void batch_kernel<true, false, true>(const __grid_constant__ Params);
+template __global__ void batch_kernel<false, false, false>(const __grid_constant__ Params);
+template __global__ void batch_kernel<false, false, true>(const __grid_constant__ Params);
+template __global__ void batch_kernel<false, true, false>(const __grid_constant__ Params);
+template __global__ void batch_kernel<false, true, true>(const __grid_constant__ Params);
 template __global__ void single_kernel<false>(const __grid_constant__ Params);
 template __global__ void single_kernel<true>(const __grid_constant__ Params);

@@ -67,7 +67,7 @@ __device__ __forceinline__ void bring_row(const Params& p, const Segment& s, int
 template <int F, bool WIDE>
 __device__ __forceinline__ void multiply_row(const Params& p, const Segment& s, const int4 work, char* shared,
                                              uint32_t& fetched) {
-    using At = Layout<true, WIDE>;
+    using At = Layout<SINGLE_ROW, WIDE>;
     constexpr int LOADS = Brick<F>::LOADS, SCALE = Brick<F>::SCALE, CHUNKS = Fetcher<F, At>::CHUNKS;
     constexpr bool CAN_ROUND = !WIDE && F != BF16;
     const int stages = p.stages;   // a power of two

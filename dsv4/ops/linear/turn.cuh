@@ -36,11 +36,11 @@ template <typename At>
 __device__ __forceinline__ void put_sum(float* table, int brick, const float (&sum)[4], float undo0,
                                         float undo1, int g, int t) {
     float* out = table + brick * At::SUMS + g;
-    if (!At::SINGLE || t == 0) {
+    if (2 * t < At::HELD) {
         out[(2 * t) * 16] = sum[0] * undo0;
         out[(2 * t) * 16 + 8] = sum[2] * undo0;
     }
-    if (!At::SINGLE) {
+    if (2 * t + 1 < At::HELD) {
         out[(2 * t + 1) * 16] = sum[1] * undo1;
         out[(2 * t + 1) * 16 + 8] = sum[3] * undo1;
     }
@@ -165,7 +165,8 @@ __device__ __forceinline__ void take_turns(
     using X = Strides<F, At, IS_F32>;
     constexpr bool WIDE = At::IS_WIDE;
     constexpr int SCALE = Brick<F>::SCALE, SHARE = IS_F32 ? PARTS : 1;
-    constexpr int MAX_CARRIED = At::SINGLE ? 1 : 2;   // columns of a warp, if there are several passes
+    // Columns of a warp, if there are several passes: at least five warps share a sum then.
+    constexpr int MAX_CARRIED = (At::HELD + 4) / 5;
     const size_t second = (paired ? 1 : jump) * SCALE, turn_bytes = second + jump * SCALE;
     const auto has_second = [&](int at) { return paired ? at < end : at + groups < end; };
     // Column i's routing weight in lane i, half a warp's factor.
@@ -185,7 +186,8 @@ __device__ __forceinline__ void take_turns(
             }
         const bool multiplies = !WIDE || (!idle && within < slices);
         const int x_place = within + (At::SINGLE ? skipped : 0);
-        const uint2* my_x = x_table + x_place * X::SLICE + g * X::COLUMN + (F == NVFP4 ? 4 * t : t);
+        const uint2* my_x = x_table + x_place * X::SLICE + g % At::HELD * X::COLUMN +
+                            (F == NVFP4 ? 4 * t : t);
         const float undo0 = multiplies ? undo_table[x_place * COLUMNS + 2 * t / SHARE] : 1.f;
         const float undo1 = multiplies ? undo_table[x_place * COLUMNS + (2 * t + 1) / SHARE] : 1.f;
         for (int turn = 0; unit < end && !(WIDE && idle); unit += paired ? groups : 2 * groups, ++turn) {

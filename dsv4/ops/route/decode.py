@@ -5,7 +5,7 @@ from torch import Tensor
 from dsv4.gpu.build import call
 from dsv4.gpu.pdl import launcher
 from dsv4.gpu.structs import mirror
-from dsv4.ops.linear.decode import COLUMNS, FLOAT_COLUMNS, Tasks
+from dsv4.ops.linear.decode import Tasks, pairs_of_task
 from dsv4.ops.route import meaning
 
 CLUSTER = 8  # blocks that share a batch's rows
@@ -64,7 +64,7 @@ def route(
         rows=rows,
         experts=experts,
         choices=tasks.choices,
-        task_bits=(FLOAT_COLUMNS if is_float else COLUMNS).bit_length() - 1,
+        task_bits=pairs_of_task(rows, is_float, logits.device).bit_length() - 1,
         first_own=own.start,
         own=len(own),
         route_scale=scale,
