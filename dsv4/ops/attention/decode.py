@@ -19,7 +19,7 @@ from dsv4.quant.formats import Format, QuantTensor
 HEADS, CLUSTER, WIDTH, ROPE, THREADS = 8, 8, 512, 64, 256
 # By groups of eight heads that a cluster takes; a product's block fits beside one of the first kind.
 SHARED_BYTES = {1: 75400, 2: 100072}
-RESIDENT = 32  # clusters, two blocks a multiprocessor; of more, each gathers its keys for two groups of heads
+RESIDENT = 28  # clusters: of more, not all start at once, so each gathers its keys for two groups of heads
 
 _Attention = mirror("attention/decode.cu", "Attention")
 
