@@ -34,7 +34,8 @@ struct Routing {
 // Routing: sqrt(softplus(logit)) weights the experts; the largest with bias, or a table by token id, names
 // them. Then tasks: an expert with some of the pairs (row * choices + place) that go to it, by rising expert.
 // Those of other ranks have none: of a single row their places say -1. A task names an expert by its number
-// on this rank. A warp takes a row, MANY experts a lane; for a SINGLE row other warps help with the weights.
+// on this rank. A warp takes a row, MANY experts a lane; where a block has one row, other warps help with
+// its scores.
 // Rows of a batch are shared by a cluster, whose first block learns all choices and makes the tasks.
 template <int MANY> struct Lists {   // of the first block
     int first_task[32 * MANY], warp_total[WARPS];
@@ -135,10 +136,13 @@ __global__ void __launch_bounds__(32 * (SINGLE ? MANY : WARPS)) route_kernel(con
     };
     int listed = first_row < p.rows ? listed_for(first_row) : 0;
     wait_for_prerequisites();
-    if constexpr (SINGLE) {
-        s.scores[0][threadIdx.x] = threadIdx.x < p.experts ? expert_score(__ldcg(p.logits + threadIdx.x))
-                                                           : 0.f;
+    const bool has_helpers = SINGLE || p.rows <= CLUSTER;   // a block has one row, if any
+    if (has_helpers && block < p.rows) {
+        for (int i = threadIdx.x; i < 32 * MANY; i += 32 * (SINGLE ? MANY : WARPS))
+            s.scores[0][i] = i < p.experts ? expert_score(__ldcg(p.logits + block * p.experts + i)) : 0.f;
         __syncthreads();
+    }
+    if constexpr (SINGLE) {
         if (warp) return;
     } else {
         __syncwarp();
@@ -148,7 +152,7 @@ __global__ void __launch_bounds__(32 * (SINGLE ? MANY : WARPS)) route_kernel(con
         const bool is_used = !p.positions || __ldcg(p.positions + row) >= 0;
         float* scores = s.scores[SINGLE ? 0 : warp];
         uint32_t key[MANY];   // 0 is below every number's: taken, or no expert
-        if constexpr (!SINGLE) {
+        if (!has_helpers) {
             float logit[MANY];
 #pragma unroll
             for (int i = 0; i < MANY; ++i)
