@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4.gpu.meaning import Claim, Wanted
-from dsv4.ops.linear.decode import COLUMNS, FLOAT_COLUMNS
+from dsv4.ops.linear.decode import pairs_of_task
 from dsv4.ops.linear.meaning import experts_of
 from dsv4.spec import ops
 
@@ -55,7 +55,7 @@ def route(
     def put_tasks(of_pair: Tensor) -> None:
         tasks.expert.fill_(-1)
         tasks.pairs.fill_(-1)
-        number, width = 0, 1 if rows == 1 else FLOAT_COLUMNS if is_float else COLUMNS
+        number, width = 0, 1 if rows == 1 else pairs_of_task(rows, is_float, logits.device)
         for expert in of_pair[of_pair >= 0].unique().tolist():
             for part in (of_pair == expert).nonzero().flatten().split(width):
                 at = int(part[0]) if rows == 1 else number
