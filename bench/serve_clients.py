@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -329,6 +330,18 @@ def cut(value: Any) -> Any:
     return re.sub(r"[0-9a-f]{8}-[0-9a-f-]{27}", "0" * 8, re.sub(r"/\S+", "/x", value))[:MAX_TEXT]
 
 
+def shape(value: Any, where: str = "") -> Iterator[str]:
+    """The paths of a body's fields, with the types that they name."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from shape(item, f"{where}.{key}")
+    elif isinstance(value, list):
+        for item in value:
+            yield from shape(item, where)
+    else:
+        yield f"{where}={value}" if where.endswith((".type", ".role", ".path")) else where
+
+
 def installed(client: Client, folder: Path) -> str:
     """-> the version of its first package."""
     package = re.sub(r"(.)@.*", r"\1", client.packages[0])
@@ -399,8 +412,13 @@ def tried(name: str, client: Client, folder: Path, server: Server) -> tuple[dict
         "said": said.strip()[-200:],
         "error": shown[-1][:160] if shown else wrong.strip()[-160:],
     }
-    sent = proxy.seen[: len(answers)]
-    return facts, [{"client": client_name, "path": path, "body": cut(body)} for path, body, _ in sent]
+    kept: dict[frozenset[str], Any] = {}
+    for path, body, status in proxy.seen[: len(answers)]:
+        # One of each shape, that a server can answer which has seen nothing before.
+        if status == 200 and '"item_reference"' not in json.dumps(body):
+            cut_body = {"client": client_name, "path": path, "body": cut(body)}
+            kept.setdefault(frozenset(shape(cut_body)), cut_body)
+    return facts, list(kept.values())
 
 
 def main() -> None:

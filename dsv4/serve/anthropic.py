@@ -172,7 +172,7 @@ class CountBody(schema.Strict, frozen=True, kw_only=True):
                 thought = [at for at, one in enumerate(messages) if getattr(one, "reasoning_content", None)]
                 for at in thought[: -edit.keep.value]:
                     messages[at] = msgspec.structs.replace(messages[at], reasoning_content=None)
-        if isinstance(messages[-1], schema.AssistantMessage):  # the beginning of the answer
+        if messages and isinstance(messages[-1], schema.AssistantMessage):  # the beginning of the answer
             messages[-1] = msgspec.structs.replace(messages[-1], prefix=True)
         return messages
 

@@ -125,6 +125,13 @@ def test_agent_loop_with_thoughts_that_come_back(server: Server, claude: Any, tu
     )
 
 
+def test_turn_without_content_is_refused(server: Server) -> None:
+    for path, more in (("/v1/messages", {"max_tokens": 4}), ("/v1/messages/count_tokens", {})):
+        body = {"model": "tiny", "messages": [{"role": "user", "content": []}], **more}
+        status, answer, _ = server.post(path, body)
+        assert status == 400 and "conversation is empty" in answer["error"]["message"], answer
+
+
 def test_models_in_anthropics_shape(server: Server, claude: Any) -> None:
     (model,) = claude.models.list().data
     assert model == claude.models.retrieve("tiny")

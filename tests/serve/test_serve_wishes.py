@@ -34,6 +34,7 @@ def bodies() -> list[Any]:
 @pytest.mark.parametrize(("path", "body"), bodies())
 def test_what_clients_have_sent_is_answered(server: Server, path: str, body: Any) -> None:
     limit = "max_output_tokens" if "responses" in path else "max_tokens"
+    limit = "max_completion_tokens" if "max_completion_tokens" in body else limit
     status, answer, _ = server.post(path, {**body, limit: 2})
     assert status == 200, answer
 
