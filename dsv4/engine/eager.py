@@ -247,8 +247,14 @@ class Eager:
         width = -(-self.model.config.vocab_size // 32)
         rows = [*launched.rows()]
         out = torch.full((len(rows), width), -1, dtype=torch.int32)
-        for row, (span, sampling) in zip(out, rows, strict=True):
-            if sampling.masked and (bits := masks(span.sequence)):
+        ahead = [
+            ids[:n]
+            for span, ids in zip(launched.spans, launched.proposed, strict=True)
+            for n in range(1 + len(ids))
+            if span.sampling is not None
+        ]
+        for row, (span, sampling), before in zip(out, rows, ahead, strict=True):
+            if sampling.masked and (bits := masks(span.sequence, before)):
                 row.view(torch.uint8)[: len(bits)] = torch.frombuffer(bytearray(bits), dtype=torch.uint8)
         return self.send(out)
 

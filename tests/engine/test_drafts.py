@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -218,18 +219,52 @@ def test_what_is_read_again_is_known(plain: Engine, engine_for: Callable[..., En
 
 
 @pytest.mark.skipif(not find_spec("llguidance"), reason="no grammars")
-def test_nothing_is_proposed_where_a_grammar_decides() -> None:
-    """Nor from a chunk that ends right before the last token: masks of other places would choose."""
-    grammar = r"start: /(the |a )[a-z]+ (was|is) (big|small)\.( (The |A )[a-z]+ (was|is) (big|small)\.)*/"
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"grammar": r"start: /(the |a )[a-z]+ (was|is) (big|old)\.( (The |A )[a-z]+ (was|is) (big|old)\.)*/"},
+        {"grammar": r"start: /[a-z ]*/ </think> /[A-Z][a-z ]*\./", "temperature": 0.8, "seed": 3},
+        {"min_tokens": 25, "bad_words": ((5, 6), (17,)), "temperature": 0.9, "seed": 2},
+    ],
+    ids=["grammar", "over the end of a thought", "bounds"],
+)
+def test_a_grammar_masks_each_row_by_the_drafts_before_it(how: dict[str, Any]) -> None:
+    """Also after a pause, in chunks that end right before the last token: no mask of another place."""
+    if "grammar" in how:
+        pytest.importorskip("llguidance")
     prompt = "Once upon a time, there was a rabbit."
-    params = SamplingParams(max_tokens=30, temperature=0, grammar=grammar)
+    params = SamplingParams(**{"max_tokens": 30, "temperature": 0, **how})
     options: dict[str, Any] = {"max_context": 512, "prefix_snapshots": 0}
     plain = Engine.load(embedded(), EngineConfig(**options, speculate="off"))
     want = plain.generate([prompt], params)[0]
-    engine = Engine.load(embedded(), EngineConfig(**options, chunk=2, speculate="3"))
-    for count in (12, 14):
-        assert interrupted(engine, prompt, params, count).tokens == want.tokens
-    assert not engine.counts.num_drafted
+    for options["chunk"], count in ((2, 12), (64, 0)):
+        engine = Engine.load(embedded(), EngineConfig(**options, speculate="3"))
+        got = interrupted(engine, prompt, params, count) if count else engine.generate([prompt], params)[0]
+        assert (got.tokens, got.finish_reason) == (want.tokens, want.finish_reason)
+        assert engine.counts.num_accepted
+
+
+ASK = [{"role": "user", "content": "Tell me a story about a dog."}]
+
+
+def test_stop_strings_cut_runs() -> None:
+    """Wherever in a run they end, in a completion and in a conversation: text, tokens and counts."""
+    off, on = (Engine.load(embedded(), EngineConfig(max_context=512, speculate=k)) for k in ("off", "3"))
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    whole = off.generate("Once upon a time, there was", params).text
+    for at in range(3, 40, 5):
+        stop = replace(params, stop=(whole[at : at + 4],))
+        want, got = (engine.generate("Once upon a time, there was", stop) for engine in (off, on))
+        assert (got.text, got.tokens, got.finish_reason) == (want.text, want.tokens, want.finish_reason)
+    said = off.chat(ASK, params, thinking=False).text
+    for at in range(2, 20, 4):
+        stop = replace(params, stop=(said[at : at + 3],))
+        one, other = (engine.chat(ASK, stop, thinking=False) for engine in (off, on))
+        assert (other.text, other.tokens, other.completion_tokens) == (
+            *(one.text, one.tokens, one.completion_tokens),
+        )
+        assert one.finish_reason == other.finish_reason == "stop"
+    assert on.counts.num_accepted > 20 and not on.num_unfinished
 
 
 def test_ranks_draft_alike(without: list[Any]) -> None:
