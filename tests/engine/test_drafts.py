@@ -25,6 +25,7 @@ from dsv4.errors import ConfigError, DeviceError
 from dsv4.lab.score import score_ids
 from dsv4.model.step import Step
 from dsv4.models import embedded
+from dsv4.ops.sample.cpu import choose, pack
 from dsv4.weights.load import Checkpoint
 from tests.support.feeding import cache_of, claim, release
 from tests.support.stress import cases, growing, stress, truth
@@ -242,6 +243,20 @@ def test_a_grammar_masks_each_row_by_the_drafts_before_it(how: dict[str, Any]) -
         got = interrupted(engine, prompt, params, count) if count else engine.generate([prompt], params)[0]
         assert (got.tokens, got.finish_reason) == (want.tokens, want.finish_reason)
         assert engine.counts.num_accepted
+
+
+def test_coupled_drafts_leave_the_distribution_and_are_often_right() -> None:
+    """A draft of its own distribution q with the noise of the token, accepted if it is that: frequencies are
+    p's, and acceptance is at least (1-TV)/(1+TV); a greedy draft has only p of its favourite."""
+    p, q, count = torch.tensor([0.6, 0.3, 0.1]), torch.tensor([0.45, 0.45, 0.1]), 100_000
+    settings = torch.tensor([pack(temperature=1.0, seed=9, index=n) for n in range(count)])
+    token, draft = (choose(d.log().expand(count, 3), settings, None)[:, 0].long() for d in (p, q))
+    shares = token.bincount(minlength=3) / count
+    assert ((shares - p).abs() < 4 * (p * (1 - p) / count).sqrt()).all(), shares
+    distance = float((p - q).abs().sum() / 2)
+    hits = float((token == draft).float().mean())
+    assert (1 - distance) / (1 + distance) - 0.01 < hits <= 1 - distance + 0.01, hits
+    assert hits > 0.1 + float((token == int(q.argmax())).float().mean())
 
 
 ASK = [{"role": "user", "content": "Tell me a story about a dog."}]
