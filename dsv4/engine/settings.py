@@ -125,7 +125,7 @@ def settle(config: EngineConfig, checkpoint: Checkpoint, ranks: int = 1) -> Sett
         chunk=chunk or DEFAULT_CHUNK,
         threads=threads,
         dense=weights == "dense",
-        drafts=_drafts(config, device, checkpoint),
+        drafts=_drafts(config, device, checkpoint, choices),
         tiled=tiled,
         choices=tuple(choices),
     )
@@ -145,14 +145,25 @@ def crowding(threads: int, ranks: int) -> tuple[str, ...]:
     )
 
 
-def _drafts(config: EngineConfig, device: Device, checkpoint: Checkpoint) -> int | None:
-    wanted = config.speculate
-    if not wanted.isdecimal():
-        can_draft = wanted == "auto" and device.kind == "cpu" and checkpoint.inventory.num_mtp_layers
+def _drafts(
+    config: EngineConfig, device: Device, checkpoint: Checkpoint, choices: list[Choice]
+) -> int | None:
+    wanted, blocks = config.speculate, checkpoint.inventory.num_mtp_layers
+    if wanted == "off":
+        return 0
+    if wanted == "auto":
+        drafter = checkpoint.config.drafter(blocks)
+        why = "drafts are made on a CPU only" if blocks else "neither MTP nor DSpark is there"
+        can_draft = blocks and device.kind == "cpu"
+        choices.append(
+            Choice("speculate", f"auto, {drafter}", "as many drafts as pay, which is measured")
+            if can_draft
+            else Choice("speculate", "off", why)
+        )
         return None if can_draft else 0
     if device.kind != "cpu":
         raise ConfigError(f"speculate is {wanted}: speculation runs on a CPU only; leave it out")
-    if not checkpoint.inventory.num_mtp_layers:
+    if not blocks:
         raise ConfigError(
             f"speculate is {wanted}, but the model has no drafter (neither MTP nor DSpark); leave it out"
         )

@@ -460,4 +460,4 @@ def test_refusals(engine_for: Callable[..., Engine]) -> None:
         Checkpoint.open(embedded()),
     )
     with pytest.raises(ConfigError, match="speculate is 2: speculation runs on a CPU only"):
-        _drafts(EngineConfig(speculate="2"), gpu, checkpoint)
+        _drafts(EngineConfig(speculate="2"), gpu, checkpoint, [])

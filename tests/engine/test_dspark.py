@@ -160,6 +160,13 @@ def test_without_its_drafter_nothing_of_it_is_there(plain: Engine, drafting: Eng
     assert saved == 3 * (drafting.model_config.window - 1) * plain.slots.layout.entry_bytes
 
 
+def test_the_drafter_in_use_is_named(engine_for: Callable[..., Engine]) -> None:
+    kinds = {FORMAT: "auto, DSpark drafter (3 stages, blocks of 5)", "official": "auto, MTP drafter"}
+    for format, said in {**kinds, "hf-bf16": "off"}.items():
+        (choice,) = [c for c in engine_for(format).settings.choices if c.name == "speculate"]
+        assert choice.value == said
+
+
 def test_a_sequence_of_unknown_past_starts_cold(drafting: Engine) -> None:
     """Entries that nobody has written for it are not read: what lies there does not matter."""
     drafter, ids = drafter_of(drafting), text(90, 1)
