@@ -1,10 +1,10 @@
 """Many clients at once against `dsv4 serve` on the embedded model, and a plain Transformers loop beside it.
 
 python -m bench.serve_load [--clients 64] [--seconds 300]: random lengths, streams and whole answers,
-cancels, disconnects, wrong bodies, penalties, seeds, grammars, prefixes in files. Every completed answer must
-equal the same request run alone on a server without prefix cache or batching; no error but the planned ones
-(400 for wrong bodies, 429 for a full queue); memory flat after warm-up; all pages free at the end. The last
-line is JSON.
+cancels, disconnects, wrong bodies, penalties, seeds, grammars, tools in three APIs, prefixes in files. Every
+completed answer must equal the same request run alone on a server without prefix cache or batching; no error
+but the planned ones (400 for wrong bodies, 429 for a full queue); memory flat after warm-up; all pages free
+at the end. The last line is JSON.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import struct
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,14 +75,64 @@ def requests(chance: random.Random, max_tokens: int) -> list[dict[str, Any]]:
         if "min_tokens" in body:
             body["min_tokens"] = min(body["min_tokens"], body["max_tokens"])
         made.append(body)
-    return made
+    return made + [body for at in range(4) for body in calls(f"{chance.choice(WORDS)} {at}", at % 2 == 0)]
 
 
-def shown(choice: dict[str, Any]) -> tuple[str, str, str | None]:
-    """Reasoning, text and finish reason of an answer or of a chunk of it."""
-    inner = choice.get("message") or choice.get("delta") or choice
-    text = inner.get("content") or inner.get("text") or ""
-    return inner.get("reasoning_content") or "", text, choice["finish_reason"]
+def calls(text: str, must: bool) -> Iterator[dict[str, Any]]:
+    """The three APIs with tools, which must be called or may; custom tools where an API has them."""
+    said: Any = [{"role": "user", "content": text}]
+    schema = {"type": "object", "properties": {"c": {"enum": ["red", "blue"]}}, "required": ["c"]}
+    pick, choice = {"name": "pick", "parameters": schema}, "required" if must else "auto"
+    form = {"syntax": "regex", "definition": "go [0-9]{2}"}
+    asked: dict[str, Any] = {"temperature": 0, "tool_choice": choice}
+    chat = {**asked, "messages": said, "max_tokens": 150, "path": "/v1/chat/completions"}
+    yield {**chat, "tools": [{"type": "function", "function": pick}]}
+    go = {"name": "go", "format": {"type": "grammar", "grammar": form}}
+    yield {**chat, "tools": [{"type": "custom", "custom": go}], "thinking": {"type": "disabled"}}
+    flat = {**asked, "input": said, "max_output_tokens": 150, "path": "/v1/responses", "store": must}
+    yield {**flat, "tools": [{"type": "custom", "name": "go", "format": {"type": "grammar", **form}}]}
+    ours = {"messages": said, "model": "tiny", "max_tokens": 150, "path": "/v1/messages", "temperature": 0}
+    tool = {"name": "pick", "input_schema": schema}
+    yield {**ours, "tools": [tool], "tool_choice": {"type": "any" if must else "auto"}}
+
+
+def called(call: dict[str, Any]) -> str:
+    inner = call.get("function") or call.get("custom") or call
+    return "".join(inner.get(key) or "" for key in ("name", "arguments", "input"))
+
+
+def shown(answer: dict[str, Any]) -> tuple[str, str, str | None]:
+    """Reasoning, text with calls, and how it ended, of an answer or of a chunk of one."""
+    kind = answer.get("type", "")
+    if kind in ("response.completed", "response.incomplete"):
+        answer = answer["response"]
+    if answer.get("choices"):
+        choice = answer["choices"][0]
+        inner = choice.get("message") or choice.get("delta") or choice
+        text = inner.get("content") or inner.get("text") or ""
+        text += "".join(map(called, inner.get("tool_calls") or ()))
+        return inner.get("reasoning_content") or "", text, choice["finish_reason"]
+    if answer.get("object") == "response":
+        parts = [part for item in answer["output"] for part in item.get("content") or [item]]
+        thought = "".join(part["text"] for part in parts if part["type"] == "reasoning_text")
+        text = "".join(part["text"] for part in parts if part["type"] == "output_text")
+        return thought, text + "".join(called(part) for part in parts if "call_id" in part), answer["status"]
+    if kind == "message":
+        blocks = answer["content"]
+        thought = "".join(block.get("thinking", "") for block in blocks)
+        inputs = (block["name"] + json.dumps(block["input"]) for block in blocks if "input" in block)
+        return (
+            thought,
+            "".join(block.get("text", "") for block in blocks) + "".join(inputs),
+            answer["stop_reason"],
+        )
+    delta = answer.get("delta") if isinstance(answer.get("delta"), dict) else {}
+    text = (
+        delta.get("text", "")
+        + delta.get("partial_json", "")
+        + answer.get("content_block", {}).get("name", "")
+    )
+    return delta.get("thinking", ""), text, delta.get("stop_reason")
 
 
 @dataclass
@@ -143,13 +194,15 @@ class Load:
         if answer.status_code != 200:
             return self.seen.wrong.append(f"status {answer.status_code}: {answer.text[:200]}")
         done = answer.json()
-        self.check(number, shown(done["choices"][0]))
+        self.check(number, shown(done))
         self.count(done["usage"])
         self.seen.outcomes["whole"] += 1
 
     async def stream(self, http: httpx.AsyncClient, number: int, body: Any, path: str, cancels: bool) -> None:
         began, first, parts, finish = time.monotonic(), 0.0, ["", ""], None
-        body |= {"stream": True, "return_progress": True, "stream_options": {"include_usage": True}}
+        body |= {"stream": True}
+        if "completions" in path:
+            body |= {"return_progress": True, "stream_options": {"include_usage": True}}
         async with http.stream("POST", path, json=body) as answer:
             if answer.status_code == 429:
                 return await self.pause(answer)
@@ -159,10 +212,11 @@ class Load:
                 if not line.startswith("data: {"):
                     continue
                 chunk = json.loads(line[6:])
-                if "error" in chunk:
-                    return self.seen.wrong.append(str(chunk["error"]))
-                if chunk["choices"]:
-                    reasoning, text, finish = shown(chunk["choices"][0])
+                if chunk.get("error") or chunk.get("type") == "error":
+                    return self.seen.wrong.append(str(chunk))
+                if chunk.get("choices", True):
+                    reasoning, text, ended = shown(chunk)
+                    finish = ended or finish
                     parts = [parts[0] + reasoning, parts[1] + text]
                     first = first or (time.monotonic() if reasoning or text else 0.0)
                     if cancels and len(parts[0] + parts[1]) > 10:
@@ -203,8 +257,8 @@ class Load:
             self.seen.wrong.append(f"request {number} gave {found}, alone {self.truth[number]}")
 
     def count(self, usage: Any) -> None:
-        self.seen.num_tokens += usage["completion_tokens"]
-        self.seen.cached += usage["prompt_tokens_details"]["cached_tokens"]
+        self.seen.num_tokens += usage.get("completion_tokens") or usage["output_tokens"]
+        self.seen.cached += usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
 
 
 def resident_bytes(pid: int) -> int:
@@ -235,7 +289,7 @@ def alone(bodies: list[Any]) -> dict[int, tuple[str, str, str | None]]:
                 body = dict(body)
                 status, done, _ = server.post(body.pop("path"), body)
                 assert status == 200, done
-                truth[number] = shown(done["choices"][0])
+                truth[number] = shown(done)
             return truth
 
 
@@ -260,9 +314,9 @@ def transformers_loop(bodies: list[Any], seconds: float) -> dict[str, float]:
     chance = random.Random(0)
     while time.monotonic() - began < seconds:
         body = chance.choice(bodies)
-        text = body.get("prompt") or body["messages"][0]["content"]
+        text = body.get("prompt") or (body.get("messages") or body["input"])[0]["content"]
         ids = torch.tensor([[0, *tokenizer.encode_text(text)]])
-        size = body["max_tokens"]
+        size = body.get("max_tokens") or body["max_output_tokens"]
         with torch.inference_mode():
             model.generate(ids, max_new_tokens=size, min_new_tokens=size, do_sample=False, pad_token_id=2)
         done, tokens = done + 1, tokens + size

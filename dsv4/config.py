@@ -85,6 +85,11 @@ class ModelConfig:
         return len(self.layers)
 
     @property
+    def release(self) -> Literal["april", "0731"]:
+        """Whose rules a conversation's prompt follows: those of 31 July came with the DSpark draft head."""
+        return "0731" if self.dspark else "april"
+
+    @property
     def nope_dim(self) -> int:
         return self.head_dim - self.rope_dim
 

@@ -1,10 +1,12 @@
 """What this machine is and what was chosen on it, each choice with its reason. No weights, no model."""
 
+import ctypes
 import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -110,6 +112,50 @@ def machine_id(device: "torch.device") -> str:
     return "\n".join([platform.machine(), cpu_name(), str(os.cpu_count()), *facts])
 
 
+class GpuMemory(ctypes.Structure):
+    """Bytes, as NVIDIA's management library has them."""
+
+    total: int
+    free: int
+    used: int
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+@cache
+def _gpus() -> "tuple[ctypes.CDLL, tuple[ctypes.c_void_p, ...]] | None":
+    """NVIDIA's management library, which the driver brings (torch takes a second to import), and its GPUs."""
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    count, found = ctypes.c_uint(), []
+    if library.nvmlInit_v2() or library.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+        return None
+    for index in range(count.value):
+        device = ctypes.c_void_p()
+        if library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) == 0:
+            found.append(device)
+    return library, tuple(found)
+
+
+def gpu_memory() -> list[GpuMemory]:
+    """Of every GPU of the machine, by all processes."""
+    if (known := _gpus()) is None:
+        return []
+    library, devices = known
+    memories = [GpuMemory() for _ in devices]
+    is_read = [
+        library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)) == 0
+        for device, memory in zip(devices, memories, strict=True)
+    ]
+    return [memory for memory, holds in zip(memories, is_read, strict=True) if holds]
+
+
+def total_memory() -> int:
+    """Bytes of the machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def available_memory() -> int:
     """Bytes of memory that can be taken without swapping."""
     try:
@@ -118,7 +164,7 @@ def available_memory() -> int:
                 return int(line.split()[1]) * 1024
     except OSError:
         pass  # not Linux: fall through to the total
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return total_memory()
 
 
 def usable_cores() -> int:

@@ -126,6 +126,9 @@ class Conversation:
     cached: int = 0
     rate: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.usual = self.params
+
     def status(self) -> list[str]:
         """For the line below the prompt; the most important first."""
         engine, max_context = self.engine, self.engine.settings.max_context
@@ -165,7 +168,9 @@ class Conversation:
         from dsv4.text.chat import encode
 
         assert self.engine.tokenizer is not None
-        return len(self.engine.tokenizer.encode_prompt(encode(self.messages(), thinking=self.thinking)))
+        release = self.engine.model_config.release
+        prompt = encode(self.messages(), thinking=self.thinking, release=release)
+        return len(self.engine.tokenizer.encode_prompt(prompt))
 
     def _has_room(self) -> bool:
         """Whether the prompt and an answer fit, if need be without what the person lets go."""

@@ -136,7 +136,7 @@ def _set(talk: "Conversation", rest: str) -> str:
     except ValueError:
         value = text
     if value == "default":
-        value = getattr(SamplingParams(), name)
+        value = getattr(talk.usual, name)
     elif name == "stop" and isinstance(value, str):
         value = (value,)
     elif isinstance(value, dict):

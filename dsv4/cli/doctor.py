@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
 
 from dsv4.cli.options import numbers
-from dsv4.cli.show import count_bar, model_folder, out, print_json
+from dsv4.cli.show import count_bar, model_folder, out, print_json, print_words
 
 if TYPE_CHECKING:
     from dsv4.lab.doctor.findings import Finding
@@ -37,6 +36,9 @@ def doctor(
     rows: Annotated[str, typer.Option(help="of --step: rows of the step, of 1, 2, 4, 8, 16, 32")] = "1,8",
     context: Annotated[str, typer.Option(help="of --step: tokens before the step")] = "128,5120",
     activations: Annotated[str, typer.Option(help="of --step: a16, a8 or a4")] = "a16",
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="what was found for every part of the machine and every op")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Check the machine, every op, the engine and a checkpoint. Ends with PASS (exit code 0) or FAIL (1).
@@ -45,7 +47,7 @@ def doctor(
     from dsv4.lab.doctor.findings import passed
 
     start = time.monotonic()
-    findings = []
+    findings, shown = [], _Shown(verbose)
     with ExitStack() as stack:
         for finding in _findings(
             model and model_folder(model), full, step, rows, context, activations, stack
@@ -54,7 +56,8 @@ def doctor(
             stack.close()
             findings.append(finding)
             if not json:
-                _show(finding)
+                shown.add(finding)
+    shown.end()
     is_right = passed(findings)
     if json:
         print_json({"pass": is_right, "findings": [vars(finding) for finding in findings]})
@@ -99,9 +102,30 @@ class _WeightsBar:
             self.stack.close()
 
 
-def _show(finding: "Finding") -> None:
-    level = f"[{_STYLES[finding.level]}]{finding.level:<4}[/]"
-    out.print(f"{level}  {finding.area:<10} {escape(f'{finding.name}: {finding.text}')}")
+class _Shown:
+    """Findings as lines; unless verbose, what is right of machine and ops is a line for each of the two."""
+
+    def __init__(self, verbose: bool) -> None:
+        self._folded = () if verbose else ("machine", "ops")
+        self._area, self._names = "", list[str]()
+
+    def add(self, finding: "Finding") -> None:
+        if finding.area != self._area:
+            self.end()
+        if finding.level == "ok" and finding.area in self._folded:
+            self._area = finding.area
+            self._names.append(finding.name)
+        else:
+            _show(finding.level, finding.area, f"{finding.name}: {finding.text}")
+
+    def end(self) -> None:
+        if self._names:
+            _show("ok", self._area, ", ".join(self._names))
+        self._names = []
+
+
+def _show(level: str, area: str, words: str) -> None:
+    print_words(f"[{_STYLES[level]}]{level:<4}[/]  {area:<10} ", words, 17)
 
 
 def _conclude(findings: "list[Finding]", seconds: float) -> None:
@@ -113,4 +137,4 @@ def _conclude(findings: "list[Finding]", seconds: float) -> None:
         return
     out.print(f"[bold red]FAIL[/]  {len(failed)} of {len(findings)} checks. What to do:")
     for number, finding in enumerate(failed, 1):
-        out.print(f"  {number}. {escape(f'{finding.area}, {finding.name}: {finding.remedy}')}")
+        print_words(f"  {number}. ", f"{finding.area}, {finding.name}: {finding.remedy}", 5)

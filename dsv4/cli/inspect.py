@@ -58,4 +58,6 @@ def _show_config(c: ModelConfig, family: str, num_mtp: int) -> None:
     )
     out.print(f"experts     {c.experts_per_token} of {c.num_experts}, width {c.expert_width}, 1 shared")
     out.print(f"positions   {c.max_positions:,}")
+    eras = {"april": "the previews of April 2026", "0731": "the releases since 31 July 2026"}
+    out.print(f"prompts     by the rules of {eras[c.release]}")
     out.print()

@@ -34,11 +34,12 @@ EPILOG = """
   dsv4 launch aider --dry-run
 claude, codex, opencode and aider get the settings they read; any other program the variables of OpenAI's
 and Anthropic's libraries. A server that runs already is used, and left running.
+opencode run hides the model's thoughts: add --thinking to see them, --variant low to shorten them.
 """
 _ANTHROPIC = {"ANTHROPIC_BASE_URL": "{url}", "ANTHROPIC_AUTH_TOKEN": "{key}", "ANTHROPIC_MODEL": "{model}"}
 _OPENAI = {"OPENAI_API_BASE": "{url}/v1", "OPENAI_API_KEY": "{key}"}
 _CODEX = '{{name="dsv4", base_url="{url}/v1", wire_api="responses", env_key="DSV4_API_KEY"}}'
-_LIMIT = '{{"limit": {{"context": {context}, "output": {output}}}}}'
+_LIMIT = '{{"reasoning": true, "limit": {{"context": {context}, "output": {output}}}}}'
 _PROVIDER = (
     '{{"npm": "@ai-sdk/openai-compatible", "options": {{"baseURL": "{url}/v1", "apiKey": "{key}"}}, '
     f'"models": {{{{"{{model}}": {_LIMIT}}}}}}}}}'

@@ -16,6 +16,10 @@ from dsv4.cli.help import CONTEXT, Command, show_everything
 from dsv4.config import EngineConfig
 from dsv4.engine.request import SamplingParams
 from dsv4.errors import ConfigError, RequestError
+from dsv4.hub import cache
+from dsv4.hub.names import resolve, short_name
+from dsv4.models import embedded
+from dsv4.text.generation import SamplingDefaults
 
 # Rarer options of the commands themselves, which only --help-all shows.
 _RARE = {
@@ -34,6 +38,7 @@ _FORMS: dict[str, tuple[str, Any, Callable[[Any], Any]]] = {
     "activations": ("--activations", str, str),  # which words are allowed is EngineConfig's to say
 }
 _HIDDEN = ("prompt_logprobs", "grammar", "bad_words", "allowed_ids")  # of the API only
+_OF_MODEL = tuple(field.name for field in fields(SamplingDefaults) if field.name != "stop_ids")
 _SUFFIXES = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _METAVARS = {float: "X", str: "TEXT", Path: "PATH"}
 
@@ -78,9 +83,15 @@ def show_help(context: typer.Context) -> None:
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Folders that hold a model; of paths, the shell itself has the rest."""
+    """Folders that hold a model, and models of the hub's cache; of paths, the shell itself has the rest."""
+    from dsv4.hub.here import is_model
+
     begin = "./" if incomplete.startswith("./") else ""
-    return [begin + path.parent.name for path in sorted(Path().glob("*/config.json"))]
+    found = [begin + path.parent.name for path in sorted(Path().glob("*/config.json"))]
+    for repository, revision, folder in cache.snapshots():
+        at = "" if revision == "main" else f"@{revision}"
+        found += [f"{short_name(repository)}{at}"] if is_model(folder) else []
+    return found
 
 
 def add_command(group: typer.Typer, command: Callable[..., None], epilog: str) -> None:
@@ -135,7 +146,7 @@ def _described(parameter: inspect.Parameter) -> inspect.Parameter:
     info.metavar = info.metavar or _METAVARS.get(bare)
     info.rich_help_panel = info.rich_help_panel or _PANELS.get(parameter.name)
     if parameter.name == "model":
-        info.autocompletion, info.metavar = complete_model, "MODEL"
+        info.autocompletion, info.metavar = info.autocompletion or complete_model, "MODEL"
     return parameter.replace(annotation=Annotated[kind, info], kind=inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -160,10 +171,13 @@ def _flags(made: type, defaults: dict[str, Any]) -> Iterator[inspect.Parameter]:
             title = line.strip() or title
         elif name not in _HIDDEN:
             flag, kind, _ = _FORMS.get(name, (f"--{name.replace('_', '-')}", types[name], None))
+            default = [] if get_origin(kind) is list else defaults.get(name, known[name].default)
+            if made is SamplingParams and name in _OF_MODEL:
+                words += f" (default: the model's, else {default:g})"
+                kind, default = kind | None, None
             names = (flag,) if name in _FORMS or known[name].default is False else ()
             words += "; repeatable" if get_origin(kind) is list else ""
             option = typer.Option(*names, help=words, rich_help_panel=title)
-            default = [] if get_origin(kind) is list else defaults.get(name, known[name].default)
             yield _flag(name, Annotated[kind, option], default)
 
 
@@ -181,6 +195,8 @@ def engine_options(command: Callable[..., None], **defaults: Any) -> Callable[..
         for name, (kind, flags) in made.items():
             values = {flag.name: given.pop(flag.name) for flag in flags}
             values |= {field: _FORMS[field][2](value) for field, value in values.items() if field in _FORMS}
+            if kind is SamplingParams:
+                values |= _of_model(given["model"], values)
             given[name] = kind(**values)
         command(**given)
 
@@ -188,6 +204,13 @@ def engine_options(command: Callable[..., None], **defaults: Any) -> Callable[..
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": None}
     return wrapper
+
+
+def _of_model(model: Path | None, given: dict[str, Any]) -> dict[str, Any]:
+    """What the model's generation_config.json says where no flag was given."""
+    usual = SamplingDefaults.load(resolve(model or embedded()))
+    silent = {name: getattr(usual, name) for name in _OF_MODEL if given[name] is None}
+    return {**silent, "stop_ids": usual.stop_ids + given["stop_ids"]}
 
 
 def _split(text: str) -> tuple[str, str]:

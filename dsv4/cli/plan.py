@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from dsv4.cli.options import complete_model
 from dsv4.cli.show import model_folder, out, print_json, size
 from dsv4.errors import ConfigError
 
@@ -52,8 +53,18 @@ def count_of(text: str) -> int:
     return int(match[1]) << {"": 0, "k": 10, "m": 20}[match[2].lower()]
 
 
+def _names(incomplete: str) -> list[str]:
+    return list(dict.fromkeys(["flash", "pro", "tiny", *complete_model(incomplete)]))
+
+
 def plan(
-    model: Annotated[str, typer.Argument(help="model folder, or flash, pro, tiny (./flash: a folder)")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="model folder, or flash, pro, tiny (./flash: a folder)",
+            autocompletion=_names,
+        ),
+    ],
     gpus: Annotated[
         str | None, typer.Option(help="2xH200, RTX5090, or 2 of this machine's; default: this machine")
     ] = None,

@@ -11,6 +11,7 @@ import typer
 from dsv4.cli.options import needs_extra
 from dsv4.cli.show import bytes_bar, out, print_json, say_note, size
 from dsv4.errors import ConfigError
+from dsv4.hub.names import KNOWN
 
 EPILOG = """
 [bold]Examples[/]
@@ -26,7 +27,11 @@ _REPORT_SECONDS = 1.0
 def pull(
     name: Annotated[
         str,
-        typer.Argument(metavar="NAME[@REVISION]", help="a name of dsv4 models --known, or OWNER/REPOSITORY"),
+        typer.Argument(
+            metavar="NAME[@REVISION]",
+            help="a name of dsv4 models --known, or OWNER/REPOSITORY",
+            autocompletion=lambda incomplete: list(KNOWN),
+        ),
     ],
     folder: Annotated[
         Path | None,

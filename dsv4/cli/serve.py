@@ -113,6 +113,7 @@ def serve(
     """
     with needs_extra("the server", "serve"):
         from dsv4.serve.gate import LOCAL_NAMES
+        from dsv4.serve.lines import stamp
         from dsv4.serve.server import ServerConfig, serve
     server_config = ServerConfig(
         host=host,
@@ -151,7 +152,7 @@ def serve(
 
         def log(line: str) -> None:
             stack.close()  # the bar: the first line comes when the model is loaded, or says why it is not
-            err.file.write(form.format(line))
+            err.file.write(form.format(line if line.startswith("time=") else f"time={stamp()} {line}"))
 
         serve(folder, config, server_config, log, update)
 

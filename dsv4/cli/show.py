@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from textwrap import wrap
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,14 @@ def _say(label: str, message: str) -> None:
     """One line on stderr; the message may quote anything a file or a user wrote."""
     line = visible(message.replace("\n", " "))
     err.print(f"{label} {escape(line)}")
+
+
+def print_words(head: str, words: str, indent: int) -> None:
+    """Words beside a head of `indent` columns, which may have markup; wrapped below themselves."""
+    first, *others = wrap(words, max(20, out.width - indent), break_on_hyphens=False) or [""]
+    out.print(f"{head}{escape(first)}")
+    for line in others:
+        out.print(" " * indent + line, markup=False)
 
 
 def print_json(value: Any) -> None:

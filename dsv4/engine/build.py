@@ -108,6 +108,9 @@ class Prepared:
         if rank == 0 or settings.device.kind == "cuda":
             its_config = replace(config, spill="off") if size > 1 else config
             split = check_memory(settings, its_config, checkpoint, size)
+        if split is not None and config.speculate == "auto":
+            # Each draft verified is experts over PCIe, and the drafter's own lie there too.
+            settings = replace(settings, drafts=0)
         return cls(checkpoint, settings, config, rank, size, split)
 
     def tokenizer(self, folder: Path) -> Tokenizer | None:
@@ -188,9 +191,13 @@ def _make_executor(
     peers = None
     if bundle.mesh.size > 1 and (peers := find_peers(bundle, config)) is None:
         return model, Eager(model, cache, device)
-    from dsv4.engine.graphs import Graphs  # imports Triton, which a machine without a GPU may lack
+    # These import Triton, which a machine without a GPU may lack.
+    from dsv4.engine.graphs import Graphs
+    from dsv4.engine.rounds import Rounds
 
-    graphs = Graphs(
+    drafts = s.ahead_drafts(bundle.config)
+    kind = Rounds if drafts else Graphs
+    graphs = kind(
         b=bundle,
         model=model,
         cache=cache,
@@ -201,6 +208,8 @@ def _make_executor(
         compiled=compiled,
         swap_share=config.swap_share,
         peers=peers,
+        num_drafts=drafts,
+        drafts_always=s.drafts is not None,
     )
     return model, graphs
 

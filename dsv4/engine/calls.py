@@ -9,6 +9,7 @@ from dataclasses import replace
 from numbers import Integral
 from typing import Self, cast, overload
 
+from dsv4.config import ModelConfig
 from dsv4.engine.chat import ChatCompletion, ChatStream
 from dsv4.engine.request import Completion, Delta, Request, SamplingParams
 from dsv4.engine.speculation import Speculation
@@ -26,6 +27,8 @@ class Calls(ABC):
     """The methods of Engine that are made of its others."""
 
     tokenizer: Tokenizer | None
+    model_config: ModelConfig
+    usual = SamplingParams()  # of a call without params; Engine.load sets the model's own defaults
     speculation: Speculation | None
 
     @property
@@ -48,7 +51,10 @@ class Calls(ABC):
     def request(
         self, prompt: str | list[int] | tuple[int, ...], params: SamplingParams | None = None
     ) -> Request:
-        """A request from plain text (as it is, no chat markup) or from token ids."""
+        """A request from plain text (as it is, no chat markup) or from token ids.
+
+        params: default here and below: as the model's generation_config.json says
+        """
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("the model folder has no tokenizer.json; give token ids instead of text")
@@ -57,7 +63,7 @@ class Calls(ABC):
             ids = tuple(operator.index(id) for id in prompt)  # also NumPy's and torch's integers
         except TypeError as error:
             raise RequestError(f"a prompt is a text or a list of token ids ({error})") from None
-        return Request(self.next_id(), ids, params or SamplingParams())
+        return Request(self.next_id(), ids, params or self.usual)
 
     @overload
     def generate(
@@ -110,12 +116,18 @@ class Calls(ABC):
         messages: as the API takes them, [{"role": "user", "content": "Hello"}]
         thinking: let the model think first
         tools: functions that the model may call, [{"type": "function", "function": {"name": ..., ...}}]
-        reasoning_effort: high or max
+        reasoning_effort: high or max; models of 31 July 2026 and later also know low, and begin with high
         """
         if self.tokenizer is None:
             raise RequestError("the model folder has no tokenizer.json, which a conversation needs")
-        params = params or SamplingParams()
-        segments = encode(messages, thinking=thinking, tools=tools, reasoning_effort=reasoning_effort)
+        params = params or self.usual
+        segments = encode(
+            messages,
+            thinking=thinking,
+            tools=tools,
+            reasoning_effort=reasoning_effort,
+            release=self.model_config.release,
+        )
         parser = OutputParser(thinking=thinking, tokenizer=self.tokenizer, tools=tools)
         # Stop strings end the text of an answer, which only the parser can tell from its reasoning.
         request = self.request(self.tokenizer.encode_prompt(segments), replace(params, stop=()))

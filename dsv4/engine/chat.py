@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 from dsv4.engine.request import Token
 from dsv4.engine.stream import Reader, Stream, next_delta
-from dsv4.errors import TextError
 from dsv4.text.deltas import CallArguments, CallBroken, CallEnd, CallStart, Content, Reasoning, ToolCall
-from dsv4.text.stream import OutputParser, StopStrings
+from dsv4.text.stops import StopStrings
+from dsv4.text.stream import OutputParser
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,7 @@ class ChatStream(Reader[ChatDelta]):
     def _take(self) -> ChatDelta:
         delta, parsed, reason = next_delta(self.output), [], None
         if delta.token is not None:
-            try:
-                parsed = self._parser.push_id(delta.token.id)
-            except TextError:  # an output row without an entry in the tokenizer
-                parsed = self._parser.push_text("\ufffd")
+            parsed = self._parser.push_id(delta.token.id)
         if delta.finish_reason:
             last, reason = self._parser.finish(delta.finish_reason)
             parsed = [*parsed, *last]

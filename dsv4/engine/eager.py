@@ -64,7 +64,9 @@ class Pass:
 
 class Eager:
     max_rows, runs_ahead, same_bits = 1 << 20, False, True
+    expert_hits = expert_misses = 0  # nothing is counted
     prompt_sizes: tuple[int, ...] = ()  # of steps that shorter prompts are padded to
+    ahead_drafts = 0  # most that a step launched ahead verifies
     threads: int | None = None  # that the engine was settled for; None: those in use
 
     def __init__(self, model: Model, cache: Cache, device: str, drafts: bool = False) -> None:

@@ -21,11 +21,11 @@ from dsv4.engine.keep import Arrivals, make_shelf
 from dsv4.engine.output import Output
 from dsv4.engine.pace import Pace
 from dsv4.engine.ranks import Leader, Ranks
-from dsv4.engine.request import Delta, Request, Sequence
+from dsv4.engine.request import Delta, Request, SamplingParams, Sequence
 from dsv4.engine.runner import Runner
 from dsv4.engine.scheduler import Scheduler
 from dsv4.engine.settings import Settings, cache_layout
-from dsv4.engine.speculation import Speculation
+from dsv4.engine.speculation import Ahead, Speculation
 from dsv4.engine.stream import Stream
 from dsv4.errors import ConfigError, RequestError
 from dsv4.model.bundle import Bundle
@@ -34,6 +34,7 @@ from dsv4.ops.sample.decode import MAX_PENALISED
 from dsv4.parallel.comm import PeerError
 from dsv4.parallel.machines import World
 from dsv4.parallel.mesh import Mesh
+from dsv4.text.generation import SamplingDefaults
 from dsv4.text.tokenizer import Tokenizer
 from dsv4.weights.load import Progress
 
@@ -83,11 +84,18 @@ class Engine(Calls):
         self.slots = Slots(layout)
         self.prefix = PrefixCache(self.slots, config.prefix_snapshots, shelf)
         self.drafter = executor.drafter
-        self.speculation = None
+        self.speculation, ahead = None, executor.ahead_drafts
         if self.drafter is not None:
             self.speculation = Speculation(self.drafter, s.drafts, bool(self.model.dspark))
+        elif ahead:  # the device decides by itself how many of these
+            self.speculation = Speculation(Ahead(ahead), ahead, has_blocks=True)
         self.scheduler = Scheduler(
-            self.slots, self.prefix, s.chunk, same_bits=executor.same_bits, speculation=self.speculation
+            slots=self.slots,
+            prefix=self.prefix,
+            chunk=s.chunk,
+            same_bits=executor.same_bits,
+            speculation=self.speculation,
+            ahead_drafts=ahead,
         )
         self.pace = Pace(config.max_stall_ms / 1000, s.chunk, executor.prompt_sizes)
         self.arrivals = Arrivals(self.scheduler, self.prefix)
@@ -120,6 +128,7 @@ class Engine(Calls):
         devices = rank_devices(config, world)
         prepared = Prepared.make(path, config, 0, devices)
         tokenizer = prepared.tokenizer(folder)
+        usual = SamplingParams(**SamplingDefaults.load(folder).shown())
         ranks = Ranks(path, prepared.settled, devices, world) if len(devices) > 1 else None
         with ExitStack() as undo:
             if ranks:
@@ -142,6 +151,7 @@ class Engine(Calls):
             except PeerError as error:
                 raise (ranks.lost(error) if ranks else error) from None
             undo.pop_all()
+        engine.usual = usual
         return engine
 
     def close(self) -> None:

@@ -112,9 +112,7 @@ class Recorder:
     """Brings the device's counts to the model's file now and then. Nothing waits: a copy is looked at when it
     has arrived, and a thread writes the file."""
 
-    def __init__(
-        self, counts: Tensor, model: str | None, note: Callable[[Tensor], None] | None = None
-    ) -> None:
+    def __init__(self, counts: Tensor, model: str | None, note: Callable[[Tensor], None]) -> None:
         """counts: int32 [layers, experts] on a GPU, which decode steps add to. `note` is told of new ones."""
         self._note = note
         self.model, self._counts = model, counts
@@ -141,8 +139,7 @@ class Recorder:
         now = self._landed.long()
         new = (now - self._seen) % (1 << 32)  # the device's numbers wrap around
         self._seen = now
-        if self._note is not None:
-            self._note(new)
+        self._note(new)
         if self.model is None:
             return
         self._writer = Thread(target=save_counts, args=(self.model, new.tolist()), daemon=True)

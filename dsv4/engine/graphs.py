@@ -5,6 +5,7 @@ rows go on, the next step is one graph replay. `latest` has the last choice of e
 can be put together before the host has seen their tokens; a slot's tokens lie beside its penalties.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -21,7 +22,7 @@ from dsv4.gpu.ahead import Compiled
 from dsv4.model.bundle import Bundle
 from dsv4.model.model import Model
 from dsv4.model.prompt import Prompt, never_waits
-from dsv4.model.step import Mark, prompt_sizes
+from dsv4.model.step import Mark, Step, prompt_sizes
 from dsv4.model.step import Span as Tokens
 from dsv4.model.warm import warm_up
 from dsv4.ops.exchange.decode import Peers
@@ -29,6 +30,7 @@ from dsv4.ops.sample.cpu import MAX_TOP
 from dsv4.ops.sample.decode import MAX_PENALISED
 from dsv4.parallel.comm import PeerError
 from dsv4.step.buffers import graph_rows
+from dsv4.step.round import Round
 from dsv4.step.run import Decoder
 
 # (sequence, slot, position, sampling) of each row that a decoder's buffers hold.
@@ -59,12 +61,16 @@ class Graphs(Eager):
         compiled: Compiled | None = None,
         swap_share: float = 0.0,
         peers: Peers | None = None,
+        num_drafts: int = 0,
+        drafts_always: bool = False,
     ) -> None:
-        """Every kernel that can run is compiled and loaded here; `compiled` is told how far that has come."""
+        """Every kernel that can run is compiled and loaded here; `compiled` is told how far that has come.
+
+        `num_drafts`: most that a sequence verifies at a time (rounds.py). `drafts_always`: as many as there
+        are, not only those that are worth their time."""
         device = cache.page_table.device
         super().__init__(model, cache, str(device))
-        sizes = graph_rows(max_batch)
-        self.max_rows = sizes[-1]
+        self.ahead_drafts, self.drafts_always = num_drafts, drafts_always
         self.latest = torch.zeros(cache.layout.num_slots, dtype=torch.long, device=device)
         placement, counts = b.weights.placement, None
         self.swapper: Swapper | None = None
@@ -75,22 +81,9 @@ class Graphs(Eager):
         if self.swapper is not None or (b.weights.checksum is not None and b.mesh.rank == 0):
             shape = (b.config.num_layers, b.config.num_experts)
             counts = torch.zeros(shape, dtype=torch.int32, device=device)
-        note = None if self.swapper is None else self.swapper.note
-        self.recorder = None if counts is None else Recorder(counts, b.weights.checksum, note)
-        self.decoders: dict[int, Decoder] = {}
-        self._holds: dict[int, Rows] = {}  # by number of rows: what the decoder's buffers hold now
-        for rows in sizes:
-            self.decoders[rows] = Decoder(
-                b=b,
-                model=model,
-                cache=cache,
-                rows=rows,
-                latest=self.latest,
-                penalties=self.penalties if b.config.vocab_size <= MAX_PENALISED else None,
-                overlap=overlap,
-                counts=counts,
-                peers=peers,
-            )
+        self.placement = placement
+        self.recorder = None if counts is None else Recorder(counts, b.weights.checksum, self._note_choices)
+        self._make_steps(b, max_batch, overlap, counts)
         self.prompts: list[Prompt] = []  # by rising size
         if use_graphs and never_waits(model):
             sizes = prompt_sizes(chunk, spills=model.staging is not None)
@@ -102,14 +95,47 @@ class Graphs(Eager):
         with torch.inference_mode():
             self._run_padding()
             torch.cuda.synchronize(device)
-            for decoder in self.decoders.values() if use_graphs else ():
-                decoder.capture()
+            for step in self._steps() if use_graphs else ():
+                step.capture()
             self._record_prompts()
+
+    def _make_steps(self, b: Bundle, max_batch: int, overlap: bool, counts: Tensor | None) -> None:
+        """Of each number of rows one."""
+        sizes = graph_rows(max_batch)
+        self.max_rows = sizes[-1]
+        self.decoders: dict[int, Decoder] = {}
+        self._holds: dict[int, Rows] = {}  # by number of rows: what the decoder's buffers hold now
+        for rows in sizes:
+            self.decoders[rows] = Decoder(
+                b=b,
+                model=self.model,
+                cache=self.cache,
+                rows=rows,
+                latest=self.latest,
+                penalties=self._penalties_of(b),
+                overlap=overlap,
+                counts=counts,
+                peers=self.peers,
+            )
+
+    def _penalties_of(self, b: Bundle) -> Tensor | None:
+        return self.penalties if b.config.vocab_size <= MAX_PENALISED else None
+
+    def _steps(self) -> Iterable[Decoder | Round]:
+        return self.decoders.values()
+
+    def _note_choices(self, new: Tensor) -> None:
+        """new [layers, experts]: choices since the last time."""
+        here = new if self.placement is None else new[self.placement.is_resident()]
+        self.expert_hits += int(here.sum())
+        self.expert_misses += int(new.sum()) - int(here.sum())
+        if self.swapper is not None:
+            self.swapper.note(new)
 
     def _run_padding(self) -> None:
         """Every decode step launch by launch, on rows that are not in use: the cache stays as it is."""
-        for decoder in self.decoders.values():
-            decoder.run()
+        for step in self._steps():
+            step.run()
 
     def _record_prompts(self) -> None:
         """The largest first: the others find memory enough in its pool."""
@@ -128,7 +154,9 @@ class Graphs(Eager):
     def read(self, spans: list[Tokens], mark: Mark | None = None) -> Tensor:
         """The smallest step that holds them all, else launch by launch: the same kernels, the same bits."""
         prompt = next((prompt for prompt in self.prompts if prompt.fits(spans)), None)
-        return super().read(spans, mark) if prompt is None else prompt(spans, mark)
+        if prompt is not None:
+            return prompt(spans, mark)
+        return self.model.read(Step.build(spans, self.device, mark=mark), self.cache)
 
     def prefill(self, spans: tuple[Span, ...]) -> Pass:
         """Waited for inside a prompt too: chunks that queue up on the device are a stall nobody planned."""
@@ -177,9 +205,13 @@ class Graphs(Eager):
         if made.decoder is None:  # a prompt: its choices are the first inputs of generated tokens
             slots = self.send(torch.tensor([span.slot for span in made.sampled]))
             self.latest.index_copy_(0, slots, out[:, 0].long())
+        self._land(made, out)
+
+    @staticmethod
+    def _land(made: Pass, out: Tensor, is_timed: bool = False) -> None:
         made.out = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
         made.out.copy_(out, non_blocking=True)
-        made.done = torch.cuda.Event()
+        made.done = torch.cuda.Event(enable_timing=is_timed)
         made.done.record()
 
     def fetch(self, launched: Pass) -> list[Result]:

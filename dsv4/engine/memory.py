@@ -80,13 +80,16 @@ def gpu_memory(
     spills: bool = False,
     ranks: int = 1,
     whole_experts: bool = False,
+    rounds: Sequence[tuple[int, int]] = (),
 ) -> Memory:
-    """`weights`: their bytes in tiles. `graph_rows`: of every decode step that is recorded. `chunk`: prompt
-    tokens of a step, 0 where no prompt is read; `unpacks`: whether it unpacks weights (`unpacks_weights`).
-    `spills`: whether experts lie in host memory. `ranks`: of so many this is one; `whole_experts`: with whole
-    experts."""
+    """`weights`: their bytes in tiles. `graph_rows`: of every decode step that is recorded; or `rounds` of
+    speculation, by sequences and drafts. `chunk`: prompt tokens of a step, 0 where no prompt is read;
+    `unpacks`: whether it unpacks weights (`unpacks_weights`). `spills`: whether experts lie in host memory.
+    `ranks`: of so many this is one; `whole_experts`: with whole experts."""
+    from dsv4.gpu.shapes import tile_bytes
     from dsv4.model.step import prompt_sizes
-    from dsv4.step.buffers import buffer_bytes, inbox_bytes
+    from dsv4.quant.formats import Format
+    from dsv4.step.buffers import buffer_bytes, inbox_bytes, round_bytes
 
     c, sizes = layout.config, []
     if dtype.itemsize == 2 and graph_rows and ranks == 1:  # a prompt's step on several is not recorded
@@ -100,6 +103,10 @@ def gpu_memory(
         ranks=ranks,
         whole_experts=whole_experts,
     ) + inbox_bytes(c, max(graph_rows, default=0), ranks)
+    if rounds:
+        stages = layout.num_mtp_layers
+        buffers = round_bytes(c, layout.max_context, rounds, stages, dtype, activations)
+        weights += tile_bytes(Format.NVFP4, (c.vocab_size, c.hidden_size))  # the head's copy, for drafts
     return _gpu_memory(weights, layout, buffers, max(sizes, default=0), chunk, unpacks)
 
 

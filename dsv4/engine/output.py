@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from dsv4.engine.request import Delta, FinishReason, Sequence, Token
 from dsv4.errors import RequestError, TextError
-from dsv4.text.stream import StopStrings
+from dsv4.text.stops import StopStrings
 from dsv4.text.tokenizer import TextStream, Tokenizer
 
 

@@ -37,6 +37,7 @@ class Span:
     wants_logits: bool = False  # the row's logits beside the token
     num_drafts: int = 0  # of what the executor itself proposed to follow the one id: to be verified with it
     proposes: int = 0  # tokens to draft after it, for the step that comes next
+    room: int = 0  # tokens that the sequence has pages for, and may process at most
     ahead: bool = False  # the sequence has pages for one token more: the next step may be launched ahead
     mark: int = 0  # a position within, whose state is to be left in the slot after all others; 0: none
     # Prompt log-probabilities: the token that followed each scored one, from row `score_from` on.

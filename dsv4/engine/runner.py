@@ -63,6 +63,8 @@ class Executor(Protocol[L]):
     max_rows: int  # of a decode pass
     runs_ahead: bool
     same_bits: bool  # whether a token gives the same bits in `prefill` and in `decode`
+    expert_hits: int  # choices of decode steps whose expert lay in GPU memory, as far as they are counted
+    expert_misses: int
 
     def save(self, handle: int, slot: int, position: int) -> None: ...
     def set_pages(self, slot: int, pages: tuple[int, ...]) -> None: ...
@@ -120,9 +122,12 @@ class Runner(Generic[L]):
         self._launch_ahead([span for span in plan.spans if span.sequence not in lost])
         results = [r for step in taken for r in self._fetch(step) if r.sequence in kept]
         results += [r for step in launched for r in self._fetch(step)]
-        took = {r.sequence: r.token.id for r in results if r.token is not None}
-        following = [span for step in self._ahead for span in step.spans if span.sequence in took]
-        self._expected = {span.sequence: (span.start, took[span.sequence]) for span in following}
+        # A step launched ahead goes on after all that came out, which only the device knew.
+        took = {r.sequence: (len(r.more), (r.token, *r.more)[-1]) for r in results if r.token is not None}
+        self._expected = {}
+        for span in (span for step in self._ahead for span in step.spans if span.sequence in took):
+            more, last = took[span.sequence]
+            self._expected[span.sequence] = (span.start + more, -1 if last is None else last.id)
         return sorted(failed + results, key=lambda result: order[result.sequence])
 
     def study(
@@ -229,6 +234,8 @@ class Runner(Generic[L]):
                 ids=(UNSEEN,),
                 sampling=replace(span.sampling, index=span.sampling.index + 1),
                 wants_logits=span.wants_logits,
+                num_drafts=span.num_drafts,
+                room=span.room,
             )
             for span in spans
             if span.ahead and span.sampling is not None

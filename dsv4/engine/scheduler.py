@@ -41,9 +41,11 @@ class Scheduler:
         chunk: int,
         same_bits: bool,
         speculation: Speculation | None = None,
+        ahead_drafts: int = 0,
     ) -> None:
         self.slots, self.prefix, self.chunk, self.same_bits = slots, prefix, chunk, same_bits
         self.speculation = speculation  # None: nothing is drafted
+        self.ahead_drafts = ahead_drafts  # most that a step launched ahead verifies
         self._wishes: dict[int, Wish] = {}  # of the plan being made, by sequence
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -130,11 +132,16 @@ class Scheduler:
         start = s.num_processed
         score, first = s.to_score(start, stop)
         is_last, is_generated = stop == s.num_known, start >= s.num_prompt
-        # A step launched ahead processes the token at `stop`, and must find a page for it.
-        goes_on = stop + 1 < s.num_prompt + s.max_tokens
-        ahead = is_last and goes_on and self.slots.grow(s.slot, stop + 1)
         wish = self._wishes.get(s.number, NO_WISH) if is_last else NO_WISH
         num_drafts = self._num_drafts(s, stop, wish.verify) if is_generated else 0
+        # A step launched ahead processes the token after all that may come out, and must find a page for it;
+        # for drafts that the device verifies by itself if there are some. The last token is never processed.
+        end = s.num_prompt + s.max_tokens - 1
+        reach = min(stop + num_drafts, end - 1)
+        ahead = is_last and stop < end and self.slots.grow(s.slot, reach + 1)
+        if ahead:
+            wanted = (min(reach + 1 + n, end) for n in range(self.ahead_drafts, 0, -1))
+            next((tokens for tokens in wanted if self.slots.grow(s.slot, tokens)), None)
         return Span(
             sequence=s.number,
             slot=s.slot,
@@ -144,6 +151,7 @@ class Scheduler:
             sampling=s.sampling(stop) if is_last or (is_generated and not self.same_bits) else None,
             num_drafts=num_drafts,
             proposes=wish.propose,
+            room=min(self.slots.capacity(s.slot), end),
             ahead=ahead,
             mark=mark,
             score=score,

@@ -28,7 +28,7 @@ from dsv4.gpu.architectures import capability, standing
 from dsv4.gpu.build import architecture, compile_all
 from dsv4.ops import IMPLEMENTATIONS, Ops
 from dsv4.quant.formats import FP8_TILE, Format
-from dsv4.step.buffers import graph_rows
+from dsv4.step.buffers import graph_rows, round_sizes
 from dsv4.weights.load import Checkpoint
 from dsv4.weights.tiled import draft_form, expert_bytes, expert_form, tiled_bytes
 
@@ -60,6 +60,12 @@ class Settings:
     drafts: int | None  # most that a step verifies; 0: none are made; None: as many as pay
     tiled: bool  # weights in the GPU kernels' own form; generated tokens run as graphs
     choices: tuple[Choice, ...]
+
+    def ahead_drafts(self, model: ModelConfig) -> int:
+        """Most that a GPU verifies and makes by itself, in steps launched ahead."""
+        if not self.tiled:
+            return 0
+        return most_drafts(model) if self.drafts is None else self.drafts
 
 
 def settle(config: EngineConfig, checkpoint: Checkpoint, ranks: int = 1) -> Settings:
@@ -114,6 +120,9 @@ def settle(config: EngineConfig, checkpoint: Checkpoint, ranks: int = 1) -> Sett
     if config.threads is None and device.kind == "cpu" and need < SMALL_MODEL_BYTES:
         threads = int(chosen("threads", "1", "small model: waking further threads costs more than it gains"))
 
+    drafts = _drafts(config, device, checkpoint, tiled and ranks == 1)
+    if config.speculate == "auto":
+        choices.append(_drafter_choice(drafts, checkpoint))
     plain = {"bf16": Format.BF16, "f32": Format.F32}
     return Settings(
         device=device,
@@ -125,7 +134,7 @@ def settle(config: EngineConfig, checkpoint: Checkpoint, ranks: int = 1) -> Sett
         chunk=chunk or DEFAULT_CHUNK,
         threads=threads,
         dense=weights == "dense",
-        drafts=_drafts(config, device, checkpoint, choices),
+        drafts=drafts,
         tiled=tiled,
         choices=tuple(choices),
     )
@@ -145,27 +154,35 @@ def crowding(threads: int, ranks: int) -> tuple[str, ...]:
     )
 
 
-def _drafts(
-    config: EngineConfig, device: Device, checkpoint: Checkpoint, choices: list[Choice]
-) -> int | None:
-    wanted, blocks = config.speculate, checkpoint.inventory.num_mtp_layers
-    if wanted == "off":
-        return 0
-    if wanted == "auto":
+def _drafter_choice(drafts: int | None, checkpoint: Checkpoint) -> Choice:
+    """What speculate auto became."""
+    blocks = checkpoint.inventory.num_mtp_layers
+    if drafts is None:
         drafter = checkpoint.config.drafter(blocks)
-        why = "drafts are made on a CPU only" if blocks else "neither MTP nor DSpark is there"
-        can_draft = blocks and device.kind == "cpu"
-        choices.append(
-            Choice("speculate", f"auto, {drafter}", "as many drafts as pay, which is measured")
-            if can_draft
-            else Choice("speculate", "off", why)
-        )
-        return None if can_draft else 0
-    if device.kind != "cpu":
-        raise ConfigError(f"speculate is {wanted}: speculation runs on a CPU only; leave it out")
-    if not blocks:
+        return Choice("speculate", f"auto, {drafter}", "as many drafts as pay, which is measured")
+    why = (
+        "a GPU drafts with DSpark, alone and with its kernels"
+        if blocks
+        else "neither MTP nor DSpark is there"
+    )
+    return Choice("speculate", "off", why)
+
+
+def _drafts(config: EngineConfig, device: Device, checkpoint: Checkpoint, has_rounds: bool) -> int | None:
+    """`has_rounds`: a GPU's kernels run all of the model, so that they can verify and draft."""
+    wanted, has_drafter = config.speculate, checkpoint.inventory.num_mtp_layers > 0
+    can_draft = has_drafter and (
+        device.kind == "cpu" or (has_rounds and checkpoint.config.dspark is not None)
+    )
+    if not wanted.isdecimal():
+        return None if wanted == "auto" and can_draft else 0
+    if not has_drafter:
         raise ConfigError(
             f"speculate is {wanted}, but the model has no drafter (neither MTP nor DSpark); leave it out"
+        )
+    if not can_draft:
+        raise ConfigError(
+            f"speculate is {wanted}: a GPU speculates with DSpark, alone and with its kernels; leave it out"
         )
     if int(wanted) > (most := most_drafts(checkpoint.config)):
         kind = "DSpark's block has" if checkpoint.config.dspark else "MTP proposes at most"
@@ -264,11 +281,13 @@ class _Needs:
         """With all weights on the GPU; `spills`: of an engine some of whose experts lie elsewhere."""
         dtype, name = self.settings.dtype, self.settings.device.torch_name
         found = torch.cuda.get_device_capability(name) if torch.cuda.is_available() else OLDEST
+        drafts, batch = self.settings.ahead_drafts(self.checkpoint.config), self.config.max_batch
         return gpu_memory(
             weights=self.weights,
             layout=self.layout,
             dtype=dtype,
-            graph_rows=graph_rows(self.config.max_batch),
+            graph_rows=graph_rows(batch),
+            rounds=round_sizes(batch, drafts) if drafts else (),
             chunk=self.settings.chunk,
             activations=self.config.activations,
             unpacks=unpacks_weights(dtype.itemsize, found),

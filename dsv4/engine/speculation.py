@@ -41,6 +41,14 @@ class Drafting(Protocol):
     seconds: float  # spent on them so far
 
 
+@dataclass
+class Ahead:
+    """A device that drafts and verifies by itself, in steps launched ahead (rounds.py)."""
+
+    most: int
+    seconds: float = 0.0
+
+
 class Speculation:
     """`forced`: drafts of every step; None: as many as pay, by acceptance and times.
 

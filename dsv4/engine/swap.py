@@ -79,9 +79,7 @@ class Swapper:
     def note(self, new: Tensor) -> None:
         """new [layers, experts]: choices since the last time. Decides who should change places."""
         self._heat = self._heat * 0.5 ** (float(new[0].sum()) / HALF_LIFE) + new
-        is_here = torch.tensor(
-            [[self.placement.slots.is_resident(slot) for slot in layer] for layer in self.placement.slot_of]
-        )
+        is_here = self.placement.is_resident()
         may_come, may_go = ~is_here, is_here
         if self._moving is not None:
             may_come[self._moving.layer, self._moving.hot] = False

@@ -11,7 +11,7 @@ from torch import Tensor
 from dsv4.errors import CheckpointError
 from dsv4.gpu import architectures, driver
 from dsv4.gpu.shapes import BRICK, ROWS, SCALES, SLICE
-from dsv4.quant.codec import e2m1_decode, e4m3_decode, e8m0_decode, unpack_nibbles
+from dsv4.quant.codec import NV_RANGE, e2m1_decode, e4m3_decode, e8m0_decode, encode_weight, unpack_nibbles
 from dsv4.quant.formats import FP8_TILE, MX_BLOCK, NV_BLOCK, Format, QuantTensor
 
 CODE = {Format.NVFP4: 0, Format.MXFP4: 1, Format.FP8: 2, Format.BF16: 3}
@@ -119,6 +119,20 @@ def tile(weight: QuantTensor) -> Tiled:
     """One weight in its tiles, on the device where its bytes are."""
     out = empty(weight.format, weight.shape, 1, 1, weight.data.device)
     return put(out, 0, 0, weight).of(out)
+
+
+def rough_copy(weight: Tiled, rows: int = 8192) -> Tiled:
+    """A matrix in NVFP4, for drafts: they may be rough. A few rows at a time, for which there is memory."""
+    if not weight.format.is_plain:
+        return weight
+    parts = [(first, min(first + rows, weight.shape[0])) for first in range(0, weight.shape[0], rows)]
+    largest = max(float(values(weight.rows(*part)).abs().amax()) for part in parts)
+    scale, out = largest / NV_RANGE or 1.0, empty(Format.NVFP4, weight.shape, 1, 1, weight.data.device)
+    fits = [
+        put(out.rows(*part), 0, 0, encode_weight(values(weight.rows(*part)), Format.NVFP4, scale))
+        for part in parts
+    ]
+    return Fits(all(part.bf16 for part in fits), all(part.fp8 for part in fits)).of(out)
 
 
 @dataclass(frozen=True)

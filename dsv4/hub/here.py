@@ -1,6 +1,5 @@
 """Lists the models of this machine: where they lie, how they are stored, whether they fit."""
 
-import ctypes
 import json
 import re
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4.config import ModelConfig
+from dsv4.device import available_memory, gpu_memory
 from dsv4.errors import Dsv4Error
 from dsv4.hub import cache
 from dsv4.hub.names import short_name
@@ -41,14 +41,14 @@ def models(folder: Path | None = None) -> Iterator[Here]:
     room = Room.find()
     yield _describe("embedded", "", embedded(), room)
     for repository, revision, found in cache.snapshots():
-        if _is_model(found):
+        if is_model(found):
             yield _describe(short_name(repository), revision, found, room)
     for path in sorted(folder.iterdir()) if folder is not None else ():
-        if _is_model(path):
+        if is_model(path):
             yield _describe(path.name, "", path, room)
 
 
-def _is_model(folder: Path) -> bool:
+def is_model(folder: Path) -> bool:
     """Whether its config names this engine's kind of model; the cache holds others too."""
     with suppress(OSError, ValueError, RecursionError):
         config = json.loads((folder / "config.json").read_bytes())
@@ -107,7 +107,7 @@ class Room:
 
     @classmethod
     def find(cls) -> "Room":
-        return cls(_gpu_bytes(), _host_bytes())
+        return cls(tuple(memory.total for memory in gpu_memory()), available_memory())
 
     def verdict(self, num_bytes: int) -> str:
         needed = num_bytes + _BESIDE_BYTES
@@ -119,33 +119,3 @@ class Room:
         if needed <= self.host:
             return "on the CPU"
         return "no"
-
-
-def _host_bytes() -> int:
-    with suppress(OSError, StopIteration, ValueError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    return 0
-
-
-class _Memory(ctypes.Structure):
-    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
-
-
-def _gpu_bytes() -> tuple[int, ...]:
-    """By NVIDIA's management library, which the driver brings: torch takes a second to import."""
-    try:
-        library = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return ()
-    count, found = ctypes.c_uint(), []
-    if library.nvmlInit_v2() or library.nvmlDeviceGetCount_v2(ctypes.byref(count)):
-        return ()
-    for index in range(count.value):
-        device, memory = ctypes.c_void_p(), _Memory()
-        if library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)):
-            continue
-        if library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)) == 0:
-            found.append(memory.total)
-    library.nvmlShutdown()
-    return tuple(found)

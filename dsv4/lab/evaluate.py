@@ -2,7 +2,7 @@
 
 import json
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,13 +14,13 @@ from dsv4 import disk
 from dsv4.engine.engine import Engine
 from dsv4.engine.request import SamplingParams
 from dsv4.engine.trial import Trial
-from dsv4.errors import RequestError, TextError
+from dsv4.errors import RequestError
 from dsv4.lab.evalset import TEXT, Item
 from dsv4.lab.judge import Rate, as_number, last_number, says, uses
 from dsv4.lab.score import Progress, TextScore, score_text
 from dsv4.text.chat import encode
-from dsv4.text.deltas import Message, collect
-from dsv4.text.stream import OutputParser
+from dsv4.text.deltas import Message
+from dsv4.text.stream import parse
 from dsv4.text.tokenizer import Tokenizer
 
 SMALLEST_BIN = 128
@@ -133,7 +133,8 @@ def _answer_all(
 ) -> list[Answer]:
     max_context, requests, left_out = engine.settings.max_context, [], 0
     for item in items:
-        ids = tokenizer.encode_prompt(encode(item.messages, thinking=item.thinking))
+        prompt = encode(item.messages, thinking=item.thinking, release=engine.model_config.release)
+        ids = tokenizer.encode_prompt(prompt)
         if (room := max_context - len(ids)) < 1:
             left_out += 1
             continue
@@ -152,21 +153,10 @@ def _answer_all(
             done = stream.completion()
             if done.finish_reason == "cancelled":
                 continue
-            message = _message(tokenizer, done.ids, item.thinking, done.finish_reason)
+            message = parse(done.ids, thinking=item.thinking, tokenizer=tokenizer, reason=done.finish_reason)
             is_ended = done.finish_reason == "stop"
             answers.append(Answer(item, request.ids, tuple(done.ids), message, is_ended))
     return answers
-
-
-def _message(tokenizer: Tokenizer, ids: Iterable[int], thinking: bool, reason: str) -> Message:
-    parser, deltas = OutputParser(thinking=thinking, tokenizer=tokenizer), []
-    for id in ids:
-        try:
-            deltas += parser.push_id(id)
-        except TextError:  # an output row without an entry in the tokenizer
-            deltas += parser.push_text("\ufffd")
-    last, reason = parser.finish(reason)
-    return collect([*deltas, *last], reason, parser.problems, parser.dropped)
 
 
 def _drafts(

@@ -54,7 +54,7 @@ class Demand:
         alike: dict[Any, tuple[Source, int]] = {}
         for source in sources:
             p, scale = source.param, source.scale and source.scale.dtype
-            key = (p.kind, p.component, p.expert is None, p.shape, p.shard, p.is_embedding, source.format)
+            key = (p.kind, p.component, p.expert is None, p.shape, p.shard, p.stays_in_rows, source.format)
             first, count = alike.get((*key, scale, source.num_bytes), (source, 0))
             alike[(*key, scale, source.num_bytes)] = first, count + 1
         return cls(title, config, num_mtp_layers, tuple(alike.values()))

@@ -134,8 +134,11 @@ _BF16 = ("embedding", "head", "gate", "compressor")
 
 def format_of(param: Param, layout: str) -> Format:
     small = param.component in _BF16 or ".compressor." in param.name or "weights_proj" in param.name
-    kinds = LAYOUTS[layout]
-    return Format.BF16 if small else kinds.get(param.component, kinds["other"])
+    if small or param.stays_in_rows or param.name.endswith(".gate"):
+        return Format.BF16
+    # Every published layout leaves draft blocks as DeepSeek publishes them.
+    kinds = LAYOUTS["official" if param.component == "mtp" else layout]
+    return kinds["routed experts" if param.expert is not None else "other"]
 
 
 def layout_of(sources: Iterable[tuple[Source, int]]) -> str:

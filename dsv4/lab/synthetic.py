@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dsv4.config import ModelConfig
+from dsv4.config import Dspark, ModelConfig
 from dsv4.gpu.tiles import Bank, Tiled, empty
 from dsv4.lab.styles import format_of
 from dsv4.model.bundle import Weights
@@ -20,6 +20,18 @@ def with_experts(config: ModelConfig, experts: int) -> ModelConfig:
     return replace(config, num_experts=experts)
 
 
+def with_stages(config: ModelConfig) -> ModelConfig:
+    """The model with DSpark's stages as published ones have them; they tap its last three layers."""
+    last, is_pro = config.num_layers, config.hidden_size >= 7168
+    dspark = Dspark(5, config.vocab_size - 1, tuple(range(max(0, last - 3), last)), 512 if is_pro else 256)
+    return replace(config, dspark=dspark, num_mtp_layers=3)
+
+
+def num_stages(config: ModelConfig) -> int:
+    """Count the draft stages of a synthetic model, which has no MTP block."""
+    return config.num_mtp_layers if config.dspark else 0
+
+
 def make_weights(
     config: ModelConfig,
     layout: str,
@@ -28,8 +40,9 @@ def make_weights(
     placement: Placement | None = None,
     ranks: int = 1,
     whole_experts: bool = False,
+    draft_blocks: int = 0,
 ) -> Weights:
-    """Plausible values: products keep the size of their inputs. Without a draft block.
+    """Plausible values: products keep the size of their inputs. `draft_blocks`: MTP's, or DSpark's stages.
 
     With `placement` routed experts are made where it has them. `ranks`: the share of one of so many, as if
     its neighbours' were like it; `whole_experts`: it has some of the routed experts, in all their width.
@@ -37,9 +50,9 @@ def make_weights(
     generator = torch.Generator(device).manual_seed(seed)
     tensors: dict[str, Tensor | QuantTensor | Tiled | Bank] = {}
     quantised = set()
-    for param in declare(config, 0):
+    for param in declare(config, draft_blocks):
         local = param.local_shape(ranks)
-        if param.expert is not None or param.component == "shared experts":
+        if param.expert is not None or ".shared_experts." in param.name:
             name = param.name.rsplit(".", 2 if param.expert is not None else 1)[0]
             if placement is not None and name in placement.names:
                 if name not in tensors:
@@ -61,15 +74,16 @@ def make_weights(
             )
         elif param.kind == "plain":
             tensors[param.name] = _plain(param, local, device, generator)
-        elif param.name == "embed":
+        elif param.stays_in_rows:
             data = torch.randn(local, device=device, dtype=torch.bfloat16, generator=generator)
-            tensors["embed"] = QuantTensor(Format.BF16, data, (local[0], local[1]))
+            data *= 1.0 if param.is_embedding else param.shape[1] ** -0.5
+            tensors[param.name] = QuantTensor(Format.BF16, data, (local[0], local[1]))
         else:
             shape, format = (local[0], local[1]), format_of(param, layout)
             tensors[param.name] = _random(format, shape, 1, 1, device, generator)
             if not format.is_plain:
                 quantised.add(param.name)
-    return Weights(tensors, frozenset(quantised), 0, placement)
+    return Weights(tensors, frozenset(quantised), draft_blocks, placement)
 
 
 def _plain(param: Param, shape: tuple[int, ...], device: str, generator: torch.Generator) -> Tensor:

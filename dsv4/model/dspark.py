@@ -16,8 +16,12 @@ from dsv4.quant.formats import QuantTensor
 
 
 def mean_stream(streams: Tensor) -> Tensor:
-    """Average streams [T, N, D] in float32 -> a tap [T, D]."""
-    return cast(total(streams.float(), 1) / streams.shape[1], streams.dtype)
+    """Average streams [T, N, D] in float32 -> a tap [T, D]; one after the other, whatever T is."""
+    first, *others = streams.unbind(1)
+    added = first.float()
+    for other in others:
+        added = added + other.float()
+    return cast(added / streams.shape[1], streams.dtype)
 
 
 class DsparkStages:

@@ -80,8 +80,16 @@ class Model:
             if number in targets:
                 assert taps is not None
                 # The next site adds the output itself, in its own order: what is tapped changes nothing.
-                taps.append(mean_stream(residual.seen(self.ops.mhc.post)))
+                taps += [mean_stream(residual.seen(self.ops.mhc.post))] * targets.count(number)
         return self.hc_head.close(residual, step)
+
+    def read(self, step: Step, cache: Cache) -> Tensor:
+        """The same; DSpark, if it is loaded, makes its context of the tokens."""
+        taps: list[Tensor] | None = None if self.dspark is None else []
+        streams = self.forward(step, cache, taps)
+        if taps is not None:
+            self.keep_taps(torch.cat(taps, 1), step, cache)
+        return streams
 
     @torch.inference_mode()
     def logits(self, streams: Tensor) -> Tensor:

@@ -36,6 +36,11 @@ class Param:
         """Whether its rows are looked up by token id, and nothing is multiplied with it."""
         return self.name == "embed" or self.name.endswith(".markov_w1")
 
+    @property
+    def stays_in_rows(self) -> bool:
+        """Whether a GPU keeps its rows as they are stored: tiles would pad the few columns of markov_w2."""
+        return self.is_embedding or self.name.endswith(".markov_w2")
+
     def shared_by(self, size: int, whole_experts: bool) -> int:
         """Of so many ranks, those that have a part of this weight each."""
         return 1 if self.shard == "whole" or (whole_experts and self.expert is not None) else size

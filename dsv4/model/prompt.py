@@ -82,7 +82,7 @@ class Prompt:
 
     def run(self) -> None:
         """Launch by launch."""
-        self.streams = self.model.forward(self._step(), self.cache)
+        self.streams = self.model.read(self._step(), self.cache)
         if self.out is not None:
             self.streams = self.out[: self.size].copy_(self.streams)
 

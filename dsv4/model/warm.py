@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -38,6 +39,10 @@ def one_of_each(model: Model, cache: Cache) -> tuple[Model, Cache]:
     small, its_cache = copy.copy(model), copy.copy(cache)
     small.blocks, small.staging = [model.blocks[number] for number in first.values()], None
     its_cache.layers = [cache.layers[number] for number in first.values()]
+    its_cache.layers += cache.layers[len(model.blocks) :]
+    if dspark := model.config.dspark:  # which taps the first layer as often as it has targets
+        taps = replace(dspark, target_layers=(0,) * len(dspark.target_layers))
+        small.config = replace(model.config, dspark=taps)
     return small, its_cache
 
 
@@ -59,7 +64,7 @@ def run_spans(model: Model, cache: Cache, steps: list[tuple[int, int]]) -> None:
     """Each as one prompt step of slot 0, on token 0, with the last row's logits."""
     for start, count in steps:
         step = Step.build([(0, start, [0] * count)], cache.page_table.device)
-        model.logits(model.forward(step, cache)[-1:])
+        model.logits(model.read(step, cache)[-1:])
 
 
 @torch.inference_mode()

@@ -1,14 +1,17 @@
 """Tokens of one answer to the pieces that clients get: text, reasoning, calls, logprobs. Knows no HTTP."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from dsv4.engine.request import Delta, SamplingParams, Token
 from dsv4.errors import RequestError, TextError
-from dsv4.text.deltas import CallArguments, CallStart, Content, Reasoning
+from dsv4.serve.schema import INPUT_FORM
+from dsv4.text.deltas import CallArguments, CallEnd, CallStart, Content, Reasoning
 from dsv4.text.deltas import Delta as Parsed
-from dsv4.text.stream import OutputParser, StopStrings
+from dsv4.text.stops import StopStrings
+from dsv4.text.stream import OutputParser
 from dsv4.text.tokenizer import Tokenizer
 
 # JSON has no infinity; this is what OpenAI gives for a token that is all but impossible.
@@ -17,7 +20,10 @@ LOWEST_LOGPROB = -9999.0
 
 @dataclass
 class Piece:
-    """What one token added. Of a call, the first piece has id and name, the others have more arguments."""
+    """What one token added. Of a call, the first piece has id and name, the others have more arguments.
+
+    Of a custom tool's call, these are its one text, which is known when its JSON is whole.
+    """
 
     content: str = ""
     reasoning: str = ""
@@ -95,6 +101,9 @@ class ChatAnswer:
             thinking=thinking, tokenizer=tokenizer, tools=tools, id_prefix=id_prefix, keeps_markup=False
         )
         self._has_tools, self._tells_ids = bool(tools), tells_ids
+        declared = [tool["function"] for tool in tools or ()]
+        self._custom = {function["name"] for function in declared if INPUT_FORM in function}
+        self._inputs: dict[int, list[str]] = {}  # arguments of open calls of custom tools
         self._params = params or SamplingParams()
         self._stops = StopStrings(stops, self._params.include_stop)
 
@@ -114,7 +123,7 @@ class ChatAnswer:
             piece.ids = [token.id] if self._tells_ids else []
             is_stop = delta.finish_reason == "stop" and token.id in self._params.stop_ids
             if not is_stop or self._params.include_stop:
-                self._add(piece, self._parsed(token.id))
+                self._add(piece, self._parser.push_id(token.id))
             is_text = token.id not in self._tokenizer.special_texts
             if token.logprob is not None and is_text and section != "calls":
                 name = "reasoning_content" if section == "reasoning" else "content"
@@ -128,12 +137,6 @@ class ChatAnswer:
         piece.finish_reason, piece.stop = self.finish_reason, self._stops.found
         return piece
 
-    def _parsed(self, id: int) -> list[Parsed]:
-        try:
-            return self._parser.push_id(id)
-        except TextError:  # an output row without an entry in the tokenizer
-            return self._parser.push_text("\ufffd")
-
     def _add(self, piece: Piece, deltas: list[Parsed]) -> None:
         for delta in deltas:
             if isinstance(delta, Reasoning):
@@ -146,12 +149,19 @@ class ChatAnswer:
                     self.finish_reason = "stop"
                     return
             elif isinstance(delta, CallStart) and self._has_tools:
+                kind = "custom" if delta.name in self._custom else "function"
                 function = {"name": delta.name, "arguments": ""}
-                piece.calls.append(
-                    {"index": delta.index, "id": delta.id, "type": "function", "function": function}
-                )
+                piece.calls.append({"index": delta.index, "id": delta.id, "type": kind, "function": function})
+                if kind == "custom":
+                    self._inputs[delta.index] = []
+            elif isinstance(delta, CallArguments) and delta.index in self._inputs:
+                self._inputs[delta.index].append(delta.text)
             elif isinstance(delta, CallArguments) and self._has_tools:
                 piece.calls.append({"index": delta.index, "function": {"arguments": delta.text}})
+            elif isinstance(delta, CallEnd) and delta.index in self._inputs:
+                given = json.loads("".join(self._inputs.pop(delta.index))).get("input", "")
+                custom = {"index": delta.index, "type": "custom"}
+                piece.calls.append({**custom, "function": {"arguments": str(given)}})
 
 
 def join_calls(pieces: Iterable[Piece]) -> list[dict[str, Any]]:

@@ -236,8 +236,8 @@ def _chat_messages(turn: UserTurn | SystemTurn | AssistantTurn) -> Iterator[sche
             if isinstance(block, ToolUseBlock)
         ]
         yield schema.AssistantMessage(
-            content="".join(block.text for block in blocks if isinstance(block, schema.TextPart)),
-            reasoning_content="".join(b.text for b in blocks if isinstance(b, ThinkingBlock)) or None,
+            content=[block for block in blocks if isinstance(block, schema.TextPart)],
+            reasoning_content="\n\n".join(b.text for b in blocks if isinstance(b, ThinkingBlock)) or None,
             tool_calls=calls or None,
         )
 

@@ -38,7 +38,7 @@ from dsv4.serve.schema import (
     TokenizeBody,
 )
 from dsv4.serve.ticket import Ticket, Unavailable
-from dsv4.text.chat import encode
+from dsv4.text.chat import Release, encode, opens_thought
 from dsv4.text.tokenizer import Segment
 
 
@@ -49,7 +49,9 @@ def shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
     return {**tool, "function": function}
 
 
-def segments_of(messages: Sequence[AnyMessage], tools: list[dict[str, Any]], asked: Asked) -> list[Segment]:
+def segments_of(
+    messages: Sequence[AnyMessage], tools: list[dict[str, Any]], asked: Asked, release: Release
+) -> list[Segment]:
     plain = [message.plain() for message in messages]
     if asked.continues:
         plain[-1]["wo_eos"] = True
@@ -59,6 +61,7 @@ def segments_of(messages: Sequence[AnyMessage], tools: list[dict[str, Any]], ask
         reasoning_effort=asked.effort,
         tools=[shown_tool(tool) for tool in tools] or None,
         response_format=asked.schema,
+        release=release,
     )
 
 
@@ -165,7 +168,7 @@ class Routes:
         """The assistant's next turn, in the shape of one API or another."""
         asked = self._asked(body)
         ticket = self._reserve(request, len(asked.params))
-        segments = await beside(request.scope["size"], segments_of, body.messages, body.offered, asked)
+        segments = await beside(request.scope["size"], self._segments, body.messages, body.offered, asked)
         ids = await self._ids(ticket, segments, asked, "messages")
         if isinstance(shape, Shape):
             shape.prompts = [ids]
@@ -173,7 +176,7 @@ class Routes:
         answers = [
             ChatAnswer(
                 self.tokenizer,
-                thinking=asked.thinking and not asked.continues,
+                thinking=opens_thought(segments),
                 tools=body.offered,
                 stops=body.stops,
                 id_prefix=f"{call_id}_{index}_",
@@ -186,6 +189,11 @@ class Routes:
 
     def _asked(self, body: ChatBody) -> Asked:
         return ask_chat(body, self.tokenizer, self.service.usual)
+
+    def _segments(
+        self, messages: Sequence[AnyMessage], tools: list[dict[str, Any]], asked: Asked
+    ) -> list[Segment]:
+        return segments_of(messages, tools, asked, self.service.usual.release)
 
     async def completions(self, request: Request, body: CompletionBody) -> Response:
         """The continuation of a text, or of several."""
@@ -215,7 +223,9 @@ class Routes:
 
     def _reserve(self, request: Request, count: int) -> Ticket:
         """Places, given back when the request has ended, however it did."""
-        return request.scope["stack"].enter_context(self.engine.reserve(count))
+        ticket: Ticket = request.scope["stack"].enter_context(self.engine.reserve(count))
+        ticket.client_id = request.scope["note"].get("client_id")
+        return ticket
 
     async def _ids(
         self, ticket: Ticket, segments: list[Segment], asked: Asked, field: str
@@ -277,7 +287,7 @@ class Routes:
     async def count_tokens(self, request: Request, body: CountBody) -> Response:
         """How many tokens such a request has."""
         chat = body.chat(request.scope["notes"])
-        segments = await asyncio.to_thread(segments_of, chat.messages, chat.offered, self._asked(chat))
+        segments = await asyncio.to_thread(self._segments, chat.messages, chat.offered, self._asked(chat))
         ids = await self.encoder.ids(segments, None, "messages")
         return json_response({"input_tokens": len(ids)})
 
@@ -288,7 +298,7 @@ class Routes:
         segments: list[Segment] = [body.prompt or ""]
         if body.messages is not None:
             asked = Asked([], self.service.usual.thinking)
-            segments = await asyncio.to_thread(segments_of, body.messages, [], asked)
+            segments = await asyncio.to_thread(self._segments, body.messages, [], asked)
         ids = await self.encoder.ids(segments, None, "prompt")
         return json_response({"tokens": ids, "count": len(ids)})
 
@@ -326,6 +336,7 @@ class Routes:
             },
             **{"type": "model", "display_name": name},
             "created_at": datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z"),
+            **{"lifecycle": "active", "max_input_tokens": length, "max_tokens": length},
             **{"max_model_len": length, "context_length": length},
             "sampling_defaults": self.service.usual.sampling.shown(),
         }

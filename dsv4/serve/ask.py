@@ -24,13 +24,18 @@ from dsv4.serve.schema import (
     TooLong,
     UserMessage,
 )
+from dsv4.text.chat import Release
 from dsv4.text.generation import SamplingDefaults
 from dsv4.text.messages import read_tools
 from dsv4.text.tokenizer import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16
-# How long a thought may be, in tokens; the model itself knows two efforts only.
-EFFORT_TOKENS = {"minimal": 512, "low": 2048, "medium": 8192}
+# Efforts as the model itself knows them, or as tokens that a thought may have.
+EFFORTS: dict[str, dict[str, str]] = {
+    "april": {"xhigh": "max", "max": "max"},
+    "0731": {"minimal": "low", "low": "low", "medium": "high", "high": "high", "xhigh": "high", "max": "max"},
+}
+EFFORT_TOKENS = {"april": {"minimal": 512, "low": 2048, "medium": 8192}, "0731": {"minimal": 512}}
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,7 @@ class Usual:
     thinking: bool = True
     max_thinking: int | None = None  # tokens; also where a request asks for more
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+    release: Release = "april"  # of the model; its conversations have their rules
 
 
 @dataclass(frozen=True)
@@ -63,12 +69,13 @@ def ask_chat(body: ChatBody, tokenizer: Tokenizer, usual: Usual) -> Asked:
         raise BadField("top_logprobs goes with logprobs: true", "top_logprobs")
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise BadField("give max_tokens or max_completion_tokens, not both", "max_tokens")
-    thinking, effort = _thinking(body, usual.thinking)
-    form, continues = _form(body), _continues(body)
+    thinking = _thinking(body, usual.thinking)
+    wished = body.reasoning_effort or ""
+    form, continues = _form(body), _continues(body, usual.release)
     if continues and form is not None:
         raise BadField("an answer that was begun cannot be held to a form; leave out prefix", "messages")
     budget = body.thinking.budget_tokens if body.thinking else None
-    effort_tokens = EFFORT_TOKENS.get(body.reasoning_effort or "")
+    effort_tokens = EFFORT_TOKENS[usual.release].get(wished)
     budgets = (budget, body.thinking_token_budget, effort_tokens, usual.max_thinking)
     if thinking and not continues and (known := [number for number in budgets if number is not None]):
         # The thought is closed there; the answer is not cut.
@@ -82,6 +89,7 @@ def ask_chat(body: ChatBody, tokenizer: Tokenizer, usual: Usual) -> Asked:
         raise BadField(
             "min_tokens cannot go on where the form of the answer ends; leave it out", "min_tokens"
         )
+    effort = EFFORTS[usual.release].get(wished)
     return Asked(params, thinking, effort, form.schema if form else None, continues)
 
 
@@ -116,8 +124,7 @@ def check_ids(ids: Iterable[int], vocab_size: int, field: str) -> None:
         raise BadField(f"{field}: id {bad[0]} is outside the vocabulary of {vocab_size}", field)
 
 
-def _thinking(body: ChatBody, default: bool) -> tuple[bool, str | None]:
-    effort = "max" if body.reasoning_effort in ("xhigh", "max") else None
+def _thinking(body: ChatBody, default: bool) -> bool:
     options = body.chat_template_kwargs
     given = {
         "thinking": None if body.thinking is None else body.thinking.type != "disabled",
@@ -129,17 +136,19 @@ def _thinking(body: ChatBody, default: bool) -> tuple[bool, str | None]:
     if len(set(said.values())) > 1:
         wishes = ", ".join(f"{name} turns it {'on' if value else 'off'}" for name, value in said.items())
         raise BadField(f"the request contradicts itself about thinking: {wishes}; give one", list(said)[-1])
-    return next(iter(said.values()), default), effort
+    return next(iter(said.values()), default)
 
 
-def _continues(body: ChatBody) -> bool:
+def _continues(body: ChatBody, release: Release) -> bool:
     """Whether the last message is the beginning of the answer; one that nobody can answer is refused."""
     last, where = body.messages[-1], f"message {len(body.messages) - 1}"
     if any(isinstance(message, AssistantMessage) and message.prefix for message in body.messages[:-1]):
         raise BadField("prefix: true is for the last message", "messages")
     if body.continue_final_message and not isinstance(last, AssistantMessage):
         raise BadField(f"{where} is not the assistant's, so it cannot go on", "continue_final_message")
-    if isinstance(last, UserMessage | ToolMessage):
+    if isinstance(last, UserMessage | ToolMessage) or (
+        release == "0731" and not isinstance(last, AssistantMessage)
+    ):
         return False
     if isinstance(last, AssistantMessage):
         if not (last.prefix or last.wo_eos or body.continue_final_message):
@@ -245,7 +254,10 @@ def _check_tool_choice(body: ChatBody) -> None:
     if body.tool_choice not in (None, "none", "auto") and not body.tools:
         raise BadField("tool_choice is only allowed when tools are given", "tool_choice")
     choice = body.tool_choice
-    if isinstance(choice, ToolChoice) and (choice.function is None) == (choice.allowed_tools is None):
+    if isinstance(choice, ToolChoice) and (
+        [choice.function, choice.custom, choice.allowed_tools].count(None) != 2
+        or getattr(choice, choice.type) is None
+    ):
         raise BadField("tool_choice has the field that its type names, and no other", "tool_choice")
     known = [tool["function"]["name"] for tool in body.offered]
     if unknown := [name for name in body.named or () if name not in known]:

@@ -134,6 +134,12 @@ class EngineProcess:
         self._life.tickets.update(dict.fromkeys(ids, ticket))
         return ticket
 
+    def num_ahead(self, client_id: str) -> int | None:
+        """How many requests that came earlier still wait; None: that one has begun, or need not wait."""
+        tickets = dict.fromkeys(self._life.tickets.values() if self._life and self.status.waiting else ())
+        waiting = [ticket.client_id for ticket in tickets if not ticket.has_started]
+        return waiting.index(client_id) if client_id in waiting else None
+
     def forget(self, id: str) -> None:
         """Nobody waits for this sequence any more."""
         if self._life and self._life.tickets.pop(id, None):

@@ -61,7 +61,7 @@ ROWS = (
     Row("ResponsesBody", "request_id", ANY, "vLLM"),
     Row("Body ResponsesBody", "prompt_cache_options", ANY, "OpenAI"),
     Row("CountBody", "cache_control metadata service_tier inference_geo", ANY, "Anthropic, Claude Code"),
-    Row("CountBody", "diagnostics user_profile_id workspace_id", ANY, "Anthropic"),
+    Row("CountBody", "diagnostics user_profile_id workspace_id billing_policy", ANY, "Anthropic"),
     # Values that ask for what happens anyway.
     Row("Body", "best_of", SameAs("n", 1), "LangChain"),
     Row("Body", "suffix", ("",), "OpenAI's completions"),

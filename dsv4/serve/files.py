@@ -40,7 +40,7 @@ HEADERS = {
 
 
 def routes(service: Service) -> list[Route]:
-    """All of `PATHS`, and the facts about the model."""
+    """All of `PATHS`, the facts about the model, and a request's place in the queue."""
 
     async def about(request: Request) -> Response:
         known = await asyncio.to_thread(facts, service.engine.model)
@@ -54,8 +54,13 @@ def routes(service: Service) -> list[Route]:
         }
         return Response(msgspec.json.encode({**known, **own}), media_type="application/json", headers=HEADERS)
 
+    async def queue(request: Request) -> Response:
+        ahead = service.engine.num_ahead(request.query_params.get("id", ""))
+        return Response(msgspec.json.encode({"ahead": ahead}), media_type="application/json", headers=HEADERS)
+
     files = [Route(where, _file(path), methods=["GET"]) for path, where in PATHS.items()]
-    return [*files, Route("/page/about", about, methods=["GET"])]
+    own = [Route("/page/about", about, methods=["GET"]), Route("/page/queue", queue, methods=["GET"])]
+    return [*files, *own]
 
 
 def _file(path: Path) -> Any:

@@ -13,7 +13,6 @@ import secrets
 import time
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack
-from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -25,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from dsv4.errors import Dsv4Error
 from dsv4.serve.anthropic import error_shape
 from dsv4.serve.job import Service
+from dsv4.serve.lines import stamp
 from dsv4.serve.openai import HttpError, error_body
 from dsv4.serve.parse import Kind, Notes, parse
 from dsv4.serve.schema import MAX_BODY_BYTES
@@ -94,8 +94,7 @@ class Gate:
             if path not in QUIET_ROUTES and not path.startswith("/page/"):
                 route = path if path in self._routes else "other"
                 self.service.metrics.requests.labels(route, status).inc()
-                stamp = datetime.now(UTC).isoformat(timespec="milliseconds")
-                fields = {"time": stamp, "client": (scope.get("client") or ("-",))[0], "route": route}
+                fields = {"time": stamp(), "client": (scope.get("client") or ("-",))[0], "route": route}
                 fields |= {"status": status, **note, "ms": round(1000 * (time.monotonic() - began))}
                 for name, left_out in (("dropped", notes.dropped), ("ignored", notes.ignored)):
                     if left_out:
@@ -117,7 +116,8 @@ class Gate:
             why = "the Host is not a name of this machine, as if a web page had sent the request"
             raise HttpError(403, f"{why}; behind a proxy, use --api-key-file", "wrong_host")
         if scope["path"] not in OPEN_ROUTES and not self._has_key(scope):
-            why = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'"
+            # It begins as OpenAI's does, by which LiteLLM knows it.
+            why = "Incorrect API key provided, or none; send it as 'Authorization: Bearer KEY'"
             raise HttpError(401, why, "invalid_api_key")
 
     def _is_meant(self, scope: Scope) -> bool:

@@ -137,9 +137,9 @@ class _Writer:
             if way.extra is not None:
                 tag_name = '"parameter name=\\"" KEY "\\" string="'
                 parts.append(self._parameter(tag_name, way.extra, shared, False, where) + "*")
-            blank = "" if parts else "\\n"
+            body = " ".join(parts) or '"\\n"?'  # without any, April's models write an empty line
             d = self._dsml
-            self._rules.append(f'{rule}: "<" {d} {opening} {" ".join(parts)} "{blank}\\n</" {d} "invoke>\\n"')
+            self._rules.append(f'{rule}: "<" {d} {opening} {body} "\\n</" {d} "invoke>\\n"')
             yield rule
 
     def _parameter(self, tag: str, schema: Any, shared: Mapping[str, Any], strict: bool, at: str) -> str:

@@ -8,9 +8,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 
 MAX_LINES = 4096
 LAST_SECONDS = 1.0
+
+
+def stamp() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 class Lines:

@@ -24,6 +24,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from dsv4 import __version__
+from dsv4.device import available_memory, gpu_memory, total_memory
 from dsv4.engine.survival import Counts
 from dsv4.serve.client import EngineProcess
 from dsv4.serve.openai import Usage
@@ -63,6 +64,18 @@ class Live(Collector):
     def collect(self) -> Iterator[Metric]:
         for kind, name, help, value in self._rows:
             yield kind(name, help, value=value())  # type: ignore[call-arg]
+
+
+class GpuMemory(Collector):
+    """Of the machine's GPUs, each by its number; nothing where there is none."""
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        used = GaugeMetricFamily("dsv4_gpu_memory_used_bytes", "by all processes", labels=["gpu"])
+        total = GaugeMetricFamily("dsv4_gpu_memory_total_bytes", "there is", labels=["gpu"])
+        for number, memory in enumerate(gpu_memory()):
+            used.add_metric([str(number)], memory.used)
+            total.add_metric([str(number)], memory.total)
+        yield from (used, total) if used.samples else ()
 
 
 class ByPosition(Collector):
@@ -126,6 +139,15 @@ class Metrics:
             (gauge, "cache_pages_free", "that no sequence holds", lambda: engine.status.free_pages),
             (gauge, "cache_pages_kept", "of these, for prefixes", lambda: engine.status.kept_pages),
             (count, "num_preemptions", "pauses, for want of pages", lambda: engine.status.pauses),
+            (
+                count,
+                "expert_hits",
+                "choices whose expert lay in GPU memory",
+                lambda: engine.status.expert_hits,
+            ),
+            (count, "expert_misses", "of decode steps, the others", lambda: engine.status.expert_misses),
+            (gauge, "host_memory_used_bytes", "of the machine", lambda: total_memory() - available_memory()),
+            (gauge, "host_memory_total_bytes", "of the machine", total_memory),
             (count, "spec_decode_num_draft_tokens", "proposed", lambda: engine.status.drafts.num_drafted),
             (count, "spec_decode_num_accepted_tokens", "of these", lambda: engine.status.drafts.num_accepted),
             (count, "spec_decode_num_steps", "of generating sequences", lambda: engine.status.drafts.steps),
@@ -135,6 +157,7 @@ class Metrics:
             (count, "engine_restarts", "since the start", lambda: engine.num_restarts),
             (gauge, "engine_ready", "1 when a model is loaded", lambda: int(engine.ready is not None)),
         )
+        registry.register(GpuMemory())
         registry.register(Live((kind, f"dsv4_{name}", help, value) for kind, name, help, value in rows))
         registry.register(ByPosition(lambda: engine.status.drafts))
 

@@ -158,7 +158,7 @@ class ChatShape(Shape):
         if piece.content:
             delta["content"] = piece.content
         if piece.calls:
-            delta["tool_calls"] = join_calls([piece])
+            delta["tool_calls"] = [_shown(call) for call in join_calls([piece])]
         # OpenAI's schema has `content` in every logprobs object: null where a chunk is reasoning.
         logprobs = {"content": None, **piece.logprobs} if piece.logprobs else None
         return _with_ids(self._chunk(index, delta, logprobs, piece.finish_reason), piece)
@@ -169,7 +169,7 @@ class ChatShape(Shape):
 
     def choice(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
         content = "".join(piece.content for piece in pieces)
-        calls = [{k: v for k, v in call.items() if k != "index"} for call in join_calls(pieces)]
+        calls = [_shown({k: v for k, v in call.items() if k != "index"}) for call in join_calls(pieces)]
         message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
         if reasoning := "".join(piece.reasoning for piece in pieces):
             message["reasoning_content"] = reasoning
@@ -191,6 +191,14 @@ class ChatShape(Shape):
         if self.body.prompt_logprobs is not None:
             made["prompt_logprobs"] = self.scored(0, pieces[0])
         return made
+
+
+def _shown(call: dict[str, Any]) -> dict[str, Any]:
+    """A custom tool's call has a text for arguments."""
+    if call.get("type") != "custom":
+        return call
+    custom = {"input" if key == "arguments" else key: value for key, value in call["function"].items()}
+    return {**{key: value for key, value in call.items() if key != "function"}, "custom": custom}
 
 
 def _with_ids(choice: dict[str, Any], piece: Piece) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """OpenAI's Responses: bodies to those of a chat, answers as items and events. Knows no routes."""
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
@@ -61,7 +60,7 @@ class CustomCallItem(Item, frozen=True, kw_only=True):
 
     @property
     def arguments(self) -> str:
-        return json.dumps({"input": self.input}, ensure_ascii=False)
+        return schema.CalledCustom(name=self.name, input=self.input).function.arguments
 
 
 class OutputItem(Item, frozen=True, kw_only=True):
@@ -107,12 +106,19 @@ class InputForm(schema.Strict, frozen=True, kw_only=True):
 
 
 class CustomTool(schema.Strict, frozen=True, kw_only=True):
-    """A function of one text. Its form is told to the model, and kept to."""
-
     name: str
     type: str
     description: str | None = None
     format: InputForm | None = None
+
+    @property
+    def of_chat(self) -> schema.CustomTool:
+        form = None
+        if self.format is not None and self.format.type == "grammar":
+            definition = self.format.definition or ""
+            grammar = schema.InputGrammar(definition=definition, syntax=self.format.syntax)
+            form = schema.InputForm(type="grammar", grammar=grammar)
+        return schema.CustomTool(name=self.name, description=self.description, format=form)
 
 
 class Namespace(schema.Strict, frozen=True, kw_only=True):
@@ -227,31 +233,16 @@ def _declared(
             yield from _declared(tool.tools, tool.name, f"{where}.tools", notes)
             continue
         name = _shown_name(tool.name, namespace)
-        function = {"name": name, "description": tool.description}
         if isinstance(tool, CustomTool):
-            function |= _of_one_text(tool)
+            function = {**tool.of_chat.function, "name": name}
         else:
-            function |= {"parameters": tool.parameters, "strict": tool.strict}
-        kept = {key: value for key, value in function.items() if value is not None}
-        yield name, Declared(tool.type, tool.name, namespace, kept)
+            known = {"description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
+            function = {"name": name, **known}
+        yield name, Declared(tool.type, tool.name, namespace, function)
 
 
 def _shown_name(name: str, namespace: str | None) -> str:
     return f"{namespace}__{name}" if namespace else name
-
-
-def _of_one_text(tool: CustomTool) -> dict[str, Any]:
-    text = {"type": "string"}
-    function: dict[str, Any] = {
-        "parameters": {"type": "object", "properties": {"input": text}, "required": ["input"]}
-    }
-    if tool.format is not None and tool.format.type == "grammar":
-        syntax, form = tool.format.syntax, tool.format.definition
-        if not form:
-            raise schema.BadField(f"tool {tool.name!r}: format.definition is missing", "tools")
-        told = f"{tool.description or ''}\n\nThe input has the form of this {syntax} grammar:\n{form}".strip()
-        function |= {"description": told, "strict": True, schema.INPUT_FORM: {syntax: form}}
-    return function
 
 
 def _choice(choice: Any, tools: dict[str, Declared]) -> Any:
@@ -308,11 +299,12 @@ def _input_message(item: OutputItem | MessageItem) -> schema.AnyMessage:
         return schema.ToolMessage(content=output, tool_call_id=item.call_id)
     content = item.content
     parts = content if isinstance(content, str) else [schema.TextPart(text=part.text) for part in content]
-    return schema.UserMessage(content=parts) if item.role == "user" else schema.SystemMessage(content=parts)
+    # A developer's word is a part of the user's turn, as DeepSeek has it: agents send new ones all the time.
+    return schema.SystemMessage(content=parts) if item.role == "system" else schema.UserMessage(content=parts)
 
 
 def _text(content: str | list[Part]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+    return content if isinstance(content, str) else "\n\n".join(part.text for part in content)
 
 
 class ResponsesShape:
@@ -413,7 +405,7 @@ class ResponsesShape:
         call = {"call_id": block.id, "name": tool.name}
         call |= {"namespace": tool.namespace} if tool.namespace else {}
         if tool.kind == "custom":
-            return {**call, "type": "custom_tool_call", "input": _input(block.text)}
+            return {**call, "type": "custom_tool_call", "input": block.text}
         return {**call, "type": "function_call", "arguments": block.text}
 
     def _item_id(self, block: Block) -> str:
@@ -426,15 +418,12 @@ class ResponsesShape:
         is_custom = block.kind == "call" and tool is not None and tool.kind == "custom"
         names = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
         name = f"response.{'custom_tool_call_input' if is_custom else names[block.kind]}"
-        key, value = "arguments" if block.kind == "call" else "text", block.text
-        if is_custom:
-            key, value = "input", _input(block.text)
+        key = "input" if is_custom else "arguments" if block.kind == "call" else "text"
         extra: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
         if what == "more":
             if extra and self._body.wants_logprobs:
                 extra = {"logprobs": self._blocks.logprobs}
-            if not is_custom:  # its text is known when its JSON is whole
-                yield self._event(f"{name}.delta", **inside, delta=text, **extra)
+            yield self._event(f"{name}.delta", **inside, delta=text, **extra)
             return
         verb, status = ("added", "in_progress") if what == "open" else ("done", "completed")
         item = {"output_index": block.index, "item": self._item(block, status)}
@@ -442,11 +431,9 @@ class ResponsesShape:
         if what == "open":
             yield self._event("response.output_item.added", **item)
         else:
-            if is_custom and value:
-                yield self._event(f"{name}.delta", **inside, delta=value)
             if extra:
                 extra = {"logprobs": self._part(block)["logprobs"]}
-            yield self._event(f"{name}.done", **inside, **{key: value}, **extra)
+            yield self._event(f"{name}.done", **inside, **{key: block.text}, **extra)
         if part is not None:
             yield self._event(f"response.content_part.{verb}", **part)
         if what == "close":
@@ -465,11 +452,3 @@ class ResponsesShape:
                 **({"logprobs": logprobs} if logprobs else {}),
             }
         return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": logprobs}
-
-
-def _input(arguments: str) -> str:
-    """The one text of a custom tool's call; what there is of one that was cut."""
-    try:
-        return str(json.loads(arguments)["input"])
-    except (ValueError, KeyError, TypeError):
-        return ""

@@ -3,6 +3,7 @@
 `fields` has those without an effect; any other is refused by name, so that no wish is passed over in silence.
 """
 
+import json
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -25,8 +26,8 @@ MAX_STOP_IDS = 256
 MAX_BAD_WORDS = 256
 MAX_ALLOWED_IDS = 1 << 18
 MAX_INT = (1 << 31) - 1
-# In a function's declaration: what its one text is held to, {"lark" or "regex": grammar}. The model is not
-# shown it.
+# In the declaration of a custom tool, which the model is shown as a function of one text: what that text is
+# held to, {"lark" or "regex": grammar} or nothing.
 INPUT_FORM = "x-input-form"
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -81,10 +82,28 @@ class CalledFunction(Strict, frozen=True, kw_only=True):
     arguments: str
 
 
+class CalledCustom(Strict, frozen=True, kw_only=True):
+    name: str
+    input: str
+
+    @property
+    def function(self) -> CalledFunction:
+        return CalledFunction(name=self.name, arguments=json.dumps({"input": self.input}, ensure_ascii=False))
+
+
 class ToolCall(Strict, frozen=True, kw_only=True):
-    function: CalledFunction
+    """Of a function, or of a custom tool."""
+
+    function: CalledFunction | None = None
+    custom: CalledCustom | None = None
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function", "custom"] = "function"
+
+    def plain(self) -> dict[str, Any]:
+        called = self.custom.function if self.custom else self.function
+        if called is None:
+            raise BadField("messages: a tool call has neither function nor custom", "messages")
+        return {"id": self.id, "type": "function", "function": msgspec.to_builtins(called)}
 
 
 class Message(Strict, frozen=True, kw_only=True, tag_field="role"):
@@ -129,6 +148,10 @@ class AssistantMessage(Message, frozen=True, kw_only=True, tag="assistant"):
     wo_eos: bool | None = None
     task: str | None = None
 
+    def plain(self) -> dict[str, Any]:
+        calls = [call.plain() for call in self.tool_calls or ()]
+        return {**super().plain(), **({"tool_calls": calls} if calls else {})}
+
 
 AnyMessage = SystemMessage | DeveloperMessage | ReminderMessage | UserMessage | ToolMessage | AssistantMessage
 
@@ -145,11 +168,52 @@ _FUNCTION = {
 }
 
 
+class InputGrammar(Strict, frozen=True, kw_only=True):
+    definition: str
+    syntax: Literal["lark", "regex"] = "lark"
+
+
+class InputForm(Strict, frozen=True, kw_only=True):
+    type: Literal["text", "grammar"]
+    grammar: InputGrammar | None = None
+
+
+class CustomTool(Strict, frozen=True, kw_only=True):
+    """A function of one text. Its form is told to the model, and kept to."""
+
+    name: str
+    description: str | None = None
+    format: InputForm | None = None
+
+    @property
+    def function(self) -> dict[str, Any]:
+        """What the model is shown, and our own note of the form."""
+        text = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+        made = {"name": self.name, "description": self.description, "parameters": text, INPUT_FORM: {}}
+        if self.format is None or self.format.type == "text":
+            return made
+        form = self.format.grammar
+        if form is None or not form.definition:
+            raise BadField(f"tool {self.name!r}: the grammar's definition is missing", "tools")
+        told = f"The input has the form of this {form.syntax} grammar:\n{form.definition}"
+        told = f"{self.description or ''}\n\n{told}".strip()
+        return {**made, "description": told, "strict": True, INPUT_FORM: {form.syntax: form.definition}}
+
+
 class Tool(Strict, frozen=True, kw_only=True):
     """`function` stays as it was given: the model sees its fields in their order."""
 
-    function: Annotated[dict[str, Any], Meta(extra_json_schema=_FUNCTION)]
-    type: Literal["function"] = "function"
+    function: Annotated[dict[str, Any], Meta(extra_json_schema=_FUNCTION)] | None = None
+    custom: CustomTool | None = None
+    type: Literal["function", "custom"] = "function"
+
+    def declared(self, where: str) -> dict[str, Any]:
+        """As a function, of which nothing is null."""
+        function = self.custom.function if self.custom else self.function
+        if function is None or (self.type == "custom") != (self.custom is not None):
+            where = f"{where}.{self.type}"
+            raise BadField(f"{where} is missing; a tool of this type has it, and no other", where)
+        return {key: value for key, value in function.items() if value is not None}
 
 
 class FunctionName(Strict, frozen=True, kw_only=True):
@@ -157,8 +221,9 @@ class FunctionName(Strict, frozen=True, kw_only=True):
 
 
 class NamedTool(Strict, frozen=True, kw_only=True):
-    function: FunctionName
-    type: Literal["function"] = "function"
+    function: FunctionName | None = None
+    custom: FunctionName | None = None
+    type: Literal["function", "custom"] = "function"
 
 
 class AllowedTools(Strict, frozen=True, kw_only=True):
@@ -171,8 +236,9 @@ class AllowedTools(Strict, frozen=True, kw_only=True):
 class ToolChoice(Strict, frozen=True, kw_only=True):
     """One function that must be called, or some of which one may or must."""
 
-    type: Literal["function", "allowed_tools"] = "function"
+    type: Literal["function", "custom", "allowed_tools"] = "function"
     function: FunctionName | None = None
+    custom: FunctionName | None = None
     allowed_tools: AllowedTools | None = None
 
 
@@ -286,8 +352,7 @@ class ChatBody(Body, frozen=True, kw_only=True):
         """The tools that are shown to the model."""
         given = (self.tools or []) if self.tool_choice != "none" else []
         return [
-            {"type": "function", "function": {k: v for k, v in tool.function.items() if v is not None}}
-            for tool in given
+            {"type": "function", "function": tool.declared(f"tools[{at}]")} for at, tool in enumerate(given)
         ]
 
     @property
@@ -308,7 +373,7 @@ class ChatBody(Body, frozen=True, kw_only=True):
         if not isinstance(choice, ToolChoice):
             return None
         known = choice.allowed_tools.tools if choice.allowed_tools else [choice]
-        return [each.function.name for each in known if each.function is not None]
+        return [each.name for one in known for each in (one.function, one.custom) if each is not None]
 
 
 class CompletionBody(Body, frozen=True, kw_only=True):

@@ -138,8 +138,13 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
 
 def load_certificates(context: ssl.SSLContext, config: ServerConfig) -> None:
     assert config.tls_cert is not None
+
+    def no_password() -> str:  # without it, OpenSSL would ask on the terminal, and the server stand still
+        how = f"openssl pkey -in {config.tls_key} -out PLAIN makes one without"
+        raise ConfigError(f"--tls-key {config.tls_key} has a passphrase, which nobody is here to type; {how}")
+
     try:
-        context.load_cert_chain(config.tls_cert, config.tls_key)
+        context.load_cert_chain(config.tls_cert, config.tls_key, no_password)
     except OSError as error:
         where = f"--tls-cert {config.tls_cert} and --tls-key {config.tls_key}"
         raise ConfigError(f"{where} cannot be used: {error.strerror or error}; expected PEM files") from None
@@ -183,7 +188,12 @@ def make_service(
         metrics=Metrics(engine, names[0]),
         log=log,
         keys=Keys(read_keys(config.api_key_file)),
-        usual=Usual(config.thinking, config.max_thinking, SamplingDefaults.load(folder)),
+        usual=Usual(
+            thinking=config.thinking,
+            max_thinking=config.max_thinking,
+            sampling=SamplingDefaults.load(folder),
+            release=ModelConfig.load(folder).release,
+        ),
         isolates=config.isolate_by_key,
         logs_texts=config.log_texts,
         is_lenient=config.lenient,

@@ -43,7 +43,8 @@ class Ticket:
         self._engine, self._ids, self.ready = engine, ids, ready
         self._deadline = now + engine.request_seconds
         self._queue_deadline = now + engine.queue_seconds
-        self._has_started = self.is_submitted = False
+        self.client_id: str | None = None  # the request's, where its client gave one
+        self.has_started = self.is_submitted = False
         self._open = set(ids)
         self._unanswered = set(ids)
         self._deltas: list[tuple[int, Delta]] = []
@@ -80,7 +81,7 @@ class Ticket:
 
     async def started(self) -> None:
         """Until the engine has taken all sequences and begun with one; raises why it has not."""
-        while (self._unanswered or not self._has_started) and self._error is None:
+        while (self._unanswered or not self.has_started) and self._error is None:
             await self._wait()
         if self._error is not None:
             raise self._error
@@ -114,7 +115,7 @@ class Ticket:
     async def _wait(self, until: float = math.inf) -> float:
         """Until something has changed, or that time has come; -> the time."""
         loop = asyncio.get_running_loop()
-        deadline = self._deadline if self._has_started else min(self._deadline, self._queue_deadline)
+        deadline = self._deadline if self.has_started else min(self._deadline, self._queue_deadline)
         self._ring_at(min(deadline, until), loop)
         self._waiter = loop.create_future()
         await self._waiter
@@ -173,8 +174,8 @@ class Ticket:
         self._wake()
 
     def take_start(self) -> None:
-        if not self._has_started:
-            self._has_started, self.began = True, time.monotonic()
+        if not self.has_started:
+            self.has_started, self.began = True, time.monotonic()
         self._wake()
 
     def note_progress(self, progress: wire.Progress) -> None:

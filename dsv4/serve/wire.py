@@ -58,6 +58,8 @@ class Status:
     num_pages: int = 0
     kept_pages: int = 0
     pauses: int = 0
+    expert_hits: int = 0
+    expert_misses: int = 0
     drafts: Counts = field(default_factory=Counts)
 
 

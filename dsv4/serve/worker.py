@@ -102,6 +102,8 @@ class Worker:
             num_pages=pages.num_pages,
             kept_pages=pages.num_idle,
             pauses=scheduler.num_pauses,
+            expert_hits=self.engine.runner.executor.expert_hits,
+            expert_misses=self.engine.runner.executor.expert_misses,
             drafts=self.engine.counts,
         )
 

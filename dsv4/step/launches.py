@@ -1,40 +1,19 @@
 """What a decode step computes: a list of launches over named buffers, for one token of every sequence.
 
-The model of dsv4/spec, cut where a GPU wants it cut: what reads the same input is one launch, and nothing
-depends on the host. Token, position and slot of a row live on the device; position -1 marks an unused row.
-How launches overlap is in schedule.py, how they are run in run.py.
+A layer's launches are in layers.py, how they are run in run.py.
 """
 
-from dataclasses import replace
-from functools import partial
-from typing import Any
-
-import torch
 from torch import Tensor
 
-from dsv4.cache.store import Cache, LayerCache, Tail
-from dsv4.config import LayerSpec
-from dsv4.gpu.pdl import Launch, Launcher, Names, check, tensors_of
+from dsv4.cache.store import Cache
+from dsv4.gpu.pdl import Names, check, tensors_of
 from dsv4.model.bundle import Bundle
-from dsv4.model.mhc import wide_scale
 from dsv4.model.model import Model
-from dsv4.model.params import own_experts
-from dsv4.model.rope import Rope
-from dsv4.ops.attention import decode as attention
-from dsv4.ops.attention import decode_any
-from dsv4.ops.attention.prepare import Pooling, prepare, queries
 from dsv4.ops.exchange import decode as exchange
 from dsv4.ops.experts.placement import Placement
-from dsv4.ops.index import decode as index
-from dsv4.ops.index import decode_select as selecting
-from dsv4.ops.linear.decode import MatVec, Mixing, Product, Tasks, fits_beside
-from dsv4.ops.mhc import decode as mhc
-from dsv4.ops.route import decode as routing
-from dsv4.ops.rows import quantize
 from dsv4.ops.sample import decode as sample
-from dsv4.quant.formats import QuantTensor
 from dsv4.step.buffers import Buffers
-from dsv4.step.schedule import SCHEDULE
+from dsv4.step.layers import Layers
 
 
 def _names(f: Buffers, cache: Cache, placement: Placement | None) -> Names:
@@ -51,7 +30,7 @@ def _names(f: Buffers, cache: Cache, placement: Placement | None) -> Names:
     return names
 
 
-class Launches:
+class Launches(Layers):
     """The launches of one step for a fixed number of rows, in order."""
 
     def __init__(
@@ -66,25 +45,19 @@ class Launches:
         peers: exchange.Peers | None,
         overlap: bool,
         sums: bool,
+        goes_on: bool,
     ) -> None:
         """The arguments are those of run.py's Decoder."""
         c, f = b.config, buffers
-        self.peers, self.exchanges = peers, 0
-        self.b, self.config, self.cache, self.model, self.buffers = b, c, cache, model, buffers
-        self.dtype, self.overlap = b.numerics.dtype, overlap
-        # Of the routed experts those that this rank has, if it has some of them whole.
-        self.own = own_experts(c, b.mesh.rank, b.mesh.size) if b.mesh.whole_experts else None
-        self.list: list[Launch] = []
-        self.layer = ""
-        self.names = _names(f, cache, b.weights.placement)
-        state = self.names.known
+        super().__init__(b, model, cache, f, _names(f, cache, b.weights.placement), peers, overlap)
+        self.between = state = self.names.known
         if peers is not None:
             self.names.add("inbox", peers.inbox)
         mixed: Tensor | None = None
         for number, (spec, layer) in enumerate(zip(c.layers, cache.layers, strict=False)):
             self.layer = name = f"layers.{number}"
             rope = model.blocks[number].attention.rope
-            mixing = self._site(f"{name}.hc_attn", f"{name}.attn_norm", mixed)
+            mixing = self._site(f"{name}.hc_attn", f"{name}.attn_norm", mixed, mean=self._tap(number))
             self._attention(f"{name}.attn", spec, layer, rope, mixing)
             mixing = self._site(f"{name}.hc_ffn", f"{name}.ffn_norm", f.y)
             last = number == c.num_layers - 1
@@ -92,19 +65,16 @@ class Launches:
             self._moe(f"{name}.ffn", spec, mixing, next_fn, None if counts is None else counts[number])
             mixed = f.moe
         self.layer = ""
-        self._site("hc_head", "norm", mixed)
-        share = f.own_logits if sums else f.logits[:, : f.own_logits.shape[1]]
-        self._product("head", [Product(b.tiled("head"), f.x, share, y_stride=share.stride(0))])
-        if peers is not None:
-            self._exchange("gather", exchange.gather, share=f.own_logits, logits=f.logits)
-        self._add(
+        self._site("hc_head", "norm", mixed, mean=self._tap(c.num_layers))
+        self._head(b.tiled("head"), sums)
+        self.add(
             "sample",
             sample.sample,
             logits=f.logits,
             settings=f.settings,
             mask=f.mask,
             out=f.out,
-            next_ids=f.ids,
+            next_ids=f.ids if goes_on else None,
             positions=f.positions,
             slots=f.slots,
             latest=latest,
@@ -112,319 +82,11 @@ class Launches:
         )
         check(self.list, between=state)
 
-    def _add(self, name: str, launcher: Launcher[...], **arguments: Any) -> None:
-        run = partial(launcher, **arguments, overlap=self.overlap)
-        claims = None if launcher.means is None else partial(launcher.means, **arguments)
-        self.list.append(self.names.launch(name, run, launcher.touches(arguments), self.layer, claims))
-
-    def _exchange(self, name: str, launcher: Launcher[...], **arguments: Any) -> None:
-        """With the other ranks, where there are some."""
-        self._add(name, launcher, peers=self.peers, number=self.exchanges, **arguments)
-        self.exchanges += 1
-
-    def _product(
-        self,
-        name: str,
-        products: list[Product],
-        tasks: Tasks | None = None,
-        mixing: Mixing | None = None,
-        next_fn: Tensor | None = None,
-        clears: Tensor | None = None,
-        row: str = "",
-    ) -> None:
-        """`mixing` and `next_fn`, the next site's, are for the launches of which the schedule says so; `row`:
-        of the schedule, if it is not called as the launch."""
-        how = SCHEDULE[row or name]
-        assert (mixing is None or how.mixes) and (next_fn is None or how.prefetches), name
-        planned = MatVec(
-            products=products,
-            rows=self.buffers.rows,
-            tasks=tasks,
-            limit=self.config.swiglu_limit,
-            prefetch=next_fn,
-            mixing=mixing,
-            clears=clears,
-            carry=self.buffers.carry,
-            triggers_late=how.triggers_late,
-            early_stages=how.early_stages,
-            paced=how.paced,
-            spread=how.spread,
-            beside=how.beside,
-            overlap=self.overlap,
-        )
-        launch = self.names.launch(name, planned.launch, planned.touches, self.layer, planned.claims)
-        self.list.append(launch)
-
-    def _input(self, weight: str, plain: Tensor, rounded: Tensor | None) -> Tensor:
-        """What the product with this weight reads, of an input that is kept in both forms."""
-        if self.b.activations_of(weight) == "a16":
-            return plain
-        assert rounded is not None
-        return rounded
-
-    def _rounding(
-        self, weights: list[str], products: list[Product], together: Tensor | None
-    ) -> list[Product]:
-        """Products with these weights, which round what they read, if they are quantised: a single row on the
-        way, several by one launch before, in place. `together`: all that they read, if it is one tensor."""
-        how = [self.b.activations_of(weight) for weight in weights]
-        if self.buffers.rows == 1 and all(product.can_round for product in products):
-            return [replace(p, activations=a) for p, a in zip(products, how, strict=True)]
-        rounded = [p.x for p, a in zip(products, how, strict=True) if a != "a16"]
-        is_one = together is not None and len(rounded) == len(products)
-        for x in [together] if is_one else rounded:
-            activations = self.b.numerics.activations
-            self._add("round", quantize.round_values, x=x, out=x, activations=activations)
-        return products
-
-    def _site(self, name: str, norm: str, y: Tensor | None) -> Mixing | None:
-        """The last site's output goes into the streams; they give the next input, normalised.
-
-        How they mix with its output is finished by a later launch; None at the head, which has none.
-        """
-        b, f, c = self.b, self.buffers, self.config
-        fn, base, weight = b.plain(f"{name}_fn"), b.plain(f"{name}_base"), b.plain(norm)
-        gate, comb = (None, None) if fn.shape[0] == c.num_streams else (f.gate, f.comb)
-        self._open(fn, y)
-        self._add(
-            "mhc close",
-            mhc.mix_close,
-            partial=f.partial,
-            base=base,
-            scale=wide_scale(b.plain(f"{name}_scale"), c.num_streams),
-            streams=f.streams,
-            weight=weight,
-            x=f.x,
-            gate=gate,
-            comb=comb,
-            norm_eps=c.norm_eps,
-            hc_eps=c.hc_eps,
-            x_in=f.x_in if gate is not None else None,  # the head's input is never rounded
-            activations=b.numerics.activations if gate is not None else "a16",
-        )
-        return Mixing(f.comb, c.sinkhorn_iters, c.hc_eps) if gate is not None else None
-
-    def _open(self, fn: Tensor, y: Tensor | None) -> None:
-        """The last output into the streams (on several ranks the sum of theirs), or the step's tokens; then
-        the product with fn."""
-        f = self.buffers
-        into = {"streams": f.streams, "fn": fn, "partial": f.partial}
-        if y is None:
-            table = self.model.embedding.data
-            self._exchange("mhc open", mhc.embed_open, ids=f.ids, table=table, **into)
-        else:
-            by = {"chosen": f.chosen, "own": self.own} if y is f.moe and self.own is not None else {}
-            self._exchange("mhc open", mhc.mix_open, y=y, gate=f.gate, comb=f.comb, **into, **by)
-
-    def _attention(
-        self, name: str, spec: LayerSpec, layer: LayerCache, rope: Rope, mixing: Mixing | None
-    ) -> None:
-        b, f, c, cache = self.b, self.buffers, self.config, self.cache
-        products = [
-            Product(b.tiled(weight), self._input(weight, f.x, f.x_in), y)
-            for weight, y in ((f"{name}.wq_a", f.q_raw), (f"{name}.wkv", f.kv))
-        ]
-        entry_pool = key_pool = None
-        if layer.entries is not None and layer.tail is not None:
-            entry_pool = self._pooling(
-                name=f"{name}.compressor",
-                tail=layer.tail,
-                values=f.values,
-                scores=f.scores,
-                out=layer.entries,
-                products=products,
-            )
-        if layer.keys is not None and layer.key_tail is not None:
-            key_pool = self._pooling(
-                name=f"{name}.indexer.compressor",
-                tail=layer.key_tail,
-                values=f.key_values,
-                scores=f.key_scores,
-                out=layer.keys,
-                products=products,
-            )
-        selects = spec.kind == "csa" and f.selects
-        if selects:
-            products.append(Product(b.tiled(f"{name}.indexer.weights_proj"), f.x, f.index_weights))
-        self._product("projections", products)
-        self._add(
-            "prepare",
-            prepare,
-            q_low=f.q_raw,
-            q_norm=b.plain(f"{name}.q_norm"),
-            q_low_out=f.q_low,
-            kv=f.kv,
-            kv_norm=b.plain(f"{name}.kv_norm"),
-            ring=layer.ring,
-            ring_rows=layer.ring_rows,
-            cos=rope.cos,
-            sin=rope.sin,
-            slots=f.slots,
-            positions=f.positions,
-            eps=c.norm_eps,
-            page_table=cache.page_table,
-            page_entries=layer.page_entries,
-            ratio=spec.ratio,
-            entries=entry_pool,
-            keys=key_pool,
-            q_in=f.q_in,
-            activations=b.numerics.activations,
-        )
-        wanted = [(f"{name}.wq_b", f.q)] + [(f"{name}.indexer.wq_b", f.iq)] * selects
-        products = [Product(b.tiled(w), self._input(w, f.q_low, f.q_in), y) for w, y in wanted]
-        wo_a, wo_b = b.tiled(f"{name}.wo_a"), b.tiled(f"{name}.wo_b")
-        u_top = f.u_top if f.rows == 1 and self.dtype == torch.bfloat16 else None
-        self._product("queries up", products, mixing=mixing, clears=u_top)
-        if selects or not f.attends_in_one:
-            self._add(
-                "queries",
-                queries,
-                q=None if f.attends_in_one else f.q,
-                iq=f.iq if selects else None,
-                cos=rope.cos,
-                sin=rope.sin,
-                positions=f.positions,
-                eps=c.norm_eps,
-            )
-        if selects:
-            self._select(spec, layer)
-        self._attend(name, spec, layer, rope, selects)
-        group, rank, groups = c.heads_per_group * c.head_dim, c.o_rank, c.o_groups // b.mesh.size
-        into = [
-            Product(
-                weight=wo_a.rows(g * rank, (g + 1) * rank),
-                x=f.o[:, g * group :],
-                y=f.u[:, g * rank :],
-                x_stride=groups * group,
-                y_stride=groups * rank,
-                y_top=u_top,
-            )
-            for g in range(groups)
-        ]
-        y, parts = f.y.transpose(0, 1), f.y.shape[1]
-        out = Product(
-            weight=wo_b,
-            x=f.u,
-            y=y if parts > 1 else y[0],
-            y_stride=parts * c.hidden_size,
-            splits=parts,
-            x_top=u_top,
-        )
-        # Where wo_b's blocks cannot be resident beside wo_a's, weights that come early would only delay x.
-        beside = ", beside" if f.rows == 1 and fits_beside(out, into) else ""
-        self._product("output a", into, row=f"output a{beside}")
-        next_fn = b.plain(name.replace(".attn", ".hc_ffn_fn"))
-        rounded = self._rounding([f"{name}.wo_b"], [out], f.u)
-        self._product("output b", rounded, next_fn=next_fn, row=f"output b{beside}")
-
-    def _pooling(
-        self,
-        name: str,
-        tail: Tail,
-        values: Tensor,
-        scores: Tensor,
-        out: QuantTensor,
-        products: list[Product],
-    ) -> Pooling:
-        """A compressor: its products join the list, the rest happens in `prepare`."""
-        b, f, width = self.b, self.buffers, tail.values.shape[2]
-        values = values.flatten()[: f.rows * width].view(f.rows, width)
-        scores = scores.flatten()[: f.rows * width].view(f.rows, width)
-        products.append(Product(b.tiled(f"{name}.wkv"), f.x, values))
-        products.append(Product(b.tiled(f"{name}.wgate"), f.x, scores))
-        return Pooling(
-            values=values,
-            scores=scores,
-            ape=b.plain(f"{name}.ape"),
-            tail_values=tail.values,
-            tail_scores=tail.scores,
-            norm=b.plain(f"{name}.norm"),
-            out=out,
-        )
-
-    def _select(self, spec: LayerSpec, layer: LayerCache) -> None:
-        f, c, cache, keys = self.buffers, self.config, self.cache, layer.keys
-        assert keys is not None
-        visible = {
-            "page_table": cache.page_table,
-            "slots": f.slots,
-            "positions": f.positions,
-            "ratio": spec.ratio,
-            "page_entries": layer.page_entries,
-        }
-        self._add(
-            "index scores",
-            index.scores,
-            iq=f.iq,
-            weights=f.index_weights,
-            keys=keys,
-            factor=c.index_factor,
-            out=f.index_scores,
-            **visible,
-        )
-        self._add("index select", selecting.select_rows, scores=f.index_scores, out=f.chosen_rows, **visible)
-
-    def _attend(self, name: str, spec: LayerSpec, layer: LayerCache, rope: Rope, selects: bool) -> None:
-        f, c, cache = self.buffers, self.config, self.cache
-        over = {
-            "q": f.q,
-            "ring": layer.ring,
-            "ring_rows": layer.ring_rows,
-            "window": c.window,
-            "entries": layer.entries,
-            "rows": f.chosen_rows if selects else None,
-            "page_table": cache.page_table,
-            "page_entries": layer.page_entries,
-            "ratio": spec.ratio,
-            "slots": f.slots,
-            "positions": f.positions,
-        }
-        after = {"sinks": self.b.plain(f"{name}.attn_sink"), "cos": rope.cos, "sin": rope.sin, "out": f.o}
-        if f.attends_in_one:
-            self._add(f"attend {spec.kind}", attention.attend, eps=c.norm_eps, **over, **after)
-            return
-        places = cache.layout.max_context // spec.ratio if spec.ratio else 0
-        part_o, part_ml = f.chunks(self.dtype, c.window, c.index_topk if selects else places)
-        parts = {"part_o": part_o, "part_ml": part_ml}
-        self._add(f"attend {spec.kind}", decode_any.attend, **over, **parts)
-        self._add("combine", decode_any.combine, positions=f.positions, **parts, **after)
-
-    def _moe(
-        self, name: str, spec: LayerSpec, mixing: Mixing | None, next_fn: Tensor, counts: Tensor | None
-    ) -> None:
-        b, f, c = self.b, self.buffers, self.config
-        bank, shared = b.bank(f"{name}.experts"), b.bank(f"{name}.shared_experts")
-        assert bank is not None and shared is not None
-        # Experts of a layer are stored alike (moe.py).
-        routed_w1, shared_w1 = f"{name}.experts.0.w1", f"{name}.shared_experts.w1"
-        self._product(
-            "gate, shared up",
-            [
-                Product(b.tiled(f"{name}.gate"), f.x, f.gate_logits),
-                Product(shared.w13, self._input(shared_w1, f.x, f.x_in), f.shared_hidden),
-            ],
-        )
-        self._add(
-            "route",
-            routing.route,
-            logits=f.gate_logits,
-            bias=None if spec.hash_routed else b.plain(f"{name}.gate.bias"),
-            table=b.plain(f"{name}.gate.tid2eid") if spec.hash_routed else None,
-            ids=f.ids,
-            scale=c.route_scale,
-            is_float=self.dtype == torch.float32,
-            chosen=f.chosen,
-            tasks=f.tasks,
-            positions=f.positions,
-            counts=counts,
-            own=self.own,
-        )
-        x = self._input(routed_w1, f.x, f.x_in)
-        self._product("experts up", [Product(bank.w13, x, f.hidden, "up")], f.tasks, mixing=mixing)
-        last = f.moe[:, c.experts_per_token :]
-        down = [
-            Product(bank.w2, f.hidden, f.moe, "down"),
-            Product(shared.w2, f.shared_hidden, last, y_stride=f.moe.stride(0)),
-        ]
-        rounded = self._rounding([routed_w1, shared_w1], down, f.all_hidden)
-        self._product("experts down", rounded, f.tasks, next_fn=next_fn)
+    def _tap(self, site: int) -> Tensor | None:
+        """Where the streams' mean goes that a layer's first site finds, or the head: those after the layer
+        before."""
+        taps = self.buffers.taps
+        if taps is None or self.config.dspark is None or site - 1 not in self.config.dspark.target_layers:
+            return None
+        d, place = self.config.hidden_size, self.config.dspark.target_layers.index(site - 1)
+        return taps[:, place * d : (place + 1) * d]

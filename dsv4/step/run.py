@@ -1,6 +1,6 @@
 """Runs a decode step: as a CUDA graph, launch by launch, or in torch by what each launch means."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,15 @@ class Mismatch:
         return f"launch {self.number}, {self.launch.name!r}{layer}: {self.difference}"
 
 
+@torch.inference_mode()
+def check(launches: Sequence[Launch]) -> Iterator[tuple[Launch, Mismatch | None]]:
+    """Run them one by one, each held against its meaning on the same inputs."""
+    for number, launch in enumerate(launches):
+        assert launch.claims is not None, f"{launch.name} has no meaning"
+        found = run_and_check(launch.run, launch.claims())
+        yield launch, Mismatch(number, launch, found[0]) if found else None
+
+
 class Decoder:
     """One step for a fixed number of rows: its buffers, its launches, and three ways to run them."""
 
@@ -46,13 +55,17 @@ class Decoder:
         counts: Tensor | None = None,
         peers: Peers | None = None,
         sums: bool = True,
+        taps: bool = False,
+        goes_on: bool = True,
     ) -> None:
         """`latest` [slots]: where the last choice of every slot is kept, for all decoders of an engine.
         `penalties` [slots, HISTORY + max_context]: of every slot, likewise.
         `counts` int32 [layers, experts]: grow by every expert that a row chooses, likewise.
         `overlap`: launches with PDL, checked to give what serial ones give.
         `peers`: the other ranks, where there are some; all decoders of an engine share them.
-        `sums`: False leaves the all-reduces of a rank out, to time the rest; its logits mean nothing."""
+        `sums`: False leaves the all-reduces of a rank out, to time the rest; its logits mean nothing.
+        `taps`: the step leaves what DSpark sees of it.
+        `goes_on`: a row's choice is its next input; False: whoever accepts it says so (round.py)."""
         size = 1 if peers is None else peers.size
         assert size == (b.mesh.size if sums else 1), f"{b.mesh.name}, {peers}"
         self.bundle, self.model, self.cache = b, model, cache
@@ -66,6 +79,7 @@ class Decoder:
             activations=b.numerics.activations,
             ranks=b.mesh.size,
             whole_experts=b.mesh.whole_experts,
+            taps=taps,
         )
         built = Launches(
             b=b,
@@ -78,8 +92,9 @@ class Decoder:
             peers=peers,
             overlap=overlap,
             sums=sums,
+            goes_on=goes_on,
         )
-        self.launches, self.names = built.list, built.names
+        self.launches, self.names, self.between = built.list, built.names, built.between
         self.graphs: dict[bool, torch.cuda.CUDAGraph] = {}  # with and without the choice of tokens
 
     def load(
@@ -131,11 +146,3 @@ class Decoder:
         for launch in self.launches:
             assert launch.claims is not None, f"{launch.name} has no meaning"
             compute(launch.claims())
-
-    @torch.inference_mode()
-    def check(self) -> Iterator[tuple[Launch, Mismatch | None]]:
-        """Run the step launch by launch, each held against its meaning on the same inputs."""
-        for number, launch in enumerate(self.launches):
-            assert launch.claims is not None, f"{launch.name} has no meaning"
-            found = run_and_check(launch.run, launch.claims())
-            yield launch, Mismatch(number, launch, found[0]) if found else None

@@ -47,4 +47,7 @@ SCHEDULE = {
     # Half of the weights before the input, as for "output b".
     "experts down": Overlap(early_stages=1, prefetches=True),
     "head": Overlap(),
+    # A drafter's: of the taps, and of all its stages' context. Not measured.
+    "taps": Overlap(),
+    "context": Overlap(),
 }

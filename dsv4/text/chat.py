@@ -57,7 +57,12 @@ _TOOLS_TAIL = """
 
 You MUST strictly follow the above defined tool name and parameter schemas to invoke tool calls.
 """
-_RESPONSE_FORMAT_HEAD = "## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n"
+_FORMAT_TITLE = "## Response Format:\n\n"
+_SCHEMA_HEAD = _FORMAT_TITLE + "You MUST strictly adhere to the following schema to reply:\n"
+# DeepSeek's own words of the 0731 era for an answer that may be any object.
+_ANY_OBJECT = {"type": "object"}
+_JSON_HEAD = "You are a helpful assistant designed to output JSON.\n"
+_OBJECT_ONLY = f"{_JSON_HEAD}{_FORMAT_TITLE}Reply with JSON object ONLY."
 _THOROUGH = (
     "Reasoning Effort: Absolute maximum with no shortcuts permitted.\n"
     "You MUST be very thorough in your thinking and comprehensively decompose the problem to resolve the "
@@ -76,7 +81,7 @@ _EXHAUSTIVE = (
 )
 EFFORT_PREFIX: dict[str, dict[str | None, str]] = {
     "april": {None: "", "high": "", "max": _THOROUGH},
-    "0731": {None: "", "low": "", "high": _THOROUGH, "max": _EXHAUSTIVE},
+    "0731": {None: _THOROUGH, "low": "", "high": _THOROUGH, "max": _EXHAUSTIVE},
 }
 
 _MARKS = re.compile(f"({re.escape(THINK)}|{re.escape(END_THINK)}|{re.escape(DSML)})")
@@ -118,6 +123,7 @@ def encode(
 
     `tools` and `response_format` of the request join the first system message, or a new empty one in front.
     `drop_thinking` leaves out the reasoning before the last user turn, unless any tools are declared.
+    The releases of 31 July and 13 August 2026 have rules of their own, `release` "0731".
     """
     if release not in EFFORT_PREFIX:
         raise TextError(f"release {release!r} is unknown; use one of {', '.join(EFFORT_PREFIX)}")
@@ -127,7 +133,8 @@ def encode(
         raise TextError(
             f"reasoning_effort {reasoning_effort!r} is unknown to the {release} models; use one of {known}"
         )
-    turns = read_turns(messages, allow_developer)
+    is_new = release == "0731"
+    turns = read_turns(messages, allow_developer, systems_first=is_new)
     turns = _with_request_options(
         turns, read_tools(tools, "tools"), read_format(response_format, "response_format")
     )
@@ -146,23 +153,35 @@ def encode(
         following = turns[index + 1].role if index + 1 < len(turns) else None
         if turn.role == "assistant":
             after_task = index > 0 and turns[index - 1].task is not None
-            if thinking and not after_task and (not drop or index > last_user):
+            is_kept = not drop or (not turn.ends_turn if is_new else index > last_user)
+            if is_new and not after_task:
+                _open_answer(out, thinking and is_kept)
+            if thinking and is_kept and not after_task:
                 out.text(turn.reasoning)
-                out.special(END_THINK)
-            _write_answer(out, turn)
+                if turn.content or turn.ends_turn or not is_new:  # else the thought goes on
+                    out.special(END_THINK)
+            _write_answer(out, turn, is_new)
         else:
-            _write_input(out, turn)
-        if following in (None, "assistant", "latest_reminder"):
-            opens = turn.role in ("user", "developer")
-            if release == "0731" and turn.role == "system":
-                opens = following != "latest_reminder"
-            _write_transition(out, turn, opens, thinking, thinking and (not drop or index >= last_user))
+            _write_input(out, turn, is_new)
+        if turn.task is not None and following in (None, "assistant", "latest_reminder"):
+            _write_task(out, turn.task, thinking)
+        elif is_new:
+            if following is None and turn.ends_turn:
+                _open_answer(out, thinking)
+        elif following in (None, "assistant", "latest_reminder") and turn.role in ("user", "developer"):
+            _open_answer(out, thinking and (not drop or index >= last_user))
     return out.segments
 
 
 def render(messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
     """The prompt of `encode` as one string, for people to read: text and special tokens look alike in it."""
     return join(encode(messages, **options))
+
+
+def opens_thought(prompt: Sequence[Segment]) -> bool:
+    """Whether the answer to a prompt begins, or goes on, with a thought."""
+    marks = [segment for segment in prompt if segment in (Special(THINK), Special(END_THINK))]
+    return bool(marks) and marks[-1] == Special(THINK)
 
 
 def join(segments: Sequence[Segment]) -> str:
@@ -216,7 +235,7 @@ def _last_user(turns: list[Turn]) -> int:
     return max((i for i, turn in enumerate(turns) if turn.role in ("user", "developer")), default=-1)
 
 
-def _write_input(out: _Writer, turn: Turn) -> None:
+def _write_input(out: _Writer, turn: Turn, is_new: bool) -> None:
     if turn.role == "latest_reminder":
         out.special(LATEST_REMINDER)
     elif turn.role != "system":
@@ -226,27 +245,35 @@ def _write_input(out: _Writer, turn: Turn) -> None:
     if turn.tools:
         out.text("\n\n")
         out.markup(_TOOLS_HEAD)
-        out.text("\n".join(to_json(tool["function"]) for tool in turn.tools))
+        out.text("\n".join(to_json(_shown(tool["function"], is_new)) for tool in turn.tools))
         out.markup(_TOOLS_TAIL)
-    if turn.response_format:
-        out.text("\n\n" + _RESPONSE_FORMAT_HEAD + to_json(turn.response_format))
+    if is_new and turn.response_format == _ANY_OBJECT:
+        out.text("\n\n" + _OBJECT_ONLY)
+    elif turn.response_format:
+        out.text("\n\n" + _SCHEMA_HEAD + to_json(turn.response_format))
 
 
-def _write_answer(out: _Writer, turn: Turn) -> None:
+def _shown(function: Mapping[str, Any], is_new: bool) -> Mapping[str, Any]:
+    """A function as the model sees it: as it was given, or its three fields in their order."""
+    fields: dict[str, Any] = {"name": None, "description": "", "parameters": {}}
+    return {name: function.get(name, usual) for name, usual in fields.items()} if is_new else function
+
+
+def _write_answer(out: _Writer, turn: Turn, is_new: bool) -> None:
     out.text(turn.content)
     if turn.calls:
         out.markup("\n\n<｜DSML｜tool_calls>\n")
         for position, call in enumerate(turn.calls):
             out.text("\n" if position else "")
-            _write_call(out, call)
+            _write_call(out, call, is_new)
         out.markup("\n</｜DSML｜tool_calls>")
     if turn.ends_turn:
         out.special(EOS)
 
 
-def _write_call(out: _Writer, call: Call) -> None:
+def _write_call(out: _Writer, call: Call, is_new: bool) -> None:
     out.markup("<｜DSML｜invoke name=")
-    out.text(f'"{call.name}">\n')
+    out.text(f'"{call.name}">' if is_new and not call.parameters else f'"{call.name}">\n')
     for position, (key, value) in enumerate(call.parameters.items()):
         is_string = isinstance(value, str)
         out.text("\n" if position else "")
@@ -258,13 +285,12 @@ def _write_call(out: _Writer, call: Call) -> None:
     out.markup("\n</｜DSML｜invoke>")
 
 
-def _write_transition(out: _Writer, turn: Turn, opens: bool, thinking: bool, turn_thinks: bool) -> None:
-    if turn.task == "action":
-        out.special(ASSISTANT)
-        out.special(THINK if thinking else END_THINK)
-        out.special("<｜action｜>")
-    elif turn.task is not None:
-        out.special(f"<｜{turn.task}｜>")
-    elif opens:
-        out.special(ASSISTANT)
-        out.special(THINK if turn_thinks else END_THINK)
+def _open_answer(out: _Writer, thinks: bool) -> None:
+    out.special(ASSISTANT)
+    out.special(THINK if thinks else END_THINK)
+
+
+def _write_task(out: _Writer, task: str, thinking: bool) -> None:
+    if task == "action":
+        _open_answer(out, thinking)
+    out.special(f"<｜{task}｜>")

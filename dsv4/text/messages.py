@@ -50,13 +50,21 @@ class Turn:
     ends_turn: bool = True
 
 
-def read_turns(messages: Sequence[Mapping[str, Any]], allow_developer: bool) -> list[Turn]:
-    """Checked messages, with neighbouring user texts and tool results made into one user turn."""
+def read_turns(
+    messages: Sequence[Mapping[str, Any]], allow_developer: bool, systems_first: bool = False
+) -> list[Turn]:
+    """Checked messages, with neighbouring user texts and tool results made into one user turn.
+
+    `systems_first`: system messages are one turn, in front.
+    """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise TextError("the conversation is empty or not a list; expected at least one message")
+    checked = [_checked(raw, f"message {index}", allow_developer) for index, raw in enumerate(messages)]
+    if systems_first:
+        systems = [turn for turn in checked if turn.role == "system"]
+        checked = [*_joined_systems(systems), *(turn for turn in checked if turn.role != "system")]
     turns: list[Turn] = []
-    for index, raw in enumerate(messages):
-        turn = _checked(raw, f"message {index}", allow_developer)
+    for turn in checked:
         # A task closes its message for further text; a result joins it all the same.
         if (
             turns
@@ -69,6 +77,17 @@ def read_turns(messages: Sequence[Mapping[str, Any]], allow_developer: bool) -> 
     return turns
 
 
+def _joined_systems(turns: list[Turn]) -> list[Turn]:
+    if not turns:
+        return []
+    formats = [turn.response_format for turn in turns if turn.response_format]
+    if len(formats) > 1:
+        raise TextError("response_format is given by several system messages; give it once")
+    content = "\n\n".join(turn.content for turn in turns if turn.content)
+    tools = tuple(tool for turn in turns for tool in turn.tools)
+    return [Turn("system", content, tools=tools, response_format=formats[0] if formats else None)]
+
+
 def to_json(value: Any) -> str:
     """JSON as the model was shown it: spaces after `,` and `:`, non-ASCII kept, keys in their order."""
     return json.dumps(value, ensure_ascii=False)
@@ -78,6 +97,7 @@ def _parameters(text: str) -> dict[str, Any]:
     """The parameters of a call; what is not a JSON object is one parameter holding the text as it came."""
     try:
         value = json.loads(text)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # no lone surrogate, no infinity
     except (ValueError, RecursionError):
         return {"arguments": text}
     return value if isinstance(value, dict) else {"arguments": text}
@@ -144,8 +164,6 @@ def _calls(raw: Any, where: str) -> tuple[Call, ...]:
         _known(function, {"name", "arguments"}, f"{at}.function")
         name = _string(function.get("name"), f"{at}.function.name")
         parameters = _parameters(_string(function.get("arguments"), f"{at}.function.arguments"))
-        # Escapes such as \ud800 turn into lone surrogates only once the JSON is read.
-        _check_json(parameters, f"{at}.function.arguments")
         calls.append(Call(_optional_string(call, "id", at), name, parameters))
     return tuple(calls)
 

@@ -155,12 +155,15 @@ class OutputParser:
         return self._push(CODES[name]) if name in CODES else self.push_text(name)
 
     def push_id(self, id: int) -> list[Delta]:
-        """A token of the model's vocabulary; needs the parser to have a tokenizer."""
+        """A token of the model's vocabulary; U+FFFD for a row of it that the tokenizer does not have."""
         if self._tokenizer is None or self._utf8 is None:
             raise TextError("this parser has no tokenizer; construct it with one to push ids")
         name = self._tokenizer.special_texts.get(id)
         if name is None:
-            return self.push_text(self._utf8.push(id))
+            try:
+                return self.push_text(self._utf8.push(id))
+            except TextError:
+                return self.push_text("\ufffd")
         return self.push_text(self._utf8.finish()) + self.push_special(name)
 
     def finish(self, reason: str = "stop") -> tuple[list[Delta], str]:
@@ -462,34 +465,6 @@ def parse(
             deltas += parser.push_id(id)
     last, finish_reason = parser.finish(reason)
     return collect([*deltas, *last], finish_reason, parser.problems, parser.dropped)
-
-
-class StopStrings:
-    """Cuts a text before the stop string that is complete first (the longest, if several end together).
-
-    With `includes`, behind it.
-    """
-
-    def __init__(self, stops: tuple[str, ...], includes: bool = False) -> None:
-        if not all(stops):
-            raise TextError("a stop string is empty; expected at least one character")
-        self._stops, self._includes, self._held = stops, includes, ""
-        self.found: str | None = None  # the stop string that was met
-
-    def push(self, text: str) -> tuple[str, bool]:
-        """Text that is safe to give out, and whether a stop string was met; after that there is no more."""
-        if self.found is not None:
-            return "", True
-        text = self._held + text
-        matches = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        end, safe, self.found = min(matches, default=(0, len(text) - overlap(text, self._stops), None))
-        self._held = "" if matches else text[safe:]
-        return text[: end if matches and self._includes else safe], bool(matches)
-
-    def finish(self) -> str:
-        """What was held back, now that nothing follows."""
-        text, self._held = self._held, ""
-        return text
 
 
 def _declared(tool: Mapping[str, Any]) -> tuple[str, frozenset[str]]:

@@ -30,7 +30,7 @@ def held_bytes(source: Source, dense: bool) -> int:
 
 def tiled_source_bytes(source: Source) -> int:
     shape, kind = source.param.shape, source.param.kind
-    if kind in ("plain", "table") or source.param.is_embedding:
+    if kind in ("plain", "table") or source.param.stays_in_rows:
         return held_bytes(source, dense=False)
     return tile_bytes(tiled_format(source), (shape[0], shape[1]))
 

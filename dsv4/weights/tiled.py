@@ -101,7 +101,7 @@ class _Tiler:
         """Some rows of it, as they come."""
         rows, span = _shape(source), slice(stack.first, stack.first + len(stack.data))
         self._findings.check(stack, [source])
-        if source.param.is_embedding:
+        if source.param.stays_in_rows:
             assert stack.format is not None
             if name not in self._tensors:
                 self._tensors[name] = QuantTensor(stack.format, stack.data.new_empty(rows), rows)

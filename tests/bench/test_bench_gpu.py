@@ -12,11 +12,15 @@ pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
 
 
-def last(name: str, *arguments: str) -> dict[str, Any]:
+def lines(name: str, *arguments: str) -> list[str]:
     command = [sys.executable, "-m", f"bench.{name}", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return done.stdout.strip().splitlines()
+
+
+def last(name: str, *arguments: str) -> dict[str, Any]:
+    return json.loads(lines(name, *arguments)[-1])
 
 
 def test_ops() -> None:
@@ -44,3 +48,9 @@ def test_spilled() -> None:
 
 def test_sweep() -> None:
     assert last("sweep", "tiny", "--steps", "8", "--context", "600")["over_batch"]
+
+
+def test_drafts() -> None:
+    found = lines("draft", "tiny", "--sequences", "1", "2", "--context", "600", "--rounds", "8")
+    assert [line.split()[0] for line in found] == ["sequences", "1", "2"]
+    assert all(float(time) > 0 for line in found[1:] for time in line.split()[2:])

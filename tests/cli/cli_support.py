@@ -141,3 +141,18 @@ class Terminal:
 
     def wait(self, seconds: float = 30) -> int:
         return self.process.wait(seconds)
+
+
+def completed(*words: str, folder: Path) -> list[str]:
+    """What bash would offer for the last word."""
+    environment = {**os.environ, "_DSV4_COMPLETE": "complete_bash", "COMP_WORDS": "\n".join(["dsv4", *words])}
+    done = subprocess.run(
+        [sys.executable, "-m", "dsv4"],
+        env={**environment, "COMP_CWORD": str(len(words)), "PYTHONPATH": str(ROOT)},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done
+    return done.stdout.split()

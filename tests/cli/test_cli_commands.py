@@ -4,22 +4,25 @@ import hashlib
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import read_file
-from cli_support import dsv4, ok, process
+from cli_support import dsv4, ok, process, refused
 from safetensors.torch import load_file, save_file
 
 from dsv4 import Engine, EngineConfig, SamplingParams, __version__
 from dsv4.lab.score import score_ids, score_text
 from dsv4.lab.styles import STYLES
 from dsv4.ops import IMPLEMENTATIONS
+from dsv4.text.generation import FILE as GENERATION
 
 COMMANDS = ("generate", "chat", "batch", "score", "eval", "inspect", "info", "init")
 
@@ -132,10 +135,31 @@ def test_info() -> None:
     assert facts["memory_bytes"] > 0 and facts["torch"] == torch.__version__ and facts["why"]
     products = facts["exact"]["products"]
     assert products["256x4096"]["why"] and products["256x4096"]["heights"]
-    text = ok("info", "--device", "cpu")
+    assert facts["sampling_defaults"]["temperature"] == 0.6
+    short = ok("info")
+    assert f"ops       cpu: {', '.join(IMPLEMENTATIONS)}\n" in short and "tiles of" not in short
+    assert "\nsampling  temperature 0.6, top_p 0.95, " in short
+    assert max(map(len, short.splitlines())) <= 80
+    text = ok("info", "--device", "cpu", "--verbose")
     assert re.search(r"^  (blas|onednn) multiplies \d+ shapes in tiles of", text, flags=re.MULTILINE)
     assert f"dsv4 {__version__}" in text and "asked for" in text
-    assert all(re.search(rf"^  {op} +cpu", text, flags=re.MULTILINE) for op in IMPLEMENTATIONS)
+    assert all(re.search(rf"^ops       {op} +cpu +of", text, flags=re.MULTILINE) for op in IMPLEMENTATIONS)
+
+
+def test_every_front_uses_the_models_sampling_defaults(model: Path, tmp_path: Path) -> None:
+    """Python calls without params, and commands for the flags that are not given."""
+    copy = shutil.copytree(model, tmp_path / "model")
+    usual = {"do_sample": False, "repetition_penalty": 1.2, "eos_token_id": [1, 9]}
+    (copy / GENERATION).write_text(json.dumps(usual))
+    with Engine.load(copy, EngineConfig(max_context=64, max_batch=1)) as engine:
+        want = SamplingParams(temperature=0, repetition_penalty=1.2, stop_ids=(1, 9))
+        assert engine.request([1, 2]).params == want
+        greedy = engine.generate([1, 2], replace(want, max_tokens=12))
+    given = ("generate", "-m", copy, "--ids", "1,2", "--max-tokens", 12, "--max-context", 64, "--json")
+    assert json.loads(ok(*given))["ids"] == greedy.ids
+    assert json.loads(ok(*given, "--temperature", 1, "--seed", 3))["ids"] != greedy.ids
+    (copy / GENERATION).write_text("{")
+    assert "cannot be read" in refused(dsv4(*given))
 
 
 GENERATE = ("--max-tokens", 8, "--seed", 5, "--temperature", 0.8, "--ignore-eos")

@@ -1,9 +1,6 @@
 """Help, completion, the model's name: what people try first, at the width of their terminal."""
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -11,7 +8,7 @@ from typing import Any
 
 import pytest
 import typer
-from cli_support import dsv4, ok, refused
+from cli_support import completed, dsv4, ok, refused
 
 from dsv4 import EngineConfig, __version__
 from dsv4.cli import help as cli_help
@@ -83,21 +80,6 @@ def test_integers_may_end_in_k(checkpoint: Callable[..., Path]) -> None:
     message = refused(dsv4("generate", "hi", "-m", model, "--max-context", "128k"))
     assert "max_context 131072 exceeds" in message
     assert "'many' is not an integer, e.g. 4096 or 4k" in refused(dsv4("generate", "hi", "--top-k", "many"))
-
-
-def completed(*words: str, folder: Path) -> list[str]:
-    """What bash would offer for the last word."""
-    environment = {**os.environ, "_DSV4_COMPLETE": "complete_bash", "COMP_WORDS": "\n".join(["dsv4", *words])}
-    done = subprocess.run(
-        [sys.executable, "-m", "dsv4"],
-        env={**environment, "COMP_CWORD": str(len(words)), "PYTHONPATH": str(Path(__file__).parents[2])},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done
-    return done.stdout.split()
 
 
 def test_completion(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_the_settings_of_each_client(port: int) -> None:
     config = json.loads(variables["OPENCODE_CONFIG_CONTENT"])
     provider = config["provider"]["dsv4"]
     assert config["model"] == "dsv4/tiny" and provider["options"] == {"baseURL": f"{url}/v1", "apiKey": "any"}
-    assert provider["models"] == {"tiny": {"limit": {"context": 8192, "output": 1024}}}
+    assert provider["models"] == {"tiny": {"reasoning": True, "limit": {"context": 8192, "output": 1024}}}
     assert settings("aider", port)[0]["AIDER_MODEL"] == "openai/tiny"
     assert settings("anything", port)[0]["OPENAI_BASE_URL"] == f"{url}/v1"
     assert not is_open(port), "nothing was started"

@@ -459,5 +459,5 @@ def test_refusals(engine_for: Callable[..., Engine]) -> None:
         Device(kind="cuda", torch_name="cuda:0", name="a GPU", memory_bytes=1, why=""),
         Checkpoint.open(embedded()),
     )
-    with pytest.raises(ConfigError, match="speculate is 2: speculation runs on a CPU only"):
-        _drafts(EngineConfig(speculate="2"), gpu, checkpoint, [])
+    with pytest.raises(ConfigError, match="speculate is 2: a GPU speculates with DSpark"):
+        _drafts(EngineConfig(speculate="2"), gpu, checkpoint, has_rounds=True)

@@ -16,8 +16,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from dsv4 import Engine, EngineConfig, SamplingParams
 from dsv4.cache.store import Cache
-from dsv4.config import preset
-from dsv4.engine import build, graphs
+from dsv4.config import Dspark, preset
+from dsv4.engine import build, graphs, rounds
 from dsv4.engine.request import Completion
 from dsv4.engine.settings import Settings, cache_layout
 from dsv4.lab.init import make
@@ -44,6 +44,8 @@ OPTIONS = EngineConfig(device="cpu", compute_dtype="float32", max_context=512, m
 class Event:
     """Of a device that has done everything when it is asked."""
 
+    def __init__(self, enable_timing: bool = False) -> None: ...
+
     def record(self) -> None: ...
 
     def synchronize(self) -> None: ...
@@ -53,16 +55,20 @@ class Executor(graphs.Graphs):
     reader: Model
 
     def read(self, spans: list[Any], mark: Mark | None = None) -> Tensor:
-        return self.reader.forward(Step.build(spans, "cpu", mark=mark), self.cache)
+        return self.reader.read(Step.build(spans, "cpu", mark=mark), self.cache)
+
+
+class Drafting(Executor, rounds.Rounds):
+    pass
 
 
 @contextmanager
-def on_emulated_gpu(path: Path, launches: Launches) -> Iterator[Engine]:
+def on_emulated_gpu(path: Path, launches: Launches, options: EngineConfig = OPTIONS) -> Iterator[Engine]:
     def make_executor(bundle: Bundle, s: Settings, config: EngineConfig, _: object) -> tuple[Model, Executor]:
-        cache = Cache(cache_layout(bundle.config, s, config, 0), "cpu", s.dtype)
+        cache = Cache(cache_layout(bundle.config, s, config, bundle.weights.num_mtp_layers), "cpu", s.dtype)
         ops = Ops.choose("cuda", **dict.fromkeys(IMPLEMENTATIONS, "gpu"))
         own = replace(bundle, weights=load_tiled(Checkpoint.open(path), "cpu"), ops=ops)
-        executor = Executor(
+        executor = (Drafting if s.drafts else Executor)(
             b=own,
             model=Model(own, s.max_context, "cpu"),
             cache=cache,
@@ -70,6 +76,8 @@ def on_emulated_gpu(path: Path, launches: Launches) -> Iterator[Engine]:
             chunk=s.chunk,
             use_graphs=False,
             overlap=True,
+            num_drafts=s.drafts or 0,
+            drafts_always=True,
         )
         executor.model = executor.reader = Model(bundle, s.max_context, "cpu")
         return executor.model, executor
@@ -82,7 +90,24 @@ def on_emulated_gpu(path: Path, launches: Launches) -> Iterator[Engine]:
         patch.setattr(torch.cuda, "synchronize", lambda device: None)
         patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
         patch.setattr(torch, "empty", lambda *shape, pin_memory=False, **how: empty(*shape, **how))
-        yield Engine.load(path, OPTIONS)
+        yield Engine.load(path, options)
+
+
+# So few tokens that drafts of random weights are often right.
+DRAFTED = replace(
+    CONFIG,
+    vocab_size=12,
+    num_mtp_layers=1,
+    dspark=Dspark(block_size=3, noise_id=7, target_layers=(0, 1), markov_rank=24),
+)
+
+
+@pytest.fixture(scope="module")
+def drafted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model") / "dspark"
+    for _ in make(made, DRAFTED, "official", seed=3):
+        pass
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +155,23 @@ def test_answers(path: Path, twins: Path) -> None:
         assert engine.runner.executor.runs_ahead
         check(run(engine, cases), want)
     assert launches.counts["sample/decode"] > 4
+
+
+@pytest.mark.parametrize("batch", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_rounds_of_speculation(drafted: Path, twins: Path, batch: int) -> None:
+    """Greedy and sampled with penalties and log-probabilities: the tokens without drafts, of which some are
+    accepted and some are not."""
+    prompt, how = [i * 5 % 12 for i in range(126)], {"ignore_eos": True, "temperature": 0.9}
+    cases = [
+        (prompt[:7], SamplingParams(max_tokens=6, seed=1, frequency_penalty=0.8, **how)),
+        (prompt, SamplingParams(max_tokens=9, temperature=0.0, logprobs=2, ignore_eos=True)),
+        (prompt[::-1][:21], SamplingParams(max_tokens=6, seed=2, top_p=0.9, **how)),
+    ][: 2 * batch - 1]
+    options = replace(OPTIONS, max_batch=batch)
+    want = run(Engine.load(drafted, replace(options, speculate="off")), cases)
+    with on_emulated_gpu(drafted, Launches(twins), replace(options, speculate="3")) as engine:
+        check(run(engine, cases), want)
+        assert 0 < engine.num_accepted < engine.num_drafted
 
 
 @pytest.mark.slow

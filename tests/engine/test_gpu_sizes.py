@@ -16,6 +16,7 @@ from dsv4.engine import sizes
 from dsv4.engine.sizes import check_sizes, problems
 from dsv4.errors import ConfigError
 from dsv4.gpu.architectures import ARCHITECTURES
+from dsv4.lab.synthetic import with_stages
 from dsv4.model.params import num_parts
 from dsv4.ops.activation import PLAIN, Form
 from dsv4.ops.index import decode_select as selecting
@@ -276,3 +277,10 @@ def test_norms_make_the_forms_that_products_read() -> None:
             assert block.attention.q_norm.forms == (fp8,)
     held = planned(c, 1, layout="nvfp4", activations="a4", capability=120).model.blocks[0].ffn_norm.forms
     assert held == (Form("a4", is_codes=True), PLAIN)
+
+
+@pytest.mark.parametrize(("name", "activations"), [("flash", "a16"), ("pro", "a8")])
+def test_drafts_of_published_sizes(name: str, activations: Any) -> None:
+    c = with_stages(replace(preset(name), layers=preset(name).layers[:3], num_experts=8))
+    for rows in (1, 4):
+        planned(c, rows, activations=activations)

@@ -115,6 +115,23 @@ def test_a_copier_that_does_not_wait_is_noticed(monkeypatch: pytest.MonkeyPatch)
             steps.launch()
 
 
+def test_choices_are_counted_by_where_the_expert_lies() -> None:
+    g = Graphs.__new__(Graphs)
+    g.placement = placement = filled()
+    g.swapper = Swapper(placement, 1.0, LateCopier(Steps(placement), random.Random(0)), clock=lambda: 0.0)
+    choices = torch.zeros(LAYERS, EXPERTS, dtype=torch.int64)
+    choices[0, 0], choices[2, RESIDENT] = 30, 100
+    g._note_choices(choices)
+    assert (g.expert_hits, g.expert_misses) == (30, 100) and g.swapper._wanted
+    while g.swapper._wanted or g.swapper._moving:
+        g.swapper.between()
+    g._note_choices(choices)
+    assert (g.expert_hits, g.expert_misses) == (160, 100), "the hot one has come meanwhile"
+    g.placement = g.swapper = None
+    g._note_choices(choices)
+    assert (g.expert_hits, g.expert_misses) == (290, 100), "all lie on the GPU"
+
+
 def test_the_hottest_come_first_and_only_what_is_worth_it() -> None:
     placement = filled()
     swapper = Swapper(placement, 0.1, LateCopier(Steps(placement), random.Random(0)), clock=lambda: 0.0)

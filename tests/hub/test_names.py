@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 from checkpoints import write_model
-from cli_support import dsv4, ok
+from cli_support import completed, dsv4, ok
 
+from dsv4.cli.options import complete_model
 from dsv4.config import preset
 from dsv4.errors import CheckpointError
 from dsv4.hub import cache
@@ -49,6 +50,19 @@ def put(repository: str, source: Path, *refs: str) -> Path:
 )
 def test_names(text: str, repository: str, revision: str) -> None:
     assert Name.parse(text) == Name(text, repository, revision)
+
+
+def test_names_of_the_hub_are_completed(tmp_path: Path) -> None:
+    put(KNOWN["flash"], embedded(), "main", "v1")
+    put("someone/own", embedded(), "main")
+    (tmp_path / "hub" / "models--other--kind" / "snapshots" / COMMIT).mkdir(parents=True)
+    cache.set_revision("other/kind", "main", COMMIT)
+    assert complete_model("") == ["flash", "flash@v1", "someone/own"], "no other kind of model"
+    assert completed("chat", "so", folder=tmp_path) == ["someone/own"]
+    assert completed("plan", "fl", folder=tmp_path) == ["flash", "flash@v1"]
+    assert set(completed("pull", "pro", folder=tmp_path)) == {
+        name for name in KNOWN if name.startswith("pro")
+    }
 
 
 NO_NAMES = "/ flsh ../x a/../b a/b/c /tmp/x a/b@ a/b@../x a--b/c a/.b a/w.safetensors"

@@ -15,6 +15,17 @@ BF16 = torch.bfloat16
 SHARE = 2.0**-7  # weights rounded relative to another maximum
 
 
+def blocks(heads: int) -> "Case":
+    """Rows of drafts: blocks of five that see each other and what ends before them; one block is padding."""
+    anchors, count = [301, 4, -1, 129], 5
+    positions = [at + j if at >= 0 else -1 for at in anchors for j in range(count)]
+    case = Case("listed", positions, heads, ratio=4, page=64)
+    block = torch.arange(len(case.positions)) // count
+    case.slots, case.ends = block % SLOTS, (torch.tensor(anchors) - 1).clamp(min=-1)[block]
+    case.listed = (block.unsqueeze(1) * count + torch.arange(count)).int()
+    return case
+
+
 class Case:
     """Rows at these positions of a layer of one kind: window, listed (CSA) or visible (HCA)."""
 
@@ -40,6 +51,7 @@ class Case:
         self.cos, self.sin = angles.cos(), angles.sin()
         self.visible = visible_rows(self.page_table, self.slots, self.positions.clamp(min=0), ratio, page)
         self.listed: Tensor | None = None
+        self.ends: Tensor | None = None
         if kind == "listed":
             self.listed = torch.full((count, topk), -1, dtype=torch.int32)
             for row, places in enumerate(self.visible):
@@ -53,18 +65,24 @@ class Case:
             **{"rows": self.listed, "page_table": self.page_table, "page_entries": self.page},
             **{"ratio": self.ratio if self.entries is not None else 0, "slots": self.slots},
             **{"positions": self.positions, "sinks": self.sinks, "cos": self.cos, "sin": self.sin},
-            **{"eps": EPS, "out": out},
+            **{"eps": EPS, "out": out, "ends": self.ends},
         }
 
     def want(self) -> Tensor:
         """Of the rows in use."""
-        live = self.positions >= 0
-        slots, positions = self.slots[live], self.positions[live]
-        fresh = self.ring.take(slots * RING + positions % RING)
+        live = (self.positions >= 0).nonzero().flatten()
+        if self.ends is None:
+            return self._want(live, self.positions[live])
+        # Rows whose positions and windows differ have no place in one sequence.
+        return torch.cat([self._want(row, self.ends[row]) for row in live.split(1)])
+
+    def _want(self, rows: Tensor, ends: Tensor) -> Tensor:
+        slots, positions = self.slots[rows], self.positions[rows]
+        fresh = self.ring.take(slots * RING + ends % RING)
         listed = {"window": None, "visible": self.visible, "listed": self.listed}[self.kind]
         return cpu.attend(
-            *(self.q[live], fresh, self.ring, slots, positions, positions, WINDOW, RING, self.entries),
-            *(None if listed is None else listed[live].long(), self.sinks),
+            *(self.q[rows], fresh, self.ring, slots, ends, ends, WINDOW, RING, self.entries),
+            *(None if listed is None else listed[rows].long(), self.sinks),
             *(self.cos[positions], self.sin[positions]),
             eps=EPS,
         )

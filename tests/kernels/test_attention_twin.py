@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_support import Case
+from attention_support import Case, blocks
 from torch import Tensor
 
 from dsv4.ops.attention import decode as attention
@@ -46,6 +46,19 @@ def test_attend(twin: ctypes.CDLL, name: str) -> None:
     out = run(twin, case)
     case.check(out, name)
     assert torch.equal(run(twin, case, seed=1), out), "the order of events shows"
+
+
+@pytest.mark.parametrize("heads", [8, 16])
+def test_blocks_of_drafts(twin: ctypes.CDLL, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The window ends where each row's `ends` says, and all of its block is seen, later rows too."""
+    case = blocks(heads)
+    assert case.entries is not None and case.ends is not None
+    out = run(twin, case)
+    case.check(out, "blocks")
+    case.entries.data[10:15] = 0x7F  # NaN: of the padding's block
+    assert torch.equal(run(twin, case, seed=1), out)
+    monkeypatch.setattr(attention, "RESIDENT", 0)
+    assert torch.equal(run(twin, case), out)
 
 
 @pytest.mark.parametrize("kind", ["window", "listed", "visible"])

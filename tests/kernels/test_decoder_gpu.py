@@ -46,8 +46,10 @@ def bundle_of(config: ModelConfig, layout: str, activations: Activations = "a16"
 class Running:
     """A decoder with a cache of its own, filled alike each time; every row at `position`."""
 
-    def __init__(self, bundle: Bundle, rows: int, position: int, overlap: bool, graph: bool) -> None:
-        layout = Wanted(position + 300, rows).layout(bundle.config)
+    def __init__(
+        self, bundle: Bundle, rows: int, position: int, overlap: bool, graph: bool, slots: int | None = None
+    ) -> None:
+        layout = Wanted(position + 300, slots or rows).layout(bundle.config)
         self.cache = Cache(layout, "cuda", torch.bfloat16)
         fill(self.cache)
         model = Model(bundle, layout.max_context, "cuda")
@@ -58,7 +60,7 @@ class Running:
             self.decoder.capture()
         f = self.decoder.buffers
         f.ids.copy_(torch.arange(7, 7 + rows))
-        f.slots.copy_(torch.arange(rows).flip(0))
+        f.slots.copy_(torch.arange(rows).flip(0) % layout.num_slots)
         f.positions.fill_(position)
 
     def step(self) -> Tensor:
@@ -178,3 +180,39 @@ def test_nan_in_a_weight_shows(name: str) -> None:
     with torch.inference_mode():
         found = Running(bundle, 2, 255, overlap=True, graph=True).step()
     assert bool(torch.isnan(found).all())
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "start", "activations"),
+    [(CUT, "nvfp4", 2500, "a16"), (CUT, "modelopt", 2500, "a8"), (CUT_PRO, "nvfp4", 4500, "a4")],
+)
+@torch.inference_mode()
+def test_tokens_of_one_sequence_in_a_step(
+    config: ModelConfig, layout: str, start: int, activations: Activations
+) -> None:
+    """As drafts are verified: up to 8 tokens of a sequence as rows of one step, at every place in blocks of 4
+    and of 128, padded, beside another sequence, give the bits of a step each; half of them are then rolled
+    back and others follow."""
+    bundle = bundle_of(config, layout, activations)
+    single = Running(bundle, 1, start, overlap=True, graph=True, slots=2)
+    batch = Running(bundle, 16, start, overlap=True, graph=True, slots=2)
+    ids = torch.randint(0, config.vocab_size, (400,), generator=torch.Generator().manual_seed(3)).cuda()
+    f, position, length = batch.decoder.buffers, start, 1
+    while position < start + 270:
+        f.positions.fill_(-1)
+        for seat, slot in ((0, 0), (8, 1)):
+            n = length if slot == 0 else 9 - length
+            f.slots[seat : seat + 8] = slot
+            f.positions[seat : seat + n] = torch.arange(position, position + n, device="cuda")
+            # Those after the first half are wrong, and are written over by the next step.
+            wrong = (torch.arange(n, device="cuda") >= (n + 1) // 2).long()
+            f.ids[seat : seat + n] = (
+                ids[position - start : position - start + n] + wrong
+            ) % config.vocab_size
+        got = batch.step()
+        for i in range((length + 1) // 2):
+            s = single.decoder.buffers
+            s.ids[0], s.positions[0], s.slots[0] = ids[position - start + i], position + i, 0
+            assert torch.equal(single.step()[0], got[i]), f"position {position + i}, row {i} of {length}"
+        position += (length + 1) // 2
+        length = length % 8 + 1

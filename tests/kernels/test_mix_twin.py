@@ -42,7 +42,12 @@ class Site:
             self.partial[:, chunk, N] = of.square().sum((1, 2))
 
     def close(
-        self, twin: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, activations: str = "a16", seed: int = 0
+        self,
+        twin: ctypes.CDLL,
+        monkeypatch: pytest.MonkeyPatch,
+        activations: str = "a16",
+        seed: int = 0,
+        **more: Tensor,
     ) -> dict[str, Tensor | None]:
         """What the launcher has the kernel write."""
 
@@ -59,6 +64,7 @@ class Site:
             "x_in": None if activations == "a16" else blank.clone(),
             "gate": None if is_last else torch.full((len(blank), N), torch.nan),
             "comb": None if is_last else torch.full((len(blank), N, N), torch.nan),
+            **more,
         }
         with unfinished(twin, self.partial, self.streams):
             mhc.mix_close(
@@ -101,7 +107,26 @@ def test_site(
 def test_head(twin: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     site = Site(2, 1024, dtype, mixes=N)
     want = cpu.head(site.streams, site.fn.t().contiguous(), site.base, site.scale, EPS, HC_EPS)
-    close_to(site.close(twin, monkeypatch)["x"], rms_norm(want, site.weight, EPS))
+    got = site.close(twin, monkeypatch)
+    close_to(got["x"], rms_norm(want, site.weight, EPS))
+    kept = site.close(twin, monkeypatch, seed=1, mixed=torch.full_like(want, torch.nan))
+    close_to(kept["mixed"], want)
+    assert got["x"] is not None and kept["x"] is not None and torch.equal(kept["x"], got["x"])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(("rows", "d"), SIZES)
+def test_mean_of_the_streams(
+    twin: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, rows: int, d: int, dtype: torch.dtype
+) -> None:
+    """A layer's tap lands in its columns of a wider row; all other outputs are as without it."""
+    site = Site(rows, d, dtype)
+    taps = torch.full((rows, 3 * d), torch.nan, dtype=dtype)
+    without, got = site.close(twin, monkeypatch), site.close(twin, monkeypatch, mean=taps[:, d : 2 * d])
+    close_to(taps[:, d : 2 * d], site.streams.float().mean(1).to(dtype))
+    assert taps[:, :d].isnan().all() and taps[:, 2 * d :].isnan().all()
+    for name in ("x", "gate", "comb"):
+        assert torch.equal(got[name], without[name]), name  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])

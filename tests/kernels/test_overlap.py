@@ -3,7 +3,7 @@ are what the kernels' sources say."""
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -18,18 +18,20 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from bench.echo import Echo, echo_peers
 from dsv4.cache.store import Cache
-from dsv4.config import Activations, preset
+from dsv4.config import Activations, ModelConfig, preset
 from dsv4.engine.spill import Split, make_placement
 from dsv4.gpu import build
-from dsv4.gpu.pdl import Launch, Launcher, check
+from dsv4.gpu.pdl import Launch, Launcher, Names, check
 from dsv4.gpu.shapes import Form
 from dsv4.lab.bench.decode import Wanted
-from dsv4.lab.synthetic import make_weights
+from dsv4.lab.synthetic import make_weights, num_stages, with_stages
 from dsv4.model.bundle import Bundle, Numerics
 from dsv4.model.model import Model
 from dsv4.ops import IMPLEMENTATIONS, Ops
 from dsv4.ops.attention import decode as attention
 from dsv4.ops.attention import decode_any, prepare
+from dsv4.ops.draft import decode as draft
+from dsv4.ops.draft import round as rounds
 from dsv4.ops.exchange import decode as exchange
 from dsv4.ops.experts.placement import Placement
 from dsv4.ops.index import decode as index
@@ -43,6 +45,7 @@ from dsv4.ops.sample import decode as sample
 from dsv4.ops.sample import prefill as sample_op
 from dsv4.parallel.mesh import Mesh
 from dsv4.quant.formats import Format, empty_rows
+from dsv4.step.round import PARTS, Round
 from dsv4.step.run import Decoder
 from tests.support.cuda_source import COMMENT, WAIT, functions, until_wait
 from tests.support.dry import planned
@@ -60,6 +63,7 @@ def step(
     ranks: int = 1,
     whole_experts: bool = False,
     sums: bool = True,
+    config: ModelConfig = TINY,
 ) -> Decoder:
     """The real list of launches; none can be launched here. `ranks`: of one of so many; `sums`: with its
     all-reduces."""
@@ -67,17 +71,18 @@ def step(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: sizes)
     ops = Ops.choose("cuda", **dict.fromkeys(IMPLEMENTATIONS, "gpu"))
     weights = make_weights(
-        config=TINY,
+        config=config,
         layout="modelopt",
         device="cpu",
         placement=placement,
         ranks=ranks,
         whole_experts=whole_experts,
+        draft_blocks=num_stages(config),
     )
     mesh = Mesh() if ranks == 1 else Mesh(0, ranks, Echo(ranks), whole_experts)
-    bundle = Bundle(TINY, weights, ops, Numerics(torch.bfloat16, activations, True), mesh)
+    bundle = Bundle(config, weights, ops, Numerics(torch.bfloat16, activations, True), mesh)
     peers = echo_peers(TINY, ranks, rows, torch.device("cpu")) if ranks > 1 and sums else None
-    layout = Wanted(600, rows).layout(TINY)
+    layout = Wanted(600, rows).layout(config)
     cache = Cache(layout, "cpu", torch.bfloat16)
     counts = torch.zeros(TINY.num_layers, TINY.num_experts, dtype=torch.int32)
     model = Model(bundle, layout.max_context, "cpu", copies_ahead=False)
@@ -251,21 +256,24 @@ def test_a_planted_early_read_is_found(decoder: Decoder, name: str, buffer: str,
         checked(decoder, plant)
 
 
-def test_declarations_are_what_triton_sources_do(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For every launch of the step, with its own arguments; over all of them nothing is declared in vain."""
+def hold_to_sources(
+    launches: Sequence[Launch], names: Names, kinds: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every launch, with its own arguments, does what it declares; over all of them nothing is declared in
+    vain. `kinds`: the kernels in Triton."""
     seen: list[tuple[Any, dict[str, Any]]] = []
 
     def note(kernel: Any, grid: Any, num_warps: int, overlap: bool, **arguments: Any) -> None:
         seen.append((kernel, arguments))
 
-    for module in (prepare, index, decode_any):
+    for module in (prepare, index, decode_any, draft, rounds):
         monkeypatch.setattr(module, "launch", note)
     for module in (mhc, routing, selecting, matvec, sample, quantize):
         monkeypatch.setattr(module, "call", lambda *arguments, **how: None)
-    written = {buffer for launch in decoder.launches for buffer in launch.writes}
+    written = {buffer for launch in launches for buffer in launch.writes}
     declared: dict[str, set[str]] = defaultdict(set)
     used: dict[str, set[str]] = defaultdict(set)
-    for launch in decoder.launches:
+    for launch in launches:
         seen.clear()
         launch.run()
         if not seen:
@@ -274,7 +282,7 @@ def test_declarations_are_what_triton_sources_do(decoder: Decoder, monkeypatch: 
         found = read(kernel, arguments, lambda value: isinstance(value, Tensor))
 
         def named(pointers: set[str], of: dict[str, Any] = arguments, by: str = launch.name) -> set[str]:
-            return set(decoder.names.of([of[pointer] for pointer in sorted(pointers)], by))
+            return set(names.of([of[pointer] for pointer in sorted(pointers)], by))
 
         what = f"{launch.name}, {kernel.fn.__name__}"
         assert found.waits, f"{what}: a path without a wait"
@@ -292,9 +300,23 @@ def test_declarations_are_what_triton_sources_do(decoder: Decoder, monkeypatch: 
             *((declared[kind], launch.reads_early), (declared[f"{kind} stores"], launch.writes)),
         ):
             to |= {layer.sub("", buffer) for buffer in buffers}
-    kinds = ["prepare", "queries", "scores", "attend", "combine"]
     assert used.keys() == {f"_{kind}_kernel{part}" for kind in kinds for part in ("", " stores")}
     assert used == declared, "declared in vain"
+
+
+def test_declarations_are_what_triton_sources_do(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {"prepare", "queries", "scores", "attend", "combine"}
+    hold_to_sources(decoder.launches, decoder.names, kinds, monkeypatch)
+
+
+@pytest.mark.parametrize("activations", ["a16", "a8"])
+def test_declarations_of_a_round(activations: Activations, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step with its taps, what is accepted, and the next drafts."""
+    its = step(monkeypatch, 2, activations, config=with_stages(TINY))
+    state, costs = rounds.state_of(2, 5, "cpu"), torch.ones(4)
+    made = Round(its.bundle, its.model, its.cache, 2, 3, state, costs)
+    kinds = {"prepare", "queries", "scores", "attend", "combine", "begin", "fuse", "keep", "markov"}
+    hold_to_sources(made.list(PARTS), made.decoder.names, {*kinds, "open", "accept"}, monkeypatch)
 
 
 def test_every_tensor_of_a_launcher_is_declared() -> None:
@@ -305,6 +327,8 @@ def test_every_tensor_of_a_launcher_is_declared() -> None:
             prepare,
             index,
             decode_any,
+            draft,
+            rounds,
             attention,
             routing,
             selecting,

@@ -95,6 +95,39 @@ def test_attend(
     assert bool(torch.isfinite(out).all()), "a padding row must stay finite"
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_of_drafts(dtype: torch.dtype) -> None:
+    """Rows see all of their block, later ones too, and a window that ends before it."""
+    heads, d, rope, window, block = 2, 80, 16, 20, 5
+    anchors = torch.tensor([41, -1, 3])
+    number = torch.arange(len(anchors) * block) // block
+    is_used, slot = anchors[number] >= 0, torch.arange(len(number)) % block
+    positions = torch.where(is_used, anchors[number] + slot, -1)
+    ends, slots = torch.where(is_used, anchors[number] - 1, -1), (number + 1) % SLOTS
+    q, sinks = rand(len(number), heads, d, seed=1, dtype=dtype) * 2, rand(heads, seed=2) * 3
+    ring, entries = (
+        encode_kv(rand(count, d, seed=count, dtype=dtype), rope, Format.KV8)
+        for count in (SLOTS * (window + 8), len(number))
+    )
+    rows = (number.unsqueeze(1) * block + torch.arange(block)).int()
+    of_ring = (moved(ring), window + 8, window)
+    part_o = blank(len(q), kernels.num_chunks(q.dtype, window, block), heads, d)
+    part_ml, out = blank(*part_o.shape[:3], 2), blank(len(q), heads * d, dtype=dtype)
+    kernels.attend(
+        *(there(q), *of_ring, moved(entries), there(rows), None, 0, 1, there(slots), there(positions)),
+        *(part_o, part_ml, there(ends)),
+    )
+    cos, sin = tables(rope // 2)
+    kernels.combine(part_o, part_ml, there(sinks), there(cos), there(sin), there(positions), out)
+    fresh = ring.take(slots * (window + 8) + ends % (window + 8))
+    for row in is_used.nonzero().flatten().split(1):  # its position is that of its rotation alone
+        wanted = cpu.attend(
+            *(q[row], fresh.take(row), ring, slots[row], ends[row], ends[row], window, window + 8, entries),
+            *(rows[row].long(), sinks, cos[positions[row]], sin[positions[row]]),
+        )
+        check(out.view(q.shape)[there(row)], wanted, "block", 4, SHARE[dtype])
+
+
 @pytest.mark.parametrize("sink", [-80.0, 80.0])
 def test_extremes(sink: float) -> None:
     """Scores far apart between chunks, and a sink that outweighs or vanishes."""

@@ -14,7 +14,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from dsv4.config import ModelConfig, preset
 from dsv4.gpu.architectures import ARCHITECTURES
 from dsv4.ops.attention import decode_any, prepare
+from dsv4.ops.draft import decode as draft
 from dsv4.ops.index import decode as index
+from dsv4.ops.linear.decode import splits
 from dsv4.ops.rows import quantize
 from dsv4.quant.formats import Format, QuantTensor, empty_rows
 from tests.aot import check_fits, compiling
@@ -97,11 +99,34 @@ def launch_quantize(c: ModelConfig, act: torch.dtype) -> None:
     quantize.swiglu_pack(empty(T, 2 * inner, dtype=act), empty(T), c.swiglu_limit)
 
 
+def launch_draft(c: ModelConfig, act: torch.dtype) -> None:
+    count, block, stages, targets, rank = 2, 5, 3, 3, 256 if c.hidden_size < 7168 else 512
+    rows, d, many = count * (block + 1), c.hidden_size, count * block
+    anchors, settings = numbers(count), empty(count, 8, dtype=torch.int64)
+    out, chain = empty(rows, d, dtype=act), empty(block + 1, count, dtype=torch.int64)
+    draft.begin(
+        *(anchors, anchors, anchors, settings, 7, numbers(many), numbers(many), numbers(many), numbers(many)),
+        *(settings, anchors, chain),
+    )
+    draft.fuse(empty(splits(targets * d), rows, d), empty(d), out, c.norm_eps, out, "a8")
+    cos, ring = empty(1024, c.rope_dim // 2), rows_of(Format.KV8, c, act)
+    rings = [ring.span(stage * 64, (stage + 1) * 64) for stage in range(stages)]
+    draft.keep(
+        *(empty(stages, rows, c.head_dim), empty(stages, c.head_dim), rings, 32, cos, cos),
+        *(numbers(rows), numbers(rows), act, c.norm_eps),
+    )
+    table, logits = empty(c.vocab_size, rank, dtype=BF16), empty(many, c.vocab_size)
+    draft.markov(
+        *(1, chain, table, table, logits, empty(many, d, dtype=act), empty(1, d + rank)),
+        *(empty(count, c.vocab_size), empty(count, block)),
+    )
+
+
 BF16, F32 = torch.bfloat16, torch.float32
 # Each kernel for Hopper as it is launched there: what attends in float32, since attention/decode.cu has BF16
 # at published sizes. For Blackwell what multiplies. All of it for all GPUs: -m slow.
-LAUNCHES = (launch_index, launch_attend, launch_prepare, launch_quantize)
-QUICK = [("flash", BF16, 90, launch) for launch in (launch_index, launch_prepare, launch_quantize)]
+LAUNCHES = (launch_index, launch_attend, launch_prepare, launch_quantize, launch_draft)
+QUICK = [("flash", BF16, 90, launch) for launch in LAUNCHES if launch is not launch_attend]
 QUICK += [("flash", BF16, capability, launch_index) for capability in (100, 120)]
 QUICK += [("tiny", F32, 90, launch) for launch in (launch_index, launch_attend)]
 ALL = [(name, BF16, c, launch) for name in ("flash", "pro") for c in ARCHITECTURES for launch in LAUNCHES]
@@ -124,6 +149,9 @@ def test_compiles(
         # The two products run on tensor cores, and keys are read 16 bytes at a time.
         if kernel == "_scores_kernel" or (kernel == "_attend_kernel" and act is torch.bfloat16):
             assert "mma" in ptx and "ld.global.cg.v4" in ptx, kernel
+        if kernel == "_markov_kernel":  # a table of 66 MB is read 16 bytes at a time, before the wait
+            before = ptx.partition("griddepcontrol.wait")[0]
+            assert before.count("ld.global.v4.b32") >= 8, kernel
         # These clamp, and NaN must pass: the interpreter's maximum lets it pass in any case.
-        if kernel in ("_scores_kernel", "_prepare_kernel"):
+        if kernel in ("_scores_kernel", "_prepare_kernel", "_keep_kernel"):
             assert "max.NaN.f32" in ptx, kernel

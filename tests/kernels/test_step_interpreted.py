@@ -16,6 +16,7 @@ HERE = Path(__file__).parent
 WHOLE = [
     HERE / "test_step_whole.py",
     HERE.parent / "step" / "test_step_meanings.py",
+    HERE.parent / "step" / "test_draft.py",
     HERE.parent / "engine" / "test_engine_emulated.py",
 ]
 SINGLE = sorted(path for path in HERE.glob("test_step_*.py") if path not in (Path(__file__), *WHOLE))
@@ -35,7 +36,9 @@ is_outside = pytest.mark.skipif(
 
 
 @is_outside
-@pytest.mark.parametrize("files", [WHOLE, SINGLE], ids=["whole steps", "single launches"])
+@pytest.mark.parametrize(
+    "files", [*([path] for path in WHOLE), SINGLE], ids=[*(path.stem for path in WHOLE), "single launches"]
+)
 def test_all(files: list[Path], tmp_path_factory: pytest.TempPathFactory) -> None:
     run(files, tmp_path_factory)
 

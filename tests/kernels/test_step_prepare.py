@@ -165,3 +165,50 @@ def test_queries(heads: int, d: int, rope: int, index_heads: int, di: int, dtype
         alone = there(iq)
         kernels.queries(None, alone, there(cos), there(sin), there(positions), EPS)
         assert torch.equal(alone, iheld), "where attention takes q as it is"
+
+
+# Tokens of each sequence that go through in one step: drafts after the one that is known.
+RUNS = [(3, 2, 5), (1, 6, 8), (4, 0, 3), (2, 125, 8)]  # slot, first position, tokens
+
+
+@pytest.mark.parametrize(
+    ("d", "rope", "di", "ratio", "overlap"), [(80, 16, 32, 4, True), (40, 8, 0, 128, False)]
+)
+def test_tokens_of_one_step_are_as_one_by_one(d: int, rope: int, di: int, ratio: int, overlap: bool) -> None:
+    """Blocks that end within a step of several tokens of a sequence: the same ring, tails and pools."""
+    rows, m, ring_rows, dtype = sum(n for *_, n in RUNS), 1 + overlap, 136, torch.float32
+    slots = torch.cat([torch.full((n,), slot) for slot, _, n in RUNS])
+    positions = torch.cat([first + torch.arange(n) for _, first, n in RUNS])
+    page_table = torch.randperm(SLOTS * 34).int().view(SLOTS, 34)
+    cos, sin = (there(table) for table in tables(rope // 2))
+    wide, q_norm, kv_norm = rand(rows, 16 + d, seed=1), there(rand(16, seed=2)), there(rand(d, seed=3))
+    entries = pooling(
+        rows, d, ratio, m, noise(empty_rows(Format.KV8, SLOTS * 34 * PAGE, d, rope, dtype), 5), 10
+    )
+    keys = (
+        pooling(rows, di, ratio, m, noise(empty_rows(Format.MXFP4, SLOTS * 34 * PAGE, di), 6), 20)
+        if di
+        else None
+    )
+
+    def run(steps: list[Tensor]) -> list[Tensor]:
+        ring = moved(noise(empty_rows(Format.KV8, SLOTS * ring_rows, d, rope, dtype), 4))
+        whole = [p if p is None else placed(p) for p in (entries, keys)]
+        for step in steps:
+            given = [
+                p and replace(p, values=p.values[there(step)], scores=p.scores[there(step)]) for p in whole
+            ]
+            of = there(wide[step])
+            kernels.prepare(
+                *(of[:, :16], q_norm, blank(len(step), 16, dtype=dtype), of[:, 16:], kv_norm),
+                *(ring, ring_rows, cos, sin, there(slots[step]), there(positions[step]), EPS),
+                *(there(page_table), PAGE, ratio, *given, None, "a16"),
+            )
+        held = [ring.data, ring.scale]
+        for p in whole:
+            held += [] if p is None else [p.tail_values, p.tail_scores, p.out.data, p.out.scale]
+        return [tensor for tensor in held if tensor is not None]
+
+    at_once, one_by_one = run([torch.arange(rows)]), run([torch.tensor([row]) for row in range(rows)])
+    for ours, theirs in zip(at_once, one_by_one, strict=True):
+        assert torch.equal(ours, theirs)

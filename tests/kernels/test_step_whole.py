@@ -210,3 +210,29 @@ def test_steps_after_each_other(twins: Path, saved: Callable[..., Path]) -> None
         assert torch.equal(f.settings[:3], settings), "only the index moves on"
         assert torch.equal(penalties, notes)
         assert all(map(torch.equal, idle, before)), "padding"
+
+
+# Slot, first position, tokens: blocks of 4 and of 128 end within; a sequence's first block; one token.
+RUNS = [(1, POSITION - 2, 4), (0, 2, 2), (2, 5, 1)]
+
+
+@pytest.mark.parametrize("config", [SMALL, pytest.param(HEADS, marks=pytest.mark.slow)])
+def test_several_tokens_of_a_sequence(twins: Path, saved: Callable[..., Path], config: ModelConfig) -> None:
+    """Rows of one step, as drafts are verified: the bits that each token gives in a step of its own. A row
+    of padding among them reads no experts."""
+    tokens = [(slot, first + i, 7 + 3 * slot + i) for slot, first, n in RUNS for i in range(n)]
+    launches, rows = Launches(twins), len(tokens) + 1
+    batch = Decoders(saved(config), launches, rows, POSITION, BF16, slots=3, is_round=True)
+    batch.load(tokens)
+    (got,) = batch.step()
+    alone = Decoders(saved(config), launches, 1, POSITION, BF16, slots=3)
+    for row, token in enumerate(tokens):
+        alone.load([token])
+        assert torch.equal(alone.step()[0][0], got[row]), token
+    for ours, its in zip(batch.ranks[0].cache.layers, alone.ranks[0].cache.layers, strict=True):
+        for part in ("ring", "entries", "keys"):
+            store, its_store = getattr(ours, part), getattr(its, part)
+            if store is not None:
+                assert torch.equal(store.data, its_store.data) and torch.equal(store.scale, its_store.scale)
+        for tail, its_tail in zip(ours.tails, its.tails, strict=True):
+            assert torch.equal(tail.values, its_tail.values) and torch.equal(tail.scores, its_tail.scores)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dsv4.gpu.shapes import BRICK, SCALES, tile_bytes
-from dsv4.gpu.tiles import empty, put, tile
+from dsv4.gpu.tiles import empty, put, rough_copy, tile
 from dsv4.quant.codec import decode, e2m1_decode, e4m3_decode, e8m0_decode, encode_weight
 from dsv4.quant.formats import Format, QuantTensor
 from tests.support.layouts import codes_of
@@ -102,3 +102,15 @@ def test_sizes(format: Format) -> None:
     tiled = tile(encode_weight(torch.randn(33, 1028), format))
     assert (tiled.units, tiled.slices) == (3, 3)
     assert tiled.num_bytes == tile_bytes(format, (33, 1028)) == 9 * (BRICK[format] + SCALES[format]) + 4
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.0])
+def test_a_rough_copy_is_the_whole_matrix_in_fp4(scale: float) -> None:
+    """Made of a few rows at a time, of which the last are fewer."""
+    plain = torch.randn(150, 600, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16) * scale
+    found = rough_copy(tile(encode_weight(plain, Format.BF16)), rows=64)
+    wanted = tile(encode_weight(plain.float(), Format.NVFP4))
+    for part in ("data", "scale", "factor", "fits_bf16", "fits_fp8"):
+        ours, theirs = getattr(found, part), getattr(wanted, part)
+        assert torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs, part
+    assert rough_copy(found) is found

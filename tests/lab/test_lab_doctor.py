@@ -1,6 +1,7 @@
 """The doctor finds each planted fault, names it and says what to do; and nothing where nothing is wrong."""
 
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -17,6 +18,8 @@ from checkpoints import SMALL, Tensors, write_model
 from cli_support import dsv4, refused
 from lab_support import altered, swap_nibbles, trained_model, with_structure
 
+from dsv4.cli.doctor import _Shown
+from dsv4.cli.show import out
 from dsv4.config import preset
 from dsv4.lab.byte_tokenizer import byte_tokenizer_json
 from dsv4.lab.doctor import exact, machine, weights
@@ -447,9 +450,14 @@ def test_the_command(official: Path, tmp_path: Path) -> None:
     assert {f["area"] for f in report["findings"]} == {"machine", "ops", "engine", "checkpoint", "model"}
     bad = altered(official, tmp_path / "bad", lambda tensors: tensors.__delitem__(MISSING[0]))
     done = dsv4("doctor", bad)
-    last = done.out.splitlines()[-2:]
-    assert done.code == 1 and last[0].startswith("FAIL  1 of ") and "download the checkpoint again" in last[1]
-    assert f"fail  checkpoint tensors: 1 tensors are missing, the first is '{MISSING[0]}'" in done.out
+    said = " ".join(done.out.split())
+    assert done.code == 1 and re.search(r"FAIL 1 of .* download the checkpoint again", said)
+    assert f"fail checkpoint tensors: 1 tensors are missing, the first is '{MISSING[0]}'" in said
+    assert max(map(len, done.out.splitlines())) <= 80 and "cases as recorded" not in done.out
+    assert re.search(r"ok machine python, torch, .*ok ops linear\.cpu, experts\.cpu", said), "one line each"
+    with out.capture() as capture:
+        _Shown(verbose=True).add(Finding("ops", "linear.cpu", "ok", "19 cases as recorded"))
+    assert capture.get() == "ok    ops        linear.cpu: 19 cases as recorded\n"
 
 
 def test_mistakes_of_the_user(tmp_path: Path) -> None:

@@ -1,25 +1,57 @@
 """A browser for the tests of the pages, and answers made up for what the embedded model would not say."""
 
 import json
+import os
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from serve_support import KEY, Server
+from serve_support import KEY, ROOT, Server, wait
 
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium on the PATH: no browser test")
+BROWSERS = {
+    "chromium": shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome"),
+    "firefox": shutil.which("firefox-esr") or shutil.which("firefox"),
+}
+BRIDGE = Path(__file__).with_name("bidi_bridge.py")
+# Firefox does not tell Playwright what a request sends.
+KEEP_BODIES = """{
+    const own = fetch;
+    globalThis.sentBodies = [];
+    globalThis.fetch = (path, options) => {
+        if (options?.body) sentBodies.push(options.body);
+        return own(path, options);
+    };
+}"""
 ANSWERED = ".assistant:not([aria-busy]) .facts"
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+@pytest.fixture(scope="module", params=["chromium", pytest.param("firefox", marks=pytest.mark.slow)])
+def browser(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    program = BROWSERS[request.param]
+    if program is None:
+        pytest.skip(f"no {request.param} on the PATH")
     with sync_api.sync_playwright() as play:
-        running = play.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        if request.param == "chromium":
+            running = play.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        else:
+            running = launch_firefox(play.firefox, tmp_path_factory.mktemp("firefox"))
         yield running
         running.close()
+
+
+def launch_firefox(kind: Any, folder: Path, **variables: str) -> Any:
+    bridge = folder / "firefox"
+    bridge.write_text(f'#!/bin/sh\nexec {sys.executable} {BRIDGE} {BROWSERS["firefox"]} "$@"\n')
+    bridge.chmod(0o755)
+    (folder / "downloads").mkdir()
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "DOWNLOADS": str(folder / "downloads"), **variables}
+    running = kind.launch(channel="moz-firefox", executable_path=bridge, env=env)
+    running.downloads = folder / "downloads"
+    return running
 
 
 @pytest.fixture
@@ -29,6 +61,7 @@ def page(browser: Any, server: Server) -> Iterator[Any]:
     credentials = {"username": "", "password": KEY}
     context = browser.new_context(http_credentials=credentials, viewport={"width": 1100, "height": 780})
     context.set_default_timeout(10_000)
+    context.add_init_script(KEEP_BODIES)
     page = context.new_page()
     page.complaints = watch(page, f"http://127.0.0.1:{server.port}/")
     page.goto(f"http://127.0.0.1:{server.port}/")
@@ -48,6 +81,27 @@ def watch(page: Any, origin: str) -> list[str]:
         lambda one: found.extend([] if one.url.startswith((origin, "data:", "blob:")) else [one.url]),
     )
     return found
+
+
+def is_firefox(page: Any) -> bool:
+    return page.context.browser.browser_type.name == "firefox"
+
+
+def downloaded(page: Any, act: Callable[[], None]) -> Path:
+    """The file that this saves."""
+    if not is_firefox(page):
+        with page.expect_download() as download:
+            act()
+        return Path(download.value.path())
+    folder: Path = page.context.browser.downloads
+    before = set(folder.iterdir())
+
+    def new() -> set[Path]:
+        return {path for path in folder.iterdir() if path.stat().st_size} - before
+
+    act()
+    wait(lambda: len(new()) == 1 and not any(path.suffix == ".part" for path in new()), 10)
+    return new().pop()
 
 
 def ask(page: Any, text: str) -> None:
@@ -82,7 +136,7 @@ def script(page: Any, *answers: str) -> list[Any]:
     left, sent = list(answers), []
 
     def fulfill(route: Any) -> None:
-        sent.append(route.request.post_data_json)
+        sent.append(json.loads(route.request.frame.page.evaluate("sentBodies.at(-1)")))
         body = left.pop(0) if len(left) > 1 else left[0]
         route.fulfill(body=body, content_type="text/event-stream")
 

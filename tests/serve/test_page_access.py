@@ -4,10 +4,8 @@ import json
 from typing import Any
 
 import pytest
-from page_support import answered, ask, browser, needs_browser, page, script, stream  # noqa: F401
+from page_support import answered, ask, browser, page, script, stream  # noqa: F401
 from serve_support import KEY, Server
-
-pytestmark = needs_browser
 
 RICH = """## Title
 

@@ -1,24 +1,28 @@
 """What the chat page keeps: conversations, versions, drafts, files, the place that is being read."""
 
 import json
+import shutil
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from page_support import (  # noqa: F401
     ANSWERED,
+    KEEP_BODIES,
     answered,
     ask,
     browser,
-    needs_browser,
+    downloaded,
     page,
     said,
     script,
     stream,
     watch,
 )
-from serve_support import KEY, Server, wait
+from serve_support import KEY, STORY, Server, wait
 
-pytestmark = needs_browser
+HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
 
 
 def texts(page: Any) -> list[str]:  # noqa: F811
@@ -71,10 +75,8 @@ def test_exports_are_imported(page: Any, tmp_path: Path) -> None:  # noqa: F811
     ask(page, "a question")
     answered(page)
     for name, suffix in (("Export as JSON", "json"), ("Export as Markdown", "md")):
-        with page.expect_download() as download:
-            option(page, "a question", name)
         path = tmp_path / f"kept.{suffix}"
-        download.value.save_as(path)
+        shutil.copy(downloaded(page, partial(option, page, "a question", name)), path)
         page.set_input_files("#import-file", path)
         page.wait_for_selector(f"text=1 conversation imported from kept.{suffix}")
     wait(lambda: titles(page) == ["a question"] * 3, 5)
@@ -171,6 +173,7 @@ def test_storage_that_is_full_or_forbidden_is_told(browser: Any, server: Server)
     full = "IDBObjectStore.prototype.put = () => { throw new DOMException('full', 'QuotaExceededError') };"
     for broken, words in ((refused, "does not keep conversations here"), (full, "storage is full")):
         context = browser.new_context(http_credentials={"username": "", "password": KEY})
+        context.add_init_script(KEEP_BODIES)
         context.add_init_script(broken)
         tab = context.new_page()
         complaints = watch(tab, f"http://127.0.0.1:{server.port}/")
@@ -195,7 +198,7 @@ def test_another_key_can_be_entered(page: Any) -> None:  # noqa: F811
         used.append(route.request.headers.get("authorization"))
         if used[-1] == "Bearer the-new-key":
             return route.fulfill(body=stream("well"), content_type="text/event-stream")
-        refused = {"error": {"message": "the API key is missing or wrong"}}
+        refused = {"error": {"message": "Incorrect API key provided, or none"}}
         return route.fulfill(status=401, body=json.dumps(refused), content_type="application/json")
 
     page.route("**/v1/chat/completions", fulfill)
@@ -222,6 +225,9 @@ def test_settings_are_checked_sent_and_reset(page: Any) -> None:  # noqa: F811
     page.fill("#set-tools", "")
     page.fill("#set-top_p", "0.5")
     page.fill("#set-stop", "END")
+    assert page.get_attribute("#set-temperature", "placeholder") == "0.6", "the model's default"
+    page.select_option("#set-format", "schema")
+    page.fill("#set-schema", '{"type": "object"}')
     page.select_option("#set-thinking", "off")
     page.keyboard.press("Escape")
     assert page.input_value("#question") == "hi", "what was not sent is not lost"
@@ -229,6 +235,7 @@ def test_settings_are_checked_sent_and_reset(page: Any) -> None:  # noqa: F811
     answered(page)
     assert said(sent[0])[0] == ("system", "Be brief.") and sent[0]["top_p"] == 0.5
     assert sent[0]["stop"] == ["END"] and sent[0]["thinking"] == {"type": "disabled"}
+    assert sent[0]["response_format"]["json_schema"]["schema"] == {"type": "object"}
     assert "temperature" not in sent[0], "an empty field is the server's default, not 0"
     page.click("#settings-toggle")
     page.select_option("#set-theme", "dark")
@@ -247,13 +254,9 @@ def test_files_are_attached_by_picking_pasting_and_dropping(page: Any, tmp_path:
     page.set_input_files("#file", [tmp_path / "notes.txt", tmp_path / "picture.png"])
     page.wait_for_selector("text=picture.png is not a text file")
     page.wait_for_selector(".file:has-text('notes.txt'):has-text('tokens')")
-    paste = """(text) => {
-        const data = new DataTransfer();
-        data.setData("text/plain", text);
-        const event = new ClipboardEvent("paste", { clipboardData: data, bubbles: true, cancelable: true });
-        document.querySelector("#question").dispatchEvent(event);
-    }"""
-    page.evaluate(paste, "word " * 1000)
+    page.fill("#question", "word " * 1000)
+    for key in "axv":
+        page.press("#question", f"Control+{key}")
     page.wait_for_selector(".file:has-text('pasted-1.txt')")
     drop = """() => {
         const data = new DataTransfer();
@@ -346,15 +349,10 @@ def test_a_model_that_loads_and_a_server_that_is_away_are_told(page: Any) -> Non
 
 
 def test_progress_is_told(page: Any) -> None:  # noqa: F811
-    page.route(
-        "**/metrics",
-        lambda route: route.fulfill(body="dsv4_num_requests_waiting 3.0\n", content_type="text/plain"),
-    )
     held: list[Any] = []
     page.route("**/v1/chat/completions", lambda route: held.append(route))
     ask(page, "hi")
     page.wait_for_selector(".state:has-text('Sent')")
-    page.wait_for_selector(".state:has-text('3 requests in the queue')")
     held[0].fulfill(body=stream("well"), content_type="text/event-stream")
     answered(page)
     bar = """async () => {
@@ -370,6 +368,27 @@ def test_progress_is_told(page: Any) -> None:  # noqa: F811
     }"""
     words, share = page.evaluate(bar)
     assert words == "Reading 1,100 tokens: 54 %, about 5.0 s left" and 0.54 < share < 0.55
+
+
+def test_a_full_server_tells_the_place_in_the_queue(page: Any, server: Server) -> None:  # noqa: F811
+    """Three may run: two clients wait before the page, and it moves up as they begin."""
+    body = {"model": "tiny", "messages": STORY, "stream": True, "ignore_eos": True, "max_tokens": 900}
+    with ExitStack() as stack:
+        others = []
+        for busy in range(1, 6):
+            others.append(connection := stack.enter_context(closing(server.connection())))
+            connection.request("POST", "/v1/chat/completions", json.dumps(body), HEADERS)
+            wait(lambda: server.gauge("dsv4_num_requests_running") == min(busy, 3), 10)  # noqa: B023
+            wait(lambda: server.gauge("dsv4_num_requests_waiting") == max(busy - 3, 0), 10)  # noqa: B023
+        ask(page, "hi")
+        page.wait_for_selector(".state:has-text('Waiting for a free place: 2 requests ahead')")
+        others[3].close()
+        page.wait_for_selector(".state:has-text('Waiting for a free place: 1 request ahead')")
+        others[4].close()
+        page.wait_for_selector(".state:has-text('Waiting for a free place: next in the queue')")
+        others[0].close()
+        answered(page)
+    wait(server.is_idle, 10)
 
 
 def test_a_deleted_conversation_stays_deleted_while_it_is_answered(page: Any, server: Server) -> None:  # noqa: F811

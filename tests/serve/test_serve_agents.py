@@ -125,6 +125,13 @@ def test_agent_loop_with_thoughts_that_come_back(server: Server, claude: Any, tu
     )
 
 
+def test_models_in_anthropics_shape(server: Server, claude: Any) -> None:
+    (model,) = claude.models.list().data
+    assert model == claude.models.retrieve("tiny")
+    assert (model.id, model.type, model.display_name, model.lifecycle) == ("tiny", "model", "tiny", "active")
+    assert model.max_input_tokens == 1024 and model.created_at.year > 2000
+
+
 def test_errors_have_anthropics_shape(server: Server, claude: Any) -> None:
     with pytest.raises(claude.errors.AuthenticationError):
         ask(claude.with_options(api_key="wrong"))

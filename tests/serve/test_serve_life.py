@@ -171,6 +171,13 @@ def test_options_of_an_operator(tmp_path: Path) -> None:
             wait(lambda told=told: told in server.log, 5)
             assert server.raw("GET", "/v1/models")[0] == 200, told
             key.write_bytes(new.read_bytes())
+        locked = ["openssl", "pkey", "-in", new, "-aes256", "-passout", "pass:word", "-out", key]
+        subprocess.run(locked, check=True, capture_output=True)
+        server.process.send_signal(signal.SIGHUP)
+        wait(lambda: "has a passphrase" in server.log, 5)  # nobody is asked for it
+        assert server.raw("GET", "/v1/models")[0] == 200
+    with pytest.raises(ConfigError, match=r"openssl pkey -in .* makes one without"):
+        start(tls_cert=cert, tls_key=key)
 
 
 def test_examples(tmp_path: Path) -> None:

@@ -237,6 +237,9 @@ def test_metrics_are_named_and_typed(server: Server) -> None:
         "dsv4_spec_decode_num_accepted_tokens_per_pos": "counter",
         "dsv4_spec_decode_num_steps": "counter",
         "dsv4_log_lines_dropped": "counter",
+        "dsv4_expert_hits": "counter",
+        "dsv4_expert_misses": "counter",
+        "dsv4_host_memory_used_bytes": "gauge",
         "dsv4_request_success": "counter",
         "dsv4_num_requests_running": "gauge",
         "dsv4_kv_cache_usage_perc": "gauge",
@@ -257,6 +260,44 @@ def test_metrics_are_named_and_typed(server: Server) -> None:
         > server.gauge("dsv4_request_queue_time_seconds_sum")
         > 0
     )
+
+
+# NVIDIA's management library for a machine of two GPUs, the second of which has been lost.
+LIBRARY = """
+typedef struct { unsigned long long total, free, used; } memory;
+int nvmlInit_v2(void) { return 0; }
+int nvmlDeviceGetCount_v2(unsigned *count) { *count = 2; return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) {
+  *device = (void *)(long)(index + 1);
+  return 0;
+}
+int nvmlDeviceGetMemoryInfo(void *device, memory *m) {
+  m->total = 8000000000; m->used = 3000000000; m->free = 5000000000;
+  return device == (void *)2 ? 15 : 0;
+}
+"""
+
+
+def test_gpu_memory_is_read_from_nvidias_library(tmp_path: Path) -> None:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    library = tmp_path / "libnvidia-ml.so.1"
+    subprocess.run([compiler, "-shared", "-x", "c", "-", "-o", library], input=LIBRARY, text=True, check=True)
+    code = """
+from prometheus_client import CollectorRegistry, generate_latest
+from dsv4.serve.metrics import GpuMemory
+(registry := CollectorRegistry()).register(GpuMemory())
+print(generate_latest(registry).decode())
+"""
+    for folder, found in ((tmp_path, ["3e+09", "8e+09"]), (tmp_path / "none", [])):
+        environment = {**os.environ, "LD_LIBRARY_PATH": str(folder)}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert (
+            re.findall(r'^dsv4_gpu_memory_(?:used|total)_bytes\{gpu="0"\} (\S+)$', done.stdout, re.M) == found
+        )
+        assert 'gpu="1"' not in done.stdout
 
 
 def test_store_is_bounded_and_has_owners() -> None:

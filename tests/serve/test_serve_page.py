@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from page_support import answered, ask, browser, needs_browser, page  # noqa: F401
+import pytest
+from page_support import answered, ask, browser, launch_firefox, page, watch  # noqa: F401
 from serve_support import KEY, Server, wait
 
 from dsv4.serve.files import PATHS
@@ -89,9 +90,11 @@ def test_the_log_says_where_the_page_is_and_not_each_of_its_files(server: Server
     assert f"/v1, a chat page at http://127.0.0.1:{server.port}/\n" in server.log
     assert "route=/ status=200" in server.log and "route=/status status=200" in server.log
     assert "/page/" not in server.log
+    lines = server.log.splitlines()
+    assert lines[0].startswith("no model named")
+    assert all(re.match(r"time=\d{4}-\d\d-\d\dT[\d:.]{12}\+00:00 \S", line) for line in lines[1:])
 
 
-@needs_browser
 def test_question_is_answered_as_a_stream(page: Any, server: Server) -> None:  # noqa: F811
     page.click("text=Add two numbers")
     page.wait_for_selector(".assistant details:not([hidden])")
@@ -130,7 +133,24 @@ def test_question_is_answered_as_a_stream(page: Any, server: Server) -> None:  #
     wait(server.is_idle, 5)
 
 
-@needs_browser
+@pytest.mark.parametrize("browser", [pytest.param("firefox", marks=pytest.mark.slow)], indirect=True)
+def test_firefox_runs_the_page_under_its_policy(browser: Any, server: Server, tmp_path: Path) -> None:  # noqa: F811
+    """In the other tests Firefox gets the pages without it."""
+    firefox = launch_firefox(browser.browser_type, tmp_path, KEEP_POLICY="1")
+    origin = f"http://127.0.0.1:{server.port}/"
+    tab = firefox.new_context(http_credentials={"username": "", "password": KEY}).new_page()
+    complaints = watch(tab, origin)
+    tab.goto(origin)
+    tab.wait_for_selector(".example")
+    tab.keyboard.type("What is 27 + 58?")
+    tab.keyboard.press("Enter")
+    tab.wait_for_selector("text=27 + 58 = 85.")
+    tab.goto(f"{origin}status")
+    tab.wait_for_selector("text=Time to first token")
+    assert not [words for words in complaints if "JavaScript eval" not in words], "Playwright's own"
+    firefox.close()
+
+
 def test_status_page_is_drawn(browser: Any, server: Server) -> None:  # noqa: F811
     server.chat()
     context = browser.new_context(http_credentials={"username": "", "password": KEY})
@@ -142,6 +162,7 @@ def test_status_page_is_drawn(browser: Any, server: Server) -> None:  # noqa: F8
     wait(lambda: "Model" in status.locator(".card h2").all_inner_texts(), 5)
     assert status.inner_text("#state") == "Ready" and "NaN" not in status.inner_text("main")
     assert "13.7 M parameters" in status.inner_text("main")
+    assert re.search(r"Host memory\s+[\d.]+ GB of [\d.]+ GB", status.inner_text("main"))
     before = status.locator(".card:has-text('Generation') dd").first.inner_text()
     server.chat()
     wait(lambda: status.locator(".card:has-text('Generation') dd").first.inner_text() != before, 5)

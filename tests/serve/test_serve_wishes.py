@@ -220,6 +220,35 @@ def test_tools_of_codex(server: Server) -> None:
     assert status == 200 and made["output"][0]["type"] == "message"
 
 
+def test_custom_tools_of_a_chat(server: Server) -> None:
+    grammar = {"syntax": "regex", "definition": "go [0-9]{2}"}
+    go = {"name": "go", "description": "Go.", "format": {"type": "grammar", "grammar": grammar}}
+    pick = {"type": "function", "function": {"name": "pick", "parameters": PICK}}
+    ask: dict[str, Any] = {
+        "tools": [{"type": "custom", "custom": go}, pick],
+        "tool_choice": {"type": "custom", "custom": {"name": "go"}},
+        "max_tokens": 200,
+    }
+    (call,) = server.chat(SHORT, **ask).choices[0].message.tool_calls
+    assert call.type == "custom" and call.custom.name == "go"
+    assert re.fullmatch("go [0-9]{2}", call.custom.input)
+    deltas = [chunk.choices[0].delta for chunk in server.chat(SHORT, stream=True, **ask)]
+    told = [delta.tool_calls[0].custom for delta in deltas if delta.tool_calls]
+    assert "".join(each.get("input", "") for each in told) == call.custom.input and told[0]["name"] == "go"
+    turns = [*SHORT, {"role": "assistant", "tool_calls": [call.to_dict()]}]
+    turns.append({"role": "tool", "tool_call_id": call.id, "content": "done"})
+    prompt = server.post("/tokenize", {"messages": turns})[1]["tokens"]
+    shown = server.post("/detokenize", {"tokens": prompt})[1]["prompt"]
+    assert f'name="input" string="true">{call.custom.input}</' in shown
+    allowed = {"mode": "required", "tools": [{"type": "custom", "custom": {"name": "go"}}]}
+    allowed = {"type": "allowed_tools", "allowed_tools": allowed}
+    (again,) = server.chat(SHORT, **{**ask, "tool_choice": allowed}).choices[0].message.tool_calls
+    assert again.custom == call.custom
+    for tool in ({"type": "custom"}, {"type": "custom", "function": go}, {"type": "function", "custom": go}):
+        status, body, _ = server.post("/v1/chat/completions", {**CHAT, "tools": [tool]})
+        assert status == 400 and body["error"]["param"].startswith("tools"), body
+
+
 def test_responses_are_kept_for_who_made_them(server: Server) -> None:
     status, first = respond(server)
     assert status == 200 and first["store"]

@@ -19,6 +19,7 @@ from dsv4.gpu import architectures, tiles
 from dsv4.gpu.build import HOPPER
 from dsv4.lab import synthetic
 from dsv4.lab.bench.decode import Wanted
+from dsv4.lab.synthetic import num_stages
 from dsv4.model.bundle import Bundle, Numerics
 from dsv4.model.model import Model
 from dsv4.model.prompt import Prompt
@@ -27,6 +28,8 @@ from dsv4.ops import IMPLEMENTATIONS, Ops
 from dsv4.ops.attention import decode as attention
 from dsv4.ops.attention import decode_any, prepare
 from dsv4.ops.attention import prefill_sm90 as prompt_attention
+from dsv4.ops.draft import decode as draft
+from dsv4.ops.draft import round as rounds
 from dsv4.ops.exchange import decode as exchange
 from dsv4.ops.index import decode as index
 from dsv4.ops.index import decode_select as selecting
@@ -41,6 +44,7 @@ from dsv4.ops.rows import quantize
 from dsv4.ops.sample import decode as sample
 from dsv4.parallel.mesh import Mesh
 from dsv4.quant.formats import Format
+from dsv4.step.round import Round
 from dsv4.step.run import Decoder
 
 MULTIPROCESSORS = 132
@@ -78,7 +82,7 @@ def _unlaunched(multiprocessors: int, capability: int) -> Iterator[None]:
         patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
         patch.setattr(torch.Tensor, "data_ptr", _address, raising=False)
         patch.setattr(torch.Tensor, "tolist", _list, raising=False)
-        for module in (prepare, index, decode_any, quantize):
+        for module in (prepare, index, decode_any, quantize, draft, rounds):
             patch.setattr(module, "launch", nothing)
         for module in CUDA:
             patch.setattr(module, "call", nothing)
@@ -99,23 +103,33 @@ def planned(
     prompts: tuple[int, ...] = (),
 ) -> Decoder:
     """The step, each launch planned and asked for once: whatever a launcher asserts has been asserted. Then
-    steps of prompts of so many tokens, at the beginning and the end of the context."""
+    steps of prompts of so many tokens, at the beginning and the end of the context. With DSpark also a round
+    of speculation in which each of the rows verifies a whole block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(synthetic, "_random", _unmade)
         patch.setattr(torch, "randn", _values)
         patch.setattr(torch, "randint", lambda low, high, shape, **_: _values(shape, dtype=torch.long))
         with _unlaunched(multiprocessors, capability):
-            weights = synthetic.make_weights(c, layout, "cpu", ranks=ranks)
+            blocks = num_stages(c)
+            weights = synthetic.make_weights(c, layout, "cpu", ranks=ranks, draft_blocks=blocks)
     with _unlaunched(multiprocessors, capability):
         ops = Ops.choose("cuda", **dict.fromkeys(IMPLEMENTATIONS, "gpu"))
         mesh = Mesh() if ranks == 1 else Mesh(0, ranks, Echo(ranks))
         bundle = Bundle(c, weights, ops, Numerics(dtype, activations, True), mesh)
-        stored = replace(Wanted(context, rows).layout(c), rope_itemsize=dtype.itemsize)
+        stored = Wanted(context, rows).layout(c)
+        stored = replace(stored, rope_itemsize=dtype.itemsize, num_mtp_layers=blocks)
         model, cache = Model(bundle, stored.max_context, "meta"), Cache(stored, "meta", dtype)
         peers = None if ranks == 1 else echo_peers(c, ranks, rows, torch.device("meta"))
         decoder = Decoder(bundle, model, cache, rows, peers=peers)
         for launch in decoder.launches:
             launch.run()
+        if model.dspark is not None and c.dspark is not None:
+            most = c.dspark.block_size
+            state, costs = (
+                rounds.state_of(stored.num_slots, most, "meta"),
+                torch.ones(most + 1, device="meta"),
+            )
+            Round(bundle, model, cache, rows, most, state, costs).run()
         for tokens in prompts:
             last = max(0, stored.max_context - tokens)
             run_spans(model, cache, [(start, min(tokens, stored.max_context - start)) for start in (0, last)])

@@ -147,7 +147,7 @@ def emulated(launches: Launches) -> Iterator[None]:
 
 
 @contextmanager
-def _noted() -> Iterator[list[Touches]]:
+def noted() -> Iterator[list[Touches]]:
     """What launches touch that are named inside, in their order."""
     found: list[Touches] = []
     before = Names.launch
@@ -211,10 +211,11 @@ class Decoders:
         whole_experts: bool = False,
         slots: int | None = None,
         spilled: int = 0,
+        is_round: bool = False,
     ) -> None:
         """`slots` of the cache, None: as many as there are rows. `spilled`: experts of each layer that lie
-        elsewhere."""
-        self.launches, ranks = launches, launches.ranks
+        elsewhere. `is_round`: rows may be tokens of one sequence, so none is its slot's last choice."""
+        self.launches, ranks, self.is_round = launches, launches.ranks, is_round
         numerics = Numerics(dtype, activations, True)
         checkpoint = Checkpoint.open(path)
         self.config = c = checkpoint.config
@@ -244,8 +245,9 @@ class Decoders:
                     counts=torch.zeros_like(self.counts),
                 )
                 model = Model(own, stored.max_context, "cpu", copies_ahead=False)
-                with _noted() as touches:
-                    made = Decoder(own, model, cache(), rows, peers=peers, **kept._asdict())
+                with noted() as touches:
+                    shared = kept._asdict() | ({"latest": None} if is_round else {})
+                    made = Decoder(own, model, cache(), rows, peers=peers, **shared)
                 self.ranks.append(made)
                 self.kept.append(kept)
                 self._touches.append(touches)
@@ -254,7 +256,7 @@ class Decoders:
         """(slot, position, id) of the first rows; of a negative id, its slot's last choice."""
         given = torch.tensor([pack()] * len(tokens) if settings is None else settings)
         for decoder in self.ranks:
-            decoder.load(tokens, given, send=lambda staged: staged, take_latest=True)
+            decoder.load(tokens, given, send=lambda staged: staged, take_latest=not self.is_round)
 
     @property
     def used(self) -> Tensor:

@@ -15,7 +15,16 @@ from triton.runtime.jit import JITFunction
 WAIT, TRIGGER = "wait_for_prerequisites", "launch_dependents"
 Roots = frozenset[str]
 NOTHING: Roots = frozenset()
-POINTER = object()  # what a pointer is to a condition: not None
+
+
+class _Pointer:
+    """What a pointer is to a condition, wherever it points: not None."""
+
+    def __add__(self, offset: object) -> "_Pointer":
+        return self
+
+
+POINTER = _Pointer()
 
 
 @dataclass

@@ -8,7 +8,7 @@ import pytest
 
 from dsv4.errors import ConfigError
 from dsv4.text.generation import FILE, SamplingDefaults
-from dsv4.text.stream import StopStrings
+from dsv4.text.stops import StopStrings
 
 # As beside DeepSeek's own checkpoints.
 DEEPSEEK = {"_from_model_config": True, "bos_token_id": 0, "eos_token_id": 1, "do_sample": True}

@@ -13,12 +13,10 @@ from dsv4.text.tokenizer import EOS, Segment, Special, Tokenizer
 
 
 def some_options(rng: random.Random) -> dict[str, Any]:
-    release = rng.choice(("april", "0731"))
     return {
         "thinking": rng.random() < 0.5,
         "drop_thinking": rng.random() < 0.5,
-        "release": release,
-        "reasoning_effort": rng.choice(list(EFFORT_PREFIX[release])),
+        "reasoning_effort": rng.choice(list(EFFORT_PREFIX["april"])),
     }
 
 
@@ -56,10 +54,8 @@ def test_random_conversations(seed: int, count: int) -> None:
     num_calls = 0
     for _ in range(count):
         messages, options = some_conversation(rng), some_options(rng)
-        prefix = EFFORT_PREFIX[options["release"]][options["reasoning_effort"]]
-        expected = plain_render(
-            messages, options["thinking"], options["drop_thinking"], prefix, options["release"] == "0731"
-        )
+        prefix = EFFORT_PREFIX["april"][options["reasoning_effort"]]
+        expected = plain_render(messages, options["thinking"], options["drop_thinking"], prefix)
         whole = encode(messages, **options)
         assert join(whole) == expected
         answer = answer_of(whole, messages, options)

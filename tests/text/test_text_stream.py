@@ -12,7 +12,8 @@ from text_support import joined, pushed, run, split_texts
 
 from dsv4.errors import TextError
 from dsv4.text.deltas import CallArguments, CallBroken, CallEnd, CallStart, Content, Delta, Reasoning
-from dsv4.text.stream import OutputParser, StopStrings, parse
+from dsv4.text.stops import StopStrings
+from dsv4.text.stream import OutputParser, parse
 from dsv4.text.tokenizer import ASSISTANT, BOS, DSML, END_THINK, EOS, THINK, USER, Segment, Special, Tokenizer
 
 MARKS = re.compile(f"({'|'.join(map(re.escape, (THINK, END_THINK, DSML, EOS, USER, BOS, ASSISTANT)))})")

@@ -112,10 +112,8 @@ def some_conversation(rng: random.Random) -> list[dict[str, Any]]:
     return [*messages, some_assistant(rng)]
 
 
-def plain_render(
-    messages: list[dict[str, Any]], thinking: bool, drop: bool, effort_prefix: str, new: bool
-) -> str:
-    """The prompt by a second, naive route: dicts and strings. `new` is the 0731 rule for system messages."""
+def plain_render(messages: list[dict[str, Any]], thinking: bool, drop: bool, effort_prefix: str) -> str:
+    """The prompt of the April models by a second, naive route: dicts and strings."""
     turns: list[dict[str, Any]] = []
     for message in messages:
         if message["role"] not in ("user", "tool"):
@@ -169,7 +167,7 @@ def plain_render(
             prompt += "<｜Assistant｜>" + ("<think>" if thinking else "</think>") + "<｜action｜>"
         elif turn.get("task"):
             prompt += "<｜" + turn["task"] + "｜>"
-        elif role == "user" or (new and role == "system" and follower != "latest_reminder"):
+        elif role == "user":
             prompt += "<｜Assistant｜>" + ("<think>" if keeps else "</think>")
     return prompt
 

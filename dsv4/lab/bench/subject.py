@@ -24,7 +24,7 @@ from dsv4.lab.records import published
 from dsv4.lab.routing import apply as follow
 from dsv4.lab.routing import shares
 from dsv4.lab.styles import LAYOUTS, format_of, layout_of
-from dsv4.lab.synthetic import make_weights, with_experts
+from dsv4.lab.synthetic import make_weights, num_stages, with_experts, with_stages
 from dsv4.model.bundle import Bundle, Numerics, Weights
 from dsv4.model.params import Param, check_ranks, declare, own_experts
 from dsv4.ops import IMPLEMENTATIONS, Ops
@@ -75,6 +75,7 @@ class Subject:
             placement=placement,
             ranks=self.ranks,
             whole_experts=self.whole_experts,
+            draft_blocks=num_stages(self.config),
         )
         if share is not None:
             follow(weights.tensors, share, self.config)
@@ -159,9 +160,11 @@ def synthetic(
     routing: str | None = None,
     ranks: int = 1,
     whole_experts: bool = False,
+    drafts: bool = False,
 ) -> Subject:
     """A published model's sizes with that many experts and layers; None: as many as usual, and all. `ranks`:
-    the share of one of so many, which has its width of every expert or, `whole_experts`, some of them."""
+    the share of one of so many, which has its width of every expert or, `whole_experts`, some of them.
+    `drafts`: with DSpark's stages."""
     whole = preset(name)
     if layout not in LAYOUTS:
         raise ConfigError(f"unknown layout {layout!r}; use one of {', '.join(LAYOUTS)}")
@@ -174,6 +177,7 @@ def synthetic(
     if layers is not None and not 1 <= layers <= whole.num_layers:
         raise ConfigError(f"layers is {layers}, expected 1 to {whole.num_layers} (all of {name})")
     config = replace(with_experts(whole, experts), layers=whole.layers[:layers])
+    config = with_stages(config) if drafts else config
     if routing is not None:
         shares(routing, config)  # refuses what is no law
     check_ranks(config, ranks, whole_experts)
@@ -227,7 +231,7 @@ def synthetic_bytes(config: ModelConfig, layout: str, ranks: int = 1, whole_expe
     """What `make_weights` allocates, to the byte. Of whole experts a rank has the first."""
     return sum(
         _held(param, layout, param.shared_by(ranks, whole_experts))
-        for param in declare(config, 0)
+        for param in declare(config, num_stages(config))
         if not whole_experts or param.expert is None or param.expert in own_experts(config, 0, ranks)
     )
 
@@ -236,13 +240,14 @@ def _held(param: Param, layout: str, ranks: int = 1) -> int:
     shape = param.local_shape(ranks)
     if param.kind in ("table", "plain"):
         return math.prod(shape) * (8 if param.kind == "table" else 4)
-    if param.name == "embed":
+    if param.stays_in_rows:
         return 2 * math.prod(shape)
     return tile_bytes(format_of(param, layout), (shape[0], shape[1]))
 
 
 def cache_layout(config: ModelConfig, capacity: int, slots: int) -> CacheLayout:
-    return CacheLayout(config, Format.KV8, Format.MXFP4, DTYPE.itemsize, capacity, slots, 0)
+    stages = num_stages(config)
+    return CacheLayout(config, Format.KV8, Format.MXFP4, DTYPE.itemsize, capacity, slots, stages)
 
 
 def other_bytes(layout: CacheLayout, rows: Sequence[int] = (), chunk: int = 0, spills: bool = False) -> int:

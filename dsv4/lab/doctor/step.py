@@ -16,7 +16,8 @@ from dsv4.model.bundle import Bundle
 from dsv4.model.model import Model
 from dsv4.ops.sample.cpu import pack
 from dsv4.step.buffers import ROWS
-from dsv4.step.run import Decoder, Mismatch
+from dsv4.step.draft import Draft
+from dsv4.step.run import Decoder, Mismatch, check
 from dsv4.weights.load import Progress
 
 # Without a model folder: layers of every kind at Flash's sizes, with random weights.
@@ -40,6 +41,24 @@ def place(decoder: Decoder, context: int, vocab: int) -> None:
     decoder.load(rows, torch.tensor(settings), send=lambda staged: staged.to(f.inputs.device))
 
 
+def place_drafts(draft: Draft, context: int) -> None:
+    """Give each sequence an anchor, and each row of the step before a position in turn, one not committed."""
+    d = draft.drafter
+    generator = torch.Generator().manual_seed(context)
+    count, rows = len(d.anchors), len(d.taps)
+    number = torch.arange(count)
+    vocab = draft.config.vocab_size
+    d.anchors.copy_(torch.randint(0, vocab, (count,), generator=generator))
+    d.anchors_at.copy_((context - number).clamp(min=1))
+    d.anchors_slots.copy_(count - 1 - number)
+    settings = [pack(temperature=(0.0, 0.7)[r % 2], top_p=0.95, seed=r) for r in range(count)]
+    d.settings.copy_(torch.tensor(settings))
+    d.taps.copy_(torch.randn(d.taps.shape, generator=generator))
+    at = torch.arange(rows)
+    d.slots.copy_(at % count)
+    d.committed.copy_(torch.where(at % 4 == 3, -1, (context - 1 - at // count).clamp(min=0)))
+
+
 def raise_sinks(bundle: Bundle) -> None:
     """Let random sinks count: beside some hundred random keys they would be lost in rounding."""
     for name, tensor in bundle.weights.tensors.items():
@@ -48,14 +67,14 @@ def raise_sinks(bundle: Bundle) -> None:
             tensor.add_(4.0)
 
 
-def mismatches(decoder: Decoder, told: Told | None = None) -> list[Mismatch]:
+def mismatches(step: Decoder | Draft, told: Told | None = None) -> list[Mismatch]:
     """The launches that differ, in their order; each has the inputs that kernels gave it."""
     found = []
-    for number, (_, mismatch) in enumerate(decoder.check(), 1):
+    for number, (_, mismatch) in enumerate(check(step.launches), 1):
         if mismatch is not None:
             found.append(mismatch)
         if told is not None:
-            told(number, len(decoder.launches))
+            told(number, len(step.launches))
     return found
 
 
@@ -83,7 +102,9 @@ def examine_steps(
     if bad := [number for number in rows if number not in ROWS]:
         raise ConfigError(f"rows is {bad[0]}, expected one of {', '.join(map(str, ROWS))}: steps have these")
     device = torch.device("cuda", torch.cuda.current_device())
-    subject = synthetic("flash", EXPERTS, LAYERS, "modelopt") if model is None else of_folder(model)
+    subject = (
+        synthetic("flash", EXPERTS, LAYERS, "modelopt", drafts=True) if model is None else of_folder(model)
+    )
     subject = replace(subject, activations=activations)
     wanted = [Wanted(context, max(rows), steps=1) for context in contexts]
     layouts = [
@@ -94,7 +115,10 @@ def examine_steps(
     bundle = subject.bundle(device, reading, split)
     if model is None:
         raise_sinks(bundle)
-    for context, layout in zip(contexts, layouts, strict=True):
+    stages = bundle.weights.num_mtp_layers if bundle.config.dspark else 0
+    for context, layout in zip(
+        contexts, [replace(each, num_mtp_layers=stages) for each in layouts], strict=True
+    ):
         yield from _at(bundle, rows, context, Cache(layout, device, DTYPE), activations, told)
 
 
@@ -111,8 +135,13 @@ def _at(
     latest = torch.zeros(cache.layout.num_slots, dtype=torch.long, device=cache.page_table.device)
     for number in rows:
         fill(cache)
-        decoder = Decoder(bundle, model, cache, number, latest=latest)
+        decoder = Decoder(bundle, model, cache, number, latest=latest, taps=True)
         place(decoder, context, bundle.config.vocab_size)
         found = mismatches(decoder, told)
         name = f"{number} rows at {context:,} tokens, {activations}"
         yield conclusion(name, len(decoder.launches), found)
+        if model.dspark is not None:
+            draft = Draft(bundle, model, cache, number, decoder.buffers)
+            place_drafts(draft, context)
+            found = mismatches(draft, told)
+            yield conclusion(f"drafts of {name}", len(draft.launches), found)

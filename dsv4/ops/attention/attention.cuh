@@ -20,6 +20,8 @@ struct Attention {
     const int* listed;       // [rows][list_width] rows of `entries`; null: all that the row sees, by page
     const int* page_table;   // [slots][pages]
     const int64_t *slots, *positions;   // [rows]
+    const int64_t* ends;                // [rows] where a row's window ends, all that is listed being visible;
+                                        // null: at its position
     const float *sinks, *cos, *sin;     // [heads], [positions][HALF]
     __nv_bfloat16* out;                 // as q
     int heads, window, ring_rows, list_width, pages;
@@ -79,11 +81,13 @@ struct Keys {
     __device__ __forceinline__ Keys(const Attention& p, int row, int block) {
         position = (int)__ldcg(p.positions + row);
         slot = (int)__ldcg(p.slots + row);
-        raw = min(position + 1, p.window);
-        const int visible = p.entries ? (position + 1) >> p.ratio_bits : 0;
+        const int end = p.ends ? (int)__ldcg(p.ends + row) : position;
+        raw = min(end + 1, p.window);
+        int visible = p.entries ? (end + 1) >> p.ratio_bits : 0;
+        if (p.ends) visible = position < 0 ? 0 : p.list_width;
         const int count = raw + (p.listed ? min(visible, p.list_width) : visible);
         const int share = ((count + 15) / 16 + CLUSTER - 1) / CLUSTER * 16;
-        oldest = (position + 1 - raw) % p.ring_rows;
+        oldest = (end + 1 - raw) % p.ring_rows;
         first = share * block;
         own = max(0, min(count - first, share));
         blocks = 0;

@@ -38,7 +38,7 @@ def bits_of(power: int) -> int:
 
 @launcher(
     reads=("q", "rows", "entries"),
-    reads_early=("ring", "entries", "page_table", "slots", "positions", "sinks", "cos", "sin"),
+    reads_early=("ring", "entries", "page_table", "slots", "positions", "ends", "sinks", "cos", "sin"),
     writes=("out",),
     means=meaning.attend,
 )
@@ -59,6 +59,7 @@ def attend(
     sin: Tensor,
     eps: float,
     out: Tensor,
+    ends: Tensor | None = None,
     overlap: bool = True,
 ) -> None:
     """q [T, H, d], as its product left it -> out [T, H*d], rotated back by the row's position; a sink per
@@ -66,7 +67,8 @@ def attend(
 
     Keys of a row: the ring's positions max(0, pos-window+1) .. pos, the token's own included; then, of
     `entries`, the pool rows `rows` [T, S] int32 (-1: none), of which no more are read than entries are
-    visible at pos, or, with None, all visible ones.
+    visible at pos, or, with None, all visible ones. With `ends` int64 [T] the ring's positions end there,
+    not at pos, and all of `rows` is read.
     """
     tokens, heads, width = q.shape
     assert serves(heads, width, ring.rope_dim, q.dtype, [ratio]), (q.shape, ring.rope_dim, q.dtype, ratio)
@@ -81,6 +83,7 @@ def attend(
     assert entries is None or ratio > 0
     assert entries is None or rows is not None or (page_table is not None and page_entries)
     assert rows is None or (rows.is_contiguous() and rows.dtype == torch.int32)
+    assert ends is None or (rows is not None and ends.dtype == torch.long and ends.is_contiguous())
     groups = 2 if heads > HEADS and tokens * heads > RESIDENT * HEADS else 1
     given = _Attention(
         q=q,
@@ -92,6 +95,7 @@ def attend(
         page_table=page_table,
         slots=slots,
         positions=positions,
+        ends=ends,
         sinks=sinks,
         cos=cos,
         sin=sin,

@@ -57,7 +57,8 @@ def _fetch(data_ptr, rope_ptr, scale_ptr, row, seen, NOPE: tl.constexpr, SIZE: t
 @triton.jit
 def _attend_kernel(  # type: ignore[no-untyped-def]
         q_ptr, ring_ptr, ring_rope_ptr, ring_scale_ptr, entries_ptr, entries_rope_ptr, entries_scale_ptr,
-        rows_ptr, max_rows, page_table_ptr, pages, slots_ptr, positions_ptr, part_o_ptr, part_ml_ptr, factor,
+        rows_ptr, max_rows, page_table_ptr, pages, slots_ptr, positions_ptr, ends_ptr, part_o_ptr,
+        part_ml_ptr, factor,
         H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr,
         ROPE_SIZE: tl.constexpr, ROW: tl.constexpr, ROPE_ROW: tl.constexpr, SCALES: tl.constexpr,
         RING: tl.constexpr, WINDOW: tl.constexpr, RATIO: tl.constexpr, PAGE: tl.constexpr,
@@ -71,7 +72,10 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     slot = tl.load(slots_ptr + row, cache_modifier=".cg")
     place = chunk * KEYS + tl.arange(0, KEYS)
     if chunk < near:
-        j = pos - (WINDOW - 1) + place
+        end = pos
+        if ends_ptr is not None:
+            end = tl.load(ends_ptr + row, cache_modifier=".cg").to(tl.int32)
+        j = end - (WINDOW - 1) + place
         seen = (place < WINDOW) & (j >= 0)
         key_row = slot * RING + tl.maximum(j, 0) % RING
         code, scale, rotary = _fetch(ring_ptr, ring_rope_ptr, ring_scale_ptr, key_row, seen, nope, SIZE, ROPE,
@@ -126,7 +130,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
 
 @launcher(
     reads=("q", "rows", "entries"),
-    reads_early=("ring", "entries", "page_table", "slots", "positions"),
+    reads_early=("ring", "entries", "page_table", "slots", "positions", "ends"),
     writes=("part_o", "part_ml"),
     means=meaning.attend_parts,
 )
@@ -144,12 +148,14 @@ def attend(
     positions: Tensor,
     part_o: Tensor,
     part_ml: Tensor,
+    ends: Tensor | None = None,
     overlap: bool = True,
 ) -> None:
     """q [T, H, d] -> part_o [T, C, H, d], part_ml [T, C, H, 2] (largest score, sum), float32; C: num_chunks.
 
     Keys of a row: the ring's positions max(0, pos-window+1) .. pos, the token's own included; then, of
     `entries`, the pool rows `rows` [T, S] int32 (-1: none), or, with rows None, all that are visible.
+    With `ends` int64 [T] the ring's positions end there, not at pos.
     A chunk without keys leaves -inf and 0 in part_ml and part_o as it was.
     """
     tokens, h, d = q.shape
@@ -162,6 +168,7 @@ def attend(
     assert entries is None or rows is not None or (page_table is not None and ratio and page_entries)
     assert entries is None or entries.data.shape[1] == ring.data.shape[1]
     assert rows is None or rows.is_contiguous()
+    assert ends is None or (rows is not None and ends.is_contiguous())
     if tokens:
         launch(
             _attend_kernel,
@@ -181,6 +188,7 @@ def attend(
             pages=None if page_table is None else page_table.stride(0),
             slots_ptr=slots,
             positions_ptr=positions,
+            ends_ptr=ends,
             part_o_ptr=part_o,
             part_ml_ptr=part_ml,
             factor=d**-0.5,

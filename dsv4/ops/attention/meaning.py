@@ -25,13 +25,13 @@ def _angles(cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor
     return cos[at], sin[at]
 
 
-def _near(x: Tensor) -> Wanted:
+def near(x: Tensor) -> Wanted:
     """A normed and rotated vector: a rotation can cancel, so the bound is that of its largest channel."""
     eps = max(torch.finfo(x.dtype).eps, 2.0**-19)  # float32: of what is pooled in another order
     return x, eps * x.float().abs().amax(-1, keepdim=True)
 
 
-def _stored(name: str, store: QuantTensor, rows: Tensor, values: Tensor) -> list[Claim]:
+def stored(name: str, store: QuantTensor, rows: Tensor, values: Tensor) -> list[Claim]:
     """Rows of a cache's store, compared by what they stand for: codes, and beside them rotated channels."""
 
     def claim(what: str, channels: slice, coded: Literal["fp8", "fp4"] | None) -> Claim:
@@ -41,7 +41,7 @@ def _stored(name: str, store: QuantTensor, rows: Tensor, values: Tensor) -> list
         return Claim(
             name=what,
             buffer=store.data,
-            want=lambda: _near(part(encode_kv(values, store.rope_dim, store.format))),
+            want=lambda: near(part(encode_kv(values, store.rope_dim, store.format))),
             coded=coded,
             read=lambda: part(store.take(rows)),
             write=lambda _: store.put(rows, encode_kv(values, store.rope_dim, store.format)),
@@ -80,8 +80,8 @@ def prepare(
     at, of = positions[used], slots[used]
     kv = ops.rotate(ops.rms_norm(kv[used].to(act), kv_norm, eps), *_angles(cos, sin, at))
     claims = [
-        Claim("q_low_out", q_low_out, lambda: _near(ops.rms_norm(q_low.to(act), q_norm, eps))),
-        *_stored("ring", ring, of * ring_rows + at % ring_rows, kv),
+        Claim("q_low_out", q_low_out, lambda: near(ops.rms_norm(q_low.to(act), q_norm, eps))),
+        *stored("ring", ring, of * ring_rows + at % ring_rows, kv),
     ]
     if q_in is not None:
         wanted = lambda: (linear_input(q_low_out, activations), 0.0)  # noqa: E731
@@ -94,13 +94,13 @@ def prepare(
         if not bool(closing.any()):
             continue
         assert page_table is not None
-        pooled = _pooled(pooling, ratio, used[closing], of[closing], at[closing]).to(act)
+        pooled = _pooled(pooling, ratio, used, of, at)[closing].to(act)
         starts = _angles(cos, sin, at[closing] + 1 - ratio)
         row = ops.rotate(ops.rms_norm(pooled, pooling.norm, eps), *starts)
         block = at[closing] // ratio
         page = page_table[of[closing], block // page_entries].long()
         row = row if name == "entries" else ops.hadamard(row)
-        claims += _stored(name, pooling.out, page * page_entries + block % page_entries, row)
+        claims += stored(name, pooling.out, page * page_entries + block % page_entries, row)
     return claims
 
 
@@ -125,13 +125,15 @@ def _tail(name: str, p: "Pooling", ratio: int, used: Tensor, of: Tensor, at: Ten
 
 
 def _pooled(p: "Pooling", ratio: int, rows: Tensor, of: Tensor, at: Tensor) -> Tensor:
-    """Pool the blocks that end now: older rows lie in the tail."""
+    """Pool the blocks that end at these rows; older ones lie in the tail, or are rows of this step."""
     overlaps = p.values.shape[1] > p.norm.shape[0]
     span = ratio * (2 if overlaps else 1)
     wanted = at.unsqueeze(1) - torch.arange(span - 1, -1, -1, device=at.device)
     place = (of.unsqueeze(1), wanted.clamp(min=0) % p.tail_values.shape[1])
     values, scores = p.tail_values[place], p.tail_scores[place]
-    values[:, -1], scores[:, -1] = p.values[rows], p.scores[rows] + p.ape[at % ratio]
+    for now, (slot, position) in enumerate(zip(of.tolist(), at.tolist(), strict=True)):
+        here = (of.unsqueeze(1) == slot) & (wanted == position)
+        values[here], scores[here] = p.values[rows[now]], p.scores[rows[now]] + p.ape[position % ratio]
     is_missing = (wanted < 0).unsqueeze(-1)
     values, scores = values.masked_fill(is_missing, 0.0), scores.masked_fill(is_missing, -torch.inf)
     return ops.compress(values, scores, ratio, overlaps)[:, -1]
@@ -142,9 +144,9 @@ def queries(
 ) -> list[Claim]:
     angles, claims = _angles(cos, sin, positions), []
     if q is not None:
-        claims.append(Claim("q", q, lambda: _near(_query(q, angles, eps))))
+        claims.append(Claim("q", q, lambda: near(_query(q, angles, eps))))
     if iq is not None:
-        want = lambda: _near(TRAINED.index(ops.rotate_heads(iq, *angles)))  # noqa: E731
+        want = lambda: near(TRAINED.index(ops.rotate_heads(iq, *angles)))  # noqa: E731
         claims.append(Claim("iq", iq, want, coded="fp4"))
     return claims
 
@@ -164,9 +166,12 @@ def _keys(
     ratio: int,
     slot: int,
     position: int,
+    end: int | None = None,
 ) -> Tensor:
-    """[S, d]: what one row of a step attends to, the window's oldest first."""
-    first = torch.arange(max(0, position - window + 1), position + 1, device=ring.data.device)
+    """[S, d]: what one row of a step attends to, the window's oldest first. `end`: where that ends, if not at
+    the row's position; then all listed rows are seen."""
+    last = position if end is None else end
+    first = torch.arange(max(0, last - window + 1), last + 1, device=ring.data.device)
     keys = [decode(ring.take(slot * ring_rows + first % ring_rows))]
     if entries is not None:
         visible = (position + 1) // ratio
@@ -174,7 +179,7 @@ def _keys(
             assert page_table is not None
             listed = pool_rows(page_table, slot, visible, page_entries)
         else:
-            listed = rows[:visible]
+            listed = rows[:visible] if end is None else rows
             listed = listed[listed >= 0].long()
         keys.append(decode(entries.take(listed)))
     return torch.cat(keys)
@@ -190,6 +195,7 @@ def attend(
     eps: float,
     out: Tensor,
     rows: Tensor | None,
+    ends: Tensor | None = None,
     **where: Any,
 ) -> list[Claim]:
     """One launch from the queries' product to the result, rotated back."""
@@ -197,7 +203,8 @@ def attend(
     def claim(row: int, slot: int, position: int) -> Claim:
         def want() -> Wanted:
             listed = None if rows is None else rows[row]
-            keys = _keys(rows=listed, slot=slot, position=position, **where).unsqueeze(0)
+            end = None if ends is None else int(ends[row])
+            keys = _keys(rows=listed, slot=slot, position=position, end=end, **where).unsqueeze(0)
             cs, sn = _angles(cos, sin, positions[row : row + 1])
             its_q = _query(q[row : row + 1], (cs, sn), eps)
             seen = torch.ones(1, 1, keys.shape[1], dtype=torch.bool, device=q.device)
@@ -220,6 +227,7 @@ def attend_parts(
     part_o: Tensor,
     part_ml: Tensor,
     rows: Tensor | None,
+    ends: Tensor | None = None,
     **where: Any,
 ) -> list[Claim]:
     """Queries that are ready -> parts over keys; compared by what their sum would be without a sink."""
@@ -232,7 +240,8 @@ def attend_parts(
     def claim(row: int, slot: int, position: int) -> Claim:
         def want() -> Wanted:
             listed = None if rows is None else rows[row]
-            keys = _keys(rows=listed, slot=slot, position=position, **where)
+            end = None if ends is None else int(ends[row])
+            keys = _keys(rows=listed, slot=slot, position=position, end=end, **where)
             scores = q[row].float() @ keys.mT * q.shape[2] ** -0.5
             weights = scores.softmax(-1)
             total = scores.logsumexp(-1, keepdim=True)
@@ -283,7 +292,7 @@ def combine(
             share = torch.sigmoid(held[:, -1] - sinks)  # of all weights, the sink's among them
             o = (held[:, :-1] * share.unsqueeze(-1)).to(out.dtype)
             cs, sn = _angles(cos, sin, positions[row])
-            value, slack = _near(ops.rotate(o, cs, -sn))
+            value, slack = near(ops.rotate(o, cs, -sn))
             # Parts are added in another order.
             return value.flatten(), (4 * slack * torch.ones_like(value, dtype=torch.float32)).flatten()
 

@@ -32,12 +32,10 @@ from dsv4.gpu.numbers import (
 from dsv4.gpu.pdl import launcher
 from dsv4.gpu.shapes import HOW
 from dsv4.ops.attention import meaning
+from dsv4.ops.attention.pool import MAX_BLOCK, MOST_NEAR, pool
 from dsv4.ops.index import decode as index
 from dsv4.ops.rows.quantize import round_row
 from dsv4.quant.formats import FP8_TILE, Format, QuantTensor
-
-FEW_ROWS = tl.constexpr(8)  # of a block and the one before it: each row lies in registers of its own
-MAX_BLOCK = 16  # older rows of a block that are pooled at a time: 8 KB of values and of scores each
 
 
 @dataclass(frozen=True)
@@ -55,106 +53,6 @@ class Pooling:
     tail_scores: Tensor  # [slots, tail_rows, m*d] float32, position bias included
     norm: Tensor  # [d] float32
     out: QuantTensor  # [pages * page_entries] rows
-
-
-@triton.jit
-def _older(tail_values_ptr, tail_scores_ptr, slot, pos, start, wanted, RATIO: tl.constexpr,  # type: ignore[no-untyped-def]
-           OVERLAP: tl.constexpr, TAIL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr,
-           BLOCK: tl.constexpr):  # fmt: skip
-    """Scores and values [BLOCK, SIZE] of the rows from `start` before the token on; -inf and 0 beyond."""
-    c, back = tl.arange(0, SIZE), start + tl.arange(0, BLOCK)
-    j = pos - back
-    seen = (wanted & (back < RATIO * (1 + OVERLAP)) & (j >= 0))[:, None] & (c < D)[None, :]
-    half = tl.where(back < RATIO, D * OVERLAP, 0)
-    at = ((slot * TAIL + tl.maximum(j, 0) % TAIL) * (D * (1 + OVERLAP)) + half)[:, None] + c[None, :]
-    scores = tl.load(tail_scores_ptr + at, mask=seen, other=-float("inf"), cache_modifier=".cg")
-    return scores, tl.load(tail_values_ptr + at, mask=seen, other=0.0, cache_modifier=".cg")
-
-
-@triton.jit
-def _few_older(tail_values_ptr, tail_scores_ptr, slot, pos, wanted, RATIO: tl.constexpr,  # type: ignore[no-untyped-def]
-               OVERLAP: tl.constexpr, TAIL: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
-    """Scores and values [SIZE] of the row before the token, of the one before that, and so on."""
-    c = tl.arange(0, SIZE)
-    rows = ()
-    for back in tl.static_range(1, RATIO * (1 + OVERLAP)):
-        j = pos - back
-        seen = wanted & (j >= 0) & (c < D)
-        half = D * OVERLAP if back < RATIO else 0
-        at = (slot * TAIL + tl.maximum(j, 0) % TAIL) * (D * (1 + OVERLAP)) + half + c
-        scores = tl.load(tail_scores_ptr + at, mask=seen, other=-float("inf"), cache_modifier=".cg")
-        values = tl.load(tail_values_ptr + at, mask=seen, other=0.0, cache_modifier=".cg")
-        rows += (scores, values)  # type: ignore[assignment]
-    return rows
-
-
-@triton.jit
-def _few_pooled(score, value, rows, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The token's row and COUNT older ones, weighted by the softmax of their scores, channel by channel."""
-    peak = score
-    for i in tl.static_range(COUNT):
-        peak = tl.maximum(peak, rows[2 * i])
-    count = tl.exp(score - peak)
-    total = value * count
-    for i in tl.static_range(COUNT):
-        weight = tl.exp(rows[2 * i] - peak)
-        count += weight
-        total += weight * rows[2 * i + 1]
-    return tl.div_rn(total, count)
-
-
-@triton.jit
-def _pool(values_ptr, scores_ptr, values_step, scores_step, ape_ptr, tail_values_ptr, tail_scores_ptr, row,  # type: ignore[no-untyped-def]
-          slot, pos, RATIO: tl.constexpr, OVERLAP: tl.constexpr, TAIL: tl.constexpr, D: tl.constexpr,
-          SIZE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Keep the token's row in the tail; where it ends a block, -> pooled [SIZE], else anything.
-
-    Of many rows a running softmax from the token back to the oldest, BLOCK rows at a time. Waits; rows of the
-    tail are read before that too: older steps wrote them, and this one writes another row.
-    """
-    c = tl.arange(0, SIZE)
-    inside = c < D
-    own = c + D * OVERLAP
-    width: tl.constexpr = D * (1 + OVERLAP)
-    span: tl.constexpr = RATIO * (1 + OVERLAP)
-    at = (slot * TAIL + pos % TAIL) * width
-    ends = (pos + 1) % RATIO == 0
-    bias = ape_ptr + (pos % RATIO) * width
-    first_bias = tl.load(bias + c, mask=inside, other=0.0)
-    own_bias = tl.load(bias + own, mask=inside, other=0.0)
-    if span <= FEW_ROWS:
-        rows = _few_older(tail_values_ptr, tail_scores_ptr, slot, pos, ends, RATIO, OVERLAP, TAIL, D, SIZE)
-    else:
-        s, v = _older(tail_values_ptr, tail_scores_ptr, slot, pos, 1, ends, RATIO, OVERLAP, TAIL, D, SIZE,
-                      BLOCK)  # fmt: skip
-    wait_for_prerequisites()
-    values, scores = values_ptr + row * values_step, scores_ptr + row * scores_step
-    if OVERLAP:
-        # The first half: what the row means to the next block.
-        value = tl.load(values + c, mask=inside, other=0.0)
-        score = tl.load(scores + c, mask=inside, other=0.0) + first_bias
-        tl.store(tail_values_ptr + at + c, value, mask=inside)
-        tl.store(tail_scores_ptr + at + c, score, mask=inside)
-    total = tl.load(values + own, mask=inside, other=0.0)
-    top = tl.load(scores + own, mask=inside, other=0.0) + own_bias
-    tl.store(tail_values_ptr + at + own, total, mask=inside)
-    tl.store(tail_scores_ptr + at + own, top, mask=inside)
-    if ends:
-        if span <= FEW_ROWS:
-            total = _few_pooled(top, total, rows, span - 1)
-        else:
-            count = tl.full([SIZE], 1.0, tl.float32)
-            for start in range(1, span, BLOCK):
-                peak = tl.maximum(top, tl.max(s, 0))
-                weight = tl.exp(s - peak[None, :])
-                again = tl.exp(top - peak)
-                count = count * again + tl.sum(weight, 0)
-                total = total * again + tl.sum(weight * v, 0)
-                top = peak
-                s, v = _older(tail_values_ptr, tail_scores_ptr, slot, pos, start + BLOCK, ends, RATIO,
-                              OVERLAP, TAIL, D, SIZE, BLOCK)  # fmt: skip
-            total = tl.div_rn(total, count)
-    return total
 
 
 @triton.jit
@@ -197,7 +95,8 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
         RQ: tl.constexpr, RQ_SIZE: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr,
         ROW: tl.constexpr, ROPE_ROW: tl.constexpr, SCALES: tl.constexpr, RING: tl.constexpr,
         RATIO: tl.constexpr, OVERLAP: tl.constexpr, PAGE: tl.constexpr, TAIL: tl.constexpr,
-        DI: tl.constexpr, ITAIL: tl.constexpr, BLOCK: tl.constexpr, HOW: tl.constexpr):  # fmt: skip
+        DI: tl.constexpr, ITAIL: tl.constexpr, BLOCK: tl.constexpr, NEAR: tl.constexpr,
+        HOW: tl.constexpr):  # fmt: skip
     act: tl.constexpr = q_out_ptr.dtype.element_ty
     launch_dependents()
     role = tl.program_id(0)
@@ -221,8 +120,9 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
                 start = tl.maximum(pos + 1 - RATIO, 0)
                 cos, sin = angles(cos_ptr, sin_ptr, start, 1.0, D - ROPE, ROPE // 2, SIZE)
                 entry = _entry_row(page_table_ptr, slot, pos, pages, RATIO, PAGE)
-                x = _pool(values_ptr, scores_ptr, values_step, scores_step, ape_ptr, tail_values_ptr,
-                          tail_scores_ptr, row, slot, pos, RATIO, OVERLAP, TAIL, D, SIZE, BLOCK)  # fmt: skip
+                x = pool(values_ptr, scores_ptr, values_step, scores_step, ape_ptr, tail_values_ptr,
+                          tail_scores_ptr, row, slot, pos, slots_ptr, positions_ptr, RATIO, OVERLAP, TAIL, D,
+                          SIZE, BLOCK, NEAR)  # fmt: skip
                 if (pos + 1) % RATIO == 0:
                     _entry(x, weight, out_ptr, out_rope_ptr, out_scale_ptr, entry, cos, sin, eps, D, SIZE,
                            ROPE, ROW, ROPE_ROW, SCALES, act)  # fmt: skip
@@ -233,8 +133,9 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
             start = tl.maximum(pos + 1 - RATIO, 0)
             key_cos, key_sin = angles(cos_ptr, sin_ptr, start, 1.0, DI - ROPE, ROPE // 2, DI)
             entry = _entry_row(page_table_ptr, slot, pos, pages, RATIO, PAGE)
-            y = _pool(ivalues_ptr, iscores_ptr, ivalues_step, iscores_step, iape_ptr, itail_values_ptr,
-                      itail_scores_ptr, row, slot, pos, RATIO, OVERLAP, ITAIL, DI, DI, BLOCK)  # fmt: skip
+            y = pool(ivalues_ptr, iscores_ptr, ivalues_step, iscores_step, iape_ptr, itail_values_ptr,
+                      itail_scores_ptr, row, slot, pos, slots_ptr, positions_ptr, RATIO, OVERLAP, ITAIL, DI,
+                      DI, BLOCK, NEAR)  # fmt: skip
             if (pos + 1) % RATIO == 0:
                 y = rotate(norm(rounded(y, act), key_weight, eps, DI, act), key_cos, key_sin, act)
                 put_mxfp4(hadamard(y, act), iout_ptr, iout_scale_ptr, entry, DI)
@@ -369,6 +270,7 @@ def prepare(
             DI=di,
             ITAIL=0 if keys is None else keys.tail_values.shape[1],
             BLOCK=min(MAX_BLOCK, triton.next_power_of_2(max(1, ratio * m - 1))),
+            NEAR=min(MOST_NEAR, rows - 1, ratio * m - 1),
             HOW=HOW[activations],
         )
 

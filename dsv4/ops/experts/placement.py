@@ -158,6 +158,10 @@ class Placement:
         held = self.slots[self.slot_of[layer][expert]]
         return bank(self.form, held, self.up_factor[layer, one], self.down_factor[layer, one])
 
+    def is_resident(self) -> Tensor:
+        """bool [layers, experts]: whether an expert lies in GPU memory."""
+        return torch.tensor([[self.slots.is_resident(slot) for slot in layer] for layer in self.slot_of])
+
     def num_resident(self, layer: int) -> int:
         return sum(self.slots.is_resident(slot) for slot in self.slot_of[layer])
 

@@ -195,7 +195,7 @@ _Closing = mirror("mhc/decode_mix.cu", "Closing")
 @launcher(
     reads=("partial", "streams"),
     reads_early=("base", "scale", "weight"),
-    writes=("x", "x_in", "gate", "comb"),
+    writes=("x", "x_in", "gate", "comb", "mixed", "mean"),
     means=meaning.mix_close,
 )
 def mix_close(
@@ -211,6 +211,8 @@ def mix_close(
     hc_eps: float,
     x_in: Tensor | None = None,
     activations: str = "a16",
+    mixed: Tensor | None = None,
+    mean: Tensor | None = None,
     overlap: bool = True,
 ) -> None:
     """What mix_open left in `partial` -> x [T, D] (mhc.pre, then rms_norm), gate [T, N], comb [T, N, N].
@@ -218,6 +220,7 @@ def mix_close(
     x_in [T, D]: x as quantised products see it, round_input(x, activations); None with a16.
     base, scale [M] (scale repeated for each mix), weight [D], all float32. gate and comb None: mhc.head.
     comb is what Sinkhorn's rounds start from; a product's launch does them (matvec.Mixing).
+    mixed [T, D]: x before its norm. mean [T, D], maybe columns of a wider matrix: the streams' average.
     """
     rows, n, d = streams.shape
     chunks = num_chunks(d)
@@ -226,6 +229,11 @@ def mix_close(
     assert (gate is None) == (comb is None) and partial.shape == (rows, chunks, WIDTH), partial.shape
     assert d % ITEM == 0 and d <= MAX_CHANNELS, f"{d} channels"
     assert (x_in is None) == (activations == "a16"), activations
+    for each in (mixed, mean):
+        assert each is None or (each.shape == (rows, d) and each.dtype == x.dtype and each.stride(1) == 1)
+        # They are written 16 bytes at a time.
+        assert each is None or each.stride(0) % ITEM == int(each.storage_offset()) % ITEM == 0, each.stride()
+    assert mixed is None or mixed.is_contiguous()
     if rows:
         closing = _Closing(
             partial=partial,
@@ -235,12 +243,15 @@ def mix_close(
             weight=weight,
             x=x,
             x_in=x_in,
+            mixed=mixed,
+            mean=mean,
             gate=gate,
             comb=comb,
             rows=rows,
             d=d,
             chunks=chunks,
             how=HOW[activations],
+            mean_stride=0 if mean is None else mean.stride(0),
             norm_eps=norm_eps,
             hc_eps=hc_eps,
         )

@@ -64,6 +64,24 @@ __device__ __forceinline__ float rounded(float v, __nv_bfloat16) {
 }
 __device__ __forceinline__ float rounded(float v, float) { return v; }
 
+// The mean of a thread's channels over the streams.
+template <typename Act>
+__device__ __forceinline__ void write_mean(Act* mean, const Eight (&s)[MAX_ITEMS][STREAMS], int d) {
+#pragma unroll
+    for (int i = 0; i < MAX_ITEMS; ++i) {
+        const int channel = (threadIdx.x + i * THREADS) * ITEM;
+        if (channel >= d) break;
+        Eight m = s[i][0];
+#pragma unroll
+        for (int k = 0; k < ITEM; ++k) {
+#pragma unroll
+            for (int n = 1; n < STREAMS; ++n) m.v[k] += s[i][n].v[k];
+            m.v[k] *= 1.f / STREAMS;
+        }
+        Stored<Act>(m).write(mean + channel);
+    }
+}
+
 // gate and comb of one row: a warp adds up every WARPS-th chunk, a lane is a column.
 __device__ __forceinline__ void next_output(const float* partial, const float* base, const float* scale,
                                             float* gate, float* comb, int d, int chunks, float norm_eps,
@@ -109,8 +127,9 @@ template <typename Act> struct Closing {
     const Act* streams;    // [rows][STREAMS][d]
     const float* weight;   // [d]
     Act *x, *x_in;         // [rows][d]; x_in null with A16
+    Act *mixed, *mean;     // [rows][d], rows of mean `mean_stride` apart; or null
     float *gate, *comb;    // [rows][STREAMS], [rows][STREAMS][STREAMS]
-    int rows, d, chunks, how;
+    int rows, d, chunks, how, mean_stride;
     float norm_eps, hc_eps;
 };
 
@@ -149,6 +168,7 @@ template <typename Act> __global__ void __launch_bounds__(THREADS) close_kernel(
         for (int n = 0; n < STREAMS; ++n)
             if ((tid + i * THREADS) * ITEM < p.d)
                 s[i][n] = read(streams + (size_t)n * p.d + (tid + i * THREADS) * ITEM);
+    if (p.mean) write_mean(p.mean + (size_t)row * p.mean_stride, s, p.d);
     float even_column = two[0].x + two[1].x, odd_column = two[0].y + two[1].y;
 #pragma unroll
     for (int i = 4; i < 32; i <<= 1) {
@@ -191,6 +211,11 @@ template <typename Act> __global__ void __launch_bounds__(THREADS) close_kernel(
 #pragma unroll
     for (int i = 1; i < WARPS; i <<= 1) square += __shfl_xor_sync(~0u, square, i);
     const float size = inverse_size(square, p.d, p.norm_eps);
+    if (p.mixed)
+#pragma unroll
+        for (int i = 0; i < MAX_ITEMS; ++i)
+            if ((tid + i * THREADS) * ITEM < p.d)
+                Stored<Act>(y[i]).write(p.mixed + (size_t)row * p.d + (tid + i * THREADS) * ITEM);
     // As quantised products want it, too. What lies beyond the row stays zero.
     uint32_t top = 0;
 #pragma unroll

@@ -91,11 +91,13 @@ def mix_close(
     hc_eps: float,
     x_in: Tensor | None = None,
     activations: Any = "a16",
+    mixed: Tensor | None = None,
+    mean: Tensor | None = None,
     **_: Any,
 ) -> list[Claim]:
     n, d = streams.shape[1:]
 
-    def mixed() -> tuple[Tensor, ...]:
+    def mixes() -> tuple[Tensor, ...]:
         held = mixes_of(partial, n, len(base))
         m = torch.cat((held[:, :n], held[:, n + 1 :]), 1)
         m = m * torch.rsqrt(held[:, n : n + 1] / (n * d) + norm_eps)
@@ -104,14 +106,21 @@ def mix_close(
         return ops.mix_in(streams, m, base, scale[[0, n, 2 * n]], hc_eps)
 
     def want_x() -> Wanted:
-        out = ops.rms_norm(mixed()[0], weight, norm_eps)
+        out = ops.rms_norm(mixes()[0], weight, norm_eps)
         return out, 1e-5 * out.float().abs().amax(1, keepdim=True)
 
     claims = [Claim("x", x, want_x, ulps=3)]
     if gate is not None and comb is not None:
         # The exponential is the GPU's fast one; Sinkhorn's rounds are done later.
-        claims.append(Claim("gate", gate, lambda: (mixed()[1], 2e-5)))
-        claims.append(Claim("comb", comb, lambda: (mixed()[2].softmax(-1) + hc_eps, 2e-5)))
+        claims.append(Claim("gate", gate, lambda: (mixes()[1], 2e-5)))
+        claims.append(Claim("comb", comb, lambda: (mixes()[2].softmax(-1) + hc_eps, 2e-5)))
+    if mixed is not None:
+        # Shares are right to 2^-21 of one; streams can cancel.
+        slack = lambda: streams.float().abs().sum(1) * 2e-5  # noqa: E731
+        claims.append(Claim("mixed", mixed, lambda: (mixes()[0], slack())))
+    if mean is not None:
+        exact = lambda: streams.float().mean(1).to(streams.dtype)  # noqa: E731
+        claims.append(Claim("mean", mean, lambda: (exact(), streams.float().abs().sum(1) * 2.0**-23)))
     if x_in is not None:
         claims.append(Claim("x_in", x_in, lambda: (linear_input(x, activations), 0.0), ulps=0, after=True))
     return claims

@@ -20,7 +20,7 @@ struct Routing {
     const float* bias;                       // [experts], or null
     const int64_t* table;                    // [vocabulary][choices], or null
     const int64_t* ids;                      // [rows]
-    const int64_t* positions;                // [rows], with `counts`
+    const int64_t* positions;                // [rows], -1: padding, which has no tasks; or null
     int* counts;                             // [experts], or null
     int* chosen;                             // [rows][choices]
     float* weights;                          // beside them
@@ -145,6 +145,7 @@ __global__ void __launch_bounds__(32 * (SINGLE ? MANY : WARPS)) route_kernel(con
         all_wait();
     }
     for (int row = first_row; row < p.rows; row += CLUSTER * WARPS) {
+        const bool is_used = !p.positions || __ldcg(p.positions + row) >= 0;
         float* scores = s.scores[SINGLE ? 0 : warp];
         uint32_t key[MANY];   // 0 is below every number's: taken, or no expert
         if constexpr (!SINGLE) {
@@ -201,10 +202,10 @@ __global__ void __launch_bounds__(32 * (SINGLE ? MANY : WARPS)) route_kernel(con
         if (lane < p.choices) {
             const int pair = row * p.choices + place;
             if constexpr (SINGLE) s.pair_expert[pair] = mine;
-            else send(s.pair_expert + pair, (uint32_t)mine, 0, &s.inbox);
+            else send(s.pair_expert + pair, is_used ? (uint32_t)mine : ~0u, 0, &s.inbox);
             p.chosen[pair] = mine;
-            // How often each expert is chosen; rows of padding do not count.
-            if (p.counts && __ldcg(p.positions + row) >= 0) atomicAdd(p.counts + mine, 1);
+            // How often each expert is chosen.
+            if (p.counts && is_used) atomicAdd(p.counts + mine, 1);
             p.weights[pair] = mine_score / total * p.route_scale;
         }
         __syncwarp();

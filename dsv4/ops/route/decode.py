@@ -38,9 +38,10 @@ def route(
     overlap: bool = True,
 ) -> None:
     """logits [T, E] float32; bias [E], or a table [V, K] by token id. -> chosen int32 [T, K] by rising
-    expert, and tasks with the weights. `is_float` says how many pairs a task may hold. `counts` int32 [E]
-    grow by the choices of rows whose `positions` are not negative. `own`: the experts that this rank has, all
-    if None; tasks are theirs alone, by their number here."""
+    expert, and tasks with the weights. `is_float` says how many pairs a task may hold. A row at position -1
+    is padding: in a batch it has no tasks, so nobody reads its experts. `counts` int32 [E] grow by the
+    choices of the others. `own`: the experts that this rank has, all if None; tasks are theirs alone, by
+    their number here."""
     rows, experts = logits.shape
     assert experts <= MAX_EXPERTS and tasks.choices <= MAX_CHOICES, (experts, tasks.choices)
     assert rows * tasks.choices <= MAX_PAIRS, (rows, tasks.choices)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4.gpu.meaning import Claim, Wanted
+from dsv4.ops.linear.decode import COLUMNS, FLOAT_COLUMNS
 from dsv4.ops.linear.meaning import experts_of
 from dsv4.spec import ops
 
@@ -19,6 +20,7 @@ def route(
     table: Tensor | None,
     ids: Tensor,
     scale: float,
+    is_float: bool,
     chosen: Tensor,
     tasks: "Tasks",
     positions: Tensor | None = None,
@@ -46,12 +48,14 @@ def route(
 
     def want_tasks() -> Wanted:
         is_own = (chosen >= own.start) & (chosen < own.stop)
+        if positions is not None and rows > 1:
+            is_own &= (positions >= 0).unsqueeze(1)
         return torch.where(is_own, chosen - own.start, -1).flatten().float(), 0.0
 
     def put_tasks(of_pair: Tensor) -> None:
         tasks.expert.fill_(-1)
         tasks.pairs.fill_(-1)
-        number, width = 0, 1 if rows == 1 else tasks.pairs.shape[1]
+        number, width = 0, 1 if rows == 1 else FLOAT_COLUMNS if is_float else COLUMNS
         for expert in of_pair[of_pair >= 0].unique().tolist():
             for part in (of_pair == expert).nonzero().flatten().split(width):
                 at = int(part[0]) if rows == 1 else number

@@ -35,7 +35,7 @@ _EXP = tuple(1 / math.factorial(n) for n in range(12, -1, -1))
 _LOG = tuple(2 / n for n in range(21, 0, -2))
 _SQRT2 = 1.4142135623730951
 ONE = 1 << 44  # the best token's weight
-_PLAIN = 0xFFFFFFFF  # column 6 without logprobs, mask and penalties
+PLAIN = 0xFFFFFFFF  # column 6 without logprobs, mask and penalties
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -110,7 +110,7 @@ def choose(logits: Tensor, settings: Tensor, mask: Tensor | None, penalties: Ten
     rows, vocab = logits.shape
     assert logits.dtype == torch.float32 and settings.shape == (rows, WIDTH) and vocab <= MAX_VOCAB
     if mask is None and bool(
-        ((settings[:, 0] == 0) & (settings[:, 6] == _PLAIN) & (settings[:, 7] < 0)).all()
+        ((settings[:, 0] == 0) & (settings[:, 6] == PLAIN) & (settings[:, 7] < 0)).all()
     ):
         return _greedy(logits)
     temperature, top_p, min_p = settings[:, :3].contiguous().view(torch.float64).split(1, dim=1)  # [T, 1]

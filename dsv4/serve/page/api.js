@@ -18,8 +18,9 @@ export class Refused extends Error {
   }
 }
 
-export async function ask(path, { body, signal } = {}) {
-  const headers = {};
+// `id`: a name for the request, by which its place in the queue can be asked for.
+export async function ask(path, { body, signal, id } = {}) {
+  const headers = id ? { "X-Request-Id": id } : {};
   if (key.get()) headers.Authorization = `Bearer ${key.get()}`;
   if (body !== undefined) headers["Content-Type"] = "application/json";
   const options = { method: body === undefined ? "GET" : "POST", headers, signal, cache: "no-store" };
@@ -93,11 +94,8 @@ export async function metrics() {
   return parseMetrics(await (await ask("/metrics")).text());
 }
 
-// Sum over labels of the first of `names` that exists, or null. Names may lack the prefix dsv4_.
-export function total(found, ...names) {
-  for (const name of names) {
-    const samples = found.get(`dsv4_${name}`) ?? found.get(name);
-    if (samples) return samples.reduce((sum, sample) => sum + sample.value, 0);
-  }
-  return null;
+// Sum over labels, or null where the metric is missing. Those of the process have no prefix.
+export function total(found, name) {
+  const samples = found.get(`dsv4_${name}`) ?? found.get(name);
+  return samples ? samples.reduce((sum, sample) => sum + sample.value, 0) : null;
 }

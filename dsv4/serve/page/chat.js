@@ -1,6 +1,6 @@
 // The open conversation: its turns on the page, and what the buttons of turns do.
 
-import { $, announce, count, make, textButton, toast } from "./dom.js";
+import { $, announce, count, make, plural, textButton, toast } from "./dom.js";
 import { Conversation, messagesOf } from "./conversation.js";
 import { welcome } from "./welcome.js";
 import { model } from "./model.js";
@@ -180,6 +180,19 @@ export class Chat {
     const isEmpty = this.isLast(turn) && !turn.content && !turn.reasoning && !turn.calls?.length;
     this.answer(this.conversation.turns.get(turn.parent), fields, isEmpty ? turn : null);
     this.views.get(this.run.turn.id).element.focus({ preventScroll: true });
+  }
+
+  remove(turn) {
+    if (this.run) return;
+    const { conversation } = this;
+    const gone = conversation.remove(turn);
+    this.draw();
+    $("question").focus({ preventScroll: true });
+    const undo = async () => {
+      await conversation.restore(gone);
+      if (this.conversation === conversation) this.draw();
+    };
+    toast(`Deleted ${plural(gone.length, "message")}.`, { action: undo, label: "Undo", seconds: 10 });
   }
 
   continue(turn) {

@@ -74,10 +74,24 @@ export class Conversation {
     return store.saveAll(this, [turn]);
   }
 
-  rename(title) {
-    this.title = title;
-    this.isNamed = true;
-    return store.saveConversation(this);
+  // Take a turn out, with all that follows it. -> what `restore` puts back
+  remove(turn) {
+    const gone = [turn];
+    for (const one of gone) gone.push(...this.siblings(one.id));
+    for (const one of gone) {
+      this.turns.delete(one.id);
+      one.deleted = Date.now();
+    }
+    store.saveAll(this, gone);
+    return gone;
+  }
+
+  restore(turns) {
+    for (const turn of turns) {
+      delete turn.deleted;
+      this.turns.set(turn.id, turn);
+    }
+    return store.saveAll(this, turns);
   }
 }
 

@@ -22,7 +22,7 @@ function ageGroup(time) {
 }
 
 export class List {
-  // `acts`: open(fields), current() -> id, isRunning(id), closed(id)
+  // `acts`: open(fields), current() -> id, isRunning(id), change(one, fields), closed(id)
   constructor(acts) {
     this.acts = acts;
     this.texts = null; // id -> everything that was said there, while a search is on
@@ -45,7 +45,7 @@ export class List {
     const items = [];
     let group = "";
     for (const one of found) {
-      const next = ageGroup(one.updated);
+      const next = one.isPinned ? "Pinned" : ageGroup(one.updated);
       if (next !== group) items.push(make("li", { className: "group" }, next));
       group = next;
       items.push(this.item(one));
@@ -92,6 +92,7 @@ export class List {
       "div",
       { className: "menu", popover: "auto", role: "group", "aria-label": "Options" },
       act("Rename", () => this.rename(one, row)),
+      act(one.isPinned ? "Unpin" : "Pin", () => this.acts.change(one, { isPinned: !one.isPinned })),
       act("Export as Markdown", async () => this.save(one, "md")),
       act("Export as JSON", async () => this.save(one, "json")),
       act("Delete", () => this.delete(one), "danger"),
@@ -117,8 +118,8 @@ export class List {
       if (isOver) return;
       isOver = true;
       const title = input.value.trim();
-      if (isKept && title && title !== one.title) await this.acts.rename(one, title);
-      await this.show();
+      if (isKept && title && title !== one.title) await this.acts.change(one, { title, isNamed: true });
+      else await this.show();
       $("list").querySelector(`[data-id="${one.id}"] button`)?.focus();
     };
     input.addEventListener("keydown", (event) => {

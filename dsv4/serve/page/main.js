@@ -25,11 +25,13 @@ const list = new List({
   },
   current: () => chat.conversation.id,
   isRunning: (id) => chat.runs.has(id),
-  rename: (one, title) => {
-    if (one.id !== chat.conversation.id) return store.saveConversation({ ...one, title, isNamed: true });
-    const done = chat.conversation.rename(title);
-    chat.draw();
-    return done;
+  change: async (one, fields) => {
+    // What is open or being answered would be saved as it was.
+    const isOpen = one.id === chat.conversation.id;
+    const known = isOpen ? chat.conversation : (chat.runs.get(one.id)?.conversation ?? { ...one });
+    await store.saveConversation(Object.assign(known, fields));
+    if (isOpen) chat.draw();
+    await list.show();
   },
   closed: (id) => {
     const run = chat.runs.get(id);
@@ -214,6 +216,8 @@ async function takeChanges() {
 }
 
 const wanted = location.hash.slice(1);
+const question = new URLSearchParams(location.search).get("q");
+if (question) composer.set(question); // not sent: a link must not spend another's tokens
 startSettings();
 setSide(!narrow.matches && local.get(SIDE) !== "closed");
 chat.draw();

@@ -1,9 +1,11 @@
 // One answer on its way: sends the request, fills the turn, keeps it, reports to `changed`.
 
-import { ask, events, metrics, Refused, total } from "./api.js";
+import { ask, events, get, Refused } from "./api.js";
+import { newId } from "./dom.js";
 
 const SAVE_MS = 500;
 const QUEUE_MS = 1000;
+const LEAVING_MS = 200;
 
 export class Run {
   // `changed(what, value)` is in turn-view.js.
@@ -14,7 +16,7 @@ export class Run {
     this.began = performance.now();
     this.phase = "sent";
     this.progress = null;
-    this.queue = null;
+    this.ahead = null; // requests that begin earlier, while this one waits
     this.num = { reasoning: 0, content: 0 };
     this.firstAt = this.thoughtAt = null;
     this.savedAt = 0;
@@ -52,16 +54,20 @@ export class Run {
     delete turn.stopped;
     delete turn.status;
     this.save();
-    const watcher = setInterval(() => this.watchQueue(), QUEUE_MS);
+    const { body } = this;
+    const id = newId();
+    const watcher = setInterval(() => this.watchQueue(id), QUEUE_MS);
     try {
-      const response = await ask("/v1/chat/completions", { body: this.body, signal: this.controller.signal });
+      const response = await ask("/v1/chat/completions", { body, id, signal: this.controller.signal });
       this.enter("reading");
       for await (const chunk of events(response)) this.take(chunk);
       if (!turn.finish) throw new Refused("The connection ended before the answer did.");
     } catch (problem) {
-      // The browser ends requests of a page that is closed: no error, an interruption.
+      const isStopped = problem.name === "AbortError";
+      // A page that is closed loses its connections, in Firefox before it hears of it: no error.
+      if (!isStopped) await new Promise((resolve) => setTimeout(resolve, LEAVING_MS));
       if (this.isLeaving) turn.active = 0;
-      else if (problem.name === "AbortError") turn.stopped = true;
+      else if (isStopped) turn.stopped = true;
       else {
         turn.error = problem.message;
         turn.status = problem.status;
@@ -80,19 +86,18 @@ export class Run {
   enter(phase) {
     if (this.phase === phase) return;
     this.phase = phase;
-    this.queue = null;
+    this.ahead = null;
     this.changed("phase", phase);
   }
 
-  // Before the answer begins, show how many requests wait.
-  async watchQueue() {
+  // Before the answer begins, show the place in the queue.
+  async watchQueue(id) {
     if (this.phase !== "sent") return;
     try {
-      const waiting = total(await metrics(), "num_requests_waiting", "sequences_waiting");
-      if (this.phase === "sent" && waiting) {
-        this.queue = waiting;
-        this.changed("phase", this.phase);
-      }
+      const { ahead } = await get(`/page/queue?id=${id}`);
+      if (this.phase !== "sent") return;
+      this.ahead = ahead;
+      this.changed("phase", this.phase);
     } catch {
       // The request itself will tell what is wrong with the server.
     }

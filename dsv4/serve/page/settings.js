@@ -12,7 +12,7 @@ const THEME = "dsv4.theme";
 const NUMBERS = [
   ["temperature", "Temperature", [0, 2, "any"], "1"],
   ["top_p", "Top-p", [0, 1, "any"], "1"],
-  ["top_k", "Top-k", [0, null, 1], "off"],
+  ["top_k", "Top-k (0: all)", [0, null, 1], "0"],
   ["min_p", "Min-p", [0, 1, "any"], "0"],
   ["presence_penalty", "Presence penalty", [-2, 2, "any"], "0"],
   ["frequency_penalty", "Frequency penalty", [-2, 2, "any"], "0"],
@@ -102,7 +102,7 @@ function numberField([name, label, [min, max, step], standard]) {
     min,
     max,
     step,
-    placeholder: model.sampling[name] || standard,
+    placeholder: model.sampling[name] ?? standard,
     inputmode: "decimal",
     value: values[name] ?? "",
     oninput: () => keep(name, input.value),

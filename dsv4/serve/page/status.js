@@ -9,43 +9,38 @@ const KEPT = 120; // samples
 
 const samples = []; // { time, found }
 
-// Names that the metrics have, here or in other versions; without the prefix.
+// What is drawn -> its metric, without the prefix.
 const NAMES = {
-  running: ["num_requests_running", "sequences_running"],
-  waiting: ["num_requests_waiting", "sequences_waiting"],
-  generated: ["generation_tokens_total", "completion_tokens_total"],
+  running: "num_requests_running",
+  waiting: "num_requests_waiting",
+  generated: "generation_tokens_total",
   // Counted at every token; the totals grow when an answer ends.
-  live: ["inter_token_latency_seconds_count", "time_between_tokens_seconds_count"],
-  prompt: ["prompt_tokens_total"],
-  cached: ["prefix_cache_hits_total", "prompt_tokens_cached_total", "cached_tokens_total"],
-  free: ["cache_pages_free"],
-  kept: ["cache_pages_kept"],
-  pages: ["cache_pages"],
-  pauses: ["num_preemptions_total", "pauses_total", "pauses"],
-  drafted: ["spec_decode_num_draft_tokens_total", "drafts_total", "drafts"],
-  accepted: ["spec_decode_num_accepted_tokens_total", "drafts_accepted_total", "drafts_accepted"],
-  steps: ["spec_decode_num_steps_total"],
-  stepTokens: ["spec_decode_num_tokens_total"],
-  restarts: ["engine_restarts_total", "engine_restarts"],
-  ready: ["engine_ready"],
-  gpuUsed: ["gpu_memory_used_bytes", "gpu_memory_bytes"],
-  gpuTotal: ["gpu_memory_total_bytes"],
-  hostUsed: ["host_memory_used_bytes", "host_memory_bytes"],
-  http: ["process_resident_memory_bytes"],
-  hostTotal: ["host_memory_total_bytes"],
-  hits: ["expert_hits_total", "experts_resident_hits_total"],
-  misses: ["expert_misses_total", "experts_resident_misses_total"],
+  live: "inter_token_latency_seconds_count",
+  prompt: "prompt_tokens_total",
+  cached: "prefix_cache_hits_total",
+  free: "cache_pages_free",
+  kept: "cache_pages_kept",
+  pages: "cache_pages",
+  pauses: "num_preemptions_total",
+  drafted: "spec_decode_num_draft_tokens_total",
+  accepted: "spec_decode_num_accepted_tokens_total",
+  steps: "spec_decode_num_steps_total",
+  stepTokens: "spec_decode_num_tokens_total",
+  restarts: "engine_restarts_total",
+  ready: "engine_ready",
+  gpuUsed: "gpu_memory_used_bytes",
+  gpuTotal: "gpu_memory_total_bytes",
+  hostUsed: "host_memory_used_bytes",
+  hostTotal: "host_memory_total_bytes",
+  http: "process_resident_memory_bytes",
+  hits: "expert_hits_total",
+  misses: "expert_misses_total",
 };
-const FIRST = ["time_to_first_token_seconds"];
-const BETWEEN = [
-  "inter_token_latency_seconds",
-  "time_between_tokens_seconds",
-  "time_per_output_token_seconds",
-  "time_per_token_seconds",
-];
-const DONE = ["http_requests_total", "requests_total"];
+const FIRST = "time_to_first_token_seconds";
+const BETWEEN = "inter_token_latency_seconds";
+const DONE = "requests_total";
 
-const value = (name, sample = samples.at(-1)) => total(sample.found, ...NAMES[name]);
+const value = (name, sample = samples.at(-1)) => total(sample.found, NAMES[name]);
 
 // Growth per second over the last `seconds`.
 function rate(name, seconds, end = samples.length - 1) {
@@ -57,25 +52,20 @@ function rate(name, seconds, end = samples.length - 1) {
   return now === null || then === null || passed <= 0 ? null : Math.max(0, now - then) / passed;
 }
 
-function buckets(sample, names) {
-  for (const name of names) {
-    const found = sample.found.get(`dsv4_${name}_bucket`);
-    if (!found) continue;
-    const sums = new Map();
-    for (const { labels, value } of found) {
-      const bound = labels.le === "+Inf" ? Infinity : Number(labels.le);
-      sums.set(bound, (sums.get(bound) ?? 0) + value);
-    }
-    return [...sums].sort((a, b) => a[0] - b[0]);
+function buckets(sample, name) {
+  const sums = new Map();
+  for (const { labels, value } of sample.found.get(`dsv4_${name}_bucket`) ?? []) {
+    const bound = labels.le === "+Inf" ? Infinity : Number(labels.le);
+    sums.set(bound, (sums.get(bound) ?? 0) + value);
   }
-  return null;
+  return [...sums].sort((a, b) => a[0] - b[0]);
 }
 
 // A quantile of what was counted between two samples, within a bucket by a straight line.
-function quantile(names, share, from) {
-  const now = buckets(samples.at(-1), names);
-  if (!now) return null;
-  const then = new Map(from ? (buckets(from, names) ?? []) : []);
+function quantile(name, share, from) {
+  const now = buckets(samples.at(-1), name);
+  if (!now.length) return null;
+  const then = new Map(from ? buckets(from, name) : []);
   const counts = now.map(([bound, value]) => [bound, value - (then.get(bound) ?? 0)]);
   const all = counts.at(-1)[1];
   if (all <= 0) return null;
@@ -187,7 +177,6 @@ function prompts() {
 
 function first() {
   const half = quantile(FIRST, 0.5, samples[0]) ?? quantile(FIRST, 0.5);
-  if (buckets(samples.at(-1), FIRST) === null) return null;
   return card(
     "Time to first token",
     big(ms(half), "median"),
@@ -255,7 +244,7 @@ function shares() {
 }
 
 function outcomes() {
-  const all = DONE.flatMap((name) => samples.at(-1).found.get(`dsv4_${name}`) ?? []);
+  const all = samples.at(-1).found.get(`dsv4_${DONE}`) ?? [];
   const byStatus = new Map();
   for (const { labels, value } of all)
     byStatus.set(labels.status, (byStatus.get(labels.status) ?? 0) + value);

@@ -73,8 +73,8 @@ export const saveTurn = (turn) => write([["turns", turn]], turn.conversation);
 export const saveAll = (one, turns) =>
   write([["conversations", record(one)], ...turns.map((turn) => ["turns", turn])], one.id);
 
-function record({ id, title, isNamed, created, updated, deleted, picks }) {
-  return { id, title, isNamed, created, updated, deleted, picks };
+function record({ id, title, isNamed, isPinned, created, updated, deleted, picks }) {
+  return { id, title, isNamed, isPinned, created, updated, deleted, picks };
 }
 
 async function all(name, index, key) {
@@ -90,26 +90,28 @@ async function all(name, index, key) {
   return [...stored.filter((value) => !newer.has(value.id)), ...kept];
 }
 
-// All that are not deleted, the latest first.
+const isThere = (one) => !one.deleted;
+
+// All that are not deleted, pinned ones first, then the latest.
 export async function conversations() {
-  const found = (await all("conversations")).filter((one) => !one.deleted);
-  return found.sort((a, b) => b.updated - a.updated);
+  const found = (await all("conversations")).filter(isThere);
+  return found.sort((a, b) => Boolean(b.isPinned) - Boolean(a.isPinned) || b.updated - a.updated);
 }
 
-export const turnsOf = (id) => all("turns", "conversation", id);
-export const everyTurn = () => all("turns");
+export const turnsOf = async (id) => (await all("turns", "conversation", id)).filter(isThere);
+export const everyTurn = async () => (await all("turns")).filter(isThere);
 
-// Erase conversations deleted before `time`.
+// Erase what was deleted before `time`.
 export async function purge(time) {
-  const gone = (await all("conversations")).filter((one) => one.deleted && one.deleted < time);
-  for (const one of gone) {
-    const turns = await turnsOf(one.id);
-    memory.conversations.delete(one.id);
-    for (const turn of turns) memory.turns.delete(turn.id);
-    if (!database) continue;
-    const transaction = database.transaction(STORES, "readwrite");
-    transaction.objectStore("conversations").delete(one.id);
-    for (const turn of turns) transaction.objectStore("turns").delete(turn.id);
-    await done(transaction);
-  }
+  const isGone = (one) => one.deleted && one.deleted < time;
+  const gone = (await all("conversations")).filter(isGone);
+  const ids = new Set(gone.map((one) => one.id));
+  const turns = (await all("turns")).filter((turn) => isGone(turn) || ids.has(turn.conversation));
+  for (const one of gone) memory.conversations.delete(one.id);
+  for (const turn of turns) memory.turns.delete(turn.id);
+  if (!database) return;
+  const transaction = database.transaction(STORES, "readwrite");
+  for (const one of gone) transaction.objectStore("conversations").delete(one.id);
+  for (const turn of turns) transaction.objectStore("turns").delete(turn.id);
+  await done(transaction);
 }

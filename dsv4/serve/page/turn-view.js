@@ -29,6 +29,9 @@ function branches(turn, acts) {
   );
 }
 
+const deleteButton = (turn, acts) =>
+  iconButton("trash", "Delete, with what follows", () => acts.remove(turn));
+
 class TurnView {
   constructor(turn, acts, className, label) {
     Object.assign(this, { turn, acts });
@@ -55,12 +58,14 @@ export class QuestionView extends TurnView {
   refresh() {
     const { turn, acts } = this;
     this.edit = iconButton("edit", "Edit", () => this.startEdit());
-    this.edit.disabled = acts.isBusy();
-    this.foot.replaceChildren(
-      ...[branches(turn, acts), copyButton("Copy question", () => questionText(turn)), this.edit].filter(
-        Boolean,
-      ),
-    );
+    const buttons = [
+      branches(turn, acts),
+      copyButton("Copy question", () => questionText(turn)),
+      this.edit,
+      deleteButton(turn, acts),
+    ].filter(Boolean);
+    for (const button of buttons.slice(-2)) button.disabled = acts.isBusy();
+    this.foot.replaceChildren(...buttons);
   }
 
   startEdit() {
@@ -231,7 +236,8 @@ export class AnswerView extends TurnView {
           ? "Sent"
           : "Waiting for the server";
     let share = null;
-    if (run.queue) words = `Waiting for a free place: ${plural(run.queue, "request")} in the queue`;
+    if (run.ahead === 0) words = "Waiting for a free place: next in the queue";
+    else if (run.ahead) words = `Waiting for a free place: ${plural(run.ahead, "request")} ahead`;
     else if (progress && progress.total > 0) {
       // Tokens from the cache take no time.
       const fresh = progress.total - (progress.cache ?? 0);
@@ -302,6 +308,7 @@ export class AnswerView extends TurnView {
       branches(turn, acts),
       turn.content ? copyButton("Copy answer", () => turn.content) : null,
       iconButton("retry", "Retry", () => acts.retry(turn)),
+      deleteButton(turn, acts),
       canContinue ? textButton("Continue", () => acts.continue(turn)) : null,
       turn.logprobs?.length ? this.tokensButton() : null,
       turn.calls?.length && isLast
