@@ -56,7 +56,8 @@ class Matcher:
         self._state, self._num_bytes = state, -(-vocab_size // 8)
 
     def mask(self, ahead: tuple[int, ...] = ()) -> bytes | None:
-        """Bit i: whether token i may come next, or after those `ahead`; None: the grammar refuses these.
+        """Bit i: whether token i may come next, or after those `ahead`; None: the grammar refuses these, or
+        allows nothing after them.
         llguidance gives more bytes than there are tokens for."""
         if ahead:
             return self._ahead(ahead)
@@ -72,9 +73,9 @@ class Matcher:
         try:
             for id in ids:
                 there.accept(id)
+            return there.mask()
         except RequestError:
             return None
-        return there.mask()
 
     def accept(self, id: int) -> None:
         with _own_failure():
@@ -112,6 +113,8 @@ class Bounds:
         for *begin, last in self._params.bad_words:
             if len(begin) <= len(ids) and ids[len(ids) - len(begin) :] == begin:
                 bits &= ~(1 << last)
+        if not bits and ahead:
+            return None
         if not bits:
             raise RequestError(
                 "min_tokens, bad_words, allowed ids and the form together allow no token here; loosen one"

@@ -24,7 +24,7 @@ UNSEEN = -1
 
 class Masks(Protocol):
     """The bits of the tokens that a sequence's grammar allows after `ahead`, tokens that may come next; None:
-    it refuses these, or the sequence is gone: anything will do."""
+    it refuses these or allows nothing after them, or the sequence is gone."""
 
     def __call__(self, sequence: int, ahead: tuple[int, ...] = (), /) -> bytes | None: ...
 

@@ -21,7 +21,7 @@ from dsv4.engine.plan import Plan, Span
 from dsv4.engine.request import Completion, Token
 from dsv4.engine.runner import Masks, Result
 from dsv4.engine.settings import _drafts
-from dsv4.errors import ConfigError, DeviceError
+from dsv4.errors import ConfigError, DeviceError, RequestError
 from dsv4.lab.score import score_ids
 from dsv4.model.step import Step
 from dsv4.models import embedded
@@ -243,6 +243,29 @@ def test_a_grammar_masks_each_row_by_the_drafts_before_it(how: dict[str, Any]) -
         got = interrupted(engine, prompt, params, count) if count else engine.generate([prompt], params)[0]
         assert (got.tokens, got.finish_reason) == (want.tokens, want.finish_reason)
         assert engine.counts.num_accepted
+
+
+def test_where_nothing_is_allowed_a_request_ends_as_without_drafts(
+    plain: Engine, drafting: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right after an accepted draft, and after one that is refused, which ends nothing."""
+    prompt, oracle = text(50, 8), Oracle(drafting, lies=False)
+    answer = plain.generate([prompt], LONG)[0].ids
+    allowed = sorted({*answer[:7]})
+    bad = tuple((answer[5], id) for id in allowed)  # after the sixth token no other may come
+    params = replace(LONG, allowed_ids=tuple(allowed), bad_words=bad)
+    for known in (answer, [*answer[:2], answer[5], *answer[3:]]):
+        oracle.know(prompt, known)
+        monkeypatch.setattr(drafter_of(drafting), "proposed", oracle.proposed)
+        ended = []
+        for engine in (plain, drafting):
+            with (
+                engine.stream(engine.request(prompt, params)) as stream,
+                pytest.raises(RequestError) as error,
+            ):
+                list(stream)
+            ended.append((stream.output.sequence.tokens, str(error.value)))
+        assert ended[0] == ended[1] and "allow no token here" in ended[0][1]
 
 
 def test_coupled_drafts_leave_the_distribution_and_are_often_right() -> None:
