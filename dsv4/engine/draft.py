@@ -151,20 +151,19 @@ class Drafter(ABC):
 
     @staticmethod
     def _is_drafted(one: Seen) -> bool:
-        """Not inside a prompt, nor where a grammar decides."""
-        span = one.span
-        is_free = span.sampling is not None and not span.sampling.masked
-        return one.after is not None and is_free and span.proposes > 0
+        """Not inside a prompt."""
+        return one.after is not None and one.span.sampling is not None and one.span.proposes > 0
 
     def _choose(self, seen: list[Seen], logits: Tensor, depth: int) -> list[int]:
-        """As the model's own token of that place will be chosen; -1 for none, where the logits hold no
-        distribution."""
+        """As the model's own token of that place will be chosen, but for a grammar's mask; -1 for none, where
+        the logits hold no distribution."""
         samplings = []
         for one in seen:
             sampling = one.span.sampling
             assert sampling is not None
             accepted = len(one.ids) - len(one.span.ids)
-            samplings.append(replace(sampling, index=sampling.index + accepted + depth, num_top=-1))
+            index = sampling.index + accepted + depth
+            samplings.append(replace(sampling, index=index, num_top=-1, masked=False))
             if sampling.penalties >= 0:
                 state, at = self._states[one.span.slot], HISTORY + one.end
                 known = (one.after, *state.proposed)

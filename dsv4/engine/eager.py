@@ -37,6 +37,7 @@ class Pass:
     read: Tensor | None = None  # [T, ...] what the drafter reads of all tokens, until it has
     scored: dict[int, list[Tensor]] = field(default_factory=dict)  # by sequence: result rows of its prompt
     sorted: dict[int, list[Token]] = field(default_factory=dict)  # the same with many alternatives
+    cuts: dict[int, int] = field(default_factory=dict)  # by sequence: rows that a grammar leaves to count
     out: Tensor | None = None  # int32 [R, RESULT]
     # On a GPU (graphs.py): whose buffers hold the logits, and when `out` is there.
     decoder: "Decoder | None" = None
@@ -252,8 +253,17 @@ class Eager:
         width = -(-self.model.config.vocab_size // 32)
         rows = [*launched.rows()]
         out = torch.full((len(rows), width), -1, dtype=torch.int32)
-        for row, (span, sampling) in zip(out, rows, strict=True):
-            if sampling.masked and (bits := masks(span.sequence)):
+        ahead = [
+            ids[:n]
+            for span, ids in zip(launched.spans, launched.proposed, strict=True)
+            for n in range(1 + len(ids))
+            if span.sampling is not None
+        ]
+        for row, (span, sampling), before in zip(out, rows, ahead, strict=True):
+            bits = masks(span.sequence, before) if sampling.masked else None
+            if sampling.masked and before and not bits:
+                launched.cuts.setdefault(span.sequence, len(before))
+            if bits:
                 row.view(torch.uint8)[: len(bits)] = torch.frombuffer(bytearray(bits), dtype=torch.uint8)
         return self.send(out)
 
@@ -286,8 +296,8 @@ class Eager:
         for span, ids in zip(made.spans, made.proposed, strict=True):
             tokens: list[Token | None] = []
             if span.sampling is not None:
-                its = list(islice(rows, 1 + len(ids)))
-                for (row, out), id in zip(its, (*ids, None), strict=True):
+                its = list(islice(rows, 1 + len(ids)))[: made.cuts.get(span.sequence)]
+                for (row, out), id in zip(its, (*ids, None), strict=False):
                     tokens.append(token := self._token(made, row, out, span.sampling.num_top))
                     if token is None or token.id != id:
                         break

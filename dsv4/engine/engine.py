@@ -271,15 +271,15 @@ class Engine(Calls):
         del self._running[sequence.number]
         self.arrivals.finish(sequence)
 
-    def _mask(self, number: int) -> bytes | None:
-        """The tokens that a sequence's grammar allows next, as bits."""
+    def _mask(self, number: int, ahead: tuple[int, ...] = ()) -> bytes | None:
+        """The tokens that a sequence's grammar allows after those `ahead`, as bits."""
         output = self._running.get(number)
         if output is None or output.failure:
             return None
         matcher = output.sequence.matcher
         assert matcher is not None, f"sequence {number} has no grammar"
         try:
-            return matcher.mask()
+            return matcher.mask(ahead)
         except RequestError as error:
             output.fail(str(error))
             return None

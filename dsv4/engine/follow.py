@@ -52,7 +52,7 @@ class Follower(Member[L]):
             else:
                 raise DeviceError(f"{self.name} was sent {kind.name}, expected a plan")
 
-    def _mask(self, sequence: int) -> bytes | None:
+    def _mask(self, sequence: int, ahead: tuple[int, ...] = ()) -> bytes | None:
         kind, body = self.channel.receive()
         if kind is not Kind.MASK:
             raise DeviceError(f"{self.name} was sent {kind.name}, expected the mask of sequence {sequence}")

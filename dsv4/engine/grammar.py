@@ -55,14 +55,27 @@ class Matcher:
     def __init__(self, state: "LLMatcher", vocab_size: int) -> None:
         self._state, self._num_bytes = state, -(-vocab_size // 8)
 
-    def mask(self) -> bytes:
-        """Bit i: whether token i may come next. llguidance gives more bytes than there are tokens for."""
+    def mask(self, ahead: tuple[int, ...] = ()) -> bytes | None:
+        """Bit i: whether token i may come next, or after those `ahead`; None: the grammar refuses these, or
+        allows nothing after them.
+        llguidance gives more bytes than there are tokens for."""
+        if ahead:
+            return self._ahead(ahead)
         with _own_failure():
             bits: bytes = self._state.compute_bitmask()[: self._num_bytes]
         self._check()
         if not any(bits):
             raise RequestError("the output's grammar allows no token here; simplify it")
         return bits
+
+    def _ahead(self, ids: tuple[int, ...]) -> bytes | None:
+        there = Matcher(self._state.deep_copy(), 8 * self._num_bytes)
+        try:
+            for id in ids:
+                there.accept(id)
+            return there.mask()
+        except RequestError:
+            return None
 
     def accept(self, id: int) -> None:
         with _own_failure():
@@ -87,16 +100,21 @@ class Bounds:
         self._allowed = _bits(tuple(params.allowed_ids)) if params.allowed_ids else (1 << vocab_size) - 1
         self._ids: list[int] = []
 
-    def mask(self) -> bytes:
+    def mask(self, ahead: tuple[int, ...] = ()) -> bytes | None:
         """As a Matcher's."""
-        bits = self._allowed
+        bits, ids = self._allowed, [*self._ids, *ahead]
         if self._grammar is not None:
-            bits &= int.from_bytes(self._grammar.mask(), "little")
-        if len(self._ids) < self._params.min_tokens:
+            allowed = self._grammar.mask(ahead)
+            if allowed is None:
+                return None
+            bits &= int.from_bytes(allowed, "little")
+        if len(ids) < self._params.min_tokens:
             bits &= ~self._stops
         for *begin, last in self._params.bad_words:
-            if len(begin) <= len(self._ids) and self._ids[len(self._ids) - len(begin) :] == begin:
+            if len(begin) <= len(ids) and ids[len(ids) - len(begin) :] == begin:
                 bits &= ~(1 << last)
+        if not bits and ahead:
+            return None
         if not bits:
             raise RequestError(
                 "min_tokens, bad_words, allowed ids and the form together allow no token here; loosen one"

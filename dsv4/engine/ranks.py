@@ -320,8 +320,8 @@ class Leader(Member[L]):
         ranks.begin()
 
     def apply(self, plan: Plan, masks: Masks) -> list[Result]:
-        def told(sequence: int) -> bytes | None:
-            bits = masks(sequence)
+        def told(sequence: int, ahead: tuple[int, ...] = ()) -> bytes | None:
+            bits = masks(sequence, ahead)
             self.ranks.tell(Kind.MASK, bits or b"")
             return bits
 

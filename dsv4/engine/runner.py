@@ -20,8 +20,13 @@ from dsv4.model.step import Tap
 
 # The id in a span whose token the device chose itself and the host has not seen.
 UNSEEN = -1
-# sequence -> the bits of the tokens its grammar allows next; None: the sequence is gone, anything will do.
-Masks = Callable[[int], "bytes | None"]
+
+
+class Masks(Protocol):
+    """The bits of the tokens that a sequence's grammar allows after `ahead`, tokens that may come next; None:
+    it refuses these or allows nothing after them, or the sequence is gone."""
+
+    def __call__(self, sequence: int, ahead: tuple[int, ...] = (), /) -> bytes | None: ...
 
 
 @dataclass(frozen=True)
@@ -265,6 +270,6 @@ class Member(Runner[L]):
         return []
 
 
-def no_masks(sequence: int) -> bytes | None:
+def no_masks(sequence: int, ahead: tuple[int, ...] = ()) -> bytes | None:
     """For plans without grammars."""
     raise AssertionError(f"sequence {sequence} has no grammar")

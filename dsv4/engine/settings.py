@@ -123,6 +123,9 @@ def settle(config: EngineConfig, checkpoint: Checkpoint, ranks: int = 1) -> Sett
     if config.threads is None and device.kind == "cpu" and need < SMALL_MODEL_BYTES:
         threads = int(chosen("threads", "1", "small model: waking further threads costs more than it gains"))
 
+    drafts = _drafts(config, device, checkpoint, tiled and ranks == 1)
+    if config.speculate == "auto":
+        choices.append(_drafter_choice(drafts, checkpoint))
     plain = {"bf16": Format.BF16, "f32": Format.F32}
     return Settings(
         device=device,
@@ -134,7 +137,7 @@ def settle(config: EngineConfig, checkpoint: Checkpoint, ranks: int = 1) -> Sett
         chunk=chunk or DEFAULT_CHUNK,
         threads=threads,
         dense=weights == "dense",
-        drafts=_drafts(config, device, checkpoint, tiled and ranks == 1),
+        drafts=drafts,
         tiled=tiled,
         choices=tuple(choices),
     )
@@ -152,6 +155,20 @@ def crowding(threads: int, ranks: int) -> tuple[str, ...]:
         f"{found}, and this process may use {cores} cores: threads that wait for a core make steps slower; "
         f"leave threads out, or give at most {max(1, cores // ranks)}",
     )
+
+
+def _drafter_choice(drafts: int | None, checkpoint: Checkpoint) -> Choice:
+    """What speculate auto became."""
+    blocks = checkpoint.inventory.num_mtp_layers
+    if drafts is None:
+        drafter = checkpoint.config.drafter(blocks)
+        return Choice("speculate", f"auto, {drafter}", "as many drafts as pay, which is measured")
+    why = (
+        "a GPU drafts with DSpark, alone and with its kernels"
+        if blocks
+        else "neither MTP nor DSpark is there"
+    )
+    return Choice("speculate", "off", why)
 
 
 def _drafts(config: EngineConfig, device: Device, checkpoint: Checkpoint, has_rounds: bool) -> int | None:

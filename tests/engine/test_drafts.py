@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,10 +21,11 @@ from dsv4.engine.plan import Plan, Span
 from dsv4.engine.request import Completion, Token
 from dsv4.engine.runner import Masks, Result
 from dsv4.engine.settings import _drafts
-from dsv4.errors import ConfigError, DeviceError
+from dsv4.errors import ConfigError, DeviceError, RequestError
 from dsv4.lab.score import score_ids
 from dsv4.model.step import Step
 from dsv4.models import embedded
+from dsv4.ops.sample.cpu import choose, pack
 from dsv4.weights.load import Checkpoint
 from tests.support.feeding import cache_of, claim, release
 from tests.support.stress import cases, growing, stress, truth
@@ -218,18 +220,89 @@ def test_what_is_read_again_is_known(plain: Engine, engine_for: Callable[..., En
 
 
 @pytest.mark.skipif(not find_spec("llguidance"), reason="no grammars")
-def test_nothing_is_proposed_where_a_grammar_decides() -> None:
-    """Nor from a chunk that ends right before the last token: masks of other places would choose."""
-    grammar = r"start: /(the |a )[a-z]+ (was|is) (big|small)\.( (The |A )[a-z]+ (was|is) (big|small)\.)*/"
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"grammar": r"start: /(the |a )[a-z]+ (was|is) (big|old)\.( (The |A )[a-z]+ (was|is) (big|old)\.)*/"},
+        {"grammar": r"start: /[a-z ]*/ </think> /[A-Z][a-z ]*\./", "temperature": 0.8, "seed": 3},
+        {"min_tokens": 25, "bad_words": ((5, 6), (17,)), "temperature": 0.9, "seed": 2},
+    ],
+    ids=["grammar", "over the end of a thought", "bounds"],
+)
+def test_a_grammar_masks_each_row_by_the_drafts_before_it(how: dict[str, Any]) -> None:
+    """Also after a pause, in chunks that end right before the last token: no mask of another place."""
+    if "grammar" in how:
+        pytest.importorskip("llguidance")
     prompt = "Once upon a time, there was a rabbit."
-    params = SamplingParams(max_tokens=30, temperature=0, grammar=grammar)
+    params = SamplingParams(**{"max_tokens": 30, "temperature": 0, **how})
     options: dict[str, Any] = {"max_context": 512, "prefix_snapshots": 0}
     plain = Engine.load(embedded(), EngineConfig(**options, speculate="off"))
     want = plain.generate([prompt], params)[0]
-    engine = Engine.load(embedded(), EngineConfig(**options, chunk=2, speculate="3"))
-    for count in (12, 14):
-        assert interrupted(engine, prompt, params, count).tokens == want.tokens
-    assert not engine.counts.num_drafted
+    for options["chunk"], count in ((2, 12), (64, 0)):
+        engine = Engine.load(embedded(), EngineConfig(**options, speculate="3"))
+        got = interrupted(engine, prompt, params, count) if count else engine.generate([prompt], params)[0]
+        assert (got.tokens, got.finish_reason) == (want.tokens, want.finish_reason)
+        assert engine.counts.num_accepted
+
+
+def test_where_nothing_is_allowed_a_request_ends_as_without_drafts(
+    plain: Engine, drafting: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right after an accepted draft, and after one that is refused, which ends nothing."""
+    prompt, oracle = text(50, 8), Oracle(drafting, lies=False)
+    answer = plain.generate([prompt], LONG)[0].ids
+    allowed = sorted({*answer[:7]})
+    bad = tuple((answer[5], id) for id in allowed)  # after the sixth token no other may come
+    params = replace(LONG, allowed_ids=tuple(allowed), bad_words=bad)
+    for known in (answer, [*answer[:2], answer[5], *answer[3:]]):
+        oracle.know(prompt, known)
+        monkeypatch.setattr(drafter_of(drafting), "proposed", oracle.proposed)
+        ended = []
+        for engine in (plain, drafting):
+            with (
+                engine.stream(engine.request(prompt, params)) as stream,
+                pytest.raises(RequestError) as error,
+            ):
+                list(stream)
+            ended.append((stream.output.sequence.tokens, str(error.value)))
+        assert ended[0] == ended[1] and "allow no token here" in ended[0][1]
+
+
+def test_coupled_drafts_leave_the_distribution_and_are_often_right() -> None:
+    """A draft of its own distribution q with the noise of the token, accepted if it is that: frequencies are
+    p's, and acceptance is at least (1-TV)/(1+TV); a greedy draft has only p of its favourite."""
+    p, q, count = torch.tensor([0.6, 0.3, 0.1]), torch.tensor([0.45, 0.45, 0.1]), 100_000
+    settings = torch.tensor([pack(temperature=1.0, seed=9, index=n) for n in range(count)])
+    token, draft = (choose(d.log().expand(count, 3), settings, None)[:, 0].long() for d in (p, q))
+    shares = token.bincount(minlength=3) / count
+    assert ((shares - p).abs() < 4 * (p * (1 - p) / count).sqrt()).all(), shares
+    distance = float((p - q).abs().sum() / 2)
+    hits = float((token == draft).float().mean())
+    assert (1 - distance) / (1 + distance) - 0.01 < hits <= 1 - distance + 0.01, hits
+    assert hits > 0.1 + float((token == int(q.argmax())).float().mean())
+
+
+ASK = [{"role": "user", "content": "Tell me a story about a dog."}]
+
+
+def test_stop_strings_cut_runs() -> None:
+    """Wherever in a run they end, in a completion and in a conversation: text, tokens and counts."""
+    off, on = (Engine.load(embedded(), EngineConfig(max_context=512, speculate=k)) for k in ("off", "3"))
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    whole = off.generate("Once upon a time, there was", params).text
+    for at in range(3, 40, 5):
+        stop = replace(params, stop=(whole[at : at + 4],))
+        want, got = (engine.generate("Once upon a time, there was", stop) for engine in (off, on))
+        assert (got.text, got.tokens, got.finish_reason) == (want.text, want.tokens, want.finish_reason)
+    said = off.chat(ASK, params, thinking=False).text
+    for at in range(2, 20, 4):
+        stop = replace(params, stop=(said[at : at + 3],))
+        one, other = (engine.chat(ASK, stop, thinking=False) for engine in (off, on))
+        assert (other.text, other.tokens, other.completion_tokens) == (
+            *(one.text, one.tokens, one.completion_tokens),
+        )
+        assert one.finish_reason == other.finish_reason == "stop"
+    assert on.counts.num_accepted > 20 and not on.num_unfinished
 
 
 def test_ranks_draft_alike(without: list[Any]) -> None:

@@ -1,4 +1,20 @@
-"""DSpark through the engine: a draft depends on the tokens alone, and what comes out on no draft at all."""
+"""DSpark through the engine: a draft depends on the tokens alone, and what comes out on no draft at all.
+
+Faults that other engines have had, and where each shows:
+compressor state after partial accepts: test_every_pattern_of_acceptance, golden's walks
+positions, rotation, window or taps of the stages: golden's planted mistakes
+tensors dropped or decoded in another format, a drafter not found: test_weights_inventory
+more drafts than the block: test_drafts.test_refusals
+stale windows after hits, reused slots, block entries kept: test_a_draft_depends_on_the_tokens_alone
+hits that a drafter prevents: test_hits_are_those_without_a_drafter
+NaN among drafts: test_a_draft_that_is_no_number_is_none
+biased or uncoupled sampling: test_drafts.test_coupled_drafts_leave_the_distribution_and_are_often_right
+grammars over the end of a thought: test_drafts.test_a_grammar_masks_each_row_by_the_drafts_before_it
+neighbours' tokens: test_random_arrivals, test_identifiers_are_echoed_as_without_speculation
+streams collapsed before MTP: golden's MTP steps
+stops and limits within a run: test_drafts.test_a_run_is_cut_where_the_answer_ends, test_stop_strings_cut_runs
+slower than none under load: test_survival
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -142,6 +158,13 @@ def test_without_its_drafter_nothing_of_it_is_there(plain: Engine, drafting: Eng
     assert len(cache_of(plain).layers) == 3 and len(cache_of(drafting).layers) == 6
     saved = drafting.slots.layout.snapshot_bytes() - plain.slots.layout.snapshot_bytes()
     assert saved == 3 * (drafting.model_config.window - 1) * plain.slots.layout.entry_bytes
+
+
+def test_the_drafter_in_use_is_named(engine_for: Callable[..., Engine]) -> None:
+    kinds = {FORMAT: "auto, DSpark drafter (3 stages, blocks of 5)", "official": "auto, MTP drafter"}
+    for format, said in {**kinds, "hf-bf16": "off"}.items():
+        (choice,) = [c for c in engine_for(format).settings.choices if c.name == "speculate"]
+        assert choice.value == said
 
 
 def test_a_sequence_of_unknown_past_starts_cold(drafting: Engine) -> None:

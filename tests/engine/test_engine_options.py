@@ -127,7 +127,7 @@ def test_threads_batch_and_context_are_used(engine_for: Callable[..., Engine]) -
     assert engine.slots.num_free == 3 and engine.scheduler.chunk == 7
     assert engine.settings.max_context == 300
     settled = {choice.name: choice.why for choice in engine.settings.choices}
-    assert settled.keys() == {"compute_dtype", "cache", "weights"} and all(settled.values())
+    assert settled.keys() == {"compute_dtype", "cache", "weights", "speculate"} and all(settled.values())
 
 
 def test_more_threads_than_cores(engine_for: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from dsv4 import Engine, EngineConfig, SamplingParams
 from dsv4.cache.layout import CacheLayout, most_drafts
-from dsv4.config import ModelConfig, preset
+from dsv4.config import Dspark, ModelConfig, preset
 from dsv4.engine import memory
 from dsv4.engine.memory import SAMPLED, largest_linear, reference_workspace
 from dsv4.engine.settings import cache_layout
@@ -156,9 +156,12 @@ def test_a_drawn_token_takes_what_was_counted() -> None:
     assert 0.98 < SAMPLED / (step.peak / logits.numel() + 4) < 1.05, step.peak / logits.numel()
 
 
-def test_requests_of_all_kinds_stay_below(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dspark", [None, Dspark(5, 3, (0, 1, 2), 16)], ids=["mtp", "dspark"])
+def test_requests_of_all_kinds_stay_below(tmp_path: Path, dspark: Dspark | None) -> None:
     """A whole engine, with drafts: prompts whose tokens are scored, several sequences, all filters."""
-    write_model(tmp_path / "model", "modelopt", replace(SMALL, vocab_size=2048))
+    blocks = 1 if dspark is None else 3
+    shape = replace(SMALL, vocab_size=2048, num_mtp_layers=blocks, dspark=dspark)
+    write_model(tmp_path / "model", "modelopt", shape)
     config = EngineConfig(max_context=256, max_batch=3, chunk=64, speculate="2", prefix_snapshots=0)
     engine = Engine.load(tmp_path / "model", config)
     params = SamplingParams(max_tokens=4, temperature=0.7, top_p=0.9, logprobs=5, prompt_logprobs=3, seed=1)

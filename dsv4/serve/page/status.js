@@ -24,6 +24,8 @@ const NAMES = {
   pauses: "num_preemptions_total",
   drafted: "spec_decode_num_draft_tokens_total",
   accepted: "spec_decode_num_accepted_tokens_total",
+  steps: "spec_decode_num_steps_total",
+  stepTokens: "spec_decode_num_tokens_total",
   restarts: "engine_restarts_total",
   ready: "engine_ready",
   gpuUsed: "gpu_memory_used_bytes",
@@ -206,6 +208,17 @@ function memory() {
   return bars.length ? card("Memory", ...bars) : null;
 }
 
+// Of drafts whose predecessors in the step were right, the share that was right too.
+function byPosition() {
+  const read = (name) =>
+    samples.at(-1).found.get(`dsv4_spec_decode_num_${name}_tokens_per_pos_total`) ?? [];
+  const right = new Map(read("accepted").map(({ labels, value }) => [labels.position, value]));
+  return read("draft")
+    .filter(({ value }) => value)
+    .map(({ labels, value }) => `${Math.round((100 * (right.get(labels.position) ?? 0)) / value)} %`)
+    .join(", ");
+}
+
 function shares() {
   const [hits, misses] = [value("hits"), value("misses")];
   const [drafted, accepted] = [value("drafted"), value("accepted")];
@@ -220,8 +233,13 @@ function shares() {
       ),
     );
   }
-  if (drafted)
+  if (drafted) {
     bars.push(bar("Drafts accepted", accepted, drafted, `${((100 * accepted) / drafted).toFixed(1)} %`));
+    const [steps, tokens] = [value("steps"), value("stepTokens")];
+    const lines = [["By position", byPosition()]];
+    if (steps) lines.push(["Tokens per step", (tokens / steps).toFixed(2)]);
+    bars.push(rows(lines));
+  }
   return bars.length ? card("Hits", ...bars) : null;
 }
 
