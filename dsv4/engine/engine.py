@@ -25,7 +25,7 @@ from dsv4.engine.request import Delta, Request, SamplingParams, Sequence
 from dsv4.engine.runner import Runner
 from dsv4.engine.scheduler import Scheduler
 from dsv4.engine.settings import Settings, cache_layout
-from dsv4.engine.speculation import Ahead, Speculation
+from dsv4.engine.speculation import make_speculation
 from dsv4.engine.stream import Stream
 from dsv4.errors import ConfigError, RequestError
 from dsv4.model.bundle import Bundle
@@ -84,19 +84,10 @@ class Engine(Calls):
         self.slots = Slots(layout)
         self.prefix = PrefixCache(self.slots, config.prefix_snapshots, shelf)
         self.drafter = executor.drafter
-        self.speculation, ahead = None, executor.ahead_drafts
-        if self.drafter is not None:
-            self.speculation = Speculation(self.drafter, s.drafts, bool(self.model.dspark))
-        elif ahead:  # the device decides by itself how many of these
-            self.speculation = Speculation(Ahead(ahead), ahead, has_blocks=True)
-        self.scheduler = Scheduler(
-            slots=self.slots,
-            prefix=self.prefix,
-            chunk=s.chunk,
-            same_bits=executor.same_bits,
-            speculation=self.speculation,
-            ahead_drafts=ahead,
-        )
+        ahead, has_blocks = executor.ahead_drafts, bool(self.model.dspark)
+        self.speculation = make_speculation(self.drafter, s.drafts, ahead, has_blocks)
+        rules = executor.same_bits, self.speculation, ahead
+        self.scheduler = Scheduler(self.slots, self.prefix, s.chunk, *rules)
         self.pace = Pace(config.max_stall_ms / 1000, s.chunk, executor.prompt_sizes)
         self.arrivals = Arrivals(self.scheduler, self.prefix)
         self.grammars = Grammars(tokenizer, bundle.config.vocab_size)

@@ -166,3 +166,12 @@ class Speculation:
 
     def forget(self, number: int) -> None:
         self._known.pop(number, None)
+
+
+def make_speculation(
+    drafter: Drafting | None, forced: int | None, ahead: int, has_blocks: bool
+) -> Speculation | None:
+    """For the host's drafter, or for a device that verifies up to `ahead` drafts by itself; None: neither."""
+    if drafter is not None:
+        return Speculation(drafter, forced, has_blocks)
+    return Speculation(Ahead(ahead), ahead, has_blocks=True) if ahead else None
