@@ -234,9 +234,7 @@ class Engine(Calls):
             self.runner.forget()
             raise
         seconds = time.perf_counter() - began
-        self.pace.note(
-            tokens=sum(len(span.ids) for span in plan.prefill), num_decoded=len(plan.decode), seconds=seconds
-        )
+        self.pace.note(sum(len(span.ids) for span in plan.prefill), len(plan.decode), seconds)
         if self.speculation is not None:
             self.speculation.note(plan, results, seconds)
         for result in results:

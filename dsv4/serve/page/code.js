@@ -1,6 +1,6 @@
 // Code blocks: language, copy button, highlighting from Prism's tokens.
 
-import { copyButton, make } from "./dom.js";
+import { copyButton, lazily, make } from "./dom.js";
 
 const MAX_HIGHLIGHTED = 30000;
 const NAMES = {
@@ -38,38 +38,23 @@ const NAMES = {
   conf: "ini",
 };
 
-let prism = null;
-let loading = null;
-const waiting = new Set();
-
-function grammarOf(language) {
-  const name = NAMES[language] ?? language;
-  const grammar = Object.hasOwn(prism.languages, name) ? prism.languages[name] : null;
-  return grammar && typeof grammar === "object" ? grammar : null;
-}
+const usePrism = lazily(() => import("./vendor/prismjs.js"));
 
 // Replace what `element` shows by highlighted `text`; plain text where there is no grammar or too much of it.
 export function highlight(element, text, language) {
-  const line = text.length > MAX_HIGHLIGHTED || /[^\n]{1000}/.test(text);
-  if (!language || line) return void (element.textContent = text);
-  if (!prism) {
-    element.textContent = text;
-    waiting.add(() => element.textContent === text && highlight(element, text, language));
-    loading ??= import("./vendor/prismjs.js").then(
-      (module) => {
-        prism = module.default;
-        for (const act of waiting) act();
-        waiting.clear();
-      },
-      () => {
-        loading = null; // the server is away: the next block tries again
-      },
-    );
-    return;
-  }
-  const grammar = grammarOf(language);
-  if (!grammar) return void (element.textContent = text);
-  element.replaceChildren(...nodes(prism.tokenize(text, grammar)));
+  const isPlain = !language || text.length > MAX_HIGHLIGHTED || /[^\n]{1000}/.test(text);
+  let isLater = false;
+  const draw = (prism) => {
+    if (isLater && element.textContent !== text) return;
+    const name = NAMES[language] ?? language;
+    const grammar = Object.hasOwn(prism.languages, name) ? prism.languages[name] : null;
+    if (grammar && typeof grammar === "object") {
+      element.replaceChildren(...nodes(prism.tokenize(text, grammar)));
+    } else element.textContent = text;
+  };
+  if (!isPlain && usePrism(draw)) return;
+  element.textContent = text;
+  isLater = true;
 }
 
 function nodes(content) {

@@ -163,3 +163,29 @@ export function download(name, text, media) {
 }
 
 export const isTouch = () => matchMedia("(pointer: coarse)").matches;
+
+// A library that is fetched when it is first needed: the function that this makes calls `act(library)`, and
+// tells whether it could do so at once.
+export function lazily(fetchIt) {
+  let library = null;
+  let loading = null;
+  const waiting = new Set();
+  return (act) => {
+    if (library) {
+      act(library);
+      return true;
+    }
+    waiting.add(act);
+    loading ??= fetchIt().then(
+      (module) => {
+        library = module.default;
+        for (const one of waiting) one(library);
+        waiting.clear();
+      },
+      () => {
+        loading = null; // the server is away: the next call tries again
+      },
+    );
+    return false;
+  };
+}

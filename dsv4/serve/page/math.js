@@ -1,6 +1,6 @@
 // Formulas to MathML. Temml makes a tree, of which only known elements and attributes become nodes.
 
-import { make } from "./dom.js";
+import { lazily, make } from "./dom.js";
 
 const MAX_CHARACTERS = 4000;
 const MAX_NODES = 5000;
@@ -20,33 +20,17 @@ const ATTRIBUTES = new Set(
   ).split(" "),
 );
 
-let temml = null;
-let loading = null;
-const waiting = new Set();
+const useTemml = lazily(() => import("./vendor/temml.js"));
 
 // An element that shows the formula, or its source while the library is loaded or if it cannot be read.
 export function formula(source, isDisplay) {
   const box = make(isDisplay ? "div" : "span", { className: isDisplay ? "formula display" : "formula" });
-  if (temml) draw(box, source, isDisplay);
-  else {
-    box.append(make("code", {}, source));
-    const later = () => draw(box, source, isDisplay);
-    waiting.add(later);
-    loading ??= import("./vendor/temml.js").then(
-      (module) => {
-        temml = module.default;
-        for (const act of waiting) act();
-        waiting.clear();
-      },
-      () => {
-        loading = null; // the server is away: the next formula tries again
-      },
-    );
-  }
+  const isDrawn = useTemml((temml) => draw(temml, box, source, isDisplay));
+  if (!isDrawn) box.append(make("code", {}, source));
   return box;
 }
 
-function draw(box, source, isDisplay) {
+function draw(temml, box, source, isDisplay) {
   try {
     if (source.length > MAX_CHARACTERS) throw new Error("too long");
     const options = {
