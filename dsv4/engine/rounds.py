@@ -226,9 +226,9 @@ class Rounds(Graphs):
         each, rows = made.round.num_drafts + 1, list[int]()
         proposed = []
         for seat, (taken, verified) in enumerate(made.taken.tolist()[: len(made.spans)]):
-            if verified < 0:  # its sequence has ended, and nobody looks
-                taken, verified = 1, 0
             first = seat * each
+            if verified < 0:  # its sequence has ended, and nobody looks: it gave no token
+                made.out[first, 0], taken, verified = -1, 1, 0
             rows += range(first, first + verified + 1)
             accepted = made.out[first : first + taken - 1, 0].tolist()
             proposed.append((*accepted, *[-1] * (verified - len(accepted))))
