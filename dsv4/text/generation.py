@@ -31,7 +31,11 @@ _IGNORED = {
     **dict.fromkeys(("max_length", "max_new_tokens"), "requests say how long answers may be"),
     **dict.fromkeys(("use_cache", "cache_implementation"), "the engine's own"),
     **dict.fromkeys(
-        ("output_scores", "output_logits", "return_dict_in_generate"), "another library's output"
+        (
+            *("output_scores", "output_logits", "output_attentions", "output_hidden_states"),
+            "return_dict_in_generate",
+        ),
+        "another library's output",
     ),
 }
 

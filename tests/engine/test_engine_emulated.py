@@ -191,7 +191,7 @@ def test_rounds_of_speculation(
     want = run(Engine.load(path, replace(options, speculate="off")), cases)
     with on_emulated_gpu(path, Launches(twins), replace(options, speculate=str(drafts))) as engine:
         check(run(engine, cases), want)
-        assert 0 < engine.num_accepted < engine.num_drafted
+        assert 0 < engine.counts.num_accepted < engine.counts.num_drafted
 
 
 def test_entries_of_mtp(drafted: Callable[[ModelConfig], Path], twins: Path) -> None:
@@ -203,7 +203,7 @@ def test_entries_of_mtp(drafted: Callable[[ModelConfig], Path], twins: Path) -> 
     want = run(on_cpu, cases)
     with on_emulated_gpu(path, Launches(twins), replace(options, speculate="1")) as engine:
         check(run(engine, cases), want)
-        assert 0 < engine.num_accepted < engine.num_drafted
+        assert 0 < engine.counts.num_accepted < engine.counts.num_drafted
     layers, end = [each.runner.executor.cache.layers[-1] for each in (engine, on_cpu)], 126 + 6
     rows = torch.arange(end - FED_BACK.window, end) % layers[0].ring_rows
     got, wanted = (decode(layer.ring.take(rows)) for layer in layers)

@@ -7,6 +7,7 @@ from typing import Any
 
 import deepseek_recipe as recipe
 import pytest
+from safetensors.torch import load_file, save_file
 from serve_support import Server
 
 from dsv4 import Engine, EngineConfig, SamplingParams
@@ -169,6 +170,8 @@ def test_bodies_by_hand(path: str, body: dict[str, Any]) -> None:
 def test_a_model_since_july_is_served_by_its_rules(tmp_path: Path) -> None:
     folder = tmp_path / "july"
     shutil.copytree(embedded(), folder)
+    weights = folder / "model.safetensors"  # whose MTP block is no DSpark stage
+    save_file({name: held for name, held in load_file(weights).items() if name[:4] != "mtp."}, weights)
     config = json.loads((folder / "config.json").read_text())
     config |= {"dspark_block_size": 5, "dspark_noise_token_id": 2, "dspark_markov_rank": 8}
     (folder / "config.json").write_text(json.dumps({**config, "dspark_target_layer_ids": [0]}))
