@@ -48,7 +48,11 @@ class World:
             weights.append(total)
         world = cls(
             corpus,
-            Words(corpus.split, sorted(word for word in requestable if len(word) <= 9)),
+            Words(
+                corpus.split,
+                sorted(word for word in requestable if len(word) <= 9),
+                sorted(word for word in vocabulary if 3 <= len(word) <= 9),
+            ),
             stories,
             weights,
             requestable,
