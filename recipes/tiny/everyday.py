@@ -34,7 +34,8 @@ def _days(world: World, rng: Random) -> Exchange:
         (
             f"What day is {count} day{'s' * (count > 1)} {word} {DAYS[at]}?",
             f"Which day comes {count} day{'s' * (count > 1)} {word} {DAYS[at]}?",
-            f"Today is {DAYS[at]}. What day {'was' if back else 'is'} it {'' if back else 'in '}{count} days{' ago' if back else ''}?",
+            f"Today is {DAYS[at]}. What day "
+            + (f"was it {count} days ago?" if back else f"is it in {count} days?"),
         )
     )
     counted = ", ".join(f"{day} {number}" for number, day in enumerate(row, 1))
@@ -72,7 +73,8 @@ def _date(world: World, rng: Random) -> Exchange:
         answer = f"{MONTHS[month]} {last}"
     else:
         answer = f"{MONTHS[(month + 1) % 12]} {last - LENGTHS[month]}"
-        thought += f" {last} - {LENGTHS[month]} = {last - LENGTHS[month]}. The next month is {MONTHS[(month + 1) % 12]}."
+        thought += f" {last} - {LENGTHS[month]} = {last - LENGTHS[month]}."
+        thought += f" The next month is {MONTHS[(month + 1) % 12]}."
     return Exchange(asked, f"{thought} So {answer}.", f"It is {answer}.")
 
 
@@ -99,7 +101,8 @@ def _clock(world: World, rng: Random) -> Exchange:
     )
     thought = f"{minute} + {count} = {end}."
     if hours:
-        thought += f" {end} minutes are {hours} hour{'s' * (hours > 1)} and {rest} minutes. {hour} + {hours} = {hour + hours}."
+        thought += f" {end} minutes are {hours} hour{'s' * (hours > 1)} and {rest} minutes."
+        thought += f" {hour} + {hours} = {hour + hours}."
         if hour + hours >= 24:
             thought += f" {hour + hours} - 24 = {hour + hours - 24}."
     found = f"{(hour + hours) % 24:02}:{rest:02}"
@@ -173,7 +176,7 @@ def _backwards(world: World, rng: Random) -> Exchange:
         word = str(rng.randrange(10, 10 ** rng.choice((3, 4, 5, 6))))
     else:
         word = rng.choice(world.words.common) if rng.random() < 0.6 else made_up(world, rng)
-    turned = word[::-1]
+    turned, items = word[::-1], () if word.isdigit() else (word,)
     asked = rng.choice(
         (
             "Reverse {}.",
@@ -185,7 +188,7 @@ def _backwards(world: World, rng: Random) -> Exchange:
     )
     thought = f"The letters: {'-'.join(word)}. From the end: {'-'.join(turned)}."
     return Exchange(
-        asked.format(word), thought, turned, (word,), f"{'-'.join(word)}. {'-'.join(turned)}. {turned}"
+        asked.format(word), thought, turned, items, f"{'-'.join(word)}. {'-'.join(turned)}. {turned}"
     )
 
 

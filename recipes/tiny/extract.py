@@ -22,7 +22,7 @@ birthday,born,birth_date=date: {s} was born on {v}. | The birthday of {s} is {v}
 color,favorite_color=color: {s} likes {v} best. | The favorite color of {s} is {v}.
 hobbies,likes,interests=items: {s} likes {v}. | The hobbies of {s} are {v}.
 pet,animal=word: {s} has a {v} at home. | The pet of {s} is a {v}.
-member,is_member,active=flag: {s} is a member. / {s} is not a member. | {s} has joined the club. / {s} has left the club.
+member,is_member=flag: {s} is a member. / {s} is not a member. | {s} has joined us. / {s} has left us.
 company,employer=title: {s} works for {v}. | The company of {s} is called {v}.
 language,speaks=language: {s} speaks {v}. | The language of {s} is {v}.
 """
@@ -130,7 +130,8 @@ def _subject(kind: str, world: World, rng: Random) -> str:
     if kind == "person":
         return person(world, rng)
     if kind == "event":
-        return f"The {noun(world, rng)} {rng.choice(('party', 'meeting', 'concert', 'fair', 'market', 'race', noun(world, rng)))}"
+        event = rng.choice(("party", "meeting", "concert", "fair", "market", "race", noun(world, rng)))
+        return f"The {noun(world, rng)} {event}"
     return f"The {MAKERS['item'](world, rng)}"
 
 
@@ -193,7 +194,7 @@ def _object(
 
 
 def extraction(world: World, rng: Random, max_tokens: int) -> Draft:
-    """A text and a schema -> the object; now and then a list of objects, an object in an object, or no schema."""
+    """A text and a schema -> the object; now and then a list, an object in an object, or no schema."""
     roll = rng.random()
     if roll < 0.12:
         return _several(world, rng)
@@ -224,7 +225,8 @@ def extraction(world: World, rng: Random, max_tokens: int) -> Draft:
                 "Return only JSON with the fields {keys}.\n\n{text}",
             )
         ).format(keys=keys, text=text)
-        return Draft((Exchange(asked, thought, answer),))
+        schema = {"type": "object"} if rng.random() < 0.3 else None
+        return Draft((Exchange(asked, thought, answer),), schema=schema)
     for key, shown in properties.items():
         if rng.random() < 0.15:
             shown["description"] = rng.choice((f"The {key}", f"the {key.replace('_', ' ')}"))

@@ -26,8 +26,8 @@ INTROS = (
 class Fact:
     """A line of the context and what it answers; `key` is what to look for, `value` what must be said.
 
-    The value may stand behind the key or before it. `quote` is what the thought says of the line. `kind`: what
-    is asked, for facts that a short question may follow on ("And of Cora?").
+    The value may stand behind the key or before it. `quote` is what the thought says of the line. `kind`:
+    what is asked, for facts that a short question may follow on ("And of Cora?").
     """
 
     line: str

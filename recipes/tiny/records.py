@@ -119,7 +119,7 @@ def encode(record: Record, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray
     is_target: list[bool] = []
     # What the next token is: "given", "mode" (the mark that opens an answer) or "learned".
     state = "given" if record.exchanges else "learned"
-    for segment in record.segments:
+    for segment in joined(record.segments):
         if isinstance(segment, str):
             piece = tokenizer.encode_text(segment)
             ids += piece
@@ -134,3 +134,14 @@ def encode(record: Record, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray
         elif segment.text == EOS:
             state = "given"
     return np.array(ids, dtype=np.uint16), np.array(is_target, dtype=bool)
+
+
+def joined(segments: list[Segment]) -> list[Segment]:
+    """Text between two special tokens as one piece: so the engine encodes prompts."""
+    out: list[Segment] = []
+    for segment in segments:
+        if isinstance(segment, str) and out and isinstance(out[-1], str):
+            out[-1] += segment
+        else:
+            out.append(segment)
+    return out

@@ -119,7 +119,7 @@ def multiply_worked(a: int, b: int) -> str:
     for place, digit in enumerate(digits(short, len(str(short)))):
         if digit:
             parts.append(long * digit * 10**place)
-            zeros = f" With {place} zero{'s' * (place > 1)} {parts[-1]}." if place else ""
+            zeros = f" With {place} zero{'s' * (place > 1)} {parts[-1]}. So {parts[-1]}." if place else ""
             said.append(f"{_by_digit(long, digit)}{zeros}")
     total = parts[0]
     for part in parts[1:]:

@@ -17,7 +17,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from dsv4.text.tokenizer import ASSISTANT, BOS, DSML, END_THINK, EOS, LATEST_REMINDER, THINK, USER, Tokenizer
 from recipes.tiny.corpus import FIELDS, Corpus, read_corpus
 from recipes.tiny.kinds import KINDS
-from recipes.tiny.records import Record
+from recipes.tiny.records import Record, joined
 from recipes.tiny.world import World
 
 VOCAB_SIZE = 4096
@@ -63,7 +63,7 @@ def _made(corpus: Corpus) -> Iterator[str]:
             draft = kind.make(world, rng, 512)
             if kind.num_records is None:
                 record = Record(kind.name, draft.exchanges, "", True, tools=draft.tools, schema=draft.schema)
-                yield from (segment for segment in record.segments if isinstance(segment, str))
+                yield from (segment for segment in joined(record.segments) if isinstance(segment, str))
                 continue
             # The answers of these kinds are texts of the collection and are counted there.
             yield from (text for exchange in draft.exchanges for text in (exchange.user, exchange.thought))

@@ -1,4 +1,4 @@
-"""Conversations with tools: the right call or none, two at once, answers from results, errors, chains of calls."""
+"""Conversations with tools: the right call or none, two at once, answers from results, errors, chains."""
 
 from collections.abc import Callable
 from random import Random

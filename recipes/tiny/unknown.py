@@ -1,4 +1,4 @@
-"""What the model does not know: open questions of every kind, and an honest answer with an example of a skill."""
+"""What the model does not know: open questions of every kind, and an honest answer with an example."""
 
 from random import Random
 
@@ -20,8 +20,8 @@ HONEST_TASK = (
     "I am sorry, I cannot do that. I am a very small model.",
 )
 FIELDS = row(
-    "physics politics law chemistry history biology geography philosophy economics medicine astronomy music art "
-    "religion football tennis chess cooking fashion computers software math geometry algebra grammar movies"
+    "physics politics law chemistry history biology geography philosophy economics medicine astronomy music "
+    "art religion football tennis chess cooking fashion computers software math geometry algebra grammar"
 )
 TOPICS = row(
     "gravity evolution democracy inflation electricity photosynthesis lightning magnetism relativity algebra "
@@ -31,7 +31,7 @@ TOPICS = row(
     "sculpture architecture bridges tunnels satellites radios televisions batteries lasers microscopes"
 )
 ROLES = row(
-    "president king queen mayor leader founder owner author inventor director captain coach winner singer boss "
+    "president king queen mayor leader founder owner author inventor director captain coach winner boss "
     "painter composer discoverer builder champion minister emperor pope actor writer editor"
 )
 _PLACES = row(
@@ -187,7 +187,7 @@ def skill_example(world: World, rng: Random) -> str:
             f"I can tell a story: ask me for one with the words {listed(words)}.",
             f"I can sort words: ask me to sort {', '.join(words)}.",
             f"I can spell: ask me how to spell {words[0]}.",
-            f"I can find things in a text that you give me. Try: {name} has a {words[1]}. What does {name} have?",
+            f"I can read what you write. Try: {name} has a {words[1]}. What does {name} have?",
             f"Ask me for a short story about {name} instead.",
         )
     )
