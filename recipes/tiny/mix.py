@@ -23,7 +23,7 @@ from recipes.tiny.words import SPLITS, Split
 from recipes.tiny.world import World
 
 # A run of nine minutes on one GPU; how often the collection may repeat is judged against it.
-TOTAL_TOKENS = 150_000_000
+TOTAL_TOKENS = 190_000_000
 MAX_PASSES = 2.5  # of stories of children three times as many
 POOL_SIZE = 32
 # phase, row length, part of the tokens. Half of the main phase on short rows: more records with fewer tokens.

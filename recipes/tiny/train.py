@@ -26,7 +26,7 @@ from recipes.tiny.state import load_state, save_state
 from recipes.tiny.twin import Notes, Twin
 
 MAX_LENGTH = 4096
-SHOW_SECONDS, SAVE_SECONDS = 15.0, 60.0
+SHOW_SECONDS, SAVE_SECONDS = 15.0, 90.0
 INDEX_WEIGHT, DRAFT_WEIGHT = 1.0, 0.3
 BALANCE_RATE = 0.002
 
@@ -170,7 +170,7 @@ def losses(
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     """ids, mask (tokens to be predicted), of (their documents) [B, L] -> the loss, its parts, loads."""
     notes = Notes()
-    twin = replace(twin, documents=of, notes=notes)
+    twin = replace(twin.with_rounded(), documents=of, notes=notes)
     streams = twin.streams(ids)[-1]
 
     def mean(logits: Tensor, ahead: int) -> Tensor:
@@ -270,7 +270,7 @@ def main() -> None:
     parser.add_argument(
         "--resume", type=Path, help="folder of an earlier run, whose state-*.pt to go on from"
     )
-    parser.add_argument("--rows", default="64,16,16", help="rows per step of each phase")
+    parser.add_argument("--rows", default="80,20,20", help="rows per step of each phase")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=13)
     parser.add_argument("--device", default="cuda")

@@ -54,6 +54,7 @@ class Twin(Model):
     """
 
     ops: ModuleType = plain
+    rounded: Mapping[str, Tensor] = field(default_factory=dict)  # of quantised weights, those made together
     documents: Tensor | None = None  # [B, L]: the document of each token; None: a row is one
     notes: Notes | None = None  # filled while training
 
@@ -85,7 +86,23 @@ class Twin(Model):
 
     def __getitem__(self, name: str) -> Tensor:
         weight = super().__getitem__(name)
+        if name in self.rounded:
+            return through(weight, self.rounded[name])
         return nvfp4_weight(weight) if name in self.quantised else weight
+
+    def with_rounded(self) -> "Twin":
+        """The same with all quantised weights rounded at once, those of a shape together: fewer launches."""
+        groups: dict[tuple[int, int], list[str]] = {}
+        for name in sorted(self.quantised):
+            groups.setdefault((self.tensors[name].shape[-2], self.tensors[name].shape[-1]), []).append(name)
+        rounded: dict[str, Tensor] = {}
+        with torch.no_grad():
+            for shape, names in groups.items():
+                weights = [self.tensors[name].detach().reshape(-1, *shape) for name in names]
+                parts = nvfp4_weight(torch.cat(weights)).split([len(weight) for weight in weights])
+                for name, part in zip(names, parts, strict=True):
+                    rounded[name] = part.view(self.tensors[name].shape)
+        return replace(self, rounded=rounded)
 
     def draft(self, streams: Tensor, next_ids: Tensor) -> Tensor:
         """Return the draft block's logits of tokens i+2 from streams of positions i and tokens i+1."""
@@ -176,7 +193,12 @@ class Twin(Model):
         ends = (torch.arange(length, device=x.device) // layer.ratio + 1) * layer.ratio - 1
         pools = (layer.ratio, 0) if layer.kind == "csa" else (0,)
         seen = torch.stack([of == of[:, (ends + later).clamp(max=length - 1)] for later in pools], -1)
-        scores = super().pool_scores(x, name, layer).unflatten(-1, (len(pools), -1))
+        # Rows of the position bias repeat: added to whole blocks, its gradient is a sum.
+        blocks = length // layer.ratio
+        scores = self.product(x.float(), self[f"{name}.wgate"])
+        whole = scores[:, : blocks * layer.ratio].unflatten(1, (blocks, layer.ratio)) + self[f"{name}.ape"]
+        scores = F.pad(whole.flatten(1, 2), (0, 0, 0, length - blocks * layer.ratio))
+        scores = scores.unflatten(-1, (len(pools), -1))
         return scores.masked_fill(~seen.unsqueeze(-1), -torch.inf).flatten(-2)
 
     def route(self, x: Tensor, ids: Tensor, name: str, hash_routed: bool) -> tuple[Tensor, Tensor]:
