@@ -3,10 +3,9 @@
 from collections.abc import Callable
 from random import Random
 
-from recipes.tiny.facts import DAYS, MONTHS
 from recipes.tiny.records import Draft, Exchange
 from recipes.tiny.sums import WORKED
-from recipes.tiny.values import made_up
+from recipes.tiny.values import DAYS, MONTHS, made_up
 from recipes.tiny.world import World
 
 LENGTHS = (31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)

@@ -345,14 +345,6 @@ def word_problem(world: World, rng: Random, max_tokens: int) -> Draft:
     return Draft((Exchange(user, thought, said, items, unthought),))
 
 
-def school_problem(world: World, rng: Random, max_tokens: int) -> Draft:
-    """The easiest of gsm8k: short, whole numbers. Without a thought the working is in the answer."""
-    record = rng.choice(world.problems)
-    answer = f"The answer is {record['answer']}."
-    unthought = f"{record['reasoning']}\n{answer}"
-    return Draft((Exchange(record["question"], record["reasoning"], answer, unthought=unthought),))
-
-
 def numbers(world: World, rng: Random, max_tokens: int) -> Draft:
     """Larger and smaller, before and after, even and odd, counting up and down."""
     return Draft((rng.choice((_compare, _neighbour, _parity, _count_up))(rng),))

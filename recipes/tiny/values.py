@@ -4,11 +4,12 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from recipes.tiny.facts import DAYS, MONTHS
 from recipes.tiny.stories import listed
 from recipes.tiny.words import COLORS, is_held_out_word, row
 from recipes.tiny.world import World
 
+DAYS = row("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
+MONTHS = row("January February March April May June July August September October November December")
 CITIES = row(
     "London Paris Berlin Rome Madrid Oslo Vienna Boston Chicago Dallas Denver Tokyo Cairo Delhi Lima Athens "
     "Dublin Moscow Prague Warsaw Zurich Geneva Munich Hamburg Milan Venice Naples Porto Seville Lyon Nice "
