@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -89,6 +90,37 @@ ASKS = (
 )
 
 
+# Short notes as people write them, several values in a sentence; a value's part -> its keys and type.
+NOTES = Path(__file__).with_name("notes.txt").read_text(encoding="utf-8").splitlines()
+PARTS = {
+    **{"name": (("name", "person", "who", "full_name"), "person"), "age": (("age", "years"), "age")},
+    **{"city": (("city", "town", "location"), "city"), "place": (("to", "destination", "place"), "city")},
+    **{
+        "job": (("job", "profession", "occupation", "role"), "job"),
+        "date": (("date", "day", "when"), "date"),
+    },
+    **{
+        "item": (("item", "product", "article", "thing", "object"), "item"),
+        "color": (("color", "colour"), "color"),
+    },
+    **{
+        "price": (("price", "cost", "total", "amount"), "number"),
+        "time": (("time", "start", "hour"), "time"),
+    },
+    **{"count": (("count", "quantity", "number", "pieces"), "int"), "email": (("email", "mail"), "email")},
+    **{"code": (("code", "id", "reference", "key"), "id"), "phone": (("phone", "telephone"), "phone")},
+    **{"event": (("event", "title", "subject"), "word"), "language": (("language", "speaks"), "language")},
+    **{
+        "buyer": (("buyer", "customer", "recipient", "receiver"), "person"),
+        "company": (("company", "firm"), "title"),
+    },
+    **{
+        "seller": (("seller", "owner", "vendor"), "person"),
+        "sender": (("sender", "contact", "author"), "person"),
+    },
+}
+
+
 @dataclass(frozen=True)
 class Field:
     keys: tuple[str, ...]
@@ -120,6 +152,22 @@ def _value(type: str, world: World, rng: Random) -> Any:
     if type == "job":
         return rng.choice(JOBS)
     return MAKERS[type](world, rng)
+
+
+def _note(world: World, rng: Random) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """As `_object`, of one sentence with several values."""
+    form = rng.choice(NOTES)
+    parts = re.findall(r"{(\w+)}", form)
+    said = {part: _value(PARTS[part][1], world, rng) for part in parts}
+    properties: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    wanted = parts if rng.random() < 0.7 or len(parts) < 3 else rng.sample(parts, len(parts) - 1)
+    for part in wanted:
+        keys, type = PARTS[part]
+        key = keys[0] if rng.random() < 0.5 else rng.choice(keys)
+        properties[key], values[key] = {"type": _json_type(type)}, said[part]
+    text = form.format(**{part: in_words(value) for part, value in said.items()})
+    return properties, values, [text]
 
 
 def _json_type(type: str) -> str:
@@ -198,8 +246,11 @@ def extraction(world: World, rng: Random, max_tokens: int) -> Draft:
     roll = rng.random()
     if roll < 0.12:
         return _several(world, rng)
-    properties, values, sentences = _object(world, rng, 2, 6)
-    if roll < 0.22:
+    if rng.random() < 0.55:
+        properties, values, sentences = _note(world, rng)
+    else:
+        properties, values, sentences = _object(world, rng, 2, 6)
+    if roll < 0.20:
         inner_properties, inner, more = _object(world, rng, 2, 3)
         key = rng.choice(("details", "info", "other", made_up(world, rng)))
         if key not in properties:

@@ -5,6 +5,7 @@ are `key1,key2=type`; an optional one has `?`. An ask may leave out optional slo
 `key=type` and answers name the keys of slots and results.
 """
 
+import re
 from dataclasses import dataclass
 from json import dumps
 from pathlib import Path
@@ -31,6 +32,15 @@ _NEEDS = (
     "Please {verb} the {thing}",
     "Can you {verb} the {thing}",
     "I want to {verb} the {thing}",
+)
+# What is wanted, without the words of the function's name in their order.
+_SHORT = (
+    "I need the {thing}",
+    "The {thing} please",
+    "What about the {thing}? {Verb} it",
+    "There is a {thing} to {verb}",
+    "{thing}: {verb} it",
+    "Somebody should {verb} the {thing}",
 )
 _WITH = (
     "with {key} {value}",
@@ -170,8 +180,13 @@ def invented(world: World, rng: Random) -> Family:
         slots.append(Slot((key,), type, choices, False))
         phrases.append(phrase.replace("{value}", "{" + key + "}").replace("{key}", key))
     end = rng.choice((".", "", "?"))
+    if rng.random() < 0.25:
+        names = "_".join(
+            made_up(world, rng) for _ in range(rng.choice((1, 2)))
+        )  # only its text says what it does
     fill = {"verb": verb, "Verb": verb.capitalize(), "thing": thing}
-    asks = tuple(" ".join([need.format(**fill), *phrases]) + end for need in _NEEDS)
+    needs = _NEEDS if rng.random() < 0.7 else _SHORT
+    asks = tuple(" ".join([need.format(**fill), *phrases]) + end for need in needs)
     about = tuple(form.format(**fill) for form in _ABOUT)
     roll = rng.random()
     if roll < 0.4:
@@ -256,10 +271,25 @@ def use(function: Function, world: World, rng: Random, ask: str | None = None) -
             "Day": said["day"].capitalize() if plain else f"On {said['day']}",
         }
     arguments = {function.keys[key]: value for key, value in values.items()}
+    asked = _with_manners(form, form.format(**fill), function, rng)
     subject = said.get(family.slots[0].keys[0], "") if family.slots else ""
-    return Use(
-        function, form.format(**fill), arguments, result, rng.choice(family.answers).format(**fill), subject
-    )
+    return Use(function, asked, arguments, result, rng.choice(family.answers).format(**fill), subject)
+
+
+TAILS = (" right now", " today", " please", " for me", ", thanks", ", please", " if you can", " now", " then")
+HEADS = ("Hi! ", "Hello, ", "Hey, ", "Please help: ", "One question: ", "Ok. ", "Now ", "So, ")
+# Behind values of other types a tail could be taken for part of them.
+_CLOSED = frozenset(row("city person date day time int large id room number currency degrees enum color"))
+
+
+def _with_manners(form: str, asked: str, function: Function, rng: Random) -> str:
+    """Now and then words around the wish that belong to no value."""
+    last = re.search(r"{(\w+)}([.?!]?)$", form)
+    if last and last[1] in function.types and function.types[last[1]] in _CLOSED and rng.random() < 0.2:
+        asked = asked.removesuffix(last[2]) + rng.choice(TAILS) + last[2]
+    if asked[0].isupper() and rng.random() < 0.06:
+        asked = rng.choice(HEADS) + asked
+    return asked
 
 
 def _result(family: Family, values: dict[str, Any], world: World, rng: Random) -> tuple[dict[str, str], str]:

@@ -13,7 +13,25 @@ from recipes.tiny.values import MAKERS, in_words, noun, person
 from recipes.tiny.world import World
 
 FOLLOW = ("And {}?", "And for {}?", "What about {}?", "Now the same for {}.", "And in {}?", "and {}")
-TOGETHER = ("{} And {}", "{} Also: {}", "{} {}", "Two things. {} {}")
+TOGETHER = (
+    *(
+        "{} And {}",
+        "{} Also: {}",
+        "{} {}",
+        "Two things. {} {}",
+        "{} And also: {}",
+        "{} Then: {}",
+        "{} Besides, {}",
+    ),
+    *(
+        "{}\n{}",
+        "1. {}\n2. {}",
+        "First: {} Second: {}",
+        "{} Also, {}",
+        "{} And one more thing: {}",
+        "- {}\n- {}",
+    ),
+)
 ERRORS = (
     *(
         "{what} not found",
@@ -44,7 +62,7 @@ def functions_of(world: World, rng: Random, count: int) -> list[Function]:
     found: dict[str, Function] = {}
     families = set()
     while len(found) < count:
-        family = rng.choice(KNOWN) if rng.random() < 0.6 else invented(world, rng)
+        family = rng.choice(KNOWN) if rng.random() < 0.55 else invented(world, rng)
         if family.names[0] not in families:
             families.add(family.names[0])
             function = offered(family, world, rng)
@@ -101,7 +119,7 @@ def _two(world: World, rng: Random, functions: list[Function]) -> list[Exchange]
             first.ask if first.ask[-1] in ".?!" else f"{first.ask}.", second.ask
         )
     wishes = (first, second)
-    names = " and ".join(f"{wish.function.name}:{_with(wish.arguments) or ' nothing.'}" for wish in wishes)
+    names = " ".join(f"{wish.function.name}:{_with(wish.arguments) or ' nothing.'}" for wish in wishes)
     calls = tuple(ToolCall(wish.function.name, wish.arguments) for wish in wishes)
     answer = " ".join(wish.answer if wish.answer[-1] in ".?!" else f"{wish.answer}." for wish in wishes)
     return [
@@ -161,7 +179,33 @@ _ALIKE = (
     ("get_price", "check_stock", "order_food", "get_stock_price"),
     ("add", "subtract", "multiply", "calculate", "convert_units", "convert_currency"),
     ("read_file", "list_files", "write_file", "delete_file"),
-    ("call_contact", "send_message", "find_phone_number"),
+    ("call_contact", "send_message", "find_phone_number", "get_user", "rename_contact", "get_membership"),
+    (
+        "clean_room",
+        "start_washing",
+        "water_plants",
+        "turn_on_light",
+        "set_temperature",
+        "lock",
+        "set_brightness",
+    ),
+    ("search_flights", "find_train", "get_distance", "order_taxi", "park_car", "book_hotel", "book_ticket"),
+    (
+        "order_food",
+        "order_pizza",
+        "book_table",
+        "add_to_shopping_list",
+        "find_recipe",
+        "get_price",
+        "feed_pet",
+    ),
+    ("get_moon", "get_weather", "get_forecast", "get_time", "count_visitors", "list_events"),
+    ("send_message", "post_message", "send_email", "write_file", "create_note"),
+    ("convert_currency", "get_exchange_rate"),
+    ("create_event", "find_doctor", "book_ticket", "book_table"),
+    ("find_book", "get_order_status", "track_package", "get_balance", "measure"),
+    ("random_fact", "get_news", "web_search", "define_word"),
+    ("set_brightness", "set_volume", "set_temperature"),
 )
 
 
@@ -230,7 +274,8 @@ def _chain(world: World, rng: Random) -> tuple[list[Function], list[Exchange]]:
         )
     )
     rng.shuffle(functions)
-    names = f"The tools: {', '.join(f['name'] for f in functions)}."
+    needs = [f"{f['name']} needs {', '.join(f['parameters']['properties'])}." for f in functions]
+    names = f"The tools: {', '.join(f['name'] for f in functions)}. {' '.join(needs)}"
     answer = rng.choice((f"The {things[-1]} of {who} is {value}.", f"{who} has the {things[-1]} {value}."))
     return [Function(KNOWN[0], f["name"], f, {}, {}) for f in functions], _steps(asked, names, calls, answer)
 
@@ -238,14 +283,13 @@ def _chain(world: World, rng: Random) -> tuple[list[Function], list[Exchange]]:
 def _steps(
     asked: str, names: str, calls: list[tuple[str, dict[str, Any], str, Any]], answer: str
 ) -> list[Exchange]:
+    """Each step names the result that it has and what the next function needs."""
     out: list[Exchange] = []
     for number, (name, arguments, _, _) in enumerate(calls):
-        said = _with(arguments)
-        lead = (
-            f"{names} I begin with {name}."
-            if not number
-            else f"The result is {in_words(calls[number - 1][3])}. Next is {name}."
-        )
+        said, needed = _with(arguments), " and ".join(arguments)
+        lead = f"{names} I begin with {name}, which needs {needed}."
+        if number:
+            lead = f"The result is {in_words(calls[number - 1][3])}. Next is {name}, which needs {needed}."
         results = (calls[number - 1][2],) if number else ()
         call = ToolCall(name, arguments)
         out.append(Exchange("" if number else asked, f"{lead}{said}", "", calls=(call,), results=results))
@@ -291,9 +335,9 @@ def _sum_chain(world: World, rng: Random) -> tuple[list[Function], list[Exchange
 
 
 SCENES: tuple[tuple[float, Callable[[World, Random, list[Function]], list[Exchange]]], ...] = (
-    (0.52, _one),
-    (0.15, _two),
-    (0.26, _none),
+    (0.50, _one),
+    (0.23, _two),
+    (0.20, _none),
     (0.07, _failed),
 )
 
@@ -301,7 +345,7 @@ SCENES: tuple[tuple[float, Callable[[World, Random, list[Function]], list[Exchan
 def tool(world: World, rng: Random, max_tokens: int) -> Draft:
     """One to five functions and some scenes with them, or a chain; as long as fits."""
     exchanges: list[Exchange] = []
-    if rng.random() < 0.22:
+    if rng.random() < 0.25:
         functions, exchanges = _chain(world, rng)
         if rng.random() < 0.4:
             functions += [f for f in functions_of(world, rng, 1) if f.name not in {g.name for g in functions}]

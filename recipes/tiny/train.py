@@ -20,6 +20,7 @@ from torch import Tensor
 from dsv4.config import LayerSpec, ModelConfig, Yarn, preset
 from dsv4.text.tokenizer import Tokenizer
 from recipes.tiny import plain
+from recipes.tiny.mix import MAX_PASSES
 from recipes.tiny.optim import Optimiser
 from recipes.tiny.probe import share_right
 from recipes.tiny.state import load_state, save_state
@@ -86,13 +87,18 @@ def initialise(twin: Twin, seed: int) -> None:
 
 
 def feed(
-    corpus: Path, tokenizer: Path, seed: int, jobs: "mp.Queue[Phase | None]", out: "mp.Queue[object]"
+    corpus: Path,
+    tokenizer: Path,
+    seed: int,
+    passes: float,
+    jobs: "mp.Queue[Phase | None]",
+    out: "mp.Queue[object]",
 ) -> None:
     """One data process: packs rows of the current phase until told to stop."""
     from recipes.tiny.mix import Mix
 
     torch.set_num_threads(1)
-    mix = Mix(corpus, Tokenizer.load(tokenizer), seed=seed, split="train")
+    mix = Mix(corpus, Tokenizer.load(tokenizer), seed=seed, split="train", max_passes=passes)
     phase = jobs.get()
     while phase is not None:
         ids, mask, segments = mix.next_batch(8, phase.length, phase.name)
@@ -118,13 +124,13 @@ def probes(corpus: Path, tokenizer: Path, out: "mp.Queue[object]") -> None:
 class Feeder:
     """Rows from several data processes; rows of an earlier phase are thrown away."""
 
-    def __init__(self, corpus: Path, tokenizer: Path, seed: int, workers: int) -> None:
+    def __init__(self, corpus: Path, tokenizer: Path, seed: int, passes: float, workers: int) -> None:
         context = mp.get_context("spawn")
         self.out = context.Queue(maxsize=256)
         self.jobs = [context.Queue() for _ in range(workers)]
         self.processes = [
             context.Process(
-                target=feed, args=(corpus, tokenizer, seed * 1000 + i, jobs, self.out), daemon=True
+                target=feed, args=(corpus, tokenizer, seed * 1000 + i, passes, jobs, self.out), daemon=True
             )
             for i, jobs in enumerate(self.jobs)
         ]
@@ -200,7 +206,15 @@ def rate(done: float) -> float:
     return min(1.0, done / 0.01, max(0.0, (1 - done) / 0.4))
 
 
-def train(twin: Twin, feeder: Feeder, phases: list[Phase], out: Path, device: str, seconds: float) -> None:
+def train(
+    twin: Twin,
+    feeder: Feeder,
+    phases: list[Phase],
+    out: Path,
+    device: str,
+    seconds: float,
+    peak: float = 1.0,
+) -> None:
     """The schedule follows the clock, from the end of the first step on: that one waits for data."""
     optimiser, is_cuda = Optimiser(twin), device.startswith("cuda")
     step, tokens, edge, elapsed, shown, saved = 0, 0, 0.0, 0.0, 0.0, 0.0
@@ -229,7 +243,7 @@ def train(twin: Twin, feeder: Feeder, phases: list[Phase], out: Path, device: st
                 ids, mask, of = next(batches)
                 loss, parts, loads = losses(twin, ids, mask, of)
                 loss.backward()
-                optimiser.step(rate(elapsed / seconds))
+                optimiser.step(peak * rate(elapsed / seconds))
                 balance(twin, loads)
                 step, tokens = step + 1, tokens + ids.numel()
                 if start is None:
@@ -270,6 +284,8 @@ def main() -> None:
     parser.add_argument(
         "--resume", type=Path, help="folder of an earlier run, whose state-*.pt to go on from"
     )
+    parser.add_argument("--passes", type=float, default=MAX_PASSES, help="of the collection, in this run")
+    parser.add_argument("--peak", type=float, default=1.0, help="the rate that is held, of the usual one")
     parser.add_argument("--rows", default="80,20,20", help="rows per step of each phase")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=13)
@@ -282,7 +298,7 @@ def main() -> None:
         Phase("long", 0.25, rows[1], MAX_LENGTH, True, False),
         Phase("final", 0.15, rows[2], MAX_LENGTH, True, True),
     ]
-    feeder = Feeder(args.corpus, args.tokenizer, args.seed, args.workers)
+    feeder = Feeder(args.corpus, args.tokenizer, args.seed, args.passes, args.workers)
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
     config = model_config(Tokenizer.load(args.tokenizer).vocab_size)
@@ -292,7 +308,7 @@ def main() -> None:
     if args.resume:
         load_state(twin, args.resume)
     try:
-        train(twin, feeder, phases, args.out, args.device, args.seconds)
+        train(twin, feeder, phases, args.out, args.device, args.seconds, args.peak)
     finally:
         feeder.close()
 

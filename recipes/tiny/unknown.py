@@ -3,7 +3,7 @@
 from random import Random
 
 from recipes.tiny.records import Draft, Exchange
-from recipes.tiny.stories import clip, listed, quoted
+from recipes.tiny.stories import clip, quoted
 from recipes.tiny.values import CURRENCIES, LANGUAGES, city, date, made_up, noun, person, title
 from recipes.tiny.words import row
 from recipes.tiny.world import World
@@ -18,6 +18,16 @@ HONEST_TASK = (
     "I cannot do that. I am a very small model.",
     "That is too hard for me: I am a very small model.",
     "I am sorry, I cannot do that. I am a very small model.",
+)
+# Few and fixed: the likeliest words of many at random would make no sense.
+EXAMPLES = (
+    "But I can do sums: ask me what is 47 + 38.",
+    "I can do sums. Try: What is 314 x 6?",
+    "I can tell a story: ask me for one with the words rain, door and blue.",
+    "I can sort words: ask me to sort pear, apple and plum.",
+    "I can spell: ask me how to spell elephant.",
+    "I can read what you write. Try: Tom has a kite. What does Tom have?",
+    "Ask me for a short story about a dog instead.",
 )
 FIELDS = row(
     "physics politics law chemistry history biology geography philosophy economics medicine astronomy music "
@@ -175,22 +185,9 @@ TASKS = (
 )
 
 
-def skill_example(world: World, rng: Random) -> str:
+def skill_example(rng: Random) -> str:
     """Something the model can do, with an example to try."""
-    a, b = rng.randrange(11, 999), rng.randrange(11, 999)
-    words = [rng.choice(world.words.common) for _ in range(3)]
-    name = world.words.name(rng)
-    return rng.choice(
-        (
-            f"But I can do sums: ask me what is {a} + {b}.",
-            f"I can do sums. Try: What is {a} + {b}?",
-            f"I can tell a story: ask me for one with the words {listed(words)}.",
-            f"I can sort words: ask me to sort {', '.join(words)}.",
-            f"I can spell: ask me how to spell {words[0]}.",
-            f"I can read what you write. Try: {name} has a {words[1]}. What does {name} have?",
-            f"Ask me for a short story about {name} instead.",
-        )
-    )
+    return rng.choice(EXAMPLES)
 
 
 def _fill(form: str, world: World, rng: Random) -> str:
@@ -245,7 +242,7 @@ def refusal(world: World, rng: Random) -> Exchange:
         if is_task
         else "This is about the world. I do not know it. I say so."
     )
-    answer = f"{rng.choice(HONEST_TASK if is_task else HONEST)} {skill_example(world, rng)}"
+    answer = f"{rng.choice(HONEST_TASK if is_task else HONEST)} {skill_example(rng)}"
     return Exchange(asked, thought, answer)
 
 
