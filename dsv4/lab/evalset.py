@@ -127,15 +127,15 @@ def _item(line: str, where: str) -> Item:
 
 def _are_steps(value: object) -> bool:
     """At least one; each but the last goes on with results of its calls."""
-    if not _is_list_of_objects(value):
+    if not isinstance(value, list) or not _is_list_of_objects(value):
         return False
-    for number, step in enumerate(value, 1):  # type: ignore[arg-type]
-        has_end = number == len(value)  # type: ignore[arg-type]
+    for number, step in enumerate(value, 1):
+        is_last = number == len(value)
         if step.keys() - {"calls", "says", "results"} or not step.keys() & {"calls", "says"}:
             return False
-        if has_end == bool(step.get("results")) or (
-            not has_end and len(step["results"]) != len(step["calls"])
-        ):
+        if is_last == bool(step.get("results")):
+            return False
+        if not is_last and len(step["results"]) != len(step.get("calls", ())):
             return False
     return True
 

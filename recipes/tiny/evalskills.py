@@ -21,110 +21,106 @@ THINGS = row(
 # name, about, parameters (key: type, or a list of choices), ways to ask, result keys
 FUNCTIONS: tuple[tuple[str, str, dict[str, Any], tuple[str, ...], dict[str, str]], ...] = (
     (
-        *("get_sunrise", "Time of sunrise in a town", {"town": "town"}),
-        ("When does the sun come up in {town}?", "Sunrise in {town}?", "At what time is sunrise in {town}?"),
-        {"sunrise": "time"},
+        *("get_pollen", "Pollen in the air of a town", {"town": "town"}),
+        (
+            "How much pollen is there in {town}?",
+            "Pollen in {town}?",
+            "Is there much pollen around {town} today?",
+        ),
+        {"grains": "count"},
     ),
     (
         *(
-            "water_plants",
-            "Water a zone of the garden for some seconds",
-            {"zone": "thing", "seconds": "count"},
+            "mow_lawn",
+            "Mow a part of the lawn to a height in millimeters",
+            {"part": "thing", "height": "count"},
+        ),
+        ("Please mow the {part} part down to {height} millimeters.", "Mow {part}, height {height}"),
+        {},
+    ),
+    (
+        *("open_curtain", "Open the curtain of a window", {"window": ["left", "right", "middle"]}),
+        ("Open the {window} curtain.", "Can you open the curtain of the {window} window for me?"),
+        {},
+    ),
+    (
+        *("get_snow_depth", "Depth of the snow at a resort in centimeters", {"resort": "town"}),
+        ("How deep is the snow in {resort}?", "What is the depth of the snow at {resort} right now?"),
+        {"centimeters": "decimal"},
+    ),
+    (
+        *("find_ferry", "Next ferry between two ports", {"from_port": "town", "to_port": "town"}),
+        (
+            "When does the next ferry from {from_port} to {to_port} leave?",
+            "Ferry from {from_port} to {to_port}?",
+        ),
+        {"departure": "time", "pier": "count"},
+    ),
+    (
+        *("get_rank", "Rank of a player in a game", {"player": "name", "game": ["chess", "darts", "go"]}),
+        ("Which rank does {player} have in {game}?", "Look up the {game} rank of {player}."),
+        {"rank": "count"},
+    ),
+    (
+        *(
+            "cut_video",
+            "Cut a video from one second to another",
+            {"file": "file", "first": "count", "last": "count"},
         ),
         (
-            "Please water the zone {zone} for {seconds} seconds.",
-            "Give zone {zone} water for {seconds} seconds",
+            "Cut {file} from second {first} to second {last}.",
+            "Keep only seconds {first} to {last} of {file}.",
         ),
         {},
     ),
     (
-        *("lock_door", "Lock a door of the house", {"door": ["front", "back", "cellar"]}),
-        (
-            "Lock the {door} door.",
-            "Can you lock the {door} door for me?",
-            "Make sure the {door} door is locked",
-        ),
+        *("engrave", "Engrave a word on some plates", {"word": "thing", "plates": "count"}),
+        ('Engrave the word "{word}" on {plates} plates.', "I need {plates} plates engraved with {word}."),
         {},
     ),
     (
-        *("get_tide", "Height of the tide at a harbor", {"harbor": "town"}),
-        ("How high is the tide in {harbor}?", "What is the tide at the harbor of {harbor} right now?"),
-        {"meters": "decimal"},
+        *("heat_pool", "Heat a swimming pool", {"pool": "thing"}),
+        ("Heat the {pool} pool.", "Turn on the heating of the {pool} pool, please."),
+        {},
     ),
     (
-        *("find_train", "Next train between two stations", {"from_station": "town", "to_station": "town"}),
-        (
-            "When does the next train from {from_station} to {to_station} leave?",
-            "Train from {from_station} to {to_station}?",
-        ),
-        {"departure": "time", "platform": "count"},
+        *("lookup_plate", "Find a car by its license plate", {"plate": "code"}),
+        ("Which car has the license plate {plate}?", "Find the car with the plate {plate}."),
+        {"model": "thing", "holder": "name"},
     ),
     (
         *(
-            "get_grade",
-            "Grade of a student in a subject",
-            {"student": "name", "subject": ["math", "art", "physics"]},
+            "brew_coffee",
+            "Brew some coffee",
+            {"kind": ["espresso", "mocha", "filter"], "size": ["small", "large"]},
         ),
-        ("Which grade does {student} have in {subject}?", "Look up the {subject} grade of {student}."),
-        {"grade": "count"},
-    ),
-    (
-        *(
-            "resize_image",
-            "Change the width and height of an image",
-            {"file": "file", "width": "count", "height": "count"},
-        ),
-        ("Resize {file} to {width} by {height}.", "Make {file} {width} wide and {height} high."),
-        {},
-    ),
-    (
-        *("print_label", "Print labels", {"text": "thing", "copies": "count"}),
-        ('Print {copies} labels with the text "{text}".', "I need {copies} labels that say {text}."),
-        {},
-    ),
-    (
-        *("start_vacuum", "Let the robot clean a room", {"room": "thing"}),
-        ("Vacuum the {room} room.", "Send the robot to clean the {room} room, please."),
-        {},
-    ),
-    (
-        *("lookup_isbn", "Find a book by its ISBN", {"isbn": "code"}),
-        ("Which book has the ISBN {isbn}?", "Find the book with ISBN {isbn}."),
-        {"title": "thing", "author": "name"},
-    ),
-    (
-        *(
-            "order_pizza",
-            "Order a pizza",
-            {"topping": ["mushroom", "salami", "spinach"], "size": ["small", "large"]},
-        ),
-        ("Order a {size} pizza with {topping}.", "I want a {size} {topping} pizza."),
+        ("Brew a {size} {kind} coffee.", "I would like a {size} {kind}."),
         {"minutes": "count"},
     ),
     (
-        *("rename_contact", "Give a contact another name", {"old": "name", "new": "name"}),
-        ("Rename the contact {old} to {new}.", "Change {old} to {new} in my contacts."),
+        *("swap_seats", "Swap the seats of two guests", {"first": "name", "second": "name"}),
+        ("Swap the seats of {first} and {second}.", "Let {first} and {second} change seats."),
         {},
     ),
     (
-        *("get_moon_phase", "Phase of the moon on a date", {"date": "date"}),
-        ("What is the phase of the moon on {date}?", "How does the moon look on {date}?"),
-        {"phase": "thing"},
+        *("get_holiday", "Which holiday is on a date", {"date": "date"}),
+        ("Which holiday is on {date}?", "Is {date} a holiday?"),
+        {"holiday": "thing"},
     ),
     (
-        *("count_visitors", "How many visitors came on a day", {"date": "date"}),
-        ("How many visitors did we have on {date}?", "Count the visitors of {date}."),
-        {"visitors": "count"},
+        *("count_parcels", "How many parcels came on a day", {"date": "date"}),
+        ("How many parcels came on {date}?", "Count the parcels of {date}."),
+        {"parcels": "count"},
     ),
     (
-        *("set_brightness", "Brightness of the screen in per cent", {"percent": "count"}),
-        ("Set the screen to {percent} percent brightness.", "Screen brightness {percent}, please."),
+        *("set_fan", "Speed of the fan in per cent", {"percent": "count"}),
+        ("Set the fan to {percent} percent.", "Fan speed {percent}, please."),
         {},
     ),
     (
-        *("get_membership", "Membership number of a person", {"person": "name"}),
-        ("What is the membership number of {person}?", "Find the membership number for {person}."),
-        {"membership": "code"},
+        *("get_badge", "Badge number of a worker", {"worker": "name"}),
+        ("What is the badge number of {worker}?", "Find the badge number for {worker}."),
+        {"badge": "code"},
     ),
 )
 OPEN = (
@@ -300,8 +296,8 @@ def _loop(rng: Random, thinking: bool) -> dict[str, Any]:
     who = _value("name", rng)
     member, locker, key = (_value("code", rng) for _ in range(3))
     links = (
-        ("get_membership", "person", "membership"),
-        ("get_locker", "membership", "locker"),
+        ("get_badge", "worker", "badge"),
+        ("get_locker", "badge", "locker"),
         ("get_key", "locker", "key"),
     )
     tools = []
@@ -319,7 +315,7 @@ def _loop(rng: Random, thinking: bool) -> dict[str, Any]:
     ]
     rng.shuffle(tools)
     asked = rng.choice(
-        (f"What is the key of {who}?", f"Find the membership, then the locker, then the key of {who}.")
+        (f"What is the key of {who}?", f"Find the badge, then the locker, then the key of {who}.")
     )
     return _line("tools", "three steps", asked, thinking, [*steps, {"says": [key]}], tools=tools)
 
