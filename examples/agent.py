@@ -1,6 +1,6 @@
 """Lets the model call two Python functions until it can answer. Start `dsv4 serve` first; needs `openai`.
 
-    python examples/agent.py "Add 47 and 38, then multiply by 3."
+python examples/agent.py "Add 47 and 38, then multiply by 3."
 """
 
 import json
@@ -33,9 +33,10 @@ TOOLS = [
 
 
 def run(client: OpenAI, question: str, most_turns: int = 8) -> str:
+    model = client.models.list().data[0].id
     messages = [{"role": "user", "content": question}]
     for _ in range(most_turns):
-        answer = client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS, temperature=0)
+        answer = client.chat.completions.create(model=model, messages=messages, tools=TOOLS, temperature=0)
         message = answer.choices[0].message
         if not message.tool_calls:
             return message.content or ""
