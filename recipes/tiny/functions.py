@@ -178,7 +178,7 @@ def invented(world: World, rng: Random) -> Family:
             continue
         phrase = rng.choice(_NATURAL[type] if type in _NATURAL and rng.random() < 0.6 else _WITH)
         slots.append(Slot((key,), type, choices, False))
-        phrases.append(phrase.replace("{value}", "{" + key + "}").replace("{key}", key))
+        phrases.append(phrase.replace("{key}", key).replace("{value}", "{" + key + "}"))
     end = rng.choice((".", "", "?"))
     if rng.random() < 0.25:
         names = "_".join(

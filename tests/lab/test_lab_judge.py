@@ -234,4 +234,6 @@ def test_choice_of_suites_and_a_limit() -> None:
 
 
 def test_the_shipped_set_is_read() -> None:
-    assert {item.suite for item in read_set(EMBEDDED / "evalset.jsonl")} == {*SUITES, "text"}
+    """Of the suites that the shipped model was made for: tools, JSON and honesty come with the next one."""
+    found = {item.suite for item in read_set(EMBEDDED / "evalset.jsonl")}
+    assert found == {*SUITES, "text"} - {"tools", "json", "unknown"}
