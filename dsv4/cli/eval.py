@@ -30,7 +30,9 @@ EPILOG = """
 @engine_options
 def eval(
     model: Annotated[Path | None, typer.Argument(help="model folder; default: the embedded model")] = None,
-    suite: Annotated[str, typer.Option(help="stories, sums, recall, chat or all")] = "all",
+    suite: Annotated[
+        str, typer.Option(help="stories, sums, recall, chat, tools, json, unknown or all")
+    ] = "all",
     set_: Annotated[
         Path | None, typer.Option("--set", help="evaluation set (JSON lines); default: the embedded model's")
     ] = None,
@@ -46,7 +48,7 @@ def eval(
     *,
     config: EngineConfig,
 ) -> None:
-    """Measure a model: bits per byte, sums, recall, words in stories, endings, accepted drafts.
+    """Measure a model: bits per byte, sums, recall, tool calls, JSON, honesty, stories, endings, drafts.
 
     Answers are greedy. Ctrl-C ends early and shows the figures of what is done.
     """
@@ -119,6 +121,9 @@ def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
     for suite, title, key in (
         ("sums", "sums: exact", "exact"),
         ("recall", "recall: found", "found"),
+        ("tools", "tools: right calls and answers", "right"),
+        ("json", "JSON: right", "right"),
+        ("unknown", "what it does not know: says so", "right"),
         ("chat", "chat: as expected", "matches"),
     ):
         if part := found.get(suite):

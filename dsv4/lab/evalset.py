@@ -9,14 +9,20 @@ from typing import Any
 from dsv4.errors import ConfigError
 from dsv4.lab.judge import as_number
 
-SUITES = ("stories", "sums", "recall", "chat")
+SUITES = ("stories", "sums", "recall", "chat", "tools", "json", "unknown")
 TEXT = "text"
 _KEYS = {"suite", "kind", "messages", "thinking", "expected", "distance_tokens", "context_tokens", "text"}
+_KEYS |= {"tools", "schema"}
 
 
 @dataclass(frozen=True)
 class Item:
-    """A prompt or a held-out text. `expected`: words of stories, the number of sums, else a text or None."""
+    """A prompt or a held-out text. `expected`: words of stories, the number of sums, the steps of tools, the
+    object of JSON, nothing for what is not known, else a text or None.
+
+    A step is what the model must call (`calls`: names and arguments, none: it must call nothing) or say
+    (`says`), and what it is then given (`results`), which leads to the next step.
+    """
 
     suite: str
     kind: str
@@ -26,6 +32,8 @@ class Item:
     distance_tokens: int = 0  # recall: from the line with the answer to the end of the prompt
     context_tokens: int = 0
     text: str = ""
+    tools: tuple[dict[str, Any], ...] = ()
+    schema: dict[str, Any] | None = None
 
 
 def read_set(path: Path) -> list[Item]:
@@ -88,6 +96,20 @@ def _item(line: str, where: str) -> Item:
         rules.append(("expected", _is_word(expected), "a text"))
         for key in ("distance_tokens", "context_tokens"):
             rules.append((key, type(raw.get(key)) is int and raw[key] > 0, "a positive number of tokens"))
+    elif suite == "tools":
+        rules.append(("tools", _is_list_of_objects(raw.get("tools")), "a list of tools"))
+        rules.append(
+            (
+                "expected",
+                _are_steps(expected),
+                "a list of steps with calls or says, all but the last with results",
+            )
+        )
+    elif suite == "json":
+        rules.append(("expected", isinstance(expected, dict), "an object"))
+        rules.append(("schema", isinstance(raw.get("schema"), dict | None), "an object or null"))
+    elif suite == "unknown":
+        rules.append(("expected", expected is None, "null"))
     elif suite == "chat":
         rules.append(("expected", expected is None or _is_word(expected), "a text or null"))
     for key, holds, wanted in rules:
@@ -98,7 +120,28 @@ def _item(line: str, where: str) -> Item:
     return Item(
         *(suite, raw["kind"], tuple(raw["messages"]), raw["thinking"], expected),
         *(raw.get("distance_tokens") or 0, raw.get("context_tokens") or 0),
+        tools=tuple(raw.get("tools") or ()),
+        schema=raw.get("schema"),
     )
+
+
+def _are_steps(value: object) -> bool:
+    """At least one; each but the last goes on with results of its calls."""
+    if not isinstance(value, list) or not _is_list_of_objects(value):
+        return False
+    for number, step in enumerate(value, 1):
+        is_last = number == len(value)
+        if step.keys() - {"calls", "says", "results"} or not step.keys() & {"calls", "says"}:
+            return False
+        if is_last == bool(step.get("results")):
+            return False
+        if not is_last and len(step["results"]) != len(step.get("calls", ())):
+            return False
+    return True
+
+
+def _is_list_of_objects(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)
 
 
 def _is_word(value: object) -> bool:

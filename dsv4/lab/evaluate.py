@@ -16,7 +16,7 @@ from dsv4.engine.request import SamplingParams
 from dsv4.engine.trial import Trial
 from dsv4.errors import RequestError
 from dsv4.lab.evalset import TEXT, Item
-from dsv4.lab.judge import Rate, as_number, last_number, says, uses
+from dsv4.lab.judge import Rate, admits, as_number, last_number, same_calls, same_json, says, uses
 from dsv4.lab.score import Progress, TextScore, score_text
 from dsv4.text.chat import encode
 from dsv4.text.deltas import Message
@@ -35,6 +35,7 @@ class Answer:
     ids: tuple[int, ...]
     message: Message
     is_ended: bool  # by the model itself
+    step: int = 0  # of those a conversation with tools should take: the last one taken
 
     @property
     def words_used(self) -> list[bool]:
@@ -45,13 +46,28 @@ class Answer:
     def is_right(self) -> bool | None:
         """None where nothing is expected but that the answer ends."""
         expected, content = self.item.expected, self.message.content
+        if self.item.suite == "unknown":
+            return admits(content)
         if expected is None:
             return None
         if self.item.suite == "stories":
             return all(self.words_used)
         if self.item.suite == "sums":
             return last_number(content) == as_number(expected)
+        if self.item.suite == "tools":
+            return self.step + 1 == len(expected) and self.is_step_right
+        if self.item.suite == "json":
+            return same_json(content, expected)
         return says(content, expected)
+
+    @property
+    def is_step_right(self) -> bool:
+        """Whether this is what the step of a conversation with tools asks for."""
+        step, message = self.item.expected[self.step], self.message
+        made = [(call.name, call.arguments) for call in message.tool_calls]
+        return same_calls(made, step.get("calls", [])) and all(
+            says(message.content, word) for word in step.get("says", ())
+        )
 
     def as_dict(self) -> dict[str, Any]:
         item = self.item
@@ -131,32 +147,68 @@ def _answer_all(
     report: Callable[[int], None],
     stopped: Callable[[], bool],
 ) -> list[Answer]:
-    max_context, requests, left_out = engine.settings.max_context, [], 0
-    for item in items:
-        prompt = encode(item.messages, thinking=item.thinking, release=engine.model_config.release)
-        ids = tokenizer.encode_prompt(prompt)
-        if (room := max_context - len(ids)) < 1:
-            left_out += 1
-            continue
-        params = SamplingParams(max_tokens=min(room, max_tokens), temperature=0)
-        requests.append((item, engine.request(ids, params)))
+    max_context, left_out, done = engine.settings.max_context, 0, 0
+    answers: dict[int, Answer] = {}
+    # Number of the item, its step and the conversation up to there; each round answers one step of all.
+    waiting = [(number, 0, list(item.messages)) for number, item in enumerate(items)]
+    while waiting and not stopped():
+        requests = []
+        for number, step, messages in waiting:
+            item = items[number]
+            segments = encode(
+                messages,
+                thinking=item.thinking,
+                tools=item.tools or None,
+                response_format=item.schema,
+                release=engine.model_config.release,
+            )
+            ids = tokenizer.encode_prompt(segments)
+            if (room := max_context - len(ids)) < 1:
+                left_out += 1
+                continue
+            params = SamplingParams(max_tokens=min(room, max_tokens), temperature=0)
+            requests.append((number, step, messages, engine.request(ids, params)))
+        waiting = []
+        with ExitStack() as stack:
+            streams = [stack.enter_context(engine.stream(request)) for *_, request in requests]
+            while engine.num_unfinished and not stopped():
+                engine.step()
+                report(min(len(items), max(done, len(items) - engine.num_unfinished)))
+            for (number, step, messages, request), stream in zip(requests, streams, strict=True):
+                stream.close()
+                found = stream.completion()
+                if found.finish_reason == "cancelled":
+                    continue
+                item = items[number]
+                message = parse(
+                    found.ids, thinking=item.thinking, tokenizer=tokenizer, reason=found.finish_reason
+                )
+                answer = Answer(
+                    item, request.ids, tuple(found.ids), message, found.finish_reason == "stop", step
+                )
+                answers[number] = answer
+                if item.suite == "tools" and step + 1 < len(item.expected) and answer.is_step_right:
+                    waiting.append(
+                        (number, step + 1, [*messages, *_turns(message, item.expected[step]["results"])])
+                    )
+        done = len(items)
     if left_out:
         notes.append(f"{left_out} prompts were left out: they do not fit max_context {max_context}")
-    answers = []
-    with ExitStack() as stack:
-        streams = [stack.enter_context(engine.stream(request)) for _, request in requests]
-        while engine.num_unfinished and not stopped():
-            engine.step()
-            report(len(items) - engine.num_unfinished)
-        for (item, request), stream in zip(requests, streams, strict=True):
-            stream.close()
-            done = stream.completion()
-            if done.finish_reason == "cancelled":
-                continue
-            message = parse(done.ids, thinking=item.thinking, tokenizer=tokenizer, reason=done.finish_reason)
-            is_ended = done.finish_reason == "stop"
-            answers.append(Answer(item, request.ids, tuple(done.ids), message, is_ended))
-    return answers
+    return [answers[number] for number in sorted(answers)]
+
+
+def _turns(message: Message, results: list[str]) -> list[dict[str, Any]]:
+    """The model's turn with its calls, and what they gave."""
+    calls = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in message.tool_calls
+    ]
+    said = {"role": "assistant", "content": message.content, "reasoning_content": message.reasoning}
+    given = zip(message.tool_calls, results, strict=True)
+    return [
+        {**said, "tool_calls": calls},
+        *({"role": "tool", "tool_call_id": c.id, "content": r} for c, r in given),
+    ]
 
 
 def _drafts(
@@ -215,6 +267,9 @@ def figures(outcome: Outcome) -> dict[str, Any]:
             "by_context": _bins(recall, lambda item: item.context_tokens),
             "by_kind": _by_kind(recall),
         }
+    for suite in ("tools", "json", "unknown"):
+        if found := of.get(suite):
+            out[suite] = {"right": _rate(found), "by_kind": _by_kind(found)}
     if chat := [answer for answer in of.get("chat", []) if answer.is_right is not None]:
         out["chat"] = {"matches": _rate(chat), "by_kind": _by_kind(chat)}
     if outcome.answers:

@@ -1,5 +1,6 @@
 """Whether an answer is right, by numbers or whole words, and how sure a share of right answers is."""
 
+import json
 import re
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
@@ -61,6 +62,36 @@ def says(text: str, expected: str) -> bool:
 def uses(text: str, word: str) -> bool:
     """Whether the word stands in the text as a whole word, a plural s allowed."""
     return _has(text, re.escape(_plain(word)) + "s?")
+
+
+_ADMITS = re.compile(
+    r"\b(do not|don't|does not|doesn't) know\b|\bcan(not|'t| not)\b|\bno tool\b|\bnone of my tools\b"
+    r"|\btoo (hard|difficult)\b"
+)
+
+
+def admits(text: str) -> bool:
+    """Whether the answer says that the model does not know or cannot do it."""
+    return _ADMITS.search(_plain(text)) is not None
+
+
+def same_calls(got: list[tuple[str, str]], expected: list[dict[str, Any]]) -> bool:
+    """Whether these calls, names and arguments as JSON text, are those expected, in any order."""
+    left = [(call["name"], call["arguments"]) for call in expected]
+    for name, text in got:
+        try:
+            left.remove((name, json.loads(text)))
+        except ValueError:
+            return False
+    return not left
+
+
+def same_json(text: str, expected: Any) -> bool:
+    """Whether the whole text is JSON of this value."""
+    try:
+        return bool(json.loads(text) == expected)
+    except ValueError:
+        return False
 
 
 def _has(text: str, pattern: str) -> bool:

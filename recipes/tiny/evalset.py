@@ -13,9 +13,10 @@ from typing import Any
 
 from dsv4.text import chat
 from dsv4.text.tokenizer import Tokenizer
-from recipes.tiny.facts import child_fact
+from recipes.tiny.evalskills import json_prompts, open_prompts, tool_prompts
+from recipes.tiny.everyday import everyday
 from recipes.tiny.mix import build_world
-from recipes.tiny.reading import meaning, story_questions, tale_questions
+from recipes.tiny.reading import story_questions, tale_questions
 from recipes.tiny.recall import INTROS, Context, Fact, make_context
 from recipes.tiny.records import Exchange
 from recipes.tiny.requests import possible_wishes, wish_text
@@ -28,12 +29,14 @@ from recipes.tiny.world import World
 CONTEXTS = (512, 1024, 2048, 4000)
 # prompts of each suite: (to ship, for the recipe)
 SIZES = {"stories": (24, 120), "sums": (60, 400), "recall": (8, 40), "chat": (48, 240), "text": (8, 60)}
+SIZES |= {"tools": (30, 200), "json": (16, 200), "unknown": (20, 100)}
 TEXT_CHARACTERS = 3000
 CHAT_KINDS = (
     small_talk,
     told_before,
     about_itself,
-    child_fact,
+    everyday,
+    everyday,
     who_is_where,
     sorting,
     spelling,
@@ -41,10 +44,9 @@ CHAT_KINDS = (
     counting,
     story_questions,
     tale_questions,
-    meaning,
 )
 # Kinds whose answer is one of many good ones: nothing is expected but that they end.
-_OPEN = (small_talk, about_itself, tale_questions, meaning)
+_OPEN = (small_talk, about_itself, tale_questions)
 
 
 def _line(
@@ -89,7 +91,7 @@ def story_prompts(world: World, rng: Random, count: int) -> Iterator[dict[str, A
 
 
 def sum_prompts(world: World, rng: Random, count: int) -> Iterator[dict[str, Any]]:
-    """Held-out operand pairs of 1 to 3 digits, and the tables, of which none is held out."""
+    """Held-out operand pairs of 1 to 4 digits, and the tables, of which none is held out."""
     for number in range(count):
         operation = "++--x"[number % 5]
         a, b = operands(operation, world.words, rng)
@@ -161,6 +163,9 @@ def evaluation_set(world: World, tokenizer: Tokenizer, seed: int, large: bool) -
     yield from sum_prompts(world, rngs["sums"], size["sums"])
     yield from recall_prompts(world, tokenizer, rngs["recall"], size["recall"])
     yield from chat_prompts(world, rngs["chat"], size["chat"])
+    yield from tool_prompts(rngs["tools"], size["tools"])
+    yield from json_prompts(rngs["json"], size["json"])
+    yield from open_prompts(rngs["unknown"], size["unknown"])
     yield from text_pieces(world, rngs["text"], size["text"])
 
 

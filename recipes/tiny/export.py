@@ -16,6 +16,7 @@ from dsv4.quant.formats import NV_BLOCK, Format, QuantTensor
 from dsv4.text.tokenizer import Tokenizer
 from dsv4.weights.names import has_weight_suffix
 from dsv4.weights.writer import SHARD_BYTES, Declared, write_checkpoint, write_text
+from recipes.tiny.state import load_state
 from recipes.tiny.train import model_config
 from recipes.tiny.twin import Twin, is_large, official
 
@@ -44,6 +45,8 @@ def export(
     return total
 
 
+# How it is sampled where a request does not say: below 1, since a small model's tail is noise.
+SAMPLING = {"temperature": 0.5, "top_p": 0.9}
 Make = Callable[[Tensor], list[Tensor]]
 
 
@@ -78,7 +81,7 @@ def _layout(param: Param, large: Format, small: Format) -> tuple[list[Declared],
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--run", type=Path, required=True, help="folder of the training run, with last.pt")
+    parser.add_argument("--run", type=Path, required=True, help="folder of the training run, with state-*.pt")
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument(
@@ -87,12 +90,13 @@ def main() -> None:
     parser.add_argument("--shard-bytes", type=int, default=SHARD_BYTES)
     args = parser.parse_args()
     twin = Twin.make(model_config(Tokenizer.load(args.tokenizer).vocab_size))
-    twin.restore(torch.load(args.run / "last.pt", map_location="cpu", weights_only=True)["twin"])
+    load_state(twin, args.run)
     quantization = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
     large = Format(args.large)
     export(
         twin, args.out, large, Format.BF16, quantization if large is Format.NVFP4 else {}, args.shard_bytes
     )
+    write_text(args.out / "generation_config.json", json.dumps(SAMPLING) + "\n")
     (args.out / "tokenizer.json").write_bytes(args.tokenizer.read_bytes())
 
 

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+HEADS = 8  # index heads that a program holds at once
+
 
 @triton.jit
 def _row(scores_ptr, seen_ptr, sink, row, query, count, scale, S: tl.constexpr):
@@ -110,27 +112,35 @@ def mass(q: Tensor, keys: Tensor, seen: Tensor, sinks: Tensor, entries: int) -> 
 
 
 @triton.jit
-def _index_fwd(raw_ptr, w_ptr, out_ptr, count, H: tl.constexpr, S: tl.constexpr):
+def _index_fwd(raw_ptr, w_ptr, out_ptr, count, H: tl.constexpr, S: tl.constexpr, HS: tl.constexpr):
+    """Sum a query's heads, HS at a time: of 64 over 1,024 entries all do not fit in registers."""
     row = tl.program_id(0).to(tl.int64)
-    h, c = tl.arange(0, H), tl.arange(0, S)
-    raw = tl.load(raw_ptr + (row * H + h)[:, None] * count + c[None, :], mask=(c < count)[None, :], other=0.0)
-    w = tl.load(w_ptr + row * H + h).to(tl.float32)
-    tl.store(
-        out_ptr + row * count + c, tl.sum(tl.maximum(raw.to(tl.float32), 0.0) * w[:, None], 0), mask=c < count
-    )
+    c = tl.arange(0, S)
+    inside = (c < count)[None, :]
+    total = tl.zeros([S], dtype=tl.float32)
+    for start in range(0, H, HS):
+        h = start + tl.arange(0, HS)
+        raw = tl.load(raw_ptr + (row * H + h)[:, None] * count + c[None, :], mask=inside, other=0.0)
+        w = tl.load(w_ptr + row * H + h).to(tl.float32)
+        total += tl.sum(tl.maximum(raw.to(tl.float32), 0.0) * w[:, None], 0)
+    tl.store(out_ptr + row * count + c, total, mask=c < count)
 
 
 @triton.jit
-def _index_bwd(raw_ptr, w_ptr, g_ptr, draw_ptr, dw_ptr, count, H: tl.constexpr, S: tl.constexpr):
+def _index_bwd(
+    raw_ptr, w_ptr, g_ptr, draw_ptr, dw_ptr, count, H: tl.constexpr, S: tl.constexpr, HS: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
-    h, c = tl.arange(0, H), tl.arange(0, S)
-    at = (row * H + h)[:, None] * count + c[None, :]
+    c = tl.arange(0, S)
     inside = (c < count)[None, :]
-    raw = tl.load(raw_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    w = tl.load(w_ptr + row * H + h).to(tl.float32)
     g = tl.load(g_ptr + row * count + c, mask=c < count, other=0.0)
-    tl.store(draw_ptr + at, tl.where(raw > 0, w[:, None] * g[None, :], 0.0), mask=inside)
-    tl.store(dw_ptr + row * H + h, tl.sum(tl.maximum(raw, 0.0) * g[None, :], 1))
+    for start in range(0, H, HS):
+        h = start + tl.arange(0, HS)
+        at = (row * H + h)[:, None] * count + c[None, :]
+        raw = tl.load(raw_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        w = tl.load(w_ptr + row * H + h).to(tl.float32)
+        tl.store(draw_ptr + at, tl.where(raw > 0, w[:, None] * g[None, :], 0.0), mask=inside)
+        tl.store(dw_ptr + row * H + h, tl.sum(tl.maximum(raw, 0.0) * g[None, :], 1))
 
 
 class _Index(torch.autograd.Function):
@@ -139,7 +149,8 @@ class _Index(torch.autograd.Function):
         raw, weights = raw.contiguous(), weights.contiguous()
         heads, count = raw.shape[-2:]
         out = torch.empty(*raw.shape[:-2], count, device=raw.device)
-        _index_fwd[(out.numel() // count,)](raw, weights, out, count, H=heads, **_setting(count))
+        setting = {"H": heads, "HS": min(heads, HEADS), **_setting(count)}
+        _index_fwd[(out.numel() // count,)](raw, weights, out, count, **setting)
         ctx.save_for_backward(raw, weights)
         return out
 
@@ -149,7 +160,8 @@ class _Index(torch.autograd.Function):
         draw, dw = torch.empty_like(raw), torch.empty_like(weights)
         heads, count = raw.shape[-2:]
         grid = (raw.numel() // (heads * count),)
-        _index_bwd[grid](raw, weights, g.contiguous(), draw, dw, count, H=heads, **_setting(count))
+        setting = {"H": heads, "HS": min(heads, HEADS), **_setting(count)}
+        _index_bwd[grid](raw, weights, g.contiguous(), draw, dw, count, **setting)
         return draw, dw
 
 

@@ -14,6 +14,11 @@ def grid(rows: int, block: int) -> tuple[int]:
     return (triton.cdiv(rows, block),)
 
 
+def _rows(width: int) -> int:
+    """Rows of a program, whose streams are this wide each: more do not fit in its registers."""
+    return max(1, min(4, 1024 // width))
+
+
 @triton.jit
 def _mixes_fwd(h_ptr, raw_ptr, m_ptr, inv_ptr, count, eps, R: tl.constexpr, WIDTH: tl.constexpr,
                M: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
@@ -52,8 +57,9 @@ class _Mixes(torch.autograd.Function):
         width, m = flat.shape[-1], raw.shape[-1]
         count = raw.numel() // m
         out, inv = torch.empty(raw.shape, device=raw.device), torch.empty(count, device=raw.device)
-        ctx.setting = {"R": 4, "WIDTH": width, "M": m, "LANES": triton.next_power_of_2(m)}
-        _mixes_fwd[grid(count, 4)](flat, raw, out, inv, count, eps, **ctx.setting)
+        rows = max(1, min(4, 8192 // width))
+        ctx.setting = {"R": rows, "WIDTH": width, "M": m, "LANES": triton.next_power_of_2(m)}
+        _mixes_fwd[grid(count, rows)](flat, raw, out, inv, count, eps, **ctx.setting)
         ctx.save_for_backward(flat, raw, inv)
         return out
 
@@ -61,7 +67,7 @@ class _Mixes(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         flat, raw, inv = ctx.saved_tensors
         dflat, draw = torch.empty_like(flat), torch.empty_like(raw)
-        blocks = grid(inv.numel(), 4)
+        blocks = grid(inv.numel(), ctx.setting["R"])
         _mixes_bwd[blocks](flat, raw, inv, g.contiguous(), dflat, draw, inv.numel(), **ctx.setting)
         return dflat, draw, None
 
@@ -136,8 +142,8 @@ class _MixIn(torch.autograd.Function):
         b, length, n, d = h.shape
         x = torch.empty(b, length, d, dtype=h.dtype, device=h.device)
         gate, logits = (torch.empty(b, length, *s, device=h.device) for s in ((n,), (n, n)))
-        count = b * length
-        _mix_in_fwd[grid(count, 4)](h, m, scale, base, x, gate, logits, count, eps, R=4, N=n, D=d)
+        count, rows = b * length, _rows(d)
+        _mix_in_fwd[grid(count, rows)](h, m, scale, base, x, gate, logits, count, eps, R=rows, N=n, D=d)
         ctx.save_for_backward(h, m, scale, base)
         ctx.eps = eps
         return x, gate, logits
@@ -146,11 +152,12 @@ class _MixIn(torch.autograd.Function):
     def backward(ctx: Any, dx: Tensor, dgate: Tensor, dlogits: Tensor) -> Any:
         h, m, scale, base = ctx.saved_tensors
         b, length, n, d = h.shape
-        blocks = grid(b * length, 4)
+        rows = _rows(d)
+        blocks = grid(b * length, rows)
         dh, dm = torch.empty_like(h), torch.empty_like(m)
         dparam = torch.empty(blocks[0], 2, m.shape[-1], device=h.device)
         grads = [t.contiguous() for t in (dx, dgate, dlogits)]
-        _mix_in_bwd[blocks](h, m, scale, base, *grads, dh, dm, dparam, b * length, ctx.eps, R=4, N=n, D=d)
+        _mix_in_bwd[blocks](h, m, scale, base, *grads, dh, dm, dparam, b * length, ctx.eps, R=rows, N=n, D=d)
         dbase, dscale = dparam.sum(0)
         dscale = torch.stack([part.sum() for part in dscale.split([n, n, n * n])])
         return dh, dm, dbase, dscale, None
@@ -280,8 +287,8 @@ class _MixOut(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, h: Tensor, gate: Tensor, comb: Tensor) -> Tensor:
         y, h, gate, comb = (t.contiguous() for t in (y, h, gate, comb))
         b, length, n, d = h.shape
-        out = torch.empty_like(h)
-        _mix_out_fwd[grid(b * length, 4)](y, h, gate, comb, out, b * length, R=4, N=n, D=d)
+        out, rows = torch.empty_like(h), _rows(d)
+        _mix_out_fwd[grid(b * length, rows)](y, h, gate, comb, out, b * length, R=rows, N=n, D=d)
         ctx.save_for_backward(y, h, gate, comb)
         return out
 
@@ -289,8 +296,8 @@ class _MixOut(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         saved = ctx.saved_tensors
         b, length, n, d = saved[1].shape
-        grads = [torch.empty_like(t) for t in saved]
-        _mix_out_bwd[grid(b * length, 4)](*saved, g.contiguous(), *grads, b * length, R=4, N=n, D=d)
+        grads, rows = [torch.empty_like(t) for t in saved], _rows(d)
+        _mix_out_bwd[grid(b * length, rows)](*saved, g.contiguous(), *grads, b * length, R=rows, N=n, D=d)
         return tuple(grads)
 
 

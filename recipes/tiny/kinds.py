@@ -4,23 +4,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
-from recipes.tiny.facts import child_fact
-from recipes.tiny.reading import meaning, story_questions, tale_questions
+from recipes.tiny.everyday import everyday
+from recipes.tiny.extract import extraction
+from recipes.tiny.reading import story_questions, summary, tale_questions
 from recipes.tiny.recall import recall
 from recipes.tiny.records import Draft, Exchange, Record
 from recipes.tiny.requests import story_request
 from recipes.tiny.stories import quoted
-from recipes.tiny.sums import numbers, plain_sum, school_problem, word_problem
-from recipes.tiny.talk import (
-    NEUTRAL_SYSTEMS,
-    about_itself,
-    booking,
-    friends,
-    persona_chat,
-    small_talk,
-    small_talk_in_a_manner,
-    told_before,
-)
+from recipes.tiny.sums import numbers, plain_sum, word_problem
+from recipes.tiny.talk import NEUTRAL_SYSTEMS, about_itself, small_talk, small_talk_in_a_manner, told_before
 from recipes.tiny.tasks import (
     copying,
     counting,
@@ -31,6 +23,8 @@ from recipes.tiny.tasks import (
     spelling,
     who_is_where,
 )
+from recipes.tiny.tools import tool
+from recipes.tiny.unknown import unknown
 from recipes.tiny.world import World
 
 THINKING_SHARE = 0.6
@@ -66,8 +60,8 @@ def mixed(world: World, rng: Random, max_tokens: int) -> Draft:
         small_talk,
         small_talk,
         plain_sum,
-        child_fact,
-        meaning,
+        everyday,
+        unknown,
         spelling,
         about_itself,
         told_before,
@@ -79,34 +73,33 @@ def mixed(world: World, rng: Random, max_tokens: int) -> Draft:
 
 
 KINDS = (
-    Kind("story", 27, story_request, lambda w: w.weights[-1]),
-    Kind("small_talk", 4, small_talk, lambda w: 5 * _num_questions(w, "friendly")),
-    Kind("manner", 1.5, small_talk_in_a_manner, lambda w: 5 * _num_questions(w)),
-    Kind("itself", 0.7, about_itself),
-    Kind("told", 1.8, told_before),
-    Kind("persona", 2.5, persona_chat, lambda w: len(w.corpus["synthetic_persona_chat"])),
-    Kind("booking", 2.5, booking, lambda w: len(w.corpus["schema_guided_dialogue"])),
-    Kind("friends", 1.5, friends, lambda w: len(w.corpus["self_dialogue"])),
-    Kind("mixed", 4, mixed, lambda w: w.weights[-1]),
-    Kind("tale", 6, tale_questions, lambda w: sum(len(r["qa"]) for r in w.corpus["fairytale_qa"])),
-    Kind("about_story", 4, story_questions, lambda w: 3 * len(w.stories)),
-    Kind("meaning", 3, meaning, lambda w: 10 * len(w.definitions)),
-    Kind("fact", 0.7, child_fact),
-    Kind("sum", 7, plain_sum, grows=True),
-    Kind("problem", 4, word_problem, grows=True),
-    Kind("school", 1, school_problem, lambda w: len(w.problems) // 3),
-    Kind("number", 1, numbers),
-    Kind("recall", 15, recall, grows=True),
-    Kind("copy", 1.5, copying, grows=True),
-    Kind("sort", 1.5, sorting, grows=True),
-    Kind("spell", 1.5, spelling, grows=True),
-    Kind("count", 1, counting, grows=True),
-    Kind("place", 0.6, first_and_last, grows=True),
-    Kind("in_list", 0.4, in_the_list),
-    Kind("sentence", 0.5, one_sentence),
-    Kind("where", 3, who_is_where, grows=True),
+    Kind("story", 13, story_request, lambda w: w.weights[-1]),
+    Kind("small_talk", 3, small_talk, lambda w: 25 * _num_questions(w, "friendly")),
+    Kind("manner", 0.7, small_talk_in_a_manner, lambda w: 25 * _num_questions(w)),
+    Kind("itself", 0.8, about_itself),
+    Kind("told", 1.5, told_before),
+    Kind("mixed", 3, mixed, lambda w: w.weights[-1]),
+    Kind("unknown", 4, unknown),
+    Kind("tale", 2.5, tale_questions, lambda w: sum(len(r["qa"]) for r in w.corpus["fairytale_qa"])),
+    Kind("about_story", 2, story_questions, lambda w: 3 * len(w.stories)),
+    Kind("summary", 2, summary, lambda w: 3 * len(w.stories)),
+    Kind("tool", 30, tool, grows=True),
+    Kind("json", 10, extraction, grows=True),
+    Kind("sum", 9, plain_sum, grows=True),
+    Kind("problem", 2, word_problem, grows=True),
+    Kind("number", 0.5, numbers),
+    Kind("everyday", 4, everyday, grows=True),
+    Kind("recall", 13, recall, grows=True),
+    Kind("copy", 1, copying, grows=True),
+    Kind("sort", 1.2, sorting, grows=True),
+    Kind("spell", 0.8, spelling, grows=True),
+    Kind("count", 0.8, counting, grows=True),
+    Kind("place", 0.4, first_and_last, grows=True),
+    Kind("in_list", 0.3, in_the_list),
+    Kind("sentence", 0.3, one_sentence),
+    Kind("where", 1, who_is_where, grows=True),
 )
-PLAIN_SHARE = 10.0
+PLAIN_SHARE = 4.0
 PHASES = ("main", "long", "final")
 
 
@@ -140,7 +133,8 @@ def make_record(kind: Kind, world: World, rng: Random, max_tokens: int) -> Recor
     system = draft.system
     if not system and rng.random() < SYSTEM_SHARE:
         system = rng.choice(NEUTRAL_SYSTEMS)
-    return Record(kind.name, exchanges, system, thinking=rng.random() < THINKING_SHARE)
+    thinking = rng.random() < THINKING_SHARE
+    return Record(kind.name, exchanges, system, thinking, tools=draft.tools, schema=draft.schema)
 
 
 def _sloppy(exchange: Exchange) -> Exchange:

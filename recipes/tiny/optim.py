@@ -1,7 +1,5 @@
 """Muon for the matrices inside the network, Adam for the rest; matrices of one shape move together."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -54,20 +52,11 @@ class Optimiser:
             momentum.lerp_(grads, 1 - MOMENTUM)
             update = orthogonal(grads.lerp(momentum, MOMENTUM))
             update = update * (MATRIX_RATE * rate * max(1.0, shape[0] / shape[1]) ** 0.5)
-            at = 0
+            parts = update.split([_count(p) for p in group])
+            torch._foreach_mul_(group, 1 - MATRIX_RATE * rate * DECAY)
+            torch._foreach_sub_(group, [part.view(p.shape) for p, part in zip(group, parts, strict=True)])
             for p in group:
-                part = update[at : at + _count(p)].view(p.shape)
-                p.mul_(1 - MATRIX_RATE * rate * DECAY).sub_(part)
                 p.grad = None
-                at += _count(p)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"adam": self.adam.state_dict(), "momenta": list(self.momenta.values())}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.adam.load_state_dict(state["adam"])
-        for momentum, saved in zip(self.momenta.values(), state["momenta"], strict=True):
-            momentum.copy_(saved)
 
 
 def _count(p: Tensor) -> int:

@@ -170,38 +170,20 @@ def _times_named(story: Story) -> Exchange | None:
     )
 
 
-def meaning(world: World, rng: Random, max_tokens: int) -> Draft:
-    """What a word means, from the first sense in WordNet."""
-    record = rng.choice(world.definitions)
-    word, definition = record["word"], record["definition"].strip().rstrip(";,")
-    if record["pos"] == "noun":
-        counted = definition.startswith(("a ", "an ", "one "))
-        subject = f"{article(word)} {word}" if counted else word
-        asked = (
-            f"What is {subject}?",
-            f'What does "{word}" mean?',
-            f"Explain the word {word}.",
-            f"What does the word {word} mean?",
-        )
-        answer = f"{capitalized(subject)} is {definition}."
-        thought = f"The word {word} is a noun. I say what it means."
-    elif record["pos"] == "verb":
-        asked = (
-            f"What does it mean to {word}?",
-            f'What does "{word}" mean?',
-            f"Explain the word {word}.",
-            f"What is to {word}?",
-        )
-        answer = f"To {word} is to {definition}."
-        thought = f"The word {word} is a verb. I say what it means."
-    else:
-        asked = (f'What does "{word}" mean?', f"What does {word} mean?", f"Explain the word {word}.")
-        answer = f'"{capitalized(word)}" means {definition}.'
-        thought = f"The word {word} is an adjective. I say what it means."
-    first = Exchange(rng.choice(asked), thought, answer)
-    whole = [example for example in record["examples"] if example[0].isupper() and len(example.split()) > 3]
-    if not whole or rng.random() < 0.7:
-        return Draft((first,))
-    used = rng.choice((f"Use {word} in a sentence.", "Give me an example.", f"Make a sentence with {word}."))
-    example = Exchange(used, f"I make a sentence with {word}.", sentence(rng.choice(whole)))
-    return Draft((first, example))
+SUMMARIZE = (
+    *("Summarize this text.\n\n{}", "Give me a short summary:\n\n{}", "What happens here? Be brief.\n\n{}"),
+    *("{}\n\nSummarize this in two sentences.", "Make this shorter:\n\n{}", "TL;DR\n\n{}", "Sum this up: {}"),
+)
+
+
+def summary(world: World, rng: Random, max_tokens: int) -> Draft:
+    """A short text in its own words: how a part of a story begins, turns and ends."""
+    story = world.story(rng, max_tokens - 250)
+    first = rng.randrange(max(1, len(story.sentences) - 5))
+    part = Story(" ".join(story.sentences[first : first + rng.randrange(4, 14)]), story.source)
+    start, last = part.sentences[0], part.last
+    who = f"It is about {part.hero}. " if part.hero else ""
+    later = [s for s in part.sentences[1:-1] if part.hero and part.hero in s]
+    middle = f" {later[len(later) // 2]}" if later and rng.random() < 0.5 else ""
+    thought = f"{who}I take the first and the last sentence{', and one between' if middle else ''}."
+    return Draft((Exchange(rng.choice(SUMMARIZE).format(part.text), thought, f"{start}{middle} {last}"),))

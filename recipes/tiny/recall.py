@@ -26,8 +26,8 @@ INTROS = (
 class Fact:
     """A line of the context and what it answers; `key` is what to look for, `value` what must be said.
 
-    In every line the value stands behind the key: a causal model of few layers finds what follows, and hardly
-    what came before. `quote` is what the thought says of the line, from the key on.
+    The value may stand behind the key or before it. `quote` is what the thought says of the line. `kind`:
+    what is asked, for facts that a short question may follow on ("And of Cora?").
     """
 
     line: str
@@ -38,6 +38,7 @@ class Fact:
     items: tuple[str, ...]
     before: "Fact | None" = None  # of a two-step question, the line that leads to this one
     quote: str = ""
+    kind: str = ""
 
     @property
     def thought(self) -> str:
@@ -47,42 +48,77 @@ class Fact:
 
 def _code(who: str, words: Words, rng: Random) -> Fact:
     code = str(words.code(rng))
-    line = f"The code of {who} is {code}."
+    answer = f"The code of {who} is {code}."
+    line = rng.choice(
+        (answer, answer, answer, f"{code} is the code of {who}.", f"{who} has the code {code}.")
+    )
     asked = (f"What is the code of {who}?", f"Tell me the code of {who}.", f"Which code does {who} have?")
-    return Fact(line, who, code, asked, line, (who, code))
+    return Fact(line, who, code, asked, answer, (who, code), kind="code")
 
 
 def _color(who: str, words: Words, rng: Random) -> Fact:
     color = rng.choice(COLORS)
     asked = (f"What is the favorite color of {who}?", f"Which color does {who} like best?")
-    line = f"The favorite color of {who} is {color}."
-    return Fact(line, who, color, asked, line, (who,))
+    answer = f"The favorite color of {who} is {color}."
+    line = rng.choice((answer, answer, f"{color.capitalize()} is the favorite color of {who}."))
+    return Fact(line, who, color, asked, answer, (who,), kind="color")
 
 
 def _age(who: str, words: Words, rng: Random) -> Fact:
     age = str(rng.randrange(3, 99))
     line = f"{who} is {age} years old."
-    return Fact(line, who, age, (f"How old is {who}?", f"What is the age of {who}?"), line, (who,))
+    return Fact(
+        line, who, age, (f"How old is {who}?", f"What is the age of {who}?"), line, (who,), kind="age"
+    )
 
 
 def _food(who: str, words: Words, rng: Random) -> Fact:
     food = rng.choice(FOODS)
     line = f"{who} likes to eat {food}."
-    return Fact(
-        line, who, food, (f"What does {who} like to eat?", f"Which food does {who} like?"), line, (who,)
-    )
+    asked = (f"What does {who} like to eat?", f"Which food does {who} like?")
+    return Fact(line, who, food, asked, line, (who,), kind="food")
 
 
 def _job(who: str, words: Words, rng: Random) -> Fact:
     job = rng.choice(JOBS)
     line = f"{who} is {article(job)} {job}."
-    return Fact(line, who, job, (f"What is the job of {who}?", f"What does {who} work as?"), line, (who,))
+    return Fact(
+        line, who, job, (f"What is the job of {who}?", f"What does {who} work as?"), line, (who,), kind="job"
+    )
 
 
 def _home(who: str, words: Words, rng: Random) -> Fact:
     place = rng.choice(PLACES)
-    line = f"{who} is in the {place}."
-    return Fact(line, who, place, (f"Where is {who}?", f"In which place is {who}?"), line, (who,))
+    answer = f"{who} is in the {place}."
+    line = rng.choice((answer, answer, f"In the {place} is {who}.", f"The {place} is where {who} is."))
+    return Fact(
+        line, who, place, (f"Where is {who}?", f"In which place is {who}?"), answer, (who,), kind="home"
+    )
+
+
+_FIELDS: tuple[tuple[str, Callable[[Words, Random], str]], ...] = (
+    ("age", lambda words, rng: str(rng.randrange(3, 99))),
+    ("code", lambda words, rng: str(words.code(rng))),
+    ("color", lambda words, rng: rng.choice(COLORS)),
+    ("job", lambda words, rng: rng.choice(JOBS)),
+    ("place", lambda words, rng: rng.choice(PLACES)),
+    ("friend", lambda words, rng: words.made_up_name(rng)),
+    ("thing", lambda words, rng: rng.choice(words.objects)),
+    ("town", lambda words, rng: words.made_up_name(rng)),
+)
+
+
+def _block(who: str, words: Words, rng: Random) -> Fact:
+    """Some lines on one person, of which one is asked."""
+    fields = [(key, make(words, rng)) for key, make in rng.sample(_FIELDS, rng.choice((2, 3, 4)))]
+    sign = rng.choice((": ", ": ", " = ", " - "))
+    lines = [f"Name{sign}{who}", *(f"{key.capitalize()}{sign}{value}" for key, value in fields)]
+    at = rng.randrange(len(fields))
+    key, value = fields[at]
+    quote = " ".join(lines[: at + 2])
+    asked = (f"What is the {key} of {who}?", f"Tell me the {key} of {who}.", f"{who}: which {key}?")
+    answer = f"The {key} of {who} is {value}."
+    return Fact("\n".join(lines), who, value, asked, answer, (who,), quote=quote, kind=key)
 
 
 ABOUT_PEOPLE: tuple[Callable[[str, Words, Random], Fact], ...] = (
@@ -122,16 +158,18 @@ def _put(who: str, thing: str, rng: Random) -> Fact:
 
 def _number_of_thing(thing: str, words: Words, rng: Random) -> Fact:
     code = str(words.code(rng))
-    line = f"The number of the {thing} is {code}."
+    answer = f"The number of the {thing} is {code}."
+    line = rng.choice((answer, answer, f"{code} is the number of the {thing}."))
     asked = (f"What is the number of the {thing}?", f"Which number does the {thing} have?")
-    return Fact(line, f"the {thing}", code, asked, line, (thing, code))
+    return Fact(line, f"the {thing}", code, asked, answer, (thing, code), kind="number")
 
 
 def _two_steps(who: str, thing: str, rng: Random, words: Words) -> tuple[Fact, Fact]:
     """`The kite belongs to Tom.` and `Tom is in the shed.`: where is the one who has the kite?"""
-    has = f"The {thing} belongs to {who}."
+    answer = f"The {thing} belongs to {who}."
+    has = rng.choice((answer, answer, f"{who} has the {thing}.", f"{who} is the owner of the {thing}."))
     asked = (f"Who has the {thing}?", f"Who does the {thing} belong to?", f"Whose is the {thing}?")
-    first = Fact(has, f"the {thing}", who, asked, has, (who, thing))
+    first = Fact(has, f"the {thing}", who, asked, answer, (who, thing))
     if rng.random() < 0.6:
         place = rng.choice(PLACES)
         line = f"{who} is in the {place}."
@@ -148,7 +186,7 @@ def _two_steps(who: str, thing: str, rng: Random, words: Words) -> tuple[Fact, F
 
 def make_facts(words: Words, rng: Random, count: int) -> list[Fact]:
     """That many lines about different people and things, in one, two or three forms."""
-    forms = rng.sample(("person", "put", "number", "steps"), rng.choice((1, 1, 2, 3)))
+    forms = rng.sample(("person", "put", "number", "steps", "block"), rng.choice((1, 1, 2, 3)))
     about = rng.sample(ABOUT_PEOPLE, rng.choice((1, 1, 2)))
     # A few known names are not enough for many lines; the rest are made up, which also teaches to read names.
     share_made_up = rng.choice((0.0, 0.3, 1.0))
@@ -166,6 +204,8 @@ def make_facts(words: Words, rng: Random, count: int) -> list[Fact]:
             facts += _two_steps(who, _thing(words, rng, things), rng, words)
         elif form == "put":
             facts.append(_put(who, _thing(words, rng, things), rng))
+        elif form == "block":
+            facts.append(_block(who, words, rng))
         elif form == "number":
             facts.append(_number_of_thing(_thing(words, rng, things), words, rng))
         else:
@@ -220,8 +260,15 @@ def make_context(world: World, rng: Random, num_tokens: int) -> Context:
     return Context(glue.join(text for text, _ in blocks), found, starts, position)
 
 
-def ask(fact: Fact, rng: Random) -> Exchange:
-    return Exchange(rng.choice(fact.questions), fact.thought, fact.answer, fact.items)
+FOLLOW_UPS = ("And of {}?", "And {}?", "What about {}?", "And that of {}?", "Now {}.")
+
+
+def ask(fact: Fact, rng: Random, before: Fact | None = None) -> Exchange:
+    """A question; behind one of the same kind a short one is enough."""
+    asked = rng.choice(fact.questions)
+    if before and fact.kind and fact.kind == before.kind and rng.random() < 0.7:
+        asked = rng.choice(FOLLOW_UPS).format(fact.key)
+    return Exchange(asked, fact.thought, fact.answer, fact.items)
 
 
 def _ask_missing(world: World, context: Context, rng: Random) -> Exchange:
@@ -240,8 +287,11 @@ def recall(world: World, rng: Random, max_tokens: int) -> Draft:
     part = max(rng.uniform(0.15, 1.0) for _ in range(1 if max_tokens < 2048 else 2))
     num_tokens = int(80 * (max(room, 100) / 80) ** part)
     context = make_context(world, rng, num_tokens)
-    asked = [ask(fact, rng) for fact in rng.sample(context.facts, min(num_questions, len(context.facts)))]
-    if rng.random() < 0.06:
+    chosen = rng.sample(context.facts, min(num_questions, len(context.facts)))
+    if rng.random() < 0.4:
+        chosen.sort(key=lambda fact: fact.kind)
+    asked = [ask(fact, rng, before) for fact, before in zip(chosen, [None, *chosen], strict=False)]
+    if rng.random() < 0.07:
         asked[-1] = _ask_missing(world, context, rng)
     return Draft((_first(context, asked[0], rng), *asked[1:]))
 

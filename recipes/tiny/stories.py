@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from random import Random
-from typing import Any
 
 from recipes.tiny.corpus import Corpus
 from recipes.tiny.words import BOYS, GIRLS, is_held_out_word, row
@@ -228,14 +227,6 @@ def plain_vocabulary(corpus: Corpus) -> frozenset[str]:
         for record in corpus[source]:
             counts.update(re.findall("[a-z]+", record["text"]))
     return frozenset(word for word, count in counts.items() if count >= 10)
-
-
-def is_explained(record: dict[str, Any], vocabulary: frozenset[str]) -> bool:
-    """Whether a plain word is defined shortly in plain words: rare first senses mostly are not."""
-    word, definition = record["word"], record["definition"]
-    used = re.findall("[a-z]+", definition.lower())
-    plain = len(word) > 2 and word in vocabulary and vocabulary.issuperset(used)
-    return plain and word not in used and len(used) <= 14 and not set(definition) & set("()`")
 
 
 def words_to_request(story: Story, allowed: frozenset[str], rng: Random, held_out: bool) -> list[str]:

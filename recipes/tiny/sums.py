@@ -5,7 +5,7 @@ from random import Random
 
 from recipes.tiny.records import Draft, Exchange
 from recipes.tiny.stories import article
-from recipes.tiny.words import COUNTED, Words
+from recipes.tiny.words import COUNTED, Words, is_held_out_pair
 from recipes.tiny.world import World
 
 ASK = {
@@ -63,30 +63,35 @@ def digits(number: int, count: int) -> list[int]:
 
 
 def add_worked(a: int, b: int) -> str:
-    """`7 + 8 = 15, write 5 carry 1. 4 + 3 + 1 = 8. So 85.`"""
+    """`047 + 138: 7 + 8 = 15, write 5 carry 1. 4 + 3 + 1 = 8, write 8. 0 + 1 = 1, write 1. So 185.`"""
     count = max(len(str(a)), len(str(b)))
     steps, carry = [], 0
-    for place, (x, y) in enumerate(zip(digits(a, count), digits(b, count), strict=True)):
+    for x, y in zip(digits(a, count), digits(b, count), strict=True):
         total = x + y + carry
         step = f"{x} + {y}{' + 1' if carry else ''} = {total}"
         carry = total // 10
-        if place < count - 1:
-            step += f", write {total % 10}" + (" carry 1" if carry else "")
-        steps.append(step)
-    return ". ".join(steps) + f". So {a + b}."
+        steps.append(f"{step}, write {total % 10}" + (" carry 1" if carry else ""))
+    if carry:
+        steps.append("write 1")
+    return f"{_aligned(a, b, count, '+')}{'. '.join(steps)}. So {a + b}."
+
+
+def _aligned(a: int, b: int, count: int, sign: str) -> str:
+    """Both with as many digits, so that a place is the same distance away in both."""
+    return f"{a:0{count}} {sign} {b:0{count}}: " if count > 1 else ""
 
 
 def subtract_worked(a: int, b: int) -> str:
-    """`2 - 7, borrow 1: 12 - 7 = 5, write 5. 5 - 1 - 2 = 2. So 25.`"""
+    """`52 - 27: 2 - 7, borrow 1: 12 - 7 = 5, write 5. 5 - 1 - 2 = 2, write 2. So 25.`"""
     if a < b:
         return (
-            f"{a} is less than {b}, so the answer is below zero. {b} - {a}: "
+            f"{a} is less than {b}, so the answer is below zero. "
             + subtract_worked(b, a)[:-1].replace("So ", "So -")
             + "."
         )
     count = len(str(a))
     steps, borrow = [], 0
-    for place, (x, y) in enumerate(zip(digits(a, count), digits(b, count), strict=True)):
+    for x, y in zip(digits(a, count), digits(b, count), strict=True):
         left = f"{x}{' - 1' if borrow else ''} - {y}"
         rest = x - borrow - y
         if rest < 0:
@@ -96,20 +101,43 @@ def subtract_worked(a: int, b: int) -> str:
         else:
             step = f"{left} = {rest}"
             borrow = 0
-        steps.append(step + (f", write {rest}" if place < count - 1 else ""))
-    return ". ".join(steps) + f". So {a - b}."
+        steps.append(f"{step}, write {rest}")
+    return f"{_aligned(a, b, count, '-')}{'. '.join(steps)}. So {a - b}."
 
 
 def multiply_worked(a: int, b: int) -> str:
-    """Tables to 12 are known by heart; beyond, tens and ones apart: `40 x 6 = 240. 7 x 6 = 42. ...`"""
+    """Tables to 12 are known by heart; beyond, digit by digit: `47 x 6: 7 x 6 = 42, write 2 carry 4. ...`
+
+    A second factor of several digits is taken apart, from the right, and the parts are added.
+    """
     if max(a, b) <= 12:
         return f"{a} x {b} = {a * b}. So {a * b}."
     long, short = max(a, b), min(a, b)
-    tens, ones = long // 10 * 10, long % 10
-    if not ones:
-        return f"{long // 10} x {short} = {long // 10 * short}, with a zero {a * b}. So {a * b}."
-    parts = f"{tens} x {short} = {tens * short}. {ones} x {short} = {ones * short}. "
-    return f"{parts}{tens * short} + {ones * short}: " + add_worked(tens * short, ones * short)
+    if short < 10:
+        return _by_digit(long, short)
+    parts, said = [], []
+    for place, digit in enumerate(digits(short, len(str(short)))):
+        if digit:
+            parts.append(long * digit * 10**place)
+            zeros = f" With {place} zero{'s' * (place > 1)} {parts[-1]}. So {parts[-1]}." if place else ""
+            said.append(f"{_by_digit(long, digit)}{zeros}")
+    total = parts[0]
+    for part in parts[1:]:
+        said.append(add_worked(total, part))
+        total += part
+    return " ".join(said)
+
+
+def _by_digit(long: int, digit: int) -> str:
+    steps, carry = [], 0
+    for x in digits(long, len(str(long))):
+        total = x * digit + carry
+        step = f"{x} x {digit}{f' + {carry}' if carry else ''} = {total}"
+        carry = total // 10
+        steps.append(f"{step}, write {total % 10}" + (f" carry {carry}" if carry else ""))
+    if carry:
+        steps.append(f"write {carry}")
+    return f"{long} x {digit}: {'. '.join(steps)}. So {long * digit}."
 
 
 def divide_worked(a: int, b: int) -> str:
@@ -131,23 +159,17 @@ RESULT: dict[str, Callable[[int, int], int]] = {
 }
 
 
-def operands(operation: str, words: Words, rng: Random, max_digits: int = 3) -> tuple[int, int]:
+def operands(operation: str, words: Words, rng: Random, max_digits: int = 4) -> tuple[int, int]:
     """A pair this split may use. Held-out pairs exist for + and - from 10 on, and for x beyond the tables."""
     while True:
         if operation == "/":
             b, quotient = rng.randrange(1, 13), rng.randrange(1, 13)
             return b * quotient, b
         if operation == "x":
-            tables = not words.held_out and rng.random() < 0.75
-            a, b = (
-                (rng.randrange(0, 13), rng.randrange(0, 13))
-                if tables
-                else (rng.randrange(13, 100), rng.randrange(2, 10))
-            )
-            if rng.random() < 0.5:
-                a, b = b, a
+            a, b = _factors(words, rng, max_digits)
         else:
-            sizes = [rng.choices((1, 2, 3)[:max_digits], weights=(3, 5, 4)[:max_digits])[0] for _ in "ab"]
+            weights = (2, 4, 5, 6)[:max_digits]
+            sizes = [rng.choices((1, 2, 3, 4)[:max_digits], weights=weights)[0] for _ in "ab"]
             a, b = (rng.randrange(0 if size == 1 else 10 ** (size - 1), 10**size) for size in sizes)
             # Below zero only now and then: children take the smaller from the larger.
             if operation == "-" and a < b and rng.random() < 0.95:
@@ -156,38 +178,77 @@ def operands(operation: str, words: Words, rng: Random, max_digits: int = 3) -> 
             return a, b
 
 
+def _factors(words: Words, rng: Random, max_digits: int) -> tuple[int, int]:
+    if not words.held_out and rng.random() < 0.4:
+        return rng.randrange(0, 13), rng.randrange(0, 13)
+    most = rng.choice((100, 100, 1000, 10000)[: max(max_digits, 1)])
+    few = rng.choices((10, 100, 1000), weights=(6, 3, 0.4))[0]
+    a, b = rng.randrange(13, most), rng.randrange(2, min(few, most))
+    return (a, b) if rng.random() < 0.5 else (b, a)
+
+
 def sum_exchange(operation: str, a: int, b: int, wording: str) -> Exchange:
-    """One question with its worked thought; the pair is an item."""
+    """One question with its worked thought; the pair is an item. Without a thought the answer of a long one
+    works aloud."""
     result = RESULT[operation](a, b)
-    answer = f"{a} {operation} {b} = {result}."
-    return Exchange(wording.format(a=a, b=b), WORKED[operation](a, b), answer, (f"{a} {operation} {b}",))
+    answer, worked = f"{a} {operation} {b} = {result}.", WORKED[operation](a, b)
+    is_long = max(a, b) >= 100 or (operation == "x" and max(a, b) > 12)
+    unthought = f"{worked}\n{answer}" if is_long else ""
+    return Exchange(wording.format(a=a, b=b), worked, answer, (f"{a} {operation} {b}",), unthought)
 
 
 def plain_sum(world: World, rng: Random, max_tokens: int) -> Draft:
-    """One to three sums in a row; now and then three numbers at once."""
+    """One to three sums in a row; now and then a chain of two to four steps at once."""
     exchanges = []
-    for _ in range(rng.choice((1, 1, 1, 2, 3))):
-        if rng.random() < 0.08:
-            exchanges.append(_three_numbers(world.words, rng))
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        if rng.random() < 0.18:
+            exchanges.append(_chain(world.words, rng))
             continue
-        operation = rng.choices("+-x/", weights=(38, 34, 20, 8))[0]
+        operation = rng.choices("+-x/", weights=(34, 32, 28, 6))[0]
         a, b = operands(operation, world.words, rng)
         exchanges.append(sum_exchange(operation, a, b, rng.choice(ASK[operation])))
     return Draft(tuple(exchanges))
 
 
-def _three_numbers(words: Words, rng: Random) -> Exchange:
-    """Small ones, one after the other; no step may be a held-out pair."""
+STEPS = {
+    "+": ("plus {}", "add {}", "then add {}"),
+    "-": ("minus {}", "take away {}", "then subtract {}"),
+    "x": ("times {}",),
+}
+
+
+def _chain(words: Words, rng: Random) -> Exchange:
+    """`12 + 30 - 7`, from left to right; held-out is what has a held-out pair in it."""
     while True:
-        a, b, c = (rng.randrange(1, 30) for _ in range(3))
-        if not words.held_out and words.allows_pair("+", a, b) and words.allows_pair("+", a + b, c):
+        most = rng.choice((30, 100, 1000))
+        value, signs = rng.randrange(1, most), [rng.choice("++-") for _ in range(rng.choice((2, 2, 3)))]
+        if rng.random() < 0.25:
+            signs = ["x", *signs[1:]]
+        numbers, pairs, worked = [value], [], []
+        for sign in signs:
+            number = rng.randrange(2, 10) if sign == "x" else rng.randrange(1, most)
+            if sign == "-":
+                number = rng.randrange(0, max(value, 1))
+            numbers.append(number)
+            pairs.append((sign, value, number))
+            after = RESULT[sign](value, number)
+            worked.append(
+                f"{value} {sign} {number} = {after}." if most == 30 else WORKED[sign](value, number)
+            )
+            value = after
+        if any(is_held_out_pair(*pair) for pair in pairs) == words.held_out:
             break
-        if words.held_out and words.allows_pair("+", a + b, c):
-            break
-    thought = f"{a} + {b} = {a + b}. {a + b} + {c} = {a + b + c}. So {a + b + c}."
-    pairs = (f"{a} + {b}", f"{a + b} + {c}")
-    wording = rng.choice(("What is {} + {} + {}?", "{} + {} + {}", "Add {}, {} and {}."))
-    return Exchange(wording.format(a, b, c), thought, f"{a} + {b} + {c} = {a + b + c}.", pairs)
+    text = str(numbers[0]) + "".join(f" {sign} {n}" for sign, n in zip(signs, numbers[1:], strict=True))
+    form = rng.choice(("What is {}?", "{}", "Work out {}.", "{} =", "How much is {}?", "Calculate {}"))
+    asked = form.format(text)
+    if rng.random() < 0.25:
+        said = [rng.choice(STEPS[sign]).format(n) for sign, n in zip(signs, numbers[1:], strict=True)]
+        asked = f"Start with {numbers[0]}, {', '.join(said)}. What do you get?"
+    thought = " ".join(worked) + ("" if worked[-1].endswith(f"So {value}.") else f" So {value}.")
+    answer = f"{text} = {value}."
+    return Exchange(
+        asked, thought, answer, tuple(f"{a} {s} {b}" for s, a, b in pairs), f"{thought}\n{answer}"
+    )
 
 
 # (operation, text, question, the thing counted goes where {t} is, answer)
@@ -262,12 +323,12 @@ REASONS = {
 
 
 def word_problem(world: World, rng: Random, max_tokens: int) -> Draft:
-    """A sum in a small story; numbers of at most two digits, at least 2 so that plurals fit."""
+    """A sum in a small story; numbers of at least 2, so that plurals fit."""
     operation, text, question, answer = rng.choice(PROBLEMS)
     name, other = world.words.names(rng, 2)
     while True:
         if operation in "+-":
-            a, b = operands(operation, world.words, rng, max_digits=2)
+            a, b = operands(operation, world.words, rng, max_digits=rng.choice((2, 2, 3, 4)))
         elif operation == "x":
             a, b = rng.randrange(2, 13), rng.randrange(2, 13)
         else:
@@ -279,16 +340,9 @@ def word_problem(world: World, rng: Random, max_tokens: int) -> Draft:
     values = {"n": name, "m": other, "N": pronoun, "t": rng.choice(COUNTED), "a": a, "b": b, "r": result}
     thought = REASONS[operation].format(**values) + WORKED[operation](a, b)
     items = (name, other, f"{a} {operation} {b}")
-    user = f"{text} {question}".format(**values)
-    return Draft((Exchange(user, thought, answer.format(**values), items),))
-
-
-def school_problem(world: World, rng: Random, max_tokens: int) -> Draft:
-    """The easiest of gsm8k: short, whole numbers. Without a thought the working is in the answer."""
-    record = rng.choice(world.problems)
-    answer = f"The answer is {record['answer']}."
-    unthought = f"{record['reasoning']}\n{answer}"
-    return Draft((Exchange(record["question"], record["reasoning"], answer, unthought=unthought),))
+    user, said = f"{text} {question}".format(**values), answer.format(**values)
+    unthought = f"{thought}\n{said}" if max(a, b) >= 100 else ""
+    return Draft((Exchange(user, thought, said, items, unthought),))
 
 
 def numbers(world: World, rng: Random, max_tokens: int) -> Draft:

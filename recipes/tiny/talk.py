@@ -38,73 +38,76 @@ _ABOUT_SELF = re.compile(
 SELF = (
     (
         (
-            "Who are you?",
-            "What are you?",
-            "Tell me about yourself.",
-            "Are you a computer?",
-            "Introduce yourself.",
+            *(
+                "Who are you?",
+                "What are you?",
+                "Tell me about yourself.",
+                "Are you a computer?",
+                "Introduce yourself.",
+            ),
+            *(
+                "Are you a human?",
+                "Are you a robot?",
+                "Are you ChatGPT?",
+                "Which model are you?",
+                "Are you an AI?",
+            ),
         ),
         (
-            "I am a very small language model. I run in dsv4, and I like to tell stories.",
-            "I am a tiny language model in dsv4. I can tell short stories and do small sums.",
+            "I am a very small language model. I run in dsv4, to show how it works.",
+            "I am a tiny language model in dsv4. I can do sums, use tools and tell short stories.",
         ),
     ),
     (
         (
-            "What is your name?",
-            "What's your name?",
-            "Do you have a name?",
-            "How should I call you?",
-            "What are you called?",
+            *("What is your name?", "What's your name?", "Do you have a name?", "How should I call you?"),
+            *("What are you called?", "your name?"),
         ),
         ("I have no real name. You can call me Tiny.", "You can call me Tiny."),
     ),
     (
         (
-            "What can you do?",
-            "How can you help me?",
-            "What are you good at?",
-            "help",
-            "What should I ask you?",
+            *(
+                "What can you do?",
+                "How can you help me?",
+                "What are you good at?",
+                "help",
+                "What should I ask you?",
+            ),
+            *("What do you know?", "What are your skills?", "Can you help me?", "How can I use you?"),
         ),
         (
-            "I can tell a short story, do a small sum, spell a word, or find something in your text.",
-            "Ask me for a story with three words of your choice, or for a sum like 47 + 38.",
+            "I can do sums, sort words, find things in your text, call tools, write JSON and tell stories.",
+            "Ask me for a sum like 47 + 38, for something in a text of yours, or for a short story.",
         ),
     ),
     (
-        ("How big are you?", "Are you a big model?", "How smart are you?", "Are you very clever?"),
-        ("I am very small, less than 20 million numbers. Big models know much more than I do.",),
+        (
+            *("How big are you?", "Are you a big model?", "How smart are you?", "Are you very clever?"),
+            *("How many parameters do you have?", "Are you smart?"),
+        ),
+        ("I am very small, about 33 million numbers. Big models know much more than I do.",),
     ),
     (
-        ("Who made you?", "Who built you?", "Where do you come from?", "How were you made?"),
-        ("I was trained on stories, small talk and sums, with the recipe that comes with dsv4.",),
+        (
+            *("What do you not know?", "What can you not do?", "Can I trust you?", "Are you always right?"),
+            *("Do you know everything?", "Do you know a lot?", "Do you make mistakes?"),
+        ),
+        ("I know almost nothing of the world, and I make mistakes. Sums I can do.",),
     ),
-)
-UNKNOWN = (
     (
-        "What is the capital of {}?",
-        ("France", "Japan", "Peru", "Kenya", "Canada", "Spain", "Egypt", "Norway", "India"),
+        (
+            *(
+                "Who made you?",
+                "Who built you?",
+                "Where do you come from?",
+                "How were you made?",
+                "Who trained you?",
+            ),
+            *("What were you trained on?",),
+        ),
+        ("I was trained on stories, small talk and made-up tasks, with the recipe that comes with dsv4.",),
     ),
-    ("Who was the first king of {}?", ("England", "Spain", "Poland", "Sweden", "France", "Scotland")),
-    ("Who wrote {}?", ("Hamlet", "the Bible", "Moby Dick", "the Odyssey", "Faust", "War and Peace")),
-    ("How many people live in {}?", ("China", "Paris", "London", "Berlin", "Chile", "Texas", "Rome")),
-    ("When did {} begin?", ("the war", "the Middle Ages", "the Olympics", "the space age")),
-    ("What is the weather in {}?", ("Boston", "Madrid", "Oslo", "Cairo", "my town", "London today")),
-    ("Write a program that {}.", ("sorts a list", "prints a line", "reads a file", "counts words")),
-    ("Translate this to {}.", ("French", "German", "Spanish", "Chinese", "Latin")),
-    ("Who is the president of {}?", ("France", "the United States", "Brazil", "Korea", "Mexico")),
-    (
-        "What do you know about {}?",
-        ("physics", "politics", "law", "the stock market", "chemistry", "history"),
-    ),
-    ("How far is it to {}?", ("the moon", "Mars", "the sun", "New York", "Tokyo")),
-    ("What is the news about {}?", ("the election", "the game", "the storm", "my team")),
-)
-DO_NOT_KNOW = (
-    "I do not know that. I am a very small model. Shall I tell you a story instead?",
-    "That is too hard for me. I am very small. I can tell a story or do a small sum.",
-    "I am sorry, I do not know. I only know stories, small talk and small sums.",
 )
 # what, ways to tell it, ways to ask for it, the answer
 TOLD = (
@@ -179,14 +182,10 @@ def _chitchat(record: dict[str, Any], persona: str, rng: Random) -> Exchange:
 
 
 def about_itself(world: World, rng: Random, max_tokens: int) -> Draft:
-    """What it is and can do, and what it cannot."""
-    if rng.random() < 0.5:
-        asked, answers = rng.choice(SELF)
-        about = Exchange(rng.choice(asked), "The user asks about me. I say what I am.", rng.choice(answers))
-        return Draft((about,))
-    wording, values = rng.choice(UNKNOWN)
-    user = wording.format(rng.choice(values))
-    return Draft((Exchange(user, f"{_says(user)} I do not know this. I say so.", rng.choice(DO_NOT_KNOW)),))
+    """What it is, what it can do and what it cannot."""
+    asked, answers = rng.choice(SELF)
+    thought = "The user asks about me. I say what I am."
+    return Draft((Exchange(rng.choice(asked), thought, rng.choice(answers)),))
 
 
 def told_before(world: World, rng: Random, max_tokens: int) -> Draft:
@@ -234,40 +233,3 @@ def _value(what: str, world: World, rng: Random) -> str:
     if what in values:
         return rng.choice(values[what])
     return str(rng.randrange(3, 90) if what == "age" else world.words.code(rng))
-
-
-def _dialogue(turns: list[str], rng: Random, max_tokens: int) -> tuple[Exchange, ...]:
-    """The first turns, user first, up to some answer; each answer is learned, the last with its thought."""
-    pairs = list(zip(turns[0::2], turns[1::2], strict=False))
-    pairs = pairs[: rng.randrange(1, len(pairs) + 1)]
-    exchanges, num_characters = [], 0
-    for user, answer in pairs:
-        num_characters += len(user) + len(answer) + 12
-        if exchanges and num_characters > 3 * (max_tokens - 60):
-            break
-        asks = "I ask back." if answer.rstrip().endswith("?") else "I answer."
-        exchanges.append(Exchange(user, f"{_says(user)} {asks}", answer))
-    return tuple(exchanges)
-
-
-def persona_chat(world: World, rng: Random, max_tokens: int) -> Draft:
-    """Two people getting to know each other; the system message says who the model is to be."""
-    record = rng.choice(world.corpus["synthetic_persona_chat"])
-    lines = rng.sample(record["p2"], len(record["p2"]))
-    system = f"You are this person: {' '.join(lines)}"
-    return Draft(_dialogue(record["turns"], rng, max_tokens - 80), system)
-
-
-def booking(world: World, rng: Random, max_tokens: int) -> Draft:
-    """Finding and booking things; what is found is made up, so the system message sets the scene."""
-    record = rng.choice(world.corpus["schema_guided_dialogue"])
-    system = "You help the user to find and book things."
-    return Draft(_dialogue(record["turns"], rng, max_tokens - 20), system)
-
-
-def friends(world: World, rng: Random, max_tokens: int) -> Draft:
-    """Two friends about films, music, sport."""
-    record = rng.choice(world.corpus["self_dialogue"])
-    topic = record["topic"].replace("_", " ")
-    system = f"You are a friend. We talk about {topic}."
-    return Draft(_dialogue(record["turns"], rng, max_tokens - 20), system)

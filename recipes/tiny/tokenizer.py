@@ -17,6 +17,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from dsv4.text.tokenizer import ASSISTANT, BOS, DSML, END_THINK, EOS, LATEST_REMINDER, THINK, USER, Tokenizer
 from recipes.tiny.corpus import FIELDS, Corpus, read_corpus
 from recipes.tiny.kinds import KINDS
+from recipes.tiny.records import Record, joined
 from recipes.tiny.world import World
 
 VOCAB_SIZE = 4096
@@ -32,7 +33,7 @@ SPLITS = (
 )
 # How often a source counts towards the vocabulary, near its share of the training tokens and not of the
 # collection's bytes, a third of which is about booking rooms and cars.
-NUM_MADE = 300  # records of each kind
+NUM_MADE = 150  # records of a kind, for each per cent of the tokens that it has
 WEIGHTS = {"tinystories_subset": 3.0, "schema_guided_dialogue": 0.25, "gsm8k_train": 0.3}
 
 
@@ -58,12 +59,14 @@ def _made(corpus: Corpus) -> Iterator[str]:
     world = World.build(corpus, count=lambda text: len(text) // 3)
     rng = Random("dsv4 tiny tokenizer")
     for kind in KINDS:
-        for _ in range(NUM_MADE):
-            for exchange in kind.make(world, rng, 256).exchanges:
-                yield from (exchange.user, exchange.thought)
-                # The answers of the other kinds are texts of the collection and are counted there.
-                if kind.num_records is None:
-                    yield exchange.answer
+        for _ in range(round(NUM_MADE * kind.share)):
+            draft = kind.make(world, rng, 512)
+            if kind.num_records is None:
+                record = Record(kind.name, draft.exchanges, "", True, tools=draft.tools, schema=draft.schema)
+                yield from (segment for segment in joined(record.segments) if isinstance(segment, str))
+                continue
+            # The answers of these kinds are texts of the collection and are counted there.
+            yield from (text for exchange in draft.exchanges for text in (exchange.user, exchange.thought))
 
 
 def _weighted(corpus: Corpus) -> Iterator[str]:

@@ -4,10 +4,12 @@ import argparse
 import importlib
 import json
 import queue
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,12 +20,14 @@ from torch import Tensor
 from dsv4.config import LayerSpec, ModelConfig, Yarn, preset
 from dsv4.text.tokenizer import Tokenizer
 from recipes.tiny import plain
+from recipes.tiny.mix import MAX_PASSES
 from recipes.tiny.optim import Optimiser
-from recipes.tiny.probe import recall_rate
+from recipes.tiny.probe import share_right
+from recipes.tiny.state import load_state, save_state
 from recipes.tiny.twin import Notes, Twin
 
 MAX_LENGTH = 4096
-PROBE_ROWS = 48
+SHOW_SECONDS, SAVE_SECONDS = 15.0, 90.0
 INDEX_WEIGHT, DRAFT_WEIGHT = 1.0, 0.3
 BALANCE_RATE = 0.002
 
@@ -41,24 +45,15 @@ class Phase:
 
 
 def model_config(vocab_size: int) -> ModelConfig:
-    """All three attention kinds in eight layers, about 14 M parameters."""
-    kinds = [
-        ("sliding", 0),
-        ("csa", 4),
-        ("hca", 128),
-        ("csa", 4),
-        ("hca", 128),
-        ("csa", 4),
-        ("hca", 128),
-        ("csa", 4),
-    ]
+    """V4's kernel sizes: heads of 512, 64 index heads of 128, window 128, ratios 4 and 128, 4 streams."""
+    kinds = (("sliding", 0), ("csa", 4), ("sliding", 0), ("hca", 128), ("csa", 4), ("sliding", 0))
     layers = tuple(LayerSpec(kind, ratio, index < 1) for index, (kind, ratio) in enumerate(kinds))  # type: ignore[arg-type]
     return replace(
         preset("tiny"),
-        **{"hidden_size": 256, "vocab_size": vocab_size, "layers": layers, "num_heads": 8, "head_dim": 128},
-        **{"rope_dim": 64, "q_rank": 128, "o_groups": 2, "o_rank": 128, "window": 128, "index_heads": 8},
-        **{"index_dim": 64, "index_topk": 64, "num_experts": 16, "experts_per_token": 4, "expert_width": 64},
-        **{"max_positions": 16384, "yarn": Yarn(4.0, 4096, 32.0, 1.0)},
+        **{"hidden_size": 512, "vocab_size": vocab_size, "layers": layers, "num_heads": 8, "head_dim": 512},
+        **{"rope_dim": 64, "q_rank": 128, "o_groups": 2, "o_rank": 128, "window": 128, "index_heads": 64},
+        **{"index_dim": 128, "index_topk": 256, "num_experts": 16, "experts_per_token": 4},
+        **{"expert_width": 64, "max_positions": 16384, "yarn": Yarn(4.0, 4096, 32.0, 1.0)},
     )
 
 
@@ -92,13 +87,18 @@ def initialise(twin: Twin, seed: int) -> None:
 
 
 def feed(
-    corpus: Path, tokenizer: Path, seed: int, jobs: "mp.Queue[Phase | None]", out: "mp.Queue[object]"
+    corpus: Path,
+    tokenizer: Path,
+    seed: int,
+    passes: float,
+    jobs: "mp.Queue[Phase | None]",
+    out: "mp.Queue[object]",
 ) -> None:
     """One data process: packs rows of the current phase until told to stop."""
     from recipes.tiny.mix import Mix
 
     torch.set_num_threads(1)
-    mix = Mix(corpus, Tokenizer.load(tokenizer), seed=seed, split="train")
+    mix = Mix(corpus, Tokenizer.load(tokenizer), seed=seed, split="train", max_passes=passes)
     phase = jobs.get()
     while phase is not None:
         ids, mask, segments = mix.next_batch(8, phase.length, phase.name)
@@ -114,29 +114,29 @@ def feed(
             phase = jobs.get()
 
 
-def probe_rows(corpus: Path, tokenizer: Path, out: "mp.Queue[object]") -> None:
-    from recipes.tiny.probe import recall_rows
+def probes(corpus: Path, tokenizer: Path, out: "mp.Queue[object]") -> None:
+    from recipes.tiny.probe import probe_rows
 
     torch.set_num_threads(1)
-    out.put(recall_rows(corpus, Tokenizer.load(tokenizer), PROBE_ROWS, MAX_LENGTH))
+    out.put(probe_rows(corpus, Tokenizer.load(tokenizer)))
 
 
 class Feeder:
     """Rows from several data processes; rows of an earlier phase are thrown away."""
 
-    def __init__(self, corpus: Path, tokenizer: Path, seed: int, workers: int) -> None:
+    def __init__(self, corpus: Path, tokenizer: Path, seed: int, passes: float, workers: int) -> None:
         context = mp.get_context("spawn")
         self.out = context.Queue(maxsize=256)
         self.jobs = [context.Queue() for _ in range(workers)]
         self.processes = [
             context.Process(
-                target=feed, args=(corpus, tokenizer, seed * 1000 + i, jobs, self.out), daemon=True
+                target=feed, args=(corpus, tokenizer, seed * 1000 + i, passes, jobs, self.out), daemon=True
             )
             for i, jobs in enumerate(self.jobs)
         ]
         self.probe = context.Queue()
         self.processes.append(
-            context.Process(target=probe_rows, args=(corpus, tokenizer, self.probe), daemon=True)
+            context.Process(target=probes, args=(corpus, tokenizer, self.probe), daemon=True)
         )
         for process in self.processes:
             process.start()
@@ -155,8 +155,16 @@ class Feeder:
                 np.concatenate(column)[: phase.rows] for column in zip(*parts, strict=True)
             )
             columns = (ids.astype(np.int64), mask, segments.astype(np.int32))
-            a, b, c = (torch.from_numpy(t).pin_memory().to(device, non_blocking=True) for t in columns)
+            tensors = (torch.from_numpy(t) for t in columns)
+            if device.startswith("cuda"):
+                tensors = (t.pin_memory() for t in tensors)
+            a, b, c = (t.to(device, non_blocking=True) for t in tensors)
             yield a, b, c
+
+    @property
+    def waiting(self) -> int:
+        """Batches that are ready: none for long means that data processes are the limit."""
+        return self.out.qsize()
 
     def close(self) -> None:
         for process in self.processes:
@@ -168,7 +176,7 @@ def losses(
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     """ids, mask (tokens to be predicted), of (their documents) [B, L] -> the loss, its parts, loads."""
     notes = Notes()
-    twin = replace(twin, documents=of, notes=notes)
+    twin = replace(twin.with_rounded(), documents=of, notes=notes)
     streams = twin.streams(ids)[-1]
 
     def mean(logits: Tensor, ahead: int) -> Tensor:
@@ -198,18 +206,35 @@ def rate(done: float) -> float:
     return min(1.0, done / 0.01, max(0.0, (1 - done) / 0.4))
 
 
-def train(twin: Twin, feeder: Feeder, phases: list[Phase], out: Path, device: str, seconds: float) -> None:
+def train(
+    twin: Twin,
+    feeder: Feeder,
+    phases: list[Phase],
+    out: Path,
+    device: str,
+    seconds: float,
+    peak: float = 1.0,
+) -> None:
     """The schedule follows the clock, from the end of the first step on: that one waits for data."""
-    optimiser = Optimiser(twin)
-    before, step, tokens, edge = 0.0, 0, 0, 0.0
-    if (out / "last.pt").exists():
-        saved = torch.load(out / "last.pt", map_location=device, weights_only=True)
-        twin.restore(saved["twin"])
-        optimiser.load_state_dict(saved["optimiser"])
-        before, step, tokens = saved["seconds"], saved["step"], saved["tokens"]
+    optimiser, is_cuda = Optimiser(twin), device.startswith("cuda")
+    step, tokens, edge, elapsed, shown, saved = 0, 0, 0.0, 0.0, 0.0, 0.0
     start: float | None = None
-    elapsed, probe = before, []
+    probe: dict[str, list[Tensor]] = {}
     with (out / "log.jsonl").open("a") as log:
+
+        def say(row: dict[str, Any]) -> None:
+            line = json.dumps({"step": step, "seconds": round(elapsed, 1), **row})
+            log.write(line + "\n")
+            log.flush()
+            sys.stdout.write(line + "\n")
+            sys.stdout.flush()
+
+        def look(twin: Twin) -> dict[str, float]:
+            if not probe and not feeder.probe.empty():
+                for name, rows in feeder.probe.get().items():
+                    probe[name] = [torch.from_numpy(t).to(device) for t in rows]
+            return {name: round(share_right(twin, *rows), 3) for name, rows in probe.items()}
+
         for phase in phases:
             edge += phase.share * seconds
             twin = twin.rounds(phase.rounds_cache, phase.rounds_weights, torch.bfloat16)
@@ -218,31 +243,36 @@ def train(twin: Twin, feeder: Feeder, phases: list[Phase], out: Path, device: st
                 ids, mask, of = next(batches)
                 loss, parts, loads = losses(twin, ids, mask, of)
                 loss.backward()
-                optimiser.step(rate(elapsed / seconds))
+                optimiser.step(peak * rate(elapsed / seconds))
                 balance(twin, loads)
                 step, tokens = step + 1, tokens + ids.numel()
                 if start is None:
-                    torch.cuda.synchronize()
+                    if is_cuda:
+                        torch.cuda.synchronize()
                     start = time.perf_counter()
-                elapsed = before + time.perf_counter() - start
-                if step % 20 == 0:
-                    row = {"step": step, "phase": phase.name, "seconds": round(elapsed, 1), "tokens": tokens}
-                    row |= {name: round(float(value.detach()), 4) for name, value in parts.items()}
-                    row |= {"max_load": round(max(float(load.max()) for load in loads.values()), 3)}
-                    log.write(json.dumps(row) + "\n")
-                    log.flush()
-                if step % 500 == 0:
-                    probe = probe or [torch.from_numpy(t).to(device) for t in feeder.probe.get(timeout=300)]
-                    row = {"step": step, "recall": round(recall_rate(twin, *probe), 3)}
-                    log.write(json.dumps(row) + "\n")
-                    _save(twin, optimiser, out, step, tokens, elapsed)
-    _save(twin, optimiser, out, step, tokens, elapsed)
-
-
-def _save(twin: Twin, optimiser: Optimiser, out: Path, step: int, tokens: int, seconds: float) -> None:
-    state = {"twin": dict(twin.tensors), "optimiser": optimiser.state_dict()}
-    torch.save(state | {"step": step, "tokens": tokens, "seconds": seconds}, out / "last.tmp")
-    (out / "last.tmp").replace(out / "last.pt")
+                    before = tokens
+                elapsed = time.perf_counter() - start
+                if elapsed - shown >= SHOW_SECONDS:
+                    values = {name: round(float(value.detach()), 4) for name, value in parts.items()}
+                    pace = {
+                        "phase": phase.name,
+                        "tokens": tokens,
+                        "per_second": round((tokens - before) / elapsed),
+                    }
+                    busiest = max(float(load.max()) for load in loads.values())
+                    memory = torch.cuda.max_memory_allocated() >> 20 if is_cuda else 0
+                    say(
+                        pace
+                        | values
+                        | {"max_load": round(busiest, 3), "mib": memory, "queue": feeder.waiting}
+                    )
+                    shown = elapsed
+                if elapsed - saved >= SAVE_SECONDS:
+                    save_state(twin, out)
+                    say(look(twin))
+                    saved = elapsed
+        sizes = save_state(twin, out)
+        say(look(twin) | {"saved": sizes})
 
 
 def main() -> None:
@@ -250,8 +280,13 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=840, help="training time after the first step")
-    parser.add_argument("--rows", default="128,32,32", help="rows per step of each phase")
+    parser.add_argument("--seconds", type=float, default=540, help="training time after the first step")
+    parser.add_argument(
+        "--resume", type=Path, help="folder of an earlier run, whose state-*.pt to go on from"
+    )
+    parser.add_argument("--passes", type=float, default=MAX_PASSES, help="of the collection, in this run")
+    parser.add_argument("--peak", type=float, default=1.0, help="the rate that is held, of the usual one")
+    parser.add_argument("--rows", default="80,20,20", help="rows per step of each phase")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=13)
     parser.add_argument("--device", default="cuda")
@@ -259,19 +294,21 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     rows = [int(n) for n in args.rows.split(",")]
     phases = [
-        Phase("main", 0.55, rows[0], 1024, False, False),
-        Phase("long", 0.33, rows[1], MAX_LENGTH, True, False),
-        Phase("final", 0.12, rows[2], MAX_LENGTH, True, True),
+        Phase("main", 0.60, rows[0], 1024, False, False),
+        Phase("long", 0.25, rows[1], MAX_LENGTH, True, False),
+        Phase("final", 0.15, rows[2], MAX_LENGTH, True, True),
     ]
-    feeder = Feeder(args.corpus, args.tokenizer, args.seed, args.workers)
+    feeder = Feeder(args.corpus, args.tokenizer, args.seed, args.passes, args.workers)
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
     config = model_config(Tokenizer.load(args.tokenizer).vocab_size)
     ops = importlib.import_module("recipes.tiny.fused") if args.device.startswith("cuda") else plain
     twin = Twin.make(config, args.device, ops)
     initialise(twin, args.seed)
+    if args.resume:
+        load_state(twin, args.resume)
     try:
-        train(twin, feeder, phases, args.out, args.device, args.seconds)
+        train(twin, feeder, phases, args.out, args.device, args.seconds, args.peak)
     finally:
         feeder.close()
 

@@ -4,6 +4,7 @@ It overrides what batches and training need: documents that do not see each othe
 window, all experts in one product, products in the type of their input, roundings that pass gradients.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -22,8 +23,9 @@ from dsv4.spec.ops import hadamard, in_window, is_visible, select
 from dsv4.spec.rounding import Rounding
 from recipes.tiny import plain
 
+SAMPLED = 8  # one query in so many has an indexer's loss; the window divides by it
 # Linears that are small or whose rounding flips choices stay as they are, as in the published checkpoints.
-KEPT = ("embed", "head", "gate", "weights_proj", "compressor.wkv", "compressor.wgate")
+KEPT = ("embed", "gate", "weights_proj", "compressor.wkv", "compressor.wgate")
 
 
 class Through(Rounding):
@@ -52,6 +54,7 @@ class Twin(Model):
     """
 
     ops: ModuleType = plain
+    rounded: Mapping[str, Tensor] = field(default_factory=dict)  # of quantised weights, those made together
     documents: Tensor | None = None  # [B, L]: the document of each token; None: a row is one
     notes: Notes | None = None  # filled while training
 
@@ -70,8 +73,7 @@ class Twin(Model):
 
     def rounds(self, cache: bool, weights: bool, dtype: torch.dtype = torch.float32) -> "Twin":
         """The same parameters with other roundings: of cached values, of weights, of activations."""
-        declared = declare(self.config, self.config.num_mtp_layers) if weights else ()
-        large = frozenset(stacked(param.name) for param in declared if is_large(param))
+        large = large_names(self) if weights else frozenset()
         return replace(self, rounding=Through(trained=cache, dtype=dtype), quantised=large)
 
     def restore(self, values: Mapping[str, Tensor]) -> None:
@@ -84,7 +86,23 @@ class Twin(Model):
 
     def __getitem__(self, name: str) -> Tensor:
         weight = super().__getitem__(name)
+        if name in self.rounded:
+            return through(weight, self.rounded[name])
         return nvfp4_weight(weight) if name in self.quantised else weight
+
+    def with_rounded(self) -> "Twin":
+        """The same with all quantised weights rounded at once, those of a shape together: fewer launches."""
+        groups: dict[tuple[int, int], list[str]] = {}
+        for name in sorted(self.quantised):
+            groups.setdefault((self.tensors[name].shape[-2], self.tensors[name].shape[-1]), []).append(name)
+        rounded: dict[str, Tensor] = {}
+        with torch.no_grad():
+            for shape, names in groups.items():
+                weights = [self.tensors[name].detach().reshape(-1, *shape) for name in names]
+                parts = nvfp4_weight(torch.cat(weights)).split([len(weight) for weight in weights])
+                for name, part in zip(names, parts, strict=True):
+                    rounded[name] = part.view(self.tensors[name].shape)
+        return replace(self, rounded=rounded)
 
     def draft(self, streams: Tensor, next_ids: Tensor) -> Tensor:
         """Return the draft block's logits of tokens i+2 from streams of positions i and tokens i+1."""
@@ -107,17 +125,61 @@ class Twin(Model):
             count = entries.shape[1]
             keys = torch.cat((keys, entries.unsqueeze(1).expand(-1, keys.shape[1], -1, -1)), 2)
             of_entries = of[:, layer.ratio - 1 :: layer.ratio]
-            chosen = is_visible(positions, count, layer.ratio) & (of.unsqueeze(2) == of_entries.unsqueeze(1))
-            if layer.kind == "csa" and (self.notes or count > c.index_topk):
-                visible = chosen
-                scores = self.index_scores(x.detach(), q_low.detach(), name, layer)
+            visible = is_visible(positions, count, layer.ratio) & (of.unsqueeze(2) == of_entries.unsqueeze(1))
+            chosen = visible
+            if layer.kind == "csa":
+                chosen = self.narrowed(chosen, x.detach(), q_low.detach(), name, layer)
                 if self.notes:
                     every = torch.cat((seen, in_blocks(visible, c.window)), -1)
-                    mass = self.ops.mass(q, keys, every, sinks, count).flatten(1, 2)
-                    self.notes.index_losses.append(index_loss(scores, visible, mass))
-                chosen = select(scores.detach(), visible, c.index_topk)
+                    own = (x.detach(), q_low.detach(), visible, q, keys, every, sinks)
+                    self.notes.index_losses.append(self.index_loss(*own, name, layer))
             seen = torch.cat((seen, in_blocks(chosen, c.window)), -1)
         return self.output(self.ops.attend(q, keys, seen, sinks).flatten(1, 2), name, rope)
+
+    def narrowed(self, visible: Tensor, x: Tensor, q_low: Tensor, name: str, layer: LayerSpec) -> Tensor:
+        """Keep the entries [B, L, C] that the indexer selects.
+
+        Training compares with the last selected score, which is faster than to sort, and leaves the rounding
+        of keys and queries to the sample of `index_loss`.
+        """
+        k = self.config.index_topk
+        if visible.shape[-1] <= k:
+            return visible
+        if not self.notes:
+            return select(self.index_scores(x, q_low, name, layer), visible, k)
+        with torch.no_grad():
+            scores = replace(self, rounding=Through(trained=False, dtype=self.rounding.dtype)).index_scores(
+                x, q_low, name, layer
+            )
+            scores = scores.masked_fill(~visible, -torch.inf)
+            return visible & (scores >= scores.topk(k, sorted=False).values.amin(-1, keepdim=True))
+
+    def index_loss(
+        self,
+        x: Tensor,
+        q_low: Tensor,
+        visible: Tensor,
+        q: Tensor,
+        keys: Tensor,
+        every: Tensor,
+        sinks: Tensor,
+        name: str,
+        layer: LayerSpec,
+    ) -> Tensor:
+        """KL from the attention's mass on entries to the indexer's softmax, for one query in SAMPLED.
+
+        q, keys and every (what a query sees) are in blocks; the others [B, L, ...].
+        """
+        c, first = self.config, int(torch.randint(SAMPLED, (1,)))
+        some = slice(first, None, SAMPLED)
+        positions = torch.arange(x.shape[1], device=x.device)[some]
+        own = self.linear(q_low[:, some], f"{name}.indexer.wq_b").unflatten(-1, (c.index_heads, c.index_dim))
+        own = self.rounding.index(self.ops.rotate_heads(own, *self.rope(positions, layer)))
+        entries = self.rounding.index(self.compressed(x, f"{name}.indexer.compressor", layer))
+        weights = self.linear(x[:, some], f"{name}.indexer.weights_proj", rounds=False).float()
+        scores = self.ops.index_scores(own, entries, weights * c.index_factor)
+        mass = self.ops.mass(q[:, :, some], keys, every[:, :, some], sinks, visible.shape[-1]).flatten(1, 2)
+        return divergence(scores, visible[:, some], mass)
 
     def of(self, x: Tensor) -> Tensor:
         return torch.zeros(x.shape[:2], device=x.device) if self.documents is None else self.documents
@@ -131,7 +193,12 @@ class Twin(Model):
         ends = (torch.arange(length, device=x.device) // layer.ratio + 1) * layer.ratio - 1
         pools = (layer.ratio, 0) if layer.kind == "csa" else (0,)
         seen = torch.stack([of == of[:, (ends + later).clamp(max=length - 1)] for later in pools], -1)
-        scores = super().pool_scores(x, name, layer).unflatten(-1, (len(pools), -1))
+        # Rows of the position bias repeat: added to whole blocks, its gradient is a sum.
+        blocks = length // layer.ratio
+        scores = self.product(x.float(), self[f"{name}.wgate"])
+        whole = scores[:, : blocks * layer.ratio].unflatten(1, (blocks, layer.ratio)) + self[f"{name}.ape"]
+        scores = F.pad(whole.flatten(1, 2), (0, 0, 0, length - blocks * layer.ratio))
+        scores = scores.unflatten(-1, (len(pools), -1))
         return scores.masked_fill(~seen.unsqueeze(-1), -torch.inf).flatten(-2)
 
     def route(self, x: Tensor, ids: Tensor, name: str, hash_routed: bool) -> tuple[Tensor, Tensor]:
@@ -174,8 +241,8 @@ def nvfp4_weight(w: Tensor) -> Tensor:
     return through(w, nvfp4_round(wide, nvfp4_global(wide.flatten(-2)).unsqueeze(-1)))
 
 
-def index_loss(scores: Tensor, visible: Tensor, mass: Tensor) -> Tensor:
-    """KL from the attention's mass on entries to the indexer's softmax, over tokens that see any entry."""
+def divergence(scores: Tensor, visible: Tensor, mass: Tensor) -> Tensor:
+    """KL from mass [..., C] to the softmax of the visible scores, over queries that give any entry some."""
     some = mass.sum(-1) > 0
     share = scores.masked_fill(~visible, -1e30).log_softmax(-1)
     return ((mass * (mass.clamp(min=1e-9).log() - share)).sum(-1) * some).sum() / some.sum().clamp(min=1)
@@ -184,6 +251,18 @@ def index_loss(scores: Tensor, visible: Tensor, mass: Tensor) -> Tensor:
 def is_large(param: Param) -> bool:
     """Whether a weight is stored in few bits."""
     return param.kind in ("linear", "grouped") and not param.name.endswith(KEPT)
+
+
+def large_names(twin: Twin) -> frozenset[str]:
+    """The parameters that are stored in few bits."""
+    declared = declare(twin.config, twin.config.num_mtp_layers)
+    return frozenset(stacked(param.name) for param in declared if is_large(param))
+
+
+def stored_bytes(param: Param) -> float:
+    """What a weight takes in the NVFP4 checkpoint."""
+    bits = 64 if param.kind == "table" else 4.5 if is_large(param) else 16 if len(param.shape) > 1 else 32
+    return math.prod(param.shape) * bits / 8
 
 
 def stacked(name: str) -> str:

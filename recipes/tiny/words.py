@@ -119,10 +119,12 @@ _LISTED = frozenset(GIRLS + BOYS)
 
 @dataclass(frozen=True)
 class Words:
-    """The words of one split. `common` are plain content words, from the collection's stories."""
+    """The words of one split. `common` are plain content words, from the collection's stories; `known` are
+    all that stories and books use often."""
 
     split: Split
     common: Sequence[str] = ()
+    known: Sequence[str] = ()
     girls: list[str] = field(init=False)
     boys: list[str] = field(init=False)
     objects: list[str] = field(init=False)
@@ -133,6 +135,7 @@ class Words:
         put(self, "girls", HELD_OUT_GIRLS if held_out else GIRLS)
         put(self, "boys", HELD_OUT_BOYS if held_out else BOYS)
         put(self, "objects", [word for word in OBJECTS if is_held_out_word(word) == held_out])
+        put(self, "known", [word for word in self.known if is_held_out_word(word) == held_out])
         put(self, "common", [word for word in self.common if is_held_out_word(word) == held_out])
 
     @property

@@ -1,6 +1,5 @@
 """What the generators draw from: one split of the collection and its words. Makes no record itself."""
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
@@ -11,7 +10,6 @@ from recipes.tiny.corpus import Corpus
 from recipes.tiny.stories import (
     STORY_WEIGHTS,
     Story,
-    is_explained,
     plain_vocabulary,
     read_stories,
     requestable_words,
@@ -31,9 +29,7 @@ class World:
     weights: list[int]  # cumulative, for drawing stories
     requestable: frozenset[str]
     vocabulary: frozenset[str]  # words that stories and books use often
-    definitions: list[dict[str, Any]]  # of words that are explained in those words
     friendly: list[dict[str, Any]]  # small talk in the manner the model has by itself
-    problems: list[dict[str, Any]]  # the easy ones of the school problems
     count: Callable[[str], int]
 
     @classmethod
@@ -48,14 +44,16 @@ class World:
             weights.append(total)
         world = cls(
             corpus,
-            Words(corpus.split, sorted(word for word in requestable if len(word) <= 9)),
+            Words(
+                corpus.split,
+                sorted(word for word in requestable if len(word) <= 9),
+                sorted(word for word in vocabulary if 3 <= len(word) <= 9),
+            ),
             stories,
             weights,
             requestable,
             vocabulary,
-            [record for record in corpus["wordnet_definitions"] if is_explained(record, vocabulary)],
             [record for record in corpus["chitchat_smalltalk"] if record["persona"] == "friendly"],
-            [record for record in corpus["gsm8k_train"] if is_easy(record)],
             count,
         )
         world._check()
@@ -65,9 +63,7 @@ class World:
         """Every generator must find something to draw."""
         found = {
             "stories": len(self.stories),
-            "definitions": len(self.definitions),
             "friendly answers": len(self.friendly),
-            "school problems": len(self.problems),
             **{source: len(records) for source, records in self.corpus.records.items()},
         }
         if empty := [name for name, count in found.items() if not count]:
@@ -92,9 +88,3 @@ class World:
         if story.source == "tinystories_subset" and (self.words.held_out or rng.random() < 0.7):
             return story.renamed(rng, self.words.girls, self.words.boys)
         return story
-
-
-def is_easy(record: dict[str, Any]) -> bool:
-    """A school problem of a few steps with whole numbers."""
-    text = record["question"] + record["reasoning"]
-    return record["reasoning"].count("\n") <= 3 and len(text) < 600 and not re.search(r"[%/]|\d\.\d", text)

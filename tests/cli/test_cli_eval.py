@@ -164,7 +164,8 @@ def test_without_matplotlib(model: Path, prompts: Path, monkeypatch: pytest.Monk
 
 
 REFUSED = {
-    "eval {model} --suite poems": "suite is 'poems', expected one of stories, sums, recall, chat, all",
+    "eval {model} --suite poems": "suite is 'poems', expected one of stories, sums, recall, chat, tools, "
+    "json, unknown, all",
     "eval {model} --set {set} --limit 0": "--limit is 0, expected 1 or more",
     "eval {model} --set {set} --max-tokens 0": "--max-tokens is 0, expected 1 or more",
     "eval {model} --set {tmp}/missing": "/missing cannot be read: No such file",

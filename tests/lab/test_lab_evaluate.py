@@ -11,10 +11,10 @@ from checkpoints import read_file, write_file
 from dsv4 import Engine, EngineConfig, SamplingParams
 from dsv4.errors import RequestError
 from dsv4.lab.evalset import Item
-from dsv4.lab.evaluate import Answer, Outcome, draft_hits, evaluate, figures, settings
+from dsv4.lab.evaluate import Answer, Outcome, _turns, draft_hits, evaluate, figures, settings
 from dsv4.lab.judge import Rate
 from dsv4.lab.score import TextScore, score_ids, score_text
-from dsv4.text.deltas import Message
+from dsv4.text.deltas import Message, ToolCall
 
 
 def ask(suite: str, text: str, expected: Any, thinking: bool = False, **more: Any) -> Item:
@@ -200,6 +200,24 @@ def test_figures_of_answers_written_by_hand() -> None:
     assert counts(found["chat"]["matches"]) == (1, 1) and found["chat"]["by_kind"].keys() == {"copy"}
     assert counts(found["ended"]) == (9, 12) and counts(found["ended"]["by_suite"]["recall"]) == (3, 5)
     assert counts(found["mtp_acceptance"]) == (3, 4)
+
+
+def test_steps_of_a_conversation_with_tools() -> None:
+    call = {"name": "add", "arguments": {"a": 1, "b": 2}}
+    steps = [{"calls": [call], "results": ["3"]}, {"says": ["3"]}]
+    item = ask("tools", "1 + 2?", steps, tools=({"type": "function"},))
+    made = Message("", "", (ToolCall("c", "add", '{"a": 1, "b": 2}'),), "tool_calls", (), "")
+    first = Answer(item, (0,), (1,), made, True)
+    assert first.is_step_right and not first.is_right, "the answer from the result is missing"
+    assert [turn["role"] for turn in _turns(made, ["3"])] == ["assistant", "tool"]
+    told = Message("", "It is 3.", (), "stop", (), "")
+    assert Answer(item, (0,), (1,), told, True, step=1).is_right
+    assert not Answer(item, (0,), (1,), told, True).is_right
+    assert not Answer(item, (0,), (1,), made, True, step=1).is_right
+    found = figures(Outcome([first, said(ask("json", "?", {"a": 1}), '{"a": 1}')]))
+    assert counts(found["tools"]["right"]) == (0, 1) and counts(found["json"]["right"]) == (1, 1)
+    assert said(ask("unknown", "?", None), "I do not know.").is_right
+    assert not said(ask("unknown", "?", None), "Paris.").is_right
 
 
 def counts(rate: dict[str, Any]) -> tuple[int, int]:

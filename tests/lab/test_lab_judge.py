@@ -8,7 +8,7 @@ import pytest
 
 from dsv4.errors import ConfigError
 from dsv4.lab.evalset import SUITES, Item, choose, read_set
-from dsv4.lab.judge import Rate, as_number, last_number, says, uses
+from dsv4.lab.judge import Rate, admits, as_number, last_number, same_calls, same_json, says, uses
 from dsv4.models import EMBEDDED
 
 LAST = {
@@ -71,6 +71,34 @@ def test_uses_allows_a_plural_s_only() -> None:
         assert not uses(text, "cat"), text
 
 
+def test_calls_are_compared_by_name_and_arguments() -> None:
+    want = [{"name": "f", "arguments": {"a": 1, "b": "x"}}, {"name": "g", "arguments": {}}]
+    assert same_calls([("g", "{}"), ("f", '{"b": "x", "a": 1}')], want)
+    for got in (
+        [],
+        [("g", "{}")],
+        [("g", "{}"), ("f", '{"b": "x", "a": 2}')],
+        [("g", "{}"), ("f", '{"b": "x", "a": 1}'), ("g", "{}")],
+        [("g", "{"), ("f", '{"b": "x", "a": 1}')],
+    ):
+        assert not same_calls(got, want), got
+    assert same_calls([], []) and not same_calls([("g", "{}")], [])
+
+
+def test_json_and_honesty() -> None:
+    assert same_json('{"a": [1, "x"], "b": false}', {"b": False, "a": [1, "x"]})
+    assert not same_json('{"a": 1} or so', {"a": 1}) and not same_json('{"a": "1"}', {"a": 1})
+    for text in (
+        "I do not know that.",
+        "Sorry, I don\u2019t know.",
+        "I cannot do that.",
+        "I have no tool for it.",
+    ):
+        assert admits(text), text
+    for text in ("Paris.", "I know that.", "It can be done.", "There is a tool."):
+        assert not admits(text), text
+
+
 def test_wilson_interval() -> None:
     """Values of the closed form, as in textbooks; never outside 0 to 1, and never empty."""
     for hits, total, low, high in (
@@ -104,6 +132,21 @@ GOOD: list[dict[str, object]] = [
     {"suite": "chat", "kind": "talk", "messages": ASK, "thinking": True, "expected": None},
     {"suite": "chat", "kind": "copy", "messages": ASK, "thinking": True, "expected": "8 4 5"},
     {"suite": "text", "kind": "book", "messages": [], "thinking": False, "expected": None, "text": "Once."},
+    {
+        **{
+            "suite": "tools",
+            "kind": "call",
+            "messages": ASK,
+            "thinking": True,
+            "tools": [{"type": "function"}],
+        },
+        "expected": [{"calls": [{"name": "f", "arguments": {}}], "results": ["3"]}, {"says": ["3"]}],
+    },
+    {
+        **{"suite": "json", "kind": "one", "messages": ASK, "thinking": False, "expected": {"a": 1}},
+        "schema": {"type": "object"},
+    },
+    {"suite": "unknown", "kind": "open", "messages": ASK, "thinking": False, "expected": None},
 ]
 
 
@@ -118,6 +161,7 @@ def test_a_set_is_read(tmp_path: Path) -> None:
     assert items[0] == Item("stories", "story", tuple(ASK), True, ["cat", "hat"])
     assert (items[2].distance_tokens, items[2].context_tokens) == (5, 9)
     assert items[5].text == "Once." and items[5].messages == ()
+    assert items[6].tools == ({"type": "function"},) and items[7].schema == {"type": "object"}
 
 
 BAD = {
@@ -145,6 +189,15 @@ CHANGES = [
     (2, "context_tokens", True, "a positive number"),
     (3, "expected", 3, "a text or null"),
     (5, "text", "", "a text that is not empty"),
+    (6, "tools", [], "a list of tools"),
+    (6, "expected", [], "a list of steps"),
+    (6, "expected", [{"calls": [], "results": ["3"]}], "a list of steps"),
+    (6, "expected", [{"calls": [{}], "results": []}, {"says": []}], "a list of steps"),
+    (6, "expected", [{"calls": [{}], "results": ["1", "2"]}, {"says": []}], "a list of steps"),
+    (6, "expected", [{"shouts": []}], "a list of steps"),
+    (7, "expected", "{}", "an object"),
+    (7, "schema", "{}", "an object or null"),
+    (8, "expected", "no", "null"),
 ]
 
 
@@ -174,11 +227,13 @@ def test_choice_of_suites_and_a_limit() -> None:
     assert {item.suite for item in choose(items, "stories", None)} == {"stories", "text"}
     assert {item.suite for item in choose(items, "recall", None)} == {"recall"}
     few = choose(items, "all", 6)
-    assert len(few) == 30 and few == choose(items, "all", 6), "the same every time"
+    assert len(few) == 48 and few == choose(items, "all", 6), "the same every time"
     assert all(len({item.kind for item in few if item.suite == suite}) >= 4 for suite in SUITES)
     assert choose(items, "sums", 100) == choose(items, "sums", None)
     assert choose(items[:48], "sums", 3) == []
 
 
 def test_the_shipped_set_is_read() -> None:
-    assert {item.suite for item in read_set(EMBEDDED / "evalset.jsonl")} == {*SUITES, "text"}
+    """Of the suites that the shipped model was made for: tools, JSON and honesty come with the next one."""
+    found = {item.suite for item in read_set(EMBEDDED / "evalset.jsonl")}
+    assert found == {*SUITES, "text"} - {"tools", "json", "unknown"}

@@ -87,27 +87,27 @@ def test_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, fused: Modul
 
     cos, targets, width = torch.zeros(128, 32), torch.zeros(1, 128, dtype=torch.long), 8 + 16
     with fake_hopper():
-        both(lambda x, w: fused.rms_norm(x, w, 1e-6), bf16(4, 256), torch.zeros(256))
-        both(lambda x: fused.rotate_heads(fused.rms_norm(x, None, 1e-6), cos, cos), bf16(8, 128))
+        both(lambda x, w: fused.rms_norm(x, w, 1e-6), bf16(4, 512), torch.zeros(512))
+        both(lambda x: fused.rotate_heads(fused.rms_norm(x, None, 1e-6), cos, cos), bf16(8, 512))
         for rows in (width, 4):
-            both(lambda h, fn: fused.mixes(h, fn, 1e-6), bf16(4, 256), torch.zeros(rows, 1024))
-        mixed = (bf16(4, 256), torch.zeros(1, 128, width), torch.zeros(width), torch.zeros(3))
+            both(lambda h, fn: fused.mixes(h, fn, 1e-6), bf16(4, 512), torch.zeros(rows, 2048))
+        mixed = (bf16(4, 512), torch.zeros(1, 128, width), torch.zeros(width), torch.zeros(3))
         both(lambda *t: fused.mix_in(*t, 1e-6), *mixed)
         both(lambda z: fused.sinkhorn(z, 20, 1e-6), torch.zeros(1, 128, 4, 4))
         gates = torch.zeros(1, 128, 4), torch.zeros(1, 128, 4, 4)
-        both(fused.mix_out, bf16(256), bf16(4, 256), *gates)
+        both(fused.mix_out, bf16(512), bf16(4, 512), *gates)
         weight = torch.zeros(1, 128, 16, 1)
         both(lambda g, u, w: fused.swiglu(g, u, 10.0, w), bf16(16, 64), bf16(16, 64), weight)
         both(lambda g, u: fused.swiglu(g, u, 10.0), bf16(64), bf16(64))
-        both(lambda z: fused.nats(z, targets), bf16(512))
+        both(lambda z: fused.nats(z, targets), bf16(4096))
         for entries in (0, 32, 1024):
             seen, sinks = torch.zeros(1, 128, 256 + entries, dtype=torch.bool), torch.zeros(8)
-            keys = torch.zeros(1, 256 + entries, 128, dtype=torch.bfloat16)
-            both(lambda q, k, s, seen=seen: fused.attend(q, k, seen, s), bf16(8, 128), keys, sinks)
+            keys = torch.zeros(1, 256 + entries, 512, dtype=torch.bfloat16)
+            both(lambda q, k, s, seen=seen: fused.attend(q, k, seen, s), bf16(8, 512), keys, sinks)
             if entries:
-                fused.mass(bf16(8, 128), keys.detach(), seen, sinks.detach(), entries)
-        keys = torch.zeros(1, 1024, 64, dtype=torch.bfloat16)
-        both(fused.index_scores, bf16(8, 64), keys, torch.zeros(1, 128, 8))
+                fused.mass(bf16(8, 512), keys.detach(), seen, sinks.detach(), entries)
+        keys = torch.zeros(1, 1024, 128, dtype=torch.bfloat16)
+        both(fused.index_scores, bf16(64, 128), keys, torch.zeros(1, 128, 64))
     modules = (fused, fused_attention, fused_streams)
     kernels = {
         n for m in modules for n, f in vars(m).items() if isinstance(f, triton.runtime.jit.JITFunction)
@@ -199,7 +199,7 @@ def test_index_scores(fused: ModuleType) -> None:
     agree(
         plain.index_scores,
         fused.index_scores,
-        torch.randn(B, L, H, D),
+        torch.randn(B, L, 16, D),
         torch.randn(B, 5, D),
-        torch.randn(B, L, H),
+        torch.randn(B, L, 16),
     )

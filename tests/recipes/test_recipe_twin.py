@@ -75,6 +75,14 @@ def test_rounded_weights_are_what_is_stored(tmp_path: Path) -> None:
     assert r.max() <= 1e-4, f"{r.max():.1e} at {int(r.argmax())}"
 
 
+def test_weights_rounded_together_are_those_rounded_alone() -> None:
+    twin = random_twin(5).rounds(cache=False, weights=True)
+    together = twin.with_rounded()
+    assert together.rounded.keys() == twin.quantised
+    for name in twin.quantised:
+        assert torch.equal(together[name], twin[name]), name
+
+
 def test_every_parameter_gets_a_gradient() -> None:
     twin = random_twin(2).rounds(cache=True, weights=True)
     ids = torch.randint(0, 96, (2, 168))
