@@ -194,6 +194,7 @@ def test_rounds_of_speculation(
         assert 0 < engine.counts.num_accepted < engine.counts.num_drafted
 
 
+@pytest.mark.slow
 def test_entries_of_mtp(drafted: Callable[[ModelConfig], Path], twins: Path) -> None:
     """A prompt in chunks and rounds after it leave what the CPU's drafter leaves, at all positions
     in the window."""

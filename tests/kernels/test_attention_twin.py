@@ -48,7 +48,7 @@ def test_attend(twin: ctypes.CDLL, name: str) -> None:
     assert torch.equal(run(twin, case, seed=1), out), "the order of events shows"
 
 
-@pytest.mark.parametrize("heads", [8, 16])
+@pytest.mark.parametrize("heads", [8, pytest.param(16, marks=pytest.mark.slow)])
 def test_blocks_of_drafts(twin: ctypes.CDLL, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The window ends where each row's `ends` says, and all of its block is seen, later rows too."""
     case = blocks(heads)

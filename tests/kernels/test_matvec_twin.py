@@ -275,7 +275,10 @@ def test_experts_of_a_batch(twin: ctypes.CDLL, format: Format, act: torch.dtype)
         check_experts(twin, format, act, up, down, rows if act == BF16 else 2, blocks)
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize(
+    "format",
+    [pytest.param(f, id=str(f), marks=() if f is Format.NVFP4 else pytest.mark.slow) for f in FORMATS],
+)
 def test_experts_of_few_rows_as_of_many(twin: ctypes.CDLL, format: Format) -> None:
     """Where sums do round: blocks of half the warps, and an expert's pairs in several tasks."""
     generator = torch.Generator().manual_seed(6)

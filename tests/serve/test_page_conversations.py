@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 from page_support import (  # noqa: F401
     ANSWERED,
     KEEP_BODIES,
@@ -370,6 +371,7 @@ def test_progress_is_told(page: Any) -> None:  # noqa: F811
     assert words == "Reading 1,100 tokens: 54 %, about 5.0 s left" and 0.54 < share < 0.55
 
 
+@pytest.mark.slow
 def test_a_full_server_tells_the_place_in_the_queue(page: Any, server: Server) -> None:  # noqa: F811
     """Three may run: two clients wait before the page, and it moves up as they begin."""
     body = {"model": "tiny", "messages": STORY, "stream": True, "ignore_eos": True, "max_tokens": 900}
