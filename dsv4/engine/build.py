@@ -90,6 +90,8 @@ class Prepared:
         checkpoint = checkpoint.shard(rank, size, config.expert_parallel)
         checkpoint = checkpoint.with_head(config.head, size)
         settings = settle(replace(config, device=devices[rank], gpus=None), checkpoint, size)
+        if settings.tiled and settings.drafts == 0 and checkpoint.config.dspark is not None:
+            checkpoint = checkpoint.without_drafts()  # nothing would run them
         split = None
         if not settings.tiled and (config.spill not in ("off", "auto") or config.expert_memory is not None):
             raise ConfigError(
@@ -108,9 +110,12 @@ class Prepared:
         if rank == 0 or settings.device.kind == "cuda":
             its_config = replace(config, spill="off") if size > 1 else config
             split = check_memory(settings, its_config, checkpoint, size)
-        if split is not None and config.speculate == "auto":
-            # Each draft verified is experts over PCIe, and the drafter's own lie there too.
+        if split is not None and config.speculate == "auto" and settings.drafts != 0:
+            # Each draft verified would be experts over PCIe, and the drafter's own would lie there too.
             settings = replace(settings, drafts=0)
+            if checkpoint.config.dspark is not None:
+                checkpoint = checkpoint.without_drafts()
+                split = check_memory(settings, its_config, checkpoint, size)
         return cls(checkpoint, settings, config, rank, size, split)
 
     def tokenizer(self, folder: Path) -> Tokenizer | None:
