@@ -170,6 +170,7 @@ def test_markdown_becomes_elements(page: Any) -> None:  # noqa: F811
     assert links["later"] == "https://example.org/later"
     assert {a.get_attribute("rel") for a in answer.locator("a").all()} == {"noopener noreferrer nofollow"}
     answer.locator("figcaption button").click()
+    page.wait_for_selector("#announcer:has-text('Copied')", state="attached")
     page.press("#question", "Control+v")
     assert page.input_value("#question") == MARKDOWN.split("```python\n")[1].split("```")[0]
 
