@@ -3,7 +3,9 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -63,6 +65,28 @@ class Pass:
         return self.out is not None or not self.sampled
 
 
+def pack_rows(
+    sampler: ModuleType, samplings: list[Sampling], forced: tuple[int, ...] | None = None
+) -> Tensor:
+    """The settings of the op `sample`, a row each, on the host."""
+    rows = [
+        sampler.pack(
+            temperature=s.temperature,
+            top_k=s.top_k,
+            top_p=s.top_p,
+            min_p=s.min_p,
+            seed=s.seed,
+            index=s.index,
+            num_top=min(s.num_top, MAX_TOP),
+            forced=forced[i] if forced else -1,
+            has_mask=s.masked,
+            penalties=s.penalties,
+        )
+        for i, s in enumerate(samplings)
+    ]
+    return torch.tensor(rows, dtype=torch.long)
+
+
 class Eager:
     max_rows, runs_ahead, same_bits = 1 << 20, False, True
     expert_hits = expert_misses = 0  # nothing is counted
@@ -78,7 +102,9 @@ class Eager:
         self.set_pages = cache.set_pages
         shape = cache.layout.num_slots, HISTORY + cache.layout.max_context
         self.penalties = torch.zeros(shape, dtype=torch.int32, device=device)
-        self.drafter = make_drafter(model, cache, self.penalties, self.packed) if drafts else None
+        # Nothing here refers back: an engine is freed when its last user lets go, and its ranks' threads end.
+        pack = partial(pack_rows, self.sampler)
+        self.drafter = make_drafter(model, cache, self.penalties, pack) if drafts else None
 
     def restore(self, slot: int, handle: int) -> None:
         self.cache.restore(slot, handle)
@@ -207,23 +233,7 @@ class Eager:
             made.scored.setdefault(span.sequence, []).append(out)
 
     def packed(self, samplings: list[Sampling], forced: tuple[int, ...] | None = None) -> Tensor:
-        """The settings of the op `sample`, a row each, on the host."""
-        rows = [
-            self.sampler.pack(
-                temperature=s.temperature,
-                top_k=s.top_k,
-                top_p=s.top_p,
-                min_p=s.min_p,
-                seed=s.seed,
-                index=s.index,
-                num_top=min(s.num_top, MAX_TOP),
-                forced=forced[i] if forced else -1,
-                has_mask=s.masked,
-                penalties=s.penalties,
-            )
-            for i, s in enumerate(samplings)
-        ]
-        return torch.tensor(rows, dtype=torch.long)
+        return pack_rows(self.sampler, samplings, forced)
 
     def send(self, values: Tensor) -> Tensor:
         """To the device, without waiting for what it does."""

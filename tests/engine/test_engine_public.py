@@ -1,9 +1,11 @@
 """The public API: conversations, one prompt or many, async streams, a closed engine, names and words."""
 
 import asyncio
+import gc
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -196,3 +198,18 @@ def test_progress_shows_in_a_notebook_by_itself() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert re.search(r"loading tiny, bytes: (\d+) of \1\n", done.stderr), done.stderr
     assert done.stderr.endswith("generating: 2 of 2\n") and done.stdout == ""
+
+
+def test_a_closed_engine_is_freed_at_once() -> None:
+    """No cycle holds it: its ranks' threads would otherwise end with the interpreter, which aborts then."""
+    gc.collect()
+    gc.disable()
+    try:
+        engine = Engine.load(None, EngineConfig(device="cpu", max_context=512))
+        assert engine.drafter is not None
+        executor = weakref.ref(engine.runner.executor)
+        engine.close()
+        del engine
+        assert executor() is None
+    finally:
+        gc.enable()
