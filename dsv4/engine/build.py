@@ -111,8 +111,9 @@ class Prepared:
             its_config = replace(config, spill="off") if size > 1 else config
             split = check_memory(settings, its_config, checkpoint, size)
         if split is not None and config.speculate == "auto" and settings.drafts != 0:
-            # Each draft verified would be experts over PCIe, and the drafter's own would lie there too.
-            settings = replace(settings, drafts=0)
+            settings = settings.without_drafts(
+                "experts lie in host memory, and each draft would read more of them over PCIe"
+            )
             if checkpoint.config.dspark is not None:
                 checkpoint = checkpoint.without_drafts()
                 split = check_memory(settings, its_config, checkpoint, size)

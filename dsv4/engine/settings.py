@@ -62,6 +62,11 @@ class Settings:
     tiled: bool  # weights in the GPU kernels' own form; generated tokens run as graphs
     choices: tuple[Choice, ...]
 
+    def without_drafts(self, why: str) -> "Settings":
+        """The same, but nothing is drafted; the list of choices says why."""
+        others = [choice for choice in self.choices if choice.name != "speculate"]
+        return replace(self, drafts=0, choices=(*others, Choice("speculate", "off", why)))
+
     def ahead_drafts(self, model: ModelConfig) -> int:
         """Most that a GPU verifies and makes by itself, in steps launched ahead."""
         if not self.tiled:
@@ -163,11 +168,7 @@ def _drafter_choice(drafts: int | None, checkpoint: Checkpoint) -> Choice:
     if drafts is None:
         drafter = checkpoint.config.drafter(blocks)
         return Choice("speculate", f"auto, {drafter}", "as many drafts as pay, which is measured")
-    why = (
-        "a GPU drafts with DSpark, alone and with its kernels"
-        if blocks
-        else "neither MTP nor DSpark is there"
-    )
+    why = "a GPU drafts only alone and with its own kernels" if blocks else "neither MTP nor DSpark is there"
     return Choice("speculate", "off", why)
 
 
