@@ -25,8 +25,9 @@ from dsv4.step.buffers import round_sizes
 from dsv4.step.round import PARTS, Round
 
 # Time of a round by how many drafts each sequence verifies, relative to none: one H200, Flash's geometry,
-# NVFP4, 4k, 19 November 2026 (python -m bench.rows: one row in use of 8, two, ...; the draft 0.9 ms).
-COSTS = (1.0, 1.15, 1.27, 1.4, 1.5, 1.61, 1.72, 1.84)
+# NVFP4, 4k, 20 November 2026: `python -m bench.rows --graphs 8` for 1 to 8 rows of 8, and DSpark's draft with
+# 0.64 ms (`python -m bench.rounds`).
+COSTS = (1.0, 1.16, 1.28, 1.41, 1.52, 1.63, 1.75, 1.87)
 MOVED = 0.1  # a change of MTP's chances, as logits, that the device is told
 
 
